@@ -1,7 +1,8 @@
-"""Goodput on a ladder of rates: of one policy, of the best in a scenario, and of the best over all scenarios.
+"""Comparison of policies: goodput on a ladder of rates (of one policy, of the best in a scenario, of the best over all
+scenarios), and latencies side by side at one rate.
 
-All of it rests on one thing: who misses the target at a rate misses it at every higher one. So one run just above the
-best policy's goodput says of another that it is no better, and what was missed bounds a mean from above.
+The search relies on monotony: a policy that misses the target at a rate misses it at every higher rate. One run just
+above the best policy's goodput therefore shows that another policy is not better.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,12 +34,10 @@ class Ladder:
 
     @classmethod
     def near(cls, rate: float, step: float) -> "Ladder":
-        """About a rate."""
         return cls(step, round(log(rate) / log(step)))
 
     @property
     def lowest(self) -> int:
-        """The lowest rung."""
         return self.start + floor(log(LOWEST) / log(self.step))
 
     def rate(self, rung: int) -> float:
@@ -63,7 +62,6 @@ class Bracket:
 
     @classmethod
     def unknown(cls, ladder: Ladder) -> "Bracket":
-        """Before the first run."""
         return cls(ladder, ladder.lowest - 1)
 
     @property
@@ -73,12 +71,10 @@ class Bracket:
 
     @property
     def least(self) -> float:
-        """Requests a second."""
         return self.ladder.rate(self.low)
 
     @property
     def most(self) -> float:
-        """Requests a second."""
         return self.ladder.rate(self.high - 1) if self.high is not None else float("inf")
 
     @property
@@ -92,13 +88,12 @@ class Bracket:
         return (self.low + self.high) // 2
 
     def tried(self, rung: int, meets: Meets) -> "Bracket":
-        """After a run at a rung between the two; unchanged where they say already how that would end."""
+        """After a run at a rung between the two; unchanged where the bracket already answers it."""
         if rung <= self.low or (self.high is not None and rung >= self.high):
             return self
         return replace(self, low=rung) if meets(self.ladder.rate(rung)) else replace(self, high=rung)
 
     def settled(self, meets: Meets) -> "Bracket":
-        """With as many runs as it takes to be exact."""
         found = self
         while not found.exact:
             found = found.tried(found.next, meets)
@@ -114,7 +109,7 @@ def race(policies: Iterable[str], meets: Callable[[str], Meets], ladder: Ladder)
     """Brackets of all, in which the highest goodput is exact and none of the others can be higher.
 
     All are tried at SCREENED_AT of the ladder's start, then, the survivors first, at the rung above the best so far:
-    who misses it is out, who meets it is the best so far.
+    a policy that misses it is out, a policy that meets it is the best so far.
     """
     screen = ladder.start - ladder.rungs(1.0 / SCREENED_AT)
     brackets = {policy: Bracket.unknown(ladder).tried(screen, meets(policy)) for policy in policies}
@@ -156,16 +151,13 @@ def best_mean(
         of |= narrowed(first, {name: of[name] for name in left[:AT_ONCE]})
 
 
-# MERGED side_by_side.py
-# Policies side by side at the same rate: what readers of answers feel, in a row each.
-
+# Policies side by side at one rate: latencies that readers of answers feel, one row a policy.
 
 Row = dict[str, Any]  # by column; seconds, and shares in 0..1
 COLUMNS = ("ttft_p50_s", "ttft_p90_s", "jct_p50_s", "jct_p90_s", "itl_p99_s", "longest_gap_p90_s", "longest_gap_max_s")
 
 
 def of_result(head: Mapping[str, Any], result: SimResult, slo: Slo) -> Row:
-    """Of a simulated run. head: what it was, before its figures."""
     figures = summary(result, slo)
     return _row(head, {name: figures[name] for name in COLUMNS}, attainment(result.outcomes, slo).every)
 
@@ -180,7 +172,12 @@ def of_samples(head: Mapping[str, Any], samples: Sequence[Sample], slo: Slo) -> 
         **_shares("longest_gap", longest, 90),
         "longest_gap_max_s": max(longest, default=float("nan")),
     }
-    return _row(head, figures, sum(one.met(slo) for one in samples) / len(samples))
+    return _row(head, figures, share_within(samples, slo))
+
+
+def share_within(samples: Sequence[Sample], slo: Slo) -> float:
+    """The share of requests within their targets."""
+    return sum(one.met(slo) for one in samples) / len(samples)
 
 
 def faster(row: Row, factor: float) -> Row:

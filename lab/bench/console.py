@@ -15,16 +15,9 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from lab.bench.control_fleet import make_info
 from services.cluster_monitor.history import Grid, history, instances_over_time
-from shared.domain.instance import (
-    Compatibility,
-    InstanceInfo,
-    InstanceLoad,
-    InstanceState,
-    InstanceView,
-    KvGeometry,
-    Role,
-)
+from shared.domain.instance import InstanceLoad, InstanceState, InstanceView, Role
 from shared.domain.verdict import Situation, Standing, Thresholds
 from shared.policy.load_history import FIGURES, STEPS_S, LoadBook, Totals
 from shared.policy.served import STEPS_S as SERVED_STEPS_S
@@ -122,7 +115,6 @@ def _reads(engine: AsyncEngine, now: float) -> dict[str, Callable[[], Awaitable[
 
 
 async def fill(engine: AsyncEngine, now: float) -> None:
-    """A day of it."""
     store = WriteBehind(engine, CollectorRegistry(), capacity=1_000_000)
     await store._migrate()
     rng = Random(1)
@@ -195,12 +187,10 @@ def _loads(now: float) -> Any:
 
 
 def _views() -> list[InstanceView]:
-    fit = Compatibility("fp", "emulated", "1", 1, KvGeometry(32, 8, 128))
     found = []
     for role in Role:
         for number in range(INSTANCES // 2):
-            name = f"{role.value}-{number}"
-            info = InstanceInfo(name, 1, "m", fit, "gpu", "bfloat16", 1, 16, 10_000, 8_192, 2_048, "", "", ())
+            info = make_info(f"{role.value}-{number}")
             load = InstanceLoad(time_s=1.0, running=20, waiting=3, free_blocks=2_000, context_tokens=9_000, decoding=20)
             found.append(InstanceView(info, role, InstanceState.READY, load))
     return found

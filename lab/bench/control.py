@@ -1,8 +1,8 @@
-"""`polyphase bench control`: what the control plane costs with 10, 100 and 1,000 instances.
+"""`polyphase bench control`: cost of the control plane with 10, 100 and 1,000 instances.
 
-Monitor and scheduler are the real processes, started as a suite starts them. The instances are one process with a
-heartbeat, a broadcast and an RPC connection for each, which compute nothing; under load every one of them tells another
-load each 100 ms, idle they tell that they live. Placements are asked for as a gateway does, and timed there.
+The monitor and the scheduler are real processes. The instances are one process (`control_fleet`) that holds a
+heartbeat, a broadcast and an RPC connection for each instance and computes nothing. `bench dashboard` uses the same
+processes.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ import uvloop
 from pydantic import SecretStr
 
 from lab.bench.control_fleet import FleetOptions
+from lab.suite import metric
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher import ports
@@ -40,16 +41,12 @@ from shared.wire.messages import JobReport
 from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets
 
-# MERGED control_processes.py
-# Real monitor and scheduler processes, and instances that compute nothing, for benches of the control plane.
-
-
 SETTLE_S, READY_S = 3.0, 60.0
 
 
 @dataclass(slots=True)
 class Control:
-    """The processes under test, and a listener to the broadcasts."""
+    """The processes under test, and a subscriber to the broadcasts."""
 
     monitor_settings: MonitorSettings
     scheduler_settings: SchedulerSettings
@@ -58,29 +55,24 @@ class Control:
 
     @property
     def monitor_url(self) -> str:
-        """Of the process under test."""
         return f"http://127.0.0.1:{self.monitor_settings.http_port}"
 
     @property
     def scheduler_url(self) -> str:
-        """Of the process under test."""
         return f"http://127.0.0.1:{self.scheduler_settings.http_port}"
 
     def ready(self) -> int:
-        """Instances that the listener knows to be ready."""
+        """Instances that the subscriber knows to be ready."""
         return sum(one.state is InstanceState.READY for one in self.cluster.view().instances)
 
     async def all_ready(self, size: int) -> bool:
-        """Whether the listener knows so many to be."""
         return self.ready() == size
 
     def cpu_s(self, name: str) -> float:
-        """That a process has had."""
         times = psutil.Process(self.processes[name].pid).cpu_times()
         return times.user + times.system
 
     async def start(self, name: str, *command: str, **environment: str) -> None:
-        """A process of this Python."""
         self.processes[name] = await asyncio.create_subprocess_exec(
             sys.executable,
             *command,
@@ -91,21 +83,17 @@ class Control:
         )
 
     async def start_monitor(self) -> None:
-        """The monitor, or another after it."""
         await self.start("monitor", "-m", "services.cluster_monitor", **self.monitor_settings.to_environment())
 
     async def start_scheduler(self) -> None:
-        """The scheduler."""
         await self.start("scheduler", "-m", "services.global_scheduler", **self.scheduler_settings.to_environment())
 
     def load(self, kind: str) -> None:
-        """What the instances are to do."""
         pipe = self.processes["fleet"].stdin
         assert pipe is not None
         pipe.write(f"{kind}\n".encode())
 
     async def end(self) -> None:
-        """Of all processes."""
         for process in reversed(self.processes.values()):
             with suppress(ProcessLookupError):
                 process.terminate()
@@ -171,7 +159,6 @@ async def _start_fleet(control: Control, size: int) -> None:
 
 
 async def settled() -> None:
-    """Wait for what follows a change."""
     await asyncio.sleep(SETTLE_S)
 
 
@@ -185,7 +172,6 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
 
 
 async def healthy(url: str) -> bool:
-    """Whether a process answers there, and well."""
     try:
         async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
             return (await client.get(url)).status_code == 200
@@ -215,7 +201,7 @@ def run_control_bench(sizes: tuple[int, ...] = SIZES, window_s: float = WINDOW_S
         "figures": {**figures, f"growth_{sizes[0]}_to_{sizes[-1]}": growth},
         "aims": aims,
         "notes": [
-            "cores: CPU time of the whole process, in cores, while every load changes each 100 ms and nobody asks for "
+            "cores: CPU time of the whole process, in cores, while every load changes each 100 ms without "
             "a placement; idle_…: while none does. place_…: from the question to the answer at the client, "
             f"{PLACE_PER_S:g} a second beside those changing loads; decision_…: the part of it that the scheduler "
             "decides, by its own histogram. known_again: from the start of a new monitor process after a kill -9 until "
@@ -236,7 +222,7 @@ async def _measure(size: int, window_s: float) -> Figures:
 
 
 async def _window(control: Control, window_s: float) -> Figures:
-    """Cores of both processes, and what is broadcast, while nobody asks for anything."""
+    """Cores of both processes, and what is broadcast, without requests."""
     sent = await _counter(control.monitor_url, "polyphase_broadcast_bytes_total")
     beats = await _counter(control.monitor_url, "polyphase_heartbeats_total")
     began, before = time.monotonic(), {name: control.cpu_s(name) for name in ("monitor", "scheduler")}
@@ -301,7 +287,7 @@ async def _scrape(url: str) -> list[str]:
 
 
 async def _counter(url: str, name: str) -> float:
-    return next(float(line.split()[1]) for line in await _scrape(url) if line.startswith(f"{name} "))
+    return metric("\n".join(await _scrape(url)), name)
 
 
 async def _decisions(url: str) -> dict[float, float]:

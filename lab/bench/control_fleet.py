@@ -35,6 +35,27 @@ RATES = tuple(
 )
 
 
+def make_info(name: str, rpc: str = "") -> InstanceInfo:
+    """An instance that computes nothing."""
+    return InstanceInfo(
+        instance_id=name,
+        generation=1,
+        model="m",
+        compatibility=Compatibility("bench", "emulated", "1", WIRE_VERSION, KvGeometry(32, 8, 128)),
+        accelerator="emulated",
+        dtype="bfloat16",
+        tensor_parallel=1,
+        block_size=16,
+        total_blocks=10_000,
+        max_model_len=8192,
+        chunk_size=512,
+        rpc=rpc,
+        http="http://127.0.0.1:1",
+        kv_endpoints=("tcp://127.0.0.1:1",),
+        max_seqs=256,
+    )
+
+
 class FleetOptions(msgspec.Struct, frozen=True):
     """instances: half of them prefill. Each listens for RPC at `rpc_port` of another loopback address."""
 
@@ -57,7 +78,7 @@ class _Instance:
     load: InstanceLoad = field(default_factory=InstanceLoad)
 
     def beat(self, busy: bool, now_mono: float) -> None:
-        """Tell the load, another one where it is busy."""
+        """Publish the load, which changes while the fleet is busy."""
         if not busy and now_mono - self.told_mono < SAME_S:
             return
         self.told_mono = now_mono
@@ -77,12 +98,10 @@ class _Instance:
         self.publisher.publish(Heartbeat(self.info.instance_id, self.info.generation, self.role, False, self.load))
 
     def stranger(self, generation: int) -> None:
-        """The monitor does not know it."""
         self.known = self.known and generation != self.info.generation
 
 
 async def run_fleet(options: FleetOptions) -> None:
-    """Until standard input ends."""
     sockets, busy = Sockets(), [False]
     async with AsyncExitStack() as stack:
         monitor = await stack.enter_async_context(MonitorClient(options.monitor_url))
@@ -102,22 +121,9 @@ async def run_fleet(options: FleetOptions) -> None:
 
 def _instance(number: int, options: FleetOptions, sockets: Sockets) -> _Instance:
     role = Role.DECODE if number % 2 else Role.PREFILL
-    info = InstanceInfo(
-        instance_id=f"{role.value}-{number}",
+    info = msgspec.structs.replace(
+        make_info(f"{role.value}-{number}", f"tcp://127.1.{number // 250}.{number % 250 + 1}:{options.rpc_port}"),
         generation=time.time_ns(),
-        model="m",
-        compatibility=Compatibility("bench", "emulated", "1", WIRE_VERSION, KvGeometry(32, 8, 128)),
-        accelerator="emulated",
-        dtype="bfloat16",
-        tensor_parallel=1,
-        block_size=16,
-        total_blocks=10_000,
-        max_model_len=8192,
-        chunk_size=512,
-        rpc=f"tcp://127.1.{number // 250}.{number % 250 + 1}:{options.rpc_port}",
-        http="http://127.0.0.1:1",
-        kv_endpoints=("tcp://127.0.0.1:1",),
-        max_seqs=256,
         rates=RATES[number // 2 % len(RATES)],
     )
     one = _Instance(info, role, Publisher(sockets, options.heartbeats))
@@ -168,7 +174,7 @@ async def _obey(busy: list[bool]) -> None:
 
 
 async def _prefixes(_: PrefixesRequest, call: ServerCall) -> None:
-    await asyncio.Event().wait()  # it holds none, and says nothing for as long as somebody listens
+    await asyncio.Event().wait()  # it holds no prefixes and never answers
 
 
 HANDLERS = {PREFIXES: _prefixes}

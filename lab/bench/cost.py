@@ -1,7 +1,7 @@
-"""`polyphase bench cost`: the cost model against public operator tables and measured runs, errors as aims.
+"""`polyphase bench cost`: errors of the cost model against public operator tables, measured runs, and whole engines on
+H100 and H200 (aiconfigurator's `silicon_sample.csv`).
 
-Nothing here feeds back into the constants: tables are fitted on one half and judged on the other, and the runs are
-predicted with the constants that ship (fitted to operator tables alone).
+The fits come from `lab.fit`; each measured run is replayed in the simulator on coupled instances.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from lab.bench.results import Result, at_most
 from lab.fit.efficiencies import TableFit, fit_tables
 from lab.fit.profilers import read_tables
 from shared.cost.geometry import ExpertSplit, ModelGeometry, kv_capacity_tokens
@@ -30,13 +31,7 @@ from shared.sim.outcomes import Outcomes
 from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec
 from shared.sim.workload import Workload
 
-# MERGED replayed.py
-# What the cost model's benches share: coupled instances, mean latencies, names and aims of figures.
-
-
 COUPLED = RunSpec(policies=Policies(LeastLoad(), NoSplit(), RandomDispatch()))
-
-Result = dict[str, Any]
 
 
 def coupled(
@@ -51,25 +46,16 @@ def mean_s(outcomes: Outcomes, what: str) -> float:
     return float(np.nan_to_num(getattr(outcomes, f"{what}_s")).mean())
 
 
-def at_most(want: float, got: float) -> dict[str, Any]:
-    """An aim: no more than that."""
-    return {"want": f"<= {want:g}", "got": round(got, 2), "met": bool(got <= want)}
-
-
 def word(text: str) -> str:
     """A name for figures: lower case, underscores."""
     words: Iterable[str] = "".join(c.lower() if c.isalnum() else " " for c in text).split()
     return "_".join(words)
 
 
-# MERGED silicon.py
-# The cost model against whole engines on H100 and H200: aiconfigurator's `silicon_sample.csv`.
-#
-# Each row is a closed loop at its concurrency. No constant is fitted to a row. Rows of dense models have an aim;
-# those of mixtures are predicted with vLLM's expert kernels and only told: TensorRT-LLM and SGLang bring faster
-# ones of their own, which no table here has, and rows of wide expert parallelism (64 ranks) cross hosts, of whose
-# links nothing is known.
-
+# Whole engines on H100 and H200, from aiconfigurator's `silicon_sample.csv`. Each row is a closed loop at its
+# concurrency; no constant is fitted to a row. Rows of dense models have an aim. Rows of mixtures are predicted with
+# vLLM's expert kernels and only reported: TensorRT-LLM and SGLang use faster kernels, for which there is no table
+# here, and rows of wide expert parallelism (64 ranks) cross hosts with unknown links.
 
 _AIM = 18.0
 _SYSTEMS = ("h100_sxm", "h200_sxm")
@@ -98,7 +84,7 @@ def silicon_errors(sample: Path, library: Library, result: Result) -> None:
     for name, loops in (("dense", dense), ("qwen3_32b_h100", qwen)):
         if loops:
             aim = f"silicon_{name}_tpot_mape_percent"
-            result["aims"][aim] = at_most(_AIM, _mape_percent(loops))
+            result["aims"][aim] = at_most(_AIM, _mape_percent(loops), 2)
     if qwen:
         _figures(result, "silicon_qwen3_32b_h100_sxm", qwen)
     if dense:
@@ -116,7 +102,7 @@ def _told(rows: pd.DataFrame, library: Library, result: Result, prefix: str) -> 
             result["figures"][f"{prefix}_{name}_prompts_computed_percent"] = round(share, 1)
             result["notes"].append(
                 f"{prefix} {name}: besides decode steps the measured times have room to compute {share:.0f} % of "
-                "the prompts (median): the rest came from a prefix cache, of which the sample says nothing. "
+                "the prompts (median): the rest came from a prefix cache, which the sample does not mention. "
                 "Predicted as if all were computed; the rows count in the aim all the same"
             )
     return loops
@@ -145,7 +131,6 @@ def _loops(rows: pd.DataFrame, library: Library, result: Result) -> Iterator[Loo
 
 
 def _model(row: Mapping[Any, Any], library: Library, models: dict[Any, StepModel]) -> StepModel:
-    """Step times of one engine of the row."""
     mode, path = str(row["gemm_quant_mode"]), str(row["model_path"])
     name = _LIKE.get(path.rpartition("/")[2], path)
     dtype = next((short for prefix, short in _MODES.items() if mode.startswith(prefix)), "bf16")
@@ -158,7 +143,6 @@ def _model(row: Mapping[Any, Any], library: Library, models: dict[Any, StepModel
 
 
 def _predicted_ms(row: Mapping[Any, Any], model: StepModel) -> float:
-    """Mean TPOT of the row."""
     concurrency, prompt, output = _shape(row)
     engines, backend = model.experts.engines, str(row["backend"])
     room = engines * kv_capacity_tokens(
@@ -240,7 +224,7 @@ def table_errors(profiles: Path, library: Library, result: Result) -> None:
         result["figures"][f"{name}_mape_percent"] = round(got, 2)
         result["figures"][f"{name}_naive_mape_percent"] = round(100.0 * one.fit.naive_mape, 2)
         if one.table.operator in _TABLE_AIMS:
-            result["aims"][f"{name}_mape_percent"] = at_most(_TABLE_AIMS[one.table.operator], got)
+            result["aims"][f"{name}_mape_percent"] = at_most(_TABLE_AIMS[one.table.operator], got, 2)
 
 
 def run_errors(folder: Path, library: Library, result: Result) -> None:
@@ -259,7 +243,7 @@ def run_errors(folder: Path, library: Library, result: Result) -> None:
         result["figures"][f"{name}_{what}_measured_ms"] = round(1e3 * measured, 2)
         result["figures"][f"{name}_{what}_predicted_ms"] = round(1e3 * predicted, 2)
         result["figures"][f"{name}_{what}_mean_off_percent"] = round(off, 2)
-        result["aims"][f"{name}_{what}_mean_off_percent"] = at_most(aim, abs(off))
+        result["aims"][f"{name}_{what}_mean_off_percent"] = at_most(aim, abs(off), 2)
     if not result["aims"][f"{name}_ttft_mean_off_percent"]["met"]:
         waited = 100.0 * sum(one.waited_s for one in run.measured) / sum(one.ttft_s for one in run.measured)
         result["notes"].append(
@@ -283,7 +267,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A measured run: what was asked, of which instances, and how it went; requests in order of arrival."""
+    """A measured run: its requests, its instances, and the measured times; requests in order of arrival."""
 
     instances: tuple[InstanceSpec, ...]
     workload: Workload
@@ -293,11 +277,11 @@ class Run:
 def read_run(folder: Path, library: Library) -> Run:
     """A run as LLMServingSim's bench records it: `meta.json`, `config.json`, `requests.jsonl`."""
     meta = read_json(folder / "meta.json")
-    asked = meta["engine_kwargs"]
-    degree, stages = int(asked.get("tensor_parallel_size", 1)), int(asked.get("pipeline_parallel_size", 1))
-    copies = int(asked.get("data_parallel_size") or 1)
+    engine_args = meta["engine_kwargs"]
+    degree, stages = int(engine_args.get("tensor_parallel_size", 1)), int(engine_args.get("pipeline_parallel_size", 1))
+    copies = int(engine_args.get("data_parallel_size") or 1)
     # vLLM deals the experts to all accelerators of a data-parallel group, or cuts each into as many parts.
-    dealt = ExpertSplit(degree * copies if asked.get("enable_expert_parallel") else 1, copies)
+    dealt = ExpertSplit(degree * copies if engine_args.get("enable_expert_parallel") else 1, copies)
     model = library.step_model(_hardware(folder), str(meta["model"]), degree, stages, experts=dealt)
     total = (meta.get("hardware") or {}).get("device_total_memory_bytes")
     device = replace(model.accelerator, memory_bytes=float(total)) if total else model.accelerator
@@ -308,11 +292,11 @@ def read_run(folder: Path, library: Library) -> Run:
         tensor_parallel=degree,
         pipeline_parallel=stages,
         experts=dealt,
-        utilisation=float(asked.get("gpu_memory_utilization") or 0.9),
+        utilisation=float(engine_args.get("gpu_memory_utilization") or 0.9),
     )
     limits = EngineLimits(
-        batched_tokens=int(asked.get("max_num_batched_tokens") or 8192),
-        sequences=int(asked.get("max_num_seqs") or 256),
+        batched_tokens=int(engine_args.get("max_num_batched_tokens") or 8192),
+        sequences=int(engine_args.get("max_num_seqs") or 256),
         block_tokens=int((meta.get("kv_cache") or {}).get("block_size") or 16),
     )
     workload, measured = _read_requests(folder)
@@ -324,7 +308,6 @@ def read_run(folder: Path, library: Library) -> Run:
 
 
 def _hardware(folder: Path) -> str:
-    """The device's name: from the run's cluster file, else from the folder."""
     path = folder / "config.json"
     if path.is_file():
         config = read_json(path)
@@ -355,11 +338,6 @@ def _read_requests(folder: Path) -> tuple[Workload, tuple[Measured, ...]]:
         np.array([int(row["output_toks"]) for row in rows]),
     )
     return workload, tuple(measured)
-
-
-def failed_aims(result: Result) -> Sequence[str]:
-    """Names of the aims that were missed."""
-    return [name for name, aim in result["aims"].items() if not aim["met"]]
 
 
 def _table_name(one: TableFit) -> str:

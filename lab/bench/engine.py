@@ -1,33 +1,75 @@
 """`polyphase bench engine`: prefill orders and decode admissions, changed on a real vLLM engine while it runs.
 
-Rounds of all policies, one after the other, another one first in each; in a round the same requests. Bursts of prompts
-of unlike lengths for the orders; answers that outgrow the KV for the admissions.
+Each round sends the same requests under all policies, in rotating order: bursts of prompts of different lengths for the
+orders, answers that outgrow the KV memory for the admissions. The report gives medians of rounds and counts requests
+that were overtaken.
 """
 
 import asyncio
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
 from typing import Any
 
-from rich.console import Console
+import httpx
 
-from lab.bench.mixed import at_least, at_most
-from lab.bench.real_engines import BLOCK, KV_TOKENS, PATIENT, SEATS, SHAPE, OneEngine, one_engine
+from lab.bench.experiment import WHO, Session, measured
+from lab.bench.real_engines import LlamaShape, make_llama
+from lab.bench.results import Result, at_least, at_most, merged, progress, result, rotated
 from lab.calibrate.host_watch import HostWatch
-from lab.calibrate.target import Target
 from lab.demo.client import Answer, ApiClient, Ask
+from lab.suite import DEMO_MODEL, metric
+from shared.domain.instance import Role
 from shared.domain.route import PolicySpec
 from shared.errors import Unavailable
 from shared.policy.prefill_order import WINDOW
 from shared.timeline import RequestTimeline
 
-# MERGED engine_load.py
-# What is sent to the engine of `bench engine`, bursts of unlike prompts and answers that outgrow its KV; what came.
+ENGINE = "engine"
+# 26 million parameters: computing a burst of prompts takes seconds, beside which what the services add is small.
+SHAPE = LlamaShape(4096, 512, 1408, 8, 8, 4, 4096)
+MAX_MODEL_LEN, CHUNK, SEATS = 1024, 256, 32
+KV_TOKENS, BLOCK = 4096, 32
+PATIENT = "patient"
+_FLOAT32_BYTES = 4
+_PREEMPTIONS = "vllm:num_preemptions_total"
 
+
+def cluster_of(model: Path) -> dict[str, Any]:
+    """The cluster file.
+
+    The only instance decodes, so it computes whole requests: order and admission meet in one engine, and neither
+    placement nor KV transfers have a part in what is measured.
+    """
+    head_bytes = 2 * SHAPE.num_key_value_heads * SHAPE.head_dim * _FLOAT32_BYTES
+    return {
+        "name": "bench engine",
+        "model": str(model),
+        "served_model_name": "engine",
+        "max_model_len": MAX_MODEL_LEN,
+        "gateway": {"dtype": "float32", "slo": {PATIENT: {"ttft_s": 30.0, "tpot_s": 1.0}}},
+        "predictor": {"bucket_tokens": 32, "bucket_count": 16},
+        "dashboard": {"enabled": False},
+        "instance_defaults": {"engine": "vllm", "accelerator": "cpu", "dtype": "float32", "threads": 1},
+        "instances": [
+            {
+                "id": ENGINE,
+                "role": Role.DECODE.value,
+                "chunk_size": CHUNK,
+                "max_seqs": SEATS,
+                "block_size": BLOCK,
+                "kv_cache_bytes": (KV_TOKENS + BLOCK) * SHAPE.num_hidden_layers * head_bytes,  # a block is vLLM's own
+            }
+        ],
+    }
+
+
+# The load.
 
 PROMPTS = (24, 48, 96, 192, 384, 768)  # tokens of a burst's prompts
 BURST, BURST_OUTPUT = 36, 4
@@ -40,7 +82,7 @@ _VOCABULARY = range(300, SHAPE.vocab_size)  # without special tokens
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request to be. slo: its class, "" for the default."""
+    """A request to send. slo: its class, "" for the default."""
 
     prompt: tuple[int, ...]
     output_tokens: int
@@ -60,12 +102,11 @@ class Served:
 
     @property
     def first_s(self) -> float:
-        """When its first token came, after the first request was sent."""
         return self.sent_s + self.ttft_s
 
 
 def burst(seed: int) -> list[Wanted]:
-    """As many prompts of each length, in any order; every other one is patient."""
+    """As many prompts of each length, in a drawn order; every second request is of the patient class."""
     rng = Random(seed)
     lengths = list(PROMPTS) * (BURST // len(PROMPTS))
     rng.shuffle(lengths)
@@ -112,8 +153,8 @@ async def send(api: ApiClient, wanted: Sequence[Wanted], label: str, at_once: in
 
 def predicted_in_time(timeline: RequestTimeline) -> bool:
     """Whether the length of its answer was predicted before its first token."""
-    said = [decision.time_s for decision in timeline.decisions if decision.kind == "prediction"]
-    return bool(said) and said[0] <= timeline.first_token_s
+    predicted_s = [decision.time_s for decision in timeline.decisions if decision.kind == "prediction"]
+    return bool(predicted_s) and predicted_s[0] <= timeline.first_token_s
 
 
 def _check(answer: Answer, request: Wanted) -> None:
@@ -123,21 +164,16 @@ def _check(answer: Answer, request: Wanted) -> None:
         )
 
 
-# MERGED engine_report.py
-# What `bench engine` makes of its runs: medians of rounds, who was overtaken by how many, whose tokens differ.
-
+# The report.
 
 FCFS, SJF = "fcfs", "sjf"
 GREEDY, STATIC, DYNAMIC = "greedy", "reserve_static", "reserve_dynamic"
-ALONE = "alone"  # a run of few requests at once, that only says what their tokens are
+ALONE = "alone"  # a run of few requests at once, for the reference tokens
 JCT_SHARE = 1.02  # of greedy's, at most: what counts as no longer
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One load under one policy, in one round."""
-
     round: int
     policy: str
     served: Sequence[Served]
@@ -150,7 +186,7 @@ def passed(served: Sequence[Served]) -> list[int]:
     return [sum(later.first_s < one.first_s for later in served[at + 1 :]) for at, one in enumerate(served)]
 
 
-def unlike(runs: Sequence[Run]) -> list[str]:
+def different_tokens(runs: Sequence[Run]) -> list[str]:
     """Requests whose tokens are not those that they had in the round's first run of the same load."""
     found = []
     first: dict[int, Run] = {}
@@ -163,10 +199,9 @@ def unlike(runs: Sequence[Run]) -> list[str]:
 
 
 def report(orders: Sequence[Run], admissions: Sequence[Run]) -> Result:
-    """Figures, aims and notes."""
     figures, aims = _of_orders(_by_policy(orders))
     more, wanted = _of_admissions(_by_policy(admissions))
-    found = [*unlike(orders), *unlike(admissions)]
+    found = [*different_tokens(orders), *different_tokens(admissions)]
     answers = sum(len(run.served) for run in (*orders, *admissions))
     aims |= wanted
     aims["answers_with_other_tokens"] = {"want": 0, "got": "; ".join(found[:5]) or 0, "met": not found}
@@ -233,77 +268,59 @@ SEED = 21
 
 
 def run_engine_bench(rounds: int = ROUNDS) -> Result:
-    """All of it; figures, aims and notes."""
-    return asyncio.run(_bench(rounds))
-
-
-async def _bench(rounds: int) -> Result:
-    console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="polyphase-engine-") as folder:
-        async with one_engine(Path(folder), console) as engine:
-            return await engine.running.supervisor.during(_measure(engine, rounds, console))
+        model = make_llama(Path(folder) / "model", SHAPE, DEMO_MODEL)
+        return asyncio.run(measured(cluster_of(model), partial(_measure, rounds)))
 
 
-async def _measure(engine: OneEngine, rounds: int, console: Console) -> Result:
-    target = Target.local(engine.running.suite)
-    orders: list[Run] = []
-    admissions: list[Run] = []
-    async with ApiClient(target.api_url, target.model) as api, HostWatch(target.launcher_pid) as watch:
-        meter = Meter(engine, target, api, console)
+async def _measure(rounds: int, on: Session) -> Result:
+    names = count()
+    async with ApiClient(on.target.api_url, on.target.model) as api, HostWatch(on.target.launcher_pid) as watch:
+
+        async def run(
+            number: int,
+            policy: str,
+            wanted: Sequence[Wanted],
+            order: str = FCFS,
+            admission: str = GREEDY,
+            at_once: int = 0,
+        ) -> Run:
+            """One load under these policies, on an engine that has nothing else to do."""
+            await on.suite.wait_idle()
+            chosen = PolicySpec(order, OVERTAKING.get(order, {})), PolicySpec(admission, OURS.get(admission, {}))
+            kinds = ("prefill_order", "decode_admission")
+            await on.suite.set_policies(dict(zip(kinds, chosen, strict=True)), WHO)
+            before = await _preemptions(on)
+            served = await send(api, wanted, f"e{next(names)}", at_once)
+            preemptions = await _preemptions(on) - before
+            timelines = await on.target.timelines({one.request_id for one in served})
+            predicted = fmean(predicted_in_time(timeline) for timeline in timelines.values())
+            ttft_s, jct_s = (fmean(getattr(one, name) for one in served) for name in ("ttft_s", "jct_s"))
+            progress(f"{number} {policy:16} TTFT {ttft_s:6.2f} s, JCT {jct_s:6.2f} s, {preemptions} preemptions")
+            return Run(number, policy, served, preemptions, predicted)
+
         # Admissions first: the short answers of bursts would teach the predictor another thing.
-        admissions.append(await meter.run(0, ALONE, pressing(SEED), at_once=FITTING))
+        admissions = [await run(0, ALONE, pressing(SEED), at_once=FITTING)]
         for number in range(rounds):
-            for admission in _turned(ADMISSIONS, number):
-                admissions.append(await meter.run(number, admission, pressing(SEED + number), admission=admission))
-        orders.append(await meter.run(0, ALONE, burst(SEED), at_once=1))
+            for admission in rotated(ADMISSIONS, number):
+                admissions.append(await run(number, admission, pressing(SEED + number), admission=admission))
+        orders = [await run(0, ALONE, burst(SEED), at_once=1)]
         for number in range(rounds):
-            for order in _turned(ORDERS, number):
-                orders.append(await meter.run(number, order, burst(SEED + number), order=order))
-    result = report(orders, admissions)
-    result["figures"]["foreign_cores"] = watch.mean_cores
-    result["notes"] += [
+            for order in rotated(ORDERS, number):
+                orders.append(await run(number, order, burst(SEED + number), order=order))
+    notes = [
         f"one engine on one core, {KV_TOKENS} tokens of KV in blocks of {BLOCK}, {SEATS} seats; {rounds} rounds",
         "admissions that reserve go by what the predictor has observed, beginning with an uncounted run",
     ]
-    return result
+    return merged(report(orders, admissions), result({"foreign_cores": watch.mean_cores}, notes=notes))
 
 
-def _turned(policies: Sequence[str], number: int) -> Sequence[str]:
-    first = number % len(policies)
-    return (*policies[first:], *policies[:first])
-
-
-class Meter:
-    """Sends loads to the engine and notes what came of them."""
-
-    def __init__(self, engine: OneEngine, target: Target, api: ApiClient, console: Console) -> None:
-        self._engine = engine
-        self._target = target
-        self._api = api
-        self._console = console
-        self._runs = 0
-
-    async def run(
-        self,
-        number: int,
-        policy: str,
-        wanted: Sequence[Wanted],
-        *,
-        order: str = FCFS,
-        admission: str = GREEDY,
-        at_once: int = 0,
-    ) -> Run:
-        """One load under these policies, on an engine that has nothing else to do."""
-        await self._engine.follow(
-            PolicySpec(order, OVERTAKING.get(order, {})), PolicySpec(admission, OURS.get(admission, {}))
-        )
-        before = await self._engine.preemptions()
-        self._runs += 1
-        served = await send(self._api, wanted, f"e{self._runs}", at_once)
-        preemptions = await self._engine.preemptions() - before
-        timelines = await self._target.timelines({one.request_id for one in served})
-        predicted = fmean(predicted_in_time(timeline) for timeline in timelines.values())
-        ttft_s, jct_s = (fmean(getattr(one, name) for one in served) for name in ("ttft_s", "jct_s"))
-        line = f"{number} {policy:16} TTFT {ttft_s:6.2f} s, JCT {jct_s:6.2f} s, {preemptions} preemptions"
-        self._console.print(line, soft_wrap=True)
-        return Run(number, policy, served, preemptions, predicted)
+async def _preemptions(on: Session) -> int:
+    """The count so far. Raises Unavailable."""
+    entry = (await on.suite.instances())[ENGINE]
+    async with httpx.AsyncClient(base_url=entry["info"]["http"], timeout=10, trust_env=False) as http:
+        try:
+            text = (await http.get("/metrics")).raise_for_status().text
+        except httpx.HTTPError as error:
+            raise Unavailable(f"{ENGINE}: {error}") from error
+    return int(metric(text, _PREEMPTIONS))

@@ -14,15 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
+from urllib.parse import urlsplit
 
 from lab.bench import heap_walk
-from lab.demo.run import on_free_ports
-from services.launcher.cluster_file import Cluster
-from services.launcher.model_source import PROJECT
+from lab.bench.results import at_most, result
+from lab.suite import BARE, started
 from services.launcher.suite import Suite
-from services.launcher.up import running_suite
 
 HOST = "127.0.0.1"
 REQUESTS = (500, 2_500, 5_000, 7_500, 10_000, 15_000, 20_000, 30_000, 45_000, 60_000)
@@ -77,39 +74,31 @@ def run_growth_bench(minutes: float, requests: Sequence[int] = REQUESTS) -> dict
     return asyncio.run(_bench(minutes, requests))
 
 
-def _cluster(walks: Path) -> Cluster:
+def _cluster(walks: Path) -> dict[str, Any]:
     path = os.pathsep.join((str(Path(heap_walk.__file__).parent), os.environ.get("PYTHONPATH", "")))
     watched = {"env": {"PYTHONPATH": path, "HEAP_WALKS": str(walks)}}
-    engine = {"engine": "emulated", "accelerator": "A100-SXM-80", "emulated_step_s": 0.002, "kv_cache_bytes": KV_BYTES}
-    return on_free_ports(
-        Cluster.model_validate(
-            {
-                "name": "growth bench (emulated instances)",
-                "model": str(PROJECT / "models" / "demo"),
-                "served_model_name": "demo",
-                "scheduler": watched,
-                "monitor": watched,
-                "predictor": {"enabled": False},
-                "planner": {"enabled": False},
-                "dashboard": {"enabled": False},
-                "launcher": {"hang_s": 60.0},
-                "instance_defaults": engine,
-                "instances": [
-                    {"id": "prefill", "count": 2, "role": "prefill"},
-                    {"id": "decode", "count": 2, "role": "decode"},
-                ],
-            }
-        )
-    )
+    return {
+        **BARE,
+        "name": "growth bench (emulated instances)",
+        "scheduler": watched,
+        "monitor": watched,
+        "launcher": {"hang_s": 60.0},
+        "instance_defaults": {
+            "engine": "emulated",
+            "accelerator": "A100-SXM-80",
+            "emulated_step_s": 0.002,
+            "kv_cache_bytes": KV_BYTES,
+        },
+        "instances": [{"id": "prefill", "count": 2, "role": "prefill"}, {"id": "decode", "count": 2, "role": "decode"}],
+    }
 
 
 async def _bench(minutes: float, requests: Sequence[int]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="polyphase-bench-") as folder:
         walks = Path(folder) / "walks"
         walks.mkdir()
-        cluster = _cluster(walks)
-        async with running_suite(cluster, Path(folder) / "suite", Console(stderr=True)) as running:
-            load, began = Load(cluster.gateway.port), time.monotonic()
+        async with started(_cluster(walks)) as running:
+            load, began = Load(urlsplit(running.plan.api_url).port or 80), time.monotonic()
             seen: dict[str, list[dict[str, Any]]] = {name: [] for name in PROCESSES}
             with suppress(TimeoutError):
                 async with asyncio.timeout(60.0 * minutes):
@@ -123,7 +112,6 @@ async def _bench(minutes: float, requests: Sequence[int]) -> dict[str, Any]:
 
 
 async def _walks(suite: Suite, folder: Path, number: int) -> dict[str, dict[str, Any]]:
-    """The answer of each watched process."""
     pids = {process.name: process.pid for process in suite.state.processes if process.name in PROCESSES}
     (folder / f"go-{number}").touch()
     files = {name: folder / f"heap-{pid}-{number}.json" for name, pid in pids.items()}
@@ -134,7 +122,7 @@ async def _walks(suite: Suite, folder: Path, number: int) -> dict[str, dict[str,
 
 def _result(seen: dict[str, list[dict[str, Any]]], load: Load) -> dict[str, Any]:
     figures: dict[str, Any] = {"requests": load.sent}
-    aims = {"failed_requests": {"want": "<= 0", "got": len(load.failed), "met": not load.failed}}
+    aims = {"failed_requests": at_most(0, len(load.failed))}
     for name, rows in seen.items():
         for row in rows:
             sizes = {key: round(row[key] / 2**20, 2) for key in ("pss", "python", "c_used", "c_free", "sqlite")}
@@ -143,7 +131,7 @@ def _result(seen: dict[str, list[dict[str, Any]]], load: Load) -> dict[str, Any]
             figures[f"{name} at {row['requests']} ({row['minutes']:.1f} min)"] = {**sizes, **kept}
         if len(rows) > 1:
             figures[f"{name}_growth_mib"] = _growth(rows[0], rows[-1])
-    return {"figures": figures, "aims": aims, "notes": load.failed[:5]}
+    return result(figures, aims, load.failed[:5])
 
 
 def _growth(first: dict[str, Any], last: dict[str, Any]) -> dict[str, float]:

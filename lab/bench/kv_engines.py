@@ -15,15 +15,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rich.console import Console
-
 from lab.bench.real_engines import LlamaShape, cluster_file, make_llama
 from lab.demo.client import ApiClient, Ask
 from lab.demo.jobs import records
-from lab.demo.run import on_free_ports
-from services.launcher.cluster_file import Cluster
+from lab.suite import started
 from services.launcher.model_source import PROJECT
-from services.launcher.up import RunningSuite, running_suite
+from services.launcher.up import RunningSuite
 from shared.domain.instance import Role
 from shared.domain.route import PolicySpec
 from shared.errors import Unavailable
@@ -71,9 +68,7 @@ async def _pairs(folder: Path) -> AsyncIterator[Mapping[str, RunningSuite]]:
     async with AsyncExitStack() as stack:
         pairs = {}
         for name in TRANSPORTS:
-            cluster = on_free_ports(Cluster.model_validate(_cluster(model, name)))
-            context = running_suite(cluster, folder / name, Console(stderr=True))
-            pairs[name] = await stack.enter_async_context(context)
+            pairs[name] = await stack.enter_async_context(started(_cluster(model, name)))
             await pairs[name].suite.set_policies(POLICIES, WHO)
         yield pairs
 

@@ -11,7 +11,6 @@ import asyncio
 import importlib.util
 import json
 import math
-import multiprocessing
 import os
 import socket
 from array import array
@@ -27,6 +26,8 @@ from typing import Any
 
 import msgspec
 
+from lab.bench.results import at_least, at_most
+from lab.suite import spawned
 from services.launcher.model_source import PROJECT
 from services.worker.kv.errors import lossy_salt
 from shared.domain.kv import Codec, KvHandle
@@ -147,7 +148,6 @@ class Measured:
 
     @property
     def perplexity(self) -> float:
-        """Of all scored tokens together."""
         return math.exp(-sum(self.logprobs) / len(self.logprobs))
 
 
@@ -196,24 +196,18 @@ def _result(measured: dict[str, Measured], tasks: list[Task], texts: int) -> dic
                 **{f"ROUGE-{kind.upper()}": f"{value:.3f}" for kind, value in rouge.items()},
             }
         )
-    aims = {f"{RAW}_answers_identical_share": _aim(1.0, figures[f"{RAW}_answers_identical_share"], at_least=True)}
+    aims = {f"{RAW}_answers_identical_share": at_least(1.0, figures[f"{RAW}_answers_identical_share"])}
     for codec in (each.value for each in Codec if each.lossy):
         aims |= {
-            f"{codec}_perplexity_ratio": _aim(
-                _PERPLEXITY, round(measured[codec].perplexity / raw.perplexity, 4), at_least=False
-            ),
-            f"{codec}_tasks_lost_share": _aim(_RIGHT, round(right[RAW] - right[codec], 3), at_least=False),
-            f"{codec}_rouge_l": _aim(_ROUGE, figures[f"{codec}_rouge_l"], at_least=True),
+            f"{codec}_perplexity_ratio": at_most(_PERPLEXITY, measured[codec].perplexity / raw.perplexity, 4),
+            f"{codec}_tasks_lost_share": at_most(_RIGHT, round(right[RAW] - right[codec], 3)),
+            f"{codec}_rouge_l": at_least(_ROUGE, figures[f"{codec}_rouge_l"]),
         }
     notes = [
         f"{len(plain.logprobs)} tokens of {texts} held-out conversations scored after their first halves; greedy "
         f"answers of {ANSWER_TOKENS} tokens to these, those of one instance being ROUGE's truth; {len(tasks)} tasks."
     ]
     return {"figures": figures, "aims": aims, "tables": {"Lossy KV and answers": rows}, "notes": notes}
-
-
-def _aim(want: float, got: float, *, at_least: bool) -> dict[str, Any]:
-    return {"want": want, "got": got, "met": got >= want if at_least else got <= want}
 
 
 # Overlap of answers.
@@ -315,25 +309,14 @@ def _role(tokenizer: Any, role: str, text: str) -> list[int]:
 @contextmanager
 def _engine(name: str) -> Iterator[Connection]:
     """A process with an instance's engine and its KV transfers, which answers orders; it ends with the context."""
-    here, there = multiprocessing.Pipe()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    child = multiprocessing.get_context("spawn").Process(target=_serve, args=(there, name, port), daemon=True)
-    child.start()
-    there.close()
-    try:
-        if not here.poll(_START_S):
+    with spawned(_serve, name, port, end_s=20.0) as pipe:
+        if not pipe.poll(_START_S):
             raise Unavailable(f"{name}: no engine after {_START_S:.0f} s")
-        if failure := here.recv():
+        if failure := pipe.recv():
             raise Unavailable(f"{name}: {failure}")
-        yield here
-    finally:
-        if child.is_alive():
-            here.send(None)
-            child.join(20)
-        if child.is_alive():
-            child.kill()
-            child.join()
+        yield pipe
 
 
 def _serve(pipe: Connection, name: str, port: int) -> None:
@@ -380,7 +363,7 @@ async def _answer(pipe: Connection, settings: Any) -> None:
 
 
 async def _answered(engine: Any, port: Any, order: Order) -> Result | str:
-    """A result, or why there is none."""
+    """A result, or the error."""
     from services.worker.engines.base import FAILED, EngineRequest
     from shared.domain.job import Generation, JobView
     from shared.domain.kv import TransferOutcome

@@ -1,16 +1,16 @@
-"""`polyphase bench learning`: how good the rates are that real engines learn while they serve, and how soon they act.
+"""`polyphase bench learning`: accuracy of the step rates that real engines learn while they serve, and the time until
+they change routing.
 
-First a cold start: two minutes of chats, then a calibration of the same instances beside what they publish. Then all
-instances are made equal, serve a steady load, and one after the other has its cores halved for a while.
+After a cold start the learned rates are compared with a calibration of the same instances. Then all instances are made
+equal and serve a steady load while one after the other has its cores halved.
 """
 
 import asyncio
 import os
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
@@ -18,14 +18,13 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
-from lab.bench.mixed import at_most
-from lab.bench.mixed_pair import CHUNK, SEATS, SEED, STAGING_BYTES, FormSteps, conversations, replay
-from lab.bench.real_engines import FLIP_S, SHAPE, QuotaSuite, cluster_file, running_under_quotas
+from lab.bench.mixed_pair import CHUNK, SEATS, SEED, SHAPE, STAGING_BYTES, FormSteps, conversations, replay
+from lab.bench.real_engines import QuotaSuite, cluster_file, measured_under_quotas
+from lab.bench.results import Result, at_most, merged, progress, result
 from lab.calibrate.host_watch import HostWatch
 from lab.calibrate.live import StepReader, fit_kinds, run_phases, timed_step
-from lab.calibrate.target import Shot, Target, Traffic
+from lab.calibrate.target import Shot
 from shared.cost.kinds import others_busy, slowdown_at
 from shared.cost.library import Library
 from shared.cost.rates_file import CalibratedKind, ScaledSteps
@@ -37,40 +36,23 @@ from shared.sim.measured import LiveInstance
 from shared.sim.workload import Workload
 from shared.wire.messages import StepRecord
 
-# MERGED learning_suite.py
-# Three real engines under CPU quotas that change while they run: what `bench learning` measures.
-
+# The suite.
 
 FAST, SLOW, THIRD = "fast", "slow", "third"
 CORES = MappingProxyType({FAST: 0.8, SLOW: 0.3, THIRD: 0.5})  # the rest of two cores is for everything else
 EQUAL, HALF = 0.5, 0.25  # cores of each where they are alike, and of the one that is slowed down
 MAX_MODEL_LEN = 1024
-WHO = "polyphase bench learning"
 
 
 @dataclass(frozen=True, slots=True)
 class Trio(QuotaSuite):
-    """The running suite."""
-
-    async def turn_third(self) -> None:
-        """Have the third instance decode, too, once nobody has work. Raises the monitor's errors."""
-        suite = self.running.suite
-        await suite.wait_idle()
-        async with suite.monitor() as monitor:
-            await monitor.flip(THIRD, drain_timeout_s=FLIP_S, force=True, who=WHO)
-
     async def rates(self) -> dict[str, StepRates]:
-        """What they publish of their steps. Raises Unavailable for one that says nothing."""
+        """The published step times. Raises Unavailable for an instance that publishes none."""
         infos = await self.instances()
         silent = [info.instance_id for info in infos if info.rates.step is None]
         if silent:
-            raise Unavailable(f"{', '.join(silent)}: no step times are told")
+            raise Unavailable(f"{', '.join(silent)}: no step times are published")
         return {info.instance_id: info.rates.step for info in infos if info.rates.step is not None}
-
-
-def running_trio(folder: Path, console: Console) -> AbstractAsyncContextManager[Trio]:
-    """The suite with its engines under their quotas. Raises Unavailable where this machine allows none."""
-    return running_under_quotas(Trio, folder, console, SHAPE, CORES, cluster_of)
 
 
 def cluster_of(model: Path) -> dict[str, Any]:
@@ -81,9 +63,7 @@ def cluster_of(model: Path) -> dict[str, Any]:
     return cluster_file("learning", model, instances, MAX_MODEL_LEN, chunk_size=CHUNK, max_seqs=SEATS, **memory)
 
 
-# MERGED learning_rates.py
-# Rates that were learned beside those of a calibration: predicted times of steps as an instance meets them.
-
+# Learned rates beside those of a calibration: predicted times of steps.
 
 FEWEST = 10  # steps of a kind, in the traffic and in the calibration, else there is nothing to compare
 _CONTEXTS = (128, 384)  # tokens of a decode's context
@@ -136,7 +116,7 @@ def busy_others(steps: Mapping[str, Sequence[StepRecord]]) -> dict[str, float]:
 
 
 def beside(calibrated: CalibratedKind, others: float) -> ScaledSteps:
-    """Its step times while so many others of the host compute: they share more than their quotas say."""
+    """Its step times while so many others of the host compute, which slow each other in spite of their quotas."""
     slowdown = float(slowdown_at(calibrated.slowdown, np.array([others]))[0])
     return calibrated.step_times(Library.built_in()).times(slowdown)
 
@@ -148,19 +128,18 @@ def compare(
     by_kind: dict[str, list[StepRecord]] = {kind: [] for kind in BATCHES}
     for step in steps:
         by_kind[kind_of(timed_step(step).batch)].append(step)
-    told, found = FormSteps(learned), []
+    published, found = FormSteps(learned), []
     for kind, batches in BATCHES.items():
         known = getattr(learned, kind).steps
         if min(known, len(by_kind[kind])) >= FEWEST:
-            off = tuple(told.step_time_s(batch) / calibrated.step_time_s(batch) - 1.0 for batch in batches)
+            off = tuple(published.step_time_s(batch) / calibrated.step_time_s(batch) - 1.0 for batch in batches)
             timed = [timed_step(step) for step in by_kind[kind]]
-            measured = tuple(told.step_time_s(one.batch) / one.seconds - 1.0 for one in timed)
+            measured = tuple(published.step_time_s(one.batch) / one.seconds - 1.0 for one in timed)
             found.append(Compared(instance_id, kind, known, off, measured))
     return found
 
 
 def kind_of(batch: Batch) -> str:
-    """As rates have it."""
     return "decode" if not batch.prefill else "mixed" if batch.decode_count else "prefill"
 
 
@@ -169,9 +148,7 @@ def median_error(compared: Sequence[Compared]) -> float:
     return median(abs(one) for each in compared for one in each.off)
 
 
-# MERGED learning_shares.py
-# Who got how much of the new work, before and after an instance was slowed down.
-
+# Shares of new work, before and after an instance was slowed down.
 
 WINDOW_S = 2.0
 
@@ -194,7 +171,7 @@ class Episode:
 
 
 def placed(rows: Iterable[Mapping[str, Any]]) -> list[Placed]:
-    """From rows of the status table; what found no place is left out."""
+    """From rows of the status table, without requests that were not placed."""
     return [
         Placed(row["arrived_s"], row["decode_instance"], row["prompt_tokens"] + row["output_tokens"])
         for row in rows
@@ -225,18 +202,14 @@ def windows(
     return [(start, share(work, episodes, start, start + WINDOW_S)) for start in starts]
 
 
-# MERGED learning_report.py
-# What `bench learning` makes of its runs: how far learned rates are off, and what a slowed instance still got.
-
+# The report.
 
 OFF_PERCENT = 15.0
 LEFT = 0.5  # of its share before
 WINDOW_FROM_S, SOON_S, BY_S, UNTIL_S = -10.0, 6.0, 10.0, 20.0  # after the slowdown
-Result = dict[str, Any]
 
 
 def report(compared: Sequence[Compared], work: Sequence[Placed], episodes: Sequence[Episode]) -> Result:
-    """Figures, aims and notes."""
     figures, aims = _of_rates(compared)
     more, wanted = _of_shares(work, episodes)
     notes = ["in proportion to their speeds the halved one of three would keep 0.6 of its share"]
@@ -289,44 +262,33 @@ _ROWS = 10_000
 
 
 def run_learning_bench(data: Path) -> Result:
-    """All of it; figures, aims and notes. Raises Unavailable where CPU quotas are not allowed."""
-    return asyncio.run(_bench(conversations(data)))
+    """Raises Unavailable where CPU quotas are not allowed."""
+    work = partial(_measure, conversations(data))
+    return asyncio.run(measured_under_quotas(Trio, SHAPE, CORES, cluster_of, work, SEED))
 
 
-async def _bench(lengths: Workload) -> Result:
-    console = Console(stderr=True)
-    with tempfile.TemporaryDirectory(prefix="polyphase-learning-") as folder:
-        async with running_trio(Path(folder), console) as trio:
-            return await trio.running.supervisor.during(_measure(trio, lengths, console))
-
-
-async def _measure(trio: Trio, lengths: Workload, console: Console) -> Result:
-    target = Target.local(trio.running.suite)
-    traffic = await Traffic.to(target, SEED)
-    async with HostWatch(target.launcher_pid) as watch:
-        cold = await _cold_start(trio, target, traffic, lengths, console)
-        work, episodes = await _halved(trio, traffic, console)
+async def _measure(lengths: Workload, trio: Trio) -> Result:
+    async with HostWatch(trio.target.launcher_pid) as watch:
+        cold = await _cold_start(trio, lengths)
+        work, episodes = await _halved(trio)
         trio.check()
-    result = report(cold, work, episodes)
-    result["figures"]["foreign_cores"] = watch.mean_cores
     cores = ", ".join(f"{name} {cores:g}" for name, cores in CORES.items())
-    result["notes"] += [
+    notes = [
         f"{lengths.name}, prompts a third and answers a quarter as long, {COLD_RATE:g} requests/s; cores: {cores}",
         f"then three coupled instances of {EQUAL:g} cores, one of them of {HALF:g}; {LOAD:.0%} of what they can serve",
     ]
-    return result
+    return merged(report(cold, work, episodes), result({"foreign_cores": watch.mean_cores}, notes=notes))
 
 
-async def _cold_start(
-    trio: Trio, target: Target, traffic: Traffic, lengths: Workload, console: Console
-) -> list[Compared]:
+async def _cold_start(trio: Trio, lengths: Workload) -> list[Compared]:
+    target, traffic = trio.target, trio.traffic
     serving = StepReader(await target.instances())
     async with asyncio.TaskGroup() as group:
         group.create_task(traffic.timed(replay(lengths, 0.0, COLD_RATE, COLD_S, SEED).shots))
         await asyncio.sleep(COLD_S)
         learned = await trio.rates()  # while it serves: they follow the last seconds
         steps = await serving.read()
-    console.print("two minutes of chats are over; calibrating", soft_wrap=True)
+    progress("two minutes of chats are over; calibrating")
     instances = apart(await target.instances())
     reader = StepReader(instances)
     await run_phases(target, traffic, instances, reader, os.cpu_count() or 1, SEED)
@@ -336,30 +298,31 @@ async def _cold_start(
         (name,) = calibrated.instances
         found += compare(name, learned[name], beside(calibrated, busy_others(steps)[name]), reader.steps[name])
     for each in found:
-        console.print(f"{each.instance_id} {each.kind}: off by {each.mean_error:.1%}", soft_wrap=True)
+        progress(f"{each.instance_id} {each.kind}: off by {each.mean_error:.1%}")
     return found
 
 
-async def _halved(trio: Trio, traffic: Traffic, console: Console) -> tuple[list[Placed], list[Episode]]:
-    await trio.turn_third()
+async def _halved(trio: Trio) -> tuple[list[Placed], list[Episode]]:
+    await trio.suite.wait_idle()
+    await trio.flip(THIRD)
     for group in trio.groups.values():
         group.limit(EQUAL)
     rate = LOAD * len(CORES) * _speed((await trio.rates())[FAST]) * EQUAL / CORES[FAST]
     lasts_s = WARM_UP_S + len(CORES) * (BEFORE_S + SLOW_S + AFTER_S)
-    console.print(f"{rate:.1f} requests/s for {lasts_s:.0f} s", soft_wrap=True)
+    progress(f"{rate:.1f} requests/s for {lasts_s:.0f} s")
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(traffic.timed(steady(rate, lasts_s, SEED)))
+        tasks.create_task(trio.traffic.timed(steady(rate, lasts_s, SEED)))
         slowing = tasks.create_task(_slow_down(trio))
-    await trio.running.suite.wait_idle()
+    await trio.suite.wait_idle()
     rows: list[dict[str, Any]] = []
-    for scheduler in trio.running.suite.schedulers():
+    for scheduler in trio.suite.schedulers():
         async with scheduler:
             rows += await scheduler.requests(limit=_ROWS)
     return placed(rows), slowing.result()
 
 
 async def _slow_down(trio: Trio) -> list[Episode]:
-    """One instance after the other, each for a while."""
+    """Slow one instance after the other for a while."""
     episodes = []
     await asyncio.sleep(WARM_UP_S)
     for name, group in trio.groups.items():
@@ -373,7 +336,6 @@ async def _slow_down(trio: Trio) -> list[Episode]:
 
 
 def steady(rate: float, lasts_s: float, seed: int) -> list[Shot]:
-    """A Poisson process of small requests."""
     rng = Random(seed)
     at_s, shots = 0.0, list[Shot]()
     while at_s < lasts_s:

@@ -1,22 +1,22 @@
-"""`polyphase bench mixed`: two real engines of unlike speed on this machine, and what each way to share them serves.
+"""`polyphase bench mixed`: two real engines of unequal speed on this machine, and the throughput and latency of each
+way to share them.
 
-One suite, whose roles and policies change while it runs. Rounds of all systems, one after the other; in each the same
-requests. First all at once, for the throughput; then at shares of what data-parallel served. The same in the simulator.
+One suite changes its roles and policies while it runs. Each round sends the same requests to every system: first all at
+once, then at shares of the data-parallel throughput. The report compares medians with the paper's gains and with the
+simulator.
 """
 
 import asyncio
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-
-from lab.bench.cost import Result
+from lab.bench.experiment import shots_of
 from lab.bench.mixed_pair import (
     ADAPTIVE,
     BALANCED,
@@ -26,6 +26,7 @@ from lab.bench.mixed_pair import (
     LOW_HIGH,
     METRICS,
     SEED,
+    SHAPE,
     SYSTEMS,
     Load,
     Means,
@@ -35,21 +36,21 @@ from lab.bench.mixed_pair import (
     System,
     Twin,
     burst,
+    cluster_of,
     conversations,
     drawn,
     learned,
     replay,
-    running_pair,
 )
+from lab.bench.real_engines import measured_under_quotas
+from lab.bench.results import Aim, Result, at_least, at_most, merged, progress, rotated
 from lab.calibrate.host_watch import HostWatch
 from lab.calibrate.live import StepReader, control_plane
-from lab.calibrate.target import Sample, Shot, Target, Traffic
+from lab.calibrate.target import Sample, Shot
 from shared.cost.rates_file import ControlPlane
 from shared.sim.workload import Workload
 
-# MERGED mixed_report.py
-# What `bench mixed` makes of its runs: medians, gains beside the paper's, the simulator beside the engines.
-
+# The report.
 
 OVER_DATA_PARALLEL, OVER_DISAGGREGATED = 1.05, 1.8
 TBT_SHARE, JCT_SHARE, TTFT_SHARE = 0.5, 0.7, 1.0  # of data-parallel's, at most
@@ -82,8 +83,6 @@ class Run:
 
 @dataclass(slots=True)
 class Table:
-    """Medians over the rounds, by load, system and metric."""
-
     runs: Sequence[Run]
     found: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
 
@@ -99,17 +98,14 @@ class Table:
             self.found[key] = rows
 
     def get(self, load: str, system: System, metric: str) -> float | None:
-        """None where that system was not put under that load."""
         rows = self.found.get((load, system.label))
         return rows[metric] if rows is not None else None
 
     @property
     def loads(self) -> list[str]:
-        """In the order in which they ran."""
         return list(dict.fromkeys(load for load, _ in self.found))
 
     def figures(self) -> dict[str, float]:
-        """All of them."""
         return {
             f"{load}_{system}_{name}": value
             for (load, system), rows in self.found.items()
@@ -117,18 +113,18 @@ class Table:
         }
 
 
-def report(runs: Sequence[Run], said: Mapping[tuple[str, str], Means], notes: Iterable[str] = ()) -> Result:
-    """Figures, aims and notes. said: the simulator's means, by load and system."""
+def report(runs: Sequence[Run], predicted: Mapping[tuple[str, str], Means], notes: Iterable[str] = ()) -> Result:
+    """Figures, aims and notes. predicted: the simulator's means, by load and system."""
     table = Table(runs)
-    figures, aims = table.figures() | PAPER, dict[str, dict[str, Any]]()
-    for more, wanted in (_throughput(table), *map(_at_rate(table), table.loads), _simulated(table, said)):
+    figures, aims = table.figures() | PAPER, dict[str, Aim]()
+    for more, wanted in (_throughput(table), *map(_at_rate(table), table.loads), _simulated(table, predicted)):
         figures |= more
         aims |= wanted
     words = [f"{system.label}: {system.words}" for system in SYSTEMS]
     return {"figures": figures, "aims": aims, "notes": [*words, *notes]}
 
 
-def _throughput(table: Table) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+def _throughput(table: Table) -> tuple[dict[str, float], dict[str, Aim]]:
     def ours(other: System) -> float | None:
         got, base = (table.get("burst", system, "requests_per_s") for system in (ADAPTIVE, other))
         return got / base if got is not None and base else None
@@ -147,11 +143,11 @@ def _throughput(table: Table) -> tuple[dict[str, float], dict[str, dict[str, Any
 def _at_rate(table: Table) -> Any:
     """A function of the load: adaptive over data-parallel and over `balanced` there."""
 
-    def of(load: str) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+    def of(load: str) -> tuple[dict[str, float], dict[str, Aim]]:
         if load == "burst":
             return {}, {}
         figures: dict[str, float] = {}
-        aims: dict[str, dict[str, Any]] = {}
+        aims: dict[str, Aim] = {}
         wanted = {"tbt_p99": TBT_SHARE, "jct_mean": JCT_SHARE, "ttft_p99": TTFT_SHARE}
         for metric, most in wanted.items():
             for other, bound in ((DATA_PARALLEL, most), (BALANCED, NOISE)):
@@ -166,12 +162,10 @@ def _at_rate(table: Table) -> Any:
     return of
 
 
-def _simulated(
-    table: Table, said: Mapping[tuple[str, str], Means]
-) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+def _simulated(table: Table, predicted: Mapping[tuple[str, str], Means]) -> tuple[dict[str, float], dict[str, Aim]]:
     figures: dict[str, float] = {}
     worst: dict[str, float] = {}
-    for (load, system), means in said.items():
+    for (load, system), means in predicted.items():
         for name, value in means._asdict().items():
             figures[f"{load}_{system}_{name}_simulated"] = value
             rows = table.found.get((load, system))
@@ -181,36 +175,22 @@ def _simulated(
                 figures[f"{load}_{system}_{name}_off_percent"] = off
                 worst[name] = max(worst.get(name, 0.0), abs(off))
     aims = {f"simulated_{name}_off_percent": at_most(MEANS_PERCENT, off) for name, off in worst.items()}
-    wrong = [*_wrong_order(table, said)]
+    wrong = [*_wrong_order(table, predicted)]
     aims["simulated_pairs_in_wrong_order"] = {"want": 0, "got": ", ".join(wrong) or 0, "met": not wrong}
     return figures, aims
 
 
-def _wrong_order(table: Table, said: Mapping[tuple[str, str], Means]) -> Iterable[str]:
+def _wrong_order(table: Table, predicted: Mapping[tuple[str, str], Means]) -> Iterable[str]:
     """Pairs of systems that really differ under a load, and the other way round in the simulator."""
     for load in table.loads:
         name = "requests_per_s" if load == "burst" else "jct_mean_s"
-        labels = [system.label for system in SYSTEMS if (load, system.label) in table.found.keys() & said.keys()]
+        labels = [system.label for system in SYSTEMS if (load, system.label) in table.found.keys() & predicted.keys()]
         for at, one in enumerate(labels):
             for other in labels[at + 1 :]:
                 live = table.found[load, other][name] / table.found[load, one][name]
-                simulated = getattr(said[load, other], name) / getattr(said[load, one], name)
+                simulated = getattr(predicted[load, other], name) / getattr(predicted[load, one], name)
                 if max(live, 1.0 / live) >= 1.0 + TOLD_APART and (live - 1.0) * (simulated - 1.0) <= 0.0:
                     yield f"{load}: {one} and {other}"
-
-
-def at_least(want: float, got: float | None) -> dict[str, Any]:
-    """An aim; what was not measured misses it."""
-    return {"want": f">= {want:.3g}", "got": _rounded(got), "met": got is not None and got >= want}
-
-
-def at_most(want: float, got: float | None) -> dict[str, Any]:
-    """The same the other way."""
-    return {"want": f"<= {want:.3g}", "got": _rounded(got), "met": got is not None and got <= want}
-
-
-def _rounded(got: float | None) -> float | str:
-    return "not measured" if got is None else round(got, 3)
 
 
 BESIDE = 8  # decodes of one step, when speeds are compared
@@ -228,17 +208,14 @@ class MixedOptions:
 
     @property
     def rounds_run(self) -> int:
-        """How many there are."""
         return 1 if self.quick else self.rounds
 
     @property
     def burst_requests(self) -> int:
-        """At once."""
         return 16 if self.quick else 40
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Rates, of data-parallel's throughput."""
         return (0.75,) if self.quick else (0.5, 0.75, 1.0)
 
     @property
@@ -247,20 +224,14 @@ class MixedOptions:
         return 12.0 if self.quick else 30.0
 
 
-def run_mixed_bench(data: Path, options: MixedOptions | None = None) -> dict[str, Any]:
-    """All of it; figures, aims and notes. Raises Unavailable where CPU quotas are not allowed."""
-    return asyncio.run(_bench(conversations(data), options or MixedOptions()))
+def run_mixed_bench(data: Path, options: MixedOptions | None = None) -> Result:
+    """Raises Unavailable where CPU quotas are not allowed."""
+    work = partial(_measure, conversations(data), options or MixedOptions())
+    return asyncio.run(measured_under_quotas(Pair, SHAPE, CORES, cluster_of, work, SEED))
 
 
-async def _bench(lengths: Workload, options: MixedOptions) -> dict[str, Any]:
-    console = Console(stderr=True)
-    with tempfile.TemporaryDirectory(prefix="polyphase-mixed-") as folder:
-        async with running_pair(Path(folder), console) as pair:
-            return await pair.running.supervisor.during(_measure(pair, lengths, options, console))
-
-
-async def _measure(pair: Pair, lengths: Workload, options: MixedOptions, console: Console) -> dict[str, Any]:
-    meter = await Meter.of(pair, lengths, console)
+async def _measure(lengths: Workload, options: MixedOptions, pair: Pair) -> Result:
+    meter = await Meter.start(pair, lengths)
     control = await meter.control()
     runs: list[Run] = []
     for number in range(options.rounds_run):
@@ -271,15 +242,14 @@ async def _measure(pair: Pair, lengths: Workload, options: MixedOptions, console
         loads = [replay(lengths, share, share * rate, options.lasts_s, seed) for share in options.shares]
         runs += await meter.round(number, loads, runs)
     twin = await meter.twin(control)
-    said = await asyncio.to_thread(_simulate, twin, runs, lengths)
+    predicted = await asyncio.to_thread(_simulate, twin, runs, lengths)
     notes = (
         f"{lengths.name}, prompts a third and answers a quarter as long; {options.rounds_run} rounds; cores: "
         + ", ".join(f"{name} {cores:g}" for name, cores in CORES.items()),
         "pipeline: only simulated, CPU quotas are an instance's and not a stage's",
     )
-    result = report(runs, said, notes)
-    result["figures"] |= {f"{name}_requests_per_s_by_its_rates": speed for name, speed in meter.speeds.items()}
-    return result
+    speeds = {f"{name}_requests_per_s_by_its_rates": speed for name, speed in meter.speeds.items()}
+    return merged(report(runs, predicted, notes), {"figures": speeds})
 
 
 def _simulate(twin: Twin, runs: Sequence[Run], lengths: Workload) -> dict[tuple[str, str], Means]:
@@ -295,24 +265,19 @@ def _simulate(twin: Twin, runs: Sequence[Run], lengths: Workload) -> dict[tuple[
 
 
 class Meter:
-    """Sends loads to the pair and notes what came of them."""
+    """Sends loads to the pair and collects the results."""
 
-    def __init__(self, pair: Pair, target: Target, traffic: Traffic, lengths: Workload, console: Console) -> None:
+    def __init__(self, pair: Pair, lengths: Workload) -> None:
         self.speeds: Speeds = dict.fromkeys(CORES, 1.0)
         self._pair = pair
-        self._target = target
-        self._traffic = traffic
         self._lengths = lengths
-        self._console = console
         self._reader: StepReader
 
     @classmethod
-    async def of(cls, pair: Pair, lengths: Workload, console: Console) -> "Meter":
-        """Ready to measure."""
-        target = Target.local(pair.running.suite)
-        meter = cls(pair, target, await Traffic.to(target, SEED), lengths, console)
+    async def start(cls, pair: Pair, lengths: Workload) -> "Meter":
+        meter = cls(pair, lengths)
         await pair.become(LOW_HIGH, meter.speeds)
-        meter._reader = StepReader(await target.instances())
+        meter._reader = StepReader(await pair.target.instances())
         return meter
 
     async def control(self) -> ControlPlane:
@@ -320,44 +285,41 @@ class Meter:
         await self._warm_up(0)
         await self._pair.become(LOW_HIGH, self.speeds)
         await self._reader.read()
-        samples = await self._traffic.closed([Shot(tokens, 6) for tokens in LONE], 1)
+        samples = await self._pair.traffic.closed([Shot(tokens, 6) for tokens in LONE], 1)
         await self._reader.read()
-        timelines = await self._target.timelines({sample.request_id for sample in samples})
+        timelines = await self._pair.target.timelines({sample.request_id for sample in samples})
         return control_plane(samples, samples, timelines, self._reader.steps)
 
     async def round(self, number: int, loads: Sequence[Load], before: Sequence[Run]) -> list[Run]:
-        """Every system that keeps up under every load; another one first each time."""
+        """Every system that keeps up, under every load, in rotating order."""
         await self._warm_up(number)
         best = {run.system.label: run.seen.requests_per_s for run in before if run.load.label == "burst"}
-        first = number % len(SYSTEMS)
         runs = []
         for load in loads:
-            for system in SYSTEMS[first:] + SYSTEMS[:first]:
+            for system in rotated(SYSTEMS, number):
                 most = KEEPS_UP * best.get(system.label, inf)
                 if not load.share or load.workload.rate <= most:
                     runs.append(await self._run(system, load))
         return runs
 
     async def twin(self, control: ControlPlane) -> Twin:
-        """The pair for the simulator."""
         await self._pair.become(LOW_HIGH, self.speeds)
-        instances = await self._target.instances()
+        instances = await self._pair.target.instances()
         return Twin(instances, learned(instances, self._reader.steps), control, self.speeds)
 
     async def _warm_up(self, number: int) -> None:
         """Rates are learned while serving: both compute prompts and decode, and hand KV over; nothing of it counts."""
         some = drawn(self._lengths, WARM_UP, SEED - 1 - number)
-        rows = zip(some.prompt_tokens, some.output_tokens, strict=True)
-        shots = [Shot(int(prompt), int(output)) for prompt, output in rows]
+        shots = shots_of(some)
         for system in (DATA_PARALLEL, LOW_HIGH):
             await self._pair.become(system, dict.fromkeys(CORES, 1.0))
-            await self._traffic.closed(shots, TOGETHER)
-        await self._pair.running.suite.wait_idle()
+            await self._pair.traffic.closed(shots, TOGETHER)
+        await self._pair.suite.wait_idle()
         await self._reader.skip()
         self.speeds = await self._speeds()
 
     async def _speeds(self) -> Speeds:
-        """Usual requests a second of each instance, by the rates that it has learned."""
+        """Requests a second of each instance at the mean lengths, by the rates that it has learned."""
         prompt, output = float(self._lengths.prompt_tokens.mean()), float(self._lengths.output_tokens.mean())
         found = {}
         for one in await self._pair.instances():
@@ -370,22 +332,21 @@ class Meter:
     async def _run(self, system: System, load: Load) -> Run:
         await self._pair.become(system, self.speeds)
         before = self._pair.throttled()
-        async with HostWatch(self._target.launcher_pid) as watch:
-            samples = await self._traffic.timed(load.shots)
+        async with HostWatch(self._pair.target.launcher_pid) as watch:
+            samples = await self._pair.traffic.timed(load.shots)
         met = {name: now.since(before[name]).share for name, now in self._pair.throttled().items()}
         await self._reader.read()
         seen = Seen.of(samples)
-        line = (
+        progress(
             f"{load.label:14} {system.label:25} {seen.requests_per_s:5.2f} req/s, TTFT p99 {seen.ttft_p99_s:6.2f} s, "
             f"TBT p99 {1e3 * seen.tbt_p99_s:5.0f} ms, longest gap p90 {seen.longest_gap_p90_s:5.2f} s, "
             f"JCT {seen.jct_mean_s:6.2f} s"
         )
-        self._console.print(line, soft_wrap=True)
         sent = await self._sent(samples) if system.by_speed else ()
         return Run(system, load, seen, met, watch.mean_cores, sent)
 
     async def _sent(self, samples: Sequence[Sample]) -> tuple[str, ...]:
-        """Where each request went, by its first placement."""
-        timelines = await self._target.timelines({sample.request_id for sample in samples})
+        """The instance of each request's first placement."""
+        timelines = await self._pair.target.timelines({sample.request_id for sample in samples})
         ways = (timelines[sample.request_id].decisions for sample in samples)
         return tuple(next(one.chosen for one in way if one.kind == "placement") for way in ways)

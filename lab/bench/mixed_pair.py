@@ -1,7 +1,7 @@
-"""Two real engines of unlike speed on one machine, and the systems that `bench mixed` compares on them."""
+"""Two real engines of unequal speed on one machine: the systems that `bench mixed` compares on them, the requests it
+sends, and the same pair in the simulator with the step times that the engines recorded."""
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from random import Random
@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
-from rich.console import Console
 
-from lab.bench.real_engines import FLIP_S, LlamaShape, QuotaSuite, Throttled, cluster_file, running_under_quotas
+from lab.bench.experiment import WHO, shots_of
+from lab.bench.real_engines import LlamaShape, QuotaSuite, Throttled, cluster_file
 from lab.calibrate.live import Steps
 from lab.calibrate.target import Sample, Shot
 from lab.papers.testbed import CONVERSATION
@@ -52,7 +52,6 @@ Speeds = Mapping[str, float]  # requests a second, by instance
 COUPLED: Roles = MappingProxyType({FAST: Role.DECODE, SLOW: Role.DECODE})
 SLOW_PREFILLS: Roles = MappingProxyType({FAST: Role.DECODE, SLOW: Role.PREFILL})
 FAST_PREFILLS: Roles = MappingProxyType({FAST: Role.PREFILL, SLOW: Role.DECODE})
-WHO = "polyphase bench mixed"
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
@@ -67,7 +66,6 @@ class System:
     by_speed: bool = False
 
     def specs(self, speeds: Speeds) -> dict[str, PolicySpec]:
-        """The policies by kind."""
         found = {kind: PolicySpec(name) for kind, name in self.names.items()}
         if self.by_speed:
             routes = [["", name, round(speeds[name], 6)] for name in self.roles]
@@ -75,7 +73,7 @@ class System:
         return found
 
     def policies(self, speeds: Speeds) -> Policies:
-        """The same functions, for the simulator."""
+        """The same policies, for the simulator."""
         given = self.specs(speeds)
         return Policies(*(registry.make(kind, given[kind]) for kind in ("placement", "split", "dispatch")))
 
@@ -101,18 +99,12 @@ SYSTEMS = (DATA_PARALLEL, LOW_HIGH, HIGH_LOW, BALANCED, ADAPTIVE, LEAST_LOAD)
 
 @dataclass(frozen=True, slots=True)
 class Pair(QuotaSuite):
-    """The running pair."""
-
     async def become(self, system: System, speeds: Speeds) -> None:
-        """Take a system's roles and policies once nobody has work. Raises DeadlineExceeded and the monitor's errors."""
-        suite = self.running.suite
-        await suite.wait_idle()
-        found = await suite.instances()
-        async with suite.monitor() as monitor:
-            for name, role in system.roles.items():
-                if found[name]["role"] != role.value:
-                    await monitor.flip(name, drain_timeout_s=FLIP_S, force=True, who=WHO)
-        await suite.set_policies(system.specs(speeds), WHO)
+        """Take a system's roles and policies once no request is left. Raises the monitor's errors, DeadlineExceeded."""
+        await self.suite.wait_idle()
+        found = await self.suite.instances()
+        await self.flip(*(name for name, role in system.roles.items() if found[name]["role"] != role.value))
+        await self.suite.set_policies(system.specs(speeds), WHO)
 
     def throttled(self) -> dict[str, Throttled]:
         """So far, by instance. Raises Unavailable when one was started again meanwhile, and so without its quota."""
@@ -120,21 +112,13 @@ class Pair(QuotaSuite):
         return {name: group.throttled() for name, group in self.groups.items()}
 
 
-def running_pair(folder: Path, console: Console) -> AbstractAsyncContextManager[Pair]:
-    """The suite with both engines under their quotas. Raises Unavailable where this machine allows no quotas."""
-    return running_under_quotas(Pair, folder, console, SHAPE, CORES, cluster_of)
-
-
 def cluster_of(model: Path) -> dict[str, Any]:
-    """The cluster file."""
     instances = ({"id": FAST, "role": Role.DECODE.value}, {"id": SLOW, "role": Role.PREFILL.value})
     memory = {"kv_cache_bytes": KV_BYTES, "staging_bytes": STAGING_BYTES}
     return cluster_file("mixed", model, instances, MAX_MODEL_LEN, chunk_size=CHUNK, max_seqs=SEATS, **memory)
 
 
-# MERGED mixed_load.py
-# What is sent to the pair: conversations, scaled so that computing dominates; and what clients saw of them.
-
+# The load: conversations, scaled so that computing dominates.
 
 # A 48-million-parameter model on a core is to conversations of a third of the prompt and a quarter of the answer about
 # what an accelerator is to whole ones with a model of billions.
@@ -154,10 +138,7 @@ class Load:
 
     @property
     def shots(self) -> list[Shot]:
-        """To be sent."""
-        work = self.workload
-        rows = zip(work.prompt_tokens, work.output_tokens, work.arrival_s, strict=True)
-        return [Shot(int(prompt), int(output), float(at)) for prompt, output, at in rows]
+        return shots_of(self.workload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +158,6 @@ class Seen:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> "Seen":
-        """As clients saw it."""
         ttft = [sample.ttft_s for sample in samples]
         gaps = [gap for sample in samples for gap in sample.gaps_s]
         longest = [gap_s for sample in samples if (gap_s := sample.longest_gap_s) is not None]
@@ -209,14 +189,13 @@ def conversations(data: Path, seed: int = SEED) -> Workload:
 
 
 def drawn(lengths: Workload, requests: int, seed: int) -> Workload:
-    """So many of them, all at once."""
+    """A sample of so many requests, all at time 0."""
     rows = Random(seed).sample(range(len(lengths)), min(requests, len(lengths)))
     prompts, outputs = lengths.prompt_tokens[rows], lengths.output_tokens[rows]
     return Workload(lengths.name, np.zeros(len(rows)), prompts, outputs)
 
 
 def burst(lengths: Workload, requests: int, seed: int) -> Load:
-    """All at once."""
     return Load("burst", 0.0, drawn(lengths, requests, seed))
 
 
@@ -234,9 +213,7 @@ def _percentiles(values: Sequence[float]) -> tuple[float, float]:
     return float(found[0]), float(found[1])
 
 
-# MERGED mixed_sim.py
-# The pair in the simulator: the same requests, by the step times that its own engines recorded meanwhile.
-
+# The pair in the simulator, with the step times that its own engines recorded.
 
 FEWEST = 12  # steps of a kind, below which the instance's own account of them is taken
 PAUSE_S = 0.05  # between two steps of an engine that has work: shorter ones are part of the second
@@ -247,12 +224,9 @@ WARM_UP, SETTLED_S = 64, 60.0  # requests before those that count, from which an
 
 @dataclass(frozen=True, slots=True)
 class FormSteps:
-    """Step times by linear forms."""
-
     rates: StepRates
 
     def step_time_s(self, batch: Batch) -> float:
-        """See `StepTimes`."""
         if not batch.prefill:
             return self.decode_time_s(batch.decode_count, batch.decode_context_tokens)
         form = self.rates.mixed if batch.decode_count else self.rates.prefill
@@ -261,7 +235,6 @@ class FormSteps:
         return form.fixed_s + chunks_s + decodes_s
 
     def decode_time_s(self, count: int, context_tokens: int) -> float:
-        """See `StepTimes`."""
         return self.rates.decode_s(count, context_tokens) if count else 0.0
 
     def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
@@ -270,7 +243,7 @@ class FormSteps:
         return ((steps, self.decode_time_s(count, context_tokens), last_s),)
 
     def share(self, of: float) -> "FormSteps":
-        """Of the layers."""
+        """The step times of that share of the layers."""
         known = self.rates
         return FormSteps(StepRates(_times(known.prefill, of), _times(known.decode, of), _times(known.mixed, of)))
 
@@ -279,7 +252,7 @@ class FormSteps:
 class AsSent:
     """Each request goes where it went on the engines, and those before them in the same order.
 
-    For who takes turns: which of a few requests falls to the slow instance is chance, and means of JCT follow it.
+    For systems that take turns: chance decides which requests fall to the slow instance, and means of JCT follow.
     """
 
     name: ClassVar[str] = "as_sent"
@@ -288,7 +261,6 @@ class AsSent:
     def choose(
         self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
     ) -> Choice | None:
-        """See `Placement`."""
         found = index.candidates.get(self.instances[(int(job.job_id) - WARM_UP) % len(self.instances)])
         return Choice(found) if found is not None else None
 
@@ -313,20 +285,20 @@ class Means(NamedTuple):
 
 
 def learned(instances: Sequence[LiveInstance], steps: Steps) -> dict[str, StepRates]:
-    """Step times of each instance, fitted to what it recorded; what it saw too little of is as it says itself.
+    """Step times of each instance, fitted to its recorded steps, or published ones for kinds with too few steps.
 
-    Raises Unavailable for an instance that says nothing of its steps.
+    Raises Unavailable for an instance that publishes no step times.
     """
     found = {}
     for one in instances:
-        name, told = one.info.instance_id, one.info.rates.step
-        if told is None:
-            raise Unavailable(f"{name} tells no step times")
+        name, published = one.info.instance_id, one.info.rates.step
+        if published is None:
+            raise Unavailable(f"{name} publishes no step times")
         samples = lasting(steps.get(name, ()))
         forms = {
             kind: fit_form(kind, of_kind)
             if len(of_kind := [each for each in samples if _kind(each[0]) == kind]) >= FEWEST
-            else getattr(told, kind)
+            else getattr(published, kind)
             for kind in TERMS
         }
         found[name] = StepRates(**forms)
@@ -346,7 +318,7 @@ def lasting(steps: Sequence[StepRecord]) -> list[tuple[Batch, float]]:
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """The pair as the simulator has it."""
+    """The pair in the simulator."""
 
     instances: tuple[LiveInstance, ...]
     rates: Mapping[str, StepRates]

@@ -1,8 +1,8 @@
-"""`polyphase bench overhead`: what the suite itself costs a request and a token, and the time to first token it adds.
+"""`polyphase bench overhead`: CPU time and time to first token that the suite adds to a request and a token.
 
-Every service is real; the instances are emulated and compute in no time. The same load goes in turns to vLLM's API
-layer alone: what the machine's other guests do to one they do to the other. CPU is of gateway, scheduler and monitor,
-idling included. Structured outputs are measured with real engines, beside plain vLLM: see `overhead_structured`.
+All services are real and the instances are emulated and compute in no time; vLLM's API layer alone takes the same load
+in turns. Structured outputs are measured with real engines beside plain vLLM, and long prompts by how long they hold up
+the gateway's event loop.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -27,9 +28,9 @@ from gateway.alone import TimerTokens
 from gateway.app import prepare_environment, running
 from gateway.auth import KeyRing
 from gateway.settings import GatewaySettings
-from lab.bench.live_clusters import SERVICES
-from lab.bench.stream_client import StreamResult, run_load, stream_completion
-from lab.demo.run import on_free_ports
+from lab.bench.results import at_most
+from lab.client import CHAT, COMPLETIONS, StreamResult, chat_body, completion_body, run_load, stream_completion
+from lab.suite import BARE, CPU_ENGINE, started
 from services.launcher import ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
@@ -37,10 +38,7 @@ from services.launcher.suite import Suite, until
 from services.launcher.supervisor import StartFailed
 from services.launcher.up import running_suite
 
-# MERGED overhead_targets.py
-# What `bench overhead` measures: the suite with emulated instances, and vLLM's API layer alone.
-
-
+HOST = "127.0.0.1"
 STEP_S = 0.025  # of a decode: each token is a message and an event of its own, as with a real engine
 PORT, ALONE_PORT, FIRST_PORT = 19099, 19098, 19100
 MODEL = PROJECT / "models" / "demo"
@@ -57,27 +55,24 @@ class Target:
 
 
 def cluster() -> Cluster:
-    """Two prefill and two decode instances that compute in no time."""
-    instance = {
-        "engine": "emulated",
-        "accelerator": "A100-SXM-80",
-        "emulated_step_s": 0.0,
-        "max_seqs": 256,
-        "kv_cache_bytes": 64 << 30,
-    }
-    prefill = [{"id": f"p{number}", "role": "prefill", **instance} for number in range(2)]
-    decode = [{"id": f"d{number}", "role": "decode", **instance, "emulated_step_s": STEP_S} for number in range(2)]
+    """Two prefill and two decode instances that compute in no time, on fixed ports."""
     return Cluster.model_validate(
         {
+            **BARE,
             "name": "overhead bench (emulated instances)",
-            "model": str(MODEL),
-            "served_model_name": "demo",
             "ports": FIRST_PORT,
             "gateway": {"port": PORT, "max_queued_jobs": _MAX_JOBS},
-            "predictor": {"enabled": False},
-            "planner": {"enabled": False},
-            "dashboard": {"enabled": False},
-            "instances": [*prefill, *decode],
+            "instance_defaults": {
+                "engine": "emulated",
+                "accelerator": "A100-SXM-80",
+                "emulated_step_s": 0.0,
+                "max_seqs": 256,
+                "kv_cache_bytes": 64 << 30,
+            },
+            "instances": [
+                {"id": "p", "count": 2, "role": "prefill"},
+                {"id": "d", "count": 2, "role": "decode", "emulated_step_s": STEP_S},
+            ],
         }
     )
 
@@ -129,20 +124,16 @@ def cpu_s(pid: int) -> float:
         return float(times.user + times.system)
 
 
-# MERGED overhead_structured.py
-# The time to first token of structured outputs: a suite with two real engines, and plain vLLM, in turns.
-#
-# A grammar is cold when no process has seen it, although it has seen others of its kind; it is repeated when the
-# request before brought it.
+# Structured outputs, on a suite with two real engines and on plain vLLM, in turns. A grammar is cold when no process
+# has seen it before, although others of its kind; it is repeated when the previous request used it.
 
-STRUCTURED_HOST, PATH = "127.0.0.1", "/v1/chat/completions"
 STRUCTURED_ROUNDS = 9  # of each kind, cold and repeated, at each of the two
 AIM_RATIO, AIM_ADDED_MS = 1.2, 20.0
 _MIB = 1 << 20
 _VLLM_START_S, _VLLM_END_S = 180.0, 30.0
 _TOOLS = {"tool_call_parser": "hermes", "enable_auto_tool_choice": True}
 
-Body = dict[str, object]
+Body = dict[str, Any]
 Figures = dict[str, float]
 
 
@@ -194,29 +185,19 @@ def structured_aims(figures: dict[str, dict[str, Figures]]) -> dict[str, Any]:
     for when in ("cold", "repeated"):
         worst = max(of_kind[when]["beyond_ms"] for of_kind in figures.values())
         name = f"structured_{when}_ttft_ms beyond {AIM_RATIO:g} x plain vLLM"
-        aims[name] = {"want": f"<= {AIM_ADDED_MS:g}", "got": worst, "met": worst <= AIM_ADDED_MS}
+        aims[name] = at_most(AIM_ADDED_MS, worst)
     return aims
 
 
-def _cluster() -> Cluster:
-    instance = {
-        "engine": "vllm",
-        "accelerator": "cpu",
-        "dtype": "float32",
-        "kv_cache_bytes": 128 * _MIB,
-        "staging_bytes": 64 * _MIB,
-        "inbox_bytes": 64 * _MIB,
-        "threads": 1,
+def _cluster() -> dict[str, Any]:
+    instance = {**CPU_ENGINE, "kv_cache_bytes": 128 * _MIB, "staging_bytes": 64 * _MIB, "inbox_bytes": 64 * _MIB}
+    return {
+        **BARE,
+        "name": "bench overhead (structured outputs)",
+        "gateway": {"dtype": "float32", "vllm_args": _TOOLS},
+        "instance_defaults": instance,
+        "instances": [{"id": "prefill", "role": "prefill"}, {"id": "decode", "role": "decode"}],
     }
-    return Cluster.model_validate(
-        {
-            **SERVICES,
-            "name": "bench overhead (structured outputs)",
-            "gateway": {"dtype": "float32", "vllm_args": _TOOLS},
-            "instance_defaults": instance,
-            "instances": [{"id": "prefill", "role": "prefill"}, {"id": "decode", "role": "decode"}],
-        }
-    )
 
 
 @asynccontextmanager
@@ -224,15 +205,7 @@ async def _plain_vllm(folder: Path) -> AsyncIterator[int]:
     """vLLM's own server with one engine of the same model; its port."""
     port = ports.free_range()
     arguments = ["--model", str(MODEL), "--served-model-name", "demo", "--dtype", "float32", "--max-model-len", "2048"]
-    arguments += [
-        "--enforce-eager",
-        "--kv-cache-memory-bytes",
-        str(128 * _MIB),
-        "--host",
-        STRUCTURED_HOST,
-        "--port",
-        str(port),
-    ]
+    arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(128 * _MIB), "--host", HOST, "--port", str(port)]
     arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
@@ -258,7 +231,7 @@ async def _vllm_answers(process: "subprocess.Popen[bytes]", port: int, log: Path
         raise StartFailed(f"plain vLLM ended with {process.returncode}: {log.read_text('utf-8', 'replace')[-2000:]}")
     async with httpx.AsyncClient(trust_env=False) as client:
         try:
-            return (await client.get(f"http://{STRUCTURED_HOST}:{port}/health", timeout=2)).is_success
+            return (await client.get(f"http://{HOST}:{port}/health", timeout=2)).is_success
         except httpx.HTTPError:
             return False
 
@@ -266,11 +239,9 @@ async def _vllm_answers(process: "subprocess.Popen[bytes]", port: int, log: Path
 async def _measure(rounds: int) -> dict[str, dict[str, Figures]]:
     with tempfile.TemporaryDirectory(prefix="polyphase-bench-") as name:
         folder = Path(name)
-        async with _plain_vllm(folder) as plain:
-            cluster = on_free_ports(_cluster())
-            async with running_suite(cluster, folder / "suite", Console(stderr=True)):
-                targets = {"suite": cluster.gateway.port, "plain": plain}
-                return await _rounds(targets, rounds)
+        async with _plain_vllm(folder) as plain, started(_cluster()) as running:
+            targets = {"suite": urlsplit(running.plan.api_url).port or 80, "plain": plain}
+            return await _rounds(targets, rounds)
 
 
 async def _rounds(targets: dict[str, int], rounds: int) -> dict[str, dict[str, Figures]]:
@@ -289,15 +260,8 @@ async def _rounds(targets: dict[str, int], rounds: int) -> dict[str, dict[str, F
 
 
 async def _ttft_s(port: int, wish: Body) -> float:
-    body = {
-        "model": "demo",
-        "max_tokens": 3,
-        "stream": True,
-        "temperature": 0,
-        "messages": [{"role": "user", "content": "Write an order."}],
-        **wish,
-    }
-    return (await stream_completion(STRUCTURED_HOST, port, body, path=PATH)).ttft_s
+    body = chat_body("Write an order.", 3, ignore_eos=False, **wish)
+    return (await stream_completion(HOST, port, body, path=CHAT)).ttft_s
 
 
 def _figures(suite: list[float], plain: list[float]) -> Figures:
@@ -310,11 +274,8 @@ def _figures(suite: list[float], plain: list[float]) -> Figures:
     }
 
 
-# MERGED long_prompts.py
-# How long a long prompt holds up the event loop of a gateway, and with it every stream.
-#
-# The gateway's application in this process on a loop that times each of its callbacks; tokens come from a timer.
-
+# Long prompts: how long one holds up the gateway's event loop. The gateway's application runs in this process, on a
+# loop that times each of its callbacks; tokens come from a timer.
 
 LENGTHS = (8_000, 32_000, 120_000)
 LONG_PROMPT_ROUNDS = 5
@@ -380,14 +341,13 @@ def _timed_callbacks() -> Iterator[list[float]]:
         asyncio.Handle._run = run  # type: ignore[method-assign]
 
 
-PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+PATHS = {"chat": CHAT, "completions": COMPLETIONS}
 STREAMS = (1, 16, 64, 256)
 SHORT, LONG = 2, 66  # output tokens of the two loads, from which the costs of a request and of a token follow
 TIMED = 24  # output tokens of the requests of which the first token is timed
 ROUNDS, LEAST_SHORT, LEAST_LONG = 3, 24, 4  # requests of a load, or twice as many as there are streams
 IDLE_S = 8.0
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
-HOST = "127.0.0.1"
 AIM_TOKEN_RATIO, AIM_TOKEN_FROM, AIM_REQUEST_RATIO, AIM_IDLE_MS = 0.5, 16, 1.1, 10.0
 AIM_TTFT_MS = {1: 2.0, 16: 2.0, 64: 5.0}
 
@@ -403,7 +363,7 @@ def run_overhead_bench(rounds: int = ROUNDS, streams: tuple[int, ...] = STREAMS)
     result["aims"] |= structured_aims(structured)
     result["figures"]["long_prompt_longest_turn_ms"] = long_prompts
     worst = max(turn for of_kind in long_prompts.values() for turn in of_kind.values())
-    result["aims"]["long_prompt_longest_turn_ms"] = _aim(worst, AIM_MS)
+    result["aims"]["long_prompt_longest_turn_ms"] = at_most(AIM_MS, worst)
     return result
 
 
@@ -487,33 +447,25 @@ async def _ttfts(target: Target, path: str, requests: int, streams: int) -> list
     return sorted(await asyncio.gather(*(one(number, body) for number, body in enumerate(bodies))))
 
 
-def _bodies(path: str, count: int, tokens: int) -> list[dict[str, object]]:
-    usual = {"model": "demo", "max_tokens": tokens, "stream": True, "temperature": 0, "ignore_eos": True}
-    prompts = [f"{index} {PROMPT}" for index in range(count)]
-    if path == PATHS["chat"]:
-        return [{**usual, "messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
-    return [{**usual, "prompt": prompt} for prompt in prompts]
+def _bodies(path: str, count: int, tokens: int) -> list[dict[str, Any]]:
+    body = chat_body if path == CHAT else completion_body
+    return [body(f"{index} {PROMPT}", tokens) for index in range(count)]
 
 
 def aims_of(idle_ms: float, cells: dict[str, dict[str, Cell]]) -> dict[str, Any]:
-    """Each aim with the worst of the figures that it is about."""
     of_streams = [(int(count), cell) for of_kind in cells.values() for count, cell in of_kind.items()]
     many = [cell for count, cell in of_streams if count >= AIM_TOKEN_FROM]
     aims = {
-        "idle_cpu_ms_per_s": _aim(idle_ms, AIM_IDLE_MS),
-        "cpu_per_request_ratio": _aim(
-            max(cell["cpu_per_request_ms_ratio"] for _, cell in of_streams), AIM_REQUEST_RATIO
+        "idle_cpu_ms_per_s": at_most(AIM_IDLE_MS, idle_ms),
+        "cpu_per_request_ratio": at_most(
+            AIM_REQUEST_RATIO, max(cell["cpu_per_request_ms_ratio"] for _, cell in of_streams)
         ),
     }
     if many:
         worst = max(cell["cpu_per_token_us_ratio"] for cell in many)
-        aims[f"cpu_per_token_ratio at {AIM_TOKEN_FROM} and more"] = _aim(worst, AIM_TOKEN_RATIO)
+        aims[f"cpu_per_token_ratio at {AIM_TOKEN_FROM} and more"] = at_most(AIM_TOKEN_RATIO, worst)
     for count, want in AIM_TTFT_MS.items():
         seen = [cell["added_ttft_p50_ms"] for streams, cell in of_streams if streams == count]
         if seen:
-            aims[f"added_ttft_p50_ms at {count}"] = _aim(max(seen), want)
+            aims[f"added_ttft_p50_ms at {count}"] = at_most(want, max(seen))
     return aims
-
-
-def _aim(got: float, want: float) -> dict[str, Any]:
-    return {"want": f"<= {want:g}", "got": round(got, 3), "met": got <= want}

@@ -1,17 +1,14 @@
-"""`polyphase bench overload`: interactive and batch work together at twice the capacity, with and without control.
+"""`polyphase bench overload`: interactive and batch requests at twice the capacity, with and without overload control.
 
-Capacity is goodput: the rate at which 90 % of interactive requests alone keep their targets, over a minute. What batch
-work may get is the throughput of batch work alone, as much as there is of it, less what interactive work used. First in
-the simulator, with what is known live, then on emulated instances behind a real gateway (`overload_live`).
+Capacity is the rate at which 90 % of interactive requests alone meet their targets, over a minute. Batch requests may
+get the throughput of batch requests alone, less what interactive requests used. The simulator runs first, with what a
+live cluster knows; then emulated instances behind a real gateway.
 """
 
 import asyncio
 import secrets
-import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import Any
@@ -19,24 +16,18 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
-from rich.console import Console
 
 from lab.bench.comparison import goodput
-from lab.bench.live_clusters import SERVICES
+from lab.bench.experiment import Session, measured
+from lab.bench.results import Aim, Result, at_least, merged, result
 from lab.bench.scenarios import SLO, TARGET, Scenario, instances, run_of
-from lab.bench.stream_client import Refused, StreamFailed, StreamResult, stream_completion
-from lab.calibrate.target import Target
-from lab.demo.run import on_free_ports
-from services.launcher.cluster_file import Cluster
-from services.launcher.up import RunningSuite, running_suite
+from lab.client import Refused, StreamFailed, StreamResult, completion_body, stream_completion
+from lab.suite import BARE
 from shared.domain.job import Slo, WhenFull, default_itl_s
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult, Status
 from shared.sim.spec import with_words
 from shared.sim.workload import Times, Workload, of_class, together
-
-# MERGED throughput.py
-# What a system does in a stretch of time, from when its answers came.
 
 
 def tokens_per_s(
@@ -47,10 +38,10 @@ def tokens_per_s(
     from_s: float,
     to_s: float,
 ) -> float:
-    """Tokens a second from `from_s` to `to_s` of requests, shape [n] each: a prompt's tokens count when the first token
-    of its answer comes, those of the answer evenly from then to the last.
+    """Tokens a second from `from_s` to `to_s` of requests, shape [n] each.
 
-    Whole requests counted when they end would say more or less by all that is under way at both ends.
+    A prompt's tokens count when the first token of its answer comes, those of the answer evenly from then to the last.
+    Counting whole requests when they end would be off by all that is under way at both ends.
     """
     prompts, outputs, first, last = (
         np.asarray(values, np.float64) for values in (prompt_tokens, output_tokens, first_s, last_s)
@@ -61,17 +52,13 @@ def tokens_per_s(
     return float((prompts[inside].sum() + (outputs * share).sum()) / (to_s - from_s))
 
 
-# MERGED overload_live.py
-# The live half of `polyphase bench overload`: emulated instances, a real gateway, clients over HTTP.
-
-
 _GIB = 1 << 30
 TTFT_S, TPOT_S = 3.0, 0.15
 _TARGETS: dict[str, Any] = {"ttft_s": TTFT_S, "tpot_s": TPOT_S}
 _LONG: dict[str, Any] = {"ttft_s": 600.0, "tpot_s": 2.0}
 _INSTANCE: dict[str, Any] = {"accelerator": "A10", "kv_cache_bytes": 6 * _GIB}
 CLUSTER: dict[str, Any] = {
-    **SERVICES,
+    **BARE,
     "name": "bench overload (emulated)",
     "gateway": {
         "slo": {
@@ -120,41 +107,23 @@ class _Shot:
         )
 
 
-def run() -> dict[str, Any]:
-    """Figures, aims and notes."""
-    return asyncio.run(_run_live())
+async def _live(on: Session) -> Result:
+    alone = await _measure(on, {"batch": OFFERED_PER_S})
+    await on.suite.wait_idle()
+    each = fmean(one.prompt_tokens + one.output_tokens for one in alone)
+    capacity = _tokens_per_s(alone, "batch") / each
+    rates = (LIVE_INTERACTIVE * capacity, (2.0 - LIVE_INTERACTIVE) * capacity)
+    figures = {"live_capacity_per_s": capacity}
+    for label, names in (("controlled", ("default", "batch")), ("plain", ("plain", "plain-batch"))):
+        shots = await _measure(on, dict(zip(names, rates, strict=True)))
+        await on.suite.wait_idle(120.0)
+        figures |= _figures(f"live_{label}", shots, names, _tokens_per_s(alone, "batch"))
+    got = (figures[f"live_controlled_{name}"] for name in ("interactive_attainment", "batch_share_of_left"))
+    return result(figures, aims_of("live", *got), ["live: emulated A10s, 1 prefill + 2 decode, one gateway"])
 
 
-async def _run_live() -> dict[str, Any]:
-    async with _suite() as (running, target):
-        alone = await _measure(target, {"batch": OFFERED_PER_S})
-        await running.suite.wait_idle()
-        each = fmean(one.prompt_tokens + one.output_tokens for one in alone)
-        capacity = _tokens_per_s(alone, "batch") / each
-        rates = (LIVE_INTERACTIVE * capacity, (2.0 - LIVE_INTERACTIVE) * capacity)
-        figures = {"live_capacity_per_s": capacity}
-        for label, names in (("controlled", ("default", "batch")), ("plain", ("plain", "plain-batch"))):
-            shots = await _measure(target, dict(zip(names, rates, strict=True)))
-            await running.suite.wait_idle(120.0)
-            figures |= _figures(f"live_{label}", shots, names, _tokens_per_s(alone, "batch"))
-    wanted = {name: f"live_controlled_{name}" for name in ("interactive_attainment", "batch_share_of_left")}
-    aims = {
-        f"live_{name}": {"want": ">= 0.9", "got": figures[key], "met": figures[key] >= 0.9}
-        for name, key in wanted.items()
-    }
-    return {"figures": figures, "aims": aims, "notes": ["live: emulated A10s, 1 prefill + 2 decode, one gateway"]}
-
-
-@asynccontextmanager
-async def _suite() -> AsyncIterator[tuple[RunningSuite, Target]]:
-    cluster = on_free_ports(Cluster.model_validate(CLUSTER))
-    with tempfile.TemporaryDirectory(prefix="polyphase-overload-") as folder:
-        async with running_suite(cluster, Path(folder), Console(stderr=True)) as running:
-            yield running, Target.local(running.suite)
-
-
-async def _measure(target: Target, rates: dict[str, float]) -> list[_Shot]:
-    """So many requests a second of each class for `LASTS_S`; who still waits then gives up."""
+async def _measure(on: Session, rates: dict[str, float]) -> list[_Shot]:
+    """So many requests a second of each class; clients that wait when LIVE_ENDS_S are over give up."""
     rng = Random(SEED)
     shots = []
     for slo, rate in rates.items():
@@ -164,7 +133,7 @@ async def _measure(target: Target, rates: dict[str, float]) -> list[_Shot]:
             at_s += rng.expovariate(rate)
     loop = asyncio.get_running_loop()
     began = loop.time()
-    tasks = [asyncio.create_task(_send(target, shot, began, loop)) for shot in shots]
+    tasks = [asyncio.create_task(_send(on, shot, began, loop)) for shot in shots]
     await asyncio.wait(tasks, timeout=LIVE_LASTS_S + LIVE_ENDS_S)
     for task in tasks:
         task.cancel()
@@ -172,20 +141,13 @@ async def _measure(target: Target, rates: dict[str, float]) -> list[_Shot]:
     return shots
 
 
-async def _send(target: Target, shot: _Shot, began: float, loop: asyncio.AbstractEventLoop) -> None:
+async def _send(on: Session, shot: _Shot, began: float, loop: asyncio.AbstractEventLoop) -> None:
     await asyncio.sleep(began + shot.at_s - loop.time())
     rng = Random(f"{shot.at_s}")
-    body: dict[str, object] = {
-        "model": "demo",
-        "prompt": [rng.randrange(300, 1200) for _ in range(shot.prompt_tokens)],
-        "max_tokens": shot.output_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "cache_salt": secrets.token_hex(8),
-    }
+    prompt = [rng.randrange(300, 1200) for _ in range(shot.prompt_tokens)]
+    body = completion_body(prompt, shot.output_tokens, cache_salt=secrets.token_hex(8))
     try:
-        shot.seen = await stream_completion(*target.api_address, body, target.api_key, shot.slo)
+        shot.seen = await stream_completion(*on.target.api_address, body, on.target.api_key, shot.slo)
     except Refused:
         shot.refused = True
     except (StreamFailed, OSError):
@@ -226,7 +188,7 @@ PLAIN = {name: msgspec.structs.replace(slo, weight=1.0, when_full=WhenFull.NEVER
 LASTS_S, FROM_S = 60.0, 20.0  # of arrivals, and where what is counted begins
 OVER = 2.0  # times the capacity
 INTERACTIVE = 0.5  # of the capacity
-FLOOD, POLITE = 2.0, 0.3  # of the capacity: what two keys of one class ask for
+FLOOD, POLITE = 2.0, 0.3  # of the capacity: the rates of two keys of one class
 FIXED = "least_load+balanced+power_of_two"
 AIM = 0.9
 
@@ -253,17 +215,11 @@ class Seen:
     longest_gap_p90_s: float = float("nan")  # of the requests' longest gaps
 
 
-def run_overload_bench(scenarios: Sequence[Scenario] = SCENARIOS) -> dict[str, Any]:
-    """Figures, aims and notes, as every bench gives them."""
-    result: dict[str, Any] = {"figures": {}, "aims": {}, "notes": []}
-    for scenario in scenarios:
-        _add(result, simulated(scenario))
-    _add(result, run())
-    return result
+def run_overload_bench(scenarios: Sequence[Scenario] = SCENARIOS) -> Result:
+    return merged(*map(simulated, scenarios), asyncio.run(measured(CLUSTER, _live)))
 
 
-def simulated(scenario: Scenario) -> dict[str, Any]:
-    """One scenario in virtual time."""
+def simulated(scenario: Scenario) -> Result:
     plain = PLAIN["interactive"]
     capacity = goodput(lambda rate: _run(scenario, [Stream(plain, rate)])[0].attainment >= TARGET, 16.0, 1.05)
     rates = {"interactive": INTERACTIVE * capacity, "batch": (OVER - INTERACTIVE) * capacity}
@@ -288,10 +244,8 @@ def simulated(scenario: Scenario) -> dict[str, Any]:
             figures[f"{label}_{stream.caller}_tokens_per_s"] = seen.tokens_per_s
     name = f"sim_{scenario.name}"
     aims = aims_of(name, figures["controlled_interactive_attainment"], figures["controlled_batch_share_of_left"])
-    got = figures["controlled_polite_attainment"]
-    aims[f"{name}_polite_attainment"] = {"want": f">= {AIM}", "got": round(got, 3), "met": got >= AIM}
-    figures = {f"{name}_{key}": round(value, 4) for key, value in figures.items()}
-    return {"figures": figures, "aims": aims, "notes": []}
+    aims[f"{name}_polite_attainment"] = at_least(AIM, figures["controlled_polite_attainment"])
+    return result({f"{name}_{key}": round(value, 4) for key, value in figures.items()}, aims)
 
 
 def mixed(label: str, interactive: Seen, batch: Seen, alone: float) -> dict[str, float]:
@@ -308,19 +262,18 @@ def mixed(label: str, interactive: Seen, batch: Seen, alone: float) -> dict[str,
     }
 
 
-def aims_of(name: str, attainment: float, share: float) -> dict[str, Any]:
-    """Both aims of point 7 of the issue."""
+def aims_of(name: str, attainment: float, share: float) -> dict[str, Aim]:
     return {
-        f"{name}_{what}": {"want": f">= {AIM}", "got": round(got, 3), "met": got >= AIM}
-        for what, got in (("interactive_attainment", attainment), ("batch_share_of_left", share))
+        f"{name}_interactive_attainment": at_least(AIM, attainment),
+        f"{name}_batch_share_of_left": at_least(AIM, share),
     }
 
 
 def _run(scenario: Scenario, streams: Sequence[Stream], policy: str = "adaptive") -> list[Seen]:
     parts = []
     for at, stream in enumerate(streams):
-        asked = replace(scenario, seed=scenario.seed + at).workload(stream.rate, max(50, int(stream.rate * LASTS_S)))
-        parts.append(of_class(asked, stream.slo, stream.caller))
+        requests = replace(scenario, seed=scenario.seed + at).workload(stream.rate, max(50, int(stream.rate * LASTS_S)))
+        parts.append(of_class(requests, stream.slo, stream.caller))
     workload = together(parts)
     result = simulate(workload, instances(scenario.cluster), with_words(run_of(scenario.cluster), policy))
     return [_seen(result, workload, at, stream.slo) for at, stream in enumerate(streams)]
@@ -352,12 +305,6 @@ def _seen(result: SimResult, workload: Workload, at: int, slo: Slo) -> Seen:
 
 
 def percentile(values: Times, share: float) -> float:
-    """Of those that are known; NaN without any."""
+    """Of the finite values; NaN without any."""
     known = values[np.isfinite(values)]
     return float(np.percentile(known, share)) if len(known) else float("nan")
-
-
-def _add(result: dict[str, Any], more: Mapping[str, Any]) -> None:
-    result["figures"] |= more["figures"]
-    result["aims"] |= more["aims"]
-    result["notes"] += more["notes"]

@@ -1,9 +1,9 @@
-"""Scenarios of pauses, for `polyphase bench policies`: what readers of streams feel, beside simple policies.
+"""Scenarios of pauses for `polyphase bench policies`: gaps between tokens that readers of streams see.
 
-Bursts of streams onto idle instances whose KV they fill, bursts of prompts, a flood beside interactive requests, and
-steady load near the limit of KV memory; on equal and on unlike instances, with a length predictor and without.
-A scenario is a cluster file of emulated instances and the requests of a seed. Here the file is simulated;
-`pauses_live` starts it.
+Bursts of streams that fill the KV of idle instances, bursts of prompts, a flood beside interactive requests, and steady
+load near the limit of KV memory; on equal and on unequal instances, with and without a length predictor. A scenario is
+simulated, or started on emulated instances and compared with a simulation of the same requests. Scenarios with a
+predictor are only simulated: live, they would need a trained checkpoint.
 """
 
 import asyncio
@@ -12,29 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from random import Random
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
-from rich.console import Console
 
 from lab.bench.comparison import Row, faster, median_of, of_result, of_samples
-from lab.bench.live_clusters import SERVICES, Variant, model_with_context, send
-from lab.bench.scenarios import learned
-from lab.calibrate.host_watch import TimerWatch
-from lab.calibrate.target import Target, Traffic
-from lab.demo.run import on_free_ports
+from lab.bench.experiment import Arm, Experiment, Session, emulated_file, measured, model_with_context, slower
+from lab.bench.results import Result, aim, merged
 from lab.simulate.deployment import Deployment, load_deployment
-from services.launcher.cluster_file import load_cluster
-from services.launcher.up import RunningSuite, running_suite
 from shared.domain.job import Slo, WhenFull
-from shared.policy.registry import from_words
 from shared.sim.cluster import simulate
-from shared.sim.outcomes import Outcomes
+from shared.sim.outcomes import Outcomes, SimResult
 from shared.sim.prediction import Prediction
 from shared.sim.spec import with_words
 from shared.sim.workload import Mix, Workload
@@ -48,9 +39,10 @@ SIMPLE = {
 }
 POLICIES = {"adaptive": ADAPTIVE, **SIMPLE}
 SEEDS = (1, 2, 3, 4, 5)
-LEAST_S, FACTOR = 0.25, 1.5  # the p90 of longest gaps: at most so long, or so many times that of the best simple policy
+# Aim for the p90 of longest gaps: at most so long, or so many times that of the best simple policy.
+ALLOWED_S, ALLOWED_FACTOR = 0.25, 1.5
 SLACK = 0.01  # of attainment, for scenarios in which all or nearly all requests meet their targets
-MAX_TOKENS = 1024  # what clients ask for at most, where lengths are predicted
+MAX_TOKENS = 1024  # max_tokens of requests, where lengths are predicted
 _GIB = 1 << 30
 _FAST = "A100-SXM-80"
 _STEP_S = 0.05  # of instances whose steps take a fixed time
@@ -71,8 +63,8 @@ Parts = dict[str, dict[str, Any]]  # "aims" and "figures" of a bench
 class PauseScenario:
     """Instances, and the requests of a seed.
 
-    judged: the class whose streams are judged; empty: all. predicted: with a length predictor, which is only simulated.
-    slowdown: a live run and all of its targets take so many times as long, so that this machine can stream all tokens.
+    judged: the class whose streams count; empty: all. predicted: with a length predictor. slowdown: a live run and its
+    targets take so many times as long, so that this machine can stream all tokens.
     """
 
     name: str
@@ -84,52 +76,49 @@ class PauseScenario:
     slowdown: float = 1.0
 
     def cluster_into(self, folder: Path, model: str = "demo", slowdown: float = 1.0) -> Path:
-        """Writes the cluster file, of a suite `slowdown` times as slow, into `folder`."""
-        file = folder / f"{self.name}.yaml"
+        """Write the cluster file, of a suite `slowdown` times as slow, into `folder`."""
         classes = {"default": TARGETS.slower(slowdown).targets, "batch": _BATCH_SAID | _BATCH.slower(slowdown).targets}
-        cluster = {
-            **SERVICES,
-            "name": self.name,
-            "model": model,
-            "max_model_len": self.max_model_len,
-            "gateway": {"slo": classes},
-            "instance_defaults": {**_ENGINE, "emulated_slowdown": slowdown},
-            "instances": list(self.instances),
-        }
-        file.write_text(yaml.safe_dump(cluster))
-        return file
+        return emulated_file(
+            folder,
+            self.name,
+            self.instances,
+            model=model,
+            max_model_len=self.max_model_len,
+            gateway={"slo": classes},
+            instance_defaults={"emulated_link_gbps": 100.0, "max_seqs": 256, "emulated_slowdown": slowdown},
+        )
 
-    def slower(self, workload: Workload, slowdown: float) -> Workload:
-        """The requests for a cluster that is so many times as slow."""
-        mix = workload.mix
-        if mix is not None:
-            workload = replace(workload, mix=replace(mix, classes=tuple(each.slower(slowdown) for each in mix.classes)))
-        return workload.with_arrivals(slowdown * workload.arrival_s)
+    def workload(self, seed: int) -> Workload:
+        return self.make(np.random.default_rng(seed))
+
+    def first_requests(self, seed: int) -> Workload:
+        """Those that a live run sends."""
+        workload = self.workload(seed)
+        return workload.head(int(np.searchsorted(workload.arrival_s, LASTS_S)))
 
     def run(self, policy: str, seed: int, folder: Path) -> Row:
-        """A simulated run, as a row of the table."""
-        deployment = load_deployment(self.cluster_into(folder))
-        return self.simulated(deployment, self.make(np.random.default_rng(seed)), policy, seed)
+        return self.simulated(load_deployment(self.cluster_into(folder)), self.workload(seed), policy, seed)
 
     def simulated(
         self, deployment: Deployment, workload: Workload, policy: str, seed: int, slowdown: float = 1.0
     ) -> Row:
-        """A run of these requests on a deployment that is so many times as slow; the row is of the usual speed."""
+        """A run of these requests on a deployment that is so many times as slow."""
         run = with_words(replace(deployment.run, seed=seed), policy)
         if self.predicted:
             prediction = Prediction(width_tokens=200, buckets=10, accuracy=0.75)
             run = replace(run, prediction=prediction, max_tokens=MAX_TOKENS)
-        result = simulate(self.slower(workload, slowdown), deployment.instances, run)
+        return self.row(simulate(slower(workload, slowdown), deployment.instances, run), workload, slowdown)
+
+    def row(self, result: SimResult, workload: Workload, slowdown: float) -> Row:
+        """A run that was so many times as slow, in the accelerators' own time."""
         mix = workload.mix
         if self.judged and mix is not None:
             names = np.array([slo.name for slo in mix.classes])
-            rows = names[mix.class_of] == self.judged
-            result = replace(result, outcomes=_only(result.outcomes, rows))
+            result = replace(result, outcomes=_only(result.outcomes, names[mix.class_of] == self.judged))
         return faster(of_result({}, result, TARGETS.slower(slowdown)), slowdown)
 
 
 def pause_scenarios() -> Iterator[PauseScenario]:
-    """All of them."""
     for name, sizes in (("equal", (8192, 8192)), ("unlike", (11_264, 5_632))):
         fixed = tuple(_fixed(f"d{at}", "decode", tokens) for at, tokens in enumerate(sizes))
         fits = 16 + 16 if name == "equal" else 22 + 11  # streams of 6 + 500 tokens, which take 512
@@ -154,8 +143,8 @@ def pause_scenarios() -> Iterator[PauseScenario]:
                 yield PauseScenario(f"kv_{share:g}_{name}{word}", (*prefills, *decodes), make, predicted=predicted)
 
 
-def pauses_side_by_side() -> tuple[list[Row], Parts]:
-    """Rows (medians over the seeds), aims and figures."""
+def pauses_side_by_side() -> tuple[list[Row], Result]:
+    """Rows (medians over the seeds), and aims and figures."""
     found: dict[str, dict[str, Row]] = {}
     with TemporaryDirectory(prefix="polyphase-pauses-") as name:
         for scenario in pause_scenarios():
@@ -167,18 +156,18 @@ def pauses_side_by_side() -> tuple[list[Row], Parts]:
     return rows, beside_simple(found, "pauses")
 
 
-def beside_simple(found: Mapping[str, Mapping[str, Row]], prefix: str) -> Parts:
+def beside_simple(found: Mapping[str, Mapping[str, Row]], prefix: str) -> Result:
     """Aims and figures of rows by scenario and policy: where `adaptive` is most behind the best simple policy."""
     gap, behind = (0.0, ""), (0.0, "")
     for name, of in found.items():
         simple = [of[policy] for policy in SIMPLE]
-        allowed_s = max(LEAST_S, FACTOR * min(row["longest_gap_p90_s"] for row in simple))
+        allowed_s = max(ALLOWED_S, ALLOWED_FACTOR * min(row["longest_gap_p90_s"] for row in simple))
         gap = max(gap, (of["adaptive"]["longest_gap_p90_s"] / allowed_s, name))
         behind = max(behind, (max(row["attainment"] for row in simple) - of["adaptive"]["attainment"], name))
     over, less = f"{prefix}_longest_gap_p90_over_allowed", f"{prefix}_attainment_behind_best_simple"
     aims = {
-        over: {"want": "<= 1", "got": f"{gap[0]:.3f} ({gap[1]})", "met": gap[0] <= 1.0},
-        less: {"want": f"<= {SLACK}", "got": f"{behind[0]:.4f} ({behind[1]})", "met": behind[0] <= SLACK},
+        over: aim("<= 1", f"{gap[0]:.3f} ({gap[1]})", gap[0] <= 1.0),
+        less: aim(f"<= {SLACK}", f"{behind[0]:.4f} ({behind[1]})", behind[0] <= SLACK),
     }
     return {"aims": aims, "figures": {over: round(gap[0], 4), less: round(behind[0], 4)}}
 
@@ -235,135 +224,80 @@ def _steady(held_tokens: float, rng: np.random.Generator) -> Workload:
     return Workload("steady", arrivals, rng.integers(50, 401, count), rng.integers(200, 901, count))
 
 
-# MERGED pauses_live.py
-# Scenarios of pauses on live emulated instances, and the same requests simulated from the same cluster file.
-#
-# Of each workload the requests of its first seconds are sent. A length predictor would need a trained checkpoint: the
-# scenarios with one are only simulated. Figures are in the accelerators' own time.
-
-
 LIVE_TABLE = "pauses, live and simulated"
 USUAL = ("burst_unlike", "prompts_unlike", "overload_unlike_classes", "overload_unlike_one_class", "kv_1.15_unlike")
-LASTS_S = 45.0  # of arrivals
+LASTS_S = 45.0  # of arrivals of a live run
 AIM_PERCENT = 20.0
-TRIES, LATE_S = 3, 0.03  # of a run in which timers of the clients were later than this; the quietest counts
+MAX_LATE_S = 0.03  # timers of the clients
 COMPARED = ("longest_gap_p90_s", "longest_gap_max_s")  # live and simulated
+ARMS = tuple(Arm(label, words) for label, words in POLICIES.items())
 
 
 def pause_scenarios_live() -> dict[str, PauseScenario]:
-    """Those that can be started, by name."""
     return {one.name: one for one in pause_scenarios() if not one.predicted}
 
 
-def run_pauses_live(scenarios: Sequence[PauseScenario], runs: int) -> dict[str, Any]:
-    """Figures, aims and rows, medians over so many runs of each scenario and policy, each with another seed."""
-    result: dict[str, Any] = {"figures": {}, "aims": {}, "notes": [], "tables": {LIVE_TABLE: []}}
+def run_pauses_live(scenarios: Sequence[PauseScenario], runs: int) -> Result:
+    """Medians over so many runs of each scenario and policy, each with another seed."""
+    rows: list[Row] = []
+    parts: list[Result] = []
     live: dict[str, dict[str, Row]] = {}
     for scenario in scenarios:
         with TemporaryDirectory(prefix="polyphase-pauses-") as name:
-            pairs, noise = asyncio.run(_measured(scenario, Path(name), runs))
+            folder = Path(name)
+            model_with_context(folder / "model", max(4096, scenario.max_model_len))
+            file = scenario.cluster_into(folder, str(folder / "model"), scenario.slowdown)
+            seeds = range(1, runs + 1)
+            experiment = Experiment(
+                scenario.name, file, scenario.first_requests, ARMS, TARGETS, scenario.slowdown, seeds, MAX_LATE_S
+            )
+            pairs, noise = asyncio.run(measured(file, partial(_compared, scenario, experiment)))
         live[scenario.name] = {policy: pair[0] for policy, pair in pairs.items()}
         for policy, pair in pairs.items():
-            head = {"scenario": scenario.name, "policy": policy}
-            result["tables"][LIVE_TABLE] += [
-                {**head, "run": run, **row} for run, row in zip(("live", "simulated"), pair, strict=True)
-            ]
-        compared = compared_of(scenario, *pairs["adaptive"])
-        result["figures"] |= noise | compared["figures"]
-        result["aims"] |= compared["aims"]
-    for part, entries in beside_simple(live, "pauses_live").items():
-        result[part] |= entries
-    return result
+            for run, row in zip(("live", "simulated"), pair, strict=True):
+                rows.append({"scenario": scenario.name, "policy": policy, "run": run, **row})
+        parts += [{"figures": noise}, compared_of(scenario, *pairs["adaptive"])]
+    return merged(*parts, beside_simple(live, "pauses_live"), {"tables": {LIVE_TABLE: rows}})
 
 
-def workload_of(scenario: PauseScenario, seed: int) -> Workload:
-    """The requests of its first seconds."""
-    workload = scenario.make(np.random.default_rng(seed))
-    return workload.head(int(np.searchsorted(workload.arrival_s, LASTS_S)))
+def compared_of(scenario: PauseScenario, live: Row, simulated: Row) -> Result:
+    """By how many percent the simulator is off.
 
-
-def variant(policy: str) -> Variant:
-    """One of POLICIES, as the API of a live cluster takes it."""
-    parts = (from_words(part) for part in POLICIES[policy].split("+"))
-    return Variant(policy, {kind: spec.name for part in parts for kind, spec in part.items()})
-
-
-def compared_of(scenario: PauseScenario, live: Row, simulated: Row) -> Parts:
-    """By how many percent the simulator is off. Where steps take a fixed time, a gap may differ by one of them: a
-    stream joins between two steps, and live it is chance how those of two instances stand to each other.
+    Where steps take a fixed time, a gap may differ by one of them: a stream joins between two steps, and live the
+    phases of two instances' steps differ by chance.
     """
     step_s = max(one.get("emulated_step_s", 0.0) for one in scenario.instances)
-    parts: Parts = {"figures": {}, "aims": {}}
+    parts: Result = {"figures": {}, "aims": {}}
     for column in COMPARED:
         name = f"{scenario.name}_adaptive_{column.removesuffix('_s')}_off_percent"
         off_s = simulated[column] - live[column]
         parts["figures"][name] = round(100.0 * off_s / live[column], 1)
-        parts["aims"][name] = {
-            "want": f"within {AIM_PERCENT:g}" + (f", or {step_s:g} s" if step_s else ""),
-            "got": f"{parts['figures'][name]:g} ({off_s:.3f} s)",
-            "met": abs(off_s) <= max(AIM_PERCENT / 100.0 * live[column], step_s),
-        }
+        parts["aims"][name] = aim(
+            f"within {AIM_PERCENT:g}" + (f", or {step_s:g} s" if step_s else ""),
+            f"{parts['figures'][name]:g} ({off_s:.3f} s)",
+            abs(off_s) <= max(AIM_PERCENT / 100.0 * live[column], step_s),
+        )
     return parts
 
 
-Pairs = dict[str, tuple[Row, Row]]  # by policy, live and simulated
-
-
-class Noise(NamedTuple):
-    """What disturbed a run: how late timers of the clients were at most, and the cores that other processes used."""
-
-    late_s: float
-    foreign_cores: float
-
-
-async def _measured(scenario: PauseScenario, folder: Path, runs: int) -> tuple[Pairs, dict[str, float]]:
-    """And figures of what disturbed it."""
-    model_with_context(folder / "model", max(4096, scenario.max_model_len))
-    file = scenario.cluster_into(folder, str(folder / "model"), scenario.slowdown)
-    console = Console(stderr=True)
-    async with running_suite(on_free_ports(load_cluster(file)), folder / "state", console) as running:
-        return await running.supervisor.during(_compared(scenario, file, running, runs, console))
-
-
 async def _compared(
-    scenario: PauseScenario, file: Path, running: RunningSuite, runs: int, console: Console
-) -> tuple[Pairs, dict[str, float]]:
-    target, rng = Target.local(running.suite), Random(1)
-    traffic = await Traffic.to(target)
-    deployment = load_deployment(file)
-    known = tuple(learned(spec, rng, noise=0.0, start_off=1.0) for spec in deployment.instances)
-    deployment = replace(deployment, instances=known)
+    scenario: PauseScenario, experiment: Experiment, on: Session
+) -> tuple[dict[str, tuple[Row, Row]], dict[str, float]]:
+    """By policy the medians, live and simulated; and figures of what disturbed the live runs."""
     gc.collect()
-    gc.freeze()  # to look through all that is loaded would stop the clients for as long as a pause lasts
-    pairs, noise = Pairs(), list[Noise]()
-    for policy, words in POLICIES.items():
-        rows, simulated = list[Row](), list[Row]()
-        for seed in range(1, runs + 1):
-            workload = workload_of(scenario, seed)
-            tries = list[tuple[Noise, Row]]()
-            while len(tries) < TRIES and (not tries or tries[-1][0].late_s > LATE_S):
-                tries.append(await _live(scenario, running, target, traffic, workload, policy))
-            best, row = min(tries, key=lambda one: one[0])
-            args = (deployment, workload, words, seed, scenario.slowdown)
-            rows.append(row)
-            simulated.append(await asyncio.to_thread(scenario.simulated, *args))
-            noise.append(best)
-            console.print(f"{scenario.name}, {policy}, {seed}, {best}: live, simulated", rows[-1], simulated[-1])
-        pairs[policy] = median_of(rows), median_of(simulated)
-    figures = {
-        f"{scenario.name}_timers_late_max_s": max(one.late_s for one in noise),
-        f"{scenario.name}_foreign_cores": fmean(one.foreign_cores for one in noise),
+    gc.freeze()  # a walk of all that is loaded would stop the clients for as long as a pause lasts
+    live: dict[str, list[Row]] = {}
+    simulated: dict[str, list[Row]] = {}
+    sent = []
+    async for pair in experiment.pairs(on):
+        judged = [one for one in pair.live.samples if one.shot.slo == scenario.judged or not scenario.judged]
+        row = faster(of_samples({}, judged, experiment.slow_slo), scenario.slowdown)
+        live.setdefault(pair.arm.label, []).append(row)
+        row = scenario.row(pair.simulated, scenario.first_requests(pair.seed), scenario.slowdown)
+        simulated.setdefault(pair.arm.label, []).append(row)
+        sent.append(pair.live)
+    noise = {
+        f"{scenario.name}_timers_late_max_s": round(max(one.late_s for one in sent), 3),
+        f"{scenario.name}_foreign_cores": round(fmean(one.foreign_cores for one in sent), 3),
     }
-    return pairs, {name: round(value, 3) for name, value in figures.items()}
-
-
-async def _live(
-    scenario: PauseScenario, running: RunningSuite, target: Target, traffic: Traffic, workload: Workload, policy: str
-) -> tuple[Noise, Row]:
-    async with TimerWatch() as timers:
-        slow = scenario.slower(workload, scenario.slowdown)
-        samples, foreign_cores = await send(target, traffic, slow, variant(policy))
-    await running.suite.wait_idle()
-    judged = [one for one in samples if one.shot.slo == scenario.judged or not scenario.judged]
-    row = of_samples({}, judged, TARGETS.slower(scenario.slowdown))
-    return Noise(timers.late_s, foreign_cores), faster(row, scenario.slowdown)
+    return {label: (median_of(live[label]), median_of(simulated[label])) for label in live}, noise

@@ -1,4 +1,8 @@
-"""`polyphase bench plan`: the papers' cases, beside the oracle and every other method, large, and plans started."""
+"""`polyphase bench plan`: Huawei's ranking of tensor-parallel degrees, ZTE's P:D recommendations, small random
+inventories beside brute force, large inventories, and refusals of impossible requests.
+
+The parts `thunderserve`, `sizes`, `bandwidth` and `loss` are in `plan_thunderserve`, the part `live` in `plan_live`.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -14,7 +18,6 @@ from lab.bench.plan_live import case_live
 from lab.bench.plan_thunderserve import (
     NO_ITL_S,
     CaseResult,
-    aim,
     case_32,
     case_bandwidth,
     case_loss,
@@ -25,6 +28,7 @@ from lab.bench.plan_thunderserve import (
     problem_of,
     solved,
 )
+from lab.bench.results import aim
 from lab.papers.testbed import ACCELERATORS, sharegpt
 from shared.cost.kinds import Workshop
 from shared.cost.library import Library
@@ -46,8 +50,7 @@ from shared.sim.cluster import simulate
 from shared.sim.spec import EngineLimits, RunSpec, with_words
 from shared.sim.workload import Workload, synthetic
 
-# MERGED plan_limits.py
-# What cannot be: each refusal, and whether it says what is the nearest that can.
+# Refusals of impossible requests, which name the nearest possible one.
 
 
 def case_impossible() -> CaseResult:
@@ -62,10 +65,10 @@ def case_impossible() -> CaseResult:
         return nearest(problem_of(pair, "Llama-3-8B", workload, Slo(ttft_s=0.001, tpot_s=0.0001)), perf_counter)
 
     def apart() -> str:
-        return told(lambda: Inventory(pair.pools, Network(pair.network.inside)).require_joined())
+        return error_of(lambda: Inventory(pair.pools, Network(pair.network.inside)).require_joined())
 
     def unknown() -> str:
-        return told(lambda: library().catalogue.get("A1000-SXM"))
+        return error_of(lambda: library().catalogue.get("A1000-SXM"))
 
     aims = {}
     for what, ask, want in (
@@ -74,13 +77,12 @@ def case_impossible() -> CaseResult:
         ("nodes without a link", apart, "no link between the nodes 'one' and 'two'"),
         ("an unknown accelerator", unknown, "did you mean"),
     ):
-        said = ask()
-        aims[what] = aim(want, said, want in said)
+        message = ask()
+        aims[what] = aim(want, message, want in message)
     return {}, aims, []
 
 
-def told(act: Callable[[], object]) -> str:
-    """What the error says."""
+def error_of(act: Callable[[], object]) -> str:
     try:
         act()
     except PolyphaseError as error:
@@ -88,9 +90,7 @@ def told(act: Callable[[], object]) -> str:
     return "no error"
 
 
-# MERGED plan_papers.py
 # Huawei's ranking of tensor-parallel degrees, and ZTE's P:D recommendations.
-
 
 # The machine and the model whose degrees Huawei ranks (5.1, Fig 4).
 _MACHINE = ("V100-32-PCIe", 8, "Llama-3-8B")
@@ -114,8 +114,8 @@ def case_huawei(data: Path) -> CaseResult:
     for degree in estimated:
         figures[f"huawei_t{degree}_estimated_tokens_per_s"] = estimated[degree]
         figures[f"huawei_t{degree}_simulated_tokens_per_s"] = simulated[degree]
-    told = f"estimate {' > '.join(map(str, ours))}; simulated {' > '.join(map(str, real))}"
-    return figures, {f"Huawei: degrees of {count} x {name}, {model}": aim("the same order", told, ours == real)}, []
+    ranking = f"estimate {' > '.join(map(str, ours))}; simulated {' > '.join(map(str, real))}"
+    return figures, {f"Huawei: degrees of {count} x {name}, {model}": aim("the same order", ranking, ours == real)}, []
 
 
 def case_zte() -> CaseResult:
@@ -176,9 +176,7 @@ def _throughput(search: Search, degree: int, count: int, sent: Workload) -> floa
     return (count // degree) * tokens / result.duration_s
 
 
-# MERGED plan_random.py
-# Small random inventories beside the brute force, ten beside every method, and large ones.
-
+# Small random inventories beside brute force, others beside every method, and large ones.
 
 ORACLE, BESIDE = 50, 10  # inventories
 _TIE, _NEAR = 0.01, 0.02  # goodputs that are equal, and near, as runs differ by chance
@@ -284,12 +282,12 @@ def savings(problem: Problem, rate: float) -> float | None:
 
 
 def _price(problem: Problem, rate: float) -> float | None:
-    asked = replace(problem, rate=rate)
+    problem_at_rate = replace(problem, rate=rate)
     try:
-        plan = cheapest(Search(asked, perf_counter))
+        plan = cheapest(Search(problem_at_rate, perf_counter))
     except Incompatible:
         return None
-    return sum(group.price_usd_hour(asked.inventory) for group in plan.groups)
+    return sum(group.price_usd_hour(problem_at_rate.inventory) for group in plan.groups)
 
 
 def case_scale() -> CaseResult:
@@ -355,7 +353,7 @@ PARTS: dict[str, Callable[[PlanBenchOptions], CaseResult]] = {
 
 
 def run_plan_bench(options: PlanBenchOptions) -> dict[str, Any]:
-    """Each part in turn. Raises InvalidRequest for a part that there is not."""
+    """Each part in turn. Raises InvalidRequest for an unknown part."""
     for name in options.parts:
         if name not in PARTS:
             raise InvalidRequest(f"no part {name!r}; there are {', '.join(PARTS)}")
@@ -363,8 +361,8 @@ def run_plan_bench(options: PlanBenchOptions) -> dict[str, Any]:
     aims: dict[str, Any] = {}
     notes: list[str] = []
     for name in options.parts or PARTS:
-        found, met, said = PARTS[name](options)
+        found, met, more = PARTS[name](options)
         figures |= found
         aims |= met
-        notes += said
+        notes += more
     return {"figures": figures, "aims": aims, "notes": notes}

@@ -1,4 +1,10 @@
-"""`bench plan --part live`: started plans keep what they promise, and the planner follows what changes."""
+"""`bench plan --part live`: started plans beside what they promise, and the planner beside a cluster that changes.
+
+The first half plans, starts and measures clusters of unequal accelerators. The second half changes the workload or the
+instances of a running cluster and checks the planner's proposals. The clusters are `factor` times as slow as their
+accelerators, so that this machine can stream all tokens: arrivals, targets, links and the waits of services are as many
+times as long.
+"""
 
 import asyncio
 import tempfile
@@ -13,18 +19,16 @@ from typing import Any
 
 import numpy as np
 import yaml
-from rich.console import Console
 
-from lab.bench.live_clusters import SERVICES, Means, model_with_context
-from lab.bench.plan_thunderserve import CaseResult, aim, cluster, problem_of
-from lab.bench.policies_live import share_within
+from lab.bench.comparison import share_within
+from lab.bench.experiment import Means, Session, measured, model_with_context, shots_of, slower
+from lab.bench.plan_thunderserve import CaseResult, cluster, problem_of
+from lab.bench.results import aim
 from lab.bench.scenarios import Phase, lengths, trace_of, turning
 from lab.calibrate.host_watch import HostWatch
-from lab.calibrate.target import Sample, Shot, Target, Traffic
-from lab.demo.run import on_free_ports
+from lab.calibrate.target import Sample
 from lab.simulate.deployment import load_deployment
-from services.launcher.cluster_file import load_cluster
-from services.launcher.up import RunningSuite, running_suite
+from services.launcher.up import RunningSuite
 from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.plan.estimate import Estimator
@@ -43,13 +47,6 @@ from shared.sim.spec import RunSpec
 from shared.sim.workload import Workload
 from shared.wire.clients.planner import PlannerClient
 
-# MERGED plan_live_cases.py
-# What `bench plan --part live` plans and starts: unlike accelerators, two workloads, and plans as slow cluster files.
-#
-# The clusters would stream more tokens than this machine can carry: their times are `factor` times as long, and with
-# them arrivals, targets, links and whatever a service waits for on behalf of a request.
-
-
 MODEL, CONTEXT = "Llama-3-8B", 4096
 NODES = {"a100": ("A100-SXM-80", 1), "a40": ("A40", 2), "ti": ("RTX-3090-Ti", 2)}
 GBPS = 25.0  # between any two of them
@@ -57,13 +54,13 @@ SLO = Slo(ttft_s=1.0, tpot_s=0.06)
 KINDS = ("code", "conversation")
 REQUESTS, SEED = 3000, 1
 TOKENS_PER_S = 600.0  # that come at most: the machine streams three times as many, and has other work
-LEAST_FACTOR = 3.0  # what the services add is small beside the accelerators' times, as it is in a real cluster
+MIN_FACTOR = 3.0  # what the services add is small beside the accelerators' times, as it is in a real cluster
 PATIENCE_S, JOB_S, DRAIN_S, PULL_S = 10.0, 600.0, 30.0, 10.0  # the services' own, in the accelerators' time
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, who searched for it, and for what kind of requests."""
+    """A plan, its search, and the kind of requests."""
 
     kind: str
     search: Search
@@ -71,12 +68,10 @@ class Planned:
 
     @property
     def problem(self) -> Problem:
-        """What was asked."""
         return self.search.problem
 
     @property
     def plan(self) -> Plan:
-        """What was found."""
         return self.outcome.plan
 
     @property
@@ -97,24 +92,13 @@ def search_for(problem: Problem, seconds: float = inf) -> Search:
 
 
 def planned(kind: str, problem: Problem, seconds: float = 60.0) -> Planned:
-    """Ours."""
     search = search_for(problem, seconds)
     return Planned(kind, search, searched("best", method("best"), search))
 
 
 def factor_for(tokens_per_s: float, at_most: float = TOKENS_PER_S) -> float:
     """How slow a cluster that answers so many tokens a second has to be for `at_most` to come."""
-    return float(max(LEAST_FACTOR, ceil(tokens_per_s / at_most)))
-
-
-def slower(workload: Workload, factor: float) -> Workload:
-    """The same requests so many times as far apart."""
-    return workload.with_arrivals(factor * workload.arrival_s)
-
-
-def slower_slo(slo: Slo, factor: float) -> Slo:
-    """Targets so many times as long."""
-    return slo.slower(factor)
+    return float(max(MIN_FACTOR, ceil(tokens_per_s / at_most)))
 
 
 def file_of(one: Planned, factor: float, folder: Path, more: Mapping[str, Any] | None = None) -> Path:
@@ -139,29 +123,23 @@ def slowed(content: Mapping[str, Any], factor: float) -> dict[str, Any]:
     return {
         **content,
         "planner": {"enabled": False},
-        "predictor": SERVICES["predictor"],
-        "dashboard": SERVICES["dashboard"],
+        "predictor": {"enabled": False},
+        "dashboard": {"enabled": False},
         "gateway": {**gateway, "slo": slo, **waits},
         "monitor": {"drain_timeout_s": factor * DRAIN_S},
         "instance_defaults": {**content["instance_defaults"], **engine},
     }
 
 
-# MERGED plan_promise.py
-# `bench plan --part live`, the promise: what a plan says it does, beside what it does when it is started.
-#
-# The plan's own file, slowed, as a suite with every service real and emulated engines; through its gateway the very
-# requests of the simulated run that the promise is made of. Means are over all of them, attainment over those that come
-# once the cluster is full, on both sides.
-
+# The promise: the plan's own file is started and gets the requests of the simulated run that the promise is made of.
+# Means are over all requests; attainment is of those that come once the cluster is full, on both sides.
 
 AIM_PERCENT = 15.0
-WARM = (Shot(64, 4),) * 8  # before it counts: connections and code that nobody has used yet
 _SIDES = ("ttft_mean_s", "tpot_mean_s", "attainment_share")
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PromiseFigures:
     """Of one run, in the accelerators' time: mean TTFT and TPOT, and the settled share within the SLO."""
 
     ttft_mean_s: float
@@ -171,11 +149,11 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A promise, what became of it, and what the simulator says of the file that was started."""
+    """A promise, the live result, and the simulation of the started file."""
 
-    promised: Told
-    live: Told
-    simulated: Told
+    promised: PromiseFigures
+    live: PromiseFigures
+    simulated: PromiseFigures
     factor: float
     foreign_cores: float
 
@@ -196,7 +174,6 @@ def case_promise(data: Path, kinds: Sequence[str] = KINDS) -> CaseResult:
 
 
 def no_trace(kind: str, data: Path) -> list[str]:
-    """That a trace is not there."""
     return [] if trace_of(kind, data) else [f"{kind}: no Azure trace below {data}: made requests of the same means"]
 
 
@@ -208,49 +185,33 @@ def kept_promise(one: Planned, most: int | None = None) -> Kept:
     slow = slower(workload, factor)
     with tempfile.TemporaryDirectory(prefix="polyphase-promise-") as name:
         file = file_of(one, factor, Path(name))
-        samples, foreign_cores = asyncio.run(_replayed(file, slow, Path(name) / "state"))
+        samples, foreign_cores = asyncio.run(measured(file, partial(_sent, slow)))
         simulated = simulated_file(file, slow, one.problem.slo, factor)
-    promised = Told(promise.figures["ttft_mean_s"], promise.figures["tpot_mean_s"], promise.attainment)
-    return Kept(promised, told(samples, slow, one.problem.slo, factor), simulated, factor, foreign_cores)
+    promised = PromiseFigures(promise.figures["ttft_mean_s"], promise.figures["tpot_mean_s"], promise.attainment)
+    return Kept(promised, seen_by_clients(samples, slow, one.problem.slo, factor), simulated, factor, foreign_cores)
 
 
-async def _replayed(file: Path, workload: Workload, state: Path) -> tuple[list[Sample], float]:
-    cluster = on_free_ports(load_cluster(file))
-    async with running_suite(cluster, state, Console(stderr=True)) as running:
-        return await running.supervisor.during(_sent(running, workload))
+async def _sent(workload: Workload, on: Session) -> tuple[Sequence[Sample], float]:
+    await on.warm_up()
+    sent = await on.send(workload)
+    return sent.samples, sent.foreign_cores
 
 
-async def _sent(running: RunningSuite, workload: Workload) -> tuple[list[Sample], float]:
-    target = Target.local(running.suite)
-    traffic = await Traffic.to(target, seed=1)
-    await traffic.closed(WARM, 2)
-    await running.suite.wait_idle()
-    async with HostWatch(target.launcher_pid) as watch:
-        samples = await traffic.timed(shots(workload))
-    return samples, watch.mean_cores
-
-
-def shots(workload: Workload) -> list[Shot]:
-    """A workload as requests to be sent."""
-    rows = zip(workload.prompt_tokens, workload.output_tokens, workload.arrival_s, strict=True)
-    return [Shot(int(prompt), int(output), float(at)) for prompt, output, at in rows]
-
-
-def told(samples: Sequence[Sample], workload: Workload, slo: Slo, factor: float) -> Told:
+def seen_by_clients(samples: Sequence[Sample], workload: Workload, slo: Slo, factor: float) -> PromiseFigures:
     """What clients saw of a workload on a cluster that is `factor` times as slow."""
-    means = Means.of(samples)
+    means = Means.from_samples(samples)
     counts = np.flatnonzero(later(workload.arrival_s))
-    share = share_within([samples[at] for at in counts], slower_slo(slo, factor))
-    return Told(means.ttft / factor, means.tpot / factor, share)
+    share = share_within([samples[at] for at in counts], slo.slower(factor))
+    return PromiseFigures(means.ttft / factor, means.tpot / factor, share)
 
 
-def simulated_file(file: Path, workload: Workload, slo: Slo, factor: float) -> Told:
+def simulated_file(file: Path, workload: Workload, slo: Slo, factor: float) -> PromiseFigures:
     """What the simulator makes of a file that is `factor` times as slow."""
-    deployment, slow = load_deployment(file), slower_slo(slo, factor)
+    deployment, slow = load_deployment(file), slo.slower(factor)
     result = simulate(workload, deployment.instances, deployment.run)
     figures, out = summary(result, slow), result.outcomes
     share = float(out.met(slow)[later(out.arrival_s)].mean())
-    return Told(figures["ttft_mean_s"] / factor, figures["tpot_mean_s"] / factor, share)
+    return PromiseFigures(figures["ttft_mean_s"] / factor, figures["tpot_mean_s"] / factor, share)
 
 
 def compared(name: str, kept: Kept) -> tuple[dict[str, float], Mapping[str, dict[str, Any]]]:
@@ -270,7 +231,6 @@ def compared(name: str, kept: Kept) -> tuple[dict[str, float], Mapping[str, dict
 
 
 def kept_story(one: Planned, kept: Kept) -> str:
-    """What was started, and how it went."""
     inventory, promise = one.problem.inventory, one.outcome.promise
     groups = "; ".join(f"{group.role.value} {group.words(inventory)} {group.layout}" for group in one.plan.groups)
     return (
@@ -282,13 +242,9 @@ def kept_story(one: Planned, kept: Kept) -> str:
     )
 
 
-# MERGED plan_follow_cases.py
-# What is followed: clusters that serve what their roles were chosen for, and what happens to them.
-#
-# Each accelerator is a group, so that flips can change much; roles are those that rescheduling finds for the first
-# workload, without any search. Under plain disaggregation instances do what their roles say and nothing else: under
-# `adaptive` those that decode compute prompts, too, and there is less for flips to mend.
-
+# Following a change. Each accelerator is a group, so that flips can change much; roles are those that rescheduling
+# finds for the first workload. The policies are plain disaggregation: under `adaptive`, decode instances compute
+# prompts, too, and flips have less to mend.
 
 FOLLOWED_NODES = {"a100": ("A100-SXM-80", 1), "a40": ("A40", 2), "a10": ("A10", 4)}
 FOLLOWED_GBPS = 100.0
@@ -296,7 +252,7 @@ PLAIN = "least_load+split=full+power_of_two"
 BEFORE_S, AFTER_S = 90.0, 160.0  # on this machine's clock; answers that have ended are short ones at first
 SHARE = 0.8  # of the goodput that the simulator finds for roles as they should be
 AT_FIRST = 0.4  # of the goodput before a shift: what streams many tokens would slow all of it, and few requests a
-# second take long to be told from others
+# second take long to show a change
 FOLLOWED_TOKENS_PER_S = 800.0  # that come at most
 
 
@@ -319,7 +275,6 @@ class Followed:
 
 
 def followed_shift(data: Path | None) -> Followed:
-    """Conversation turns into code."""
     one, search = _started("conversation", data), _search("code", data)
     proposal = turned(search.estimator, one.plan)
     before, after = _goodputs(search, one.plan, proposal)
@@ -344,7 +299,7 @@ def followed_loss(data: Path | None) -> Followed:
 
 
 def by_roles(groups: tuple[Group, ...]) -> Plan:
-    """These groups, doing what their roles say."""
+    """The groups under plain disaggregation."""
     return Plan(groups, policies=PLAIN)
 
 
@@ -374,7 +329,7 @@ def _started(kind: str, data: Path | None) -> Planned:
 
 
 def _losses(one: Planned) -> list[tuple[int, Plan, Proposal]]:
-    """By group that may be lost: who is left, and what flips make of them."""
+    """By group that may be lost: the remaining plan, and the proposal of flips for it."""
     found = []
     for lost in range(len(one.plan.groups)):
         left = by_roles(survivors(one.plan, [lost])[0])
@@ -406,15 +361,8 @@ def _followed(
     return Followed(name, one, (first, second), factor, lost, flips, before, after)
 
 
-# MERGED plan_follow.py
-# `bench plan --part live`, following: what the planner makes of a running cluster when things change.
-#
-# A plan is started and serves; then clients ask for something else, or an instance is gone for good. Once with the
-# planner, which applies what it proposes, and once without it.
-
-
 PROPOSED_S = 1.0  # from the notice
-BACK = 0.9  # of what the proposal said of attainment
+BACK = 0.9  # of the attainment that the proposal expects
 LAST = 0.4  # of a phase: its end shows how good the roles are, not how fast they came
 FOLLOWED_DRAIN_S, FOLLOWED_TAIL_S = (
     30.0,
@@ -459,37 +407,32 @@ async def ran(one: Followed, data: Path | None, planner: bool) -> Ran:
     section = {"auto": True, "drain_timeout_s": one.factor * FOLLOWED_DRAIN_S} if planner else {"enabled": False}
     with tempfile.TemporaryDirectory(prefix="polyphase-follow-") as folder:
         file = file_of(one.one, one.factor, Path(folder), {"planner": section})
-        cluster = on_free_ports(load_cluster(file))
-        async with running_suite(cluster, Path(folder) / "state", Console(stderr=True)) as running:
-            return await running.supervisor.during(_served(one, running, workload, planner))
+        return await measured(file, partial(_served, one, workload, planner))
 
 
-async def _served(one: Followed, running: RunningSuite, workload: Workload, planner: bool) -> Ran:
-    target = Target.local(running.suite)
-    traffic = await Traffic.to(target, seed=1)
-    await traffic.closed(WARM, 2)
-    await running.suite.wait_idle()
+async def _served(one: Followed, workload: Workload, planner: bool, on: Session) -> Ran:
+    await on.warm_up()
     began_s = time.time()
     change_s = one.factor * one.phases[0].seconds
-    async with HostWatch(target.launcher_pid) as watch, asyncio.TaskGroup() as group:
-        sending = group.create_task(traffic.tried(shots(workload)))
+    async with HostWatch(on.target.launcher_pid) as watch, asyncio.TaskGroup() as group:
+        sending = group.create_task(on.traffic.tried(shots_of(workload)))
         if one.lost:
-            group.create_task(_lose(running, one.lost, change_s))
+            group.create_task(_lose(on.running, one.lost, change_s))
     answers = sending.result()
-    proposals = await _proposals(running.suite.state.planner_url, began_s + change_s) if planner else ()
+    proposals = await _proposals(on.suite.state.planner_url, began_s + change_s) if planner else ()
     settled = settled_shares(answers, workload, one)
     failed = tuple(answer for answer in answers if isinstance(answer, str))
     return Ran(settled, failed, began_s + change_s, watch.mean_cores, proposals)
 
 
 async def _lose(running: RunningSuite, name: str, after_s: float) -> None:
-    """Kill an instance, and let none of the launcher's further starts succeed."""
+    """Kill an instance and have every restart of it fail."""
     await asyncio.sleep(after_s)
     await running.supervisor.restart(name, BROKEN)
 
 
 async def _proposals(url: str, since_s: float) -> tuple[Mapping[str, Any], ...]:
-    """Those made since then, oldest first, once all have ended or time is up."""
+    """Proposals since then, oldest first, once all have ended or FOLLOWED_TAIL_S are over."""
     give_up = time.monotonic() + FOLLOWED_TAIL_S
     async with PlannerClient(url) as client:
         while True:
@@ -501,8 +444,8 @@ async def _proposals(url: str, since_s: float) -> tuple[Mapping[str, Any], ...]:
 
 def settled_shares(answers: Sequence[Sample | str], workload: Workload, one: Followed) -> tuple[float, float]:
     """By phase the share of its last requests within the SLO; those that failed are not."""
-    slo = slower_slo(one.one.problem.slo, one.factor)
-    met = np.array([isinstance(answer, Sample) and met_both(answer, slo) for answer in answers])
+    slo = one.one.problem.slo.slower(one.factor)
+    met = np.array([isinstance(answer, Sample) and answer.met(slo) for answer in answers])
     found, start_s = [], 0.0
     for phase in one.phases:
         end_s = start_s + one.factor * phase.seconds
@@ -512,13 +455,8 @@ def settled_shares(answers: Sequence[Sample | str], workload: Workload, one: Fol
     return found[0], found[1]
 
 
-def met_both(sample: Sample, slo: Slo) -> bool:
-    """Whether it met its targets."""
-    return share_within([sample], slo) == 1.0
-
-
 def judged(one: Followed, followed: Ran, alone: Ran) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    """Figures of both runs, and what the planner had to do."""
+    """Figures of both runs, and aims for the planner."""
     name = f"follow_{one.name}"
     figures = {
         f"{name}_times_as_slow": one.factor,
@@ -567,14 +505,13 @@ def answering(one: Followed, proposals: Sequence[Mapping[str, Any]]) -> Mapping[
 
 
 def followed_story(one: Followed, followed: Ran, alone: Ran) -> list[str]:
-    """What happened when, in seconds after the change."""
-    told = [_proposal(entry, followed.changed_s) for entry in followed.proposals]
+    lines = [_proposal(entry, followed.changed_s) for entry in followed.proposals]
     shares = (
         f"{one.name}: last {LAST:.0%} of a phase within the SLO, before and after: {_both(followed)} with the planner, "
         f"{_both(alone)} without; failed {len(followed.failed)} and {len(alone.failed)}"
     )
     reasons = [f"{one.name}: a request failed: {reason[:200]}" for reason in sorted(set(followed.failed))[:3]]
-    return [f"{one.name}: {line}" for line in told] + [shares, *reasons]
+    return [f"{one.name}: {line}" for line in lines] + [shares, *reasons]
 
 
 def _case(one: Followed) -> str:
@@ -608,7 +545,6 @@ def _because(entry: Mapping[str, Any]) -> str:
 
 
 def _applied_s(entry: Mapping[str, Any]) -> float:
-    """When its last step ended."""
     return float(max((step["at_s"] for step in entry["steps"]), default=entry["made_s"]))
 
 
@@ -617,7 +553,6 @@ def _both(run: Ran) -> str:
 
 
 def case_live(data: Path) -> CaseResult:
-    """The promise, then the following."""
     kept, followed = case_promise(data), case_follow(data)
-    notes = list(dict.fromkeys(kept[2] + followed[2]))  # that a trace is missing is told once
+    notes = list(dict.fromkeys(kept[2] + followed[2]))  # a missing trace is noted once
     return kept[0] | followed[0], kept[1] | followed[1], notes

@@ -1,4 +1,5 @@
-"""ThunderServe's case studies: 32 GPUs, two bandwidths, a loss."""
+"""ThunderServe's case studies for `polyphase bench plan` (32 GPUs, two bandwidths, a loss), and the inventories,
+workloads and problems that all planner cases share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from random import Random
 from time import perf_counter
 from typing import Any
 
+from lab.bench.results import aim
 from lab.papers.testbed import CODING, CONVERSATION, azure
 from shared.cost.kinds import Workshop
 from shared.cost.library import Library
@@ -26,10 +28,6 @@ from shared.plan.running import rescheduled, survivors
 from shared.plan.search import Found, Outcome, Search, searched
 from shared.sim.workload import Workload, synthetic
 
-# MERGED plan_cases.py
-# Inventories, workloads and problems of `polyphase bench plan`.
-
-
 FILE = Path(__file__).with_name("inventories") / "thunderserve.yaml"
 MODEL, CONTEXT_TOKENS = "LLaMA-30B", 2048
 NO_ITL_S = 3600.0  # the papers name no target for the gaps between tokens
@@ -40,7 +38,6 @@ INSIDE = Link(16e9, 1e-4, 0.8)
 
 @cache
 def library() -> Library:
-    """The shipped one."""
     return Library.built_in()
 
 
@@ -59,7 +56,6 @@ def thunderserve(data: Path, kind: str, nodes: tuple[str, ...] = ()) -> Problem:
 
 
 def part_of(inventory: Inventory, nodes: tuple[str, ...]) -> Inventory:
-    """Some of its nodes."""
     return Inventory(tuple(pool for pool in inventory.pools if pool.node in nodes), inventory.network)
 
 
@@ -69,7 +65,6 @@ def problem_of(inventory: Inventory, model: str, workload: Workload, slo: Slo, c
 
 
 def solved(problem: Problem, name: str, seconds: float = float("inf"), seed: int = 1) -> Outcome:
-    """The outcome of a method."""
     return searched(name, method(name), Search(problem, perf_counter, until_s=perf_counter() + seconds, seed=seed))
 
 
@@ -361,7 +356,7 @@ def _home(data: Path, kind: str) -> Problem:
 
 
 def appendix_h(gbps: float) -> Problem:
-    """Prompts of 1,024 tokens; the paper says nothing of the answers: those of coding."""
+    """Prompts of 1,024 tokens; the paper does not give the answers; these are those of coding."""
     inventory: Inventory = cluster({"a40": ("A40", 4), "3090ti": ("RTX-3090-Ti", 4)}, gbps)
     workload = synthetic(1000, 1024, 28, output_cv=1.0, longest_tokens=CONTEXT_TOKENS, seed=1)
     return problem_of(inventory, MODEL, workload, SLO, Codec.INT4)
@@ -375,7 +370,6 @@ def coupled_pair(problem: Problem) -> tuple[Group, ...]:
 
 
 def fixed(problem: Problem, groups: tuple[Group, ...], policies: str) -> float:
-    """Goodput of given groups."""
     return Search(problem, perf_counter).judged(Plan(groups, policies=policies), local=True)[1]
 
 
@@ -394,11 +388,5 @@ def phases_of(problem: Problem, plan: Plan) -> tuple[set[str], set[str]]:
 
 
 def prefill_share(groups: Sequence[Group]) -> float:
-    """Of the accelerators."""
     total = sum(group.accelerators for group in groups)
     return sum(group.accelerators for group in groups if group.role is Role.PREFILL) / total
-
-
-def aim(want: str, got: str, met: bool) -> dict[str, Any]:
-    """As `polyphase bench` shows it."""
-    return {"want": want, "got": got, "met": met}

@@ -1,11 +1,8 @@
 """`polyphase bench policies`: goodput of `adaptive` beside every combination of fixed policies, in twelve scenarios.
 
-Simulated, with what is known live: loads as old as broadcasts, rates learned from noisy steps, lengths foreseen three
-times in four. A request counts as served if its TTFT, its TPOT and the gaps between its tokens are within the targets.
-The best combination of each scenario, and the best over all of them, are found exactly, on the same ladder of rates and
-with the same requests as `adaptive`; what is left out was run, and missed the target where these meet it (see
-`policies_search`). Where `adaptive` is not clearly ahead, medians over three seeds count. A table shows them side by
-side at the lower of both goodputs: TTFT, completion time, gaps, longest gaps.
+The simulation knows what a live cluster knows: loads as old as broadcasts, rates learned from noisy steps, output
+lengths predicted correctly three times in four. A request counts as served if its TTFT, its TPOT and its gaps are
+within the targets. Each run is made once, in another process, and kept in a file if one is given.
 """
 
 import json
@@ -18,19 +15,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
 from threading import Lock
-from typing import Any, Protocol, TextIO
-
-from rich.console import Console
+from typing import Protocol, TextIO
 
 from lab.bench.comparison import Bracket, Ladder, Row, best_mean, goodput, of_result, race
 from lab.bench.pauses import TABLE as PAUSES
 from lab.bench.pauses import pauses_side_by_side
+from lab.bench.results import Result, at_least, merged, progress, result
 from lab.bench.scenarios import SLO, TARGET, Scenario, all_scenarios
 from shared.errors import InvalidRequest
-
-# MERGED policies_runs.py
-# Runs of a scenario's requests, on other processes; each is made once, and kept in a file if there is one.
-
 
 FIRST_PART = 3  # one in so many requests is served before the rest
 SURELY = 1.25  # times as many misses as all may have, among the first part: those that come later mend none of them
@@ -39,16 +31,16 @@ Run = tuple[str, int, str, str, int]  # scenario, seed, policy, rate, requests
 
 
 class Case(Protocol):
-    """A scenario, as far as runs of it go."""
+    """A scenario that can be run."""
 
     @property
     def name(self) -> str:
-        """Unlike all others'."""
+        """Unique among the scenarios."""
         ...
 
     @property
     def seed(self) -> int:
-        """Of its requests."""
+        """Of the draw of the requests."""
         ...
 
     def attained(self, policy: str, rate: float, requests: int, head: int | None = None) -> float:
@@ -57,7 +49,7 @@ class Case(Protocol):
 
 
 class Runs:
-    """Whether the target is met, by scenario, policy, rate and number of requests. May be asked by several threads.
+    """Whether the target is met, by scenario, policy, rate and number of requests. May be used by several threads.
 
     file: what stands in it is not run again, and what is run is added to it, a line of JSON each. It only fits the
     code that made it.
@@ -83,7 +75,6 @@ class Runs:
             self._file.close()
 
     def of(self, case: Case, policy: str, requests: int) -> Callable[[float], bool]:
-        """By rate, of one policy."""
         return lambda rate: self.meets(case, policy, rate, requests)
 
     def lasting(self, case: Case, policy: str, seconds: float, fewest: int) -> Callable[[float], bool]:
@@ -120,7 +111,7 @@ ADAPTIVE = "adaptive"
 PLACEMENTS = ("least_load", "round_robin", "workload", "memory")
 SPLITS = ("split=full", "fraction:fraction=0.5", "balanced")
 DISPATCHES = ("power_of_two", "dispatch=random", "spread", "least_interference")
-RESOLUTION = 1.02  # rates that are told apart
+RESOLUTION = 1.02  # rates that are distinguished
 COARSE = 1.08  # to learn how many requests it takes
 LASTS_S, SHORT_S = 30.0, 10.0  # requests for so long at the rate of `adaptive`, and where to look for that rate
 FEWEST = 600
@@ -151,12 +142,10 @@ class Found:
 
     @property
     def best(self) -> str:
-        """The best fixed combination."""
         return max(self.brackets, key=lambda policy: self.brackets[policy].least)
 
     @property
     def best_fixed(self) -> float:
-        """Its goodput."""
         return self.brackets[self.best].least
 
     @property
@@ -183,34 +172,28 @@ def fixed_policies() -> tuple[str, ...]:
     return tuple(split + [f"placement=least_load+split=none+{d}" for d in DISPATCHES])
 
 
-def run_policies_bench(options: PoliciesOptions | None = None, console: Console | None = None) -> dict[str, Any]:
-    """All scenarios, or those of that name. Returns figures, aims and notes as every bench does."""
-    options, console = options or PoliciesOptions(), console or Console(stderr=True)
+def run_policies_bench(options: PoliciesOptions | None = None) -> Result:
+    """All scenarios, or those of that name."""
+    options = options or PoliciesOptions()
     if options.scenarios == (PAUSES,):
-        return with_pauses({"figures": {}, "aims": {}, "notes": []})
+        return merged(_pauses())
     scenarios = named(options.scenarios)
     with (
         ProcessPoolExecutor(options.processes, get_context("spawn")) as pool,
         Runs(pool, options.results) as runs,
         ThreadPoolExecutor(len(scenarios)) as drivers,
     ):
-        found = list(drivers.map(lambda one: seeded(one, runs, console), scenarios))
+        found = list(drivers.map(lambda one: seeded(one, runs), scenarios))
         single = best_single([seeds[0] for seeds in found], runs, drivers)
-        console.print(f"{single.policy} is the best of all: {runs.made} runs", highlight=False)
+        progress(f"{single.policy} is the best of all: {runs.made} runs")
         rows = side_by_side([seeds[0] for seeds in found], single, pool)
-    result = {**report(found, single), "tables": {TABLE: rows}}
-    return result if options.scenarios else with_pauses(result)
+    whole = merged(report(found, single), {"tables": {TABLE: rows}})
+    return whole if options.scenarios else merged(whole, _pauses())
 
 
-def with_pauses(result: dict[str, Any]) -> dict[str, Any]:
-    """The result, and the scenarios of pauses beside it."""
+def _pauses() -> Result:
     rows, parts = pauses_side_by_side()
-    return {
-        **result,
-        "figures": {**result["figures"], **parts["figures"]},
-        "aims": {**result["aims"], **parts["aims"]},
-        "tables": {**result.get("tables", {}), PAUSES: rows},
-    }
+    return {**parts, "tables": {PAUSES: rows}}
 
 
 def named(names: Sequence[str]) -> list[Scenario]:
@@ -221,16 +204,16 @@ def named(names: Sequence[str]) -> list[Scenario]:
     return [known[name] for name in dict.fromkeys(names or known)]
 
 
-def seeded(scenario: Scenario, runs: Runs, console: Console) -> list[Found]:
+def seeded(scenario: Scenario, runs: Runs) -> list[Found]:
     """With the scenario's seed, and with others where that leaves open whether the aim is met."""
-    found = [compared(scenario, runs, console)]
+    found = [compared(scenario, runs)]
     if found[0].ratio < AIM_SCENARIO + CLOSE:
         seeds = range(scenario.seed + 1, scenario.seed + 1 + MORE_SEEDS)
-        found += [compared(replace(scenario, seed=seed), runs, console) for seed in seeds]
+        found += [compared(replace(scenario, seed=seed), runs) for seed in seeds]
     return found
 
 
-def compared(scenario: Scenario, runs: Runs, console: Console) -> Found:
+def compared(scenario: Scenario, runs: Runs) -> Found:
     """Goodput of `adaptive`, and which fixed combination comes nearest to it, or goes beyond."""
     rough = goodput(runs.lasting(scenario, ADAPTIVE, SHORT_S, FEWEST), 8.0, COARSE)
     rough = goodput(runs.lasting(scenario, ADAPTIVE, LASTS_S, FEWEST), rough, COARSE)  # a backlog takes a while
@@ -239,11 +222,9 @@ def compared(scenario: Scenario, runs: Runs, console: Console) -> Found:
     ladder = Ladder.near(adaptive, RESOLUTION)
     brackets = race(fixed_policies(), lambda policy: runs.of(scenario, policy, requests), ladder)
     found = Found(scenario, requests, adaptive, brackets)
-    console.print(
+    progress(
         f"{scenario.name}, seed {scenario.seed}: adaptive {adaptive:.2f}, {found.best} {found.best_fixed:.2f}, "
-        f"ratio {found.ratio:.3f}",
-        highlight=False,
-        soft_wrap=True,
+        f"ratio {found.ratio:.3f}"
     )
     return found
 
@@ -289,7 +270,7 @@ def _looked_at(one: Found, policy: str, most: float, rate: float) -> Row:
     return of_result(head, one.scenario.result(policy, rate, one.requests), SLO)
 
 
-def report(found: Sequence[Sequence[Found]], single: Single) -> dict[str, Any]:
+def report(found: Sequence[Sequence[Found]], single: Single) -> Result:
     """Figures: goodput of `adaptive` and of the best fixed combination of each scenario, their ratio, and the means."""
     figures: dict[str, float] = {}
     notes, ratios = [], {}
@@ -306,12 +287,7 @@ def report(found: Sequence[Sequence[Found]], single: Single) -> dict[str, Any]:
     notes.append(f"best single fixed combination: {single.policy}; shares are of adaptive's goodput")
     worst, ahead = min(ratios.values()), figures["adaptive_over_best_single"]
     aims = {
-        "least_ratio_to_best_fixed": aim(AIM_SCENARIO, round(worst, 4), worst),
-        "adaptive_over_best_single": aim(AIM_MEAN, ahead, ahead),
+        "least_ratio_to_best_fixed": at_least(AIM_SCENARIO, worst, 4),
+        "adaptive_over_best_single": at_least(AIM_MEAN, ahead, 4),
     }
-    return {"figures": figures, "aims": aims, "notes": notes}
-
-
-def aim(want: float, told: float, got: float) -> dict[str, Any]:
-    """That a figure is at least so much."""
-    return {"want": f">= {want}", "got": told, "met": got >= want}
+    return result(figures, aims, notes)

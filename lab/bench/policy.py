@@ -9,17 +9,9 @@ from typing import Any
 
 import msgspec
 
+from lab.bench.control_fleet import make_info
 from shared.domain.demand import Demand
-from shared.domain.instance import (
-    ClusterView,
-    Compatibility,
-    InstanceInfo,
-    InstanceLoad,
-    InstanceState,
-    InstanceView,
-    KvGeometry,
-    Role,
-)
+from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
 from shared.domain.job import JobView, LengthPrediction
 from shared.domain.prompt import BLOCK_TOKENS
 from shared.domain.rates import ChunkedCost, HuaweiCost, LinkRate, PartialPrefillCost, Rates, StepForm, StepRates
@@ -115,7 +107,7 @@ def _round_s(decide: Decide, calls: int) -> float:
 
 
 def _sized(size: int) -> Iterator[Case]:
-    """What may depend on the number of instances."""
+    """Decisions whose cost may depend on the number of instances."""
     jobs = some_jobs()
     for kind, coupled in (("placement", False), ("coupled", True)):
         for name in registry.PLACEMENT:
@@ -131,7 +123,7 @@ def _sized(size: int) -> Iterator[Case]:
 
 
 def _role_flip(flips: RoleFlip, view: ClusterView) -> Decide:
-    """Under a demand that asks for other roles: the costliest case."""
+    """Under a demand that requires other roles: the costliest case."""
     state, seen = flips.start(), Seen(DEMAND)
     return lambda call: flips.step(state, view, float(call), seen)
 
@@ -174,7 +166,7 @@ def _whole(size: int, jobs: list[JobView]) -> Iterator[Case]:
 
 
 def _unsized() -> Iterator[Case]:
-    """What does not depend on the number of instances."""
+    """Decisions whose cost does not depend on the number of instances."""
     jobs, rng = some_jobs(), Random(1)
     low, high = _index(10).prefill.views[0], _index(10).decode.views[0]
     for name in registry.SPLIT:
@@ -195,7 +187,7 @@ def _unsized() -> Iterator[Case]:
 
 
 def _turn(line: WaitingLine[object], job: JobView) -> object:
-    """One comes, and one is taken, while 64 wait."""
+    """Push one job and pop one, while 64 wait."""
     line.push(object(), WaitingJob(job, job.prompt_tokens))
     return line.pop()
 
@@ -219,7 +211,7 @@ def family(number: int) -> tuple[int, ...]:
 
 @cache
 def known_prefixes(size: int) -> PrefixIndex:
-    """What `size` instances hold: each a beginning of the prompts of one family, and much that nobody asks for."""
+    """What `size` instances hold: each a beginning of the prompts of one family, and many other blocks."""
     rng, known = Random(5), PrefixIndex()
     for number in range(size):
         shared = family(rng.randrange(FAMILIES))[: rng.randrange(FAMILY_BLOCKS + 1)]
@@ -233,23 +225,12 @@ def cluster(size: int, coupled: bool = False) -> ClusterView:
     rng, views = Random(3), []
     for number in range(size):
         role = Role.DECODE if coupled or number % 2 else Role.PREFILL
-        info = InstanceInfo(
-            f"i{number:04}",
-            1,
-            "m",
-            Compatibility("fp", "emulated", "1", 1, KvGeometry(32, 8, 128)),
-            "any",
-            "bfloat16",
-            1,
-            16,
-            20_000,
-            16_384,
-            512,
-            f"tcp://10.0.0.1:{1_000 + number}",
-            "http://10.0.0.1:1",
-            (),
-            128,
-            RATES[number % 3],
+        info = msgspec.structs.replace(
+            make_info(f"i{number:04}", f"tcp://10.0.0.1:{1_000 + number}"),
+            total_blocks=20_000,
+            max_model_len=16_384,
+            max_seqs=128,
+            rates=RATES[number % 3],
         )
         decoding = rng.randrange(64) if role is Role.DECODE else 0
         load = InstanceLoad(

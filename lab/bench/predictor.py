@@ -1,7 +1,10 @@
-"""`polyphase bench predictor`: how good, how quick, what it costs to ask, and what a prediction is worth."""
+"""`polyphase bench predictor`: the parts of the predictor benchmark, and the TTFT cost of a prediction (prediction off,
+beside the prefill, before the prefill).
+
+The other parts are in `predictor_bayes`, `predictor_latency`, `predictor_full_size` and `predictor_worth`.
+"""
 
 import asyncio
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,18 +20,14 @@ from lab.bench.predictor_bayes import run_bayes
 from lab.bench.predictor_full_size import run_full_size
 from lab.bench.predictor_latency import run_latency
 from lab.bench.predictor_worth import run_worth
+from lab.bench.results import merged
 from lab.demo.client import ApiClient, Ask, Prompts
-from lab.demo.run import on_free_ports
+from lab.suite import started
 from services.launcher.cluster_file import Cluster, load_cluster
-from services.launcher.up import running_suite
 from shared.errors import InvalidRequest
 
-# MERGED predictor_modes.py
-# What asking for a length costs: TTFT with prediction off, beside the prefill, and before it.
-#
-# Real engines and a real classifier, on this machine's CPU; suites in turn, each mode once a round. TetriInfer, section
+# The TTFT cost of a prediction, with real engines and a real classifier on this machine's CPU. TetriInfer, section
 # 3.3.2 and figure 17: in parallel a prefill takes 10 % longer under stress, and less otherwise.
-
 
 MODES = ("off", "parallel", "sequential")
 ROUNDS = 3
@@ -47,11 +46,10 @@ async def _run() -> dict[str, Any]:
     predicted: dict[str, list[float]] = defaultdict(list)
     for number in range(ROUNDS):
         for mode in (*MODES[number:], *MODES[:number]):
-            with tempfile.TemporaryDirectory(prefix="polyphase-modes-") as folder:
-                async with running_suite(_cluster(mode), Path(folder), Console(quiet=True)) as running:
-                    plan = running.plan
-                    found = await running.supervisor.during(_measure(plan.api_url, plan.model))
-                    predicted[mode].append(await _classified(plan.predictor_url))
+            async with started(_cluster(mode), console=Console(quiet=True)) as running:
+                plan = running.plan
+                found = await running.supervisor.during(_measure(plan.api_url, plan.model))
+                predicted[mode].append(await _classified(plan.predictor_url))
             for load, seen in found.items():
                 waits[mode, load].append(seen)
     figures = {f"classified_{mode}": median(shares) for mode, shares in predicted.items()}
@@ -80,7 +78,7 @@ async def _measure(url: str, model: str) -> dict[str, tuple[float, float]]:
 
 
 async def _classified(url: str) -> float:
-    """Of all predictions that were asked for, the classifier's; 0 of none."""
+    """The classifier's share of all requested predictions; 0 without any."""
     async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
         text = (await http.get("/metrics")).raise_for_status().text
     counts = {
@@ -99,8 +97,8 @@ async def _ttfts(api: ApiClient, prompts: Prompts, at_once: int, count: int, see
         async with few:
             return (await api.stream(Ask(prompt, OUTPUT_TOKENS, f"mode-{seed}-{number}"))).first_s
 
-    asked = prompts.various(count, *PROMPT_TOKENS, seed=seed)
-    return list(await asyncio.gather(*(one(*each) for each in enumerate(asked))))
+    drawn = prompts.various(count, *PROMPT_TOKENS, seed=seed)
+    return list(await asyncio.gather(*(one(*each) for each in enumerate(drawn))))
 
 
 def _cluster(mode: str) -> Cluster:
@@ -111,7 +109,7 @@ def _cluster(mode: str) -> Cluster:
         "planner": cluster.planner.model_copy(update={"enabled": False}),
         "predictor": cluster.predictor.model_copy(update={"use": "classifier"}),
     }
-    return on_free_ports(cluster.model_copy(update=changed))
+    return cluster.model_copy(update=changed)
 
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -127,10 +125,4 @@ def run_predictor_bench(parts: Sequence[str] = ()) -> dict[str, Any]:
     """The parts that are named, or all. Raises InvalidRequest for one that is unknown."""
     if unknown := set(parts) - set(PARTS):
         raise InvalidRequest(f"unknown part {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
-    whole: dict[str, Any] = {"figures": {}, "aims": {}, "notes": []}
-    for name in parts or PARTS:
-        found = PARTS[name]()
-        whole["figures"] |= found["figures"]
-        whole["aims"] |= found["aims"]
-        whole["notes"] += found.get("notes", [])
-    return whole
+    return merged(*(PARTS[name]() for name in parts or PARTS))

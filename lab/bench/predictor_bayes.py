@@ -1,7 +1,7 @@
-"""How near a training comes to Bayes' optimum, on drawn prompts of which it is known (`predictor_prompts`).
+"""Distance between a trained length classifier and Bayes' optimum, on drawn prompts whose optimum is known.
 
-All of it goes the way of a user's data: records in a file, read as `polyphase predictor train --from-scratch` reads
-them, split, trained, saved, loaded again, and judged by `evaluate` on prompts that were drawn afterwards.
+The drawn prompts take the path of a user's data: a file of records, read as `polyphase predictor train --from-scratch`
+reads it, split, trained, saved, loaded, and judged on prompts that were drawn afterwards.
 """
 
 import json
@@ -23,15 +23,10 @@ from predictor.evaluate import Evaluation
 from predictor.loading import has_cuda
 from predictor.served import ServedTokenizer, load_served
 
-# MERGED predictor_prompts.py
-# Drawn prompts whose best possible prediction is known: what a classifier of answer lengths can be held to.
-#
-# A prompt carries one word that says what is asked for (a verb) and one that says of what (a topic); all other
-# words say nothing. A verb is of one of six kinds, a topic too, and P(bucket | kinds) is a table, so that the
-# accuracy of whoever knows the table, Bayes' optimum, is exact. Lengths are shaped like ShareGPT's. After half of
-# the kinds of verbs a topic means the opposite of what it means after the others: neither word alone, nor the sum
-# of both, says what the pair does.
-
+# A prompt contains one verb and one topic; all other words carry no information. Verbs and topics are of six kinds
+# each, and P(bucket | kinds) is a table, so that the accuracy of a reader who knows the table, Bayes' optimum, is
+# exact. Lengths are shaped like ShareGPT's. After half of the kinds of verbs a topic means the opposite: neither word
+# alone, nor the sum of both, tells what the pair tells.
 
 Floats = NDArray[np.float64]
 SHARES = (0.22, 0.26, 0.24, 0.16, 0.11, 0.01)
@@ -41,7 +36,7 @@ LONGEST_TOKENS = 1_600  # of the last bucket, which is open-ended
 VERB_RIGHT, TOPIC_RIGHT, FURTHER = 0.50, 0.70, 0.5
 LONG_SHARE = 0.4  # of prompts that are mostly filler
 SHORT_WORDS, LONG_WORDS = (6, 60), (150, 450)
-# Where a long prompt's evidence stands: nobody sees its middle, the classifier least of all.
+# Positions of a long prompt's evidence: the classifier does not see the middle.
 FROM_HEAD, FROM_TAIL = 8, 30
 
 VERBS = (
@@ -95,7 +90,6 @@ class Generator:
 
     @classmethod
     def like_sharegpt(cls) -> "Generator":
-        """The one that the bench draws from."""
         count = len(SHARES)
         verb, topic = pointing(count, VERB_RIGHT), pointing(count, TOPIC_RIGHT)
         after = np.stack([topic[:, ::-1] if kind in OPPOSITE else topic for kind in range(count)], axis=1)
@@ -115,12 +109,12 @@ class Generator:
 
     @property
     def optimum(self) -> float:
-        """How often whoever knows the table is right: the mean of the highest posterior over all prompts. Exact."""
+        """Bayes' optimum: the mean of the highest posterior over all prompts. Exact."""
         return float(self.joint.max(axis=0).sum())
 
     @property
     def optimum_of_one(self) -> float:
-        """The same of who sees the better one of both words alone."""
+        """The best accuracy from one of the two words alone."""
         return float(max(self.joint.sum(axis=other).max(axis=0).sum() for other in (1, 2)))
 
     def draw(self, count: int, seed: int) -> list[Drawn]:
@@ -160,12 +154,12 @@ def pointing(count: int, right: float) -> Floats:
 
 
 def _prompt(verb: int, topic: int, rng: Random) -> str:
-    said = [rng.choice(VERBS[verb]), rng.choice(TOPICS[topic])]
-    rng.shuffle(said)
+    pair = [rng.choice(VERBS[verb]), rng.choice(TOPICS[topic])]
+    rng.shuffle(pair)
     is_long = rng.random() < LONG_SHARE
     words = rng.choices(FILLER, k=rng.randint(*(LONG_WORDS if is_long else SHORT_WORDS)))
     where = [*range(FROM_HEAD), *range(len(words) - FROM_TAIL, len(words))] if is_long else range(len(words))
-    for at, word in zip(rng.sample(where, len(said)), said, strict=True):
+    for at, word in zip(rng.sample(where, len(pair)), pair, strict=True):
         words[at] = word
     return " ".join(words)
 
@@ -181,7 +175,7 @@ WANT = 0.95  # of the optimum
 
 
 def run_bayes() -> dict[str, Any]:
-    """Train from nothing, judge by fresh prompts. The aim: WANT of what whoever knows the generator is right of."""
+    """Train from scratch and evaluate on fresh prompts. The aim is WANT of Bayes' optimum."""
     generator = Generator.like_sharegpt()
     drawn = generator.draw(PROMPTS, SEED)
     known = {one.prompt for one in drawn}
@@ -204,7 +198,7 @@ def run_bayes() -> dict[str, Any]:
 
 
 def shares(generator: Generator, fresh: list[Drawn], found: Evaluation) -> dict[str, float]:
-    """The classifier beside the optimum, beside who sees less, and beside the baselines."""
+    """The classifier beside the optimum, beside the optimum of one word, and beside the baselines."""
     return {
         "bayes_accuracy": found.scores.accuracy,
         "bayes_optimum": generator.optimum,
@@ -219,7 +213,6 @@ def shares(generator: Generator, fresh: list[Drawn], found: Evaluation) -> dict[
 
 
 def aim_of(ratio: float) -> dict[str, Any]:
-    """By the accuracy over the optimum."""
     return {"accuracy of the optimum": {"want": f">= {WANT:g}", "got": round(ratio, 4), "met": ratio >= WANT}}
 
 

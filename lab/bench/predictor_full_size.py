@@ -94,7 +94,7 @@ def make_base(folder: Path) -> int:
 
 
 def _run(folder: Path, steps: str, batch: str) -> dict[str, Any]:
-    """In a process of its own, whose memory is that of the training alone."""
+    """In another process, whose memory is that of the training alone."""
     command = [sys.executable, "-P", "-m", __name__, str(folder), steps, batch]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": str(THREADS)}
     subprocess.run(command, env=environment, check=True)

@@ -1,7 +1,7 @@
-"""How quickly a predictor answers: a real process over its RPC, with few and with many calls at once.
+"""Latency of a predictor: a real process over its RPC, with few and with many calls at once.
 
-Of the demo model's checkpoint, and of OPT-125M in full size with random weights, whose answers mean nothing but take as
-long. Within the service's deadline, and within a longer one, which shows how long calls would wait.
+Measured with the demo model's checkpoint and with OPT-125M in full size with random weights; the module makes both
+checkpoints and starts the process. torch and transformers are imported when a checkpoint is made.
 """
 
 import asyncio
@@ -35,9 +35,7 @@ from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_client import RpcClient, RpcClients
 from shared.wire.sockets import Sockets
 
-# MERGED predictor_checkpoints.py
-# Checkpoints to measure a predictor with, and how quickly they are fine-tuned. Imports torch in its functions.
-
+# Checkpoints to measure, and the speed of their fine-tuning.
 
 DEMO, SERVED = PROJECT / "models" / "demo-lengths", PROJECT / "models" / "demo"
 BUCKETS = Buckets(200, 10)
@@ -62,7 +60,7 @@ def make_opt_125m(folder: Path) -> Path:
 
 
 def untrained_meta(base: str, input_tokens: int) -> CheckpointMeta:
-    """Of weights that nobody trained."""
+    """The metadata of untrained weights."""
     return CheckpointMeta(
         bucket_tokens=BUCKETS.width_tokens,
         bucket_count=BUCKETS.count,
@@ -95,9 +93,7 @@ def fine_tuning_rate(examples: list[Example], plan: Any) -> float:
     return float((MANY_STEPS - FEW_STEPS) * plan.batch_size / seconds)
 
 
-# MERGED predictor_process.py
-# A predictor process to be measured: started with a checkpoint, asked over its RPC, ended with the context.
-
+# The predictor process.
 
 READY_S, LOOK_S, END_S = 180.0, 0.2, 20.0
 
@@ -106,7 +102,7 @@ READY_S, LOOK_S, END_S = 180.0, 0.2, 20.0
 async def serving(
     checkpoint: Path, served: Path, device: str, timeout_ms: float
 ) -> AsyncIterator[tuple[RpcClient, dict[str, Any]]]:
-    """A client of a process whose classifier is loaded, and what the process says of how it runs it.
+    """A client of a process with a loaded classifier, and how the process runs it.
 
     Raises Unavailable when the checkpoint is not loaded in READY_S.
     """
@@ -210,8 +206,8 @@ def run_latency() -> dict[str, Any]:
                 if not checkpoint.is_dir():
                     notes.append(f"{name}_{device}: not measured: there is no {checkpoint}")
                     continue
-                found, said = asyncio.run(_cells(f"{name}_{device}", checkpoint, device))
-                cells, notes = cells + found, notes + said
+                found, more = asyncio.run(_cells(f"{name}_{device}", checkpoint, device))
+                cells, notes = cells + found, notes + more
     figures: dict[str, float] = {}
     for cell in cells:
         figures |= cell_figures(cell.name, cell.calls, cell.lasted_s)
@@ -234,7 +230,7 @@ def cell_figures(name: str, calls: list[Call], lasted_s: float) -> dict[str, flo
 
 
 def aims_of(cells: list[Cell]) -> dict[str, Any]:
-    """Of the cell that is worst at it; without any cell both are missed."""
+    """Of the worst cell; without any cell both are missed."""
     answered = min((_share([bool(call.source) for call in cell.calls]) for cell in cells), default=0.0)
     late = sum(call.took_s * 1e3 > cell.timeout_ms + LATE_MS for cell in cells for call in cell.calls)
     return {
@@ -259,33 +255,31 @@ def real_prompts() -> list[list[int]]:
 
 
 async def ask_once(client: RpcClient, timeout_s: float) -> Call:
-    """One question, of a prompt of `real_prompts`."""
     return await _call(client, real_prompts()[0], timeout_s)
 
 
 async def _cells(name: str, checkpoint: Path, device: str) -> tuple[list[Cell], list[str]]:
-    """Of one checkpoint, and how the process runs it, which depends on its timeout."""
     prompts, cells, notes = real_prompts(), list[Cell](), list[str]()
     for timeout_ms in TIMEOUTS_MS:
         async with serving(checkpoint, SERVED, device, timeout_ms) as (client, runs):
-            notes.append(f"{name}, {timeout_ms:.0f} ms: {runs or 'says not how it runs'}")
+            notes.append(f"{name}, {timeout_ms:.0f} ms: {runs or 'unknown runtime'}")
             for at_once in AT_ONCE:
-                calls, lasted_s = await _asked(client, prompts, at_once, timeout_ms)
+                calls, lasted_s = await _called(client, prompts, at_once, timeout_ms)
                 cells.append(Cell(f"{name}_{at_once}_at_once_{timeout_ms:.0f}ms", timeout_ms, calls, lasted_s))
     return cells, notes
 
 
-async def _asked(
+async def _called(
     client: RpcClient, prompts: list[list[int]], at_once: int, timeout_ms: float
 ) -> tuple[list[Call], float]:
-    """Callers that each wait for their answer before they ask again."""
+    """Callers that each wait for an answer before the next request."""
     began_s, calls = monotonic(), list[Call]()
 
     async def caller(seed: int) -> None:
         rng = Random(seed)
         while monotonic() - began_s < CELL_S:
             calls.append(call := await _call(client, rng.choice(prompts), timeout_ms / 1e3))
-            if call.source != SOURCE:  # a gateway asks for its next job, not for this one again
+            if call.source != SOURCE:  # a gateway continues with its next job
                 await asyncio.sleep(max(0.0, timeout_ms / 1e3 - call.took_s))
 
     async with asyncio.TaskGroup() as callers:
@@ -297,10 +291,10 @@ async def _asked(
 async def _call(client: RpcClient, ids: list[int], timeout_s: float) -> Call:
     sent_s = perf_counter()
     try:
-        said = await client.call(PREDICT, PredictRequest(ends_of(ids), len(ids), MAX_TOKENS), timeout_s=timeout_s)
+        answer = await client.call(PREDICT, PredictRequest(ends_of(ids), len(ids), MAX_TOKENS), timeout_s=timeout_s)
     except PolyphaseError:
         return Call(perf_counter() - sent_s, "")
-    return Call(perf_counter() - sent_s, said.source)
+    return Call(perf_counter() - sent_s, answer.source)
 
 
 def _p99(ordered: list[float]) -> float:

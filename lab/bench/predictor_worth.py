@@ -1,6 +1,6 @@
 """`polyphase bench predictor --part worth`: what a prediction of an answer's length is worth.
 
-The same requests with no predictor, one that always says the commonest bucket, a trained one and one that is always
+The same requests with no predictor, one that always predicts the commonest bucket, a trained one and one that is always
 right: in the simulator, under the default policies and TetriInfer's, and on emulated instances behind live services.
 """
 
@@ -47,7 +47,7 @@ def run_worth(options: WorthOptions | None = None) -> dict[str, Any]:
         seeds = range(1, chosen.seeds + 1)
         found = sim.measured(known, chosen.data, seeds, chosen.processes, chosen.requests)
         result["figures"] |= sim.figures_of(found)
-        result["aims"] |= aims_of(result["figures"])
+        result["aims"] |= goodput_aims(result["figures"])
         result["notes"] += sim.notes_of(known, chosen.data, chosen.requests)
         result["notes"].append(f"worth, sim: {chosen.requests} requests, {chosen.seeds} seeds; medians over them")
     if chosen.live:
@@ -57,7 +57,7 @@ def run_worth(options: WorthOptions | None = None) -> dict[str, Any]:
     return result
 
 
-def aims_of(figures: dict[str, float]) -> dict[str, Any]:
+def goodput_aims(figures: dict[str, float]) -> dict[str, Any]:
     """Under the default policies a trained predictor takes no goodput away. What others gain or lose is shown only."""
     aims: dict[str, Any] = {}
     for kind in sim.KINDS:
@@ -67,7 +67,6 @@ def aims_of(figures: dict[str, float]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run it alone, with options of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=WorthOptions().data)
     parser.add_argument("--evaluation", type=Path)
@@ -75,10 +74,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=getattr(WorthOptions(), name))
     parser.add_argument("--lasts-s", type=float, default=live.LASTS_S)
     parser.add_argument("--only", choices=("simulated", "live"))
-    said: dict[str, Any] = vars(parser.parse_args())
-    only = said.pop("only")
-    said |= {half: only in (None, half) for half in ("simulated", "live")}
-    cli_common.report(Console(), run_worth(WorthOptions(**said)), as_json=True)
+    arguments: dict[str, Any] = vars(parser.parse_args())
+    only = arguments.pop("only")
+    arguments |= {half: only in (None, half) for half in ("simulated", "live")}
+    cli_common.report(Console(), run_worth(WorthOptions(**arguments)), as_json=True)
 
 
 if __name__ == "__main__":

@@ -1,39 +1,34 @@
-"""What a prediction is worth on live services: gateway, scheduler and workers as they ship, on emulated accelerators.
-
-One suite serves all runs, in turn: every arm once under each policy, then again. The rate is the goodput that the
-simulator finds without predictions, under the default policies, for the same cluster file.
-"""
+"""Benefit of length predictions on live services: gateway, scheduler and workers with their default settings, on
+emulated instances that are short of memory, with the arms of `predictor_worth_sim` as predictor."""
 
 import asyncio
-import re
 import secrets
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
 from statistics import median
 from typing import Any
 
 import httpx
 import numpy as np
 import yaml
-from rich.console import Console
 
 from lab.bench.comparison import goodput
-from lab.bench.live_clusters import SERVICES
+from lab.bench.experiment import twin
 from lab.bench.predictor_worth_sim import ARMS, DEFAULT, NONE, POLICIES, SLO, Arms, Trained, arms, requests_of
-from lab.bench.scenarios import TARGET, learned
-from lab.bench.stream_client import StreamFailed, StreamResult, stream_completion
+from lab.bench.results import rotated
+from lab.bench.scenarios import TARGET
 from lab.calibrate.host_watch import HostWatch
 from lab.calibrate.target import Target
-from lab.demo.run import on_free_ports
-from lab.simulate.deployment import load_deployment
+from lab.client import StreamFailed, StreamResult, completion_body, stream_completion
 from lab.simulate.workloads import WorkloadOptions, at_rate
+from lab.suite import BARE, metric, started
 from services.launcher import cluster_keys, ports
-from services.launcher.cluster_file import Cluster, load_cluster
-from services.launcher.up import RunningSuite, running_suite
+from services.launcher.cluster_file import load_cluster
+from services.launcher.up import RunningSuite
 from services.worker.engines.emulated_scheduler import token_at
 from shared.domain.job import LengthPrediction
 from shared.domain.policies import KINDS
@@ -52,13 +47,8 @@ from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
 
-# MERGED predictor_worth_fleet.py
-# The live half of `bench predictor --part worth`: emulated instances short of memory, and a predictor that is one of
-# the four arms.
-#
-# It knows each answer because the first tokens of a prompt are its number, and says of it what its arm would. Clients
-# ask for MAX_TOKENS and get less: a stop token ends each answer where its length says.
-
+# The first tokens of a prompt are its number, from which the stand-in predictor knows the answer's length. Clients
+# allow MAX_TOKENS; a stop token ends each answer earlier.
 
 SHORTER, SLOWER = 5, 4.0  # lengths and speeds, so that two cores carry all tokens, and a run holds many answers
 MAX_TOKENS = 512
@@ -67,9 +57,8 @@ _FIRST, _DIGIT = 300, 900  # of the tokens that number a prompt
 _MIB = 1 << 20
 # As slow as the instances.
 LIVE_SLO = SLO.slower(SLOWER)
-_PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 CLUSTER: dict[str, Any] = {
-    **SERVICES,
+    **BARE,
     "name": "bench predictor (emulated)",
     "max_model_len": 1024,
     "instance_defaults": {
@@ -97,7 +86,7 @@ def cluster_into(folder: Path) -> Path:
 
 
 def pointing_to(address: str) -> dict[str, str]:
-    """What a gateway's environment has to say so that it asks there."""
+    """The environment of a gateway that uses the predictor at this address."""
     return {"POLYPHASE_GATEWAY_PREDICTORS": f'["{address}"]'}
 
 
@@ -109,7 +98,7 @@ def short_requests(count: int, seed: int, data: Path | None) -> Workload:
 
 
 class StandIn:
-    """Says what the predictor of `arm` would; of the arm without one it has nothing to say."""
+    """Predicts what the predictor of `arm` would; without one it predicts nothing."""
 
     def __init__(self, of_arm: Arms, output_tokens: Lengths, seed: int) -> None:
         self.arm = NONE
@@ -117,7 +106,7 @@ class StandIn:
         self._said = {arm: one.predict(output_tokens, seed) for arm, one in of_arm.items() if one is not None}
 
     def answer(self, prompt_token_ids: Sequence[int]) -> LengthPrediction:
-        """Raises Busy, as a predictor that has no time does, where there is nothing to say."""
+        """Raises Busy, as an overloaded predictor does, without a prediction."""
         predictor, number = self._of_arm[self.arm], number_of(prompt_token_ids)
         if predictor is None or not 0 <= number < len(self._said[self.arm]):
             raise Busy("no prediction")
@@ -145,7 +134,7 @@ def prompt_of(number: int, tokens: int) -> list[int]:
 
 
 def number_of(prompt_token_ids: Sequence[int]) -> int:
-    """Which request it is; -1 for a prompt without a number."""
+    """The number in a prompt; -1 for a prompt without one."""
     if len(prompt_token_ids) < LEAST_PROMPT:
         return -1
     high, low = (token - _FIRST for token in prompt_token_ids[:2])
@@ -161,7 +150,6 @@ class Answer:
 
     @property
     def met(self) -> bool:
-        """Whether it kept its targets."""
         seen, slo = self.seen, LIVE_SLO
         return (
             seen is not None
@@ -172,7 +160,6 @@ class Answer:
 
 
 async def send(target: Target, workload: Workload) -> list[Answer]:
-    """All of them at their times."""
     loop = asyncio.get_running_loop()
     began = loop.time()
 
@@ -190,27 +177,19 @@ async def send(target: Target, workload: Workload) -> list[Answer]:
     return [task.result() for task in tasks]
 
 
-def _body(number: int, prompt: int, output: int) -> dict[str, object]:
-    """Its answer's last token occurs nowhere before it: no two positions of an answer so short have the same."""
-    return {
-        "model": "demo",
-        "prompt": prompt_of(number, prompt),
-        "max_tokens": MAX_TOKENS,
-        "stop_token_ids": [token_at(prompt + output - 1)],
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "cache_salt": secrets.token_hex(8),
-    }
+def _body(number: int, prompt: int, output: int) -> dict[str, Any]:
+    """The answer's last token, which stops it, occurs nowhere before: answers are too short for a repetition."""
+    stop = [token_at(prompt + output - 1)]
+    return completion_body(prompt_of(number, prompt), MAX_TOKENS, stop_token_ids=stop, cache_salt=secrets.token_hex(8))
 
 
 async def preemptions(target: Target) -> float:
-    """So far, of all instances."""
+    """The total so far of all instances."""
     async with MonitorClient(target.monitor_url) as monitor:
         urls = [entry["info"]["http"] for entry in await monitor.instances()]
     async with httpx.AsyncClient(timeout=10, trust_env=False) as http:
         pages = [(await http.get(f"{url}/metrics")).text for url in urls]
-    return sum(float(count) for page in pages for count in _PREEMPTIONS.findall(page))
+    return sum(metric(page, "vllm:num_preemptions_total") for page in pages)
 
 
 UNDER = (DEFAULT, "tetri_mean")
@@ -244,7 +223,6 @@ Runs = dict[tuple[str, str], list[Run]]  # policy, arm → rounds
 def measured(
     known: Trained, data: Path | None, rounds: int, lasts_s: float, under: Sequence[str] = UNDER
 ) -> tuple[dict[str, float], list[str]]:
-    """Figures and notes."""
     drawn = short_requests(DRAWN, SEED, data)
     known_short = replace(known.prediction, width_tokens=max(1, known.prediction.width_tokens // SHORTER))
     of_arm = arms(known_short, drawn.output_tokens)
@@ -254,11 +232,11 @@ def measured(
         workload = timed(drawn, rate, lasts_s)
         plan = _Plan(file, workload, of_arm, rounds, tuple(under))
         found = asyncio.run(_served(plan, Path(name) / "state"))
-    told = (
+    note = (
         f"worth, live: {len(workload)} requests a run, {rounds} rounds, medians over them; lengths a {SHORTER}th of "
         f"ShareGPT's, instances {SLOWER:g} times as slow; one suite, arms in turn"
     )
-    return {"live_rate_per_s": round(rate, 3), **figures_of(found)}, [told]
+    return {"live_rate_per_s": round(rate, 3), **figures_of(found)}, [note]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,49 +254,42 @@ def _attained(file: Path, drawn: Workload, rate: float) -> bool:
 
 
 def timed(drawn: Workload, rate: float, lasts_s: float) -> Workload:
-    """As many of them as come in so long."""
     options = WorkloadOptions(drawn.name, seed=SEED, arrivals="poisson")
     return at_rate(drawn.head(min(len(drawn), max(10, round(rate * lasts_s)))), options, rate)
 
 
 def simulated(file: Path, workload: Workload, prediction: Prediction | None, policy: str) -> SimResult:
-    """The same in virtual time; each instance tells what it would have learned of itself."""
-    deployment, rng = load_deployment(file), Random(SEED)
-    known = [learned(spec, rng, noise=0.0, start_off=1.0) for spec in deployment.instances]
+    """The same in virtual time."""
+    deployment = twin(file, SEED)
     run = replace(deployment.run, slo=LIVE_SLO, prediction=prediction, max_tokens=MAX_TOKENS, seed=SEED)
-    return simulate(workload, known, with_words(run, POLICIES[policy]))
+    return simulate(workload, deployment.instances, with_words(run, POLICIES[policy]))
 
 
 async def _served(plan: _Plan, folder: Path) -> Runs:
-    cluster = on_free_ports(load_cluster(plan.file))
-    address = f"tcp://127.0.0.1:{cluster.ports + ports.PREDICTORS + 1}"
+    cluster = load_cluster(plan.file)
+    address = f"tcp://127.0.0.1:{ports.free_range(size=1)}"
+    gateway = cluster.gateway.model_copy(update={"env": {**cluster.gateway.env, **pointing_to(address)}})
     stand_in = StandIn(plan.of_arm, plan.workload.output_tokens, SEED)
-    console = Console(stderr=True)
     cluster_keys.keep_curve_key(cluster, folder)
     keys = Curve(*read_pair(cluster_keys.curve_key_file(folder)))
-    async with stand_in.serving(address, keys), running_suite(_asking(cluster, address), folder, console) as running:
-        return await running.supervisor.during(_all(plan, running, stand_in, console))
+    changed = cluster.model_copy(update={"gateway": gateway})
+    async with stand_in.serving(address, keys), started(changed, folder) as running:
+        return await running.supervisor.during(_all(plan, running, stand_in))
 
 
-def _asking(cluster: Cluster, address: str) -> Cluster:
-    gateway = cluster.gateway.model_copy(update={"env": {**cluster.gateway.env, **pointing_to(address)}})
-    return cluster.model_copy(update={"gateway": gateway})
-
-
-async def _all(plan: _Plan, running: RunningSuite, stand_in: StandIn, console: Console) -> Runs:
+async def _all(plan: _Plan, running: RunningSuite, stand_in: StandIn) -> Runs:
     """Every arm under each policy, a round after the other; which arm begins changes."""
     target = Target.local(running.suite)
     found: Runs = {(policy, arm): [] for policy in plan.under for arm in ARMS}
     await send(target, timed(plan.workload, plan.workload.rate, WARM_S))
     for number in range(plan.rounds):
-        first = number % len(ARMS)
         for policy in plan.under:
             await running.suite.set_policies(policies_of(policy), WHO)
-            for arm in ARMS[first:] + ARMS[:first]:
+            for arm in rotated(ARMS, number):
                 await running.suite.wait_idle(DRAINS_S)
                 stand_in.arm = arm
                 found[policy, arm].append(await _one(plan, target, policy, arm))
-                console.print(f"{policy}, {arm}: {found[policy, arm][-1]}", soft_wrap=True, highlight=False)
+                print(f"{policy}, {arm}: {found[policy, arm][-1]}", file=sys.stderr)
     return found
 
 
@@ -327,12 +298,11 @@ async def _one(plan: _Plan, target: Target, policy: str, arm: str) -> Run:
     async with HostWatch(target.launcher_pid) as watch:
         answers = await send(target, plan.workload)
     lost = await preemptions(target) - before
-    said = await asyncio.to_thread(simulated, plan.file, plan.workload, plan.of_arm[arm], policy)
-    return run_of(answers, plan.workload, lost, summary(said, LIVE_SLO)["jct_mean_s"], watch.mean_cores)
+    run = await asyncio.to_thread(simulated, plan.file, plan.workload, plan.of_arm[arm], policy)
+    return run_of(answers, plan.workload, lost, summary(run, LIVE_SLO)["jct_mean_s"], watch.mean_cores)
 
 
 def run_of(answers: Sequence[Answer], workload: Workload, lost: float, simulated_s: float, foreign: float) -> Run:
-    """What a run came to."""
     share = sum(one.met for one in answers) / len(answers)
     took = [one.seen.last_s for one in answers if one.seen is not None]
     mean, p99 = (float(np.mean(took)), float(np.percentile(took, 99))) if took else (float("nan"),) * 2
@@ -342,8 +312,8 @@ def run_of(answers: Sequence[Answer], workload: Workload, lost: float, simulated
 
 def policies_of(policy: str) -> dict[str, PolicySpec | None]:
     """A change of policies to those in words; what they leave out is as the cluster file has it."""
-    said = {kind: spec for part in POLICIES[policy].split("+") for kind, spec in from_words(part).items()}
-    return {kind: said.get(kind) for kind in KINDS}
+    specs = {kind: spec for part in POLICIES[policy].split("+") for kind, spec in from_words(part).items()}
+    return {kind: specs.get(kind) for kind in KINDS}
 
 
 def figures_of(found: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, float]:

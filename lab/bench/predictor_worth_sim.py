@@ -1,7 +1,8 @@
-"""What a prediction is worth in the simulator: decode instances that are short of memory, four arms, several policies.
+"""Benefit of length predictions in the simulator: decode instances that are short of memory, four arms, several
+policies.
 
-Goodput is searched in each arm by itself. JCT and preemptions are of one rate for all arms of a case, the goodput
-without predictions: what is compared is then the same work.
+The arms differ in what is known of lengths: nothing, their distribution, a classifier's prediction, the truth. Goodput
+is searched for each arm; JCT and preemptions are compared at one rate, the goodput without predictions.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,12 +31,8 @@ from shared.sim.prediction import Prediction
 from shared.sim.spec import InstanceSpec, RunSpec, with_words
 from shared.sim.workload import Lengths, Workload
 
-# MERGED predictor_worth_arms.py
-# What is known of lengths, in four degrees: nothing, how they are spread, what a classifier says, and the truth.
-#
-# The four differ in the classifier's confusion alone: buckets and prior are the same, so that what one arm gains over
-# another is what its classifier knows of a single request.
-
+# The four arms differ in the classifier's confusion alone; buckets and prior are the same. What one arm gains over
+# another is then its classifier's knowledge of single requests.
 
 NONE, MAJORITY, TRAINED, ORACLE = ARMS = ("none", "majority", "trained", "oracle")
 SHIPPED = PROJECT / "models" / "demo-lengths" / "prediction.yaml"
@@ -59,9 +56,10 @@ def trained(file: Path | None = None) -> Trained:
     found = file if file is not None else SHIPPED if SHIPPED.is_file() else None
     if found is None:
         return Trained(PAPER, "stand-in: TetriInfer's 74.9 % at 200 tokens, no checkpoint of ours")
-    said = load_prediction(found)
+    known = load_prediction(found)
     return Trained(
-        Prediction(said.width_tokens, said.buckets, said.accuracy, said.confusion, said.prior), f"evaluation {found}"
+        Prediction(known.width_tokens, known.buckets, known.accuracy, known.confusion, known.prior),
+        f"evaluation {found}",
     )
 
 
@@ -85,7 +83,7 @@ def width_for(known: Prediction, output_tokens: Lengths) -> int:
     """Its buckets, stretched as these answers are longer than those that it was evaluated on.
 
     A classifier of short answers would see all long ones in its last bucket; what carries over from one model to
-    another is how well it tells the shorter from the longer. Without a prior nobody knows on what it was evaluated.
+    another is how well it separates shorter from longer ones. Without a prior the evaluation's answers are unknown.
     """
     if known.prior is None:
         return known.width_tokens
@@ -95,16 +93,16 @@ def width_for(known: Prediction, output_tokens: Lengths) -> int:
 
 
 def prior_of(known: Prediction, output_tokens: Lengths) -> tuple[float, ...]:
-    """How common each bucket is."""
+    """The share of each bucket."""
     counts = np.bincount(known.buckets_of(output_tokens), minlength=known.buckets)
     return tuple((counts / counts.sum()).tolist())
 
 
 def accuracy(known: Prediction) -> float:
-    """The share of answers whose own bucket is said, by its prior."""
-    said, rows = known.confusion, known.buckets
+    """The share of answers whose bucket is predicted, by the prior."""
+    confusion, rows = known.confusion, known.buckets
     prior = known.prior or (1.0 / rows,) * rows
-    right = [row[at] for at, row in enumerate(said)] if said is not None else [known.accuracy] * rows
+    right = [row[at] for at, row in enumerate(confusion)] if confusion is not None else [known.accuracy] * rows
     return float(sum(share * hit for share, hit in zip(prior, right, strict=True)) / sum(prior))
 
 
@@ -116,7 +114,7 @@ POLICIES = {
     "tetri_p90": "least_load+full+power_of_two:end=p90+reserve_dynamic:end=p90",
 }
 SLO = Slo(ttft_s=2.0, tpot_s=0.03)
-MAX_TOKENS = 2048  # what clients ask for at most, whatever they get
+MAX_TOKENS = 2048  # max_tokens of all requests
 REQUESTS, STEP = 800, 1.03
 FROM_PER_S = {"sharegpt": 26.0, "azure": 12.0}  # where searches set out
 KINDS = tuple(FROM_PER_S)
@@ -134,7 +132,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """In figures."""
         return f"sim_{self.kind}_{self.policy}"
 
 
@@ -164,7 +161,6 @@ class _Work:
 def measured(
     known: Trained, data: Path | None, seeds: Iterable[int], processes: int, requests: int = REQUESTS
 ) -> dict[Case, dict[str, Seen]]:
-    """Every case of every seed, by arm."""
     work = [
         _Work(Case(kind, name, seed), known, data, requests) for kind in KINDS for name in POLICIES for seed in seeds
     ]
@@ -255,7 +251,7 @@ _FIELDS = {
 
 
 def gain(runs: Iterable[Mapping[str, Seen]], arm: str, field: str) -> float:
-    """The median over the seeds of that figure over the same one without predictions; NaN where there is none."""
+    """The median over the seeds of the figure divided by the one without predictions; NaN if that is 0."""
     pairs = [(getattr(one[arm], field), getattr(one[NONE], field)) for one in runs]
     return median(mine / plain if plain else float("nan") for mine, plain in pairs)
 
@@ -267,12 +263,16 @@ def _by_name(found: Mapping[Case, Mapping[str, Seen]]) -> Iterator[tuple[str, li
 
 def notes_of(known: Trained, data: Path | None, requests: int = REQUESTS) -> list[str]:
     """Where lengths come from, and how good each arm is at them."""
-    told = []
+    notes = []
     for kind in KINDS:
         of_arm = arms(known.prediction, requests_of(kind, requests, SEEDS[0], data).output_tokens)
-        said = [f"{arm} {accuracy(one):.3f}" for arm, one in of_arm.items() if one is not None]
+        accuracies = [f"{arm} {accuracy(one):.3f}" for arm, one in of_arm.items() if one is not None]
         some = next(one for one in of_arm.values() if one is not None)
-        told.append(f"sim {kind}: right in {', '.join(said)}; {some.buckets} buckets of {some.width_tokens} tokens")
+        notes.append(
+            f"sim {kind}: right in {', '.join(accuracies)}; {some.buckets} buckets of {some.width_tokens} tokens"
+        )
     there = {"sharegpt": data is not None and (data / SHAREGPT).is_file(), "azure": trace_of("conversation", data)}
-    told += [f"sim {kind}: no table in {data}; lengths are made like its" for kind, found in there.items() if not found]
-    return told
+    notes += [
+        f"sim {kind}: no table in {data}; lengths are made like its" for kind, found in there.items() if not found
+    ]
+    return notes

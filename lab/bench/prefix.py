@@ -1,18 +1,16 @@
-"""`polyphase bench prefix`: what placement makes of prefix caches, beside one that does not look at them and an oracle.
+"""`polyphase bench prefix`: prefix cache hits of the adaptive placement, beside a placement that ignores caches and an
+oracle.
 
-Mooncake's traces, which name their prompts' blocks, on simulated nodes whose memory holds a part of them; then chats of
-several turns on four real engines of this machine.
+Mooncake's traces run on simulated instances; chats of several turns run on four real engines of this machine.
 """
 
 import asyncio
-import re
 import secrets
-import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -20,14 +18,16 @@ from typing import Any
 
 import httpx
 import numpy as np
-from rich.console import Console
 
-from lab.bench.real_engines import LlamaShape, QuotaSuite, cluster_file, running_under_quotas
+from lab.bench.experiment import WHO
+from lab.bench.real_engines import LlamaShape, QuotaSuite, cluster_file, measured_under_quotas
+from lab.bench.results import Result, at_least, at_most, merged, progress, rotated
 from lab.bench.scenarios import learned
-from lab.bench.stream_client import StreamFailed, stream_completion
 from lab.calibrate.target import Target
+from lab.client import CHAT, StreamFailed, chat_body, stream_completion
 from lab.simulate.deployment import Deployment, load_deployment
-from services.launcher.up import RunningSuite
+from lab.suite import metric
+from services.launcher.suite import Suite
 from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.domain.prompt import block_hashes
@@ -38,9 +38,6 @@ from shared.sim.metrics import attainment
 from shared.sim.spec import InstanceSpec, RunSpec, with_words
 from shared.sim.traces import read_trace
 from shared.sim.workload import Workload
-
-# MERGED prefix_oracle.py
-# What prefix caches could save at most: one cache that serves everybody and knows everything at once.
 
 
 def oracle_tokens(
@@ -69,9 +66,7 @@ def imbalance(computed: Sequence[float]) -> float:
     return max(computed) * len(computed) / max(1e-9, sum(computed))
 
 
-# MERGED prefix_sim.py
-# Mooncake's traces on eight simulated nodes: what `adaptive` finds in their prefix caches, beside `least_load`.
-
+# Mooncake's traces on eight simulated nodes.
 
 TRACES = {name: Path("traces/mooncake") / f"{name}_trace.jsonl" for name in ("conversation", "synthetic")}
 REQUESTS = 4_000  # the first of each
@@ -83,7 +78,7 @@ SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run. saved_tokens: prompt tokens that nobody computed. imbalance: see `imbalance`, of computed tokens."""
+    """One run. saved_tokens: prompt tokens that no instance computed. imbalance: of computed tokens."""
 
     rate: float
     saved_tokens: int
@@ -113,11 +108,9 @@ class Case:
     data: Path
 
     def work(self) -> Workload:
-        """Its first requests, as they came."""
         return _work(self.data / TRACES[self.trace])
 
     def oracles(self) -> Oracles:
-        """The same at every rate: they only know an order."""
         work, nodes = self.work(), instances()
         assert work.prefixes is not None  # these traces name them
         prompts = list(zip(work.prefixes, work.prompt_tokens.tolist(), strict=True))
@@ -126,12 +119,10 @@ class Case:
         return Oracles(*found)
 
     def capacity(self) -> float:
-        """Requests a second."""
         work = self.work()
         return len(work) / simulate(work.at_once(), instances(), _run("least_load")).duration_s
 
     def point(self, system: str, rate: float) -> Point:
-        """One run of it, with the trace's pattern of arrivals at that rate."""
         work = self.work().at_rate(rate)
         result = simulate(work, instances(), _run(system))
         rows = result.outcomes
@@ -180,16 +171,14 @@ def _run(system: str) -> RunSpec:
     return with_words(replace(_deployment().run, slo=SLO, seed=SEED), SYSTEMS[system])
 
 
-# MERGED prefix_chats.py
-# Chats of several turns, each of whose prompts is all that was said before and something new.
-
+# Chats of several turns: each prompt is the conversation so far and something new.
 
 _WORDS = """
 river stone house quiet garden harbour copper engine people road winter morning letter window market bridge forest
 silver table captain island summer machine paper village mountain teacher station yellow button
 """
 SYSTEM_WORDS, FIRST_WORDS, LATER_WORDS, ANSWER_WORDS = 60, (150, 350), (30, 90), (30, 60)
-PAUSE_S = (3.0, 9.0)  # between an answer and what its reader says next: uniform
+PAUSE_S = (3.0, 9.0)  # between an answer and the next message: uniform
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +200,7 @@ class Chat:
 def chats(count: int, turns: int, per_s: float, seed: int) -> list[Chat]:
     """`count` chats that begin as a Poisson process, `per_s` a second, the first at once. All have one system prompt.
 
-    What the assistant said is written down beforehand, as in a replay of chats that were, so that every system gets the
+    The assistant's answers are fixed beforehand, so that every system gets the
     same prompts.
     """
     rng = Random(seed)
@@ -223,16 +212,15 @@ def chats(count: int, turns: int, per_s: float, seed: int) -> list[Chat]:
 
 
 def _turns(rng: Random, system: tuple[str, str], count: int) -> tuple[Turn, ...]:
-    said, found = [system], []
+    messages, found = [system], []
     for number in range(count):
-        said.append(("user", _text(rng, rng.randint(*(LATER_WORDS if number else FIRST_WORDS)))))
-        found.append(Turn(tuple(said), rng.uniform(*PAUSE_S) if number else 0.0))
-        said.append(("assistant", _text(rng, rng.randint(*ANSWER_WORDS))))
+        messages.append(("user", _text(rng, rng.randint(*(LATER_WORDS if number else FIRST_WORDS)))))
+        found.append(Turn(tuple(messages), rng.uniform(*PAUSE_S) if number else 0.0))
+        messages.append(("assistant", _text(rng, rng.randint(*ANSWER_WORDS))))
     return tuple(found)
 
 
 def messages_of(turn: Turn) -> list[dict[str, str]]:
-    """As the API takes them."""
     return [{"role": role, "content": text} for role, text in turn.messages]
 
 
@@ -240,9 +228,7 @@ def _text(rng: Random, words: int) -> str:
     return " ".join(rng.choices(_WORDS.split(), k=words))
 
 
-# MERGED prefix_live.py
-# Chats on four real engines of this machine: what they find in their prefix caches under either placement.
-
+# Chats on four real engines of this machine.
 
 INSTANCES, CORES = 4, 0.4  # and the rest of two cores for everything else
 # 17 million parameters: a prompt token takes two ms on so much of a core, and the services add little to a prompt.
@@ -252,8 +238,6 @@ KV_BYTES, STAGING_BYTES = 512 << 20, 64 << 20
 LIVE_SYSTEMS = ("adaptive", "least_load")  # placements; everything else is the default
 CHATS, TURNS, CHATS_PER_S, ANSWER_TOKENS = 24, 5, 0.5, 12
 LIVE_SEED = 21
-WHO = "polyphase bench prefix"
-_COUNTER = re.compile(r"^vllm:prefix_cache_(queries|hits)_total (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,15 +250,12 @@ class Found:
     @classmethod
     def of(cls, metrics: str) -> "Found":
         """From a worker's metrics. Raises Unavailable where they lack it."""
-        said = dict(_COUNTER.findall(metrics))
-        if said.keys() != {"queries", "hits"}:
-            raise Unavailable("a worker's metrics lack vllm:prefix_cache_queries or vllm:prefix_cache_hits")
-        return cls(float(said["queries"]), float(said["hits"]))
+        return cls(*(metric(metrics, f"vllm:prefix_cache_{name}_total") for name in ("queries", "hits")))
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One that was answered. sent_s: on the loop's clock."""
+    """An answered request. sent_s: on the loop's clock."""
 
     chat: int
     turn: int
@@ -294,21 +275,16 @@ class Run:
 
     @property
     def imbalance(self) -> float:
-        """See `imbalance`."""
         return imbalance(list(self.computed.values()))
 
 
-async def run_live(rounds: int, console: Console) -> list[Run]:
+async def run_live(rounds: int) -> list[Run]:
     """Both placements in turn, so many rounds. Raises Unavailable where this machine allows no CPU quotas."""
-    with tempfile.TemporaryDirectory(prefix="polyphase-prefix-") as folder:
-        cores = dict.fromkeys(names(), CORES)
-        async with running_under_quotas(QuotaSuite, Path(folder), console, SHAPE, cores, cluster_of) as suite:
-            running = suite.running
-            return await running.supervisor.during(_measure(running, rounds, console))
+    cores = dict.fromkeys(names(), CORES)
+    return await measured_under_quotas(QuotaSuite, SHAPE, cores, cluster_of, partial(_measure, rounds), LIVE_SEED)
 
 
 def names() -> list[str]:
-    """Of the instances."""
     return [f"node{at}" for at in range(INSTANCES)]
 
 
@@ -319,45 +295,44 @@ def cluster_of(model: Path) -> dict[str, Any]:
     return cluster_file("prefix", model, instances, MAX_MODEL_LEN, chunk_size=CHUNK, max_seqs=SEATS, **memory)
 
 
-async def _measure(running: RunningSuite, rounds: int, console: Console) -> list[Run]:
-    target, runs = Target.local(running.suite), list[Run]()
+async def _measure(rounds: int, suite: QuotaSuite) -> list[Run]:
+    runs: list[Run] = []
     async with httpx.AsyncClient(timeout=10.0, trust_env=False) as http:
-        meter = Meter(running, target, http)
-        await meter.play(
-            LIVE_SYSTEMS[0], chats(2 * INSTANCES, 2, 1.0, LIVE_SEED - 1)
-        )  # rates are learned while serving
+        player = Player(suite.suite, suite.target, http)
+        warm_up = chats(2 * INSTANCES, 2, 1.0, LIVE_SEED - 1)  # rates are learned while serving
+        await player.play(LIVE_SYSTEMS[0], warm_up)
         for number in range(rounds):
-            said = chats(CHATS, TURNS, CHATS_PER_S, LIVE_SEED + number)
-            for system in LIVE_SYSTEMS if number % 2 else LIVE_SYSTEMS[::-1]:
-                run = await meter.play(system, said)
+            conversations = chats(CHATS, TURNS, CHATS_PER_S, LIVE_SEED + number)
+            for system in rotated(LIVE_SYSTEMS, number + 1):
+                run = await player.play(system, conversations)
                 ttft_s = sum(one.ttft_s for one in run.requests) / len(run.requests)
                 line = f"{system:10} mean TTFT {ttft_s:.2f} s, hits {run.hit / run.oracle:.2f} of the oracle's"
-                console.print(f"{line}, load max/mean {run.imbalance:.2f}", soft_wrap=True)
+                progress(f"{line}, load max/mean {run.imbalance:.2f}")
                 runs.append(run)
     return runs
 
 
-class Meter:
-    """Sends chats to the suite and notes what came of them."""
+@dataclass(frozen=True, slots=True)
+class Player:
+    """Sends chats to the suite and collects the results."""
 
-    def __init__(self, running: RunningSuite, target: Target, http: httpx.AsyncClient) -> None:
-        self._running = running
-        self._target = target
-        self._http = http
+    _suite: Suite
+    _target: Target
+    _http: httpx.AsyncClient
 
-    async def play(self, placement: str, said: Sequence[Chat]) -> Run:
+    async def play(self, placement: str, conversations: Sequence[Chat]) -> Run:
         """All chats, under a salt of their own: nothing of an earlier run can be found. Raises Unavailable."""
-        suite = self._running.suite
+        suite = self._suite
         await suite.wait_idle()
         await suite.set_policies({"placement": PolicySpec(placement)}, WHO)
         infos = {name: entry["info"] for name, entry in (await suite.instances()).items()}
         prompts = {
             (at, number): await self._tokens(messages_of(turn))
-            for at, chat in enumerate(said)
+            for at, chat in enumerate(conversations)
             for number, turn in enumerate(chat.turns)
         }
         before = await self._found(infos)
-        requests = await self._send(said)
+        requests = await self._send(conversations)
         await suite.wait_idle()
         after = await self._found(infos)
         size = next(iter(infos.values()))["block_size"]
@@ -376,7 +351,7 @@ class Meter:
     async def _found(self, infos: Mapping[str, Mapping[str, Any]]) -> dict[str, Found]:
         return {name: Found.of((await self._http.get(f"{info['http']}/metrics")).text) for name, info in infos.items()}
 
-    async def _send(self, said: Sequence[Chat]) -> list[Request]:
+    async def _send(self, conversations: Sequence[Chat]) -> list[Request]:
         salt, loop, found = secrets.token_hex(8), asyncio.get_running_loop(), list[Request]()
         began = loop.time()
 
@@ -384,22 +359,14 @@ class Meter:
             await asyncio.sleep(began + chat.starts_s - loop.time())
             for number, turn in enumerate(chat.turns):
                 await asyncio.sleep(turn.pause_s)
-                body: dict[str, object] = {
-                    "model": self._target.model,
-                    "messages": messages_of(turn),
-                    "max_tokens": ANSWER_TOKENS,
-                    "temperature": 0,
-                    "ignore_eos": True,
-                    "stream": True,
-                    "cache_salt": salt,
-                }
+                body = chat_body(messages_of(turn), ANSWER_TOKENS, self._target.model, cache_salt=salt)
                 sent_s = loop.time()
-                seen = await stream_completion(*self._target.api_address, body, path="/v1/chat/completions")
+                seen = await stream_completion(*self._target.api_address, body, path=CHAT)
                 found.append(Request(at, number, sent_s, seen.ttft_s))
 
         try:
             async with asyncio.TaskGroup() as group:
-                for at, chat in enumerate(said):
+                for at, chat in enumerate(conversations):
                     group.create_task(one(at, chat))
         except* (StreamFailed, OSError) as failures:
             raise Unavailable(f"a request failed: {failures.exceptions[0]}") from None
@@ -433,15 +400,14 @@ def run_prefix_bench(data: Path, options: PrefixOptions | None = None, processes
     this machine allows no CPU quotas.
     """
     chosen = options or PrefixOptions()
-    result: dict[str, Any] = {"figures": {}, "aims": {}, "notes": []}
+    parts: list[Result] = []
     if chosen.simulated:
-        for one in _simulate(list(cases(data)), processes):
-            _add(result, traced(one))
+        parts += map(traced, _simulate(list(cases(data)), processes))
         note = f"simulated: TTFT {SLO.ttft_s:g} s, TPOT {SLO.tpot_s:g} s; rates are shares of what least_load serves"
-        result["notes"].append(note)
+        parts.append({"notes": [note]})
     if chosen.live:
-        _add(result, live(asyncio.run(run_live(chosen.rounds, Console(stderr=True)))))
-    return result
+        parts.append(live(asyncio.run(run_live(chosen.rounds))))
+    return merged(*parts)
 
 
 def _simulate(found: Sequence[Case], processes: int) -> list[Traced]:
@@ -465,7 +431,6 @@ def _simulate(found: Sequence[Case], processes: int) -> list[Traced]:
 
 
 def traced(one: Traced) -> dict[str, Any]:
-    """Figures and aims of a trace."""
     total, figures, aims = one.prompt_tokens, dict[str, float](), dict[str, Any]()
     figures[f"{one.trace}_oracle_saved_share"] = round(one.oracles.unbounded / total, 4)
     figures[f"{one.trace}_pooled_oracle_saved_share"] = round(one.oracles.pooled / total, 4)
@@ -516,15 +481,8 @@ def _figures(point: Point, prompt_tokens: int) -> dict[str, float]:
 
 
 def _aims(at: str, hits: float, ttft: float, imbalance: float) -> dict[str, Any]:
-    """Those of point 4 of the issue."""
     return {
-        f"{at}_hits_of_oracle": {"want": f">= {HITS}", "got": round(hits, 3), "met": hits >= HITS},
-        f"{at}_ttft_over_least_load": {"want": f"<= {TTFT}", "got": round(ttft, 3), "met": ttft <= TTFT},
-        f"{at}_imbalance": {"want": f"<= {BALANCE}", "got": round(imbalance, 3), "met": imbalance <= BALANCE},
+        f"{at}_hits_of_oracle": at_least(HITS, hits),
+        f"{at}_ttft_over_least_load": at_most(TTFT, ttft),
+        f"{at}_imbalance": at_most(BALANCE, imbalance),
     }
-
-
-def _add(result: dict[str, Any], more: Mapping[str, Any]) -> None:
-    result["figures"] |= more["figures"]
-    result["aims"] |= more["aims"]
-    result["notes"] += more["notes"]

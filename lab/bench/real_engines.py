@@ -3,34 +3,26 @@
 import json
 import re
 import shutil
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from os import geteuid, getpid, rmdir
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
-import httpx
 import msgspec
 import numpy as np
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
 from safetensors.numpy import save_file
 
-from lab.demo.run import on_free_ports
-from services.launcher.cluster_file import Cluster
-from services.launcher.model_source import PROJECT
-from services.launcher.up import RunningSuite, running_suite
-from shared.domain.instance import InstanceInfo, Role
-from shared.domain.route import PolicySpec
+from lab.bench.experiment import WHO, Found, Session, measured
+from lab.calibrate.target import Target, Traffic
+from lab.suite import BARE, DEMO_MODEL
+from services.launcher.suite import Suite
+from shared.domain.instance import InstanceInfo
 from shared.errors import InvalidRequest, Unavailable
-
-# MERGED random_llama.py
-# A Llama with random weights as a folder that an engine can serve, where only its speed counts.
-
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
@@ -49,7 +41,6 @@ class LlamaShape:
 
     @property
     def head_dim(self) -> int:
-        """Of one attention head."""
         return self.hidden_size // self.num_attention_heads
 
 
@@ -106,12 +97,6 @@ def _sizes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
     return sizes | {"model.norm.weight": (hidden,)}
 
 
-# MERGED cpu_quota.py
-# A share of this machine's cores for a group of processes, by a cgroup (v1 or v2), so that engines differ in speed.
-#
-# Source: Linux, Documentation/scheduler/sched-bwc.rst (v1: cpu.cfs_quota_us) and admin-guide/cgroup-v2.rst (cpu.max).
-
-
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 20_000  # short, so that a step is slowed down evenly and not now and then
 LEAST_US = 1_000  # the kernel takes no less
@@ -128,7 +113,6 @@ class Throttled:
     lost_s: float
 
     def since(self, before: "Throttled") -> "Throttled":
-        """The same from `before` on."""
         return Throttled(self.periods - before.periods, self.throttled - before.throttled, self.lost_s - before.lost_s)
 
     @property
@@ -160,15 +144,13 @@ class CpuGroup:
         _limit(self.path, self.unified, cores)
 
     def pids(self) -> tuple[int, ...]:
-        """The processes that it holds."""
         return tuple(map(int, (self.path / "cgroup.procs").read_text().split()))
 
     def throttled(self) -> Throttled:
-        """So far."""
         rows = (line.split() for line in (self.path / "cpu.stat").read_text().splitlines())
-        said = {row[0]: int(row[1]) for row in rows if len(row) == 2}
-        lost_s = said.get("throttled_usec", 0) / 1e6 if self.unified else said.get("throttled_time", 0) / 1e9
-        return Throttled(said.get("nr_periods", 0), said.get("nr_throttled", 0), lost_s)
+        counters = {row[0]: int(row[1]) for row in rows if len(row) == 2}
+        lost_s = counters.get("throttled_usec", 0) / 1e6 if self.unified else counters.get("throttled_time", 0) / 1e9
+        return Throttled(counters.get("nr_periods", 0), counters.get("nr_throttled", 0), lost_s)
 
 
 @contextmanager
@@ -211,7 +193,7 @@ def _limit(path: Path, unified: bool, cores: float) -> None:
 
 
 def _parent(cgroups: Path) -> tuple[Path, bool]:
-    """The group in which ours are made, and whether it is v2."""
+    """The cgroup below which new groups are made, and whether it is v2."""
     for name in ("cpu", "cpu,cpuacct"):
         if (cgroups / name / "cgroup.procs").exists():
             return cgroups / name, False
@@ -279,49 +261,69 @@ FLIP_S = 60.0  # a drain may take so long
 
 @dataclass(frozen=True, slots=True)
 class QuotaSuite:
-    """The running suite; groups and process ids by instance."""
+    """A running suite with a client; groups and process ids by instance."""
 
-    running: RunningSuite
+    session: Session
     groups: Mapping[str, CpuGroup]
     pids: Mapping[str, int]
 
+    @property
+    def suite(self) -> Suite:
+        return self.session.suite
+
+    @property
+    def target(self) -> Target:
+        return self.session.target
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.session.traffic
+
     async def instances(self) -> list[InstanceInfo]:
         """As the monitor knows them, with the rates that they have learned."""
-        found = await self.running.suite.instances()
+        found = await self.suite.instances()
         return [msgspec.convert(entry["info"], InstanceInfo) for entry in found.values()]
+
+    async def flip(self, *names: str) -> None:
+        """Change the roles of these instances. Raises the monitor's errors."""
+        async with self.suite.monitor() as monitor:
+            for name in names:
+                await monitor.flip(name, drain_timeout_s=FLIP_S, force=True, who=WHO)
 
     def check(self) -> None:
         """Raises Unavailable when an instance was started again meanwhile, and so without its quota."""
         for name, pid in self.pids.items():
-            if self.running.suite.state.pid(name) != pid:
+            if self.suite.state.pid(name) != pid:
                 raise Unavailable(f"the instance {name} was started again, without its quota: nothing to compare")
 
 
 Kind = TypeVar("Kind", bound=QuotaSuite)
 
 
-@asynccontextmanager
-async def running_under_quotas(
+async def measured_under_quotas(
     kind: type[Kind],
-    folder: Path,
-    console: Console,
     shape: LlamaShape,
     cores: Mapping[str, float],
     cluster_of: Callable[[Path], dict[str, Any]],
-) -> AsyncIterator[Kind]:
-    """The suite of the cluster file that `cluster_of` makes of a model's folder, its instances under their quotas.
+    work: Callable[[Kind], Coroutine[Any, Any, Found]],
+    seed: int,
+) -> Found:
+    """The result of `work` on a suite of real engines of a random Llama, each held to its share of the cores.
 
-    Raises Unavailable where this machine allows none.
+    cluster_of: makes the cluster file of the model's folder. Raises Unavailable where this machine allows no quotas.
     """
     with ExitStack() as stack:
         groups = {name: stack.enter_context(cpu_quota(name, share)) for name, share in cores.items()}
-        model = make_llama(folder / "model", shape, PROJECT / "models" / "demo")
-        cluster = on_free_ports(Cluster.model_validate(cluster_of(model)))
-        async with running_suite(cluster, folder / "data", console) as running:
-            pids = {name: running.suite.state.pid(name) for name in groups}
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polyphase-engines-")))
+        model = make_llama(folder / "model", shape, DEMO_MODEL)
+
+        async def held(session: Session) -> Found:
+            pids = {name: session.suite.state.pid(name) for name in groups}
             for name, pid in pids.items():
                 groups[name].add(pid)
-            yield kind(running, MappingProxyType(groups), MappingProxyType(pids))
+            return await work(kind(session, groups, pids))
+
+        return await measured(cluster_of(model), held, seed=seed)
 
 
 def cluster_file(
@@ -329,98 +331,12 @@ def cluster_file(
 ) -> dict[str, Any]:
     """A cluster file of vLLM instances on one thread each. defaults: more of `instance_defaults`."""
     return {
+        **BARE,
         "name": f"bench {name}",
         "model": str(model),
         "served_model_name": name,
         "max_model_len": max_model_len,
         "gateway": {"dtype": "float32", "max_queued_jobs": 4096, "job_timeout_s": 900.0},
-        "predictor": {"enabled": False},
-        "planner": {"enabled": False},
-        "dashboard": {"enabled": False},
         "instance_defaults": {"engine": "vllm", "accelerator": "cpu", "dtype": "float32", "threads": 1, **defaults},
         "instances": list(instances),
     }
-
-
-# MERGED engine_suite.py
-# One real engine with little room for KV, behind a whole suite: what `bench engine` changes its policies on.
-
-
-ENGINE = "engine"
-# 26 million parameters: computing a burst of prompts takes seconds, beside which what the services add is small.
-SHAPE = LlamaShape(4096, 512, 1408, 8, 8, 4, 4096)
-MAX_MODEL_LEN, CHUNK, SEATS = 1024, 256, 32
-KV_TOKENS, BLOCK = 4096, 32
-PATIENT = "patient"
-WHO = "polyphase bench engine"
-_FLOAT32_BYTES = 4
-_PREEMPTIONS = "vllm:num_preemptions"
-
-
-@dataclass(frozen=True, slots=True)
-class OneEngine:
-    """The running suite."""
-
-    running: RunningSuite
-
-    async def follow(self, order: PolicySpec, admission: PolicySpec) -> None:
-        """Go by these once nobody has work."""
-        suite = self.running.suite
-        await suite.wait_idle()
-        await suite.set_policies({"prefill_order": order, "decode_admission": admission}, WHO)
-
-    async def preemptions(self) -> int:
-        """So far. Raises Unavailable."""
-        entry = (await self.running.suite.instances())[ENGINE]
-        async with httpx.AsyncClient(base_url=entry["info"]["http"], timeout=10, trust_env=False) as http:
-            try:
-                text = (await http.get("/metrics")).raise_for_status().text
-            except httpx.HTTPError as error:
-                raise Unavailable(f"{ENGINE}: {error}") from error
-        return counted(text)
-
-
-@asynccontextmanager
-async def one_engine(folder: Path, console: Console) -> AsyncIterator[OneEngine]:
-    """The suite. Raises what `running_suite` raises."""
-    model = make_llama(folder / "model", SHAPE, PROJECT / "models" / "demo")
-    cluster = on_free_ports(Cluster.model_validate(cluster_of(model)))
-    async with running_suite(cluster, folder / "data", console) as running:
-        yield OneEngine(running)
-
-
-def cluster_of(model: Path) -> dict[str, Any]:
-    """The cluster file.
-
-    The only instance decodes, so it computes whole requests: order and admission meet in one engine, and neither
-    placement nor KV transfers have a part in what is measured.
-    """
-    head_bytes = 2 * SHAPE.num_key_value_heads * SHAPE.head_dim * _FLOAT32_BYTES
-    return {
-        "name": "bench engine",
-        "model": str(model),
-        "served_model_name": "engine",
-        "max_model_len": MAX_MODEL_LEN,
-        "gateway": {"dtype": "float32", "slo": {PATIENT: {"ttft_s": 30.0, "tpot_s": 1.0}}},
-        "predictor": {"bucket_tokens": 32, "bucket_count": 16},
-        "dashboard": {"enabled": False},
-        "instance_defaults": {"engine": "vllm", "accelerator": "cpu", "dtype": "float32", "threads": 1},
-        "instances": [
-            {
-                "id": ENGINE,
-                "role": Role.DECODE.value,
-                "chunk_size": CHUNK,
-                "max_seqs": SEATS,
-                "block_size": BLOCK,
-                "kv_cache_bytes": (KV_TOKENS + BLOCK) * SHAPE.num_hidden_layers * head_bytes,  # a block is vLLM's own
-            }
-        ],
-    }
-
-
-def counted(metrics: str) -> int:
-    """Preemptions, of what the instance's `/metrics` says. Raises Unavailable where it does not say it."""
-    for family in text_string_to_metric_families(metrics):
-        if family.name == _PREEMPTIONS:
-            return int(sum(sample.value for sample in family.samples if sample.name.endswith("_total")))
-    raise Unavailable(f"{ENGINE} does not tell {_PREEMPTIONS}")

@@ -1,13 +1,17 @@
-"""`polyphase bench roles`: roles that follow what clients ask for, beside every fixed ratio and the other policies.
+"""`polyphase bench roles`: role flips that follow the demand, beside every fixed ratio and the other flip policies.
 
 Workloads turn from conversation to code and back, at rates at which roles matter; others are steady or bursty, where
-flips can only do harm. Simulated, with what is known live: loads as old as broadcasts, learned rates, imperfect
-predictions, summaries of the demand as late as live ones. `--live` does the turning one on emulated instances, too.
+flips can only do harm. The simulator knows what a live cluster knows: loads as old as broadcasts, learned rates,
+imperfect predictions, and summaries of the demand with live delays. `--live` runs one turning workload on emulated
+instances.
 """
 
+import asyncio
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -15,14 +19,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lab.bench.scenarios import MAX_TOKENS, Phase, attained, learned, turning
+from lab.bench.experiment import Session, measured, model_with_context
+from lab.bench.results import Result, at_most, result
+from lab.bench.scenarios import MAX_TOKENS, Phase, attained, learned, shares, turning
+from lab.calibrate.target import Sample
 from lab.simulate.deployment import load_deployment
+from lab.suite import BARE
 from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult
 from shared.sim.prediction import Prediction
 from shared.sim.spec import InstanceSpec, RunSpec, with_words
+from shared.sim.workload import Workload
 
 SLO = Slo(ttft_s=2.0, tpot_s=0.03)
 LONGEST = 8_000
@@ -38,7 +47,7 @@ SEEDS = (1, 2)
 class Setting:
     """Instances by accelerator in the order in which they get the prefill role; phases; placement in words.
 
-    prefills: with how many prefill instances the policies begin; steady: what asks for no flip.
+    prefills: with how many prefill instances the policies begin; steady: no flip is needed.
     """
 
     name: str
@@ -50,7 +59,6 @@ class Setting:
 
     @property
     def ratios(self) -> range:
-        """How many prefill instances there may be."""
         return range(1, len(self.accelerators))
 
 
@@ -93,20 +101,15 @@ SETTINGS = tuple(
 
 def run_roles_bench(
     data: Path, settings: Sequence[Setting] = SETTINGS, seeds: Sequence[int] = SEEDS, processes: int = 2
-) -> dict[str, Any]:
-    """All settings. Returns figures, aims and notes as every bench does."""
+) -> Result:
     work = [(setting, seed, data) for setting in settings for seed in seeds]
     with ProcessPoolExecutor(processes) as pool:
-        found = list(pool.map(_measured, work, chunksize=1))
-    result: dict[str, Any] = {"figures": {}, "aims": {}, "notes": []}
+        found = list(pool.map(measure, *zip(*work, strict=True), chunksize=1))
+    note = f"lengths: Azure's traces, where they are in {data}; targets {SLO.ttft_s} s, {SLO.tpot_s} s"
+    whole = result({}, notes=[note])
     for (setting, seed, _), runs in zip(work, found, strict=True):
-        judged(f"{setting.name}_seed{seed}", setting, runs, result)
-    result["notes"].append(f"lengths: Azure's traces, where they are in {data}; targets {SLO.ttft_s} s, {SLO.tpot_s} s")
-    return result
-
-
-def _measured(work: tuple[Setting, int, Path]) -> list[Seen]:
-    return measure(*work)
+        judged(f"{setting.name}_seed{seed}", setting, runs, whole)
+    return whole
 
 
 def measure(setting: Setting, seed: int, data: Path | None) -> list[Seen]:
@@ -130,7 +133,7 @@ _RUN = RunSpec(
 
 
 def _kinds(setting: Setting) -> list[InstanceSpec]:
-    """One instance of each place, as it knows itself."""
+    """The instance of each place, with learned rates."""
     shipped = {
         one.accelerator: one for one in load_deployment(Path(__file__).with_name("clusters") / "roles.yaml").instances
     }
@@ -147,7 +150,6 @@ def _instances(kinds: Sequence[InstanceSpec], prefills: int) -> list[InstanceSpe
 
 
 def seen(label: str, setting: Setting, result: SimResult) -> Seen:
-    """What a run came to."""
     outcomes, phases = result.outcomes, setting.phases
     began = float(outcomes.arrival_s[0])
     flips = [(flip.time_s - began, flip.to) for flip in result.role_flips]
@@ -157,12 +159,12 @@ def seen(label: str, setting: Setting, result: SimResult) -> Seen:
         attained(outcomes, SLO, phases),
         attained(outcomes, SLO, phases, SETTLE_S),
         int((~outcomes.completed).sum()),
-        *told(phases, flips, notices),
+        *flip_figures(phases, flips, notices),
         float(np.nanpercentile(outcomes.longest_gap_s, 90)),
     )
 
 
-def told(
+def flip_figures(
     phases: Sequence[Phase], flips: Sequence[tuple[float, str]], notices: Sequence[float]
 ) -> tuple[int, int, float, float]:
     """Flips, those that turned back, the latest first notice of a turn and the latest last flip after it."""
@@ -180,9 +182,9 @@ def told(
     return len(flips), turned_back, noticed_s, settled_s
 
 
-def judged(name: str, setting: Setting, runs: Sequence[Seen], result: dict[str, Any]) -> None:
-    """Figures of all runs, and aims of the predictive one, put into `result`."""
-    figures, aims = result["figures"], result["aims"]
+def judged(name: str, setting: Setting, runs: Sequence[Seen], into: Result) -> None:
+    """Add figures of all runs, and aims of the predictive one."""
+    figures, aims = into["figures"], into["aims"]
     for one in runs:
         for number, (whole, settled) in enumerate(zip(one.attained, one.settled, strict=True)):
             figures[f"{name}_{one.label}_phase{number}_share"] = round(whole, 4)
@@ -200,16 +202,93 @@ def judged(name: str, setting: Setting, runs: Sequence[Seen], result: dict[str, 
         for at in range(len(setting.phases))
     ]
     if setting.steady:
-        aims[f"{name}_loss_to_no_flips"] = _at_most(NO_WORSE, max(whole for whole, _ in lost))
+        aims[f"{name}_loss_to_no_flips"] = at_most(NO_WORSE, max(whole for whole, _ in lost))
     else:
-        aims[f"{name}_loss_to_best_ratio_of_each_phase"] = _at_most(CLOSE, max(whole for whole, _ in lost))
-        aims[f"{name}_loss_to_best_ratio_once_settled"] = _at_most(CLOSE, max(settled for _, settled in lost))
+        aims[f"{name}_loss_to_best_ratio_of_each_phase"] = at_most(CLOSE, max(whole for whole, _ in lost))
+        aims[f"{name}_loss_to_best_ratio_once_settled"] = at_most(CLOSE, max(settled for _, settled in lost))
         best = max(sum(one.attained) for one in fixed) / len(lost)
-        aims[f"{name}_loss_to_best_ratio_of_all"] = _at_most(NO_WORSE, best - sum(ours.attained) / len(lost))
-        aims[f"{name}_noticed_s"] = _at_most(NOTICED_S, ours.noticed_s)
-    aims[f"{name}_turned_back"] = _at_most(0, ours.turned_back)
-    aims[f"{name}_failed"] = _at_most(0, ours.failed)
+        aims[f"{name}_loss_to_best_ratio_of_all"] = at_most(NO_WORSE, best - sum(ours.attained) / len(lost))
+        aims[f"{name}_noticed_s"] = at_most(NOTICED_S, ours.noticed_s)
+    aims[f"{name}_turned_back"] = at_most(0, ours.turned_back)
+    aims[f"{name}_failed"] = at_most(0, ours.failed)
 
 
-def _at_most(want: float, got: float) -> dict[str, Any]:
-    return {"want": f"<= {want:g}", "got": round(got, 4), "met": got <= want}
+# The turning workload on live emulated instances, so slow that this machine can stream all tokens.
+
+SLOWDOWN = 3.0
+LIVE_SLO = SLO.slower(SLOWDOWN)
+LIVE_LONGEST, CONTEXT = 7_500, 8_192
+_CONVERSATION = Phase("conversation", 19.0 / SLOWDOWN, 120.0)
+# Rates at which 2:2 serves conversation and not code, 3:1 code and not conversation, and 1:3 neither.
+LIVE = Setting(
+    "live4_full", (A100,) * 4, (_CONVERSATION, Phase("code", 16.0 / SLOWDOWN, 120.0), _CONVERSATION), DISAGGREGATED, 2
+)
+RATIOS = (2, 3)
+
+
+def run_live(data: Path | None, ratios: Sequence[int] = RATIOS, seed: int = 1) -> Result:
+    """The ratios and `predictive`, one suite after the other."""
+    workload = turning(LIVE.phases, LIVE_LONGEST, seed, data)
+    arms = [(f"{one}:{len(LIVE.accelerators) - one}", one, "") for one in ratios]
+    with tempfile.TemporaryDirectory(prefix="polyphase-roles-") as name:
+        model = model_with_context(Path(name) / "model", CONTEXT)
+        runs = [
+            asyncio.run(measured(cluster_of(model, prefills, flips), partial(_serve, label, workload)))
+            for label, prefills, flips in (*arms, ("predictive", LIVE.prefills, "predictive"))
+        ]
+    whole = result({}, notes=[f"live: {len(workload)} requests a run"])
+    judged(LIVE.name, LIVE, runs, whole)
+    return whole
+
+
+def cluster_of(model: Path, prefills: int, flips: str) -> dict[str, Any]:
+    """The cluster file, with so many prefill instances and that policy of role flips."""
+    routing = {"placement": "least_load", "split": "full", "dispatch": "power_of_two"}
+    return {
+        **BARE,
+        "name": "bench roles (emulated)",
+        "model": str(model),
+        "max_model_len": CONTEXT,
+        "gateway": {"slo": {"default": LIVE_SLO.targets}},
+        "policies": {**routing, "role_flip": flips or "off"},
+        "monitor": {"drain_timeout_s": 120.0},
+        "instance_defaults": {
+            "engine": "emulated",
+            "emulated_model": "Llama-3-8B",
+            "emulated_slowdown": SLOWDOWN,
+            "kv_cache_bytes": 50 << 30,
+            "chunk_size": 2048,
+            "max_seqs": 128,
+        },
+        "instances": [
+            {"id": f"i{at}", "role": "prefill" if at < prefills else "decode", "accelerator": accelerator}
+            for at, accelerator in enumerate(LIVE.accelerators)
+        ],
+    }
+
+
+async def _serve(label: str, workload: Workload, on: Session) -> Seen:
+    sent = await on.send(workload)  # raises when a request fails
+    async with on.suite.monitor() as monitor:
+        flips, events = await monitor.flips(limit=1_000), await monitor.events(limit=1_000, kind="demand_shift")
+    return seen_live(label, sent.samples, flips, events)
+
+
+def seen_live(label: str, samples: Sequence[Sample], flips: Sequence[Any], events: Sequence[Any]) -> Seen:
+    """A run as clients, the audit and the events show it."""
+    began_s = min(sample.sent_s - sample.shot.at_s for sample in samples)
+    at_s = np.array([sample.shot.at_s for sample in samples])
+    met = np.array([sample.met(LIVE_SLO) for sample in samples])
+    made = sorted((row["started_s"] - began_s, row["to_role"]) for row in flips if row["kind"] == "flip")
+    failed = sum(row["result"] != "succeeded" for row in flips)
+    noticed = [row["time_s"] - began_s for row in events]
+    phases = LIVE.phases
+    longest = [gap_s for sample in samples if (gap_s := sample.longest_gap_s) is not None]
+    return Seen(
+        label,
+        shares(at_s, met, phases),
+        shares(at_s, met, phases, SETTLE_S),
+        failed,
+        *flip_figures(phases, made, noticed),
+        float(np.percentile(longest, 90)) if longest else 0.0,
+    )

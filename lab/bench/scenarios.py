@@ -1,4 +1,5 @@
-"""Scenarios in which policies are compared: clusters of unlike instances, each under three kinds of requests."""
+"""Clusters and workloads of the policy benchmarks: clusters of unequal instances under three kinds of requests, and
+workloads that turn from conversation to code and back."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ CLUSTERS = ("equal", "fast_slow", "prefill_heavy", "mixed_32")
 KINDS = {"conversation": "azure-conv", "code": "azure-code", "mixed": "Mixed"}
 SLO = Slo(ttft_s=2.0, tpot_s=0.1)
 TARGET = 0.9  # attainment at which a rate counts as served
-MAX_TOKENS = 1024  # what clients ask for at most, whatever they get
+MAX_TOKENS = 1024  # max_tokens of all requests
 SEED = 1
 # What is known live of speeds: learned from so many steps, which vary so much, by a start that was so much off.
 LEARNED_STEPS, NOISE, START_OFF = 400, 0.05, 1.5
@@ -44,7 +45,6 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """In figures."""
         return f"{self.cluster}_{self.kind}"
 
     def attained(self, policy: str, rate: float, requests: int, head: int | None = None) -> float:
@@ -55,12 +55,10 @@ class Scenario:
         return attainment(self.result(policy, rate, requests, head).outcomes, SLO).every
 
     def result(self, policy: str, rate: float, requests: int, head: int | None = None) -> SimResult:
-        """The run itself."""
         run, workload = with_words(run_of(self.cluster), policy), self.workload(rate, requests)
         return simulate(workload if head is None else workload.head(head), instances(self.cluster), run)
 
     def workload(self, rate: float, requests: int) -> Workload:
-        """Poisson arrivals."""
         options = WorkloadOptions(KINDS[self.kind], requests=requests, seed=self.seed, arrivals="poisson")
         return at_rate(_requests(self.kind, requests, self.seed), options, rate)
 
@@ -77,7 +75,7 @@ def _requests(kind: str, requests: int, seed: int) -> Workload:
 
 @cache
 def run_of(cluster: str) -> RunSpec:
-    """As live: loads are as old as broadcasts, lengths are foreseen three times in four, and max_tokens says little."""
+    """As live: loads are as old as broadcasts, lengths are predicted correctly three times in four."""
     run = load_deployment(_file(cluster)).run
     prediction = Prediction(width_tokens=200, buckets=10, accuracy=0.75)
     return replace(run, slo=SLO, prediction=prediction, max_tokens=MAX_TOKENS, seed=SEED)
@@ -120,9 +118,7 @@ def _times(step: StepRates, factor: float) -> StepRates:
     return StepRates(longer(step.prefill), longer(step.decode), longer(step.mixed))
 
 
-# MERGED turning.py
-# Workloads that turn from conversation to code and back, and what each phase of them came to.
-
+# Workloads that turn from conversation to code and back.
 
 TRACES = {"conversation": "AzureLLMInferenceTrace_conv.csv", "code": "AzureLLMInferenceTrace_code.csv"}
 MADE = {"conversation": "azure-conv", "code": "azure-code"}  # of the same means, where a trace is missing

@@ -9,24 +9,20 @@ import asyncio
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
-from rich.console import Console
 
 from lab.bench.real_engines import CpuGroup, cpu_quota
+from lab.bench.results import at_most, result
 from lab.bench.soak_clients import HOST
-from lab.bench.stream_client import StreamFailed, stream_completion
-from lab.demo.run import on_free_ports
-from services.launcher.cluster_file import Cluster
-from services.launcher.model_source import PROJECT
+from lab.client import CHAT, StreamFailed, chat_body, stream_completion
+from lab.suite import BARE, started
 from services.launcher.suite import Suite
-from services.launcher.up import running_suite
 
 MINUTES = 20.0
 USERS, ANSWER_TOKENS = 12, 48
@@ -42,8 +38,6 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 
 @dataclass(slots=True)
 class Users:
-    """What the well-behaved clients saw in one part."""
-
     gaps_s: list[float] = field(default_factory=list)
     streams: int = 0
     failed: list[str] = field(default_factory=list)
@@ -60,12 +54,10 @@ class Samples:
     pss_bytes: dict[str, list[int]] = field(default_factory=dict)
 
     def extend(self, other: "Samples") -> None:
-        """Those of a part that followed."""
         for name, values in other.pss_bytes.items():
             self.pss_bytes.setdefault(name, []).extend(values)
 
     def by_minute(self) -> dict[str, list[int]]:
-        """MiB, one value a minute."""
         each = max(1, round(60.0 / SAMPLE_S))
         return {name: [value >> 20 for value in values[::each]] for name, values in self.pss_bytes.items()}
 
@@ -84,32 +76,23 @@ def run_soak_bench(minutes: float = MINUTES) -> dict[str, Any]:
     return asyncio.run(_bench(minutes))
 
 
-def _cluster() -> Cluster:
-    engine = {"engine": "emulated", "accelerator": "A100-SXM-80", "emulated_step_s": 0.04, "kv_cache_bytes": 4 << 30}
-    return on_free_ports(
-        Cluster.model_validate(
-            {
-                "name": "soak bench (emulated instances)",
-                "model": str(PROJECT / "models" / "demo"),
-                "served_model_name": "demo",
-                "predictor": {"enabled": False},
-                "planner": {"enabled": False},
-                "dashboard": {"enabled": False},
-                "instance_defaults": engine,
-                "instances": [
-                    {"id": "prefill", "count": 2, "role": "prefill"},
-                    {"id": "decode", "count": 2, "role": "decode"},
-                ],
-            }
-        )
-    )
+CLUSTER: dict[str, Any] = {
+    **BARE,
+    "name": "soak bench (emulated instances)",
+    "instance_defaults": {
+        "engine": "emulated",
+        "accelerator": "A100-SXM-80",
+        "emulated_step_s": 0.04,
+        "kv_cache_bytes": 4 << 30,
+    },
+    "instances": [{"id": "prefill", "count": 2, "role": "prefill"}, {"id": "decode", "count": 2, "role": "decode"}],
+}
 
 
 async def _bench(minutes: float) -> dict[str, Any]:
-    cluster = _cluster()
-    with tempfile.TemporaryDirectory(prefix="polyphase-bench-") as folder, cpu_quota("soak", HOSTILE_CORES) as group:
-        async with running_suite(cluster, Path(folder), Console(stderr=True)) as running:
-            suite, port = running.suite, cluster.gateway.port
+    with cpu_quota("soak", HOSTILE_CORES) as group:
+        async with started(CLUSTER) as running:
+            suite, port = running.suite, urlsplit(running.plan.api_url).port or 80
             await _part(suite, port, group, "legal", 20.0)  # what is loaded once is loaded now
             before = await _files_at_rest(suite)
             legal: list[Users] = []
@@ -154,10 +137,9 @@ async def _user(port: int, number: int, users: Users, until_s: float) -> None:
     turn = 0
     while time.monotonic() < until_s:
         turn += 1
-        message = {"role": "user", "content": f"{number} {turn} {PROMPT}"}
-        body = {"model": "demo", "messages": [message], "max_tokens": ANSWER_TOKENS, "stream": True, "ignore_eos": True}
+        body = chat_body(f"{number} {turn} {PROMPT}", ANSWER_TOKENS)
         try:
-            result = await stream_completion(HOST, port, body, path="/v1/chat/completions")
+            result = await stream_completion(HOST, port, body, path=CHAT)
             users.streams += 1
             users.gaps_s.extend(result.gaps_s)
         except (StreamFailed, OSError) as error:
@@ -225,19 +207,11 @@ def _result(
     }
     failed = [failure for users in (*legal, *hostile) for failure in users.failed]
     aims = {
-        "failed_streams": _at_most(len(failed), 0),
-        "restarts": _at_most(sum(restarts.values()), 0),
-        "pss_growth": _at_most(max(growth.values()), AIM_GROWTH),
-        "changed_descriptors": _at_most(sum(map(abs, more_files.values())), 0),
-        "gap_p99_ratio": _at_most(statistics.median(ratios), AIM_GAP_RATIO),
+        "failed_streams": at_most(0, len(failed)),
+        "restarts": at_most(0, sum(restarts.values())),
+        "pss_growth": at_most(AIM_GROWTH, max(growth.values())),
+        "changed_descriptors": at_most(0, sum(map(abs, more_files.values()))),
+        "gap_p99_ratio": at_most(AIM_GAP_RATIO, statistics.median(ratios)),
     }
     notes = [f"{name}: {count:+d} descriptors" for name, count in more_files.items()]
-    return {"figures": figures, "aims": aims, "notes": notes + _some(failed)}
-
-
-def _some(failures: Sequence[str]) -> list[str]:
-    return [f"failed: {failure}" for failure in failures[:5]]
-
-
-def _at_most(got: float, want: float) -> dict[str, Any]:
-    return {"want": f"<= {want:g}", "got": round(got, 3), "met": got <= want}
+    return result(figures, aims, notes + [f"failed: {failure}" for failure in failed[:5]])

@@ -13,9 +13,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from random import Random
 
-from lab.bench.stream_client import StreamFailed, stream_completion
 from lab.chaos import hostile
-from lab.chaos.load import Ask, send
+from lab.client import CHAT, COMPLETIONS, Request, StreamFailed, completion_body, send, stream_completion
 
 HOST = "127.0.0.1"
 PAUSE_S = 0.5  # between two attacks of one hostile client
@@ -27,8 +26,8 @@ Address = tuple[str, int]
 Attack = Callable[[Address, Random], Awaitable[object]]
 
 
-def _completion(**more: object) -> Ask:
-    return Ask("hostile", "/v1/completions", {"model": "demo", "prompt": "Hello", "max_tokens": 4, **more})
+def _completion(**more: object) -> Request:
+    return Request(COMPLETIONS, {"model": "demo", "prompt": "Hello", "max_tokens": 4, **more})
 
 
 async def _many_items(address: Address, rng: Random) -> None:
@@ -36,9 +35,9 @@ async def _many_items(address: Address, rng: Random) -> None:
     messages = [{"role": "user", "content": "a"}] * 60_000
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     bodies = [
-        Ask("hostile", "/v1/responses", {"model": "demo", "input": [{"role": "user", "content": ""}] * 90_000}),
-        Ask("hostile", "/v1/chat/completions", {"model": "demo", "messages": messages}),
-        Ask("hostile", "/v1/chat/completions", {"model": "demo", "messages": messages[:1], "tools": [tool] * 40_000}),
+        Request("/v1/responses", {"model": "demo", "input": [{"role": "user", "content": ""}] * 90_000}),
+        Request(CHAT, {"model": "demo", "messages": messages}),
+        Request(CHAT, {"model": "demo", "messages": messages[:1], "tools": [tool] * 40_000}),
         _completion(stop=["a"] * 200_000),
     ]
     await hostile.body_of(address, rng.choice(bodies), _ANSWER_S)
@@ -46,7 +45,7 @@ async def _many_items(address: Address, rng: Random) -> None:
 
 async def _long_text(address: Address, rng: Random) -> None:
     """The largest text to tokenise."""
-    ask = Ask("hostile", "/tokenize", {"model": "demo", "prompt": "a b " * (_BODY_BYTES // 4)})
+    ask = Request("/tokenize", {"model": "demo", "prompt": "a b " * (_BODY_BYTES // 4)})
     await hostile.body_of(address, ask, _ANSWER_S)
 
 
@@ -62,7 +61,7 @@ async def _costly_grammar(address: Address, rng: Random) -> None:
     response_format = {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
     message = {"role": "user", "content": "Hello"}
     body = {"model": "demo", "messages": [message], "max_tokens": 4, "response_format": response_format}
-    await hostile.body_of(address, Ask("hostile", "/v1/chat/completions", body), _ANSWER_S)
+    await hostile.body_of(address, Request(CHAT, body), _ANSWER_S)
 
 
 async def _unread(address: Address, rng: Random) -> None:
@@ -111,7 +110,7 @@ async def _image(address: Address, rng: Random) -> None:
     """An image, which the demo model cannot see."""
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     body = {"model": "demo", "messages": [{"role": "user", "content": [part]}], "max_tokens": 4}
-    await send(address, Ask("hostile", "/v1/chat/completions", body), _ANSWER_S)
+    await send(address, Request(CHAT, body), _ANSWER_S)
 
 
 ATTACKS: tuple[Attack, ...] = (
@@ -153,13 +152,7 @@ async def _legal(address: Address, until_s: float) -> dict[str, int]:
 
     async def client() -> None:
         while time.monotonic() < until_s:
-            body = {
-                "model": "demo",
-                "prompt": f"{next(numbers)} fox",
-                "max_tokens": 16,
-                "stream": True,
-                "ignore_eos": True,
-            }
+            body = completion_body(f"{next(numbers)} fox", 16)
             try:
                 await stream_completion(*address, body)
                 made["whole"] += 1

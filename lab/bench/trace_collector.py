@@ -18,7 +18,7 @@ KINDS = {1: "internal", 2: "server", 3: "client"}
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A span as it came. Times are unix seconds."""
+    """A received span. Times are unix seconds."""
 
     name: str
     service: str
@@ -37,7 +37,7 @@ class Seen:
 
 @dataclass
 class Collector:
-    """What came, read when somebody asks. `status`: what it answers with."""
+    """Received spans; bodies are parsed on first use. status: HTTP status of its answers."""
 
     url: str = ""
     status: int = 200
@@ -47,7 +47,6 @@ class Collector:
 
     @property
     def spans(self) -> list[Seen]:
-        """All of them by now."""
         while self._read < len(self.bodies):
             self._spans += _spans_of(self.bodies[self._read])
             self._read += 1
@@ -74,7 +73,6 @@ def collecting() -> Iterator[Collector]:
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            """An export."""
             body = self.rfile.read(int(self.headers["content-length"]))
             if collector.status == 200:
                 collector.bodies.append(body)

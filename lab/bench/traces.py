@@ -1,8 +1,7 @@
-"""`polyphase bench traces`: whether traces explain where time goes, and what they cost.
+"""`polyphase bench traces`: completeness and cost of traces.
 
-Two suites that are alike but for tracing take the same load in turns, so that what the machine's other guests do to one
-they do to the other. Every service is real, the instances are emulated. CPU is of all processes of a suite, idling and
-exporting included, but not of the collector, which is the bench's own process.
+Two suites that differ only in tracing take the same load in turns. The spans go to `trace_collector`; each trace must
+form one tree, and the time to first token that no span covers is reported.
 """
 
 import asyncio
@@ -22,17 +21,14 @@ from rich.console import Console
 
 from gateway.job import Job, JobSpec
 from lab.bench.overhead import cpu_s
-from lab.bench.stream_client import run_load
+from lab.bench.results import at_most
 from lab.bench.trace_collector import Collector, Seen, collecting
-from lab.demo.run import on_free_ports
+from lab.client import run_load
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.up import RunningSuite, running_suite
 from shared.domain.job import Generation, Slo
-
-# MERGED trace_tree.py
-# What a trace is good for: one tree, and how much of the wait for the first token is in no span.
-
 
 AROUND = ("attempt", "chat ", "text_completion ", "POST ")  # hold others and explain nothing
 
@@ -86,20 +82,16 @@ _SETTLE_S, _QUIET_S = 30.0, 7.0
 
 @dataclass
 class _Target:
-    """One of the two suites."""
-
     port: int
     suite: RunningSuite
     cpu_ms: list[float] = field(default_factory=list)  # a request, of each block
     ttft_ms: list[float] = field(default_factory=list)
 
     def cpu_s(self) -> float:
-        """By now, of all its processes."""
         return sum(cpu_s(process.pid) for process in self.suite.suite.state.processes if process.name != "fork-server")
 
 
 def run_traces_bench(requests: int = REQUESTS) -> dict[str, Any]:
-    """Figures and aims."""
     return asyncio.run(_bench(requests))
 
 
@@ -169,7 +161,7 @@ async def _all_exported(collector: Collector) -> None:
 
 
 async def _span_counts(target: _Target) -> dict[str, int]:
-    """Of all processes that make any, by what became of them."""
+    """Spans of all processes by outcome."""
     counts: dict[str, int] = {}
     async with httpx.AsyncClient(trust_env=False, timeout=10) as http:
         for url in await _metric_urls(target):
@@ -189,15 +181,15 @@ async def _metric_urls(target: _Target) -> list[str]:
     return [f"{root}/metrics" for root in roots]
 
 
-def _result(on: _Target, off: _Target, traces: list[list[Seen]], counts: dict[str, int], asked: int) -> dict[str, Any]:
+def _result(on: _Target, off: _Target, traces: list[list[Seen]], counts: dict[str, int], sent: int) -> dict[str, Any]:
     waits = [found for spans in traces if (found := wait(spans)) is not None]
-    broken = [said for spans in traces for said in faults(spans)[:1]]
+    broken = [fault for spans in traces for fault in faults(spans)[:1]]
     share = _share(waits)
     ratio = statistics.median(on.cpu_ms) / statistics.median(off.cpu_ms)
     off_us = off_cost_us()
     lost = counts.get("dropped", 0) + counts.get("failed", 0)
     figures = {
-        "requests": asked,
+        "requests": sent,
         "traces": len(traces),
         "spans_a_request": round(sum(map(len, traces)) / max(1, len(traces)), 2),
         "ttft_in_no_span": round(share, 4),
@@ -213,11 +205,11 @@ def _result(on: _Target, off: _Target, traces: list[list[Seen]], counts: dict[st
         "faults": broken[:3],
     }
     aims = {
-        "all requests have a trace that is one tree": _aim("== 0", asked - len(traces) + len(broken), 0),
-        "ttft_in_no_span": _aim(f"<= {AIM_MISSING:g}", share, AIM_MISSING),
-        "spans_dropped": _aim("== 0", lost, 0),
-        "cpu_ratio": _aim(f"<= {AIM_CPU_RATIO:g}", ratio, AIM_CPU_RATIO),
-        "off_us_a_request": _aim(f"<= {AIM_OFF_US:g}", off_us, AIM_OFF_US),
+        "all requests have a trace that is one tree": at_most(0, sent - len(traces) + len(broken)),
+        "ttft_in_no_span": at_most(AIM_MISSING, share, 4),
+        "spans_dropped": at_most(0, lost),
+        "cpu_ratio": at_most(AIM_CPU_RATIO, ratio, 4),
+        "off_us_a_request": at_most(AIM_OFF_US, off_us, 4),
     }
     return {"figures": figures, "aims": aims}
 
@@ -233,7 +225,7 @@ def _worst(waits: list[Wait]) -> float:
 
 
 def off_cost_us(rounds: int = 20_000) -> float:
-    """What a request pays in its gateway while tracing is off: each place that would tell something asks whether to."""
+    """Cost of a request in its gateway while tracing is off: each place that would report checks a flag."""
     spec = JobSpec("j", [1], Generation(b"", 0.0), 1, True, False, Slo())
     job = Job(spec, lambda _: None, "g", 0.0)
     began_s = time.process_time()
@@ -241,7 +233,3 @@ def off_cost_us(rounds: int = 20_000) -> float:
         if job.placement_trace or job.wire_trace or job.wire_trace or job.trace is not None:
             raise AssertionError("it is off")
     return (time.process_time() - began_s) / rounds * 1e6
-
-
-def _aim(want: str, got: float, most: float) -> dict[str, Any]:
-    return {"want": want, "got": round(got, 4), "met": got <= most}

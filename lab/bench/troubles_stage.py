@@ -1,7 +1,6 @@
-"""Stages a trouble on a running suite, waits for the verdict to name it and to call all well again, and judges it."""
+"""One injected fault: it is made on a running suite, and verdicts are judged until the cluster is well again."""
 
 import asyncio
-import re
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,10 +13,12 @@ from lab.bench.troubles_suite import EMULATED, Clients, Figure, Known, Sample
 from lab.bench.troubles_verdict import figures
 from lab.chaos.arena import Arena
 from lab.chaos.clusters import Testbed
+from lab.suite import metric
 from services.launcher.child_process import Child
+from shared.domain import verdict
 from shared.domain.instance import Role
 from shared.domain.verdict import Count, Level, Problem, Verdict
-from shared.errors import PolyphaseError
+from shared.errors import PolyphaseError, Unavailable
 from shared.wire.clients.monitor import MonitorClient
 
 POLL_S, SAMPLE_S = 0.2, 0.25
@@ -37,7 +38,6 @@ class Stage:
     late: Child | None = None  # the instance that came late
 
     def be(self, state: str, *names: str) -> None:
-        """These instances are in that state from now on."""
         self.states |= dict.fromkeys(names, state)
         self.known.counts = counted(self.states, self.arena.roles.first)
 
@@ -52,30 +52,31 @@ class Stage:
                 shot.doubt = shot.doubt or not shot.ended_s or shot.ended_s >= began_s - 1.0
 
     async def verdict(self) -> tuple[Verdict, Known]:
-        """The monitor's, and what is known at that moment; lists of it grow on."""
+        """The monitor's verdict and the truth at that moment, whose lists grow on."""
         found = msgspec.convert(await self.monitor.call("GET", "/verdict"), Verdict)
         return found, replace(self.known, silent=dict(self.known.silent))
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """One of them. `make` has it for its block's length. what: the problem's code; names: what text and cause have to
-    say, a regular expression; culprits: the instances that the problem names, None: none are looked for.
+    """A fault and the verdict that it requires. `make` has the fault for its block's length.
+
+    what: the problem's code. stage, culprits: the problem's stage and instances, where they are certain.
     """
 
     name: str
     does: str
     what: str
-    names: str
-    make: Callable[[Stage], AbstractAsyncContextManager[None]]
+    make: Callable[[Stage], AbstractAsyncContextManager[object]]
     level: Level = Level.DEGRADED
-    culprits: Callable[[Arena], tuple[str, ...]] | None = None
+    stage: verdict.Stage | None = None
+    culprits: tuple[str, ...] | None = None
     bed: Testbed = EMULATED
 
 
 @dataclass(slots=True)
 class Staged:
-    """What became of it. Times in seconds; None: not within the time allowed."""
+    """The outcome of a fault. Times in seconds; None: not within the allowed time."""
 
     trouble: Trouble
     headline: str = ""
@@ -87,13 +88,10 @@ class Staged:
 
     @property
     def ok(self) -> bool:
-        """Named, its cause too, all figures right, and over in the end."""
         return not self.faults and all(figure.ok for figure in self.figures)
 
 
 def counted(states: dict[str, str], roles: dict[str, Role]) -> dict[Role, Count]:
-    """The counts that a verdict should have."""
-
     def of(role: Role) -> Count:
         mine = [state for name, state in states.items() if roles[name] is role]
         fields = ("ready", "dead", "unresponsive", "draining", "starting", "missing")
@@ -117,13 +115,13 @@ async def stage(on: Stage, trouble: Trouble) -> Staged:
         undone = time.monotonic()
         if await _well(on, staged, seen):
             staged.clear_s = time.monotonic() - undone
-        for verdict, known in seen:
-            staged.figures += figures(verdict, known)
+        for found, known in seen:
+            staged.figures += figures(found, known)
     return staged
 
 
 async def _alarm(on: Stage, staged: Staged, seen: list[tuple[Verdict, Known]], began: float) -> float | None:
-    """Seconds until the verdict names it; it is looked at some times then."""
+    """Seconds until the verdict names the fault; further verdicts are judged after that."""
     trouble, found = staged.trouble, await on.verdict()
     while (problem := _named(trouble, found)) is None:
         if time.monotonic() - began > ALARM_S:
@@ -140,7 +138,7 @@ async def _alarm(on: Stage, staged: Staged, seen: list[tuple[Verdict, Known]], b
             problem = _named(trouble, found) or problem
         seen.append(found)
         staged.headline, staged.cause = found[0].headline, problem.cause
-        staged.faults += _misnamed(on, trouble, found[0])
+        staged.faults += _misnamed(trouble, found[0])
     return alarm_s
 
 
@@ -148,40 +146,38 @@ def _named(trouble: Trouble, found: tuple[Verdict, Known]) -> Problem | None:
     return next((one for one in found[0].problems if one.what == trouble.what), None)
 
 
-def _misnamed(on: Stage, trouble: Trouble, verdict: Verdict) -> list[str]:
-    problem = next((one for one in verdict.problems if one.what == trouble.what), None)
+def _misnamed(trouble: Trouble, found: Verdict) -> list[str]:
+    problem = next((one for one in found.problems if one.what == trouble.what), None)
     if problem is None:
-        return [f"named no more: {verdict.headline}"]
-    faults, said = [], f"{problem.text}: {problem.cause}"
-    if re.search(trouble.names, said) is None:
-        faults.append(f"it says {said!r}, and nothing of {trouble.names!r}")
-    if problem.level is not trouble.level:
-        faults.append(f"it calls it {problem.level}, not {trouble.level}")
-    if trouble.culprits is not None and problem.instances != tuple(sorted(trouble.culprits(on.arena))):
-        faults.append(f"it blames {problem.instances}, not {trouble.culprits(on.arena)}")
-    return faults
+        return [f"named no more: {found.headline}"]
+    wanted = {"level": trouble.level, "stage": trouble.stage, "instances": trouble.culprits}
+    return [
+        f"{name} is {getattr(problem, name)!r}, not {want!r}"
+        for name, want in wanted.items()
+        if want is not None and getattr(problem, name) != want
+    ]
 
 
 async def _well(on: Stage, staged: Staged, seen: list[tuple[Verdict, Known]]) -> bool:
-    """Wait until nothing is wrong, but for who is not to come yet; that verdict is judged, too."""
+    """Wait until there is no problem but a missing instance; that verdict is judged, too."""
     give_up = time.monotonic() + CLEAR_S
     while True:
-        verdict, known = await on.verdict()
-        problems = [one for one in verdict.problems if one.what != "instances_missing"]
-        settled = all(count.ready == known.counts[role].ready for role, count in verdict.counts.items())
-        if not problems and settled and verdict.requests:
-            if not verdict.problems:
-                seen.append((verdict, known))
+        found, known = await on.verdict()
+        problems = [one for one in found.problems if one.what != "instances_missing"]
+        settled = all(count.ready == known.counts[role].ready for role, count in found.counts.items())
+        if not problems and settled and found.requests:
+            if not found.problems:
+                seen.append((found, known))
             return True
         if time.monotonic() > give_up:
-            staged.faults.append(f"not well within {CLEAR_S:.0f} s: {verdict.headline}")
+            staged.faults.append(f"not well within {CLEAR_S:.0f} s: {found.headline}")
             return False
         await asyncio.sleep(POLL_S)
 
 
 @asynccontextmanager
 async def _sampled(on: Stage) -> AsyncIterator[None]:
-    """Ask every instance for its metrics all the time."""
+    """Poll the metrics of every instance."""
     urls = {
         port.process: f"http://{port.host}:{port.port}/metrics"
         for port in on.arena.ports
@@ -204,7 +200,7 @@ async def _sample(on: Stage, name: str, url: str) -> None:
             try:
                 text = await asyncio.to_thread(_read, url)
                 on.known.samples.append(sample_of(text, time.time(), name, role))
-            except (OSError, ValueError):  # just killed, or not there yet
+            except (OSError, Unavailable):  # just killed, or not there yet
                 pass
         await asyncio.sleep(SAMPLE_S)
 
@@ -215,20 +211,7 @@ def _read(url: str) -> str:
 
 
 def sample_of(text: str, time_s: float, name: str, role: Role) -> Sample:
-    """Of an exposition. Raises ValueError where a series is missing."""
-
-    def value(series: str) -> float:
-        found = re.search(rf"^{series}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
-        if found is None:
-            raise ValueError(f"{name}: no {series}")
-        return float(found[1])
-
-    return Sample(
-        time_s,
-        name,
-        role,
-        value("vllm:kv_cache_usage_perc"),
-        int(value("vllm:num_requests_waiting")),
-        int(value("vllm:num_requests_running")),
-        int(value("polyphase_instance_queued_prefill_jobs")),
-    )
+    """From the text of `/metrics`. Raises Unavailable where a series is missing."""
+    used = metric(text, "vllm:kv_cache_usage_perc")
+    series = ("vllm:num_requests_waiting", "vllm:num_requests_running", "polyphase_instance_queued_prefill_jobs")
+    return Sample(time_s, name, role, used, *(int(metric(text, one)) for one in series))

@@ -1,4 +1,9 @@
-"""The suites on which `polyphase bench troubles` stages its troubles, and what their classes of requests promise."""
+"""Suites, clients and ground truth of `polyphase bench troubles`: clusters with their SLO classes, a load that logs the
+outcome of each request, and bounds for every count that a verdict may state.
+
+A count lies between the requests that the monitor must have received and those that it may have received: the end of a
+request takes up to 1.1 s to reach the monitor, and refusals are reported every 3 s.
+"""
 
 import asyncio
 import time
@@ -7,14 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 from lab.chaos.clusters import EMULATED_ENGINE, REAL_ENGINE, SPLIT, Testbed
-from lab.chaos.load import Address, Ask, Ending, send
+from lab.client import COMPLETIONS, Address, Ending, Request, completion_body, send
 from services.launcher.child_process import Limits
 from shared.domain.instance import Role
 from shared.domain.job import Slo, itl_met
 from shared.domain.verdict import Count, Verdict
-from shared.errors import DeadlineExceeded, EngineFailed, PeerLost, Unavailable
 
 _MIB = 1 << 20
 WINDOW_S = 10.0  # of the verdict, in place of 60 s: it is over sooner after a trouble
@@ -74,9 +79,7 @@ REAL = Testbed(
     proxied=frozenset({"kv"}),
 )
 
-# MERGED troubles_load.py
-# The clients of `polyphase bench troubles`: what they ask for, and a log of what became of each request.
-
+# Clients.
 
 _POLITE_S = 0.3  # between an error and the next try
 _LOOK_S = 0.01  # between two looks at how late the clients themselves are
@@ -84,7 +87,7 @@ _LOOK_S = 0.01  # between two looks at how late the clients themselves are
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a client asks for; lengths in tokens. slo: its class, "" for the default."""
+    """A request of a client; lengths in tokens. slo: its class, "" for the default."""
 
     prompt_tokens: int
     output_tokens: int
@@ -95,8 +98,8 @@ class Wish:
 class Shot:
     """One request as its client saw it. Unix seconds; ended_s: 0 while it is open.
 
-    code: of the error it was answered with. cut: its connection ended, and nothing said why. doubt: its gateway or its
-    scheduler may have stood still meanwhile, so that what they saw of it, and when they tell, is not known.
+    code: of its error. cut: its connection ended without an error. doubt: its gateway or its scheduler may have stood
+    still meanwhile, so that their reports of it may be late or missing.
     """
 
     slo: str
@@ -113,12 +116,10 @@ class Shot:
 
     @property
     def done(self) -> bool:
-        """Answered in full."""
         return self.ended_s > 0.0 and not self.code and not self.cut
 
     @property
     def jct_s(self) -> float:
-        """Sending to the end."""
         return self.ended_s - self.began_s
 
 
@@ -140,11 +141,10 @@ class Clients:
                 self._late.append((time.time(), late_s))
 
     async def one(self, wish: Wish, address: Address | None = None) -> Shot:
-        """Send a request and wait for its end."""
         address = address or self.addresses[len(self.shots) % len(self.addresses)]
         shot = Shot(wish.slo or "default", time.time())
         self.shots.append(shot)
-        reply = await send(address, self._ask(wish))
+        reply = await send(address, self._request(wish))
         times = reply.token_times_s
         shot.status = reply.status
         shot.ttft_s = reply.ttft_s
@@ -158,27 +158,18 @@ class Clients:
         return shot
 
     def users(self, number: int, *wishes: Wish) -> "Users":
-        """So many who ask again as soon as they are answered, each for the wishes in turn."""
+        """Clients that send the next request as soon as one is answered, with the given requests in turn."""
         return Users(self, number, wishes)
 
     async def burst(self, number: int, wish: Wish) -> None:
         """So many at once; ends with the last answer."""
         await asyncio.gather(*(self.one(wish) for _ in range(number)))
 
-    def _ask(self, wish: Wish) -> Ask:
+    def _request(self, wish: Wish) -> Request:
         name = f"trouble-{uuid.uuid4().hex[:12]}"
-        body = {
-            "model": "demo",
-            "prompt": [self._rng.randrange(300, 1200) for _ in range(wish.prompt_tokens)],
-            "max_tokens": wish.output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-            "request_id": name,
-            "cache_salt": name,
-        }
-        return Ask(name, "/v1/completions", body, wish.slo)
+        prompt = [self._rng.randrange(300, 1200) for _ in range(wish.prompt_tokens)]
+        more: dict[str, Any] = {"return_token_ids": True, "request_id": name, "cache_salt": name}
+        return Request(COMPLETIONS, completion_body(prompt, wish.output_tokens, **more), wish.slo, key=name)
 
 
 class Users:
@@ -212,16 +203,12 @@ class Users:
                 await asyncio.sleep(_POLITE_S)
 
 
-# MERGED troubles_known.py
-# What the stager of a trouble knows by itself, and bounds for what a verdict may say of the same window.
-#
-# A request's end comes to the monitor in a moment: from the gateway within 0.1 s and from its scheduler within 1 s
-# more, and refusals with the gateway's next word, 3 s apart. So a count lies between those that must have been told
-# of and those that may have been.
-
+# The truth, and bounds for the figures of a verdict over the same window. The end of a request reaches the monitor
+# from the gateway within 0.1 s and from the scheduler within 1 s more; refusals are reported every 3 s. A count
+# therefore lies between the requests that the monitor must have received and those that it may have received.
 
 EARLY_S = 0.3  # a client may see the end of its answer so much later than the gateway
-LATE_S = 2.5  # by then a request's end has been told to the monitor
+LATE_S = 2.5  # by then a end has reached the monitor
 STAMP_S = 1.0  # the scheduler's time of an end, later than the client's
 REFUSED_LATE_S, REFUSED_STAMP_S = 6.0, 4.5
 DOUBT_S = 30.0  # what stands still holds reports back
@@ -231,7 +218,6 @@ GAP_BLUR_S = (
 )
 TPOT_BLUR = 0.1  # tokens that share a message: so much of TPOT, either way
 
-_STATUS = {one.code: str(one.http_status) for one in (Unavailable, PeerLost, DeadlineExceeded, EngineFailed)}
 HISTOGRAM = 1.06  # percentiles of the verdict are of buckets within 5 %
 OWN_S = 0.05  # beside a client's time
 Bounds = tuple[float, float]
@@ -239,7 +225,7 @@ Bounds = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What `GET /metrics` of an instance said at a moment."""
+    """`GET /metrics` of an instance at a moment."""
 
     time_s: float
     instance: str
@@ -254,7 +240,7 @@ class Sample:
 class Known:
     """All that is known at one moment. Unix seconds.
 
-    silent: since when gateways and schedulers stand still. behind: who cannot hear of new policies. mute_s: since when
+    silent: since when gateways and schedulers stand still. behind: instances without broadcasts. mute_s: since when
     no predictor answers. cut_s: since when KV does not come. slow_s: what each KV transfer takes at least.
     """
 
@@ -295,23 +281,16 @@ class Window:
         return least, most
 
     def of(self, shots: Iterable[Shot], which: Callable[[Shot], bool]) -> Bounds:
-        """The same of those that are clearly so or not so."""
+        """Bounds for a property that is certain for each request."""
         return self.count(shots, which, which)
 
 
 def is_refused(shot: Shot) -> bool:
-    """Turned away, not broken."""
     return shot.status == 429 or shot.code in ("busy", "overloaded", "delayed")
 
 
 def is_failed(shot: Shot) -> bool:
-    """Broken."""
     return bool(shot.code) and not is_refused(shot)
-
-
-def told_as(shot: Shot, code: str) -> bool:
-    """Whether an error may have been that one: within a stream clients are told its HTTP status only."""
-    return shot.code in (code, _STATUS.get(code))
 
 
 def share(part: Bounds, rest: Bounds) -> Bounds:
@@ -377,32 +356,23 @@ def about_median(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number or a phrase of a verdict; what it had to be."""
+    """A number or a name of a verdict, and its true value."""
 
     name: str
-    said: str
+    reported: str
     want: str
     ok: bool
 
 
-def within(name: str, said: float, bounds: Bounds, slack: float = 0.0) -> Figure:
-    """A number that has to lie there."""
+def within(name: str, reported: float, bounds: Bounds, slack: float = 0.0) -> Figure:
     least, most = bounds
     want = f"{least:.4g}" if least == most else f"{least:.4g}..{most:.4g}"
-    return Figure(name, f"{said:.4g}", want, least - slack <= said <= most + slack)
+    return Figure(name, f"{reported:.4g}", want, least - slack <= reported <= most + slack)
 
 
-def same(name: str, said: object, want: object) -> Figure:
-    """Something that has to be just so."""
-    return Figure(name, str(said), str(want), said == want)
+def same(name: str, reported: object, want: object) -> Figure:
+    return Figure(name, str(reported), str(want), reported == want)
 
 
 def window_of(verdict: Verdict) -> Window:
-    """What the verdict says that it counts."""
     return Window(verdict.time_s - verdict.window_s, verdict.time_s)
-
-
-def percent(name: str, said: str, bounds: Bounds) -> Figure:
-    """A share in per cent, rounded to its last digit."""
-    least, most = bounds
-    return within(name, float(said), (100.0 * least, 100.0 * most), 0.51 if float(said) >= 1.0 else 0.06)

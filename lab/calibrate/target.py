@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from lab.bench.stream_client import StreamFailed, stream_completion
+from lab.client import StreamFailed, stream_completion
 from services.launcher import cluster_keys
 from services.launcher.suite import Suite, change_policies, until
 from shared.domain.instance import InstanceInfo, InstanceState, Role

@@ -1,47 +1,41 @@
 """`polyphase bench chaos`: faults under load, one after the other or drawn at random, and a judge of every token.
 
-How it is built
----------------
+A *testbed* (`clusters`) is a cluster on free ports of this machine: "emulated" (all services real, the engines
+emulated; two gateways and two schedulers), "keyed" (smaller, with CurveZMQ keys), "real" (vLLM on the CPU, with
+different block sizes), and variants. One running suite serves all scenarios of its testbed in turn; a scenario that
+leaves the suite unwell is followed by a fresh one.
 
-*Testbeds* (`clusters`) are clusters on free ports of this machine: "emulated" (every service real, the engines
-emulated; two gateways and two schedulers), "keyed" (the same, smaller, with CurveZMQ), "real" (vLLM on the CPU,
-unlike block sizes), and variants of these. One running suite serves all scenarios of its testbed in turn; when one of
-them leaves it unwell, the next gets a fresh one.
+*No code of the product takes part.* A suite runs the plan of `polyphase up`, with three more environment variables and
+`inject/` on the PYTHONPATH of its processes. Through these
 
-*Nothing of the product knows of this.* A plan is what `polyphase up` would run; its processes get three more
-environment variables and `inject/` on their PYTHONPATH. By that alone
+- each connection between two processes passes a proxy of its own (`proxy`), which can cut, stall, slow, corrupt, lose,
+  swap and replay. It knows the framing of ZeroMQ and of KV over TCP (`framing`): a flipped bit arrives in a well-framed
+  message;
+- the wall clock of a process can jump, and its SQLite can refuse writes or lose the answers to them, while it runs; an
+  instance or gateway can claim another wire version;
+- the longest CPU time for which a gateway's event loop is held is measured.
 
-- every connection between two processes goes by a proxy of its own (`wires`, `proxy`), which can cut, stall, slow,
-  corrupt, lose, swap and replay; it knows the framing of ZeroMQ (`zmtp`) and of KV over TCP (`kv_framing`), so that a
-  flipped bit arrives in a well-framed message;
-- a process's wall clock can jump and its SQLite refuse writes or lose the answers to them, while it runs; a stranger
-  can claim another wire version;
-- the longest time of CPU that a gateway's event loop is held is measured.
+Other faults come from outside: signals, the monitor's API, a second connection that locks the database, a limit on file
+sizes for a full disk (the kernel refuses the writes), hostile clients, and garbage on all ports (`hostile`).
 
-Everything else is done from outside: signals, the monitor's own API, a second connection that locks the database, a
-limit on file sizes for a full disk (the kernel refuses the writes: root is not needed), rude clients, garbage on
-every port.
+A *scenario* (`scenario`, `scenarios/`) has a name, a sentence, a testbed, a fault (an async function of an
+`arena.Arena`; `faults` has common ones), and what the fault may cost: how long clients may have to wait (given, or
+measured by the fault with `Arena.outage`), whether they may get typed errors, and whether the fault takes a gateway and
+its connections away. The fault is bounded in time, and what it left undone is undone.
 
-*A scenario* (`scenario`, `scenarios/`) is a name, a sentence, a testbed, an async function over an `Arena` (`arena`,
-`verbs`) that does the fault, and what it may cost: how long clients miss something that they cannot do without (said,
-or measured by the fault with `Arena.away`), whether they may get clean errors, whether it takes a gateway and its
-connections away. Its fault is bounded in time; what it left undone is undone; a scenario that hangs or breaks has
-failed, and the bench goes on.
+The *load* (`load`) are steady users: chat and completions, streamed and in one piece, prompts of a few tokens and of
+many chunks, tokens that can be carried to another engine and tokens that cannot. Each kind of request has one right
+answer, which is obtained before the first fault: tokens of an emulated engine follow from the position, those of a real
+engine from greedy sampling in float32. Each answer is compared with it token by token:
 
-*Load* (`load`, `client`) are steady users who ask again as soon as they are answered: chat and completions, streamed
-and in one piece, prompts of a few tokens and of many chunks, tokens that can be carried to another engine and tokens
-that cannot. Each kind of request has one right answer, asked for before anything is disturbed: an emulated engine's
-tokens follow from the position, a real one's from greedy sampling in float32. `judge` compares every answer with it
-token by token:
+    whole | clean error (typed, with Retry-After) | lost | doubled | wrong | cut | hung | crash (500, …)
 
-    whole | clean error (typed; says when to come back) | lost | doubled | wrong | cut | hung | crash (500, …)
+*A scenario passes* when no token is lost, doubled or wrong and no client hangs; when no wait between two signs of life
+is longer than the scenario's outage, plus one second, plus the longest wait without a fault, plus the time for which
+the machine kept the bench from running; when only targets of the fault ended; when within 10 s, without help, all
+processes and instances are back in their roles and users get tokens at the former rate; and when without users no KV,
+job, row, memory, open file or process is left behind.
 
-*A scenario passes* when no token is lost, doubled or wrong and nobody is left hanging; when no wait between two signs
-of life is longer than what the scenario takes away, plus one second, plus the longest wait without any fault, plus
-what the machine kept the bench itself from running; when no process died that nobody touched; when within 10 s, by
-itself, every process and instance is back in its role and users get tokens at the former rate; and when, users gone,
-no KV, job, row, memory, open file or process is left behind (`recovery`).
-
-*The random mode* (`monkey`, `draws`) draws overlapping faults from a seed, keeps the load on, and every twelve draws
-lets the suite recover and looks at what is left. A draw follows from the seed and its number alone.
+The *random mode* (`monkey`) draws overlapping faults from a seed under load. Every twelve draws the suite must recover,
+with nothing left behind. A draw follows from the seed and its number alone.
 """

@@ -1,4 +1,8 @@
-"""A running suite under test: the handle that scenarios get."""
+"""A running suite under test: the handle that scenarios get, and the faults that can be injected into it.
+
+Every fault can be undone; `Arena.restore` undoes the faults that are left. Relies on `inject/sitecustomize.py`, which
+the processes of the suite import, and on the proxies of `proxy`.
+"""
 
 import asyncio
 import os
@@ -6,7 +10,7 @@ import resource
 import signal
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,8 +22,9 @@ from rich.console import Console
 
 from lab.chaos.clusters import Testbed, second_gateway_port, secret_of
 from lab.chaos.inject.sitecustomize import LOOP_TIME, LOST, READ_ONLY, SWITCHES
-from lab.chaos.load import Address, Ask, Load, Right, learn, palette
+from lab.chaos.load import Load, RightAnswer, learn, request_kinds
 from lab.chaos.proxy import Port, Wires, ports_of, service_of, wired
+from lab.client import Address, Request
 from lab.demo.client import ApiClient, Prompts
 from services.launcher import cluster_keys, state_file
 from services.launcher.child_process import Child, Limits, spawn, stop_all
@@ -33,21 +38,92 @@ from shared.domain.instance import InstanceState, Role
 from shared.errors import PolyphaseError
 from shared.runtime.keys import digest_of
 
-# MERGED verbs.py
-# What can be done to a running suite; every verb can be undone, and `restore` undoes what is left.
+INJECT = Path(__file__).parent / "inject"
+RUN = "CHAOS_RUN"  # environment variable of all processes of a run; its value names the run
+BACK_S = 30.0  # the longest time that a scenario waits for a process or an instance to come back
+START_S = 120.0
+# The bench kills often what usually runs for weeks. A process counts as stable after a short time, so that the restarts
+# of one scenario do not lengthen the launcher's pause before the restarts of the next one.
+LIMITS = Limits(stable_s=3.0)
 
 
-BACK_S = 30.0  # the longest that a scenario waits for something to come back
+@dataclass(slots=True)
+class Arena:
+    """A running suite, and what a scenario may do to it."""
+
+    bed: Testbed
+    plan: Plan
+    suite: Suite
+    processes: "Processes"
+    roles: "Roles"
+    wires: Wires
+    ports: tuple[Port, ...]
+    switches: "Switches"
+    database: "Database"
+    strangers: "Strangers"
+    loop_times: "LoopTimes"
+    gateways: tuple[Address, ...]
+    run: str
+    rng: Random
+    requests: tuple[Request, ...] = ()
+    right: dict[str, RightAnswer] = field(default_factory=dict)
+    load: Load | None = None
+    notes: list[str] = field(default_factory=list)  # measurements of the scenario, for the report
+    outage_s: float = 0.0  # the longest time for which the scenario made a service unavailable
+
+    def named(self, service: str) -> tuple[str, ...]:
+        """The processes of a service: "gateway", "scheduler", "monitor", "predictor", "worker"."""
+        return tuple(spec.name for spec in self.plan.processes if service_of(spec) == service)
+
+    @property
+    def prefill(self) -> tuple[str, ...]:
+        """The instances that began as prefill instances."""
+        return self.roles.initially(Role.PREFILL)
+
+    @property
+    def decode(self) -> tuple[str, ...]:
+        """The instances that began as decode instances."""
+        return self.roles.initially(Role.DECODE)
+
+    def spec(self, name: str) -> ProcessSpec:
+        return next(spec for spec in self.plan.processes if spec.name == name)
+
+    def ports_for(self, service: str, purpose: str) -> tuple[Port, ...]:
+        return tuple(port for port in self.ports if (port.service, port.purpose) == (service, purpose))
+
+    def gateway(self, number: int) -> Address:
+        """The gateway of the client with this number: clients take turns at the gateways."""
+        return self.gateways[number % len(self.gateways)]
+
+    @contextmanager
+    def outage(self, more_s: float = 0.0) -> Iterator[None]:
+        """For the block's length, and `more_s`, clients may have to wait: the scenario took away what serves them."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.outage_s = max(self.outage_s, time.monotonic() - began + more_s)
+
+    def users(self, seed: int) -> Load:
+        """The testbed's load."""
+        return Load(self.gateways, self.requests, self.right, self.bed.users, seed)
+
+    async def restore(self) -> None:
+        """Undo the faults that are left. Processes that were killed are restarted by the launcher alone."""
+        self.processes.thaw()
+        self.wires.heal()
+        self.switches.restore()
+        self.database.restore()
+        await self.strangers.end()
 
 
 class Processes:
     """Signals to the processes of a suite, by their names in the plan."""
 
-    def __init__(self, suite: Suite, supervisor: Supervisor) -> None:
-        self._suite = suite
+    def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self._frozen: dict[str, int] = {}
-        self.touched: set[str] = set()  # who got a signal since this was last cleared
+        self.touched: set[str] = set()  # processes that got a signal since this was last cleared
 
     @property
     def statuses(self) -> dict[str, Status]:
@@ -55,32 +131,32 @@ class Processes:
         return {status.name: status for status in self._supervisor.statuses}
 
     def kill(self, *names: str) -> dict[str, int]:
-        """SIGKILL; the pids they had. Those that are not running are left out."""
+        """SIGKILL to those that run; returns their process ids."""
         return self._signal(signal.SIGKILL, names)
 
     def stop(self, *names: str) -> dict[str, int]:
-        """SIGTERM: they end in their own time, and the launcher starts them again."""
+        """SIGTERM to those that run; returns their process ids. The launcher restarts them when they have ended."""
         return self._signal(signal.SIGTERM, names)
 
     def freeze(self, *names: str) -> None:
-        """SIGSTOP: alive, and not a sign of it."""
+        """SIGSTOP."""
         self._frozen |= self._signal(signal.SIGSTOP, names)
 
     def thaw(self, *names: str) -> None:
-        """SIGCONT to those that are frozen; all of them when none is named. Of two freezes the first thaw ends both."""
+        """SIGCONT to these, or to all frozen processes. A process that was frozen twice runs after one thaw."""
         for name in names or tuple(self._frozen):
             if pid := self._frozen.pop(name, 0):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
-    async def back(self, old: dict[str, int], timeout_s: float = BACK_S) -> None:
-        """Wait until the launcher calls each ready under another pid. Raises DeadlineExceeded."""
+    async def back(self, old: Mapping[str, int], timeout_s: float = BACK_S) -> None:
+        """Wait until all are ready under another process id than the old one. Raises DeadlineExceeded."""
 
-        def again() -> bool:
+        def restarted() -> bool:
             now = self.statuses
             return all(now[name].state is State.READY and now[name].pid not in (0, old[name]) for name in old)
 
-        await until(again, timeout_s, f"{', '.join(old)} to be back")
+        await until(restarted, timeout_s, f"{', '.join(old)} to be back")
 
     def _signal(self, number: signal.Signals, names: Sequence[str]) -> dict[str, int]:
         sent = {}
@@ -95,33 +171,33 @@ class Processes:
 
 
 class Roles:
-    """Drains, resumes and flips, by way of the monitor; and the roles that instances began with."""
+    """Drains, resumes and flips through the monitor; and the roles that instances began with.
+
+    `drain`, `resume` and `flip` raise what the monitor answers.
+    """
 
     def __init__(self, suite: Suite, first: dict[str, Role]) -> None:
         self._suite = suite
         self.first = first
 
-    def of(self, role: Role) -> tuple[str, ...]:
-        """The instances that began in that role."""
+    def initially(self, role: Role) -> tuple[str, ...]:
+        """The instances that began in this role."""
         return tuple(name for name, first in self.first.items() if first is role)
 
     async def drain(self, instance: str, timeout_s: float = 10.0, **more: Any) -> None:
-        """Raises what the monitor answers."""
         async with self._suite.monitor() as monitor:
             await monitor.drain(instance, timeout_s=timeout_s, who="chaos", **more)
 
     async def resume(self, instance: str) -> None:
-        """Raises what the monitor answers."""
         async with self._suite.monitor() as monitor:
             await monitor.resume(instance, who="chaos")
 
     async def flip(self, instance: str, *, force: bool = False, timeout_s: float = 10.0) -> None:
-        """Raises what the monitor answers."""
         async with self._suite.monitor() as monitor:
             await monitor.flip(instance, force=force, drain_timeout_s=timeout_s, who="chaos")
 
     async def ready(self, *names: str, timeout_s: float = BACK_S) -> None:
-        """Wait until the monitor calls these ready. Raises DeadlineExceeded."""
+        """Wait until the monitor reports these as ready. Raises DeadlineExceeded."""
 
         async def all_ready() -> bool:
             found = await self._suite.instances()
@@ -129,26 +205,20 @@ class Roles:
 
         await until(all_ready, timeout_s, f"{', '.join(names)} to be ready")
 
-    async def as_first(self, timeout_s: float = BACK_S) -> None:
-        """Ask until every instance is ready in its first role; whoever was drained or flipped goes back."""
+    async def reset(self, timeout_s: float = BACK_S) -> None:
+        """Flip and resume instances until each is ready in its first role. Raises DeadlineExceeded."""
 
-        async def back() -> bool:
+        async def all_reset() -> bool:
             found = await self._suite.instances()
-            wrong = [name for name in self.first if not self._settled(found.get(name))]
+            wrong = [name for name, role in self.first.items() if not _is_ready(found.get(name), role)]
             for name in wrong:
                 with suppress(PolyphaseError):
-                    await self._put_back(name, found.get(name))
+                    await self._reset_one(name, found.get(name))
             return not wrong
 
-        await until(back, timeout_s, "every instance in its first role", poll_s=0.2)
+        await until(all_reset, timeout_s, "every instance in its first role", poll_s=0.2)
 
-    def _settled(self, entry: dict[str, Any] | None) -> bool:
-        if entry is None:
-            return False
-        first = self.first[entry["instance_id"]].value
-        return bool(entry["state"] == InstanceState.READY.value and entry["role"] == first)
-
-    async def _put_back(self, name: str, entry: dict[str, Any] | None) -> None:
+    async def _reset_one(self, name: str, entry: dict[str, Any] | None) -> None:
         if entry is None or entry["operation"] or entry["state"] in (InstanceState.DEAD, InstanceState.UNRESPONSIVE):
             return
         if entry["role"] != self.first[name].value:
@@ -157,8 +227,12 @@ class Roles:
             await self.resume(name)
 
 
+def _is_ready(entry: dict[str, Any] | None, role: Role) -> bool:
+    return entry is not None and (entry["state"], entry["role"]) == (InstanceState.READY.value, role.value)
+
+
 class Switches:
-    """The clock and the database of each process, as `inject/sitecustomize.py` bends them."""
+    """The clock and the database of each process, as `inject/sitecustomize.py` changes them."""
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -167,51 +241,53 @@ class Switches:
         self.restore()
 
     def file(self, name: str) -> Path:
-        """The value of CHAOS_SWITCHES of that process."""
+        """The value of CHAOS_SWITCHES for this process."""
         return self._files[name]
 
     def clock(self, offset_s: float, *names: str) -> None:
-        """Their clocks jump to so much off the real time."""
+        """The wall clocks jump to this offset from the real time."""
         for name in names:
             self._set(name, offset_s, self._now[name][1])
 
     def read_only(self, *names: str) -> None:
-        """SQLite refuses their writes."""
-        for name in names:
-            self._set(name, self._now[name][0], READ_ONLY)
+        """SQLite refuses writes of these processes."""
+        self._set_database(READ_ONLY, names)
 
     def lose_answers(self, *names: str) -> None:
-        """SQLite carries out what they change of leases, and they do not learn of it."""
-        for name in names:
-            self._set(name, self._now[name][0], LOST)
+        """SQLite writes changes of leases, and these processes get an error in place of the answer."""
+        self._set_database(LOST, names)
 
     def writable(self, *names: str) -> None:
-        """SQLite takes their writes again, and answers."""
-        for name in names:
-            self._set(name, self._now[name][0], 0)
+        self._set_database(0, names)
 
     def restore(self) -> None:
-        """All clocks right, all databases writable."""
         for name in self._files:
             self._set(name, 0.0, 0)
 
-    def _set(self, name: str, offset_s: float, read_only: int) -> None:
-        self._now[name] = (offset_s, read_only)
-        with self._files[name].open("r+b" if self._files[name].exists() else "wb") as file:
-            file.write(SWITCHES.pack(offset_s, read_only))
+    def _set_database(self, mode: int, names: Sequence[str]) -> None:
+        for name in names:
+            self._set(name, self._now[name][0], mode)
+
+    def _set(self, name: str, offset_s: float, database: int) -> None:
+        self._now[name] = (offset_s, database)
+        _overwrite(self._files[name], SWITCHES.pack(offset_s, database))
+
+
+def _overwrite(file: Path, data: bytes) -> None:
+    """Write in place: processes have the file mapped."""
+    with file.open("r+b" if file.exists() else "wb") as stream:
+        stream.write(data)
 
 
 class LoopTimes:
-    """The longest turn of the gateway's event loop, as `inject/sitecustomize.py` times it."""
+    """The longest time that the gateway's event loop was held, as `inject/sitecustomize.py` measures it."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was."""
-        with self.file.open("r+b" if self.file.exists() else "wb") as file:
-            file.write(LOOP_TIME.pack(0.0))
+        _overwrite(self.file, LOOP_TIME.pack(0.0))
 
     @property
     def longest_s(self) -> float:
@@ -221,7 +297,7 @@ class LoopTimes:
 
 
 class Database:
-    """Faults of the suite's SQLite file."""
+    """Faults of the suite's SQLite file. `users` are the processes that write to it."""
 
     def __init__(self, file: Path, processes: Processes, users: tuple[str, ...]) -> None:
         self.file = file
@@ -231,21 +307,29 @@ class Database:
 
     @asynccontextmanager
     async def locked(self) -> AsyncIterator[None]:
-        """Somebody else holds the write lock for the block's length."""
+        """Hold the write lock for the block's length."""
         other = sqlite3.connect(self.file, isolation_level=None, timeout=0.0)
+
+        def lock() -> bool:
+            try:
+                other.execute("BEGIN EXCLUSIVE")
+            except sqlite3.OperationalError:  # another connection is writing
+                return False
+            return True
+
         try:
-            await until(lambda: _lock(other), 10.0, "the lock of the database", poll_s=0.01)
+            await until(lock, 10.0, "the lock of the database", poll_s=0.01)
             yield
         finally:
             other.close()
 
     def remove(self) -> None:
-        """The file and what belongs to it are gone; who has it open keeps what nobody else sees."""
+        """Remove the file and its journals. Processes that have it open write to the removed file."""
         for file in self.file.parent.glob(f"{self.file.name}*"):
             file.unlink(missing_ok=True)
 
     def fill_disk(self) -> None:
-        """No file of its users grows any more: not the database, not their logs. The kernel refuses the writes."""
+        """No file of the users can grow: the kernel refuses writes to the database and to their logs."""
         for name in self.users:
             pid = self._processes.statuses[name].pid
             if pid:
@@ -253,121 +337,40 @@ class Database:
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, self._limited[pid][1]))
 
     def restore(self) -> None:
-        """The disk has room again."""
         for pid, limits in self._limited.items():
             with suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
         self._limited.clear()
 
 
-def _lock(connection: sqlite3.Connection) -> bool:
-    try:
-        connection.execute("BEGIN EXCLUSIVE")
-    except sqlite3.OperationalError:  # somebody writes just now
-        return False
-    return True
-
-
 class Strangers:
-    """Processes that are not of the plan: instances that want to join."""
+    """Processes that are not in the plan: instances and gateways that want to join."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._children: list[Child] = []
 
     async def start(self, name: str, program: tuple[str, ...], env: dict[str, str]) -> Child:
-        """One more process; it ends with the scenario."""
+        """Start a process; it ends with the scenario."""
         child = await spawn(program, env, self._logs / f"{name}.log")
         self._children.append(child)
         return child
 
     async def end(self) -> None:
-        """All of them."""
         children, self._children = self._children, []
         await stop_all(children, 2.0)
 
 
-INJECT = Path(__file__).parent / "inject"
-RUN = "CHAOS_RUN"  # names, in the environment of every process, the run that it belongs to
-START_S = 120.0
-# A bench kills in minutes what lives for weeks: a process counts as stable soon, so that one scenario's restarts do not
-# lengthen the pause before the next one's.
-LIMITS = Limits(stable_s=3.0)
-_BEATS = 0.02
-
-
-@dataclass(slots=True)
-class Arena:
-    """What a scenario may use."""
-
-    bed: Testbed
-    plan: Plan
-    suite: Suite
-    processes: Processes
-    roles: Roles
-    wires: Wires
-    ports: tuple[Port, ...]
-    switches: Switches
-    database: Database
-    strangers: Strangers
-    loop_times: LoopTimes
-    gateways: tuple[Address, ...]
-    run: str
-    rng: Random
-    asks: tuple[Ask, ...] = ()
-    right: dict[str, Right] = field(default_factory=dict)
-    load: Load | None = None
-    notes: list[str] = field(default_factory=list)  # what a scenario has to tell
-    away_s: float = 0.0  # what the scenario took away from its clients
-
-    def named(self, service: str) -> tuple[str, ...]:
-        """The processes of a service: "gateway", "scheduler", "monitor", "predictor", "worker"."""
-        return tuple(spec.name for spec in self.plan.processes if service_of(spec) == service)
-
-    @property
-    def prefill(self) -> tuple[str, ...]:
-        """The instances that began as prefill instances."""
-        return self.roles.of(Role.PREFILL)
-
-    @property
-    def decode(self) -> tuple[str, ...]:
-        """The instances that began as decode instances."""
-        return self.roles.of(Role.DECODE)
-
-    def spec(self, name: str) -> ProcessSpec:
-        """How a process of the plan is started."""
-        return next(spec for spec in self.plan.processes if spec.name == name)
-
-    @contextmanager
-    def away(self, more_s: float = 0.0) -> Iterator[None]:
-        """For the block's length, and `more_s`, something is missing that clients cannot do without."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.away_s = max(self.away_s, time.monotonic() - began + more_s)
-
-    def users(self, seed: int) -> Load:
-        """The testbed's load."""
-        return Load(self.gateways, self.asks, self.right, self.bed.users, seed)
-
-    async def restore(self) -> None:
-        """Undo what a scenario left undone. Whatever died comes back by itself or not at all."""
-        self.processes.thaw()
-        self.wires.heal()
-        self.switches.restore()
-        self.database.restore()
-        await self.strangers.end()
-
-
 @asynccontextmanager
 async def running_arena(bed: Testbed, folder: Path, console: Console, seed: int) -> AsyncIterator[Arena]:
-    """The testbed, started, its right answers known. Raises StartFailed or Unavailable."""
+    """The testbed, started, with the right answers to its requests. Raises StartFailed or Unavailable."""
     async with started_arena(bed, folder, console, seed) as arena:
         api_key = secret_of(bed.api_keys[0] if bed.api_keys else "")
-        asks = palette(await _prompts(arena.plan, bed, api_key), bed.answer_tokens)
-        arena.asks = tuple(replace(ask, api_key=api_key) for ask in asks)
-        arena.right = await learn(arena.gateways[0], arena.asks)
+        async with ApiClient(arena.plan.api_url, arena.plan.model, api_key) as api:
+            prompts = await Prompts.of(api)
+        kinds = request_kinds([prompts.of_length(length, seed=length) for length in bed.prompts], bed.answer_tokens)
+        arena.requests = tuple(replace(request, api_key=api_key) for request in kinds)
+        arena.right = await learn(arena.gateways[0], arena.requests)
         yield arena
 
 
@@ -375,79 +378,56 @@ async def running_arena(bed: Testbed, folder: Path, console: Console, seed: int)
 async def started_arena(
     bed: Testbed, folder: Path, console: Console, seed: int, limits: Limits = LIMITS
 ) -> AsyncIterator[Arena]:
-    """The testbed, all of it ready, and not asked anything yet. Raises StartFailed."""
+    """The testbed, ready, before its first request. Raises StartFailed."""
     async with AsyncExitStack() as stack:
         cluster = bed.build()
         folder = folder.resolve()
         cluster_keys.keep_token(cluster, folder)
-        plan = _with_gateways(make_plan(cluster, folder, where=bed.name), cluster, bed.gateways)
         run, rng = f"{os.getpid()}-{bed.name}-{time.monotonic_ns()}", Random(seed)
+        plan = _with_gateways(make_plan(cluster, folder, where=bed.name), cluster, bed.gateways)
         switches = Switches(folder / "switches", [spec.name for spec in plan.processes])
+        loop_times = LoopTimes(folder / "loop-times")
         if bed.host_key:
             cluster_keys.keep_curve_key(cluster, folder)
         else:
             plan = _without_key(plan)
-        loop_times = LoopTimes(folder / "loop-times")
-        plan = _injected(_with_keys(plan, bed.api_keys, folder / "keys.yaml"), switches, run)
-        plan = _timed(plan, loop_times) if bed.timed else plan
+        plan = replace(plan, processes=tuple(_injected(spec, switches, run) for spec in plan.processes))
+        plan = _for_gateways(plan, _gateway_env(bed, folder, loop_times))
         plan, wires = await stack.enter_async_context(wired(plan, rng, bed.proxied))
         here = _without(plan, bed.absent)
         logs, began = folder / "logs", time.monotonic()
-        supervising_them = supervising(here.processes, logs, _ignore, limits, plan.fork_env, plan.preload)
-        supervisor = await stack.enter_async_context(supervising_them)
+        supervisor = await stack.enter_async_context(
+            supervising(here.processes, logs, lambda _: None, limits, plan.fork_env, plan.preload)
+        )
         suite = Suite(folder, lambda: state_file.describe(here, supervisor.statuses))
         with console.status(f"starting {bed.name}: {bed.title}"):
             await supervisor.started()
             await supervisor.during(suite.wait_ready(here.instance_ids, START_S))
-        arena = _arena(bed, cluster, plan, suite, supervisor, wires, switches, loop_times, run, rng, folder)
         console.print(f"[dim]{bed.title}: ready after {time.monotonic() - began:.0f} s[/]")
+        processes, ports = Processes(supervisor), ports_of(plan)
+        writers = tuple(spec.name for spec in plan.processes if service_of(spec) in ("monitor", "scheduler"))
+        arena = Arena(
+            bed=bed,
+            plan=plan,
+            suite=suite,
+            processes=processes,
+            roles=Roles(suite, {name: entry.role for entry in cluster.instances for name in entry.ids}),
+            wires=wires,
+            ports=ports,
+            switches=switches,
+            database=Database(folder / "polyphase.db", processes, writers),
+            strangers=Strangers(logs),
+            loop_times=loop_times,
+            run=run,
+            rng=rng,
+            gateways=tuple(port.address for port in ports if port.service == "gateway"),
+        )
         stack.push_async_callback(arena.restore)
         yield arena
 
 
-def _arena(
-    bed: Testbed,
-    cluster: Cluster,
-    plan: Plan,
-    suite: Suite,
-    supervisor: Supervisor,
-    wires: Wires,
-    switches: Switches,
-    loop_times: LoopTimes,
-    run: str,
-    rng: Random,
-    folder: Path,
-) -> Arena:
-    processes = Processes(suite, supervisor)
-    first = {name: entry.role for entry in cluster.instances for name in entry.ids}
-    writers = tuple(s.name for s in plan.processes if service_of(s) in ("monitor", "scheduler"))
-    ports = ports_of(plan)
-    return Arena(
-        bed=bed,
-        plan=plan,
-        suite=suite,
-        processes=processes,
-        roles=Roles(suite, first),
-        wires=wires,
-        ports=ports,
-        switches=switches,
-        database=Database(folder / "polyphase.db", processes, writers),
-        strangers=Strangers(folder / "logs"),
-        loop_times=loop_times,
-        run=run,
-        rng=rng,
-        gateways=tuple((port.host, port.port) for port in ports if port.service == "gateway"),
-    )
-
-
-async def _prompts(plan: Plan, bed: Testbed, api_key: str) -> dict[int, list[int]]:
-    async with ApiClient(plan.api_url, plan.model, api_key) as api:
-        prompts = await Prompts.of(api)
-    return {length: prompts.of_length(length, seed=length) for length in bed.prompts}
-
-
 def _with_gateways(plan: Plan, cluster: Cluster, count: int) -> Plan:
-    """The plan with a second gateway beside the first, where one is wanted: the cluster file knows one a host."""
+    """The plan, with a second gateway for count = 2: a cluster file has one gateway per host."""
     if count == 1:
         return plan
     first = next(spec for spec in plan.processes if service_of(spec) == "gateway")
@@ -480,59 +460,49 @@ def _without_key(plan: Plan) -> Plan:
     return replace(plan, processes=tuple(specs))
 
 
-def _with_keys(plan: Plan, names: tuple[str, ...], file: Path) -> Plan:
-    """The plan whose gateways take these API keys; as it is without any."""
-    if not names:
-        return plan
-    file.write_text(yaml.safe_dump([{"name": name, "digest": digest_of(secret_of(name))} for name in names]))
-    return _for_gateways(plan, {"POLYPHASE_GATEWAY_API_KEYS_FILE": str(file)})
+def _injected(spec: ProcessSpec, switches: Switches, run: str) -> ProcessSpec:
+    path = os.pathsep.join(part for part in (str(INJECT), spec.env.get("PYTHONPATH", "")) if part)
+    more = {"PYTHONPATH": path, "CHAOS_SWITCHES": str(switches.file(spec.name)), RUN: run}
+    return replace(spec, env={**spec.env, **more})
 
 
-def _timed(plan: Plan, loop_times: LoopTimes) -> Plan:
-    return _for_gateways(plan, {"CHAOS_LOOP_TIMES": str(loop_times.file)})
+def _gateway_env(bed: Testbed, folder: Path, loop_times: LoopTimes) -> dict[str, str]:
+    """The gateways' API keys, and the file for the times of their event loops, where the testbed has them."""
+    env = {"CHAOS_LOOP_TIMES": str(loop_times.file)} if bed.timed else {}
+    if bed.api_keys:
+        file = folder / "keys.yaml"
+        keys = [{"name": name, "digest": digest_of(secret_of(name))} for name in bed.api_keys]
+        file.write_text(yaml.safe_dump(keys))
+        env["POLYPHASE_GATEWAY_API_KEYS_FILE"] = str(file)
+    return env
 
 
-def _for_gateways(plan: Plan, more: dict[str, str]) -> Plan:
+def _for_gateways(plan: Plan, env: dict[str, str]) -> Plan:
     return replace(
         plan,
         processes=tuple(
-            replace(spec, env={**spec.env, **more}) if service_of(spec) == "gateway" else spec
-            for spec in plan.processes
+            replace(spec, env={**spec.env, **env}) if service_of(spec) == "gateway" else spec for spec in plan.processes
         ),
     )
 
 
-def _injected(plan: Plan, switches: Switches, run: str) -> Plan:
-    specs = []
-    for spec in plan.processes:
-        path = os.pathsep.join(part for part in (str(INJECT), spec.env.get("PYTHONPATH", "")) if part)
-        more = {"PYTHONPATH": path, "CHAOS_SWITCHES": str(switches.file(spec.name)), RUN: run}
-        specs.append(replace(spec, env={**spec.env, **more}))
-    return replace(plan, processes=tuple(specs))
+@asynccontextmanager
+async def stall_watch(beat_s: float = 0.02) -> AsyncIterator[list[float]]:
+    """Measures how long this process was kept from running: a list whose only element is the longest time in seconds.
 
+    Such a time is the machine's, and no fault of the suite.
+    """
+    longest_s = [0.0]
 
-def _ignore(_: Status) -> None:
-    """Nobody watches single changes."""
-
-
-class StallWatch:
-    """How long this very process was kept from running: what the machine takes away is no fault of the suite."""
-
-    def __init__(self) -> None:
-        self.longest_s = 0.0
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> "StallWatch":
-        self._task = asyncio.create_task(self._watch())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _watch(self) -> None:
+    async def watch() -> None:
         while True:
             began = time.monotonic()
-            await asyncio.sleep(_BEATS)
-            self.longest_s = max(self.longest_s, time.monotonic() - began - _BEATS)
+            await asyncio.sleep(beat_s)
+            longest_s[0] = max(longest_s[0], time.monotonic() - began - beat_s)
+
+    task = asyncio.create_task(watch())
+    try:
+        yield longest_s
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

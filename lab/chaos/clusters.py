@@ -1,4 +1,4 @@
-"""The clusters that scenarios run on, and how each is loaded."""
+"""The clusters that scenarios run on, with the load of each."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,11 +12,11 @@ from services.launcher.model_source import PROJECT
 MODEL = PROJECT / "models" / "demo"
 _SECOND_GATEWAY, _GATEWAY, _DASHBOARD = 239, 240, 241  # offsets in a range of free ports
 _MIB = 1 << 20
-MEMORY_BYTES = 64 * _MIB  # an allocator's arenas, rings that fill
+MEMORY_BYTES = 64 * _MIB  # growth that the arenas of an allocator and filling rings explain
 
-# Times at which two cores have enough left to look at what happens; blocks for all users at once.
-# Every job passes both kinds of instances: it is hand-overs that are to be disturbed.
+# Each job is computed by an instance of either role, because the hand-over is what scenarios disturb.
 SPLIT = {"placement": "least_load", "split": "full", "dispatch": "power_of_two"}
+# Steps that are slow enough for two cores to run the bench beside them, and blocks for all users at once.
 EMULATED_ENGINE = {
     "engine": "emulated",
     "accelerator": "A100-SXM-80",
@@ -41,10 +41,10 @@ REAL_ENGINE = {
 class Testbed:
     """A cluster and its load. `prompts` are lengths in tokens; some take several chunks.
 
-    absent: instances of the file that are not started. host_key: with the key of one host, as `polyphase up` has it;
-    without it scenarios show what the messages themselves withstand. proxied: purposes of the links that a proxy stands
-    on. api_keys: the names of the gateways' keys, of which the steady users have the first. timed: the gateways' event
-    loops are timed (`verbs.LoopTimes`). memory_bytes: what a process may have kept beyond what it had at first.
+    absent: instances of the file that are not started. host_key: with the key of one host, as under `polyphase up`;
+    without it scenarios show what the messages themselves withstand. proxied: purposes of the links with a proxy.
+    api_keys: names of the gateways' keys; the steady users have the first. timed: the times of the gateways' event
+    loops are measured (`arena.LoopTimes`). memory_bytes: the growth of a process that counts as nothing left behind.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Testbed:
     memory_bytes: int = MEMORY_BYTES
 
     def build(self) -> Cluster:
-        """The cluster on ports that nobody uses."""
+        """The cluster on ports that no process uses."""
         base = ports.free_range()
         keys = curve_pair() if self.curve else {}
         fixed = {
@@ -87,7 +87,6 @@ def secret_of(name: str) -> str:
 
 
 def second_gateway_port(cluster: Cluster) -> int:
-    """Where the second gateway listens."""
     return cluster.ports + _SECOND_GATEWAY
 
 
@@ -153,7 +152,8 @@ REAL = Testbed(
 )
 
 LEASE_S = 2.0
-# Blocks for one long prompt, an inbox too small for a prefetch, and a short lease: decodes wait, and their staged KV.
+# Blocks for one long prompt, an inbox too small for a prefetch, and a short lease: decodes wait for blocks, with their
+# KV staged at the prefill instance.
 NARROW = Testbed(
     name="narrow",
     title="one gateway, one scheduler, 1 prefill and 1 decode instance with few blocks; vLLM on the CPU",
@@ -191,7 +191,7 @@ CALLERS = replace(
 )
 
 CONTEXT = 131_072
-# Engines that compute a prompt of the whole context in a few steps, and no KV to send: the gateway alone is looked at.
+# Only the gateway is measured: engines compute a prompt of the whole context in a few steps, and send no KV.
 LONG_CONTEXT = Testbed(
     name="long-context",
     title=f"one gateway whose event loop is timed, a context of {CONTEXT:,} tokens; EMULATED engines",
@@ -209,7 +209,7 @@ LONG_CONTEXT = Testbed(
     gateways=1,
     proxied=frozenset(),
     timed=True,
-    memory_bytes=256 * _MIB,  # an allocator's arenas of bodies of 4 MB and of 131,072 tokens
+    memory_bytes=256 * _MIB,  # the allocator's arenas for bodies of 4 MB and of 131,072 tokens
 )
 
 KEPT_ROWS = 2_000

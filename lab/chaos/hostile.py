@@ -1,7 +1,10 @@
-"""Clients that nobody wishes for: they leave, do not read, never finish their sentence, or ask for too much at once."""
+"""Hostile input to the processes of a suite.
+
+Clients leave, do not read, send incomplete requests or too many at once. TCP ports get noise, and messages that are
+framed well and whose content is invalid or false.
+"""
 
 import asyncio
-import json
 import socket
 import struct
 import time
@@ -13,9 +16,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from lab.chaos import framing
-from lab.chaos.load import Address, Ask, Reply, encode, send
+from lab.chaos.framing import kv_message
 from lab.chaos.proxy import Port
+from lab.client import COMPLETIONS, Address, Request, Response, send
 from services.worker.kv.wire import protocol
 from services.worker.kv.wire.tcp_framing import HEARTBEAT
 from shared.domain.cluster import ClusterDelta
@@ -28,30 +31,30 @@ from shared.wire.messages import Heartbeat
 _RECV_BYTES = 4096
 
 
-async def leave(address: Address, ask: Ask, after_s: float) -> None:
-    """Ask, and reset the connection after a while, whatever has come."""
+async def leave(address: Address, request: Request, after_s: float) -> None:
+    """Send a request, and reset the connection after a while."""
     with suppress(OSError):
         _, writer = await asyncio.open_connection(*address)
         raw = writer.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        writer.write(encode(ask))
+        writer.write(request.encode())
         await asyncio.sleep(after_s)
         writer.transport.abort()
 
 
-async def never_read(address: Address, ask: Ask, seconds: float) -> None:
-    """Ask for a stream and let it pile up at the server."""
+async def never_read(address: Address, request: Request, seconds: float) -> None:
+    """Request a stream and read nothing of it, so that it piles up at the server."""
     loop = asyncio.get_running_loop()
     with suppress(OSError), socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECV_BYTES)
         raw.setblocking(False)
         await loop.sock_connect(raw, address)
-        await loop.sock_sendall(raw, encode(ask))
+        await loop.sock_sendall(raw, request.encode())
         await asyncio.sleep(seconds)
 
 
 async def drip(address: Address, seconds: float) -> None:
-    """A head that comes a byte a tenth of a second, and never ends."""
+    """Send a request head of ten bytes a second that does not end."""
     with suppress(OSError):
         _, writer = await asyncio.open_connection(*address)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nX-Slow: ")
@@ -62,7 +65,7 @@ async def drip(address: Address, seconds: float) -> None:
 
 
 async def long_head(address: Address, size_bytes: int) -> int:
-    """Headers without an end; how many bytes were taken before the server hung up."""
+    """Send headers without an end; returns the bytes that the server accepted before it closed the connection."""
     sent, line = 0, b"X-Long: " + b"a" * 8000 + b"\r\n"
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(10.0):
@@ -78,43 +81,34 @@ async def long_head(address: Address, size_bytes: int) -> int:
     return sent
 
 
-def wanting(body: dict[str, Any], **more: Any) -> Ask:
-    """A body of a steady user's request with other wishes."""
-    return Ask("rude", "/v1/completions", {**body, **more})
+def changed(request: Request, **more: Any) -> Request:
+    """A completion with the body of a steady user's request and other fields."""
+    return Request(COMPLETIONS, {**request.body, **more}, key="hostile")
 
 
-async def body_of(address: Address, ask: Ask, seconds: float) -> Reply | None:
-    """Its answer; None when there was none in that time, and then the client leaves."""
+async def body_of(address: Address, request: Request, seconds: float) -> Response | None:
+    """The answer; None when there was none in that time, after which the client leaves."""
     try:
         async with asyncio.timeout(seconds):
-            return await send(address, ask, hung_s=seconds + 1.0)
+            return await send(address, request, hung_s=seconds + 1.0)
     except TimeoutError:
         return None
 
 
-async def crowd(count: int, make: Callable[[int], Coroutine[Any, Any, Any]]) -> None:
-    """So many of them at once."""
+async def crowd(count: int, client: Callable[[int], Coroutine[Any, Any, Any]]) -> None:
+    """Run `count` clients at once; each gets its number."""
     async with asyncio.TaskGroup() as group:
         for number in range(count):
-            group.create_task(make(number))
+            group.create_task(client(number))
 
 
-def size_of(ask: Ask) -> int:
-    """Bytes of a body."""
-    return len(json.dumps(ask.body))
-
-
-# MERGED garbage.py
-# Input that no peer of ours sends: noise on a TCP port, and well-framed messages that mean nothing or lie.
-
-
-_MARK = "AAAAAAAA"  # becomes bytes that are no UTF-8
+_MARK = "AAAAAAAA"  # replaced by bytes that are not UTF-8
 _DEEP = b"\x91" * 50_000 + b"\xc0"
 _DEEP_MAP = b"\x81\xa1a" * 30_000 + b"\xc0"
 
 
 def noises(rng: Random) -> list[bytes]:
-    """What a port scanner, another protocol, or nobody at all would send."""
+    """Bytes of port scanners and of other protocols."""
     return [
         b"",
         b"\x00" * 4096,
@@ -129,11 +123,11 @@ def noises(rng: Random) -> list[bytes]:
 
 
 def messages(rng: Random) -> list[list[bytes]]:
-    """Messages that arrive whole and must be dropped: of every protocol here, each with something wrong."""
+    """Messages of all protocols of the suite that arrive whole and must be dropped."""
     pull = protocol.encode_message(protocol.Pull(1, _MARK, 7, _MARK, Codec.RAW, 0, 1, 0, 40, 0, 4, 0, 1, 1, 1000, 5.0))
     control = protocol.encode_message(protocol.Control(1, "no-such-key", protocol.Release(_MARK)))
     confirm = protocol.encode_message(protocol.Confirm(_MARK, 2**62, -1, 10**9))
-    deep_call = _call("prefill", msgspec.Raw(_DEEP))
+    kv = (pull, control, confirm)
     singles = [
         b"",
         b"\xc1",
@@ -143,18 +137,16 @@ def messages(rng: Random) -> list[list[bytes]]:
         _DEEP_MAP,
         b"\xdd\xff\xff\xff\xff",
         b"\xdf\xff\xff\xff\xff",
-        pull,
-        control,
-        confirm,
-        *(_spoilt(each) for each in (pull, control, confirm)),
-        *(protocol.sealed(_spoilt(_body(each))) for each in (pull, control, confirm)),
-        *(protocol.sealed(each) for each in (b"", b"\xc1", _body(pull)[:-3], _DEEP, _DEEP_MAP)),
+        *kv,
+        *(_not_utf8(each) for each in kv),
+        *(protocol.sealed(_not_utf8(_unsealed(each))) for each in kv),
+        *(protocol.sealed(each) for each in (b"", b"\xc1", _unsealed(pull)[:-3], _DEEP, _DEEP_MAP)),
         pull[:-3],
-        deep_call,
+        _call("prefill", msgspec.Raw(_DEEP)),
         _call("no such method", encode_body(None)),
         _call("drain", encode_body({"timeout_s": "now"})),
         _call("prefill", encode_body({"job": 5})),
-        _spoilt(_call("release", encode_body({"transfer_ids": [_MARK]}))),
+        _not_utf8(_call("release", encode_body({"transfer_ids": [_MARK]}))),
         _call("release", encode_body({"transfer_ids": ["unknown"] * 1000})),
         b"\x93\x01\x02\x03",
         pack([Envelope(99, 1, "", 0.0, encode_body(1))]),
@@ -168,66 +160,65 @@ def _call(method: str, body: msgspec.Raw) -> bytes:
     return pack([Envelope(Kind.CALL, 1, method, 5.0, body)])
 
 
-def _body(message: bytes) -> bytes:
-    """A KV message without its seal."""
+def _unsealed(message: bytes) -> bytes:
     return message[: -len(protocol.sealed(b""))]
 
 
-def _spoilt(message: bytes) -> bytes:
+def _not_utf8(message: bytes) -> bytes:
     return message.replace(_MARK.encode(), b"\xff\xfe\xc0\xc1\xf5\xff\xfe\xff")
 
 
 async def make_noise(ports: Iterable[Port], rng: Random) -> None:
-    """All noises on all ports, one port after the other."""
+    """Send all noises to all ports, one port after the other."""
+
+    async def send_noise(port: Port, noise: bytes) -> None:
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(2.0):
+                reader, writer = await asyncio.open_connection(*port.address)
+                try:
+                    writer.write(noise)
+                    await writer.drain()
+                    async with asyncio.timeout(0.1):
+                        await reader.read(1000)
+                finally:
+                    writer.close()
+
     for port in ports:
-        await asyncio.gather(*(_noise(port, noise) for noise in noises(rng)))
+        await asyncio.gather(*(send_noise(port, noise) for noise in noises(rng)))
 
 
-async def _noise(port: Port, noise: bytes) -> None:
-    with suppress(OSError, TimeoutError):
-        async with asyncio.timeout(2.0):
-            reader, writer = await asyncio.open_connection(port.host, port.port)
-            try:
-                writer.write(noise)
-                await writer.drain()
-                async with asyncio.timeout(0.1):
-                    await reader.read(1000)
-            finally:
-                writer.close()
+async def send_messages(ports: Sequence[Port], rng: Random) -> None:
+    """Send all messages to all ports, by ZeroMQ or by the framing of KV over TCP."""
+    invalid = messages(rng)
+    await asyncio.to_thread(_send_by_zmq, [port.url for port in ports if port.scheme == "tcp"], invalid)
+    await asyncio.to_thread(_send_by_tcp, [port.address for port in ports if port.scheme == "kv"], invalid)
 
 
-async def say(ports: Sequence[Port], rng: Random) -> None:
-    """All messages on all ports, from sockets of every kind that could be let in."""
-    said = messages(rng)
-    await asyncio.to_thread(_say, [f"tcp://{port.host}:{port.port}" for port in ports if port.scheme == "tcp"], said)
-    await asyncio.to_thread(_say_over_tcp, [(port.host, port.port) for port in ports if port.scheme == "kv"], said)
-
-
-def _say_over_tcp(places: list[tuple[str, int]], said: list[list[bytes]]) -> None:
-    """Each message over a connection of its own: most of them end it."""
-    for place in places:
-        for parts in said:
+def _send_by_tcp(addresses: list[Address], invalid: list[list[bytes]]) -> None:
+    """Each message has a connection of its own, because most of them end it."""
+    for address in addresses:
+        for parts in invalid:
             header, payload = (*parts, b"")[0], b"".join(parts[1:])
-            with suppress(OSError), socket.create_connection(place, timeout=2.0) as made:  # emulated ones have no KV
-                made.sendall(HEARTBEAT + framing.said(header, payload))
-                made.shutdown(socket.SHUT_WR)
-                while made.recv(4096):
+            with suppress(OSError), socket.create_connection(address, timeout=2.0) as peer:  # emulated: no KV port
+                peer.sendall(HEARTBEAT + kv_message(header, payload))
+                peer.shutdown(socket.SHUT_WR)
+                while peer.recv(4096):
                     pass
 
 
-def _say(addresses: list[str], said: list[list[bytes]]) -> None:
+def _send_by_zmq(urls: list[str], invalid: list[list[bytes]]) -> None:
     with zmq.Context() as context:
         sockets = []
-        for address in addresses:
+        for url in urls:
             for kind in (zmq.DEALER, zmq.PUB):
-                made = context.socket(kind)
-                made.linger = 1000
-                made.connect(address)
-                sockets.append(made)
-        time.sleep(0.5)  # a PUB drops what it sends before its peer has subscribed
-        for parts in said:
-            for made in sockets:
+                peer = context.socket(kind)
+                peer.linger = 1000
+                peer.connect(url)
+                sockets.append(peer)
+        time.sleep(0.5)  # a PUB drops messages before its peer has subscribed
+        for parts in invalid:
+            for peer in sockets:
                 with suppress(zmq.ZMQError):
-                    made.send_multipart(parts or [b""], zmq.NOBLOCK)
-        for made in sockets:
-            made.close()
+                    peer.send_multipart(parts or [b""], zmq.NOBLOCK)
+        for peer in sockets:
+            peer.close()

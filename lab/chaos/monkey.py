@@ -1,7 +1,8 @@
-"""The random mode: faults drawn from a seed, overlapping, under load, for as long as told.
+"""The random mode: overlapping faults under load, drawn from a seed, for a given time.
 
-Always: no answer lost, doubled, wrong, crashed or hung. Every ROUND draws the faults end, and the suite must be back
-within the bound, with nothing left behind; a suite that is not is replaced by a fresh one, and the run goes on.
+A draw follows from the seed and its number alone, so that any stretch can be repeated. No answer may be lost, doubled,
+wrong or hung, and no request may crash. Every ROUND draws the faults end, and the suite must recover within the bound
+with nothing left behind; otherwise it is replaced by a fresh one.
 """
 
 import asyncio
@@ -21,21 +22,17 @@ from lab.chaos import hostile
 from lab.chaos.arena import Arena, running_arena
 from lab.chaos.clusters import OPEN
 from lab.chaos.load import BROKEN, HARM, UNCLEAN, Tally, Verdict, fresh
-from lab.chaos.proxy import Wire
-from lab.chaos.scenario import WARM_S, Calm, calm, died, footprint, look_behind, recovered
+from lab.chaos.proxy import Proxy, Wire, disturb
+from lab.chaos.scenario import WARM_S, Calm, calm, check_left_behind, died, footprint, recovered
 from shared.errors import PolyphaseError
 
-# MERGED draws.py
-# What the random mode may do. A draw follows from the seed and its number alone: any stretch can be run again.
-
-
-MEAN_PAUSE_S = 3.0  # between two draws; faults overlap when they last longer
-Act = Callable[[Arena, Random, float], Awaitable[str]]
+MEAN_PAUSE_S = 3.0  # between two draws; faults that last longer overlap
+Act = Callable[[Arena, Random, float], Awaitable[str]]  # a fault of that many seconds; returns what it hit
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One fault that was drawn. `act` says whom it hit."""
+    """A fault that was drawn."""
 
     number: int
     name: str
@@ -46,19 +43,19 @@ class Draw:
 
 
 def draw(seed: int, number: int) -> Draw:
-    """The fault of that number."""
+    """The draw with this number."""
     rng = Random(f"{seed}/{number}")
     name = rng.choices([n for n, _, _, _ in FAULTS], [weight for _, weight, _, _ in FAULTS])[0]
     _, _, longest_s, act = next(fault for fault in FAULTS if fault[0] == name)
     return Draw(number, name, rng.expovariate(1.0 / MEAN_PAUSE_S), rng.uniform(0.2, longest_s), act, rng)
 
 
-def _any(arena: Arena, rng: Random) -> str:
+def _process(arena: Arena, rng: Random) -> str:
     return rng.choice([spec.name for spec in arena.plan.processes])
 
 
 async def _kill(arena: Arena, rng: Random, _: float) -> str:
-    name = _any(arena, rng)
+    name = _process(arena, rng)
     arena.processes.kill(name)
     return name
 
@@ -70,13 +67,13 @@ async def _kill_several(arena: Arena, rng: Random, _: float) -> str:
 
 
 async def _stop(arena: Arena, rng: Random, _: float) -> str:
-    name = _any(arena, rng)
+    name = _process(arena, rng)
     arena.processes.stop(name)
     return name
 
 
 async def _freeze(arena: Arena, rng: Random, seconds: float) -> str:
-    name = _any(arena, rng)
+    name = _process(arena, rng)
     arena.processes.freeze(name)
     await asyncio.sleep(seconds)
     arena.processes.thaw(name)
@@ -98,69 +95,38 @@ async def _flip(arena: Arena, rng: Random, seconds: float) -> str:
     return name
 
 
-def _wires(arena: Arena, rng: Random) -> tuple[Wire, ...]:
-    """One way, every way of one process, or a fifth of all."""
-    kind = rng.randrange(3)
-    if kind == 0:
-        return (rng.choice(arena.wires.all),)
-    if kind == 1:
-        return arena.wires.touching(_any(arena, rng))
-    return tuple(rng.sample(arena.wires.all, len(arena.wires.all) // 5))
+def _on_links(change: Callable[[Proxy, Random], object]) -> Act:
+    """A fault of one link, of all links of a process, or of a fifth of all links."""
+
+    async def act(arena: Arena, rng: Random, seconds: float) -> str:
+        kind = rng.randrange(3)
+        if kind == 0:
+            wires: tuple[Wire, ...] = (rng.choice(arena.wires.all),)
+        elif kind == 1:
+            wires = arena.wires.touching(_process(arena, rng))
+        else:
+            wires = tuple(rng.sample(arena.wires.all, len(arena.wires.all) // 5))
+        await disturb(wires, lambda proxy: change(proxy, rng), seconds)
+        return wires[0].name if len(wires) == 1 else f"{len(wires)} links"
+
+    return act
 
 
-def _said(wires: tuple[Wire, ...]) -> str:
-    return wires[0].name if len(wires) == 1 else f"{len(wires)} links"
+def _slow(proxy: Proxy, rng: Random) -> None:
+    proxy.slow(latency_s=rng.uniform(0.0, 0.3), bytes_per_s=rng.uniform(50_000, 1_000_000))
 
 
-async def _silence(arena: Arena, rng: Random, seconds: float) -> str:
-    wires = _wires(arena, rng)
-    for wire in wires:
-        wire.proxy.stall()
-    await asyncio.sleep(seconds)
-    for wire in wires:
-        wire.proxy.heal()
-    return _said(wires)
-
-
-async def _refuse(arena: Arena, rng: Random, seconds: float) -> str:
-    wires = _wires(arena, rng)
-    for wire in wires:
-        wire.proxy.cut(refuse=True)
-    await asyncio.sleep(seconds)
-    for wire in wires:
-        wire.proxy.heal()
-    return _said(wires)
-
-
-async def _cut(arena: Arena, rng: Random, _: float) -> str:
-    wires = _wires(arena, rng)
-    for wire in wires:
-        wire.proxy.cut()
-    return _said(wires)
-
-
-async def _slow(arena: Arena, rng: Random, seconds: float) -> str:
-    wires = _wires(arena, rng)
-    for wire in wires:
-        wire.proxy.slow(latency_s=rng.uniform(0.0, 0.3), bytes_per_s=rng.uniform(50_000, 1_000_000))
-    await asyncio.sleep(seconds)
-    for wire in wires:
-        wire.proxy.heal()
-    return _said(wires)
+def _state_links(arena: Arena) -> tuple[Wire, ...]:
+    return (*arena.wires.between(purpose="heartbeats"), *arena.wires.between(purpose="broadcasts"))
 
 
 async def _corrupt(arena: Arena, rng: Random, seconds: float) -> str:
-    wires = (*arena.wires.between(purpose="heartbeats"), *arena.wires.between(purpose="broadcasts"))
-    for wire in wires:
-        wire.proxy.corrupt(rng.uniform(0.0, 0.5))
-    await asyncio.sleep(seconds)
-    for wire in wires:
-        wire.proxy.heal()
+    await disturb(_state_links(arena), lambda proxy: proxy.corrupt(rng.uniform(0.0, 0.5)), seconds)
     return "heartbeats and broadcasts"
 
 
 async def _replay(arena: Arena, rng: Random, _: float) -> str:
-    for wire in (*arena.wires.between(purpose="heartbeats"), *arena.wires.between(purpose="broadcasts")):
+    for wire in _state_links(arena):
         wire.proxy.replay()
     return "heartbeats and broadcasts"
 
@@ -169,12 +135,12 @@ async def _garbage(arena: Arena, rng: Random, _: float) -> str:
     port = rng.choice(arena.ports)
     await hostile.make_noise([port], rng)
     if port.purpose != "http":
-        await hostile.say([port], rng)
+        await hostile.send_messages([port], rng)
     return f"{port.process} ({port.purpose})"
 
 
 async def _clock(arena: Arena, rng: Random, seconds: float) -> str:
-    name, offset_s = _any(arena, rng), rng.choice((-1, 1)) * rng.choice((2.0, 60.0, 3600.0))
+    name, offset_s = _process(arena, rng), rng.choice((-1, 1)) * rng.choice((2.0, 60.0, 3600.0))
     arena.switches.clock(offset_s, name)
     await asyncio.sleep(seconds)
     arena.switches.clock(0.0, name)
@@ -199,23 +165,22 @@ async def _database(arena: Arena, rng: Random, seconds: float) -> str:
     return kind
 
 
-async def _storm(arena: Arena, rng: Random, seconds: float) -> str:
-    async def one(number: int) -> None:
+async def _leaving_clients(arena: Arena, rng: Random, seconds: float) -> str:
+    async def client(number: int) -> None:
         await asyncio.sleep(rng.uniform(0.0, seconds))
-        address = arena.gateways[number % len(arena.gateways)]
-        await hostile.leave(address, fresh(rng.choice(arena.asks)), rng.uniform(0.0, 0.8))
+        await hostile.leave(arena.gateway(number), fresh(rng.choice(arena.requests)), rng.uniform(0.0, 0.8))
 
-    await hostile.crowd(30, one)
+    await hostile.crowd(30, client)
     return "30 clients"
 
 
 async def _slow_readers(arena: Arena, rng: Random, seconds: float) -> str:
-    ask = hostile.wanting(dict(arena.asks[0].body), max_tokens=100)
-    await hostile.crowd(8, lambda n: hostile.never_read(arena.gateways[n % len(arena.gateways)], fresh(ask), seconds))
+    request = hostile.changed(arena.requests[0], max_tokens=100)
+    await hostile.crowd(8, lambda number: hostile.never_read(arena.gateway(number), fresh(request), seconds))
     return "8 clients"
 
 
-# name, weight, longest duration in seconds, what is done
+# name, weight, longest duration in seconds, fault
 FAULTS: tuple[tuple[str, float, float, Act], ...] = (
     ("kill", 5.0, 1.0, _kill),
     ("kill several", 1.0, 1.0, _kill_several),
@@ -223,26 +188,26 @@ FAULTS: tuple[tuple[str, float, float, Act], ...] = (
     ("freeze", 4.0, 6.0, _freeze),
     ("drain", 2.0, 5.0, _drain),
     ("flip", 3.0, 5.0, _flip),
-    ("silent link", 3.0, 6.0, _silence),
-    ("refused link", 2.0, 6.0, _refuse),
-    ("cut link", 3.0, 1.0, _cut),
-    ("slow link", 2.0, 6.0, _slow),
+    ("silent link", 3.0, 6.0, _on_links(lambda proxy, _: proxy.stall())),
+    ("refused link", 2.0, 6.0, _on_links(lambda proxy, _: proxy.cut(refuse=True))),
+    ("cut link", 3.0, 1.0, _on_links(lambda proxy, _: proxy.cut())),
+    ("slow link", 2.0, 6.0, _on_links(_slow)),
     ("corrupt state", 1.0, 4.0, _corrupt),
     ("replayed state", 1.0, 1.0, _replay),
     ("garbage", 2.0, 1.0, _garbage),
     ("clock", 2.0, 5.0, _clock),
     ("database", 2.0, 5.0, _database),
-    ("leaving clients", 2.0, 3.0, _storm),
+    ("leaving clients", 2.0, 3.0, _leaving_clients),
     ("slow readers", 1.0, 5.0, _slow_readers),
 )
 
 ROUND = 12
-_END_S = 30.0  # the longest that a fault may take to end
+_END_S = 30.0  # the longest time that a fault may take to end
 
 
 @dataclass(slots=True)
 class Findings:
-    """What a run found so far."""
+    """What a run has found so far."""
 
     seed: int
     console: Console
@@ -254,18 +219,17 @@ class Findings:
     suites: int = 0
     slowest_s: float = 0.0
 
-    def say(self, text: str) -> None:
-        """One line of the log."""
+    def log(self, text: str) -> None:
         self.console.print(f"[dim]{time.monotonic() - self.began_s:7.1f} s[/]  {text}", highlight=False, soft_wrap=True)
 
     def violate(self, first: int, what: str) -> None:
-        """Something that must not be; `first` is the first draw of its round."""
+        """Add a violation; `first` is the first draw of its round."""
         self.violations.append(f"draws {first} to {first + ROUND - 1}: {what}")
-        self.say(f"[red]{escape(what)}[/]")
+        self.log(f"[red]{escape(what)}[/]")
 
 
 async def random_run(folder: Path, seconds: float, seed: int, console: Console, first: int = 0) -> dict[str, Any]:
-    """Figures and aims. Raises StartFailed or Unavailable when the suite does not start."""
+    """Returns figures and aims. Raises StartFailed or Unavailable when the suite does not start."""
     found, number = Findings(seed, console), first
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
@@ -275,12 +239,12 @@ async def random_run(folder: Path, seconds: float, seed: int, console: Console, 
             while well and time.monotonic() < end_s:
                 well = await _round(arena, before, found, number)
                 number += ROUND
-    found.say(f"{number - first} faults in {found.rounds} rounds; {len(found.violations)} violations")
+    found.log(f"{number - first} faults in {found.rounds} rounds; {len(found.violations)} violations")
     return _result(found, number - first)
 
 
 async def _round(arena: Arena, before: Calm, found: Findings, first: int) -> bool:
-    """ROUND faults and a look at what they left; whether the suite is well."""
+    """ROUND faults and recovery; returns whether the suite is well."""
     arena.processes.touched.clear()
     now, since_s = footprint(arena), time.time()
     async with arena.users(found.seed + first) as load:
@@ -288,30 +252,36 @@ async def _round(arena: Arena, before: Calm, found: Findings, first: int) -> boo
         try:
             await load.warm(WARM_S)
         except TimeoutError:
-            found.violate(first, f"not every user was answered within {WARM_S:.0f} s, without any fault")
+            found.violate(first, f"not every user was answered within {WARM_S:.0f} s without a fault")
             return False
         await _faults(arena, found, first)
         await arena.restore()
         healed_s = time.monotonic()
-        putting_back = asyncio.create_task(arena.roles.as_first(_END_S))
+        resetting = asyncio.create_task(arena.roles.reset(_END_S))
         recovery = await recovered(arena, load, before.rate, healed_s)
-        await asyncio.gather(putting_back, return_exceptions=True)
-    await look_behind(arena, before.footprint, recovery, since_s)
+        await asyncio.gather(resetting, return_exceptions=True)
+    await check_left_behind(arena, before.footprint, recovery, since_s)
     left = [*recovery.left, *recovery.ghosts, *died(arena, now)]
-    _judge(found, load.tally, first)
+    tally = load.tally
+    for verdict in (*HARM, *UNCLEAN):
+        if count := tally.count(verdict):
+            found.violate(first, f"{count} {verdict}: {tally.examples[verdict]}")
+    found.tally.counts += tally.counts
+    found.tally.longest_gap_s = max(found.tally.longest_gap_s, tally.longest_gap_s)
     found.rounds += 1
     found.slowest_s = max(found.slowest_s, recovery.recovered_s or 0.0)
     if recovery.recovered_s is None:
         found.violate(first, f"not back: {'; '.join(recovery.missing)}")
     if left:
         found.violate(first, f"left behind: {'; '.join(left)}")
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in tally.counts.items())
     back = "not back" if recovery.recovered_s is None else f"back after {recovery.recovered_s:.1f} s"
-    found.say(f"draws {first} to {first + ROUND - 1}: {_summary(load.tally)}, {back}")
+    found.log(f"draws {first} to {first + ROUND - 1}: {counts}, longest wait {tally.longest_gap_s:.1f} s, {back}")
     return recovery.recovered_s is not None and not recovery.left
 
 
 async def _faults(arena: Arena, found: Findings, first: int) -> None:
-    """They begin when they were drawn to, whether or not the one before has ended."""
+    """Each fault begins after its pause, also when the previous fault has not ended."""
     running: list[asyncio.Task[None]] = []
     try:
         for number in range(first, first + ROUND):
@@ -329,24 +299,11 @@ async def _act(arena: Arena, drawn: Draw, found: Findings, first: int) -> None:
     found.drawn[drawn.name] += 1
     began = time.monotonic()
     try:
-        whom = await drawn.act(arena, drawn.rng, drawn.seconds)
-    except Exception as error:  # a boundary: a fault that cannot be made is a finding, not the end
-        whom = f"could not be made: {type(error).__name__}: {error}"
-        found.violate(first, f"{drawn.name} {whom}")
-    found.say(f"{drawn.number:4} {drawn.name}: {escape(whom)}, {time.monotonic() - began:.1f} s")
-
-
-def _judge(found: Findings, tally: Tally, first: int) -> None:
-    for verdict in (*HARM, *UNCLEAN):
-        if count := tally.count(verdict):
-            found.violate(first, f"{count} {verdict}: {tally.examples[verdict]}")
-    found.tally.counts += tally.counts
-    found.tally.longest_gap_s = max(found.tally.longest_gap_s, tally.longest_gap_s)
-
-
-def _summary(tally: Tally) -> str:
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in tally.counts.items())
-    return f"{counts}, longest wait {tally.longest_gap_s:.1f} s"
+        target = await drawn.act(arena, drawn.rng, drawn.seconds)
+    except Exception as error:  # a boundary: a fault that fails is a finding, and the run goes on
+        target = f"failed: {type(error).__name__}: {error}"
+        found.violate(first, f"{drawn.name} {target}")
+    found.log(f"{drawn.number:4} {drawn.name}: {escape(target)}, {time.monotonic() - began:.1f} s")
 
 
 def _result(found: Findings, faults: int) -> dict[str, Any]:

@@ -1,7 +1,10 @@
-"""A TCP proxy between two processes, with the verbs of a bad network.
+"""TCP proxies between the processes of a suite, with the faults of a bad network.
 
-What is written on one side comes out on the other; a connection that ends on one side ends on the other. `cut`,
-`stall`, `slow`, `corrupt`, `lose`, `swap` and `replay` change that until `heal`.
+A proxy forwards bytes and ends of connections. `cut`, `stall`, `slow`, `corrupt`, `lose`, `swap` and `replay` change
+that until `heal`. Which proxies a suite needs follows from the ports of its plan (`wired`). A process's own addresses
+stay as they are; a proxy answers for the addresses that the process connects to. ZeroMQ and KV addresses are replaced
+when a process connects (`inject/sitecustomize.py`), because some of them travel in messages; HTTP addresses are
+replaced in the environment of the processes.
 """
 
 import asyncio
@@ -9,48 +12,40 @@ import json
 import socket
 import struct
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 
-from lab.chaos.framing import Framing, KvSplitter, Piece, RawSplitter, Splitter, ZmtpSplitter
+from lab.chaos.framing import Framing, KvSplitter, Piece, RawSplitter, ZmtpSplitter
 from services.launcher.spec import Plan, ProcessSpec
 
 _READ_BYTES = 1 << 16
-_WAITING = 64  # pieces under way in one direction; then the sender has to wait
-_KEPT = 64  # messages remembered for a replay
-_KEPT_BYTES = 1 << 16  # longer ones are not
-
-
-@dataclass(slots=True)
-class Weather:
-    """How the link is at the moment."""
-
-    open: asyncio.Event = field(default_factory=asyncio.Event)  # clear: nothing moves, and nobody is told
-    refusing: bool = False  # connections are reset as soon as they are made
-    latency_s: float = 0.0
-    bytes_per_s: float = 0.0  # 0: as fast as it goes
-    corrupt: float = 0.0  # share of messages in which a bit is flipped,
-    lose: float = 0.0  # that do not arrive,
-    swap: float = 0.0  # and that arrive after the next one
+_QUEUED_PIECES = 64  # in one direction; beyond that the sender has to wait
+_REPLAYED_MESSAGES = 64  # messages remembered for a replay
+_REPLAYED_BYTES = 1 << 16  # longer messages are not remembered
 
 
 class Proxy:
-    """One link: whoever connects to `port` is connected to `target`. Use as an async context manager."""
+    """One link: a connection to `port` is forwarded to `target`. Use as an async context manager.
+
+    `framing` finds whole messages in the bytes, so that messages can be corrupted, lost, swapped and replayed.
+    """
 
     def __init__(self, target: tuple[str, int], rng: Random, framing: Framing = ZmtpSplitter) -> None:
-        """`framing`: what is spoken, so that whole messages can be corrupted, lost, swapped and replayed."""
         self.target = target
         self.port = 0
-        self.corrupted = 0
-        self.replayed = 0
-        self.lost = 0
-        self.swapped = 0
-        self.weather = Weather()
-        self.weather.open.set()
-        self._rng = rng
-        self._framing = framing
+        self.rng = rng
+        self.framing = framing
+        # How many messages each fault has changed so far.
+        self.corrupted = self.replayed = self.lost = self.swapped = 0
+        # The faults of the moment: what share of messages is hit, and how the link behaves.
+        self.corrupt_share = self.lose_share = self.swap_share = 0.0
+        self.latency_s = 0.0
+        self.bytes_per_s = 0.0  # 0: unlimited
+        self.flowing = asyncio.Event()  # clear: nothing moves, and neither side is notified
+        self.flowing.set()
+        self._refusing = False
         self._pipes: set[_Pipe] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -70,111 +65,78 @@ class Proxy:
 
     @property
     def connections(self) -> int:
-        """Connections that are open now."""
         return len(self._pipes) // 2
 
     def cut(self, *, refuse: bool = False) -> None:
-        """Reset every connection; with `refuse` new ones too, until `heal`."""
-        self.weather.refusing = refuse
+        """Reset all connections; with `refuse` reset new ones too, until `heal`."""
+        self._refusing = refuse
         for pipe in list(self._pipes):
             pipe.reset()
 
     def stall(self) -> None:
-        """From now on nothing comes out: a network that drops everything."""
-        self.weather.open.clear()
+        """Forward nothing, as a network that drops all packets."""
+        self.flowing.clear()
 
     def slow(self, *, latency_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
-        """Each piece takes so much longer, and each direction carries no more than that."""
-        self.weather.latency_s, self.weather.bytes_per_s = latency_s, bytes_per_s
+        """Delay each piece, and limit the rate of each direction."""
+        self.latency_s, self.bytes_per_s = latency_s, bytes_per_s
 
     def corrupt(self, share: float) -> None:
-        """Flip one bit in this share of all messages, both ways."""
-        self.weather.corrupt = share
+        """Flip one bit in this share of the messages, in both directions."""
+        self.corrupt_share = share
 
     def lose(self, share: float) -> None:
-        """Let this share of all messages, both ways, go nowhere."""
-        self.weather.lose = share
+        """Drop this share of the messages, in both directions."""
+        self.lose_share = share
 
     def swap(self, share: float) -> None:
-        """Let this share of all messages, both ways, pass after the next one."""
-        self.weather.swap = share
+        """Forward this share of the messages after the message that follows, in both directions."""
+        self.swap_share = share
 
     def replay(self, *, back: bool = True, changed: Callable[[bytes], bytes] = bytes) -> int:
-        """Send again, in order, what went there lately, and with `back` what came back; how many messages that were.
+        """Send the recent messages to the target again, in order, and with `back` also those from the target.
 
-        changed: what becomes of each message, framing included.
+        `changed` maps each message, framing included. Returns the number of messages.
         """
         count = sum(pipe.replay(changed) for pipe in list(self._pipes) if back or pipe.onward)
         self.replayed += count
         return count
 
     def heal(self) -> None:
-        """Everything as it should be. Connections that were cut stay so; whoever needs them connects again."""
-        self.weather.refusing = False
-        self.weather.latency_s = self.weather.bytes_per_s = 0.0
-        self.weather.corrupt = self.weather.lose = self.weather.swap = 0.0
-        self.weather.open.set()
+        """End all faults. Connections that were cut stay cut: their clients connect again."""
+        self._refusing = False
+        self.latency_s = self.bytes_per_s = 0.0
+        self.corrupt_share = self.lose_share = self.swap_share = 0.0
+        self.flowing.set()
+
+    def hits(self, share: float) -> bool:
+        """Whether a fault of this share hits the present message."""
+        return share > 0.0 and self.rng.random() < share
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.get_running_loop().create_task(self._carry(reader, writer))
+        task = asyncio.get_running_loop().create_task(self._forward(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            await self._serve(reader, writer)
-        except OSError:  # nobody listens there
+            await self.flowing.wait()
+            if self._refusing:
+                _reset(writer)
+                return
+            target_reader, target_writer = await asyncio.open_connection(*self.target, limit=_READ_BYTES)
+            there = _Pipe(reader, target_writer, self, onward=True)
+            back = _Pipe(target_reader, writer, self, onward=False)
+            self._pipes |= {there, back}
+            try:
+                await _until_first_ends(there.run(), back.run(), then=self.flowing.wait)  # a stall hides an end, too
+            finally:
+                self._pipes -= {there, back}
+                target_writer.close()
+        except OSError:  # the target does not listen
             _reset(writer)
         finally:
             writer.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self.weather.open.wait()
-        if self.weather.refusing:
-            _reset(writer)
-            return
-        onward_reader, onward_writer = await asyncio.open_connection(*self.target, limit=_READ_BYTES)
-        there = _Pipe(reader, onward_writer, self, onward=True)
-        back = _Pipe(onward_reader, writer, self, onward=False)
-        self._pipes |= {there, back}
-        try:
-            running = {asyncio.ensure_future(pipe.run()) for pipe in (there, back)}
-            try:
-                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                await self.weather.open.wait()  # who hangs up is not heard either
-            finally:
-                for each in running:
-                    each.cancel()
-                await asyncio.gather(*running, return_exceptions=True)
-        finally:
-            self._pipes -= {there, back}
-            onward_writer.close()
-
-    def splitter(self) -> Splitter:
-        """For one direction of a connection."""
-        return self._framing()
-
-    def touched(self, piece: Piece) -> Piece:
-        """What becomes of it on the way."""
-        if not self._hit(self.weather.corrupt):
-            return piece
-        self.corrupted += 1
-        return piece.flipped(self._rng)
-
-    def loses(self) -> bool:
-        """Whether the present message is lost."""
-        lost = self._hit(self.weather.lose)
-        self.lost += lost
-        return lost
-
-    def swaps(self) -> bool:
-        """Whether the present message goes after the next one."""
-        swapped = self._hit(self.weather.swap)
-        self.swapped += swapped
-        return swapped
-
-    def _hit(self, share: float) -> bool:
-        return share > 0.0 and self._rng.random() < share
 
 
 class _Pipe:
@@ -183,77 +145,77 @@ class _Pipe:
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, proxy: Proxy, *, onward: bool
     ) -> None:
-        self.onward = onward  # from who connected to whom it wanted
+        self.onward = onward  # towards the proxy's target
         self._reader = reader
         self._writer = writer
         self._proxy = proxy
-        self._weather = proxy.weather
-        self._splitter = proxy.splitter()
-        self._due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_WAITING)
-        self._sent: deque[bytes] = deque(maxlen=_KEPT)
+        self._splitter = proxy.framing()
+        self._due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED_PIECES)
+        self._recent: deque[bytes] = deque(maxlen=_REPLAYED_MESSAGES)
         self._parts: list[Piece] = []  # of a message that is not complete yet
-        self._held = b""  # a message that goes after the next one
+        self._swapped = b""  # a message that goes after the next one
 
     async def run(self) -> None:
-        """Until one side ends."""
+        """Forward until one side ends."""
         reading, writing = asyncio.ensure_future(self._read()), asyncio.ensure_future(self._write())
-        try:
-            await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+
+        async def drained() -> None:
             if reading.done() and not writing.done():
                 await self._due.join()
-        finally:
-            for each in (reading, writing):
-                each.cancel()
-            await asyncio.gather(reading, writing, return_exceptions=True)
+
+        await _until_first_ends(reading, writing, then=drained)
 
     def reset(self) -> None:
-        """End the connection rudely."""
         _reset(self._writer)
 
     def replay(self, changed: Callable[[bytes], bytes]) -> int:
-        """Send the remembered messages again, between two others."""
+        """Send the remembered messages again, between two others; returns their number."""
         if self._due.full():
             return 0
-        again = b"".join(changed(message) for message in self._sent)
+        again = b"".join(changed(message) for message in self._recent)
         if again:
             self._due.put_nowait((0.0, again))
-        return len(self._sent)
+        return len(self._recent)
 
     async def _read(self) -> None:
         loop = asyncio.get_running_loop()
         with suppress(OSError):
             while data := await self._reader.read(_READ_BYTES):
-                if out := self._pass(data):
-                    await self._due.put((loop.time() + self._weather.latency_s, out))
+                greeting, pieces = self._splitter.feed(data)
+                if out := greeting + b"".join(self._forwarded(piece) for piece in pieces):
+                    await self._due.put((loop.time() + self._proxy.latency_s, out))
 
-    def _pass(self, data: bytes) -> bytes:
-        greeting, pieces = self._splitter.feed(data)
-        return greeting + b"".join(self._pass_piece(piece) for piece in pieces)
-
-    def _pass_piece(self, piece: Piece) -> bytes:
+    def _forwarded(self, piece: Piece) -> bytes:
+        """The bytes that go out now that this piece has come."""
         if piece.is_command:
-            return piece.encode() + self._let_go()
+            return piece.encode() + self._take_swapped()
         self._parts.append(piece)
         if not piece.ends_message:
             return b""
         parts, self._parts = self._parts, []
-        whole = b"".join(part.encode() for part in parts)
-        if len(whole) <= _KEPT_BYTES:
-            self._sent.append(whole)
-        return self._pass_message(parts)
-
-    def _pass_message(self, parts: list[Piece]) -> bytes:
-        if self._proxy.loses():
+        message = b"".join(part.encode() for part in parts)
+        if len(message) <= _REPLAYED_BYTES:
+            self._recent.append(message)
+        proxy = self._proxy
+        if proxy.hits(proxy.lose_share):
+            proxy.lost += 1
             return b""
-        out = b"".join(self._proxy.touched(part).encode() for part in parts)
-        if not self._held and self._proxy.swaps():
-            self._held = out
+        out = b"".join(self._corrupted(part).encode() for part in parts)
+        if not self._swapped and proxy.hits(proxy.swap_share):
+            proxy.swapped += 1
+            self._swapped = out
             return b""
-        return out + self._let_go()
+        return out + self._take_swapped()
 
-    def _let_go(self) -> bytes:
-        held, self._held = self._held, b""
-        return held
+    def _corrupted(self, piece: Piece) -> Piece:
+        if not self._proxy.hits(self._proxy.corrupt_share):
+            return piece
+        self._proxy.corrupted += 1
+        return piece.flipped(self._proxy.rng)
+
+    def _take_swapped(self) -> bytes:
+        swapped, self._swapped = self._swapped, b""
+        return swapped
 
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
@@ -262,19 +224,28 @@ class _Pipe:
                 due_s, data = await self._due.get()
                 try:
                     await asyncio.sleep(max(0.0, due_s - loop.time()))
-                    await self._weather.open.wait()
-                    await self._paced(data)
+                    await self._proxy.flowing.wait()
+                    rate = self._proxy.bytes_per_s
+                    step = max(1, int(rate / 20)) if rate else len(data)
+                    for start in range(0, len(data), step):
+                        self._writer.write(data[start : start + step])
+                        await self._writer.drain()
+                        if rate:
+                            await asyncio.sleep(step / rate)
                 finally:
                     self._due.task_done()
 
-    async def _paced(self, data: bytes) -> None:
-        rate = self._weather.bytes_per_s
-        step = max(1, int(rate / 20)) if rate else len(data)
-        for start in range(0, len(data), step):
-            self._writer.write(data[start : start + step])
-            await self._writer.drain()
-            if rate:
-                await asyncio.sleep(step / rate)
+
+async def _until_first_ends(*work: Awaitable[None], then: Callable[[], Awaitable[object]]) -> None:
+    """Run all until one ends, wait for `then`, and cancel the others."""
+    running = {asyncio.ensure_future(each) for each in work}
+    try:
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        await then()
+    finally:
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
@@ -286,14 +257,6 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-# MERGED wires.py
-# Proxies between the processes of a plan: found from its ports, put in place by the environments of its processes.
-#
-# A process's own addresses stay as they are; only whom it connects to is answered by a proxy. Addresses of ZeroMQ
-# and KV are swapped at the moment of connecting (`inject/sitecustomize.py`), so that those which travel in messages
-# are covered; HTTP addresses are swapped in the environment.
-
-
 _SERVICES = {
     "gateway": "gateway",
     "services.cluster_monitor": "monitor",
@@ -302,7 +265,7 @@ _SERVICES = {
     "services.planner": "planner",
     "predictor": "predictor",
 }
-_PORTS = {  # what a service's ports are for, in the order of the plan
+_PORTS = {  # the purposes of a service's ports, in the order of the plan
     "gateway": ("http",),
     "monitor": ("http", "heartbeats", "broadcasts"),
     "scheduler": ("http", "rpc"),
@@ -310,7 +273,7 @@ _PORTS = {  # what a service's ports are for, in the order of the plan
     "planner": ("http",),
     "predictor": ("http",),
 }
-_TALK = {  # who connects to whom, and to what
+_LINKS = {  # (client, server) → purposes of the connections
     ("gateway", "scheduler"): ("rpc",),
     ("gateway", "worker"): ("rpc",),
     ("monitor", "worker"): ("rpc",),
@@ -321,7 +284,7 @@ _TALK = {  # who connects to whom, and to what
     ("worker", "predictor"): ("http",),
     ("scheduler", "predictor"): ("http",),
 }
-ALL_LINKS = frozenset(purpose for purposes in _TALK.values() for purpose in purposes)
+ALL_LINKS = frozenset(purpose for purposes in _LINKS.values() for purpose in purposes)
 _FRAMINGS: dict[str, Framing] = {"http": RawSplitter, "tcp": ZmtpSplitter, "kv": KvSplitter}  # by scheme
 _KV_TRANSPORT = "POLYPHASE_WORKER_KV_TRANSPORT"
 
@@ -335,12 +298,20 @@ class Port:
     purpose: str  # "http", "rpc", "kv", "heartbeats", "broadcasts"
     host: str
     port: int
-    scheme: str = "tcp"  # how it is spoken to: "http", "tcp" (ZeroMQ), "kv"
+    scheme: str = "tcp"  # the protocol: "http", "tcp" (ZeroMQ), "kv"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The way from one process to a port of another."""
+    """The link from one process to a port of another."""
 
     source: str
     port: Port
@@ -348,18 +319,17 @@ class Wire:
 
     @property
     def name(self) -> str:
-        """For people."""
         return f"{self.source} → {self.port.process} ({self.port.purpose})"
 
 
 class Wires:
-    """All ways between the processes of a plan."""
+    """All links between the processes of a plan."""
 
     def __init__(self, wires: Iterable[Wire]) -> None:
         self.all = tuple(wires)
 
     def between(self, source: str = "", target: str = "", purpose: str = "") -> tuple[Wire, ...]:
-        """Those from `source` to `target` for that purpose; an empty word is any. Raises LookupError if none."""
+        """Links from `source` to `target` for `purpose`; an empty word matches any. Raises LookupError if none."""
         found = tuple(
             wire
             for wire in self.all
@@ -370,70 +340,60 @@ class Wires:
         return found
 
     def touching(self, process: str) -> tuple[Wire, ...]:
-        """Every way to or from a process."""
+        """Links from or to a process."""
         return tuple(wire for wire in self.all if process in (wire.source, wire.port.process))
 
     def heal(self) -> None:
-        """All of them as they should be."""
         for wire in self.all:
             wire.proxy.heal()
 
 
+async def disturb(wires: Iterable[Wire], change: Callable[[Proxy], object], seconds: float) -> None:
+    """Apply a fault to the proxies of these links, for some seconds."""
+    proxies = [wire.proxy for wire in wires]
+    for proxy in proxies:
+        change(proxy)
+    await asyncio.sleep(seconds)
+    for proxy in proxies:
+        proxy.heal()
+
+
 def service_of(spec: ProcessSpec) -> str:
-    """What a process of the plan is."""
+    """The service of a process of the plan, such as "gateway" or "worker"; "other" for the dashboard."""
     return _SERVICES.get(spec.argv[-1], "other")
 
 
 def ports_of(plan: Plan) -> tuple[Port, ...]:
-    """Every port that somebody of the plan listens on."""
+    """All ports that processes of the plan listen on."""
     found = []
     for spec in plan.processes:
         service = service_of(spec)
         purposes = _PORTS.get(service, ())
         for number, use in enumerate(spec.ports):
-            purpose = purposes[min(number, len(purposes) - 1)]  # one KV port a rank
-            found.append(Port(spec.name, service, purpose, use.host, use.port, _scheme(spec, purpose)))
+            purpose = purposes[min(number, len(purposes) - 1)]  # an instance has one KV port per rank
+            kv_over_tcp = purpose == "kv" and spec.env.get(_KV_TRANSPORT, "tcp") == "tcp"
+            scheme = "kv" if kv_over_tcp else "http" if purpose == "http" else "tcp"
+            found.append(Port(spec.name, service, purpose, use.host, use.port, scheme))
     return tuple(found)
-
-
-def _scheme(spec: ProcessSpec, purpose: str) -> str:
-    if purpose == "kv" and spec.env.get(_KV_TRANSPORT, "tcp") == "tcp":
-        return "kv"
-    return "http" if purpose == "http" else "tcp"
 
 
 @asynccontextmanager
 async def wired(plan: Plan, rng: Random, purposes: frozenset[str] = ALL_LINKS) -> AsyncIterator[tuple[Plan, Wires]]:
-    """The plan with a proxy on every way of those purposes, for the block's length."""
+    """The plan with a proxy on each link of these purposes, for the block's length."""
     async with AsyncExitStack() as stack:
-        ports, wires, specs = ports_of(plan), [], []
+        ports, wires, specs = ports_of(plan), list[Wire](), []
         for spec in plan.processes:
-            mine = []
-            for port in _reached_by(spec, ports, purposes):
-                proxy = Proxy((port.host, port.port), Random(rng.getrandbits(64)), _FRAMINGS[port.scheme])
-                mine.append(Wire(spec.name, port, await stack.enter_async_context(proxy)))
-            wires += mine
-            specs.append(replace(spec, env=_by_proxies(spec.env, mine)))
+            env, links = spec.env, {}
+            for port in ports:
+                linked = _LINKS.get((service_of(spec), port.service), ())
+                if port.process == spec.name or port.purpose not in purposes or port.purpose not in linked:
+                    continue
+                proxy = Proxy(port.address, Random(rng.getrandbits(64)), _FRAMINGS[port.scheme])
+                wires.append(Wire(spec.name, port, await stack.enter_async_context(proxy)))
+                proxied = replace(port, port=proxy.port).url
+                if port.purpose == "http":
+                    env = {key: value.replace(port.url, proxied) for key, value in env.items()}
+                else:
+                    links[port.url] = proxied
+            specs.append(replace(spec, env={**env, "CHAOS_LINKS": json.dumps(links)}))
         yield replace(plan, processes=tuple(specs)), Wires(wires)
-
-
-def _reached_by(spec: ProcessSpec, ports: Iterable[Port], purposes: frozenset[str]) -> list[Port]:
-    return [
-        port
-        for port in ports
-        if port.process != spec.name
-        and port.purpose in purposes
-        and port.purpose in _TALK.get((service_of(spec), port.service), ())
-    ]
-
-
-def _by_proxies(env: dict[str, str], wires: list[Wire]) -> dict[str, str]:
-    links = {}
-    for wire in wires:
-        port, proxied = wire.port, f"{wire.port.host}:{wire.proxy.port}"
-        direct = f"{port.host}:{port.port}"
-        if port.purpose == "http":
-            env = {key: value.replace(f"http://{direct}", f"http://{proxied}") for key, value in env.items()}
-        else:
-            links[f"{port.scheme}://{direct}"] = f"{port.scheme}://{proxied}"
-    return {**env, "CHAOS_LINKS": json.dumps(links)}

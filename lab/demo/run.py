@@ -28,13 +28,12 @@ from lab.demo.disturbances import (
     check_prefill_loss,
 )
 from lab.demo.report import Section, as_result, show_section, show_summary
-from services.launcher import cli_common, ports
-from services.launcher.cluster_file import Cluster
+from lab.suite import on_free_ports
+from services.launcher import cli_common
 from services.launcher.up import RunningSuite, UpOptions, cluster_of, running_suite, until_stopped
 from shared.errors import PolyphaseError
 
 READY_S, MEMORY_GIB = 60.0, 8.0
-_GATEWAY, _DASHBOARD = 240, 241  # offsets in the demo's range of free ports
 _BREAKS = (PolyphaseError, AssertionError, OSError, TimeoutError, LookupError, httpx.HTTPError)
 Step = Callable[[], Awaitable[Section]]
 
@@ -81,14 +80,6 @@ async def _show(
                 console.print(f"The suite goes on: {urls}. Ctrl-C ends it.")
                 await running.supervisor.during(asyncio.Event().wait())
     return True
-
-
-def on_free_ports(cluster: Cluster) -> Cluster:
-    """The same cluster on ports that nobody uses."""
-    base = ports.free_range()
-    gateway = cluster.gateway.model_copy(update={"port": base + _GATEWAY})
-    dashboard = cluster.dashboard.model_copy(update={"port": base + _DASHBOARD})
-    return cluster.model_copy(update={"ports": base, "gateway": gateway, "dashboard": dashboard})
 
 
 async def check_all(

@@ -19,8 +19,8 @@ from lab.demo import jobs
 from lab.demo.answers import asks, reference
 from lab.demo.client import Answer, ApiClient, Ask, Prompts
 from lab.demo.report import Section, show_section, show_summary
-from lab.demo.run import on_free_ports
 from lab.deploy.ray_nodes import RayNodes, ray_nodes
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.suite import until
 from services.launcher.supervisor import State, Status

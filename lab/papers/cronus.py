@@ -1,10 +1,11 @@
-"""Cronus: Table 2 predicted from its stage capacities, and its comparisons of TTFT and TBT (Fig 4)."""
+"""Cronus: stage capacities (Table 2) predicted and measured, and the five systems of its evaluation compared by TTFT
+and TBT (5.1, Fig. 4)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lab.papers.report import Chart, Row, Section, gain, order, ratio_gain, told, value
+from lab.papers.report import Chart, Row, Section, gain, informative, order, ratio_gain, value
 from lab.papers.testbed import (
     CONVERSATION,
     Kind,
@@ -30,15 +31,11 @@ from shared.sim.outcomes import SimResult
 from shared.sim.spec import EngineLimits, FirstToken, InstanceSpec, RunSpec
 from shared.sim.workload import Workload, evenly
 
-# MERGED cronus_stages.py
-# Cronus' stage capacities: what each GPU does alone as prefill or decode stage, measured (derived) and modelled.
-#
-# They are all that the coefficients are fitted to. Table 2 over Table 3 gives twelve: prefill and decode of three GPUs
-# and two models (FORMULAS section 6). Eight numbers are fitted: of each GPU the share of predicted compute (from its
-# prefill) and of predicted bandwidth (from its decode), shared by both models; and what a step and a sequence cost the
-# engine. Those two follow from the decodes: 25 to 256 sequences run at once, and the models differ in the bytes
-# that they read.
-
+# Stage capacities: what each GPU does alone as prefill or decode stage, derived from Table 2 over Table 3. The twelve
+# are all that the coefficients are fitted to (FORMULAS section 6). Eight numbers are fitted: each GPU's share of
+# predicted compute (from its prefill) and of predicted bandwidth (from its decode), shared by both models, and the
+# cost of a step and of a sequence. Those two follow from the decodes: 25 to 256 sequences run at once, and the models
+# differ in the bytes that they read.
 
 HIGH, LOWS = "A100-SXM-80", ("A10", "A30")
 MODELS = ("Llama-3-8B", "Qwen2-7B")
@@ -96,13 +93,10 @@ def modelled(testbed: Testbed, workload: Workload, capacity: Capacity) -> float:
 
 
 def capacities(testbed: Testbed, workload: Workload) -> Mapping[Capacity, float]:
-    """All twelve."""
     return {capacity: modelled(testbed, workload, capacity) for capacity in CAPACITIES}
 
 
-# MERGED cronus_systems.py
-# The five systems of Cronus' evaluation (5.1), on an A100 and an A10 or A30 in different hosts.
-
+# The five systems of the evaluation (5.1), on an A100 and an A10 or A30 in different hosts.
 
 SYSTEMS = ("DP", "PP", "Disagg H-L", "Disagg L-H", "Cronus")
 _LOW_CHUNKED = EngineLimits(batched_tokens=256, sequences=256)
@@ -124,12 +118,10 @@ class Column:
 
     @property
     def name(self) -> str:
-        """Short."""
         return f"A100+{self.low} {self.model}"
 
 
 def run_system(testbed: Testbed, column: Column, system: str, workload: Workload) -> SimResult:
-    """The workload through one of `SYSTEMS`."""
     return _BUILDERS[system](testbed, column, workload)
 
 
@@ -211,7 +203,6 @@ _LOAD = 0.5
 
 
 def cronus_section(testbed: Testbed, data: Path) -> Section:
-    """All of it."""
     workload = requests(data)
     rates = {
         system: tuple(requests_per_s(run_system(testbed, column, system, workload.at_once())) for column in _COLUMNS)
@@ -238,56 +229,37 @@ def cronus_section(testbed: Testbed, data: Path) -> Section:
 
 
 def _stage_rows(testbed: Testbed, workload: Workload) -> tuple[Row, ...]:
-    return tuple(
-        told(
-            f"stage_{at}",
-            "Tables 2, 3",
-            f"calibration: {one.accelerator} {one.role} of {one.model}",
-            "req/s",
-            f"{one.measured:g}",
-            ours,
-        )
-        for at, (one, ours) in enumerate(capacities(testbed, workload).items())
-    )
+    rows = []
+    for at, (one, ours) in enumerate(capacities(testbed, workload).items()):
+        what = f"calibration: {one.accelerator} {one.role} of {one.model}"
+        rows.append(informative(f"stage_{at}", "Tables 2, 3", what, "req/s", f"{one.measured:g}", ours))
+    return tuple(rows)
 
 
 def _table_rows(rates: Mapping[str, tuple[float, ...]]) -> tuple[Row, ...]:
-    return tuple(
-        value(
-            f"table2_{_word(system)}_{at}",
-            "Table 2",
-            f"{column.name}: {system}",
-            "req/s",
-            _TABLE_2[system][at],
-            rates[system][at],
-            _WITHIN,
-        )
-        for system in SYSTEMS
-        for at, column in enumerate(_COLUMNS)
-    )
+    rows = []
+    for system in SYSTEMS:
+        for at, column in enumerate(_COLUMNS):
+            key, what = f"table2_{_word(system)}_{at}", f"{column.name}: {system}"
+            rows.append(value(key, "Table 2", what, "req/s", _TABLE_2[system][at], rates[system][at], _WITHIN))
+    return tuple(rows)
 
 
 def _order_rows(rates: Mapping[str, tuple[float, ...]]) -> tuple[Row, ...]:
     rows = []
     for at, column in enumerate(_COLUMNS):
         paper, ours = (sorted(SYSTEMS, key=lambda s: -figures[s][at]) for figures in (_TABLE_2, rates))
-        rows.append(
-            order(f"order_{at}", "Table 2", f"{column.name}: order", " > ".join(paper), " > ".join(ours), paper == ours)
-        )
+        what = f"{column.name}: order"
+        rows.append(order(f"order_{at}", "Table 2", what, " > ".join(paper), " > ".join(ours), paper == ours))
     return tuple(rows)
 
 
 def _ratio_rows(rates: Mapping[str, tuple[float, ...]]) -> tuple[Row, ...]:
-    return tuple(
-        ratio_gain(
-            f"up_to_{_word(system)}",
-            "5.2",
-            f"throughput against {system}, up to",
-            claimed,
-            max(a / b for a, b in zip(rates["Cronus"], rates[system], strict=True)),
-        )
-        for system, claimed in (("PP", 2.58), ("Disagg H-L", 5.64), ("Disagg L-H", 1.9))
-    )
+    rows = []
+    for system, claimed in (("PP", 2.58), ("Disagg H-L", 5.64), ("Disagg L-H", 1.9)):
+        most = max(a / b for a, b in zip(rates["Cronus"], rates[system], strict=True))
+        rows.append(ratio_gain(f"up_to_{_word(system)}", "5.2", f"throughput against {system}, up to", claimed, most))
+    return tuple(rows)
 
 
 def _latency_rows(testbed: Testbed, workload: Workload, rates: Mapping[str, tuple[float, ...]]) -> tuple[Row, ...]:
@@ -300,31 +272,22 @@ def _latency_rows(testbed: Testbed, workload: Workload, rates: Mapping[str, tupl
             ours, theirs = (run_system(testbed, column, name, arriving) for name in ("Cronus", system))
             ttft.setdefault(system, []).append(change(p99_ttft_s(ours), p99_ttft_s(theirs)))
             tbt.setdefault(system, []).append(change(_p99_tbt_s(ours), _p99_tbt_s(theirs)))
+
+    def lower(key: str, metric: str, system: str, changes: list[float]) -> Row:
+        what, ours = f"{metric} P99 of {system} lower than Cronus'", f"Cronus {_signed(changes)} %"
+        return order(key, "Fig 4", what, "in every column", ours, min(changes) > 0)
+
     what = "P99 against"
     return (
         gain("ttft_dp_a10", "Fig 4", f"TTFT {what} DP, A10, up to", -55.0, min(ttft["DP"][:2])),
         gain("ttft_dp_a30", "Fig 4", f"TTFT {what} DP, A30, up to", -26.0, min(ttft["DP"][2:])),
         gain("ttft_lh", "Fig 4", f"TTFT {what} Disagg L-H, up to", -84.0, min(ttft["Disagg L-H"])),
         gain("ttft_pp", "Fig 4", f"TTFT {what} PP, up to", -58.0, min(ttft["PP"])),
-        order(
-            "ttft_hl",
-            "Fig 4",
-            "TTFT P99 of Disagg H-L lower than Cronus'",
-            "in every column",
-            f"Cronus {_signed(ttft['Disagg H-L'])} %",
-            min(ttft["Disagg H-L"]) > 0,
-        ),
+        lower("ttft_hl", "TTFT", "Disagg H-L", ttft["Disagg H-L"]),
         gain("tbt_pp", "Fig 4", f"TBT {what} PP, up to", -70.0, min(tbt["PP"])),
         gain("tbt_dp", "Fig 4", f"TBT {what} DP, up to", -63.0, min(tbt["DP"])),
         gain("tbt_hl", "Fig 4", f"TBT {what} Disagg H-L, up to", -51.0, min(tbt["Disagg H-L"])),
-        order(
-            "tbt_lh",
-            "Fig 4",
-            "TBT P99 of Disagg L-H lower than Cronus'",
-            "in every column",
-            f"Cronus {_signed(tbt['Disagg L-H'])} %",
-            min(tbt["Disagg L-H"]) > 0,
-        ),
+        lower("tbt_lh", "TBT", "Disagg L-H", tbt["Disagg L-H"]),
     )
 
 

@@ -22,8 +22,8 @@ _HIGH = (*(1.2, 1.2) * len(_GPUS), 1e-2, 5e-4)
 
 
 def fitted(known: Coefficients, workload: Workload) -> Coefficients:
-    """`known` with what the capacities say: least squares of the logarithms of the errors."""
-    seen: dict[tuple[Capacity, Shares, EngineCost], float] = {}  # a GPU's shares say nothing of the others
+    """`known` fitted to the capacities: least squares of the logarithms of the errors."""
+    seen: dict[tuple[Capacity, Shares, EngineCost], float] = {}  # a GPU's shares do not change the others' capacities
 
     def error(capacity: Capacity, tried: Coefficients) -> float:
         key = (capacity, tried.devices[capacity.accelerator], tried.engine)
@@ -49,7 +49,6 @@ def with_values(known: Coefficients, values: Sequence[float]) -> Coefficients:
 
 
 def main() -> None:
-    """Print the fit and what is left of the errors."""
     workload = requests(Path(sys.argv[1]))
     found = fitted(Coefficients.from_file(), workload)
     print(found.engine, found.default, *found.devices.items(), sep="\n")

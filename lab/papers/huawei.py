@@ -32,7 +32,6 @@ _TIE = 0.03  # strategies this near to each other change places with the seed
 
 
 def huawei_section(testbed: Testbed, data: Path) -> Section:
-    """All of it."""
     figures = {rate: _strategies(testbed, data, rate) for rate in _RATES}
     estimated, simulated = _degrees(testbed, sharegpt(data, 200, seed=1), sharegpt(data, 250, seed=2))
     rows = (*_ranking_rows(estimated, simulated), *_strategy_rows(figures), _second_cluster(testbed, data))
@@ -83,16 +82,9 @@ def _degrees(testbed: Testbed, sample: Workload, sent: Workload) -> tuple[dict[i
 def _ranking_rows(estimated: Mapping[int, float], simulated: Mapping[int, float]) -> tuple[Row, ...]:
     ours, real = (sorted(figures, key=lambda t: -figures[t]) for figures in (estimated, simulated))
     shown = f"estimate {_ranks(ours)}; simulated {_ranks(real)}"
-    return (
-        order(
-            "degrees",
-            "5.1, Fig 4",
-            "ranking of t in {1, 2, 4, 8}: Algorithm 1's estimate against the run",
-            "identical (the order is lost in the text)",
-            shown,
-            ours == real,
-        ),
-    )
+    what = "ranking of t in {1, 2, 4, 8}: Algorithm 1's estimate against the run"
+    paper = "identical (the order is lost in the text)"
+    return (order("degrees", "5.1, Fig 4", what, paper, shown, ours == real),)
 
 
 def _strategies(testbed: Testbed, data: Path, rate: float) -> dict[str, float]:
@@ -113,44 +105,22 @@ def _strategies(testbed: Testbed, data: Path, rate: float) -> dict[str, float]:
 
 
 def _strategy_rows(figures: Mapping[float, Mapping[str, float]]) -> tuple[Row, ...]:
-    rows = [
-        gain(
-            "os_rr",
-            "5.2, Fig 5",
-            "OS against RR at 24 req/s: throughput",
-            122.5,
-            change(figures[24.0]["OS"], figures[24.0]["RR"]),
-        )
-    ]
+    where = "5.2, Fig 5"
+    better = change(figures[24.0]["OS"], figures[24.0]["RR"])
+    rows = [gain("os_rr", where, "OS against RR at 24 req/s: throughput", 122.5, better)]
     for rate, best in ((8.0, "OS"), (16.0, "OS"), (24.0, "WRR"), (inf, "WRR")):
         by = figures[rate]
         ranked = sorted(by, key=lambda name: -by[name])
         name = "inf" if rate == inf else f"{rate:g}"
-        told = ", ".join(f"{one} {by[one]:,.0f}" for one in ranked)
+        listed = ", ".join(f"{one} {by[one]:,.0f}" for one in ranked)
         near = by[best] >= (1 - _TIE) * by[ranked[0]]
-        rows.append(order(f"best_{name}", "5.2, Fig 5", f"highest at {name} req/s", best, told, near))
+        rows.append(order(f"best_{name}", where, f"highest at {name} req/s", best, listed, near))
         if best == "WRR":
-            rows.append(
-                order(
-                    f"worst_{name}",
-                    "5.2, Fig 5",
-                    f"lowest at {name} req/s",
-                    "RR, below SI",
-                    f"{ranked[-1]}",
-                    ranked[-1] == "RR",
-                )
-            )
+            last, what = ranked[-1], f"lowest at {name} req/s"
+            rows.append(order(f"worst_{name}", where, what, "RR, below SI", last, last == "RR"))
     below = [rate for rate in _RATES if figures[rate]["MB"] <= (1 + _TIE) * figures[rate]["OS"]]
-    rows.append(
-        order(
-            "mb_os",
-            "5.2, Fig 5",
-            "MB below OS, slightly or by less than seeds differ",
-            "at all rates",
-            f"at {len(below)} of {len(_RATES)} rates",
-            len(below) == len(_RATES),
-        )
-    )
+    what, shown = "MB below OS, slightly or by less than seeds differ", f"at {len(below)} of {len(_RATES)} rates"
+    rows.append(order("mb_os", where, what, "at all rates", shown, len(below) == len(_RATES)))
     return tuple(rows)
 
 
@@ -175,7 +145,6 @@ def _throughput(data: Path, rate: float, cluster: tuple[InstanceSpec, ...], plac
 
 
 def _mean_output(data: Path) -> int:
-    """The paper samples the data set for it."""
     return round(float(sharegpt(data, 1000, seed=9).output_tokens.mean()))
 
 

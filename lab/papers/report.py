@@ -1,6 +1,7 @@
-"""A paper's figure beside ours, and how near it came.
+"""Report of `polyphase bench papers`: a paper's figures beside ours, charts as SVG, and `docs/papers.md`, which is
+generated from the sections and the texts of `prose.yaml`.
 
-Signs and orders have to be right; a claimed gain has to be met within ±30 % of itself. What is missed stays missed.
+Signs and orders must be right; a claimed gain must be met within ±30 % of itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,10 +16,6 @@ from typing import Any
 import msgspec
 
 from shared.files.yaml_file import read_yaml
-
-# MERGED chart.py
-# Grouped bar charts as SVG text, without a drawing library.
-
 
 _WIDTH, _HEIGHT = 760, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 46, 58
@@ -116,7 +113,7 @@ WITHIN = 0.30
 
 
 class Check(StrEnum):
-    """What an aim of a row says."""
+    """What an aim of a row judges."""
 
     SIGN = "sign"
     ORDER = "order"
@@ -145,7 +142,6 @@ class Row:
 
     @property
     def met(self) -> bool:
-        """Whether all that was judged held."""
         return all(held for _, held in self.checks)
 
 
@@ -162,7 +158,7 @@ class Section:
 
 
 def _rounded(percent: float) -> float:
-    """Without what sums in another order leave of a difference that is none."""
+    """Without the rounding error of a zero difference."""
     return round(percent, 9) + 0.0
 
 
@@ -219,12 +215,11 @@ def between(key: str, where: str, what: str, unit: str, low: float, high: float,
 
 
 def order(key: str, where: str, what: str, paper: str, ours: str, held: bool) -> Row:
-    """A claim about an order or a choice."""
     return Row(key, where, what, "", paper, ours, None, None, ((Check.ORDER, held),), paper)
 
 
-def told(key: str, where: str, what: str, unit: str, paper: str, ours: float) -> Row:
-    """A figure beside the paper's that nothing is asked of."""
+def informative(key: str, where: str, what: str, unit: str, paper: str, ours: float) -> Row:
+    """A figure without an aim."""
     return Row(key, where, what, unit, paper, f"{ours:.4g}", ours)
 
 
@@ -257,9 +252,7 @@ def _aim(row: Row, check: Check, held: bool) -> dict[str, Any]:
     return aim
 
 
-# MERGED prose.py
-# What the page says in words, from `prose.yaml`.
-
+# Texts of the page, from `prose.yaml`.
 
 PROSE = Path(__file__).with_name("prose.yaml")
 
@@ -286,9 +279,7 @@ def _noted(row: Row, misses: Mapping[str, str]) -> Row:
     return replace(row, note=note)
 
 
-# MERGED document.py
-# `docs/papers.md` and its charts, written from the bench's sections: the page is never edited by hand.
-
+# `docs/papers.md` and its charts, generated from the sections and never edited by hand.
 
 _HEAD = """# The papers, and what we get
 

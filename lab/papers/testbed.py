@@ -1,4 +1,6 @@
-"""What all five papers are simulated with: one library, one set of coefficients, instances made from them."""
+"""Common base of the five simulated papers: library and coefficients, step times and block watermark of their
+engines (vLLM V0), request lengths, instances of one or several groups of accelerators (pipeline parallelism), and
+runs of a cluster."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,8 +32,7 @@ from shared.sim.spec import EngineLimits, InstanceSpec
 from shared.sim.traces import read_trace
 from shared.sim.workload import Workload
 
-# MERGED engine_steps.py
-# Step times of the papers' engines, vLLM up to 0.8 (V0), where they differ from the later engine that ours prices.
+# Step times of vLLM up to 0.8 (V0), where they differ from the later engine that our cost model prices.
 
 
 class EngineSteps(StepModel):
@@ -61,7 +62,6 @@ class EngineSteps(StepModel):
             )
 
     def step_time_s(self, batch: Batch) -> float:
-        """See `StepModel`."""
         count, contexts = batch.decode_count, batch.decode_context_tokens
         if not batch.prefill or not count:
             return super().step_time_s(batch)
@@ -70,12 +70,9 @@ class EngineSteps(StepModel):
 
 
 class _DecodeApart(LayerCost):
-    """Layers whose decode attention is that of others."""
-
     decodes: LayerCost
 
     def decode_attention_s(self, count: int, context_tokens: float) -> float:
-        """See `LayerCost`."""
         return self.decodes.decode_attention_s(count, context_tokens)
 
 
@@ -98,8 +95,6 @@ class EngineCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PcieCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All-reduces over PCIe, and the devices that need them."""
-
     collective: Collective
     devices: tuple[str, ...]
 
@@ -116,7 +111,6 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_file(cls, path: Path = COEFFICIENTS) -> "Coefficients":
-        """Those that the bench states."""
         return msgspec.convert(read_yaml(path), cls, strict=False)
 
 
@@ -134,7 +128,6 @@ class Testbed:
         return self.library.catalogue
 
     def geometry(self, model: str) -> ModelGeometry:
-        """A bundled model."""
         return self.library.geometry(model)
 
     def model(self, accelerator: str, model: str, tensor_parallel: int = 1) -> StepModel:
@@ -183,8 +176,7 @@ class Testbed:
         )
 
 
-# MERGED watermark.py
-# How vLLM's engines of the papers' time (V0) let a request start: some blocks always stay free for those that run.
+# Admission of vLLM V0: some blocks always stay free for requests that run.
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +191,6 @@ class Watermark:
     share: float = 0.01
 
     def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
-        """See `DecodeAdmission`."""
         need = -(-job.prompt_tokens // memory.block_size)
         left = memory.free_blocks - need
         empty = memory.free_blocks == memory.total_blocks and left >= 0
@@ -208,21 +199,18 @@ class Watermark:
 
 @dataclass(frozen=True, slots=True)
 class AtopWatermark:
-    """Another policy in such an engine: both must admit."""
+    """A further policy in such an engine: both must admit."""
 
     name: ClassVar[str] = "atop_watermark"
     needs_running: ClassVar[bool] = True
     inner: DecodeAdmission
 
     def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
-        """See `DecodeAdmission`."""
         by_engine = Watermark().admit(job, memory, now)
         return self.inner.admit(job, memory, now) if by_engine.admitted else by_engine
 
 
-# MERGED lengths.py
-# The lengths of requests that the papers' workloads have, from the public tables below the data folder.
-
+# Lengths of requests, from the public tables below the data folder.
 
 SHAREGPT = Path("traces/token_counts/sharegpt_8k_filtered_stats_llama2_tokenizer.csv")
 CODING = Path("traces/azure2023/AzureLLMInferenceTrace_code.csv")
@@ -257,8 +245,7 @@ def _file(data: Path, path: Path) -> Path:
     return data / path
 
 
-# MERGED clusters.py
-# Simulated instances of the papers' testbeds, and what a run of them comes to.
+# Simulated instances, and figures of a run.
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,22 +287,18 @@ def instances(testbed: Testbed, kind: Kind, role: Role, count: int = 1, prefix: 
 
 
 def mean_ttft_s(result: SimResult) -> float:
-    """Of completed requests."""
     return float(result.outcomes.ttft_s[result.outcomes.completed].mean())
 
 
 def mean_jct_s(result: SimResult) -> float:
-    """Of completed requests."""
     return float(result.outcomes.jct_s[result.outcomes.completed].mean())
 
 
 def p99_ttft_s(result: SimResult) -> float:
-    """Of completed requests."""
     return float(np.percentile(result.outcomes.ttft_s[result.outcomes.completed], 99))
 
 
 def requests_per_s(result: SimResult) -> float:
-    """Completed requests over the run."""
     return float(result.outcomes.completed.sum()) / result.duration_s
 
 
@@ -338,12 +321,10 @@ def change(ours: float, baseline: float) -> float:
 
 
 def weighed(spec: InstanceSpec, weight: float) -> InstanceSpec:
-    """The same with that share under weighted placement."""
     return replace(spec, rates=msgspec.structs.replace(spec.rates, weight=weight))
 
 
-# MERGED stages.py
-# Instances whose layers lie on several groups of accelerators: pipeline parallelism, alike or unlike.
+# Instances whose layers lie on several groups of accelerators: pipeline parallelism.
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +383,6 @@ def in_turn(spec: InstanceSpec) -> InstanceSpec:
 
 
 def _kv_tokens(testbed: Testbed, stages: tuple[Stage, ...], models: tuple[StepModel, ...]) -> int:
-    """Every token has its KV on all stages: the tightest one decides."""
     return min(
         kv_capacity_tokens(
             testbed.catalogue.get(stage.accelerator), model.geometry, tensor_parallel=stage.tensor_parallel
@@ -412,6 +392,6 @@ def _kv_tokens(testbed: Testbed, stages: tuple[Stage, ...], models: tuple[StepMo
 
 
 def _prefill_cost(models: tuple[StepModel, ...]) -> PartialPrefillCost:
-    """Of a prompt that passes the stages alone."""
+    """Cost of a prompt that passes the stages alone."""
     costs = [partial_prefill_of(model) for model in models]
     return PartialPrefillCost(sum(cost.k_p for cost in costs), sum(cost.b_p for cost in costs))

@@ -1,4 +1,5 @@
-"""TetriInfer: its five workloads (5.1), its interference study (2.2) and its schedulers (5.2)."""
+"""TetriInfer: its testbed (OPT-13B on pairs of V100), its five workloads (5.1), its interference study (2.2, Figs 2
+to 5) and its schedulers (5.2, Figs 16, 18 and 19)."""
 
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -32,12 +33,9 @@ from shared.sim.prediction import Prediction
 from shared.sim.spec import EngineLimits, RunSpec
 from shared.sim.workload import Workload, tetri
 
-# MERGED tetriinfer_micro.py
-# TetriInfer, Figures 2 to 5: how requests in one batch slow each other down. Only the step model is needed.
-#
-# Light prefill: 18 prompt tokens. Heavy prefill: 512. Light decode: 20–100 tokens, so 48 of context on average (18
-# + half of 60). Heavy decode: more than 512 tokens, so 274 (18 + half of 512). Source: sections 2.2.1–2.2.3.
-
+# Figures 2 to 5: how requests in one batch slow each other down, from the step model alone. Light prefill: 18 prompt
+# tokens. Heavy prefill: 512. Light decode: 20 to 100 tokens, so 48 of context on average (18 + half of 60). Heavy
+# decode: more than 512 tokens, so 274 (18 + half of 512). Source: sections 2.2.1 to 2.2.3.
 
 LIGHT, HEAVY = (18, 0), (512, 0)
 LIGHT_CONTEXT, HEAVY_CONTEXT = 48, 274
@@ -45,21 +43,11 @@ ACCELERATOR, MODEL, DEGREE = "V100-32-PCIe", "OPT-13B", 2
 
 
 def micro_rows(testbed: Testbed) -> tuple[tuple[Row, ...], Chart]:
-    """The rows, and a chart of the slow-downs."""
     model = testbed.model(ACCELERATOR, MODEL, DEGREE)
     threshold = saturation_tokens(model.prefill_time_s)
-    rows = (
-        order(
-            "saturation",
-            "Fig 2",
-            "tokens a step at which prefill saturates (ChunkSize)",
-            "512",
-            str(threshold),
-            threshold == 512,
-        ),
-        *_slowdowns(model),
-        *_mixed_decodes(model),
-    )
+    what = "tokens a step at which prefill saturates (ChunkSize)"
+    saturation = order("saturation", "Fig 2", what, "512", str(threshold), threshold == 512)
+    rows = (saturation, *_slowdowns(model), *_mixed_decodes(model))
     factors = [row for row in rows if row.unit == "x" and row.claimed is not None]
     chart = Chart(
         "tetriinfer_interference",
@@ -76,31 +64,18 @@ def _slowdowns(model: StepModel) -> tuple[Row, ...]:
         return model.step_time_s(together) / model.step_time_s(alone)
 
     light, heavy, decode = Batch((LIGHT,)), Batch((HEAVY,)), _decodes((), 1)
-    return (
-        factor("lp_7lp", "Fig 3a", "light prefill, 7 light beside it", 2.0, beside(light, Batch((LIGHT,) * 8))),
-        factor("lp_63lp", "Fig 3a", "light prefill, 63 light beside it", 8.0, beside(light, Batch((LIGHT,) * 64))),
-        between(
-            "lp_hp",
-            "Fig 3b",
-            "light prefill, 7 heavy beside it",
-            "x",
-            10.0,
-            float("inf"),
-            beside(light, Batch((LIGHT, *(HEAVY,) * 7))),
-        ),
-        factor(
-            "hp_lp", "Fig 3c", "heavy prefill, 63 light beside it", 3.0, beside(heavy, Batch((HEAVY, *(LIGHT,) * 63)))
-        ),
-        factor(
-            "ld_hp", "Fig 4b", "light decode, a heavy prefill beside it", 5.0, beside(decode, _decodes((HEAVY,), 1))
-        ),
-        factor(
-            "lp_ld", "Fig 4c", "light prefill, 127 light decodes beside it", 2.5, beside(light, _decodes((LIGHT,), 127))
-        ),
-        factor(
-            "hp_ld", "Fig 4d", "heavy prefill, 127 light decodes beside it", 2.5, beside(heavy, _decodes((HEAVY,), 127))
-        ),
+    seven_heavy = beside(light, Batch((LIGHT, *(HEAVY,) * 7)))
+    lp_hp = between("lp_hp", "Fig 3b", "light prefill, 7 heavy beside it", "x", 10.0, float("inf"), seven_heavy)
+    cases = (
+        ("lp_7lp", "Fig 3a", "light prefill, 7 light beside it", 2.0, light, Batch((LIGHT,) * 8)),
+        ("lp_63lp", "Fig 3a", "light prefill, 63 light beside it", 8.0, light, Batch((LIGHT,) * 64)),
+        ("hp_lp", "Fig 3c", "heavy prefill, 63 light beside it", 3.0, heavy, Batch((HEAVY, *(LIGHT,) * 63))),
+        ("ld_hp", "Fig 4b", "light decode, a heavy prefill beside it", 5.0, decode, _decodes((HEAVY,), 1)),
+        ("lp_ld", "Fig 4c", "light prefill, 127 light decodes beside it", 2.5, light, _decodes((LIGHT,), 127)),
+        ("hp_ld", "Fig 4d", "heavy prefill, 127 light decodes beside it", 2.5, heavy, _decodes((HEAVY,), 127)),
     )
+    rows = [factor(key, where, what, claimed, beside(*batches)) for key, where, what, claimed, *batches in cases]
+    return (*rows[:2], lp_hp, *rows[2:])
 
 
 def _mixed_decodes(model: StepModel) -> tuple[Row, ...]:
@@ -118,14 +93,10 @@ def _decodes(chunks: tuple[tuple[int, int], ...], count: int) -> Batch:
     return Batch(chunks, count, count * LIGHT_CONTEXT)
 
 
-# MERGED tetriinfer_testbed.py
-# TetriInfer's testbed: OPT-13B on pairs of V100, a coupled instance against a prefill and a decode instance.
-#
-# Baseline (5, 5.2.1): vLLM as it ran in 2023: prefill before any decode, whole prompts, a fixed batch of 16.
-# TetriInfer: chunks of 512, shortest first in batches of 16, reserve-dynamic, power of two, buckets of 200 tokens
-# of which 74.9 % are right. Requests come at once; their lengths are `tetri`'s, of whose medians only one is the
-# paper's.
-
+# The testbed: OPT-13B on pairs of V100, a coupled instance against a prefill and a decode instance. Baseline (5,
+# 5.2.1): vLLM as it ran in 2023, prefill before any decode, whole prompts, a fixed batch of 16. TetriInfer: chunks of
+# 512, shortest first in batches of 16, reserve-dynamic, power of two, buckets of 200 tokens with an accuracy of 74.9
+# %. Requests come at once; of the medians of their lengths only one is the paper's.
 
 ROCE = Link(25e9, latency_s=1e-5, efficiency=1.0)  # 200 Gb/s, as the paper's own emulation counts it
 PREDICTOR_COST = 1.1  # the predictor runs beside the model: prefill takes 10 % longer (Fig 17)
@@ -147,7 +118,6 @@ INSTANT = replace(PREFILL, slowed=1e-3, link=Link(1e12, latency_s=0.0, efficienc
 
 
 def coupled(testbed: Testbed, workload: Workload) -> SimResult:
-    """The baseline."""
     run = RunSpec(label="vLLM 2023", decode_admission=Watermark())
     return simulate(workload, instances(testbed, COUPLED, Role.DECODE), run)
 
@@ -166,15 +136,12 @@ def disaggregated(
     return simulate(workload, cluster, replace(run, seed=seed))
 
 
-# MERGED tetriinfer_schedulers.py
-# TetriInfer, Figs 16, 18 and 19: its prefill order, decode admission and dispatch, each against the alternatives.
-
+# Figs 16, 18 and 19: prefill order, decode admission and dispatch, each against the alternatives.
 
 _SURE = Prediction(width_tokens=200, buckets=10, accuracy=1.0)
 
 
 def scheduler_rows(testbed: Testbed) -> tuple[Row, ...]:
-    """All three figures."""
     return (*_prefill_order(testbed), *_admission(testbed), *_dispatch(testbed))
 
 
@@ -190,28 +157,13 @@ def _prefill_order(testbed: Testbed) -> tuple[Row, ...]:
         return fmean(_mean_wait_s(testbed, disaggregated(testbed, tetri("Mixed", 128, seed), run)) for seed in SEEDS)
 
     fixed = fmean(mean_ttft_s(coupled(testbed, tetri("Mixed", 128, seed))) for seed in SEEDS)
+    batch = "chunked prefill, FCFS, against a fixed batch: mean prefill latency"
+    wait = "SJF against FCFS: mean prefill waiting, window of 16"
+    window = "SJF: mean TTFT, window of 128 against 16"
     return (
-        gain(
-            "chunked",
-            "Fig 16",
-            "chunked prefill, FCFS, against a fixed batch: mean prefill latency",
-            -86.4,
-            change(ttft(Fcfs()), fixed),
-        ),
-        gain(
-            "sjf",
-            "Fig 16",
-            "SJF against FCFS: mean prefill waiting, window of 16",
-            -7.8,
-            change(waiting(Sjf(16)), waiting(Fcfs())),
-        ),
-        gain(
-            "sjf_window",
-            "Fig 16",
-            "SJF: mean TTFT, window of 128 against 16",
-            -46.5,
-            change(ttft(Sjf(128)), ttft(Sjf(16))),
-        ),
+        gain("chunked", "Fig 16", batch, -86.4, change(ttft(Fcfs()), fixed)),
+        gain("sjf", "Fig 16", wait, -7.8, change(waiting(Sjf(16)), waiting(Fcfs()))),
+        gain("sjf_window", "Fig 16", window, -46.5, change(ttft(Sjf(128)), ttft(Sjf(16)))),
     )
 
 
@@ -233,30 +185,16 @@ def _admission(testbed: Testbed) -> tuple[Row, ...]:
         )
 
     greedy = jct(Watermark(), _SURE)
-    what = "against greedy: mean JCT"
+    dynamic, static = AtopWatermark(ReserveDynamic()), AtopWatermark(ReserveStatic())
+    usual, sure, fixed = (
+        change(jct(policy, prediction), greedy)
+        for policy, prediction in ((dynamic, TETRI.prediction or _SURE), (dynamic, _SURE), (static, _SURE))
+    )
+    what = "against greedy: mean JCT, accuracy"
     return (
-        points(
-            "rd_749",
-            "Fig 18",
-            f"reserve-dynamic {what}, accuracy 74.9 %",
-            0.0,
-            change(jct(AtopWatermark(ReserveDynamic()), TETRI.prediction or _SURE), greedy),
-            5.0,
-        ),
-        gain(
-            "rd_100",
-            "Fig 18",
-            f"reserve-dynamic {what}, accuracy 100 %",
-            -12.0,
-            change(jct(AtopWatermark(ReserveDynamic()), _SURE), greedy),
-        ),
-        gain(
-            "rs_100",
-            "Fig 18",
-            f"reserve-static {what}, accuracy 100 %",
-            -10.0,
-            change(jct(AtopWatermark(ReserveStatic()), _SURE), greedy),
-        ),
+        points("rd_749", "Fig 18", f"reserve-dynamic {what} 74.9 %", 0.0, usual, 5.0),
+        gain("rd_100", "Fig 18", f"reserve-dynamic {what} 100 %", -12.0, sure),
+        gain("rs_100", "Fig 18", f"reserve-static {what} 100 %", -10.0, fixed),
     )
 
 
@@ -271,16 +209,8 @@ def _dispatch(testbed: Testbed) -> tuple[Row, ...]:
         ranking = sorted(took, key=lambda name: took[name])
         ours = " < ".join(f"{name} {took[name]:.1f} s" for name in ranking)
         ranking.remove("spread")  # ours, beside the paper's three
-        rows.append(
-            order(
-                f"dispatch_{count}",
-                "Fig 19",
-                f"total decode time, {count} decode instances",
-                "power of two is least",
-                ours,
-                ranking[0] == "power of two",
-            )
-        )
+        what, best = f"total decode time, {count} decode instances", ranking[0] == "power of two"
+        rows.append(order(f"dispatch_{count}", "Fig 19", what, "power of two is least", ours, best))
     return tuple(rows)
 
 
@@ -319,7 +249,6 @@ _CLAIMS = (
 
 
 def tetriinfer_section(testbed: Testbed) -> Section:
-    """All of it."""
     micro, interference = micro_rows(testbed)
     workloads = [_workload_rows(testbed, claim) for claim in _CLAIMS]
     rows = (*micro, *(row for group in workloads for row in group), *scheduler_rows(testbed))

@@ -1,4 +1,5 @@
-"""ThunderServe: the ratio study, KV in 4 bits against 16, and the loss of 4 of 32 GPUs."""
+"""ThunderServe: the ratio study (Figs 6 and 14), KV in 4 bits against 16 (Tables 5 and 8), and the loss of 4 of 32
+GPUs (5.4, Appendix G)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.papers.report import Chart, Row, Section, between, order, ratio_gain, told, value
+from lab.papers.report import Chart, Row, Section, between, informative, order, ratio_gain, value
 from lab.papers.testbed import (
     CODING,
     CONVERSATION,
@@ -27,9 +28,7 @@ from shared.sim.outcomes import SimResult
 from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec
 from shared.sim.workload import Times, Workload, poisson, synthetic
 
-# MERGED thunderserve_ratio.py
-# ThunderServe, Figs 6 and 14: which ratio of prefill to decode instances serves coding and conversation best.
-
+# Figs 6 and 14: the best ratio of prefill to decode instances for coding and conversation.
 
 NETWORK = Link(5e9)  # 40 Gb/s, of which `Link` reaches 58 % as the paper measured
 CONTEXT_TOKENS = 2048  # the model's
@@ -40,33 +39,18 @@ _REQUESTS = 800
 
 
 def ratio_rows(testbed: Testbed, data: Path) -> tuple[tuple[Row, ...], Chart]:
-    """The best ratio for each workload, and a chart of all."""
     found = {
         name: throughputs(testbed, azure(data, trace, _REQUESTS, CONTEXT_TOKENS).at_once())
         for name, trace in (("coding", CODING), ("conversation", CONVERSATION))
     }
     best = {name: max(by, key=lambda prefills: by[prefills]) for name, by in found.items()}
-    rows = [
-        order(
-            f"ratio_{name}",
-            "Figs 6, 14",
-            f"best P:D of 8 instances, {name}",
-            _shown(paper),
-            _told(found[name]),
-            best[name] == paper,
-        )
-        for name, paper in (("coding", 5), ("conversation", 3))
-    ]
-    rows.append(
-        order(
-            "ratio_sides",
-            "Figs 6, 14",
-            "more prefill than decode for coding, less for conversation",
-            "yes",
-            f"{_shown(best['coding'])} and {_shown(best['conversation'])}",
-            best["coding"] > _INSTANCES / 2 > best["conversation"],
-        )
-    )
+    where, rows = "Figs 6, 14", []
+    for name, paper in (("coding", 5), ("conversation", 3)):
+        what, ours = f"best P:D of 8 instances, {name}", _ranked(found[name])
+        rows.append(order(f"ratio_{name}", where, what, _shown(paper), ours, best[name] == paper))
+    what = "more prefill than decode for coding, less for conversation"
+    ours = f"{_shown(best['coding'])} and {_shown(best['conversation'])}"
+    rows.append(order("ratio_sides", where, what, "yes", ours, best["coding"] > _INSTANCES / 2 > best["conversation"]))
     chart = Chart(
         "thunderserve_ratio",
         "ThunderServe, Fig 6: throughput by P:D, 16 A5000, LLaMA-13B",
@@ -79,22 +63,15 @@ def ratio_rows(testbed: Testbed, data: Path) -> tuple[tuple[Row, ...], Chart]:
 
 def throughputs(testbed: Testbed, workload: Workload) -> dict[int, float]:
     """Tokens a second by the number of prefill instances."""
-    return {
-        prefills: tokens_per_s(
-            simulate(
-                workload,
-                (
-                    *instances(testbed, _KIND, Role.PREFILL, prefills),
-                    *instances(testbed, _KIND, Role.DECODE, _INSTANCES - prefills),
-                ),
-                RUN,
-            )
-        )
-        for prefills in range(1, _INSTANCES)
-    }
+    found = {}
+    for prefills in range(1, _INSTANCES):
+        prefill = instances(testbed, _KIND, Role.PREFILL, prefills)
+        decode = instances(testbed, _KIND, Role.DECODE, _INSTANCES - prefills)
+        found[prefills] = tokens_per_s(simulate(workload, (*prefill, *decode), RUN))
+    return found
 
 
-def _told(by: Mapping[int, float]) -> str:
+def _ranked(by: Mapping[int, float]) -> str:
     ranked = sorted(by, key=lambda prefills: -by[prefills])[:3]
     return ", ".join(f"{_shown(prefills)} {by[prefills]:,.0f}" for prefills in ranked)
 
@@ -103,9 +80,7 @@ def _shown(prefills: int) -> str:
     return f"{prefills}:{_INSTANCES - prefills}"
 
 
-# MERGED thunderserve_link.py
-# ThunderServe, Tables 5 and 8 and section 4: 4 A40 and 4 3090 Ti, coupled and split, with 4 and with 16 bits of KV.
-
+# Tables 5 and 8 and section 4: 4 A40 and 4 3090 Ti, coupled and split, with 4 and with 16 bits of KV.
 
 MODEL, LAYERS = "LLaMA-30B", 60
 INSIDE = Link(16e9, latency_s=1e-4)  # between stages of one host, over PCIe
@@ -129,7 +104,7 @@ def link_rows(testbed: Testbed) -> tuple[Row, ...]:
             "split", "Table 5", "throughput: split over 40 Gb/s against two coupled", 3292 / 1610, packed / base
         ),
         ratio_gain("bits", "Table 8", "throughput: KV in 4 bits against 16", 3292 / 2450, packed / raw),
-        told("split_tokens", "Table 5", "throughput: split, 4 bits", "tokens/s", "3292", packed),
+        informative("split_tokens", "Table 5", "throughput: split, 4 bits", "tokens/s", "3292", packed),
     )
 
 
@@ -161,13 +136,13 @@ def kv_rows(testbed: Testbed) -> tuple[Row, ...]:
     """Transfer times of one prompt, and their share of a request's time.
 
     The two times are what the link's efficiency was taken from (`Link`: 0.56 and 0.61 of nominal, 0.58), so that
-    nothing is asked of them; their ratio and the shares do not follow from it alone.
+    they have no aim; their ratio and the shares do not follow from it alone.
     """
     model = testbed.geometry("LLaMA-30B")
     raw, packed = (1e3 * transfer_time_s(model, 1024, NETWORK, codec) for codec in (Codec.RAW, Codec.INT4))
     rows = [
-        told("kv_16bit", "Table 8", "KV of 1024 tokens, LLaMA-30B, 40 Gb/s, 16 bits (fitted)", "ms", "584", raw),
-        told("kv_4bit", "Table 8", "the same, 4 bits, ours 4.75 (fitted)", "ms", "133", packed),
+        informative("kv_16bit", "Table 8", "KV of 1024 tokens, LLaMA-30B, 40 Gb/s, 16 bits (fitted)", "ms", "584", raw),
+        informative("kv_4bit", "Table 8", "the same, 4 bits, ours 4.75 (fitted)", "ms", "133", packed),
         value("kv_ratio", "Table 8", "16 bits over 4 bits", "x", 584.0 / 133.0, raw / packed),
     ]
     for codec, low, high in ((Codec.RAW, 16.0, 30.0), (Codec.INT4, 4.0, 9.0)):
@@ -177,7 +152,7 @@ def kv_rows(testbed: Testbed) -> tuple[Row, ...]:
         rows.append(between(f"share_{codec.value}", "4", what, "%", low, high, sum(shares) / len(shares)))
         shown = f"{low:g}–{high:g}"
         rows += [
-            told(f"share_{codec.value}_{at}", "4", f"… prompt of {prompt}, {name}", "%", shown, share)
+            informative(f"share_{codec.value}_{at}", "4", f"… prompt of {prompt}, {name}", "%", shown, share)
             for at, (prompt, share) in enumerate(zip(PROMPTS, shares, strict=True))
         ]
     return tuple(rows)
@@ -192,11 +167,8 @@ def kv_share(testbed: Testbed, prompt: int, codec: Codec) -> float:
     return 100.0 * transfer / (prefill + transfer + decode)
 
 
-# MERGED thunderserve_loss.py
-# ThunderServe 5.4 and Appendix G: 4 of 32 GPUs go offline; roles flip (13 s), all is planned anew (157 s), or nothing.
-#
+# 5.4 and Appendix G: 4 of 32 GPUs go offline; roles flip (13 s), a new plan is searched (157 s), or nothing happens.
 # The deployments are those of the paper's Table 3. Lost: the 4 A6000 that are two decode instances.
-
 
 _P, _D = Role.PREFILL, Role.DECODE
 _HALF = LAYERS // 2
@@ -258,7 +230,6 @@ _CASES = (
 
 
 def loss_rows(testbed: Testbed, data: Path) -> tuple[Row, ...]:
-    """Both workloads."""
     return tuple(row for case in _CASES for row in _case_rows(testbed, data, case))
 
 
@@ -281,31 +252,16 @@ def _case_rows(testbed: Testbed, data: Path, case: _Case) -> tuple[Row, ...]:
     ]
     ranked = sorted(flipped, key=lambda group: -flipped[group])
     where, name = "5.4, Fig 11", case.name
+    against = f"{light:.1f} % against {none:.1f} % ({before:.1f} % with them)"
+    without = f"{name}: attainment without the 4 GPUs, a role flipped against nothing done"
+    after = f"{name}: attainment in the 157 s after it, a flip against planning anew"
+    anew = f"{within[0]:.1f} % against {within[1]:.1f} %"
+    which = f"{name}: the group that gives an instance"
+    groups = ", ".join(f"{group} {flipped[group]:.1f} %" for group in ranked)
     return (
-        order(
-            f"loss_{name}",
-            where,
-            f"{name}: attainment without the 4 GPUs, a role flipped against nothing done",
-            "higher",
-            f"{light:.1f} % against {none:.1f} % ({before:.1f} % with them)",
-            light > none,
-        ),
-        order(
-            f"loss_{name}_while",
-            where,
-            f"{name}: attainment in the 157 s after it, a flip against planning anew",
-            "higher",
-            f"{within[0]:.1f} % against {within[1]:.1f} %",
-            within[0] > within[1],
-        ),
-        order(
-            f"loss_{name}_which",
-            "App. G",
-            f"{name}: the group that gives an instance",
-            case.flips,
-            ", ".join(f"{group} {flipped[group]:.1f} %" for group in ranked),
-            ranked[0] == case.flips,
-        ),
+        order(f"loss_{name}", where, without, "higher", against, light > none),
+        order(f"loss_{name}_while", where, after, "higher", anew, within[0] > within[1]),
+        order(f"loss_{name}_which", "App. G", which, case.flips, groups, ranked[0] == case.flips),
     )
 
 
@@ -352,7 +308,6 @@ def _alone_s(testbed: Testbed, workload: Workload) -> Times:
 
 
 def thunderserve_section(testbed: Testbed, data: Path) -> Section:
-    """All of it."""
     ratios, chart = ratio_rows(testbed, data)
     rows = (*ratios, *kv_rows(testbed), *link_rows(testbed), *loss_rows(testbed, data))
     return Section("thunderserve", "ThunderServe: heterogeneous GPUs in the cloud", rows, (chart,))

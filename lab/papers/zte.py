@@ -6,7 +6,7 @@ from statistics import fmean
 
 import numpy as np
 
-from lab.papers.report import Chart, Row, Section, gain, order, told
+from lab.papers.report import Chart, Row, Section, gain, informative, order
 from lab.papers.testbed import Kind, Testbed, Watermark, change, instances, p99_ttft_s
 from shared.cost.catalogue import Accelerator
 from shared.cost.geometry import ModelGeometry
@@ -39,7 +39,6 @@ _CASES = (_Case("512", "Fig 9", 512, 1024, 3.0, 19.3, 22.6), _Case("1024", "Fig 
 
 
 def zte_section(testbed: Testbed) -> Section:
-    """All of it."""
     cases = [row for case in _CASES for row in _case_rows(testbed, case)]
     ratios, chart = _ratio_rows(testbed)
     rows = (*cases, *ratios, *_long_rows(testbed), *_formula_rows(testbed))
@@ -63,24 +62,15 @@ def _case_rows(testbed: Testbed, case: _Case) -> tuple[Row, ...]:
     speeds = [fmean(map(user_tokens_per_s, runs)) for runs in (alone, split)]
     ttft = [fmean(map(p99_ttft_s, runs)) for runs in (alone, split)]
     what = f"{case.prompt}+{case.output} at {case.rate:g} req/s"
+    where, name = case.where, case.name
+    claimed, ours = round(change(case.after, case.before)), change(speeds[1], speeds[0])
+    slo = f"{ttft[1]:.2f} s against {ttft[0]:.2f} s"
+    met = ttft[1] <= _TTFT_SLO_S < ttft[0]
     return (
-        gain(
-            f"gain_{case.name}",
-            case.where,
-            f"{what}: throughput, split against integrated",
-            round(change(case.after, case.before)),
-            change(speeds[1], speeds[0]),
-        ),
-        told(f"alone_{case.name}", case.where, f"{what}: integrated", "tokens/s", f"{case.before:g}", speeds[0]),
-        told(f"split_{case.name}", case.where, f"{what}: split", "tokens/s", f"{case.after:g}", speeds[1]),
-        order(
-            f"ttft_{case.name}",
-            case.where,
-            f"{what}: TTFT within the SLO",
-            "split meets it, integrated does not",
-            f"{ttft[1]:.2f} s against {ttft[0]:.2f} s",
-            ttft[1] <= _TTFT_SLO_S < ttft[0],
-        ),
+        gain(f"gain_{name}", where, f"{what}: throughput, split against integrated", claimed, ours),
+        informative(f"alone_{name}", where, f"{what}: integrated", "tokens/s", f"{case.before:g}", speeds[0]),
+        informative(f"split_{name}", where, f"{what}: split", "tokens/s", f"{case.after:g}", speeds[1]),
+        order(f"ttft_{name}", where, f"{what}: TTFT within the SLO", "split meets it, integrated does not", slo, met),
     )
 
 
@@ -94,16 +84,9 @@ def _ratio_rows(testbed: Testbed) -> tuple[tuple[Row, ...], Chart]:
     for two, three in (((2, 1), (3, 1)), ((1, 2), (1, 3))):
         first, second = change(found[two], found[1, 1]), change(found[three], found[1, 1])
         names = f"{_name(two)} and {_name(three)}"
-        rows.append(
-            order(
-                f"ratio_{two[0]}p{two[1]}d",
-                "Fig 7",
-                f"throughput of {names} against 1P1D",
-                "both higher, and alike",
-                f"{first:+.2f} % and {second:+.2f} %",
-                first > 0 and abs(second - first) < 2.0,
-            )
-        )
+        what, ours = f"throughput of {names} against 1P1D", f"{first:+.2f} % and {second:+.2f} %"
+        held = first > 0 and abs(second - first) < 2.0
+        rows.append(order(f"ratio_{two[0]}p{two[1]}d", "Fig 7", what, "both higher, and alike", ours, held))
     chart = Chart(
         "zte_ratio",
         "ZTE, Fig 7: throughput by P:D, 256+256 at 2 req/s",
@@ -129,9 +112,9 @@ def _long_rows(testbed: Testbed) -> tuple[Row, ...]:
 
 
 def _falling(key: str, what: str, found_ms: list[float]) -> Row:
-    said = ", ".join(f"{one:.3g}" for one in found_ms)
+    listed = ", ".join(f"{one:.3g}" for one in found_ms)
     falls = all(after < before for before, after in pairwise(found_ms))
-    return order(key, "Fig 8", f"1024+1024 at 3 req/s: {what}", "falls", f"{said} ms", falls)
+    return order(key, "Fig 8", f"1024+1024 at 3 req/s: {what}", "falls", f"{listed} ms", falls)
 
 
 def _run(testbed: Testbed, prompt: int, output: int, rate: float, prefills: int, decodes: int, seed: int) -> SimResult:
@@ -146,7 +129,6 @@ def _run(testbed: Testbed, prompt: int, output: int, rate: float, prefills: int,
 
 
 def mean_tpot_s(result: SimResult) -> float:
-    """Mean over requests."""
     done, found = result.outcomes.completed, result.outcomes
     return float(np.mean((found.jct_s[done] - found.ttft_s[done]) / (found.output_tokens[done] - 1)))
 
@@ -165,23 +147,14 @@ def _formula_rows(testbed: Testbed) -> tuple[Row, ...]:
     discounts = Discounts(compute=shares.compute, link=0.8, memory=shares.bandwidth)
     ttft = testbed.model("ZTE-GPU-B", _MODEL).prefill_time_s(1024)
     tpot = testbed.model("ZTE-GPU-A", _MODEL).decode_time_s(32, 32 * 1024)
+    first_ms = 1e3 * first_token_s(second, geometry, 1024, discounts)
+    next_ms = 1e3 * output_token_s(first, geometry, 32, 1024, discounts)
+    beside = "formula, beside the step model's"
+    prompt = f"first token of 1024 tokens on GPU B: {beside} {1e3 * ttft:.1f} ms"
+    token = f"time per output token of 32 requests on GPU A: {beside} {1e3 * tpot:.1f} ms"
     return (
-        told(
-            "eq2",
-            "eq. 2",
-            f"first token of 1024 tokens on GPU B: formula, beside the step model's {1e3 * ttft:.1f} ms",
-            "ms",
-            "–",
-            1e3 * first_token_s(second, geometry, 1024, discounts),
-        ),
-        told(
-            "eq5",
-            "eq. 5",
-            f"time per output token of 32 requests on GPU A: formula, beside the step model's {1e3 * tpot:.1f} ms",
-            "ms",
-            "–",
-            1e3 * output_token_s(first, geometry, 32, 1024, discounts),
-        ),
+        informative("eq2", "eq. 2", prompt, "ms", "–", first_ms),
+        informative("eq5", "eq. 5", token, "ms", "–", next_ms),
     )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lab.demo.run import on_free_ports
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import load_cluster
 from services.launcher.up import running_suite
 from shared.errors import NotFound, PolyphaseError

@@ -117,7 +117,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "policies": ("bench.policies", "run_policies_bench"),
     "policies_live": ("bench.policies_live", "run_policies_live"),
     "roles": ("bench.roles", "run_roles_bench"),
-    "roles_live": ("bench.roles_live", "run_live"),
+    "roles_live": ("bench.roles", "run_live"),
     "overload": ("bench.overload", "run_overload_bench"),
     "cost": ("bench.cost", "run_cost_bench"),
     "mixed": ("bench.mixed", "run_mixed_bench"),

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from lab.demo import run
 from lab.demo.client import ApiClient, Prompts
+from lab.suite import on_free_ports
 from services.launcher.up import UpOptions, cluster_of, running_suite
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -37,7 +38,7 @@ TIMED = {"ready to serve", "answered by the classifier in time"}
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def steps(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[run.Step, ...]]:
     """One running suite for all tests of this file."""
-    cluster = run.on_free_ports(cluster_of(UpOptions(Path("demo"), dashboard=False)))
+    cluster = on_free_ports(cluster_of(UpOptions(Path("demo"), dashboard=False)))
     folder = tmp_path_factory.mktemp("suite")
     async with (
         running_suite(cluster, folder, Console(stderr=True)) as running,

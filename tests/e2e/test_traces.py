@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lab.bench.trace_collector import Collector, Seen, collecting
 from lab.bench.traces import faults, wait
-from lab.demo.run import on_free_ports
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.up import RunningSuite, running_suite

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lab.demo.client import ApiClient, Ask
 from lab.demo.jobs import records
-from lab.demo.run import on_free_ports
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import resolve_model
 from services.launcher.up import running_suite

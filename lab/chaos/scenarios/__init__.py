@@ -1,4 +1,4 @@
-"""All scenarios, a file a family of faults. The order is that of the report."""
+"""All scenarios by family, in the order of the report."""
 
 from lab.chaos.scenario import Scenario
 from lab.chaos.scenarios.clients import BODIES, CLIENTS, CONNECTIONS

@@ -1,4 +1,8 @@
-"""Floods, slow readers, disconnect storms, and bodies that ask for thousands of answers."""
+"""Scenarios of clients.
+
+Floods, slow readers, disconnect storms, bodies and answers that are within each limit and dear together, requests for
+thousands of answers, and connections that send nothing or too little.
+"""
 
 import asyncio
 import json
@@ -9,95 +13,83 @@ from typing import Any
 
 from lab.chaos import hostile
 from lab.chaos.arena import Arena
-from lab.chaos.load import Address, Ask, Ending, Reply, fresh
+from lab.chaos.load import fresh, unstreamed
 from lab.chaos.scenario import Scenario
+from lab.client import CHAT, COMPLETIONS, Address, Ending, Request, Response
 
 STORM, SLOW, FLOOD, SLOW_HEADS = 150, 24, 800, 200
 _SLOW_S = 5.0
-_BIG_S = 6.0  # who sends a huge body waits so long, and leaves
+_BIG_S = 6.0  # the client of a huge body leaves after this time
 _HEAD_BYTES = 8 << 20
 
 
-def _body(arena: Arena) -> dict[str, Any]:
-    return dict(arena.asks[0].body)
-
-
-async def disconnect_storm(arena: Arena) -> None:
-    """Clients that leave at any moment: queued, in prefill, in transfer, in decode."""
+async def _disconnect_storm(arena: Arena) -> None:
+    """Clients leave while their requests are queued, in prefill, in transfer or in decode."""
     rng = Random(arena.rng.getrandbits(32))
 
-    async def one(number: int) -> None:
+    async def client(number: int) -> None:
         await asyncio.sleep(rng.uniform(0.0, 3.0))
-        ask = fresh(arena.asks[number % len(arena.asks)])
-        await hostile.leave(arena.gateways[number % len(arena.gateways)], ask, rng.uniform(0.0, 0.8))
+        request = fresh(arena.requests[number % len(arena.requests)])
+        await hostile.leave(arena.gateway(number), request, rng.uniform(0.0, 0.8))
 
-    await hostile.crowd(STORM, one)
-
-
-async def slow_readers(arena: Arena) -> None:
-    """Streams that nobody reads."""
-    ask = hostile.wanting(_body(arena), max_tokens=200)
-    await hostile.crowd(
-        SLOW, lambda n: hostile.never_read(arena.gateways[n % len(arena.gateways)], fresh(ask), _SLOW_S)
-    )
+    await hostile.crowd(STORM, client)
 
 
-async def flood(arena: Arena) -> None:
-    """More requests at once than may queue: who is refused is told so, and when to come back."""
-    replies: list[Reply | None] = []
+async def _slow_readers(arena: Arena) -> None:
+    request = hostile.changed(arena.requests[0], max_tokens=200)
+    await hostile.crowd(SLOW, lambda n: hostile.never_read(arena.gateway(n), fresh(request), _SLOW_S))
 
-    async def one(number: int) -> None:
-        ask = fresh(hostile.wanting(_body(arena), max_tokens=2))
-        replies.append(await hostile.body_of(arena.gateways[number % len(arena.gateways)], ask, 30.0))
 
-    with arena.away():
-        await hostile.crowd(FLOOD, one)
-    wrong = [r for r in replies if r is None or r.status not in (200, 429, 503) or r.ending is Ending.HUNG]
+async def _flood(arena: Arena) -> None:
+    """More requests at once than may queue: the gateway refuses some, with Retry-After."""
+    answers: list[Response | None] = []
+
+    async def client(number: int) -> None:
+        request = fresh(hostile.changed(arena.requests[0], max_tokens=2))
+        answers.append(await hostile.body_of(arena.gateway(number), request, 30.0))
+
+    with arena.outage():
+        await hostile.crowd(FLOOD, client)
+    wrong = [r for r in answers if r is None or r.status not in (200, 429, 503) or r.ending is Ending.HUNG]
     if wrong:
-        raise AssertionError(f"{len(wrong)} of {len(replies)} in the flood got no answer or a wrong one: {wrong[0]}")
+        raise AssertionError(f"{len(wrong)} of {len(answers)} requests had no answer or a wrong one: {wrong[0]}")
 
 
-async def thousand_prompts(arena: Arena) -> None:
-    """One body with a thousand prompts."""
-    await _big(arena, hostile.wanting(_body(arena), prompt=["Hello"] * 1000, stream=False))
+async def _thousand_prompts(arena: Arena) -> None:
+    await _send_expensive(arena, prompt=["Hello"] * 1000)
 
 
-async def many_choices(arena: Arena) -> None:
-    """One body that asks for five thousand choices."""
-    await _big(arena, hostile.wanting(_body(arena), n=5000, temperature=0.5, stream=False))
+async def _many_choices(arena: Arena) -> None:
+    await _send_expensive(arena, n=5000, temperature=0.5)
 
 
-async def _big(arena: Arena, ask: Ask) -> None:
-    body = {key: value for key, value in ask.body.items() if key != "stream_options"}
-    reply = await hostile.body_of(arena.gateways[0], Ask(ask.key, ask.path, body), _BIG_S)
-    if reply is not None and reply.status >= 500:
-        raise AssertionError(f"a body of {hostile.size_of(ask)} bytes was answered by {reply.status}: {reply.error}")
+async def _costly_grammar(arena: Arena) -> None:
+    await _send_expensive(arena, structured_outputs={"regex": "((((a{1,60}){1,60}){1,60})b){1,60}"})
 
 
-async def costly_grammar(arena: Arena) -> None:
-    """A body of a hundred bytes whose grammar takes very long to compile."""
-    regex = "((((a{1,60}){1,60}){1,60})b){1,60}"
-    ask = hostile.wanting(_body(arena), structured_outputs={"regex": regex}, stream=False)
-    await _big(arena, ask)
+async def _send_expensive(arena: Arena, **more: Any) -> None:
+    request = Request(COMPLETIONS, {**unstreamed(arena.requests[0]), "stream": False, **more})
+    answer = await hostile.body_of(arena.gateways[0], request, _BIG_S)
+    if answer is not None and answer.status >= 500:
+        size = len(json.dumps(request.body))
+        raise AssertionError(f"a body of {size} bytes was answered by {answer.status}: {answer.error}")
 
 
-async def slow_heads(arena: Arena) -> None:
-    """Connections whose request never ends."""
-    await hostile.crowd(SLOW_HEADS, lambda n: hostile.drip(arena.gateways[n % len(arena.gateways)], _SLOW_S))
+async def _slow_heads(arena: Arena) -> None:
+    await hostile.crowd(SLOW_HEADS, lambda n: hostile.drip(arena.gateway(n), _SLOW_S))
 
 
-async def long_heads(arena: Arena) -> None:
-    """Heads of many megabytes, to gateways and to the monitor: they are cut off early."""
-    monitor = next(p for p in arena.ports if p.service == "monitor" and p.purpose == "http")
-    for address in (*arena.gateways, (monitor.host, monitor.port)):
-        taken = await asyncio.gather(*(hostile.long_head(address, _HEAD_BYTES) for _ in range(4)))
-        if max(taken) >= _HEAD_BYTES:
-            raise AssertionError(f"{address[0]}:{address[1]} took {max(taken) >> 20} MiB of headers")
+async def _long_heads(arena: Arena) -> None:
+    """Gateways and the monitor must close the connection before the whole head has come."""
+    for address in (*arena.gateways, arena.ports_for("monitor", "http")[0].address):
+        accepted = await asyncio.gather(*(hostile.long_head(address, _HEAD_BYTES) for _ in range(4)))
+        if max(accepted) >= _HEAD_BYTES:
+            raise AssertionError(f"{address[0]}:{address[1]} accepted {max(accepted) >> 20} MiB of headers")
 
 
-async def odd_bodies(arena: Arena) -> None:
-    """Wishes that make no sense are the client's fault, never a 500."""
-    plain = {key: value for key, value in _body(arena).items() if key not in ("stream", "stream_options")}
+async def _odd_bodies(arena: Arena) -> None:
+    """Senseless parameters are the client's fault: no 5xx."""
+    plain = unstreamed(arena.requests[0])
     odd: tuple[dict[str, Any], ...] = (
         {"vllm_xargs": {"kv_transfer_params": "x"}},
         {"kv_transfer_params": {"do_remote_prefill": True}},
@@ -112,29 +104,27 @@ async def odd_bodies(arena: Arena) -> None:
         {"stop_token_ids": [-1]},
     )
     wrong = []
-    for wish in odd:
-        reply = await hostile.body_of(arena.gateways[0], Ask("odd", "/v1/completions", {**plain, **wish}), 5.0)
-        if reply is None or reply.status >= 500 or reply.status == 0:
-            wrong.append(f"{wish}: {reply.status if reply else 'no answer'} {reply.error[:80] if reply else ''}")
+    for parameters in odd:
+        answer = await hostile.body_of(arena.gateways[0], Request(COMPLETIONS, {**plain, **parameters}), 5.0)
+        if answer is None or not 0 < answer.status < 500:
+            wrong.append(f"{parameters}: {f'{answer.status} {answer.error[:80]}' if answer else 'no answer'}")
     if wrong:
         raise AssertionError(f"{len(wrong)} odd bodies: {'; '.join(wrong)}")
 
 
 CLIENTS = (
-    Scenario("disconnect-storm", f"{STORM} clients ask and leave at any moment", disconnect_storm),
-    Scenario("slow-readers", f"{SLOW} streams of 200 tokens that nobody reads for 5 s", slow_readers),
-    Scenario("flood", f"{FLOOD} requests at once", flood, errors=True),
-    Scenario("thousand-prompts", "a body with 1,000 prompts, whose client leaves after 6 s", thousand_prompts),
-    Scenario("many-choices", "a body with n = 5,000, whose client leaves after 6 s", many_choices),
-    Scenario("costly-grammar", "a short regex that takes minutes to compile", costly_grammar),
-    Scenario("slow-heads", f"{SLOW_HEADS} requests that come a byte a tenth of a second", slow_heads),
-    Scenario("long-heads", "request heads of 8 MiB", long_heads),
-    Scenario("odd-bodies", "well-formed bodies with senseless wishes", odd_bodies),
+    Scenario("disconnect-storm", f"{STORM} clients ask and leave at any moment", _disconnect_storm),
+    Scenario("slow-readers", f"{SLOW} streams of 200 tokens that nobody reads for 5 s", _slow_readers),
+    Scenario("flood", f"{FLOOD} requests at once", _flood, errors=True),
+    Scenario("thousand-prompts", "a body with 1,000 prompts, whose client leaves after 6 s", _thousand_prompts),
+    Scenario("many-choices", "a body with n = 5,000, whose client leaves after 6 s", _many_choices),
+    Scenario("costly-grammar", "a short regex that takes minutes to compile", _costly_grammar),
+    Scenario("slow-heads", f"{SLOW_HEADS} requests that come a byte a tenth of a second", _slow_heads),
+    Scenario("long-heads", "request heads of 8 MiB", _long_heads),
+    Scenario("odd-bodies", "well-formed bodies with senseless wishes", _odd_bodies),
 )
 
-# MERGED bodies.py
-# Bodies, answers and scrapes within every limit by themselves that together could harm others: each is charged.
-
+# Bodies, answers and scrapes that are within every limit, and whose sum could harm other clients: each is charged.
 
 ITEMS, INPUT_ITEMS, LEGAL_ITEMS, LEGAL_INPUT_ITEMS = 60_000, 110_000, 1_300, 1_000
 TEXT_BYTES = 4 << 20
@@ -142,56 +132,52 @@ SCRAPES, SCRAPERS, PIPELINED = 40, 20, 400
 _SECONDS = 15.0
 
 
-def _told(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
+async def _post(address: Address, path: str, **body: Any) -> Response:
+    """The answer. Raises AssertionError where there is none, and for a 5xx."""
+    answer = await hostile.body_of(address, Request(path, {"model": "demo", **body}), _SECONDS)
+    if answer is None or not 0 < answer.status < 500 or answer.ending not in (Ending.DONE, Ending.ERROR):
+        raise AssertionError(f"a large body to {path} got {answer.status if answer else 'no answer'}")
+    return answer
 
 
-async def _ask(address: Address, path: str, **body: Any) -> Reply:
-    """The answer. Raises AssertionError where there is none, or it is the gateway's fault."""
-    reply = await hostile.body_of(address, Ask("rude", path, {"model": "demo", **body}), _SECONDS)
-    if reply is None or not 0 < reply.status < 500 or reply.ending not in (Ending.DONE, Ending.ERROR):
-        raise AssertionError(f"a large body to {path} got {reply.status if reply else 'no answer'}")
-    return reply
-
-
-async def many_items(arena: Arena) -> None:
-    """Bodies of tiny items: far too many are refused by their number, and as many as are allowed disturb no stream."""
+async def _many_items(arena: Arena) -> None:
+    """Bodies of tiny items: more than the limit are refused, and as many as the limit allows disturb no stream."""
     tool = {"type": "function", "function": {"name": "a"}}
+    message = [{"role": "user", "content": "a"}]
     for address in arena.gateways:
         for path, body in (
-            ("/v1/responses", {"input": _told("a") * INPUT_ITEMS}),
+            ("/v1/responses", {"input": message * INPUT_ITEMS}),
             ("/v1/responses", {"input": [{"a": 1}] * INPUT_ITEMS}),
-            ("/v1/chat/completions", {"messages": _told("a") * ITEMS}),
-            ("/v1/chat/completions", {"messages": _told("a"), "tools": [tool] * ITEMS}),
+            (CHAT, {"messages": message * ITEMS}),
+            (CHAT, {"messages": message, "tools": [tool] * ITEMS}),
         ):
-            reply = await _ask(address, path, **body)
-            if reply.status not in (400, 413) or (reply.status == 400 and "max_items_per_body" not in reply.error):
-                raise AssertionError(f"too many items: {reply.status} {reply.error}")
-        await _ask(address, "/v1/responses", input=[{"a": 1}] * LEGAL_INPUT_ITEMS)
-        await _ask(address, "/v1/responses", input=_told("a") * LEGAL_INPUT_ITEMS, max_output_tokens=1)
-        await _ask(address, "/v1/chat/completions", messages=_told("a") * LEGAL_ITEMS, max_tokens=1)
+            answer = await _post(address, path, **body)
+            if answer.status not in (400, 413) or (answer.status == 400 and "max_items_per_body" not in answer.error):
+                raise AssertionError(f"too many items: {answer.status} {answer.error}")
+        await _post(address, "/v1/responses", input=[{"a": 1}] * LEGAL_INPUT_ITEMS)
+        await _post(address, "/v1/responses", input=message * LEGAL_INPUT_ITEMS, max_output_tokens=1)
+        await _post(address, CHAT, messages=message * LEGAL_ITEMS, max_tokens=1)
 
 
-async def huge_tokenize(arena: Arena) -> None:
-    """Texts of four megabytes to be tokenised, none of which fits the model."""
+async def _huge_tokenize(arena: Arena) -> None:
+    """Texts of four megabytes, none of which fits the model."""
 
-    async def one(number: int) -> None:
-        address = arena.gateways[number % len(arena.gateways)]
-        reply = await _ask(address, "/tokenize", prompt="word " * (TEXT_BYTES // 5 - 100))
-        if reply.status != 400:
-            raise AssertionError(f"a text that cannot fit the model: {reply.status}")
+    async def client(number: int) -> None:
+        answer = await _post(arena.gateway(number), "/tokenize", prompt="word " * (TEXT_BYTES // 5 - 100))
+        if answer.status != 400:
+            raise AssertionError(f"a text that cannot fit the model: {answer.status}")
 
-    await hostile.crowd(6, one)
+    await hostile.crowd(6, client)
 
 
-async def unread_answers(arena: Arena) -> None:
-    """Clients that ask and ask on one connection and read nothing: they are hung up on."""
+async def _unread_answers(arena: Arena) -> None:
+    """Clients that send requests on one connection and read nothing: the gateway must close the connection."""
 
-    async def one(number: int) -> None:
+    async def client(number: int) -> None:
         loop = asyncio.get_running_loop()
         with socket.socket() as raw:
             raw.setblocking(False)
-            await loop.sock_connect(raw, arena.gateways[number % len(arena.gateways)])
+            await loop.sock_connect(raw, arena.gateway(number))
             try:
                 async with asyncio.timeout(_SECONDS):
                     await loop.sock_sendall(raw, b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n" * PIPELINED)
@@ -204,33 +190,29 @@ async def unread_answers(arena: Arena) -> None:
             except ConnectionError:
                 return
 
-    await hostile.crowd(4, one)
+    await hostile.crowd(4, client)
 
 
-async def hammered_metrics(arena: Arena) -> None:
-    """Clients without a key that ask for /metrics all the time."""
+async def _hammered_metrics(arena: Arena) -> None:
+    """Clients without a key that request /metrics without a pause."""
 
-    async def one(number: int) -> None:
-        reader, writer = await asyncio.open_connection(*arena.gateways[number % len(arena.gateways)])
+    async def client(number: int) -> None:
+        reader, writer = await asyncio.open_connection(*arena.gateway(number))
         for _ in range(SCRAPES):
             writer.write(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
             await reader.readexactly(int(head.partition("content-length:")[2].split("\r\n")[0]))
         writer.close()
 
-    await hostile.crowd(SCRAPERS, one)
+    await hostile.crowd(SCRAPERS, client)
 
 
 BODIES = (
-    Scenario("many-items", f"bodies of {INPUT_ITEMS:,} and {ITEMS:,} tiny items, and of as many as pass", many_items),
-    Scenario("huge-tokenize", "six texts of 4 MB to tokenise at once", huge_tokenize),
-    Scenario("unread-answers", "clients that ask on one connection and read nothing", unread_answers),
-    Scenario("hammered-metrics", f"{SCRAPERS} clients that ask for /metrics {SCRAPES} times each", hammered_metrics),
+    Scenario("many-items", f"bodies of {INPUT_ITEMS:,} and {ITEMS:,} tiny items, and of as many as pass", _many_items),
+    Scenario("huge-tokenize", "six texts of 4 MB to tokenise at once", _huge_tokenize),
+    Scenario("unread-answers", "clients that ask on one connection and read nothing", _unread_answers),
+    Scenario("hammered-metrics", f"{SCRAPERS} clients that ask for /metrics {SCRAPES} times each", _hammered_metrics),
 )
-
-# MERGED connections.py
-# Connections that say nothing or too little, a gateway that ends under load, and numbers that are none.
-
 
 SILENT = 2000
 ENDLESS_HEADS = 100
@@ -238,27 +220,20 @@ HEAD_S = 10.0  # the default of `head_timeout_s`
 _PATIENCE_S = 15.0  # beyond HEAD_S
 
 
-async def silent(arena: Arena) -> None:
-    """Connections that send nothing: each is closed, and clients are served meanwhile."""
-    await _all_closed(arena, SILENT, b"")
+async def _silent(arena: Arena) -> None:
+    """Each connection must be closed, while clients are served."""
+    await _require_closed(arena, SILENT, b"")
 
 
-async def slow_heads_end(arena: Arena) -> None:
-    """Heads that never end: each is given up, however its bytes come."""
-    await _all_closed(arena, ENDLESS_HEADS, b"POST /v1/completions HTTP/1.1\r\nX-Slow: ")
+async def _endless_heads(arena: Arena) -> None:
+    """Each connection must be closed, although bytes keep coming."""
+    await _require_closed(arena, ENDLESS_HEADS, b"POST /v1/completions HTTP/1.1\r\nX-Slow: ")
 
 
-async def _all_closed(arena: Arena, count: int, head: bytes) -> None:
-    closed = 0
-
-    async def one(number: int) -> None:
-        nonlocal closed
-        gone = await _until_closed(arena.gateways[number % len(arena.gateways)], head)
-        closed += gone
-
-    await hostile.crowd(count, one)
-    if closed < count:
-        raise AssertionError(f"{count - closed} of {count} connections were open after {HEAD_S + _PATIENCE_S:g} s")
+async def _require_closed(arena: Arena, count: int, head: bytes) -> None:
+    closed = await asyncio.gather(*(_until_closed(arena.gateway(number), head) for number in range(count)))
+    if still_open := closed.count(False):
+        raise AssertionError(f"{still_open} of {count} connections were open after {HEAD_S + _PATIENCE_S:g} s")
 
 
 async def _until_closed(address: Address, head: bytes) -> bool:
@@ -281,30 +256,30 @@ async def _until_closed(address: Address, head: bytes) -> bool:
     return True
 
 
-async def drained_gateway(arena: Arena) -> None:
-    """SIGTERM: what it has begun ends, and what comes meanwhile is refused with Retry-After."""
+async def _drained_gateway(arena: Arena) -> None:
+    """After SIGTERM the gateway must finish the streams that have begun."""
     (name, *_), address = arena.named("gateway"), arena.gateways[0]
-    ask = fresh(hostile.wanting(dict(arena.asks[0].body), max_tokens=30))
-    streams = [asyncio.ensure_future(hostile.body_of(address, ask, 30.0)) for _ in range(4)]
+    request = fresh(hostile.changed(arena.requests[0], max_tokens=30))
+    streams = [asyncio.ensure_future(hostile.body_of(address, request, 30.0)) for _ in range(4)]
     await asyncio.sleep(0.2)
     old = arena.processes.stop(name)
-    replies = await asyncio.gather(*streams)
-    broken = [reply for reply in replies if reply is None or reply.status != 200 or not reply.finish_reason]
+    answers = await asyncio.gather(*streams)
+    broken = [answer for answer in answers if answer is None or answer.status != 200 or not answer.finish_reason]
     await arena.processes.back(old)
     if broken:
         raise AssertionError(f"{len(broken)} of {len(streams)} streams did not end: {broken[0]}")
 
 
-async def infinite_numbers(arena: Arena) -> None:
-    """In bodies of clients and of operators: refused by a 4xx that names the field."""
-    plain = {key: value for key, value in arena.asks[0].body.items() if key not in ("stream", "stream_options")}
-    monitor = next(port for port in arena.ports if port.service == "monitor" and port.purpose == "http")
+async def _infinite_numbers(arena: Arena) -> None:
+    """NaN and infinity in bodies of clients and of operators get a 4xx."""
+    plain, gateway = unstreamed(arena.requests[0]), arena.gateways[0]
     placement = {"placement": {"name": "adaptive", "parameters": {"x": float("inf")}}}
     wrong = []
     for address, method, path, body in (
-        *((arena.gateways[0], "POST", "/v1/completions", {**plain, "temperature": float(n)}) for n in ("inf", "nan")),
-        (arena.gateways[0], "POST", "/v1/completions", {**plain, "repetition_penalty": float("nan")}),
-        ((monitor.host, monitor.port), "PUT", "/policies", placement),
+        (gateway, "POST", COMPLETIONS, {**plain, "temperature": float("inf")}),
+        (gateway, "POST", COMPLETIONS, {**plain, "temperature": float("nan")}),
+        (gateway, "POST", COMPLETIONS, {**plain, "repetition_penalty": float("nan")}),
+        (arena.ports_for("monitor", "http")[0].address, "PUT", "/policies", placement),
     ):
         status = await _status_of(address, method, path, json.dumps(body).encode())
         if not 400 <= status < 500:
@@ -325,8 +300,8 @@ async def _status_of(address: Address, method: str, path: str, body: bytes) -> i
 
 
 CONNECTIONS = (
-    Scenario("silent-connections", f"{SILENT} connections that send nothing", silent, bound_s=60.0),
-    Scenario("endless-heads", f"{ENDLESS_HEADS} request heads that never end", slow_heads_end, bound_s=60.0),
-    Scenario("gateway-drain", "SIGTERM to a gateway with streams", drained_gateway, errors=True, breaks=True),
-    Scenario("infinite-numbers", "NaN and infinity in bodies", infinite_numbers),
+    Scenario("silent-connections", f"{SILENT} connections that send nothing", _silent, bound_s=60.0),
+    Scenario("endless-heads", f"{ENDLESS_HEADS} request heads that never end", _endless_heads, bound_s=60.0),
+    Scenario("gateway-drain", "SIGTERM to a gateway with streams", _drained_gateway, errors=True, breaks=True),
+    Scenario("infinite-numbers", "NaN and infinity in bodies", _infinite_numbers),
 )

@@ -1,4 +1,7 @@
-"""The database locked, gone, read-only, too large, on a full disk: serving never waits; it is written again."""
+"""Scenarios of the database: locked, removed, read-only, too large, and on a full disk.
+
+Serving must not wait for the database, and rows must be written when the fault is over.
+"""
 
 import asyncio
 import sqlite3
@@ -7,57 +10,52 @@ from contextlib import closing
 
 from lab.chaos.arena import Arena
 from lab.chaos.clusters import BACKLOG, KEPT_ROWS
+from lab.chaos.faults import FAULT_S
 from lab.chaos.scenario import Scenario
 from services.launcher.suite import until
 from shared.domain.job import Phase
 from shared.store.tables import requests
 
-AWAY_S = 4.0
 _WRITTEN_S = 10.0
 BACKLOG_ROWS = 20 * KEPT_ROWS
 _OLD_S = 3_600.0  # the age of the rows of a backlog
 _PRUNED_S = 30.0
 
 
-async def locked(arena: Arena) -> None:
-    """Another process holds the write lock."""
+async def _locked(arena: Arena) -> None:
     async with arena.database.locked():
-        await asyncio.sleep(AWAY_S)
+        await asyncio.sleep(FAULT_S)
     await _written_again(arena)
 
 
-async def gone(arena: Arena) -> None:
-    """The file is removed under those who have it open."""
+async def _gone(arena: Arena) -> None:
     arena.database.remove()
-    await asyncio.sleep(AWAY_S)
+    await asyncio.sleep(FAULT_S)
     await _written_again(arena)
 
 
-async def read_only(arena: Arena) -> None:
-    """SQLite refuses every write."""
+async def _read_only(arena: Arena) -> None:
     arena.switches.read_only(*arena.database.users)
-    await asyncio.sleep(AWAY_S)
+    await asyncio.sleep(FAULT_S)
     arena.switches.restore()
     await _written_again(arena)
 
 
-async def disk_full(arena: Arena) -> None:
-    """No file can grow: database, journal and logs."""
+async def _disk_full(arena: Arena) -> None:
     arena.database.fill_disk()
-    await asyncio.sleep(AWAY_S)
+    await asyncio.sleep(FAULT_S)
     arena.database.restore()
     await _written_again(arena)
 
 
-async def gone_and_restarted(arena: Arena) -> None:
-    """The file is removed, and then everybody who writes to it is killed."""
+async def _gone_and_restarted(arena: Arena) -> None:
     arena.database.remove()
-    with arena.away():
+    with arena.outage():
         await arena.processes.back(arena.processes.kill(*arena.database.users))
     await _written_again(arena)
 
 
-async def backlog(arena: Arena) -> None:
+async def _backlog(arena: Arena) -> None:
     """A scheduler starts with twenty times the rows that are kept, and the oldest are deleted under load."""
     scheduler, _ = arena.named("scheduler")
     await asyncio.to_thread(_fill, arena)
@@ -78,14 +76,14 @@ async def backlog(arena: Arena) -> None:
     )
 
 
-def _answered(arena: Arena, since_mono: float) -> int:
-    """Answers to requests that were sent after that moment."""
+def _answered(arena: Arena, since_s: float) -> int:
+    """Answers to requests that were sent after that moment of the monotonic clock."""
     assert arena.load is not None
-    return sum(began >= since_mono for began, _, _, _ in arena.load.ended)
+    return sum(each.began_s >= since_s for each in arena.load.answered)
 
 
 def _fill(arena: Arena) -> None:
-    """Requests that ended long ago, as a scheduler of the past has left them."""
+    """Add rows of requests that ended long ago."""
     old_s = time.time() - _OLD_S
     row = {
         "scheduler_id": "past",
@@ -120,7 +118,6 @@ def _fill(arena: Arena) -> None:
 
 
 def _rows(arena: Arena, since_s: float) -> int:
-    """Of requests that arrived after that moment."""
     return _number(arena, "SELECT count(*) FROM requests WHERE arrived_s >= ?", since_s)
 
 
@@ -128,35 +125,33 @@ def _pages(arena: Arena) -> int:
     return _number(arena, "PRAGMA page_count")
 
 
-def _number(arena: Arena, query: str, *values: float) -> int:
-    with closing(sqlite3.connect(f"file:{arena.database.file}?mode=ro", uri=True, timeout=_WRITTEN_S)) as connection:
+def _number(arena: Arena, query: str, *values: float, timeout_s: float = _WRITTEN_S) -> int:
+    with closing(sqlite3.connect(f"file:{arena.database.file}?mode=ro", uri=True, timeout=timeout_s)) as connection:
         return int(connection.execute(query, values).fetchone()[0])
 
 
 async def _written_again(arena: Arena) -> None:
-    """Wait until a job that ended after now is in the file."""
+    """Wait until a job that ended after this moment is in the database."""
     since_s = time.time()
-    await until(lambda: _rows_since(arena, since_s), _WRITTEN_S, "jobs in the database again")
 
+    def written() -> bool:
+        if not arena.database.file.exists():
+            return False
+        try:
+            return _number(arena, "SELECT count(*) FROM requests WHERE updated_s > ?", since_s, timeout_s=1.0) > 0
+        except sqlite3.Error:
+            return False
 
-def _rows_since(arena: Arena, since_s: float) -> bool:
-    if not arena.database.file.exists():
-        return False
-    try:
-        with closing(sqlite3.connect(f"file:{arena.database.file}?mode=ro", uri=True, timeout=1.0)) as connection:
-            found = connection.execute("SELECT count(*) FROM requests WHERE updated_s > ?", (since_s,)).fetchone()
-    except sqlite3.Error:
-        return False
-    return bool(found[0])
+    await until(written, _WRITTEN_S, "jobs in the database again")
 
 
 DATABASE = (
-    Scenario("database-locked", "somebody else holds the write lock for 4 s", locked),
-    Scenario("database-gone", "the file is removed while it is in use", gone),
-    Scenario("database-read-only", "every write is refused for 4 s", read_only),
-    Scenario("database-disk-full", "no file can grow for 4 s", disk_full),
+    Scenario("database-locked", "somebody else holds the write lock for 4 s", _locked),
+    Scenario("database-gone", "the file is removed while it is in use", _gone),
+    Scenario("database-read-only", "every write is refused for 4 s", _read_only),
+    Scenario("database-disk-full", "no file can grow for 4 s", _disk_full),
     Scenario(
-        "database-backlog", f"{BACKLOG_ROWS:,} rows where {KEPT_ROWS:,} are kept, pruned under load", backlog, BACKLOG
+        "database-backlog", f"{BACKLOG_ROWS:,} rows where {KEPT_ROWS:,} are kept, pruned under load", _backlog, BACKLOG
     ),
-    Scenario("database-gone-restart", "the file is removed and its writers are killed", gone_and_restarted),
+    Scenario("database-gone-restart", "the file is removed and its writers are killed", _gone_and_restarted),
 )

@@ -1,4 +1,8 @@
-"""Partitions, and links that are slow, break or flap, between any two processes."""
+"""Scenarios of the network.
+
+Links are silent, slow or broken; frames on the sockets are corrupt, stale or replayed; and a process of the same host
+that does not have the suite's key tries to be obeyed.
+"""
 
 import asyncio
 import socket
@@ -7,9 +11,9 @@ from contextlib import ExitStack, suppress
 from lab.chaos import hostile
 from lab.chaos.arena import Arena
 from lab.chaos.clusters import KEYED, OPEN, REAL
-from lab.chaos.proxy import Port, Wire
+from lab.chaos.faults import FAULT_S, NOTICED_S, link_fault, replay
+from lab.chaos.proxy import Port, Proxy, Wire, disturb
 from lab.chaos.scenario import Scenario
-from lab.chaos.scenarios.processes import NOTICED_S
 from services.launcher.suite import until
 from services.worker.kv.wire.tcp_framing import HEARTBEAT
 from shared.domain.cluster import ClusterDelta
@@ -20,65 +24,22 @@ from shared.wire.messages import DRAIN, FLIP, RESUME, DrainRequest, FlipRequest,
 from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets
 
-SILENT_S = 4.0
-_PLACE_S = 2.0  # a gateway waits for a scheduler's answer so long
+_PLACEMENT_S = 2.0  # the time for which a gateway waits for a scheduler's answer
+_HALF_OPEN = 10  # connections to each port
 
 
-async def silence(*wires: Wire, seconds: float = SILENT_S) -> None:
-    """Nothing comes through, and nobody is told."""
-    for wire in wires:
-        wire.proxy.stall()
-    await asyncio.sleep(seconds)
-    for wire in wires:
-        wire.proxy.heal()
+def _of_first_gateway(arena: Arena, service: str) -> list[Wire]:
+    return [wire for wire in arena.wires.touching(arena.named("gateway")[0]) if wire.port.service == service]
 
 
-async def refusal(*wires: Wire, seconds: float = SILENT_S) -> None:
-    """Connections break, and new ones are refused."""
-    for wire in wires:
-        wire.proxy.cut(refuse=True)
-    await asyncio.sleep(seconds)
-    for wire in wires:
-        wire.proxy.heal()
+async def _gateway_without_workers(arena: Arena) -> None:
+    with arena.outage():
+        await disturb(_of_first_gateway(arena, "worker"), lambda proxy: proxy.cut(refuse=True), FAULT_S)
 
 
-async def _gateway_to_decode(arena: Arena) -> None:
-    await silence(*arena.wires.between(target=arena.decode[0], purpose="rpc"))
-
-
-async def _gateway_to_workers(arena: Arena) -> None:
-    with arena.away():
-        await refusal(*(w for w in arena.wires.touching(arena.named("gateway")[0]) if w.port.service == "worker"))
-
-
-async def _gateway_to_schedulers(arena: Arena) -> None:
-    with arena.away(_PLACE_S):
-        await silence(*(w for w in arena.wires.touching(arena.named("gateway")[0]) if w.port.service == "scheduler"))
-
-
-async def _one_scheduler(arena: Arena) -> None:
-    await silence(*arena.wires.between(target=arena.named("scheduler")[0], purpose="rpc"))
-
-
-async def _heartbeats(arena: Arena) -> None:
-    await silence(*arena.wires.between(arena.decode[0], purpose="heartbeats"))
-
-
-async def _monitor(arena: Arena) -> None:
-    await silence(*arena.wires.touching(*arena.named("monitor")))
-
-
-async def _instance(arena: Arena) -> None:
-    await silence(*arena.wires.touching(arena.decode[0]))
-
-
-async def _slow(arena: Arena) -> None:
-    wires = arena.wires.between(purpose="rpc")
-    for wire in wires:
-        wire.proxy.slow(latency_s=0.1, bytes_per_s=200_000)
-    await asyncio.sleep(SILENT_S)
-    for wire in wires:
-        wire.proxy.heal()
+async def _gateway_without_schedulers(arena: Arena) -> None:
+    with arena.outage(_PLACEMENT_S):
+        await disturb(_of_first_gateway(arena, "scheduler"), Proxy.stall, FAULT_S)
 
 
 async def _flap(arena: Arena) -> None:
@@ -89,108 +50,110 @@ async def _flap(arena: Arena) -> None:
 
 
 LINKS = (
-    Scenario("link-silent", "one decode instance's RPC is silent for 4 s", _gateway_to_decode, away_s=NOTICED_S),
-    Scenario("link-gateway-workers", "one of two gateways cannot reach any instance for 4 s", _gateway_to_workers),
-    Scenario("link-gateway-schedulers", "one of two gateways hears of no scheduler for 4 s", _gateway_to_schedulers),
-    Scenario("link-one-scheduler", "one of two schedulers is silent for 4 s", _one_scheduler, away_s=NOTICED_S),
-    Scenario("link-heartbeats", "one instance's heartbeats do not arrive for 4 s", _heartbeats),
-    Scenario("link-monitor", "the monitor is cut off from everybody for 4 s", _monitor),
-    Scenario("link-instance", "a decode instance is cut off from everybody for 4 s", _instance, away_s=NOTICED_S),
-    Scenario("link-slow", "all RPC takes 100 ms longer, at 200 kB/s, for 4 s", _slow, away_s=1.0),
     Scenario(
-        "link-flap", "an eighth of all connections is reset twice a second for 4 s", _flap, away_s=2.0, errors=True
+        "link-silent",
+        "one decode instance's RPC is silent for 4 s",
+        link_fault(lambda arena: arena.wires.between(target=arena.decode[0], purpose="rpc"), Proxy.stall),
+        outage_s=NOTICED_S,
+    ),
+    Scenario("link-gateway-workers", "one of two gateways cannot reach any instance for 4 s", _gateway_without_workers),
+    Scenario(
+        "link-gateway-schedulers", "one of two gateways hears of no scheduler for 4 s", _gateway_without_schedulers
+    ),
+    Scenario(
+        "link-one-scheduler",
+        "one of two schedulers is silent for 4 s",
+        link_fault(lambda arena: arena.wires.between(target=arena.named("scheduler")[0], purpose="rpc"), Proxy.stall),
+        outage_s=NOTICED_S,
+    ),
+    Scenario(
+        "link-heartbeats",
+        "one instance's heartbeats do not arrive for 4 s",
+        link_fault(lambda arena: arena.wires.between(arena.decode[0], purpose="heartbeats"), Proxy.stall),
+    ),
+    Scenario(
+        "link-monitor",
+        "the monitor is cut off from everybody for 4 s",
+        link_fault(lambda arena: arena.wires.touching(*arena.named("monitor")), Proxy.stall),
+    ),
+    Scenario(
+        "link-instance",
+        "a decode instance is cut off from everybody for 4 s",
+        link_fault(lambda arena: arena.wires.touching(arena.decode[0]), Proxy.stall),
+        outage_s=NOTICED_S,
+    ),
+    Scenario(
+        "link-slow",
+        "all RPC takes 100 ms longer, at 200 kB/s, for 4 s",
+        link_fault(
+            lambda arena: arena.wires.between(purpose="rpc"),
+            lambda proxy: proxy.slow(latency_s=0.1, bytes_per_s=200_000),
+        ),
+        outage_s=1.0,
+    ),
+    Scenario(
+        "link-flap", "an eighth of all connections is reset twice a second for 4 s", _flap, outage_s=2.0, errors=True
     ),
 )
 
-# MERGED frames.py
-# Corrupt, stale, replayed and garbage frames, on every socket.
+
+def _state(arena: Arena) -> tuple[Wire, ...]:
+    return (*arena.wires.between(purpose="heartbeats"), *arena.wires.between(purpose="broadcasts"))
 
 
-BAD_S = 4.0
-_HALF_OPEN = 10  # connections a port
-
-
-async def garbage_everywhere(arena: Arena) -> None:
-    """Noise on every port, well-framed nonsense on every ZeroMQ port."""
+async def _garbage_everywhere(arena: Arena) -> None:
     await hostile.make_noise(arena.ports, arena.rng)
-    await hostile.say([port for port in arena.ports if port.purpose != "http"], arena.rng)
+    await hostile.send_messages([port for port in arena.ports if port.purpose != "http"], arena.rng)
 
 
-async def half_open(arena: Arena) -> None:
-    """Connections that say half a word, or none, and stay."""
+async def _half_open(arena: Arena) -> None:
+    """Connections that send a part of a message, or nothing, and stay."""
     with ExitStack() as stack:
         for port in arena.ports:
             for number in range(_HALF_OPEN):
-                with suppress(ConnectionRefusedError):  # an emulated instance has no KV to offer
-                    made = stack.enter_context(socket.create_connection((port.host, port.port), timeout=2.0))
-                    made.sendall(b"\xff\x00\x00"[: number % 4] if port.purpose != "http" else b"POST /v1/comp"[:number])
-        await asyncio.sleep(BAD_S)
-
-
-async def _corrupt(arena: Arena, *wires: Wire, share: float) -> None:
-    for wire in wires:
-        wire.proxy.corrupt(share)
-    await asyncio.sleep(BAD_S)
-    for wire in wires:
-        wire.proxy.heal()
-    if not sum(wire.proxy.corrupted for wire in wires):
-        raise AssertionError("nothing was corrupted: the scenario shows nothing")
-
-
-async def _replay(arena: Arena, *wires: Wire, back: bool = True) -> None:
-    for _ in range(int(BAD_S / 0.5)):
-        for wire in wires:
-            wire.proxy.replay(back=back)
-        await asyncio.sleep(0.5)
-    if not sum(wire.proxy.replayed for wire in wires):
-        raise AssertionError("nothing was replayed: the scenario shows nothing")
-
-
-async def corrupt_state(arena: Arena) -> None:
-    """Heartbeats and broadcasts with flipped bits: state is dropped, or put right by the next one."""
-    beats, casts = arena.wires.between(purpose="heartbeats"), arena.wires.between(purpose="broadcasts")
-    await _corrupt(arena, *beats, *casts, share=0.3)
-
-
-async def replay_state(arena: Arena) -> None:
-    """Old heartbeats and broadcasts come again."""
-    await _replay(arena, *arena.wires.between(purpose="heartbeats"), *arena.wires.between(purpose="broadcasts"))
-
-
-async def corrupt_rpc(arena: Arena) -> None:
-    """Flipped bits in calls and answers; with the cluster's keys they cannot pass for what was sent."""
-    await _corrupt(arena, *arena.wires.between(purpose="rpc"), share=0.005)
-
-
-async def replay_rpc(arena: Arena) -> None:
-    """Old calls come again: what they made was made already."""
-    await _replay(arena, *arena.wires.between(purpose="rpc"), back=False)
+                with suppress(ConnectionRefusedError):  # an emulated instance has no KV port
+                    peer = stack.enter_context(socket.create_connection(port.address, timeout=2.0))
+                    peer.sendall(b"\xff\x00\x00"[: number % 4] if port.purpose != "http" else b"POST /v1/comp"[:number])
+        await asyncio.sleep(FAULT_S)
 
 
 FRAMES = (
-    Scenario("garbage", "noise and well-framed nonsense on every port", garbage_everywhere, OPEN),
-    Scenario("half-open", "ten connections a port that say half a word and stay for 4 s", half_open),
-    Scenario("corrupt-state", "bits flip in 30 % of heartbeats and broadcasts", corrupt_state, OPEN, away_s=2.0),
-    Scenario("replay-state", "old heartbeats and broadcasts come again", replay_state, OPEN, away_s=2.0),
+    Scenario("garbage", "noise and well-framed nonsense on every port", _garbage_everywhere, OPEN),
+    Scenario("half-open", "ten connections a port that say half a word and stay for 4 s", _half_open),
     Scenario(
-        "corrupt-rpc", "bits flip in 0.5 % of RPC messages, with keys", corrupt_rpc, KEYED, away_s=2.0, errors=True
+        "corrupt-state",
+        "bits flip in 30 % of heartbeats and broadcasts",
+        link_fault(_state, lambda proxy: proxy.corrupt(0.3), "corrupted"),
+        OPEN,
+        outage_s=2.0,
     ),
-    Scenario("replay-rpc", "old calls come again, twice a second", replay_rpc, OPEN, away_s=1.0),
-    Scenario("garbage-keyed", "noise and nonsense of a stranger without the keys", garbage_everywhere, KEYED),
+    Scenario("replay-state", "old heartbeats and broadcasts come again", replay(_state, 0.5), OPEN, outage_s=2.0),
+    Scenario(
+        "corrupt-rpc",
+        "bits flip in 0.5 % of RPC messages, with keys",
+        link_fault(lambda arena: arena.wires.between(purpose="rpc"), lambda proxy: proxy.corrupt(0.005), "corrupted"),
+        KEYED,
+        outage_s=2.0,
+        errors=True,
+    ),
+    Scenario(
+        "replay-rpc",
+        "old calls come again, twice a second",
+        replay(lambda arena: arena.wires.between(purpose="rpc"), 0.5, back=False),
+        OPEN,
+        outage_s=1.0,
+    ),
+    Scenario("garbage-keyed", "noise and nonsense of a stranger without the keys", _garbage_everywhere, KEYED),
 )
 
-# MERGED strangers.py
-# A process of this host that does not have the suite's key: it gets nothing, and no process obeys it.
-
-
-_EPOCH = 1 << 40  # of a monitor that would shut out every other one
+_EPOCH = 1 << 40  # of a monitor that would replace all others
 _TRY_S = 1.0
 _LISTEN_S = 3.0
-_FALSE = "false-instance"
+_FALSE_INSTANCE = "false-instance"
 
 
-async def drains(arena: Arena) -> None:
-    """Drains, flips and resumes every instance by RPC, in the name of a monitor of a very high epoch."""
+async def _drains(arena: Arena) -> None:
+    """Order every instance by RPC to drain, flip and resume, as a monitor of a very high epoch."""
     orders: tuple[tuple[Method, object], ...] = (  # type: ignore[type-arg]
         (DRAIN, DrainRequest(_TRY_S, _EPOCH)),
         (FLIP, FlipRequest(Role.PREFILL, _EPOCH)),
@@ -199,58 +162,68 @@ async def drains(arena: Arena) -> None:
     sockets = Sockets()
     try:
         with RpcClients(sockets) as clients:
-            calls = [
-                _refused(clients, port, method, order)
-                for port in _ports(arena, "worker", "rpc")
-                for method, order in orders
-            ]
-            await asyncio.gather(*calls)
+            await asyncio.gather(
+                *(
+                    _refused(clients, port, method, order)
+                    for port in arena.ports_for("worker", "rpc")
+                    for method, order in orders
+                )
+            )
     finally:
         sockets.close()
     for name in (*arena.prefill, *arena.decode):
         await arena.roles.ready(name)
 
 
-async def fences(arena: Arena) -> None:
-    """Publishes heartbeats of an instance that does not exist, and listens to the monitors' broadcasts."""
-    sockets, heard = Sockets(), list[ClusterDelta]()
-    publishers = [Publisher(sockets, _address(port)) for port in _ports(arena, "monitor", "heartbeats")]
-    feeds = [
-        ClusterFeed(sockets, _address(port), lambda delta: not heard.append(delta))  # type: ignore[func-returns-value]
-        for port in _ports(arena, "monitor", "broadcasts")
-    ]
-    victims = [Heartbeat(name, 1, Role.DECODE, True, InstanceLoad()) for name in (_FALSE, *arena.decode)]
+async def _refused(clients: RpcClients, port: Port, method: Method, order: object) -> None:  # type: ignore[type-arg]
     try:
-        async with asyncio.timeout(_LISTEN_S + _TRY_S):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LISTEN_S):
-                    while True:
-                        for publisher in publishers:
-                            for each in victims:
-                                publisher.publish(each)
-                        await asyncio.sleep(0.02)
+        answer = await clients.to(port.url).call(method, order, timeout_s=5 * _TRY_S)
+    except NotConnected:
+        return
+    except PolyphaseError as error:
+        raise AssertionError(f"{port.process} answers {method.name} of a process without the key: {error}") from error
+    raise AssertionError(f"{port.process} carries out {method.name} of a process without the key: {answer}")
+
+
+async def _fences(arena: Arena) -> None:
+    """Publish heartbeats of an instance that does not exist, and subscribe to the monitors' broadcasts."""
+    sockets, received = Sockets(), list[ClusterDelta]()
+    publishers = [Publisher(sockets, port.url) for port in arena.ports_for("monitor", "heartbeats")]
+    feeds = [
+        ClusterFeed(sockets, port.url, lambda delta: not received.append(delta))  # type: ignore[func-returns-value]
+        for port in arena.ports_for("monitor", "broadcasts")
+    ]
+    victims = [Heartbeat(name, 1, Role.DECODE, True, InstanceLoad()) for name in (_FALSE_INSTANCE, *arena.decode)]
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LISTEN_S):
+                while True:
+                    for publisher in publishers:
+                        for victim in victims:
+                            publisher.publish(victim)
+                    await asyncio.sleep(0.02)
     finally:
         for publisher in publishers:
             publisher.close()
         for feed in feeds:
             feed.close()
         sockets.close()
-    if heard:
-        raise AssertionError(f"a process without the key heard {len(heard)} broadcasts")
-    if _FALSE in await arena.suite.instances():
+    if received:
+        raise AssertionError(f"a process without the key received {len(received)} broadcasts")
+    if _FALSE_INSTANCE in await arena.suite.instances():
         raise AssertionError("the monitor lists an instance that a process without the key made up")
 
 
-async def opens_kv(arena: Arena) -> None:
-    """Opens KV connections to every rank and greets: each is ended without an answer."""
+async def _opens_kv(arena: Arena) -> None:
+    """Open a KV connection to every rank and send a heartbeat: the worker ends each without an answer."""
 
     def ended(port: Port) -> bool:
-        with socket.create_connection((port.host, port.port), timeout=_TRY_S) as stranger, suppress(ConnectionError):
+        with socket.create_connection(port.address, timeout=_TRY_S) as stranger, suppress(ConnectionError):
             stranger.sendall(HEARTBEAT)
             return not stranger.recv(1)
         return True
 
-    for port in _ports(arena, "worker", "kv"):
+    for port in arena.ports_for("worker", "kv"):
 
         async def closed(port: Port = port) -> bool:
             return await asyncio.to_thread(ended, port)
@@ -258,26 +231,8 @@ async def opens_kv(arena: Arena) -> None:
         await until(closed, _LISTEN_S, f"{port.process} to end a KV connection of a process without the key")
 
 
-async def _refused(clients: RpcClients, port: Port, method: Method, order: object) -> None:  # type: ignore[type-arg]
-    try:
-        said = await clients.to(_address(port)).call(method, order, timeout_s=5 * _TRY_S)
-    except NotConnected:
-        return
-    except PolyphaseError as error:
-        raise AssertionError(f"{port.process} answers {method.name} of a process without the key: {error}") from error
-    raise AssertionError(f"{port.process} carries out {method.name} of a process without the key: {said}")
-
-
-def _ports(arena: Arena, service: str, purpose: str) -> list[Port]:
-    return [port for port in arena.ports if (port.service, port.purpose) == (service, purpose)]
-
-
-def _address(port: Port) -> str:
-    return f"tcp://{port.host}:{port.port}"
-
-
 STRANGERS = (
-    Scenario("stranger-drains", "a process without the key drains and flips every instance", drains),
-    Scenario("stranger-fences", "a process without the key sends heartbeats and listens to broadcasts", fences),
-    Scenario("stranger-kv", "a process without the key opens KV connections to every instance", opens_kv, REAL),
+    Scenario("stranger-drains", "a process without the key drains and flips every instance", _drains),
+    Scenario("stranger-fences", "a process without the key sends heartbeats and listens to broadcasts", _fences),
+    Scenario("stranger-kv", "a process without the key opens KV connections to every instance", _opens_kv, REAL),
 )

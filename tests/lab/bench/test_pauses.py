@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.live_clusters import shots_of
-from lab.bench.pauses import ADAPTIVE, POLICIES, SIMPLE, TARGETS, compared_of, pause_scenarios, variant, workload_of
+from lab.bench.experiment import shots_of
+from lab.bench.pauses import ADAPTIVE, SIMPLE, TARGETS, compared_of, pause_scenarios
 from lab.bench.policies_live import LiveOptions, run_policies_live
 from lab.simulate.deployment import load_deployment
 from services.launcher.cluster_file import load_cluster
 from shared.cost.step import Batch
 from shared.errors import InvalidRequest
-from shared.sim.spec import RunSpec, with_words
 
 BATCH = Batch(((256, 0),), 8, 8_000)
 SCENARIOS = {scenario.name: scenario for scenario in pause_scenarios()}
@@ -49,7 +48,7 @@ def test_the_cluster_that_is_started_is_the_one_that_is_simulated(tmp_path: Path
 
 def test_a_slower_cluster_is_judged_as_the_usual_one(tmp_path: Path) -> None:
     scenario = SCENARIOS["prompts_unlike"]
-    workload = workload_of(scenario, 1)
+    workload = scenario.first_requests(1)
     usual, slow = (
         scenario.simulated(load_deployment(scenario.cluster_into(tmp_path, slowdown=by)), workload, ADAPTIVE, 1, by)
         for by in (1.0, 4.0)
@@ -58,17 +57,12 @@ def test_a_slower_cluster_is_judged_as_the_usual_one(tmp_path: Path) -> None:
     assert slow["attainment"] == pytest.approx(usual["attainment"], abs=0.05)
 
 
-def test_live_policies_are_those_that_are_simulated() -> None:
-    for policy, words in POLICIES.items():
-        assert variant(policy).policies() == with_words(RunSpec(), words).policies
-
-
 def test_the_first_requests_of_a_scenario_with_their_classes() -> None:
-    workload = workload_of(SCENARIOS["overload_equal_classes"], 2)
+    workload = SCENARIOS["overload_equal_classes"].first_requests(2)
     assert len(workload) == 420
     assert {shot.slo for shot in shots_of(workload)} == {"default", "batch"}
-    assert workload_of(SCENARIOS["burst_equal"], 2).arrival_s[-1] < 1.0
-    assert {shot.slo for shot in shots_of(workload_of(SCENARIOS["burst_equal"], 2))} == {""}
+    assert SCENARIOS["burst_equal"].first_requests(2).arrival_s[-1] < 1.0
+    assert {shot.slo for shot in shots_of(SCENARIOS["burst_equal"].first_requests(2))} == {""}
 
 
 def test_an_unknown_scenario_is_refused_with_those_that_exist() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab.bench import roles, roles_live
-from lab.bench.roles import Seen, Setting, judged, told
+from lab.bench import roles
+from lab.bench.roles import Seen, Setting, flip_figures, judged
 from lab.bench.scenarios import Phase, shares, turning
 from lab.calibrate.target import Sample, Shot
 from services.launcher.cluster_file import Cluster
@@ -57,8 +57,8 @@ def test_attainment_by_phase_and_once_settled() -> None:
 
 def test_flips_are_told_by_phase() -> None:
     flips = [(3.0, "decode"), (25.0, "prefill"), (33.0, "decode"), (45.0, "decode")]
-    assert told(TURNS, flips, [4.0, 24.0, 26.0, 47.0]) == (4, 1, 7.0, 13.0)
-    assert told(TURNS, [], [24.0]) == (0, 0, 20.0, 0.0)  # the second turn was never noticed
+    assert flip_figures(TURNS, flips, [4.0, 24.0, 26.0, 47.0]) == (4, 1, 7.0, 13.0)
+    assert flip_figures(TURNS, [], [24.0]) == (0, 0, 20.0, 0.0)  # the second turn was never noticed
 
 
 FIXED = Seen("1:2", [1.0, 0.5, 1.0], [1.0, 0.5, 1.0], 0, 0, 0, 20.0, 0.0)
@@ -108,7 +108,7 @@ def test_a_small_run_through_the_simulator() -> None:
 
 
 def test_the_live_clusters_are_as_their_services_want_them() -> None:
-    cluster = Cluster.model_validate(roles_live.cluster_of(Path("model"), 1, "predictive"))
+    cluster = Cluster.model_validate(roles.cluster_of(Path("model"), 1, "predictive"))
     assert [one.role for one in cluster.instances] == ["prefill", "decode", "decode", "decode"]
     assert cluster.policies["role_flip"] == "predictive"
     assert settings_of(type(cluster.monitor).settings, "file", "monitor", cluster.monitor.extra)
@@ -123,6 +123,6 @@ def test_a_live_run_is_read_from_samples_audit_and_events() -> None:
         {"kind": "flip", "started_s": 1_128.0, "to_role": "prefill", "result": "succeeded"},
         {"kind": "flip", "started_s": 1_248.0, "to_role": "decode", "result": "failed"},
     ]
-    one = roles_live.seen("predictive", samples, flips, [{"time_s": 1_125.0}, {"time_s": 1_245.0}])
+    one = roles.seen_live("predictive", samples, flips, [{"time_s": 1_125.0}, {"time_s": 1_245.0}])
     assert one.attained == [1.0, 0.5, 1.0]
     assert (one.failed, one.flips, one.turned_back, one.noticed_s, one.settled_s) == (1, 2, 0, 5.0, 8.0)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lab.demo.run import on_free_ports
+from lab.suite import on_free_ports
 from services.launcher.cli import app
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT

@@ -4,13 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.chaos.load import Ending, Reply, Right, Tally, Verdict, compare, judge
+from lab.chaos.load import RightAnswer, Tally, Verdict, compare, judge
+from lab.client import Ending, Response
 
 TOKENS = tuple(300 + position * 7919 % 997 for position in range(40, 64))
-RIGHT = Right(TOKENS, "".join(chr(97 + token % 26) for token in TOKENS), "length", 1.0)
+RIGHT = RightAnswer(TOKENS, "".join(chr(97 + token % 26) for token in TOKENS), "length", 1.0)
 
 
-def reply(tokens: "list[int] | None" = None, **changes: object) -> Reply:
+def response(tokens: "list[int] | None" = None, **changes: object) -> Response:
     got = list(TOKENS) if tokens is None else tokens
     text = "".join(chr(97 + token % 26) for token in got)
     fields = {
@@ -19,55 +20,55 @@ def reply(tokens: "list[int] | None" = None, **changes: object) -> Reply:
         "tokens": got,
         "text": text,
         "finish_reason": "length",
-        "completion_tokens": len(TOKENS),
+        "usage": {"completion_tokens": len(TOKENS)},
     }
-    return Reply(**(fields | changes))  # type: ignore[arg-type]
+    return Response(**(fields | changes))  # type: ignore[arg-type]
 
 
 def test_a_whole_answer() -> None:
-    assert judge(RIGHT, reply()) is Verdict.WHOLE
+    assert judge(RIGHT, response()) is Verdict.WHOLE
 
 
 @given(st.integers(0, 22), st.integers(1, 5))
 def test_missing_tokens(at: int, count: int) -> None:
     got = [*TOKENS[:at], *TOKENS[at + count :]]
-    assert judge(RIGHT, reply(got)) is Verdict.LOST
+    assert judge(RIGHT, response(got)) is Verdict.LOST
 
 
 @given(st.integers(1, 24), st.integers(1, 5))
 def test_tokens_that_came_twice(at: int, count: int) -> None:
     again = TOKENS[max(0, at - count) : at]
-    assert judge(RIGHT, reply([*TOKENS[:at], *again, *TOKENS[at:]])) is Verdict.DOUBLED
+    assert judge(RIGHT, response([*TOKENS[:at], *again, *TOKENS[at:]])) is Verdict.DOUBLED
 
 
 @given(st.integers(0, 23), st.integers(2000, 9999))
 def test_a_token_of_something_else(at: int, token: int) -> None:
-    assert judge(RIGHT, reply([*TOKENS[:at], token, *TOKENS[at + 1 :]])) is Verdict.WRONG
+    assert judge(RIGHT, response([*TOKENS[:at], token, *TOKENS[at + 1 :]])) is Verdict.WRONG
 
 
 def test_more_than_was_asked_for() -> None:
-    assert judge(RIGHT, reply([*TOKENS, TOKENS[-1]])) is Verdict.DOUBLED
-    assert judge(RIGHT, reply([*TOKENS, 7])) is Verdict.WRONG
+    assert judge(RIGHT, response([*TOKENS, TOKENS[-1]])) is Verdict.DOUBLED
+    assert judge(RIGHT, response([*TOKENS, 7])) is Verdict.WRONG
 
 
 def test_right_tokens_with_other_words_or_another_end_or_count() -> None:
-    assert judge(RIGHT, reply(text=RIGHT.text[:-1] + "?")) is Verdict.WRONG
-    assert judge(RIGHT, reply(text=RIGHT.text[:-1])) is Verdict.WRONG
-    assert judge(RIGHT, reply(finish_reason="stop")) is Verdict.WRONG
-    assert judge(RIGHT, reply(completion_tokens=len(TOKENS) + 1)) is Verdict.WRONG
+    assert judge(RIGHT, response(text=RIGHT.text[:-1] + "?")) is Verdict.WRONG
+    assert judge(RIGHT, response(text=RIGHT.text[:-1])) is Verdict.WRONG
+    assert judge(RIGHT, response(finish_reason="stop")) is Verdict.WRONG
+    assert judge(RIGHT, response(usage={"completion_tokens": len(TOKENS) + 1})) is Verdict.WRONG
 
 
 def test_how_an_answer_ended() -> None:
     half = list(TOKENS[:9])
-    assert judge(RIGHT, reply(half, ending=Ending.CUT)) is Verdict.CUT
-    assert judge(RIGHT, reply(half, ending=Ending.HUNG)) is Verdict.HUNG
-    assert judge(RIGHT, reply([], ending=Ending.UNREACHABLE)) is Verdict.UNREACHABLE
+    assert judge(RIGHT, response(half, ending=Ending.CUT)) is Verdict.CUT
+    assert judge(RIGHT, response(half, ending=Ending.HUNG)) is Verdict.HUNG
+    assert judge(RIGHT, response([], ending=Ending.UNREACHABLE)) is Verdict.UNREACHABLE
 
 
 def test_what_is_wrong_outweighs_how_it_ended() -> None:
     for ending in Ending:
         error = {"ending": ending, "code": "unavailable", "error": "no decode instance"}
-        assert judge(RIGHT, reply([*TOKENS[:9], *TOKENS[8:12]], **error)) is Verdict.DOUBLED
+        assert judge(RIGHT, response([*TOKENS[:9], *TOKENS[8:12]], **error)) is Verdict.DOUBLED
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_what_is_wrong_outweighs_how_it_ended() -> None:
 def test_errors_that_a_client_can_use(changes: dict[str, object], verdict: Verdict) -> None:
     error = {"ending": Ending.ERROR, "code": "unavailable", "error": "no decode instance"} | changes
     tokens = list(TOKENS[:5]) if changes["status"] == 200 else []
-    assert judge(RIGHT, reply(tokens, **error)) is verdict
+    assert judge(RIGHT, response(tokens, **error)) is verdict
 
 
 def test_a_repetitive_answer_is_not_taken_for_a_doubled_one() -> None:

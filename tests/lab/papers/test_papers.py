@@ -1,13 +1,16 @@
-"""The papers' experiments in small: what their pieces promise. The bench itself takes a minute and is not run here."""
+"""The papers' experiments in small, rows of the report, and the generated page."""
 
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
+from lab.papers import report
 from lab.papers.cronus import CAPACITIES, SYSTEMS, Column, modelled, run_system
 from lab.papers.cronus_fit import with_values
+from lab.papers.report import Chart, Check, Row, Section, as_result, told_in_words, write_docs
 from lab.papers.testbed import (
     CONVERSATION,
     AtopWatermark,
@@ -155,3 +158,91 @@ def test_lengths_come_from_public_tables(tmp_path: Path) -> None:
     assert (whole.prompt_tokens.tolist(), cut.prompt_tokens.tolist()) == ([3000, 10], [2004, 10])
     assert np.all(cut.output_tokens == whole.output_tokens)
     assert len(replace(whole, name="x")) == 2
+
+
+def held(row: Row) -> dict[Check, bool]:
+    return dict(row.checks)
+
+
+def test_a_gain_needs_its_sign_and_thirty_percent() -> None:
+    near = report.gain("k", "Fig 1", "x", -50.0, -36.0)
+    assert held(near) == {Check.SIGN: True, Check.MAGNITUDE: True}
+    assert held(report.gain("k", "Fig 1", "x", -50.0, -34.0)) == {Check.SIGN: True, Check.MAGNITUDE: False}
+    assert held(report.gain("k", "Fig 1", "x", -50.0, 40.0)) == {Check.SIGN: False, Check.MAGNITUDE: False}
+    assert near.paper == "-50"
+    nothing = report.gain("k", "Fig 1", "x", -50.0, -1.1e-14)  # a sum in another order
+    assert (nothing.ours, held(nothing)[Check.SIGN]) == ("+0", False)
+    assert report.points("k", "F", "x", 0.0, -1.1e-14, 5.0).ours == "+0"
+
+
+def test_the_gain_of_a_ratio_is_its_distance_from_one() -> None:
+    assert held(report.ratio_gain("k", "T", "x", 2.0, 1.71)) == {Check.SIGN: True, Check.MAGNITUDE: True}
+    assert held(report.ratio_gain("k", "T", "x", 2.0, 1.69)) == {Check.SIGN: True, Check.MAGNITUDE: False}
+    assert held(report.ratio_gain("k", "T", "x", 0.8, 1.01)) == {Check.SIGN: False, Check.MAGNITUDE: False}
+    assert held(report.ratio_gain("k", "T", "x", 0.8, 0.75)) == {Check.SIGN: True, Check.MAGNITUDE: True}
+
+
+def test_other_kinds_of_rows() -> None:
+    assert held(report.factor("k", "F", "x", 8.0, 10.3)) == {Check.SIGN: True, Check.MAGNITUDE: True}
+    assert held(report.value("k", "T", "x", "ms", 100.0, 116.0, 0.15)) == {Check.MAGNITUDE: False}
+    assert held(report.points("k", "F", "x", 0.0, -9.0, 10.0)) == {Check.MAGNITUDE: True}
+    assert held(report.between("k", "F", "x", "%", 16.0, 30.0, 31.0)) == {Check.MAGNITUDE: False}
+    assert report.between("k", "F", "x", "x", 10.0, float("inf"), 30.0).paper == "> 10"
+    assert report.informative("k", "T", "x", "ms", "12", 13.0).met
+
+
+def test_misses_stay_with_their_note() -> None:
+    section = Section(
+        "zte",
+        "ZTE: x",
+        (report.gain("gain_1", "Fig 9", "x", 17.0, 8.0), report.informative("eq", "eq", "y", "ms", "1", 2.0)),
+    )
+    result = as_result([told_in_words(section)])
+    assert result["aims"]["zte_gain_1_sign"] == {"want": "sign of +17", "got": "+8", "met": True}
+    missed = result["aims"]["zte_gain_1_magnitude"]
+    assert not missed["met"]
+    assert missed["want"] == "11.9 … 22.1"
+    assert "GPU A falls behind" in missed["note"]
+    assert result["figures"] == {"zte_gain_1_percent": 8.0, "zte_gain_1_paper_percent": 17.0, "zte_eq_ms": 2.0}
+    assert len(result["notes"]) == 1
+
+
+def test_words_of_every_paper_can_be_read() -> None:
+    for name in ("cronus", "tetriinfer", "huawei", "thunderserve", "zte"):
+        section = told_in_words(Section(name, name, ()))
+        assert section.setup
+        assert section.differs
+
+
+CHART = Chart("bars", "Bars & more", "x", ("a", "b"), {"paper": (1.0, -2.0), "ours": (1.5, 0.0)})
+
+
+def test_a_chart_is_well_formed_and_repeatable() -> None:
+    tree = ElementTree.fromstring(CHART.svg())
+    bars = [e for e in tree.iter("{http://www.w3.org/2000/svg}rect") if len(e)]
+    assert len(bars) == 4
+    heights = [float(bar.attrib["height"]) for bar in bars]  # group by group: 1, 1.5, -2, 0
+    assert heights[2] > heights[1] > heights[0] > heights[3]
+    zero = float(bars[0].attrib["y"]) + heights[0]
+    assert abs(float(bars[2].attrib["y"]) - zero) < 0.2  # a negative bar hangs from zero
+    assert CHART.svg() == CHART.svg()
+
+
+def test_the_page_shows_rows_marks_and_charts(tmp_path: Path) -> None:
+    section = Section(
+        "zte",
+        "ZTE: two vendors",
+        (report.gain("a", "Fig 9", "throughput", 17.0, 8.0), report.order("b", "Fig 7", "ratio", "yes", "yes", True)),
+        (CHART,),
+        ("how it was set up",),
+        ("no expert parallelism",),
+    )
+    page, chart = write_docs(tmp_path, [section], "engine: 1")
+    text = page.read_text(encoding="utf-8")
+    assert "| Fig 9 | throughput | +17 % | +8 % | ✔ | ✘ |" in text
+    assert "| Fig 7 | ratio | yes | yes | ✔ | – |" in text
+    assert "| [ZTE](#zte-two-vendors) | 2 | 2 of 2 | 0 of 1 |" in text
+    assert "![Bars & more](papers/bars.svg)" in text
+    assert "### Otherwise, or not here\n\n- no expert parallelism\n" in text
+    assert "engine: 1" in text
+    assert chart == tmp_path / "papers" / "bars.svg"

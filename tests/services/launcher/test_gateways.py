@@ -12,7 +12,7 @@ import yaml
 from rich.console import Console
 
 from gateway.auth import ApiKey, create_key
-from lab.demo.run import on_free_ports
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import load_cluster
 from services.launcher.suite import Suite, until
 from services.launcher.up import running_suite

@@ -1,6 +1,7 @@
-"""`bench predictor --part worth`: its arms, the stand-in that answers for them, and what it makes of runs."""
+"""`polyphase bench predictor`: figures and aims of its parts, drawn prompts, and the arms of `worth`."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,22 @@ import numpy as np
 import pytest
 import yaml
 
+from lab.bench import predictor
 from lab.bench import predictor_worth_sim as sim
-from lab.bench.predictor_worth import NO_WORSE, aims_of
+from lab.bench.predictor_bayes import (
+    BUCKETS,
+    FILLER,
+    FROM_HEAD,
+    FROM_TAIL,
+    SHARES,
+    TOPICS,
+    VERBS,
+    Drawn,
+    Generator,
+    aim_of,
+)
+from lab.bench.predictor_latency import Call, Cell, aims_of, cell_figures, environment, real_prompts
+from lab.bench.predictor_worth import NO_WORSE, goodput_aims
 from lab.bench.predictor_worth_live import (
     CLUSTER,
     LEAST_PROMPT,
@@ -41,7 +56,9 @@ from lab.bench.predictor_worth_sim import (
     requests_of,
     trained,
 )
-from lab.bench.stream_client import StreamResult
+from lab.client import StreamResult
+from predictor.settings import PredictorSettings
+from predictor.train import default_epochs, default_learning_rate
 from services.launcher.cluster_file import load_cluster
 from services.launcher.plan import make_plan
 from services.worker.engines.emulated_scheduler import token_at
@@ -52,6 +69,152 @@ from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_client import RpcClient
 from shared.wire.sockets import Sockets
 from tests.ports import free_address
+
+CALLS = [Call(0.010, "classifier"), Call(0.020, "observed"), Call(0.030, "classifier"), Call(0.5, "")]
+
+
+def test_a_call_without_an_answer_counts_in_shares_and_not_in_latencies() -> None:
+    figures = cell_figures("x", CALLS, 2.0)
+    assert figures["x_answers_per_s"] == 1.5
+    assert figures["x_by_classifier_per_s"] == 1.0
+    assert (figures["x_by_classifier_share"], figures["x_not_answered_share"]) == (0.5, 0.25)
+    assert (figures["x_p50_ms"], figures["x_p99_ms"]) == (20.0, 30.0)
+
+
+def test_a_cell_without_any_answer_has_no_latency() -> None:
+    assert cell_figures("x", [Call(0.1, "")], 1.0) == {
+        "x_answers_per_s": 0.0,
+        "x_by_classifier_per_s": 0.0,
+        "x_by_classifier_share": 0.0,
+        "x_not_answered_share": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("cells", "answered", "in_time"),
+    [
+        ([], False, False),
+        ([Cell("x", 250.0, CALLS[:3], 1.0)], True, True),
+        ([Cell("x", 1000.0, CALLS, 1.0)], False, True),
+        ([Cell("x", 1000.0, CALLS[:3] * 400, 1.0), Cell("y", 1000.0, CALLS, 1.0)], False, True),  # the worst one
+        ([Cell("x", 250.0, [Call(0.5, "observed")], 1.0)], True, False),
+    ],
+)
+def test_the_aims_are_of_the_worst_cell(cells: list[Cell], answered: bool, in_time: bool) -> None:
+    aims = aims_of(cells)
+    assert aims["share answered"]["met"] is answered
+    assert aims["calls past their deadline"]["met"] is in_time
+
+
+@pytest.mark.parametrize(("ratio", "met"), [(0.949, False), (0.95, True), (1.01, True)])
+def test_the_aim_is_a_share_of_the_optimum(ratio: float, met: bool) -> None:
+    assert aim_of(ratio)["accuracy of the optimum"]["met"] is met
+
+
+def test_prompts_are_of_mixed_lengths() -> None:
+    lengths = sorted(len(ids) for ids in real_prompts())
+    assert 20 <= lengths[0] < 40
+    assert 700 < lengths[-1] <= 1000
+    assert 100 < lengths[len(lengths) // 2] < 200
+    assert real_prompts() == real_prompts()
+
+
+def test_the_process_reads_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in environment(20_000, "tcp://127.0.0.1:20001", Path("a"), Path("b"), "cpu", 2000.0).items():
+        monkeypatch.setenv(key, value)
+    settings = PredictorSettings.load()
+    assert (settings.port, settings.rpc_address, settings.checkpoint) == (20_000, "tcp://127.0.0.1:20001", Path("a"))
+    assert (settings.model, settings.timeout_ms) == ("b", 2000.0)
+
+
+def test_parts_are_run_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def part(name: str) -> Any:
+        return lambda: {"figures": {name: 1.0}, "aims": {}, "notes": [name]}
+
+    monkeypatch.setattr(predictor, "PARTS", {"bayes": part("bayes"), "latency": part("latency")})
+    assert predictor.run_predictor_bench(["latency"])["figures"] == {"latency": 1.0}
+    assert predictor.run_predictor_bench()["notes"] == ["bayes", "latency"]
+    with pytest.raises(InvalidRequest, match="unknown part luck; known: bayes, latency"):
+        predictor.run_predictor_bench(["luck"])
+
+
+def test_training_from_nothing_has_defaults_of_its_own() -> None:
+    assert (default_epochs(""), default_learning_rate("")) == (3.0, 5e-5)
+    assert default_epochs("tiny") > 3.0
+    assert default_learning_rate("base") < default_learning_rate("small")
+
+
+MANY = 20_000
+
+
+@pytest.fixture(scope="module")
+def generator() -> Generator:
+    return Generator.like_sharegpt()
+
+
+@pytest.fixture(scope="module")
+def drawn(generator: Generator) -> list[Drawn]:
+    return generator.draw(MANY, 3)
+
+
+def test_probabilities_sum_to_one(generator: Generator) -> None:
+    assert generator.joint.sum() == pytest.approx(1.0)
+    assert generator.joint.sum(axis=(1, 2)) == pytest.approx(SHARES)
+    assert np.allclose(generator.posterior.sum(axis=0), 1.0)
+
+
+def test_the_exact_optimum_is_what_brute_force_finds(generator: Generator) -> None:
+    rng = np.random.default_rng(7)
+    cells = rng.choice(generator.joint.size, size=400_000, p=generator.joint.ravel())
+    bucket, verb, topic = np.unravel_index(cells, generator.joint.shape)
+    right = sum(
+        np.bincount(bucket[(verb == one) & (topic == other)], minlength=6).max()
+        for one in range(6)
+        for other in range(6)
+    )
+    assert right / cells.size == pytest.approx(generator.optimum, abs=0.004)
+
+
+def test_it_takes_both_words(generator: Generator) -> None:
+    assert 0.6 < generator.optimum < 0.75
+    assert max(SHARES) < generator.optimum_of_one < 0.8 * generator.optimum
+
+
+def test_lengths_are_shaped_like_sharegpts(drawn: list[Drawn]) -> None:
+    seen = Counter(BUCKETS.of(one.output_tokens) for one in drawn)
+    assert [seen[bucket] / MANY for bucket in range(len(SHARES))] == pytest.approx(SHARES, abs=0.012)
+
+
+def test_labels_are_drawn_from_the_posterior(generator: Generator, drawn: list[Drawn]) -> None:
+    (verb, topic), count = Counter((one.verb, one.topic) for one in drawn).most_common(1)[0]
+    assert count / MANY == pytest.approx(generator.evidence[verb, topic], abs=0.006)
+    seen = Counter(BUCKETS.of(one.output_tokens) for one in drawn if (one.verb, one.topic) == (verb, topic))
+    assert [seen[at] / count for at in range(6)] == pytest.approx(generator.posterior[:, verb, topic], abs=0.05)
+
+
+def test_the_optimum_is_reached_by_the_table_and_by_nobody_else(generator: Generator, drawn: list[Drawn]) -> None:
+    best = generator.joint.argmax(axis=0)
+    guesses = [int(best[one.verb, one.topic]) for one in drawn]
+    assert generator.expected_accuracy(drawn, guesses) == pytest.approx(generator.optimum_on(drawn))
+    assert generator.optimum_on(drawn) == pytest.approx(generator.optimum, abs=0.005)
+    assert generator.best_accuracy(drawn) == pytest.approx(generator.optimum, abs=0.012)
+    assert generator.expected_accuracy(drawn, [1] * MANY) == pytest.approx(SHARES[1], abs=0.012)
+
+
+def test_each_prompt_has_one_verb_and_one_topic_where_a_predictor_sees_them(drawn: list[Drawn]) -> None:
+    for one in drawn[:2000]:
+        words = one.prompt.split()
+        said = [at for at, word in enumerate(words) if word not in FILLER]
+        assert {words[at] for at in said} & set(VERBS[one.verb])
+        assert {words[at] for at in said} & set(TOPICS[one.topic])
+        assert len(said) == 2
+        if len(words) > 60:
+            assert all(at < FROM_HEAD or at >= len(words) - FROM_TAIL for at in said)
+
+
+def test_equal_seeds_draw_equal_prompts(generator: Generator) -> None:
+    assert generator.draw(50, 1) == generator.draw(50, 1) != generator.draw(50, 2)
+
 
 ANSWERS = np.array([10] * 50 + [250] * 30 + [450] * 20)  # of 200 tokens a bucket: three of them
 KNOWN = Prediction(width_tokens=200, buckets=4, confusion=((0.9, 0.1, 0.0, 0.0),) * 2 + ((0.0, 0.2, 0.8, 0.0),) * 2)
@@ -151,7 +314,7 @@ def test_aims_are_of_the_default_policies() -> None:
     figures = {
         f"sim_{kind}_default_trained_goodput_over_none": got for kind, got in zip(sim.KINDS, (1.05, 0.9), strict=True)
     }
-    met = {name: aim["met"] for name, aim in aims_of(figures).items()}
+    met = {name: aim["met"] for name, aim in goodput_aims(figures).items()}
     assert list(met.values()) == [True, False]
     assert 0.9 < NO_WORSE < 1.0
 

@@ -1,0 +1,53 @@
+"""Results of a bench in the form that `polyphase bench` prints: figures, aims and notes."""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+Result = dict[str, Any]  # "figures": {name_unit: number}, "aims": {name: Aim}, "notes": [str], "tables": {title: rows}
+Aim = dict[str, Any]  # "want", "got", "met"
+Item = TypeVar("Item")
+
+
+def result(figures: Mapping[str, Any], aims: Mapping[str, Aim] | None = None, notes: Iterable[str] = ()) -> Result:
+    return {"figures": dict(figures), "aims": dict(aims or {}), "notes": list(notes)}
+
+
+def merged(*parts: Mapping[str, Any]) -> Result:
+    """One result of several; later figures and aims replace earlier ones of the same name."""
+    whole = result({})
+    for part in parts:
+        for name, entries in part.items():
+            if name == "notes":
+                whole["notes"] += entries
+            else:
+                whole.setdefault(name, {}).update(entries)
+    return whole
+
+
+def at_most(want: float, got: float | None, digits: int = 3) -> Aim:
+    """An aim that is missed where nothing was measured (None)."""
+    return _bound("<=", want, got, digits, got is not None and got <= want)
+
+
+def at_least(want: float, got: float | None, digits: int = 3) -> Aim:
+    return _bound(">=", want, got, digits, got is not None and got >= want)
+
+
+def aim(want: object, got: object, met: bool) -> Aim:
+    return {"want": want, "got": got, "met": bool(met)}
+
+
+def _bound(sign: str, want: float, got: float | None, digits: int, met: bool) -> Aim:
+    return aim(f"{sign} {want:.4g}", "not measured" if got is None else round(got, digits), met)
+
+
+def rotated(items: Sequence[Item], number: int) -> list[Item]:
+    """The items from another one on in each round, so that what drifts with time favours none."""
+    first = number % len(items)
+    return [*items[first:], *items[:first]]
+
+
+def progress(line: str) -> None:
+    """One line for a person who waits."""
+    print(line, file=sys.stderr, flush=True)
