@@ -1,4 +1,4 @@
-"""One search, from the request to the result: what the process of a search does. No I/O but the clock's."""
+"""One search, from its request to the result that `GET /plans/{id}` shows."""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -19,7 +19,7 @@ def answer(request: str, seconds: float, tell: Tell) -> Answer:
 
 
 def result(asked: Asked, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The first outcome as `GET /plans/{id}` tells it, with those that it is compared with; numbers are finite."""
+    """The first outcome as JSON, with those that it is compared with."""
     problem, chosen = asked.problem, outcomes[0]
     plan, names = chosen.plan, chosen.plan.names(problem)
     groups = [

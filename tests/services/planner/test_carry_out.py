@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.planner.proposals import MOST_WHY, Cause, Proposal, ProposalState, Step, carry_out
+from services.planner.proposals import MAX_WHY, Cause, Proposal, ProposalState, Step, carry_out
 from shared.domain.instance import Role
 from shared.errors import Conflict, NotFound, OutcomeUnknown, PeerLost, PolyphaseError
 from shared.plan.running import Expected, Flip
@@ -136,4 +136,4 @@ async def test_an_answer_that_never_comes_is_a_failure(told: Any, said: str) -> 
 async def test_reasons_are_as_long_as_the_monitor_takes_them() -> None:
     monitor = Monitor(roles_of("ppdd"))
     await carried_out(monitor, "p0", why="x" * 10_000)
-    assert monitor.whys == ["x" * MOST_WHY]
+    assert monitor.whys == ["x" * MAX_WHY]

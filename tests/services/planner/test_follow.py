@@ -197,14 +197,14 @@ async def test_the_next_life_knows_what_was_proposed(watching: Watching) -> None
     again: Watched = await watching()
     (known,) = await until(again.client.proposals, "what was proposed is recalled")
     assert (known["proposal_id"], known["state"]) == (one["proposal_id"], "withdrawn")
-    assert known["error"] == "the planner was started again"
+    assert known["error"] == "the planner was restarted"
 
 
 async def test_the_monitor_away_is_said_and_nothing_dies(watching: Watching) -> None:
     cluster: Watched = await watching(monitor_url="http://127.0.0.1:9")
-    await until(lambda: "does not say" in cluster.state.watch.trouble, "the trouble is known")
+    await until(lambda: "does not report" in cluster.state.watch.trouble, "the trouble is known")
     fleet = await cluster.client.fleet()
-    assert "does not say what clients ask for" in fleet["trouble"]
+    assert "does not report the demand" in fleet["trouble"]
     assert fleet["measured"] is None
 
 

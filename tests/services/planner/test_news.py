@@ -72,9 +72,9 @@ async def test_what_it_refuses_stands_in_nobodys_way(monitor: Monitor) -> None:
 
 
 def test_every_state_has_a_kind_of_event() -> None:
-    from services.planner.proposals import _KINDS
+    from services.planner.proposals import EVENTS
 
-    assert _KINDS.keys() == set(ProposalState)
+    assert EVENTS.keys() == set(ProposalState)
 
 
 async def test_an_event_may_be_pushed_out_while_it_is_told(monitor: Monitor) -> None:

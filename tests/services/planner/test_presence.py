@@ -43,80 +43,80 @@ def lost(watched: Presence) -> list[str]:
 
 def test_who_is_gone_is_lost_at_once_and_told_once(clock: Clock) -> None:
     watched = Presence(0.0)
-    assert watched.heard(view(("a", READY), ("b", READY))) == []
-    watched.heard(view(("a", READY)))
-    assert watched.gone() == {"b": 1_000.0}
-    watched.heard(view(("a", READY)))
-    assert watched.gone() == {}
+    assert watched.update(view(("a", READY), ("b", READY))) == []
+    watched.update(view(("a", READY)))
+    assert watched.take_lost() == {"b": 1_000.0}
+    watched.update(view(("a", READY)))
+    assert watched.take_lost() == {}
     assert lost(watched) == ["b"]
-    assert watched.heard(view(("a", READY), ("b", READY), generation=1)) == ["b"]
+    assert watched.update(view(("a", READY), ("b", READY), generation=1)) == ["b"]
     assert lost(watched) == []
 
 
 def test_a_silent_host_is_lost_after_a_moment(clock: Clock) -> None:
     watched = Presence(0.0)
-    watched.heard(view(("a", READY), ("b", READY)))
-    watched.heard(view(("a", READY), ("b", SILENT)))
-    assert watched.gone() == {}
+    watched.update(view(("a", READY), ("b", READY)))
+    watched.update(view(("a", READY), ("b", SILENT)))
+    assert watched.take_lost() == {}
     clock.now_s += watch.SILENT_S + 0.01
-    assert list(watched.gone()) == ["b"]
-    watched.heard(view(("a", READY)))
-    assert watched.gone() == {}, "its end is no second loss"
+    assert list(watched.take_lost()) == ["b"]
+    watched.update(view(("a", READY)))
+    assert watched.take_lost() == {}, "its end is no second loss"
     assert lost(watched) == ["b"]
 
 
 def test_one_that_goes_silent_and_then_dies_is_lost(clock: Clock) -> None:
     watched = Presence(0.0)
-    watched.heard(view(("a", READY), ("b", READY)))
-    watched.heard(view(("a", READY), ("b", SILENT)))
-    watched.heard(view(("a", READY)))
-    assert list(watched.gone()) == ["b"]
+    watched.update(view(("a", READY), ("b", READY)))
+    watched.update(view(("a", READY), ("b", SILENT)))
+    watched.update(view(("a", READY)))
+    assert list(watched.take_lost()) == ["b"]
 
 
 def test_a_moment_of_silence_is_no_news(clock: Clock) -> None:
     watched = Presence(0.0)
-    watched.heard(view(("a", READY), ("b", READY)))
-    watched.heard(view(("a", SILENT), ("b", SILENT)))
+    watched.update(view(("a", READY), ("b", READY)))
+    watched.update(view(("a", SILENT), ("b", SILENT)))
     clock.now_s += 0.2
-    assert watched.gone() == {}
-    assert watched.heard(view(("a", READY), ("b", READY))) == []
+    assert watched.take_lost() == {}
+    assert watched.update(view(("a", READY), ("b", READY))) == []
     clock.now_s += 10.0
-    assert watched.gone() == {}
+    assert watched.take_lost() == {}
     assert lost(watched) == []
 
 
 def test_another_life_under_the_same_name_has_come(clock: Clock) -> None:
     watched = Presence(5.0)
-    watched.heard(view(("a", READY)))
-    watched.heard(view())
-    assert watched.gone() == {}
-    assert watched.heard(view(("a", READY), generation=2)) == ["a"]
+    watched.update(view(("a", READY)))
+    watched.update(view())
+    assert watched.take_lost() == {}
+    assert watched.update(view(("a", READY), generation=2)) == ["a"]
 
 
 def test_who_leaves_in_good_order_is_gone_but_not_missed(clock: Clock) -> None:
     watched = Presence(0.0)
-    watched.heard(view(("a", READY), ("b", READY)))
-    watched.heard(view(("a", READY), ("b", DRAINING)))
-    assert watched.gone() == {}
-    watched.heard(view(("a", READY)))
-    assert list(watched.gone()) == ["b"]
+    watched.update(view(("a", READY), ("b", READY)))
+    watched.update(view(("a", READY), ("b", DRAINING)))
+    assert watched.take_lost() == {}
+    watched.update(view(("a", READY)))
+    assert list(watched.take_lost()) == ["b"]
     assert lost(watched) == []
 
 
 def test_the_lost_are_bounded(clock: Clock) -> None:
     watched = Presence(0.0)
-    watched.heard(view(*((f"w{at}", READY) for at in range(LOST_KEPT + 9))))
-    watched.heard(view())
-    assert len(watched.gone()) == LOST_KEPT + 9
+    watched.update(view(*((f"w{at}", READY) for at in range(LOST_KEPT + 9))))
+    watched.update(view())
+    assert len(watched.take_lost()) == LOST_KEPT + 9
     assert len(watched.lost) == LOST_KEPT
 
 
 def test_a_role_that_changes_is_a_change(clock: Clock) -> None:
     watched = Presence(0.0)
-    watched.heard(view(("a", READY)))
+    watched.update(view(("a", READY)))
     clock.now_s += 3.0
-    watched.heard(view(("a", READY)))
+    watched.update(view(("a", READY)))
     assert watched.changed_s == 1_000.0
     (one,) = view(("a", READY)).instances
-    watched.heard(ClusterView(2, 0.0, (msgspec.structs.replace(one, role=Role.DECODE),)))
+    watched.update(ClusterView(2, 0.0, (msgspec.structs.replace(one, role=Role.DECODE),)))
     assert watched.changed_s == 1_003.0

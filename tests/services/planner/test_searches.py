@@ -126,16 +126,16 @@ async def test_a_killed_process_costs_its_search_and_no_other(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ("say('Segmentation fault, maybe')", "said what nobody understands: 'Segmentation fault, maybe'"),
-        ("""say('{"type": "answer", "result": 3}')""", "said what nobody understands"),
-        ("os.write(1, bytes([0xff, 0xfe, 10]))", "said what nobody understands"),
+        ("say('Segmentation fault, maybe')", "wrote a line that is not understood: 'Segmentation fault, maybe'"),
+        ("""say('{"type": "answer", "result": 3}')""", "wrote a line that is not understood"),
+        ("os.write(1, bytes([0xff, 0xfe, 10]))", "wrote a line that is not understood"),
         ("sys.stdout.write('x' * 300_000)", "more than 200000 bytes in one line"),
         ("sys.exit(3)", "ended with code 3 and no result"),
         ("os.kill(os.getpid(), 11)", "was killed (SIGSEGV)"),
     ],
 )
 async def test_rubbish_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: str) -> None:
-    monkeypatch.setattr(search_process, "MOST_LINE_BYTES", 200_000)
+    monkeypatch.setattr(search_process, "MAX_LINE_BYTES", 200_000)
     async with planner(tmp_path, saying(code)) as own:
         failed = await own.state((await own.client.submit(QUICK))["plan_id"], "failed", "done")
         assert reason in failed["error"]
