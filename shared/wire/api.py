@@ -1,4 +1,4 @@
-"""What services tell each other and their clients over HTTP, as structs: the service, the CLI and the dashboard share them."""
+"""What services answer and report over HTTP, as structs that the services, the CLI and the dashboard share."""
 
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -11,6 +11,7 @@ from shared.domain.instance import Role
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
 Seconds = Annotated[float, Meta(ge=0.0)]
 Code = Annotated[str, Meta(max_length=128)]
+Ending = Literal["completed", "failed", "cancelled", "refused"]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:@-]{1,128}$")]  # as `shared.runtime.settings.Name`
 
 
@@ -142,7 +143,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     job_id: Annotated[str, Meta(max_length=256)] = ""
     slo: Code
     ended_s: Seconds
-    phase: Literal["completed", "failed", "cancelled", "refused"] = "completed"
+    phase: Ending = "completed"
     code: Code = ""
     count: Annotated[int, Meta(ge=1, lt=2**31)] = 1
     failed: bool = False

@@ -16,6 +16,7 @@ from shared.domain.instance import Role
 from shared.domain.policies import KINDS, PolicySet
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest, Unavailable
+from shared.wire.api import SchedulerNews
 from shared.wire.messages import Heartbeat
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.control_plane import request, sqlite, text, until
@@ -266,9 +267,9 @@ async def test_who_follows(start: Start, monkeypatch: pytest.MonkeyPatch) -> Non
     cluster = await recalled(start)
     worker, _ = await cluster.workers(p0=Role.PREFILL, d0=Role.DECODE)
     revision = cluster.state.policies.policies.revision
-    await cluster.client.scheduler_news("s0", revision, "")
-    await cluster.client.scheduler_news("s1", revision - 1, "unknown split policy")
-    await cluster.client.scheduler_news("s2", revision, "a newer one is not known")
+    await cluster.client.scheduler_news("s0", SchedulerNews(revision))
+    await cluster.client.scheduler_news("s1", SchedulerNews(revision - 1, "unknown split policy"))
+    await cluster.client.scheduler_news("s2", SchedulerNews(revision, "a newer one is not known"))
     worker.policies = (revision, "")
     await until(lambda: cluster.state.registry.get("p0").policies_revision == revision, "heard")
     told = {one["name"]: one for one in (await cluster.client.policies())["followers"]}

@@ -7,6 +7,7 @@ from shared.domain.rates import UNKNOWN_STEPS, ChunkedCost, LinkRate, PartialPre
 from shared.errors import Conflict, Incompatible, InvalidRequest, NotFound, WireVersionMismatch
 from shared.runtime.wire_version import OURS, WireVersions
 from shared.store.reading import read_instances
+from shared.wire.api import SchedulerNews
 from tests.ports import free_address
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.control_plane import request, text, until
@@ -228,11 +229,11 @@ async def test_services_of_an_incompatible_wire_version_are_refused(
     monkeypatch.setattr("shared.wire.clients.http.OURS", other)
     for call in (
         cluster.client.register(make_info("p0", free_address()), Role.PREFILL),
-        cluster.client.scheduler_news("s0", 0, ""),
+        cluster.client.scheduler_news("s0", SchedulerNews(0)),
     ):
         with pytest.raises(WireVersionMismatch, match=f"wire_version {other.version} .* wire_version {OURS.version} "):
             await call
     assert await cluster.client.instances() == []
     monkeypatch.setattr("shared.wire.clients.http.OURS", WireVersions(OURS.version + 1, OURS.version))
     await cluster.client.register(make_info("p0", free_address()), Role.PREFILL)
-    await cluster.client.scheduler_news("s0", 0, "")
+    await cluster.client.scheduler_news("s0", SchedulerNews(0))

@@ -12,6 +12,7 @@ from services.launcher import proposals
 from shared.domain.instance import Role
 from shared.domain.route import PolicySpec
 from shared.errors import Conflict, InvalidRequest, NotFound
+from shared.wire.api import SchedulerNews
 from tests.services.control_plane import until
 from tests.services.planner.conftest import LONG, SHORT, Watched, Watching, asked
 
@@ -145,8 +146,8 @@ async def test_what_a_person_set_stays(watching: Watching) -> None:
 async def test_a_shift_is_noticed_and_proposed_for(watching: Watching) -> None:
     cluster: Watched = await watching()
     await cluster.start_all("pddd")
-    rows = [{**row, "second": row["second"] - 8} for row in asked(25, 10, SHORT)]
-    await cluster.monitor.scheduler_news("s0", 0, "", demand=rows)
+    rows = [msgspec.structs.replace(row, second=row.second - 8) for row in asked(25, 10, SHORT)]
+    await cluster.monitor.scheduler_news("s0", SchedulerNews(0, demand=rows))
     await until(lambda: cluster.state.watch.demand is not None, "a profile", 20.0)
     await cluster.ask(8, 10, LONG)
     one = await cluster.proposal("open")
