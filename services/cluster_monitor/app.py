@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from services.cluster_monitor.broadcaster import Broadcaster, Heartbeats, Wires
 from services.cluster_monitor.events import Events
 from services.cluster_monitor.history import SERVED_S, History
-from services.cluster_monitor.lease import NAME, Alone, Lease, Turn
+from services.cluster_monitor.lease import NAME, Lease, Turn
 from services.cluster_monitor.metrics import ClusterCollector, count_detections
 from services.cluster_monitor.operations import OperationLog, Operations, PolicyController, RoleController, facts_now
 from services.cluster_monitor.policy_book import Followers, PolicyBook
@@ -56,7 +56,7 @@ def create_app(settings: MonitorSettings) -> FastAPI:
             if settings.lease_s:
                 await _act_in_turns(stack, settings, turns, wires, file)
             else:
-                turns.state = await _act(stack, settings, turns, wires, Alone(), file)
+                turns.state = await _act(stack, settings, turns, wires, Turn(), file)
             yield
 
     app = service_app("cluster_monitor", lifespan, metrics, standing=turns.describe, token=settings.token())
@@ -94,8 +94,7 @@ async def _act(
 ) -> State:
     """The parts of an acting monitor, at work until the stack closes."""
     metrics = turns.metrics = CollectorRegistry()
-    alone = isinstance(turn, Alone)
-    engine = open_engine(settings.database_url, idle_s=None if alone else settings.lease_s / 2)
+    engine = open_engine(settings.database_url, idle_s=None if turn.alone else settings.lease_s / 2)
     stack.push_async_callback(engine.dispose)
     store = WriteBehind(engine, metrics, capacity=settings.queue_rows, fence=turn.fence())
 
@@ -143,7 +142,7 @@ async def _act(
 
     tasks = await stack.enter_async_context(background())
     stack.callback(history.close)
-    tasks.start("write-behind", store.run(migrated=not alone))
+    tasks.start("write-behind", store.run(migrated=not turn.alone))
     tasks.start("recall", _recall(settings, store, engine, registry, memory, operation_log, events))
     tasks.start("recall policies", _recall_policies(store, engine, book))
     tasks.start("silence", beats.watch())
@@ -218,11 +217,11 @@ async def _recall(
     await _remember("events", events.load(engine))
     if not memory.loaded:
         return
-    for known in dead[-MAX_DEAD:]:
-        registry.remember_dead(known.info, known.role, "died before the monitor was restarted", news=False)
+    for info, role in dead[-MAX_DEAD:]:
+        registry.remember_dead(info, role, "died before the monitor was restarted", news=False)
     await asyncio.sleep(settings.connect_timeout_s)
-    for known in memory.give_up():
-        registry.remember_dead(known.info, known.role, "did not return when the monitor was restarted", news=True)
+    for info, role in memory.give_up():
+        registry.remember_dead(info, role, "did not return when the monitor was restarted", news=True)
 
 
 async def _remember(what: str, reading: Awaitable[Found]) -> Found | None:

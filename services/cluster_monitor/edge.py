@@ -1,7 +1,6 @@
 """Bodies of the monitor's HTTP API, validated once and turned into the structs of the domain."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -141,18 +140,14 @@ class OperationIn(_Strict):
     why: Annotated[str, Field(max_length=2048)] | None = None
 
     def to_request(self, kind: OperationKind, instance_id: str, who: str) -> OperationRequest:
-        request = OperationRequest(kind, instance_id, who, deadline_s=self.deadline_s, why=self.why)
-        return replace(request, operation_id=self.operation_id) if self.operation_id else request
+        return OperationRequest(kind, instance_id, who, **self.model_dump(exclude_none=True))
 
 
 class DrainIn(OperationIn):
     """Body of a drain; without a time the setting holds. `force` allows the last ready instance of a role."""
 
     force: bool = False
-    timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
-
-    def to_request(self, kind: OperationKind, instance_id: str, who: str) -> OperationRequest:
-        return replace(super().to_request(kind, instance_id, who), force=self.force, drain_timeout_s=self.timeout_s)
+    drain_timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = Field(None, alias="timeout_s")
 
 
 class FlipIn(OperationIn):
@@ -161,10 +156,6 @@ class FlipIn(OperationIn):
     force: bool = False
     to_role: RoleName | None = None
     drain_timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
-
-    def to_request(self, kind: OperationKind, instance_id: str, who: str) -> OperationRequest:
-        request = super().to_request(kind, instance_id, who)
-        return replace(request, force=self.force, to_role=self.to_role, drain_timeout_s=self.drain_timeout_s)
 
 
 class PolicyIn(BaseModel):

@@ -20,7 +20,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.cluster_monitor.registry import Record, Registry
-from shared.domain.instance import Role
+from shared.domain.instance import InstanceLoad, Role
 from shared.domain.verdict import Stage
 from shared.errors import NotFound
 from shared.policy import load_history
@@ -37,6 +37,8 @@ from shared.wire.api import Event, Operation, OperationKind, OperationResult
 LOADS_S = 5.0  # samples that share a transaction
 SERVED_S = 1.0  # between two looks at what was served
 OPEN_EVERY = 10  # samples between two writes of the steps that are under way
+_LOAD_COLUMNS = {column.name for column in loads.columns} & set(InstanceLoad.__struct_fields__) - {"time_s"}
+_SERVED_COLUMNS = {column.name for column in served_table.columns} & set(Served.__struct_fields__)
 
 
 class History:
@@ -100,35 +102,6 @@ class History:
                 "info": msgspec.json.encode(record.info).decode(),
             },
         )
-
-
-_LOAD_COLUMNS = (
-    "queued_prefill",
-    "queued_prefill_tokens",
-    "running",
-    "waiting",
-    "decoding",
-    "heavy_decodes",
-    "context_tokens",
-    "free_blocks",
-    "staged_bytes",
-    "inflight",
-)
-_SERVED_COLUMNS = (
-    "completed",
-    "failed",
-    "cancelled",
-    "refused",
-    "prompt_tokens",
-    "output_tokens",
-    "ttft_met",
-    "tpot_met",
-    "met",
-    "ttft_target_s",
-    "tpot_target_s",
-    "itl_met",
-    "itl_target_s",
-)
 
 
 def _step_row(seen: Seen, life: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -22,46 +21,32 @@ RENEWALS = 6  # of a lease's length
 _MARGIN = 0.1  # of a lease's length, by which its holder stops before another one may begin
 
 
-class Turn(Protocol):
-    """A time during which this monitor acts. Call `check` before each act, and again before reporting its success."""
+class Turn:
+    """A time during which this monitor acts. Call `check` before each act, and again before reporting its success.
 
-    @property
-    def epoch(self) -> int:
-        """The number of the turn, over all monitors; 0 for a monitor without a lease."""
+    A turn of a lease's holder ends with the lease, and stays over even where the same monitor takes the lease again.
+    Without a lease the monitor is alone: its only turn, of epoch 0, does not end.
+    """
 
-    def check(self) -> None:
-        """Raises Standby once the turn is over or may be over."""
-
-    def fence(self) -> Fence | None:
-        """For what is written to the database during this turn."""
-
-
-class Alone:
-    """The turn of a single monitor, which has no lease: it does not end."""
-
-    epoch = 0
-
-    def check(self) -> None:
-        pass
-
-    def fence(self) -> None:
-        return None
-
-
-class LeaseTurn:
-    """One turn of a lease's holder. It stays over, even where the same monitor takes the lease again."""
-
-    def __init__(self, lease: "Lease", epoch: int) -> None:
+    def __init__(self, lease: "Lease | None" = None, epoch: int = 0) -> None:
         self._lease = lease
         self.epoch = epoch
 
+    @property
+    def alone(self) -> bool:
+        return self._lease is None
+
     def check(self) -> None:
+        """Raises Standby once the turn is over or may be over."""
+        if self._lease is None:
+            return
         self._lease.check()
         if self._lease.epoch != self.epoch:
             raise Standby(f"{self._lease.holder} has begun another turn meanwhile")
 
-    def fence(self) -> Fence:
-        return self._lease.fence(self.epoch)
+    def fence(self) -> Fence | None:
+        """Lets the database be written during this turn only."""
+        return None if self._lease is None else self._lease.fence(self.epoch)
 
 
 class Lease:
@@ -125,11 +110,11 @@ class Lease:
             return "no monitor acts yet"
         return f"{self._seen.holder} at {self._seen.url} acts, as far as it has seen"
 
-    async def gained(self) -> LeaseTurn:
+    async def gained(self) -> Turn:
         """Wait for this monitor's turn; returns at once within one."""
         while self._mine is None:
             await self._changed.wait()
-        return LeaseTurn(self, self._mine.epoch)
+        return Turn(self, self._mine.epoch)
 
     async def lost(self, epoch: int) -> None:
         """Wait for the end of the turn of that epoch."""

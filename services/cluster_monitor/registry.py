@@ -376,15 +376,7 @@ def _check_identity(info: InstanceInfo, known: Record) -> None:
         raise Conflict(f"{info.instance_id} is {known.state.value} at {known.info.rpc}, not at {info.rpc}")
 
 
-_COUNTED = frozenset(state.value for state in InstanceState)
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """An instance that the monitor knew before its restart, and its role then."""
-
-    info: InstanceInfo
-    role: Role
+Known = tuple[InstanceInfo, Role]
 
 
 class Memory:
@@ -403,26 +395,26 @@ class Memory:
         """Read the database; returns the instances that were dead already. Raises Unavailable."""
         dead = []
         for row in await read_instances(engine):
-            if row["state"] not in _COUNTED:  # it left, or was forgotten
+            if row["state"] not in set(InstanceState):  # it left, or was forgotten
                 continue
             try:
-                known = Known(msgspec.json.decode(row["info"], type=InstanceInfo), Role(row["role"]))
+                info, role = msgspec.json.decode(row["info"], type=InstanceInfo), Role(row["role"])
             except (msgspec.MsgspecError, ValueError) as error:  # written by another version
                 log.warning("instance row not understood", instance_id=row["instance_id"], error=str(error))
                 continue
-            if row["state"] == InstanceState.DEAD.value:
-                dead.append(known)
+            if row["state"] == InstanceState.DEAD:
+                dead.append((info, role))
             else:
-                self._living[known.info.instance_id] = known
+                self._living[info.instance_id] = info, role
         self.loaded = True
         return dead
 
     def pop(self, instance_id: str, generation: int) -> InstanceInfo | None:
         """The remembered instance, if this very process of it is remembered."""
-        known = self._living.get(instance_id)
-        if known is None or known.info.generation != generation:
+        info, _ = self._living.get(instance_id, (None, None))
+        if info is None or info.generation != generation:
             return None
-        return self._living.pop(instance_id).info
+        return self._living.pop(instance_id)[0]
 
     def give_up(self) -> list[Known]:
         """Forget the instances that never came back, and return them."""

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Gauge
@@ -11,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from services.global_scheduler.forward import Forwarder, ForwardMetrics, Waiting
+from services.global_scheduler.forward import ForwardMetrics, Waiting, post_all
 from services.global_scheduler.journal import Journal
 from services.global_scheduler.news import Gateways, MonitorNews
 from services.global_scheduler.placer import Placer, SchedulerMetrics, traced
@@ -70,11 +71,11 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     monitor = None
     if settings.monitor_url:
         monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url, token=settings.token()))
-    lengths = []
+    predictors = []
     for index, url in enumerate(settings.predictor_urls):  # each replica has a queue of its own
         client = await stack.enter_async_context(JsonClient(url, token=settings.token()))
-        queue = "predictor" if len(settings.predictor_urls) == 1 else f"predictor-{index}"
-        lengths.append(Forwarder(Waiting(queue, forwarded), client, "/v1/observations"))
+        queue = Waiting("predictor" if len(settings.predictor_urls) == 1 else f"predictor-{index}", forwarded)
+        predictors.append((queue, client))
     journal = None
     if settings.decision_log is not None:
         journal = stack.enter_context(Journal(settings.decision_log, settings.decision_log_bytes))
@@ -83,13 +84,13 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     outcomes, seconds = Waiting("monitor", forwarded), Waiting("demand", forwarded, capacity=KEPT)
     gateways = Gateways(time.monotonic)
     news = MonitorNews(settings.scheduler_id, placer, monitor, outcomes, seconds, gateways)
-    reports = Reports(settings, store, metrics, placer, news, lengths, gateways)
+    reports = Reports(settings, store, metrics, placer, news, [queue for queue, _ in predictors], gateways)
     stack.push_async_callback(news.leave)  # after the background tasks have ended
 
     tasks = await stack.enter_async_context(background())
     tasks.start("write-behind", store.run())
-    for index, replica in enumerate(lengths):
-        tasks.every(f"forward-lengths-{index}", FORWARD_S, replica.step)
+    for index, (queue, client) in enumerate(predictors):
+        tasks.every(f"forward-lengths-{index}", FORWARD_S, partial(post_all, queue, client, "/v1/observations"))
     tasks.every("sweep", SWEEP_S, reports.sweep)
     if monitor is not None:
         tasks.start("report to the monitor", news.run())

@@ -94,27 +94,17 @@ class Waiting:
         self._metrics.dropped.labels(self._name, cause).inc(count)
 
 
-class Forwarder:
-    """Posts waiting items as JSON lists, in order, until the service takes them.
+async def post_all(queue: Waiting, client: JsonClient, path: str) -> None:
+    """Post the waiting items as JSON lists, in order, as long as the service takes them.
 
-    A batch whose answer was lost arrives twice: the receiver recognises its items.
+    A batch whose answer was lost arrives twice: the service recognises its items.
     """
 
-    def __init__(self, waiting: Waiting, client: JsonClient, path: str) -> None:
-        self._waiting = waiting
-        self._client = client
-        self._path = path
+    async def post(batches: Sequence[Batch]) -> None:
+        await client.call("POST", path, body=batches[0], timeout_s=TIMEOUT_S)
 
-    def add(self, item: Item) -> None:
-        self._waiting.add(item)
-
-    async def step(self) -> None:
-        """Post the items that wait."""
-        while self._waiting and await deliver((self._waiting,), self._post):
-            pass
-
-    async def _post(self, batches: Sequence[Batch]) -> None:
-        await self._client.call("POST", self._path, body=batches[0], timeout_s=TIMEOUT_S)
+    while queue and await deliver((queue,), post):
+        pass
 
 
 async def deliver(queues: Sequence[Waiting], send: Callable[[Sequence[Batch]], Awaitable[None]]) -> bool:

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -20,9 +21,11 @@ from shared.policy.prefix_index import MAX_BLOCKS
 from shared.policy.registry import in_words
 from shared.runtime.logs import get_log
 from shared.runtime.metrics import Bound
-from shared.runtime.otlp import Tracer
 from shared.wire.messages import PlaceRequest
 from shared.wire.rpc_server import ServerCall
+
+if TYPE_CHECKING:
+    from shared.runtime.otlp import Tracer  # OpenTelemetry is heavy, and loaded only where tracing is on
 
 log = get_log(__name__)
 REFUSED_KEPT = 10_000  # jobs without a placement that are remembered
@@ -192,7 +195,7 @@ Place = Callable[[PlaceRequest, ServerCall], Route]
 MAX_REASONS = 16  # of a span
 
 
-def traced(place: Place, tracer: Tracer) -> Place:
+def traced(place: Place, tracer: "Tracer") -> Place:
     """`place` with a span for each request that belongs to a trace: the route, and the reasons for it."""
 
     def traced_place(request: PlaceRequest, call: ServerCall) -> Route:

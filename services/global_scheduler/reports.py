@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
-from services.global_scheduler.forward import Forwarder
+from services.global_scheduler.forward import Waiting
 from services.global_scheduler.news import Gateways, MonitorNews
 from services.global_scheduler.placer import Placer, SchedulerMetrics
 from services.global_scheduler.settings import SchedulerSettings
@@ -45,7 +45,7 @@ class Reports:
         metrics: SchedulerMetrics,
         placer: Placer,
         news: MonitorNews,
-        lengths: Sequence[Forwarder],
+        lengths: Sequence[Waiting],
         gateways: Gateways,
     ) -> None:
         self._scheduler_id = settings.scheduler_id

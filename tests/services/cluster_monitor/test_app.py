@@ -73,8 +73,7 @@ async def test_slo_outcomes_become_attainment(cluster: Cluster) -> None:
         outcome(tpot_s=0.5, longest_gap_s=0.9, gaps_over=2, **gap),
         outcome(failed=True, ttft_s=None),
     ]
-    answer = await request(cluster.transport, "POST", NEWS, {"revision": 0, "outcomes": body})
-    assert answer.json() == {"outcomes": 4, "demand": 0}
+    assert await cluster.news(*body) == {"outcomes": 4, "demand": 0}
     by_window = {report["window_s"]: report for report in await cluster.client.slo()}
     assert set(by_window) == {60.0, 300.0}
     report = by_window[60.0]
@@ -92,8 +91,7 @@ async def test_slo_outcomes_become_attainment(cluster: Cluster) -> None:
 async def test_an_outcome_that_is_delivered_twice_counts_once(cluster: Cluster) -> None:
     for taken in (2, 0, 1):  # the answer to the first was lost; another scheduler heard of j1, too
         body = [outcome(job_id="j1"), outcome(job_id="j2" if taken != 1 else "j3")]
-        answer = await request(cluster.transport, "POST", NEWS, {"revision": 0, "outcomes": body})
-        assert answer.json() == {"outcomes": taken, "demand": 0}
+        assert await cluster.news(*body) == {"outcomes": taken, "demand": 0}
     assert (await cluster.client.slo())[0]["requests"] == 3
 
 
@@ -116,7 +114,7 @@ async def test_history_reaches_the_database(start: Start) -> None:
     cluster: Cluster = await start(load_sample_s=0.1, slo_sample_s=0.1)
     await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL)
     await cluster.client.flip("p0", who="tester")
-    await request(cluster.transport, "POST", NEWS, {"revision": 0, "outcomes": [outcome()]})
+    await cluster.news(outcome())
     wanted = {instances: 2, loads: 4, flips: 1, slo_windows: 2}
 
     async def counts() -> list[int]:

@@ -184,9 +184,7 @@ async def test_a_request_that_was_refused_for_its_losses_is_an_event_once(cluste
     losses = [{"position": 3, "instance_id": "d0"}, {"position": 3, "instance_id": "d1"}]
     ended = {"job_id": "r1", "slo": "chat", "ended_s": 10.0, "phase": "failed", "code": "instances_lost"}
     for _ in range(2):  # a delivery whose answer was lost comes again
-        body = {"revision": 0, "outcomes": [{**ended, "losses": losses}]}
-        answer = await request(cluster.transport, "POST", "/schedulers/s0/news", body)
-        assert answer.status_code == 200
+        await cluster.news({**ended, "losses": losses})
     (event,) = await cluster.client.events(kind="request_refused")
     assert event["job_id"] == "r1"
     assert event["text"].count("at output token 3") == 2

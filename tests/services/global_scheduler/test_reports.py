@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.global_scheduler.forward import Forwarder, ForwardMetrics, Waiting
+from services.global_scheduler.forward import ForwardMetrics, Waiting, post_all
 from services.global_scheduler.reports import outcome_of
 from shared.domain.instance import Role
 from shared.domain.job import JobView, LengthPrediction, Loss, Phase, Slo
@@ -181,14 +181,13 @@ async def test_of_too_many_that_wait_the_oldest_are_dropped_and_counted() -> Non
     port, registry = free_port(), CollectorRegistry()
     async with JsonClient(f"http://127.0.0.1:{port}") as client:
         waiting = Waiting("predictor", ForwardMetrics(registry), capacity=10)
-        forwarder = Forwarder(waiting, client, "/v1/observations")
         for number in range(15):
-            forwarder.add({"number": number})
-        await forwarder.step()
+            waiting.add({"number": number})
+        await post_all(waiting, client, "/v1/observations")
         for number in range(15, 18):
-            forwarder.add({"number": number})
+            waiting.add({"number": number})
         async with json_sink(port) as taken:
-            await forwarder.step()
+            await post_all(waiting, client, "/v1/observations")
     assert [one["number"] for one in taken["/v1/observations"]] == list(range(8, 18))
     counts = generate_latest(registry).decode()
     assert 'polyphase_scheduler_forward_dropped_total{cause="full",to="predictor"} 8.0' in counts
