@@ -72,7 +72,7 @@ async def _act_in_turns(
     store = LeaseStore(settings.database_url, NAME, settings.lease_s / 3)
     stack.push_async_callback(store.close)
     lease = turns.lease = Lease(store, settings.monitor_id, settings.url, settings.lease_s)
-    wires.on_epoch = lease.heard
+    wires.on_epoch = lease.note_epoch
     stack.push_async_callback(lease.give_back)
 
     async def take_turns() -> None:

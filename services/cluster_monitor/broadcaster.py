@@ -184,7 +184,7 @@ class Broadcaster:
 
 
 class Heartbeats:
-    """Applies heartbeats to the registry. A process that is unknown, or counts as dead, is told to register, and its
+    """Applies heartbeats to the registry. A process that is unknown, or counts as dead, is asked to register, and its
     heartbeat is counted in `ignored`.
     """
 
@@ -204,7 +204,7 @@ class Heartbeats:
             return
         self.taken += 1
         role = record.role
-        renewed = record.heard(beat, self._loop.time())
+        renewed = record.apply(beat, self._loop.time())
         if role is not record.role:
             self._broadcaster.changed(record)
         elif renewed:

@@ -55,7 +55,7 @@ class Lease:
     A holder that cannot renew the lease in time stops acting. Its turn goes on if a later renewal succeeds, since no
     other monitor can have held the lease in between; if another one has, the turn is over.
 
-    A holder that receives a higher epoch than its own (`heard`) ends its turn and takes the lease again with an epoch
+    A holder that receives a higher epoch than its own (`note_epoch`) ends its turn and takes the lease again with an epoch
     above it, because instances do not obey a lower one. This happens where the database was lost and the clock set
     back.
     """
@@ -70,7 +70,7 @@ class Lease:
         self._until_mono = 0.0  # until when the lease is certainly ours
         self._seen: Held | None = None
         self._seen_mono: float | None = None  # since when the row has been unchanged
-        self._heard_epoch = 0
+        self._noted_epoch = 0
         self._trouble = ""
         self._changed = asyncio.Event()  # set for a moment whenever a turn begins or ends
 
@@ -93,10 +93,10 @@ class Lease:
         """Lets write while it is still the turn of that epoch."""
         return partial(self._store.allows, epoch=epoch)
 
-    def heard(self, epoch: int) -> None:
+    def note_epoch(self, epoch: int) -> None:
         """A process of the cluster obeys a monitor of this epoch. Values above `MAX_EPOCH` cannot be one."""
-        if self._heard_epoch < epoch <= MAX_EPOCH:
-            self._heard_epoch = epoch
+        if self._noted_epoch < epoch <= MAX_EPOCH:
+            self._noted_epoch = epoch
 
     def describe(self) -> str:
         """Which monitor acts, as far as this one knows."""
@@ -149,7 +149,7 @@ class Lease:
             log.warning("the lease was not given back", error=f"{type(error).__name__}: {error}"[:200])
 
     async def _keep(self, mine: Held, began: float) -> None:
-        if self._heard_epoch > mine.epoch:
+        if self._noted_epoch > mine.epoch:
             await self._raise_epoch(mine)
             return
         renewal = self._attempt(mine)
@@ -180,7 +180,7 @@ class Lease:
         log.error(
             "the cluster has obeyed a later monitor than this one; this one takes the lease with a higher epoch",
             epoch=mine.epoch,
-            received=self._heard_epoch,
+            received=self._noted_epoch,
         )
         row, began = await self._store.read(), self._clock()
         if row is None:
@@ -200,7 +200,7 @@ class Lease:
         await self._take(row, self._clock())
 
     async def _take(self, row: Held | None, asked_mono: float) -> None:
-        taken = await self._store.take(row, self.holder, self._url, self._length_s, self._heard_epoch)
+        taken = await self._store.take(row, self.holder, self._url, self._length_s, self._noted_epoch)
         if taken is None:
             return
         self._hold(taken, asked_mono)

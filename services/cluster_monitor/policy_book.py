@@ -66,17 +66,17 @@ class PolicyBook:
     async def recall(self, engine: AsyncEngine) -> None:
         """Take over the changes that the database has. Raises Unavailable."""
         row = await read_policies(engine)
-        former = _kept_in(row) if row is not None else None
+        former = _decoded(row) if row is not None else None
         changed = {kind: one for kind, one in (former or self._kept).changed.items() if _still_known(kind, one)}
         for kind, one in changed.items():
             log.info("policy differs from the file's", kind=kind, policy=in_words(one.policy), who=one.who)
-        now = Kept(self._with(changed, row["revision"] if row is not None else 0), changed)
+        now = Kept(self._policies_with(changed, row["revision"] if row is not None else 0), changed)
         self._recalled.set()
         if row is not None and former is not None and now.policies == former.policies:
             self._kept, self._row = now, row
             return
         now = Kept(_next(now.policies), changed)
-        self._take(now, _row(now, FILE), now.policies if former is None else former.policies)
+        self._put_in_force(now, _row(now, FILE), now.policies if former is None else former.policies)
         self._store.put(table, self._row)
 
     async def change(self, wanted: Mapping[str, PolicySpec | None], who: str) -> None:
@@ -92,10 +92,10 @@ class PolicyBook:
             changed = self._changed_by(wanted, who)
             if changed == self._kept.changed:
                 return
-            now = Kept(_next(self._with(changed, self.policies.revision)), changed)
+            now = Kept(_next(self._policies_with(changed, self.policies.revision)), changed)
             row = _row(now, who)
-            await self._keep(row)
-            self._take(now, row, self.policies)
+            await self._write(row)
+            self._put_in_force(now, row, self.policies)
 
     def keep_again(self) -> None:
         """Write the row again, in case the database was removed."""
@@ -137,12 +137,12 @@ class PolicyBook:
                 found[kind] = before if before is not None and same else Changed(spec, who, time.time())
         return found
 
-    def _with(self, changed: Mapping[str, Changed], revision: int) -> PolicySet:
+    def _policies_with(self, changed: Mapping[str, Changed], revision: int) -> PolicySet:
         return msgspec.structs.replace(
             self._file, revision=revision, **{kind: one.policy for kind, one in changed.items()}
         )
 
-    async def _keep(self, row: dict[str, Any]) -> None:
+    async def _write(self, row: dict[str, Any]) -> None:
         try:
             await self._store.written(table, row, KEEP_S)
         except BaseException as error:
@@ -152,7 +152,7 @@ class PolicyBook:
                 raise Unavailable(f"nothing is changed: {error.message}") from error
             raise
 
-    def _take(self, kept: Kept, row: dict[str, Any], before: PolicySet) -> None:
+    def _put_in_force(self, kept: Kept, row: dict[str, Any], before: PolicySet) -> None:
         self._kept, self._row = kept, row
         after = kept.policies
         text = ", ".join(
@@ -173,7 +173,7 @@ def _check(kind: str, spec: PolicySpec | None) -> None:
             msgspec.msgpack.encode(spec)
         except InvalidRequest as error:
             raise InvalidRequest(f"{kind}: {error.message}") from error
-        except (OverflowError, UnicodeEncodeError) as error:  # of 64 bits, and characters that are none
+        except (OverflowError, UnicodeEncodeError) as error:  # an int of more than 64 bits, a lone surrogate
             raise InvalidRequest(f"{kind}: {spec.name}: a parameter cannot be sent: {error}") from error
 
 
@@ -192,7 +192,7 @@ def _row(kept: Kept, who: str) -> dict[str, Any]:
     }
 
 
-def _kept_in(row: Mapping[str, Any]) -> Kept | None:
+def _decoded(row: Mapping[str, Any]) -> Kept | None:
     try:
         return msgspec.json.decode(row["content"], type=Kept)
     except msgspec.MsgspecError as error:  # written by another version
@@ -225,7 +225,7 @@ class Followers:
         self._schedulers: dict[str, _Scheduler] = {}
         self._instances: dict[str, float] = {}  # since when each follows an older revision than the one in force
 
-    def hear(self, scheduler_id: str, revision: int, trouble: str) -> None:
+    def update(self, scheduler_id: str, revision: int, trouble: str) -> None:
         """A scheduler follows this revision; `trouble`: why it does not follow a newer one."""
         before = self._schedulers.get(scheduler_id)
         since = before.behind_mono if before is not None else None

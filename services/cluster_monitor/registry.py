@@ -85,7 +85,7 @@ class Record:
             "load": self.load.by_name(),
         }
 
-    def heard(self, beat: Heartbeat, now_mono: float) -> bool:
+    def apply(self, beat: Heartbeat, now_mono: float) -> bool:
         """Apply a heartbeat and wake the tasks that wait for one like it. Returns whether it changes `info`."""
         info = self.info
         self.heard_mono = now_mono

@@ -253,8 +253,8 @@ async def scheduler_news(monitor: Monitor, scheduler_id: Name, body: NewsIn) -> 
     """A scheduler reports how requests ended (each job counts once), the demand of its clients, second by second, and
     which policies it follows. Answers how many outcomes and seconds were of use.
     """
-    monitor.followers.hear(scheduler_id, body.revision, body.trouble)
-    monitor.judge.peers.hear(scheduler_id, body.gateways, body.left, leaving=body.leaving)
+    monitor.followers.update(scheduler_id, body.revision, body.trouble)
+    monitor.judge.peers.update(scheduler_id, body.gateways, body.left, leaving=body.leaving)
     for outcome in body.outcomes:
         if outcome.losses:
             monitor.events.request_refused(outcome.job_id, outcome.ended_s, outcome.losses)

@@ -34,7 +34,7 @@ class Peers:
         self._gateways: dict[str, float] = {}
         self._left: dict[str, float] = {}  # gateways that stopped in good order, and when: not all schedulers know yet
 
-    def hear(
+    def update(
         self, scheduler_id: str, gateways: Mapping[str, float], left: Iterable[str] = (), *, leaving: bool = False
     ) -> None:
         """A scheduler reports for how many seconds it has heard nothing of each gateway, and which gateways left."""

@@ -86,7 +86,7 @@ class Reports:
         for report in reports.reports:
             self._take(report, now)
             if not report.phase.final:
-                self._open.heard(report.job_id, reports.origin)
+                self._open.reported(report.job_id, reports.origin)
 
     def sweep(self) -> None:
         """End the jobs that no gateway reports any more: lost with their gateway, or another scheduler's by now."""
@@ -282,7 +282,7 @@ class OpenJobs:
         known = self._jobs.get(job_id)
         self._jobs[job_id] = _OpenJob(known.origin if known else "", self._clock_s)
 
-    def heard(self, job_id: str, origin: str) -> None:
+    def reported(self, job_id: str, origin: str) -> None:
         """The job's gateway process reports that it goes on."""
         self._jobs[job_id] = _OpenJob(origin, self._clock_s)
 

@@ -89,7 +89,7 @@ class SearchIn(_Edge):
     chunk_size: Annotated[int, Field(ge=1, le=1 << 20)] = 2048
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 1
 
-    def asked(self, library: Library, search_s: float) -> Asked:
+    def resolved(self, library: Library, search_s: float) -> Asked:
         """As the planner takes it; no search takes longer than `search_s` seconds.
 
         Raises InvalidRequest that names the key.

@@ -188,7 +188,7 @@ class Searches:
         if wanted.seconds is not None and wanted.seconds > limit_s:
             raise InvalidRequest(f"seconds: at most {limit_s:g}, not {wanted.seconds:g}")
         wanted = wanted.model_copy(update={"seconds": wanted.seconds or min(Wanted().seconds, limit_s)})
-        await asyncio.to_thread(wanted.asked, self._library, limit_s)  # so that faults are reported at once
+        await asyncio.to_thread(wanted.resolved, self._library, limit_s)  # so that faults are reported at once
         self._require_room()  # other searches came meanwhile
         record = SearchRecord(uuid.uuid4().hex, who, time.time(), wanted.model_dump_json())
         self._held[record.plan_id] = record

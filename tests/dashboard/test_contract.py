@@ -137,7 +137,7 @@ def test_what_the_gateway_counts_of_each_class() -> None:
 def test_policies() -> None:
     book = PolicyBook(from_file({"split": {"name": "fraction", "fraction": 0.5}}), cast(Any, None), lambda *_: None)
     told = Followers(cast(Any, SimpleNamespace(all=lambda: [record()])))
-    told.hear("s0", 7, "unknown policy")
+    told.update("s0", 7, "unknown policy")
     known = msgspec.convert({**book.describe(), "followers": told.describe(book.policies)}, PoliciesInForce)
     assert tuple(known.policies) == KINDS
     assert known.policies["split"].parameters == {"fraction": 0.5}

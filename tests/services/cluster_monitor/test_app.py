@@ -5,14 +5,14 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import func, select
 
-from services.cluster_monitor.settings import MonitorSettings
+from services.cluster_monitor.settings import MonitorSettings, ScrapeTarget
 from shared.domain.instance import InstanceState, Role
 from shared.store.tables import flips, instances, loads, slo_windows
 from shared.wire.sockets import Sockets
 from tests.services.cluster_monitor.conftest import Cluster, Start
-from tests.services.control_plane import request, text, until
+from tests.services.control_plane import text, until
 
-NEWS = "/schedulers/s0/news"
+SCRAPE = ScrapeTarget(service="gateway", process="gateway-0", url="http://10.0.0.1:80")
 
 
 async def sample(cluster: Cluster, name: str, **labels: str) -> float:
@@ -95,12 +95,6 @@ async def test_an_outcome_that_is_delivered_twice_counts_once(cluster: Cluster) 
     assert (await cluster.client.slo())[0]["requests"] == 3
 
 
-async def test_bad_outcomes_are_a_400(cluster: Cluster) -> None:
-    for body in ({}, [outcome(ttft_s=-1)], "text"):
-        answer = await request(cluster.transport, "POST", NEWS, {"revision": 0, "outcomes": body})
-        assert answer.status_code == 400, body
-
-
 async def test_a_dead_database_hinders_nothing(start: Start, tmp_path: Any) -> None:
     (tmp_path / "folder.db").mkdir()
     cluster: Cluster = await start(database_url=f"sqlite:///{tmp_path}/folder.db")
@@ -141,7 +135,7 @@ async def test_the_audit_outlives_the_monitor(start: Start) -> None:
 
 
 def test_settings_survive_the_environment(monkeypatch: Any) -> None:
-    settings = MonitorSettings(slo_windows_s=(5.0, 10.0), silence_s=2.0, http_port=1234)
+    settings = MonitorSettings(slo_windows_s=(5.0, 10.0), silence_s=2.0, http_port=1234, scrape=(SCRAPE,))
     for key, value in settings.to_environment().items():
         monkeypatch.setenv(key, value)
     assert MonitorSettings.load() == settings

@@ -196,25 +196,20 @@ async def test_who_does_not_come_back_is_buried_in_the_database(start: Start) ->
     assert gone["death"] == "did not return when the monitor was restarted"
 
 
-async def test_learned_rates_are_broadcast(cluster: Cluster) -> None:
+async def test_learned_rates_and_a_chunk_size_that_an_instance_sets_are_broadcast(cluster: Cluster) -> None:
     (worker,) = await cluster.workers(p0=Role.PREFILL)
     learned = Rates(step=UNKNOWN_STEPS, link=LinkRate(1e9, 0.001, {"slow": 1e6}))
-    worker.rates = learned
-    await until(lambda: cluster.seen("p0").info.rates == learned, "learned rates in the broadcast")
-    worker.rates = None
+    worker.rates, worker.chunk_size = learned, 640
+
+    def broadcast() -> bool:
+        info = cluster.seen("p0").info
+        return bool((info.rates, info.chunk_size) == (learned, 640))
+
+    await until(broadcast, "both are broadcast")
+    worker.rates, worker.chunk_size = None, 0  # as of a worker that does not report them
     sequence = cluster.views[-1].sequence
     await until(lambda: cluster.views[-1].sequence > sequence + 5, "broadcasts go on")
-    assert cluster.seen("p0").info.rates == learned
-
-
-async def test_a_chunk_size_that_an_instance_sets_itself_is_broadcast(cluster: Cluster) -> None:
-    (worker,) = await cluster.workers(p0=Role.PREFILL)
-    worker.chunk_size = 640
-    await until(lambda: cluster.seen("p0").info.chunk_size == 640, "the chunk size in the broadcast")
-    worker.chunk_size = 0  # as of a worker that does not tell
-    sequence = cluster.views[-1].sequence
-    await until(lambda: cluster.views[-1].sequence > sequence + 5, "broadcasts go on")
-    assert cluster.seen("p0").info.chunk_size == 640
+    assert broadcast()
 
 
 async def test_fields_of_a_later_release_are_ignored(cluster: Cluster) -> None:
@@ -308,15 +303,15 @@ def beat(draining: bool) -> Heartbeat:
 @pytest.mark.parametrize(("later_s", "draining"), [(0.01, False), (UNDER_WAY_S, True)])
 def test_a_heartbeat_from_before_a_resume_does_not_undo_it(later_s: float, draining: bool) -> None:
     resumed = record(resumed_mono=10.0)
-    resumed.heard(beat(draining=True), 10.0 + later_s)
+    resumed.apply(beat(draining=True), 10.0 + later_s)
     assert resumed.draining is draining
 
 
 def test_one_that_was_not_resumed_drains_at_once() -> None:
     one = record()
-    one.heard(beat(draining=True), 0.0)
+    one.apply(beat(draining=True), 0.0)
     assert one.draining
-    one.heard(beat(draining=False), 0.0)
+    one.apply(beat(draining=False), 0.0)
     assert not one.draining
 
 

@@ -367,12 +367,6 @@ def test_monitors_that_it_was_told_of_are_all() -> None:
     assert [group["targets"] for group in targets(told, (), "one:8200")] == [["one:8200"], ["standby:8200"]]
 
 
-def test_targets_come_back_from_the_environment() -> None:
-    settings = MonitorSettings(scrape=tuple(GATEWAYS))
-    (said,) = [value for name, value in settings.to_environment().items() if name.endswith("SCRAPE")]
-    assert MonitorSettings.model_validate_json(f'{{"scrape": {said}}}').scrape == tuple(GATEWAYS)
-
-
 async def test_dead_instances_are_told_of_and_forgotten_ones_are_not(cluster: Cluster) -> None:
     async def told() -> list[str]:
         groups = (await request(cluster.transport, "GET", "/sd/prometheus")).json()

@@ -77,7 +77,10 @@ async def test_what_makes_no_sense_is_refused_and_what_is_late_is_ignored(cluste
     (row,) = seconds(1, 500.0)
     for wrong in ({"requests": -1}, {"prompt_logs": "many"}, {"source": ""}):
         body = {"revision": 0, "demand": [{**row, **wrong}]}
-        assert (await request(cluster.transport, "POST", "/schedulers/s0/news", body)).is_error
+        assert (await request(cluster.transport, "POST", "/schedulers/s0/news", body)).status_code == 400
+    late = {"slo": "chat", "ended_s": 1.0, "ttft_s": -1}
+    answer = await request(cluster.transport, "POST", "/schedulers/s0/news", {"revision": 0, "outcomes": [late]})
+    assert answer.status_code == 400
     assert await cluster.news(demand=seconds(2, 500.0, ago=300)) == {"outcomes": 0, "demand": 0}
     assert "polyphase_demand_ignored_total 2.0" in await text(cluster.transport, "/metrics")
 
