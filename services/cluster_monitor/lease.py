@@ -55,9 +55,8 @@ class Lease:
     A holder that cannot renew the lease in time stops acting. Its turn goes on if a later renewal succeeds, since no
     other monitor can have held the lease in between; if another one has, the turn is over.
 
-    A holder that receives a higher epoch than its own (`note_epoch`) ends its turn and takes the lease again with an epoch
-    above it, because instances do not obey a lower one. This happens where the database was lost and the clock set
-    back.
+    A holder that notes a higher epoch than its own ends its turn and takes the lease again with an epoch above it,
+    because instances do not obey a lower one. This happens where the database was lost and the clock set back.
     """
 
     def __init__(

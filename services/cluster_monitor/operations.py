@@ -35,7 +35,7 @@ from shared.domain.route import Reason
 from shared.errors import Conflict, DeadlineExceeded, NotFound, OutcomeUnknown, PolyphaseError, Standby, from_code
 from shared.policy import registry
 from shared.policy.predictive_roles import PredictiveFlip
-from shared.policy.role_flip import Seen
+from shared.policy.role_flip import NoFlip, Seen
 from shared.runtime.logs import get_log
 from shared.store.reading import read_flips
 from shared.store.tables import flips
@@ -387,6 +387,8 @@ class PolicyController:
             self._spec = view.policies.role_flip
             self._policy = registry.role_flip(self._spec.name, self._spec.parameters)
             self._state = self._policy.start()
+        if isinstance(self._policy, NoFlip):
+            return None
         now = asyncio.get_running_loop().time()
         self._state, decision = self._policy.step(self._state, view, now, self.facts())
         if decision is None:

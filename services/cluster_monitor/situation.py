@@ -158,20 +158,19 @@ class Judge:
 
 def _standing(record: Record, behind_s: float) -> Standing:
     view, load = record.view(), record.load
-    used = kv_used(view)
     return Standing(
         record.instance_id,
         record.role,
         record.state,
-        used if load.time_s else None,
-        load.running,
-        load.waiting,
-        _importing(record),
-        load.queued_prefill,
-        queued_prefill_s(view),
-        load.inflight,
-        record.policies_trouble,
-        behind_s,
+        kv_used=kv_used(view) if load.time_s else None,
+        running=load.running,
+        waiting=load.waiting,
+        importing=_importing(record),
+        queued_prefill=load.queued_prefill,
+        queue_s=queued_prefill_s(view),
+        inflight=load.inflight,
+        trouble=record.policies_trouble,
+        behind_s=behind_s,
     )
 
 
@@ -189,10 +188,18 @@ def _class(slo: str, one: Served) -> ClassSeen:
     number = one.completed  # failures are reported as such: their first token may have come in time
     if not number:
         return ClassSeen(slo)
-    ttft, tpot = one.ttft_met / number, one.tpot_met / number
-    targets = one.ttft_target_s or None, one.tpot_target_s or None
-    itl = one.itl_met / number if one.itl_target_s else None
-    return ClassSeen(slo, number, ttft, tpot, *targets, _stages(one), one.before_first, itl, one.itl_target_s or None)
+    return ClassSeen(
+        slo,
+        number,
+        ttft_met=one.ttft_met / number,
+        tpot_met=one.tpot_met / number,
+        ttft_target_s=one.ttft_target_s or None,
+        tpot_target_s=one.tpot_target_s or None,
+        stages=_stages(one),
+        before_first=one.before_first,
+        itl_met=one.itl_met / number if one.itl_target_s else None,
+        itl_target_s=one.itl_target_s or None,
+    )
 
 
 def _stages(ended: Served) -> dict[Stage, StageSeen]:
