@@ -1,22 +1,26 @@
-"""Puts the global scheduler together: sockets, policies, the store, HTTP."""
+"""Assembles the global scheduler: sockets, placement, reports, the store, HTTP."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from services.global_scheduler.forward import Forwarder, ForwardMetrics, Waiting
+from services.global_scheduler.forward import ForwardMetrics, Waiting, post_all
 from services.global_scheduler.journal import Journal
-from services.global_scheduler.news import DemandTeller, Gateways, MonitorNews
-from services.global_scheduler.placer import Placer, SchedulerMetrics
-from services.global_scheduler.reports import SWEEP_S, OpenJobs, Reports
+from services.global_scheduler.news import Gateways, MonitorNews
+from services.global_scheduler.placer import Placer, SchedulerMetrics, traced
+from services.global_scheduler.prefixes import PrefixWatch
+from services.global_scheduler.reports import SWEEP_S, Reports
 from services.global_scheduler.routes import State, router
 from services.global_scheduler.settings import SchedulerSettings
-from services.global_scheduler.wiring import open_broadcast, open_prefixes, open_rpc, open_sockets, watch
+from shared.domain.cluster import ClusterDelta
 from shared.policy.demand import KEPT
 from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
@@ -25,11 +29,18 @@ from shared.runtime.tracing import tracing
 from shared.store.database import open_engine
 from shared.store.retention import Limit, Retention, close_lost
 from shared.store.write_behind import WriteBehind
+from shared.wire.broadcast import ClusterFeed
 from shared.wire.clients.http import JsonClient
 from shared.wire.clients.monitor import MonitorClient
+from shared.wire.messages import PLACE, REPORT
+from shared.wire.rpc_client import SWEEP_S as SWEEP_CLIENTS_S
+from shared.wire.rpc_client import RpcClients
+from shared.wire.rpc_server import RpcServer
+from shared.wire.sockets import Sockets
 
 log = get_log(__name__)
 FORWARD_S = 1.0
+FOLLOW_AGAIN_S = 1.0  # a failed call for prefixes is begun again with the broadcasts this often
 
 
 def create_app(settings: SchedulerSettings) -> FastAPI:
@@ -44,7 +55,7 @@ def create_app(settings: SchedulerSettings) -> FastAPI:
 
     def unready() -> str:
         state: State = app.state.scheduler
-        return "" if state.placer.broadcast_age_s < float("inf") else "it has not heard of the cluster yet"
+        return "" if state.placer.broadcast_age_s < float("inf") else "no broadcast of the cluster has come yet"
 
     app = service_app("global_scheduler", lifespan, registry, unready=unready, token=settings.token())
     app.include_router(router)
@@ -56,70 +67,89 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     stack.push_async_callback(engine.dispose)
     store = WriteBehind(engine, registry, capacity=settings.queue_rows)
     metrics, forwarded = SchedulerMetrics(registry), ForwardMetrics(registry)
-    monitor = await _to_monitor(stack, settings)
-    lengths = await _to_predictors(stack, settings, forwarded)
-    placer = Placer(metrics, settings.policy_seed, _open_journal(stack, settings), settings.prefix_blocks)
-    name, ring = settings.scheduler_id, settings.ring_jobs
-    demand = DemandTeller(name, placer)
+
+    monitor = None
+    if settings.monitor_url:
+        monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url, token=settings.token()))
+    predictors = []
+    for index, url in enumerate(settings.predictor_urls):  # each replica has a queue of its own
+        client = await stack.enter_async_context(JsonClient(url, token=settings.token()))
+        queue = Waiting("predictor" if len(settings.predictor_urls) == 1 else f"predictor-{index}", forwarded)
+        predictors.append((queue, client))
+    journal = None
+    if settings.decision_log is not None:
+        journal = stack.enter_context(Journal(settings.decision_log, settings.decision_log_bytes))
+
+    placer = Placer(metrics, settings.policy_seed, journal, settings.prefix_blocks)
     outcomes, seconds = Waiting("monitor", forwarded), Waiting("demand", forwarded, capacity=KEPT)
     gateways = Gateways(time.monotonic)
-    news = MonitorNews(name, placer, demand, monitor, outcomes, seconds, gateways)
-    open_jobs = OpenJobs(settings.lost_after_s, asyncio.get_running_loop().time())
-
-    def ended(job_id: str, output_tokens: int, met: bool | None) -> None:
-        placer.ended(job_id, output_tokens, met)
-        demand.ended(job_id, output_tokens)
-
-    reports = Reports(name, ring, store, metrics, news.ended, lengths, open_jobs, placer.decodes, ended, gateways)
-    stack.push_async_callback(news.leave)  # once more, when the loops have ended
+    news = MonitorNews(settings.scheduler_id, placer, monitor, outcomes, seconds, gateways)
+    reports = Reports(settings, store, metrics, placer, news, [queue for queue, _ in predictors], gateways)
+    stack.push_async_callback(news.leave)  # after the background tasks have ended
 
     tasks = await stack.enter_async_context(background())
     tasks.start("write-behind", store.run())
-    for index, replica in enumerate(lengths):
-        tasks.every(f"forward-lengths-{index}", FORWARD_S, replica.step)
+    for index, (queue, client) in enumerate(predictors):
+        tasks.every(f"forward-lengths-{index}", FORWARD_S, partial(post_all, queue, client, "/v1/observations"))
     tasks.every("sweep", SWEEP_S, reports.sweep)
     if monitor is not None:
-        tasks.start("tell-monitor", news.run())
+        tasks.start("report to the monitor", news.run())
     tasks.start("former jobs", _close_former(settings, engine, store))
     limit = Limit(settings.retention_s, settings.retention_rows, settings.retention_bytes)
-    retention = Retention(engine, {"requests": limit}, store.ready)
-    tasks.every("retention", settings.prune_period_s, retention.step)
+    tasks.every("retention", settings.prune_period_s, Retention(engine, {"requests": limit}, store.ready).step)
 
-    sockets = open_sockets(stack, settings)
-    prefixes = open_prefixes(stack, sockets, tasks, placer)
-    feed = open_broadcast(stack, sockets, settings, placer, prefixes)
-    tracer = await stack.enter_async_context(tracing(settings.tracing, "scheduler", name, registry))
-    server = await open_rpc(stack, sockets, settings, placer, reports, demand, tracer)
-    watch(registry, placer, server, feed)
+    sockets = Sockets.of(settings)
+    stack.callback(sockets.close)
+    clients = stack.enter_context(RpcClients(sockets))
+    tasks.every("sweep-clients", SWEEP_CLIENTS_S, clients.sweep)
+    prefixes = PrefixWatch(clients, placer)
+    stack.push_async_callback(prefixes.close)
+    followed, followed_mono = (-1, False), 0.0
+
+    def apply(delta: ClusterDelta) -> bool:
+        nonlocal followed, followed_mono
+        if not placer.apply(delta):
+            return False
+        now, decider = time.monotonic(), placer.decider
+        wanted = decider.moves, decider.wants_prefixes
+        if wanted != followed or now - followed_mono > FOLLOW_AGAIN_S:
+            followed, followed_mono = wanted, now
+            prefixes.update(placer.view, wanted=decider.wants_prefixes)
+        return True
+
+    feed = ClusterFeed(sockets, settings.broadcast_address, apply)
+    stack.callback(feed.close)
+    tracer = await stack.enter_async_context(tracing(settings.tracing, "scheduler", settings.scheduler_id, registry))
+    place = reports.place if tracer is None else traced(reports.place, tracer)
+    server = RpcServer(sockets, settings.rpc_address, {PLACE: place, REPORT: reports.handle})
+    await stack.enter_async_context(server)
+
+    registry.register(DroppedInput({"rpc": server.dropped, "broadcast": feed.dropped}))
+    age = Gauge("polyphase_scheduler_broadcast_age_seconds", "Age of the newest broadcast", registry=registry)
+    age.set_function(lambda: placer.broadcast_age_s)
+    blocks = Gauge("polyphase_scheduler_prefix_blocks", "Blocks known to be in prefix caches", registry=registry)
+    blocks.set_function(lambda: len(placer.decider.prefixes))
     return State(placer, reports, engine, store)
 
 
-async def _to_monitor(stack: AsyncExitStack, settings: SchedulerSettings) -> MonitorClient | None:
-    if not settings.monitor_url:
-        return None
-    return await stack.enter_async_context(MonitorClient(settings.monitor_url, token=settings.token()))
+class DroppedInput(Collector):
+    """Messages dropped, by socket and cause."""
 
+    def __init__(self, sockets: Mapping[str, Mapping[str, int]]) -> None:
+        self._sockets = sockets
 
-async def _to_predictors(
-    stack: AsyncExitStack, settings: SchedulerSettings, forwarded: ForwardMetrics
-) -> list[Forwarder]:
-    """One for each replica: what one of them has not taken waits for that one alone."""
-    lengths = []
-    for index, url in enumerate(settings.predictor_urls):
-        client = await stack.enter_async_context(JsonClient(url, token=settings.token()))
-        name = "predictor" if len(settings.predictor_urls) == 1 else f"predictor-{index}"
-        lengths.append(Forwarder(Waiting(name, forwarded), client, "/v1/observations"))
-    return lengths
-
-
-def _open_journal(stack: AsyncExitStack, settings: SchedulerSettings) -> Journal | None:
-    if settings.decision_log is None:
-        return None
-    return stack.enter_context(Journal(settings.decision_log, settings.decision_log_bytes))
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "polyphase_wire_dropped", "Messages dropped, by socket and cause", labels=("socket", "cause")
+        )
+        for socket, causes in self._sockets.items():
+            for cause, number in causes.items():
+                family.add_metric((socket, cause), number)
+        yield family
 
 
 async def _close_former(settings: SchedulerSettings, engine: AsyncEngine, store: WriteBehind) -> None:
-    """Once living gateways have told of their open jobs, what a former life of this scheduler left open is lost."""
+    """Close the jobs that an earlier process of this scheduler left open, once living gateways have reported theirs."""
     started_s = time.time()
     await store.ready.wait()
     await asyncio.sleep(2 * settings.lost_after_s)
@@ -129,4 +159,4 @@ async def _close_former(settings: SchedulerSettings, engine: AsyncEngine, store:
         log.warning("former jobs not closed", error=f"{type(error).__name__}: {error}"[:300])
         return
     if closed:
-        log.warning("jobs of a former life are lost", count=closed)
+        log.warning("jobs of an earlier process are lost", count=closed)

@@ -1,4 +1,4 @@
-"""Every event that decisions rest on, and the decisions, in a file; and the same decided again from it."""
+"""The decision log: every event that placement decisions rest on, and the decisions; and their replay."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,28 +22,28 @@ _LENGTH_BYTES = 4
 
 
 class Begun(msgspec.Struct, tag=True):
-    """The first entry."""
+    """The first entry of a log."""
 
     seed: int
     prefix_blocks: int = MAX_BLOCKS
 
 
 class Heard(msgspec.Struct, tag=True):
-    """A broadcast: what has changed, and the policies in force."""
+    """A broadcast of the monitor."""
 
     delta: ClusterDelta
     now: float
 
 
 class Told(msgspec.Struct, tag=True):
-    """What an instance told of its prefix cache; without it nothing is known any more."""
+    """A change of an instance's prefix cache; None: nothing is known of the cache any more."""
 
     instance_id: str
     delta: PrefixDelta | None
 
 
 class Decided(msgspec.Struct, tag=True):
-    """A route, or the error that there was instead: its code, what it said, and when it said to come again."""
+    """A route, or the code, message and retry time of the error that came instead."""
 
     request: PlaceRequest
     now: float
@@ -54,19 +54,18 @@ class Decided(msgspec.Struct, tag=True):
 
     @classmethod
     def refusal(cls, request: PlaceRequest, now: float, error: PolyphaseError) -> "Decided":
-        """There was no route."""
         return cls(request, now, None, error.code, error.message, error.retry_after_s)
 
 
 class Came(msgspec.Struct, tag=True):
-    """A job came to its decode instance."""
+    """A job has arrived at its decode instance."""
 
     job_id: str
     now: float
 
 
 class Ended(msgspec.Struct, tag=True):
-    """A job was over; met: whether it kept its targets."""
+    """A job has ended; met: whether it met its targets."""
 
     job_id: str
     output_tokens: int
@@ -78,13 +77,14 @@ Entry = Begun | Heard | Told | Decided | Came | Ended
 
 
 class Journal:
-    """Entries, each after its length. A context manager; once `most_bytes` are written, or the disk takes no more, it
-    stops, and says so: no request fails for it.
+    """Writes entries, each after its length. Use as a context manager.
+
+    Once `max_bytes` are written, or the disk is full, it logs a warning and stops: no request fails for it.
     """
 
-    def __init__(self, path: Path, most_bytes: int) -> None:
+    def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
-        self._left = most_bytes
+        self._left = max_bytes
         self._file: BinaryIO | None = None
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -102,30 +102,29 @@ class Journal:
         self._close()
 
     def add(self, entry: Entry) -> None:
-        """Append one."""
         if self._file is None:
             return
         data = self._encoder.encode(entry)
         self._left -= _LENGTH_BYTES + len(data)
         if self._left < 0:
-            log.warning("the decision log is full; decisions are logged no more", path=str(self._path))
+            log.warning("the decision log is full; decisions are no longer logged", path=str(self._path))
             self._close()
             return
         try:
             self._file.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
         except OSError as error:
-            log.warning("decisions are logged no more", path=str(self._path), error=error.strerror)
+            log.warning("decisions are no longer logged", path=str(self._path), error=error.strerror)
             self._close()
 
     def _close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # what it had not written yet, on a disk that is full
+            with suppress(OSError):  # of buffered data, on a full disk
                 file.close()
 
 
 def read(path: Path) -> Iterator[Entry]:
-    """All whole entries; one that was being written when the process died is left out."""
+    """All complete entries; one that was being written when the process died is left out."""
     decoder = msgspec.msgpack.Decoder(Entry)
     with path.open("rb") as file:
         while len(head := file.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
@@ -137,7 +136,7 @@ def read(path: Path) -> Iterator[Entry]:
 
 
 def replay(path: Path) -> Iterator[tuple[Decided, Decided]]:
-    """Each decision as it was logged, and as it is made again. Raises InvalidRequest for what is no journal."""
+    """Each decision as it was logged, and as it is made again. Raises InvalidRequest for a file of another kind."""
     entries = read(path)
     first = next(entries, None)
     if not isinstance(first, Begun):
@@ -145,12 +144,12 @@ def replay(path: Path) -> Iterator[tuple[Decided, Decided]]:
     decider = Decider(first.seed, first.prefix_blocks)
     for entry in entries:
         if isinstance(entry, Decided):
-            yield entry, _again(decider, entry)
+            yield entry, _decide(decider, entry)
         else:
-            _take(decider, entry)
+            _apply(decider, entry)
 
 
-def _again(decider: Decider, entry: Decided) -> Decided:
+def _decide(decider: Decider, entry: Decided) -> Decided:
     try:
         route = decider.decide(entry.request.job, entry.request.exclude, entry.now)
     except PolyphaseError as error:
@@ -158,7 +157,7 @@ def _again(decider: Decider, entry: Decided) -> Decided:
     return Decided(entry.request, entry.now, route)
 
 
-def _take(decider: Decider, entry: Entry) -> None:
+def _apply(decider: Decider, entry: Entry) -> None:
     match entry:
         case Heard():
             decider.hear(entry.delta, entry.now)

@@ -1,9 +1,11 @@
-"""The live driver of the decisions: clock, metrics, log lines, and the journal where one is kept."""
+"""Placement: drives the pure `Decider` with a clock, metrics, log lines, and the journal where one is kept."""
 
 import secrets
 import time
 from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
+import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from services.global_scheduler.journal import Begun, Came, Decided, Ended, Heard, Journal, Told
@@ -15,24 +17,24 @@ from shared.domain.prompt import PrefixDelta
 from shared.domain.route import Route
 from shared.errors import Overloaded, PolyphaseError
 from shared.policy.decider import Decider
-from shared.policy.ledger import WorkloadLedger
-from shared.policy.prefix_index import MAX_BLOCKS, PrefixIndex
+from shared.policy.prefix_index import MAX_BLOCKS
 from shared.policy.registry import in_words
-from shared.policy.split import Freedom
 from shared.runtime.logs import get_log
 from shared.runtime.metrics import Bound
 from shared.wire.messages import PlaceRequest
+from shared.wire.rpc_server import ServerCall
 
-# MERGED metrics.py
-# What the scheduler counts: placements. Series of requests are the gateway's, who sees all of each.
+if TYPE_CHECKING:
+    from shared.runtime.otlp import Tracer  # OpenTelemetry is heavy, and loaded only where tracing is on
 
-
-GONE_SERIES = 1_000  # of instances that are gone: beyond so many all of theirs are removed
+log = get_log(__name__)
+REFUSED_KEPT = 10_000  # jobs without a placement that are remembered
+GONE_SERIES = 1_000  # metric series of instances that are gone: beyond so many they are removed
 _DECISION_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 2e-2, 0.1)
 
 
 class SchedulerMetrics:
-    """Prometheus metrics of placements, and of the jobs whose end nobody told."""
+    """Prometheus metrics of placements, and of lost jobs. The gateway has those of requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._decisions = Histogram(
@@ -55,11 +57,11 @@ class SchedulerMetrics:
         self.lost = Counter("polyphase_scheduler_jobs_lost", "Open jobs whose gateway is gone", registry=registry)
 
     def refusal(self, slo: str, error: PolyphaseError) -> None:
-        """Count one question that got no route."""
+        """Count a request that got no route."""
         self._refused.labels(error.code, slo, error.cause if isinstance(error, Overloaded) else "").inc()
 
     def keep(self, instance_ids: Collection[str]) -> None:
-        """These instances are there. New ones come under new names without end, each with series of its own."""
+        """Bound the series of instances that are gone: new instances may come under ever new names."""
         if len(self._chosen) > GONE_SERIES + len(Role) * len(instance_ids):
             self._chosen.keep(lambda labels: labels[0] in instance_ids)
 
@@ -73,12 +75,8 @@ class SchedulerMetrics:
                 self._chosen.of(instance.instance_id, role.value).inc()
 
 
-log = get_log(__name__)
-REFUSED_KEPT = 10_000
-
-
 class Placer:
-    """Answers PLACE. `seed` None: other random numbers at each start."""
+    """Answers PLACE. seed None: other random numbers at each start. `decider` is to be read, not to be changed."""
 
     def __init__(
         self,
@@ -88,94 +86,64 @@ class Placer:
         prefix_blocks: int = MAX_BLOCKS,
     ) -> None:
         seed = secrets.randbits(63) if seed is None else seed
-        self._decider = Decider(seed, prefix_blocks)
+        self.decider = Decider(seed, prefix_blocks)
         self._metrics = metrics
         self._journal = journal
-        self._heard_s = 0.0
-        self.on_policies: Callable[[], None] = lambda: None  # called when `followed` is another
-        self._refused: dict[str, int] = {}  # jobs that have no place yet, and how often they asked
+        self._updated_s = 0.0
+        self.on_policies: Callable[[], None] = lambda: None  # called when `followed` changes
+        self._refused: dict[str, int] = {}  # jobs without a placement, and how often they were refused
         if journal is not None:
             journal.add(Begun(seed, prefix_blocks))
 
-    def hear(self, delta: ClusterDelta) -> bool:
-        """Take a broadcast of the monitor: what has changed, and the policies in force. False where one before it is
-        missing; it is as if it had not come then.
-        """
-        now, before, moves = time.time(), self.followed, self.moves
-        if not self._decider.hear(delta, now):
+    def apply(self, delta: ClusterDelta) -> bool:
+        """Apply a broadcast of the monitor. False, and nothing is applied, where the broadcast before it is missing."""
+        now, before, moves = time.time(), self.followed, self.decider.moves
+        if not self.decider.hear(delta, now):
             return False
-        self._heard_s = now
-        if self.moves != moves:
+        self._updated_s = now
+        if self.decider.moves != moves:
             self._metrics.keep({view.info.instance_id for view in self.view.instances})
         if self._journal is not None:
             self._journal.add(Heard(delta, now))
         if delta.policies is not None and self.followed != before:
-            self._tell(self.followed)
+            self._log_policies()
+            self.on_policies()
         return True
 
-    def tell(self, instance_id: str, delta: PrefixDelta) -> bool:
-        """Take what an instance tells of its prefix cache; False when something before it was lost."""
+    def apply_prefixes(self, instance_id: str, delta: PrefixDelta) -> bool:
+        """Apply a change of an instance's prefix cache; False when a change before it was lost."""
         if self._journal is not None:
             self._journal.add(Told(instance_id, delta))
-        return self._decider.tell(instance_id, delta)
+        return self.decider.tell(instance_id, delta)
 
-    def forget(self, instance_id: str) -> None:
-        """Know nothing of that instance's prefix cache any more."""
+    def forget_prefixes(self, instance_id: str) -> None:
+        """Nothing is known of the instance's prefix cache any more."""
         if self._journal is not None:
             self._journal.add(Told(instance_id, None))
-        self._decider.forget(instance_id)
+        self.decider.forget(instance_id)
 
     @property
     def broadcast_age_s(self) -> float:
         """Seconds since the last broadcast; infinite before the first."""
-        return time.time() - self._heard_s if self._decider.known else float("inf")
+        return time.time() - self._updated_s if self.decider.known else float("inf")
 
     @property
     def view(self) -> ClusterView:
-        """What broadcasts have come to; nobody, before the first. O(instances)."""
-        return self._decider.view
-
-    @property
-    def moves(self) -> int:
-        """Rises when somebody comes, goes, or has another role or state."""
-        return self._decider.moves
-
-    @property
-    def prefixes(self) -> PrefixIndex:
-        """What instances have told of the prompts whose KV they hold."""
-        return self._decider.prefixes
+        """The cluster by the broadcasts so far; O(instances)."""
+        return self.decider.view
 
     @property
     def followed(self) -> tuple[PolicySet, str]:
-        """The policies that it goes by, and why not by newer ones that it heard of; empty when there are none."""
-        return self._decider.policies, self._decider.trouble
-
-    @property
-    def wants_prefixes(self) -> bool:
-        """Whether the placement in force looks at what instances hold of prompts."""
-        return self._decider.wants_prefixes
-
-    @property
-    def freedom(self) -> Freedom:
-        """The share of prompts that the split in force leaves to prefill instances, at least and at most."""
-        return self._decider.freedom
-
-    def expected(self, job: JobView, route: Route) -> tuple[int, float]:
-        """Tokens of a job's prompt that its route finds computed, and tokens that its answer will have on average."""
-        return self._decider.expected(job, route)
-
-    @property
-    def ledger(self) -> WorkloadLedger:
-        """Work that was placed here and is not over."""
-        return self._decider.ledger
+        """The policies that the scheduler follows, and why it does not follow newer ones; empty if there are none."""
+        return self.decider.policies, self.decider.trouble
 
     def place(self, request: PlaceRequest) -> Route:
         """Decide. Raises Unavailable, InvalidRequest, Overloaded, Delayed, Stays."""
         started, now = time.perf_counter(), time.time()
         try:
-            route = self._decider.decide(request.job, request.exclude, now)
+            route = self.decider.decide(request.job, request.exclude, now)
         except PolyphaseError as error:
-            if not request.job.pause_s:  # else it has a place, and stays there
+            if not request.job.pause_s:  # else the job has a placement, and keeps it
                 self._refuse(request.job, error)
             if self._journal is not None:
                 self._journal.add(Decided.refusal(request, now, error))
@@ -188,40 +156,67 @@ class Placer:
         return route
 
     def decodes(self, job_id: str) -> None:
-        """A job has come to its decode instance."""
+        """The job has arrived at its decode instance."""
         now = time.time()
-        self._decider.came(job_id, now)
+        self.decider.came(job_id, now)
         if self._journal is not None:
             self._journal.add(Came(job_id, now))
 
     def ended(self, job_id: str, output_tokens: int, met: bool | None) -> None:
-        """A job is over here, however it ended; `output_tokens` of a whole answer, else 0.
-
-        met: whether it kept its targets, None where that says nothing.
-        """
+        """A job has ended here; `output_tokens` of a complete answer, else 0. met: its targets, None if not judged."""
         now = time.time()
-        self._decider.ended(job_id, output_tokens, met, now)
+        self.decider.ended(job_id, output_tokens, met, now)
         if self._journal is not None:
             self._journal.add(Ended(job_id, output_tokens, met, now))
         if refusals := self._refused.pop(job_id, 0):
             log.info("ended without a placement", job_id=job_id, refusals=refusals)
 
-    def _tell(self, followed: tuple[PolicySet, str]) -> None:
-        policies, trouble = followed
+    def _log_policies(self) -> None:
+        policies, trouble = self.followed
         if trouble:
-            log.error("other policies are not followed", following=policies.revision, reason=trouble)
+            log.error("newer policies are not followed", following=policies.revision, reason=trouble)
         else:
             named = {kind: in_words(policies.of(kind)) for kind in ROUTING}
             log.info("policies followed", revision=policies.revision, **named)
-        self.on_policies()
 
     def _refuse(self, job: JobView, error: PolyphaseError) -> None:
-        """Count it; a waiting job asks ten times a second, and one line is enough."""
+        """Count a refusal. A waiting job is refused ten times a second: it is logged once."""
         job_id = job.job_id
         self._metrics.refusal(job.slo.name, error)
         known = self._refused.pop(job_id, 0)
         self._refused[job_id] = known + 1
         if len(self._refused) > REFUSED_KEPT:
             del self._refused[next(iter(self._refused))]
-        if not known and not isinstance(error, Overloaded):  # those are many, and each has its cause in its timeline
+        if not known and not isinstance(error, Overloaded):  # these are many, and each job's timeline has the cause
             log.warning("no placement", job_id=job_id, code=error.code, reason=error.message)
+
+
+Place = Callable[[PlaceRequest, ServerCall], Route]
+MAX_REASONS = 16  # of a span
+
+
+def traced(place: Place, tracer: "Tracer") -> Place:
+    """`place` with a span for each request that belongs to a trace: the route, and the reasons for it."""
+
+    def traced_place(request: PlaceRequest, call: ServerCall) -> Route:
+        trace = tracer.remote(request.trace) if request.trace else None
+        if trace is None:
+            return place(request, call)
+        span = trace.child("place", time.time(), {"polyphase.job.id": request.job.job_id}, "server")
+        with structlog.contextvars.bound_contextvars(trace_id=trace.trace_id):
+            try:
+                route = place(request, call)
+            except PolyphaseError as error:
+                span.end(time.time(), error=error.code)
+                raise
+        figures: dict[str, str | int | list[str]] = {
+            "polyphase.policy": route.policy,
+            "polyphase.split": route.split,
+            "polyphase.prefill.instance.id": route.prefill.instance_id if route.prefill is not None else "",
+            "polyphase.decode.instance.id": route.decode.instance_id if route.decode is not None else "",
+            "polyphase.reasons": [reason.line for reason in route.reasons[:MAX_REASONS]],
+        }
+        span.end(time.time(), figures)
+        return route
+
+    return traced_place

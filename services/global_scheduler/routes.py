@@ -1,4 +1,4 @@
-"""The scheduler's HTTP API: the status table, and the policies that it follows."""
+"""The scheduler's HTTP API: the status table of requests, and the policies that it follows."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -66,8 +66,8 @@ async def search(
     limit: Annotated[int, Query(ge=1, le=1_000)] = 100,
     offset: Annotated[int, Query(ge=0, le=100_000)] = 0,
 ) -> dict[str, Any]:
-    """Jobs of all schedulers, from the database. job: how its id begins, in which a client's name may be as it was
-    sent; instance: of either phase; missed: a target; since, until: unix seconds of the arrival.
+    """Jobs of all schedulers, from the database. job: the beginning of its id, in which a client's name may be as it
+    was sent; instance: of either phase; missed: whether it missed a target; since, until: unix seconds of the arrival.
     """
     named = phase.value if phase else ""
     wanted = Wanted(job_name(job), caller, slo, instance, outcome, named, missed, since, until, order, limit, offset)
@@ -90,7 +90,7 @@ async def get_request(scheduler: Scheduler, job_id: str) -> dict[str, Any]:
 
 @router.get("/requests/{job_id}/timeline")
 async def get_timeline(scheduler: Scheduler, job_id: str) -> Response:
-    """The RequestTimeline of a job: all of it, or what is known of one under way here."""
+    """The RequestTimeline of a job, as far as it is known."""
     report = scheduler.reports.get(job_id)
     if report is not None and report.timeline is not None:
         return Response(msgspec.json.encode(report.timeline), media_type="application/json")
@@ -102,7 +102,7 @@ async def get_timeline(scheduler: Scheduler, job_id: str) -> Response:
 
 @router.get("/policies")
 async def get_policies(scheduler: Scheduler) -> dict[str, Any]:
-    """The policies that this scheduler follows; they are the monitor's to change."""
+    """The policies that this scheduler follows; the monitor changes them."""
     policies, trouble = scheduler.placer.followed
     followed = {kind: msgspec.to_builtins(policies.of(kind)) for kind in ROUTING}
     return {"revision": policies.revision, "trouble": trouble, **followed}

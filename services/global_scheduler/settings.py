@@ -20,7 +20,7 @@ class SchedulerSettings(TracedSettings):
     rpc_address: str = "tcp://127.0.0.1:8101"
     broadcast_address: str = "tcp://127.0.0.1:8203"  # where the monitor publishes
     monitor_url: str = "http://127.0.0.1:8200"  # empty: outcomes are not forwarded
-    predictor_urls: tuple[str, ...] = ()  # each replica is told of all lengths
+    predictor_urls: tuple[str, ...] = ()  # each replica gets all lengths
 
     database_url: str = Field("sqlite:///polyphase.db", repr=False)
     queue_rows: int = Field(20_000, ge=1)  # rows that may wait for the database
@@ -32,9 +32,9 @@ class SchedulerSettings(TracedSettings):
     # Blocks of 64 tokens known to be in prefix caches, each counted once for each instance that holds it.
     prefix_blocks: int = Field(MAX_BLOCKS, ge=1)
 
-    # Open jobs of which nobody tells for so long end here; gateways name theirs every 3 s (gateway.reports.REFRESH_S).
+    # An open job that is not reported for so long ends here; gateways report every 3 s (gateway.reports.REFRESH_S).
     lost_after_s: float = Field(10.0, gt=0)
 
-    policy_seed: int | None = None  # None: another one each start
-    decision_log: Path | None = None  # every decision with all that it rests on: see services.global_scheduler.journal
-    decision_log_bytes: int = Field(256 << 20, ge=1)  # then it stops
+    policy_seed: int | None = None  # None: random
+    decision_log: Path | None = None  # see services.global_scheduler.journal
+    decision_log_bytes: int = Field(256 << 20, ge=1)  # at which the log stops

@@ -1,4 +1,4 @@
-"""Puts the planner together: the monitor's broadcast, the watch over the cluster, proposals, the store, HTTP."""
+"""Assembles the planner: the monitor's broadcast, the watch over the cluster, proposals, searches, the store, HTTP."""
 
 import asyncio
 import time
@@ -9,11 +9,9 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from services.planner.fleet import Answers
+from services.planner.fleet import FleetPages
 from services.planner.proposals import PERIOD_S, Decider, PlanNews, Proposals
-from services.planner.routes import State
-from services.planner.routes import router as fleet_router
-from services.planner.routes import router as search_router
+from services.planner.routes import State, router
 from services.planner.searches import Searches
 from services.planner.settings import PlannerSettings
 from services.planner.watch import Watch
@@ -31,8 +29,8 @@ from shared.wire.clients.monitor import MonitorClient
 from shared.wire.sockets import Sockets
 
 log = get_log(__name__)
-AGAIN_S = 1.0
-LOOK_S = 0.1  # between two looks at loads
+RETRY_S = 1.0
+LOADS_S = 0.1  # between two updates with loads alone
 
 
 def create_app(settings: PlannerSettings) -> FastAPI:
@@ -46,8 +44,7 @@ def create_app(settings: PlannerSettings) -> FastAPI:
             yield
 
     app = service_app("planner", lifespan, registry, token=settings.token())
-    app.include_router(fleet_router)
-    app.include_router(search_router)
+    app.include_router(router)
     return app
 
 
@@ -67,35 +64,34 @@ async def _start(stack: AsyncExitStack, settings: PlannerSettings, registry: Col
     decider = Decider(settings, monitor, proposals, tasks)
     watch = Watch(settings, monitor, proposals, library, decider.proposed)
 
-    cluster, told_s = ClusterState(), 0.0
+    cluster, updated_mono = ClusterState(), 0.0
 
-    def heard(delta: ClusterDelta) -> bool:
-        """Loads alone are looked at now and then: whoever decides here does so within seconds."""
-        nonlocal told_s
+    def apply(delta: ClusterDelta) -> bool:
+        nonlocal updated_mono
         at_once = cluster.moved(delta) or delta.policies is not None
         if not cluster.apply(delta):
             return False
         now = time.monotonic()
-        if at_once or now - told_s >= LOOK_S:
-            told_s = now
-            decider.heard(cluster.view())
-            watch.heard(cluster.view())
+        if at_once or now - updated_mono >= LOADS_S:
+            updated_mono = now
+            decider.view = cluster.view()
+            watch.update(decider.view)
         return True
 
-    feed = ClusterFeed(sockets, settings.broadcast_address, heard)
+    feed = ClusterFeed(sockets, settings.broadcast_address, apply)
     stack.callback(feed.close)
     limit = Limit(settings.retention_s, settings.retention_rows, settings.retention_bytes)
     retention = Retention(engine, {"plans": limit, "proposals": limit}, store.ready)
     tasks.start("write-behind", store.run())
     tasks.start("recall", _recall(engine, store, proposals, searches))
-    tasks.every("tell of proposals", PERIOD_S, news.step)
+    tasks.every("report proposals", PERIOD_S, news.step)
     tasks.every("retention", settings.prune_period_s, retention.step)
     tasks.start("watch", watch.run())
-    return State(settings, monitor, watch, proposals, decider, searches, Answers())
+    return State(settings, watch, proposals, decider, searches, FleetPages(monitor, watch))
 
 
 async def _recall(engine: AsyncEngine, store: WriteBehind, proposals: Proposals, searches: Searches) -> None:
-    """Once the database answers, what a former life proposed and searched for is known again."""
+    """Once the database answers, read the proposals and searches of earlier planner processes."""
     await store.ready.wait()
     for book in (proposals, searches):
         while True:
@@ -103,5 +99,5 @@ async def _recall(engine: AsyncEngine, store: WriteBehind, proposals: Proposals,
                 await book.recall(engine)
                 break
             except PolyphaseError as error:
-                log.error("what was before is not known yet; trying on", reason=error.message)
-                await asyncio.sleep(AGAIN_S)
+                log.error("earlier proposals or searches could not be read; trying again", reason=error.message)
+                await asyncio.sleep(RETRY_S)

@@ -1,4 +1,4 @@
-"""A search as it comes in over HTTP, validated once and turned into what the planner takes. No path is ever opened."""
+"""Bodies of the planner's HTTP API, validated once and turned into its own types. Paths in a body are not opened."""
 
 import json
 from typing import Annotated, Any, Self
@@ -17,11 +17,14 @@ from shared.plan.answer import Asked, Wanted
 from shared.plan.inventory import Inventory, checked, located
 from shared.sim.workload import Workload, made
 
-MOST_REQUESTS = 50_000
-MOST_TOKENS = 10_000_000  # of a request
-MOST_INVENTORY = 1 << 20  # characters
+MAX_REQUESTS = 50_000
+MAX_TOKENS = 10_000_000  # of a request
+MAX_INVENTORY = 1 << 20  # characters
+MAX_ADDED = 256  # instances that a what-if question may add: the links between all of them are looked at
 
-Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Name = Annotated[str, Field(min_length=1, max_length=128)]
+Factor = Annotated[float, Field(gt=0, le=1_000)]
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 Amount = Annotated[float, Field(ge=0, le=1e9)]
 
@@ -39,7 +42,7 @@ class RequestIn(_Edge):
 
 
 class SloIn(_Edge):
-    """The targets of every request."""
+    """The targets of all requests."""
 
     ttft_s: Seconds = 2.0
     tpot_s: Seconds = 0.1
@@ -52,24 +55,24 @@ class SloIn(_Edge):
         return self
 
 
-def _said_how(workload: object) -> str:
+def _kind_of(workload: object) -> str:
     return "requests" if isinstance(workload, list) else "words"
 
 
 _Words = Annotated[str, Field(max_length=256), Tag("words")]
-_Requests = Annotated[list[RequestIn], Field(min_length=1, max_length=MOST_REQUESTS), Tag("requests")]
+_Requests = Annotated[list[RequestIn], Field(min_length=1, max_length=MAX_REQUESTS), Tag("requests")]
 
 
 class SearchIn(_Edge):
-    """What to plan for: `polyphase plan`'s options. seconds None: as many as a search may take, 60 at most.
+    """What to plan for: the options of `polyphase plan`. seconds None: as many as a search may take, 60 at most.
 
-    inventory: the text of an inventory file, or what stands in one. model: a bundled name. workload: a made one, in the
-    words of `polyphase plan --workload`, or requests. requests: how many to make, or the first so many of those.
+    inventory: the text of an inventory file, or its content. model: a bundled name. workload: a synthetic one, in the
+    words of `polyphase plan --workload`, or a list of requests. requests: how many to make, or to use of that list.
     """
 
-    inventory: Annotated[str, Field(min_length=1, max_length=MOST_INVENTORY)] | dict[str, Any]
+    inventory: Annotated[str, Field(min_length=1, max_length=MAX_INVENTORY)] | dict[str, Any]
     model: Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?$")]
-    workload: Annotated[_Words | _Requests, Discriminator(_said_how)] = "azure-conv"
+    workload: Annotated[_Words | _Requests, Discriminator(_kind_of)] = "azure-conv"
     slo: SloIn = SloIn()
     rate: Amount = 0.0
     target: Annotated[float, Field(gt=0, lt=1)] = 0.9
@@ -78,7 +81,7 @@ class SearchIn(_Edge):
     method: str = "best"
     compare: bool = True
     seconds: Seconds | None = None
-    requests: Annotated[int, Field(ge=1, le=MOST_REQUESTS)] = 3000
+    requests: Annotated[int, Field(ge=1, le=MAX_REQUESTS)] = 3000
     codec: str = "raw"
     engine: str = "emulated"
     one_node: bool = False
@@ -86,16 +89,19 @@ class SearchIn(_Edge):
     chunk_size: Annotated[int, Field(ge=1, le=1 << 20)] = 2048
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 1
 
-    def asked(self, library: Library, search_s: float) -> Asked:
+    def resolved(self, library: Library, search_s: float) -> Asked:
         """As the planner takes it; no search takes longer than `search_s` seconds.
 
         Raises InvalidRequest that names the key.
         """
-        told = self.model_dump(include=set(Wanted.__dataclass_fields__) - {"seconds"})
-        wanted = Wanted(**told, seconds=min(self.seconds or Wanted().seconds, search_s))
+        options = self.model_dump(include=set(Wanted.__dataclass_fields__) - {"seconds"})
+        wanted = Wanted(**options, seconds=min(self.seconds or Wanted().seconds, search_s))
         wanted.check()
-        if self.model not in bundled_names():
-            _require_bundled(self.model)
+        try:
+            bundled_geometry(self.model)
+        except NotFound as error:
+            known = ", ".join(bundled_names())
+            raise InvalidRequest(f"model: {self.model!r} is not bundled; there are {known}") from error
         inventory, name = _inventory(self.inventory, library)
         shop = Workshop(library, bundled_geometry(self.model))
         slo = Slo(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s, itl_s=self.slo.itl_s or 0.0)
@@ -113,13 +119,6 @@ class SearchIn(_Edge):
         )
 
 
-def _require_bundled(model: str) -> None:
-    try:
-        bundled_geometry(model)
-    except NotFound as error:
-        raise InvalidRequest(f"model: {model!r} is not bundled; there are {', '.join(bundled_names())}") from error
-
-
 def _made(words: str, count: int, seed: int) -> Workload:
     try:
         return made(words, count, seed)
@@ -128,44 +127,31 @@ def _made(words: str, count: int, seed: int) -> Workload:
         raise InvalidRequest(f"{where}{error.message}") from error
 
 
-def _inventory(said: str | dict[str, Any], library: Library) -> tuple[Inventory, str]:
+def _inventory(given: str | dict[str, Any], library: Library) -> tuple[Inventory, str]:
     """The inventory and its name."""
     where = "inventory"
-    document = Document(said, Places(where)) if isinstance(said, dict) else parse_document(said, where)
-    if len(json.dumps(document.content, default=str)) > MOST_INVENTORY:
-        raise InvalidRequest(f"inventory: longer than {MOST_INVENTORY} characters")
+    document = Document(given, Places(where)) if isinstance(given, dict) else parse_document(given, where)
+    if len(json.dumps(document.content, default=str)) > MAX_INVENTORY:
+        raise InvalidRequest(f"inventory: longer than {MAX_INVENTORY} characters")
     read = checked(document)
     if read.accelerators is not None:
-        raise InvalidRequest("inventory: accelerators: the planner reads no files of its own; `polyphase plan` does")
+        raise InvalidRequest("inventory: accelerators: the planner opens no files; `polyphase plan` does")
     try:
         return located(read, library.catalogue, document.places), read.name or where
     except PolyphaseError as error:
         raise InvalidRequest(error.message) from error
 
 
-# MERGED edge_fleet.py
-# What comes in over HTTP about the running cluster.
-
-
-Name = Annotated[str, Field(min_length=1, max_length=128)]
-Factor = Annotated[float, Field(gt=0, le=1_000)]
-MOST_ADDED = 256  # instances that a question may add: the links between all of them are looked at
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(allow_inf_nan=False, extra="forbid", frozen=True)
-
-
-class Added(_Strict):
-    """So many more instances like one that is there; in its role, unless another is named."""
+class Added(_Edge):
+    """`count` more instances like an existing one; in its role, unless another is named."""
 
     like: Name
-    count: Annotated[int, Field(ge=1, le=MOST_ADDED)] = 1
+    count: Annotated[int, Field(ge=1, le=MAX_ADDED)] = 1
     role: Role | None = None
 
 
-class WhatIf(_Strict):
-    """Other instances, or another demand: its rate and lengths so many times as much."""
+class WhatIf(_Edge):
+    """Other instances, or another demand: its rate and its lengths are multiplied by these factors."""
 
     lost: Annotated[tuple[Name, ...], Field(max_length=1_000)] = ()
     added: Annotated[tuple[Added, ...], Field(max_length=64)] = ()
@@ -177,12 +163,12 @@ class WhatIf(_Strict):
     @classmethod
     def _few_enough(cls, added: tuple[Added, ...]) -> tuple[Added, ...]:
         count = sum(one.count for one in added)
-        if count > MOST_ADDED:
-            raise ValueError(f"{count} instances in all; at most {MOST_ADDED}")
+        if count > MAX_ADDED:
+            raise ValueError(f"{count} instances in all; at most {MAX_ADDED}")
         return added
 
 
-class ModeIn(_Strict):
-    """Whether proposals are applied by themselves."""
+class ModeIn(_Edge):
+    """Whether proposals are applied at once."""
 
     auto: StrictBool

@@ -1,4 +1,4 @@
-"""The running cluster as people see it: who does what, what goes where, what is expected and what is measured."""
+"""The running cluster as the planner shows it: roles, routes, what is expected of them, what is measured, what-if."""
 
 import asyncio
 import time
@@ -19,9 +19,11 @@ from shared.policy.placement_policies import PlanRoute
 from shared.policy.role_flip import load_share
 from shared.wire.clients.monitor import MonitorClient
 
+FRESH_S = 0.5
 
-def described(watch: Watch, slo: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-    """As JSON. slo: the monitor's windows; None where it did not answer."""
+
+def describe(watch: Watch, slo: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`GET /fleet` without the decider's part. slo: the monitor's windows."""
     view = watch.view
     found: dict[str, Any] = {
         "time_s": time.time(),
@@ -33,7 +35,7 @@ def described(watch: Watch, slo: Sequence[Mapping[str, Any]] | None) -> dict[str
         "routes": [],
         "demand": msgspec.to_builtins(watch.demand),
         "expected": None,
-        "measured": _measured(slo or (), watch),
+        "measured": _measured(slo, watch),
     }
     try:
         fleet = watch.fleet()
@@ -47,14 +49,14 @@ def described(watch: Watch, slo: Sequence[Mapping[str, Any]] | None) -> dict[str
     return found
 
 
-def what_if(watch: Watch, asked: WhatIf) -> dict[str, Any]:
-    """What would be with other instances or another demand. Raises InvalidRequest, Unavailable."""
+def what_if(watch: Watch, change: WhatIf) -> dict[str, Any]:
+    """The cluster with other instances or another demand. Raises InvalidRequest, Unavailable."""
     if ready := watch.ready():
-        _with_changes(ready, asked)  # whatever is known of clients, a wrong name is told of
+        _with_changes(ready, change)  # a wrong name is refused, even while the demand is not known
     fleet = watch.fleet()
     routes = surviving(fleet.views, watch.in_force)
-    demand = changed(fleet.demand, asked.rate_factor, asked.prompt_factor, asked.output_factor)
-    views = _with_changes(fleet.views, asked)
+    demand = changed(fleet.demand, change.rate_factor, change.prompt_factor, change.output_factor)
+    views = _with_changes(fleet.views, change)
     then = Fleet(views, demand, fleet.library, fleet.local, fleet.codec, fleet.target)
     left = surviving(views, watch.in_force)
     found = reviewed(then, watch.in_force, watch.fixed(then))
@@ -68,23 +70,21 @@ def what_if(watch: Watch, asked: WhatIf) -> dict[str, Any]:
 
 
 def route_json(route: PlanRoute) -> dict[str, Any]:
-    """A route; without a prefill instance null."""
+    """As JSON, with null where there is no prefill instance."""
     return {"prefill": route.prefill or None, "decode": route.decode, "share": route.share}
 
 
-def _with_changes(views: tuple[InstanceView, ...], asked: WhatIf) -> tuple[InstanceView, ...]:
+def _with_changes(views: tuple[InstanceView, ...], change: WhatIf) -> tuple[InstanceView, ...]:
     known = {one.instance_id: one for one in views}
-    for name in asked.lost:
+    named = [("lost", name) for name in change.lost] + [("added", more.like) for more in change.added]
+    for field, name in named:
         if name not in known:
-            raise InvalidRequest(f"lost: no instance {name!r} is ready; there are {', '.join(sorted(known))}")
-    found = [one for one in views if one.instance_id not in set(asked.lost)]
-    for position, more in enumerate(asked.added):
-        if more.like not in known:
-            raise InvalidRequest(f"added: no instance {more.like!r} is ready; there are {', '.join(sorted(known))}")
+            raise InvalidRequest(f"{field}: no instance {name!r} is ready; there are {', '.join(sorted(known))}")
+    found = [one for one in views if one.instance_id not in set(change.lost)]
+    for position, more in enumerate(change.added):
         like = known[more.like]
         for number in range(more.count):
-            name = f"new-{position}-{number}"
-            info = msgspec.structs.replace(like.info, instance_id=name)
+            info = msgspec.structs.replace(like.info, instance_id=f"new-{position}-{number}")
             found.append(InstanceView(info, more.role or like.role, InstanceState.READY))
     if not found:
         raise InvalidRequest("lost: no instance would be left")
@@ -105,7 +105,7 @@ def _instance(view: InstanceView, state: str) -> dict[str, Any]:
 
 
 def _measured(slo: Sequence[Mapping[str, Any]], watch: Watch) -> dict[str, Any] | None:
-    """Over all classes, in the shortest window: attainment of all, latencies of the class with the most requests."""
+    """In the shortest window: attainment over all classes, latencies of the class with the most requests."""
     shortest = min((one["window_s"] for one in slo), default=0.0)
     windows = [one for one in slo if one["window_s"] == shortest and one["requests"]]
     requests = sum(one["requests"] for one in windows)
@@ -122,30 +122,23 @@ def _measured(slo: Sequence[Mapping[str, Any]], watch: Watch) -> dict[str, Any] 
     }
 
 
-# MERGED answers.py
-# Answers that take thought, and are asked for by many: each is thought about once.
+class FleetPages:
+    """`GET /fleet`, worked out once for all clients that ask within `FRESH_S`."""
 
-
-FRESH_S = 0.5  # for so long whoever asks for the fleet hears the same
-
-
-class Answers:
-    """asked: held while a what-if question is thought about."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Lock()
+    def __init__(self, monitor: MonitorClient, watch: Watch) -> None:
+        self._monitor = monitor
+        self._watch = watch
         self._describing = asyncio.Lock()
-        self._fleet: dict[str, Any] = {}
-        self._fleet_s = -inf  # monotonic
+        self._page: dict[str, Any] = {}
+        self._page_mono = -inf
 
-    async def fleet(self, monitor: MonitorClient, watch: Watch) -> dict[str, Any]:
-        """See `described`."""
+    async def newest(self) -> dict[str, Any]:
         async with self._describing:
-            if time.monotonic() - self._fleet_s >= FRESH_S:
+            if time.monotonic() - self._page_mono >= FRESH_S:
                 try:
-                    slo = await monitor.slo()
+                    slo = await self._monitor.slo()
                 except PolyphaseError:
-                    slo = None  # `trouble` says that the monitor is away
-                self._fleet = await asyncio.to_thread(described, watch, slo)
-                self._fleet_s = time.monotonic()
-            return self._fleet
+                    slo = []  # the page's `trouble` says that the monitor is away
+                self._page = await asyncio.to_thread(describe, self._watch, slo)
+                self._page_mono = time.monotonic()
+            return self._page

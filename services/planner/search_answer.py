@@ -1,4 +1,4 @@
-"""One search, from the request to the result: what the process of a search does. No I/O but the clock's."""
+"""One search, from its request to the result that `GET /plans/{id}` shows."""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -13,13 +13,13 @@ from shared.plan.search import Outcome, Tell
 
 def answer(request: str, seconds: float, tell: Tell) -> Answer:
     """The plan for a request, JSON of `SearchIn`. Raises errors of `shared.errors`; see `shared.plan.answer`."""
-    asked = SearchIn.model_validate_json(request).asked(Library.built_in(), seconds)
+    asked = SearchIn.model_validate_json(request).resolved(Library.built_in(), seconds)
     outcomes = answered(asked, perf_counter, tell)
     return Answer(result(asked, outcomes), outcomes[0].stopped)
 
 
 def result(asked: Asked, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The first outcome as `GET /plans/{id}` tells it, with those that it is compared with; numbers are finite."""
+    """The first outcome as JSON, with those that it is compared with."""
     problem, chosen = asked.problem, outcomes[0]
     plan, names = chosen.plan, chosen.plan.names(problem)
     groups = [
@@ -57,13 +57,13 @@ def result(asked: Asked, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _promise(asked: Asked, one: Outcome) -> dict[str, float | None]:
-    told = figures(one)
+    known = figures(one)
     return {
         "goodput": one.promise.goodput,
         "rate": one.promise.rate,
         "attainment": one.promise.attainment,
-        "ttft_mean_s": told.get("ttft_mean_s"),
-        "tpot_mean_s": told.get("tpot_mean_s"),
-        "usd_per_million_tokens": told.get("usd_per_million_tokens"),
+        "ttft_mean_s": known.get("ttft_mean_s"),
+        "tpot_mean_s": known.get("tpot_mean_s"),
+        "usd_per_million_tokens": known.get("usd_per_million_tokens"),
         "usd_per_hour": sum(group.price_usd_hour(asked.problem.inventory) for group in one.plan.groups),
     }

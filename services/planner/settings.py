@@ -18,19 +18,19 @@ class PlannerSettings(ServiceSettings):
     broadcast_address: str = "tcp://127.0.0.1:8203"
     database_url: str = Field("sqlite:///polyphase.db", repr=False)
 
-    auto: bool = False  # proposals are applied without being asked about
+    auto: bool = False  # proposals are applied at once
     target: float = Field(0.9, gt=0, lt=1)  # SLO attainment at which a rate counts as served
-    promise: dict[str, float] = {}  # of the plan that the cluster was started from; `polyphase plan` writes it
-    codec: Codec = Codec.RAW  # in which KV travels
+    promise: dict[str, float] = {}  # of the plan that the cluster was started from, as `polyphase plan` writes it
+    codec: Codec = Codec.RAW  # of KV transfers
     step_s: float = Field(0.25, gt=0)  # between two looks at the cluster
-    review_s: float = Field(15.0, gt=0)  # between two reviews where nothing has changed
-    alert_s: float = Field(30.0, ge=0)  # for so long after news it reviews more often
+    review_s: float = Field(15.0, gt=0)  # between two reviews while nothing changes
+    alert_s: float = Field(30.0, ge=0)  # reviews are more frequent for so long after news
     loss_s: float = Field(0.0, ge=0)  # an instance must be gone for so long before it counts as lost
-    hold_s: float = Field(600.0, ge=0)  # for so long what a person refused is not proposed again
+    hold_s: float = Field(600.0, ge=0)  # a proposal that was refused or failed is not repeated for so long
     drain_timeout_s: float = Field(60.0, gt=0)  # of each flip of a proposal
 
     queue_rows: int = Field(5_000, ge=1)  # rows that may wait for the database
-    searches: int = Field(1, ge=1, le=16)  # that run at once; the others wait
+    searches: int = Field(1, ge=1, le=16)  # that run at once
     waiting: int = Field(32, ge=0)  # searches that may wait
     search_s: float = Field(600.0, gt=0)  # the longest a search may take
     prune_period_s: float = Field(60.0, gt=0)

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from shared.domain.instance import InstanceInfo, Role
 from shared.domain.route import PolicySpec
 from shared.errors import DeadlineExceeded, OutcomeUnknown, Unavailable
 from shared.runtime.actor import acting_as
+from shared.wire.api import SchedulerNews
 from shared.wire.clients.http import JsonClient, unanswered
 
 SLACK_S = 10.0  # what a flip takes beyond its drain, at most: with it, the deadline of an operation
@@ -122,32 +123,12 @@ class MonitorClient(JsonClient):
         )
         return answer
 
-    async def scheduler_news(
-        self,
-        scheduler_id: str,
-        revision: int,
-        trouble: str,
-        *,
-        demand: Sequence[dict[str, Any]] = (),
-        outcomes: Sequence[dict[str, Any]] = (),
-        gateways: Mapping[str, float] | None = None,
-        left: Sequence[str] = (),
-        leaving: bool = False,
-    ) -> dict[str, int]:
-        """Say which policies a scheduler goes by, what its clients asked for, how their requests ended, and for how
-        many seconds each gateway was silent; left: those that stopped in good order; leaving: it does so itself.
+    async def scheduler_news(self, scheduler_id: str, news: SchedulerNews) -> dict[str, int]:
+        """Report what a scheduler knows.
 
         Answers how many seconds and outcomes were of use. Raises InvalidRequest; nothing of it was taken then.
         """
-        body = {
-            "revision": revision,
-            "trouble": trouble,
-            "demand": list(demand),
-            "outcomes": list(outcomes),
-            "gateways": dict(gateways or {}),
-            "left": list(left),
-            "leaving": leaving,
-        }
+        body = msgspec.to_builtins(news)
         answer: dict[str, int] = await self.call("POST", f"/schedulers/{scheduler_id}/news", body=body)
         return answer
 

@@ -1,5 +1,5 @@
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ from services.cluster_monitor.app import create_app
 from services.cluster_monitor.routes import State
 from services.cluster_monitor.settings import MonitorSettings
 from shared.domain.instance import ClusterView, InstanceInfo, InstanceState, Role
+from shared.domain.policies import PolicySet
 from shared.store.write_behind import WriteBehind
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.sockets import Sockets
 from tests.ports import free_address
-from tests.services.control_plane import follow, running, sqlite, until
+from tests.services.control_plane import follow, request, running, sqlite, until
 from tests.services.fake_worker import FakeWorker, fake_worker, make_info
 
 
@@ -38,9 +39,31 @@ class Cluster:
             fake_worker(info, role, self.settings.heartbeat_address, client, **options)
         )
 
+    def mortal(self, instance_id: str, role: Role, **info: Any) -> AbstractAsyncContextManager[FakeWorker]:
+        """A registered worker that dies at the end of the block."""
+        found = make_info(instance_id, free_address(), **info)
+        return fake_worker(found, role, self.settings.heartbeat_address, self.client)
+
+    async def get(self, path: str) -> Any:
+        """The JSON of a GET that must succeed."""
+        answer = await request(self.transport, "GET", path)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def news(self, *outcomes: dict[str, Any], **more: Any) -> Any:
+        """What scheduler s0 reports; the monitor's answer."""
+        body = {"revision": self.policies.revision, "outcomes": list(outcomes), **more}
+        answer = await request(self.transport, "POST", "/schedulers/s0/news", body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
     @property
     def store(self) -> WriteBehind:
         return self.state.store
+
+    @property
+    def policies(self) -> PolicySet:
+        return self.state.policies.policies
 
     async def stop(self) -> None:
         """Stop the monitor; the workers of `stack` live on."""

@@ -1,16 +1,19 @@
 """What should be there and what happened: nobody vanishes without a trace, and a restarted monitor knows it, too."""
 
+from contextlib import AsyncExitStack
+
+import msgspec
 import pytest
 
 from services.cluster_monitor import registry
 from services.cluster_monitor.events import KEPT
-from shared.domain.instance import InstanceLoad, InstanceState, Role
+from shared.domain.instance import InstanceState, Role
 from shared.errors import Conflict, Incompatible, NotFound
 from shared.store.database import open_engine
 from tests.ports import free_address
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.control_plane import request, until
-from tests.services.fake_worker import fake_worker, make_info
+from tests.services.fake_worker import FIT, fake_worker, make_info
 
 
 def kinds(found: list[dict[str, object]]) -> list[object]:
@@ -20,18 +23,11 @@ def kinds(found: list[dict[str, object]]) -> list[object]:
 async def test_three_of_fifteen_that_die_are_missed(cluster: Cluster) -> None:
     for number in range(12):
         await cluster.worker(f"d{number}", Role.DECODE)
-    victims = [
-        fake_worker(
-            make_info(f"v{number}", free_address()), Role.DECODE, cluster.settings.heartbeat_address, cluster.client
-        )
-        for number in range(3)
-    ]
-    for victim in victims:
-        await victim.__aenter__()
-    for name in (*(f"d{n}" for n in range(12)), "v0", "v1", "v2"):
-        await cluster.wait_ready(name, Role.DECODE)
-    for victim in victims:
-        await victim.__aexit__(None, None, None)
+    async with AsyncExitStack() as victims:
+        for number in range(3):
+            await victims.enter_async_context(cluster.mortal(f"v{number}", Role.DECODE))
+        for name in (*(f"d{n}" for n in range(12)), "v0", "v1", "v2"):
+            await cluster.wait_ready(name, Role.DECODE)
     for number in range(3):
         await cluster.wait_state(f"v{number}", InstanceState.DEAD)
     summary = await cluster.client.cluster()
@@ -52,8 +48,7 @@ async def test_three_of_fifteen_that_die_are_missed(cluster: Cluster) -> None:
 
 async def test_the_life_of_an_instance_in_events(start: Start) -> None:
     cluster: Cluster = await start(silence_s=2.0)
-    heartbeats = cluster.settings.heartbeat_address
-    async with fake_worker(make_info("d0", free_address()), Role.DECODE, heartbeats, cluster.client) as worker:
+    async with cluster.mortal("d0", Role.DECODE) as worker:
         await cluster.wait_ready("d0", Role.DECODE)
         worker.beating = False
         await cluster.wait_state("d0", InstanceState.UNRESPONSIVE)
@@ -85,8 +80,7 @@ async def test_who_stops_in_good_order_is_not_missed(start: Start) -> None:
 
 async def test_refusals_are_told_once_a_while(cluster: Cluster) -> None:
     await cluster.workers(p0=Role.PREFILL, d0=Role.DECODE)
-    other = make_info("d9", free_address())
-    strange = other.__class__(**{**{f: getattr(other, f) for f in other.__struct_fields__}, "compatibility": _other()})
+    strange = make_info("d9", free_address(), compatibility=msgspec.structs.replace(FIT, fingerprint="fp-2"))
     for _ in range(20):
         with pytest.raises(Incompatible):
             await cluster.client.register(strange, Role.DECODE)
@@ -97,26 +91,6 @@ async def test_refusals_are_told_once_a_while(cluster: Cluster) -> None:
     assert "fingerprint" in refused[0]["text"]
     (operation,) = await cluster.client.events(kind="operation_refused")
     assert operation["text"].startswith("drain by somebody: d0 is the last ready decode instance")
-
-
-def _other() -> object:
-    from tests.services.fake_worker import FIT
-
-    return type(FIT)("fp-2", FIT.engine, FIT.engine_version, FIT.wire_version, FIT.geometry)
-
-
-async def test_a_policy_s_flip_says_why(start: Start) -> None:
-    cluster: Cluster = await start(policies={"role_flip": {"name": "idle", "for_s": 0.3}}, role_flip_period_s=0.05)
-    p0, p1, d0 = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
-    p0.load, p1.load, d0.load = InstanceLoad(free_blocks=1000), InstanceLoad(free_blocks=100), InstanceLoad()
-    await cluster.wait_ready("p0", Role.DECODE)
-
-    async def told() -> list[dict[str, object]]:
-        found: list[dict[str, object]] = await cluster.client.events(kind="policy_flip")
-        return found
-
-    (flip,) = await until(told, "told")
-    assert str(flip["text"]).startswith("prefill → decode by role_flip:idle: role_flip:idle (load_share 0.0")
 
 
 async def test_a_restarted_monitor_knows_what_happened_and_who_is_missing(start: Start) -> None:
@@ -184,9 +158,7 @@ async def test_a_request_that_was_refused_for_its_losses_is_an_event_once(cluste
     losses = [{"position": 3, "instance_id": "d0"}, {"position": 3, "instance_id": "d1"}]
     ended = {"job_id": "r1", "slo": "chat", "ended_s": 10.0, "phase": "failed", "code": "instances_lost"}
     for _ in range(2):  # a delivery whose answer was lost comes again
-        body = {"revision": 0, "outcomes": [{**ended, "losses": losses}]}
-        answer = await request(cluster.transport, "POST", "/schedulers/s0/news", body)
-        assert answer.status_code == 200
+        await cluster.news({**ended, "losses": losses})
     (event,) = await cluster.client.events(kind="request_refused")
     assert event["job_id"] == "r1"
     assert event["text"].count("at output token 3") == 2

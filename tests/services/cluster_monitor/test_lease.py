@@ -155,8 +155,8 @@ async def test_a_holder_takes_the_lease_again_above_an_epoch_that_the_cluster_ha
     async with monitors(tmp_path, "a") as (only,):
         first = await asyncio.wait_for(only.lease.gained(), 20)
         later = first.epoch + 3_600_000
-        only.lease.heard(later)
-        only.lease.heard(MAX_EPOCH + 1)  # no monitor's
+        only.lease.note_epoch(later)
+        only.lease.note_epoch(MAX_EPOCH + 1)  # no monitor's
         await asyncio.wait_for(only.lease.lost(first.epoch), 20)
         second = await asyncio.wait_for(only.lease.gained(), 20)
         assert second.epoch == later + 1
@@ -167,5 +167,5 @@ async def test_a_holder_takes_the_lease_again_above_an_epoch_that_the_cluster_ha
 
 async def test_a_standby_takes_the_lease_above_an_epoch_that_the_cluster_has_obeyed(tmp_path: Path) -> None:
     async with monitors(tmp_path, "a") as (only,):
-        only.lease.heard(2**50)
+        only.lease.note_epoch(2**50)
         assert (await asyncio.wait_for(only.lease.gained(), 20)).epoch == 2**50 + 1

@@ -4,21 +4,31 @@ import asyncio
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from services.cluster_monitor.app import create_app
+from services.cluster_monitor.operations import OperationRequest, PolicyController, in_words
 from services.cluster_monitor.settings import MonitorSettings
 from services.launcher import operate
-from shared.domain.instance import InstanceState, Role
+from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, Role
+from shared.domain.policies import PolicySet
+from shared.domain.route import PolicySpec, Reason
 from shared.errors import (
     Conflict,
     DeadlineExceeded,
     EngineFailed,
+    InvalidRequest,
     NotFound,
     OutcomeUnknown,
     PolyphaseError,
+    Standby,
     Unavailable,
 )
+from shared.policy import registry
+from shared.policy.role_flip import NOTHING, FlipDecision, FlipState, IdleFlip, Seen
+from shared.wire.api import OperationKind
 from shared.wire.clients import monitor as monitor_client
 from shared.wire.clients.monitor import MonitorClient
 from tests.ports import free_address, free_port
@@ -26,6 +36,165 @@ from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.cluster_monitor.test_processes import process
 from tests.services.control_plane import request, sqlite, until
 from tests.services.fake_worker import fake_worker, make_info
+
+
+async def test_a_flip_drains_changes_verifies_and_resumes(cluster: Cluster) -> None:
+    worker, *_ = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
+    done = await cluster.client.flip("p0", who="tester")
+    assert worker.calls == ["drain", "flip", "resume"]
+    assert (done["result"], done["from_role"], done["to_role"], done["who"]) == (
+        "succeeded",
+        "prefill",
+        "decode",
+        "tester",
+    )
+    assert done["why"] is None  # people give no reasons
+    assert done["flip_s"] == 0.0042  # as the instance measured it, apart from the drain
+    assert 0 <= done["drain_s"] < done["total_s"] < 1.0
+    await cluster.wait_ready("p0", Role.DECODE)
+    assert any(view.of("p0").state is InstanceState.DRAINING for view in cluster.views if view.of("p0"))  # type: ignore[union-attr]
+    assert (await cluster.client.flips())[0] == done
+    await cluster.client.flip("p0")
+    await cluster.wait_ready("p0", Role.PREFILL)
+
+
+async def test_the_last_of_a_role_stays_unless_forced(cluster: Cluster) -> None:
+    await cluster.workers(p0=Role.PREFILL, d0=Role.DECODE)
+    with pytest.raises(Conflict, match="d0 is the last ready decode instance"):
+        await cluster.client.flip("d0")
+    (refused,) = await cluster.client.flips()
+    assert (refused["result"], refused["code"], refused["drain_s"]) == ("refused", "conflict", None)
+    with pytest.raises(Conflict, match="d0 is the last ready decode instance"):
+        await cluster.client.drain("d0", timeout_s=1)
+    assert cluster.seen("d0").state is InstanceState.READY
+    await cluster.client.flip("d0", force=True)
+    await cluster.wait_ready("d0", Role.PREFILL)
+    await cluster.client.drain("d0", timeout_s=1)
+    await cluster.client.drain("p0", force=True, timeout_s=1)
+    await cluster.wait_state("p0", InstanceState.DRAINING)
+
+
+async def test_a_role_that_is_meant_is_not_taken_from_who_has_it(cluster: Cluster) -> None:
+    await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
+    with pytest.raises(Conflict, match="p1 has the role prefill already"):
+        await cluster.client.flip("p1", to=Role.PREFILL)
+    assert (await cluster.client.flip("p1", to=Role.DECODE))["to_role"] == "decode"
+
+
+async def test_two_at_once_on_one_instance_or_on_the_last_two_of_a_role(cluster: Cluster) -> None:
+    first, second, _ = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
+    first.drain_gate = asyncio.Event()
+    flipping = asyncio.ensure_future(cluster.client.flip("p0"))
+    await until(lambda: "drain" in first.calls, "draining")
+    assert (await cluster.client.cluster())["operations"] == {"p0": "flip"}
+    for operation in (cluster.client.flip("p0"), cluster.client.resume("p0"), cluster.client.drain("p0", timeout_s=1)):
+        with pytest.raises(Conflict, match="a flip is under way"):
+            await operation
+    with pytest.raises(Conflict, match="last ready prefill"):
+        await cluster.client.flip("p1")
+    first.drain_gate.set()
+    assert (await flipping)["result"] == "succeeded"
+    assert second.calls == []
+
+
+async def test_work_that_does_not_end_leaves_the_old_role(cluster: Cluster) -> None:
+    worker, *_ = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL)
+    worker.drained = False
+    with pytest.raises(DeadlineExceeded, match=r"did not drain within 0\.2 s: 3 jobs remain"):
+        await cluster.client.flip("p0", drain_timeout_s=0.2)
+    assert worker.calls == ["drain", "resume"]
+    await cluster.wait_ready("p0", Role.PREFILL)
+    (entry,) = await cluster.client.flips()
+    assert entry["result"] == "failed"
+    assert "did not drain" in entry["error"]
+    assert entry["flip_s"] is None
+
+
+async def test_an_engine_that_refuses_is_resumed_and_audited(cluster: Cluster) -> None:
+    worker, *_ = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL)
+    worker.fail_flip = True
+    with pytest.raises(EngineFailed, match="stuck") as failed:
+        await cluster.state.operations.run(OperationRequest(OperationKind.FLIP, "p0", "tester"))
+    assert failed.value.__cause__ is not failed.value
+    assert worker.calls == ["drain", "flip", "resume"]
+    await cluster.wait_ready("p0", Role.PREFILL)
+    assert (await cluster.client.flips())[0]["error"] == "the engine is stuck"
+
+
+async def test_a_flip_that_no_heartbeat_shows_fails(start: Start) -> None:
+    cluster: Cluster = await start(verify_timeout_s=0.3)
+    worker, *_ = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL)
+    worker.drain_gate = asyncio.Event()
+    flipping = asyncio.ensure_future(cluster.client.flip("p0"))
+    await until(lambda: worker.calls, "draining")
+    worker.beating = False
+    worker.drain_gate.set()
+    with pytest.raises(DeadlineExceeded, match=r"no heartbeat as decode within 0\.3 s"):
+        await flipping
+    assert worker.calls == ["drain", "flip", "resume"]
+
+
+async def test_an_instance_that_dies_while_it_drains_fails_its_flip_at_once(cluster: Cluster) -> None:
+    await cluster.workers(p1=Role.PREFILL)
+    async with cluster.mortal("p0", Role.PREFILL) as worker:
+        await cluster.wait_ready("p0", Role.PREFILL)
+        worker.drain_gate = asyncio.Event()
+        flipping = asyncio.ensure_future(cluster.client.flip("p0", drain_timeout_s=60))
+        await until(lambda: worker.calls, "draining")
+    with pytest.raises(PolyphaseError):
+        await asyncio.wait_for(flipping, 2.0)
+    await cluster.wait_state("p0", InstanceState.DEAD)
+    assert (await cluster.client.flips())[0]["result"] == "failed"
+    with pytest.raises(Conflict, match="p0 is dead"):
+        await cluster.client.flip("p0")
+
+
+async def test_drain_and_resume(cluster: Cluster) -> None:
+    worker, _ = await cluster.workers(d0=Role.DECODE, d1=Role.DECODE)
+    assert (await cluster.client.drain("d0", timeout_s=1))["result"] == "succeeded"
+    await cluster.wait_state("d0", InstanceState.DRAINING)
+    await until(lambda: cluster.seen("d0").state is InstanceState.DRAINING, "broadcast as draining")
+    await cluster.client.resume("d0")
+    await cluster.wait_ready("d0", Role.DECODE)
+    assert worker.calls == ["drain", "resume"]
+    assert [entry["kind"] for entry in await cluster.client.flips()] == ["resume", "drain"]
+
+
+async def test_a_drain_that_times_out_goes_on_draining(cluster: Cluster) -> None:
+    (worker,) = await cluster.workers(d0=Role.DECODE)
+    worker.drained = False
+    with pytest.raises(DeadlineExceeded, match="3 jobs remain"):
+        await cluster.client.drain("d0", force=True, timeout_s=0.2)
+    await cluster.wait_state("d0", InstanceState.DRAINING)
+    assert worker.calls == ["drain"]
+
+
+async def test_only_known_and_living_instances(cluster: Cluster) -> None:
+    with pytest.raises(NotFound):
+        await cluster.client.flip("nobody")
+    await cluster.client.register(make_info("p0", free_address()), Role.PREFILL)
+    with pytest.raises(Conflict, match="p0 is starting"):
+        await cluster.client.drain("p0", timeout_s=1)
+
+
+@pytest.mark.parametrize("kind", ["drain", "flip", "resume"])
+async def test_a_monitor_whose_turn_ended_meanwhile_reports_no_success(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Its last step was carried out, and its answer was read when another monitor acted already."""
+    worker, *_ = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
+
+    def check() -> None:
+        if (kind if kind == "drain" else "resume") in worker.calls:
+            raise Standby("m0 does not act: m1 at http://m1 acts")
+
+    monkeypatch.setattr(cluster.state.operations, "_turn", SimpleNamespace(epoch=0, check=check))
+    asked = OperationRequest(OperationKind(kind), "p0", "test", drain_timeout_s=1.0)
+    operations = cluster.state.operations
+    with pytest.raises(OutcomeUnknown, match="is unknown: m0 does not act: m1") as unknown:
+        await operations.run(asked)
+    assert unknown.value.operation_id == asked.operation_id
+    assert operations.describe(asked.operation_id).result == "unknown"
 
 
 async def test_the_same_id_again_is_the_same_operation(cluster: Cluster) -> None:
@@ -80,12 +249,6 @@ async def test_an_operation_ends_by_its_deadline(cluster: Cluster) -> None:
     assert (await cluster.client.operation("op"))["result"] == "failed"
 
 
-async def test_bad_terms_are_a_400(cluster: Cluster) -> None:
-    for body in ({"operation_id": "a b"}, {"operation_id": "x" * 200}, {"deadline_s": "soon"}):
-        answer = await request(cluster.transport, "POST", "/instances/p0/resume", body)
-        assert answer.status_code == 400, body
-
-
 async def test_an_operation_that_the_monitor_did_not_survive_is_unknown(start: Start) -> None:
     first: Cluster = await start(silence_s=5.0)  # the workers are on its loop: while it stalls they cannot beat
     worker, _ = await first.workers(p0=Role.PREFILL, p1=Role.PREFILL)
@@ -98,7 +261,7 @@ async def test_an_operation_that_the_monitor_did_not_survive_is_unknown(start: S
     first.state.store.put = lambda *_, **__: None  # type: ignore[method-assign]
     await first.stop()
     second: Cluster = await start()
-    await until(lambda: second.state.audit.find("op"), "audit read back", timeout_s=30)
+    await until(lambda: second.state.operation_log.find("op"), "audit read back", timeout_s=30)
     row = await second.client.operation("op")
     assert (row["result"], row["code"]) == ("unknown", OutcomeUnknown.code)
 
@@ -162,3 +325,89 @@ async def _answers(client: MonitorClient) -> bool:
         return bool(await client.call("GET", "/health"))
     except PolyphaseError:
         return False
+
+
+STEADY = {"silence_s": 5.0}  # the workers are on the monitor's loop: while it stalls they cannot beat
+
+IDLE = {"policies": {"role_flip": {"name": "idle", "for_s": 0.3}}, "role_flip_period_s": 0.05, **STEADY}
+
+STEPS = [(1, 5.0), (2, 5.0), (3, 6.0), (4, 6.0)]  # revisions, and the policy's for_s
+
+EMPTY, FULL = InstanceLoad(free_blocks=1000), InstanceLoad(free_blocks=100)
+
+
+async def test_an_idle_instance_flips_by_itself_and_the_audit_says_why(start: Start) -> None:
+    cluster: Cluster = await start(**IDLE)
+    p0, p1, d0 = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
+    p0.loads[Role.DECODE] = FULL  # else it flips back when it has been idle again
+    p0.load, p1.load, d0.load = EMPTY, FULL, FULL
+    await cluster.wait_ready("p0", Role.DECODE)
+    assert (p0.calls, p1.calls, d0.calls) == (["drain", "flip", "resume"], [], [])
+    await until(lambda: cluster.state.operation_log.newest(1)[0].result == "succeeded", "audited")
+    (entry,) = await cluster.client.flips()
+    assert (entry["kind"], entry["who"], entry["to_role"]) == ("flip", "role_flip:idle", "decode")
+    assert entry["why"].startswith("role_flip:idle (load_share 0.0, idle_s 0.3")
+    (event,) = await cluster.client.events(kind="policy_flip")
+    assert event["text"] == f"prefill → decode by role_flip:idle: {entry['why']}"
+
+
+async def test_a_flip_that_fails_is_tried_again(start: Start) -> None:
+    cluster: Cluster = await start(**IDLE)
+    p0, p1, d0 = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
+    p0.load, p1.load, d0.load = EMPTY, FULL, FULL
+    p0.fail_flip = True
+    await until(lambda: len(cluster.state.operation_log.newest(9)) >= 2, "two attempts")
+    p0.fail_flip = False
+    await cluster.wait_ready("p0", Role.DECODE)
+    assert cluster.state.operation_log.newest(9)[-1].error == "the engine is stuck"
+
+
+async def test_another_policy_holds_from_the_next_step_on_and_begins_anew(start: Start) -> None:
+    """Off, then idle for half a minute: an idleness of before does not count; then idle at once; then off again."""
+    cluster: Cluster = await start(role_flip_period_s=0.02, **STEADY)
+    p0, p1, d0 = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
+    p0.load, p1.load, d0.load = EMPTY, FULL, FULL
+    await cluster.client.set_policies({"role_flip": PolicySpec("idle", {"for_s": 30.0})})
+    await cluster.client.set_policies({"role_flip": PolicySpec("idle", {"for_s": 0.05})})
+    await cluster.wait_ready("p0", Role.DECODE)
+    held_s = float(str(cluster.state.operation_log.newest(9)[-1].why).partition("idle_s ")[2].partition(",")[0])
+    assert held_s < 30.0
+    await cluster.client.set_policies({"role_flip": None})
+    await until(lambda: not any(one.operation for one in cluster.state.registry.all()), "what was under way has ended")
+    flips = len(cluster.state.operation_log.newest(9))
+    p0.load, p1.load, d0.load = FULL, FULL, EMPTY
+    sequence = cluster.views[-1].sequence
+    await until(lambda: cluster.views[-1].sequence > sequence + 10, "steps have passed")
+    assert len(cluster.state.operation_log.newest(9)) == flips
+
+
+def test_a_policy_that_stays_keeps_what_it_remembers() -> None:
+    asked: list[FlipState] = []
+
+    class Policy(IdleFlip):
+        def step(
+            self, state: FlipState, view: ClusterView, now: float, seen: Seen = NOTHING
+        ) -> tuple[FlipState, FlipDecision | None]:
+            asked.append(state)
+            return FlipState({"held": float(len(asked))}), None
+
+    views = [ClusterView(n, 0.0, (), PolicySet(n, role_flip=PolicySpec("idle", {"for_s": s}))) for n, s in STEPS]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry.ROLE_FLIP, "idle", Policy)
+        auto = PolicyController(lambda: views.pop(0), Seen)
+        asyncio.run(_steps(auto, len(STEPS)))
+    assert [state.since.get("held") for state in asked] == [None, 1.0, None, 3.0]
+
+
+async def _steps(auto: PolicyController, count: int) -> None:
+    for _ in range(count):
+        auto.propose()
+
+
+def test_an_unknown_policy_stops_the_start() -> None:
+    with pytest.raises(InvalidRequest, match="role_flip: unknown role flip policy 'lazy'; known: idle, off, p"):
+        create_app(MonitorSettings(policies={"role_flip": "lazy"}))
+
+
+def test_reasons_in_words() -> None:
+    assert in_words([Reason("a", {"x": 1.5, "y": "z"}), Reason("b", {"n": 2})]) == "a (x 1.5, y z); b (n 2)"

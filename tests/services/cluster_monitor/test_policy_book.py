@@ -16,6 +16,7 @@ from shared.domain.instance import Role
 from shared.domain.policies import KINDS, PolicySet
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest, Unavailable
+from shared.wire.api import SchedulerNews
 from shared.wire.messages import Heartbeat
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.control_plane import request, sqlite, text, until
@@ -31,7 +32,7 @@ async def recalled(start: Start, **changes: Any) -> Cluster:
 
 
 async def answered(cluster: Cluster) -> None:
-    await until(lambda: cluster.state.policies.policies.revision > 0, "the database has answered", timeout_s=20)
+    await until(lambda: cluster.policies.revision > 0, "the database has answered", timeout_s=20)
 
 
 def named(policies: PolicySet) -> dict[str, str]:
@@ -41,7 +42,7 @@ def named(policies: PolicySet) -> dict[str, str]:
 async def test_the_files_hold_over_the_suites_defaults_and_are_broadcast(start: Start) -> None:
     cluster = await recalled(start, policies=FILE)
     wanted = {**named(PolicySet()), "placement": "least_load", "prefill_order": "sjf"}
-    await until(lambda: cluster.views and cluster.views[-1].policies == cluster.state.policies.policies, "broadcast")
+    await until(lambda: cluster.views and cluster.views[-1].policies == cluster.policies, "broadcast")
     assert named(cluster.views[-1].policies) == wanted
     answer = await cluster.client.policies()
     assert {kind: one["name"] for kind, one in answer["policies"].items()} == wanted
@@ -58,11 +59,11 @@ async def test_the_files_hold_over_the_suites_defaults_and_are_broadcast(start: 
 
 async def test_a_change_is_broadcast_at_once_kept_and_told_as_an_event(start: Start) -> None:
     cluster = await recalled(start, policies=FILE, broadcast_period_s=30.0)
-    before = cluster.state.policies.policies
+    before = cluster.policies
     answer = await cluster.client.set_policies({"split": HALF, "step_budget": PolicySpec("off")}, who="anna")
     await until(lambda: cluster.views and cluster.views[-1].policies.split == HALF, "broadcast before its period ends")
     now = cluster.views[-1].policies
-    assert (now.revision, answer["revision"]) == (cluster.state.policies.policies.revision, now.revision)
+    assert (now.revision, answer["revision"]) == (cluster.policies.revision, now.revision)
     assert now.revision > before.revision
     assert now == msgspec.structs.replace(before, revision=now.revision, split=HALF, step_budget=PolicySpec("off"))
     assert answer["policies"]["split"]["changed"]["who"] == "anna"
@@ -127,14 +128,14 @@ async def test_a_restarted_monitor_recalls_what_people_changed_and_no_more(start
     first = await recalled(start, policies=FILE)
     await first.client.set_policies({"split": HALF}, who="anna")
     kept = (await first.client.policies())["policies"]
-    revision = first.state.policies.policies.revision
+    revision = first.policies.revision
     await first.stop()
     same = await recalled(start, policies=FILE)
     assert (await same.client.policies())["policies"] == kept
-    assert same.state.policies.policies.revision == revision
+    assert same.policies.revision == revision
     await same.stop()
     other = await recalled(start, policies={"placement": "prefix", "split": "none"})
-    now = other.state.policies.policies
+    now = other.policies
     assert now.revision > revision
     assert (now.placement.name, now.split, now.prefill_order.name) == ("prefix", HALF, "fcfs")
     await until(lambda: len(other.state.events.newest(9, kinds=(EventKind.POLICIES_CHANGED,))) == 2, "events recalled")
@@ -159,12 +160,12 @@ async def test_changes_during_restarts_are_kept_or_refused(start: Start) -> None
         await answered(cluster)
         if not taken:
             await cluster.client.set_policies({"split": PolicySpec("fraction", {"fraction": number / 10})})
-        now = cluster.state.policies.policies
+        now = cluster.policies
         assert now.revision > done
         done = now.revision
         await cluster.stop()
     last = await recalled(start)
-    assert last.state.policies.policies == now
+    assert last.policies == now
 
 
 async def test_while_the_database_is_away_nothing_is_changed_and_what_is_followed_stays(
@@ -222,10 +223,10 @@ async def test_a_removed_database_is_told_again(start: Start, tmp_path: Path) ->
             return False
 
     await until(there, "the row is there again", timeout_s=20)
-    revision = cluster.state.policies.policies.revision
+    revision = cluster.policies.revision
     await cluster.stop()
     again = await recalled(start)
-    assert (again.state.policies.policies.split, again.state.policies.policies.revision) == (HALF, revision)
+    assert (again.policies.split, again.policies.revision) == (HALF, revision)
 
 
 async def test_what_another_version_wrote_is_left_out_and_the_revision_still_rises(
@@ -233,18 +234,18 @@ async def test_what_another_version_wrote_is_left_out_and_the_revision_still_ris
 ) -> None:
     first = await recalled(start)
     await first.client.set_policies({"split": HALF, "placement": PolicySpec("prefix")}, who="anna")
-    revision = first.state.policies.policies.revision
+    revision = first.policies.revision
     await first.stop()
     _rewrite(tmp_path, lambda content: content.replace('"fraction"', '"of tomorrow"'))
     second = await recalled(start)
-    now = second.state.policies.policies
+    now = second.policies
     assert (now.split.name, now.placement.name) == ("adaptive", "prefix")
     assert now.revision > revision
     await second.stop()
     _rewrite(tmp_path, lambda _: "[]")
     third = await recalled(start)
-    assert third.state.policies.policies.placement.name == "adaptive"
-    assert third.state.policies.policies.revision > now.revision
+    assert third.policies.placement.name == "adaptive"
+    assert third.policies.revision > now.revision
 
 
 def _rewrite(folder: Path, change: Any) -> None:
@@ -256,19 +257,19 @@ def _rewrite(folder: Path, change: Any) -> None:
 async def test_the_revision_rises_also_where_the_database_was_lost(start: Start, tmp_path: Path) -> None:
     first = await recalled(start)
     await first.client.set_policies({"split": HALF})
-    revision = first.state.policies.policies.revision
+    revision = first.policies.revision
     await first.stop()
     second = await recalled(start, database_url=sqlite(tmp_path / "another"))
-    assert second.state.policies.policies.revision > revision
+    assert second.policies.revision > revision
 
 
 async def test_who_follows(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = await recalled(start)
     worker, _ = await cluster.workers(p0=Role.PREFILL, d0=Role.DECODE)
-    revision = cluster.state.policies.policies.revision
-    await cluster.client.scheduler_news("s0", revision, "")
-    await cluster.client.scheduler_news("s1", revision - 1, "unknown split policy")
-    await cluster.client.scheduler_news("s2", revision, "a newer one is not known")
+    revision = cluster.policies.revision
+    await cluster.client.scheduler_news("s0", SchedulerNews(revision))
+    await cluster.client.scheduler_news("s1", SchedulerNews(revision - 1, "unknown split policy"))
+    await cluster.client.scheduler_news("s2", SchedulerNews(revision, "a newer one is not known"))
     worker.policies = (revision, "")
     await until(lambda: cluster.state.registry.get("p0").policies_revision == revision, "heard")
     told = {one["name"]: one for one in (await cluster.client.policies())["followers"]}

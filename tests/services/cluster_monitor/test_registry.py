@@ -1,42 +1,31 @@
+"""What heartbeats make of a record."""
+
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
 import msgspec
 import pytest
 
-from services.cluster_monitor.edge import (
-    ChunkedIn,
-    CompatibilityIn,
-    GeometryIn,
-    HuaweiIn,
-    PartialPrefillIn,
-    RatesIn,
-    Registration,
-)
-from shared.domain.instance import Compatibility, InstanceInfo, InstanceState, KvGeometry, Role
-from shared.domain.rates import UNKNOWN_STEPS, ChunkedCost, HuaweiCost, LinkRate, PartialPrefillCost, Rates
+from services.cluster_monitor.edge import Registration
+from services.cluster_monitor.registry import UNDER_WAY_S, Record, check
+from shared.domain.instance import InstanceInfo, InstanceLoad, InstanceState, Promised, Role
+from shared.domain.rates import UNKNOWN_STEPS, ChunkedCost, LinkRate, PartialPrefillCost, Rates
 from shared.errors import Conflict, Incompatible, InvalidRequest, NotFound, WireVersionMismatch
 from shared.runtime.wire_version import OURS, WireVersions
 from shared.store.reading import read_instances
+from shared.wire.api import SchedulerNews
+from shared.wire.messages import Heartbeat
 from tests.ports import free_address
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.control_plane import request, text, until
-from tests.services.fake_worker import FIT, fake_worker, make_info
+from tests.services.fake_worker import FIT, GEOMETRY, fake_worker, make_info
 
 OTHER = msgspec.structs.replace(FIT, fingerprint="fp-2")
 
 
-@pytest.mark.parametrize(
-    ("edge", "domain", "extra"),
-    [
-        (Registration, InstanceInfo, {"role"}),
-        (CompatibilityIn, Compatibility, set()),
-        (GeometryIn, KvGeometry, set()),
-        (RatesIn, Rates, set()),
-        (PartialPrefillIn, PartialPrefillCost, set()),
-        (ChunkedIn, ChunkedCost, set()),
-        (HuaweiIn, HuaweiCost, set()),
-    ],
-)
-def test_the_edge_mirrors_the_domain(edge: type, domain: type, extra: set[str]) -> None:
-    assert set(edge.model_fields) == set(domain.__struct_fields__) | extra  # type: ignore[attr-defined]
+def test_the_edge_mirrors_the_domain() -> None:
+    assert set(Registration.model_fields) == {*InstanceInfo.__struct_fields__, "role"}
 
 
 async def test_an_instance_joins_and_is_broadcast_as_ready(cluster: Cluster) -> None:
@@ -55,9 +44,7 @@ async def test_an_instance_joins_and_is_broadcast_as_ready(cluster: Cluster) -> 
 
 
 async def test_the_first_sets_the_model_until_the_last_has_left(cluster: Cluster) -> None:
-    async with fake_worker(
-        make_info("p0", free_address()), Role.PREFILL, cluster.settings.heartbeat_address, cluster.client
-    ):
+    async with cluster.mortal("p0", Role.PREFILL):
         with pytest.raises(Incompatible, match="'fp-2', the cluster has 'fp-1'"):
             await cluster.client.register(make_info("x", free_address(), compatibility=OTHER), Role.DECODE)
         await cluster.wait_ready("p0", Role.PREFILL)
@@ -109,9 +96,7 @@ async def test_a_clock_that_went_back_keeps_nobody_out(cluster: Cluster) -> None
 
 async def test_a_lost_connection_is_death_within_a_second(cluster: Cluster) -> None:
     await cluster.workers(p0=Role.PREFILL)
-    async with fake_worker(
-        make_info("d0", free_address()), Role.DECODE, cluster.settings.heartbeat_address, cluster.client
-    ):
+    async with cluster.mortal("d0", Role.DECODE):
         await cluster.wait_ready("d0", Role.DECODE)
     await until(lambda: cluster.views[-1].of("d0") is None, "d0 gone from the broadcast", timeout_s=1.0)
     assert cluster.seen("p0").state is InstanceState.READY
@@ -128,9 +113,7 @@ async def test_silence_is_unresponsive_and_the_next_heartbeat_ends_it(cluster: C
 
 
 async def test_the_dead_come_back_by_registering_and_can_be_forgotten(cluster: Cluster) -> None:
-    async with fake_worker(
-        make_info("d0", free_address()), Role.DECODE, cluster.settings.heartbeat_address, cluster.client
-    ):
+    async with cluster.mortal("d0", Role.DECODE):
         await cluster.wait_ready("d0", Role.DECODE)
         with pytest.raises(Conflict, match="only dead"):
             await cluster.client.forget("d0")
@@ -159,9 +142,12 @@ async def test_an_address_where_nobody_listens_ends_as_dead(start: Start) -> Non
         {"instance_id": "a b"},
         {"kv_endpoints": ["nonsense"]},
         {"rates": {"prefill": {"k_p": -1, "b_p": 0}}},
+        {"rates": {"link": {"bytes_s": 0}}},
+        {"compatibility": {**msgspec.to_builtins(FIT), "wire_version": 300}},
+        {"compatibility": {**msgspec.to_builtins(FIT), "geometry": {"layers": 0, "kv_heads": 1, "head_dim": 1}}},
         {"role": "boss"},
     ],
-    ids=lambda changes: next(iter(changes)),
+    ids=str,
 )
 async def test_nonsense_is_a_400(cluster: Cluster, changes: dict[str, object]) -> None:
     body = {**msgspec.to_builtins(make_info("p0", free_address())), "role": "prefill", **changes}
@@ -210,25 +196,20 @@ async def test_who_does_not_come_back_is_buried_in_the_database(start: Start) ->
     assert gone["death"] == "did not return when the monitor was restarted"
 
 
-async def test_learned_rates_are_broadcast(cluster: Cluster) -> None:
+async def test_learned_rates_and_a_chunk_size_that_an_instance_sets_are_broadcast(cluster: Cluster) -> None:
     (worker,) = await cluster.workers(p0=Role.PREFILL)
     learned = Rates(step=UNKNOWN_STEPS, link=LinkRate(1e9, 0.001, {"slow": 1e6}))
-    worker.rates = learned
-    await until(lambda: cluster.seen("p0").info.rates == learned, "learned rates in the broadcast")
-    worker.rates = None
+    worker.rates, worker.chunk_size = learned, 640
+
+    def broadcast() -> bool:
+        info = cluster.seen("p0").info
+        return bool((info.rates, info.chunk_size) == (learned, 640))
+
+    await until(broadcast, "both are broadcast")
+    worker.rates, worker.chunk_size = None, 0  # as of a worker that does not report them
     sequence = cluster.views[-1].sequence
     await until(lambda: cluster.views[-1].sequence > sequence + 5, "broadcasts go on")
-    assert cluster.seen("p0").info.rates == learned
-
-
-async def test_a_chunk_size_that_an_instance_sets_itself_is_broadcast(cluster: Cluster) -> None:
-    (worker,) = await cluster.workers(p0=Role.PREFILL)
-    worker.chunk_size = 640
-    await until(lambda: cluster.seen("p0").info.chunk_size == 640, "the chunk size in the broadcast")
-    worker.chunk_size = 0  # as of a worker that does not tell
-    sequence = cluster.views[-1].sequence
-    await until(lambda: cluster.views[-1].sequence > sequence + 5, "broadcasts go on")
-    assert cluster.seen("p0").info.chunk_size == 640
+    assert broadcast()
 
 
 async def test_fields_of_a_later_release_are_ignored(cluster: Cluster) -> None:
@@ -245,11 +226,97 @@ async def test_services_of_an_incompatible_wire_version_are_refused(
     monkeypatch.setattr("shared.wire.clients.http.OURS", other)
     for call in (
         cluster.client.register(make_info("p0", free_address()), Role.PREFILL),
-        cluster.client.scheduler_news("s0", 0, ""),
+        cluster.client.scheduler_news("s0", SchedulerNews(0)),
     ):
         with pytest.raises(WireVersionMismatch, match=f"wire_version {other.version} .* wire_version {OURS.version} "):
             await call
     assert await cluster.client.instances() == []
     monkeypatch.setattr("shared.wire.clients.http.OURS", WireVersions(OURS.version + 1, OURS.version))
     await cluster.client.register(make_info("p0", free_address()), Role.PREFILL)
-    await cluster.client.scheduler_news("s0", 0, "")
+    await cluster.client.scheduler_news("s0", SchedulerNews(0))
+
+
+MEMBER = make_info("old", "tcp://127.0.0.1:1")
+
+
+def newcomer(**changes: Any) -> Any:
+    return make_info("new", "tcp://127.0.0.1:2", compatibility=msgspec.structs.replace(FIT, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"fingerprint": "fp-2"}, "fingerprint is 'fp-2', the cluster has 'fp-1'"),
+        ({"engine_version": "0.2"}, "engine_version is '0.2', the cluster has '0.1.0'"),
+        ({"wire_version": 2}, "wire_version is 2, the cluster has 1"),
+        ({"geometry": msgspec.structs.replace(GEOMETRY, layers=7)}, "geometry.layers is 7, the cluster has 6"),
+        ({"geometry": msgspec.structs.replace(GEOMETRY, kv_heads=8)}, "geometry.kv_heads is 8"),
+        ({"geometry": msgspec.structs.replace(GEOMETRY, head_dim=8)}, "geometry.head_dim is 8"),
+        ({"engine": "vllm", "fingerprint": "fp-2"}, "fingerprint is 'fp-2'"),
+    ],
+)
+def test_a_refusal_names_the_field_and_both_values(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(Incompatible, match="new does not fit this cluster") as caught:
+        check(newcomer(**changes), [MEMBER])
+    assert says in caught.value.message
+    assert "as old has it" in caught.value.message
+
+
+def test_wire_versions_that_speak_with_each_other_are_let_in() -> None:
+    check(newcomer(wire_version=2, min_wire_version=1), [MEMBER])
+    with pytest.raises(Incompatible, match="min_wire_version is 2, the cluster has 0"):
+        check(newcomer(wire_version=3, min_wire_version=2), [MEMBER])
+
+
+def test_all_differences_are_named_at_once() -> None:
+    with pytest.raises(Incompatible) as caught:
+        check(newcomer(fingerprint="fp-2", wire_version=9), [MEMBER])
+    assert "fingerprint" in caught.value.message
+    assert "wire_version" in caught.value.message
+
+
+def test_engines_may_mix_where_the_model_agrees() -> None:
+    check(newcomer(engine="vllm", engine_version="0.32.0"), [MEMBER])
+
+
+def test_layout_and_precision_may_differ() -> None:
+    other = make_info("new", "tcp://127.0.0.1:2", dtype="float32", block_size=128, tensor_parallel=2, max_model_len=99)
+    check(other, [MEMBER])
+
+
+def test_the_first_may_be_anything_but_what_the_settings_exclude() -> None:
+    check(newcomer(fingerprint="other"), [])
+    with pytest.raises(Incompatible, match="the settings pin 'fp-1'"):
+        check(newcomer(fingerprint="other"), [], fingerprint="fp-1")
+
+
+def record(**more: Any) -> Record:
+    return Record(
+        make_info("p0", "tcp://a:1"), Role.PREFILL, cast(Any, SimpleNamespace(connected=True)), 0.0, 0.0, **more
+    )
+
+
+def beat(draining: bool) -> Heartbeat:
+    return Heartbeat("p0", 1, Role.PREFILL, draining, InstanceLoad())
+
+
+@pytest.mark.parametrize(("later_s", "draining"), [(0.01, False), (UNDER_WAY_S, True)])
+def test_a_heartbeat_from_before_a_resume_does_not_undo_it(later_s: float, draining: bool) -> None:
+    resumed = record(resumed_mono=10.0)
+    resumed.apply(beat(draining=True), 10.0 + later_s)
+    assert resumed.draining is draining
+
+
+def test_one_that_was_not_resumed_drains_at_once() -> None:
+    one = record()
+    one.apply(beat(draining=True), 0.0)
+    assert one.draining
+    one.apply(beat(draining=False), 0.0)
+    assert not one.draining
+
+
+def test_decodes_that_are_promised_to_an_instance_are_part_of_what_http_shows() -> None:
+    one = record()
+    one.load = InstanceLoad(time_s=1.0, promised=(Promised(7, 100, 20),))
+    (promised,) = json.loads(json.dumps(one.describe()))["load"]["promised"]
+    assert (promised["mark"], promised["decode_tokens"], promised["answer_tokens"]) == (7, 100, 20)

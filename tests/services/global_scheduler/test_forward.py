@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from structlog.testing import capture_logs
 
-from services.global_scheduler.forward import BATCH, SENDS, Batch, Forwarder, ForwardMetrics, Waiting, deliver
+from services.global_scheduler.forward import BATCH, SENDS, Batch, ForwardMetrics, Waiting, deliver, post_all
 from shared.errors import InvalidRequest, Unavailable
 from shared.wire.clients.http import JsonClient
 
@@ -106,7 +106,7 @@ async def test_an_item_that_cannot_be_encoded_costs_nothing_but_itself() -> None
     for number in range(10):
         waiting.add({"n": number, "ttft_s": math.inf if number == 3 else 1.0})
     client = JsonClient("http://monitor", transport=httpx.MockTransport(answer))
-    await Forwarder(waiting, client, "/outcomes").step()
+    await post_all(waiting, client, "/outcomes")
     assert taken == [n for n in range(10) if n != 3]
     assert not waiting
     assert 'forward_dropped_total{cause="refused",to="monitor"} 1.0' in generate_latest(registry).decode()

@@ -33,7 +33,7 @@ async def test_live_decisions_are_made_again(start: Start, tmp_path: Path) -> No
     with pytest.raises(Unavailable):
         await scheduler.client.place(job(0, rng), timeout_s=5)
     await scheduler.hear(**CLUSTER)
-    scheduler.state.placer.tell("p1", PrefixDelta(1, 0, added=[7, 8, 9], starts=True))
+    scheduler.state.placer.apply_prefixes("p1", PrefixDelta(1, 0, added=[7, 8, 9], starts=True))
     for number in range(120):
         await scheduler.client.place(job(number, rng), exclude=("d1",) if number % 7 == 0 else (), timeout_s=5)
         if number % 3 == 0:
@@ -46,7 +46,7 @@ async def test_live_decisions_are_made_again(start: Start, tmp_path: Path) -> No
             await scheduler.follow(split=PolicySpec("adaptive"), dispatch=PolicySpec("adaptive"))
             await scheduler.follow(split=PolicySpec("of another version"))
         if number == 90:
-            scheduler.state.placer.forget("p1")
+            scheduler.state.placer.forget_prefixes("p1")
     await scheduler.client.report([report("j1")], timeout_s=5)
 
     pairs = list(replay(flushed(scheduler.state.placer._journal, file)))
@@ -118,7 +118,7 @@ def test_a_full_log_stops_and_says_so_and_half_an_entry_is_left_out(tmp_path: Pa
     with capture_logs() as logs, Journal(file, 400) as journal:
         for number in range(100):
             journal.add(Begun(number))
-    assert [entry["event"] for entry in logs] == ["the decision log is full; decisions are logged no more"]
+    assert [entry["event"] for entry in logs] == ["the decision log is full; decisions are no longer logged"]
     whole = list(read(file))
     assert [entry.seed for entry in whole if isinstance(entry, Begun)] == list(range(len(whole)))
     assert file.stat().st_size <= 400
@@ -140,4 +140,4 @@ def test_a_disk_that_takes_no_more_fails_no_request() -> None:
     with capture_logs() as logs, Journal(Path("/dev/full"), 1 << 20) as journal:
         for number in range(2000):
             journal.add(Begun(number))
-    assert [entry["event"] for entry in logs] == ["decisions are logged no more"]
+    assert [entry["event"] for entry in logs] == ["decisions are no longer logged"]

@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.global_scheduler.forward import Forwarder, ForwardMetrics, Waiting
+from services.global_scheduler.forward import ForwardMetrics, Waiting, post_all
+from services.global_scheduler.reports import outcome_of
 from shared.domain.instance import Role
-from shared.domain.job import JobView, LengthPrediction, Phase, Slo
+from shared.domain.job import JobView, LengthPrediction, Loss, Phase, Slo
+from shared.domain.kv import TransferOutcome, TransferReport
 from shared.domain.prompt import PrefixDelta
-from shared.errors import NotFound
+from shared.errors import EngineFailed, InstancesLost, NotFound
 from shared.store.reading import read_request
+from shared.timeline import RequestTimeline, Span, SpanRecord
+from shared.wire.api import LostInstance
 from shared.wire.clients.http import JsonClient
+from shared.wire.messages import JobReport
 from tests.ports import free_port
 from tests.services.control_plane import request, text, until
 from tests.services.global_scheduler.conftest import Scheduler, Start, report
@@ -176,14 +181,13 @@ async def test_of_too_many_that_wait_the_oldest_are_dropped_and_counted() -> Non
     port, registry = free_port(), CollectorRegistry()
     async with JsonClient(f"http://127.0.0.1:{port}") as client:
         waiting = Waiting("predictor", ForwardMetrics(registry), capacity=10)
-        forwarder = Forwarder(waiting, client, "/v1/observations")
         for number in range(15):
-            forwarder.add({"number": number})
-        await forwarder.step()
+            waiting.add({"number": number})
+        await post_all(waiting, client, "/v1/observations")
         for number in range(15, 18):
-            forwarder.add({"number": number})
+            waiting.add({"number": number})
         async with json_sink(port) as taken:
-            await forwarder.step()
+            await post_all(waiting, client, "/v1/observations")
     assert [one["number"] for one in taken["/v1/observations"]] == list(range(8, 18))
     counts = generate_latest(registry).decode()
     assert 'polyphase_scheduler_forward_dropped_total{cause="full",to="predictor"} 8.0' in counts
@@ -217,5 +221,88 @@ async def test_series_of_instances_that_are_gone_are_bounded(
 async def test_the_setting_bounds_what_is_known_of_prefix_caches(start: Start) -> None:
     bounded: Scheduler = await start(prefix_blocks=100)
     placer = bounded.state.placer
-    assert placer.tell("p0", PrefixDelta(1, 0, added=list(range(500)), starts=True))
-    assert len(placer.prefixes) == 100
+    assert placer.apply_prefixes("p0", PrefixDelta(1, 0, added=list(range(500)), starts=True))
+    assert len(placer.decider.prefixes) == 100
+
+
+def ended(timeline: RequestTimeline) -> JobReport:
+    return JobReport("j", "gateway-0", Phase.COMPLETED, 10.0, 100, slo="chat", timeline=timeline)
+
+
+def test_time_before_the_first_token_is_told_by_itself() -> None:
+    spans = [
+        SpanRecord(Span.QUEUE, 10.0, 11.0),
+        SpanRecord(Span.PREFILL, 11.0, 13.0),
+        SpanRecord(Span.DECODE, 14.0, 20.0),
+    ]
+    spans.append(SpanRecord(Span.TRANSFER, 12.5, 14.0))  # beside the prefill, and beyond it
+    told = outcome_of(
+        ended(RequestTimeline("j", 10.0, first_token_s=13.0, ended_s=20.0, spans=spans)), Slo("chat"), 21.0
+    )
+    assert told.seconds == {"queue": 1.0, "prefill": 2.0, "decode": 6.0, "transfer": 1.5}
+    assert told.before_first == {"queue": 1.0, "prefill": 2.0, "transfer": 0.5}
+
+
+def test_without_a_first_token_all_of_it_was_before() -> None:
+    spans = [SpanRecord(Span.PLACEMENT, 10.0, 13.0)]
+    told = outcome_of(ended(RequestTimeline("j", 10.0, ended_s=13.0, spans=spans)), Slo("chat"), 21.0)
+    assert told.before_first == pytest.approx({"placement": 3.0})
+
+
+def test_faults_of_transfers_are_told_by_their_codes() -> None:
+    errors = ("unreachable: tcp://h:1: refused", "unreachable: h:2", "?")
+    moved = [TransferReport(TransferOutcome.RECOMPUTED, error=error) for error in errors]
+    moved += [TransferReport(TransferOutcome.PULLED, wire_bytes=500), TransferReport(TransferOutcome.LOCAL)]
+    told = outcome_of(ended(RequestTimeline("j", 10.0, transfers=moved)), Slo("chat"), 21.0)
+    assert (told.transfers, told.transfers_failed) == (4, 3)
+    assert told.transfer_bytes == 500
+    assert told.transfer_faults == {"unreachable": 2, "unknown": 1}
+
+
+def test_the_losses_of_a_request_that_was_refused_for_them_are_told() -> None:
+    losses = [Loss(3, "d0", 1), Loss(3, "d1", 1)]
+    refused = JobReport("j", "g", Phase.FAILED, 10.0, 100, outcome=InstancesLost.code, losses=losses)
+    assert outcome_of(refused, Slo("chat"), 21.0).losses == [LostInstance(3, "d0"), LostInstance(3, "d1")]
+    failed = JobReport("j", "g", Phase.FAILED, 10.0, 100, outcome=EngineFailed.code, losses=losses)
+    assert not outcome_of(failed, Slo("chat"), 21.0).losses
+
+
+async def test_first_placements_are_told_by_the_second(start: Start) -> None:
+    port = free_port()
+    scheduler: Scheduler = await start(monitor_url=f"http://127.0.0.1:{port}")
+    await scheduler.hear(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
+    async with json_sink(port) as taken:
+        await until(lambda: taken.get("demand"), "a second told", timeout_s=30)
+        assert {row["requests"] for row in taken["demand"]} == {0}
+        said = LengthPrediction(1, 100, 200, 0.9, "classifier")
+        slo = Slo("chat", 0.5, 0.1)
+        for number in range(3):
+            await scheduler.client.place(JobView(f"j{number}", 100, 500, slo, said), timeout_s=5)
+        await scheduler.client.place(
+            JobView("j0", 100, 500, slo, said), exclude=("p0",), timeout_s=5
+        )  # it failed there
+        await scheduler.client.report([report("j1", Phase.DECODE)], timeout_s=5)
+        await scheduler.client.place(JobView("j1", 130, 470, slo, said), timeout_s=5)  # it goes on elsewhere
+
+        def told() -> bool:
+            rows = taken["demand"]
+            return bool(sum(row["requests"] for row in rows) >= 3 and rows[-1]["requests"] == 0)
+
+        await until(told, "all told, and a second after them", timeout_s=30)
+    rows = taken["demand"]
+    assert sum(row["requests"] for row in rows) == 3
+    assert sum(row["prompt_tokens"] for row in rows) == 300.0
+    assert 3 * 100 < sum(row["output_tokens"] for row in rows) < 3 * 200
+    assert sum(row["per_ttft"] for row in rows) == 6.0
+    assert sum(row["split_least"] for row in rows) == 3.0  # split: full
+    assert {row["source"] for row in rows} == {"scheduler-0"}
+    seconds = [row["second"] for row in rows]
+    assert seconds == list(range(seconds[0], seconds[0] + len(seconds)))
+
+
+async def test_a_quiet_scheduler_tells_of_several_seconds_at_once(start: Start) -> None:
+    port = free_port()
+    await start(monitor_url=f"http://127.0.0.1:{port}")
+    async with json_sink(port) as taken:
+        await until(lambda: len(taken.get("demand", ())) >= 7, "seven seconds told", timeout_s=60)
+    assert len(taken["revision"]) <= len(taken["demand"]) / 2 + 1  # each message tells of its policies

@@ -67,13 +67,13 @@ async def test_each_job_is_told_to_the_one_that_placed_it_and_its_work_is_settle
         tables = [await _phases(scheduler) for scheduler in (first, second)]
         assert all(len(table) >= 15 for table in tables)  # in turn
         assert not tables[0].keys() & tables[1].keys()
-        assert [len(s.state.placer.ledger) for s in (first, second)] == [len(table) for table in tables]
+        assert [len(s.state.placer.decider.ledger) for s in (first, second)] == [len(table) for table in tables]
         for each in (one, other):
             await each.finish(*list(each.jobs))
     after = [await _phases(scheduler) for scheduler in (first, second)]
     assert [set(table.values()) for table in after] == [{"completed"}, {"completed"}]
     assert [table.keys() for table in after] == [table.keys() for table in tables]
-    assert [len(s.state.placer.ledger) for s in (first, second)] == [0, 0]
+    assert [len(s.state.placer.decider.ledger) for s in (first, second)] == [0, 0]
 
 
 async def test_a_job_that_is_placed_again_stays_with_its_scheduler(start: Start) -> None:
@@ -84,7 +84,7 @@ async def test_a_job_that_is_placed_again_stays_with_its_scheduler(start: Start)
         await one.begin("j")
         for _ in range(3):
             await one.schedulers.place(one.jobs["j"].view(), timeout_s=5)
-        assert sorted(len(s.state.placer.ledger) for s in (first, second)) == [0, 1]
+        assert sorted(len(s.state.placer.decider.ledger) for s in (first, second)) == [0, 1]
 
 
 async def test_a_gateway_that_is_killed_leaves_no_open_job(start: Start) -> None:
@@ -117,7 +117,7 @@ async def test_a_gateway_that_is_killed_leaves_no_open_job(start: Start) -> None
         await until(settled, "the victim's jobs are lost", timeout_s=30)
         both = {**await _phases(first), **await _phases(second)}
         assert {both["mine-0"], both["mine-1"]} == {"decode"}
-        assert sum(len(s.state.placer.ledger) for s in (first, second)) == 2
+        assert sum(len(s.state.placer.decider.ledger) for s in (first, second)) == 2
 
         async def stored() -> bool:
             rows = await _rows(first.settings.database_url)

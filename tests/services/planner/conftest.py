@@ -19,6 +19,7 @@ from services.planner.settings import PlannerSettings
 from shared.domain.demand import DemandSecond
 from shared.domain.instance import Role
 from shared.domain.rates import LinkRate, Rates, StepForm, StepRates
+from shared.wire.api import SchedulerNews
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.planner import PlannerClient
 from tests.ports import free_address, free_port
@@ -31,7 +32,7 @@ KNOWN = Rates(step=StepRates(FORM, FORM, FORM), link=LinkRate(1e9))
 LONG, SHORT = (1500.0, 10.0), (100.0, 150.0)  # prompt and output tokens
 
 
-def asked(count: int, rate: int, lengths: tuple[float, float]) -> list[dict[str, Any]]:
+def asked(count: int, rate: int, lengths: tuple[float, float]) -> list[DemandSecond]:
     """What one scheduler tells of the last so many seconds, `rate` requests in each."""
     n, last, (prompt, output) = rate, int(time.time()), lengths
     sums = {
@@ -46,7 +47,7 @@ def asked(count: int, rate: int, lengths: tuple[float, float]) -> list[dict[str,
         "split_least": n * 1.0,
         "split_most": n * 1.0,
     }
-    return [msgspec.to_builtins(DemandSecond("s0", last - at, n, **sums)) for at in range(count, 0, -1)]
+    return [DemandSecond("s0", last - at, n, **sums) for at in range(count, 0, -1)]
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Watched:
 
     async def ask(self, count: int, rate: int, lengths: tuple[float, float]) -> None:
         """Clients ask for that; ends when the planner knows."""
-        await self.monitor.scheduler_news("s0", 0, "", demand=asked(count, rate, lengths))
+        await self.monitor.scheduler_news("s0", SchedulerNews(0, demand=asked(count, rate, lengths)))
         await until(lambda: self.state.watch.demand is not None, "a profile", 20.0)
 
     async def proposal(self, *states: str, timeout_s: float = 20.0) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import zmq
 
-from services.global_scheduler import wiring
-from services.global_scheduler.wiring import PrefixWatch
+from services.global_scheduler import prefixes
+from services.global_scheduler.prefixes import PrefixWatch
 from shared.domain.instance import ClusterView, InstanceInfo, InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.prompt import BLOCK_TOKENS, PrefixDelta, block_hashes
@@ -34,16 +34,16 @@ class Sink:
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
 
-    def tell(self, instance_id: str, delta: PrefixDelta) -> bool:
+    def apply_prefixes(self, instance_id: str, delta: PrefixDelta) -> bool:
         return self._index.apply(instance_id, delta)
 
-    def forget(self, instance_id: str) -> None:
+    def forget_prefixes(self, instance_id: str) -> None:
         self._index.forget(instance_id)
 
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wiring, "RETRY_S", 0.05)
+    monkeypatch.setattr(prefixes, "RETRY_S", 0.05)
 
 
 class Teller:
@@ -102,7 +102,7 @@ async def watching(curve: Curve | None = None) -> AsyncIterator[tuple[PrefixWatc
     sockets, index = Sockets(curve), PrefixIndex()
     try:
         with RpcClients(sockets) as clients:
-            watch = PrefixWatch(clients, Sink(index))
+            watch = PrefixWatch(clients, cast(Any, Sink(index)))
             try:
                 yield watch, index
             finally:
@@ -218,7 +218,7 @@ async def test_placement_uses_it_and_routes_say_so(start: Start) -> None:
         def told() -> bool:
             instances = (*view(*infos.values()).instances, decode)
             scheduler.publisher.publish(ClusterView(2, 0.0, instances, scheduler.policies))
-            return held(placer.prefixes, infos["p2"]) == 10
+            return held(placer.decider.prefixes, infos["p2"]) == 10
 
         await until(told, "the scheduler knows")
         route = await scheduler.client.place(job, timeout_s=5)
@@ -234,6 +234,6 @@ async def test_placement_uses_it_and_routes_say_so(start: Start) -> None:
 
         def untold() -> bool:
             scheduler.publisher.publish(ClusterView(3, 0.0, view(*infos.values()).instances, scheduler.policies))
-            return not placer.prefixes.known and not teller.calls
+            return not placer.decider.prefixes.known and not teller.calls
 
         await until(untold, "nobody wants to know any more")

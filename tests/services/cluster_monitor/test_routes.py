@@ -5,16 +5,21 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from services.cluster_monitor.app import create_app
 from services.cluster_monitor.history import Grid
-from shared.domain.instance import InstanceLoad, Role
+from services.cluster_monitor.routes import targets
+from services.cluster_monitor.settings import MonitorSettings, ScrapeTarget
+from shared.domain.instance import InstanceLoad, InstanceState, Role
 from shared.errors import InvalidRequest
 from tests.ports import free_address, free_port
 from tests.services.cluster_monitor.conftest import Cluster, Start
-from tests.services.control_plane import request, until
+from tests.services.control_plane import request, running, sqlite, until
 from tests.services.fake_worker import make_info
 
 NEWS = "/schedulers/s0/news"
@@ -28,28 +33,16 @@ def outcome(job_id: str, **changes: Any) -> dict[str, Any]:
     return {**base, **more, **spent, **changes}
 
 
-async def tell(cluster: Cluster, *outcomes: dict[str, Any], **more: Any) -> None:
-    body = {"revision": cluster.state.policies.policies.revision, "outcomes": list(outcomes), **more}
-    answer = await request(cluster.transport, "POST", NEWS, body)
-    assert answer.status_code == 200, answer.text
-
-
-async def get(cluster: Cluster, path: str) -> Any:
-    answer = await request(cluster.transport, "GET", path)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 async def verdict(cluster: Cluster) -> dict[str, Any]:
     cluster.state.judge._last = None  # no older than this
-    found: dict[str, Any] = await get(cluster, "/verdict")
+    found: dict[str, Any] = await cluster.get("/verdict")
     return found
 
 
 async def test_a_healthy_cluster_then_late_tokens_then_a_death(cluster: Cluster) -> None:
     worker, _, _ = await cluster.workers(p0=Role.PREFILL, d0=Role.DECODE, d1=Role.DECODE)
     assert (await verdict(cluster))["level"] == "idle"
-    await tell(cluster, *(outcome(f"a{n}") for n in range(10)), gateways={"gateway-0": 0.1})
+    await cluster.news(*(outcome(f"a{n}") for n in range(10)), gateways={"gateway-0": 0.1})
     good = await verdict(cluster)
     assert (good["level"], good["requests"], good["problems"]) == ("good", 10, [])
     chain = {link["stage"]: link for link in good["chain"]}
@@ -64,11 +57,11 @@ async def test_a_healthy_cluster_then_late_tokens_then_a_death(cluster: Cluster)
         "starting": 0,
         "missing": 0,
     }
-    await tell(cluster, *(outcome(f"b{n}", tpot_s=0.3) for n in range(10)))
+    await cluster.news(*(outcome(f"b{n}", tpot_s=0.3) for n in range(10)))
     late = await verdict(cluster)
     assert late["headline"] == "Degraded: TPOT met by 50 % (target 60 ms)"
     assert late["problems"][0]["stage"] == "decode"
-    await tell(cluster, *(outcome(f"c{n}", longest_gap_s=2.0, gaps_over=1) for n in range(20)))
+    await cluster.news(*(outcome(f"c{n}", longest_gap_s=2.0, gaps_over=1) for n in range(20)))
     paused = await verdict(cluster)
     assert "ITL met by 50 % (target 0.25 s)" in paused["headline"]
     await cluster.stack.aclose()
@@ -81,8 +74,8 @@ async def test_a_healthy_cluster_then_late_tokens_then_a_death(cluster: Cluster)
 
 async def test_what_failed_has_not_missed_a_target_as_well(cluster: Cluster) -> None:
     await cluster.workers(d0=Role.DECODE)
-    await tell(cluster, *(outcome(f"a{n}") for n in range(8)))
-    await tell(cluster, *(outcome(f"b{n}", phase="failed", code="deadline_exceeded") for n in range(4)))
+    await cluster.news(*(outcome(f"a{n}") for n in range(8)))
+    await cluster.news(*(outcome(f"b{n}", phase="failed", code="deadline_exceeded") for n in range(4)))
     found = await verdict(cluster)
     assert [one["what"] for one in found["problems"]] == ["errors"]
     assert found["headline"] == "Degraded: 33 % of requests failed (4 of 12)"
@@ -123,10 +116,10 @@ async def test_refusals_failures_and_predictions_are_counted(cluster: Cluster) -
         "code": "busy",
         "count": 30,
     }
-    await tell(cluster, refused, refused, *(outcome(f"a{n}", predicted="classifier") for n in range(10)))
-    await tell(cluster, *(outcome(f"b{n}", predicted="none") for n in range(30)))
-    await tell(
-        cluster, *(outcome(f"c{n}", failed=True, phase="failed", code="peer_lost", ttft_s=None) for n in range(2))
+    await cluster.news(refused, refused, *(outcome(f"a{n}", predicted="classifier") for n in range(10)))
+    await cluster.news(*(outcome(f"b{n}", predicted="none") for n in range(30)))
+    await cluster.news(
+        *(outcome(f"c{n}", failed=True, phase="failed", code="peer_lost", ttft_s=None) for n in range(2))
     )
     problems = {one["what"]: one for one in (await verdict(cluster))["problems"]}
     assert problems["refusals"]["text"] == "42 % of requests refused (30 of 72)"
@@ -138,17 +131,17 @@ async def test_refusals_failures_and_predictions_are_counted(cluster: Cluster) -
 
 async def test_gateways_and_schedulers_that_fall_silent_and_those_that_leave(cluster: Cluster) -> None:
     await cluster.workers(d0=Role.DECODE)
-    await tell(cluster, gateways={"gateway-0": 0.0, "gateway-1": 12.0})
+    await cluster.news(gateways={"gateway-0": 0.0, "gateway-1": 12.0})
     found = await verdict(cluster)
     assert found["headline"] == "Degraded: 1 of 2 gateways silent for 12 s"
-    await tell(cluster, gateways={"gateway-0": 0.0, "gateway-1": 12.5}, left=["gateway-1"])
+    await cluster.news(gateways={"gateway-0": 0.0, "gateway-1": 12.5}, left=["gateway-1"])
     assert (await verdict(cluster))["problems"] == []
-    await tell(cluster, gateways={"gateway-0": 0.0, "gateway-1": 13.0})  # told by one that has not heard of it
+    await cluster.news(gateways={"gateway-0": 0.0, "gateway-1": 13.0})  # told by one that has not heard of it
     assert (await verdict(cluster))["problems"] == []
     peers = cluster.state.judge.peers
     peers._schedulers["s0"] -= 11.0
     assert (await verdict(cluster))["problems"][0]["what"] == "scheduler_gone"
-    await tell(cluster, leaving=True)
+    await cluster.news(leaving=True)
     assert (await verdict(cluster))["problems"] == []
 
 
@@ -158,18 +151,14 @@ async def test_history_outlives_the_monitor(start: Start) -> None:
     await first.wait_ready("d0", Role.DECODE)
     fields = {"free_blocks": 250, "running": 4, "waiting": 2}
     refused = {"job_id": "r", "slo": "batch", "ended_s": time.time(), "phase": "refused", "code": "busy", "count": 3}
-    await tell(
-        first,
-        outcome("a"),
-        outcome("b", ttft_s=2.0, longest_gap_s=0.4, gaps_over=1),
-        outcome("c", phase="cancelled"),
-        refused,
+    await first.news(
+        outcome("a"), outcome("b", ttft_s=2.0, longest_gap_s=0.4, gaps_over=1), outcome("c", phase="cancelled"), refused
     )
     await until(lambda: first.state.registry.get("d0").load.time_s > 0, "a heartbeat")
     await until(lambda: first.state.judge is not None and first.store.ready.is_set(), "the database")
 
     async def seen() -> bool:
-        page = await get(first, "/history/instances?minutes=5&points=30")
+        page = await first.get("/history/instances?minutes=5&points=30")
         return "ready" in page["instances"].get("d0", {}).get("state", ())
 
     await until(seen, "d0 in the database", 10.0)
@@ -177,18 +166,18 @@ async def test_history_outlives_the_monitor(start: Start) -> None:
 
     second: Cluster = await start(load_sample_s=0.05)
     await until(lambda: second.store.ready.is_set(), "the database")
-    await tell(second, outcome("d"))
+    await second.news(outcome("d"))
     worker = await second.worker("p0", Role.PREFILL)
     worker.load = InstanceLoad(**fields)
     await until(lambda: second.seen("p0") and second.seen("p0").load.running == 4, "its load")
 
     async def written() -> bool:
-        page = await get(second, "/history?minutes=5&points=30")
+        page = await second.get("/history?minutes=5&points=30")
         return any(page["series"]["requests_per_s"]) and any(page["series"]["running"][-3:])
 
     # What is under way is written every ten samples.
     await until(written, "in the database", 10.0)
-    page = await get(second, "/history?minutes=5&points=30")
+    page = await second.get("/history?minutes=5&points=30")
     assert (page["step_s"], len(page["time_s"])) == (10, 30)
 
     def number(name: str, columns: dict[str, Any]) -> int:
@@ -215,12 +204,12 @@ async def test_history_outlives_the_monitor(start: Start) -> None:
     assert any(value and value > 0.05 for value in series["kv_used_prefill"] if value is not None)
     assert series["running"][0] is None  # nobody was there to see it
 
-    instances = (await get(second, "/history/instances?minutes=5&points=30"))["instances"]
+    instances = (await second.get("/history/instances?minutes=5&points=30"))["instances"]
     assert set(instances) == {"d0", "p0"}
     assert instances["p0"]["role"][-1] == "prefill" or instances["p0"]["role"][-2] == "prefill"
     assert "decode" in instances["d0"]["role"]
     assert {"ready", "dead"} & set(instances["d0"]["state"])  # the last of ten seconds, in which it may have left
-    one = (await get(second, "/history/instances?minutes=5&points=30&instance=p0"))["instances"]
+    one = (await second.get("/history/instances?minutes=5&points=30&instance=p0"))["instances"]
     assert set(one) == {"p0"}
     assert any(value for value in one["p0"]["running"] if value is not None)
     assert (await request(second.transport, "GET", "/history/instances?instance=nobody")).status_code == 404
@@ -231,8 +220,8 @@ async def test_flips_and_deaths_are_marks(cluster: Cluster) -> None:
     await cluster.client.flip("p0", who="anna")
     await cluster.stack.aclose()
     await until(lambda: cluster.state.events.newest(10, 0.0, (), "p1"), "p1 has died")
-    await until(lambda: any(e["kind"] == "death" for e in cluster.state.events.newest(10)), "a death")
-    marks = (await get(cluster, "/history"))["marks"]
+    await until(lambda: any(e.kind == "death" for e in cluster.state.events.newest(10)), "a death")
+    marks = (await cluster.get("/history"))["marks"]
     assert ("flip", "p0", "prefill → decode by anna") in [(m["kind"], m["instance_id"], m["text"]) for m in marks]
     assert "death" in {mark["kind"] for mark in marks}
 
@@ -289,7 +278,7 @@ async def instance_http(port: int, answers: dict[str, Any]) -> AsyncIterator[Non
 
 
 async def test_what_an_instance_tells_of_itself(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.cluster_monitor.routes.ASK_S", 0.3)
+    monkeypatch.setattr("services.cluster_monitor.routes.INSTANCE_TIMEOUT_S", 0.3)
     port = free_port()
     info = make_info("d0", free_address(), http=f"http://127.0.0.1:{port}")
     await cluster.worker("d0", Role.DECODE, info=info)
@@ -297,9 +286,9 @@ async def test_what_an_instance_tells_of_itself(cluster: Cluster, monkeypatch: p
     away = await request(cluster.transport, "GET", "/instances/d0/details")
     assert (away.status_code, away.json()["error"]["code"]) == (503, "unavailable")
     async with instance_http(port, {"/details": {"uptime_s": 5.0}, "/log?lines=2": {"lines": ["a", "b"]}}):
-        told = await get(cluster, "/instances/d0/details")
+        told = await cluster.get("/instances/d0/details")
         assert (told["uptime_s"], told["known"]["instance_id"], told["restarts"]) == (5.0, "d0", 0)
-        assert await get(cluster, "/instances/d0/log?lines=2") == {"lines": ["a", "b"]}
+        assert await cluster.get("/instances/d0/log?lines=2") == {"lines": ["a", "b"]}
         hanging = await request(cluster.transport, "GET", "/instances/d0/log?lines=3")
         assert (hanging.status_code, hanging.json()["error"]["code"]) == (504, "deadline_exceeded")
     assert (await request(cluster.transport, "GET", "/instances/x/details")).status_code == 404
@@ -313,17 +302,17 @@ async def test_what_an_instance_tells_of_itself(cluster: Cluster, monkeypatch: p
 
 async def test_events_of_one_instance_and_of_a_time(cluster: Cluster) -> None:
     await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL)
-    found = await get(cluster, "/events?instance=p0")
+    found = await cluster.get("/events?instance=p0")
     assert {event["instance_id"] for event in found} == {"p0"}
-    assert await get(cluster, f"/events?before={found[-1]['time_s']}&instance=p0") == []
-    last = await get(cluster, f"/events?before={found[0]['time_s'] + 1}&instance=p0&limit=1")
+    assert await cluster.get(f"/events?before={found[-1]['time_s']}&instance=p0") == []
+    last = await cluster.get(f"/events?before={found[0]['time_s'] + 1}&instance=p0&limit=1")
     assert last == found[:1]
     with pytest.raises(InvalidRequest):
         await cluster.client.flip("p0", operation_id="x y")
     await cluster.client.flip("p0", operation_id="op-1")
     refused = await request(cluster.transport, "POST", "/instances/p1/flip", {"operation_id": "op-2"})
     assert refused.status_code == 409  # the last of its role
-    (event,) = await get(cluster, "/events?kind=operation_refused")
+    (event,) = await cluster.get("/events?kind=operation_refused")
     assert (event["operation_id"], event["instance_id"]) == ("op-2", "p1")
 
 
@@ -331,9 +320,9 @@ async def test_what_became_of_plans_is_told_once(cluster: Cluster) -> None:
     event = {"event_id": "plan-1:plan_proposed", "kind": "plan_proposed", "text": "one more", "subject": "plan-1"}
     for _ in range(2):
         await cluster.client.happened(event)
-    (told,) = await get(cluster, "/events?kind=plan_proposed")
+    (told,) = await cluster.get("/events?kind=plan_proposed")
     assert (told["subject"], told["text"]) == ("plan-1", "one more")
-    with pytest.raises(InvalidRequest, match="nobody's to tell"):
+    with pytest.raises(InvalidRequest, match="only the monitor itself reports death"):
         await cluster.client.happened({**event, "kind": "death"})
 
 
@@ -341,12 +330,68 @@ async def test_a_change_of_the_verdict_is_an_event(cluster: Cluster, monkeypatch
     monkeypatch.setattr("services.cluster_monitor.situation.STEADY", 1)
     monkeypatch.setattr("services.cluster_monitor.situation.FRESH_S", 0.0)
     await cluster.workers(d0=Role.DECODE)
-    await tell(cluster, gateways={"gateway-0": 60.0})
+    await cluster.news(gateways={"gateway-0": 60.0})
     await until(lambda: cluster.state.events.newest(5, 0.0, ()), "events")
 
     def kinds() -> list[str]:
-        return [event["kind"] for event in cluster.state.events.newest(50)]
+        return [event.kind for event in cluster.state.events.newest(50)]
 
     await until(lambda: {"verdict", "gateway_gone"} <= set(kinds()), "told of")
-    await tell(cluster, gateways={"gateway-0": 0.0})
+    await cluster.news(gateways={"gateway-0": 0.0})
     await until(lambda: "gateway_returned" in kinds() and kinds().count("verdict") == 2, "told of its return")
+
+
+GATEWAYS = [ScrapeTarget(service="gateway", process=f"gateway-{n}", url=f"http://10.0.0.1:80{n}") for n in range(2)]
+
+
+def record(name: str, http: str) -> Any:
+    return cast(Any, SimpleNamespace(instance_id=name, info=SimpleNamespace(http=http)))
+
+
+def test_each_process_is_a_target_and_the_monitor_speaks_for_itself() -> None:
+    records = [record("d0", "http://10.0.0.2:8401"), record("a1", "https://10.0.0.3:8401")]
+    assert targets(GATEWAYS, records, "monitor:8200") == [
+        {"targets": ["10.0.0.1:800"], "labels": {"service": "gateway", "process": "gateway-0"}},
+        {"targets": ["10.0.0.1:801"], "labels": {"service": "gateway", "process": "gateway-1"}},
+        {"targets": ["monitor:8200"], "labels": {"service": "monitor", "process": "monitor"}},
+        {
+            "targets": ["10.0.0.3:8401"],
+            "labels": {"service": "worker", "process": "a1", "instance_id": "a1", "__scheme__": "https"},
+        },
+        {"targets": ["10.0.0.2:8401"], "labels": {"service": "worker", "process": "d0", "instance_id": "d0"}},
+    ]
+
+
+def test_monitors_that_it_was_told_of_are_all() -> None:
+    told = [ScrapeTarget(service="monitor", process=name, url=f"http://{name}:8200") for name in ("one", "standby")]
+    assert [group["targets"] for group in targets(told, (), "one:8200")] == [["one:8200"], ["standby:8200"]]
+
+
+async def test_dead_instances_are_told_of_and_forgotten_ones_are_not(cluster: Cluster) -> None:
+    async def told() -> list[str]:
+        groups = (await request(cluster.transport, "GET", "/sd/prometheus")).json()
+        return [group["labels"]["process"] for group in groups]
+
+    await cluster.workers(p0=Role.PREFILL, d0=Role.DECODE)
+    assert await told() == ["monitor", "d0", "p0"]
+    await cluster.stack.aclose()
+    for name in ("d0", "p0"):
+        await cluster.wait_state(name, InstanceState.DEAD)
+    assert await told() == ["monitor", "d0", "p0"]
+    await cluster.client.forget("d0")
+    assert await told() == ["monitor", "p0"]
+
+
+async def test_of_several_monitors_the_one_that_acts_tells(tmp_path: Path) -> None:
+    def settings(name: str) -> MonitorSettings:
+        addresses = {"heartbeat_address": free_address(), "broadcast_address": free_address()}
+        return MonitorSettings(monitor_id=name, lease_s=0.6, database_url=sqlite(tmp_path), **addresses)
+
+    first, other = create_app(settings("one")), create_app(settings("two"))
+    async with running(first) as acting:
+        await until(lambda: first.state.turns.state is not None, "it acts", timeout_s=20)
+        async with running(other) as standby:
+            told = await request(acting, "GET", "/sd/prometheus")
+            assert [group["labels"]["process"] for group in told.json()] == ["monitor"]
+            refused = await request(standby, "GET", "/sd/prometheus")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "standby")

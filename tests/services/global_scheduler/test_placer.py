@@ -127,7 +127,7 @@ async def test_policies_of_another_version_are_not_followed_and_it_says_so(sched
     with capture_logs() as logs:
         await scheduler.follow(split=PolicySpec("of tomorrow"), placement=PolicySpec("round_robin"))
         await scheduler.hear(**CLUSTER)  # again and again
-    assert [entry["event"] for entry in logs] == ["other policies are not followed"]
+    assert [entry["event"] for entry in logs] == ["newer policies are not followed"]
     followed = await scheduler.admin.policies()
     assert (followed["revision"], followed["placement"]["name"], followed["split"]["name"]) == (1, "least_load", "full")
     assert followed["trouble"].startswith("unknown split policy 'of tomorrow'; known: ")
@@ -169,7 +169,7 @@ async def test_work_counts_until_a_report_says_that_the_job_is_over(scheduler: S
     await scheduler.follow(placement=PolicySpec("workload", {"penalty": "linear"}))
     routes = {f"j{n}": await scheduler.client.place(job(n), timeout_s=5) for n in range(10)}
     assert Counter(route.decode.instance_id for route in routes.values() if route.decode) == {"d0": 5, "d1": 5}
-    ledger = scheduler.state.placer.ledger
+    ledger = scheduler.state.placer.decider.ledger
     assert len(ledger) == 10
     assert ledger.score("d0") == ledger.score("d1") > 0
     phases = (Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED, Phase.DECODE)
@@ -226,7 +226,7 @@ async def test_by_default_one_decision_is_for_all_three(start: Start) -> None:
 async def test_a_bound_decode_counts_until_its_gateway_says_that_it_has_come(start: Start) -> None:
     scheduler = await start(placement="least_load", split="fraction", dispatch="power_of_two")
     await scheduler.hear(**CLUSTER)
-    ledger = scheduler.state.placer.ledger
+    ledger = scheduler.state.placer.decider.ledger
     for number in range(3):
         route = await scheduler.client.place(job(number), timeout_s=5)
         assert route.decode is not None
@@ -243,4 +243,4 @@ async def test_answers_teach_their_lengths(scheduler: Scheduler) -> None:
         await scheduler.client.place(job(number), timeout_s=5)
     await scheduler.client.report([report(f"j{number}", output_tokens=7) for number in range(39)], timeout_s=5)
     await scheduler.client.report([report("j39", Phase.FAILED, output_tokens=999)], timeout_s=5)
-    assert scheduler.state.placer.ledger.answers.all.mean == pytest.approx(7.0)
+    assert scheduler.state.placer.decider.ledger.answers.all.mean == pytest.approx(7.0)

@@ -1,6 +1,7 @@
-"""The planner beside a running cluster: what it notices, proposes and has carried out, seen from outside."""
+"""Who is at work, lost or back, out of broadcasts; time is the test's own."""
 
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -9,11 +10,127 @@ from rich.console import Console
 
 from dashboard.plan import records
 from services.launcher import operate
-from shared.domain.instance import Role
+from services.planner import watch
+from services.planner.watch import LOST_KEPT, Presence
+from shared.domain.instance import ClusterView, InstanceState, InstanceView, Role
 from shared.domain.route import PolicySpec
 from shared.errors import Conflict, InvalidRequest, NotFound
+from shared.wire.api import SchedulerNews
 from tests.services.control_plane import until
+from tests.services.fake_worker import make_info
 from tests.services.planner.conftest import LONG, SHORT, Watched, Watching, asked
+
+READY, SILENT, DRAINING = InstanceState.READY, InstanceState.UNRESPONSIVE, InstanceState.DRAINING
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+
+    def time(self) -> float:
+        return self.now_s
+
+    monotonic = time
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    made = Clock()
+    monkeypatch.setattr(watch, "time", made)
+    return made
+
+
+def view(*states: tuple[str, InstanceState], generation: int = 1) -> ClusterView:
+    views = [
+        InstanceView(make_info(name, "tcp://x", generation=generation), Role.PREFILL, state) for name, state in states
+    ]
+    return ClusterView(1, 0.0, tuple(views))
+
+
+def lost(watched: Presence) -> list[str]:
+    return [one.instance_id for one in watched.lost]
+
+
+def test_who_is_gone_is_lost_at_once_and_told_once(clock: Clock) -> None:
+    watched = Presence(0.0)
+    assert watched.update(view(("a", READY), ("b", READY))) == []
+    watched.update(view(("a", READY)))
+    assert watched.take_lost() == {"b": 1_000.0}
+    watched.update(view(("a", READY)))
+    assert watched.take_lost() == {}
+    assert lost(watched) == ["b"]
+    assert watched.update(view(("a", READY), ("b", READY), generation=1)) == ["b"]
+    assert lost(watched) == []
+
+
+def test_a_silent_host_is_lost_after_a_moment(clock: Clock) -> None:
+    watched = Presence(0.0)
+    watched.update(view(("a", READY), ("b", READY)))
+    watched.update(view(("a", READY), ("b", SILENT)))
+    assert watched.take_lost() == {}
+    clock.now_s += watch.SILENT_S + 0.01
+    assert list(watched.take_lost()) == ["b"]
+    watched.update(view(("a", READY)))
+    assert watched.take_lost() == {}, "its end is no second loss"
+    assert lost(watched) == ["b"]
+
+
+def test_one_that_goes_silent_and_then_dies_is_lost(clock: Clock) -> None:
+    watched = Presence(0.0)
+    watched.update(view(("a", READY), ("b", READY)))
+    watched.update(view(("a", READY), ("b", SILENT)))
+    watched.update(view(("a", READY)))
+    assert list(watched.take_lost()) == ["b"]
+
+
+def test_a_moment_of_silence_is_no_news(clock: Clock) -> None:
+    watched = Presence(0.0)
+    watched.update(view(("a", READY), ("b", READY)))
+    watched.update(view(("a", SILENT), ("b", SILENT)))
+    clock.now_s += 0.2
+    assert watched.take_lost() == {}
+    assert watched.update(view(("a", READY), ("b", READY))) == []
+    clock.now_s += 10.0
+    assert watched.take_lost() == {}
+    assert lost(watched) == []
+
+
+def test_another_life_under_the_same_name_has_come(clock: Clock) -> None:
+    watched = Presence(5.0)
+    watched.update(view(("a", READY)))
+    watched.update(view())
+    assert watched.take_lost() == {}
+    assert watched.update(view(("a", READY), generation=2)) == ["a"]
+
+
+def test_who_leaves_in_good_order_is_gone_but_not_missed(clock: Clock) -> None:
+    watched = Presence(0.0)
+    watched.update(view(("a", READY), ("b", READY)))
+    watched.update(view(("a", READY), ("b", DRAINING)))
+    assert watched.take_lost() == {}
+    watched.update(view(("a", READY)))
+    assert list(watched.take_lost()) == ["b"]
+    assert lost(watched) == []
+
+
+def test_the_lost_are_bounded(clock: Clock) -> None:
+    watched = Presence(0.0)
+    watched.update(view(*((f"w{at}", READY) for at in range(LOST_KEPT + 9))))
+    watched.update(view())
+    assert len(watched.take_lost()) == LOST_KEPT + 9
+    assert len(watched.lost) == LOST_KEPT
+
+
+def test_a_role_that_changes_is_a_change(clock: Clock) -> None:
+    watched = Presence(0.0)
+    watched.update(view(("a", READY)))
+    clock.now_s += 3.0
+    watched.update(view(("a", READY)))
+    assert watched.changed_s == 1_000.0
+    (one,) = view(("a", READY)).instances
+    watched.update(ClusterView(2, 0.0, (msgspec.structs.replace(one, role=Role.DECODE),)))
+    assert watched.changed_s == 1_003.0
+
 
 ROUTES = [["p0", "d2", 0.5], ["p1", "d3", 0.5]]
 
@@ -38,14 +155,14 @@ async def test_a_loss_is_proposed_for_and_carried_out_when_accepted(watching: Wa
     assert one["made_s"] - one["noticed_s"] < 5.0  # a bound of sanity; the bench measures
     flipped = one["flips"][0]["instance_id"]
     assert cluster.workers[flipped].role is Role.DECODE, "nothing is done unasked"
-    accepted = await cluster.client.accept(one["proposal_id"], who="ann")
+    accepted = await cluster.client.accept(one["proposal_id"], who="Jörg Müller")  # need not be ASCII
     assert accepted["state"] == "applying"
     done = await cluster.proposal("applied")
-    assert (done["who"], [step["ok"] for step in done["steps"]]) == ("ann", [True])
+    assert (done["who"], [step["ok"] for step in done["steps"]]) == ("Jörg Müller", [True])
     assert cluster.workers[flipped].role is Role.PREFILL
     assert cluster.workers[flipped].calls == ["drain", "flip", "resume"]
     (entry,) = await cluster.monitor.flips()
-    assert entry["who"] == f"planner: proposal {one['proposal_id']}, ann"
+    assert entry["who"] == f"planner: proposal {one['proposal_id']}, Jörg Müller"
     assert entry["why"] == one["why"]
 
 
@@ -145,8 +262,8 @@ async def test_what_a_person_set_stays(watching: Watching) -> None:
 async def test_a_shift_is_noticed_and_proposed_for(watching: Watching) -> None:
     cluster: Watched = await watching()
     await cluster.start_all("pddd")
-    rows = [{**row, "second": row["second"] - 8} for row in asked(25, 10, SHORT)]
-    await cluster.monitor.scheduler_news("s0", 0, "", demand=rows)
+    rows = [msgspec.structs.replace(row, second=row.second - 8) for row in asked(25, 10, SHORT)]
+    await cluster.monitor.scheduler_news("s0", SchedulerNews(0, demand=rows))
     await until(lambda: cluster.state.watch.demand is not None, "a profile", 20.0)
     await cluster.ask(8, 10, LONG)
     one = await cluster.proposal("open")
@@ -169,6 +286,8 @@ async def test_what_if_tells_of_losses_and_of_more(watching: Watching) -> None:
         await cluster.client.what_if({"lost": ["x"]})
     with pytest.raises(InvalidRequest, match="rate_factor"):
         await cluster.client.what_if({"rate_factor": 0})
+    with pytest.raises(InvalidRequest, match=r"added: .*512 instances in all; at most 256"):
+        await cluster.client.what_if({"added": [{"like": "p0", "count": 256}, {"like": "d2", "count": 256}]})
     with pytest.raises(InvalidRequest, match="no instance would be left"):
         await cluster.client.what_if({"lost": ["p0", "p1", "d2", "d3"]})
 
@@ -197,14 +316,14 @@ async def test_the_next_life_knows_what_was_proposed(watching: Watching) -> None
     again: Watched = await watching()
     (known,) = await until(again.client.proposals, "what was proposed is recalled")
     assert (known["proposal_id"], known["state"]) == (one["proposal_id"], "withdrawn")
-    assert known["error"] == "the planner was started again"
+    assert known["error"] == "the planner was restarted"
 
 
 async def test_the_monitor_away_is_said_and_nothing_dies(watching: Watching) -> None:
     cluster: Watched = await watching(monitor_url="http://127.0.0.1:9")
-    await until(lambda: "does not say" in cluster.state.watch.trouble, "the trouble is known")
+    await until(lambda: "does not report" in cluster.state.watch.trouble, "the trouble is known")
     fleet = await cluster.client.fleet()
-    assert "does not say what clients ask for" in fleet["trouble"]
+    assert "does not report the demand" in fleet["trouble"]
     assert fleet["measured"] is None
 
 
@@ -245,16 +364,6 @@ def role_of(cluster: Watched, name: str) -> Role | None:
     return found.role if found is not None else None
 
 
-async def test_names_of_people_need_not_be_ascii(watching: Watching) -> None:
-    cluster = await lost_prefill(watching)
-    one = await cluster.proposal("open")
-    await cluster.client.accept(one["proposal_id"], who="Jörg Müller")
-    done = await cluster.proposal("applied")
-    assert done["who"] == "Jörg Müller"
-    (entry,) = await cluster.monitor.flips()
-    assert entry["who"].endswith(", Jörg Müller")
-
-
 async def test_what_failed_is_not_tried_again_by_a_mere_review(watching: Watching) -> None:
     cluster: Watched = await watching(review_s=0.1, auto=True)
     await cluster.start_all("ppdd")
@@ -275,11 +384,3 @@ async def test_where_nobody_decodes_somebody_is_to(watching: Watching) -> None:
     done = await cluster.proposal("applied", "failed")
     assert (done["state"], done["error"]) == ("applied", "")
     assert {worker.role for worker in cluster.workers.values()} >= {Role.DECODE}
-
-
-async def test_questions_are_bounded(watching: Watching) -> None:
-    cluster: Watched = await watching()
-    await cluster.start_all("pd")
-    await cluster.ask(20, 8, LONG)
-    with pytest.raises(InvalidRequest, match=r"added: .*512 instances in all; at most 256"):
-        await cluster.client.what_if({"added": [{"like": "p0", "count": 256}, {"like": "d1", "count": 256}]})
