@@ -1,25 +1,30 @@
-"""What comes in over HTTP, validated once and turned into the domain's types."""
+"""Bodies of the monitor's HTTP API, validated once and turned into the structs of the domain."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from fastapi import Body
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, field_validator
 
-from services.cluster_monitor.audit import Asked
-from services.cluster_monitor.events import EventKind
-from shared.domain.demand import DemandSecond
-from shared.domain.instance import InstanceInfo, Role
+from services.cluster_monitor.operations import OperationRequest
+from shared.domain.demand import SUMS
+from shared.domain.instance import Compatibility, InstanceInfo, Role
+from shared.domain.numbers import infinite_in
+from shared.domain.rates import Rates
 from shared.policy.served import Ended, How
 from shared.runtime.settings import Name
+from shared.wire.api import EventKind, OperationKind, Outcome, SchedulerNews
 
 Text = Annotated[str, Field(min_length=1, max_length=512)]
+Parsed = TypeVar("Parsed")
 
 
 def _port(address: str) -> str:
     port = int(address.rpartition(":")[2])
     if not 0 < port < 65_536:
-        raise ValueError(f"{port} is no port")
+        raise ValueError(f"{port} is not a port")
     return address
 
 
@@ -28,136 +33,79 @@ Kv = Annotated[str, Field(pattern=r"^(kv|tcp|nixl)://[^\s]{1,255}:\d{1,5}$"), Af
 Http = Annotated[str, Field(pattern=r"^https?://[^\s]{1,255}$")]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+RoleName = Annotated[Role, Field(strict=False)]  # JSON has text
 
 
-# As JSON has them: text.
-RoleName = Annotated[Role, Field(strict=False)]
-HowName = Annotated[How, Field(strict=False)]
-KindName = Annotated[EventKind, Field(strict=False)]
+def _parser(struct: type[Parsed], check: Callable[[Parsed], Iterator[str]] | None = None) -> PlainValidator:
+    """Parses JSON data as a struct. check: what is wrong with it beside its types and constraints."""
+
+    def parse(data: Any) -> Parsed:
+        if where := infinite_in(data):
+            raise ValueError(f"{where} must be a finite number")
+        try:
+            parsed = msgspec.convert(data, struct)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from None
+        if check is not None and (fault := next(check(parsed), None)):
+            raise ValueError(fault)
+        return parsed
+
+    return PlainValidator(parse)
 
 
-class _Edge(BaseModel):
+class _Strict(BaseModel):
+    """A body from people and their tools: unknown fields are refused."""
+
     model_config = ConfigDict(allow_inf_nan=False, extra="forbid", frozen=True, strict=True)
 
 
-class _OfService(_Edge):
-    """A body that another service of the cluster sends. Its wire version was checked before; fields that are not known
-    here are optional ones of a later release.
+class _FromService(_Strict):
+    """A body from another service. Its wire version was checked before: unknown fields are optional ones of a later
+    release.
     """
 
     model_config = ConfigDict(extra="ignore")
 
 
-class GeometryIn(_OfService):
-    """KvGeometry."""
-
-    layers: Positive
-    kv_heads: Positive
-    head_dim: Positive
-
-
-class CompatibilityIn(_OfService):
-    """Compatibility."""
-
-    fingerprint: Text
-    engine: Text
-    engine_version: Text
-    wire_version: Annotated[int, Field(ge=0, le=255)]
-    geometry: GeometryIn
-    min_wire_version: Annotated[int, Field(ge=0, le=255)] = 0
+def _faults_of_compatibility(fits: Compatibility) -> Iterator[str]:
+    for name in ("wire_version", "min_wire_version"):
+        if not 0 <= (version := getattr(fits, name)) <= 255:
+            yield f"{name} must be between 0 and 255, got {version}"
+    for name in ("fingerprint", "engine", "engine_version"):
+        if not 1 <= len(getattr(fits, name)) <= 512:
+            yield f"{name} must have between 1 and 512 characters"
+    for name in fits.geometry.__struct_fields__:
+        if not 1 <= (value := getattr(fits.geometry, name)) < 2**31:
+            yield f"geometry.{name} must be at least 1 and below 2^31, got {value}"
 
 
-class PartialPrefillIn(_OfService):
-    """PartialPrefillCost."""
-
-    k_p: Seconds
-    b_p: Finite
-
-
-class ChunkedIn(_OfService):
-    """ChunkedCost."""
-
-    k_ctxp: Finite
-    k_ctxd: Finite
-    b_c: Finite
-
-
-class HuaweiIn(_OfService):
-    """HuaweiCost."""
-
-    p1: Finite
-    p2: Finite
-    p3: Finite
-    p4: Finite
-    p5: Finite
-    p6: Finite
-    p7: Finite
-    p8: Finite
+def _faults_of_rates(rates: Rates) -> Iterator[str]:
+    forms = () if rates.step is None else (rates.step.prefill, rates.step.decode, rates.step.mixed)
+    at_least_0 = [rates.price_per_hour, *(form.error for form in forms), *(form.steps for form in forms)]
+    positive = [rates.weight]
+    if rates.prefill is not None:
+        at_least_0.append(rates.prefill.k_p)
+    if rates.link is not None:
+        at_least_0.append(rates.link.latency_s)
+        positive += [rates.link.bytes_s, *rates.link.slow.values(), *rates.link.coded.values()]
+        if len(rates.link.slow) > 64 or len(rates.link.coded) > 256:
+            yield "rates of a link: more than 64 instances, or more than 256 codings"
+    for codec in rates.codecs.values():
+        positive += [codec.encode_bytes_s, codec.decode_bytes_s]
+    if len(rates.codecs) > 16:
+        yield f"rates of {len(rates.codecs)} codecs; at most 16"
+    if min(at_least_0) < 0 or min(positive) <= 0:
+        yield "a rate, a price or a weight is negative or 0"
 
 
-class StepFormIn(_OfService):
-    """StepForm."""
-
-    fixed_s: Finite
-    token_s: Finite = 0.0
-    position_s: Finite = 0.0
-    sequence_s: Finite = 0.0
-    context_s: Finite = 0.0
-    error: Seconds = 0.0
-    steps: Count = 0
-
-
-class StepRatesIn(_OfService):
-    """StepRates."""
-
-    prefill: StepFormIn
-    decode: StepFormIn
-    mixed: StepFormIn
-
-
-Pace = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class LinkRateIn(_OfService):
-    """LinkRate."""
-
-    bytes_s: Pace
-    latency_s: Seconds = 0.0
-    slow: Annotated[dict[Name, Pace], Field(max_length=64)] = {}
-    coded: Annotated[dict[Text, Pace], Field(max_length=256)] = {}
-
-
-class CodecRateIn(_OfService):
-    """CodecRate."""
-
-    encode_bytes_s: Pace
-    decode_bytes_s: Pace
-
-
-class RatesIn(_OfService):
-    """Rates."""
-
-    prefill: PartialPrefillIn | None = None
-    chunked: ChunkedIn | None = None
-    batch: HuaweiIn | None = None
-    step: StepRatesIn | None = None
-    link: LinkRateIn | None = None
-    codecs: Annotated[dict[Name, CodecRateIn], Field(max_length=16)] = {}
-    price_per_hour: Seconds = 0.0
-    weight: Pace = 1.0
-
-
-class Registration(_OfService):
-    """InstanceInfo and the role at the moment."""
+class Registration(_FromService):
+    """InstanceInfo, and the role at the moment."""
 
     role: RoleName
     instance_id: Name
     generation: Count
     model: Text
-    compatibility: CompatibilityIn
+    compatibility: Annotated[Compatibility, _parser(Compatibility, _faults_of_compatibility)]
     accelerator: Text
     dtype: Text
     tensor_parallel: Positive
@@ -169,33 +117,32 @@ class Registration(_OfService):
     http: Http
     kv_endpoints: Annotated[list[Kv], Field(max_length=1024)]
     max_seqs: Count = 0
-    rates: RatesIn = RatesIn()
+    rates: Annotated[Rates, _parser(Rates, _faults_of_rates)] = Rates()
     pipeline_parallel: Positive = 1
 
     def to_info(self) -> InstanceInfo:
-        """As the domain has it."""
-        return msgspec.convert(self.model_dump(exclude={"role"}), InstanceInfo)
+        fields = {name: getattr(self, name) for name in InstanceInfo.__struct_fields__}
+        return InstanceInfo(**{**fields, "kv_endpoints": tuple(self.kv_endpoints)})
 
 
-class LeaveIn(_OfService):
-    """Body of a leave: which process of the instance stops."""
+class LeaveIn(_FromService):
+    """Which process of the instance stops."""
 
     generation: Count
 
 
-class OperationIn(_Edge):
-    """Body of any operation. The same `operation_id` again is the same operation. `deadline_s`: unix seconds. `why`:
-    the reasons of a program that asks; people need none.
+class OperationIn(_Strict):
+    """Body of any operation. A repeated `operation_id` means the same operation. `deadline_s`: unix seconds. `why`: the
+    reasons of a program; people need none.
     """
 
     operation_id: Name | None = None
-    deadline_s: Finite | None = None
+    deadline_s: Annotated[float, Field(allow_inf_nan=False)] | None = None
     why: Annotated[str, Field(max_length=2048)] | None = None
 
-    def to_asked(self, who: str) -> Asked:
-        """As the operations have it."""
-        asked = Asked(who, deadline_s=self.deadline_s, why=self.why)
-        return replace(asked, operation_id=self.operation_id) if self.operation_id else asked
+    def to_request(self, kind: OperationKind, instance_id: str, who: str) -> OperationRequest:
+        request = OperationRequest(kind, instance_id, who, deadline_s=self.deadline_s, why=self.why)
+        return replace(request, operation_id=self.operation_id) if self.operation_id else request
 
 
 class DrainIn(OperationIn):
@@ -204,110 +151,65 @@ class DrainIn(OperationIn):
     force: bool = False
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
 
+    def to_request(self, kind: OperationKind, instance_id: str, who: str) -> OperationRequest:
+        return replace(super().to_request(kind, instance_id, who), force=self.force, drain_timeout_s=self.timeout_s)
+
 
 class FlipIn(OperationIn):
-    """Body of a flip. `force` allows the last ready instance of a role. `to_role`: it is refused to one that has it."""
+    """Body of a flip. `force` allows the last ready instance of a role. An instance that has `to_role` is refused."""
 
     force: bool = False
     to_role: RoleName | None = None
     drain_timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
 
-
-class LossIn(_OfService):
-    """An instance that a request lost, after so many tokens of its answer."""
-
-    position: Count
-    instance_id: Annotated[str, Field(max_length=128)] = ""
+    def to_request(self, kind: OperationKind, instance_id: str, who: str) -> OperationRequest:
+        request = super().to_request(kind, instance_id, who)
+        return replace(request, force=self.force, to_role=self.to_role, drain_timeout_s=self.drain_timeout_s)
 
 
-class OutcomeIn(_OfService):
-    """Ended. `job_id` tells whether it was counted already: deliveries are repeated when their answer is lost."""
+class PolicyIn(BaseModel):
+    """PolicySpec."""
 
-    job_id: Annotated[str, Field(max_length=256)] = ""
-    slo: Annotated[str, Field(max_length=128)]
-    ended_s: Seconds
-    ttft_s: Seconds | None = None
-    tpot_s: Seconds | None = None
-    ttft_target_s: Seconds = 0.0
-    tpot_target_s: Seconds = 0.0
-    itl_target_s: Seconds = 0.0
-    longest_gap_s: Seconds | None = None
-    gaps: Count = 0
-    gaps_over: Count = 0
-    phase: HowName = How.COMPLETED
-    code: Annotated[str, Field(max_length=128)] = ""
-    count: Annotated[int, Field(ge=1, lt=2**31)] = 1
-    failed: bool = False
-    prompt_tokens: Count = 0
-    output_tokens: Count = 0
-    predicted: Annotated[str, Field(pattern="^(classifier|observed|none)?$")] = ""
-    seconds: Annotated[dict[Name, Seconds], Field(max_length=32)] = {}
-    before_first: Annotated[dict[Name, Seconds], Field(max_length=32)] = {}
-    whole_s: Seconds = 0.0
-    transfers: Count = 0
-    transfers_failed: Count = 0
-    transfer_bytes: Count = 0
-    transfer_faults: Annotated[dict[Name, Count], Field(max_length=32)] = {}
-    losses: Annotated[list[LossIn], Field(max_length=32)] = []  # of a request that was refused for them
+    model_config = ConfigDict(allow_inf_nan=False, extra="forbid", frozen=True)
 
-    def to_ended(self) -> Ended:
-        """As the policy has it."""
-        how = How.FAILED if self.failed and self.phase is How.COMPLETED else self.phase
-        return Ended(**{**self.model_dump(exclude={"job_id", "phase", "failed", "losses"}), "how": how})
+    name: str
+    parameters: dict[str, Any] = {}
+
+    @field_validator("parameters")
+    @classmethod
+    def _finite(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        if where := infinite_in(parameters):
+            raise ValueError(f"{where} must be a finite number")
+        return parameters
 
 
-class DemandSecondIn(_OfService):
-    """DemandSecond."""
-
-    source: Name
-    second: Count
-    requests: Count
-    prompt_tokens: Amount
-    fresh_tokens: Amount
-    fresh_squares: Amount
-    prompt_logs: Amount
-    prompt_log_squares: Amount
-    output_tokens: Amount
-    per_ttft: Amount
-    per_tpot: Amount
-    split_least: Amount
-    split_most: Amount
-    ended: Count
-    ended_tokens: Amount
-    ended_expected: Amount
-    ended_logs: Amount
-    ended_log_squares: Amount
-
-    def to_second(self) -> DemandSecond:
-        """As the domain has it."""
-        return DemandSecond(**self.model_dump())
+def _faults_of_news(news: SchedulerNews) -> Iterator[str]:
+    for at, second in enumerate(news.demand):
+        if not second.source or min(second.second, *(getattr(second, name) for name in SUMS)) < 0:
+            yield f"demand[{at}]: a sum is negative, or the source is empty"
 
 
-class NewsIn(_OfService):
-    """What a scheduler says. revision: of the policies that it goes by; trouble: why not by a newer one that it heard
-    of. gateways: for how many seconds each was silent there; left: those that stopped in good order, as the scheduler
-    itself does where it is `leaving`.
-    """
+# A scheduler repeats news whose answer was lost: outcomes by job, seconds of demand by scheduler and second.
+NewsIn = Annotated[SchedulerNews, Body(), _parser(SchedulerNews, _faults_of_news)]
 
-    revision: Count
-    trouble: Annotated[str, Field(max_length=2048)] = ""
-    demand: Annotated[list[DemandSecondIn], Field(max_length=1_000)] = []
-    outcomes: Annotated[list[OutcomeIn], Field(max_length=10_000)] = []
-    gateways: Annotated[dict[Name, Seconds], Field(max_length=1_000)] = {}
-    left: Annotated[list[Name], Field(max_length=1_000)] = []
-    leaving: bool = False
+
+def ended_of(outcome: Outcome) -> Ended:
+    """An outcome as the monitor counts it."""
+    fields = {name: getattr(outcome, name) for name in Ended.__struct_fields__ if name != "how"}
+    failed = outcome.failed and outcome.phase == "completed"
+    return Ended(**fields, how=How.FAILED if failed else How(outcome.phase))
 
 
 def _of_plans(kind: EventKind) -> EventKind:
     if not kind.value.startswith("plan_"):
-        raise ValueError(f"{kind.value} is nobody's to tell but the monitor's")
+        raise ValueError(f"only the monitor itself reports {kind.value}")
     return kind
 
 
-class HappenedIn(_OfService):
-    """An event that another service tells of: what became of a plan. subject: which one it is."""
+class HappenedIn(_FromService):
+    """An event that the planner reports: what became of the plan `subject`."""
 
     event_id: Name
-    kind: Annotated[KindName, AfterValidator(_of_plans)]
+    kind: Annotated[EventKind, Field(strict=False), AfterValidator(_of_plans)]
     text: Annotated[str, Field(min_length=1, max_length=2048)]
     subject: Annotated[str, Field(max_length=128)] = ""

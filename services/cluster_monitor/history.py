@@ -1,10 +1,15 @@
-"""What the database keeps of instances and requests: the registry, samples of loads, and both in steps of time."""
+"""The history in the database: samples of instances and requests, and the two pages that are made of them.
+
+`History` writes instances when they change, their loads, and steps of time with sums over loads and ended requests.
+`history` and `instances_over_time` answer `GET /history` and `GET /history/instances`, point by point.
+"""
 
 import asyncio
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from enum import StrEnum
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -20,13 +25,14 @@ from shared.domain.verdict import Stage
 from shared.errors import NotFound
 from shared.policy import load_history
 from shared.policy import served as served_rows
-from shared.policy.load_history import FIGURES, STEPS_S, LoadBook, Seen, Totals
+from shared.policy.load_history import FIGURES, LoadBook, Seen, Totals
 from shared.policy.log_histogram import quantile
 from shared.policy.served import KEPT_S, Ended, Served, ServedBook, Slot
 from shared.store.reading import tuples_of
-from shared.store.tables import instances, load_steps, loads, served
+from shared.store.tables import instances, load_steps, loads
 from shared.store.tables import served as served_table
 from shared.store.write_behind import WriteBehind
+from shared.wire.api import Event, Operation, OperationKind, OperationResult
 
 LOADS_S = 5.0  # samples that share a transaction
 SERVED_S = 1.0  # between two looks at what was served
@@ -34,9 +40,9 @@ OPEN_EVERY = 10  # samples between two writes of the steps that are under way
 
 
 class History:
-    """Writes instances when they change, and what passes in steps, of which a few seconds may be lost with a process.
+    """Writes the history; the last few seconds may be lost with the process.
 
-    A monitor's life has rows of its own, so that another one's in the same step add to them.
+    Each monitor process has rows of its own (`life`), so that two in the same step add up.
     """
 
     def __init__(self, registry: Registry, store: WriteBehind, served_s: float = KEPT_S) -> None:
@@ -46,32 +52,34 @@ class History:
         self._loads = LoadBook()
         self._samples = 0
         self.served = ServedBook(served_s)
-        registry.on_change(lambda record, _: self._write(record, record.state.value))
+        registry.on_change(lambda record, _: self._write(record, record.state))
         registry.on_gone(lambda record, how, _: self._write(record, how))
 
     def ended(self, ended: Ended) -> None:
-        """A request is over."""
         self.served.add(ended, time.time())
 
     def sample(self) -> None:
-        """Queue one load of every live instance, and the steps that are over with it."""
+        """Queue one load of every live instance, and the steps that have ended."""
         now = time.time()
         records = list(self._registry.all())
         for record in records:
             if record.alive:
-                self._store.put(loads, _load_row(record, now), within_s=LOADS_S)
+                load = {name: getattr(record.load, name) for name in _LOAD_COLUMNS}
+                row = {"instance_id": record.instance_id, "time_s": now, "role": record.role.value}
+                row["state"] = record.state.value
+                self._store.put(loads, row | load, within_s=LOADS_S)
         self._keep(self._loads.sample((record.view() for record in records), now))
         self._samples += 1
         if self._samples % OPEN_EVERY == 0:
             self._keep(self._loads.open())
 
     def sample_served(self) -> None:
-        """Queue the steps in which requests ended since the last time."""
+        """Queue the steps in which requests have ended since the last time."""
         for slot, one in self.served.changed(time.time()):
-            self._store.put(served, _served_row(slot, one, self._life), within_s=SERVED_S)
+            self._store.put(served_table, _served_row(slot, one, self._life), within_s=SERVED_S)
 
     def close(self) -> None:
-        """Queue what is under way."""
+        """Queue the steps that are under way."""
         self._keep(self._loads.open())
         self.sample_served()
 
@@ -79,14 +87,14 @@ class History:
         for seen in steps:
             self._store.put(load_steps, _step_row(seen, self._life), within_s=LOADS_S)
 
-    def _write(self, record: Record, state: str) -> None:
+    def _write(self, record: Record, state: StrEnum) -> None:
         self._store.put(
             instances,
             {
                 "instance_id": record.instance_id,
                 "generation": record.info.generation,
                 "role": record.role.value,
-                "state": state,
+                "state": state.value,
                 "registered_s": record.registered_s,
                 "updated_s": time.time(),
                 "info": msgspec.json.encode(record.info).decode(),
@@ -94,24 +102,33 @@ class History:
         )
 
 
-def _load_row(record: Record, now: float) -> dict[str, Any]:
-    load = record.load
-    return {
-        "instance_id": record.instance_id,
-        "time_s": now,
-        "role": record.role.value,
-        "state": record.state.value,
-        "queued_prefill": load.queued_prefill,
-        "queued_prefill_tokens": load.queued_prefill_tokens,
-        "running": load.running,
-        "waiting": load.waiting,
-        "decoding": load.decoding,
-        "heavy_decodes": load.heavy_decodes,
-        "context_tokens": load.context_tokens,
-        "free_blocks": load.free_blocks,
-        "staged_bytes": load.staged_bytes,
-        "inflight": load.inflight,
-    }
+_LOAD_COLUMNS = (
+    "queued_prefill",
+    "queued_prefill_tokens",
+    "running",
+    "waiting",
+    "decoding",
+    "heavy_decodes",
+    "context_tokens",
+    "free_blocks",
+    "staged_bytes",
+    "inflight",
+)
+_SERVED_COLUMNS = (
+    "completed",
+    "failed",
+    "cancelled",
+    "refused",
+    "prompt_tokens",
+    "output_tokens",
+    "ttft_met",
+    "tpot_met",
+    "met",
+    "ttft_target_s",
+    "tpot_target_s",
+    "itl_met",
+    "itl_target_s",
+)
 
 
 def _step_row(seen: Seen, life: str) -> dict[str, Any]:
@@ -128,34 +145,13 @@ def _step_row(seen: Seen, life: str) -> dict[str, Any]:
 
 def _served_row(slot: Slot, one: Served, life: str) -> dict[str, Any]:
     step_s, start_s, slo = slot
-    return {
-        "step_s": step_s,
-        "time_s": start_s,
-        "slo": slo,
-        "life": life,
-        "completed": one.completed,
-        "failed": one.failed,
-        "cancelled": one.cancelled,
-        "refused": one.refused,
-        "prompt_tokens": one.prompt_tokens,
-        "output_tokens": one.output_tokens,
-        "ttft_met": one.ttft_met,
-        "tpot_met": one.tpot_met,
-        "met": one.met,
-        "ttft_target_s": one.ttft_target_s,
-        "tpot_target_s": one.tpot_target_s,
-        "itl_met": one.itl_met,
-        "itl_target_s": one.itl_target_s,
-        "content": msgspec.json.encode(msgspec.structs.replace(one, stages={})).decode(),
-    }
-
-
-# MERGED history_page.py
-# `GET /history`: what was served and how full the cluster was, point by point.
+    content = msgspec.json.encode(msgspec.structs.replace(one, stages={})).decode()
+    row = {"step_s": step_s, "time_s": start_s, "slo": slo, "life": life, "content": content}
+    return row | {name: getattr(one, name) for name in _SERVED_COLUMNS}
 
 
 LEAST_S = 10  # of a point
-FINE_MINUTES = 120  # over more than that points are a minute long at least
+FINE_MINUTES = 120  # a history longer than this has points of a minute at least
 Column = list[float | None]
 Columns = dict[str, Column]
 
@@ -170,7 +166,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, minutes: int, points: int, now: float) -> "Grid":
-        """About so many points over so many minutes: whole steps of the finest rows that are not finer than they."""
+        """About `points` points over so many minutes, each a whole number of the finest rows that suit them."""
         wanted = minutes * 60 / points
         unit_s = 60 if minutes > FINE_MINUTES or wanted > 60 else LEAST_S
         step_s = max(1, ceil(wanted / unit_s)) * unit_s
@@ -179,34 +175,35 @@ class Grid(NamedTuple):
 
     @property
     def times(self) -> list[int]:
-        """Where each point begins."""
+        """The beginning of each point."""
         return list(range(self.from_s, self.to_s, self.step_s))
 
     def at(self, time_s: float) -> int:
-        """The point of a moment within it."""
+        """The position of the point that a moment lies in."""
         return int(time_s - self.from_s) // self.step_s
 
     def lasted_s(self, start_s: int) -> float:
-        """Of a point, as much as has passed."""
+        """The length of a point, or how much of it has passed."""
         return max(1.0, min(start_s + self.step_s, self.now) - start_s)
 
     def level(self, steps_s: Sequence[int]) -> int:
-        """Of rows: the longest that are not longer than a point."""
+        """The longest of these rows that are not longer than a point."""
         return max(step_s for step_s in steps_s if step_s <= self.step_s)
 
     def describe(self) -> dict[str, Any]:
-        """What every answer begins with."""
+        """What both pages begin with."""
         return {"from_s": self.from_s, "to_s": self.to_s, "step_s": self.step_s, "time_s": self.times}
 
 
 async def history(engine: AsyncEngine, grid: Grid, marks: list[dict[str, Any]]) -> bytes:
-    """The page as JSON. Raises Unavailable when the database fails."""
+    """`GET /history` as JSON. Raises Unavailable when the database fails."""
     ended = await tuples_of(engine, _rows(served_table, grid, served_rows.STEPS_S, "slo", "content"))
     loads = await tuples_of(engine, _rows(load_steps, grid, load_history.STEPS_S, "samples", "totals"))
-    return await asyncio.to_thread(_page, grid, ended, loads, marks)  # some 10 ms, which the loop is spared
+    return await asyncio.to_thread(_page, grid, ended, loads, marks)  # takes some 10 ms
 
 
 def _rows(table: Any, grid: Grid, steps_s: Sequence[int], *names: str) -> Any:
+    """Selects the time and these columns of the rows that a grid is made of."""
     columns = (table.c.time_s, *(table.c[name] for name in names))
     level = grid.level(steps_s)
     wanted = (table.c.step_s == level, table.c.time_s >= grid.from_s, table.c.time_s < grid.to_s)
@@ -251,7 +248,7 @@ def _targets(points: Sequence[Served]) -> dict[str, float | None]:
 
 
 def served_columns(grid: Grid, points: Sequence[Served], seen: Collection[int]) -> Columns:
-    """Of what was served: rates, latencies, attainment, where the time went; None in points that no monitor saw."""
+    """Rates, latencies, attainment and where the time went; None in points at which no monitor ran."""
     found: Columns = defaultdict(list)
     for at, (start_s, one) in enumerate(zip(grid.times, points, strict=True)):
         for name, value in _served_figures(one, grid.lasted_s(start_s)):
@@ -283,7 +280,7 @@ def _served_figures(one: Served, lasted_s: float) -> Iterable[tuple[str, float |
 
 
 def load_columns(grid: Grid, rows: Iterable[tuple[Any, ...]]) -> Columns:
-    """Of what instances did: means over the samples of each point; None where there is none."""
+    """Means over the samples of each point; None where there is no sample."""
     decode = msgspec.json.Decoder(Totals).decode
     sums: dict[int, Totals] = {}
     samples: dict[int, int] = defaultdict(int)
@@ -294,14 +291,12 @@ def load_columns(grid: Grid, rows: Iterable[tuple[Any, ...]]) -> Columns:
         for name in Totals.__struct_fields__:
             setattr(into, name, getattr(into, name) + getattr(one, name))
     points = [(sums.get(at, Totals()), samples[at]) for at in range(len(grid.times))]
-    found = {name: [_mean(getattr(one, name), number) for one, number in points] for name in _SUMMED}
+    names = ("running", "waiting", "queued_prefill_tokens", "ready_prefill", "ready_decode")
+    found = {name: [_mean(getattr(one, name), number) for one, number in points] for name in names}
     for role in Role:
         used, known = f"kv_used_{role.value}", f"kv_samples_{role.value}"
         found[used] = [_mean(getattr(one, used), getattr(one, known)) for one, _ in points]
     return found
-
-
-_SUMMED = ("running", "waiting", "queued_prefill_tokens", "ready_prefill", "ready_decode")
 
 
 def _mean(total: float, number: int) -> float | None:
@@ -309,42 +304,42 @@ def _mean(total: float, number: int) -> float | None:
 
 
 def marks_of(
-    grid: Grid, events: Iterable[Mapping[str, Any]], flips: Iterable[Mapping[str, Any]], most: int = 500
+    grid: Grid, events: Iterable[Event], operations: Iterable[Operation], limit: int = 500
 ) -> list[dict[str, Any]]:
-    """What to draw across the pictures: events of the kinds that are given, and flips that succeeded; newest first."""
-    found = [
-        {"time_s": one["time_s"], "kind": one["kind"], "instance_id": one["instance_id"], "text": one["text"]}
+    """What to draw across the charts: these events, and flips that succeeded; newest first."""
+    found: list[dict[str, Any]] = [
+        {"time_s": one.time_s, "kind": one.kind, "instance_id": one.instance_id, "text": one.text}
         for one in events
-        if one["time_s"] >= grid.from_s
+        if one.time_s >= grid.from_s
     ]
-    for one in flips:
-        if one["kind"] == "flip" and one["result"] == "succeeded" and one["started_s"] >= grid.from_s:
-            text = f"{one['from_role']} → {one['to_role']} by {one['who']}" + (f": {one['why']}" if one["why"] else "")
-            at_s = one["started_s"] + (one["total_s"] or 0.0)
-            found.append({"time_s": at_s, "kind": "flip", "instance_id": one["instance_id"], "text": text})
-    return sorted(found, key=lambda one: -float(one["time_s"]))[:most]
+    for one in operations:
+        succeeded = one.kind is OperationKind.FLIP and one.result is OperationResult.SUCCEEDED
+        if succeeded and one.started_s >= grid.from_s:
+            text = f"{one.from_role} → {one.to_role} by {one.who}" + (f": {one.why}" if one.why else "")
+            at_s = one.started_s + (one.total_s or 0.0)
+            found.append({"time_s": at_s, "kind": "flip", "instance_id": one.instance_id, "text": text})
+    return sorted(found, key=lambda mark: -float(mark["time_s"]))[:limit]
 
 
-# MERGED instances_page.py
-# `GET /history/instances`: role, state and load of each instance, point by point.
-
-
-Who = list[tuple[str, str, str]]
+Who = list[tuple[str, str, str]]  # instance id, role, state
 DIGITS = {"kv_used": 4, "staged_bytes": 0}  # after the point; of other figures 2
 
 
 async def instances_over_time(engine: AsyncEngine, grid: Grid, instance_id: str = "") -> bytes:
-    """The page as JSON, of one instance if it is named. Raises NotFound, Unavailable when the database fails."""
-    of = load_steps.c
-    wanted = (of.step_s == grid.level(STEPS_S), of.time_s >= grid.from_s, of.time_s < grid.to_s)
-    query = select(of.time_s, of.samples, of.instances, of.figures).where(*wanted).order_by(of.time_s)
-    rows = await tuples_of(engine, query)
-    return await asyncio.to_thread(_instances_page_page, grid, rows, instance_id)
+    """`GET /history/instances` as JSON, of one instance if it is named.
+
+    Raises NotFound; Unavailable when the database fails.
+    """
+    rows = await tuples_of(engine, _rows(load_steps, grid, load_history.STEPS_S, "samples", "instances", "figures"))
+    return await asyncio.to_thread(_instances_page, grid, rows, instance_id)
 
 
-def _instances_page_page(grid: Grid, rows: Sequence[tuple[Any, ...]], instance_id: str) -> bytes:
+def _instances_page(grid: Grid, rows: Sequence[tuple[Any, ...]], instance_id: str) -> bytes:
     decode = msgspec.json.Decoder(Who).decode
-    steps = [(grid.at(time_s), samples, decode(who), _array(figures)) for time_s, samples, who, figures in rows]
+    steps = [
+        (grid.at(time_s), samples, decode(who), np.frombuffer(figures, np.float32).reshape(-1, len(FIGURES)))
+        for time_s, samples, who, figures in rows
+    ]
     names = sorted({name for _, _, who, _ in steps for name, _, _ in who})
     if instance_id:
         if instance_id not in names:
@@ -356,19 +351,15 @@ def _instances_page_page(grid: Grid, rows: Sequence[tuple[Any, ...]], instance_i
 
 
 def _encoded(means: NDArray[np.float64], roles: list[str | None], states: list[str | None]) -> msgspec.Raw:
-    """One instance by itself: encoding all at once would keep the interpreter, and the loop, for too long."""
+    """Encodes one instance by itself: encoding all at once would hold the interpreter's lock for too long."""
     figures = {figure: means[:, column].tolist() for column, figure in enumerate(FIGURES)}  # NaN becomes null
     return msgspec.Raw(msgspec.json.encode({"role": roles, "state": states, **figures}))
-
-
-def _array(figures: bytes) -> NDArray[np.float32]:
-    return np.frombuffer(figures, np.float32).reshape(-1, len(FIGURES))
 
 
 def _gathered(
     steps: Sequence[tuple[int, int, Who, NDArray[np.float32]]], names: Sequence[str], points: int
 ) -> tuple[NDArray[np.float64], list[list[str | None]], list[list[str | None]]]:
-    """Means [instances, points, FIGURES] over samples, and what each was last in a point."""
+    """Means [instances, points, FIGURES] over samples, and the last role and state of each instance in each point."""
     rows = {name: row for row, name in enumerate(names)}
     sums = np.zeros((len(names), points, len(FIGURES)))
     counts = np.zeros_like(sums)

@@ -1,6 +1,6 @@
-"""Which of several monitors acts: the one that holds the lease. The others stand by.
+"""Leader election: of several monitors with one database, the holder of the lease acts, the others are standbys.
 
-A monitor that is alone acts always. See `shared.store.lease` for why no two act at once.
+A single monitor without a lease acts from start to end. `shared.store.lease` says why no two act at once.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from shared.store.write_behind import Fence
 log = get_log(__name__)
 NAME = "monitor"
 RENEWALS = 6  # of a lease's length
-_MARGIN = 0.1  # of its length, by which a holder stops before another one may begin
+_MARGIN = 0.1  # of a lease's length, by which its holder stops before another one may begin
 
 
 class Turn(Protocol):
-    """The time during which this monitor acts. `check` precedes each act, and follows it before success is reported."""
+    """A time during which this monitor acts. Call `check` before each act, and again before reporting its success."""
 
     @property
     def epoch(self) -> int:
-        """Which turn it is, of all monitors; 0 for a monitor without a lease."""
+        """The number of the turn, over all monitors; 0 for a monitor without a lease."""
 
     def check(self) -> None:
-        """Raises Standby once the turn is over, or where it may be."""
+        """Raises Standby once the turn is over or may be over."""
 
     def fence(self) -> Fence | None:
         """For what is written to the database during this turn."""
@@ -42,38 +42,37 @@ class Alone:
     epoch = 0
 
     def check(self) -> None:
-        """It may act."""
+        pass
 
     def fence(self) -> None:
-        """It needs none."""
+        return None
 
 
 class LeaseTurn:
-    """One turn of a lease's holder. It does not begin again, even where the same monitor takes the lease once more."""
+    """One turn of a lease's holder. It stays over, even where the same monitor takes the lease again."""
 
     def __init__(self, lease: "Lease", epoch: int) -> None:
         self._lease = lease
         self.epoch = epoch
 
     def check(self) -> None:
-        """Raises Standby, naming the monitor that acts."""
         self._lease.check()
         if self._lease.epoch != self.epoch:
             raise Standby(f"{self._lease.holder} has begun another turn meanwhile")
 
     def fence(self) -> Fence:
-        """Lets write while it is still this turn."""
         return self._lease.fence(self.epoch)
 
 
 class Lease:
-    """Keeps or waits for the lease while `run` runs.
+    """Keeps the lease, or waits for it, while `run` runs.
 
-    A holder that could not renew it in time does nothing from then on, and goes on once it could after all: no other
-    monitor had it meanwhile. Where one has, its turn is over.
+    A holder that cannot renew the lease in time stops acting. Its turn goes on if a later renewal succeeds, since no
+    other monitor can have held the lease in between; if another one has, the turn is over.
 
     A holder that receives a higher epoch than its own (`heard`) ends its turn and takes the lease again with an epoch
-    above it: instances obey no lower one. That happens where the database was lost and the clock set back.
+    above it, because instances do not obey a lower one. This happens where the database was lost and the clock set
+    back.
     """
 
     def __init__(
@@ -82,10 +81,10 @@ class Lease:
         self._store = store
         self.holder, self._url, self._length_s = holder, url, length_s
         self._clock = clock
-        self._mine: Held | None = None  # with the number of the latest attempt, whatever became of it
-        self._until_mono = 0.0  # it is surely ours
+        self._mine: Held | None = None  # with the number of the latest attempt, whether or not it succeeded
+        self._until_mono = 0.0  # until when the lease is certainly ours
         self._seen: Held | None = None
-        self._seen_mono: float | None = None  # since when it has been as it is
+        self._seen_mono: float | None = None  # since when the row has been unchanged
         self._heard_epoch = 0
         self._trouble = ""
         self._changed = asyncio.Event()  # set for a moment whenever a turn begins or ends
@@ -110,24 +109,24 @@ class Lease:
         return partial(self._store.allows, epoch=epoch)
 
     def heard(self, epoch: int) -> None:
-        """A process of the cluster obeys a monitor of that epoch; above `MAX_EPOCH` none can be."""
+        """A process of the cluster obeys a monitor of this epoch. Values above `MAX_EPOCH` cannot be one."""
         if self._heard_epoch < epoch <= MAX_EPOCH:
             self._heard_epoch = epoch
 
     def describe(self) -> str:
-        """Who acts, as far as known."""
+        """Which monitor acts, as far as this one knows."""
         if self.acting:
             return f"{self.holder} at {self._url} acts"
         if self._mine is not None:
             return f"it could not renew its lease in time{f': {self._trouble}' if self._trouble else ''}"
         if self._trouble:
-            return f"it cannot see who does: {self._trouble}"
+            return f"it cannot see which monitor acts: {self._trouble}"
         if self._seen is None or not self._seen.holder:
-            return "nobody acts yet"
+            return "no monitor acts yet"
         return f"{self._seen.holder} at {self._seen.url} acts, as far as it has seen"
 
     async def gained(self) -> LeaseTurn:
-        """Wait for our turn; the present one, if there is one."""
+        """Wait for this monitor's turn; returns at once within one."""
         while self._mine is None:
             await self._changed.wait()
         return LeaseTurn(self, self._mine.epoch)
@@ -154,7 +153,7 @@ class Lease:
             await asyncio.sleep(max(wait_s / 4, began + wait_s - self._clock()))
 
     async def give_back(self) -> None:
-        """Let another one take over at once; to be called when nothing is done any more."""
+        """Let another monitor take over at once; to be called when this one has stopped acting."""
         if self._mine is None:
             return
         mine, self._mine = self._mine, None
@@ -179,12 +178,12 @@ class Lease:
             self._lose(row)
 
     def _attempt(self, before: Held) -> Held:
-        """The next attempt; the number counts whatever becomes of the attempt, so that none is used twice."""
+        """The next attempt. Its number is used up even if the attempt fails, so that no number is used twice."""
         self._mine = before.next_attempt()
         return self._mine
 
     async def _put_back(self, before: Held) -> None:
-        """Only where it is still ours: afterwards another monitor may have held a row that is lost by now, too."""
+        """Write the lost row again, but only while the lease is ours: later, another monitor may have held it."""
         began = self._clock()
         if self.acting and await self._store.put_back(row := self._attempt(before)) and self.acting:
             self._hold(row, began)
@@ -192,9 +191,9 @@ class Lease:
             self._lose(None)
 
     async def _raise_epoch(self, mine: Held) -> None:
-        """End this turn and begin one with a higher epoch than any that was received; another may take it instead."""
+        """End this turn and begin one above every epoch that was received; another monitor may take the lease first."""
         log.error(
-            "the cluster has obeyed a later monitor than this one; its turn begins anew with a higher epoch",
+            "the cluster has obeyed a later monitor than this one; this one takes the lease with a higher epoch",
             epoch=mine.epoch,
             received=self._heard_epoch,
         )

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the cluster, read at each scrape. What an instance does, its worker tells."""
+"""Prometheus metrics of the cluster, read at each scrape. Workers have the metrics of what instances do."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -34,7 +34,6 @@ class ClusterCollector(Collector):
         self._subscriber = subscriber
 
     def collect(self) -> Iterable[Metric]:
-        """All of it, now."""
         yield self._instances()
         yield from self._attainment()
         yield from self._sockets()

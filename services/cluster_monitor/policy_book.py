@@ -1,4 +1,4 @@
-"""The policies in force, of which this monitor is the owner: the cluster file's, and what people made of them."""
+"""The policies in force, which the monitor owns: those of the cluster file, but for kinds that people changed."""
 
 import asyncio
 import time
@@ -21,14 +21,15 @@ from shared.store.tables import policies as table
 from shared.store.write_behind import WriteBehind
 
 log = get_log(__name__)
-KEEP_S = 3.0  # for the database to answer after a start, and to take a change
+KEEP_S = 3.0  # for the database to answer after a start, and to write a change
 FILE = "the cluster file"
+SILENT_S = 10.0  # a scheduler that reports nothing for so long is gone
 _CLUSTER = "cluster"  # the key of the only row
 _UNKNOWN = "the database has not answered since the monitor's start, so what was changed before is not known"
 
 
 class Changed(msgspec.Struct, frozen=True):
-    """A policy that somebody chose in place of the file's; `since_s` is unix time."""
+    """A policy that was chosen in place of the file's; `since_s` is unix time."""
 
     policy: PolicySpec
     who: str
@@ -36,17 +37,17 @@ class Changed(msgspec.Struct, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What the database keeps: the policies in force, and of which kinds they are not the file's."""
+    """What the database keeps: the policies in force, and the kinds that differ from the file."""
 
     policies: PolicySet
     changed: dict[str, Changed] = {}
 
 
 class PolicyBook:
-    """`file` holds but for kinds that somebody changed. `on_change` is told what changed, and by whom.
+    """Calls `on_change` with what changed, and who changed it.
 
-    Until the database has answered once (`recall`) the file's policies hold, as revision 0: whoever follows another
-    revision keeps to it, and nothing can be changed.
+    Until the database has answered once (`recall`) the file's policies hold, as revision 0: processes that follow
+    another revision keep it, and nothing can be changed.
     """
 
     def __init__(self, file: PolicySet, store: WriteBehind, on_change: Callable[[str, str], None]) -> None:
@@ -54,17 +55,16 @@ class PolicyBook:
         self._store = store
         self._on_change = on_change
         self._kept = Kept(msgspec.structs.replace(file, revision=0))
-        self._row = _row(self._kept, FILE)  # of what is kept
+        self._row = _row(self._kept, FILE)
         self._recalled = asyncio.Event()
         self._changing = asyncio.Lock()
 
     @property
     def policies(self) -> PolicySet:
-        """Those in force."""
         return self._kept.policies
 
     async def recall(self, engine: AsyncEngine) -> None:
-        """Take over from the monitor's former life. Raises Unavailable."""
+        """Take over the changes that the database has. Raises Unavailable."""
         row = await read_policies(engine)
         former = _kept_in(row) if row is not None else None
         changed = {kind: one for kind, one in (former or self._kept).changed.items() if _still_known(kind, one)}
@@ -80,10 +80,10 @@ class PolicyBook:
         self._store.put(table, self._row)
 
     async def change(self, wanted: Mapping[str, PolicySpec | None], who: str) -> None:
-        """Change all of them, or none; None: back to the file's.
+        """Change all of these kinds, or none; None: back to the file's policy.
 
-        When this returns the database has it, so it outlives a restart. Raises InvalidRequest that names the kind and
-        the choices, Unavailable when the database does not take it; nothing has changed then.
+        When this returns the database has the change, so it outlives a restart. Raises InvalidRequest that names the
+        kind and the choices, Unavailable when the database does not write it; nothing has changed then.
         """
         for kind, spec in wanted.items():
             _check(kind, spec)
@@ -98,12 +98,12 @@ class PolicyBook:
             self._take(now, row, self.policies)
 
     def keep_again(self) -> None:
-        """Write it anew, in case that somebody removed the database."""
+        """Write the row again, in case the database was removed."""
         if self._recalled.is_set() and not self._changing.locked():
             self._store.put(table, dict(self._row))
 
     def describe(self) -> dict[str, Any]:
-        """What is in force, what the file says, who changed it since when, and the choices."""
+        """`GET /policies` without the followers."""
         changed = self._kept.changed
         in_force = {
             kind: {
@@ -146,7 +146,7 @@ class PolicyBook:
         try:
             await self._store.written(table, row, KEEP_S)
         except BaseException as error:
-            # It may be written later, or was and nobody heard: what holds is put in its place.
+            # The row may still be written, or was written without an answer: write what holds over it.
             self._store.put(table, dict(self._row))
             if isinstance(error, Unavailable):
                 raise Unavailable(f"nothing is changed: {error.message}") from error
@@ -178,7 +178,7 @@ def _check(kind: str, spec: PolicySpec | None) -> None:
 
 
 def _next(policies: PolicySet) -> PolicySet:
-    """With the next revision: unix milliseconds, so that it rises even where the database was lost."""
+    """With the next revision: unix milliseconds, so that it rises even after the database was lost."""
     return msgspec.structs.replace(policies, revision=max(policies.revision + 1, int(time.time() * 1000)))
 
 
@@ -196,7 +196,7 @@ def _kept_in(row: Mapping[str, Any]) -> Kept | None:
     try:
         return msgspec.json.decode(row["content"], type=Kept)
     except msgspec.MsgspecError as error:  # written by another version
-        log.error("policies in the database not understood: the file's hold", error=str(error))
+        log.error("the policies in the database were not understood; those of the file hold", error=str(error))
         return None
 
 
@@ -204,43 +204,36 @@ def _still_known(kind: str, changed: Changed) -> bool:
     try:
         _check(kind, changed.policy)
     except InvalidRequest as error:
-        log.error("a policy in the database is not known: the file's holds", who=changed.who, error=error.message)
+        log.error("a policy in the database is unknown; that of the file holds", who=changed.who, error=error.message)
         return False
     return True
 
 
-# MERGED followers.py
-# Who goes by which revision of the policies, as each instance and scheduler said last.
-
-
-SILENT_S = 10.0  # a scheduler that tells nothing for so long is gone
-
-
 @dataclass(frozen=True, slots=True)
-class _Heard:
+class _Scheduler:
     revision: int
     trouble: str
     heard_mono: float
-    behind_mono: float | None = None  # since when it goes by an older revision than the one in force
+    behind_mono: float | None = None  # since when it follows an older revision than the one in force
 
 
 class Followers:
-    """Instances tell it with their heartbeats, schedulers over HTTP."""
+    """Which revision of the policies each process follows: instances say so with heartbeats, schedulers over HTTP."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._schedulers: dict[str, _Heard] = {}
-        self._instances: dict[str, float] = {}  # since when each goes by older ones than those in force
+        self._schedulers: dict[str, _Scheduler] = {}
+        self._instances: dict[str, float] = {}  # since when each follows an older revision than the one in force
 
     def hear(self, scheduler_id: str, revision: int, trouble: str) -> None:
-        """A scheduler goes by that revision; `trouble`: why not by a newer one that it heard of."""
+        """A scheduler follows this revision; `trouble`: why it does not follow a newer one."""
         before = self._schedulers.get(scheduler_id)
         since = before.behind_mono if before is not None else None
-        self._schedulers[scheduler_id] = _Heard(revision, trouble, time.monotonic(), since)
+        self._schedulers[scheduler_id] = _Scheduler(revision, trouble, time.monotonic(), since)
         self._drop_silent()
 
     def behind(self, policies: PolicySet) -> dict[str, tuple[str, float]]:
-        """Of each living scheduler its trouble, and for how many seconds it has not gone by these policies."""
+        """For each living scheduler its trouble, and for how many seconds it has not followed these policies."""
         self._drop_silent()
         now, found = time.monotonic(), {}
         for name, one in self._schedulers.items():
@@ -250,7 +243,7 @@ class Followers:
         return found
 
     def instances_behind(self, policies: PolicySet) -> dict[str, float]:
-        """Of each instance that goes by older policies than these: for how many seconds it has."""
+        """The instances that follow older policies than these, and for how many seconds."""
         now, before = time.monotonic(), self._instances
         self._instances = {
             one.instance_id: before.get(one.instance_id, now)
@@ -260,12 +253,12 @@ class Followers:
         return {name: now - since for name, since in self._instances.items()}
 
     def describe(self, policies: PolicySet) -> list[dict[str, Any]]:
-        """All living ones, and whether they follow these."""
+        """All living schedulers and instances, and whether they follow these policies."""
         self._drop_silent()
-        told = [("scheduler", name, one.revision, one.trouble) for name, one in sorted(self._schedulers.items())]
+        found = [("scheduler", name, one.revision, one.trouble) for name, one in sorted(self._schedulers.items())]
         for record in sorted(self._registry.all(), key=lambda one: one.instance_id):
             if record.alive:
-                told.append(("instance", record.instance_id, record.policies_revision, record.policies_trouble))
+                found.append(("instance", record.instance_id, record.policies_revision, record.policies_trouble))
         return [
             {
                 "process": process,
@@ -274,7 +267,7 @@ class Followers:
                 "follows": revision == policies.revision and not trouble,
                 "trouble": trouble,
             }
-            for process, name, revision, trouble in told
+            for process, name, revision, trouble in found
         ]
 
     def _drop_silent(self) -> None:

@@ -1,4 +1,9 @@
-"""The instances of the cluster: who may join, what state each is in, who is gone."""
+"""The instances of the cluster: which may join, what state each is in, which are gone.
+
+An instance registers over HTTP and then sends heartbeats. Three facts determine its state: whether the RPC connection
+to it stands, when its last heartbeat came, and whether it drains. DEAD is the end of a record; the instance comes back
+with a new one.
+"""
 
 import asyncio
 import math
@@ -17,20 +22,19 @@ from shared.errors import Conflict, Incompatible, InvalidRequest, NotFound
 from shared.runtime.logs import get_log
 from shared.runtime.wire_version import WireVersions
 from shared.store.reading import read_instances
+from shared.wire.api import EventKind
 from shared.wire.messages import Heartbeat
 from shared.wire.rpc_client import RpcClient
 from shared.wire.sockets import Sockets
 
-# MERGED record.py
-# What the monitor knows of one instance at the moment.
-
-
-UNDER_WAY_S = 0.5  # of a heartbeat, at most
+log = get_log(__name__)
+UNDER_WAY_S = 0.5  # the longest that a heartbeat may be under way
+MAX_DEAD = 1_000  # dead instances that are counted; beyond that the oldest are forgotten
 
 
 @dataclass(slots=True)
 class Record:
-    """One registered instance. `…_mono` are readings of the loop's clock, `…_s` unix seconds."""
+    """What the monitor knows of one registered instance. `…_mono` are times of the loop's clock, `…_s` unix seconds."""
 
     info: InstanceInfo
     role: Role
@@ -40,15 +44,15 @@ class Record:
     state: InstanceState = InstanceState.STARTING
     state_since_s: float = 0.0
     load: InstanceLoad = field(default_factory=InstanceLoad)
-    told_load: InstanceLoad | None = None  # that was broadcast last, and when
-    told_mono: float = 0.0
+    sent_load: InstanceLoad | None = None  # the load that was broadcast last, and when
+    sent_mono: float = 0.0
     draining: bool = False
     resumed_mono: float = -math.inf  # when it was resumed, unless it drains again
-    policies_revision: int = 0  # that its engine goes by, as it said last
+    policies_revision: int = 0  # of the policies that its engine follows
     policies_trouble: str = ""
     connected_once: bool = False
     heard_mono: float | None = None
-    arrival: str = "registered"  # or "restarted" or "returned": how it came to be known
+    arrival: EventKind = EventKind.REGISTERED  # or RESTARTED, or RETURNED
     operation: str = ""  # the flip, drain or resume under way
     death: str = ""
     died_mono: float = 0.0
@@ -56,16 +60,14 @@ class Record:
 
     @property
     def instance_id(self) -> str:
-        """Short for `info.instance_id`."""
         return self.info.instance_id
 
     @property
     def alive(self) -> bool:
-        """Not dead; perhaps silent."""
+        """Not dead; perhaps unresponsive."""
         return self.state is not InstanceState.DEAD
 
     def view(self) -> InstanceView:
-        """As policies see it."""
         return InstanceView(self.info, self.role, self.state, self.load)
 
     def describe(self) -> dict[str, Any]:
@@ -84,7 +86,7 @@ class Record:
         }
 
     def heard(self, beat: Heartbeat, now_mono: float) -> bool:
-        """Take a heartbeat in and wake those who wait for one like it. Whether it has other rates, or steps."""
+        """Apply a heartbeat and wake the tasks that wait for one like it. Returns whether it changes `info`."""
         info = self.info
         self.heard_mono = now_mono
         self.connected_once = self.connected_once or self.client.connected
@@ -103,7 +105,7 @@ class Record:
         return info is not self.info
 
     async def next_heartbeat(self, accepts: Callable[[Heartbeat], bool], timeout_s: float) -> None:
-        """Wait for a heartbeat that `accepts` likes. Raises TimeoutError."""
+        """Wait for a heartbeat that `accepts` returns true for. Raises TimeoutError."""
         entry = (accepts, asyncio.get_running_loop().create_future())
         self.waiters.append(entry)
         try:
@@ -113,17 +115,12 @@ class Record:
             self.waiters.remove(entry)
 
 
-# MERGED handshake.py
-# Whether an instance fits the cluster, and if not, exactly why.
-
-
 def check(newcomer: InstanceInfo, members: Sequence[InstanceInfo], fingerprint: str = "") -> None:
-    """Let `newcomer` in or raise Incompatible with each field that differs and both values.
+    """Raises Incompatible, naming each field that differs and both values, where `newcomer` does not fit the members.
 
     Model fingerprint and KV geometry must agree with every member, the engine's version with members of the same
-    engine, and wire versions must be compatible, see `shared.runtime.wire_version`. dtype, block size, tensor and
-    pipeline parallelism and context length may differ.
-    With no members anything goes, but for a `fingerprint` that the settings pin.
+    engine, and wire versions must be compatible (`shared.runtime.wire_version`). dtype, block size, tensor and pipeline
+    parallelism and context length may differ. `fingerprint`: the one that the settings pin, if any.
     """
     if fingerprint and newcomer.compatibility.fingerprint != fingerprint:
         found = newcomer.compatibility.fingerprint
@@ -131,8 +128,8 @@ def check(newcomer: InstanceInfo, members: Sequence[InstanceInfo], fingerprint: 
             f"{newcomer.instance_id} does not fit this cluster: fingerprint is {found!r}, "
             f"the settings pin {fingerprint!r}"
         )
-    alike = {member.compatibility: member for member in members}
-    for member in alike.values():
+    one_of_each = {member.compatibility: member for member in members}
+    for member in one_of_each.values():
         if differences := _differences(newcomer, member):
             raise Incompatible(
                 f"{newcomer.instance_id} does not fit this cluster: {'; '.join(differences)} "
@@ -162,14 +159,16 @@ def _wire(compatibility: Compatibility) -> WireVersions:
     return WireVersions(compatibility.wire_version, compatibility.min_wire_version or compatibility.wire_version)
 
 
-log = get_log(__name__)
 OnChange = Callable[[Record, InstanceState], None]
-OnGone = Callable[[Record, str, str], None]
-MAX_DEAD = 1_000  # dead ones count until they return or are forgotten; beyond so many the oldest are forgotten
+OnGone = Callable[[Record, EventKind, str], None]
 
 
 class Registry:
-    """Records by id. Every change of a state goes through `settle` or `_bury` and is told to `on_change`."""
+    """Records by instance id.
+
+    While a record lives, its state is set by `_move` only, which calls the `on_change` callbacks. A record that leaves
+    or is replaced by a new process ends without them (`_retire`).
+    """
 
     def __init__(self, settings: MonitorSettings, sockets: Sockets) -> None:
         self._settings = settings
@@ -185,11 +184,11 @@ class Registry:
         self._on_change.append(callback)
 
     def on_gone(self, callback: OnGone) -> None:
-        """Call back with a record that is no longer counted, how it went ("left" or "forgotten"), and why."""
+        """Call back with a record that is no longer counted, how it went (LEFT or FORGOTTEN), and why."""
         self._on_gone.append(callback)
 
     def on_renewed(self, callback: Callable[[Record], None]) -> None:
-        """Call back with a record whose process has registered once more, with other facts."""
+        """Call back with a record whose process has registered again with a changed `info`."""
         self._on_renewed.append(callback)
 
     def all(self) -> Iterable[Record]:
@@ -197,14 +196,13 @@ class Registry:
         return self._records.values()
 
     def get(self, instance_id: str) -> Record:
-        """The record of that id. Raises NotFound."""
+        """Raises NotFound."""
         record = self._records.get(instance_id)
         if record is None:
             raise NotFound(f"no instance {instance_id!r}")
         return record
 
     def find(self, instance_id: str) -> Record | None:
-        """The record of that id, if any."""
         return self._records.get(instance_id)
 
     def ready(self, role: Role) -> list[Record]:
@@ -212,7 +210,7 @@ class Registry:
         return [r for r in self._records.values() if r.role is role and r.state is InstanceState.READY]
 
     def register(self, info: InstanceInfo, role: Role, *, remembered: bool = False) -> Record:
-        """Let an instance in; repeating it changes nothing. `remembered`: a former life of this monitor knew it.
+        """Let an instance in; repeating the call changes nothing. `remembered`: the monitor knew it before its restart.
 
         Raises Incompatible when it does not fit, Conflict when a newer or another live process holds its id.
         """
@@ -230,7 +228,7 @@ class Registry:
         return self._admit(info, role, known, remembered)
 
     def remember_dead(self, info: InstanceInfo, role: Role, death: str, *, news: bool) -> None:
-        """Count an instance that a former life of this monitor knew, unless it is here. `news`: nobody was told."""
+        """Count an instance that the monitor knew before its restart, unless it is here. `news`: its death is new."""
         if info.instance_id in self._records:
             return
         client = RpcClient(self._sockets, info.rpc)
@@ -240,39 +238,39 @@ class Registry:
         record.died_mono = self._loop.time()
         self._records[info.instance_id] = record
         if news:
-            self._tell(record, InstanceState.STARTING)
+            self._changed(record, InstanceState.STARTING)
 
     def forget(self, instance_id: str, why: str) -> None:
-        """Count a dead instance no longer. Raises NotFound, or Conflict while it lives."""
+        """Stop counting a dead instance. Raises NotFound, or Conflict while it lives."""
         record = self.get(instance_id)
         if record.alive:
             raise Conflict(f"{instance_id} is {record.state.value}; only dead instances can be forgotten")
-        self._drop(record, "forgotten", why)
+        self._drop(record, EventKind.FORGOTTEN, why)
 
     def leave(self, instance_id: str, generation: int) -> None:
-        """An instance stops in good order: nobody misses it. Raises NotFound, or Conflict for another process of it."""
+        """An instance stops in good order. Raises NotFound, or Conflict for another process of the instance."""
         record = self.get(instance_id)
         if record.info.generation != generation:
             raise Conflict(f"{instance_id} is of generation {record.info.generation}, not {generation}")
         if record.alive:
-            record.death = "left"
-            record.state = InstanceState.DEAD
-            self._loop.call_soon(record.client.close)
-        self._drop(record, "left", "it was stopped")
+            self._retire(record, "left")
+        self._drop(record, EventKind.LEFT, "it was stopped")
 
     def settle(self, record: Record) -> None:
-        """Work out the state of a record from what is known of it."""
+        """Derive the state of a record from the facts known about it."""
         if record.alive and self._records.get(record.instance_id) is record:
             self._move(record, self._state_of(record))
 
     def tick(self, period_s: float) -> float:
         """Look for silence, for connections that never came, and for dead records to drop.
 
-        Gives back by when it has to look again, by the loop's clock: in `period_s` while somebody starts.
+        Returns when to look again, by the loop's clock: in `period_s` while an instance starts.
         """
         now = self._loop.time()
         again = now + self._settings.silence_s
-        self._bound_dead()
+        dead = [record for record in self._records.values() if not record.alive]
+        for record in sorted(dead, key=lambda one: one.died_mono)[: max(0, len(dead) - MAX_DEAD)]:
+            self._drop(record, EventKind.FORGOTTEN, f"more than {MAX_DEAD} are dead")
         for record in list(self._records.values()):
             if not record.alive:
                 continue
@@ -288,16 +286,10 @@ class Registry:
         return again
 
     def close(self) -> None:
-        """Close all connections."""
         for record in self._records.values():
             record.client.close()
 
-    def _bound_dead(self) -> None:
-        dead = [record for record in self._records.values() if not record.alive]
-        for record in sorted(dead, key=lambda one: one.died_mono)[: max(0, len(dead) - MAX_DEAD)]:
-            self._drop(record, "forgotten", f"more than {MAX_DEAD} are dead")
-
-    def _drop(self, record: Record, how: str, why: str) -> None:
+    def _drop(self, record: Record, how: EventKind, why: str) -> None:
         del self._records[record.instance_id]
         for callback in self._on_gone:
             callback(record, how, why)
@@ -308,17 +300,16 @@ class Registry:
         except zmq.ZMQError as error:
             raise InvalidRequest(f"rpc address {info.rpc!r}: {error}") from error
         if known is not None:
-            known.state = InstanceState.DEAD
-            known.client.close()
+            self._retire(known, "replaced")
         now_s = time.time()
         record = Record(info, role, client, now_s, self._loop.time(), state_since_s=now_s)
         if known is not None or remembered:
             same = remembered or (known is not None and known.info.generation == info.generation)
-            record.arrival = "returned" if same else "restarted"
+            record.arrival = EventKind.RETURNED if same else EventKind.RESTARTED
         client.on_lost(lambda: self._lost(record))
         self._records[info.instance_id] = record
         log.info("instance registered", instance_id=info.instance_id, role=role.value, rpc=info.rpc)
-        self._tell(record, InstanceState.STARTING)
+        self._changed(record, InstanceState.STARTING)
         return record
 
     def _lost(self, record: Record) -> None:
@@ -329,7 +320,10 @@ class Registry:
         record.death = why
         record.died_mono = self._loop.time()
         self._move(record, InstanceState.DEAD)
-        # Not inside the client's own callback.
+        self._loop.call_soon(record.client.close)  # not inside the client's own callback
+
+    def _retire(self, record: Record, why: str) -> None:
+        record.death, record.state = why, InstanceState.DEAD
         self._loop.call_soon(record.client.close)
 
     def _state_of(self, record: Record) -> InstanceState:
@@ -356,9 +350,9 @@ class Registry:
             state=state.value,
             why=record.death,
         )
-        self._tell(record, before)
+        self._changed(record, before)
 
-    def _tell(self, record: Record, before: InstanceState) -> None:
+    def _changed(self, record: Record, before: InstanceState) -> None:
         for callback in self._on_change:
             callback(record, before)
 
@@ -368,7 +362,7 @@ def _same_process(info: InstanceInfo, known: InstanceInfo) -> bool:
 
 
 def _check_identity(info: InstanceInfo, known: Record) -> None:
-    """A newer generation takes over, an older one is refused while the newer lives, and so is a live process's id.
+    """Raises Conflict for an older generation while a newer one lives, and for another address of a live instance.
 
     Generations are times of start: where a clock went back, a process is older than its dead predecessor.
     """
@@ -382,22 +376,19 @@ def _check_identity(info: InstanceInfo, known: Record) -> None:
         raise Conflict(f"{info.instance_id} is {known.state.value} at {known.info.rpc}, not at {info.rpc}")
 
 
-# MERGED memory.py
-# What a restarted monitor remembers: instances of the database, until each shows that it lives.
-
 _COUNTED = frozenset(state.value for state in InstanceState)
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """An instance of the monitor's former life, and its role then."""
+    """An instance that the monitor knew before its restart, and its role then."""
 
     info: InstanceInfo
     role: Role
 
 
 class Memory:
-    """Instances of the monitor's former life. The heartbeat of one brings it back without a registration."""
+    """Instances that the monitor knew before its restart. A heartbeat brings one back without a registration."""
 
     def __init__(self) -> None:
         self._living: dict[str, Known] = {}
@@ -405,14 +396,14 @@ class Memory:
 
     @property
     def empty(self) -> bool:
-        """Whether all who are remembered came back, as far as known."""
+        """Whether the database was read, and each living instance in it has come back or was given up."""
         return self.loaded and not self._living
 
     async def load(self, engine: AsyncEngine) -> list[Known]:
-        """Read them from the database; gives back those that were dead already. Raises Unavailable."""
+        """Read the database; returns the instances that were dead already. Raises Unavailable."""
         dead = []
         for row in await read_instances(engine):
-            if row["state"] not in _COUNTED:  # it left, or somebody had it forgotten
+            if row["state"] not in _COUNTED:  # it left, or was forgotten
                 continue
             try:
                 known = Known(msgspec.json.decode(row["info"], type=InstanceInfo), Role(row["role"]))
@@ -426,19 +417,19 @@ class Memory:
         self.loaded = True
         return dead
 
-    def take(self, instance_id: str, generation: int) -> InstanceInfo | None:
-        """The remembered instance of that very process, once."""
+    def pop(self, instance_id: str, generation: int) -> InstanceInfo | None:
+        """The remembered instance, if this very process of it is remembered."""
         known = self._living.get(instance_id)
         if known is None or known.info.generation != generation:
             return None
         return self._living.pop(instance_id).info
 
     def give_up(self) -> list[Known]:
-        """Those who never came back."""
+        """Forget the instances that never came back, and return them."""
         lost = list(self._living.values())
         self._living.clear()
         return lost
 
     def drop(self, instance_id: str) -> None:
-        """It has registered by itself."""
+        """The instance has registered by itself."""
         self._living.pop(instance_id, None)

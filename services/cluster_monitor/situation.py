@@ -1,11 +1,11 @@
-"""Gathers all that a verdict rests on from those who know it, and gives the verdict."""
+"""The cluster's health: gathers what a verdict rests on, gives the verdict, and logs when it changes."""
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from services.cluster_monitor.events import EventKind, Events
+from services.cluster_monitor.events import Events
 from services.cluster_monitor.policy_book import Followers
 from services.cluster_monitor.registry import Record, Registry
 from services.cluster_monitor.slo import DemandService
@@ -17,27 +17,27 @@ from shared.policy.load_history import kv_used
 from shared.policy.log_histogram import quantile
 from shared.policy.served import Served, ServedBook, total, window_begins
 from shared.policy.verdict import judge
+from shared.wire.api import EventKind
 
-# MERGED peers.py
-# Who else is there: gateways and schedulers, as schedulers tell; and since when one has not been heard of.
-
-
-FORGET_S = 900.0  # one that is silent for so long is missed no more
+FORGET_S = 900.0  # a silent gateway or scheduler is no longer missed after so long
+FRESH_S = 0.5  # a verdict is given again for so long
+PERIOD_S = 1.0  # between two looks for a change of the verdict
+STEADY = 3  # looks in a row that must agree before a change is logged: a window passes limits to and fro
 
 
 class Peers:
-    """By name, when each was last heard of, by the loop's clock."""
+    """When each gateway and scheduler was last heard of, by the loop's clock. Schedulers report both."""
 
     def __init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self._schedulers: dict[str, float] = {}
         self._gateways: dict[str, float] = {}
-        self._left: dict[str, float] = {}  # gateways that stopped in good order, and when: others may not know yet
+        self._left: dict[str, float] = {}  # gateways that stopped in good order, and when: not all schedulers know yet
 
     def hear(
         self, scheduler_id: str, gateways: Mapping[str, float], left: Iterable[str] = (), *, leaving: bool = False
     ) -> None:
-        """A scheduler tells of itself, for how many seconds each gateway was silent there, and of those that left."""
+        """A scheduler reports for how many seconds it has heard nothing of each gateway, and which gateways left."""
         now = self._clock()
         if leaving:
             self._schedulers.pop(scheduler_id, None)
@@ -71,11 +71,8 @@ class Peers:
         return {name: now - at for name, at in sorted(heard.items())}
 
 
-FRESH_S = 0.5  # for so long a verdict is given again
-
-
 class Judge:
-    """`GET /verdict`. expected: the instances of the cluster file, with the roles that they begin in."""
+    """Gives `GET /verdict`. expected: the instances of the cluster file, with the roles that they start in."""
 
     def __init__(
         self,
@@ -98,23 +95,22 @@ class Judge:
         self._thresholds = thresholds
         self._clock = asyncio.get_running_loop().time
         self._started = self._clock()
-        self._classifier = False  # has answered in this life: where there is none nobody misses it
+        self._classifier = False  # whether one has answered since the start: a cluster may have none
         self._left: set[str] = set()
         self._last: tuple[float, Verdict] | None = None
         registry.on_gone(self._gone)
         registry.on_change(lambda record, _: self._left.discard(record.instance_id))
 
     def verdict(self, policies: PolicySet) -> Verdict:
-        """The present one; `policies` are those in force."""
+        """The present verdict; `policies` are those in force."""
         now = self._clock()
         if self._last is None or now - self._last[0] > FRESH_S:
             self._last = now, judge(self.situation(policies), self._thresholds)
         return self._last[1]
 
     def situation(self, policies: PolicySet) -> Situation:
-        """What is known at this moment."""
         now = time.time()
-        window_s = now - window_begins(self._window_s, now)  # what is counted, and so what is said
+        window_s = now - window_begins(self._window_s, now)  # the window that is counted is the one that is named
         classes = self._served.window(self._window_s, now)
         late = self._followers.instances_behind(policies)
         ended = total(classes.values())
@@ -142,7 +138,7 @@ class Judge:
         )
 
     def _gone(self, record: Record, *_: str) -> None:
-        if record.instance_id in self._expected:  # others come under new names without end
+        if record.instance_id in self._expected:  # other instances may come under ever new names
             self._left.add(record.instance_id)
 
     def _schedulers(self, policies: PolicySet) -> tuple[Peer, ...]:
@@ -152,7 +148,7 @@ class Judge:
         )
 
     def _predictions(self, predicted: Mapping[str, int]) -> dict[str, int]:
-        """By who said it; where no classifier ever did, what others saw before is as good as one."""
+        """Predictions by source. Without a classifier, observed lengths count as its predictions."""
         counts = Counter(predicted)
         self._classifier = self._classifier or counts["classifier"] > 0
         if not self._classifier:
@@ -180,7 +176,7 @@ def _standing(record: Record, behind_s: float) -> Standing:
 
 
 def _importing(record: Record) -> int:
-    """Of the decodes that wait, those that hold KV blocks already: what they wait for is on its way."""
+    """Of the waiting decodes, those that hold KV blocks already: their KV is on its way."""
     load = record.load
     if record.role is not Role.DECODE or not load.decoding:
         return 0
@@ -190,7 +186,7 @@ def _importing(record: Record) -> int:
 
 
 def _class(slo: str, one: Served) -> ClassSeen:
-    number = one.completed  # what failed is told of as such: its first token may have come in time
+    number = one.completed  # failures are reported as such: their first token may have come in time
     if not number:
         return ClassSeen(slo)
     ttft, tpot = one.ttft_met / number, one.tpot_met / number
@@ -209,53 +205,41 @@ def _stages(ended: Served) -> dict[Stage, StageSeen]:
     return found
 
 
-def whats(verdict: Verdict, wanted: Iterable[str]) -> dict[str, str]:
-    """The texts of its problems of those codes."""
-    return {one.what: one.text for one in verdict.problems if one.what in set(wanted)}
-
-
-# MERGED watch.py
-# Tells of it when the verdict changes: its level, and troubles that no instance shows.
-
-
-PERIOD_S = 1.0
-STEADY = 3  # looks in turn at which it is so, before it is told: windows pass limits to and fro
 _KINDS = {
     "predictor_fallback": (EventKind.PREDICTOR_FALLBACK, EventKind.PREDICTOR_RECOVERED),
     "gateway_gone": (EventKind.GATEWAY_GONE, EventKind.GATEWAY_RETURNED),
     "scheduler_gone": (EventKind.SCHEDULER_GONE, EventKind.SCHEDULER_RETURNED),
 }
-_WELL = (Level.GOOD, Level.IDLE)
 
 
 class Watch:
-    """Looks at each `step`."""
+    """Logs an event when the verdict's level changes, and when a problem that no instance shows begins or ends."""
 
     def __init__(self, verdict: Callable[[], Verdict], events: Events) -> None:
         self._verdict = verdict
         self._events = events
         self._level = Level.GOOD
-        self._told: dict[str, str] = {}
-        self._other: dict[str, int] = {}  # for how many looks something is other than was told
+        self._problems: dict[str, str] = {}  # that were logged, with their texts
+        self._differs: dict[str, int] = {}  # for how many looks something differs from what was logged
 
     def step(self) -> None:
         """Look once."""
         verdict = self._verdict()
-        level = Level.GOOD if verdict.level in _WELL else verdict.level
-        if self._steady("level", other=level is not self._level):
+        level = Level.GOOD if verdict.level is Level.IDLE else verdict.level
+        if self._steady("level", differs=level is not self._level):
             self._level = level
             self._events.note(EventKind.VERDICT, verdict.headline)
-        now = whats(verdict, _KINDS)
+        now = {problem.what: problem.text for problem in verdict.problems}
         for what, (begun, over) in _KINDS.items():
-            if not self._steady(what, other=(what in now) != (what in self._told)):
+            if not self._steady(what, differs=(what in now) != (what in self._problems)):
                 continue
             if what in now:
-                self._told[what] = now[what]
+                self._problems[what] = now[what]
                 self._events.note(begun, now[what])
             else:
-                self._events.note(over, f"no longer: {self._told.pop(what)}")
+                self._events.note(over, f"no longer: {self._problems.pop(what)}")
 
-    def _steady(self, what: str, *, other: bool) -> bool:
-        looks = self._other.get(what, 0) + 1 if other else 0
-        self._other[what] = 0 if looks >= STEADY else looks
+    def _steady(self, what: str, *, differs: bool) -> bool:
+        looks = self._differs.get(what, 0) + 1 if differs else 0
+        self._differs[what] = 0 if looks >= STEADY else looks
         return looks >= STEADY

@@ -1,4 +1,4 @@
-"""SLO attainment of the cluster: outcomes in, windows out."""
+"""What schedulers report: outcomes of requests, which become SLO attainment, and the demand of clients."""
 
 import time
 from collections import OrderedDict, deque
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry, Counter
 
-from services.cluster_monitor.events import EventKind, Events
+from services.cluster_monitor.events import Events
 from shared.domain.demand import AskedSecond, Demand, DemandSecond, RolesWanted, Shift
 from shared.policy.demand import DemandBook
 from shared.policy.served import Ended, How
@@ -18,12 +18,15 @@ from shared.policy.slo import SloOutcome, SloReport, SloWindows
 from shared.runtime.logs import get_log
 from shared.store.tables import slo_windows
 from shared.store.write_behind import WriteBehind
+from shared.wire.api import EventKind, NoticedShift
 
+log = get_log(__name__)
 SEEN = 50_000  # jobs remembered, so that none is counted twice
+KEPT_S = 300  # seconds of demand that `GET /demand` shows
 
 
 class SloService:
-    """Outcomes that schedulers hand in, by class and window. `on_ended` is told of each that is new, whatever it is."""
+    """Outcomes by class and window. `on_ended` is called with each new outcome."""
 
     def __init__(
         self, windows_s: tuple[float, ...], store: WriteBehind, on_ended: Callable[[Ended], None] = lambda _: None
@@ -34,9 +37,9 @@ class SloService:
         self._seen: OrderedDict[str, None] = OrderedDict()
 
     def take(self, outcomes: Iterable[tuple[str, Ended]]) -> int:
-        """Count outcomes by job id, at the moment they are heard of; gives back how many were new.
+        """Count outcomes by job id, at the time of their arrival; returns how many were new.
 
-        A job comes twice when the answer to its delivery was lost, or when two schedulers heard of its end.
+        A job comes twice when the answer to its delivery was lost, or when two schedulers learned of its end.
         """
         now, counted = time.time(), 0
         for job_id, ended in outcomes:
@@ -57,11 +60,10 @@ class SloService:
         return self._windows.reports(time.time())
 
     def describe(self) -> list[dict[str, Any]]:
-        """The reports as JSON."""
         return [asdict(report) for report in self.reports()]
 
     def sample(self) -> None:
-        """Put the present windows into the database's queue."""
+        """Queue the present windows for the database."""
         now = time.time()
         for report in self._windows.reports(now):
             if report.requests:
@@ -69,23 +71,11 @@ class SloService:
 
 
 def _judged(ended: Ended) -> SloOutcome | None:
-    """Cancelled ones say nothing, nor do those that were refused before they were jobs."""
+    """None for cancelled requests, and for those that were refused before they were jobs: they have no targets."""
     if ended.how is How.CANCELLED or not ended.ttft_target_s:
         return None
-    failed = ended.how is not How.COMPLETED
-    return SloOutcome(
-        ended.slo,
-        ended.ended_s,
-        ended.ttft_s,
-        ended.tpot_s,
-        ended.ttft_target_s,
-        ended.tpot_target_s,
-        failed,
-        ended.itl_target_s,
-        ended.longest_gap_s,
-        ended.gaps,
-        ended.gaps_over,
-    )
+    names = (name for name in SloOutcome.__dataclass_fields__ if name != "failed")
+    return SloOutcome(**{name: getattr(ended, name) for name in names}, failed=ended.how is not How.COMPLETED)
 
 
 def _row(report: SloReport, now: float) -> dict[str, Any]:
@@ -108,52 +98,45 @@ def _row(report: SloReport, now: float) -> dict[str, Any]:
     }
 
 
-# MERGED demand.py
-# What clients ask for, over all schedulers: the profile that role flips rest on, and its shifts.
-
-
-log = get_log(__name__)
-KEPT_S = 300  # seconds, and shifts in them, that are shown
-
-
 class DemandService:
-    """Takes what schedulers tell; a shift becomes an event, a metric and a log line."""
+    """Demand over all schedulers, on which role flips rest. A shift becomes an event, a metric and a log line."""
 
-    def __init__(self, events: Events, registry: CollectorRegistry) -> None:
+    def __init__(self, events: Events, metrics: CollectorRegistry) -> None:
         self._book = DemandBook()
-        self._asked: deque[AskedSecond] = deque(maxlen=KEPT_S)
-        self._noticed: deque[tuple[float, Shift]] = deque(maxlen=KEPT_S)
+        self._seconds: deque[AskedSecond] = deque(maxlen=KEPT_S)
+        self._noticed: deque[NoticedShift] = deque(maxlen=KEPT_S)
         self._events = events
         self._shifts = Counter(
-            "polyphase_demand_shifts", "Shifts of what clients ask for, by what shifted", ["what"], registry=registry
+            "polyphase_demand_shifts", "Shifts of demand, by what shifted", ["what"], registry=metrics
         )
-        ignored = Counter(
-            "polyphase_demand_ignored", "Seconds that schedulers told too late or too early", registry=registry
+        self._ignored = Counter(
+            "polyphase_demand_ignored",
+            "Seconds of demand that schedulers reported too late or too early",
+            registry=metrics,
         )
-        self._ignored = ignored
 
     def take(self, seconds: Iterable[DemandSecond]) -> int:
-        """What schedulers tell; gives back how many seconds were of use."""
-        before, told = self._book.ignored, list(seconds)
-        self._book.take(told, time.time())
+        """Add what a scheduler reports; returns how many seconds were of use."""
+        before, reported = self._book.ignored, list(seconds)
+        self._book.take(reported, time.time())
         ignored = self._book.ignored - before
         self._ignored.inc(ignored)
-        return len(told) - ignored
+        return len(reported) - ignored
 
     def step(self) -> None:
-        """Add up, and tell of shifts."""
+        """Add the seconds up, and look for shifts."""
         now = time.time()
         shifts = self._book.advance(now)
-        last = self._asked[-1].second if self._asked else 0
-        self._asked.extend(AskedSecond.of(one) for one in self._book.seconds if one.second > last)
-        self._noticed.extend((now, shift) for shift in shifts)
+        last = self._seconds[-1].second if self._seconds else 0
+        self._seconds.extend(AskedSecond.of(one) for one in self._book.seconds if one.second > last)
         for shift in shifts:
+            self._noticed.append(NoticedShift(**msgspec.structs.asdict(shift), at_s=now))
             self._shifts.labels(shift.what).inc()
-            self._events.note(EventKind.DEMAND_SHIFT, in_words(shift), "")
-            log.info("what clients ask for has shifted", **msgspec.to_builtins(shift))
+            self._events.note(EventKind.DEMAND_SHIFT, in_words(shift))
+            log.info("demand has shifted", **msgspec.to_builtins(shift))
 
     def demand(self) -> Demand | None:
-        """The profile; None while nobody knows."""
+        """The profile; None while too little is known."""
         return self._book.demand(time.time())
 
     def profile(self, least_requests: int) -> Demand | None:
@@ -161,27 +144,26 @@ class DemandService:
         return self._book.demand(time.time(), least_s=2, least_requests=least_requests)
 
     def placed(self, window_s: float) -> int:
-        """Requests that got their first place in the last so many seconds, as far as that was told."""
+        """Requests that got their first placement in the last `window_s`, as far as schedulers have reported them."""
         since_s = time.time() - window_s
-        return sum(one.requests for one in self._asked if one.second >= since_s)
+        return sum(one.requests for one in self._seconds if one.second >= since_s)
 
     @property
-    def last_shift(self) -> tuple[float, Shift] | None:
-        """When the last shift was noticed, and which."""
+    def last_shift(self) -> NoticedShift | None:
         return self._noticed[-1] if self._noticed else None
 
     def describe(self, roles: RolesWanted | None) -> dict[str, Any]:
-        """The profile, the last seconds, the shifts noticed in them and the roles that are best for it, as JSON."""
+        """`GET /demand`: the profile, the last seconds, the shifts noticed in them, and the roles that suit it best."""
         since_s = time.time() - KEPT_S
         return {
             "demand": msgspec.to_builtins(self.demand()),
-            "seconds": [msgspec.to_builtins(one) for one in self._asked if one.second >= since_s],
-            "shifts": [{"at_s": at, **msgspec.to_builtins(shift)} for at, shift in self._noticed if at >= since_s],
+            "seconds": [msgspec.to_builtins(one) for one in self._seconds if one.second >= since_s],
+            "shifts": [msgspec.to_builtins(shift) for shift in self._noticed if shift.at_s >= since_s],
             "roles": msgspec.to_builtins(roles),
         }
 
 
 def in_words(shift: Shift) -> str:
-    """For an event."""
+    """A shift as the text of an event."""
     unit = "requests/s" if shift.what == "arrivals" else "tokens (geometric mean)"
     return f"{shift.what}: {shift.before:.3g} → {shift.after:.3g} {unit}, noticed after {shift.noticed_s:g} s"

@@ -1,4 +1,4 @@
-"""What the monitor's routes work on."""
+"""What a monitor is at the moment, for its routes, its health and its metrics: it acts, or it is a standby."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,11 +8,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from services.cluster_monitor.audit import Audit
 from services.cluster_monitor.broadcaster import Broadcaster
 from services.cluster_monitor.events import Events
-from services.cluster_monitor.flips import AutoFlips, Operations
 from services.cluster_monitor.lease import Lease
+from services.cluster_monitor.operations import OperationLog, Operations, PolicyController
 from services.cluster_monitor.policy_book import Followers, PolicyBook
 from services.cluster_monitor.registry import Memory, Registry
 from services.cluster_monitor.situation import Judge
@@ -23,16 +22,16 @@ from shared.store.write_behind import WriteBehind
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All of one turn; built when it begins."""
+    """The parts of an acting monitor; built when its turn begins."""
 
     registry: Registry
     memory: Memory
     operations: Operations
-    audit: Audit
+    operation_log: OperationLog
     events: Events
     slo: SloService
     demand: DemandService
-    flips: AutoFlips
+    controller: PolicyController
     broadcaster: Broadcaster
     policies: PolicyBook
     followers: Followers
@@ -41,12 +40,8 @@ class State:
     judge: Judge
 
 
-# MERGED turns.py
-# What a monitor is at the moment, for its routes, its health and its metrics: it acts, or it stands by.
-
-
 class Turns(Collector):
-    """Its present turn, if it has one. Of its metrics those that belong to a turn are there during that one only."""
+    """The monitor's present turn, if it has one. Metrics of a turn are collected during that turn only."""
 
     def __init__(self, monitor_id: str) -> None:
         self._monitor_id = monitor_id
@@ -55,11 +50,11 @@ class Turns(Collector):
         self.metrics = CollectorRegistry()
 
     def acting(self) -> State:
-        """What the routes work on. Raises Standby, naming who acts."""
+        """What the routes work on. Raises Standby, naming the monitor that acts."""
         if self.lease is not None:
             self.lease.check()
         if self.state is None:
-            raise Standby(f"{self._monitor_id} is taking over: it reads what the one before it knew")
+            raise Standby(f"{self._monitor_id} is taking over: it reads what the monitor before it knew")
         return self.state
 
     def describe(self) -> Mapping[str, str]:
@@ -70,10 +65,9 @@ class Turns(Collector):
         return {"monitor": "active" if acts else "standby", "who_acts": self.lease.describe()}
 
     def collect(self) -> Iterator[Metric]:
-        """One scrape."""
         acts = self.lease is None or self.lease.acting
         yield GaugeMetricFamily(
-            "polyphase_monitor_acting", "Whether this monitor acts (1) or stands by (0)", float(acts)
+            "polyphase_monitor_acting", "Whether this monitor acts (1) or is a standby (0)", float(acts)
         )
         if self.state is not None:
             yield from self.metrics.collect()

@@ -168,7 +168,7 @@ flips = Table(
     Column("drain_s", Double),
     Column("flip_s", Double),
     Column("total_s", Double),
-    Column("result", String, nullable=False),  # services.cluster_monitor.audit.Result
+    Column("result", String, nullable=False),  # shared.wire.api.OperationResult
     Column("error", Text, nullable=False),
     Column("code", String),  # of the error
     Column("why", Text),  # the reasons of a policy; null for people
@@ -181,7 +181,7 @@ events = Table(
     metadata,
     Column("event_id", String, primary_key=True),
     Column("time_s", Double, nullable=False),
-    Column("kind", String, nullable=False),  # services.cluster_monitor.events.EventKind
+    Column("kind", String, nullable=False),  # shared.wire.api.EventKind
     Column("instance_id", String, nullable=False),
     Column("role", String, nullable=False),
     Column("text", Text, nullable=False),

@@ -29,14 +29,12 @@ from gateway.metrics import GatewayMetrics
 from predictor.service import Predictor
 from predictor.settings import PredictorSettings
 from services.cluster_monitor import history
-from services.cluster_monitor.audit import Asked, Audit, Result
 from services.cluster_monitor.edge import DrainIn, FlipIn
-from services.cluster_monitor.events import EventKind, Events
+from services.cluster_monitor.events import Events
+from services.cluster_monitor.operations import OperationLog, OperationRequest
 from services.cluster_monitor.policy_book import Followers, PolicyBook
 from services.cluster_monitor.registry import Record
-from services.cluster_monitor.routes import router as console_routes
 from services.cluster_monitor.routes import router as monitor_routes
-from services.cluster_monitor.routes import router as policy_routes
 from services.cluster_monitor.slo import DemandService
 from services.global_scheduler.reports import plain
 from services.global_scheduler.routes import router as scheduler_routes
@@ -48,6 +46,7 @@ from shared.domain.policies import KINDS
 from shared.policy.registry import from_file
 from shared.policy.slo import SloOutcome, SloReport, SloWindows
 from shared.store.reading import SHOWN
+from shared.wire.api import EventKind, OperationKind, OperationResult
 from shared.wire.messages import JobReport, StepRecord
 
 
@@ -64,18 +63,18 @@ def test_instances() -> None:
 
 
 def test_audit() -> None:
-    audit = Audit(cast(Any, SimpleNamespace(put=lambda *_: None)), CollectorRegistry(), lambda _: None)
-    entry = audit.begin("flip", record(), Role.DECODE, Asked("dashboard"))
-    entry.drain_s, entry.flip_s = 1.5, 0.0004
-    audit.end(entry, Result.SUCCEEDED)
-    known = msgspec.convert(audit.newest(1)[0], AuditEntry)
+    log = OperationLog(cast(Any, SimpleNamespace(put=lambda *_: None)), CollectorRegistry())
+    operation = log.begin(OperationRequest(OperationKind.FLIP, "p0", "dashboard"), record())
+    operation.drain_s, operation.flip_s = 1.5, 0.0004
+    log.end(operation, OperationResult.SUCCEEDED)
+    known = msgspec.convert(msgspec.to_builtins(log.newest(1)[0]), AuditEntry)
     assert (known.kind, known.to_role, known.result, known.flip_s) == ("flip", "decode", "succeeded", 0.0004)
 
 
 def test_events() -> None:
     told = Events(cast(Any, SimpleNamespace(put=lambda *_: None)))
     told.note(EventKind.DEATH, "connection lost", "p0", "prefill")
-    known = msgspec.convert(told.newest(1)[0], EventRow)
+    known = msgspec.convert(msgspec.to_builtins(told.newest(1)[0]), EventRow)
     assert (known.kind, known.instance_id, known.text) == ("death", "p0", "connection lost")
 
 
@@ -173,7 +172,7 @@ def test_predictor() -> None:
 
 
 def test_paths_and_bodies() -> None:
-    routers = (monitor_routes, policy_routes, console_routes, scheduler_routes)
+    routers = (monitor_routes, scheduler_routes)
     paths = {route.path for router in routers for route in cast(Any, router.routes)}
     asked = (
         "/instances",

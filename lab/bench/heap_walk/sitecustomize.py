@@ -33,8 +33,8 @@ KEPT = (
     ("shared.policy.slo.SloWindows", "_slots", "SLO windows"),
     ("shared.policy.served.ServedBook", "_slots", "steps of what was served"),
     ("services.cluster_monitor.events.Events", "_rings", "events"),
-    ("services.cluster_monitor.audit.Audit", "_entries", "operations"),
-    ("services.cluster_monitor.slo.DemandService", "_asked", "demand by second"),
+    ("services.cluster_monitor.operations.OperationLog", "_operations", "operations"),
+    ("services.cluster_monitor.slo.DemandService", "_seconds", "demand by second"),
     ("shared.store.write_behind.WriteBehind", "_rows", "rows that wait"),
 )
 _LEFT_OUT = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.FrameType)

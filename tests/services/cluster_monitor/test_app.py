@@ -138,7 +138,7 @@ async def test_the_audit_outlives_the_monitor(start: Start) -> None:
     await until(lambda: not first.store.queued, "audited in the database")
     await first.stop()
     second: Cluster = await start()
-    await until(lambda: second.state.audit.newest(9), "audit read back")
+    await until(lambda: second.state.operation_log.newest(9), "audit read back")
     assert await second.client.flips() == [done]
 
 

@@ -1,10 +1,9 @@
 import asyncio
-from typing import Any, cast
 
 import pytest
 
 from services.cluster_monitor.app import create_app
-from services.cluster_monitor.flips import AutoFlips, in_words
+from services.cluster_monitor.operations import PolicyController, in_words
 from services.cluster_monitor.settings import MonitorSettings
 from shared.domain.instance import ClusterView, InstanceLoad, Role
 from shared.domain.policies import PolicySet
@@ -28,7 +27,7 @@ async def test_an_idle_instance_flips_by_itself_and_the_audit_says_why(start: St
     p0.load, p1.load, d0.load = EMPTY, FULL, FULL
     await cluster.wait_ready("p0", Role.DECODE)
     assert (p0.calls, p1.calls, d0.calls) == (["drain", "flip", "resume"], [], [])
-    await until(lambda: cluster.state.audit.newest(1)[0]["result"] == "succeeded", "audited")
+    await until(lambda: cluster.state.operation_log.newest(1)[0].result == "succeeded", "audited")
     (entry,) = await cluster.client.flips()
     assert (entry["kind"], entry["who"], entry["to_role"]) == ("flip", "role_flip:idle", "decode")
     assert entry["why"].startswith("role_flip:idle (load_share 0.0, idle_s 0.3")
@@ -39,10 +38,10 @@ async def test_a_flip_that_fails_is_tried_again(start: Start) -> None:
     p0, p1, d0 = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
     p0.load, p1.load, d0.load = EMPTY, FULL, FULL
     p0.fail_flip = True
-    await until(lambda: len(cluster.state.audit.newest(9)) >= 2, "two attempts")
+    await until(lambda: len(cluster.state.operation_log.newest(9)) >= 2, "two attempts")
     p0.fail_flip = False
     await cluster.wait_ready("p0", Role.DECODE)
-    assert cluster.state.audit.newest(9)[-1]["error"] == "the engine is stuck"
+    assert cluster.state.operation_log.newest(9)[-1].error == "the engine is stuck"
 
 
 async def test_another_policy_holds_from_the_next_step_on_and_begins_anew(start: Start) -> None:
@@ -53,15 +52,15 @@ async def test_another_policy_holds_from_the_next_step_on_and_begins_anew(start:
     await cluster.client.set_policies({"role_flip": PolicySpec("idle", {"for_s": 30.0})})
     await cluster.client.set_policies({"role_flip": PolicySpec("idle", {"for_s": 0.05})})
     await cluster.wait_ready("p0", Role.DECODE)
-    held_s = float(str(cluster.state.audit.newest(9)[-1]["why"]).partition("idle_s ")[2].partition(",")[0])
+    held_s = float(str(cluster.state.operation_log.newest(9)[-1].why).partition("idle_s ")[2].partition(",")[0])
     assert held_s < 30.0
     await cluster.client.set_policies({"role_flip": None})
     await until(lambda: not any(one.operation for one in cluster.state.registry.all()), "what was under way has ended")
-    flips = len(cluster.state.audit.newest(9))
+    flips = len(cluster.state.operation_log.newest(9))
     p0.load, p1.load, d0.load = FULL, FULL, EMPTY
     sequence = cluster.views[-1].sequence
     await until(lambda: cluster.views[-1].sequence > sequence + 10, "steps have passed")
-    assert len(cluster.state.audit.newest(9)) == flips
+    assert len(cluster.state.operation_log.newest(9)) == flips
 
 
 def test_a_policy_that_stays_keeps_what_it_remembers() -> None:
@@ -77,14 +76,14 @@ def test_a_policy_that_stays_keeps_what_it_remembers() -> None:
     views = [ClusterView(n, 0.0, (), PolicySet(n, role_flip=PolicySpec("idle", {"for_s": s}))) for n, s in STEPS]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry.ROLE_FLIP, "idle", Policy)
-        auto = AutoFlips(lambda: views.pop(0), Seen, cast(Any, None), cast(Any, None))
+        auto = PolicyController(lambda: views.pop(0), Seen)
         asyncio.run(_steps(auto, len(STEPS)))
     assert [state.since.get("held") for state in asked] == [None, 1.0, None, 3.0]
 
 
-async def _steps(auto: AutoFlips, count: int) -> None:
+async def _steps(auto: PolicyController, count: int) -> None:
     for _ in range(count):
-        auto.step()
+        auto.propose()
 
 
 async def test_people_give_no_reason(cluster: Cluster) -> None:

@@ -231,7 +231,7 @@ async def test_flips_and_deaths_are_marks(cluster: Cluster) -> None:
     await cluster.client.flip("p0", who="anna")
     await cluster.stack.aclose()
     await until(lambda: cluster.state.events.newest(10, 0.0, (), "p1"), "p1 has died")
-    await until(lambda: any(e["kind"] == "death" for e in cluster.state.events.newest(10)), "a death")
+    await until(lambda: any(e.kind == "death" for e in cluster.state.events.newest(10)), "a death")
     marks = (await get(cluster, "/history"))["marks"]
     assert ("flip", "p0", "prefill → decode by anna") in [(m["kind"], m["instance_id"], m["text"]) for m in marks]
     assert "death" in {mark["kind"] for mark in marks}
@@ -289,7 +289,7 @@ async def instance_http(port: int, answers: dict[str, Any]) -> AsyncIterator[Non
 
 
 async def test_what_an_instance_tells_of_itself(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.cluster_monitor.routes.ASK_S", 0.3)
+    monkeypatch.setattr("services.cluster_monitor.routes.INSTANCE_TIMEOUT_S", 0.3)
     port = free_port()
     info = make_info("d0", free_address(), http=f"http://127.0.0.1:{port}")
     await cluster.worker("d0", Role.DECODE, info=info)
@@ -333,7 +333,7 @@ async def test_what_became_of_plans_is_told_once(cluster: Cluster) -> None:
         await cluster.client.happened(event)
     (told,) = await get(cluster, "/events?kind=plan_proposed")
     assert (told["subject"], told["text"]) == ("plan-1", "one more")
-    with pytest.raises(InvalidRequest, match="nobody's to tell"):
+    with pytest.raises(InvalidRequest, match="only the monitor itself reports death"):
         await cluster.client.happened({**event, "kind": "death"})
 
 
@@ -345,7 +345,7 @@ async def test_a_change_of_the_verdict_is_an_event(cluster: Cluster, monkeypatch
     await until(lambda: cluster.state.events.newest(5, 0.0, ()), "events")
 
     def kinds() -> list[str]:
-        return [event["kind"] for event in cluster.state.events.newest(50)]
+        return [event.kind for event in cluster.state.events.newest(50)]
 
     await until(lambda: {"verdict", "gateway_gone"} <= set(kinds()), "told of")
     await tell(cluster, gateways={"gateway-0": 0.0})

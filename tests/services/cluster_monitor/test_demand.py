@@ -89,8 +89,8 @@ async def test_roles_follow_what_is_told_and_the_audit_says_why(start: Start) ->
     for name in ("d0", "d1"):
         await cluster.wait_ready(name, Role.DECODE)
     await post(cluster, seconds(10, 1_000.0))
-    await until(lambda: cluster.state.audit.newest(1), "a flip is begun")
-    await until(lambda: cluster.state.audit.newest(1)[0]["result"] == "succeeded", "it is done")
+    await until(lambda: cluster.state.operation_log.newest(1), "a flip is begun")
+    await until(lambda: cluster.state.operation_log.newest(1)[0].result == "succeeded", "it is done")
     (entry,) = await cluster.client.flips()
     assert (entry["who"], entry["to_role"]) == ("role_flip:predictive", "prefill")
     assert "role_flip:predictive (harm " in entry["why"]

@@ -3,9 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.cluster_monitor.audit import Asked
+from services.cluster_monitor.operations import OperationRequest
 from shared.domain.instance import InstanceState, Role
 from shared.errors import Conflict, DeadlineExceeded, EngineFailed, NotFound, OutcomeUnknown, PolyphaseError, Standby
+from shared.wire.api import OperationKind
 from tests.ports import free_address
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.control_plane import until
@@ -97,7 +98,7 @@ async def test_a_failure_is_not_its_own_cause(cluster: Cluster) -> None:
     worker, *_ = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL)
     worker.fail_flip = True
     with pytest.raises(EngineFailed) as failed:
-        await cluster.state.operations.flip("p0", Asked("tester"), force=False, drain_timeout_s=None)
+        await cluster.state.operations.run(OperationRequest(OperationKind.FLIP, "p0", "tester"))
     assert failed.value.__cause__ is not failed.value
 
 
@@ -171,15 +172,9 @@ async def test_a_monitor_whose_turn_ended_meanwhile_reports_no_success(
             raise Standby("m0 does not act: m1 at http://m1 acts")
 
     monkeypatch.setattr(cluster.state.operations, "_turn", SimpleNamespace(epoch=0, check=check))
-    asked, operations = Asked("test"), cluster.state.operations
-    match kind:
-        case "drain":
-            done = operations.drain("p0", asked, force=False, timeout_s=1.0)
-        case "flip":
-            done = operations.flip("p0", asked, force=False, drain_timeout_s=1.0)
-        case _:
-            done = operations.resume("p0", asked)
+    asked = OperationRequest(OperationKind(kind), "p0", "test", drain_timeout_s=1.0)
+    operations = cluster.state.operations
     with pytest.raises(OutcomeUnknown, match="is unknown: m0 does not act: m1") as unknown:
-        await done
+        await operations.run(asked)
     assert unknown.value.operation_id == asked.operation_id
-    assert operations.describe(asked.operation_id)["result"] == "unknown"
+    assert operations.describe(asked.operation_id).result == "unknown"

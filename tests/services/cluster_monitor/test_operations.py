@@ -98,7 +98,7 @@ async def test_an_operation_that_the_monitor_did_not_survive_is_unknown(start: S
     first.state.store.put = lambda *_, **__: None  # type: ignore[method-assign]
     await first.stop()
     second: Cluster = await start()
-    await until(lambda: second.state.audit.find("op"), "audit read back", timeout_s=30)
+    await until(lambda: second.state.operation_log.find("op"), "audit read back", timeout_s=30)
     row = await second.client.operation("op")
     assert (row["result"], row["code"]) == ("unknown", OutcomeUnknown.code)
 
