@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from services.launcher import events
-from services.launcher.events import EventsWanted, RequestsWanted
+from services.launcher.events import EventFilter, RequestFilter
 from shared.errors import InvalidRequest
 
 
@@ -47,7 +47,7 @@ def test_an_old_event_has_its_date() -> None:
 
 
 def test_a_search_is_asked_for_in_the_words_of_the_service() -> None:
-    wanted = RequestsWanted("abc", slo="fast", missed=True, since_s=600.0, limit=5)
+    wanted = RequestFilter("abc", slo="fast", missed=True, since_s=600.0, limit=5)
     assert wanted.params(1_000.0) == {
         "order": "slowest_ttft",
         "limit": 5,
@@ -56,7 +56,7 @@ def test_a_search_is_asked_for_in_the_words_of_the_service() -> None:
         "missed": "true",
         "since": 400.0,
     }
-    assert RequestsWanted(missed=False).params(0.0)["missed"] == "false"
+    assert RequestFilter(missed=False).params(0.0)["missed"] == "false"
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_requests_that_missed_are_marked_without_colour() -> None:
 
 
 def test_no_requests() -> None:
-    assert drawn(events.show_requests, {"rows": [], "more": False}) == ["no such request"]
+    assert drawn(events.show_requests, {"rows": [], "more": False}) == ["no such requests"]
 
 
 class Monitor:
@@ -100,7 +100,14 @@ class Monitor:
             self.events.append({"event_id": f"e{len(self.events)}", "time_s": at, "kind": "death", "instance_id": ""})
 
     def operation(self, name: str, result: str, started_s: float, total_s: float | None = None) -> None:
-        said = {"operation_id": name, "kind": "flip", "instance_id": "d0", "from_role": "decode", "to_role": "prefill"}
+        said = {
+            "operation_id": name,
+            "kind": "flip",
+            "instance_id": "d0",
+            "generation": 1,
+            "from_role": "decode",
+            "to_role": "prefill",
+        }
         self.flips[name] = {**said, "who": "ann", "why": None, "result": result, "started_s": started_s}
         self.flips[name]["total_s"] = total_s
 
@@ -121,7 +128,7 @@ async def followed(limit: int = 5) -> list[dict[str, Any]]:
     """What a follower sees until the steps are over."""
     found: list[dict[str, Any]] = []
     try:
-        async for each in events.events("http://monitor", EventsWanted(limit=limit), follow=True):
+        async for each in events.events("http://monitor", EventFilter(limit=limit), follow=True):
             found.append(dict(each))
     except EOFError:
         return found

@@ -62,7 +62,7 @@ def test_words() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["split=none", "full"], "'full': another policy of kind split is asked for already"),
+        (["split=none", "full"], "'full': a policy of kind split is named twice"),
         (["fastest"], "no policy 'fastest'; known: placement: adaptive"),
         (["off"], "'off' is of several kinds; write step_budget=off or role_flip=off"),
         (["split=fraction:share=0.5"], "policy 'split=fraction:share=0.5': split policy 'fraction' has no parameter"),
@@ -103,7 +103,7 @@ def test_the_table_says_who_chose_what_and_who_does_not_follow() -> None:
     assert any("split fraction:fraction=0.5 anna (polyphase), 1970-01-01" in line for line in lines)
     assert any("placement adaptive the cluster file" in line for line in lines)
     assert "followed by 1 of 2 schedulers and instances" in lines
-    assert "instance p0 goes by revision 2: unknown prefill order" in lines
+    assert "instance p0 follows revision 2: unknown prefill order" in lines
     assert lines[-1] == "the database has not answered"
 
 

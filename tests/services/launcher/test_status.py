@@ -7,14 +7,14 @@ from rich.console import Console
 
 from services.launcher import status
 from services.launcher.state_file import RunningProcess
-from services.launcher.status import Seen
+from services.launcher.status import Snapshot
 from shared.domain.verdict import Level, Problem
 from tests.services.launcher.suites import entry, many, seen, state, verdict
 
 ROLES = [entry("prefill-0", role="prefill"), entry("decode-0")]
 
 
-def shown(one: Seen, *, terminal: bool = False, height: int = 40, everything: bool = False) -> str:
+def shown(one: Snapshot, *, terminal: bool = False, height: int = 40, everything: bool = False) -> str:
     console = Console(file=io.StringIO(), width=80, height=height, color_system=None, force_terminal=terminal)
     status.show(console, one, everything=everything)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def test_what_was_started_again_says_why() -> None:
         RunningProcess("gateway", 0, "restarting", 1, 0.0, "y.log", "exit code 1"),
     )
     text = " ".join(shown(seen(state=state(*processes))).split())
-    assert "decode-0: started again 2 times, the last time because: killed by SIGKILL" in text
+    assert "decode-0: restarted 2 times, last because: killed by SIGKILL" in text
     assert "gateway: restarting: exit code 1" in text
 
 
@@ -67,11 +67,11 @@ def test_with_the_monitor_away_it_says_so_and_shows_what_the_others_know() -> No
         RunningProcess("scheduler", 8, "ready", 0, 1.0, ""),
     )
     health = {"monitor": "connection refused", "scheduler": ""}
-    one = Seen(0.0, state(*processes), "no answer", instances=ROLES, health=health, jobs={"decode": 3, "queued": 1})
+    one = Snapshot(0.0, state(*processes), "no answer", instances=ROLES, health=health, jobs={"decode": 3, "queued": 1})
     text = " ".join(shown(one).split())
     assert "The monitor does not answer: no answer" in text
     assert "launcher's state file" in text
-    assert "4 jobs under way: 3 in decode, 1 in queued" in text
+    assert "4 jobs running: 3 in decode, 1 in queued" in text
     assert "scheduler 8 ready 0 healthy" in text
     assert "monitor 7 restarting 1 connection refused" in text
     assert "decode-0" in text
@@ -87,6 +87,6 @@ def test_json_has_the_shape_that_it_had_and_the_verdict() -> None:
 
 
 def test_what_nobody_knows_is_null_in_json() -> None:
-    told = Seen(0.0, state(), "away", jobs={"decode": 1}).as_json()
+    told = Snapshot(0.0, state(), "away", jobs={"decode": 1}).as_json()
     assert (told["verdict"], told["slo"], told["instances"]) == (None, None, None)
     assert (told["monitor_fault"], told["jobs"]) == ("away", {"decode": 1})
