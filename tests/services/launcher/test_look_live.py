@@ -79,7 +79,7 @@ async def test_a_request_is_found_by_the_clients_id_and_explained(suite: Suite) 
     assert "Decode went to d-" in text
     code, text = await polyphase(suite, "explain", "mine-", "--json")
     assert code == 1
-    assert "4 requests have 'mine-' in their id" in text
+    assert "4 request ids contain 'mine-'" in text
     code, text = await polyphase(suite, "explain", "nowhere")
     assert code == 1
     assert "polyphase requests" in text

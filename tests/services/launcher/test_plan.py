@@ -339,7 +339,7 @@ def test_one_process_of_the_gateway_is_as_if_there_were_no_others(
 
 @pytest.mark.parametrize("key", ["process", "own_port", "shared_table", "gateway_id"])
 def test_what_follows_from_the_number_of_processes_cannot_be_said(key: str) -> None:
-    with pytest.raises(ValidationError, match=f"{key}: it follows from the rest"):
+    with pytest.raises(ValidationError, match=f"{key}: it is derived from the rest"):
         cluster(gateway={"processes": 2, key: 1})
 
 
@@ -386,11 +386,11 @@ def test_a_predictor_stands_beside_each_instance_whatever_its_role(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"predictor": {"beside": "prefill", "count": 2}}, "count: with `beside` every instance has one predictor"),
+        ({"predictor": {"beside": "prefill", "count": 2}}, "count: with `beside` each instance has one predictor"),
         ({"predictor": {"beside": "decode"}}, "Input should be 'prefill'"),
         (
             {"predictor": {"beside": "prefill"}, "instances": [{**INSTANCES[0], "id": "predictor-d"}, INSTANCES[1]]},
-            "'predictor-d' is kept for the predictors",
+            "'predictor-d' is reserved for predictors",
         ),
     ],
 )

@@ -26,7 +26,7 @@ def line(**entry: str) -> str:
         (line(event="refused", level="error", reason="another model") + "\nbye\n", "refused: another model"),
         ("Fatal Python error: Segmentation fault\n\nThread 1 (most recent call first):\n  File x\n", "Segmentation"),
         ("no such model\n\n", "no such model"),
-        ("", "it wrote nothing"),
+        ("", "its log is empty"),
         ("{not json\n[1]\nlast\n", "last"),
     ],
 )

@@ -255,7 +255,7 @@ def test_the_schema_comes_before_whoever_writes() -> None:
                     {"id": "x", "role": "prefill", "pipeline_parallel": 2, "stage_accelerators": ["A10", "A40"]}
                 ]
             },
-            "instances.x.stage_accelerators: a pod is on one node",
+            "instances.x.stage_accelerators: a pod runs on one node",
         ),
         (
             {"predictor": {"checkpoint": "/home/me/lengths"}},
