@@ -346,7 +346,7 @@ async def _whole_id(clients: Sequence[SchedulerAdmin], part: str) -> str:
     for client in clients:
         rows = await client.requests(limit=_SEARCHED)
         for prefix in _ID_PREFIXES:  # the database searches by the beginning of ids
-            params = {"job": prefix + part, "limit": _MATCHES_SHOWN}
+            params: dict[str, str | int | float] = {"job": prefix + part, "limit": _MATCHES_SHOWN}
             rows += (await client.call("GET", "/requests/search", params=params))["rows"]
         found |= {row["job_id"]: row for row in rows if part in row["job_id"]}
     if not found:

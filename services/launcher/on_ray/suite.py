@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,18 +75,24 @@ def on_ray(cluster: Cluster, address: str) -> Iterator[Cluster]:
 def divide(cluster: Cluster, plan: Plan) -> tuple[Plan, Running]:
     """The plan without instances, and what runs those on Ray. Raises InvalidRequest for needs that Ray cannot meet."""
     others: list[ProcessSpec] = []
-    wanted: list[tuple[WorkerSettings, Mapping[str, str], Needs]] = []
+    instances: list[tuple[WorkerSettings, InstanceSection, Needs]] = []
     for spec in plan.processes:
         settings = spec.settings
         if not isinstance(settings, WorkerSettings):
             others.append(spec)
             continue
         entry = next(each for each in cluster.instances if spec.name in each.ids)
-        # Another node lacks the token's file, so the token travels in the environment.
-        env = {**entry.env, TOKEN: settings.token()}
-        without_file = settings.model_copy(update={"cluster_token_file": None})
-        wanted.append((without_file, env, needs_of(entry, settings, cluster.instances)))
-    return replace(plan, processes=tuple(others)), lambda changed: placing(wanted, changed)
+        instances.append((settings, entry, needs_of(entry, settings, cluster.instances)))
+
+    def running(changed: Changed) -> AbstractAsyncContextManager[RayInstances]:
+        # The token's file exists by now; other nodes lack it, so the token travels in the environment.
+        wanted = [
+            (settings.model_copy(update={"cluster_token_file": None}), {**entry.env, TOKEN: settings.token()}, needs)
+            for settings, entry, needs in instances
+        ]
+        return placing(wanted, changed)
+
+    return replace(plan, processes=tuple(others)), running
 
 
 @contextmanager

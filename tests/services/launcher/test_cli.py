@@ -1,23 +1,29 @@
-"""The command line: what is there, and how it fails."""
+"""The commands: help, arguments and errors."""
 
+import io
 import json
 import platform
 import re
+import sqlite3
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 from services.launcher import cli, cli_common, operate, state_file
+from services.launcher.cli import migrate_url
 from services.launcher.spec import Plan
-from shared.errors import NotFound
+from shared.errors import InvalidRequest, NotFound, Unavailable
 from shared.runtime.keys import checked
 from shared.wire.api import Operation
+from tests.ports import free_port
 
 RUN = CliRunner()
 TOKEN = "a-secret-of-the-cluster"
@@ -215,3 +221,49 @@ def test_completion_without_a_suite_is_empty_not_an_error(tmp_path: Path, monkey
     asked = {"_POLYPHASE_COMPLETE": "complete_bash", "COMP_WORDS": "polyphase flip p", "COMP_CWORD": "2"}
     result = RUN.invoke(cli.app, [], prog_name="polyphase", env=asked)
     assert result.stdout.strip() == ""
+
+
+MET = {"want": "<= 2", "got": 1, "met": True}
+MISSED = {"want": "<= 2", "got": 3, "met": False}
+
+
+@pytest.mark.parametrize(("aims", "ok"), [({}, True), ({"a": MET}, True), ({"a": MET, "b": MISSED}, False)])
+def test_ok_iff_every_aim_is_met(
+    aims: dict[str, dict[str, object]], ok: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = io.StringIO()
+    result = {"figures": {"x_ms": 1.5}, "aims": aims}
+    assert cli_common.report(Console(file=text), result, as_json=True) is ok
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == {"ok": ok, "figures": {"x_ms": 1.5}, "aims": aims}
+    assert "x_ms" in text.getvalue()
+
+
+@pytest.mark.parametrize("name", sorted(cli_common.BENCHES))
+def test_every_bench_is_there(name: str) -> None:
+    assert callable(cli_common.find_bench(name))
+
+
+def tables(file: Path) -> set[str]:
+    with sqlite3.connect(file) as connection:
+        return {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
+
+
+def test_the_command_makes_the_newest_schema(tmp_path: Path) -> None:
+    file = tmp_path / "new.db"
+    for _ in range(2):
+        done = CliRunner().invoke(cli.app, ["migrate"], env={"POLYPHASE_DATABASE_URL": f"sqlite:///{file}"})
+        assert done.exit_code == 0, done.output
+    assert {"requests", "alembic_version"} <= tables(file)
+
+
+async def test_a_database_that_does_not_come_up_is_named() -> None:
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match="the database does not answer"):
+        await migrate_url(f"postgresql://nobody@127.0.0.1:{free_port()}/none", 0.6)
+    assert time.monotonic() - began >= 0.6
+
+
+async def test_what_is_no_database_is_not_waited_for() -> None:
+    with pytest.raises(InvalidRequest, match="database URL"):
+        await migrate_url("mysql://x/y", 60.0)
