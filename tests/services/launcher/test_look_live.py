@@ -154,7 +154,7 @@ async def test_status_works_with_the_monitor_away(suite: Suite) -> None:
         words = " ".join(text.split())
         assert "The monitor does not answer" in words
         assert "launcher's state file" in words
-        assert "under way" in words
+        assert "running" in words
         for name in ("p-0", "d-1", "scheduler", "gateway"):
             assert name in text
         code, text = await polyphase(suite, "status", "--json")
