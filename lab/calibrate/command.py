@@ -8,19 +8,23 @@ from rich.console import Console
 
 from services.launcher import cli_common
 
-calibrate_app = typer.Typer(no_args_is_help=True, help="Fit the cost model: to operator tables, or to a running suite.")
+calibrate_app = typer.Typer(
+    no_args_is_help=True, help="Calibrate the cost model, from tables of measured operators or from a running suite."
+)
 
 _Out = Annotated[Path, typer.Option("--out", help="The YAML file to write.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON; the last line is one object.")]
 
 
 @calibrate_app.command("tables")
 def tables_command(
-    folder: Annotated[Path, typer.Argument(help="Laid out as aiconfigurator/, llmservingsim/, vidur/.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder with the subfolders aiconfigurator/, llmservingsim/ and vidur/.")
+    ],
     out: _Out,
     as_json: _Json = False,
 ) -> None:
-    """Fit operators to measured tables: an efficiencies file, with errors held out beside the peak roofline's."""
+    """Fit operators to measured tables; write an efficiencies file and compare held-out errors with the roofline's."""
     from lab.calibrate.tables import run_tables
 
     _report(run_tables(folder, out), out, as_json)
@@ -29,15 +33,19 @@ def tables_command(
 @calibrate_app.command("live")
 def live_command(
     out: _Out,
-    data_dir: Annotated[Path, typer.Option("--data-dir", help="Of the running suite.")] = Path(".polyphase"),
-    api: Annotated[str, typer.Option("--api", help="URL of the API, for a suite that runs elsewhere.")] = "",
-    monitor: Annotated[str, typer.Option("--monitor", help="URL of its monitor.")] = "",
-    scheduler: Annotated[list[str] | None, typer.Option("--scheduler", help="URL of each of its schedulers.")] = None,
-    api_key: Annotated[str, typer.Option("--api-key", help="Where the API asks for one.")] = "",
-    seed: Annotated[int, typer.Option(help="Of the load.")] = 0,
+    data_dir: Annotated[Path, typer.Option("--data-dir", help="The data folder of the running suite.")] = Path(
+        ".polyphase"
+    ),
+    api: Annotated[str, typer.Option("--api", help="URL of the API, for a suite on another host.")] = "",
+    monitor: Annotated[str, typer.Option("--monitor", help="URL of the monitor.")] = "",
+    scheduler: Annotated[
+        list[str] | None, typer.Option("--scheduler", help="URL of a scheduler; may be repeated.")
+    ] = None,
+    api_key: Annotated[str, typer.Option("--api-key", help="API key, if the API requires one.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the load.")] = 0,
     as_json: _Json = False,
 ) -> None:
-    """Measure a running suite for a minute: step times of each kind of instance, latencies of the services."""
+    """Measure a running suite for a minute: step times of each kind of instance and latencies of the services."""
     from lab.calibrate.live import run_live
     from lab.calibrate.target import find_target
 

@@ -9,40 +9,55 @@ from rich.console import Console
 from services.launcher import cli_common
 
 plan_app = typer.Typer(
-    help="What each accelerator should do, and what to expect of it.", invoke_without_command=True, no_args_is_help=True
+    help="Plan roles, layouts and routes for a set of accelerators, and predict the performance.",
+    invoke_without_command=True,
+    no_args_is_help=True,
 )
 _Out = Annotated[Path, typer.Option("--out", help="The file to write.")]
 _Workload = Annotated[
-    str, typer.Option(help="A trace file, or a made workload as `polyphase simulate --trace` takes them.")
+    str, typer.Option(help="A trace file or a synthetic workload, as for `polyphase simulate --trace`.")
 ]
-_Slo = Annotated[str, typer.Option(help="Targets in seconds: ttft=2,tpot=0.1,itl=0.25.")]
+_Slo = Annotated[str, typer.Option(help="SLO targets in seconds, such as ttft=2,tpot=0.1,itl=0.25.")]
 
 
 @plan_app.callback()
 def plan_command(
     context: typer.Context,
-    inventory: Annotated[Path, typer.Option(help="Nodes, devices and links: an inventory file.")] = Path(),
-    model: Annotated[str, typer.Option(help="A bundled name, or a config.json or its folder.")] = "",
+    inventory: Annotated[Path, typer.Option(help="The inventory file with nodes, devices and links.")] = Path(),
+    model: Annotated[str, typer.Option(help="The model: a bundled name, a config.json or its folder.")] = "",
     workload: _Workload = "azure-conv",
     slo: _Slo = "ttft=2,tpot=0.1",
-    rate: Annotated[float, typer.Option(help="Requests a second to be served; 0: as many as can be.")] = 0.0,
-    target: Annotated[float, typer.Option(help="SLO attainment at which a rate counts as served.")] = 0.9,
-    budget: Annotated[float | None, typer.Option(help="USD an hour that the accelerators used may cost.")] = None,
-    cheapest: Annotated[bool, typer.Option("--cheapest", help="The least USD an hour that serves --rate.")] = False,
-    method: Annotated[str, typer.Option(help="best, tabu, joint, exhaustive, coupled, thirds…")] = "best",
-    compare: Annotated[bool, typer.Option("--compare/--no-compare", help="Beside the other methods.")] = True,
-    seconds: Annotated[float, typer.Option(help="After which nothing new is begun.")] = 60.0,
-    requests: Annotated[int, typer.Option(help="Of the trace, or to make.")] = 3000,
-    codec: Annotated[str, typer.Option(help="In which KV travels: raw, int8, int4, fp8.")] = "raw",
-    engine: Annotated[str, typer.Option(help="Of the file: emulated, or vllm (groups on one node).")] = "emulated",
-    one_node: Annotated[bool, typer.Option("--one-node", help="No group spans nodes.")] = False,
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of a request; default: the model's own.")] = None,
-    chunk_size: Annotated[int, typer.Option(help="Tokens of a step, prefill and decode together.")] = 2048,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and draws.")] = 1,
+    rate: Annotated[float, typer.Option(help="Requests per second to serve; 0: as many as possible.")] = 0.0,
+    target: Annotated[float, typer.Option(help="SLO attainment from which a rate counts as served.")] = 0.9,
+    budget: Annotated[float | None, typer.Option(help="Maximum cost of the accelerators in USD per hour.")] = None,
+    cheapest: Annotated[bool, typer.Option("--cheapest", help="Minimize the cost of serving --rate.")] = False,
+    method: Annotated[
+        str, typer.Option(help="Search method: best, tabu, joint, exhaustive, coupled, thirds…")
+    ] = "best",
+    compare: Annotated[
+        bool, typer.Option("--compare/--no-compare", help="Compare the plan with those of the other methods.")
+    ] = True,
+    seconds: Annotated[
+        float, typer.Option(help="Time limit of the search in seconds; running evaluations still finish.")
+    ] = 60.0,
+    requests: Annotated[int, typer.Option(help="Number of requests to take from the trace or to generate.")] = 3000,
+    codec: Annotated[str, typer.Option(help="Codec of KV transfers: raw, int8, int4 or fp8.")] = "raw",
+    engine: Annotated[
+        str, typer.Option(help="Engine in the written cluster file: emulated, or vllm (each group on one node).")
+    ] = "emulated",
+    one_node: Annotated[bool, typer.Option("--one-node", help="Keep each group on one node.")] = False,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Maximum tokens of a request. Default: that of the model.")
+    ] = None,
+    chunk_size: Annotated[int, typer.Option(help="Maximum tokens of a step, prefill and decode together.")] = 2048,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals, lengths and random choices.")] = 1,
     out: _Out = Path("plan.yaml"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; the last line is one object.")] = False,
 ) -> None:
-    """Groups, roles, layouts and routes for an inventory, a model, a workload and an SLO. Ctrl-C: the best so far."""
+    """Search for groups, roles, layouts and routes, given an inventory, a model, a workload and an SLO.
+
+    Ctrl-C ends the search with the best plan found so far.
+    """
     if context.invoked_subcommand is not None:
         return
     from lab.plan.session import PlanOptions, run_plan
@@ -70,14 +85,14 @@ def plan_command(
 
 @plan_app.command("inventory")
 def inventory_command(out: _Out = Path("inventory.yaml")) -> None:
-    """Write an inventory file of this machine, to be completed by hand."""
+    """Write an inventory file of this machine, to complete by hand."""
     from lab.plan.local_inventory import inventory_here
     from shared.cost.library import Library
     from shared.errors import InvalidRequest
     from shared.plan.inventory import write_inventory
 
     if out.exists():
-        raise InvalidRequest(f"{out} exists already; give another --out")
+        raise InvalidRequest(f"{out} exists already: choose another --out")
     inventory, note = inventory_here(Library.built_in().catalogue)
     out.write_text(write_inventory(inventory, inventory.nodes[0]), encoding="utf-8")
     print(f"{out}: {', '.join(map(str, inventory.pools))}" + (f" ({note})" if note else ""))

@@ -1,1 +1,1 @@
-"""The `polyphase` command: starts and supervises the suite from one cluster file."""
+"""The `polyphase` command: starts, supervises, shows and changes a suite that one cluster file defines."""

@@ -1,4 +1,4 @@
-"""Becomes the process that it is told to start, after tying its life to the launcher's.
+"""Ties its life to the launcher's and then becomes the program that it is to start.
 
 Run as a file: `python child.py PARENT_PID PROGRAM ARGUMENT…`.
 """
@@ -12,29 +12,28 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 
 def main(arguments: list[str]) -> None:
-    """Tie and exec."""
     parent, program = int(arguments[0]), arguments[1:]
     tie_to_parent(parent)
     os.execv(program[0], program)
 
 
 def tie_to_parent(parent: int) -> None:
-    """When `parent` dies, however it dies, the kernel kills this process. That survives exec.
+    """Have the kernel kill this process when `parent` dies, even after an exec.
 
-    It follows the *thread* that forked: a parent forks on its main thread only.
+    The kernel watches the *thread* that forked: a parent must fork on its main thread.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if sys.platform == "linux" and os.getppid() != parent:  # it died before we asked
+    if sys.platform == "linux" and os.getppid() != parent:  # it died before the call above
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """A descendant whose parent ends becomes a child of this process, not of init."""
+    """Make descendants whose parent ends children of this process instead of init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def name_process(name: str) -> None:
-    """What `top` shows; 15 characters at most."""
+    """Set the name that `top` shows, at most 15 characters."""
     _prctl(_PR_SET_NAME, name.encode()[:15])
 
 

@@ -1,4 +1,9 @@
-"""One child process: tied to the launcher's life, in a process group of its own, stopped with all its descendants."""
+"""One child process: started with its life tied to the launcher's, observed until it is healthy and until it ends or
+hangs, and stopped with all its descendants. The end of its log gives the cause of its end.
+
+A process that hangs (stopped, deadlocked, its event loop blocked) does not die: it is killed, so that the launcher or
+the orchestrator of its container can restart it. The entry of a container uses this module, which imports no settings.
+"""
 
 import asyncio
 import json
@@ -18,8 +23,14 @@ from services.launcher import child
 from services.launcher.health import Health
 
 STOP_S = 8.0  # from SIGTERM to SIGKILL; services give their own clean-up 5 s
-KILL_S = 5.0  # from SIGKILL to giving up on a process that even that does not end: one that hangs in the kernel
+KILL_S = 5.0  # from SIGKILL to giving up on a process that hangs in the kernel
 _REAP_S, _REAP_POLL_S = 2.0, 0.01
+ASK_S = 2.0  # for one health check while a process starts
+DUMP_S = 1.0  # for the stacks of a process that hangs
+_TAIL_BYTES = 64 << 10
+_TRACEBACK = "Traceback (most recent call last):"
+_FATAL = re.compile(r"^(Fatal Python error: .*|Killed|Segmentation fault.*|.*: error: .*)$")
+Say = Callable[[str], None]
 
 
 class Child:
@@ -31,7 +42,7 @@ class Child:
 
     @classmethod
     def adopt(cls, pid: int) -> "Child":
-        """A process that became our child when the one that forked it ended: see `child.adopt_orphans`."""
+        """A process that became our child when its parent ended: see `child.adopt_orphans`."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[int] = loop.create_future()
         descriptor = os.pidfd_open(pid)
@@ -47,7 +58,6 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended yet."""
         return not self._ended.done()
 
     @property
@@ -59,22 +69,22 @@ class Child:
             return False
 
     async def wait(self) -> int:
-        """Its exit code, negative for a signal; whatever it left behind in its group is killed."""
+        """Its exit code, negative for a signal; other processes of its group are killed."""
         code = await asyncio.shield(self._ended)
         self.kill()
         await self._reap()
         return code
 
     def terminate(self) -> None:
-        """Ask it, and all its descendants, to end."""
+        """Send SIGTERM to it and its descendants."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and all its descendants now."""
+        """Send SIGKILL to it and its descendants."""
         self._signal(signal.SIGKILL)
 
     def signal_leader(self, number: signal.Signals) -> None:
-        """Send a signal to it alone."""
+        """Send a signal to this process only."""
         if self.running:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -84,13 +94,13 @@ class Child:
             os.killpg(self.pid, number)
 
     async def _reap(self) -> None:
-        """Its killed descendants are ours by now (see `child.adopt_orphans`): wait until they are gone."""
+        """Wait for its killed descendants, which are our children by now: see `child.adopt_orphans`."""
         for _ in range(round(_REAP_S / _REAP_POLL_S)):
-            if not self._leaves_some():
+            if not self._has_descendants():
                 return
             await asyncio.sleep(_REAP_POLL_S)
 
-    def _leaves_some(self) -> bool:
+    def _has_descendants(self) -> bool:
         try:
             while os.waitpid(-self.pid, os.WNOHANG)[0]:
                 pass
@@ -100,7 +110,10 @@ class Child:
 
 
 async def spawn(program: Sequence[str], env: dict[str, str], log: Path | None, pass_fds: Sequence[int] = ()) -> Child:
-    """Start a program with its output appended to `log`, or as ours. Call on the main thread only: see `child`."""
+    """Start a program whose output is appended to `log`, or goes where ours does (None).
+
+    Call on the main thread only: see `child`.
+    """
     wrapper = (sys.executable, "-S", "-E", str(Path(child.__file__)), str(os.getpid()))
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +136,7 @@ async def spawn(program: Sequence[str], env: dict[str, str], log: Path | None, p
 
 
 async def stop_all(children: Iterable[Child], bound_s: float = STOP_S) -> list[int]:
-    """SIGTERM to all, SIGKILL to what is left after `bound_s`. The pids that even that did not end in KILL_S."""
+    """SIGTERM to all, SIGKILL after `bound_s`. Returns the pids of processes that still run KILL_S later."""
     children = [each for each in children if each.running]
     for each in children:
         each.terminate()
@@ -137,45 +150,31 @@ async def stop_all(children: Iterable[Child], bound_s: float = STOP_S) -> list[i
     return [each.pid for each in children if each.running]
 
 
-# MERGED watch.py
-# A process from its start to its end: when it is ready, and that it ends when it hangs.
-#
-# What hangs (stopped, deadlocked, its event loop blocked) does not die by itself: it is put down, and whoever keeps it
-# running starts another. The launcher does so for its processes, a container for its only one.
-
-
-ASK_S = 2.0  # for one question while a process starts
-DUMP_S = 1.0  # for the stacks of a process that hangs
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How patient the launcher is, in seconds."""
+    """Time limits of processes in seconds."""
 
     start_s: float = 300.0  # the longest a process may take to become healthy
-    poll_s: float = 0.1  # between two questions while it starts
-    hang_s: float = 6.0  # so long without a good answer, once healthy, means that it hangs; 0: it is not asked again
-    check_s: float = 1.0  # between two questions then
+    poll_s: float = 0.1  # between two health checks while it starts
+    hang_s: float = 6.0  # a healthy process hangs after so long without a good answer; 0: no further health checks
+    check_s: float = 1.0  # between two health checks of a running process
     backoff_s: float = 0.2  # before the first restart; doubles with each further one
     backoff_max_s: float = 10.0
-    stable_s: float = 30.0  # ready for so long, and the next restart is again the first
+    stable_s: float = 30.0  # ready for so long, the next restart counts as the first one
     stop_s: float = STOP_S
     at_once: int = 3  # processes that start at the same time
 
 
-Say = Callable[[str], None]
-
-
 @dataclass(frozen=True, slots=True)
 class Unready:
-    """Why a process did not become healthy. late: it took longer than it may; else it ended by itself."""
+    """Why a process did not become healthy. late: it exceeded the time limit; else it ended by itself."""
 
     text: str
     late: bool = False
 
 
 async def until_healthy(child: Child, health: Health | None, limits: Limits) -> Unready | None:
-    """Why it did not become healthy, if it did not; then it has ended."""
+    """Wait until a process is healthy. Returns None, or why it did not become healthy; it has ended then."""
     if health is None:
         return None
     ended = asyncio.ensure_future(child.wait())
@@ -187,16 +186,16 @@ async def until_healthy(child: Child, health: Health | None, limits: Limits) -> 
             stopped_s = time.monotonic() if not stopped_s or not child.stopped else stopped_s
             if limits.hang_s and time.monotonic() - stopped_s > limits.hang_s:
                 text = f"stopped by a signal for {limits.hang_s:g} s while it started"
-                return Unready(await _put_down(child, text), late=True)
+                return Unready(await _kill(child, text), late=True)
             if time.monotonic() - since_s > limits.start_s:
-                return Unready(await _put_down(child, f"not healthy after {limits.start_s:g} s ({fault})"), late=True)
+                return Unready(await _kill(child, f"not healthy after {limits.start_s:g} s ({fault})"), late=True)
     finally:
         ended.cancel()
     return None
 
 
 async def until_ended(child: Child, health: Health | None, limits: Limits, say: Say) -> str:
-    """How a process that was healthy ended: by itself, or by us because it hung. `say` writes into its log."""
+    """How a healthy process ended: by itself, or killed because it hung. `say` writes into its log."""
     ended = asyncio.ensure_future(child.wait())
     hung = asyncio.ensure_future(_until_hung(health, limits))
     try:
@@ -204,22 +203,21 @@ async def until_ended(child: Child, health: Health | None, limits: Limits, say: 
         if ended.done():
             return ending(ended.result())
         fault = f"hung: no good answer for {limits.hang_s:g} s ({hung.result()})"
-        return await _put_down(child, fault + await _dump(child, fault, say))
+        return await _kill(child, fault + await _dump(child, fault, say))
     finally:
         ended.cancel()
         hung.cancel()
 
 
 def ending(code: int) -> str:
-    """How a process ended, in words."""
     return f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
 
 
 async def _until_hung(health: Health | None, limits: Limits) -> str:
-    """What was wrong with the last answer, when there was no good one for `hang_s`.
+    """The fault of the last health check, once there was no good answer for `hang_s`.
 
-    It takes two questions at least. Where one took much longer than it may, it was we who stood still (a suspended
-    machine, a stopped launcher), and that does not count.
+    That takes at least two checks. A check that took much longer than its time limit does not count: then the launcher
+    itself was stopped, or the machine suspended.
     """
     if health is None or not limits.hang_s:
         await asyncio.Event().wait()
@@ -240,52 +238,38 @@ async def _until_hung(health: Health | None, limits: Limits) -> str:
 
 
 async def _dump(child: Child, fault: str, say: Say) -> str:
-    """Have the process write the stacks of its threads, as every service of ours does when asked by a signal."""
+    """Have the process write the stacks of its threads, as our services do on SIGUSR1."""
     if child.stopped:
         return ", stopped by a signal"
-    say(f"polyphase: {fault}; the stacks of its threads follow, then it is killed")
+    say(f"polyphase: {fault}; the process writes the stacks of its threads and is then killed")
     child.signal_leader(signal.SIGUSR1)
     with suppress(TimeoutError):
         await asyncio.wait_for(child.wait(), DUMP_S)
     return ", its stacks are in its log"
 
 
-async def _put_down(child: Child, fault: str) -> str:
+async def _kill(child: Child, fault: str) -> str:
     child.kill()
     await child.wait()
     return fault
 
 
-# MERGED process_log.py
-# What a process wrote last: its tail, and the cause of its end.
-
-
-_TAIL_BYTES = 64 << 10
-_TRACEBACK = "Traceback (most recent call last):"
-_FATAL = re.compile(r"^(Fatal Python error: .*|Killed|Segmentation fault.*|.*: error: .*)$")
-
-
 def log_size(log: Path) -> int:
-    """Bytes so far; 0 if there is none."""
+    """Its size in bytes; 0 if there is no log."""
     return log.stat().st_size if log.exists() else 0
 
 
-def log_tail(log: Path, lines: int = 15, since: int = 0) -> str:
-    """Its last lines, of what was written after `since` bytes."""
-    return "\n".join(_read(log, since)[-lines:])
-
-
 def cause_of(log: Path, since: int = 0) -> str:
-    """Why the process that wrote it since then ended: its last exception, else its last error, else its last line."""
+    """Why the process ended: its last exception, else its last error, else its last line, all after `since` bytes."""
     lines = _read(log, since)
     for found in (_exception(lines), _error(lines)):
         if found:
             return found
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
 
 
 def last_error(log: Path) -> str:
-    """What a running process complained of last, such as the monitor's reason to refuse it; empty if of nothing."""
+    """The last error of a running process, such as the monitor's reason to refuse it; empty if there is none."""
     return _error(_read(log, 0))
 
 
@@ -299,7 +283,7 @@ def _read(log: Path, since: int) -> list[str]:
 
 
 def _exception(lines: list[str]) -> str:
-    """The last line of the last traceback, which may stand in a JSON line."""
+    """The last line of the last traceback, which may be part of a JSON line."""
     found, inside = "", False
     for line in lines:
         entry = _entry(line)

@@ -1,4 +1,4 @@
-"""The `polyphase` command."""
+"""The `polyphase` command: start a suite, create keys, upgrade the database's schema; and the groups of all others."""
 
 import asyncio
 import importlib
@@ -24,33 +24,13 @@ from shared.runtime.keys import new_token
 from shared.store.database import open_engine
 from shared.store.migrate import migrate
 
-# MERGED database.py
-# `polyphase migrate`: the newest schema, before anything writes.
-
-
-_AGAIN_S = 0.5
-
-
-async def migrate_url(url: str, wait_s: float) -> None:
-    """Try for `wait_s` seconds. Raises InvalidRequest for a URL that is none, Unavailable with the last reason."""
-    until = time.monotonic() + wait_s
-    while True:
-        engine = open_engine(url)
-        try:
-            return await migrate(engine)
-        except (OSError, SQLAlchemyError, TimeoutError) as error:
-            if time.monotonic() > until:
-                raise Unavailable(f"the database does not answer: {type(error).__name__}: {error}") from error
-        finally:
-            await engine.dispose()
-        await asyncio.sleep(_AGAIN_S)
-
-
 SERVE, MEASURE = "Serve", "Plan and measure"
 app = typer.Typer(
-    name="polyphase", no_args_is_help=True, help="LLM serving that splits prefill and decode over unlike accelerators."
+    name="polyphase",
+    no_args_is_help=True,
+    help="LLM serving that splits prefill and decode across different accelerators.",
 )
-keys_app = typer.Typer(no_args_is_help=True, help="API keys; the keys for traffic between hosts.")
+keys_app = typer.Typer(no_args_is_help=True, help="Create API keys, and the secrets for traffic between hosts.")
 app.add_typer(look_app)
 app.add_typer(operate_app)
 app.add_typer(keys_app, name="keys", rich_help_panel=SERVE)
@@ -61,16 +41,17 @@ app.add_typer(cli_common.from_lab("plan.command", "plan_app"), name="plan", rich
 
 ClusterFile = Annotated[
     Path,
-    typer.Option(
-        help="A cluster file, or the name of one that is shipped.", autocompletion=cli_common.complete_clusters
-    ),
+    typer.Option(help="A cluster file, or the name of a shipped one.", autocompletion=cli_common.complete_clusters),
 ]
-ModelName = Annotated[str, typer.Option(help="A Hugging Face name or a folder, instead of the file's.")]
+ModelName = Annotated[
+    str, typer.Option(help="A Hugging Face name or a folder, in place of the model in the cluster file.")
+]
+_RETRY_S = 0.5
 LAPTOP, DEMO = Path("laptop"), Path("demo")
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-def _say_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(cli_common.version())
         raise typer.Exit
@@ -79,17 +60,20 @@ def _say_version(wanted: bool) -> None:
 @app.callback()
 def polyphase(
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Of polyphase, vLLM and Python.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the versions of Polyphase, vLLM and Python."
+        ),
     ] = False,
 ) -> None:
-    """LLM serving that splits prefill and decode over unlike accelerators.
+    """LLM serving that splits prefill and decode across different accelerators.
 
-    `polyphase up` starts a suite; `polyphase status` says how it does; `polyphase COMMAND --help` explains a command.
+    `polyphase up` starts a suite, `polyphase status` shows its state, `polyphase COMMAND --help` explains a command.
     """
 
 
 class On(StrEnum):
-    """Who runs the instances."""
+    """Systems that can run the instances in place of this host."""
 
     RAY = "ray"
 
@@ -98,16 +82,24 @@ class On(StrEnum):
 def up_command(
     cluster: ClusterFile = LAPTOP,
     model: ModelName = "",
-    port: Annotated[int | None, typer.Option(help="Port of the API; 8000 unless the file says else.")] = None,
-    dashboard_port: Annotated[int | None, typer.Option(help="Port of the dashboard; 8501 unless…")] = None,
-    dashboard: Annotated[bool, typer.Option("--dashboard/--no-dashboard")] = True,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the API. Default: that of the cluster file, 8000 without one.")
+    ] = None,
+    dashboard_port: Annotated[
+        int | None, typer.Option(help="Port of the dashboard. Default: that of the cluster file, 8501 without one.")
+    ] = None,
+    dashboard: Annotated[bool, typer.Option("--dashboard/--no-dashboard", help="Start the dashboard.")] = True,
     data_dir: DataDir = DATA_DIR,
-    host_name: Annotated[str, typer.Option(help="Which of the file's hosts this machine is.")] = "",
-    auto: Annotated[bool, typer.Option("--auto", help="The planner applies its proposals without asking.")] = False,
-    on: Annotated[On | None, typer.Option(help="Who runs the instances, if not this host.")] = None,
-    ray_address: Annotated[str, typer.Option(help="Of Ray's head; default: RAY_ADDRESS, or a new one here.")] = "",
+    host_name: Annotated[str, typer.Option(help="The name of this machine among the hosts of the cluster file.")] = "",
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Let the planner apply its proposals without confirmation.")
+    ] = False,
+    on: Annotated[On | None, typer.Option(help="Run the instances on this system instead of this host.")] = None,
+    ray_address: Annotated[
+        str, typer.Option(help="Address of the Ray head. Default: RAY_ADDRESS, or a new Ray cluster on this machine.")
+    ] = "",
 ) -> None:
-    """Start everything and keep it running until Ctrl-C.
+    """Start a suite and keep it running until Ctrl-C.
 
     Example: polyphase up --cluster my.yaml
     """
@@ -122,9 +114,11 @@ def demo_command(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the suite running after the report.")] = False,
     cluster: ClusterFile = DEMO,
     model: ModelName = "",
-    data_dir: Annotated[Path | None, typer.Option("--data-dir", help="Default: a temporary folder.")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option("--data-dir", help="The folder for state and logs. Default: a temporary folder.")
+    ] = None,
 ) -> None:
-    """Start a suite on free ports, put it through everything it promises, and report."""
+    """Start a suite on free ports, demonstrate its features one by one, and report the results."""
     demo = cli_common.from_lab("demo.run", "demo")
     options = UpOptions(cluster, model)
     if not asyncio.run(demo(options, data_dir, Console(), as_json=as_json, keep=keep)):
@@ -134,50 +128,72 @@ def demo_command(
 @keys_app.command("add")
 def keys_add(
     name: str,
-    file: Annotated[Path, typer.Option(help="The gateway's api_keys_file.")] = Path("keys.yaml"),
-    rate: Annotated[float, typer.Option(help="Requests a second; 0: no limit.")] = 0.0,
-    burst: Annotated[int, typer.Option(help="Requests at once; 0: as the rate.")] = 0,
-    role: Annotated[str, typer.Option(help="At the dashboard: look or operate; none: the API only.")] = "",
+    file: Annotated[Path, typer.Option(help="The file named by the gateway's setting api_keys_file.")] = Path(
+        "keys.yaml"
+    ),
+    rate: Annotated[float, typer.Option(help="Limit in requests per second; 0: no limit.")] = 0.0,
+    burst: Annotated[int, typer.Option(help="Requests allowed at once; 0: as many as the rate.")] = 0,
+    role: Annotated[str, typer.Option(help="Role at the dashboard: look or operate. Default: API access only.")] = "",
 ) -> None:
-    """Make an API key. Its secret is shown once and kept nowhere."""
+    """Create an API key. Its secret is shown once and is not stored."""
     secret = cluster_keys.add_key(file, name, rate, burst, role)
-    print(f"{name!r} is in {file}. The secret, shown only now:", file=sys.stderr)
+    print(f"{name!r} was added to {file}. The secret, which is shown only once:", file=sys.stderr)
     print(secret)
 
 
 @keys_app.command("curve")
 def keys_curve() -> None:
-    """Make the key pair that encrypts traffic between hosts; its two lines go into the cluster file."""
+    """Create the key pair that encrypts traffic between hosts. Put the two printed lines into the cluster file."""
     for key, value in cluster_keys.curve_pair().items():
         print(f"{key}: '{value}'")
 
 
 @keys_app.command("token")
 def keys_token() -> None:
-    """Make the cluster's secret, for what changes something over HTTP; its line goes into the cluster file."""
+    """Create the cluster token, which authorizes changes over HTTP. Put the printed line into the cluster file."""
     print(f"cluster_token: '{new_token()}'")
 
 
 @keys_app.command("init")
 def keys_init(
     folder: Path,
-    api: Annotated[Path | None, typer.Option(help="A folder of its own for the API key and its digest.")] = None,
-    database: Annotated[Path | None, typer.Option(help="A folder for a password of PostgreSQL's, too.")] = None,
+    api: Annotated[Path | None, typer.Option(help="A separate folder for the API key and its digest.")] = None,
+    database: Annotated[Path | None, typer.Option(help="A folder for a new PostgreSQL password.")] = None,
 ) -> None:
-    """Make an API key, a CurveZMQ pair and the cluster's secret, for containers; what is there already stays."""
+    """Create an API key, a CurveZMQ key pair and a cluster token for containers. Existing files are kept."""
     made = cluster_keys.init_folder(folder, api)
     made += cluster_keys.init_database(database) if database is not None else []
-    print(f"{folder}: made or completed {', '.join(made)}" if made else f"{folder}: everything is there already")
+    print(f"{folder}: created or completed {', '.join(made)}" if made else f"{folder}: all files exist already")
 
 
 @app.command("migrate", rich_help_panel=SERVE)
 def migrate_command(
-    url: Annotated[str, typer.Option("--database", envvar="POLYPHASE_DATABASE_URL", help="postgresql://… or sqlite:…")],
-    wait: Annotated[float, typer.Option(help="Seconds for the database to come up.")] = 0.0,
+    url: Annotated[
+        str,
+        typer.Option(
+            "--database", envvar="POLYPHASE_DATABASE_URL", help="URL of the database: postgresql://… or sqlite:…"
+        ),
+    ],
+    wait: Annotated[float, typer.Option(help="How many seconds to wait for the database to start.")] = 0.0,
 ) -> None:
-    """Bring a database to the newest schema. Services do so themselves; here it is done before any of them starts."""
+    """Upgrade a database to the newest schema before any service starts. Services also do this themselves."""
     asyncio.run(migrate_url(url, wait))
     print("the database has the newest schema")
+
+
+async def migrate_url(url: str, wait_s: float) -> None:
+    """Upgrade the schema, retrying for `wait_s`. Raises InvalidRequest for an invalid URL, else Unavailable."""
+    until = time.monotonic() + wait_s
+    while True:
+        engine = open_engine(url)
+        try:
+            return await migrate(engine)
+        except (OSError, SQLAlchemyError, TimeoutError) as error:
+            if time.monotonic() > until:
+                raise Unavailable(f"the database does not answer: {type(error).__name__}: {error}") from error
+        finally:
+            await engine.dispose()
+        await asyncio.sleep(_RETRY_S)
 
 
 app.command("simulate", rich_help_panel=MEASURE)(cli_common.from_lab("simulate.command", "simulate_command"))
@@ -185,12 +201,12 @@ app.command("simulate", rich_help_panel=MEASURE)(cli_common.from_lab("simulate.c
 
 @app.command("predictor", rich_help_panel=MEASURE, context_settings=_PASS_ON)
 def predictor_command(context: typer.Context) -> None:
-    """Length predictor: `dataset` asks a model for answers, `train` learns how long they get, `evaluate` judges."""
+    """Length predictor: `dataset` collects a model's answers, `train` learns their lengths, `evaluate` measures it."""
     importlib.import_module("predictor.cli").app(args=context.args, prog_name="polyphase predictor")
 
 
 def main() -> None:
-    """Run the command; an error of ours is one line and exit code 1."""
+    """Run the command. A PolyphaseError is printed as one line; the exit code is 1."""
     try:
         app()
     except PolyphaseError as error:

@@ -7,32 +7,28 @@ import typer
 from rich.console import Console
 
 from services.launcher import cli_common
+from services.launcher.cli_common import Json
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure. Exit code 0 only if every aim is met.")
-Json = Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")]
+bench_app = typer.Typer(no_args_is_help=True, help="Run a benchmark. The exit code is 0 if all its aims are met.")
 
 
 @bench_app.callback(invoke_without_command=False)
 def _bench() -> None:
-    """Measure."""
+    """Run a benchmark."""
 
 
-DataFolder = Annotated[Path, typer.Option("--data", help="The folder of public traces and measurements.")]
+DataFolder = Annotated[Path, typer.Option("--data", help="The folder with public traces and measurements.")]
 DATA = Path("../shared/data")
 
 
-def _add_bench_on_data(name: str, text: str) -> None:
-    def command(data: DataFolder = DATA, as_json: Json = False) -> None:
-        _measure(name, as_json, data)
-
-    bench_app.command(name, help=text)(command)
-
-
-def _add_bench(name: str, text: str) -> None:
+def _add_bench(name: str, text: str, *, on_data: bool = False) -> None:
     def command(as_json: Json = False) -> None:
         _measure(name, as_json)
 
-    bench_app.command(name, help=text)(command)
+    def command_on_data(data: DataFolder = DATA, as_json: Json = False) -> None:
+        _measure(name, as_json, data)
+
+    bench_app.command(name, help=text)(command_on_data if on_data else command)
 
 
 def _measure(name: str, as_json: bool, *arguments: object) -> None:
@@ -40,50 +36,55 @@ def _measure(name: str, as_json: bool, *arguments: object) -> None:
         raise typer.Exit(1)
 
 
-_add_bench("overhead", "What the control plane costs: CPU a request and a token, added TTFT.")
-_add_bench("streams", "2,000 chat streams open for a minute: lost, late, memory; rates of one gateway process and two.")
-_add_bench("kv", "KV transfer between two processes, beside a plain socket.")
-_add_bench("kv_engines", "KV between two real engines, by transport.")
-_add_bench_on_data("kv_quality", "Perplexity and answers of the demo model with KV coded in int8, int4 and fp8.")
-_add_bench("control", "Monitor and scheduler with 10, 100 and 1,000 instances: CPU, bytes, placement, a restart.")
-_add_bench("console", "What a console reads, with 200 instances over a day and 100,000 requests: CPU, pauses.")
-_add_bench("dashboard", "How soon a page is of use, and what a session costs, with 4, 32 and 200 instances.")
-_add_bench("policy", "What a decision of each policy costs with 10, 100 and 1,000 instances.")
-_add_bench("overload", "Interactive and batch work at twice the capacity, with and without overload control.")
-_add_bench_on_data("cost", "The cost model beside published measurements.")
-_add_bench_on_data("sim", "How fast the simulator is, and macro-steps beside stepping.")
-_add_bench_on_data(
-    "learning", "Rates after two minutes beside a calibration's; an engine slowed down while it serves (root)."
+_add_bench("overhead", "The overhead of the control plane: CPU time per request and token, added TTFT.")
+_add_bench("streams", "2,000 chat streams open for a minute: losses, delays, memory; one gateway process against two.")
+_add_bench("kv", "KV transfer between two processes, compared with a plain socket.")
+_add_bench("kv_engines", "KV transfer between two real engines, by transport.")
+_add_bench("kv_quality", "Perplexity and answers of the demo model with KV coded in int8, int4 and fp8.", on_data=True)
+_add_bench("control", "Monitor and scheduler with 10, 100 and 1,000 instances: CPU, traffic, placement, a restart.")
+_add_bench(
+    "console", "The answers that a console reads, with 200 instances and 100,000 requests of a day: CPU, pauses."
 )
-_add_bench("traces", "5,000 traced requests: the wait for first tokens in no span, spans dropped, what it costs.")
-_add_bench("engine", "Prefill orders and decode admissions, changed on a real engine while it runs.")
-_add_bench("live", "The simulator beside a live cluster, calibrated on it: means, and which policy is better.")
+_add_bench("dashboard", "Load time of dashboard pages and cost of a session, with 4, 32 and 200 instances.")
+_add_bench("policy", "The time of one decision of each policy with 10, 100 and 1,000 instances.")
+_add_bench("overload", "Interactive and batch requests at twice the capacity, with and without overload control.")
+_add_bench("cost", "The cost model compared with published measurements.", on_data=True)
+_add_bench("sim", "The speed of the simulator, and its macro-steps compared with single steps.", on_data=True)
+_add_bench(
+    "learning",
+    "Learned step times after two minutes compared with a calibration's; an engine that is slowed down (root).",
+    on_data=True,
+)
+_add_bench("traces", "5,000 traced requests: time to the first token outside all spans, dropped spans, overhead.")
+_add_bench("engine", "Prefill orders and decode admission policies, changed on a real engine while it runs.")
+_add_bench("live", "The simulator compared with the live cluster it is calibrated on: means, and the better policy.")
 
 
 @bench_app.command("soak")
 def bench_soak(
-    minutes: Annotated[float, typer.Option(min=0.5, help="Beside hostile clients.")] = 20.0, as_json: Json = False
+    minutes: Annotated[float, typer.Option(min=0.5, help="Duration in minutes.")] = 20.0, as_json: Json = False
 ) -> None:
-    """Well-behaved clients beside hostile ones: failures, gaps, memory and descriptors over time (root)."""
+    """Regular clients while hostile ones attack: failures, gaps, memory and file descriptors over time (root)."""
     _measure("soak", as_json, minutes)
 
 
 @bench_app.command("growth")
 def bench_growth(
-    minutes: Annotated[float, typer.Option(min=0.5, help="The most that the load takes.")] = 20.0, as_json: Json = False
+    minutes: Annotated[float, typer.Option(min=0.5, help="Maximum duration of the load in minutes.")] = 20.0,
+    as_json: Json = False,
 ) -> None:
-    """What grows in a scheduler and a monitor with requests, and where that ends: their heaps are walked."""
+    """Memory growth of a scheduler and a monitor with the number of requests, from walks of their heaps."""
     _measure("growth", as_json, minutes)
 
 
 @bench_app.command("predictor")
 def bench_predictor(
     part: Annotated[
-        list[str] | None, typer.Option(help="bayes, latency, full_size, modes or worth; may be repeated.")
+        list[str] | None, typer.Option(help="One part: bayes, latency, full_size, modes or worth; may be repeated.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """The length predictor: beside the best possible, how quick, what asking costs, what it is worth."""
+    """The length predictor: accuracy against the optimum, latency, cost of a request, benefit."""
     _measure("predictor", as_json, part or [])
 
 
@@ -91,19 +92,21 @@ def bench_predictor(
 def bench_policies(
     scenario: Annotated[
         list[str] | None,
-        typer.Option(help="One of the twelve, `pauses`, or with --live also one of pauses; may be repeated."),
+        typer.Option(help="A scenario, `pauses`, or with --live also one of the pauses; may be repeated."),
     ] = None,
     results: Annotated[
-        Path | None, typer.Option(help="Keep each run in this file, and go on from those in it (of the same code).")
+        Path | None, typer.Option(help="Keep each run in this file, and continue from its runs of the same code.")
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="That simulate.")] = 2,
-    live: Annotated[bool, typer.Option("--live", help="Three of them, or pauses, on emulated instances.")] = False,
-    runs: Annotated[int, typer.Option(min=1, help="With --live: of each of pauses, with its medians.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes that simulate.")] = 2,
+    live: Annotated[
+        bool, typer.Option("--live", help="Run three scenarios, or pauses, on emulated instances.")
+    ] = False,
+    runs: Annotated[int, typer.Option(min=1, help="With --live: runs of each pause, for medians.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Goodput of adaptive beside all fixed policies, in twelve simulated scenarios (long: see --results)."""
+    """Goodput of adaptive compared with all fixed policies, in twelve simulated scenarios (long: see --results)."""
     if live and results is not None:
-        raise typer.BadParameter("--live measures all of it anew: --results is of the simulated runs")
+        raise typer.BadParameter("--live repeats all runs: --results is for simulated runs only")
     if live:
         options = cli_common.from_lab("bench.policies_live", "LiveOptions")
         _measure("policies_live", as_json, options(tuple(scenario or ()), runs))
@@ -115,21 +118,25 @@ def bench_policies(
 @bench_app.command("roles")
 def bench_roles(
     data: DataFolder = DATA,
-    live: Annotated[bool, typer.Option("--live", help="On emulated instances instead, in real time.")] = False,
+    live: Annotated[
+        bool, typer.Option("--live", help="Use emulated instances in real time instead of the simulator.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Roles that follow what clients ask for, beside every fixed ratio, while it turns from conversation to code."""
+    """Roles that follow demand compared with all fixed ratios, while demand shifts from conversation to code."""
     _measure("roles_live" if live else "roles", as_json, data)
 
 
 @bench_app.command("mixed")
 def bench_mixed(
     data: DataFolder = DATA,
-    rounds: Annotated[int, typer.Option(min=1, help="Of all systems; medians are over them.")] = 2,
-    quick: Annotated[bool, typer.Option("--quick", help="A few requests of each: only to see that it works.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds over all systems; results are medians.")] = 2,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Send only a few requests, to check that the bench works.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Two real engines, one held to a third of the other's cores: every way to share them (half an hour; root)."""
+    """Two real engines, one limited to a third of the other's cores, under all ways to share work (30 min; root)."""
     options = cli_common.from_lab("bench.mixed", "MixedOptions")
     _measure("mixed", as_json, data, options(rounds, quick))
 
@@ -137,12 +144,12 @@ def bench_mixed(
 @bench_app.command("prefix")
 def bench_prefix(
     data: DataFolder = DATA,
-    rounds: Annotated[int, typer.Option(min=1, help="Of chats on real engines.")] = 2,
-    simulated: Annotated[bool, typer.Option("--simulated", help="Only in the simulator.")] = False,
-    live: Annotated[bool, typer.Option("--live", help="Only on real engines.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of chats on real engines.")] = 2,
+    simulated: Annotated[bool, typer.Option("--simulated", help="Run the simulated part only.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Run the part on real engines only.")] = False,
     as_json: Json = False,
 ) -> None:
-    """What adaptive finds in prefix caches, beside least_load and an oracle: traces simulated, chats live (root)."""
+    """Prefix cache hits of adaptive compared with least_load and an oracle: simulated traces, live chats (root)."""
     options = cli_common.from_lab("bench.prefix", "PrefixOptions")
     _measure("prefix", as_json, data, options(rounds, simulated or not live, live or not simulated))
 
@@ -150,11 +157,11 @@ def bench_prefix(
 @bench_app.command("plan")
 def bench_plan(
     data: DataFolder = DATA,
-    part: Annotated[list[str] | None, typer.Option(help="Of the bench, by name; may be repeated.")] = None,
-    processes: Annotated[int, typer.Option(min=1, help="That search at once, where there are many.")] = 2,
+    part: Annotated[list[str] | None, typer.Option(help="One part of the bench by name; may be repeated.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes that search in parallel.")] = 2,
     as_json: Json = False,
 ) -> None:
-    """The planner: the papers' cases, beside the oracle and every other method, and on 512 accelerators (long)."""
+    """The planner on the papers' cases, compared with the oracle and all other methods, and on 512 devices (long)."""
     options = cli_common.from_lab("bench.plan", "PlanBenchOptions")
     _measure("plan", as_json, options(data, tuple(part or ()), processes))
 
@@ -165,23 +172,23 @@ def bench_papers(
     write_docs: Annotated[Path | None, typer.Option(help="Write papers.md and its charts into this folder.")] = None,
     as_json: Json = False,
 ) -> None:
-    """The simulator beside the papers' results."""
+    """The simulator compared with the results of the papers."""
     _measure("papers", as_json, data, *([write_docs] if write_docs else []))
 
 
 @bench_app.command("chaos")
 def bench_chaos(
-    only: Annotated[list[str] | None, typer.Option(help="A scenario, or part of its name; may be repeated.")] = None,
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 1,
-    show: Annotated[bool, typer.Option("--list", help="Name the scenarios and end.")] = False,
-    at_random: Annotated[bool, typer.Option("--random", help="Draw faults for --minutes instead.")] = False,
-    minutes: Annotated[float, typer.Option(help="How long --random goes on.")] = 60.0,
+    only: Annotated[list[str] | None, typer.Option(help="A scenario or a part of its name; may be repeated.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of all random choices.")] = 1,
+    show: Annotated[bool, typer.Option("--list", help="List the scenarios and exit.")] = False,
+    at_random: Annotated[bool, typer.Option("--random", help="Inject random faults for --minutes instead.")] = False,
+    minutes: Annotated[float, typer.Option(help="Duration of --random in minutes.")] = 60.0,
     write_docs: Annotated[Path | None, typer.Option(help="Write reliability.md into this folder.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Keep logs and data of the suites in this folder.")] = None,
-    kv_transport: Annotated[str, typer.Option(help="What real engines hand KV over by: tcp or zeromq.")] = "tcp",
+    kv_transport: Annotated[str, typer.Option(help="KV transport of the real engines: tcp or zeromq.")] = "tcp",
     as_json: Json = False,
 ) -> None:
-    """Kill, freeze, cut, flood and lie to a suite under load: what clients saw, and what recovered when."""
+    """Inject faults into a suite under load and measure what clients see and how fast the suite recovers."""
     options = cli_common.from_lab("chaos.run", "ChaosOptions")
     chosen = options(tuple(only or ()), seed, minutes if at_random else 0.0, write_docs, logs, kv_transport)
     if show:
@@ -196,11 +203,11 @@ def bench_chaos(
 
 @bench_app.command("troubles")
 def bench_troubles(
-    only: Annotated[list[str] | None, typer.Option(help="The name of one; may be repeated.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="One fault by name; may be repeated.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Keep logs and data of the suites in this folder.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Stage troubles on running suites: what the verdict says of each, and whether every figure of it is right."""
+    """Stage faults on running suites and check the verdict on each, with all its figures."""
     options = cli_common.from_lab("bench.troubles", "TroublesOptions")
     console = Console(stderr=as_json)
     answer = cli_common.summary(cli_common.find_bench("troubles")(options(tuple(only or ()), logs), console))

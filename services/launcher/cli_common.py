@@ -1,4 +1,7 @@
-"""Options that several commands have, and what all of them do at their ends."""
+"""Shared parts of the commands: options, shell completion of names, and the output of commands that measure.
+
+Completion reads local files only.
+"""
 
 import importlib
 import json
@@ -15,25 +18,22 @@ from rich.table import Table
 from services.launcher import logs, state_file
 from shared.errors import PolyphaseError
 
-# MERGED completion.py
-# What a shell completes: names of the running suite, from its files alone, and of policies.
-
 
 def complete_instances(context: typer.Context, incomplete: str) -> list[str]:
-    """Instances of the suite whose data folder is named, or the usual one."""
+    """Instances of the suite in `--data-dir`, or in the default folder."""
     try:
-        return _that_begin(state_file.read(_data_dir(context)).instance_ids, incomplete)
+        return _starting_with(state_file.read(_data_dir(context)).instance_ids, incomplete)
     except PolyphaseError:
         return []
 
 
 def complete_processes(context: typer.Context, incomplete: str) -> list[str]:
-    """Processes that have a log."""
-    return _that_begin(logs.known(_data_dir(context)), incomplete)
+    """Processes with a log file."""
+    return _starting_with(logs.known(_data_dir(context)), incomplete)
 
 
 def complete_policies(incomplete: str) -> list[str]:
-    """Policies, those of several kinds with their kind before them."""
+    """Policies; a name that several kinds share is completed with its kind in front."""
     from shared.policy.registry import KINDS
 
     names = [name for table in KINDS.values() for name in table]
@@ -41,17 +41,17 @@ def complete_policies(incomplete: str) -> list[str]:
         name if names.count(name) == 1 else f"{kind}={name}" for kind, table in KINDS.items() for name in table
     ]
     whole = [f"{kind}={name}" for kind, table in KINDS.items() for name in table]
-    return list(dict.fromkeys(_that_begin(whole if "=" in incomplete else words, incomplete)))
+    return list(dict.fromkeys(_starting_with(whole if "=" in incomplete else words, incomplete)))
 
 
 def complete_clusters(incomplete: str) -> list[str]:
-    """Cluster files that are shipped; files of one's own are the shell's to complete."""
+    """Names of the shipped cluster files, and YAML files of the working directory."""
     shipped = sorted(file.stem for file in (Path(__file__).parent / "clusters").glob("*.yaml"))
     here = sorted(str(file) for file in Path().glob("*.yaml"))
-    return _that_begin([*shipped, *here], incomplete)
+    return _starting_with([*shipped, *here], incomplete)
 
 
-def _that_begin(names: Iterable[str], incomplete: str) -> list[str]:
+def _starting_with(names: Iterable[str], incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
@@ -62,17 +62,23 @@ def _data_dir(context: typer.Context) -> Path:
 Result = TypeVar("Result")
 DATA_DIR = Path(".polyphase")
 
-DataDir = Annotated[Path, typer.Option("--data-dir", help="State, logs and database of the suite.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")]
-Monitor = Annotated[str, typer.Option("--monitor", help="URL of the monitor; default: --data-dir's.")]
-Scheduler = Annotated[str, typer.Option("--scheduler", help="URL of a scheduler; default: those of --data-dir.")]
-Instance = Annotated[str, typer.Argument(help="Its name, as in `polyphase status`.", autocompletion=complete_instances)]
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on as more comes, until Ctrl-C.")]
-Force = Annotated[bool, typer.Option("--force", help="Even the last ready instance of its role.")]
+DataDir = Annotated[Path, typer.Option("--data-dir", help="The folder with state, logs and database of the suite.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON; the last line is one object.")]
+Monitor = Annotated[
+    str, typer.Option("--monitor", help="URL of the monitor. Default: that of the suite in --data-dir.")
+]
+Scheduler = Annotated[
+    str, typer.Option("--scheduler", help="URL of a scheduler. Default: those of the suite in --data-dir.")
+]
+Instance = Annotated[
+    str, typer.Argument(help="The instance, as named by `polyphase status`.", autocompletion=complete_instances)
+]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new entries until Ctrl-C.")]
+Force = Annotated[bool, typer.Option("--force", help="Allow this for the last ready instance of a role.")]
 
 
 def version() -> str:
-    """Ours, the engine's and Python's, from what is installed: nothing of it is imported."""
+    """The versions of Polyphase, vLLM and Python, read from package metadata without importing anything."""
     return f"polyphase {metadata.version('polyphase')} (vLLM {_engine()}, Python {python_version()})"
 
 
@@ -87,7 +93,7 @@ def _engine() -> str:
 
 
 def until_interrupted(work: Coroutine[Any, Any, Result]) -> Result | None:
-    """Run it; Ctrl-C is a way to end, not an error."""
+    """Run a command that Ctrl-C ends without an error."""
     import asyncio
 
     try:
@@ -96,12 +102,8 @@ def until_interrupted(work: Coroutine[Any, Any, Result]) -> Result | None:
         return None
 
 
-# MERGED measuring.py
-# Commands that measure: a run of a bench, its table for people, and one JSON line for machines.
-
-
-# name → module and function; each gives {"figures": {name_unit: number}, "aims": {name: {want, got, met}}} and may add
-# "notes": [text].
+# name → module and function. Each returns {"figures": {name_unit: number}, "aims": {name: {want, got, met}}}, and
+# optionally "tables": {title: rows} and "notes": [text].
 BENCHES: dict[str, tuple[str, str]] = {
     "overhead": ("bench.overhead", "run_overhead_bench"),
     "kv": ("bench.kv", "run_kv_bench"),
@@ -133,30 +135,29 @@ BENCHES: dict[str, tuple[str, str]] = {
     "troubles": ("bench.troubles", "run_troubles_bench"),
     "chaos": ("chaos.run", "run_chaos_bench"),
 }
-_WORDS = ("scenario", "policy", "run")  # columns of tables that are words
+_WORDS = ("scenario", "policy", "run")  # columns of text
 Bench = Callable[..., dict[str, Any]]
 
 
 def from_lab(module: str, name: str) -> Any:
-    """`name` of a module of `lab`, loaded by name: what serves imports nothing of what measures."""
+    """`name` of a module of `lab`, loaded by name: serving code does not import measuring code."""
     return getattr(importlib.import_module(f"lab.{module}"), name)
 
 
 def find_bench(name: str) -> Bench:
-    """The function of a bench."""
     bench: Bench = from_lab(*BENCHES[name])
     return bench
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """The JSON object of a measuring command: ok iff every aim is met. tables: rows by title, where it has any."""
+    """The JSON object of a command that measures; `ok` if all aims are met."""
     figures, aims = result.get("figures", {}), result.get("aims", {})
     tables = {"tables": result["tables"]} if result.get("tables") else {}
     return {"ok": all(aim["met"] for aim in aims.values()), "figures": figures, "aims": aims, **tables}
 
 
 def report(console: Console, result: dict[str, Any], as_json: bool) -> bool:
-    """Print a result; with `as_json` its last line is the JSON object. Whether every aim is met."""
+    """Print a result; with `as_json` the last line is the JSON object. Returns whether all aims are met."""
     answer = summary(result)
     console.print(_figures(answer["figures"]))
     for title, rows in answer.get("tables", {}).items():

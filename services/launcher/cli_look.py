@@ -1,4 +1,4 @@
-"""Commands that look at a running suite: status, top, logs, explain, events, requests."""
+"""Commands that show a running suite: status, top, logs, explain, events, requests."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,14 +17,14 @@ LOOK = "Look"
 
 @look_app.command("status", rich_help_panel=LOOK)
 def status_command(
-    everything: Annotated[bool, typer.Option("--all", help="Every instance, however many there are.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show all instances, even if there are many.")] = False,
     data_dir: DataDir = DATA_DIR,
     monitor: Monitor = "",
     as_json: Json = False,
 ) -> None:
-    """How the suite does: the verdict, what is wrong, where time goes, instances with trouble first, SLO attainment.
+    """Show the state of the suite: verdict, problems, where time is spent, instances, SLO attainment.
 
-    Exit code 0: good, or nothing is asked for. 3: degraded, or the monitor is away. 4: down. 1: no suite runs there.
+    Exit code 0: good, or idle. 1: no suite runs there. 3: degraded, or the monitor does not answer. 4: down.
     """
     seen = asyncio.run(status.observe(data_dir, monitor))
     if as_json:
@@ -37,15 +37,15 @@ def status_command(
 
 @look_app.command("top", rich_help_panel=LOOK)
 def top_command(
-    once: Annotated[bool, typer.Option("--once", help="Show it once and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one page and exit.")] = False,
     data_dir: DataDir = DATA_DIR,
     monitor: Monitor = "",
 ) -> None:
-    """The same live, once a second, until q or Ctrl-C.
+    """Show the state of the suite live, once a second, until q or Ctrl-C.
 
-    Into a pipe it prints one page after the other.
+    If the output is a pipe, it prints one page after the other.
 
-    While the monitor is away what it said last stays, greyed, with its age.
+    While the monitor does not answer, its last answer stays visible in grey, with its age.
     """
     until_interrupted(status.run_top(Console(), partial(status.observe, data_dir, monitor, rates=True), once=once))
 
@@ -54,19 +54,22 @@ def top_command(
 def logs_command(
     name: Annotated[
         str,
-        typer.Argument(help="A process: monitor, gateway, decode-0, …", autocompletion=cli_common.complete_processes),
+        typer.Argument(
+            help="A process, such as monitor, gateway or decode-0.", autocompletion=cli_common.complete_processes
+        ),
     ],
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 100,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many lines to show.")] = 100,
     follow: Follow = False,
-    raw: Annotated[bool, typer.Option("--raw", help="As they are written: JSON, mostly.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Print the lines as written, mostly JSON.")] = False,
     data_dir: DataDir = DATA_DIR,
     monitor: Monitor = "",
 ) -> None:
-    """What a process or an instance wrote last.
+    """Show the last log lines of a process or an instance.
 
     Example: polyphase logs decode-0 -f
 
-    It is read from the data folder, also after the suite has ended; an instance of another host is asked for its own.
+    The log is read from the data folder, even after the suite has ended. Lines of another host's instance come from the
+    monitor.
     """
     until_interrupted(_logs(logs.read(data_dir, monitor, name, lines, follow=follow), raw))
 
@@ -82,17 +85,19 @@ async def _logs(lines: AsyncIterator[str], raw: bool) -> None:
 
 @look_app.command("explain", rich_help_panel=LOOK)
 def explain_command(
-    request: Annotated[str, typer.Argument(help="Its id, or any part that no other has; the client's will do.")],
-    figures: Annotated[bool, typer.Option("--figures", help="With the figures that each sentence rests on.")] = False,
+    request: Annotated[
+        str, typer.Argument(help="The request id of the answer or of the client, or a part that no other id has.")
+    ],
+    figures: Annotated[bool, typer.Option("--figures", help="Add the figures behind each sentence.")] = False,
     data_dir: DataDir = DATA_DIR,
     scheduler: Scheduler = "",
     as_json: Json = False,
 ) -> None:
-    """What became of a request, and why: its stretches of time as bars, its decisions as sentences.
+    """Explain what happened to a request and why: its time as bars, the decisions as sentences.
 
     Example: polyphase explain chatcmpl-8f2e41
 
-    Also of one that is under way. The id is the one in the answer, or the one that the client gave.
+    This works for running requests, too.
     """
     explained = asyncio.run(events.find_request(events.scheduler_urls(data_dir, scheduler), request))
     if as_json:
@@ -104,64 +109,68 @@ def explain_command(
 @look_app.command("events", rich_help_panel=LOOK)
 def events_command(
     kind: Annotated[
-        list[str] | None, typer.Option("--kind", help="Such as death or policy_flip; again for more kinds.")
+        list[str] | None, typer.Option("--kind", help="Only this kind, such as death or policy_flip; may be repeated.")
     ] = None,
-    instance: Annotated[str, typer.Option(help="Of this one only.", autocompletion=cli_common.complete_instances)] = "",
-    since: Annotated[str, typer.Option(help="Not older than 90s, 10m, 2h, 1d.")] = "",
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="At most so many, the newest.")] = 50,
+    instance: Annotated[
+        str, typer.Option(help="Only events of this instance.", autocompletion=cli_common.complete_instances)
+    ] = "",
+    since: Annotated[str, typer.Option(help="Maximum age, such as 90s, 10m, 2h or 1d.")] = "",
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=1000, help="How many events to show, the newest.")
+    ] = 50,
     follow: Follow = False,
     data_dir: DataDir = DATA_DIR,
     monitor: Monitor = "",
     as_json: Json = False,
 ) -> None:
-    """What happened: deaths, returns, refusals, flips and why.
+    """Show the event log of the cluster: deaths, returns, refusals, flips and their reasons.
 
     Example: polyphase events --kind death --since 2h
 
-    Newest last. With --json each is a line of its own.
+    The newest event is last. With --json each event is one line.
     """
-    wanted = events.EventsWanted(tuple(kind or ()), instance, events.ago_s(since) if since else None, limit)
+    wanted = events.EventFilter(tuple(kind or ()), instance, events.ago_s(since) if since else None, limit)
     until_interrupted(_events(operate.monitor_url(data_dir, monitor), wanted, follow, as_json))
 
 
-async def _events(url: str, wanted: events.EventsWanted, follow: bool, as_json: bool) -> None:
-    console, none = Console(), True
+async def _events(url: str, wanted: events.EventFilter, follow: bool, as_json: bool) -> None:
+    console, empty = Console(), True
     async for row in events.events(url, wanted, follow=follow):
-        none = False
+        empty = False
         if as_json:
             cli_common.print_json(row)
         else:
             events.show_event(console, row)
-    if none and not as_json:
-        console.print("nothing of that kind happened" if wanted != events.EventsWanted() else "nothing happened yet")
+    if empty and not as_json:
+        console.print("no such events" if wanted != events.EventFilter() else "no events yet")
 
 
 @look_app.command("requests", rich_help_panel=LOOK)
 def requests_command(
-    request: Annotated[str, typer.Argument(help="A part of its id.")] = "",
+    request: Annotated[str, typer.Argument(help="The first part of a request id.")] = "",
     missed: Annotated[
-        bool | None, typer.Option("--missed/--met", help="Only those that missed, or met, theirs.")
+        bool | None, typer.Option("--missed/--met", help="Only requests that missed, or met, their SLO.")
     ] = None,
     instance: Annotated[
-        str, typer.Option(help="That were on this one.", autocompletion=cli_common.complete_instances)
+        str, typer.Option(help="Only requests that ran on this instance.", autocompletion=cli_common.complete_instances)
     ] = "",
-    outcome: Annotated[str, typer.Option(help="Such as stop, length, cancelled, or an error's code.")] = "",
-    slo: Annotated[str, typer.Option("--class", help="Of this SLO class.")] = "",
-    caller: Annotated[str, typer.Option(help="Of the API key of this name.")] = "",
-    since: Annotated[str, typer.Option(help="Not older than 90s, 10m, 2h, 1d.")] = "",
+    outcome: Annotated[str, typer.Option(help="Only this outcome: stop, length, cancelled or an error code.")] = "",
+    slo: Annotated[str, typer.Option("--class", help="Only this SLO class.")] = "",
+    caller: Annotated[str, typer.Option(help="Only requests with the API key of this name.")] = "",
+    since: Annotated[str, typer.Option(help="Maximum age, such as 90s, 10m, 2h or 1d.")] = "",
     order: Annotated[
-        str, typer.Option(help="slowest_ttft, slowest_tpot, longest_gap, longest, newest.")
+        str, typer.Option(help="slowest_ttft, slowest_tpot, longest_gap, longest or newest.")
     ] = "slowest_ttft",
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000)] = 20,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="How many requests to show.")] = 20,
     data_dir: DataDir = DATA_DIR,
     scheduler: Scheduler = "",
     as_json: Json = False,
 ) -> None:
-    """Requests of the last days, the worst first.
+    """List requests of the last days, the worst first.
 
     Example: polyphase requests --missed --since 10m
     """
-    wanted = events.RequestsWanted(
+    wanted = events.RequestFilter(
         request, caller, slo, instance, outcome, missed, events.ago_s(since) if since else None, order, limit
     )
     answer = asyncio.run(events.requests(events.scheduler_urls(data_dir, scheduler), wanted))

@@ -2,8 +2,9 @@
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -19,7 +20,7 @@ OPERATE = "Operate"
 def flip_command(
     instance: Instance,
     force: Force = False,
-    timeout: Annotated[float, typer.Option(help="Seconds for the drain.")] = 30.0,
+    timeout: Annotated[float, typer.Option(help="Time limit of the drain in seconds.")] = 30.0,
     data_dir: DataDir = DATA_DIR,
     monitor: Monitor = "",
     as_json: Json = False,
@@ -28,7 +29,7 @@ def flip_command(
 
     Example: polyphase flip prefill-1
 
-    What it has is finished first; no request fails.
+    Its running requests finish first; none fails.
     """
     _operate("flip", instance, data_dir, monitor, as_json, timeout_s=timeout, force=force)
 
@@ -37,12 +38,12 @@ def flip_command(
 def drain_command(
     instance: Instance,
     force: Force = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for its work to end.")] = 30.0,
+    timeout: Annotated[float, typer.Option(help="Time limit in seconds for its work to end.")] = 30.0,
     data_dir: DataDir = DATA_DIR,
     monitor: Monitor = "",
     as_json: Json = False,
 ) -> None:
-    """Give an instance no new work and wait until it has none, before it is taken away, say."""
+    """Stop new work at an instance and wait until its work has ended, for example before its host is shut down."""
     _operate("drain", instance, data_dir, monitor, as_json, timeout_s=timeout, force=force)
 
 
@@ -58,23 +59,23 @@ def resume_command(
 def forget_command(
     instance: Instance, data_dir: DataDir = DATA_DIR, monitor: Monitor = "", as_json: Json = False
 ) -> None:
-    """Count a dead instance no longer: one that will not return."""
+    """Stop counting a dead instance that will not return."""
     _operate("forget", instance, data_dir, monitor, as_json)
 
 
 @operate_app.command("operation", rich_help_panel=OPERATE)
 def operation_command(
-    operation_id: Annotated[str, typer.Argument(help="As the operation printed it; the beginning will do.")],
+    operation_id: Annotated[str, typer.Argument(help="The id that the command printed, or the first letters of it.")],
     data_dir: DataDir = DATA_DIR,
     monitor: Monitor = "",
     as_json: Json = False,
 ) -> None:
-    """How a flip, drain or resume stands, by its id: for one whose answer never came."""
+    """Show the outcome of a flip, drain or resume by its id, for example after a lost connection."""
     answer = asyncio.run(operate.operation(operation_id, operate.monitor_url(data_dir, monitor)))
     if as_json:
-        cli_common.print_json(answer)
+        cli_common.print_json(msgspec.to_builtins(answer))
     else:
-        operate.show_outcome(Console(), answer["kind"], answer["instance_id"], answer)
+        operate.show_outcome(Console(), answer.instance_id, answer)
 
 
 @operate_app.command("policies", rich_help_panel=OPERATE)
@@ -82,25 +83,26 @@ def policies_command(
     wanted: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Such as split=fraction:fraction=0.5, or sjf.", autocompletion=cli_common.complete_policies
+            help="Policies to set, such as sjf or split=fraction:fraction=0.5.",
+            autocompletion=cli_common.complete_policies,
         ),
     ] = None,
-    reset: Annotated[bool, typer.Option("--reset", help="Back to the file's: all, or the kinds named.")] = False,
-    choices: Annotated[
-        bool, typer.Option("--choices", help="What there is to choose from, and what each does.")
+    reset: Annotated[
+        bool, typer.Option("--reset", help="Return to the cluster file's policies: all kinds, or those named.")
     ] = False,
+    choices: Annotated[bool, typer.Option("--choices", help="List all policies and what each does.")] = False,
     data_dir: DataDir = DATA_DIR,
     monitor: Monitor = "",
     as_json: Json = False,
 ) -> None:
-    """The policies in force, who chose them and who follows; with words, change some for the whole cluster.
+    """Show the policies in force, who set them and which processes follow; with arguments, change policies.
 
     Example: polyphase policies sjf dispatch=random
 
-    `--reset` takes all changes back; `--choices` says what there is.
+    A change holds for the whole cluster. `--reset` undoes changes, `--choices` lists all policies.
     """
     if choices and (wanted or reset):
-        raise InvalidRequest("--choices only lists what there is: leave it out to change policies")
+        raise InvalidRequest("--choices only lists policies: leave it out to change some")
     change = operate.reset_of(wanted or ()) if reset else operate.change_of(wanted or ())
     url = operate.monitor_url(data_dir, monitor)
     answer = asyncio.run(operate.change_policies(url, change, operate.actor(), operate.token(data_dir, url)))
@@ -114,16 +116,20 @@ def policies_command(
 
 @operate_app.command("proposals", rich_help_panel=OPERATE)
 def proposals_command(
-    accept: Annotated[str, typer.Option(help="Have that one carried out; waits for its end.")] = "",
-    refuse: Annotated[str, typer.Option(help="That one is not to be done.")] = "",
-    ask: Annotated[bool, typer.Option("--ask", help="Have the planner look now.")] = False,
-    auto: Annotated[bool | None, typer.Option("--auto/--no-auto", help="Apply proposals without asking.")] = None,
+    accept: Annotated[str, typer.Option(help="Carry out the proposal with this id and wait for its end.")] = "",
+    refuse: Annotated[str, typer.Option(help="Refuse the proposal with this id.")] = "",
+    ask: Annotated[bool, typer.Option("--ask", help="Ask the planner for a proposal now.")] = False,
+    auto: Annotated[
+        bool | None, typer.Option("--auto/--no-auto", help="Let the planner apply its proposals, or stop that.")
+    ] = None,
     data_dir: DataDir = DATA_DIR,
-    planner: Annotated[str, typer.Option("--planner", help="URL of the planner; default: --data-dir's.")] = "",
+    planner: Annotated[
+        str, typer.Option("--planner", help="URL of the planner. Default: that of the suite in --data-dir.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
-    """What the planner proposes for the running cluster, and what is expected of it; accept or refuse."""
-    wanted = operate.Wanted(accept, refuse, ask, auto)
+    """Show the planner's proposals for the running cluster and their expected effect; accept or refuse one."""
+    wanted = operate.ProposalAnswer(accept, refuse, ask, auto)
     url = operate.planner_url(data_dir, planner)
     answer = asyncio.run(operate.answer_proposal(url, wanted, operate.actor(), operate.token(data_dir, url)))
     if as_json:
@@ -146,9 +152,10 @@ def _operate(
 ) -> None:
     url, console = operate.monitor_url(data_dir, monitor), Console(stderr=as_json)
     token = operate.token(data_dir, url)
-    with console.status(f"{operate.DOING[what]} {instance}…"):  # nothing where it is no terminal
-        answer: dict[str, Any] = asyncio.run(operate.act(what, instance, url, token, timeout_s=timeout_s, force=force))
+    with console.status(f"{operate.DOING[what]} {instance}…"):  # prints nothing if the output is no terminal
+        answer = asyncio.run(operate.act(what, instance, url, token, timeout_s=timeout_s, force=force))
     if as_json:
-        cli_common.print_json(answer)
+        forgotten = {"instance_id": instance, "result": "forgotten"}
+        cli_common.print_json(msgspec.to_builtins(answer) if answer is not None else forgotten)
     else:
-        operate.show_outcome(console, what, instance, answer)
+        operate.show_outcome(console, instance, answer)

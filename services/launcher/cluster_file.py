@@ -1,4 +1,4 @@
-"""The cluster file: one YAML file that says what runs where. Strict: errors name the file, the line and the key."""
+"""The cluster file: one YAML file that defines the processes of all hosts. Errors name file, line and key."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,11 +34,9 @@ from shared.files.yaml_file import read_document
 from shared.runtime.keys import checked
 from shared.runtime.settings import ServiceSettings, Tracing
 
-# MERGED cluster_sections.py
-# The sections of a cluster file: what may be said of each process, and what follows from the rest of the file.
-
-
-_MOVED = frozenset(  # from the sections into `policies`: they are one for the cluster
+LOCAL = "local"
+CLUSTERS = Path(__file__).parent / "clusters"
+_MOVED = frozenset(  # keys of `policies`, since policies hold for the whole cluster
     kind + suffix for kind in KINDS for suffix in ("", "_parameters")
 )
 _AT_THE_TOP = frozenset({"curve_public", "curve_secret", "cluster_token", "database_url", "model"})
@@ -46,7 +44,7 @@ COMMON = _AT_THE_TOP | {"monitor_url", "broadcast_address", "cluster_token_file"
 
 
 class Section(BaseModel):
-    """One process's part of the file: our keys, and any setting of it that the launcher does not derive."""
+    """The section of a process: our keys, and the settings of the process that the launcher does not derive."""
 
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="allow")
     settings: ClassVar[type[ServiceSettings]] = ServiceSettings
@@ -63,7 +61,7 @@ class Section(BaseModel):
         return self
 
     def _fault_of(self, key: str) -> str:
-        """Why a key may not stand here; empty if it may."""
+        """Why a key is not allowed here; empty if it is."""
         choices = (set(self.settings.model_fields) - self.derived - COMMON) | set(type(self).model_fields)
         if key in _MOVED:
             kind = key.removesuffix("_parameters")
@@ -73,7 +71,7 @@ class Section(BaseModel):
         if key in _AT_THE_TOP:
             return "it belongs to the whole cluster: write it at the top of the file"
         if key in self.settings.model_fields:
-            return "it follows from the rest of the file, and is not to be given"
+            return "it is derived from the rest of the file: leave it out"
         return unknown("key", key, choices)
 
     @property
@@ -83,13 +81,13 @@ class Section(BaseModel):
 
 
 class LauncherSection(BaseModel):
-    """How patient `polyphase up` is with its processes, in seconds."""
+    """Time limits of `polyphase up` for its processes, in seconds."""
 
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
-    # The longest a process may take to become healthy; None: 300, and more for an instance, see `start_time`.
+    # Until a process is healthy; None: 300, and more for an instance, see `plan.start_s_of`.
     start_s: float | None = Field(None, gt=0)
-    hang_s: float = Field(6.0, ge=0)  # so long without a healthy answer it is killed and started again; 0: never
+    hang_s: float = Field(6.0, ge=0)  # a process without a healthy answer for so long is killed and restarted; 0: never
 
 
 class GatewaySection(Section):
@@ -103,16 +101,15 @@ class GatewaySection(Section):
 
     host: str = ""  # default: the address of the control host
     port: int = Field(8000, gt=0, lt=65536)
-    processes: int = Field(1, gt=0, le=16)  # that listen on it together
+    processes: int = Field(1, gt=0, le=16)  # that share the port
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The processes that this section stands for."""
         return _numbered("gateway", self.processes) if self.enabled else ()
 
     @property
     def lossy_kv(self) -> bool:
-        """Whether KV of any request may be sent with a lossy codec."""
+        """Whether any request may use a lossy KV codec."""
         classes = self.extra.get("slo")
         rows = classes.values() if isinstance(classes, dict) else ()
         named = [each.get("lossy_kv") for each in rows if isinstance(each, dict)]
@@ -129,7 +126,6 @@ class SchedulerSection(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The processes that this section stands for."""
         return _numbered("scheduler", self.count)
 
 
@@ -156,17 +152,16 @@ class PredictorSection(Section):
     @model_validator(mode="after")
     def _counted_or_beside(self) -> Self:
         if self.beside and self.count != 1:
-            raise ValueError(f"count: with `beside` every instance has one predictor, leave count ({self.count}) out")
+            raise ValueError(f"count: with `beside` each instance has one predictor: leave count ({self.count}) out")
         return self
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The processes on the control host that this section stands for."""
+        """The processes on the control host."""
         return _numbered("predictor", self.count) if self.enabled and not self.beside else ()
 
     @staticmethod
     def name_beside(instance_id: str) -> str:
-        """The process beside an instance."""
         return f"predictor-{instance_id}"
 
 
@@ -184,12 +179,12 @@ class DashboardSection(BaseModel):
 
     enabled: bool = True
     port: int = Field(8501, gt=0, lt=65536)
-    login: bool = False  # with the gateway's keys (`gateway.api_keys_file`) that have a role
+    login: bool = False  # with those keys of `gateway.api_keys_file` that have a role
     env: dict[str, str] = Field({}, repr=False)
 
 
 class InstanceSection(Section):
-    """One instance, or `count` alike ones, named id-0, id-1, … `extra`: WorkerSettings."""
+    """One instance, or `count` identical ones named id-0, id-1, … `extra`: WorkerSettings."""
 
     settings = WorkerSettings
     derived = frozenset(
@@ -200,25 +195,26 @@ class InstanceSection(Section):
     role: Role
     host: str = ""  # a name of `hosts`; default: the control host
     count: int = Field(1, gt=0, le=1024)
-    # Numbers of the devices of its host that it computes on; empty: the next that are free. See `devices`.
+    # Numbers of the devices of its host; empty: the next free ones. See `devices`.
     devices: tuple[Annotated[int, Field(ge=0, strict=True)], ...] = ()
-    resources: dict[str, float] = {}  # of Ray, with --on ray: what its node must have besides CPUs and accelerators
+    resources: dict[
+        str, float
+    ] = {}  # with --on ray: resources that its Ray node must have besides CPUs and accelerators
 
     @field_validator("devices")
     @classmethod
     def _each_once(cls, given: tuple[int, ...]) -> tuple[int, ...]:
         if twice := [number for number in given if given.count(number) > 1]:
-            raise ValueError(f"device {twice[0]} is there twice")
+            raise ValueError(f"device {twice[0]} is named twice")
         return given
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The instances that this entry stands for."""
         return _numbered(self.id, self.count)
 
 
 def with_defaults(data: Any) -> Any:
-    """The mapping of a file with what its `instance_defaults` say in each of its `instances`; else as it is."""
+    """The content of a file, with its `instance_defaults` merged into each of its `instances`."""
     if not isinstance(data, dict) or not isinstance(data.get("instances"), list):
         return data
     defaults = data.get("instance_defaults")
@@ -230,10 +226,6 @@ def with_defaults(data: Any) -> Any:
 
 def _numbered(name: str, count: int) -> tuple[str, ...]:
     return (name,) if count == 1 else tuple(f"{name}-{index}" for index in range(count))
-
-
-LOCAL = "local"
-CLUSTERS = Path(__file__).parent / "clusters"
 
 
 class Cluster(BaseModel):
@@ -248,14 +240,16 @@ class Cluster(BaseModel):
     database_url: str = Field("", repr=False)  # default: SQLite in the data folder
     curve_public: str = ""
     curve_secret: str = Field("", repr=False)
-    cluster_token: SecretStr = SecretStr("")  # default: made at the first start, kept in the data folder
+    cluster_token: SecretStr = SecretStr("")  # default: created at the first start
     ports: int = Field(18100, gt=1023, lt=65536)  # the first of the suite's own ports
-    hosts: dict[str, str] = {}  # name → address, where there is more than this machine
-    control: str = ""  # the host of everything but the instances
-    monitors: int = Field(1, ge=1, le=3)  # all but one stand by, and one of them takes over
+    hosts: dict[str, str] = {}  # name → address, if the cluster has several hosts
+    control: str = ""  # the host of all processes but the instances
+    monitors: int = Field(1, ge=1, le=3)  # all but one are standbys
 
-    network: NetworkEntry | None = None  # between the `node`s of instances: for emulated engines and the simulator
-    tracing: Tracing | None = None  # of gateways, schedulers and instances, unless their sections say else
+    network: NetworkEntry | None = (
+        None  # links between the `node`s of instances, for emulated engines and the simulator
+    )
+    tracing: Tracing | None = None  # of gateways, schedulers and instances, unless their sections differ
     policies: dict[str, Any] = {}  # the monitor's: see `shared.policy.registry.from_file`
     launcher: LauncherSection = LauncherSection()
     gateway: GatewaySection = GatewaySection()
@@ -282,15 +276,15 @@ class Cluster(BaseModel):
         return self
 
     def _of_instances(self) -> Iterator[str]:
-        """What is wrong with them: the key, and what is."""
+        """Faults of the instances, each beginning with the key."""
         seen: set[str] = set()
         for index, entry in enumerate(self.instances):
             at = f"instances.{index}"
             if twice := [name for name in entry.ids if name in seen]:
-                yield f"{at}.id: another instance has the name {twice[0]!r} already"
+                yield f"{at}.id: another instance already has the name {twice[0]!r}"
             seen |= set(entry.ids)
             if self.predictor.beside and (taken := [name for name in entry.ids if name.startswith("predictor-")]):
-                yield f"{at}.id: {taken[0]!r} is kept for the predictors that stand beside instances, choose another"
+                yield f"{at}.id: {taken[0]!r} is reserved for predictors beside instances: choose another"
             if entry.host and entry.host not in self.hosts:
                 yield f"{at}.host: {unknown('host', entry.host, self.hosts)}"
             if entry.extra.get("node") and self.network is None:
@@ -301,10 +295,10 @@ class Cluster(BaseModel):
             near, known = meant(self.control, list(self.hosts)), ", ".join(self.hosts)
             yield f"control: must name the control plane's host, one of `hosts` ({known}){near}"
         if not self.hosts and self.control:
-            yield f"control: there are no `hosts`, of which {self.control!r} could be one"
+            yield f"control: {self.control!r} is not a host, since the file has no `hosts`"
         if bool(self.curve_public) != bool(self.curve_secret):
             there, other = sorted(("curve_public", "curve_secret"), key=lambda key: not getattr(self, key))
-            yield f"{there}: {other} is missing; `polyphase keys curve` makes both"
+            yield f"{there}: {other} is missing; `polyphase keys curve` creates both"
         if token := self.cluster_token.get_secret_value():
             try:
                 checked(token, "cluster_token")
@@ -312,28 +306,28 @@ class Cluster(BaseModel):
                 yield error.message
 
     def from_places(self, places: Places) -> Self:
-        """The same, read from there: what is found wrong with it later is told with its line."""
+        """The same cluster with the places of its keys, so that later faults name their line."""
         known = self.model_copy()
         known._places = places
         return known
 
     def places(self, otherwise: str = "cluster file") -> Places:
-        """Where its keys stand; of one that is from no file only its name."""
+        """The places of its keys; of a cluster that is not from a file only its name."""
         return self._places or Places(otherwise)
 
     @property
     def instance_ids(self) -> tuple[str, ...]:
-        """All of them, in the order of the file."""
+        """All instances in the order of the file."""
         return tuple(name for entry in self.instances for name in entry.ids)
 
     @property
     def expected_instances(self) -> dict[str, str]:
-        """Those that are to run, on whatever host, with the roles that they begin in."""
+        """The enabled instances of all hosts with their initial roles."""
         return {name: str(entry.role) for entry in self.instances if entry.enabled for name in entry.ids}
 
 
 def load_cluster(file: Path) -> Cluster:
-    """Read a cluster file; a bare name means one of those shipped. Raises InvalidRequest."""
+    """Read a cluster file, or a shipped one by its name. Raises InvalidRequest."""
     file = shipped_or_own(file, CLUSTERS)
     document = read_document(file)
     data, places = document.mapping(), document.places

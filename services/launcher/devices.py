@@ -1,8 +1,9 @@
-"""Which devices of its host each instance computes on.
+"""The assignment of a host's devices to instances.
 
-Devices are numbered as the host has them, or, where the launcher's own environment makes only some visible, by their
-place among those. An instance gets those that its entry names (`devices`, or a variable in `env`); the others get the
-next that are free, in the order of the file. Two share a device only where both name it by `devices` and give their KV.
+Devices have the numbers of the host or, if the launcher's environment makes only some visible, their positions among
+those. An instance gets the devices that its entry names (`devices`, or a variable in `env`); the others get the next
+free ones, in the order of the file. Two instances share a device only if both name it by `devices` and set
+`kv_cache_bytes`.
 """
 
 import functools
@@ -20,7 +21,7 @@ from shared.errors import PolyphaseError
 
 CUDA, HIP, _ASCEND = VISIBLE_BY["NVIDIA"], VISIBLE_BY["AMD"], VISIBLE_BY["Huawei"]
 VISIBLE = (*VISIBLE_BY.values(), "ROCR_VISIBLE_DEVICES")
-_ORDER = "CUDA_DEVICE_ORDER"  # by CUDA's own order unlike devices have other numbers than in nvidia-smi
+_ORDER = "CUDA_DEVICE_ORDER"  # the default order of CUDA numbers unequal devices differently from nvidia-smi
 
 Visible = Callable[[str], Sequence[str] | None]
 Fault = tuple[str, str]  # the key of the file, and what is wrong with it
@@ -36,7 +37,7 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The variables of each instance, by its name; who has which device; what is wrong with the file."""
+    """The variables of each instance, the users of each device, and the faults of the file."""
 
     env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     users: Mapping[Device, Sequence[str]] = field(default_factory=dict)
@@ -44,12 +45,12 @@ class Assignment:
 
 
 def assign(cluster: Cluster, here: str, visible: Visible | None = None) -> Assignment:
-    """For all instances of the file; `here` is this host, the only one whose devices can be counted."""
+    """The assignment for all instances of the file; devices are counted only on `here`, this host."""
     return _Assigning(cluster, here, visible or visible_here).all()
 
 
 def visible_here(variable: str) -> tuple[str, ...] | None:
-    """The devices that a process of ours would see; None where that is not known."""
+    """The devices that our processes see; None if unknown."""
     for name in (variable, CUDA) if variable == HIP else (variable,):
         if (said := os.environ.get(name)) is not None:
             return tuple(each.strip() for each in said.split(",") if each.strip() not in ("", "-1"))
@@ -59,7 +60,7 @@ def visible_here(variable: str) -> tuple[str, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Wanting:
-    """An instance that computes on devices. key: of the file, by which it says on which, if it does."""
+    """An instance that computes on devices. key: the key of the file that chooses them, if one does."""
 
     entry: InstanceSection
     name: str
@@ -74,7 +75,7 @@ class _Wanting:
 
     @property
     def shares(self) -> bool:
-        """Whether it states all that it takes to share a device."""
+        """Whether its entry allows sharing a device."""
         return self.key == "devices" and "kv_cache_bytes" in self.entry.extra
 
 
@@ -107,14 +108,16 @@ class _Assigning:
                 if entry.devices:
                     emulated = entry.extra.get("engine") == "emulated"
                     on = "an emulated engine" if emulated else f"accelerator {entry.extra.get('accelerator', 'cpu')!r}"
-                    self._faults.append((f"{at}.devices", f"{on} has no devices that have numbers: leave it out"))
+                    self._faults.append((f"{at}.devices", f"{on} has no numbered devices: leave it out"))
                 continue
             if not entry.enabled:
                 continue
             ranks = ranks_of(entry.extra)
             said = next((name for name in VISIBLE if entry.env.get(name)), "")
             if said and entry.devices:
-                self._faults.append((f"{at}.devices", f"env.{said} chooses the devices already: leave one of them out"))
+                self._faults.append(
+                    (f"{at}.devices", f"env.{said} already chooses the devices: leave one of the two out")
+                )
             for index, name in enumerate(entry.ids):
                 each = _Wanting(entry, name, host, variable, ranks)
                 if entry.devices:
@@ -129,7 +132,7 @@ class _Assigning:
     def _named(
         self, entry: InstanceSection, at: str, host: str, variable: str, ranks: int, index: int
     ) -> tuple[str, ...]:
-        """Those of the entry's `devices` that are this instance's."""
+        """The devices of this instance among the entry's `devices`."""
         given, many = entry.devices, len(entry.ids)
         if len(given) == ranks * many:
             given = given[index * ranks : (index + 1) * ranks]
@@ -154,9 +157,9 @@ class _Assigning:
         free = [name for name in names if each.on(name) not in self._users]
         if len(free) < each.ranks:
             text = (
-                f"{each.name} needs {_devices(each.ranks)} (tensor_parallel x pipeline_parallel), and of the "
-                f"{len(names)} of host {each.host!r} {len(free)} are free: run fewer instances there, or have two "
-                "share a device: `devices: [0]` and `kv_cache_bytes` in both"
+                f"{each.name} needs {_devices(each.ranks)} (tensor_parallel x pipeline_parallel), and host "
+                f"{each.host!r} has {len(free)} free of {len(names)}: run fewer instances there, or let two share a "
+                "device: `devices: [0]` and `kv_cache_bytes` in both"
             )
             self._faults.append((f"instances.{each.entry.id}", text))
         return tuple(free[: each.ranks])
@@ -183,29 +186,29 @@ class _Assigning:
                     continue
                 at, label = f"instances.{each.entry.id}.{each.key}", f"device {device.name} of host {device.host!r}"
                 if first.key == each.key == "devices":
-                    yield at, f"{label} is {first.name}'s, too: to share it, both need a `kv_cache_bytes` of their own"
+                    yield at, f"{label} is also assigned to {first.name}: to share it, set `kv_cache_bytes` in both"
                 else:
                     yield (
                         at,
-                        f"{label} is {first.name}'s, too: choose another, or say that they share it: "
+                        f"{label} is also assigned to {first.name}: choose another, or let them share it: "
                         f"`devices: [{device.name}]` and `kv_cache_bytes` in both, in place of `env`",
                     )
 
 
 def _variable(entry: InstanceSection) -> str:
-    """By which its devices are chosen; empty for what computes on none that can be."""
+    """The variable that chooses its devices; empty for an instance without devices to choose."""
     named = str(entry.extra.get("accelerator", "cpu"))
     if entry.extra.get("engine") == "emulated" or named == "cpu":
         return ""
     try:
         return catalogue().get(named).visible_by
     except PolyphaseError:
-        return CUDA  # not in the catalogue: other vendors' libraries do not read it
+        return CUDA  # unknown accelerator: libraries of other vendors ignore this variable
 
 
 @functools.cache
 def catalogue() -> Catalogue:
-    """The built-in one, read once."""
+    """The built-in catalogue, read once."""
     return Catalogue.built_in()
 
 

@@ -1,12 +1,12 @@
-"""Imports the engine once and forks processes that need it: an import costs 10 s of CPU, a fork nothing to speak of.
+"""Imports the engine once and forks the processes that need it: an import costs 10 s of CPU time, a fork almost none.
 
 Run as `python -m services.launcher.fork_server DESCRIPTOR MODULE…`: the descriptor is one end of a socket pair, the
-modules are imported first. JSON lines in: {"name", "module", "env", "log"} asks for a process, {} whether we live.
-Lines out: {"ready"} once, then one for each question in turn: {"pid"}, {"failed"} or {"alive"}.
+modules are imported first. Requests are JSON lines: {"name", "module", "env", "log"} for a process, {} for a health
+check. The server writes {"ready"} once, then one reply for each request in order: {"pid"}, {"failed"} or {"alive"}.
 
-What it forks is the launcher's child, not its own (it is forked twice, and the launcher adopts orphans): it ends with
-the launcher, and lives on when this server dies or hangs. Nothing here may start a thread: only the forking one would
-live on in a child.
+A forked process is a child of the launcher, not of this server (it is forked twice, and the launcher adopts orphans):
+it ends with the launcher and survives this server. Nothing here may start a thread, because a fork copies only the
+thread that forks.
 """
 
 import faulthandler
@@ -26,7 +26,7 @@ Request = dict[str, Any]
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until the launcher is gone; in a forked process, become what was asked for."""
+    """Serve until the launcher ends; in a forked process, run the requested module."""
     channel, launcher = socket.socket(fileno=int(arguments[0])), os.getppid()
     faulthandler.register(signal.SIGUSR1)  # as every service does, see `shared.runtime.logs`
     for module in arguments[1:]:
@@ -40,43 +40,43 @@ def main(arguments: list[str]) -> None:
 
 
 def _serve(channel: socket.socket, launcher: int) -> Request | None:
-    """Fork on request. Returns the request in the process that it is for, None in the server at the end."""
-    _say(channel, {"ready": True})
+    """Fork on request. Returns the request in the forked process, None in the server when the launcher has ended."""
+    _send(channel, {"ready": True})
     received = b""
     while data := channel.recv(1 << 16):
         *lines, received = (received + data).split(b"\n")
         for line in lines:
             request: Request = json.loads(line)
             if "module" not in request:
-                _say(channel, {"alive": True})
+                _send(channel, {"alive": True})
             elif _fork(channel, request, launcher):
                 return request
     return None
 
 
 def _fork(channel: socket.socket, request: Request, launcher: int) -> bool:
-    """Whether this is the new process, which waits until the launcher has been told of it."""
+    """Fork; True in the new process, which first waits until the launcher knows its pid."""
     sys.stdout.flush()
     sys.stderr.flush()
-    told_read, told_write = os.pipe()
+    known_read, known_write = os.pipe()
     pid = _fork_away()
     if not pid:
-        os.close(told_write)
-        if not os.read(told_read, 1):
-            os._exit(1)  # the server ended before it could tell
-        os.close(told_read)
-        _settle(request, launcher, channel)
+        os.close(known_write)
+        if not os.read(known_read, 1):
+            os._exit(1)  # the server ended before it sent the pid
+        os.close(known_read)
+        _detach(request, launcher, channel)
         return True
-    _say(channel, {"pid": pid} if pid > 0 else {"failed": "no memory, or too many processes"})
+    _send(channel, {"pid": pid} if pid > 0 else {"failed": "out of memory, or too many processes"})
     if pid > 0:
-        os.write(told_write, b"!")
-    os.close(told_read)
-    os.close(told_write)
+        os.write(known_write, b"!")
+    os.close(known_read)
+    os.close(known_write)
     return False
 
 
 def _fork_away() -> int:
-    """The pid of a new process that is no child of ours; 0 in it, -1 when it could not be forked."""
+    """The pid of a new process that is not our child; 0 in that process, -1 if the fork failed."""
     server, (pid_read, pid_write) = os.getpid(), os.pipe()
     try:
         between = os.fork()
@@ -86,7 +86,7 @@ def _fork_away() -> int:
                 os.close(pid_read)
                 os.close(pid_write)
                 return 0
-            os.setpgid(pid, pid)  # before anybody knows the pid: signals go to the group
+            os.setpgid(pid, pid)  # before anyone knows the pid, since signals go to the group
             os.write(pid_write, str(pid).encode())
             os._exit(0)
     except OSError:
@@ -96,16 +96,16 @@ def _fork_away() -> int:
     os.close(pid_write)
     if between:
         os.waitpid(between, 0)  # from here on the process is the launcher's child
-    said = os.read(pid_read, 32)
+    reported = os.read(pid_read, 32)
     os.close(pid_read)
-    return int(said) if said else -1
+    return int(reported) if reported else -1
 
 
-def _say(channel: socket.socket, message: dict[str, Any]) -> None:
+def _send(channel: socket.socket, message: dict[str, Any]) -> None:
     channel.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _settle(request: Request, launcher: int, channel: socket.socket) -> None:
+def _detach(request: Request, launcher: int, channel: socket.socket) -> None:
     """Make a forked process independent of the server's descriptors, output and environment."""
     tie_to_parent(launcher)
     name_process(request["name"])

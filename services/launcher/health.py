@@ -1,7 +1,7 @@
-"""Asking a process over HTTP whether it is well, cheaply enough to do so every second.
+"""Health checks over HTTP, cheap enough for one a second.
 
-Run as `python -m services.launcher.health` it is a container's health check: exit code 0 if POLYPHASE_HEALTH_URL
-answers 2xx.
+Run as `python -m services.launcher.health` it is the health check of a container: exit code 0 if
+POLYPHASE_HEALTH_URL answers 2xx.
 """
 
 import asyncio
@@ -16,18 +16,17 @@ _HEAD_BYTES = 16 << 10
 
 
 class Health(Protocol):
-    """Something that can be asked whether it is well."""
+    """A health check."""
 
     async def ask(self, deadline_s: float) -> str:
-        """What is wrong, within `deadline_s`; empty if nothing is."""
+        """The fault, found within `deadline_s`; empty if there is none."""
         ...
 
 
 class HttpHealth:
-    """A URL that answers 2xx while its process is well.
+    """A URL that answers 2xx while its process is healthy.
 
-    Each question opens a connection of its own, as a client's does: a process that answers on an open connection and
-    takes no new ones is of no use to clients.
+    Each check opens a new connection, as clients do: a process that answers only on open connections serves none.
     """
 
     def __init__(self, url: str) -> None:
@@ -38,7 +37,6 @@ class HttpHealth:
         self._request = head.encode()
 
     async def ask(self, deadline_s: float) -> str:
-        """What is wrong, within `deadline_s`; empty if nothing is."""
         try:
             async with asyncio.timeout(deadline_s):
                 return await self._ask()

@@ -1,4 +1,4 @@
-"""`polyphase logs NAME`: the last words of a process, here from its file, of another host's instance by the monitor."""
+"""`polyphase logs NAME`: the last lines of a process, from its file, or by the monitor for another host's instance."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -23,7 +23,7 @@ _LEAD = ("timestamp", "level", "event", "logger", "service")
 
 
 async def read(data_dir: Path, monitor: str, name: str, lines: int, *, follow: bool) -> AsyncIterator[str]:
-    """The last lines, then, if `follow`, each new one. Raises NotFound that names those that have a log."""
+    """The last lines, and with `follow` each new one. Raises NotFound that names the processes with a log."""
     file = data_dir / "logs" / f"{name}.log"
     if file.is_file():
         for line in last_lines(file, lines):
@@ -32,17 +32,17 @@ async def read(data_dir: Path, monitor: str, name: str, lines: int, *, follow: b
             async for line in _following(file):
                 yield line
         return
-    async for line in _elsewhere(data_dir, monitor, name, lines, follow):
+    async for line in _from_monitor(data_dir, monitor, name, lines, follow):
         yield line
 
 
 def known(data_dir: Path) -> list[str]:
-    """The processes that have a log here."""
+    """The processes with a log on this host."""
     return sorted(file.stem for file in (data_dir / "logs").glob("*.log"))
 
 
 def last_lines(file: Path, lines: int) -> list[str]:
-    """The last so many, however long the file is."""
+    """The last lines, read from the end of the file in blocks."""
     with file.open("rb") as data:
         at, found = data.seek(0, os.SEEK_END), b""
         while at and found.count(b"\n") <= lines:
@@ -54,31 +54,22 @@ def last_lines(file: Path, lines: int) -> list[str]:
 
 
 async def _following(file: Path) -> AsyncIterator[str]:
-    """Lines that are written from now on; a file that is begun anew is read from its beginning."""
+    """Lines that are written from now on; a truncated file is read from its beginning."""
     with file.open("rb") as data:
         data.seek(0, os.SEEK_END)
         left = b""
         while True:
-            whole, left = _split(left + _rest(data, file))
-            for line in whole:
+            if file.stat().st_size < data.tell():
+                data.seek(0)
+            *lines, left = (left + data.read()).split(b"\n")
+            for line in lines:
                 yield line.decode(errors="replace")
-            if not whole:
+            if not lines:
                 await asyncio.sleep(POLL_S)
 
 
-def _rest(data: BinaryIO, file: Path) -> bytes:
-    if file.stat().st_size < data.tell():
-        data.seek(0)
-    return data.read()
-
-
-def _split(data: bytes) -> tuple[list[bytes], bytes]:
-    *whole, left = data.split(b"\n")
-    return whole, left
-
-
-async def _elsewhere(data_dir: Path, given: str, name: str, lines: int, follow: bool) -> AsyncIterator[str]:
-    """An instance of another host: its worker keeps its last lines."""
+async def _from_monitor(data_dir: Path, given: str, name: str, lines: int, follow: bool) -> AsyncIterator[str]:
+    """Lines of an instance of another host, whose worker keeps the last ones."""
     here = known(data_dir)
     try:
         url = given or state_file.read(data_dir).monitor_url
@@ -88,11 +79,12 @@ async def _elsewhere(data_dir: Path, given: str, name: str, lines: int, follow: 
     async with JsonClient(url) as monitor:
         while True:
             try:
-                found = _lines(await monitor.call("GET", f"/instances/{name}/log", params={"lines": max(1, lines)}))
+                answer = await monitor.call("GET", f"/instances/{name}/log", params={"lines": max(1, lines)})
             except NotFound:
                 others = [str(entry["instance_id"]) for entry in await monitor.call("GET", "/instances")]
                 raise _unknown(name, sorted({*here, *others}), data_dir) from None
-            for line in _news(shown, found):
+            found = [str(line) for line in answer["lines"]]
+            for line in _new_lines(shown, found):
                 yield line
             if not follow:
                 return
@@ -100,12 +92,8 @@ async def _elsewhere(data_dir: Path, given: str, name: str, lines: int, follow: 
             await asyncio.sleep(1.0)
 
 
-def _lines(answer: Any) -> list[str]:
-    return [str(line) for line in (answer["lines"] if isinstance(answer, dict) else answer)]
-
-
-def _news(shown: list[str], found: list[str]) -> list[str]:
-    """What of `found` comes after what was shown: both are the last lines of one log."""
+def _new_lines(shown: list[str], found: list[str]) -> list[str]:
+    """The lines of `found` after those of `shown`; both are the last lines of the same log."""
     for start in range(len(shown)):
         overlap = shown[start:]
         if found[: len(overlap)] == overlap:
@@ -120,7 +108,7 @@ def _unknown(name: str, names: list[str], data_dir: Path) -> PolyphaseError:
 
 
 def show(console: Console, line: str) -> None:
-    """A line for people: what is JSON as time, level, event and the rest."""
+    """Print a line; JSON is shown as time, level, event and other fields."""
     entry = _entry(line)
     if entry is None:
         console.print(Text(line), soft_wrap=True)
@@ -128,12 +116,12 @@ def show(console: Console, line: str) -> None:
     level = str(entry.get("level", ""))
     text = Text(f"{_time(entry.get('timestamp'))} ", "dim").append(f"{level:<8}", _STYLES.get(level, "dim"))
     text.append(str(entry.get("event", "")), _STYLES.get(level, "default"))
-    for key, value in _rest_of(entry):
+    for key, value in _other_fields(entry):
         text.append(f"  {key}=", "dim").append(value, "default")
     console.print(text, soft_wrap=True)
 
 
-def _rest_of(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _other_fields(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in entry.items():
         if key not in _LEAD:
             text = value if isinstance(value, str) else json.dumps(value)
@@ -149,7 +137,7 @@ def _entry(line: str) -> dict[str, Any] | None:
 
 
 def _time(stamp: object) -> str:
-    """By this machine's clock."""
+    """The time in this machine's time zone."""
     try:
         return f"{datetime.fromisoformat(str(stamp)).astimezone():%H:%M:%S.%f}"[:-3]
     except ValueError:

@@ -1,6 +1,6 @@
-"""Where a model comes from: a folder, or a name that a hub knows; what looks like a path never asks a hub.
+"""Sources of models and cluster files: a folder or a name on the Hugging Face hub; a path or a shipped file.
 
-And where a cluster file comes from: a path, or the name of one that is shipped.
+A model that looks like a path is not looked up on the hub.
 """
 
 import os
@@ -20,7 +20,7 @@ _HINT = "give a folder with config.json, tokenizer and weights, or a Hugging Fac
 
 
 def resolve_model(model: str, beside: Path | None = None) -> str:
-    """The path, if `model` is a folder here, beside the file or in the project, or looks like one; else `model`."""
+    """The absolute path of `model` if it is, or looks like, a folder here, beside the file or in the project."""
     path = Path(model).expanduser()
     bases = (Path.cwd(), *([beside] if beside else []), PROJECT)
     folders = [base / path for base in bases if (base / path).is_dir()]
@@ -33,24 +33,26 @@ def resolve_model(model: str, beside: Path | None = None) -> str:
 
 
 def resolve_path(path: Path, beside: Path) -> Path:
-    """Where it is: here, beside the file or in the project; nowhere yet, it is to come here."""
+    """The absolute path of a file here, beside the cluster file or in the project; if none exists, the first one."""
     path = path.expanduser()
     return next((base / path for base in (Path.cwd(), beside, PROJECT) if (base / path).exists()), path.absolute())
 
 
 def shipped_or_own(file: Path, folder: Path) -> Path:
-    """A cluster file: the one that is there, else that of its name in the folder. Raises InvalidRequest."""
+    """An existing cluster file, or the shipped one of that name in the folder. Raises InvalidRequest."""
     if file.exists():
         return file
     shipped = {each.stem: each for each in folder.glob("*.yaml")}
     if str(file) not in shipped:
         names = sorted(shipped)
-        raise InvalidRequest(f"{file}: there is no such file{meant(str(file), names)} Shipped: {', '.join(names)}")
+        raise InvalidRequest(
+            f"{file}: there is no such file{meant(str(file), names)} Shipped files: {', '.join(names)}"
+        )
     return shipped[str(file)]
 
 
 def fault_of(model: str, *, weights: bool) -> str:
-    """Why a resolved `model` cannot be served, as far as this machine knows; empty if nothing speaks against it."""
+    """Why a resolved `model` cannot be served, as far as this machine knows; empty if there is no reason."""
     if Path(model).is_absolute():
         return _fault_of_folder(Path(model), weights)
     if not _HUB_NAME.fullmatch(model):
@@ -62,7 +64,7 @@ def fault_of(model: str, *, weights: bool) -> str:
     found = try_to_load_from_cache(model, "config.json")
     if not isinstance(found, str):
         cache = constants.HF_HUB_CACHE
-        return f"{model} is not in {cache}, and HF_HUB_OFFLINE is set: unset it, or `hf download {model}` first"
+        return f"{model} is not in {cache}, and HF_HUB_OFFLINE is set: unset it, or run `hf download {model}` first"
     return _fault_of_folder(Path(found).parent, weights)
 
 
@@ -79,15 +81,15 @@ def _fault_of_folder(folder: Path, weights: bool) -> str:
     if not folder.is_dir():
         return f"there is no folder {folder}{_neighbours(folder)}: {_HINT}"
     if not config_of(str(folder)):
-        return f"{folder / 'config.json'} is missing, or no JSON object: {_HINT}"
+        return f"{folder / 'config.json'} is missing or is not a JSON object: {_HINT}"
     if not _any(folder, _TOKENIZERS):
-        return f"{folder} holds no tokenizer ({', '.join(_TOKENIZERS)}): {_HINT}"
+        return f"{folder} has no tokenizer ({', '.join(_TOKENIZERS)}): {_HINT}"
     if not weights:
         return ""
     if not _any(folder, _WEIGHTS):
-        return f"{folder} holds no weights ({', '.join(_WEIGHTS)}): {_HINT}"
+        return f"{folder} has no weights ({', '.join(_WEIGHTS)}): {_HINT}"
     missing = sorted(name for name in _shards(folder) if not (folder / name).is_file())
-    return f"{folder} lacks {', '.join(missing)} of its index: download it again" if missing else ""
+    return f"{folder} lacks {', '.join(missing)}, which its index names: download it again" if missing else ""
 
 
 def _neighbours(folder: Path) -> str:

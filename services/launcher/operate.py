@@ -1,6 +1,11 @@
-"""`polyphase flip`, `drain`, `resume`, `forget`, `operation`: act on a running suite, and say what came of it."""
+"""Commands that change a running suite: flip, drain, resume and forget instances, change policies, answer proposals.
+
+Each sends a change to the monitor or the planner, waits for its outcome and shows it. Advice after a refusal depends on
+the class of the error and the state of the instance.
+"""
 
 import asyncio
+import difflib
 import getpass
 import re
 import time
@@ -11,11 +16,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from services.launcher import cluster_keys, state_file
+from shared.domain.instance import InstanceState
 from shared.domain.policies import KINDS
 from shared.domain.route import PolicySpec
 from shared.domain.verdict import duration
@@ -28,191 +35,204 @@ from shared.errors import (
     PolyphaseError,
     Unavailable,
 )
-from shared.files.faults import meant
 from shared.policy import registry
 from shared.policy.registry import from_words, in_words
 from shared.wire.addresses import several
+from shared.wire.api import Operation, OperationKind, OperationResult
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.planner import PlannerClient
 
+Change = dict[str, PolicySpec | None]
 DOING = {"flip": "Draining and flipping", "drain": "Draining", "resume": "Resuming", "forget": "Forgetting"}
-_MARKS = {"succeeded": ("✔", "green"), "running": ("…", "yellow"), "unknown": ("?", "yellow")}  # of others: ✘
-_FAILED = ("failed", "refused", "expired")
+FOLLOWED_S, POLICY_POLL_S = 3.0, 0.05
+PROPOSALS_SHOWN = 10
+PROPOSAL_POLL_S, CARRIED_OUT_S = 0.2, 600.0
+MAX_UNANSWERED = 50  # polls in a row that the planner, which may be restarting, does not answer
+_MARKS = {  # of all other results: ✘
+    OperationResult.SUCCEEDED: ("✔", "green"),
+    OperationResult.RUNNING: ("…", "yellow"),
+    OperationResult.UNKNOWN: ("?", "yellow"),
+}
+_PROPOSAL_STYLES = {"open": "yellow", "applied": "green", "failed": "red"}
+_SOURCE = re.compile(r"\s*\b(?:Source|F|F, [^:]*): ")  # where a docstring turns to its source
 
 
 def monitor_url(data_dir: Path, given: str) -> str:
-    """`--monitor`, or the running suite's. Raises NotFound."""
+    """`--monitor`, or the monitor of the running suite. Raises NotFound."""
     return given or state_file.read(data_dir).monitor_url
 
 
+def planner_url(data_dir: Path, given: str) -> str:
+    """`--planner`, or the planner of the running suite. Raises NotFound."""
+    url = given or state_file.read(data_dir).planner_url
+    if not url:
+        raise NotFound("this suite has no planner (`planner: {enabled: false}` in its cluster file)")
+    return url
+
+
 def token(data_dir: Path, url: str) -> str:
-    """The secret for a service at `url`: as the environment says, or the running suite's if it is one of its own."""
-    return cluster_keys.token_of_environment() or (cluster_keys.kept_token(data_dir) if _ours(data_dir, url) else "")
+    """The cluster token for a service at `url`: from the environment, or that of the running suite.
 
-
-def _ours(data_dir: Path, url: str) -> bool:
-    """A secret is not shown to whatever `--monitor` names."""
+    The suite's own token is sent to its own services only, not to whatever `--monitor` names.
+    """
+    if given := cluster_keys.token_of_environment():
+        return given
     try:
         state = state_file.read(data_dir)
     except NotFound:
-        return False
-    return set(several(url)) <= {*several(state.monitor_url), state.planner_url}
+        return ""
+    ours = set(several(url)) <= {*several(state.monitor_url), state.planner_url}
+    return cluster_keys.kept_token(data_dir) if ours else ""
 
 
 def actor() -> str:
-    """Who acts, for the audit."""
+    """The name of the user in the audit."""
     return f"{getpass.getuser()} (polyphase)"
 
 
-async def act(what: str, instance: str, url: str, token: str = "", *, timeout_s: float, force: bool) -> dict[str, Any]:
-    """Flip, drain, resume or forget; `token`: the cluster's secret.
+async def act(
+    what: str, instance: str, url: str, token: str = "", *, timeout_s: float, force: bool
+) -> Operation | None:
+    """Flip, drain, resume or forget an instance; None for the last, which is no operation.
 
-    Raises the monitor's own error, with what would help on a line of its own.
+    Raises the monitor's own error, with advice on a line of its own.
     """
     try:
-        return await _act(what, instance, url, token, timeout_s=timeout_s, force=force)
+        async with MonitorClient(url, token=token) as monitor:
+            if what == "forget":
+                await monitor.forget(instance, who=actor())
+                return None
+            if what == "flip":
+                answer = await monitor.flip(instance, force=force, drain_timeout_s=timeout_s, who=actor())
+            elif what == "drain":
+                answer = await monitor.drain(instance, force=force, timeout_s=timeout_s, who=actor())
+            else:
+                answer = await monitor.resume(instance, who=actor())
+            return msgspec.convert(answer, Operation)
     except OutcomeUnknown as unknown:
-        ask = f"polyphase operation {unknown.operation_id}"
-        raise OutcomeUnknown(f"{unknown.message}; ask with: {ask}", operation_id=unknown.operation_id) from unknown
+        message = f"{unknown.message}; `polyphase operation {unknown.operation_id}` shows its outcome"
+        raise OutcomeUnknown(message, operation_id=unknown.operation_id) from unknown
     except (Conflict, DeadlineExceeded, NotFound) as refusal:
-        helps = await _help(what, instance, url, refusal)
-        raise type(refusal)(f"{refusal.message}{helps and chr(10)}{helps}") from refusal
+        advice = advice_on(what, instance, refusal, await _instances(url))
+        raise type(refusal)(f"{refusal.message}\n{advice}" if advice else refusal.message) from refusal
 
 
-async def operation(operation_id: str, url: str) -> dict[str, Any]:
-    """How an operation stands; the beginning of its id suffices where one of the newest has it. Raises NotFound."""
+async def _instances(url: str) -> list[dict[str, Any]]:
     async with MonitorClient(url) as monitor:
         try:
-            return await monitor.operation(operation_id)
-        except NotFound:
-            rows = await monitor.flips(1_000)
-            found = [row for row in rows if str(row["operation_id"]).startswith(operation_id)]
-            if len(found) != 1:
-                raise
-            return found[0]
-
-
-async def _act(what: str, instance: str, url: str, token: str, *, timeout_s: float, force: bool) -> dict[str, Any]:
-    async with MonitorClient(url, token=token) as monitor:
-        if what == "flip":
-            return await monitor.flip(instance, force=force, drain_timeout_s=timeout_s, who=actor())
-        if what == "drain":
-            return await monitor.drain(instance, force=force, timeout_s=timeout_s, who=actor())
-        if what == "forget":
-            await monitor.forget(instance, who=actor())
-            return {"instance_id": instance, "result": "forgotten"}
-        return await monitor.resume(instance, who=actor())
-
-
-async def _help(what: str, instance: str, url: str, refusal: PolyphaseError) -> str:
-    if not isinstance(refusal, NotFound):
-        return help_of(what, instance, refusal)
-    async with MonitorClient(url) as monitor:
-        try:
-            known = [str(entry["instance_id"]) for entry in await monitor.instances()]
+            return await monitor.instances()
         except PolyphaseError:
-            return ""
-    return help_of(what, instance, refusal, known)
+            return []
 
 
-def help_of(what: str, instance: str, refusal: PolyphaseError, known: list[str] | None = None) -> str:
-    """What whoever was refused may do instead; empty where nothing is known to help."""
-    said = refusal.message
+def advice_on(what: str, instance: str, refusal: PolyphaseError, known: Sequence[Mapping[str, Any]]) -> str:
+    """What the user can do after a refusal, by its class and the state of the instance; empty where nothing helps."""
+    entries = {str(entry["instance_id"]): entry for entry in known}
     if isinstance(refusal, NotFound):
-        near = meant(instance, known or []).removeprefix("; d").removesuffix(".")
-        return f"{f'D{near} ' if near else ''}Known: {', '.join(known or []) or 'none yet'}"
+        near = difflib.get_close_matches(instance, entries, n=1)
+        return f"{f'Did you mean {near[0]}? ' if near else ''}Known: {', '.join(entries) or 'none yet'}"
     if isinstance(refusal, DeadlineExceeded):
-        again = f"`polyphase {what} {instance} --timeout 120` waits longer"
+        longer = f"`polyphase {what} {instance} --timeout 120` waits longer"
         if what == "drain":
-            return f"It goes on draining, and gets no new work: {again}; `polyphase resume {instance}` calls it off."
-        return f"It has work again in the role it had. {again[0].upper() + again[1:]}."
-    helps = {
-        "is the last ready": f"Flip another instance to its role first, or `polyphase {what} {instance} --force`.",
-        "only dead instances": f"`polyphase drain {instance}` gives it no more work; what is dead is forgotten.",
-        "is under way": "One at a time: try again when it has ended.",
-        "is dead": f"`polyphase logs {instance}` tells why; `polyphase forget {instance}` counts it no longer.",
-        "is unresponsive": f"It is restarted if it stays so: `polyphase logs {instance}`.",
-        "is starting": "Once it is ready it can be: `polyphase status`.",
-    }
-    return next((text for words, text in helps.items() if words in said), "")
+            return (
+                f"The instance goes on draining and gets no new work: {longer}; `polyphase resume {instance}` "
+                "ends the drain."
+            )
+        return f"The instance gets work again in its previous role: {longer}."
+    if (entry := entries.get(instance)) is None:
+        return ""
+    state = InstanceState(entry["state"])
+    if what == "forget":
+        return f"`polyphase drain {instance}` stops new work; only dead instances can be forgotten."
+    if entry.get("operation"):
+        return "An instance has one operation at a time: try again when that one has ended."
+    if state is InstanceState.DEAD:
+        return f"`polyphase logs {instance}` shows why it died; `polyphase forget {instance}` stops counting it."
+    if state is InstanceState.UNRESPONSIVE:
+        return f"The instance is restarted if it stays unresponsive: see `polyphase logs {instance}`."
+    if state is InstanceState.STARTING:
+        return "Wait until the instance is ready: see `polyphase status`."
+    ready = [each for each in known if each["state"] == InstanceState.READY and each["role"] == entry["role"]]
+    if what in ("flip", "drain") and ready == [entry]:
+        return f"Flip another instance to its role first, or use `polyphase {what} {instance} --force`."
+    return ""
 
 
-def show_outcome(console: Console, what: str, instance: str, answer: Mapping[str, Any]) -> None:
-    """What came of it, in a sentence or two."""
-    mark, style = _MARKS.get(answer.get("result", "succeeded"), ("✘", "red"))
-    if answer.get("result") == "forgotten":
-        mark, style = _MARKS["succeeded"]
-    console.print(Text(f"{mark} ", style).append(f"{sentence(what, instance, answer)}", "default"))
-    if operation_id := answer.get("operation_id"):
-        console.print(Text(f"  Operation {operation_id}", "dim"))
+async def operation(operation_id: str, url: str) -> Operation:
+    """An operation by its id, or by a prefix that only one of the newest operations has. Raises NotFound."""
+    async with MonitorClient(url) as monitor:
+        try:
+            return msgspec.convert(await monitor.operation(operation_id), Operation)
+        except NotFound:
+            rows = [row for row in await monitor.flips(1_000) if str(row["operation_id"]).startswith(operation_id)]
+            if len(rows) != 1:
+                raise
+            return msgspec.convert(rows[0], Operation)
 
 
-def sentence(what: str, instance: str, answer: Mapping[str, Any]) -> str:
-    """How an operation went or stands."""
-    result = answer.get("result")
-    if result == "forgotten":
-        return f"{instance} is forgotten: it counts no longer. If it comes back it registers anew."
-    if result == "succeeded":
-        return _done(what, instance, answer)
-    course = f"The {what} of {instance}{_change(what, answer)}, asked for by {answer['who']} {_when(answer)},"
-    if result == "running":
-        return f"{course} is under way{_so_far(answer)}."
-    if result in _FAILED:
-        took = f" after {duration(answer['total_s'])}" if answer.get("total_s") else ""
-        said = {"failed": f"failed{took}", "refused": "was refused", "expired": "came too late"}[str(result)]
-        return f"{course} {said}: {answer['error']}."
-    return f"{course} may have been carried out or not: {answer['error']}. `polyphase status` shows its role."
+def show_outcome(console: Console, instance: str, operation: Operation | None) -> None:
+    """The outcome in a sentence, and the operation's id."""
+    if operation is None:
+        forgotten = f"{instance} is forgotten: it no longer counts. It registers as a new instance if it comes back."
+        console.print(Text("✔ ", "green").append(forgotten, "default"))
+        return
+    mark, style = _MARKS.get(operation.result, ("✘", "red"))
+    console.print(Text(f"{mark} ", style).append(sentence(operation), "default"))
+    console.print(Text(f"  Operation {operation.operation_id}", "dim"))
 
 
-def _done(what: str, instance: str, answer: Mapping[str, Any]) -> str:
-    if what == "flip":
-        parts = [f"drained in {_took(answer['drain_s'])}"] if answer.get("drain_s") is not None else []
-        parts += [f"flipped in {_took(answer['flip_s'])}"] if answer.get("flip_s") is not None else []
-        return f"{instance} is now {answer['to_role']}{': ' + ', '.join(parts) if parts else ''}."
-    if what == "drain":
-        took = f" in {_took(answer['drain_s'])}" if answer.get("drain_s") is not None else ""
-        return f"{instance} is drained: its work ended{took}. It gets none until `polyphase resume {instance}`."
-    return f"{instance} gets work again, as {answer['to_role']}."
+def sentence(operation: Operation) -> str:
+    """How an operation ended or stands."""
+    one, result = operation, operation.result
+    if result is OperationResult.SUCCEEDED:
+        return _success(one)
+    change = f" ({one.from_role} → {one.to_role})" if one.kind is OperationKind.FLIP else ""
+    begin = f"{datetime.fromtimestamp(one.started_s):%H:%M:%S}"
+    course = f"The {one.kind} of {one.instance_id}{change}, requested by {one.who} at {begin},"
+    if result is OperationResult.RUNNING:
+        return f"{course} has been running for {duration(max(0.0, time.time() - one.started_s))}."
+    if result is OperationResult.UNKNOWN:
+        return f"{course} may or may not have been carried out: {one.error}. `polyphase status` shows the role."
+    took = f" after {duration(one.total_s)}" if one.total_s else ""
+    outcome = {
+        OperationResult.FAILED: f"failed{took}",
+        OperationResult.REFUSED: "was refused",
+        OperationResult.EXPIRED: "arrived after its deadline",
+    }[result]
+    return f"{course} {outcome}: {one.error}."
+
+
+def _success(one: Operation) -> str:
+    if one.kind is OperationKind.FLIP:
+        times = (("drained", one.drain_s), ("flipped", one.flip_s))
+        steps = [f"{step} in {_took(seconds)}" for step, seconds in times if seconds is not None]
+        return f"{one.instance_id} is now {one.to_role}{': ' + ', '.join(steps) if steps else ''}."
+    if one.kind is OperationKind.DRAIN:
+        took = f" in {_took(one.drain_s)}" if one.drain_s is not None else ""
+        return (
+            f"{one.instance_id} is drained: its work ended{took}. It gets no work until "
+            f"`polyphase resume {one.instance_id}`."
+        )
+    return f"{one.instance_id} gets work again, as {one.to_role}."
 
 
 def _took(seconds: float) -> str:
     return duration(seconds) if seconds >= 0.001 else "under 1 ms"
 
 
-def _change(what: str, answer: Mapping[str, Any]) -> str:
-    return f" ({answer['from_role']} → {answer['to_role']})" if what == "flip" else ""
-
-
-def _when(answer: Mapping[str, Any]) -> str:
-    return f"at {datetime.fromtimestamp(answer['started_s']):%H:%M:%S}"
-
-
-def _so_far(answer: Mapping[str, Any]) -> str:
-    return f" since {duration(max(0.0, time.time() - answer['started_s']))}"
-
-
-# MERGED policies.py
-# `polyphase policies`: what the cluster goes by, who chose it, who follows; and changes of it.
-
-
-Change = dict[str, PolicySpec | None]
-FOLLOWED_S, POLICY_POLL_S = 3.0, 0.05
-_SOURCE = re.compile(r"\s*\b(?:Source|F|F, [^:]*): ")  # where a docstring goes on to say where it is from
-
-
 def change_of(words: Sequence[str]) -> Change:
-    """What the words ask for. Raises InvalidRequest that names the words at fault."""
+    """The change that the words of the command line describe. Raises InvalidRequest that names the wrong word."""
     change: Change = {}
     for each in words:
         for kind, spec in from_words(each).items():
             if kind in change:
-                raise InvalidRequest(f"{each!r}: another policy of kind {kind} is asked for already")
+                raise InvalidRequest(f"{each!r}: a policy of kind {kind} is named twice")
             change[kind] = spec
     return change
 
 
 def reset_of(kinds: Sequence[str]) -> Change:
-    """Back to the cluster file's: these kinds, or all. Raises InvalidRequest that names the kind at fault."""
+    """Back to the policies of the cluster file: for these kinds, or all. Raises InvalidRequest for an unknown kind."""
     for kind in kinds:
         if kind not in KINDS:
             raise InvalidRequest(f"--reset: no kind of policy {kind!r}; known: {', '.join(KINDS)}")
@@ -220,9 +240,9 @@ def reset_of(kinds: Sequence[str]) -> Change:
 
 
 async def change_policies(url: str, change: Change, who: str, token: str = "") -> dict[str, Any]:
-    """Change what is asked for, if anything, and give what is in force, once all follow or FOLLOWED_S later.
+    """Apply the change, if any, and return the policies in force: when all processes follow, or FOLLOWED_S later.
 
-    `token`: the cluster's secret. Raises the monitor's own error.
+    Raises the monitor's own error.
     """
     async with MonitorClient(url, token=token) as monitor:
         if not change:
@@ -237,29 +257,29 @@ async def change_policies(url: str, change: Change, who: str, token: str = "") -
 
 
 def show_policies(console: Console, answer: Mapping[str, Any]) -> None:
-    """A table for people, and who does not follow."""
+    """A table of the policies in force, and the processes that do not follow them."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for column in ("kind", "policy", "chosen by"):
         table.add_column(column, overflow="fold")
     for kind, one in answer["policies"].items():
         file, changed = _words(one["file"]), one["changed"]
         policy = Text(_words(one), style="yellow" if changed else "")
-        chosen = f"{changed['who']}, {_time(changed['since_s'])}, in place of {file}" if changed else "the cluster file"
+        chosen = f"{changed['who']}, {_time(changed['since_s'])}, instead of {file}" if changed else "the cluster file"
         table.add_row(Text(kind), policy, Text(chosen))
     console.print(table)
     followers = answer["followers"]
     late = [one for one in followers if not one["follows"]]
     console.print(f"followed by {len(followers) - len(late)} of {len(followers)} schedulers and instances")
     for one in late:
-        why = one["trouble"] or "it has not said so yet"
-        console.print(Text(f"  {one['process']} {one['name']} goes by revision {one['revision']}: {why}", style="red"))
-    console.print(Text("`polyphase policies --choices` says what there is to choose from", "dim"))
+        why = one["trouble"] or "it has not confirmed the change yet"
+        console.print(Text(f"  {one['process']} {one['name']} follows revision {one['revision']}: {why}", style="red"))
+    console.print(Text("`polyphase policies --choices` lists all policies", "dim"))
     if answer["trouble"]:
         console.print(Text(answer["trouble"], style="red"))
 
 
 def show_choices(console: Console, in_force: Mapping[str, Any] | None = None) -> None:
-    """Every policy by kind, what it does, and the parameters it takes; marked is what is in force."""
+    """All policies by kind, what each does, and its parameters; policies in force are marked."""
     for kind, named in registry.KINDS.items():
         console.print(Text(kind, "bold"))
         table = Table(box=None, padding=(0, 1), pad_edge=False, show_header=False)
@@ -267,8 +287,8 @@ def show_choices(console: Console, in_force: Mapping[str, Any] | None = None) ->
         table.add_column(overflow="fold")
         for name, made in named.items():
             now = in_force is not None and in_force[kind]["name"] == name
-            takes = ", ".join(registry.parameters_of(made))
-            text = Text(what_it_does(made)).append(f" Takes {takes}." if takes else "", "dim")
+            parameters = ", ".join(registry.parameters_of(made))
+            text = Text(what_it_does(made)).append(f" Parameters: {parameters}." if parameters else "", "dim")
             table.add_row(Text(f"{'*' if now else ' '} {name}", "yellow" if now else ""), text)
         console.print(table)
     marked = "* in force. " if in_force is not None else ""
@@ -276,7 +296,7 @@ def show_choices(console: Console, in_force: Mapping[str, Any] | None = None) ->
 
 
 def what_it_does(policy: Any) -> str:
-    """Its own words, without their source."""
+    """The first paragraph of its docstring, without the source."""
     paragraph = " ".join(str(policy.__doc__ or "").split("\n\n")[0].split())
     return _SOURCE.split(paragraph)[0].replace("`", "")
 
@@ -289,19 +309,9 @@ def _time(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
 
 
-# MERGED proposals.py
-# `polyphase proposals`: what the planner would change in the running cluster, and yes or no to it.
-
-
-SHOWN = 10
-PROPOSAL_POLL_S, CARRIED_OUT_S = 0.2, 600.0
-UNHEARD = 50  # questions in a row that the planner, which may be starting again, does not answer
-_STYLES = {"open": "yellow", "applied": "green", "failed": "red"}
-
-
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """accept, refuse: ids of proposals, or nothing. auto: None leaves it as it is."""
+class ProposalAnswer:
+    """accept, refuse: ids of proposals, or empty. ask: for a proposal now. auto: None leaves the mode as it is."""
 
     accept: str = ""
     refuse: str = ""
@@ -309,21 +319,13 @@ class Wanted:
     auto: bool | None = None
 
 
-def planner_url(data_dir: Path, given: str) -> str:
-    """`--planner`, or the running suite's. Raises NotFound."""
-    url = given or state_file.read(data_dir).planner_url
-    if not url:
-        raise NotFound("this suite has no planner (`planner: {enabled: false}` in its cluster file)")
-    return url
+async def answer_proposal(url: str, wanted: ProposalAnswer, who: str, token: str = "") -> dict[str, Any]:
+    """Send the answer, then return the cluster and its proposals. failed: whether carrying out the accepted one failed.
 
-
-async def answer_proposal(url: str, wanted: Wanted, who: str, token: str = "") -> dict[str, Any]:
-    """Do what is wanted, then give the cluster and its proposals. failed: whether what was accepted has.
-
-    `token`: the cluster's secret. Raises the planner's own error.
+    Raises the planner's own error.
     """
     if wanted.accept and wanted.refuse:
-        raise InvalidRequest("either --accept or --refuse")
+        raise InvalidRequest("--accept and --refuse exclude each other: give one of them")
     said, failed = "", False
     async with PlannerClient(url, token=token) as planner:
         if wanted.auto is not None:
@@ -339,24 +341,23 @@ async def answer_proposal(url: str, wanted: Wanted, who: str, token: str = "") -
             "failed": failed,
             "said": said,
             "fleet": await planner.fleet(),
-            "proposals": await planner.proposals(SHOWN),
+            "proposals": await planner.proposals(PROPOSALS_SHOWN),
         }
 
 
 def show_proposals(console: Console, answer: Mapping[str, Any]) -> None:
-    """Sentences for people."""
     fleet = answer["fleet"]
     if fleet["trouble"]:
         console.print(Text(fleet["trouble"], style="red"))
     if fleet["expected"] is not None:
-        console.print(Text(f"as it is: {_expected(fleet['expected'])}"))
-    console.print("proposals are applied by themselves" if fleet["auto"] else "proposals wait for a yes or no")
+        console.print(Text(f"expected now: {_expected(fleet['expected'])}"))
+    console.print("proposals are applied automatically" if fleet["auto"] else "proposals wait for --accept or --refuse")
     if fleet["auto"] and fleet["why_not_auto"]:
-        console.print(Text(f"  but not now: {fleet['why_not_auto']}", style="yellow"))
+        console.print(Text(f"  currently suspended: {fleet['why_not_auto']}", style="yellow"))
     if answer["said"]:
         console.print(Text(answer["said"]))
     if not answer["proposals"]:
-        console.print("nothing was proposed yet")
+        console.print("no proposals yet")
     for one in answer["proposals"]:
         _show(console, one)
 
@@ -364,7 +365,8 @@ def show_proposals(console: Console, answer: Mapping[str, Any]) -> None:
 def _show(console: Console, one: Mapping[str, Any]) -> None:
     at = f"{datetime.fromtimestamp(one['made_s']):%Y-%m-%d %H:%M:%S}"
     by = f" by {one['who']}" if one["who"] else ""
-    console.print(Text(f"\n{one['proposal_id']}  {at}  {one['state']}{by}", style=_STYLES.get(one["state"], "")))
+    style = _PROPOSAL_STYLES.get(one["state"], "")
+    console.print(Text(f"\n{one['proposal_id']}  {at}  {one['state']}{by}", style=style))
     console.print(Text(f"  {one['why']}"))
     console.print(Text(f"  would change: {_changes(one['flips'], one['changes_routes'])}"))
     console.print(Text(f"  now:  {_expected(one['now'])}\n  then: {_expected(one['then'])}"))
@@ -382,22 +384,22 @@ def _changes(flips: Sequence[Mapping[str, Any]], routes: bool) -> str:
 
 
 def _expected(one: Mapping[str, Any]) -> str:
-    ttft = "without end" if one["ttft_s"] is None else f"{one['ttft_s']:.3g} s"
-    tpot = "without end" if one["tpot_s"] is None else f"{1e3 * one['tpot_s']:.3g} ms"
-    served = f"{one['goodput']:.3g} requests/s within the SLO, {one['rate']:.3g} asked for"
+    ttft = "unbounded" if one["ttft_s"] is None else f"{one['ttft_s']:.3g} s"
+    tpot = "unbounded" if one["tpot_s"] is None else f"{1e3 * one['tpot_s']:.3g} ms"
+    served = f"{one['goodput']:.3g} requests/s within the SLO of {one['rate']:.3g} offered"
     return f"{served}; attainment {one['attainment']:.0%}, TTFT {ttft}, TPOT {tpot}"
 
 
 async def _carried_out(planner: PlannerClient, proposal_id: str) -> str:
-    """Wait until it is; what it became. Raises DeadlineExceeded after ten minutes, and when the planner is gone."""
-    until_s, unheard = time.monotonic() + CARRIED_OUT_S, 0
+    """Wait for the final state of a proposal. Raises DeadlineExceeded after ten minutes, or the planner's own error."""
+    until_s, unanswered = time.monotonic() + CARRIED_OUT_S, 0
     while time.monotonic() < until_s:
         await asyncio.sleep(PROPOSAL_POLL_S)
         try:
-            state, unheard = str((await planner.proposal(proposal_id))["state"]), 0
+            state, unanswered = str((await planner.proposal(proposal_id))["state"]), 0
         except (Unavailable, DeadlineExceeded):
-            unheard += 1
-            if unheard > UNHEARD:
+            unanswered += 1
+            if unanswered > MAX_UNANSWERED:
                 raise
             continue
         if state != "applying":

@@ -1,4 +1,7 @@
-"""How a suite looks on a terminal: the verdict, the chain, instances by trouble, SLO. Everything fits the width."""
+"""The state of a suite on a terminal: verdict, stages of a request, instances and SLO, fitted to the width.
+
+Instances are rows of the monitor's `GET /instances`: mappings, since `--json` passes them on unchanged.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,44 +12,44 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shared.domain.verdict import Level, Link, Problem, Verdict, duration
+from shared.domain.verdict import Level, Link, Verdict, duration
 
 NONE = "–"
 LEVEL_STYLE = {Level.GOOD: "green", Level.IDLE: "dim", Level.DEGRADED: "yellow", Level.DOWN: "bold red"}
 STATE_STYLE = {"ready": "green", "starting": "yellow", "draining": "magenta", "unresponsive": "red", "dead": "red"}
-_MARKS = {Level.GOOD: "✔", Level.IDLE: "·", Level.DEGRADED: "!", Level.DOWN: "✘"}  # for those who see no colour
-_TROUBLE = {"dead": 0, "unresponsive": 1, "starting": 2, "draining": 3, "ready": 4}
+_MARKS = {Level.GOOD: "✔", Level.IDLE: "·", Level.DEGRADED: "!", Level.DOWN: "✘"}  # readable without colours
+_STATE_ORDER = {"dead": 0, "unresponsive": 1, "starting": 2, "draining": 3, "ready": 4}
 _STAGES = {"decode_queue": "decode queue"}
-_LEAST_NAME = 10
+_MIN_NAME = 10
 
 
 def headline(verdict: Verdict) -> Text:
-    """The verdict in a sentence."""
     return Text(f"{_MARKS[verdict.level]} {verdict.headline}", LEVEL_STYLE[verdict.level])
 
 
 def problems(verdict: Verdict) -> Iterator[Text]:
-    """One line each, with the cause where it is known; without, the headline may have said all of it."""
+    """One line for each problem, except those without a cause that the headline already names."""
     for problem in verdict.problems:
         if problem.text in verdict.headline and not problem.cause:
             continue
-        yield Text(f"{_MARKS[problem.level]} {_told(problem)}", LEVEL_STYLE[problem.level])
+        text = f"{problem.text}: {problem.cause}" if problem.cause else problem.text
+        yield Text(f"{_MARKS[problem.level]} {text}", LEVEL_STYLE[problem.level])
 
 
 def chain(verdict: Verdict) -> Text:
-    """Where requests are now, and where their time goes, in a line."""
+    """One line with the share of time in each stage of a request, or the jobs in each stage while none has ended."""
     line = Text(overflow="fold")
-    asked = any(link.share is not None for link in verdict.chain)
-    line.append("time " if asked else "now  ", "dim")
+    timed = any(link.share is not None for link in verdict.chain)
+    line.append("time " if timed else "now  ", "dim")
     for index, link in enumerate(verdict.chain):
         line.append(" → " if index else "", "dim")
-        figure = f"{100 * (link.share or 0.0):.0f} %" if asked else str(link.now)
+        figure = f"{100 * (link.share or 0.0):.0f} %" if timed else str(link.now)
         line.append(f"{_STAGES.get(link.stage, link.stage)} {figure}", _link_style(link))
     return line
 
 
 def chain_table(verdict: Verdict) -> Table:
-    """The chain with its figures: jobs now, median and 99th percentile, share of all time."""
+    """The stages with their figures: jobs now, median and 99th percentile, share of all time."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     table.add_column(f"last {verdict.window_s:.0f} s", style="dim", no_wrap=True)
     for link in verdict.chain:
@@ -59,19 +62,21 @@ def chain_table(verdict: Verdict) -> Table:
     return table
 
 
-def instances(entries: Sequence[Mapping[str, Any]], width: int, most: int | None = None) -> Iterator[RenderableType]:
-    """A table, trouble first; of more than `most` the rest is counted in a line."""
-    ordered = sorted(entries, key=trouble)
-    shown = ordered if most is None or len(ordered) <= most else ordered[: max(0, most - 1)]
+def instances(
+    entries: Sequence[Mapping[str, Any]], width: int, max_rows: int | None = None
+) -> Iterator[RenderableType]:
+    """A table, problems first; beyond `max_rows` the remaining instances are counted in a line."""
+    ordered = sorted(entries, key=_urgency)
+    shown = ordered if max_rows is None or len(ordered) <= max_rows else ordered[: max(0, max_rows - 1)]
     rows = [_row(entry) for entry in shown]
     names = max((len(row[0]) for row in rows), default=0)
     figures = sum(max([len(head), *(len(str(row[at])) for row in rows)]) + 2 for at, head in _FIGURES)
     table = Table(box=None, padding=(0, 1), pad_edge=False, width=width)
-    table.add_column("instance", no_wrap=True, width=min(max(names, 8), max(_LEAST_NAME, width - figures - 14)))
+    table.add_column("instance", no_wrap=True, width=min(max(names, 8), max(_MIN_NAME, width - figures - 14)))
     for at, head in _FIGURES:
         table.add_column(head, no_wrap=True, justify="right" if at > 2 else "left")
     table.add_column("accelerator", no_wrap=True, overflow="ellipsis", ratio=1)
-    room = table.columns[0].width or _LEAST_NAME
+    room = table.columns[0].width or _MIN_NAME
     for row in rows:
         style = STATE_STYLE.get(row[2], "")
         table.add_row(elided(row[0], room), row[1], Text(row[2], style), *row[3:])
@@ -87,7 +92,7 @@ _FIGURES = ((1, "role"), (2, "state"), (3, "KV"), (4, "run"), (5, "wait"), (6, "
 
 
 def slo(windows: Sequence[Mapping[str, Any]]) -> Table:
-    """Attainment by class and window, beside percentiles and the longest gap between two tokens of a stream."""
+    """Attainment by class and window, with percentiles and the longest gap between two tokens of a stream."""
     table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
     table.add_column("\nSLO class", overflow="ellipsis", no_wrap=True, max_width=13)
     for column in (
@@ -105,7 +110,7 @@ def slo(windows: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for one in windows:
         times = [_time(one[key]["p99"]) for key in ("ttft_s", "tpot_s")]
-        gaps = one.get("longest_gap_s", {})  # a monitor of an earlier release knows none
+        gaps = one.get("longest_gap_s", {})  # absent in answers of earlier releases
         table.add_row(
             one["slo"],
             f"{one['window_s']:g} s",
@@ -123,20 +128,20 @@ def slo(windows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def indented(inside: RenderableType) -> Padding:
-    """A little to the right of what it belongs to."""
+    """Indented by two columns."""
     return Padding(inside, (0, 0, 0, 2))
 
 
-def trouble(entry: Mapping[str, Any]) -> tuple[float, ...]:
-    """A key to sort by: the instance that needs a look comes first, among those that are well the busiest."""
+def _urgency(entry: Mapping[str, Any]) -> tuple[float, ...]:
+    """A sort key: unhealthy instances first, then the busiest."""
     load = entry["load"]
     if not load:
-        return (_TROUBLE.get(entry["state"], 0), 0.0, 0.0, 0.0)
-    return (_TROUBLE.get(entry["state"], 0), -load["waiting"], -_used(entry), -load["queued_prefill_tokens"])
+        return (_STATE_ORDER.get(entry["state"], 0), 0.0, 0.0, 0.0)
+    return (_STATE_ORDER.get(entry["state"], 0), -load["waiting"], -_used(entry), -load["queued_prefill_tokens"])
 
 
 def elided(name: str, room: int) -> str:
-    """At most `room` letters: the middle gives way, for names differ at their ends."""
+    """At most `room` letters, shortened in the middle because names differ at their ends."""
     if len(name) <= room:
         return name
     tail = (room - 1) * 2 // 3
@@ -144,12 +149,7 @@ def elided(name: str, room: int) -> str:
 
 
 def share(value: float | None) -> str:
-    """Of 0..1, in per cent."""
     return NONE if value is None else f"{100 * value:.0f} %"
-
-
-def _told(problem: Problem) -> str:
-    return f"{problem.text}: {problem.cause}" if problem.cause else problem.text
 
 
 def _link_style(link: Link) -> str:
@@ -173,7 +173,7 @@ def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _used(entry: Mapping[str, Any]) -> float:
-    """Share of its KV memory in use, 0..1."""
+    """The share of KV memory in use, 0..1."""
     return 1.0 - float(entry["load"]["free_blocks"]) / max(1, int(entry["info"]["total_blocks"]))
 
 
@@ -185,7 +185,9 @@ def _states(entries: Sequence[Mapping[str, Any]]) -> str:
     counts = Counter(str(entry["state"]) for entry in entries)
     if len(counts) == 1:
         return f"all {next(iter(counts))}"
-    return ", ".join(f"{number} {state}" for state, number in sorted(counts.items(), key=lambda one: _TROUBLE[one[0]]))
+    return ", ".join(
+        f"{number} {state}" for state, number in sorted(counts.items(), key=lambda one: _STATE_ORDER[one[0]])
+    )
 
 
 def _time(seconds: float | None) -> str:
@@ -193,6 +195,6 @@ def _time(seconds: float | None) -> str:
 
 
 def counted(verdict: Verdict) -> str:
-    """Instances that are ready, of those that should be there, by role."""
+    """Ready and expected instances by role."""
     parts = [f"{one.ready} of {one.expected} {role.value}" for role, one in verdict.counts.items()]
     return f"ready: {', '.join(parts)}"

@@ -1,4 +1,4 @@
-"""Ports: who gets which, whether they are free, and a free range for a throw-away suite."""
+"""Ports: their assignment to processes, whether they are free, and a free range for a temporary suite."""
 
 import errno
 import fcntl
@@ -19,7 +19,7 @@ import psutil
 from shared.errors import Conflict, InvalidRequest
 
 MONITOR, PLANNER, SCHEDULERS, PREDICTORS, GATEWAYS, INSTANCES = 0, 5, 10, 42, 80, 96  # offsets from the first port
-STANDBYS = 74  # of the monitors beside the first, three ports each
+STANDBYS = 74  # of all monitors but the first, three ports each
 _SPAN = 250
 RESERVED_S = 60.0
 LOCK_S = 10.0
@@ -28,7 +28,7 @@ _RESERVATIONS = Path(tempfile.gettempdir()) / f"polyphase-ports-{os.getuid()}"
 
 @dataclass(frozen=True, slots=True)
 class PortUse:
-    """A port that a process will listen on."""
+    """A port on which a process will listen."""
 
     process: str
     host: str
@@ -36,7 +36,7 @@ class PortUse:
 
 
 def ranks_of(settings: Mapping[str, Any]) -> int:
-    """Of an instance with these settings, which are checked later: what is wrong with them is not said here."""
+    """The ranks of an instance with these settings, whose faults are reported by their validation later."""
     try:
         return int(settings.get("tensor_parallel", 1)) * int(settings.get("pipeline_parallel", 1))
     except (TypeError, ValueError):
@@ -44,7 +44,7 @@ def ranks_of(settings: Mapping[str, Any]) -> int:
 
 
 def instance_ports(base: int, ranks: Iterable[int]) -> list[int]:
-    """The first port of each instance, which has so many ranks: rpc, http, and then one a rank for KV."""
+    """The first port of each instance with so many ranks: RPC, HTTP, and then one per rank for KV."""
     first, ports = base + INSTANCES, []
     for count in ranks:
         ports.append(first)
@@ -53,7 +53,7 @@ def instance_ports(base: int, ranks: Iterable[int]) -> list[int]:
 
 
 def beside_ports(base: int, ranks: Iterable[int]) -> list[int]:
-    """The first port of the predictor beside each instance, http and then rpc, behind the ports of all instances."""
+    """The HTTP port of the predictor beside each instance, followed by its RPC port; after all ports of instances."""
     *instances, first = instance_ports(base, (*ranks, 0))
     return [first + 2 * index for index in range(len(instances))]
 
@@ -64,29 +64,29 @@ def check_distinct(uses: Iterable[PortUse]) -> None:
     for (host, port), count in Counter((use.host, use.port) for use in uses).items():
         if count > 1:
             names = " and ".join(use.process for use in uses if (use.host, use.port) == (host, port))
-            raise InvalidRequest(f"port {port} is meant for {names}: change `ports` or one of theirs")
+            raise InvalidRequest(f"port {port} is assigned to {names}: change `ports` or the port of one of them")
         if port > 65535:
-            raise InvalidRequest(f"port {port} is out of range: lower `ports`")
+            raise InvalidRequest(f"port {port} is above 65535: lower `ports`")
 
 
 def check_free(uses: Iterable[PortUse]) -> None:
-    """Raises Conflict that names every port that cannot be listened on, who wants it, and, if known, who has it."""
+    """Raises Conflict that names the ports that are not available, for which processes, and who uses them if known."""
     faults = [(use, error) for use in uses if (error := _fault(use.host, use.port)) is not None]
     if faults:
         lines = [_explain(use, error) for use, error in faults]
-        choices = "Stop that, or choose others: --port, --dashboard-port, `ports` in the cluster file."
+        choices = "Stop that process, or choose other ports: --port, --dashboard-port, `ports` in the cluster file."
         raise Conflict(f"{'; '.join(lines)}. {choices}")
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
+    """Whether a server can listen there now."""
     return _fault(host, port) is None
 
 
 def free_range(start: int = 20_000, stop: int = 32_000, size: int = _SPAN, host: str = "127.0.0.1") -> int:
-    """The first of `size` free ports in a row, below the range from which the system takes outgoing ones.
+    """The first of `size` consecutive free ports, below the system's range of outgoing ports.
 
-    For RESERVED_S they are given to no other process of this user, so that the caller can start to listen on them.
+    For RESERVED_S no other process of this user gets them, so that the caller can start to listen.
     """
     with _opened() as file:
         _lock(file)
@@ -98,25 +98,25 @@ def free_range(start: int = 20_000, stop: int = 32_000, size: int = _SPAN, host:
                 file.truncate(0)
                 file.writelines(json.dumps(entry) + "\n" for entry in reserved)
                 return base
-    raise Conflict(f"no {size} free ports in a row between {start} and {stop}")
+    raise Conflict(f"there are no {size} consecutive free ports between {start} and {stop}")
 
 
 class _Reservation(NamedTuple):
     base: int
     size: int
-    at_s: float  # of the monotonic clock, which all processes share; after a reboot it is in the future
+    at_s: float  # on the monotonic clock, which all processes share; after a reboot it may lie in the future
 
     def meets(self, ports: range) -> bool:
         return self.base < ports.stop and ports.start < self.base + self.size
 
 
 def _opened() -> TextIO:
-    """The file, and nobody else's behind its name."""
+    """The file of reservations; O_NOFOLLOW: not one that another user linked to its name."""
     return os.fdopen(os.open(_RESERVATIONS, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600), "a+")
 
 
 def _lock(file: TextIO) -> None:
-    """Until it is closed. Raises Conflict when somebody holds it for much longer than looking for ports takes."""
+    """Lock the file until it is closed. Raises Conflict if it stays locked for LOCK_S."""
     give_up_s = time.monotonic() + LOCK_S
     while True:
         try:
@@ -132,7 +132,7 @@ def _read(file: TextIO) -> list[_Reservation]:
     file.seek(0)
     entries = []
     for line in file:
-        with suppress(ValueError, TypeError):  # whoever wrote it was killed meanwhile
+        with suppress(ValueError, TypeError):  # an incomplete line of a killed process
             entries.append(_Reservation(*json.loads(line)))
     return [entry for entry in entries if 0 <= time.monotonic() - entry.at_s < RESERVED_S]
 

@@ -1,4 +1,4 @@
-"""What can be known to fail before anything starts: every fault at once, each with the file, the key and what to do."""
+"""Checks before anything starts: all faults at once, each with the file, the key and what to do."""
 
 import os
 from collections import Counter
@@ -34,9 +34,9 @@ Faults = Iterator[tuple[str, str]]  # the key of the file, and what is wrong wit
 
 
 def preflight(cluster: Cluster, plan: Plan, where: str, *, places_instances: bool = True) -> None:
-    """Raises InvalidRequest that names every fault of what this host is to run, one a line.
+    """Raises InvalidRequest with all faults of the processes of this host, one a line.
 
-    places_instances: this launcher, and not Ray, chooses the devices of instances.
+    places_instances: whether this launcher, and not Ray, chooses the devices of instances.
     """
     found = [*_of_suite(cluster, plan), *_of_hosts(cluster)]
     if places_instances:
@@ -67,7 +67,7 @@ def _of_suite(cluster: Cluster, plan: Plan) -> Faults:
         for fault in faults_of_model(_config(cluster.model)):
             yield "model", fault
     if cluster.dashboard.login and not cluster.gateway.extra.get("api_keys_file"):
-        yield "dashboard.login", "there are no keys to log in with: `gateway: {api_keys_file: keys.yaml}`"
+        yield "dashboard.login", "a login needs API keys: set `gateway: {api_keys_file: keys.yaml}`"
     for name, count in Counter((FORK_SERVER, *(spec.name for spec in plan.processes))).items():
         if count > 1:
             yield "instances", f"{name!r} is the name of another process of the suite: choose another id"
@@ -77,20 +77,23 @@ def _of_suite(cluster: Cluster, plan: Plan) -> Faults:
         except (ValueError, zmq.ZMQError):
             fits = False
         if not fits:
-            yield "curve_public, curve_secret", "they are no pair: `polyphase keys curve` makes one"
+            yield "curve_public, curve_secret", "they are not a pair: `polyphase keys curve` creates one"
 
 
 def _of_hosts(cluster: Cluster) -> Faults:
-    """What several hosts need of the file, which `polyphase simulate` reads without."""
+    """Requirements of several hosts, which `polyphase simulate` does not have."""
     for name, address in cluster.hosts.items():
         try:
             ip_address(address)
         except ValueError:
-            yield f"hosts.{name}", f"{address!r} is not an IP address: write the one by which the other hosts reach it"
+            yield (
+                f"hosts.{name}",
+                f"{address!r} is not an IP address: write the address by which the other hosts reach this one",
+            )
     if len(cluster.hosts) > 1 and not cluster.curve_public:
-        yield "hosts", "between hosts curve_public and curve_secret are needed; `polyphase keys curve` makes them"
+        yield "hosts", "several hosts need curve_public and curve_secret: `polyphase keys curve` creates them"
     if len(cluster.hosts) > 1 and not cluster.cluster_token.get_secret_value():
-        yield "hosts", "between hosts cluster_token is needed; `polyphase keys token` makes one"
+        yield "hosts", "several hosts need cluster_token: `polyphase keys token` creates one"
 
 
 def _of_gateway(settings: GatewaySettings) -> Faults:
@@ -98,7 +101,7 @@ def _of_gateway(settings: GatewaySettings) -> Faults:
     for name, value in settings.vllm_args.items():
         if name.replace("-", "_") in _FILES and isinstance(value, str) and _names_no_file(value):
             yield f"gateway.vllm_args.{name}", f"there is no file {value}"
-    make = f"`polyphase keys add NAME --file {file or 'keys.yaml'}` makes one"
+    make = f"`polyphase keys add NAME --file {file or 'keys.yaml'}` creates one"
     try:
         keys = load_keys(file) if file else ()
     except PolyphaseError as error:
@@ -107,13 +110,13 @@ def _of_gateway(settings: GatewaySettings) -> Faults:
     if keys or settings.host in LOOPBACK:
         return
     if file:
-        yield "gateway.api_keys_file", f"{file} holds no key, and the gateway listens on {settings.host}: {make}"
+        yield "gateway.api_keys_file", f"{file} has no key, and the gateway listens on {settings.host}: {make}"
     else:
         yield "gateway.host", f"listening on {settings.host} needs API keys: {make}, then `api_keys_file: keys.yaml`"
 
 
 def _names_no_file(value: str) -> bool:
-    """Whether a text that is the path of a file, or a template itself, is neither; vLLM tells them apart by letters."""
+    """Whether a value that may be a path or a template is neither; vLLM distinguishes them by these letters."""
     return value != "" and not any(letter in value for letter in "{}\n") and not Path(value).is_file()
 
 
@@ -132,7 +135,7 @@ def _of_monitor(settings: MonitorSettings) -> Faults:
 
 
 def _meant(kind: str, entry: object) -> str:
-    """The policy, or the kind of one, that was perhaps meant."""
+    """A suggestion of the policy, or the kind of policy, that was probably meant."""
     if kind not in registry.KINDS:
         return meant(kind, list(registry.KINDS)).removesuffix(".")
     name = entry.get("name") if isinstance(entry, dict) else entry
@@ -147,7 +150,7 @@ def _of_instance(at: str, settings: WorkerSettings, env: dict[str, str]) -> Faul
         yield from _of_emulated(at, settings)
         return
     if settings.kv_transport == "nixl" and find_spec("nixl") is None:
-        yield f"{at}.kv_transport", "NIXL is not installed here: `pip install 'polyphase[nixl]'`, or choose tcp"
+        yield f"{at}.kv_transport", "NIXL is not installed: `pip install 'polyphase[nixl]'`, or choose tcp"
     config, degree, stages = _config(settings.model), settings.tensor_parallel, settings.pipeline_parallel
     stored = str(settings.engine_args.get("kv_cache_dtype", "auto"))
     if fault := fault_of_stored_kv(config, stored, settings.dtype):
@@ -156,18 +159,18 @@ def _of_instance(at: str, settings: WorkerSettings, env: dict[str, str]) -> Faul
         yield f"{at}.tensor_parallel", fault
     layers, held = text_config(config).get("num_hidden_layers"), settings.pipeline_layers
     if isinstance(layers, int) and layers < stages:
-        yield f"{at}.pipeline_parallel", f"the model's {layers} layers cannot be shared by {stages} stages"
+        yield f"{at}.pipeline_parallel", f"{stages} stages cannot share the {layers} layers of the model"
     elif isinstance(layers, int) and held and sum(held) != layers:
-        yield f"{at}.pipeline_layers", f"they are {sum(held)}, and the model has {layers}"
+        yield f"{at}.pipeline_layers", f"must add up to the {layers} layers of the model, got {sum(held)}"
     for variable in VISIBLE:
         visible = env.get(variable, "")
         if visible and settings.accelerator != "cpu" and len(visible.split(",")) < settings.ranks:
             key = "tensor_parallel" if stages == 1 else "pipeline_parallel"
-            yield f"{at}.{key}", f"{settings.ranks} accelerators, but {variable} is {visible!r}"
+            yield f"{at}.{key}", f"{settings.ranks} accelerators are needed, but {variable} is {visible!r}"
 
 
 def _of_memory(cluster: Cluster, plan: Plan) -> Faults:
-    """Devices that have no room for the weights and the KV of the instances that are to compute on them."""
+    """Devices whose memory is too small for the weights and the KV of their instances."""
     settings = {spec.name: spec.settings for spec in plan.processes if isinstance(spec.settings, WorkerSettings)}
     sizes = {dtype: weights_of(cluster.model, dtype) for dtype in {each.dtype for each in settings.values()}}
     entries = {name: entry.id for entry in cluster.instances for name in entry.ids}
@@ -180,12 +183,12 @@ def _of_memory(cluster: Cluster, plan: Plan) -> Faults:
         except PolyphaseError:
             continue
         needed = sum(each.device_bytes(known.loaded if (known := sizes[each.dtype]) else 0) for each in users)
-        least = needed - MARGIN_BYTES * len(users)  # what activations and graphs take is not known
+        least = needed - MARGIN_BYTES * len(users)  # the memory of activations and graphs is unknown
         if least > kind.memory_bytes and not any(users[-1].stage_accelerators):
             of = f" of {', '.join(names)}" if len(names) > 1 else ""
             yield (
                 f"instances.{entries[names[-1]]}.kv_cache_bytes",
-                f"weights and KV{of} are {least / 2**30:.1f} GiB on device {device.name}, and {kind.name} has "
+                f"weights and KV{of} need {least / 2**30:.1f} GiB on device {device.name}, and {kind.name} has "
                 f"{kind.memory_bytes / 2**30:.1f}: lower kv_cache_bytes, or raise tensor_parallel",
             )
 
@@ -203,7 +206,7 @@ def _of_emulated(at: str, settings: WorkerSettings) -> Faults:
 
 
 def _config(model: str) -> Mapping[str, Any]:
-    """The model's config.json, where it is a folder of this host; a worker reads that of a name of the hub."""
+    """The config.json of a model folder; empty for a name on the hub, whose config the worker reads."""
     return config_of(model) if Path(model).is_absolute() else {}
 
 
@@ -218,6 +221,6 @@ def _of_database(url: str) -> Faults:
     file = Path(str(parsed.database)).absolute()
     there = file if file.exists() else next(parent for parent in file.parents if parent.exists())
     if there != file and not there.is_dir():
-        yield "database_url", f"{there} is no folder, so that {file} cannot be made: choose another path"
+        yield "database_url", f"{there} is not a folder, so {file} cannot be created: choose another path"
     elif file.is_dir() or not os.access(there, os.W_OK):
-        yield "database_url", f"{there} cannot be written: choose another path, or change its permissions"
+        yield "database_url", f"{there} is not writable: choose another path, or change its permissions"

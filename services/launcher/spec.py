@@ -1,4 +1,4 @@
-"""What one host runs: its processes, their ports and health checks, and what is forked rather than started."""
+"""The processes of one host: their ports and health checks, and which of them are forked instead of started."""
 
 import os
 import sys
@@ -11,8 +11,8 @@ from services.launcher.ports import PortUse
 from services.worker.settings import WorkerSettings
 from shared.runtime.settings import ServiceSettings
 
-OURS = "POLYPHASE_"  # begins the name of each of our variables
-# What the fork server imports for each module that it forks, and the environment that it needs for that.
+OURS = "POLYPHASE_"  # the prefix of our variables
+# The modules that the fork server imports for each module that it forks, and the environment for these imports.
 _PRELOAD = {
     "gateway": ("gateway.app", "shared.runtime.http"),
     "services.worker": ("services.worker.app", "services.worker.engines.vllm", "services.worker.kv.vllm.connector"),
@@ -22,9 +22,9 @@ _PRELOAD_ENV = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_OMP_THREADS_BIND": "n
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process to keep running. `health_url` answers 200 once it is ready; empty: ready when it runs.
+    """A process to keep running. `health_url` answers 200 once it is ready; empty: it is ready when it runs.
 
-    One with a `module` may also be forked from a process that has imported the engine; see `fork_server`.
+    A process with a `module` can be forked from one that has imported the engine; see `fork_server`.
     """
 
     name: str
@@ -33,15 +33,17 @@ class ProcessSpec:
     health_url: str = ""
     ports: tuple[PortUse, ...] = ()
     module: str = ""
-    settings: ServiceSettings | None = None  # what `env` says; None: not a service of ours
-    start_s: float = 0.0  # the longest its start may take; 0: as long as any other process's
-    may_be_late: bool = False  # the suite serves without it, should its start take longer than that,
-    role: str = ""  # if another of its role is ready; empty: or even then, as other hosts may have one
+    settings: ServiceSettings | None = None  # the settings in `env`; None: not one of our services
+    start_s: float = 0.0  # time limit of its start; 0: that of any process
+    # may_be_late: the suite serves without it if its start exceeds the limit. role: of which one process on this host
+    # must be ready; empty: none, since other hosts may have one.
+    may_be_late: bool = False
+    role: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one host runs, and where to find the rest."""
+    """The processes of one host and the addresses of the whole suite."""
 
     model: str
     processes: tuple[ProcessSpec, ...]
@@ -53,17 +55,15 @@ class Plan:
     dashboard_url: str
     runs_control: bool
     planner_url: str = ""
-    gateway_urls: tuple[str, ...] = ()  # each process of the gateway alone; of one: `api_url`
-    api_keys: bool = False  # whether the API wants a key
-    devices: Assignment = field(
-        default_factory=Assignment
-    )  # of the instances that this host, and no other program, places
+    gateway_urls: tuple[str, ...] = ()  # of each gateway process alone; of a single one: `api_url`
+    api_keys: bool = False  # whether the API requires a key
+    devices: Assignment = field(default_factory=Assignment)  # of instances that this launcher places
 
     @property
     def fork_env(self) -> dict[str, str] | None:
-        """The fork server's environment; None when nothing is to be forked, or nothing can be.
+        """The fork server's environment; None if nothing is, or can be, forked.
 
-        For the gateway alone it is worth it too: a lost one is back within two seconds, not after an import.
+        A fork server pays off for a single gateway, too: a lost one is back within two seconds.
         """
         forked = [process for process in self.processes if process.module]
         if not forked or sys.platform != "linux":
@@ -73,24 +73,24 @@ class Plan:
 
     @property
     def start_s(self) -> float:
-        """The longest that an instance's start may take."""
+        """The longest time limit of an instance's start."""
         return max((each.start_s for each in self.processes if each.may_be_late), default=0.0)
 
     @property
     def preload(self) -> tuple[str, ...]:
-        """What the fork server imports."""
+        """The modules that the fork server imports."""
         return tuple(dict.fromkeys(name for process in self.processes for name in _PRELOAD.get(process.module, ())))
 
     @property
     def port_uses(self) -> tuple[PortUse, ...]:
-        """Every port that is listened on here."""
+        """All ports on which processes of this host listen."""
         return tuple(use for process in self.processes for use in process.ports)
 
 
 def forkable(settings: ServiceSettings) -> bool:
-    """Whether it imports the engine, and nothing of it but the engine's own CPU code at one thread, before a fork.
+    """Whether a process can be forked after the import of the engine: CPU engines with one thread, and gateways.
 
-    CUDA cannot be used across a fork, and how many threads a library has is settled when it is loaded.
+    CUDA does not survive a fork, and a library fixes its number of threads when it is loaded.
     """
     if isinstance(settings, WorkerSettings):
         plain = settings.ranks == settings.threads == 1
@@ -98,15 +98,15 @@ def forkable(settings: ServiceSettings) -> bool:
     return isinstance(settings, GatewaySettings)
 
 
-def child_environment(model: str, imitated: bool = False) -> dict[str, str]:
-    """Ours without POLYPHASE_…: what is not in the cluster file does not count.
+def child_environment(model: str, all_emulated: bool = False) -> dict[str, str]:
+    """Our environment without POLYPHASE_…, since settings come from the cluster file alone.
 
-    imitated: `model` is only a tokenizer; a context beyond its positions is another model's, and nobody computes it.
+    all_emulated: `model` serves as a tokenizer only, and the emulated model may have a longer context.
     """
     env = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
     env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
     if Path(model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
-    if imitated:
+    if all_emulated:
         env["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     return env

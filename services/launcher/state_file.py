@@ -1,4 +1,4 @@
-"""The state file of a running suite: where everything is, for the other commands and for tests."""
+"""The state file of a running suite, by which other commands and tests find its processes."""
 
 import fcntl
 import os
@@ -19,7 +19,7 @@ NAME = "state.json"
 
 @dataclass(frozen=True, slots=True)
 class RunningProcess:
-    """One supervised process."""
+    """A supervised process."""
 
     name: str
     pid: int
@@ -27,13 +27,13 @@ class RunningProcess:
     restarts: int
     took_s: float
     log: str
-    fault: str = ""  # why it was started again the last time
-    url: str = ""  # answers 200 while it is well; empty: it says nothing of itself
+    fault: str = ""  # the reason of the last restart
+    url: str = ""  # answers 200 while the process is healthy; empty without a health check
 
 
 @dataclass(frozen=True, slots=True)
 class SuiteState:
-    """Everything in the file."""
+    """The content of the file."""
 
     launcher_pid: int
     launcher_started_s: float
@@ -58,7 +58,7 @@ class SuiteState:
         return abs(started - self.launcher_started_s) < 1.0
 
     def pid(self, name: str) -> int:
-        """Of one process. Raises NotFound, also while it is being restarted."""
+        """The pid of a process. Raises NotFound, also while the process restarts."""
         for process in self.processes:
             if process.name == name and process.pid:
                 return process.pid
@@ -91,7 +91,7 @@ def describe(plan: Plan, statuses: Iterable[Status]) -> SuiteState:
 
 
 def write(data_dir: Path, state: SuiteState) -> None:
-    """Replace the file in one step: a reader never sees half of it."""
+    """Replace the file atomically."""
     data_dir.mkdir(parents=True, exist_ok=True)
     fresh = data_dir / f"{NAME}.{os.getpid()}"
     fresh.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=1))
@@ -99,7 +99,7 @@ def write(data_dir: Path, state: SuiteState) -> None:
 
 
 def read(data_dir: Path) -> SuiteState:
-    """The running suite. Raises NotFound when none runs there."""
+    """The running suite. Raises NotFound if none runs there."""
     try:
         state = msgspec.json.decode((data_dir / NAME).read_bytes(), type=SuiteState)
     except (OSError, msgspec.MsgspecError) as error:
@@ -111,32 +111,27 @@ def read(data_dir: Path) -> SuiteState:
 
 @contextmanager
 def owning(data_dir: Path) -> Iterator[None]:
-    """Hold the folder for one suite, until this process ends at the latest. Raises Conflict, InvalidRequest."""
+    """Lock the folder for one suite within the block. Raises Conflict, InvalidRequest."""
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
         lock = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise InvalidRequest(f"cannot write to {data_dir} ({error.strerror}): choose another --data-dir") from error
     try:
-        _take(lock, data_dir)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 32).decode(errors="replace")
+            raise Conflict(
+                f"a suite already runs with its data in {data_dir} (process {holder}): "
+                "stop it, or give this one a folder (--data-dir) and ports of its own"
+            ) from None
+        os.truncate(lock, 0)
+        os.write(lock, str(os.getpid()).encode())
         yield
     finally:
         os.close(lock)
 
 
-def _take(lock: int, data_dir: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(lock, 32).decode(errors="replace")
-        raise Conflict(
-            f"a suite already runs with its data in {data_dir} (process {holder}): "
-            "stop it, or give this one a folder (--data-dir) and ports of its own"
-        ) from None
-    os.truncate(lock, 0)
-    os.write(lock, str(os.getpid()).encode())
-
-
 def remove(data_dir: Path) -> None:
-    """The suite is over."""
     (data_dir / NAME).unlink(missing_ok=True)

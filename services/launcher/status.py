@@ -1,4 +1,8 @@
-"""`polyphase status`: how a running suite does, worst first; of use with the monitor away, too."""
+"""`polyphase status` and `polyphase top`: the state of a running suite, once or every second.
+
+The state comes from the cluster monitor; without a monitor it comes from the health checks of the processes in the
+state file.
+"""
 
 import asyncio
 import os
@@ -32,21 +36,30 @@ from shared.wire.clients.http import JsonClient
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.scheduler import SchedulerAdmin
 
-# MERGED sight.py
-# What can be seen of a running suite: from its monitor, and where that is away from everybody else.
-
-
-ASK_S = 2.0  # the longest that one process is waited for
-_JOBS = 10_000  # of a scheduler's memory that are counted
+ASK_S = 2.0  # time limit of each call to a process
+PERIOD_S = 1.0  # between two pages of `top`
+DEGRADED, DOWN = 3, 4  # exit codes; 1 is an error (no suite runs there), 2 a word that is not understood
+_CODES = {Level.GOOD: 0, Level.IDLE: 0, Level.DEGRADED: DEGRADED, Level.DOWN: DOWN}
+_JOBS = 10_000  # jobs of a scheduler's memory that are counted
+_MIN_ROWS = 5  # of instances, however low the terminal is
+_PIPED_ROWS = 20
+_PROBLEMS = 3  # whose causes `top` shows
+_OLD_S = 3.0
+_RATES = {"requests_per_s": "requests", "prompt_tokens_per_s": "tokens in", "output_tokens_per_s": "tokens out"}
+_SERVING = (
+    "What follows comes from the launcher's state file, the processes themselves and the schedulers. Requests are "
+    "still served."
+)
+_NOT_SERVING = "Requests are not served: see below."
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A suite at one moment (unix seconds). `fault`: why the monitor says nothing; then it is from the others.
+class Snapshot:
+    """A suite at one moment (unix seconds). fault: why the monitor does not answer; other processes did then.
 
-    instances: as the monitor lists them; where it is away, those of this host, as each says of itself. health: by
-    process, what is wrong with it, empty if nothing. jobs: under way by phase, as the schedulers know; None where that
-    was not asked for.
+    instances: as the monitor lists them, or those of this host as each describes itself. health: the fault of each
+    process, empty for a healthy one. jobs: running jobs by phase, from the schedulers, which are queried only without a
+    monitor; None if none answered.
     """
 
     time_s: float
@@ -60,7 +73,7 @@ class Seen:
     jobs: Mapping[str, int] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """For programs. What nobody knows is null."""
+        """JSON for programs; unknown values are null."""
         away = bool(self.fault)
         answer: dict[str, Any] = {
             "instances": None if away and not self.instances else list(self.instances),
@@ -71,16 +84,20 @@ class Seen:
             answer |= {"monitor_fault": self.fault, "jobs": None if self.jobs is None else dict(self.jobs)}
         if self.state is None:
             return answer
-        told = {"api_url": self.state.api_url, "dashboard_url": self.state.dashboard_url}
-        return {**told, "processes": [self._process(each) for each in self.state.processes], **answer}
+        processes = [
+            {key: getattr(process, key) for key in ("name", "pid", "state", "restarts", "fault")}
+            | ({"health": self.health[process.name] or "ok"} if process.name in self.health else {})
+            for process in self.state.processes
+        ]
+        urls = {"api_url": self.state.api_url, "dashboard_url": self.state.dashboard_url}
+        return {**urls, "processes": processes, **answer}
 
-    def _process(self, process: RunningProcess) -> dict[str, Any]:
-        told = {key: getattr(process, key) for key in ("name", "pid", "state", "restarts", "fault")}
-        return told | ({"health": self.health[process.name] or "ok"} if process.name in self.health else {})
+
+Look = Callable[[], Awaitable[Snapshot]]
 
 
-async def observe(data_dir: Path, given: str = "", *, rates: bool = False) -> Seen:
-    """All that can be seen now. Raises NotFound where no suite runs, the monitor's error where nobody else is known."""
+async def observe(data_dir: Path, given: str = "", *, rates: bool = False) -> Snapshot:
+    """The state now. Raises NotFound if no suite runs, the monitor's error if no other process is known."""
     state = _state_of(data_dir, given)
     url = given or (state.monitor_url if state is not None else "")
     try:
@@ -92,7 +109,7 @@ async def observe(data_dir: Path, given: str = "", *, rates: bool = False) -> Se
 
 
 def _state_of(data_dir: Path, given: str) -> SuiteState | None:
-    """The suite of the data folder, unless another one's monitor is given. Raises NotFound where there is neither."""
+    """The suite of the data folder, unless another suite's monitor is given. Raises NotFound if there is neither."""
     try:
         state = state_file.read(data_dir)
     except NotFound:
@@ -102,16 +119,16 @@ def _state_of(data_dir: Path, given: str) -> SuiteState | None:
     return state if given in ("", state.monitor_url) else None
 
 
-async def _by_monitor(url: str, state: SuiteState | None, rates: bool) -> Seen:
+async def _by_monitor(url: str, state: SuiteState | None, rates: bool) -> Snapshot:
     async with MonitorClient(url) as monitor:
-        asked = [monitor.call("GET", path) for path in ("/verdict", "/instances", "/slo")]
-        verdict, instances, slo = await asyncio.gather(*asked)
+        calls = [monitor.call("GET", path) for path in ("/verdict", "/instances", "/slo")]
+        verdict, instances, slo = await asyncio.gather(*calls)
         found = await _fetch_rates(monitor) if rates else {}
-    return Seen(time.time(), state, "", msgspec.convert(verdict, Verdict), instances, slo, found)
+    return Snapshot(time.time(), state, "", msgspec.convert(verdict, Verdict), instances, slo, found)
 
 
 async def _fetch_rates(monitor: JsonClient) -> dict[str, float | None]:
-    """The newest of each series of the last minutes."""
+    """The newest value of each series."""
     answer = await monitor.call("GET", "/history", params={"minutes": 5, "points": 60})
     series: Mapping[str, Sequence[float | None]] = answer["series"]
     return {
@@ -119,40 +136,36 @@ async def _fetch_rates(monitor: JsonClient) -> dict[str, float | None]:
     }
 
 
-async def _observe_without_monitor(state: SuiteState, fault: str) -> Seen:
-    """What the launcher's state file says, and what its processes do when they are asked one by one."""
+async def _observe_without_monitor(state: SuiteState, fault: str) -> Snapshot:
+    """The processes of the launcher's state file, and what each of them answers."""
     async with httpx.AsyncClient() as http:
         known = [process for process in state.processes if process.url]
         instances = [process for process in known if process.name in state.instance_ids]
         health, selves, jobs = await asyncio.gather(
-            asyncio.gather(*(_health(process.url) for process in known)),
+            asyncio.gather(*(HttpHealth(process.url).ask(ASK_S) for process in known)),
             asyncio.gather(*(_self(http, process) for process in instances)),
             _jobs(state.scheduler_urls),
         )
-    said = dict(zip((process.name for process in known), health, strict=True))
-    return Seen(time.time(), state, fault, instances=selves, health=said, jobs=jobs)
-
-
-async def _health(url: str) -> str:
-    return await HttpHealth(url).ask(ASK_S)
+    faults = dict(zip((process.name for process in known), health, strict=True))
+    return Snapshot(time.time(), state, fault, instances=selves, health=faults, jobs=jobs)
 
 
 async def _self(http: httpx.AsyncClient, process: RunningProcess) -> dict[str, Any]:
-    """An instance as the monitor would list it, from its own words."""
+    """An instance as the monitor would list it, from its own answer."""
     nothing = {"instance_id": process.name, "role": "", "state": "dead", "info": None, "load": None}
     try:
         response = await http.get(f"{process.url.removesuffix('/health')}/instance", timeout=ASK_S)
-        said = response.raise_for_status().json()
+        answer = response.raise_for_status().json()
     except httpx.TimeoutException:
         return nothing | {"state": "unresponsive"}
     except (httpx.HTTPError, ValueError):
         return nothing | {"state": "starting" if process.state == "starting" else "dead"}
-    state = "draining" if said["draining"] else "ready"
-    return nothing | {"role": said["role"], "state": state, "info": said["info"], "load": said["load"]}
+    state = "draining" if answer["draining"] else "ready"
+    return nothing | {"state": state} | {key: answer[key] for key in ("role", "info", "load")}
 
 
 async def _jobs(urls: Sequence[str]) -> dict[str, int] | None:
-    """Jobs that have not ended, by phase, over all schedulers; None where none answers."""
+    """Running jobs by phase over all schedulers; None if no scheduler answers."""
     counts: Counter[str] = Counter()
     answered = False
     for rows in await asyncio.gather(*(_rows(url) for url in urls)):
@@ -170,36 +183,25 @@ async def _rows(url: str) -> list[dict[str, Any]] | None:
             return None
 
 
-# Exit codes; 1 is an error (no suite runs there), 2 a word that is not understood.
-DEGRADED, DOWN = 3, 4
-_CODES = {Level.GOOD: 0, Level.IDLE: 0, Level.DEGRADED: DEGRADED, Level.DOWN: DOWN}
-_LEAST_ROWS = 5  # of instances, however low the terminal is
-_AWAY = (
-    "What follows is what the launcher's state file says, the processes themselves when they are asked, and the "
-    "schedulers. Requests are still served."
-)
-_AWAY_TOO = "Nobody serves requests: see below."
-
-
-def exit_code(seen: Seen) -> int:
-    """0: good, or nothing is asked for; DEGRADED, also without a monitor; DOWN."""
+def exit_code(seen: Snapshot) -> int:
+    """0: good or idle; DEGRADED, also without a monitor; DOWN."""
     if seen.verdict is not None:
         return _CODES[seen.verdict.level]
     return DEGRADED if _serves(seen) else DOWN
 
 
-def show(console: Console, seen: Seen, *, everything: bool = False) -> None:
-    """For people. Of many instances, and unless `everything` is wanted, as many as a terminal has room for."""
+def show(console: Console, seen: Snapshot, *, everything: bool = False) -> None:
+    """Print the state for people, with as many instances as the terminal has room for, or all (`everything`)."""
     above = [*(_verdict(seen) if seen.verdict is not None else _without_monitor(seen)), *_processes(seen), Text()]
     below = [*_slo(seen), *_addresses(seen)]
-    most = None
+    max_rows = None
     if console.is_terminal and not everything:
-        taken = len(console.render_lines(Group(*above, *below), pad=False))
-        most = max(_LEAST_ROWS, console.height - taken - 3)  # the table's head, the note below it, the prompt
-    console.print(Group(*above, *pages.instances(seen.instances, console.width, most), *below))
+        lines = len(console.render_lines(Group(*above, *below), pad=False))
+        max_rows = max(_MIN_ROWS, console.height - lines - 3)  # the table's head, the note below it, the prompt
+    console.print(Group(*above, *pages.instances(seen.instances, console.width, max_rows), *below))
 
 
-def _verdict(seen: Seen) -> Iterator[RenderableType]:
+def _verdict(seen: Snapshot) -> Iterator[RenderableType]:
     assert seen.verdict is not None
     yield pages.headline(seen.verdict)
     for line in pages.problems(seen.verdict):
@@ -210,24 +212,24 @@ def _verdict(seen: Seen) -> Iterator[RenderableType]:
         yield Text(f"{pages.counted(seen.verdict)}; {ended} ended in {seen.verdict.window_s:.0f} s", "dim")
 
 
-def _without_monitor(seen: Seen) -> Iterator[RenderableType]:
+def _without_monitor(seen: Snapshot) -> Iterator[RenderableType]:
     yield Text(f"✘ The monitor does not answer: {seen.fault}", "bold red")
-    yield Text(_AWAY if _serves(seen) else _AWAY_TOO, "yellow")
+    yield Text(_SERVING if _serves(seen) else _NOT_SERVING, "yellow")
     if seen.jobs is None:
-        yield Text("No scheduler answers either: what is under way is not known.", "red")
+        yield Text("No scheduler answers either: the running jobs are unknown.", "red")
     else:
         phases = ", ".join(f"{number} in {phase}" for phase, number in seen.jobs.items())
-        yield Text(f"{count(sum(seen.jobs.values()), 'job')} under way{': ' + phases if phases else ''}")
+        yield Text(f"{count(sum(seen.jobs.values()), 'job')} running{': ' + phases if phases else ''}")
 
 
-def _serves(seen: Seen) -> bool:
-    """Whether, by what is seen, requests are served: a scheduler answers, and so does an instance of each role."""
+def _serves(seen: Snapshot) -> bool:
+    """Whether requests are probably served: a scheduler answers, and so does an instance of each role."""
     roles = {entry["role"] for entry in seen.instances if entry["state"] == "ready"}
     return seen.jobs is not None and {"prefill", "decode"} <= roles
 
 
-def _processes(seen: Seen) -> Iterator[RenderableType]:
-    """Those that are not as they should be; with the monitor away all of them, with what they say."""
+def _processes(seen: Snapshot) -> Iterator[RenderableType]:
+    """Processes that are not ready or were restarted; without the monitor all processes, with their health."""
     if seen.state is None:
         return
     if seen.fault:
@@ -239,32 +241,26 @@ def _processes(seen: Seen) -> Iterator[RenderableType]:
             because = f": {process.fault}" if process.fault else ""
             yield Text(f"{process.name}: {process.state}{because}", "red")
         elif process.restarts:
-            again = f"started again {_times(process.restarts)}, the last time because: {process.fault}"
-            yield Text(f"{process.name}: {again}", "dim")
+            times = "once" if process.restarts == 1 else f"{process.restarts} times"
+            yield Text(f"{process.name}: restarted {times}, last because: {process.fault}", "dim")
 
 
-def _slo(seen: Seen) -> Iterator[RenderableType]:
+def _slo(seen: Snapshot) -> Iterator[RenderableType]:
     if seen.slo:
         yield Text()
         yield pages.slo(seen.slo)
 
 
-def _addresses(seen: Seen) -> Iterator[RenderableType]:
+def _addresses(seen: Snapshot) -> Iterator[RenderableType]:
     if seen.state is not None:
         dashboard = f"   dashboard {seen.state.dashboard_url}" if seen.state.dashboard_url else ""
         yield Text(f"\nAPI {seen.state.api_url}{dashboard}", "dim")
 
 
-def _times(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"
-
-
 def _table(processes: tuple[RunningProcess, ...], health: Mapping[str, str]) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for column in ("process", "pid", "state", "restarts", "says of itself"):
-        table.add_column(
-            column, no_wrap=column != "says of itself", justify="right" if column == "restarts" else "left"
-        )
+    for column in ("process", "pid", "state", "restarts", "health"):
+        table.add_column(column, no_wrap=column != "health", justify="right" if column == "restarts" else "left")
     for one in processes:
         fault = health.get(one.name)
         says = Text(pages.NONE if fault is None else fault or "healthy", "red" if fault else "")
@@ -273,65 +269,54 @@ def _table(processes: tuple[RunningProcess, ...], health: Mapping[str, str]) -> 
     return table
 
 
-# MERGED top.py
-# `polyphase top`: the suite, looked at once a second, until Ctrl-C or q.
-
-
-PERIOD_S = 1.0
-_PIPED_ROWS = 20
-_PROBLEMS = 3  # of which the causes are told
-_OLD_S = 3.0
-Look = Callable[[], Awaitable[Seen]]
-
-
 async def run_top(console: Console, look: Look, *, once: bool = False) -> None:
-    """Show what `look` sees, on a terminal in place, elsewhere one page after the other.
+    """Show the state, on a terminal in place, elsewhere one page after the other.
 
-    Raises what `look` raises at first; once there was something to see that stays, greyed, with its age.
+    Raises the error of the first `look`; after that the last state stays visible in grey, with its age.
     """
-    seen = Sights(look)
-    await seen.refresh()
+    view = LiveView(look)
+    await view.refresh()
     if once:
-        console.print(top_page(seen, console.width, None))
+        console.print(top_page(view, console.width, None))
     elif console.is_terminal:
-        await _in_place(console, seen)
+        await _in_place(console, view)
     else:
         while True:
-            console.print(top_page(seen, console.width, _PIPED_ROWS))
+            console.print(top_page(view, console.width, _PIPED_ROWS))
             console.print()
             console.file.flush()
             await asyncio.sleep(PERIOD_S)
-            await seen.refresh()
+            await view.refresh()
 
 
-class Sights:
-    """What was seen last, and what was wrong since."""
+class LiveView:
+    """The last state that was observed, and the fault that occurred since."""
 
     def __init__(self, look: Look) -> None:
         self._look = look
-        self._last: Seen | None = None
+        self._last: Snapshot | None = None
         self.fault = ""
 
     @property
-    def last(self) -> Seen:
-        """The last whole picture. Raises LookupError before the first."""
+    def last(self) -> Snapshot:
+        """Raises LookupError before the first state."""
         if self._last is None:
-            raise LookupError("nothing was seen yet")
+            raise LookupError("no state was observed yet")
         return self._last
 
     def age_s(self, now_s: float) -> float:
-        """Of that picture."""
+        """The age of that state."""
         return now_s - self.last.time_s
 
-    async def keep_looking(self) -> None:
-        """Once a second, or as often as there are answers."""
+    async def poll(self) -> None:
+        """Refresh once a second, or as often as answers arrive."""
         while True:
             began = time.monotonic()
             await self.refresh()
             await asyncio.sleep(max(0.0, PERIOD_S - (time.monotonic() - began)))
 
     async def refresh(self) -> None:
-        """Look again. What the monitor said stays while it is away; who is asked instead adds what they know."""
+        """Look again. Without the monitor its last answer stays, completed by what other processes answer."""
         try:
             found = await self._look()
         except PolyphaseError as error:
@@ -346,78 +331,70 @@ class Sights:
             self._last = found
 
 
-def top_page(sights: Sights, width: int, rows: int | None) -> Group:
-    """All of it; at most `rows` lines of instances."""
-    seen, age_s = sights.last, max(0.0, sights.age_s(time.time()))
+def top_page(view: LiveView, width: int, rows: int | None) -> Group:
+    """One page with at most `rows` lines of instances."""
+    seen, age_s = view.last, max(0.0, view.age_s(time.time()))
     whole = Group(*_verdict_rows(seen), *pages.instances(seen.instances, width, rows))
-    if not sights.fault and age_s < _OLD_S:
+    if not view.fault and age_s < _OLD_S:
         return whole
-    said = f"The monitor does not answer: {sights.fault}" if sights.fault else "The monitor has not answered yet."
-    told = Text(f"✘ {said}", "bold red")
+    fault = f"The monitor does not answer: {view.fault}" if view.fault else "The monitor has not answered yet."
+    head = Text(f"✘ {fault}", "bold red")
     if seen.verdict is None:
-        return Group(told, *_unwell(seen.health), Text("What the processes say themselves:", "red"), whole)
-    age = Text(f"What it said {duration(age_s)} ago:", "red")
-    return Group(told, *_unwell(seen.health), age, Styled(whole, "dim"))
+        return Group(head, *_unhealthy(seen.health), Text("Answers of the processes themselves:", "red"), whole)
+    age = Text(f"Its answer {duration(age_s)} ago:", "red")
+    return Group(head, *_unhealthy(seen.health), age, Styled(whole, "dim"))
 
 
-def _verdict_rows(seen: Seen) -> Iterator[RenderableType]:
+def _verdict_rows(seen: Snapshot) -> Iterator[RenderableType]:
     if seen.verdict is not None:
         yield pages.headline(seen.verdict)
         for problem in islice(pages.problems(seen.verdict), _PROBLEMS):
             yield pages.indented(problem)
-        yield Text(f"{_rates_text(seen.rates)}; {pages.counted(seen.verdict)}", no_wrap=True, overflow="ellipsis")
+        rates = ", ".join(f"{_number(seen.rates.get(name))} {what}" for name, what in _RATES.items())
+        yield Text(f"{rates} /s; {pages.counted(seen.verdict)}", no_wrap=True, overflow="ellipsis")
         yield pages.chain_table(seen.verdict)
     elif seen.jobs is not None:
-        yield Text(f"jobs under way: {sum(seen.jobs.values())}")
+        yield Text(f"running jobs: {sum(seen.jobs.values())}")
     yield Text()
-
-
-def _rates_text(rates: Mapping[str, float | None]) -> str:
-    """Requests, tokens in and out, each a second."""
-    told = [f"{_number(rates.get(name))} {what}" for name, what in _RATES.items()]
-    return f"{', '.join(told)} /s"
-
-
-_RATES = {"requests_per_s": "requests", "prompt_tokens_per_s": "tokens in", "output_tokens_per_s": "tokens out"}
 
 
 def _number(value: float | None) -> str:
     return pages.NONE if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _unwell(health: Mapping[str, str]) -> Iterator[RenderableType]:
-    """The processes of this host that say they are not well, in a line."""
-    unwell = [f"{name} ({fault})" for name, fault in health.items() if fault]
-    if unwell:
-        yield Text(f"not healthy: {', '.join(unwell)}", "red", no_wrap=True, overflow="ellipsis")
+def _unhealthy(health: Mapping[str, str]) -> Iterator[RenderableType]:
+    """One line about the unhealthy processes of this host."""
+    faults = [f"{name} ({fault})" for name, fault in health.items() if fault]
+    if faults:
+        yield Text(f"not healthy: {', '.join(faults)}", "red", no_wrap=True, overflow="ellipsis")
     elif health:
-        yield Text(f"the other {len(health)} processes say that they are well", "yellow")
+        yield Text(f"the other {len(health)} processes are healthy", "yellow")
 
 
-async def _in_place(console: Console, sights: Sights) -> None:
-    """Drawn once a second, whatever the answers take: a picture that grows old says so."""
+async def _in_place(console: Console, view: LiveView) -> None:
+    """Draw once a second, however long answers take: the page shows the age of an old state."""
     ended = asyncio.Event()
     with Live(console=console, screen=True, auto_refresh=False, transient=True) as live, pressed_keys(ended):
         async with asyncio.TaskGroup() as group:
-            looking = group.create_task(sights.keep_looking())
+            looking = group.create_task(view.poll())
             while not ended.is_set():
-                live.update(_fitted(console, sights), refresh=True)
+                live.update(_fitted(console, view), refresh=True)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), PERIOD_S)
             looking.cancel()
 
 
-def _fitted(console: Console, sights: Sights) -> Group:
-    """As much as the terminal has room for: instances give way."""
-    foot = Text("Ctrl-C or q ends", "dim")
-    without = len(console.render_lines(top_page(sights, console.width, 0), pad=False))
+def _fitted(console: Console, view: LiveView) -> Group:
+    """A page that fits the terminal; instances are left out."""
+    foot = Text("Ctrl-C or q quits", "dim")
+    without = len(console.render_lines(top_page(view, console.width, 0), pad=False))
     rows = max(1, console.height - without - 3)  # the table's head, what it says of emulated ones, the foot
-    return Group(top_page(sights, console.width, rows), foot)
+    return Group(top_page(view, console.width, rows), foot)
 
 
 @contextmanager
 def pressed_keys(ended: asyncio.Event) -> Iterator[None]:
-    """While the block runs, q ends: letters come as they are typed, if this is typed on a terminal."""
+    """Within the block, the key q sets `ended`, if the input is a terminal."""
     if not sys.stdin.isatty():
         yield
         return

@@ -1,4 +1,4 @@
-"""A running suite as a handle: where it is, who runs, and the few things that checks and tests do to it."""
+"""A handle to a running suite: its addresses and processes, and what checks and tests do to it."""
 
 import asyncio
 import os
@@ -20,11 +20,11 @@ from shared.wire.clients.scheduler import SchedulerAdmin
 
 POLL_S = 0.05
 READY_S = 120.0
-FOLLOW_S = 30.0  # for an engine's step to end, and a process that is being started again
+FOLLOW_S = 30.0  # covers an engine step and the restart of a process
 
 
 class Suite:
-    """Reads the state file anew on each use: pids change when the launcher restarts something."""
+    """Reads the state file on each use, since pids change when the launcher restarts a process."""
 
     def __init__(self, data_dir: Path, load: Callable[[], SuiteState] | None = None) -> None:
         self.data_dir = data_dir
@@ -32,52 +32,52 @@ class Suite:
 
     @property
     def state(self) -> SuiteState:
-        """As it is now. Raises NotFound when the suite is not running."""
+        """The present state. Raises NotFound if the suite is not running."""
         return self._load()
 
     def monitor(self) -> MonitorClient:
-        """A client of the monitor, to be closed."""
+        """A client of the monitor, which the caller closes."""
         return MonitorClient(self.state.monitor_url, token=cluster_keys.kept_token(self.data_dir))
 
     def schedulers(self) -> tuple[SchedulerAdmin, ...]:
-        """A client of each scheduler, to be closed."""
+        """A client of each scheduler, which the caller closes."""
         return tuple(SchedulerAdmin(url) for url in self.state.scheduler_urls)
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
-        """Send a signal to a process, by its name in the plan; its pid. The launcher starts it again."""
+        """Send a signal to a process by its name in the plan; the launcher restarts it. Returns its pid."""
         pid = self.state.pid(name)
         os.kill(pid, number)
         return pid
 
     async def restarted(self, name: str, old_pid: int, timeout_s: float = READY_S) -> float:
-        """Wait until the launcher says that `name` is ready again under another pid; the seconds it took."""
+        """Wait until `name` is ready again under another pid. Returns the seconds it took."""
         began = time.monotonic()
 
         def again() -> bool:
             process = next(p for p in self.state.processes if p.name == name)
             return process.state == "ready" and process.pid not in (0, old_pid)
 
-        await until(again, timeout_s, f"{name} to be started again")
+        await until(again, timeout_s, f"the restart of {name}")
         return time.monotonic() - began
 
     async def instances(self) -> dict[str, dict[str, Any]]:
-        """All instances that the monitor knows, by id."""
+        """The instances that the monitor knows, by id."""
         async with self.monitor() as monitor:
             return {entry["instance_id"]: entry for entry in await monitor.instances()}
 
     async def ready(self, role: Role) -> list[str]:
-        """The instances of that role that may get work."""
+        """The ids of the ready instances of a role."""
         found = await self.instances()
         return [i for i, entry in found.items() if entry["role"] == role.value and entry["state"] == "ready"]
 
     async def wait_ready(self, names: Collection[str] = (), timeout_s: float = READY_S) -> None:
-        """Wait until the monitor calls these instances (default: all of this suite) ready."""
+        """Wait until these instances (default: all of this suite) are ready."""
         wanted = set(names or self.state.instance_ids)
         async with self.monitor() as monitor:
             await _all_ready(monitor, wanted, timeout_s, self.data_dir / "logs")
 
     async def wait_idle(self, timeout_s: float = 30.0) -> float:
-        """Wait until fresh reports show no job, KV block or staged KV at any instance; the seconds it took."""
+        """Wait until new reports show no job, KV block or staged KV at any instance. Returns the seconds it took."""
         began, now_s = time.monotonic(), time.time()
         async with self.monitor() as monitor:
 
@@ -89,17 +89,17 @@ class Suite:
         return time.monotonic() - began
 
     async def set_policies(self, change: Mapping[str, PolicySpec | None], who: str) -> None:
-        """Change policies, None: back to the cluster file's; ends when every process follows."""
+        """Change policies (None: back to that of the cluster file) and wait until all processes follow."""
         async with self.monitor() as monitor:
             await change_policies(monitor, change, who, len(self.state.scheduler_urls))
 
     def memory_bytes(self) -> int:
-        """Proportional set size of the launcher and everything below it."""
+        """The proportional set size of the launcher and its descendants."""
         return memory_of([self.state.launcher_pid])
 
 
 def memory_of(pids: Sequence[int]) -> int:
-    """PSS of these processes and their descendants: shared pages count once."""
+    """The PSS of these processes and their descendants, in which shared pages count once."""
     total = 0
     for pid in pids:
         try:
@@ -118,28 +118,28 @@ async def change_policies(
     schedulers: int,
     timeout_s: float = FOLLOW_S,
 ) -> dict[str, Any]:
-    """Change policies and wait until every instance and so many schedulers follow; gives what was in force before.
+    """Change policies and wait until all instances and so many schedulers follow. Returns the previous policies.
 
-    Raises the monitor's own error, or DeadlineExceeded that names who does not follow.
+    Raises the monitor's own error, or DeadlineExceeded that names the processes which do not follow.
     """
     before = (await monitor.policies())["policies"]
     await monitor.set_policies(change, who=who)
     late: list[str] = []
 
     async def followed() -> bool:
-        told = (await monitor.policies())["followers"]
-        late[:] = [f"{one['name']} {one['trouble']}".strip() for one in told if not one["follows"]]
-        return not late and sum(one["process"] == "scheduler" for one in told) >= schedulers
+        followers = (await monitor.policies())["followers"]
+        late[:] = [f"{one['name']} {one['trouble']}".strip() for one in followers if not one["follows"]]
+        return not late and sum(one["process"] == "scheduler" for one in followers) >= schedulers
 
     try:
-        await until(followed, timeout_s, "all to follow")
+        await until(followed, timeout_s, "all processes to follow")
     except DeadlineExceeded as error:
         raise DeadlineExceeded(f"{error.message}; late: {'; '.join(late) or 'a scheduler'}") from error
     return {kind: before[kind] for kind in change}
 
 
 async def until(condition: Callable[[], Any], timeout_s: float, what: str, poll_s: float = POLL_S) -> None:
-    """Poll until `condition()` (plain or async) is true. Raises DeadlineExceeded that says what was awaited."""
+    """Poll until `condition()` (plain or async) is true. Raises DeadlineExceeded that names `what`."""
     give_up = time.monotonic() + timeout_s
     while True:
         try:
@@ -165,14 +165,12 @@ async def _all_ready(monitor: MonitorClient, wanted: set[str], timeout_s: float,
         await until(ready, timeout_s, "instances")
     except DeadlineExceeded as error:
         missing = sorted(name for name in wanted if seen.get(name) != InstanceState.READY.value)
-        said = "\n".join(f"{name}: {seen.get(name, 'not registered')}{_why(logs / f'{name}.log')}" for name in missing)
-        raise DeadlineExceeded(f"not ready after {timeout_s:.0f} s:\n{said}") from error
-
-
-def _why(log: Path) -> str:
-    """What a process last complained of, such as the monitor's reason to refuse it; and where its log is."""
-    complaint = child_process.last_error(log)
-    return f"; {complaint}; its log: {log}" if complaint else f"; its log: {log}"
+        lines = []
+        for name in missing:
+            log = logs / f"{name}.log"
+            reason = child_process.last_error(log)  # such as the monitor's reason to refuse the instance
+            lines.append(f"{name}: {seen.get(name, 'not registered')}{f'; {reason}' if reason else ''}; its log: {log}")
+        raise DeadlineExceeded(f"not ready after {timeout_s:.0f} s:\n" + "\n".join(lines)) from error
 
 
 def _idle(entry: dict[str, Any]) -> bool:

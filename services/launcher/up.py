@@ -1,4 +1,6 @@
-"""Bringing a suite up: checks before anything starts, then everything, then a handle to it."""
+"""`polyphase up`: checks before anything starts, the start of all processes, a handle to the running suite, and the
+progress that the terminal shows meanwhile.
+"""
 
 import asyncio
 import os
@@ -30,10 +32,9 @@ from services.launcher.suite import Suite
 from services.launcher.supervisor import Elsewhere, Running, State, Status, Supervisor, nowhere, supervising
 from shared.errors import InvalidRequest
 
-# MERGED display.py
-# What a person sees while the suite starts and runs.
-
-
+Result = TypeVar("Result")
+REGISTER_S = 60.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MARKS = {
     State.WAITING: ("·", "dim"),
     State.STARTING: ("◐", "yellow"),
@@ -44,119 +45,9 @@ _MARKS = {
 }
 
 
-class StartDisplay:
-    """A live table on a terminal; elsewhere one line for each process that becomes ready."""
-
-    def __init__(self, console: Console, title: str) -> None:
-        self._console = console
-        self._title = title
-        self._statuses: dict[str, Status] = {}
-        self._began = time.monotonic()
-        self._live = Live(get_renderable=self._table, console=console, refresh_per_second=5, transient=True)
-
-    def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._live.start()
-        else:
-            self._console.print(self._title)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._console.is_terminal:
-            self._live.stop()
-            self._console.print(self._table())
-
-    def expect(self, statuses: tuple[Status, ...]) -> None:
-        """Show these, in this order, from the beginning."""
-        for status in statuses:
-            self._statuses.setdefault(status.name, status)
-
-    def update(self, status: Status) -> None:
-        """Show a change."""
-        self._statuses[status.name] = status
-        if not self._console.is_terminal and status.state in (State.READY, State.RESTARTING, State.FAILED):
-            self._console.print(_line(status))
-
-    def _table(self) -> Table:
-        elapsed = time.monotonic() - self._began
-        title = f"{self._title}  {elapsed:4.0f} s"
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
-        for column in ("process", "state", "seconds", "pid"):
-            table.add_column(column, justify="right" if column in ("seconds", "pid") else "left")
-        for status in self._statuses.values():
-            mark, style = _MARKS[status.state]
-            table.add_row(
-                f"[{style}]{mark}[/] {status.name}",
-                Text(f"{status.state.value} {status.note}", style),
-                _seconds(status),
-                str(status.pid or ""),
-            )
-        return table
-
-
-def announce(console: Console, status: Status) -> None:
-    """One line about something that happened to a running suite."""
-    if status.state in (State.RESTARTING, State.READY, State.FAILED):
-        console.print(_line(status))
-
-
-def welcome(console: Console, plan: Plan, took_s: float, memory_bytes: int) -> None:
-    """Where to go, once everything is ready."""
-    lines = [f"API        [bold]{plan.api_url}/v1[/]"] if plan.runs_control else []
-    if plan.dashboard_url:
-        lines.append(f"Dashboard  [bold]{plan.dashboard_url}[/]")
-    lines.append(f"Instances  {', '.join(plan.instance_ids) or 'on other hosts'}")
-    lines.append(f"Memory     {memory_bytes / 2**30:.2f} GiB, all processes")
-    if plan.runs_control:
-        lines += ["", "Try it     " + _example(plan).replace("\n", "\n             ")]
-    title = f"Polyphase serves {plan.model}: ready after {took_s:.1f} s"
-    text = "\n".join(lines)
-    console.print(Panel(text, title=title, title_align="left", border_style="green", expand=False))
-    console.print("Ctrl-C stops everything. In another shell: polyphase status, top, logs NAME, --help")
-
-
-def late(console: Console, names: Sequence[str]) -> None:
-    """A word on instances whose start took too long, while others serve."""
-    if names:
-        are = "is" if len(names) == 1 else "are"
-        console.print(
-            f"[yellow]{', '.join(names)} {are} not ready yet[/] and {are} being started again; the others serve. "
-            "`launcher: {start_s: …}` in the cluster file gives a start longer."
-        )
-
-
-def _example(plan: Plan) -> str:
-    body = f'{{"model": "{plan.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    key = " -H 'Authorization: Bearer <your API key>'" if plan.api_keys else ""
-    return f"curl {plan.api_url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n-d '{body}'"
-
-
-def _line(status: Status) -> str:
-    mark, style = _MARKS[status.state]
-    words = {
-        State.READY: f"ready after {status.took_s:.1f} s (process {status.pid})",
-        State.RESTARTING: status.note,
-        State.FAILED: f"failed: {status.note}",
-    }.get(status.state, status.state.value)
-    return f"[{style}]{mark}[/] {status.name}: {words}"
-
-
-def _seconds(status: Status) -> str:
-    if status.state is State.STARTING:
-        return f"{time.monotonic() - status.since_s:.0f}"
-    return f"{status.took_s:.1f}" if status.took_s else ""
-
-
-Result = TypeVar("Result")
-REGISTER_S = 60.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """What the command line adds to a cluster file."""
+    """Options of the command line that change or complete a cluster file."""
 
     cluster: Path = Path("laptop")
     model: str = ""
@@ -166,7 +57,7 @@ class UpOptions:
     data_dir: Path = Path(".polyphase")
     host_name: str = ""
     auto: bool = False
-    ray: str | None = None  # the Ray cluster that runs the instances, see `on_ray.connection`; None: this host does
+    ray: str | None = None  # address of the Ray cluster that runs the instances; None: this host does
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +72,14 @@ class RunningSuite:
 
 
 def cluster_of(options: UpOptions) -> Cluster:
-    """The cluster file with the command line's changes. Raises InvalidRequest."""
+    """The cluster file with the changes of the command line. Raises InvalidRequest."""
     cluster = load_cluster(options.cluster)
     if options.model:
         model = resolve_model(options.model)
         named = {"model": model, "served_model_name": Path(options.model).name}
         places = cluster.places(str(options.cluster)).overrule("model", "--model")
         cluster = cluster.model_copy(update=named).from_places(places)
-        cluster = _with(cluster, "predictor", checkpoint=None)  # it was trained for the model of the file
+        cluster = _with(cluster, "predictor", checkpoint=None)  # the checkpoint was trained for the model of the file
     if options.port is not None:
         cluster = _with(cluster, "gateway", port=options.port)
     if options.dashboard_port is not None:
@@ -210,15 +101,15 @@ async def running_suite(
     where: str = "cluster file",
     ray: str | None = None,
 ) -> AsyncIterator[RunningSuite]:
-    """The suite, ready to serve, for the block's length. Raises Conflict, InvalidRequest, StartFailed, Unavailable."""
-    # What it asks (the database's parser, the policies) takes half a second to import: not for `status` and the like.
+    """Run a suite, ready to serve, within the block. Raises Conflict, InvalidRequest, StartFailed, Unavailable."""
+    # Its imports (database, policies) take half a second, which commands such as `status` save.
     from services.launcher.preflight import preflight
 
     data_dir = data_dir.resolve()
     with ExitStack() as stack:
         if ray is not None:
             if find_spec("ray") is None:
-                raise InvalidRequest("--on ray: Ray is not installed here: `pip install 'polyphase[ray]'`")
+                raise InvalidRequest("--on ray: Ray is not installed: `pip install 'polyphase[ray]'`")
             from services.launcher.on_ray import stay_local
 
             ray = ray or os.environ.get("RAY_ADDRESS", "")
@@ -283,7 +174,7 @@ async def up(options: UpOptions, console: Console) -> None:
 
 
 async def until_stopped(work: Coroutine[Any, Any, Result], console: Console) -> Result | None:
-    """The result of `work`; None when SIGINT, SIGTERM or SIGHUP came first and `work` has cleaned up."""
+    """The result of `work`; None if SIGINT, SIGTERM or SIGHUP came first and `work` has cleaned up."""
     with stop_signals() as stop:
         stopping, working = asyncio.create_task(stop.wait()), asyncio.create_task(work)
         try:
@@ -293,7 +184,7 @@ async def until_stopped(work: Coroutine[Any, Any, Result], console: Console) -> 
             console.print("Stopping…")
             working.cancel()
             await asyncio.wait([working])
-            console.print("Every process has ended.")
+            console.print("All processes have ended.")
             return None
         finally:
             stopping.cancel()
@@ -309,14 +200,13 @@ async def _serve(options: UpOptions, console: Console) -> None:
 
 
 class _Listener:
-    """Passes a change on to the state file and to whatever shows it at the moment."""
+    """Passes changes of statuses on to the state file and to the present display."""
 
     def __init__(self) -> None:
         self.save: Callable[[], None] | None = None
         self.show: Callable[[Status], None] | None = None
 
     def changed(self, status: Status) -> None:
-        """Called by the supervisor."""
         if self.save is not None:
             self.save()
             if self.show is not None:
@@ -325,7 +215,7 @@ class _Listener:
 
 @contextmanager
 def stop_signals() -> Iterator[asyncio.Event]:
-    """An event that SIGINT, SIGTERM and SIGHUP set."""
+    """An event that is set by SIGINT, SIGTERM and SIGHUP."""
     loop, event = asyncio.get_running_loop(), asyncio.Event()
     for number in _SIGNALS:
         loop.add_signal_handler(number, event.set)
@@ -338,3 +228,107 @@ def stop_signals() -> Iterator[asyncio.Event]:
 
 def _with(cluster: Cluster, section: str, **changes: object) -> Cluster:
     return cluster.model_copy(update={section: getattr(cluster, section).model_copy(update=changes)})
+
+
+class StartDisplay:
+    """A live table on a terminal; elsewhere one line for each process that becomes ready, restarts or fails."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console = console
+        self._title = title
+        self._statuses: dict[str, Status] = {}
+        self._began = time.monotonic()
+        self._live = Live(get_renderable=self._table, console=console, refresh_per_second=5, transient=True)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        else:
+            self._console.print(self._title)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+            self._console.print(self._table())
+
+    def expect(self, statuses: tuple[Status, ...]) -> None:
+        """Show these processes in this order."""
+        for status in statuses:
+            self._statuses.setdefault(status.name, status)
+
+    def update(self, status: Status) -> None:
+        self._statuses[status.name] = status
+        if not self._console.is_terminal and status.state in (State.READY, State.RESTARTING, State.FAILED):
+            self._console.print(_line(status))
+
+    def _table(self) -> Table:
+        elapsed = time.monotonic() - self._began
+        title = f"{self._title}  {elapsed:4.0f} s"
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
+        for column in ("process", "state", "seconds", "pid"):
+            table.add_column(column, justify="right" if column in ("seconds", "pid") else "left")
+        for status in self._statuses.values():
+            mark, style = _MARKS[status.state]
+            table.add_row(
+                f"[{style}]{mark}[/] {status.name}",
+                Text(f"{status.state.value} {status.note}", style),
+                _seconds(status),
+                str(status.pid or ""),
+            )
+        return table
+
+
+def announce(console: Console, status: Status) -> None:
+    """One line about a process of a running suite that became ready, restarts or failed."""
+    if status.state in (State.RESTARTING, State.READY, State.FAILED):
+        console.print(_line(status))
+
+
+def welcome(console: Console, plan: Plan, took_s: float, memory_bytes: int) -> None:
+    """The addresses of a suite that is ready, and a first request to try."""
+    lines = [f"API        [bold]{plan.api_url}/v1[/]"] if plan.runs_control else []
+    if plan.dashboard_url:
+        lines.append(f"Dashboard  [bold]{plan.dashboard_url}[/]")
+    lines.append(f"Instances  {', '.join(plan.instance_ids) or 'on other hosts'}")
+    lines.append(f"Memory     {memory_bytes / 2**30:.2f} GiB, all processes")
+    if plan.runs_control:
+        lines += ["", "Try it     " + _example(plan).replace("\n", "\n             ")]
+    title = f"Polyphase serves {plan.model}: ready after {took_s:.1f} s"
+    text = "\n".join(lines)
+    console.print(Panel(text, title=title, title_align="left", border_style="green", expand=False))
+    console.print("Ctrl-C stops everything. In another shell: polyphase status, top, logs NAME, --help")
+
+
+def late(console: Console, names: Sequence[str]) -> None:
+    """A warning about instances whose start exceeds the time limit while others serve."""
+    if names:
+        are = "is" if len(names) == 1 else "are"
+        console.print(
+            f"[yellow]{', '.join(names)} {are} not ready yet[/] and {are} being restarted; the others serve. "
+            "`launcher: {start_s: …}` in the cluster file raises the time limit."
+        )
+
+
+def _example(plan: Plan) -> str:
+    body = f'{{"model": "{plan.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    key = " -H 'Authorization: Bearer <your API key>'" if plan.api_keys else ""
+    return f"curl {plan.api_url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n-d '{body}'"
+
+
+def _line(status: Status) -> str:
+    mark, style = _MARKS[status.state]
+    words = {
+        State.READY: f"ready after {status.took_s:.1f} s (process {status.pid})",
+        State.RESTARTING: status.note,
+        State.FAILED: f"failed: {status.note}",
+    }.get(status.state, status.state.value)
+    return f"[{style}]{mark}[/] {status.name}: {words}"
+
+
+def _seconds(status: Status) -> str:
+    if status.state is State.STARTING:
+        return f"{time.monotonic() - status.since_s:.0f}"
+    return f"{status.took_s:.1f}" if status.took_s else ""

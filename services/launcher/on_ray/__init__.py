@@ -1,10 +1,10 @@
-"""Instances as Ray actors: Ray finds their nodes and accelerators, and starts them again. Nobody else imports it."""
+"""Instances as Ray actors: Ray chooses nodes and accelerators, and restarts them. No other package imports Ray."""
 
 import os
 
-_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # heeded everywhere, whatever its name says
+_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # applies to all systems, despite its name
 
 
 def stay_local() -> None:
-    """A Ray that is started from here on listens on loopback only. Has to be said before Ray is imported."""
+    """Make a Ray cluster that this process starts listen on loopback only. Call before Ray is imported."""
     os.environ.setdefault(_CLUSTERS, "0")

@@ -1,4 +1,4 @@
-"""One instance on the node that Ray has chosen: the actor's only work is its worker process."""
+"""One instance on the node that Ray has chosen: an actor that runs a worker process."""
 
 import os
 import subprocess
@@ -18,27 +18,27 @@ from services.launcher.spec import child_environment
 from services.worker.settings import WorkerSettings
 
 _WATCHED = (sys.executable, "-P", "-m", "services.launcher.container", sys.executable, "-P", "-m", "services.worker")
-_SOON_S, _PAUSE_S = 30.0, 2.0  # who ends within so long of its start is started again after that pause
+_SOON_S, _PAUSE_S = 30.0, 2.0  # a process that ends within so long of its start is restarted after that pause
 
 
 class InstanceActor:
-    """A worker process, watched as a container's is. When it ends, so does the actor, and Ray starts both again.
+    """A worker process, watched like that of a container. The actor ends with it, and Ray restarts both.
 
-    settings: WorkerSettings but for host and ports, which are the node's. env: further variables of the process.
+    settings: WorkerSettings without host and ports, which the node determines. env: further variables of the process.
     """
 
     def __init__(self, settings: dict[str, Any], env: dict[str, str]) -> None:
         self._host = _node_address()
         placed = _placed(settings, self._host)
         url = f"http://{self._host}:{placed.http_port}"
-        imitated = placed.engine == "emulated"
-        variables = {**child_environment(placed.model, imitated), **placed.to_environment(), **env}
+        emulated = placed.engine == "emulated"
+        variables = {**child_environment(placed.model, emulated), **placed.to_environment(), **env}
         self._about = {"host": self._host, "url": url, "node": ray.get_runtime_context().get_node_id()}
         self._log = _logs() / f"polyphase-{placed.instance_id}.log"
         self._fault = ""
         self._stopping = False
         self._began = time.monotonic()
-        # On the main thread: the kernel ends the process with the thread that started it. See `child`.
+        # On the main thread: the kernel ends the process with the thread that started it, see `child`.
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 (sys.executable, "-S", "-E", str(Path(child.__file__)), str(os.getpid()), *_WATCHED),
@@ -48,14 +48,14 @@ class InstanceActor:
                 stderr=log,
                 start_new_session=True,
             )
-        threading.Thread(target=self._until_ended, daemon=True, name="until it ends").start()
+        threading.Thread(target=self._until_ended, daemon=True, name="wait for worker").start()
 
     def about(self) -> dict[str, Any]:
-        """Where it runs; `fault`: how it ended, of one that did."""
+        """Where the process runs; `fault`: how it ended, if it did."""
         return {**self._about, "pid": self._process.pid, "log": str(self._log), "fault": self._fault}
 
     def stop(self, within_s: float) -> None:
-        """Let it end in good order, within that time."""
+        """Stop the process gracefully within that time."""
         self._stopping = True
         self._process.terminate()
         try:
@@ -67,14 +67,13 @@ class InstanceActor:
         code = self._process.wait()
         if self._stopping:
             return
-        self._fault = f"{ending(code)}: {child_process.last_error(self._log) or 'its log says nothing'}"
+        self._fault = f"{ending(code)}: {child_process.last_error(self._log) or 'its log has no error'}"
         if time.monotonic() - self._began < _SOON_S:
-            time.sleep(_PAUSE_S)  # in which it can be asked for the fault
+            time.sleep(_PAUSE_S)  # so that the driver can read the fault
         os._exit(1)
 
 
 def _placed(settings: dict[str, Any], host: str) -> WorkerSettings:
-    """The settings on this node."""
     ranks = int(settings["tensor_parallel"]) * int(settings["pipeline_parallel"])
     first = free_range(size=2 + ranks, host=host)
     return WorkerSettings(**{**settings, "host": host, "rpc_port": first, "http_port": first + 1, "kv_port": first + 2})
@@ -86,7 +85,7 @@ def _node_address() -> str:
 
 
 def _logs() -> Path:
-    """Where this process' own output goes: `ray logs` and Ray's dashboard find what lies there."""
+    """The folder of this process's own output, where `ray logs` and Ray's dashboard look for logs."""
     try:
         folder = Path(os.readlink("/proc/self/fd/1")).parent
     except OSError:

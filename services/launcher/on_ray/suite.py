@@ -1,4 +1,8 @@
-"""A suite whose control plane runs on this host and whose instances run on Ray."""
+"""A suite whose control plane runs on this host and whose instances run on Ray: the Ray cluster, the resources that an
+instance requests, and an actor in a placement group for each.
+
+The module imports Ray; call `stay_local` first where Ray is to listen on loopback only.
+"""
 
 import asyncio
 import os
@@ -6,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,83 +26,21 @@ from services.launcher.devices import VISIBLE
 from services.launcher.health import HttpHealth
 from services.launcher.on_ray.actor import InstanceActor
 from services.launcher.spec import Plan, ProcessSpec
-from services.launcher.supervisor import Changed, Elsewhere, Running, State, Status
+from services.launcher.supervisor import Changed, Running, State, Status
 from services.worker.settings import WorkerSettings
 from shared.cost.catalogue import Catalogue
 from shared.errors import InvalidRequest, NotFound, PolyphaseError, Unavailable
 
-# MERGED connection.py
-# The Ray cluster that the instances run on: one that is there, or one on this machine.
-
-
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 5.0
+LOOK_S = 0.5  # between two looks at all instances
+TOKEN = "POLYPHASE_WORKER_CLUSTER_TOKEN"
+_ASK_S = 2.0
 _HEAD = "ray"  # the name of the control plane's host
-
-
-@contextmanager
-def connected(address: str) -> Iterator[str]:
-    """The address of this host in that Ray cluster, for the block's length. Raises Unavailable.
-
-    address: of its head, HOST:PORT; `auto`: one that runs on this machine; empty: a new one, of this machine alone.
-    """
-    if address not in ("", "auto"):
-        _answers(address)
-    here = {} if address else {"include_dashboard": False}
-    ours = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(
-            address=address or "local",
-            namespace=f"polyphase-{os.getpid()}",
-            log_to_driver=False,
-            configure_logging=False,
-            **here,
-        )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise Unavailable(f"no Ray cluster at {address or 'this machine'}: {error}") from error
-    signal.signal(signal.SIGTERM, ours)  # Ray's own would end this process at once
-    try:
-        yield _address_here()
-    finally:
-        ray.shutdown()
-
-
-def _answers(address: str) -> None:
-    """Raises Unavailable: Ray itself goes on trying for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), CONNECT_S).close()
-    except (OSError, ValueError) as error:
-        raise Unavailable(f"no Ray cluster answers at {address!r}: {error}; HOST:PORT of its head is wanted") from error
-
-
-def placed_at(cluster: Cluster, address: str) -> Cluster:
-    """The file, with the control plane at that address: encrypted where others reach it.
-
-    Raises InvalidRequest for a file that places instances on hosts itself.
-    """
-    if cluster.hosts:
-        raise InvalidRequest("hosts: with --on ray Ray places the instances: leave `hosts` and `control` out")
-    if cluster.predictor.beside:
-        raise InvalidRequest("predictor.beside: with --on ray nothing runs beside instances: leave it out")
-    if address == LOOPBACK:
-        return cluster
-    keys = {} if cluster.curve_public else curve_pair()
-    return cluster.model_copy(update={"hosts": {_HEAD: address}, "control": _HEAD, **keys})
-
-
-def _address_here() -> str:
-    here = ray.get_runtime_context().get_node_id()
-    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here)
-
-
-# MERGED needs.py
-# What an instance asks of the Ray node that it is to run on.
-
-
-_ANY = 0.001  # of a node's `accelerator_type:…`: it says what is there, and is never used up
-_DEVICE = {"Huawei": "NPU"}  # what Ray calls one accelerator, by vendor; else GPU
-# The catalogue's names → what Ray calls the type. It tells only these apart; others need `resources`.
+_LOST = (ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError)
+_ANY = 0.001  # of a node's `accelerator_type:…`, which states a type and is not used up
+_DEVICE = {"Huawei": "NPU"}  # Ray's resource for one accelerator, by vendor; else GPU
+# Names of the catalogue → Ray's accelerator types. Ray distinguishes only these; others need `resources`.
 _TYPES = {
     "T4": "T4",
     "V100": "V100",
@@ -120,9 +62,94 @@ _TYPES = {
 }
 
 
+@contextmanager
+def on_ray(cluster: Cluster, address: str) -> Iterator[Cluster]:
+    """The cluster file as it is to be planned, while this process is connected to Ray.
+
+    Raises InvalidRequest, Unavailable.
+    """
+    with connected(address) as here:
+        yield placed_at(cluster, here)
+
+
+def divide(cluster: Cluster, plan: Plan) -> tuple[Plan, Running]:
+    """The plan without instances, and what runs those on Ray. Raises InvalidRequest for needs that Ray cannot meet."""
+    others: list[ProcessSpec] = []
+    instances: list[tuple[WorkerSettings, InstanceSection, Needs]] = []
+    for spec in plan.processes:
+        settings = spec.settings
+        if not isinstance(settings, WorkerSettings):
+            others.append(spec)
+            continue
+        entry = next(each for each in cluster.instances if spec.name in each.ids)
+        instances.append((settings, entry, needs_of(entry, settings, cluster.instances)))
+
+    def running(changed: Changed) -> AbstractAsyncContextManager[RayInstances]:
+        # The token's file exists by now; other nodes lack it, so the token travels in the environment.
+        wanted = [
+            (settings.model_copy(update={"cluster_token_file": None}), {**entry.env, TOKEN: settings.token()}, needs)
+            for settings, entry, needs in instances
+        ]
+        return placing(wanted, changed)
+
+    return replace(plan, processes=tuple(others)), running
+
+
+@contextmanager
+def connected(address: str) -> Iterator[str]:
+    """Connect to a Ray cluster within the block; yields the address of this host there. Raises Unavailable.
+
+    address: HOST:PORT of the head; `auto`: a cluster on this machine; empty: a new cluster of this machine alone.
+    """
+    if address not in ("", "auto"):
+        _require_answer(address)
+    new = {} if address else {"include_dashboard": False}
+    ours = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(
+            address=address or "local",
+            namespace=f"polyphase-{os.getpid()}",
+            log_to_driver=False,
+            configure_logging=False,
+            **new,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise Unavailable(f"no Ray cluster at {address or 'this machine'}: {error}") from error
+    signal.signal(signal.SIGTERM, ours)  # Ray's handler would end this process immediately
+    try:
+        here = ray.get_runtime_context().get_node_id()
+        yield next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here)
+    finally:
+        ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Raises Unavailable within seconds; Ray itself would retry for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"no Ray cluster answers at {address!r}: {error}; give HOST:PORT of its head") from error
+
+
+def placed_at(cluster: Cluster, address: str) -> Cluster:
+    """The cluster file with the control plane at that address, and with encryption if other hosts reach it.
+
+    Raises InvalidRequest for a file that places instances on hosts itself.
+    """
+    if cluster.hosts:
+        raise InvalidRequest("hosts: with --on ray Ray places the instances: leave `hosts` and `control` out")
+    if cluster.predictor.beside:
+        raise InvalidRequest("predictor.beside: with --on ray nothing runs beside instances: leave it out")
+    if address == LOOPBACK:
+        return cluster
+    keys = {} if cluster.curve_public else curve_pair()
+    return cluster.model_copy(update={"hosts": {_HEAD: address}, "control": _HEAD, **keys})
+
+
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Ray's resources by name, all on one node."""
+    """Resources of Ray by name, all on one node."""
 
     bundle: Mapping[str, float]
 
@@ -131,15 +158,14 @@ class Needs:
 
 
 def needs_of(entry: InstanceSection, settings: WorkerSettings, entries: Sequence[InstanceSection]) -> Needs:
-    """Of one instance of `entry`, one of the file's `entries`.
+    """The needs of one instance of `entry`; entries: all of the file.
 
-    Raises InvalidRequest where Ray could not tell the file's accelerators apart, and where the file chooses devices
-    itself.
+    Raises InvalidRequest if Ray cannot distinguish the file's accelerators, or if the file chooses devices itself.
     """
     at = f"instances.{entry.id}"
     for name in VISIBLE:
         if name in entry.env:
-            raise InvalidRequest(f"{at}.env.{name}: Ray chooses the devices: leave it out, or run without --on ray")
+            raise InvalidRequest(f"{at}.env.{name}: with --on ray, Ray chooses the devices: leave this variable out")
     if settings.engine == "emulated":
         return Needs(entry.resources)
     if settings.accelerator == "cpu":
@@ -151,7 +177,7 @@ def needs_of(entry: InstanceSection, settings: WorkerSettings, entries: Sequence
     elif not entry.resources and len(_kinds(entries)) > 1:
         named = settings.accelerator
         raise InvalidRequest(
-            f"{at}.resources: Ray does not tell {named} from other accelerators: start its nodes with "
+            f"{at}.resources: Ray cannot distinguish {named} from other accelerators: start its nodes with "
             f"`ray start --resources='{{\"{named}\": 1}}'` and write `resources: {{{named}: 1}}`"
         )
     return Needs(bundle)
@@ -162,7 +188,7 @@ def _kinds(entries: Iterable[InstanceSection]) -> set[object]:
 
 
 def _device(accelerator: str) -> tuple[str, str]:
-    """What Ray calls a device of that kind, and its type, empty where Ray has none."""
+    """Ray's resource for such a device, and Ray's type of it, empty if it has none."""
     try:
         vendor = Catalogue.built_in().get(accelerator).vendor
     except PolyphaseError:
@@ -171,17 +197,8 @@ def _device(accelerator: str) -> tuple[str, str]:
     return _DEVICE.get(vendor, "GPU"), _TYPES.get(head, "")
 
 
-# MERGED instances.py
-# The driver's side: an actor in a placement group for each instance, and what is known of each.
-
-
-LOOK_S = 0.5  # between two looks at every instance
-_ASK_S = 2.0
-_LOST = (ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError)
-
-
 class RayInstance:
-    """One instance: placed by Ray on any node that has what it needs, and again when it or its node is lost."""
+    """One instance. Ray places it on a node with the needed resources, again if the instance or its node is lost."""
 
     def __init__(self, settings: WorkerSettings, env: Mapping[str, str], needs: Needs, changed: Changed) -> None:
         name = f"polyphase {settings.instance_id}"
@@ -202,28 +219,28 @@ class RayInstance:
             )
             .remote(settings.model_dump(mode="json"), dict(env))
         )
-        self._asked: asyncio.Future[Any] | None = None
+        self._answer: asyncio.Future[Any] | None = None
         self._health: HttpHealth | None = None
         self._at: tuple[str, int] | None = None  # node and process
-        self._since_s = time.monotonic()  # of its placing, or of its loss
+        self._since_s = time.monotonic()  # when it was placed or lost
 
     @property
     def placed(self) -> bool:
-        """Whether Ray has found room for it."""
+        """Whether Ray has found a node for it."""
         return self.status.state is not State.WAITING
 
     @property
     def node(self) -> str:
-        """The id of the Ray node that it is or was on; empty for none."""
+        """The id of its present or last Ray node; empty before the first."""
         return self._at[0] if self._at else ""
 
     async def look(self) -> None:
-        """Ask where it is and whether it is well."""
+        """Update its status from the actor and the health check."""
         about = await self._about()
         if about is None:
             return
         if about["fault"]:
-            self._gone(about["fault"])
+            self._lost(about["fault"])
             return
         if (about["node"], about["pid"]) != self._at:
             self._arrived(about)
@@ -233,7 +250,7 @@ class RayInstance:
             self._set(State.READY, took_s=time.monotonic() - self._since_s, note=self._where(about))
 
     async def stop(self) -> None:
-        """End it in good order, then for good."""
+        """Stop the worker gracefully, then remove the actor and its placement group."""
         if self.status.pid:
             with suppress(TimeoutError, *_LOST):
                 await asyncio.wait_for(_future(self._actor.stop.remote(STOP_S)), STOP_S + _ASK_S)
@@ -242,23 +259,23 @@ class RayInstance:
         self._set(State.STOPPED, pid=0)
 
     async def _about(self) -> dict[str, Any] | None:
-        """What the actor says of itself; None while there is none."""
-        self._asked = self._asked or _future(self._actor.about.remote())
-        await asyncio.wait([self._asked], timeout=LOOK_S)
-        if not self._asked.done():
+        """The actor's description of itself; None while there is no actor."""
+        self._answer = self._answer or _future(self._actor.about.remote())
+        await asyncio.wait([self._answer], timeout=LOOK_S)
+        if not self._answer.done():
             self._absent()
             return None
-        asked, self._asked = self._asked, None
+        answer, self._answer = self._answer, None
         try:
-            about: dict[str, Any] = asked.result()
+            about: dict[str, Any] = answer.result()
         except _LOST as error:
-            self._gone(str(error).strip().splitlines()[0])
+            self._lost(str(error).strip().splitlines()[0])
             return None
         return about
 
     def _absent(self) -> None:
         if self.status.state in (State.READY, State.STARTING) and self._at:
-            return  # it is busy; should it be lost, the answer says so
+            return  # the actor is busy; if it is lost, the pending call fails
         group = placement_group_table(self._group).get("state", "")
         if group == "CREATED":
             if self.status.state is State.WAITING:
@@ -274,10 +291,10 @@ class RayInstance:
         restarts = self.status.restarts + again
         self._set(State.STARTING, pid=about["pid"], restarts=restarts, log=Path(about["log"]), note=self._where(about))
 
-    def _gone(self, why: str) -> None:
+    def _lost(self, why: str) -> None:
         if self.status.state not in (State.RESTARTING, State.WAITING):
             self._since_s = time.monotonic()
-            self._set(State.RESTARTING, pid=0, note="Ray starts it again", fault=why)
+            self._set(State.RESTARTING, pid=0, note="Ray restarts it", fault=why)
 
     @staticmethod
     def _where(about: dict[str, Any]) -> str:
@@ -289,7 +306,7 @@ class RayInstance:
 
 
 class RayInstances:
-    """All of them. Made by `placing`."""
+    """All instances of the suite. Created by `placing`."""
 
     def __init__(self, instances: list[RayInstance]) -> None:
         self._instances = instances
@@ -298,14 +315,13 @@ class RayInstances:
 
     @property
     def statuses(self) -> tuple[Status, ...]:
-        """Every instance, in the order of the file."""
         return tuple(each.status for each in self._instances)
 
     async def started(self, within_s: float) -> tuple[str, ...]:
-        """Wait for all that Ray has found nodes for, one of each role at least; the names of those that are ready then.
+        """Wait until all placed instances are ready, at least one of each role; returns the names of ready ones.
 
-        Those that take longer than `within_s` are left to start while the others serve. Raises Unavailable where a role
-        has none.
+        Instances that take longer than `within_s` go on starting while the others serve. Raises Unavailable if a role
+        has no ready instance by then.
         """
         give_up = time.monotonic() + within_s
         await self._looked.wait()
@@ -322,18 +338,17 @@ class RayInstances:
         raise Unavailable(f"not ready on Ray after {within_s:g} s:\n" + "\n".join(late))
 
     def node_of(self, name: str) -> str:
-        """The id of the Ray node that an instance is on. Raises NotFound."""
+        """The id of an instance's Ray node. Raises NotFound."""
         for each in self._instances:
             if each.status.name == name and each.node:
                 return each.node
-        raise NotFound(f"{name!r} is on no node")
+        raise NotFound(f"instance {name!r} is not placed on a node")
 
     async def kept(self) -> None:
-        """Never ends, but with the error that ended the care for them."""
+        """Run until an error ends the supervision of the instances."""
         await asyncio.shield(self._watching)
 
     async def close(self) -> None:
-        """Stop them all."""
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
         await asyncio.gather(*(each.stop() for each in self._instances))
@@ -349,7 +364,7 @@ class RayInstances:
 async def placing(
     wanted: Sequence[tuple[WorkerSettings, Mapping[str, str], Needs]], changed: Changed
 ) -> AsyncIterator[RayInstances]:
-    """Run these on Ray for the block's length: settings of each but where it listens, further variables, its needs."""
+    """Run instances on Ray within the block. wanted: for each its settings without host and ports, variables, needs."""
     instances = RayInstances([RayInstance(settings, env, needs, changed) for settings, env, needs in wanted])
     try:
         yield instances
@@ -359,42 +374,3 @@ async def placing(
 
 def _future(reference: Any) -> asyncio.Future[Any]:
     return asyncio.wrap_future(reference.future())
-
-
-TOKEN = "POLYPHASE_WORKER_CLUSTER_TOKEN"
-
-
-@contextmanager
-def on_ray(cluster: Cluster, address: str) -> Iterator[Cluster]:
-    """The file as it is to be planned, while this process is connected to Ray. Raises InvalidRequest, Unavailable."""
-    with connected(address) as here:
-        yield placed_at(cluster, here)
-
-
-def divide(cluster: Cluster, plan: Plan) -> tuple[Plan, Running]:
-    """The plan without the instances, and who runs those. Raises InvalidRequest for needs that Ray cannot meet."""
-    specs = [spec for spec in plan.processes if isinstance(spec.settings, WorkerSettings)]
-    needs = {spec.name: _needs(cluster, spec) for spec in specs}
-
-    @asynccontextmanager
-    async def running(changed: Changed) -> AsyncIterator[Elsewhere]:
-        async with placing([(*_settled(cluster, spec), needs[spec.name]) for spec in specs], changed) as instances:
-            yield instances
-
-    return replace(plan, processes=tuple(spec for spec in plan.processes if spec not in specs)), running
-
-
-def _needs(cluster: Cluster, spec: ProcessSpec) -> Needs:
-    assert isinstance(spec.settings, WorkerSettings)
-    return needs_of(_entry(cluster, spec), spec.settings, cluster.instances)
-
-
-def _settled(cluster: Cluster, spec: ProcessSpec) -> tuple[WorkerSettings, dict[str, str]]:
-    """Settings and further variables of a process on another node, which lacks the files of this one."""
-    assert isinstance(spec.settings, WorkerSettings)
-    settings = spec.settings.model_copy(update={"cluster_token_file": None})
-    return settings, {**_entry(cluster, spec).env, TOKEN: spec.settings.token()}
-
-
-def _entry(cluster: Cluster, spec: ProcessSpec) -> InstanceSection:
-    return next(each for each in cluster.instances if spec.name in each.ids)

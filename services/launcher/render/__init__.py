@@ -1,1 +1,1 @@
-"""Manifests for orchestrators, from the cluster file that `polyphase up` takes."""
+"""Manifests for orchestrators, rendered from a cluster file."""

@@ -1,21 +1,24 @@
-"""From the plan of a cluster file to groups of pods that are alike.
+"""From a cluster file to groups of identical pods.
 
-The plan is the one that `polyphase up` makes for a single machine. There every port belongs to one process, so an
-address in any process's environment says whom it means, and becomes the name by which that one is found here.
+`in_pods` gives each process the DNS name of its pod and the ports of its group; the processes themselves come from
+`plan.processes_at`, as they do for `polyphase up`. What remains is what pods need besides: which variables are secret,
+which differ between the pods of a group, and the paths of files and programs in the images.
 """
 
 import hashlib
 import json
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from services.launcher.addresses import SERVICES, Addresses, Endpoint, on_hosts
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
-from services.launcher.plan import make_plan
+from services.launcher.plan import processes_at
+from services.launcher.ports import check_distinct
 from services.launcher.render.options import RenderOptions
 from services.launcher.spec import OURS, ProcessSpec
 from services.worker.settings import WorkerSettings
@@ -23,13 +26,25 @@ from shared.errors import InvalidRequest
 from shared.runtime.settings import ServiceSettings
 from shared.secrecy import SECRET_NAME, SHARED_SECRET, USER_IN_URL
 
-# MERGED environment.py
-# The environment of a pod: what the plan says, what the file adds, what is secret, what is each pod's own.
-
-
-SECRETS_OF_ALL = ("curve_public", "curve_secret", "database_url")  # between pods there is no way without
+Manifest = dict[str, Any]
+SUITE = "polyphase"
+METRICS = "polyphase/metrics"  # the label of Services whose pods Prometheus scrapes
+GATEWAY, WORKER, POSTGRES = "gateway", "worker", "postgres"
+KEYED = frozenset({GATEWAY, "dashboard"})  # components that check API keys
+GATEWAY_PODS = "gateway-pods"  # the headless Service under which each gateway has a name of its own
+STATELESS = frozenset({"planner", "dashboard"})  # reached by a Service's name, whichever pod answers
+APP, MODELS, DATA, KEYS = "/app", "/models", "/data", "/etc/polyphase"  # folders in the images
+KEYS_FILE = f"{KEYS}/keys.yaml"  # the gateway's API keys, from the Secret
+SECRETS_OF_ALL = ("curve_public", "curve_secret", "database_url")  # settings that pods cannot do without
 DATABASE_URL = "_DATABASE_URL"
 _OWN_URL = "postgresql://polyphase@postgres/polyphase"  # the password is in PGPASSWORD
+_ANY = "0.0.0.0"  # pods listen on all addresses
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?")  # leaves room for the suffix that a StatefulSet adds
+_NAMES = ("INSTANCE_ID", "SCHEDULER_ID", "GATEWAY_ID", "MONITOR_ID")  # the name of the pod
+# Left out of the environment: the names above, and secrets that are files on one host and keys of the Secret here.
+_TOKEN, _TOKEN_FILE = "_CLUSTER_TOKEN", "_CLUSTER_TOKEN_FILE"
+_LEFT_OUT = (*_NAMES, _TOKEN, _TOKEN_FILE, "_CURVE_FILE")
+_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # set by the plan where all engines are emulated
 # Variables of other programs that hold no secret; every other one goes into the Secret. A name that ends like that of a
 # secret, and a value with a URL's user information, are secret whatever stands here.
 _PLAIN_BEGINNINGS = ("CUDA_", "FI_", "GLOO_", "KMP_", "NCCL_", "NIXL_", "OMP_", "TRITON_", "UCX_", "VLLM_")
@@ -74,48 +89,199 @@ _PLAIN = {
     "OTEL_TRACES_SAMPLER",
     "OTEL_TRACES_SAMPLER_ARG",
 }
-_NAMES = ("INSTANCE_ID", "SCHEDULER_ID", "GATEWAY_ID", "MONITOR_ID")  # a pod goes by its own name
-_HOSTS = ("host", "http_host")
-_TOKEN, _TOKEN_FILE = "_CLUSTER_TOKEN", "_CLUSTER_TOKEN_FILE"  # on one machine in a file, here in the Secret
-_CURVE_FILE = "_CURVE_FILE"  # of one machine; here the pair of the Secret
-_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # the plan sets it where nobody computes
 
 
-def given(cluster: Cluster, spec: ProcessSpec) -> dict[str, str]:
-    """What the file adds to a process's environment by `env`."""
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Processes that one workload runs, each in a pod of its own."""
+
+    name: str
+    component: str
+    replicas: int
+    command: tuple[str, ...]
+    health: str  # paths
+    ready: str
+    ports: dict[str, int]  # name → number; the first is "http"
+    settings: ServiceSettings | None  # of the first process
+    environment: dict[str, str] = field(default_factory=dict)
+    secrets: dict[str, str] = field(default_factory=dict)  # variable → key of the Secret
+    fields: dict[str, str] = field(default_factory=dict)  # variable → field of the pod
+    secret_values: dict[str, str] = field(default_factory=dict)  # key of the Secret → value in the cluster file
+
+    @property
+    def uses_database(self) -> bool:
+        return any(name.endswith(DATABASE_URL) for name in (*self.secrets, *self.environment))
+
+    @property
+    def worker(self) -> WorkerSettings | None:
+        """The settings of its instances; None for processes of the control plane."""
+        return self.settings if isinstance(self.settings, WorkerSettings) else None
+
+    @property
+    def service(self) -> str:
+        """The Service that governs its pods."""
+        return GATEWAY_PODS if self.component == GATEWAY else self.component
+
+
+def groups_of(cluster: Cluster, options: RenderOptions, where: str) -> tuple[Group, ...]:
+    """The groups in the order of the plan. Raises InvalidRequest that names `where` and the key."""
+    if cluster.predictor.beside:
+        raise InvalidRequest(f"{where}: predictor.beside: pods have no predictor beside an instance: leave it out")
+    in_images = _in_images(cluster, options, where)
+    members: dict[str, list[ProcessSpec]] = {}
+    entries = {name: entry.id for entry in cluster.instances for name in entry.ids}
+    for spec in processes_at(in_images, Path(DATA), where, in_pods(in_images)):
+        component = _component(spec)
+        name = entries[spec.name] if component == WORKER else component
+        if not _LABEL.fullmatch(name):
+            raise InvalidRequest(f"{where}: instances: id {name!r}: Kubernetes allows at most 52 of a-z, 0-9 and -")
+        group = members.setdefault(name, [])
+        if name in (WORKER, POSTGRES, GATEWAY_PODS) or (group and _component(group[0]) != component):
+            raise InvalidRequest(f"{where}: instances: {name!r} is the name of another part of the suite")
+        group.append(spec)
+    return tuple(_group(cluster, options, where, name, specs) for name, specs in members.items())
+
+
+def in_pods(cluster: Cluster) -> Addresses:
+    """Each process under the DNS name of its pod; all pods of a group listen on the ports of the first."""
+    at = on_hosts(cluster)
+
+    def pods(group: str, component: str, endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
+        return tuple(
+            Endpoint(each.name, _ANY, f"{group}-{index}.{component}", endpoints[0].port)
+            for index, each in enumerate(endpoints)
+        )
+
+    def behind_service(each: Endpoint) -> Endpoint:
+        return replace(each, listen=_ANY, host=each.name)
+
+    workers = [pods(entry.id, WORKER, [at.instances[name] for name in entry.ids]) for entry in cluster.instances]
+    return Addresses(
+        monitors=pods("monitor", "monitor", at.monitors),
+        schedulers=pods("scheduler", "scheduler", at.schedulers),
+        api=behind_service(at.api),
+        gateways=tuple(map(behind_service, at.gateways)),
+        predictors=pods("predictor", "predictor", at.predictors),
+        planner=behind_service(at.planner) if at.planner is not None else None,
+        dashboard=behind_service(at.dashboard),
+        instances={each.name: each for several in workers for each in several},
+    )
+
+
+def _in_images(cluster: Cluster, options: RenderOptions, where: str) -> Cluster:
+    """The cluster file with paths as pods find them, a login at the dashboard, and one gateway in place of all."""
+    model = options.model or cluster.model.replace(str(PROJECT), APP)
+    if not options.model and model == cluster.model and Path(model).is_absolute():
+        raise InvalidRequest(
+            f"{where}: model: {model} is a folder of this machine: name it as pods find it (--model /models/NAME, a "
+            "folder of the model volume), or write its Hugging Face name"
+        )
+    gateway = cluster.gateway.model_copy(update={"host": "", "processes": 1, "api_keys_file": KEYS_FILE})
+    dashboard = cluster.dashboard.model_copy(update={"login": True})  # people of other machines reach it
+    return cluster.model_copy(update={"gateway": gateway, "dashboard": dashboard, "model": model})
+
+
+def _component(spec: ProcessSpec) -> str:
+    return SERVICES.get(type(spec.settings), spec.name)
+
+
+def _group(cluster: Cluster, options: RenderOptions, where: str, name: str, specs: Sequence[ProcessSpec]) -> Group:
+    first, component = specs[0], _component(specs[0])
+    check_distinct(first.ports)
+    found = {spec.name: _environment(cluster, spec, where) for spec in specs}
+    _require_alike(found, where)
+    plain, secrets, values = split_secrets(found[first.name], name, options.plain)
+    secrets |= secrets_of(first)
+    own, fields = own_variables(first, component, len(specs), options)
+    if options.postgres.enabled:
+        secrets = _at_own_postgres(secrets, own)
+    http = int(first.health_url.rpartition(":")[2].partition("/")[0])
+    health = "/" + first.health_url.split("/", 3)[3]
+    numbers = sorted((use.port for use in first.ports), key=lambda port: port != http)
+    gateways = {}
+    if component == "dashboard" and cluster.gateway.processes > 1:  # it adds up the figures of each gateway
+        urls = [f"http://{GATEWAY}-{i}.{GATEWAY_PODS}:{cluster.gateway.port}" for i in range(cluster.gateway.processes)]
+        gateways = {"POLYPHASE_DASHBOARD_GATEWAY_URLS": json.dumps(urls)}
+    return Group(
+        name=name,
+        component=component,
+        replicas=cluster.gateway.processes if component == GATEWAY else len(specs),
+        command=tuple("python3" if word == sys.executable else _in_image(word) for word in first.argv),
+        health=health,
+        ready="/ready" if first.settings is not None else health,
+        ports={"http" if port == http else f"tcp-{port}": port for port in numbers},
+        settings=first.settings,
+        environment={**own, **plain, **gateways},
+        secrets=secrets,
+        fields=fields,
+        secret_values=values,
+    )
+
+
+def _in_image(text: str) -> str:
+    return text.replace(str(PROJECT), APP)
+
+
+def _environment(cluster: Cluster, spec: ProcessSpec, where: str) -> dict[str, str]:
+    """Our variables of a process as pods need them, without those that differ between pods, plus the file's `env`."""
+    added = env_of_file(cluster, spec)
+    found = {key: _in_image(value) for key, value in spec.env.items() if key.startswith(OURS) and key not in added}
+    found = {key: value for key, value in found.items() if not key.endswith(_LEFT_OUT)}
+    if all(entry.extra.get("engine") == "emulated" for entry in cluster.instances):
+        found[_LONG] = "1"
+    for key, value in found.items():
+        if value.startswith("/") and not value.startswith((f"{APP}/", f"{MODELS}/", f"{DATA}/", f"{KEYS}/")):
+            raise InvalidRequest(
+                f"{where}: {spec.name}: {key}: {value} is on this machine only: put it into the image or below {MODELS}"
+            )
+    return {**found, **added}
+
+
+def env_of_file(cluster: Cluster, spec: ProcessSpec) -> dict[str, str]:
+    """The variables that the cluster file adds to a process by `env`."""
     if isinstance(spec.settings, WorkerSettings):
         return next(entry.env for entry in cluster.instances if spec.name in entry.ids)
-    module = spec.argv[-1] if spec.settings is not None else spec.name
-    env: dict[str, str] = getattr(cluster, module.rpartition(".")[2].rpartition("_")[2]).env
+    env: dict[str, str] = getattr(cluster, _component(spec)).env
     return env
 
 
-def derived(cluster: Cluster, spec: ProcessSpec) -> dict[str, str]:
-    """What the plan gives it, but for its name and the rest of this machine's own environment."""
-    said = given(cluster, spec)
-    ours = {key: value for key, value in spec.env.items() if key.startswith(OURS) and key not in said}
-    long = {_LONG: "1"} if all(entry.extra.get("engine") == "emulated" for entry in cluster.instances) else {}
-    left_out = (*_NAMES, _TOKEN, _TOKEN_FILE, _CURVE_FILE)
-    return {key: value for key, value in (ours | long).items() if not key.endswith(left_out)}
+def _require_alike(environments: Mapping[str, Mapping[str, str]], where: str) -> None:
+    """Raises InvalidRequest that names what differs."""
+    (first, common), *others = environments.items()
+    for name, other in others:
+        if keys := sorted(key for key in {**other, **common} if other.get(key) != common.get(key)):
+            raise InvalidRequest(
+                f"{where}: {name}: {', '.join(keys)} differs from that of {first}, and all pods of a StatefulSet have "
+                "the same: make it an entry of its own (emulated instances: leave `node` out)"
+            )
 
 
 def secrets_of(spec: ProcessSpec) -> dict[str, str]:
-    """What every process of its kind gets from the Secret, whether the file says it or not: variable → key."""
+    """The variables that a process gets from the Secret whether or not the file gives them: variable → key."""
     found = {}
     if spec.settings is not None:
         prefix, known = str(spec.settings.model_config.get("env_prefix")), type(spec.settings).model_fields
         found = {f"{prefix}{key.upper()}": key.replace("_", "-") for key in SECRETS_OF_ALL if key in known}
-    asks = {name.removesuffix("_FILE") for name in spec.env if name.endswith((_TOKEN, _TOKEN_FILE))}
-    return {**found, **dict.fromkeys(sorted(asks), "cluster-token")}
+    tokens = {name.removesuffix("_FILE") for name in spec.env if name.endswith((_TOKEN, _TOKEN_FILE))}
+    return {**found, **dict.fromkeys(sorted(tokens), "cluster-token")}
 
 
-def apart(
+def _at_own_postgres(secrets: Mapping[str, str], own: dict[str, str]) -> dict[str, str]:
+    """The secrets of a process that uses the rendered database; the database's URL goes into `own`."""
+    urls = [name for name in secrets if name.endswith(DATABASE_URL)]
+    if not urls:
+        return dict(secrets)
+    own |= dict.fromkeys(urls, _OWN_URL)
+    return {name: key for name, key in secrets.items() if name not in urls} | {"PGPASSWORD": "postgres-password"}
+
+
+def split_secrets(
     environment: Mapping[str, str], group: str, plain: Collection[str] = ()
 ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """The plain variables; the Secret's key of each other variable; and by those keys the values.
 
-    plain: further names of variables without secrets. A variable whose name says that it is a secret has one key for
-    all groups, such as `hf-token`; any other has a key of its group's own.
+    plain: further names of variables without secrets. A variable whose name marks it as a secret has one key for all
+    groups, such as `hf-token`; any other has a key of its own group.
     """
     readable, keys, values = {}, {}, {}
     for name, value in environment.items():
@@ -135,7 +301,7 @@ def _is_plain(name: str, value: str, plain: Collection[str]) -> bool:
         return True
     if SHARED_SECRET.search(name) or (SECRET_NAME.search(name) and not name.startswith(OURS)):
         return False
-    if name.startswith(OURS):  # a setting: its name is known, its value may be a mapping of anything
+    if name.startswith(OURS):  # the name of a setting is known, but its value may be a mapping of anything
         return not any(SECRET_NAME.search(key) and text for key, text in _texts(value))
     return name in _PLAIN or name.startswith(_PLAIN_BEGINNINGS)
 
@@ -156,251 +322,30 @@ def _texts(value: str) -> Iterator[tuple[str, str]]:
             yield key, part
 
 
-def own(
+def own_variables(
     spec: ProcessSpec, component: str, replicas: int, options: RenderOptions
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Where it listens, how it is called and how long it may take to end: values, and fields of its pod.
+    """What each pod has for itself: its name, its address, its time to end. Values, and fields of the pod.
 
-    Values hold unless the file says otherwise. Those with `$(…)` name another variable.
+    The cluster file takes precedence over the values. A value with `$(…)` refers to another variable.
     """
     if spec.settings is None:
         return {}, {}
     prefix, known = str(spec.settings.model_config.get("env_prefix")), type(spec.settings).model_fields
-    values = {f"{prefix}{key.upper()}": "0.0.0.0" for key in _HOSTS if key in known}
+    values: dict[str, str] = {}
     fields = {f"{prefix}{key}": "metadata.name" for key in _NAMES if key.lower() in known}
-    if "advertise_url" in known:  # one of several tells others by it where to find it
+    if "advertise_url" in known:  # the address under which the other monitors reach this one
         http = next(use.port for use in spec.ports)
         values[f"{prefix}ADVERTISE_URL"] = f"http://$({prefix}MONITOR_ID).{component}:{http}"
-    if component == "gateway":
+    if component == GATEWAY:
         values[f"{prefix}DRAIN_S"] = str(options.gateway_drain_s)
     if isinstance(spec.settings, WorkerSettings):
         values[f"{prefix}DRAIN_S"] = str(options.worker_drain_s)
         fields[f"{prefix}ADVERTISE_HOST"] = "status.podIP"
-        if replicas == 1:  # its pod is called NAME-0
+        if replicas == 1:  # the pod is called NAME-0, the instance NAME
             del fields[f"{prefix}INSTANCE_ID"]
             values[f"{prefix}INSTANCE_ID"] = spec.name
     return values, fields
-
-
-def at_own_postgres(secrets: Mapping[str, str], values: dict[str, str]) -> dict[str, str]:
-    """The secrets of a process that uses the database which is rendered too; its address goes into `values`."""
-    urls = [name for name in secrets if name.endswith(DATABASE_URL)]
-    if not urls:
-        return dict(secrets)
-    values |= dict.fromkeys(urls, _OWN_URL)
-    return {name: key for name, key in secrets.items() if name not in urls} | {"PGPASSWORD": "postgres-password"}
-
-
-# MERGED image_paths.py
-# Files and programs of this machine, as the project's images have them.
-
-
-APP, MODELS, DATA, KEYS = "/app", "/models", "/data", "/etc/polyphase"
-_THERE = (APP, MODELS, DATA, KEYS)
-
-
-def from_here(text: str) -> str:
-    """The same with the project's folder where images have it."""
-    return text.replace(str(PROJECT), APP)
-
-
-def require_there(text: str, at: str) -> None:
-    """Raises InvalidRequest, which begins with `at`, for a path that no pod has."""
-    if text.startswith("/") and not text.startswith(tuple(f"{folder}/" for folder in _THERE)):
-        raise InvalidRequest(f"{at}: {text} is on this machine only: put it into the image or below {MODELS}")
-
-
-def command_of(argv: Sequence[str]) -> tuple[str, ...]:
-    """The program, listening on every address of its pod."""
-    listening = {sys.executable: "python3", "127.0.0.1": "0.0.0.0"}
-    return tuple(listening.get(word, from_here(word)) for word in argv)
-
-
-GATEWAY, WORKER, POSTGRES = "gateway", "worker", "postgres"
-KEYED = frozenset({GATEWAY, "dashboard"})  # those that ask for API keys
-GATEWAY_PODS = "gateway-pods"  # the Service by which each gateway is found alone
-STATELESS = frozenset({"planner", "dashboard"})  # found by a Service's name, whichever pod answers
-KEYS_FILE = f"{KEYS}/keys.yaml"  # the gateway's API keys, from the Secret
-_ADDRESS = re.compile(r"127\.0\.0\.1:(\d+)")
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?")  # room for what a StatefulSet adds
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Processes that one workload runs, each in a pod of its own."""
-
-    name: str
-    component: str
-    replicas: int
-    command: tuple[str, ...]
-    health: str  # paths
-    ready: str
-    ports: dict[str, int]  # name → number; the first is "http"
-    settings: ServiceSettings | None  # of the first
-    environment: dict[str, str] = field(default_factory=dict)
-    secrets: dict[str, str] = field(default_factory=dict)  # variable → key of the Secret
-    fields: dict[str, str] = field(default_factory=dict)  # variable → field of the pod
-    secret_values: dict[str, str] = field(default_factory=dict)  # key of the Secret → what the file says
-
-    @property
-    def uses_database(self) -> bool:
-        """Whether its processes read or write the database."""
-        return any(name.endswith(DATABASE_URL) for name in (*self.secrets, *self.environment))
-
-    @property
-    def worker(self) -> WorkerSettings | None:
-        """The settings of its instances, if it is one of those."""
-        return self.settings if isinstance(self.settings, WorkerSettings) else None
-
-    @property
-    def service(self) -> str:
-        """The Service by which its pods are found, each by its own name where they are not all the same."""
-        return GATEWAY_PODS if self.component == GATEWAY else self.component
-
-
-def groups_of(cluster: Cluster, options: RenderOptions, where: str) -> tuple[Group, ...]:
-    """In the order of the plan. Raises InvalidRequest that names `where` and the key."""
-    if cluster.predictor.beside:
-        raise InvalidRequest(f"{where}: predictor.beside: pods have no predictor beside an instance: leave it out")
-    plan = make_plan(_on_one_machine(cluster, options, where), Path(DATA), where=where)
-    members = _members(cluster, plan.processes, where)
-    book = _address_book(members)
-    return tuple(_group(cluster, options, where, name, specs, book) for name, specs in members.items())
-
-
-def _on_one_machine(cluster: Cluster, options: RenderOptions, where: str) -> Cluster:
-    """The same cluster without hosts, as pods find its files, one gateway standing for all."""
-    gateway = cluster.gateway.model_copy(update={"host": "", "processes": 1, "api_keys_file": KEYS_FILE})
-    entries = tuple(entry.model_copy(update={"host": ""}) for entry in cluster.instances)
-    dashboard = cluster.dashboard.model_copy(update={"login": True})  # others than this machine's people reach it
-    changes = {"hosts": {}, "control": "", "gateway": gateway, "dashboard": dashboard, "instances": entries}
-    return cluster.model_copy(update={**changes, "model": _model(cluster, options, where)})
-
-
-def _model(cluster: Cluster, options: RenderOptions, where: str) -> str:
-    model = options.model or from_here(cluster.model)
-    if not options.model and model == cluster.model and Path(model).is_absolute():
-        raise InvalidRequest(
-            f"{where}: model: {model} is a folder of this machine: name it as pods find it (--model /models/NAME, a "
-            "folder of the model volume), or write its Hugging Face name"
-        )
-    return model
-
-
-def _members(cluster: Cluster, specs: Iterable[ProcessSpec], where: str) -> dict[str, list[ProcessSpec]]:
-    entries = {name: entry.id for entry in cluster.instances for name in entry.ids}
-    found: dict[str, list[ProcessSpec]] = {}
-    for spec in specs:
-        component = _component(spec)
-        name = entries[spec.name] if component == WORKER else component
-        if not _LABEL.fullmatch(name):
-            raise InvalidRequest(f"{where}: instances: id {name!r}: Kubernetes wants at most 52 of a-z, 0-9 and -")
-        alike = found.setdefault(name, [])
-        if name in (WORKER, POSTGRES, GATEWAY_PODS) or (alike and _component(alike[0]) != component):
-            raise InvalidRequest(f"{where}: instances: {name!r} is the name of another part of the suite")
-        alike.append(spec)
-    return found
-
-
-def _component(spec: ProcessSpec) -> str:
-    """By the module that it runs: `services.cluster_monitor` is the monitor."""
-    if spec.settings is None:
-        return spec.name
-    return spec.argv[-1].rpartition(".")[2].rpartition("_")[2]
-
-
-def _address_book(members: Mapping[str, Sequence[ProcessSpec]]) -> dict[int, str]:
-    """Port of the plan → host:port here, where all of a group listen on the ports of its first."""
-    book = {}
-    for name, specs in members.items():
-        component = _component(specs[0])
-        for index, spec in enumerate(specs):
-            host = component if component in (GATEWAY, *STATELESS) else f"{name}-{index}.{component}"
-            for use, first in zip(spec.ports, specs[0].ports, strict=True):
-                book[use.port] = f"{host}:{first.port}"
-    return book
-
-
-def _group(
-    cluster: Cluster,
-    options: RenderOptions,
-    where: str,
-    name: str,
-    specs: Sequence[ProcessSpec],
-    book: Mapping[int, str],
-) -> Group:
-    first, component = specs[0], _component(specs[0])
-    found = {spec.name: _environment(cluster, spec, first, book, where) for spec in specs}
-    _require_alike(found, where)
-    plain, secrets, values = apart(found[first.name], name, options.plain)
-    secrets |= secrets_of(first)
-    more, fields = own(first, component, len(specs), options)
-    if options.postgres.enabled:
-        secrets = at_own_postgres(secrets, more)
-    http = int(first.health_url.rpartition(":")[2].partition("/")[0])
-    path = "/" + first.health_url.split("/", 3)[3]
-    numbers = sorted((use.port for use in first.ports), key=lambda port: port != http)
-    return Group(
-        name=name,
-        component=component,
-        replicas=cluster.gateway.processes if component == GATEWAY else len(specs),
-        command=command_of(first.argv),
-        health=path,
-        ready="/ready" if first.settings is not None else path,
-        ports={"http" if port == http else f"tcp-{port}": port for port in numbers},
-        settings=first.settings,
-        environment={**more, **plain, **_gateways(cluster, component)},
-        secrets=secrets,
-        fields=fields,
-        secret_values=values,
-    )
-
-
-def _gateways(cluster: Cluster, component: str) -> dict[str, str]:
-    """For the dashboard, which adds up what each of several gateways says."""
-    if component != "dashboard" or cluster.gateway.processes == 1:
-        return {}
-    pods = [f"{GATEWAY}-{index}.{GATEWAY_PODS}" for index in range(cluster.gateway.processes)]
-    return {"POLYPHASE_DASHBOARD_GATEWAY_URLS": json.dumps([f"http://{pod}:{cluster.gateway.port}" for pod in pods])}
-
-
-def _environment(
-    cluster: Cluster, spec: ProcessSpec, first: ProcessSpec, book: Mapping[int, str], where: str
-) -> dict[str, str]:
-    """What the plan says, with addresses and paths as they are here, and without what each pod has of its own."""
-    ports = {use.port: other.port for use, other in zip(spec.ports, first.ports, strict=True)}
-
-    def there(found: re.Match[str]) -> str:
-        port = int(found[1])
-        return f"0.0.0.0:{ports[port]}" if port in ports else book.get(port, found[0])
-
-    moved = {}
-    for key, value in derived(cluster, spec).items():
-        moved[key] = _ADDRESS.sub(there, from_here(value))
-        require_there(moved[key], f"{where}: {spec.name}: {key}")
-        if key.endswith("PORT") and value.isdigit():
-            moved[key] = str(ports.get(int(value), value))
-    return {**moved, **given(cluster, spec)}
-
-
-def _require_alike(environments: Mapping[str, Mapping[str, str]], where: str) -> None:
-    """Raises InvalidRequest that names what differs."""
-    (first, common), *others = environments.items()
-    for name, other in others:
-        if keys := sorted(key for key in {**other, **common} if other.get(key) != common.get(key)):
-            raise InvalidRequest(
-                f"{where}: {name}: {', '.join(keys)} is not {first}'s, and the pods of a StatefulSet are alike: make "
-                "it an entry of its own (emulated instances: leave `node` out)"
-            )
-
-
-# MERGED objects.py
-# What all objects have: kind, name, labels.
-
-
-Manifest = dict[str, Any]
-SUITE = "polyphase"
-METRICS = "polyphase/metrics"  # the label of Services that Prometheus goes by
 
 
 def manifest(
@@ -411,16 +356,16 @@ def manifest(
     return {"apiVersion": api, "kind": kind, "metadata": metadata, **body}
 
 
-def labels(group: "Group") -> dict[str, str]:
-    """Of the pods of a group."""
+def labels(group: Group) -> dict[str, str]:
+    """The labels of a group's pods."""
     return {"app.kubernetes.io/part-of": SUITE, **selector(group)}
 
 
-def selector(group: "Group") -> dict[str, str]:
-    """By which the pods of a group are found, and no others."""
+def selector(group: Group) -> dict[str, str]:
+    """The labels that select the pods of this group and no others."""
     return {"app.kubernetes.io/name": group.component, "app.kubernetes.io/instance": group.name}
 
 
 def checksum(config: Mapping[str, str]) -> str:
-    """Another one when anything in it changes."""
+    """A digest that changes with any entry."""
     return hashlib.sha256(json.dumps(dict(config), sort_keys=True).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What a cluster file does not say, and a Kubernetes cluster wants to know."""
+"""Options of `polyphase render kubernetes` that a cluster file does not have."""
 
 from pathlib import Path
 from typing import Any, Self
@@ -18,15 +18,15 @@ class _Part(BaseModel):
 
 
 class ModelVolume(_Part):
-    """Where models and what is compiled for them are kept: a claim that all pods share, or one of each worker's own."""
+    """The volume of models and compiled code: a claim that all pods share, or one for each worker."""
 
-    claim: str = ""  # an existing claim that every pod may mount; empty: each worker gets one
+    claim: str = ""  # an existing claim that all pods can mount; empty: each worker gets one
     size: str = "100Gi"
     storage_class: str = ""  # empty: the cluster's default
 
 
 class Postgres(_Part):
-    """A database for trying out: one pod, one volume."""
+    """A database for trials: one pod, one volume."""
 
     enabled: bool = False
     image: str = "postgres:16"
@@ -35,40 +35,40 @@ class Postgres(_Part):
 
 
 class Resources(_Part):
-    """Of a container, in Kubernetes' words: `{cpu: "2", memory: 4Gi}`."""
+    """Resources of a container as in Kubernetes: `{cpu: "2", memory: 4Gi}`."""
 
     requests: dict[str, str] = {}
     limits: dict[str, str] = {}
 
 
 class RenderOptions(_Part):
-    """How the manifests are made. Times in seconds."""
+    """Times are in seconds."""
 
     namespace: str = Field("polyphase", pattern=_NAME)
     image: str = "polyphase:cpu"
     images: dict[str, str] = {"NVIDIA": "polyphase:gpu"}  # of instances, by their accelerator's vendor; else `image`
     pull_secrets: tuple[str, ...] = ()
-    secret: str = Field("polyphase", pattern=_NAME)  # the Secret that holds keys, tokens and the database's URL
-    plain: tuple[str, ...] = ()  # variables of `env` that hold no secret, beside the usual ones
-    model: str = ""  # as pods find it, where the file names a folder of this machine
+    secret: str = Field("polyphase", pattern=_NAME)  # the Secret with keys, tokens and the URL of the database
+    plain: tuple[str, ...] = ()  # further variables of `env` that are not secret
+    model: str = ""  # as pods find it, if the file names a folder of this machine
     models: ModelVolume = ModelVolume()
     postgres: Postgres = Postgres()
-    # Node labels of an accelerator and the values that will do, beside or in place of ours.
+    # Node labels of an accelerator and the acceptable values, in addition to or in place of the built-in ones.
     selectors: dict[str, dict[str, tuple[str, ...]]] = {}
     resources: dict[str, Resources] = {}  # by component (gateway, worker …) or by an instance's id in the file
-    shared_memory: str = "8Gi"  # of instances with more than one accelerator: they talk through it
+    shared_memory: str = "8Gi"  # of instances with several accelerators, whose ranks communicate through it
     runtime_class: str = ""  # of pods with accelerators
     worker_start_s: int = Field(1800, gt=0)  # to fetch and load a model
-    worker_drain_s: int = Field(120, ge=0)  # what an instance has begun may take so long when its pod ends
-    gateway_drain_s: int = Field(60, ge=0)  # the same of a gateway's open answers
-    monitors: bool = True  # ServiceMonitors, for Prometheus' operator
-    monitor_labels: dict[str, str] = {}  # by which an operator finds ServiceMonitors, such as {release: prometheus}
-    monitoring_namespace: str = "monitoring"  # from where metrics may be fetched
+    worker_drain_s: int = Field(120, ge=0)  # time limit for running requests of an instance whose pod ends
+    gateway_drain_s: int = Field(60, ge=0)  # time limit for open answers of a gateway whose pod ends
+    monitors: bool = True  # whether to render a ServiceMonitor for the Prometheus operator
+    monitor_labels: dict[str, str] = {}  # by which an operator finds the ServiceMonitor, such as {release: prometheus}
+    monitoring_namespace: str = "monitoring"  # from which metrics may be fetched
     network_policies: bool = True
 
     @classmethod
     def read(cls, file: Path | None, **given: Any) -> Self:
-        """From a YAML file, and over that what was `given`. Raises InvalidRequest that names the file and the key."""
+        """Options from a YAML file, overridden by `given`. Raises InvalidRequest that names the file and the key."""
         document = read_document(file) if file is not None else Document({}, Places("options"))
         data = document.mapping()
         images: Any = data.get("images") or {}

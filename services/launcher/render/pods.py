@@ -1,4 +1,7 @@
-"""A pod: its container with probes and an orderly end, its volumes, the node that it wants."""
+"""The pod of a group: its container with probes and an orderly stop, its volumes, and the node that it needs.
+
+The tables name accelerators as Kubernetes does: the resource that a device plugin counts, and the labels of nodes.
+"""
 
 import math
 from collections.abc import Mapping
@@ -26,10 +29,16 @@ from services.worker.settings import WorkerSettings
 from shared.cost.catalogue import Catalogue
 from shared.errors import InvalidRequest, PolyphaseError
 
-# MERGED accelerators.py
-# How Kubernetes calls an accelerator: the resource that a device plugin counts, the labels of nodes that have it.
-
-
+USER = 10001  # of the project's images
+MODEL_CLAIM, SHARED = "models", "shared-memory"
+_UNLOADED_S = 5  # until all kube-proxies stop sending requests to a gateway that ends
+_CLEAN_UP_S = 30
+_USUAL = {
+    "gateway": Resources(requests={"cpu": "1", "memory": "2Gi"}),
+    "predictor": Resources(requests={"cpu": "500m", "memory": "2Gi"}),
+    "dashboard": Resources(requests={"cpu": "100m", "memory": "512Mi"}),
+}
+_SMALL = Resources(requests={"cpu": "250m", "memory": "512Mi"})
 _RESOURCES = {
     "NVIDIA": "nvidia.com/gpu",
     "AMD": "amd.com/gpu",
@@ -101,40 +110,28 @@ _LABELS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What a pod of an instance asks its node for."""
+    """The devices that a pod of an instance requests."""
 
     vendor: str
     resource: str
     count: int
-    labels: Mapping[str, tuple[str, ...]]  # of the node: a value of each will do
+    labels: Mapping[str, tuple[str, ...]]  # of the node: label → acceptable values
 
 
 def devices_of(settings: WorkerSettings, options: RenderOptions, at: str) -> Devices | None:
-    """Nothing for emulated engines and those on CPUs. Raises InvalidRequest that names the key below `at`."""
+    """None for emulated engines and CPUs. Raises InvalidRequest that names the key below `at`."""
     names = {settings.accelerator, *settings.stage_accelerators}
     if settings.engine == "emulated" or names <= _CPUS:
         return None
     if len(names) > 1:
         kinds = ", ".join(sorted(names))
-        raise InvalidRequest(f"{at}.stage_accelerators: a pod is on one node, which has not all of {kinds}")
+        raise InvalidRequest(f"{at}.stage_accelerators: a pod runs on one node, which does not have all of {kinds}")
     try:
         known = Catalogue.built_in().get(settings.accelerator)
     except PolyphaseError as error:
         raise InvalidRequest(f"{at}.accelerator: {error.message}") from error
     labels = options.selectors.get(settings.accelerator, _LABELS.get(known.name, {}))
     return Devices(known.vendor, _RESOURCES[known.vendor], settings.ranks, labels)
-
-
-USER = 10001  # of the project's images
-MODEL_CLAIM, SHARED = "models", "shared-memory"
-_UNLOADED_S = 5  # until nobody sends requests to a gateway that ends: kube-proxies have to hear of it
-_CLEAN_UP_S = 30
-_USUAL = {
-    "gateway": Resources(requests={"cpu": "1", "memory": "2Gi"}),
-    "predictor": Resources(requests={"cpu": "500m", "memory": "2Gi"}),
-    "dashboard": Resources(requests={"cpu": "100m", "memory": "512Mi"}),
-}
-_SMALL = Resources(requests={"cpu": "250m", "memory": "512Mi"})
 
 
 def pod_template(cluster: Cluster, options: RenderOptions, group: Group, where: str) -> Manifest:
@@ -146,7 +143,7 @@ def pod_template(cluster: Cluster, options: RenderOptions, group: Group, where: 
     return {
         "metadata": {
             "labels": labels(group),
-            "annotations": {"polyphase/config": checksum(config)},  # pods are made anew when it changes
+            "annotations": {"polyphase/config": checksum(config)},  # a change replaces the pods
         },
         "spec": {
             "automountServiceAccountToken": False,
@@ -192,26 +189,26 @@ def _container(cluster: Cluster, options: RenderOptions, group: Group, devices: 
 
 
 def image_of(options: RenderOptions, devices: Devices | None) -> str:
-    """With the engine for that vendor's accelerators, if there is one of its own."""
+    """The image with the engine for that vendor's accelerators, if there is a special one."""
     return options.images.get(devices.vendor, options.image) if devices is not None else options.image
 
 
 def config_name(group: Group) -> str:
-    """Of the group's ConfigMap."""
+    """The name of the group's ConfigMap."""
     return f"{group.name}-environment"
 
 
 def locked() -> Manifest:
-    """What no container needs."""
+    """The security context: privileges that no container needs are dropped."""
     return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
 def _migration(options: RenderOptions, group: Group) -> Manifest:
-    """The newest schema, before anything writes: whoever comes first does it, the others wait."""
+    """An init container that upgrades the database's schema; the first pod does it while the others wait."""
     url = next(name for name in (*group.secrets, *group.environment) if name.endswith(DATABASE_URL))
-    said = {"POLYPHASE_DATABASE_URL": url, "PGPASSWORD": "PGPASSWORD"}
+    sources = {"POLYPHASE_DATABASE_URL": url, "PGPASSWORD": "PGPASSWORD"}
     env: list[Manifest] = []
-    for name, source in said.items():
+    for name, source in sources.items():
         if source in group.secrets:
             env.append(_secret(options, name, group.secrets[source]))
         elif source in group.environment:
@@ -233,7 +230,7 @@ def _secret(options: RenderOptions, name: str, key: str) -> Manifest:
 
 
 def _probes(cluster: Cluster, options: RenderOptions, group: Group) -> Manifest:
-    """Started: it answers. Ready: it may get work. Alive: it goes on answering, or it is ended as one that hangs."""
+    """Startup: the process answers. Readiness: it accepts work. Liveness: a process that hangs is killed."""
 
     def get(path: str, **times: int) -> Manifest:
         return {"httpGet": {"path": path, "port": "http"}, **times}
@@ -252,27 +249,27 @@ def _probes(cluster: Cluster, options: RenderOptions, group: Group) -> Manifest:
 
 
 def _grace_s(group: Group) -> int:
-    """Longer than what the process gives itself: whoever is killed cuts answers."""
+    """Longer than the drain of the process, since a killed process cuts answers."""
     drain_s = next((float(value) for key, value in group.environment.items() if key.endswith("_DRAIN_S")), 0.0)
     return math.ceil(drain_s) + _UNLOADED_S + _CLEAN_UP_S
 
 
 def _resources(options: RenderOptions, group: Group, devices: Devices | None) -> Manifest:
-    """An accelerator is in both: Kubernetes wants so."""
+    """Requests and limits; Kubernetes requires accelerators in both."""
     usual = _USUAL.get(group.component, _SMALL)
     if (worker := group.worker) is not None and worker.engine == "vllm":
         host_bytes = worker.inbox_bytes + (worker.staging_bytes or 1 << 30)
         kv_bytes = 0 if devices is not None else worker.kv_cache_bytes
         memory = f"{math.ceil((host_bytes + kv_bytes) * worker.ranks / 2**30) + 4}Gi"
         usual = Resources(requests={"cpu": str(worker.threads * worker.ranks), "memory": memory})
-    said = options.resources.get(group.name, options.resources.get(group.component, Resources()))
+    given = options.resources.get(group.name, options.resources.get(group.component, Resources()))
     counted = {devices.resource: str(devices.count)} if devices is not None else {}
-    requests, limits = {**usual.requests, **said.requests, **counted}, {**said.limits, **counted}
+    requests, limits = {**usual.requests, **given.requests, **counted}, {**given.limits, **counted}
     return {"requests": requests, **({"limits": limits} if limits else {})}
 
 
 def _node(options: RenderOptions, group: Group, devices: Devices | None) -> Manifest:
-    """A node with these accelerators; for those of which one must live, different nodes where there are some."""
+    """The affinity to nodes with these accelerators; other pods of a group are spread over nodes."""
     if devices is None:
         spread = {
             "maxSkew": 1,
@@ -304,7 +301,7 @@ def _mounts(group: Group, devices: Devices | None) -> list[Manifest]:
 
 
 def _volumes(options: RenderOptions, group: Group, devices: Devices | None) -> list[Manifest]:
-    """Those that no claim of the pod's own provides."""
+    """The volumes, except for claims of each pod."""
     found: list[Manifest] = [{"name": "scratch", "emptyDir": {}}, {"name": "data", "emptyDir": {}}]
     mounted = {mount["name"] for mount in _mounts(group, devices)}
     if MODEL_CLAIM in mounted:
@@ -323,7 +320,7 @@ def _volumes(options: RenderOptions, group: Group, devices: Devices | None) -> l
 
 
 def extra_environment() -> Mapping[str, str]:
-    """Of every pod: what would be written into a home folder goes elsewhere, since that one cannot be written."""
+    """Folders for programs that write to a home folder, which is read-only in pods."""
     return {
         "HOME": "/tmp",
         "HF_HOME": f"{MODELS}/huggingface",

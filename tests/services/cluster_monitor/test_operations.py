@@ -297,14 +297,14 @@ async def test_a_frozen_monitor_makes_the_outcome_unknown_and_carries_out_nothin
             monitor.send_signal(signal.SIGSTOP)
             monkeypatch.setattr(monitor_client, "SLACK_S", 0.5)
             monkeypatch.setattr(monitor_client, "ANSWER_S", 0.2)
-            with pytest.raises(OutcomeUnknown, match=r"is unknown: .*ask with: polyphase op") as unknown:
+            with pytest.raises(OutcomeUnknown, match=r"is unknown: .*`polyphase operation") as unknown:
                 await operate.act("drain", "d0", url, timeout_s=0.5, force=False)
             operation_id = unknown.value.operation_id
             monitor.send_signal(signal.SIGCONT)
 
             async def told() -> str:
                 try:
-                    return str((await operate.operation(operation_id, url))["result"])
+                    return (await operate.operation(operation_id, url)).result
                 except PolyphaseError:
                     return ""
 

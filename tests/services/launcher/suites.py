@@ -3,7 +3,7 @@
 from typing import Any
 
 from services.launcher.state_file import RunningProcess, SuiteState
-from services.launcher.status import Seen
+from services.launcher.status import Snapshot
 from shared.domain.instance import Role
 from shared.domain.verdict import Count, Level, Link, Problem, Stage, Verdict
 
@@ -46,6 +46,6 @@ def many(count: int, long: bool = False) -> list[dict[str, Any]]:
     return [entry(f"decode{tail}-{number}", running=number % 7, free_blocks=1000 - number) for number in range(count)]
 
 
-def seen(**changes: Any) -> Seen:
+def seen(**changes: Any) -> Snapshot:
     plain = {"state": state(), "verdict": verdict(), "instances": many(4), "slo": [window()]}
-    return Seen(**{"time_s": 0.0, **plain, **changes})
+    return Snapshot(**{"time_s": 0.0, **plain, **changes})

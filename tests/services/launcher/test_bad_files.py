@@ -53,7 +53,7 @@ BAD: dict[str, tuple[str, str]] = {  # "Known: …" stands for a list that grows
     ),
     "derived": (
         HEAD + "gateway:\n  schedulers: []\n" + TAIL,
-        "c.yaml:4: gateway.schedulers: it follows from the rest of the file, and is not to be given",
+        "c.yaml:4: gateway.schedulers: it is derived from the rest of the file: leave it out",
     ),
     "at_the_top": (
         HEAD + "monitor:\n  database_url: sqlite:///x\n" + TAIL,
@@ -99,7 +99,7 @@ BAD: dict[str, tuple[str, str]] = {  # "Known: …" stands for a list that grows
     ),
     "twice": (
         HEAD + "instances:\n  - {id: d, role: prefill, count: 2}\n  - {id: d-1, role: decode}\n",
-        "c.yaml:5: instances.d-1.id: another instance has the name 'd-1' already",
+        "c.yaml:5: instances.d-1.id: another instance already has the name 'd-1'",
     ),
     "key_twice": (
         HEAD + "gateway: {port: 1}\nmonitor: {}\ngateway: {port: 2}\n" + TAIL,
@@ -115,8 +115,8 @@ BAD: dict[str, tuple[str, str]] = {  # "Known: …" stands for a list that grows
     ),
     "curve": (
         HEAD + "hosts: {a: 127.0.0.1, b: 10.0.0.2}\ncontrol: a\n" + TAIL,
-        "c.yaml:3: hosts: between hosts curve_public and curve_secret are needed; `polyphase keys curve` makes them\n"
-        "c.yaml:3: hosts: between hosts cluster_token is needed; `polyphase keys token` makes one",
+        "c.yaml:3: hosts: several hosts need curve_public and curve_secret: `polyphase keys curve` creates them\n"
+        "c.yaml:3: hosts: several hosts need cluster_token: `polyphase keys token` creates one",
     ),
     "accelerator": (
         HEAD
@@ -225,7 +225,7 @@ BAD: dict[str, tuple[str, str]] = {  # "Known: …" stands for a list that grows
     "name_int": ("name: 5\nmodel: models/demo\n" + TAIL, "c.yaml:1: name: must be text, not 5: write it in quotes"),
     "curve_one": (
         HEAD + "curve_public: abc\n" + TAIL,
-        "c.yaml:3: curve_public: curve_secret is missing; `polyphase keys curve` makes both",
+        "c.yaml:3: curve_public: curve_secret is missing; `polyphase keys curve` creates both",
     ),
 }
 
@@ -325,7 +325,7 @@ def test_a_model_of_the_command_line_is_not_looked_for_in_the_file(tmp_path: Pat
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as error:
         load_cluster(Path("laptp"))
-    assert error.value.message.startswith("laptp: there is no such file; did you mean laptop? Shipped: ")
+    assert error.value.message.startswith("laptp: there is no such file; did you mean laptop? Shipped files: ")
 
 
 def test_an_id_with_dots(tmp_path: Path) -> None:

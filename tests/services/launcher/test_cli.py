@@ -1,25 +1,44 @@
-"""The command line: what is there, and how it fails."""
+"""The commands: help, arguments and errors."""
 
+import io
 import json
 import platform
 import re
+import sqlite3
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 from services.launcher import cli, cli_common, operate, state_file
+from services.launcher.cli import migrate_url
 from services.launcher.spec import Plan
-from shared.errors import NotFound
+from shared.errors import InvalidRequest, NotFound, Unavailable
 from shared.runtime.keys import checked
+from shared.wire.api import Operation
+from tests.ports import free_port
 
 RUN = CliRunner()
 TOKEN = "a-secret-of-the-cluster"
-DONE = {"instance_id": "p-0", "to_role": "decode", "drain_s": 1.0, "flip_s": 0.001, "operation_id": "7f3a"}
+DONE = {
+    "operation_id": "7f3a",
+    "instance_id": "p-0",
+    "generation": 1,
+    "from_role": "prefill",
+    "to_role": "decode",
+    "who": "ann",
+    "started_s": 1.0,
+    "drain_s": 1.0,
+    "flip_s": 0.001,
+    "result": "succeeded",
+}
 SAID = {"flip": "p-0 is now decode", "drain": "p-0 is drained", "resume": "p-0 gets work", "forget": "p-0 is forgotten"}
 
 
@@ -126,11 +145,9 @@ def test_predictor_takes_train_and_evaluate_only() -> None:
 def test_operations_go_to_the_monitor(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     asked: list[tuple[object, ...]] = []
 
-    async def act(
-        what: str, instance: str, url: str, token: str, *, timeout_s: float, force: bool
-    ) -> dict[str, object]:
+    async def act(what: str, instance: str, url: str, token: str, *, timeout_s: float, force: bool) -> Operation | None:
         asked.append((what, instance, url, token, force))
-        return {**DONE, "result": "forgotten" if what == "forget" else "succeeded"}
+        return None if what == "forget" else msgspec.convert({**DONE, "kind": what}, Operation)
 
     monkeypatch.setattr(operate, "act", act)
     monkeypatch.setenv("POLYPHASE_CLUSTER_TOKEN", TOKEN)
@@ -139,7 +156,9 @@ def test_operations_go_to_the_monitor(monkeypatch: pytest.MonkeyPatch, what: str
     assert result.exit_code == 0
     assert asked == [(what, "p-0", "http://m", TOKEN, what in ("flip", "drain"))]
     assert SAID[what] in result.stdout
-    assert json.loads(RUN.invoke(cli.app, [*words, "--json"]).stdout)["flip_s"] == 0.001
+    answer = json.loads(RUN.invoke(cli.app, [*words, "--json"]).stdout)
+    assert answer["result"] == ("forgotten" if what == "forget" else "succeeded")
+    assert answer.get("flip_s") == (None if what == "forget" else 0.001)
 
 
 def test_without_a_suite_an_operation_says_how_to_start_one(tmp_path: Path) -> None:
@@ -150,7 +169,7 @@ def test_without_a_suite_an_operation_says_how_to_start_one(tmp_path: Path) -> N
 def test_a_file_of_simulated_runs_is_not_taken_for_a_live_bench() -> None:
     result = RUN.invoke(cli.app, ["bench", "policies", "--live", "--results", "runs.json"])
     assert result.exit_code == 2
-    assert "anew" in result.output  # a word of the reason, whatever the terminal makes of the rest
+    assert "repeats" in result.output  # a word of the reason, whatever the terminal makes of the rest
 
 
 def test_version() -> None:
@@ -202,3 +221,49 @@ def test_completion_without_a_suite_is_empty_not_an_error(tmp_path: Path, monkey
     asked = {"_POLYPHASE_COMPLETE": "complete_bash", "COMP_WORDS": "polyphase flip p", "COMP_CWORD": "2"}
     result = RUN.invoke(cli.app, [], prog_name="polyphase", env=asked)
     assert result.stdout.strip() == ""
+
+
+MET = {"want": "<= 2", "got": 1, "met": True}
+MISSED = {"want": "<= 2", "got": 3, "met": False}
+
+
+@pytest.mark.parametrize(("aims", "ok"), [({}, True), ({"a": MET}, True), ({"a": MET, "b": MISSED}, False)])
+def test_ok_iff_every_aim_is_met(
+    aims: dict[str, dict[str, object]], ok: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = io.StringIO()
+    result = {"figures": {"x_ms": 1.5}, "aims": aims}
+    assert cli_common.report(Console(file=text), result, as_json=True) is ok
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == {"ok": ok, "figures": {"x_ms": 1.5}, "aims": aims}
+    assert "x_ms" in text.getvalue()
+
+
+@pytest.mark.parametrize("name", sorted(cli_common.BENCHES))
+def test_every_bench_is_there(name: str) -> None:
+    assert callable(cli_common.find_bench(name))
+
+
+def tables(file: Path) -> set[str]:
+    with sqlite3.connect(file) as connection:
+        return {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
+
+
+def test_the_command_makes_the_newest_schema(tmp_path: Path) -> None:
+    file = tmp_path / "new.db"
+    for _ in range(2):
+        done = CliRunner().invoke(cli.app, ["migrate"], env={"POLYPHASE_DATABASE_URL": f"sqlite:///{file}"})
+        assert done.exit_code == 0, done.output
+    assert {"requests", "alembic_version"} <= tables(file)
+
+
+async def test_a_database_that_does_not_come_up_is_named() -> None:
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match="the database does not answer"):
+        await migrate_url(f"postgresql://nobody@127.0.0.1:{free_port()}/none", 0.6)
+    assert time.monotonic() - began >= 0.6
+
+
+async def test_what_is_no_database_is_not_waited_for() -> None:
+    with pytest.raises(InvalidRequest, match="database URL"):
+        await migrate_url("mysql://x/y", 60.0)

@@ -68,7 +68,7 @@ def test_defaults_apply_and_an_instance_overrides_them(tmp_path: Path) -> None:
         ({"instances": [{"id": "p", "role": "both"}]}, ("c.yaml", "instances.p.role")),
         ({"instances": [{"id": "p", "role": "prefill", "blocksize": 1}]}, ("instances.p", "blocksize", "block_size")),
         ({"instances": [{"id": "p", "role": "prefill", "rpc_port": 1}]}, ("instances.p", "rpc_port")),
-        ({"instances": [{"id": "p", "role": "prefill"}] * 2}, ("c.yaml", "'p' already")),
+        ({"instances": [{"id": "p", "role": "prefill"}] * 2}, ("c.yaml", "already has the name 'p'")),
         ({"instances": [{"id": "p", "role": "prefill", "host": "moon"}]}, ("instances.p.host", "moon", "Known: none")),
         ({"hosts": {"a": "10.0.0.1"}}, ("control",)),
         ({"cluster_token": "short"}, ("cluster_token", "polyphase keys token")),

@@ -75,8 +75,8 @@ def test_each_host_counts_for_itself() -> None:
     assert assigned(one, two, here="b", count=1, **HOSTS).faults == (
         (
             "instances.y",
-            "y-1 needs 1 device (tensor_parallel x pipeline_parallel), and of the 1 of host 'b' 0 are free: run fewer "
-            "instances there, or have two share a device: `devices: [0]` and `kv_cache_bytes` in both",
+            "y-1 needs 1 device (tensor_parallel x pipeline_parallel), and host 'b' has 0 free of 1: run fewer "
+            "instances there, or let two share a device: `devices: [0]` and `kv_cache_bytes` in both",
         ),
     )
 
@@ -94,10 +94,7 @@ def test_each_vendor_has_its_variable(accelerator: str, variable: str) -> None:
 def test_what_has_no_numbers_gets_none(accelerator: str) -> None:
     assert not assigned({**GPU, "id": "d", "accelerator": accelerator}).env
     (fault,) = assigned({**GPU, "id": "d", "accelerator": accelerator, "devices": [0]}).faults
-    assert fault == (
-        "instances.d.devices",
-        f"accelerator {accelerator!r} has no devices that have numbers: leave it out",
-    )
+    assert fault == ("instances.d.devices", f"accelerator {accelerator!r} has no numbered devices: leave it out")
 
 
 def test_emulated_engines_and_what_is_off_get_none() -> None:
@@ -135,27 +132,27 @@ def test_devices_of_several_alike_are_dealt_out() -> None:
         (
             [{"id": "p", "devices": [0], **KV}, {"id": "d", "devices": [0]}],
             "instances.d.devices",
-            "device 0 of host 'local' is p's, too: to share it, both need a `kv_cache_bytes` of their own",
+            "device 0 of host 'local' is also assigned to p: to share it, set `kv_cache_bytes` in both",
         ),
         (
             [{"id": "p", "env": {CUDA: "1"}}, {"id": "d", "devices": [1], **KV}],
             "instances.d.devices",
-            "device 1 of host 'local' is p's, too: choose another, or say that they share it: `devices: [1]` and",
+            "device 1 of host 'local' is also assigned to p: choose another, or let them share it: `devices: [1]` and",
         ),
         (
             [{"id": "p", "env": {CUDA: "0,1"}, "tensor_parallel": 2}, {"id": "d", "env": {CUDA: "1"}}],
             f"instances.d.env.{CUDA}",
-            "device 1 of host 'local' is p's, too: choose another",
+            "device 1 of host 'local' is also assigned to p: choose another",
         ),
         (
             [{"id": "d", "count": 2, "env": {CUDA: "0"}}],
             f"instances.d.env.{CUDA}",
-            "device 0 of host 'local' is d-0's, too",
+            "device 0 of host 'local' is also assigned to d-0",
         ),
         (
             [{"id": "d", "devices": [0], "env": {CUDA: "0"}}],
             "instances.d.devices",
-            f"env.{CUDA} chooses the devices already: leave one of them out",
+            f"env.{CUDA} already chooses the devices: leave one of the two out",
         ),
         (
             [{"id": "d", "devices": [0, 1, 2], "tensor_parallel": 2}],
@@ -171,7 +168,7 @@ def test_devices_of_several_alike_are_dealt_out() -> None:
         (
             [{"id": "d", "tensor_parallel": 8}],
             "instances.d",
-            "d needs 8 devices (tensor_parallel x pipeline_parallel), and of the 4 of host 'local' 4 are free",
+            "d needs 8 devices (tensor_parallel x pipeline_parallel), and host 'local' has 4 free of 4",
         ),
     ],
 )
@@ -182,7 +179,7 @@ def test_what_is_refused(instances: Sequence[dict[str, Any]], key: str, said: st
 
 
 def test_a_device_is_named_once() -> None:
-    with pytest.raises(ValueError, match="device 3 is there twice"):
+    with pytest.raises(ValueError, match="device 3 is named twice"):
         cluster({**GPU, "id": "d", "devices": [3, 3]})
 
 
@@ -198,7 +195,7 @@ def test_devices_are_counted_among_those_that_the_launcher_sees(monkeypatch: pyt
 def test_a_launcher_that_sees_no_devices_has_none_to_give(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
     monkeypatch.setenv(CUDA, hidden)
     ((_, text),) = assign(cluster({**GPU, "id": "d"}), "local").faults
-    assert "of the 0 of host 'local' 0 are free" in text
+    assert "host 'local' has 0 free of 0" in text
 
 
 def test_amds_variable_and_cudas_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +243,7 @@ def test_devices_have_room_for_all_of_their_instances(
         preflight(read, make_plan(read, tmp_path), "c.yaml")
         return
     with pytest.raises(
-        InvalidRequest, match=r"instances\.d\.kv_cache_bytes: weights and KV of p, d are 24\.0 GiB on device"
+        InvalidRequest, match=r"instances\.d\.kv_cache_bytes: weights and KV of p, d need 24\.0 GiB on device"
     ):
         preflight(read, make_plan(read, tmp_path), "c.yaml")
 

@@ -122,7 +122,7 @@ async def test_one_that_is_forked_too_late_ends_by_itself(
     before = {child.pid for child in psutil.Process().children()}  # the server, and what other tests left running
     os.kill(process.pid, signal.SIGSTOP)
     await until(lambda: process.stopped, 10, "the server to be stopped")
-    assert "no answer" in await forks.ask(0.1)
+    assert "did not reply" in await forks.ask(0.1)
     asking = asyncio.create_task(forks.fork(spec(environment, "stay"), log))
     await asyncio.sleep(0)  # the request is written
     asking.cancel()

@@ -99,4 +99,4 @@ def test_json_is_read_for_people() -> None:
     ],
 )
 def test_what_is_new_of_a_tail(shown_before: list[str], found: list[str], news: list[str]) -> None:
-    assert logs._news(shown_before, found) == news
+    assert logs._new_lines(shown_before, found) == news

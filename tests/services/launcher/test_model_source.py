@@ -74,7 +74,7 @@ def test_a_shard_that_is_missing_is_named(folder: Path) -> None:
 
 def test_a_config_that_is_no_json(folder: Path) -> None:
     (folder / "config.json").write_text("{")
-    assert "no JSON object" in fault_of(str(folder), weights=True)
+    assert "not a JSON object" in fault_of(str(folder), weights=True)
 
 
 def test_offline_a_name_must_be_in_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

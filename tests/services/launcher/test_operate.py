@@ -1,19 +1,29 @@
-"""Operations in sentences: what came of them, and what helps where they were refused."""
+"""Operations, policies and proposals on the command line: outcomes in sentences, tables and JSON."""
 
 import io
+import json
+from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
-from services.launcher import operate
-from shared.errors import Conflict, DeadlineExceeded, NotFound, PolyphaseError
+from services.launcher import cli, operate
+from services.launcher.operate import change_of, reset_of, show_policies
+from shared.domain.policies import KINDS
+from shared.domain.route import PolicySpec
+from shared.errors import Conflict, DeadlineExceeded, InvalidRequest, NotFound, PolyphaseError
+from shared.policy import registry
+from shared.wire.api import Operation
 
 DONE = {
     "operation_id": "7f3a",
-    "kind": "flip",
     "instance_id": "decode-1",
+    "generation": 1,
     "from_role": "decode",
     "to_role": "prefill",
     "who": "ann",
@@ -28,7 +38,7 @@ DONE = {
 
 def said(what: str, **changes: Any) -> str:
     console = Console(file=io.StringIO(), width=200, color_system=None)
-    operate.show_outcome(console, what, "decode-1", {**DONE, **changes})
+    operate.show_outcome(console, "decode-1", msgspec.convert({**DONE, "kind": what, **changes}, Operation))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     head, _, operation = text.partition("\n  Operation ")
     assert operation == "7f3a\n"
@@ -44,30 +54,30 @@ def said(what: str, **changes: Any) -> str:
         (
             "drain",
             {},
-            "✔ decode-1 is drained: its work ended in 1.2 s. It gets none until `polyphase resume decode-1`.",
+            "✔ decode-1 is drained: its work ended in 1.2 s. It gets no work until `polyphase resume decode-1`.",
         ),
         ("resume", {}, "✔ decode-1 gets work again, as prefill."),
         (
             "flip",
             {"result": "failed", "error": "the connection broke"},
-            "✘ The flip of decode-1 (decode → prefill), asked for by ann at 03:04:05, failed after 1.3 s: "
+            "✘ The flip of decode-1 (decode → prefill), requested by ann at 03:04:05, failed after 1.3 s: "
             "the connection broke.",
         ),
         (
             "drain",
             {"result": "refused", "error": "it is dead"},
-            "✘ The drain of decode-1, asked for by ann at 03:04:05, was refused: it is dead.",
+            "✘ The drain of decode-1, requested by ann at 03:04:05, was refused: it is dead.",
         ),
         (
             "drain",
             {"result": "expired", "error": "the deadline was over"},
-            "✘ The drain of decode-1, asked for by ann at 03:04:05, came too late: the deadline was over.",
+            "✘ The drain of decode-1, requested by ann at 03:04:05, arrived after its deadline: the deadline was over.",
         ),
         (
             "flip",
             {"result": "unknown", "error": "the monitor ended"},
-            "? The flip of decode-1 (decode → prefill), asked for by ann at 03:04:05, "
-            "may have been carried out or not: the monitor ended. `polyphase status` shows its role.",
+            "? The flip of decode-1 (decode → prefill), requested by ann at 03:04:05, "
+            "may or may not have been carried out: the monitor ended. `polyphase status` shows the role.",
         ),
     ],
 )
@@ -75,38 +85,205 @@ def test_sentences(what: str, changes: dict[str, Any], sentence: str) -> None:
     assert said(what, **changes) == sentence
 
 
-def test_one_under_way_says_since_when() -> None:
-    assert "…" in said("flip", result="running")
-    assert "is under way since" in said("flip", result="running")
+def test_a_running_one_says_for_how_long() -> None:
+    assert said("flip", result="running").startswith("… The flip of decode-1")
+    assert "has been running for" in said("flip", result="running")
 
 
 def test_a_forgotten_one() -> None:
     console = Console(file=io.StringIO(), width=200, color_system=None)
-    operate.show_outcome(console, "forget", "d", {"instance_id": "d", "result": "forgotten"})
+    operate.show_outcome(console, "d", None)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text == "✔ d is forgotten: it counts no longer. If it comes back it registers anew.\n"
+    assert text == "✔ d is forgotten: it no longer counts. It registers as a new instance if it comes back.\n"
 
 
 @pytest.mark.parametrize(
-    ("what", "refusal", "helps"),
+    ("what", "refusal", "others", "state", "advice"),
     [
-        ("flip", Conflict("d is the last ready decode instance; without it …"), "polyphase flip d --force"),
-        ("drain", Conflict("d is dead"), "polyphase forget d"),
-        ("forget", Conflict("d is ready; only dead instances can be forgotten"), "polyphase drain d"),
-        ("flip", Conflict("d: a drain is under way"), "One at a time"),
-        ("drain", DeadlineExceeded("d did not drain within 30 s: 3 jobs remain"), "polyphase resume d"),
-        ("flip", DeadlineExceeded("d did not drain within 30 s: 3 jobs remain"), "polyphase flip d --timeout 120"),
-        ("flip", Conflict("something else"), ""),
+        ("flip", Conflict, [], "ready", "polyphase flip d --force"),
+        ("drain", Conflict, ["starting"], "ready", "polyphase drain d --force"),
+        ("flip", Conflict, ["ready"], "ready", ""),
+        ("resume", Conflict, [], "ready", ""),
+        ("drain", Conflict, [], "dead", "polyphase forget d"),
+        ("flip", Conflict, [], "unresponsive", "polyphase logs d"),
+        ("flip", Conflict, [], "starting", "polyphase status"),
+        ("forget", Conflict, [], "ready", "polyphase drain d"),
+        ("drain", DeadlineExceeded, [], "draining", "polyphase resume d"),
+        ("flip", DeadlineExceeded, [], "ready", "polyphase flip d --timeout 120"),
     ],
 )
-def test_what_helps_where_it_was_refused(what: str, refusal: PolyphaseError, helps: str) -> None:
-    found = operate.help_of(what, "d", refusal)
-    assert helps in found if helps else found == ""
+def test_advice_after_a_refusal(
+    what: str, refusal: type[PolyphaseError], others: list[str], state: str, advice: str
+) -> None:
+    states = {"d": state, **{f"d{index}": each for index, each in enumerate(others)}}
+    known = [{"instance_id": name, "role": "decode", "state": each, "operation": ""} for name, each in states.items()]
+    found = operate.advice_on(what, "d", refusal("whatever it says"), known)
+    assert advice in found if advice else found == ""
+
+
+def test_advice_during_another_operation() -> None:
+    known = [{"instance_id": "d", "role": "decode", "state": "draining", "operation": "drain"}]
+    assert "one operation at a time" in operate.advice_on("flip", "d", Conflict(""), known)
+    assert operate.advice_on("flip", "d", Conflict(""), []) == ""
 
 
 def test_an_unknown_instance_names_those_there_are() -> None:
     refusal = NotFound("no instance 'decode1'")
-    assert operate.help_of("flip", "decode1", refusal, ["prefill-0", "decode-1"]) == (
-        "Did you mean decode-1? Known: prefill-0, decode-1"
-    )
-    assert operate.help_of("flip", "x", refusal, []) == "Known: none yet"
+    known = [{"instance_id": name} for name in ("prefill-0", "decode-1")]
+    assert operate.advice_on("flip", "decode1", refusal, known) == "Did you mean decode-1? Known: prefill-0, decode-1"
+    assert operate.advice_on("flip", "x", refusal, []) == "Known: none yet"
+
+
+RUN = CliRunner()
+URL = ["--monitor", "http://m"]
+
+
+def answer(**changes: Any) -> dict[str, Any]:
+    plain = {"name": "adaptive", "parameters": {}, "file": {"name": "adaptive", "parameters": {}}, "changed": None}
+    chosen = {**plain, "name": "fraction", "parameters": {"fraction": 0.5}}
+    chosen["changed"] = {"who": "anna (polyphase)", "since_s": 1.0}
+    told = [
+        {"process": "scheduler", "name": "s0", "revision": 3, "follows": True, "trouble": ""},
+        {"process": "instance", "name": "p0", "revision": 2, "follows": False, "trouble": "unknown prefill order"},
+    ]
+    found = {"revision": 3, "trouble": "", "policies": {"placement": plain, "split": chosen}, "followers": told}
+    return {**found, **changes}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, PolicySpec | None]]]]:
+    calls: list[tuple[str, dict[str, PolicySpec | None]]] = []
+
+    async def act(url: str, change: dict[str, PolicySpec | None], who: str, token: str) -> dict[str, Any]:
+        assert who.endswith("(polyphase)")
+        calls.append((url, change))
+        return answer()
+
+    monkeypatch.setattr(operate, "change_policies", act)
+    return calls
+
+
+def test_words() -> None:
+    assert change_of(["placement=least_load", "sjf:window=4", "role_flip=off", "step_budget=on"]) == {
+        "placement": PolicySpec("least_load"),
+        "prefill_order": PolicySpec("sjf", {"window": 4}),
+        "role_flip": PolicySpec("off"),
+        "step_budget": PolicySpec("on"),
+    }
+    assert change_of(["adaptive"]) == {k: PolicySpec("adaptive") for k in ("placement", "split", "dispatch")}
+    routes = change_of(['placement=plan:routes=[["p","d",1],["","e",2]]'])["placement"]
+    assert routes is not None
+    assert routes.parameters == {"routes": [["p", "d", 1], ["", "e", 2]]}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["split=none", "full"], "'full': a policy of kind split is named twice"),
+        (["fastest"], "no policy 'fastest'; known: placement: adaptive"),
+        (["off"], "'off' is of several kinds; write step_budget=off or role_flip=off"),
+        (["split=fraction:share=0.5"], "policy 'split=fraction:share=0.5': split policy 'fraction' has no parameter"),
+        (["split=fraction:fraction=half"], "fraction.fraction must be of type float, not 'half'"),
+        (["where=full"], "no kind of policy 'where'; known: placement, split"),
+        (["split="], "no name"),
+    ],
+)
+def test_errors_name_the_words(words: list[str], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        change_of(words)
+
+
+def test_resets() -> None:
+    assert reset_of([]) == dict.fromkeys(KINDS)
+    assert reset_of(["split"]) == {"split": None}
+    with pytest.raises(InvalidRequest, match="--reset: no kind of policy 'sjf'; known: placement, split"):
+        reset_of(["sjf"])
+
+
+def test_the_command_asks_the_monitor(asked: list[Any]) -> None:
+    for words in ([], ["split=none"], ["--reset", "split"], ["--reset"]):
+        assert RUN.invoke(cli.app, ["policies", *words, *URL]).exit_code == 0
+    assert [change for _, change in asked] == [{}, {"split": PolicySpec("none")}, {"split": None}, dict.fromkeys(KINDS)]
+    assert {url for url, _ in asked} == {"http://m"}
+    assert json.loads(RUN.invoke(cli.app, ["policies", "--json", *URL]).stdout)["revision"] == 3
+
+
+def test_nothing_is_asked_for_what_is_wrong(asked: list[Any]) -> None:
+    assert RUN.invoke(cli.app, ["policies", "split=best", *URL]).exit_code == 1
+    assert asked == []
+
+
+def test_the_table_says_who_chose_what_and_who_does_not_follow() -> None:
+    out = io.StringIO()
+    show_policies(Console(file=out, width=160), answer(trouble="the database has not answered"))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert any("split fraction:fraction=0.5 anna (polyphase), 1970-01-01" in line for line in lines)
+    assert any("placement adaptive the cluster file" in line for line in lines)
+    assert "followed by 1 of 2 schedulers and instances" in lines
+    assert "instance p0 follows revision 2: unknown prefill order" in lines
+    assert lines[-1] == "the database has not answered"
+
+
+def test_choices_say_what_each_does_and_which_is_in_force() -> None:
+    out = io.StringIO()
+    in_force = {kind: {"name": "least_load" if kind == "placement" else "off"} for kind in KINDS}
+    operate.show_choices(Console(file=out, width=80), in_force)
+    text = out.getvalue()
+    assert all(len(line) <= 80 for line in text.splitlines())
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "* least_load The instance that would finish this prefill first." in lines
+    assert "* off Only people flip roles." in lines
+    assert all(name in text for table in registry.KINDS.values() for name in table)
+    assert "Source" not in text
+
+
+def test_every_policy_says_what_it_does() -> None:
+    for table in registry.KINDS.values():
+        for name, made in table.items():
+            said = operate.what_it_does(made)
+            assert said.endswith("."), name
+            assert len(said) < 200, name
+
+
+def test_without_a_suite_it_says_how_to_start_one(tmp_path: Path) -> None:
+    result = RUN.invoke(cli.app, ["policies", "--data-dir", str(tmp_path)])
+    assert "polyphase up" in str(result.exception)
+
+
+class Monitor:
+    """All follow a change after so many questions."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+        self.asked = 0
+
+    async def __aenter__(self) -> "Monitor":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing to close."""
+
+    async def set_policies(self, change: object, who: str) -> dict[str, Any]:
+        return self._now()
+
+    async def policies(self) -> dict[str, Any]:
+        self.asked += 1
+        self.left -= 1
+        return self._now()
+
+    def _now(self) -> dict[str, Any]:
+        return answer(followers=[{**one, "follows": self.left <= 0} for one in answer()["followers"]])
+
+
+@pytest.mark.parametrize(("after", "follow"), [(0, True), (3, True), (10**9, False)])
+async def test_a_change_waits_a_little_until_all_follow(
+    monkeypatch: pytest.MonkeyPatch, after: int, follow: bool
+) -> None:
+    monitor = Monitor(after)
+    monkeypatch.setattr(operate, "MonitorClient", lambda url, token: monitor)
+    monkeypatch.setattr(operate, "POLICY_POLL_S", 0.001)
+    monkeypatch.setattr(operate, "FOLLOWED_S", 0.3)
+    found = await operate.change_policies("http://m", {"split": PolicySpec("none")}, "anna")
+    assert [one["follows"] for one in found["followers"]] == [follow] * 2
+    if follow:
+        assert monitor.asked == after

@@ -1,4 +1,4 @@
-"""From the cluster file to processes: environments that the processes read back, addresses, hosts."""
+"""From a cluster file to the processes of one host: settings, ports, links, time limits and scrape targets."""
 
 import io
 import json
@@ -17,15 +17,16 @@ from gateway.table import shared_table
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
-from services.launcher import ports, up
+from services.launcher import addresses, ports, up
 from services.launcher.addresses import make_shared_table
 from services.launcher.cluster_file import Cluster
-from services.launcher.plan import make_plan
+from services.launcher.plan import CAPTURE_S, FETCH_S, READ_BYTES_S, links_between, make_plan, start_s_of
 from services.launcher.spec import Plan, ProcessSpec
 from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
 from shared.errors import InvalidRequest
 from shared.runtime.settings import ServiceSettings
+from tests.services.worker.test_settings import settings
 
 CURVE = {"curve_public": "p" * 40, "curve_secret": "s" * 40}
 TOKEN = {"cluster_token": "t" * 20}
@@ -339,7 +340,7 @@ def test_one_process_of_the_gateway_is_as_if_there_were_no_others(
 
 @pytest.mark.parametrize("key", ["process", "own_port", "shared_table", "gateway_id"])
 def test_what_follows_from_the_number_of_processes_cannot_be_said(key: str) -> None:
-    with pytest.raises(ValidationError, match=f"{key}: it follows from the rest"):
+    with pytest.raises(ValidationError, match=f"{key}: it is derived from the rest"):
         cluster(gateway={"processes": 2, key: 1})
 
 
@@ -386,14 +387,120 @@ def test_a_predictor_stands_beside_each_instance_whatever_its_role(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"predictor": {"beside": "prefill", "count": 2}}, "count: with `beside` every instance has one predictor"),
+        ({"predictor": {"beside": "prefill", "count": 2}}, "count: with `beside` each instance has one predictor"),
         ({"predictor": {"beside": "decode"}}, "Input should be 'prefill'"),
         (
             {"predictor": {"beside": "prefill"}, "instances": [{**INSTANCES[0], "id": "predictor-d"}, INSTANCES[1]]},
-            "'predictor-d' is kept for the predictors",
+            "'predictor-d' is reserved for predictors",
         ),
     ],
 )
 def test_predictors_beside_instances_have_their_names_and_number(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         cluster(**changes)
+
+
+def on_nodes(network: dict[str, Any] | None, *nodes: str, **more: Any) -> Cluster:
+    entry = {"role": "decode", "engine": "emulated", "accelerator": "A10", **more}
+    rows = [{"id": f"i{at}", "node": node, **entry} for at, node in enumerate(nodes)]
+    return Cluster.model_validate({"name": "c", "model": "m", "network": network, "instances": rows})
+
+
+def test_each_hears_of_the_others_paths_alone() -> None:
+    links = links_between(on_nodes({"inside": {"gbps": 100}, "between": {"gbps": 10}}, "a", "a", "b"), "c.yaml")
+    assert {peer: entry.gbps for peer, entry in links["i0"].items()} == {"i1": 100.0, "i2": 10.0}
+    assert {peer: entry.gbps for peer, entry in links["i2"].items()} == {"i0": 10.0, "i1": 10.0}
+
+
+def test_without_nodes_there_are_no_paths() -> None:
+    assert links_between(on_nodes(None, "", ""), "c.yaml") == {}
+
+
+def test_real_engines_have_real_links() -> None:
+    assert links_between(on_nodes({"between": {"gbps": 10}}, "a", "b", engine="vllm"), "c.yaml") == {}
+
+
+def test_nodes_without_a_path_or_a_network_are_named() -> None:
+    with pytest.raises(InvalidRequest, match=r"c\.yaml: network: no link between the nodes"):
+        links_between(on_nodes({"inside": {"gbps": 1}}, "a", "b"), "c.yaml")
+    with pytest.raises(ValueError, match=r"instances\.0\.node: the file has no `network`"):
+        on_nodes(None, "a")
+
+
+def test_exceptions_may_name_nodes_of_real_engines() -> None:
+    network = {"inside": {"gbps": 100}, "between": {"gbps": 10}, "pairs": [{"nodes": ["a", "b"], "gbps": 1}]}
+    assert links_between(on_nodes(network, "a", "b", engine="vllm"), "c.yaml") == {}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    with (folder / "pytorch_model.bin").open("wb") as file:
+        file.truncate(141_000_000_000)  # a 70B model's in bfloat16; the file is sparse
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 300 + 141e9 / READ_BYTES_S),
+        ({"accelerator": "H100-SXM"}, 300 + 141e9 / READ_BYTES_S + CAPTURE_S),
+        ({"accelerator": "H100-SXM", "engine_args": {"enforce_eager": True}}, 300 + 141e9 / READ_BYTES_S),
+        ({"engine": "emulated"}, 300),
+    ],
+)
+def test_it_grows_with_the_weights(model: str, changes: dict[str, Any], expected: float) -> None:
+    assert start_s_of(settings(model=model, **changes)) == pytest.approx(expected)
+
+
+def test_a_model_that_has_to_be_fetched_has_half_an_hour() -> None:
+    assert start_s_of(settings(model="org/model")) == FETCH_S
+
+
+@pytest.mark.parametrize("said", [None, 77.0])
+def test_what_the_file_says_holds_for_every_process(model: str, tmp_path: Path, said: float | None) -> None:
+    launcher = {} if said is None else {"launcher": {"start_s": said}}
+    instances = [{"id": "d", "role": "decode"}, {"id": "e", "role": "decode", "engine": "emulated"}]
+    cluster = Cluster.model_validate({"name": "c", "model": model, "instances": instances, **launcher})
+    plan = make_plan(cluster, tmp_path)
+    found = {spec.name: spec.start_s for spec in plan.processes}
+    assert found["d"] == plan.start_s == (said or pytest.approx(1005))
+    assert found["e"] == (said or 300)
+    assert found["gateway"] == found["dashboard"] == (said or 0)  # 0: as usual
+    assert [(spec.name, spec.role) for spec in plan.processes if spec.may_be_late] == [("d", "decode"), ("e", "decode")]
+
+
+def emulated_cluster(**changes: Any) -> Cluster:
+    instance = {"engine": "emulated", "accelerator": "A100-SXM-80"}
+    instances = [{"id": "p0", "role": "prefill", **instance}, {"id": "d", "role": "decode", "count": 2, **instance}]
+    return Cluster.model_validate({"name": "t", "model": "m", "instances": instances, **changes})
+
+
+def test_every_process_with_metrics_is_a_target_under_its_own_port(tmp_path: Path) -> None:
+    plan = make_plan(emulated_cluster(gateway={"processes": 2}, scheduler={"count": 2}), tmp_path)
+    found = {each.process: each for each in addresses.targets_of(plan.processes)}
+    assert set(found) == {spec.name for spec in plan.processes} - {"dashboard"}
+    assert len({each.url for each in found.values()}) == len(found)
+    assert tuple(found[name].url for name in ("gateway-0", "gateway-1")) == plan.gateway_urls
+    services = {each.service for each in found.values()}
+    assert services == {"gateway", "scheduler", "monitor", "predictor", "planner", "worker"}
+
+
+def test_the_monitor_is_told_of_those_that_do_not_register(tmp_path: Path) -> None:
+    plan = make_plan(emulated_cluster(), tmp_path)
+    (monitor,) = [spec.settings for spec in plan.processes if isinstance(spec.settings, MonitorSettings)]
+    elsewhere = [each for each in addresses.targets_of(plan.processes) if each.service not in ("monitor", "worker")]
+    assert list(monitor.scrape) == elsewhere
+
+
+def test_the_file_has_the_labels_of_the_monitor_and_goes_with_the_suite(tmp_path: Path) -> None:
+    plan = make_plan(emulated_cluster(), tmp_path)
+    addresses.write_targets(tmp_path, plan.processes)
+    groups = {each["labels"]["process"]: each for each in json.loads((tmp_path / addresses.TARGETS_FILE).read_text())}
+    (worker,) = [spec for spec in plan.processes if spec.name == "p0"]
+    address = worker.health_url.removeprefix("http://").removesuffix("/health")
+    assert groups["p0"] == {"targets": [address], "labels": {"service": "worker", "process": "p0", "instance_id": "p0"}}
+    assert groups["monitor"]["labels"] == {"service": "monitor", "process": "monitor"}
+    addresses.remove_targets(tmp_path)
+    assert list(tmp_path.iterdir()) == []

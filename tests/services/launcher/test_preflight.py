@@ -43,7 +43,7 @@ def test_nixl_that_is_not_installed_is_named_before_anything_starts(
 ) -> None:
     monkeypatch.setattr("services.launcher.preflight.find_spec", lambda _: None)
     (said,) = faults(tmp_path, instances=[{**CPU, "kv_transport": "nixl"}])
-    assert said.startswith("file.yaml: instances.p.kv_transport: NIXL is not installed here")
+    assert said.startswith("file.yaml: instances.p.kv_transport: NIXL is not installed")
     assert not faults(tmp_path, instances=[{**P, "kv_transport": "nixl"}])  # an emulated engine moves no KV
 
 
@@ -55,23 +55,23 @@ def test_nixl_that_is_not_installed_is_named_before_anything_starts(
         ({"gateway": {"api_keys_file": "/no/keys.yaml"}}, "gateway.api_keys_file: keys file /no/keys.yaml: "),
         ({"database_url": "no url"}, "database_url: this is no database URL: sqlite:///PATH or postgresql"),
         ({"database_url": "mysql://h/d"}, "database_url: database URL must start with sqlite: or postgresql:"),
-        ({"database_url": "sqlite:////etc/hostname/x.db"}, "database_url: /etc/hostname is no folder"),
-        ({"database_url": "sqlite:////proc"}, "database_url: /proc cannot be written"),
+        ({"database_url": "sqlite:////etc/hostname/x.db"}, "database_url: /etc/hostname is not a folder"),
+        ({"database_url": "sqlite:////proc"}, "database_url: /proc is not writable"),
         ({"instances": [{**P, "accelerator": "A1O"}]}, "instances.p.accelerator: unknown accelerator 'A1O'; did you"),
         ({"instances": [{**P, "emulated_model": "Lama"}]}, "instances.p.emulated_model: "),
         ({"instances": [{**P, "rates_file": "/no/file"}]}, "instances.p.rates_file: there is no file /no/file"),
         ({"instances": [{**CPU, "tensor_parallel": 3}]}, "instances.p.tensor_parallel: the model's 4 attention heads"),
         (
             {"instances": [{**CPU, "accelerator": "A10", "tensor_parallel": 2, "env": {"CUDA_VISIBLE_DEVICES": "3"}}]},
-            "instances.p.tensor_parallel: 2 accelerators, but CUDA_VISIBLE_DEVICES is '3'",
+            "instances.p.tensor_parallel: 2 accelerators are needed, but CUDA_VISIBLE_DEVICES is '3'",
         ),
         (
             {"instances": [{**CPU, "pipeline_parallel": 9}]},
-            "instances.p.pipeline_parallel: the model's 6 layers cannot be shared by 9 stages",
+            "instances.p.pipeline_parallel: 9 stages cannot share the 6 layers of the model",
         ),
         (
             {"instances": [{**CPU, "pipeline_parallel": 2, "pipeline_layers": [2, 2]}]},
-            "instances.p.pipeline_layers: they are 4, and the model has 6",
+            "instances.p.pipeline_layers: must add up to the 6 layers of the model, got 4",
         ),
         (
             {
@@ -79,7 +79,7 @@ def test_nixl_that_is_not_installed_is_named_before_anything_starts(
                     {**CPU, "accelerator": "A10", "pipeline_parallel": 2, "env": {"CUDA_VISIBLE_DEVICES": "3"}}
                 ]
             },
-            "instances.p.pipeline_parallel: 2 accelerators, but CUDA_VISIBLE_DEVICES is '3'",
+            "instances.p.pipeline_parallel: 2 accelerators are needed, but CUDA_VISIBLE_DEVICES is '3'",
         ),
         ({"instances": [{**P, "id": "gateway"}]}, "instances: 'gateway' is the name of another process"),
         ({"policies": {"placement": "best"}}, "policies.placement: unknown placement policy 'best'; known: "),
@@ -91,7 +91,7 @@ def test_nixl_that_is_not_installed_is_named_before_anything_starts(
             {"policies": {"prefill_order": {"name": "sjf", "window": 0}}},
             "policies.prefill_order: sjf: window must be at least 1, not 0",
         ),
-        ({"curve_public": "a", "curve_secret": "b"}, "curve_public, curve_secret: they are no pair: `polyphase keys"),
+        ({"curve_public": "a", "curve_secret": "b"}, "curve_public, curve_secret: they are not a pair: `polyphase"),
     ],
 )
 def test_a_fault_is_said_with_file_and_key(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -104,17 +104,17 @@ def test_a_keys_file_without_a_key_opens_nothing(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("[]")
     gateway = {"host": "0.0.0.0", "api_keys_file": str(file)}
-    assert "holds no key, and the gateway listens on 0.0.0.0" in faults(tmp_path, gateway=gateway)[0]
+    assert "has no key, and the gateway listens on 0.0.0.0" in faults(tmp_path, gateway=gateway)[0]
 
 
 def test_curve_keys_that_are_no_pair(tmp_path: Path) -> None:
     pair = {**curve_pair(), "curve_public": curve_pair()["curve_public"]}
-    assert "no pair" in faults(tmp_path, **pair)[0]
+    assert "not a pair" in faults(tmp_path, **pair)[0]
 
 
 def test_a_login_without_keys(tmp_path: Path) -> None:
     (line,) = faults(tmp_path, dashboard={"login": True})
-    assert "dashboard.login: there are no keys to log in with" in line
+    assert "dashboard.login: a login needs API keys" in line
 
 
 def test_many_faults_are_said_at_once_and_alike_ones_once(tmp_path: Path) -> None:
@@ -132,11 +132,11 @@ def test_several_hosts_need_keys_and_addresses(tmp_path: Path) -> None:
     lines = faults(tmp_path, hosts={"a": "127.0.0.1", "b": "b"}, control="a")
     assert [line.partition(", ")[0].partition(" is ")[0] for line in lines] == [
         "file.yaml: hosts.b: 'b'",
-        "file.yaml: hosts: between hosts curve_public and curve_secret are needed; `polyphase keys curve` makes them",
-        "file.yaml: hosts: between hosts cluster_token",
+        "file.yaml: hosts: several hosts need curve_public and curve_secret: `polyphase keys curve` creates them",
+        "file.yaml: hosts: several hosts need cluster_token: `polyphase keys token` creates one",
     ]
     (line,) = faults(tmp_path, hosts={"a": "127.0.0.1", "b": "10.0.0.2"}, control="a", **curve_pair())
-    assert "`polyphase keys token` makes one" in line
+    assert "`polyphase keys token` creates one" in line
     assert not faults(tmp_path, hosts={"a": "127.0.0.1"}, control="a")
 
 

@@ -206,7 +206,7 @@ async def test_one_instance_that_is_late_does_not_end_the_suite(tmp_path: Path) 
     async with supervising(specs, tmp_path, lambda s: notes.append(s.note), QUICK) as supervisor:
         await supervisor.started()
         assert supervisor.late == ("late",)
-        assert any(note.startswith("not healthy after 0.3 s") and "starting again" in note for note in notes)
+        assert any(note.startswith("not healthy after 0.3 s") and "restarting" in note for note in notes)
         assert status(supervisor, "fine").state is State.READY
         gate.touch()
         await until(lambda: not supervisor.late, 20, "the late one")

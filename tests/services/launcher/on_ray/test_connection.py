@@ -24,7 +24,7 @@ def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
 
 
 def test_an_address_that_is_none_is_named() -> None:
-    with pytest.raises(Unavailable, match=r"'somewhere': .*HOST:PORT of its head is wanted"), connected("somewhere"):
+    with pytest.raises(Unavailable, match=r"'somewhere': .*give HOST:PORT of its head"), connected("somewhere"):
         pass
 
 

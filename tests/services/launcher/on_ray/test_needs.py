@@ -55,11 +55,11 @@ def test_one_kind_that_ray_does_not_know_needs_no_telling_apart() -> None:
 
 def test_several_kinds_that_ray_does_not_tell_apart_are_refused() -> None:
     one = entry("RTX-4090")
-    with pytest.raises(InvalidRequest, match=r"instances\.i\.resources: Ray does not tell RTX-4090 from other"):
+    with pytest.raises(InvalidRequest, match=r"instances\.i\.resources: Ray cannot distinguish RTX-4090 from other"):
         needs_of(one, settings("RTX-4090"), (one, entry("RTX-3090-Ti")))
 
 
 def test_a_file_that_chooses_devices_itself_is_refused() -> None:
     one = entry("A100-SXM-80", env={"CUDA_VISIBLE_DEVICES": "0"})
-    with pytest.raises(InvalidRequest, match=r"instances\.i\.env\.CUDA_VISIBLE_DEVICES: Ray chooses the devices"):
+    with pytest.raises(InvalidRequest, match=r"instances\.i\.env\.CUDA_VISIBLE_DEVICES: with --on ray, Ray"):
         needs_of(one, settings("A100-SXM-80"), (one,))

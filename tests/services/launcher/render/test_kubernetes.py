@@ -245,7 +245,7 @@ def test_the_schema_comes_before_whoever_writes() -> None:
     ("changes", "said"),
     [
         ({"model": "/some/where/model"}, "file.yaml: model: /some/where/model is a folder of this machine"),
-        ({"instances": [{"id": "Big", "role": "prefill"}]}, "id 'Big': Kubernetes wants"),
+        ({"instances": [{"id": "Big", "role": "prefill"}]}, "id 'Big': Kubernetes allows"),
         ({"instances": [{"id": "gateway", "role": "prefill"}]}, "'gateway' is the name of another part"),
         ({"instances": [{"id": "worker", "role": "prefill"}]}, "'worker' is the name of another part"),
         ({"instances": [{"id": "x", "role": "prefill", "accelerator": "GTX"}]}, "instances.x.accelerator: "),
@@ -255,7 +255,7 @@ def test_the_schema_comes_before_whoever_writes() -> None:
                     {"id": "x", "role": "prefill", "pipeline_parallel": 2, "stage_accelerators": ["A10", "A40"]}
                 ]
             },
-            "instances.x.stage_accelerators: a pod is on one node",
+            "instances.x.stage_accelerators: a pod runs on one node",
         ),
         (
             {"predictor": {"checkpoint": "/home/me/lengths"}},
@@ -280,7 +280,7 @@ def test_instances_that_differ_are_no_stateful_set() -> None:
         {"id": "d", "role": "decode", **node, "node": "n1"},
     ]
     network = {"between": {"gbps": 10}}
-    with pytest.raises(InvalidRequest, match="EMULATED_LINKS is not p-0's"):
+    with pytest.raises(InvalidRequest, match="EMULATED_LINKS differs from that of p-0"):
         rendered(unlike(instances=entries, network=network))
 
 
