@@ -1,4 +1,4 @@
-"""`polyphase plan` on the command line."""
+"""Command line of `polyphase plan`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,11 +9,11 @@ from rich.console import Console
 from services.launcher import cli_common
 
 plan_app = typer.Typer(
-    help="What each accelerator should do, and what to expect of it.", invoke_without_command=True, no_args_is_help=True
+    help="Plan the use of accelerators, and predict the result.", invoke_without_command=True, no_args_is_help=True
 )
 _Out = Annotated[Path, typer.Option("--out", help="The file to write.")]
 _Workload = Annotated[
-    str, typer.Option(help="A trace file, or a made workload as `polyphase simulate --trace` takes them.")
+    str, typer.Option(help="A trace file or a synthetic workload, as of `polyphase simulate --trace`.")
 ]
 _Slo = Annotated[str, typer.Option(help="Targets in seconds: ttft=2,tpot=0.1,itl=0.25.")]
 
@@ -25,24 +25,29 @@ def plan_command(
     model: Annotated[str, typer.Option(help="A bundled name, or a config.json or its folder.")] = "",
     workload: _Workload = "azure-conv",
     slo: _Slo = "ttft=2,tpot=0.1",
-    rate: Annotated[float, typer.Option(help="Requests a second to be served; 0: as many as can be.")] = 0.0,
+    rate: Annotated[float, typer.Option(help="Requests per second to be served; 0: as many as possible.")] = 0.0,
     target: Annotated[float, typer.Option(help="SLO attainment at which a rate counts as served.")] = 0.9,
-    budget: Annotated[float | None, typer.Option(help="USD an hour that the accelerators used may cost.")] = None,
-    cheapest: Annotated[bool, typer.Option("--cheapest", help="The least USD an hour that serves --rate.")] = False,
+    budget: Annotated[float | None, typer.Option(help="Maximum price of the plan, USD per hour.")] = None,
+    cheapest: Annotated[bool, typer.Option("--cheapest", help="Minimise the price of serving --rate.")] = False,
     method: Annotated[str, typer.Option(help="best, tabu, joint, exhaustive, coupled, thirds…")] = "best",
-    compare: Annotated[bool, typer.Option("--compare/--no-compare", help="Beside the other methods.")] = True,
-    seconds: Annotated[float, typer.Option(help="After which nothing new is begun.")] = 60.0,
-    requests: Annotated[int, typer.Option(help="Of the trace, or to make.")] = 3000,
-    codec: Annotated[str, typer.Option(help="In which KV travels: raw, int8, int4, fp8.")] = "raw",
-    engine: Annotated[str, typer.Option(help="Of the file: emulated, or vllm (groups on one node).")] = "emulated",
-    one_node: Annotated[bool, typer.Option("--one-node", help="No group spans nodes.")] = False,
+    compare: Annotated[bool, typer.Option("--compare/--no-compare", help="Compare with the other methods.")] = True,
+    seconds: Annotated[float, typer.Option(help="Duration of the search, in seconds.")] = 60.0,
+    requests: Annotated[int, typer.Option(help="Requests of the trace, or to generate.")] = 3000,
+    codec: Annotated[str, typer.Option(help="Codec of KV transfers: raw, int8, int4, fp8.")] = "raw",
+    engine: Annotated[
+        str, typer.Option(help="Engine of the plan: emulated, or vllm (groups on one node).")
+    ] = "emulated",
+    one_node: Annotated[bool, typer.Option("--one-node", help="Let no group span nodes.")] = False,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of a request; default: the model's own.")] = None,
     chunk_size: Annotated[int, typer.Option(help="Tokens of a step, prefill and decode together.")] = 2048,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and draws.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals, lengths and the search.")] = 1,
     out: _Out = Path("plan.yaml"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")] = False,
 ) -> None:
-    """Groups, roles, layouts and routes for an inventory, a model, a workload and an SLO. Ctrl-C: the best so far."""
+    """Plan groups, roles, layouts and routes for an inventory, a model, a workload and an SLO.
+
+    Ctrl-C ends the search with the best plan so far.
+    """
     if context.invoked_subcommand is not None:
         return
     from lab.plan.session import PlanOptions, run_plan

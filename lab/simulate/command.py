@@ -1,4 +1,4 @@
-"""`polyphase simulate` on the command line."""
+"""Command line of `polyphase simulate`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ _Trace = Annotated[
     str,
     typer.Option(
         "--trace",
-        help="A trace file, or a made workload: azure-conv, azure-code, LPLD, LPHD, HPLD, HPHD, Mixed, or lengths "
+        help="A trace file, or a synthetic workload: azure-conv, azure-code, LPLD, LPHD, HPLD, HPHD, Mixed, or lengths "
         "such as prompt=1000,output=200,prompt_cv=1,output_cv=0.8.",
     ),
 ]
@@ -21,7 +21,7 @@ _Policies = Annotated[
     typer.Option(
         "--policy",
         help="Policies joined by +, such as least_load+cronus+power_of_two or "
-        "dispatch=random+fraction:fraction=0.5; again for more, side by side. Default: the file's.",
+        "dispatch=random+fraction:fraction=0.5; repeat to compare several. Default: the file's.",
     ),
 ]
 
@@ -29,33 +29,42 @@ _Policies = Annotated[
 def simulate_command(
     cluster: Annotated[Path, typer.Argument(help="A cluster file, a simulation file, or a name that is shipped.")],
     trace: _Trace,
-    rate: Annotated[float | None, typer.Option(help="Requests a second. Default: the trace's own times.")] = None,
-    requests: Annotated[int | None, typer.Option(help="The trace's first so many, or how many to make.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second. Default: the trace's own times.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Use the first requests of a trace, or make so many.")] = None,
     policy: _Policies = None,
     arrivals: Annotated[str, typer.Option(help="trace, poisson, even, bursts or on_off.")] = "",
     cv: Annotated[float | None, typer.Option(help="Coefficient of variation of gaps in bursts.")] = None,
     slo_ttft: Annotated[float | None, typer.Option(help="Seconds. Default: the file's.")] = None,
     slo_tpot: Annotated[float | None, typer.Option(help="Seconds. Default: the file's.")] = None,
     slo_itl: Annotated[float | None, typer.Option(help="Seconds, of gaps. Default: the file's.")] = None,
-    accuracy: Annotated[float | None, typer.Option(help="Policies get length predictions, right so often.")] = None,
-    prediction: Annotated[Path | None, typer.Option(help="The same, as an evaluation of a predictor found.")] = None,
+    accuracy: Annotated[
+        float | None, typer.Option(help="Give policies length predictions, of which this share is right.")
+    ] = None,
+    prediction: Annotated[
+        Path | None,
+        typer.Option(help="Give policies length predictions as good as this evaluation of a predictor (JSON)."),
+    ] = None,
     goodput: Annotated[bool, typer.Option("--goodput", help="Search for the highest rate within the SLO.")] = False,
     target: Annotated[float, typer.Option(help="SLO attainment of --goodput.")] = 0.9,
-    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and policies.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals, lengths and policies.")] = 0,
     lengths: Annotated[Path | None, typer.Option(help="Token counts to draw LPLD … Mixed from.")] = None,
-    trace_format: Annotated[str, typer.Option("--format", help="Of the trace; default: by its keys.")] = "",
-    sort: Annotated[bool, typer.Option("--sort", help="Put times that go backwards in order.")] = False,
-    skip_empty: Annotated[bool, typer.Option("--skip-empty", help="Leave out requests of no tokens.")] = False,
-    time_unit: Annotated[str, typer.Option(help="Of the trace's times, s or ms; default: by its format.")] = "",
-    block_tokens: Annotated[int, typer.Option(help="Tokens of a block that hash_ids name.", min=1)] = 512,
-    calibration: Annotated[Path | None, typer.Option(help="Efficiencies (YAML) in place of ours.")] = None,
+    trace_format: Annotated[
+        str, typer.Option("--format", help="Format of the trace; default: recognised by its keys.")
+    ] = "",
+    sort: Annotated[bool, typer.Option("--sort", help="Sort requests whose times go backwards.")] = False,
+    skip_empty: Annotated[bool, typer.Option("--skip-empty", help="Leave out requests without tokens.")] = False,
+    time_unit: Annotated[str, typer.Option(help="Unit of the trace's times, s or ms; default: by its format.")] = "",
+    block_tokens: Annotated[int, typer.Option(help="Tokens of a block of hash_ids.", min=1)] = 512,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Efficiencies file (YAML) instead of the built-in one.")
+    ] = None,
     csv: Annotated[Path | None, typer.Option(help="Folder for CSV of figures and requests.")] = None,
     plots: Annotated[
         Path | None, typer.Option(help="Folder for report.html: figures and all plots on one page.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")] = False,
 ) -> None:
-    """What a cluster would do with a workload, in virtual time: latency, SLO attainment, goodput, cost."""
+    """Simulate a cluster under a workload, in virtual time: latency, SLO attainment, goodput, cost."""
     from lab.simulate.session import SimulateOptions, run_simulation
     from lab.simulate.workloads import WorkloadOptions
 

@@ -212,10 +212,10 @@ def test_an_emulated_engine_keeps_its_times_and_reports_the_calibrated_rates(tmp
     [
         ([{"id": "p", "role": "prefill", "chunk_size": "many"}], r"c\.yaml:\d+: instances\.p\.chunk_size"),
         ([{"id": "p", "role": "prefill", "max_seqs": 3.5}], r"c\.yaml:\d+: instances\.p\.max_seqs"),
-        ([{"id": "p", "role": "prefill", "enabled": False}], r"none is enabled"),
+        ([{"id": "p", "role": "prefill", "enabled": False}], r"no instance is enabled"),
         (
             [{"id": "p", "role": "prefill"}, {"id": "d", "role": "decode", "emulated_model": "OPT-13B"}],
-            r"one model can be simulated, not Llama-3-8B, OPT-13B",
+            r"only one model can be simulated, got Llama-3-8B, OPT-13B",
         ),
         (
             [{"id": "p", "role": "prefill", "prefill_order": "sjf"}],
@@ -231,7 +231,7 @@ def test_an_emulated_engine_keeps_its_times_and_reports_the_calibrated_rates(tmp
         ),
         (
             [{"id": "p", "role": "prefill", "engine": "vllm", "engine_args": {"quantization": "fp8"}}],
-            r"c\.yaml:\d+: instances\.p\.engine_args: what 'quantization' changes is not simulated",
+            r"c\.yaml:\d+: instances\.p\.engine_args: 'quantization' cannot be simulated",
         ),
     ],
 )

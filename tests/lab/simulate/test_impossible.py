@@ -42,16 +42,16 @@ def file(folder: Path) -> Path:
 
 def test_none(instances: tuple[InstanceSpec, ...]) -> None:
     one = workload((100, 10), (4000, 96))
-    assert report.certain(one, instances) is None
-    assert report.found(Outcomes.empty(one), instances) is None
+    assert report.impossible_of(one, instances) is None
+    assert report.impossible_in(Outcomes.empty(one), instances) is None
 
 
 def test_those_longer_than_every_instance_are_certain_before_anything_runs(instances: tuple[InstanceSpec, ...]) -> None:
-    found = report.certain(workload((100, 10), (4000, 97), (9000, 1)), instances)
+    found = report.impossible_of(workload((100, 10), (4000, 97), (9000, 1)), instances)
     assert found is not None
     assert found.sentences() == (
         "2 of 3 requests (66.7 %) can never be served: longer than max_model_len, 4,096 tokens.",
-        "The first is request 1: 4,000 + 97 tokens. They miss the SLO, and are in no latency.",
+        "The first is request 1: 4,000 + 97 tokens. They miss the SLO, and have no latency.",
     )
 
 
@@ -59,7 +59,7 @@ def test_those_without_room_in_any_kv_memory_are_told_apart(instances: tuple[Ins
     prefill, decode = instances
     outcomes = Outcomes.empty(workload((3500, 10), (100, 10), (9000, 1)))
     status = np.array([Status.IMPOSSIBLE, Status.COMPLETED, Status.IMPOSSIBLE], dtype=np.int8)
-    found = report.found(replace(outcomes, status=status), (prefill, replace(decode, kv_tokens=3000)))
+    found = report.impossible_in(replace(outcomes, status=status), (prefill, replace(decode, kv_tokens=3000)))
     assert found is not None
     loud, _ = found.sentences()
     assert loud == (
@@ -69,7 +69,7 @@ def test_those_without_room_in_any_kv_memory_are_told_apart(instances: tuple[Ins
 
 
 def test_a_rare_one_is_not_rounded_away(instances: tuple[InstanceSpec, ...]) -> None:
-    found = report.certain(workload(*[(10, 1)] * 4999, (9000, 1)), instances)
+    found = report.impossible_of(workload(*[(10, 1)] * 4999, (9000, 1)), instances)
     assert found is not None
     assert "1 of 5,000 requests (under 0.1 %)" in found.sentences()[0]
     assert "request 4,999" in found.sentences()[1]
