@@ -102,6 +102,10 @@ class Response:
         """Sending to first token."""
         return self.token_times_s[0] - self.began_s if self.token_times_s else None
 
+    @property
+    def took_s(self) -> float:
+        return self.ended_s - self.began_s
+
 
 async def send(
     address: Address, request: Request, hung_s: float = HUNG_S, on_tokens: Callable[[Response], object] | None = None

@@ -22,7 +22,8 @@ from lab.bench.experiment import WHO, Session, measured
 from lab.bench.real_engines import LlamaShape, make_llama
 from lab.bench.results import Result, at_least, at_most, merged, progress, result, rotated
 from lab.calibrate.host_watch import HostWatch
-from lab.demo.client import Answer, ApiClient, Ask
+from lab.client import Response
+from lab.demo.client import ApiClient, Ask
 from lab.suite import DEMO_MODEL, metric
 from shared.domain.instance import Role
 from shared.domain.route import PolicySpec
@@ -144,7 +145,7 @@ async def send(api: ApiClient, wanted: Sequence[Wanted], label: str, at_once: in
             ask = Ask(list(request.prompt), request.output_tokens, name, salt=name, slo=request.slo)
             answer = await api.stream(ask)
         _check(answer, request)
-        return Served(request, name, sent_s, answer.first_s, answer.took_s, tuple(answer.tokens))
+        return Served(request, name, sent_s, answer.ttft_s or 0.0, answer.took_s, tuple(answer.tokens))
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(at, request)) for at, request in enumerate(wanted)]
@@ -157,7 +158,7 @@ def predicted_in_time(timeline: RequestTimeline) -> bool:
     return bool(predicted_s) and predicted_s[0] <= timeline.first_token_s
 
 
-def _check(answer: Answer, request: Wanted) -> None:
+def _check(answer: Response, request: Wanted) -> None:
     if answer.error or len(answer.tokens) != request.output_tokens:
         raise Unavailable(
             f"a request failed: {answer.error or f'{len(answer.tokens)} of {request.output_tokens} tokens'}"

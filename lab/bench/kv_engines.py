@@ -93,10 +93,10 @@ async def _pull(pair: RunningSuite, transport: str, size_mb: int, request_id: st
     (record,) = await records(pair.suite, [request_id])
     if not record.pulled:
         raise Unavailable(f"{request_id}: KV was not pulled: {record.outcomes}")
-    (transfer,) = record.timeline["transfers"]
-    if transfer["transport"] != transport:
-        raise Unavailable(f"{request_id}: {transfer['transport']} has carried it, not {transport}")
-    return Pull(transfer["wire_bytes"], transfer["ended_s"] - transfer["started_s"])
+    (transfer,) = record.timeline.transfers
+    if transfer.transport != transport:
+        raise Unavailable(f"{request_id}: {transfer.transport} has carried it, not {transport}")
+    return Pull(transfer.wire_bytes, transfer.ended_s - transfer.started_s)
 
 
 def _result(pulls: dict[tuple[str, int], list[Pull]]) -> dict[str, Any]:

@@ -95,7 +95,7 @@ async def _ttfts(api: ApiClient, prompts: Prompts, at_once: int, count: int, see
 
     async def one(number: int, prompt: list[int]) -> float:
         async with few:
-            return (await api.stream(Ask(prompt, OUTPUT_TOKENS, f"mode-{seed}-{number}"))).first_s
+            return (await api.stream(Ask(prompt, OUTPUT_TOKENS, f"mode-{seed}-{number}"))).ttft_s or 0.0
 
     drawn = prompts.various(count, *PROMPT_TOKENS, seed=seed)
     return list(await asyncio.gather(*(one(*each) for each in enumerate(drawn))))

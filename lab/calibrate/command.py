@@ -1,4 +1,4 @@
-"""`polyphase calibrate` on the command line."""
+"""Command line of `polyphase calibrate`."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""How others disturb what is measured: cores that processes use that are no part of the suite, and late timers."""
+"""Disturbances of a measurement by the machine: cores that foreign processes use, and late timers."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ _TICK_S = 0.01
 
 
 class _Watch:
-    """Watches from the moment it is entered to its end; an async context manager."""
+    """An async context manager that watches while its block runs."""
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.get_running_loop().create_task(self._watch())
@@ -30,9 +30,9 @@ class _Watch:
 
 
 class HostWatch(_Watch):
-    """Measures the cores that foreign processes use, from the moment it is entered. Without a launcher: none, ever.
+    """Measures the cores that foreign processes use: all but this process, the launcher and its descendants.
 
-    Ours are this process, the launcher's and all of its descendants.
+    launcher_pid: 0 for a suite elsewhere, of which nothing is measured.
     """
 
     def __init__(self, launcher_pid: int) -> None:
@@ -49,22 +49,22 @@ class HostWatch(_Watch):
         if not self._launcher_pid:
             return
         while True:
-            self._look()
+            self._ours = self._own_processes()
             began_s, before = time.monotonic(), self._foreign_s()
             await asyncio.sleep(_PERIOD_S)
             self._used_s += max(0.0, self._foreign_s() - before)
             self._watched_s += time.monotonic() - began_s
 
-    def _look(self) -> None:
+    def _own_processes(self) -> dict[int, psutil.Process]:
         try:
             launcher = psutil.Process(self._launcher_pid)
             found = [psutil.Process(os.getpid()), launcher, *launcher.children(recursive=True)]
         except psutil.NoSuchProcess:
             found = [psutil.Process(os.getpid())]
-        self._ours = {process.pid: process for process in found}
+        return {process.pid: process for process in found}
 
     def _foreign_s(self) -> float:
-        """CPU seconds so far that none of ours has used; what a hypervisor takes away counts, too."""
+        """CPU seconds so far that other processes used; time that a hypervisor takes away counts, too."""
         times = psutil.cpu_times()
         idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "guest", 0.0)
         return float(sum(times) - idle - sum(_cpu_s(process) for process in self._ours.values()))
@@ -79,10 +79,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 class TimerWatch(_Watch):
-    """Measures how late timers of this event loop are, from the moment it is entered: `late_s`, at most.
-
-    What is late by that much here was not necessarily late elsewhere.
-    """
+    """Measures the longest delay of a timer of this event loop; other processes may have had less."""
 
     def __init__(self) -> None:
         self.late_s = 0.0

@@ -1,4 +1,8 @@
-"""`polyphase calibrate live`: a short controlled load on a running suite, and what its steps and timelines say."""
+"""`polyphase calibrate live`: measures a running suite under a controlled load.
+
+The step cost of each kind of instance, and the latency that the services add, are fitted to the recorded steps and
+timelines of the load.
+"""
 
 import asyncio
 import datetime
@@ -37,57 +41,139 @@ from shared.timeline import RequestTimeline, Span, SpanRecord
 from shared.wire.clients.http import WorkerAdmin
 from shared.wire.messages import StepRecord
 
-# MERGED step_reader.py
-# Reads what the workers recorded of their engines' steps.
+_PAGE = 10_000
+_MAX_PROMPT = 4096  # tokens: longer prompts add little about steps
+# The last phase: a load of some 20 s that keeps instances, and the cores that they share, busy for these shares of it.
+_BUSY_SHARE, _CORES_SHARE = 0.4, 0.3
+_PERIOD_S, _MAX_RATE = 20.0, 20.0
+_MIN_REQUESTS, _MAX_REQUESTS = 24, 200
+_MIN_HANDOVERS = 12
+_SLACK_S = 0.002  # between an engine's record of a step and the end of its span
+_UNLIMITED = 1 << 20
+Steps = Mapping[str, Sequence[StepRecord]]
+Timelines = Mapping[str, RequestTimeline]
 
 
-_A_PAGE = 10_000
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """A calibration, with its instances.
+
+    lost_steps: dropped before they were read. foreign_cores: cores that other processes of this machine used.
+    """
+
+    calibration: Calibration
+    instances: tuple[LiveInstance, ...]
+    lost_steps: int
+    foreign_cores: float
+
+
+def run_live(target: Target, out: Path, seed: int = 0) -> dict[str, Any]:
+    """Calibrate and write the file; returns figures, aims and notes."""
+    found = asyncio.run(calibrate(target, seed))
+    out.write_text(found.calibration.to_yaml(), encoding="utf-8")
+    return result_of(found)
+
+
+async def calibrate(target: Target, seed: int = 0, library: Library | None = None) -> Calibrated:
+    """Measure for about a minute, and fit. The cluster should be idle; its split policy is changed for this time.
+
+    Raises Unavailable, NotFound, InvalidRequest or DeadlineExceeded.
+    """
+    library = library or Library.built_in()
+    instances = await target.instances()
+    traffic = await Traffic.to(target, seed)
+    reader = StepReader(instances)
+    async with HostWatch(target.launcher_pid) as watch:
+        observed = await run_phases(target, traffic, instances, reader, _cores(instances), seed)
+    samples = (*observed.alone, *observed.moderate)
+    timelines = await target.timelines({sample.request_id for sample in samples})
+    control = control_plane(observed.alone, observed.moderate, timelines, reader.steps)
+    kinds = await asyncio.to_thread(fit_kinds, instances, reader.steps, library)
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return Calibrated(Calibration(date, _words(instances), control, kinds), instances, reader.lost, watch.mean_cores)
+
+
+def result_of(found: Calibrated) -> dict[str, Any]:
+    """Figures, aims and notes. The aim is an error below the roofline's on held-out steps."""
+    figures: dict[str, float] = {f"{name}_ms": 1e3 * value for name, value in _latencies(found.calibration.control)}
+    figures["foreign_cores"] = found.foreign_cores
+    figures["link_mb_per_s"] = found.calibration.control.link_bytes_s / 1e6
+    aims: dict[str, dict[str, Any]] = {}
+    notes = [f"{found.lost_steps} steps were dropped before they were read"] if found.lost_steps else []
+    for number, one in enumerate(found.calibration.kinds):
+        name = f"kind{number}"
+        notes.append(f"{name}: {one.kind}: {', '.join(one.instances)}; {one.samples} steps")
+        figures |= {
+            f"{name}_mape_percent": one.mape_percent,
+            f"{name}_naive_mape_percent": one.naive_mape_percent,
+            f"{name}_bias_percent": one.bias_percent,
+            f"{name}_saturation_tokens": one.saturation_tokens,
+        }
+        for part in ("prefill", "chunked", "batch"):
+            figures |= {f"{name}_{key}_s": value for key, value in _coefficients(getattr(one.rates, part))}
+        figures |= {f"{name}_slowdown_{k}_others": value for k, value in enumerate(one.slowdown)}
+        if one.kind.engine != "emulated":  # its times are the catalogue's
+            better = one.mape_percent < one.naive_mape_percent
+            want = f"< {one.naive_mape_percent:.3g} (the catalogue's roofline)"
+            aims[f"{name}_held_out_mape_percent"] = {"want": want, "got": round(one.mape_percent, 2), "met": better}
+    return {"figures": figures, "aims": aims, "notes": notes}
+
+
+def _latencies(control: ControlPlane) -> list[tuple[str, float]]:
+    names = ("gateway", "hop", "token", "link_latency")
+    return [(name, getattr(control, f"{name}_s")) for name in names]
+
+
+def _coefficients(cost: Any) -> list[tuple[str, float]]:
+    return [(name, getattr(cost, name)) for name in cost.__struct_fields__]
+
+
+def _cores(instances: tuple[LiveInstance, ...]) -> int:
+    """Cores that the instances share; unlimited for instances on accelerators."""
+    on_cores = any(one.kind.engine == "vllm" and one.kind.accelerator == "cpu" for one in instances)
+    return (os.cpu_count() or 1) if on_cores else _UNLIMITED
+
+
+def _words(instances: tuple[LiveInstance, ...]) -> str:
+    counts = Counter(f"{one.role.value} ({one.kind})" for one in instances)
+    return "; ".join(f"{count} × {name}" for name, count in counts.items())
 
 
 class StepReader:
-    """Steps of all instances since `skip`. Read often enough: a worker keeps its last 8,192."""
+    """Reads the recorded steps of all instances. A worker keeps its last 8,192: `read` must be called before."""
 
     def __init__(self, instances: Sequence[LiveInstance]) -> None:
         self._http = {one.info.instance_id: one.info.http for one in instances}
         self._next: dict[str, int] = {}
         self.steps: defaultdict[str, list[StepRecord]] = defaultdict(list)
-        self.lost = 0  # steps that were forgotten before they were read
+        self.lost = 0  # steps that workers dropped before they were read
 
     async def skip(self) -> None:
-        """Forget what there is so far."""
-        await asyncio.gather(*(self._skip_one(name, url) for name, url in self._http.items()))
+        """Leave out the steps so far."""
+
+        async def skip_one(name: str, url: str) -> None:
+            async with WorkerAdmin(url) as worker:
+                self._next[name] = (await worker.steps(limit=1)).next
+
+        await asyncio.gather(*(skip_one(name, url) for name, url in self._http.items()))
 
     async def read(self) -> dict[str, list[StepRecord]]:
         """The steps since the last call, by instance; they are also added to `steps`."""
-        pages = await asyncio.gather(*(self._read_one(name, url) for name, url in self._http.items()))
-        return dict(pages)
 
-    async def _skip_one(self, name: str, url: str) -> None:
-        async with WorkerAdmin(url) as worker:
-            self._next[name] = (await worker.steps(limit=1)).next
+        async def read_one(name: str, url: str) -> tuple[str, list[StepRecord]]:
+            async with WorkerAdmin(url) as worker:
+                page = await worker.steps(self._next.get(name, 0), _PAGE)
+            self._next[name] = page.next
+            self.lost += page.lost
+            self.steps[name] += page.steps
+            return name, list(page.steps)
 
-    async def _read_one(self, name: str, url: str) -> tuple[str, list[StepRecord]]:
-        async with WorkerAdmin(url) as worker:
-            page = await worker.steps(self._next.get(name, 0), _A_PAGE)
-        self._next[name] = page.next
-        self.lost += page.lost
-        self.steps[name] += page.steps
-        return name, list(page.steps)
-
-
-# MERGED phases.py
-# The controlled load: what is asked of the cluster so that its steps show every kind of batch.
-
-
-_LONGEST = 4096  # prompt tokens: longer ones say little more of a step
-_SHARE = 0.4  # of the time that a decode or prefill instance shall be busy in the last phase
-_CORES_SHARE = 0.3  # the same of the cores that it shares
-_PERIOD_S, _MOST_RATE, _LEAST, _MOST = 20.0, 20.0, 24, 200
+        return dict(await asyncio.gather(*(read_one(name, url) for name, url in self._http.items())))
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the client saw: one request at a time, and then a moderate load."""
+    """The client's times: one request at a time, then a moderate load."""
 
     alone: tuple[Sample, ...]
     moderate: tuple[Sample, ...]
@@ -96,11 +182,11 @@ class Observed:
 async def run_phases(
     target: Target, traffic: Traffic, instances: Sequence[LiveInstance], reader: StepReader, cores: int, seed: int
 ) -> Observed:
-    """All of it. Raises Unavailable when a request fails."""
+    """The controlled load, whose steps contain each sort of batch. Raises Unavailable when a request fails."""
     rng = Random(seed)
     prefills = sum(one.role is Role.PREFILL for one in instances)
     decodes = len(instances) - prefills
-    longest = min(_LONGEST, traffic.max_model_len - 64)
+    longest = min(_MAX_PROMPT, traffic.max_model_len - 64)
     ladder = [max(8, longest * share // 64) for share in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)]
     await traffic.closed([Shot(64, 4)] * 4 * max(prefills, decodes), 2)  # connections, caches, first kernels
     await reader.skip()
@@ -124,8 +210,8 @@ async def run_phases(
 
 
 def _moderate(rng: Random, rate: float, ladder: Sequence[int]) -> list[Shot]:
-    """A Poisson process for some 20 s."""
-    count = min(_MOST, max(_LEAST, round(rate * _PERIOD_S)))
+    """A Poisson process of about _PERIOD_S."""
+    count = min(_MAX_REQUESTS, max(_MIN_REQUESTS, round(rate * _PERIOD_S)))
     at_s, shots = 0.0, []
     for _ in range(count):
         shots.append(Shot(rng.choice(ladder[:7]), rng.randint(12, 48), at_s))
@@ -134,38 +220,33 @@ def _moderate(rng: Random, rate: float, ladder: Sequence[int]) -> list[Shot]:
 
 
 def _moderate_rate(alone: Sequence[Sample], prefills: int, decodes: int, cores: int) -> float:
-    """Requests a second at which instances are busy `_SHARE` of the time, and cores `_CORES_SHARE`."""
-    prefill_s = fmean(sample.ttft_s for sample in alone) / 2.0  # the prompts of this phase are half as long
+    """The rate at which instances are busy for _BUSY_SHARE of the time, and cores for _CORES_SHARE."""
+    prefill_s = fmean(sample.ttft_s for sample in alone) / 2.0  # prompts of the last phase are half as long
     decode_s = 30.0 * fmean(sample.tpot_s or 0.0 for sample in alone)
-    rates = (_SHARE * prefills / prefill_s, _SHARE * decodes / decode_s, _CORES_SHARE * cores / (prefill_s + decode_s))
-    return min(_MOST_RATE, *rates)
-
-
-# MERGED control.py
-# What the services add to a request, from client times, timelines and steps of the same requests.
-
-
-_ENOUGH = 12  # handovers
-_SLACK_S = 0.002  # between an engine's note of a step and the span that ends with it
-Steps = Mapping[str, Sequence[StepRecord]]
-Timelines = Mapping[str, RequestTimeline]
+    rates = (
+        _BUSY_SHARE * prefills / prefill_s,
+        _BUSY_SHARE * decodes / decode_s,
+        _CORES_SHARE * cores / (prefill_s + decode_s),
+    )
+    return min(_MAX_RATE, *rates)
 
 
 def control_plane(
     alone: Sequence[Sample], moderate: Sequence[Sample], timelines: Timelines, steps: Steps
 ) -> ControlPlane:
-    """From requests of a moderate load that had their instances to themselves; hops and transfers also from lone ones
+    """The latency that the services add to a request.
 
-    while there are few of the others. Services wait for cores under load, so means count.
+    It is the mean over requests of the moderate load that shared no step with another request; where their handovers
+    are few, those of `alone` count, too. Under load services wait for cores, so that a mean describes them and a
+    minimum does not.
 
-    TTFT = gateway_s + hop_s + wait and steps of the prefill instance + token_s, of which the steps are known: so the
-    sum of the three is right, and what does not show apart (a worker's own work before and after) is in gateway_s.
-    Hops are seen between the instances, of other requests: one that waited for a core there must not take more than
-    all that TTFT leaves.
-    Raises Unavailable when too few requests went the usual way.
+    TTFT = gateway_s + hop_s + wait and steps of the prefill instance + token_s. The steps are known, so that the sum of
+    the other parts is right; the worker's own work before and after a step counts as gateway_s. Hops are measured
+    between the instances, on other requests, and are limited to the rest of TTFT. Raises Unavailable without a request
+    that went undisturbed through prefill, transfer and decode.
     """
     handovers = _handovers(moderate, timelines, steps)
-    if len(handovers) < _ENOUGH:
+    if len(handovers) < _MIN_HANDOVERS:
         handovers += _handovers(alone, timelines, steps)
     added = _added(moderate, timelines, steps)
     if not handovers or not added:
@@ -179,7 +260,7 @@ def control_plane(
 
 @dataclass(frozen=True, slots=True)
 class _Handover:
-    """From the prefill's end to the start of the transfer; the bytes, and from then to the step that needed them."""
+    """hop_s: from the end of the prefill to the start of the transfer; transfer_s: from there to its first step."""
 
     hop_s: float
     wire_bytes: int
@@ -187,7 +268,7 @@ class _Handover:
 
 
 def _handovers(samples: Sequence[Sample], timelines: Timelines, steps: Steps) -> list[_Handover]:
-    """Of requests whose decode instance had no other to step when they came."""
+    """Handovers to decode instances that had no other request."""
     stays = {sample.request_id: _stay(timelines[sample.request_id]) for sample in samples}
     found = []
     for name, stay in stays.items():
@@ -195,29 +276,31 @@ def _handovers(samples: Sequence[Sample], timelines: Timelines, steps: Steps) ->
         pulled = [one for one in timelines[name].transfers if one.outcome is TransferOutcome.PULLED and one.started_s]
         if stay is None or prefill is None or decode is None or len(pulled) != 1:
             continue
-        coming = SpanRecord(Span.TRANSFER, prefill.ended_s, decode.started_s, decode.instance_id)
-        if any(other is not None and _overlap(coming, other) for them, other in stays.items() if them != name):
+        handover = SpanRecord(Span.TRANSFER, prefill.ended_s, decode.started_s, decode.instance_id)
+        if any(
+            other is not None and _overlap(handover, other) for other_name, other in stays.items() if other_name != name
+        ):
             continue
         first = _steps_of(steps, decode.instance_id, 0.0, decode.started_s + _SLACK_S)[-1:]
         hop_s = pulled[0].started_s - prefill.ended_s
-        if first and hop_s >= 0:  # else the transfer began while the prompt was being computed
+        if first and hop_s >= 0:  # a transfer may begin while the prompt is computed
             transfer_s = decode.started_s - pulled[0].started_s - first[0].seconds
             found.append(_Handover(hop_s, pulled[0].wire_bytes, max(0.0, transfer_s)))
     return found
 
 
 def _stay(timeline: RequestTimeline) -> SpanRecord | None:
-    """The time that a request keeps a decode instance busy."""
+    """The time for which a request keeps a decode instance busy."""
     decode = _span(timeline, Span.DECODE)
     prefill = _span(timeline, Span.PREFILL)
     if decode is None:
         return None
-    ended_s = max(span.ended_s for span in timeline.spans if span.span is Span.DECODE)  # pauses may come between
+    ended_s = max(span.ended_s for span in timeline.spans if span.span is Span.DECODE)  # with pauses there are several
     return SpanRecord(Span.DECODE, prefill.ended_s if prefill else decode.started_s, ended_s, decode.instance_id)
 
 
 def _added(samples: Sequence[Sample], timelines: Timelines, steps: Steps) -> list[tuple[float, float]]:
-    """Of requests that shared no prefill step: TTFT less those steps; and from the prefill's end to the client."""
+    """For requests that shared no prefill step: TTFT without its steps, and the time from the prefill to the client."""
     spans = {sample.request_id: _span(timelines[sample.request_id], Span.PREFILL) for sample in samples}
     found = []
     for sample in samples:
@@ -232,7 +315,7 @@ def _added(samples: Sequence[Sample], timelines: Timelines, steps: Steps) -> lis
 
 
 def _link(handovers: Sequence[_Handover]) -> tuple[float, float]:
-    """Latency and bytes/s by least squares; 0 bytes/s where size makes no difference."""
+    """Latency and bytes/s by least squares; 0 bytes/s when the time does not depend on the size."""
     moved = np.array([one.wire_bytes for one in handovers], dtype=np.float64)
     seconds = np.array([one.transfer_s for one in handovers])
     if len(handovers) >= 3 and np.ptp(moved) > 0:
@@ -254,14 +337,10 @@ def _overlap(one: SpanRecord, other: SpanRecord) -> bool:
     return one.instance_id == other.instance_id and one.started_s < other.ended_s and other.started_s < one.ended_s
 
 
-# MERGED kinds.py
-# From recorded steps to calibrated kinds of instances.
-
-
 def fit_kinds(instances: Sequence[LiveInstance], steps: Steps, library: Library) -> tuple[CalibratedKind, ...]:
-    """Each kind of instance from the steps of all of its instances.
+    """Fit each kind of instance to the steps of its instances.
 
-    Raises NotFound (model, accelerator) and InvalidRequest (too few steps).
+    Raises NotFound (model, accelerator) or InvalidRequest (too few steps).
     """
     others = _others(instances, steps)
     groups: defaultdict[Kind, list[LiveInstance]] = defaultdict(list)
@@ -302,7 +381,6 @@ def _fit(
 
 
 def timed_step(step: StepRecord) -> TimedStep:
-    """A record as the cost model has it."""
     return TimedStep(Batch(step.prefill, step.decode_count, step.decode_context_tokens), step.seconds)
 
 
@@ -316,7 +394,7 @@ def _factors(model: StepModel, fit: HostFit) -> dict[str, float]:
 
 
 def _others(instances: Sequence[LiveInstance], steps: Steps) -> dict[str, Floats]:
-    """For each step of each instance, how many other instances of its host were busy."""
+    """For each step of each instance, the number of other busy instances of its host."""
     found: dict[str, Floats] = {}
     for host in {one.host for one in instances}:
         names = [one.info.instance_id for one in instances if one.host == host]
@@ -327,91 +405,3 @@ def _others(instances: Sequence[LiveInstance], steps: Steps) -> dict[str, Floats
 def _interval(steps: Sequence[StepRecord]) -> tuple[Floats, Floats]:
     ends = np.array([step.ended_s for step in steps], dtype=np.float64)
     return ends - np.array([step.seconds for step in steps], dtype=np.float64), ends
-
-
-_MANY = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Calibrated:
-    """A calibration, and of which instances.
-
-    lost_steps: forgotten before they could be read. foreign_cores: what others used of this machine meanwhile.
-    """
-
-    calibration: Calibration
-    instances: tuple[LiveInstance, ...]
-    lost_steps: int
-    foreign_cores: float
-
-
-async def calibrate(target: Target, seed: int = 0, library: Library | None = None) -> Calibrated:
-    """Measure and fit. Raises Unavailable, NotFound, InvalidRequest or DeadlineExceeded with the cause.
-
-    Takes a minute or so. The cluster should be idle otherwise; its split is changed meanwhile, and put back.
-    """
-    library = library or Library.built_in()
-    instances = await target.instances()
-    traffic = await Traffic.to(target, seed)
-    reader = StepReader(instances)
-    async with HostWatch(target.launcher_pid) as watch:
-        observed = await run_phases(target, traffic, instances, reader, _cores(instances), seed)
-    samples = (*observed.alone, *observed.moderate)
-    timelines = await target.timelines({sample.request_id for sample in samples})
-    control = control_plane(observed.alone, observed.moderate, timelines, reader.steps)
-    kinds = await asyncio.to_thread(fit_kinds, instances, reader.steps, library)
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return Calibrated(Calibration(date, _words(instances), control, kinds), instances, reader.lost, watch.mean_cores)
-
-
-def run_live(target: Target, out: Path, seed: int = 0) -> dict[str, Any]:
-    """Calibrate, write the file, and say what was found, as a measuring command does."""
-    found = asyncio.run(calibrate(target, seed))
-    out.write_text(found.calibration.to_yaml(), encoding="utf-8")
-    return result_of(found)
-
-
-def result_of(found: Calibrated) -> dict[str, Any]:
-    """Figures of a calibration; the aim is to beat the roofline on steps that nothing was fitted to."""
-    figures: dict[str, float] = {f"{name}_ms": 1e3 * value for name, value in _latencies(found.calibration.control)}
-    figures["foreign_cores"] = found.foreign_cores
-    figures["link_mb_per_s"] = found.calibration.control.link_bytes_s / 1e6
-    aims: dict[str, dict[str, Any]] = {}
-    notes = [f"{found.lost_steps} steps were forgotten before they were read"] if found.lost_steps else []
-    for number, one in enumerate(found.calibration.kinds):
-        name = f"kind{number}"
-        notes.append(f"{name}: {one.kind}: {', '.join(one.instances)}; {one.samples} steps")
-        figures |= {
-            f"{name}_mape_percent": one.mape_percent,
-            f"{name}_naive_mape_percent": one.naive_mape_percent,
-            f"{name}_bias_percent": one.bias_percent,
-            f"{name}_saturation_tokens": one.saturation_tokens,
-        }
-        for part in ("prefill", "chunked", "batch"):
-            figures |= {f"{name}_{key}_s": value for key, value in _coefficients(getattr(one.rates, part))}
-        figures |= {f"{name}_slowdown_{k}_others": value for k, value in enumerate(one.slowdown)}
-        if one.kind.engine != "emulated":  # whose times are the catalogue's
-            better = one.mape_percent < one.naive_mape_percent
-            want = f"< {one.naive_mape_percent:.3g} (the catalogue's roofline)"
-            aims[f"{name}_held_out_mape_percent"] = {"want": want, "got": round(one.mape_percent, 2), "met": better}
-    return {"figures": figures, "aims": aims, "notes": notes}
-
-
-def _latencies(control: ControlPlane) -> list[tuple[str, float]]:
-    names = ("gateway", "hop", "token", "link_latency")
-    return [(name, getattr(control, f"{name}_s")) for name in names]
-
-
-def _coefficients(cost: Any) -> list[tuple[str, float]]:
-    return [(name, getattr(cost, name)) for name in cost.__struct_fields__]
-
-
-def _cores(instances: tuple[LiveInstance, ...]) -> int:
-    """Cores that the instances share, where they compute on them."""
-    on_cores = any(one.kind.engine == "vllm" and one.kind.accelerator == "cpu" for one in instances)
-    return (os.cpu_count() or 1) if on_cores else _MANY
-
-
-def _words(instances: tuple[LiveInstance, ...]) -> str:
-    counts = Counter(f"{one.role.value} ({one.kind})" for one in instances)
-    return "; ".join(f"{count} × {name}" for name, count in counts.items())

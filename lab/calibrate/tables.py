@@ -1,4 +1,4 @@
-"""`polyphase calibrate tables`: constants of the cost model from operator tables, and how far off they are."""
+"""`polyphase calibrate tables`: constants of the cost model from operator tables, with their errors."""
 
 import datetime
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from shared.files.yaml_file import read_yaml
 
 
 def run_tables(folder: Path, out: Path, base: Path = SHIPPED) -> dict[str, Any]:
-    """Fit every table below `folder`, write an efficiencies file on top of `base`, and say the errors held out.
+    """Fit the tables below `folder`, and write an efficiencies file based on `base`.
 
-    A measuring command's result; an aim for each table: to beat the naive peak roofline. Raises NotFound when there is
-    no table, InvalidRequest for one that cannot be read or fitted.
+    Returns figures, aims and notes; the aim for each table is to have a smaller held-out error than the roofline.
+    Raises NotFound when there is no table, InvalidRequest for a table that cannot be read or fitted.
     """
     raw = read_yaml(base)
     profiles = folder / "profiles" if (folder / "profiles").is_dir() else folder
@@ -34,7 +34,7 @@ def _result(fits: Sequence[TableFit]) -> dict[str, Any]:
     for one in fits:
         name = f"{one.table.accelerator.name} {one.table.operator} ({one.table.origin})"
         if one.fit is None:
-            notes.append(f"{name}: {one.table.rejected} rows beat the device's peak rate; the table is set aside")
+            notes.append(f"{name}: {one.table.rejected} rows exceed the device's peak rate; the table is not used")
             continue
         got, naive = 100.0 * one.fit.mape, 100.0 * one.fit.naive_mape
         figures[f"{name} mape_percent"] = round(got, 2)

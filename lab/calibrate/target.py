@@ -1,4 +1,8 @@
-"""The running suite that is measured: where its services are, and what its instances say of themselves."""
+"""Client of the running suite that is measured.
+
+`Target` has the addresses of its services and descriptions of its instances. `Traffic` sends requests of given lengths
+at given times through the gateway, and measures the times that a client sees.
+"""
 
 import asyncio
 import secrets
@@ -14,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from lab.client import StreamFailed, stream_completion
+from lab.client import StreamFailed, completion_body, stream_completion
 from services.launcher import cluster_keys
 from services.launcher.suite import Suite, change_policies, until
 from shared.domain.instance import InstanceInfo, InstanceState, Role
@@ -35,10 +39,7 @@ _FINAL = {phase.value for phase in Phase if phase.final}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Addresses of a suite. `schedulers` are for timelines and for changing the split while measuring.
-
-    launcher_pid: of a suite on this machine, else 0. token: the cluster's secret.
-    """
+    """Addresses of a suite. launcher_pid: 0 for a suite elsewhere. token: the cluster token."""
 
     api_url: str
     monitor_url: str
@@ -57,12 +58,11 @@ class Target:
 
     @property
     def api_address(self) -> tuple[str, int]:
-        """Host and port of the API."""
         parts = urlsplit(self.api_url)
         return parts.hostname or "127.0.0.1", parts.port or 80
 
     async def instances(self) -> tuple[LiveInstance, ...]:
-        """All instances that are ready. Raises NotFound when there is none of a role."""
+        """The ready instances. Raises NotFound when a role has none."""
         async with MonitorClient(self.monitor_url) as monitor:
             entries = await monitor.instances()
         ready = [entry for entry in entries if entry["state"] == InstanceState.READY.value]
@@ -73,7 +73,7 @@ class Target:
         return tuple(found)
 
     async def timelines(self, request_ids: set[str]) -> dict[str, RequestTimeline]:
-        """Timelines of these requests, once all are there. Raises DeadlineExceeded."""
+        """Timelines of these requests, by request id, once all are recorded. Raises DeadlineExceeded."""
         found: dict[str, RequestTimeline] = {}
 
         async def all_there() -> bool:
@@ -90,7 +90,7 @@ class Target:
 
     @asynccontextmanager
     async def policies(self, **names: str) -> AsyncIterator[None]:
-        """Other policies, such as split="none", that all follow for the block's length; then those before."""
+        """Use other policies, such as split="none", for the block's length."""
         wanted = {kind: PolicySpec(name) for kind, name in names.items()}
         async with MonitorClient(self.monitor_url, token=self.token) as monitor:
             before = await change_policies(monitor, wanted, WHO, len(self.schedulers))
@@ -101,21 +101,21 @@ class Target:
 
 
 def find_target(data_dir: Path, api_url: str, monitor_url: str, schedulers: tuple[str, ...], api_key: str) -> Target:
-    """The suite of `data_dir`, or the one at these addresses, of which all must be given. Raises NotFound."""
+    """The suite at these addresses, or, without any, that of `data_dir`. Raises NotFound or InvalidRequest."""
     if not (api_url or monitor_url or schedulers):
         return Target.local(Suite(data_dir), api_key)
     if not (api_url and monitor_url and schedulers):
-        raise InvalidRequest("--api, --monitor and --scheduler: all three, or none to use --data-dir's suite")
+        raise InvalidRequest("give --api, --monitor and --scheduler together, or none for the suite of --data-dir")
     return Target(api_url, monitor_url, schedulers, "", api_key, token=cluster_keys.token_of_environment())
 
 
 def request_id_of(job_id: str) -> str:
-    """The client's id, if it has no hyphens: of the completion ID vLLM makes cmpl-ID-0 and something random."""
+    """The client's request id, which has no hyphens: vLLM makes `cmpl-ID-0-…` of ID."""
     return job_id.split("-")[1] if job_id.count("-") > 1 else ""
 
 
 def _chosen(described: Mapping[str, Any]) -> dict[str, PolicySpec | None]:
-    """What the monitor said of policies, as a change to it; None where the file's held."""
+    """The monitor's description of policies as a change; None for a policy of the cluster file."""
     return {
         kind: PolicySpec(one["name"], one["parameters"]) if one["changed"] else None for kind, one in described.items()
     }
@@ -124,16 +124,11 @@ def _chosen(described: Mapping[str, Any]) -> dict[str, PolicySpec | None]:
 async def _describe(info: dict[str, object], role: str) -> LiveInstance:
     known = msgspec.convert(info, InstanceInfo)
     async with WorkerAdmin(known.http) as worker:
-        said = await worker.instance()
-    if "max_seqs" not in said:
-        raise Unavailable(f"{known.instance_id} is of another version: it does not say how its engine is run")
+        described = await worker.instance()
+    if "max_seqs" not in described:
+        raise Unavailable(f"{known.instance_id} is of another version: it does not report max_seqs")
     host = urlsplit(known.rpc).hostname or ""
-    how = (int(said[key]) for key in ("threads", "max_seqs"))
-    return LiveInstance(known, Role(role), host, *how)
-
-
-# MERGED traffic.py
-# Requests of wished lengths at wished moments, through the gateway, with the times that a client sees.
+    return LiveInstance(known, Role(role), host, int(described["threads"]), int(described["max_seqs"]))
 
 
 Result = TypeVar("Result")
@@ -142,7 +137,7 @@ _TEXT = "The river ran past stone houses, quiet gardens and a harbour full of co
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """One request to be. at_s: seconds after the first. slo: its class, "" for the default."""
+    """A request to send. at_s: seconds after the first. slo: its class, "" for the default."""
 
     prompt_tokens: int
     output_tokens: int
@@ -152,7 +147,7 @@ class Shot:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request that was. sent_s: unix time; jct_s: until its last token; gaps_s: between one token and the next."""
+    """A request that was served. sent_s: Unix time; jct_s: until the last token; gaps_s: between events with tokens."""
 
     request_id: str
     shot: Shot
@@ -163,23 +158,23 @@ class Sample:
 
     @property
     def tpot_s(self) -> float | None:
-        """None with fewer than two tokens."""
+        """Seconds per token after the first; None with fewer than two tokens."""
         gaps = self.shot.output_tokens - 1
         return (self.jct_s - self.ttft_s) / gaps if gaps else None
 
     @property
     def longest_gap_s(self) -> float | None:
-        """Between two of its events; None with fewer."""
+        """None with fewer than two events."""
         return max(self.gaps_s, default=None)
 
     def met(self, slo: Slo) -> bool:
-        """Whether TTFT, TPOT and the gaps between its events were within these targets."""
+        """Whether TTFT, TPOT and the gaps were within these targets."""
         over = sum(gap_s > slo.itl_s for gap_s in self.gaps_s)
         return self.ttft_s <= slo.ttft_s and (self.tpot_s or 0.0) <= slo.tpot_s and itl_met(len(self.gaps_s), over)
 
 
 class Traffic:
-    """Sends greedy completions of exact lengths; no two prompts begin alike, so that no prefix cache finds any."""
+    """Sends greedy completions of exact lengths, each with a cache salt of its own."""
 
     def __init__(self, target: Target, model: str, tokens: Sequence[int], max_model_len: int, seed: int) -> None:
         self.max_model_len = max_model_len
@@ -192,7 +187,7 @@ class Traffic:
 
     @classmethod
     async def to(cls, target: Target, seed: int = 0) -> "Traffic":
-        """For the model behind the API. Raises Unavailable."""
+        """Traffic for the model behind the API. Raises Unavailable."""
         headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
         async with httpx.AsyncClient(base_url=target.api_url, headers=headers, timeout=10, trust_env=False) as http:
             try:
@@ -205,7 +200,7 @@ class Traffic:
         return cls(target, served["id"], tokens, int(served["max_model_len"]), seed)
 
     async def closed(self, shots: Sequence[Shot], concurrency: int) -> list[Sample]:
-        """All of them, `concurrency` at a time. Raises Unavailable when one fails."""
+        """Send all, `concurrency` at a time. Raises Unavailable when one fails."""
         pending = list(shots)[::-1]
         samples: list[Sample] = []
 
@@ -217,11 +212,11 @@ class Traffic:
         return samples
 
     async def timed(self, shots: Sequence[Shot]) -> list[Sample]:
-        """Each at its time, in their order. Raises Unavailable when one fails."""
+        """Send each at its time; samples in the order of the shots. Raises Unavailable when one fails."""
         return await _in_time(shots, self._send)
 
     async def tried(self, shots: Sequence[Shot]) -> list[Sample | str]:
-        """Each at its time, in their order; of one that fails, why."""
+        """Send each at its time; in their order, the sample, or the error of a request that failed."""
 
         async def one(shot: Shot) -> Sample | str:
             try:
@@ -234,16 +229,8 @@ class Traffic:
     async def _send(self, shot: Shot) -> Sample:
         self._sent += 1
         name = f"m{self._run}n{self._sent}"
-        body: dict[str, object] = {
-            "model": self._model,
-            "prompt": self._rng.choices(self._tokens, k=shot.prompt_tokens),
-            "max_tokens": shot.output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "request_id": name,
-            "cache_salt": name,
-        }
+        prompt = self._rng.choices(self._tokens, k=shot.prompt_tokens)
+        body = completion_body(prompt, shot.output_tokens, self._model, request_id=name, cache_salt=name)
         sent_s = time.time()
         host, port = self._target.api_address
         seen = await stream_completion(host, port, body, self._target.api_key, shot.slo)

@@ -152,7 +152,7 @@ async def learn(address: Address, requests: Sequence[Request]) -> dict[str, Righ
         got = await send(address, fresh(request))
         if got.ending is not Ending.DONE or len(got.tokens) != request.body["max_tokens"]:
             raise Unavailable(f"without a fault, {request.key!r} ended as {got.ending}: {got.status} {got.error}")
-        right[request.key] = RightAnswer(tuple(got.tokens), got.text, got.finish_reason, got.ended_s - got.began_s)
+        right[request.key] = RightAnswer(tuple(got.tokens), got.text, got.finish_reason, got.took_s)
     return right
 
 
@@ -234,7 +234,6 @@ class Load:
 
 def describe(response: Response) -> str:
     """An answer in one line, for a report."""
-    took_s = response.ended_s - response.began_s
-    line = f"{response.ending} after {took_s:.1f} s and {len(response.tokens)} tokens"
+    line = f"{response.ending} after {response.took_s:.1f} s and {len(response.tokens)} tokens"
     details = " ".join(str(part) for part in (response.status or "", response.code, response.error) if part)
     return f"{line}: {details}" if details else line

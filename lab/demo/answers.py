@@ -1,4 +1,9 @@
-"""Promise 1: tokens through prefill → KV transfer → decode are those of one instance that does everything itself."""
+"""The demo's checks of answers.
+
+Tokens are those of a single instance that computes everything itself (promise 1). Bad input gets a 4xx (promise 5). The
+first token does not wait for the KV transfer (promise 6). Also: sample answers on all surfaces of the API, and
+predicted lengths beside the true ones.
+"""
 
 import asyncio
 import json
@@ -9,8 +14,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from lab.client import CHAT, COMPLETIONS, Response
 from lab.demo import jobs
-from lab.demo.client import Answer, ApiClient, Ask, Prompts
+from lab.demo.client import ApiClient, Ask, Prompts
 from lab.demo.report import Section
 from services.launcher.suite import Suite
 from shared.domain.instance import Role
@@ -24,16 +30,16 @@ LOCAL, FULL, RANDOM = ({"split": PolicySpec(name)} for name in ("none", "full", 
 SPLITS = 60
 
 
-def asks(prompts: Sequence[list[int]], max_tokens: int = ANSWER_TOKENS, salted: bool = True) -> list[Ask]:
-    """A request for each prompt. Each has a salt of its own: no prefix cache can stand in for a transfer."""
+def asks(prompts: Sequence[list[int]], max_tokens: int = ANSWER_TOKENS) -> list[Ask]:
+    """A request for each prompt, with a salt of its own, so that no prefix cache replaces a KV transfer."""
     ids = [f"demo-{uuid.uuid4().hex[:12]}" for _ in prompts]
-    return [Ask(p, max_tokens, i, i if salted else "") for p, i in zip(prompts, ids, strict=True)]
+    return [Ask(prompt, max_tokens, name, name) for prompt, name in zip(prompts, ids, strict=True)]
 
 
 async def reference(
     suite: Suite, api: ApiClient, prompts: Sequence[list[int]], max_tokens: int = ANSWER_TOKENS
-) -> list[Answer]:
-    """What one instance answers that does all by itself: no prefill instance, no KV transfer."""
+) -> list[Response]:
+    """The answers of an instance that computes everything itself, without a prefill instance and a KV transfer."""
     await suite.set_policies(LOCAL, WHO)
     try:
         wanted = asks(prompts, max_tokens)
@@ -45,20 +51,38 @@ async def reference(
         await suite.set_policies(FULL, WHO)
 
 
+def same_tokens(plain: Sequence[Response], answers: Sequence[Response]) -> int:
+    """The number of answers without an error whose tokens are those of the plain answer."""
+    return sum(a.tokens == b.tokens and not b.error for a, b in zip(plain, answers, strict=True))
+
+
 async def check_identity(suite: Suite, api: ApiClient, prompts: Prompts) -> Section:
     """25 prompts one after the other, then all at once."""
     section = Section("Prefill → KV transfer → decode gives the tokens of a single instance")
     ladder = prompts.ladder(ANSWER_TOKENS)
     plain = await reference(suite, api, ladder)
-    one_by_one = asks(ladder)
-    answers = [await api.complete(ask) for ask in one_by_one]
-    await _compare(section, "one after the other", suite, plain, answers)
-    together = asks(ladder)
-    answers = list(await asyncio.gather(*(api.stream(ask) for ask in together)))
-    await _compare(section, "all at once, streamed", suite, plain, answers)
+    wanted = asks(ladder)
+    answers = [await api.complete(ask) for ask in wanted]
+    await compare(suite, section, "one after the other", plain, wanted, answers)
+    wanted = asks(ladder)
+    answers = await asyncio.gather(*(api.stream(ask) for ask in wanted))
+    await compare(suite, section, "all at once, streamed", plain, wanted, answers)
     section.figures["identity_prompts"] = len(ladder)
     section.figures["longest_prompt_tokens"] = max(len(prompt) for prompt in ladder)
     return section
+
+
+async def compare(
+    suite: Suite, section: Section, how: str, plain: list[Response], wanted: list[Ask], answers: list[Response]
+) -> None:
+    """Check that the answers equal the plain ones, and that the KV of each was pulled."""
+    total = len(plain)
+    section.equal(f"identical, {how}", f"{total}/{total}", f"{same_tokens(plain, answers)}/{total}")
+    found = await jobs.records(suite, [ask.request_id for ask in wanted])
+    pulled = sum(record.pulled for record in found)
+    section.equal(f"KV pulled, {how}", f"{total}/{total}", f"{pulled}/{total}")
+    moved = sum(transfer.wire_bytes for record in found for transfer in record.timeline.transfers)
+    section.figures["kv_moved_bytes"] = section.figures.get("kv_moved_bytes", 0) + moved
 
 
 async def check_splits(suite: Suite, api: ApiClient, prompts: Prompts, count: int = SPLITS) -> Section:
@@ -67,44 +91,23 @@ async def check_splits(suite: Suite, api: ApiClient, prompts: Prompts, count: in
     chosen = prompts.various(count, 2, 400, seed=11)
     plain = await reference(suite, api, chosen, 12)
     wanted = asks(chosen, 12)
-    splits: list[int] = []
-    answers: list[Answer] = []
+    answers: list[Response] = []
     await suite.set_policies(RANDOM, WHO)
     try:
         for start in range(0, count, 6):
             answers += await asyncio.gather(*(api.complete(ask) for ask in wanted[start : start + 6]))
     finally:
         await suite.set_policies(FULL, WHO)
-    same = sum(a.tokens == b.tokens for a, b in zip(plain, answers, strict=True))
-    section.equal("requests whose tokens are identical", f"{count}/{count}", f"{same}/{count}")
+    section.equal("requests whose tokens are identical", f"{count}/{count}", f"{same_tokens(plain, answers)}/{count}")
     found = await jobs.records(suite, [ask.request_id for ask in wanted])
     splits = [record.split for record in found]
     expected = Counter("local" if split == 0 else "pulled" for split in splits)
     outcomes = Counter(outcome for record in found for outcome in record.outcomes)
     section.equal("KV imports by outcome, as the splits say", dict(expected), dict(outcomes))
-    partial = sum(0 < s < len(p) for s, p in zip(splits, chosen, strict=True))
-    section.figures["partial_splits"] = partial
-    shown = Random(3).sample(range(count), 5)
-    section.lines.append(
-        "Some of the splits: " + ", ".join(f"{splits[i]} of {len(chosen[i])} tokens" for i in sorted(shown))
-    )
+    section.figures["partial_splits"] = sum(0 < s < len(p) for s, p in zip(splits, chosen, strict=True))
+    shown = sorted(Random(3).sample(range(count), 5))
+    section.lines.append("Some of the splits: " + ", ".join(f"{splits[i]} of {len(chosen[i])} tokens" for i in shown))
     return section
-
-
-async def compare_with(suite: Suite, section: Section, name: str, plain: list[Answer], answers: list[Answer]) -> None:
-    """Add the verdicts that `answers` equal `plain` and that every one's KV was pulled."""
-    await _compare(section, name, suite, plain, answers)
-
-
-async def _compare(section: Section, how: str, suite: Suite, plain: list[Answer], answers: list[Answer]) -> None:
-    total = len(plain)
-    same = sum(a.tokens == b.tokens and not b.error for a, b in zip(plain, answers, strict=True))
-    section.equal(f"identical, {how}", f"{total}/{total}", f"{same}/{total}")
-    found = await jobs.records(suite, [answer.request_id for answer in answers])
-    pulled = sum(record.pulled for record in found)
-    section.equal(f"KV pulled, {how}", f"{total}/{total}", f"{pulled}/{total}")
-    moved = sum(t["wire_bytes"] for record in found for t in record.timeline["transfers"])
-    section.figures["kv_moved_bytes"] = section.figures.get("kv_moved_bytes", 0) + moved
 
 
 FAULT = "POLYPHASE_WORKER_KV_FAULT"
@@ -112,7 +115,7 @@ Restart = Callable[[str, dict[str, str]], Awaitable[None]]
 
 
 async def check_zeroed_kv(suite: Suite, api: ApiClient, prompts: Prompts, restart: Restart) -> Section:
-    """One decode instance imports zeroes in place of KV; all others of its role are drained meanwhile."""
+    """One decode instance imports zeroes in place of KV, while all others of its role are drained."""
     section = Section("Control: the comparison notices when KV is wrong")
     ladder = prompts.ladder(ANSWER_TOKENS)
     plain = await reference(suite, api, ladder)
@@ -121,13 +124,14 @@ async def check_zeroed_kv(suite: Suite, api: ApiClient, prompts: Prompts, restar
     async with suite.monitor() as monitor:
         for other in others:
             await monitor.drain(other, timeout_s=30.0, who=WHO)
-    answers = await asyncio.gather(*(api.complete(ask) for ask in asks(ladder)))
-    found = await jobs.records(suite, [answer.request_id for answer in answers])
+    wanted = asks(ladder)
+    answers = await asyncio.gather(*(api.complete(ask) for ask in wanted))
+    found = await jobs.records(suite, [ask.request_id for ask in wanted])
     async with suite.monitor() as monitor:
         for other in others:
             await monitor.resume(other, who=WHO)
     await _restart(suite, restart, faulty, "")
-    total, same = len(ladder), sum(a.tokens == b.tokens for a, b in zip(plain, answers, strict=True))
+    total, same = len(ladder), same_tokens(plain, answers)
     section.equal("zeroed KV pulled", total, sum(record.pulled for record in found))
     section.check("answers that stay the same", same <= total // 2, f"at most {total // 2}", same)
     section.figures["zeroed_kv_identical"] = same
@@ -141,20 +145,16 @@ async def _restart(suite: Suite, restart: Restart, name: str, fault: str) -> Non
     await suite.wait_ready()
 
 
-# MERGED overlap.py
-# Promise 6: the first token does not wait for the KV transfer, and comes once.
-
-
 REQUESTS = 5
 TOKENS = 16
 
 
 async def check_first_token(suite: Suite, api: ApiClient, prompts: Prompts) -> Section:
-    """Long prompts, one at a time; the timelines say what came first."""
+    """Long prompts, one at a time; their timelines say which came first."""
     section = Section("The first token leaves before the decode instance goes on")
     chosen = prompts.various(REQUESTS, 900, 1100, seed=5)
     plain = await reference(suite, api, chosen, TOKENS)
-    wanted: list[Ask] = asks(chosen, TOKENS)
+    wanted = asks(chosen, TOKENS)
     answers = [await api.stream(ask) for ask in wanted]
     found = await jobs.records(suite, [ask.request_id for ask in wanted])
     leads = [_lead_s(record) for record in found]
@@ -163,29 +163,24 @@ async def check_first_token(suite: Suite, api: ApiClient, prompts: Prompts) -> S
         f"{REQUESTS}/{REQUESTS}",
         f"{sum(lead > 0 for lead in leads)}/{REQUESTS}",
     )
-    same = sum(a.tokens == b.tokens for a, b in zip(plain, answers, strict=True))
-    section.equal("no token twice or missing", f"{REQUESTS}/{REQUESTS}", f"{same}/{REQUESTS}")
+    section.equal("no token twice or missing", f"{REQUESTS}/{REQUESTS}", f"{same_tokens(plain, answers)}/{REQUESTS}")
     section.figures["first_token_lead_ms"] = sorted(leads)[len(leads) // 2] * 1e3
     section.lines.append("Lead over the decode instance: " + ", ".join(f"{lead * 1e3:.1f} ms" for lead in leads))
     return section
 
 
 def _lead_s(record: jobs.JobRecord) -> float:
-    """How long before the first step of the decode instance the first token was there; 0 when there was no transfer."""
+    """The time from the first token to the first step of the decode instance; 0 without a transfer."""
     if not record.pulled:
         return 0.0
-    decode = next(span for span in record.timeline["spans"] if span["span"] == Span.DECODE)
-    return float(decode["started_s"]) - float(record.timeline["first_token_s"])
-
-
-# MERGED lengths.py
-# Answer lengths, predicted while the prompt is computed, beside the true ones.
+    decode = next(span for span in record.timeline.spans if span.span is Span.DECODE)
+    return decode.started_s - record.timeline.first_token_s
 
 
 SOURCE = "classifier"
 MAX_TOKENS = 512
 AT_ONCE = 4
-READABLE = 44  # characters of a question
+READABLE = 44  # characters of a question in the table
 LENGTH_QUESTIONS = (
     "Hello!",
     "What is the capital of Italy?",
@@ -215,33 +210,32 @@ LENGTH_QUESTIONS = (
 
 
 async def check_lengths(suite: Suite, api: ApiClient) -> Section:
-    """Each question once, as its model draws the answer; the timelines say what was predicted of it."""
+    """Each question once, sampled; the timelines have the predictions."""
     section = Section("How long answers get is predicted, by a classifier trained on this model's own answers")
-
     few = asyncio.Semaphore(AT_ONCE)
 
-    async def ask(number: int, question: str) -> int:
-        more = {"request_id": f"length-{number}", "seed": number}
+    async def length_of(number: int, question: str) -> int:
         async with few:
-            answer = await api.chat(question, max_tokens=MAX_TOKENS, **more)
+            answer = await api.chat(question, MAX_TOKENS, request_id=f"length-{number}", seed=number)
         return int(answer["usage"]["completion_tokens"])
 
-    true = await asyncio.gather(*(ask(*one) for one in enumerate(LENGTH_QUESTIONS)))
+    true = await asyncio.gather(*(length_of(*each) for each in enumerate(LENGTH_QUESTIONS)))
     found = await jobs.records(suite, [f"length-{number}" for number in range(len(LENGTH_QUESTIONS))])
     rows: list[tuple[str, ...]] = []
     classified = inside = 0
     for question, tokens, record in zip(LENGTH_QUESTIONS, true, found, strict=True):
-        said = [one for one in record.timeline["decisions"] if one["kind"] == "prediction"]
-        if not said or said[0]["reasons"][0]["what"] != SOURCE:
+        prediction = next((each for each in record.timeline.decisions if each.kind == "prediction"), None)
+        if prediction is None or prediction.reasons[0].what != SOURCE:
             rows.append((question[:READABLE], "–", "–", str(tokens), ""))
             continue
-        figures = said[0]["reasons"][0]["figures"]
+        figures = prediction.reasons[0].figures
         lower, upper = int(figures["lower_tokens"]), int(figures["upper_tokens"])
+        right = lower <= tokens < upper
         classified += 1
-        inside += lower <= tokens < upper
+        inside += right
         reach = f"{lower} to {upper - 1}" if upper <= MAX_TOKENS else f"{lower} and more"
         rows.append(
-            (question, reach, f"{figures['expected_tokens']:.0f}", str(tokens), "✔" if lower <= tokens < upper else "")
+            (question[:READABLE], reach, f"{figures['expected_tokens']:.0f}", str(tokens), "✔" if right else "")
         )
     section.table = (("asked", "predicted", "expected", "true", "in range"), rows)
     of_all = f"{classified}/{len(rows)}"
@@ -252,10 +246,6 @@ async def check_lengths(suite: Suite, api: ApiClient) -> Section:
     )
     section.figures |= {"lengths_in_predicted_range": inside, "lengths_predicted": classified}
     return section
-
-
-# MERGED samples.py
-# The opening of the report: the model answers, on every surface of the API.
 
 
 SAMPLE_QUESTIONS = (
@@ -269,7 +259,7 @@ SAMPLE_QUESTIONS = (
 
 
 async def check_samples(api: ApiClient) -> Section:
-    """Some answers to read; and the other surfaces answer too."""
+    """Some answers to read, and one of each other API."""
     section = Section("Real answers of a real model")
     rows: list[tuple[str, ...]] = []
     empty = 0
@@ -285,33 +275,20 @@ async def check_samples(api: ApiClient) -> Section:
     section.equal("n = 2 gives two choices", 2, len(two["choices"]))
     detail = await api.chat("Hello!", logprobs=True, top_logprobs=2, max_tokens=4)
     section.check("logprobs", bool(detail["choices"][0]["logprobs"]["content"]), "one a token")
-    await _surfaces(section, api)
-    return section
-
-
-async def _surfaces(section: Section, api: ApiClient) -> None:
     said = [{"role": "user", "content": "Hello!"}]
     bodies = {
         "/v1/completions": {"prompt": "Hello", "max_tokens": 4},
         "/v1/responses": {"input": "Hello!", "max_output_tokens": 16},
         "/v1/messages": {"messages": said, "max_tokens": 16},
     }
-    got = {}
-    for path, body in bodies.items():
-        got[path] = (await api.post(path, json={"model": api.model, **body})).status_code
+    got = {path: (await api.post(path, json={"model": api.model, **body})).status_code for path, body in bodies.items()}
     section.equal("other surfaces answer", dict.fromkeys(bodies, 200), got)
-
-
-# MERGED bad_input.py
-# Promise 5: bad input gets the right 4xx in OpenAI's shape, and harms nobody.
-
-
-_CHAT, _COMPLETE = "/v1/chat/completions", "/v1/completions"
+    return section
 
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """A request that must be refused with one of `want`."""
+    """A request that must be refused with one of the statuses `want`."""
 
     name: str
     path: str
@@ -322,33 +299,32 @@ class Bad:
 
 
 def cases(model: str, max_model_len: int, max_body_bytes: int) -> tuple[Bad, ...]:
-    """Every kind of bad input."""
     said = [{"role": "user", "content": "Hello!"}]
     chat, plain = {"model": model, "messages": said}, {"model": model, "prompt": "Hello"}
     return (
-        Bad("malformed JSON", _CHAT, (400,), content=b'{"model": '),
-        Bad("an empty body", _CHAT, (400, 422), content=b""),
-        Bad("no messages", _CHAT, (400, 422), {"model": model}),
-        Bad("messages of a wrong type", _CHAT, (400, 422), {"model": model, "messages": "Hello"}),
-        Bad("an unknown role", _CHAT, (400, 422), {"model": model, "messages": [{"role": 7}]}),
-        Bad("temperature as a word", _CHAT, (400, 422), {**chat, "temperature": "warm"}),
-        Bad("temperature below zero", _CHAT, (400, 422), {**chat, "temperature": -1}),
-        Bad("top_p over one", _CHAT, (400, 422), {**chat, "top_p": 1.5}),
-        Bad("n = 0", _CHAT, (400, 422), {**chat, "n": 0}),
-        Bad("negative max_tokens", _COMPLETE, (400, 422), {**plain, "max_tokens": -1}),
-        Bad("huge max_tokens", _COMPLETE, (400, 422), {**plain, "max_tokens": 10**9}),
-        Bad("a prompt beyond the context", _COMPLETE, (400,), {**plain, "prompt": [5] * (max_model_len + 1)}),
-        Bad("token ids that do not exist", _COMPLETE, (400,), {**plain, "prompt": [10**9]}),
-        Bad("negative token ids", _COMPLETE, (400, 422), {**plain, "prompt": [-5]}),
-        Bad("an unknown model", _CHAT, (404,), {**chat, "model": "no-such-model"}),
-        Bad("a body over the limit", _CHAT, (413,), content=b" " * (max_body_bytes + 1)),
-        Bad("an unknown SLO class", _CHAT, (400,), chat, headers={"x-polyphase-slo": "no-such-class"}),
+        Bad("malformed JSON", CHAT, (400,), content=b'{"model": '),
+        Bad("an empty body", CHAT, (400, 422), content=b""),
+        Bad("no messages", CHAT, (400, 422), {"model": model}),
+        Bad("messages of a wrong type", CHAT, (400, 422), {"model": model, "messages": "Hello"}),
+        Bad("an unknown role", CHAT, (400, 422), {"model": model, "messages": [{"role": 7}]}),
+        Bad("temperature as a word", CHAT, (400, 422), {**chat, "temperature": "warm"}),
+        Bad("temperature below zero", CHAT, (400, 422), {**chat, "temperature": -1}),
+        Bad("top_p over one", CHAT, (400, 422), {**chat, "top_p": 1.5}),
+        Bad("n = 0", CHAT, (400, 422), {**chat, "n": 0}),
+        Bad("negative max_tokens", COMPLETIONS, (400, 422), {**plain, "max_tokens": -1}),
+        Bad("huge max_tokens", COMPLETIONS, (400, 422), {**plain, "max_tokens": 10**9}),
+        Bad("a prompt beyond the context", COMPLETIONS, (400,), {**plain, "prompt": [5] * (max_model_len + 1)}),
+        Bad("token ids that do not exist", COMPLETIONS, (400,), {**plain, "prompt": [10**9]}),
+        Bad("negative token ids", COMPLETIONS, (400, 422), {**plain, "prompt": [-5]}),
+        Bad("an unknown model", CHAT, (404,), {**chat, "model": "no-such-model"}),
+        Bad("a body over the limit", CHAT, (413,), content=b" " * (max_body_bytes + 1)),
+        Bad("an unknown SLO class", CHAT, (400,), chat, headers={"x-polyphase-slo": "no-such-class"}),
         Bad("an unknown path", "/v1/no-such-thing", (404,), chat),
     )
 
 
 async def check_bad_input(api: ApiClient, max_body_bytes: int = 4 << 20) -> Section:
-    """Send all of it; then a good request must be answered as before."""
+    """Send all cases; then a good request must be answered."""
     section = Section("Bad input is refused, with the right status")
     rows: list[tuple[str, ...]] = []
     for case in cases(api.model, await api.max_model_len(), max_body_bytes):
@@ -366,7 +342,7 @@ async def check_bad_input(api: ApiClient, max_body_bytes: int = 4 << 20) -> Sect
 
 
 def _message(content: bytes, kind: str) -> str | None:
-    """The message of an error in OpenAI's shape, in one line; None for another shape."""
+    """The message of an error in OpenAI's format, in one line; None for another format."""
     if "json" not in kind:
         return None
     try:

@@ -1,16 +1,19 @@
-"""What the cluster recorded of requests: rows of the status table and timelines, found by the client's request id."""
+"""Records of requests in the cluster: rows of the status table and timelines, found by the client's request id."""
 
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from services.launcher.suite import Suite, until
 from shared.domain.job import Phase
 from shared.domain.kv import TransferOutcome
 from shared.errors import DeadlineExceeded, NotFound
+from shared.timeline import RequestTimeline
 
-FINAL_S = 10.0
+FINAL_S = 10.0  # the longest time until a job that has ended is recorded
 _FINAL = [phase.value for phase in Phase if phase.final]
 
 
@@ -19,7 +22,7 @@ class JobRecord:
     """One job, as its scheduler knows it."""
 
     row: dict[str, Any]
-    timeline: dict[str, Any]
+    timeline: RequestTimeline
 
     @property
     def split(self) -> int:
@@ -29,17 +32,16 @@ class JobRecord:
     @property
     def outcomes(self) -> list[str]:
         """How each of its KV imports ended."""
-        return [str(transfer["outcome"]) for transfer in self.timeline["transfers"]]
+        return [transfer.outcome.value for transfer in self.timeline.transfers]
 
     @property
     def pulled(self) -> bool:
-        """Whether it had one import only, which was pulled whole."""
+        """Whether it had a single import, which was pulled whole."""
         return self.outcomes == [TransferOutcome.PULLED.value]
 
     @property
     def attempts(self) -> int:
-        """How often it was placed."""
-        return max((int(span["attempt"]) for span in self.timeline["spans"]), default=0)
+        return max((span.attempt for span in self.timeline.spans), default=0)
 
 
 async def find_row(suite: Suite, request_id: str) -> dict[str, Any]:
@@ -53,27 +55,39 @@ async def find_row(suite: Suite, request_id: str) -> dict[str, Any]:
 
 
 async def records(suite: Suite, request_ids: Sequence[str], timeout_s: float = FINAL_S) -> list[JobRecord]:
-    """The finished jobs of these requests, in their order. Raises DeadlineExceeded when some do not show up."""
-    found = await records_of_begun(suite, request_ids, timeout_s)
-    if len(found) < len(request_ids):
-        raise DeadlineExceeded(f"waited {timeout_s:g} s for the records of {len(request_ids)} jobs")
-    return found
-
-
-async def records_of_begun(suite: Suite, request_ids: Sequence[str], timeout_s: float = FINAL_S) -> list[JobRecord]:
-    """The same of those that have one by then: a client may leave before the gateway has begun its job."""
-    wanted = set(request_ids)
+    """The ended jobs of these requests, in their order. Raises DeadlineExceeded when some do not show up."""
     found: dict[str, JobRecord] = {}
 
     async def all_there() -> bool:
-        for scheduler in suite.schedulers():
-            async with scheduler:
-                for row in await scheduler.requests(limit=5_000):
-                    name = next((one for one in wanted - found.keys() if one in row["job_id"]), None)
-                    if name is not None and row["phase"] in _FINAL:
-                        found[name] = JobRecord(row, await scheduler.timeline(row["job_id"]))
-        return wanted <= found.keys()
+        await _add_ended(suite, request_ids, found)
+        return len(found) == len(request_ids)
+
+    await until(all_there, timeout_s, f"the records of {len(request_ids)} jobs")
+    return [found[request_id] for request_id in request_ids]
+
+
+async def records_of(suite: Suite, request_ids: Sequence[str], count: int) -> list[JobRecord]:
+    """The ended jobs of these requests once there are `count`: a client may leave before its job has begun.
+
+    Returns those that there are after FINAL_S when they stay fewer.
+    """
+    found: dict[str, JobRecord] = {}
+
+    async def enough() -> bool:
+        await _add_ended(suite, request_ids, found)
+        return len(found) >= count
 
     with suppress(DeadlineExceeded):
-        await until(all_there, timeout_s, f"the records of {len(wanted)} jobs")
-    return [found[name] for name in request_ids if name in found]
+        await until(enough, FINAL_S, f"the records of {count} jobs")
+    return list(found.values())
+
+
+async def _add_ended(suite: Suite, request_ids: Sequence[str], found: dict[str, JobRecord]) -> None:
+    missing = set(request_ids) - found.keys()
+    for scheduler in suite.schedulers():
+        async with scheduler:
+            for row in await scheduler.requests(limit=5_000):
+                name = next((one for one in missing - found.keys() if one in row["job_id"]), None)
+                if name is not None and row["phase"] in _FINAL:
+                    timeline = msgspec.convert(await scheduler.timeline(row["job_id"]), RequestTimeline)
+                    found[name] = JobRecord(row, timeline)

@@ -1,4 +1,4 @@
-"""The report of `polyphase demo`: sections with ticks and figures as they come, and a summary at the end."""
+"""Results of the demo's checks, and its report: sections with ticks and figures, and a summary at the end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,16 +10,12 @@ from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Table
 
-# MERGED findings.py
-# What checks find: single verdicts, gathered in sections of the report.
-
-
 FindingTable = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One verdict. `want` and `got` are for people."""
+    """The result of one check. `want` and `got` are for people."""
 
     name: str
     met: bool
@@ -29,7 +25,7 @@ class Check:
 
 @dataclass(slots=True)
 class Section:
-    """One part of the report: verdicts, figures (`name_unit` → number), and a table or lines to read."""
+    """A part of the report: checks, figures (`name_unit` → number), and a table or lines to read."""
 
     title: str
     checks: list[Check] = field(default_factory=list)
@@ -40,30 +36,26 @@ class Section:
 
     @property
     def ok(self) -> bool:
-        """Whether every check held."""
         return all(check.met for check in self.checks)
 
     @property
     def failures(self) -> list[Check]:
-        """The checks that did not hold."""
         return [check for check in self.checks if not check.met]
 
     def check(self, name: str, met: bool, want: Any = "", got: Any = "") -> bool:
-        """Add a verdict."""
         self.checks.append(Check(name, bool(met), str(want), str(got)))
         return bool(met)
 
     def equal(self, name: str, want: Any, got: Any) -> bool:
-        """Add the verdict that two things are equal."""
+        """Check that two values are equal."""
         return self.check(name, want == got, want, got)
 
     def at_most(self, name: str, bound: float, got: float, unit: str = "s") -> bool:
-        """Add the verdict that a figure keeps a bound."""
+        """Check that a figure keeps a bound."""
         return self.check(name, got <= bound, f"at most {bound:g} {unit}", f"{got:.3g} {unit}")
 
 
 def show_section(console: Console, number: int, section: Section) -> None:
-    """One part, as soon as it is done."""
     mark = "[green]✔[/]" if section.ok else "[red]✘[/]"
     title = f"{mark} [bold]{number}. {escape(section.title)}[/]  [dim]{section.took_s:.1f} s[/]"
     console.print(Rule(title, align="left", style="dim"))
@@ -80,7 +72,7 @@ def show_section(console: Console, number: int, section: Section) -> None:
 
 
 def show_summary(console: Console, sections: Sequence[Section], figures: dict[str, float]) -> None:
-    """All promises in one table, the figures, and the verdict."""
+    """All sections in one table, the figures, and whether everything held."""
     table = Table(box=None, padding=(0, 2), show_header=False)
     for number, section in enumerate(sections, 1):
         held = sum(check.met for check in section.checks)
@@ -95,7 +87,6 @@ def show_summary(console: Console, sections: Sequence[Section], figures: dict[st
 
 
 def as_result(sections: Sequence[Section], figures: dict[str, float]) -> dict[str, Any]:
-    """Figures and aims of the JSON line."""
     aims = {
         f"{section.title}: {check.name}": {"want": check.want, "got": check.got, "met": check.met}
         for section in sections
@@ -114,7 +105,7 @@ def _check(check: Check) -> str:
 def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]], terse: bool) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim", expand=terse)
     for index, column in enumerate(columns):
-        if terse and index < len(columns) - 1:  # a long list: one line a row, and only the last column gives way
+        if terse and index < len(columns) - 1:  # a long list has one line per row, and only the last column shrinks
             table.add_column(column, width=max(len(column), *(len(row[index]) for row in rows)))
         else:
             share = 1 if terse else None
@@ -125,7 +116,7 @@ def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]], terse: bool) -
 
 
 def _figures(figures: dict[str, float]) -> Table:
-    """Two figures a row; what is in bytes is shown in MiB."""
+    """Two figures per row; bytes are shown in MiB."""
     table = Table(box=None, padding=(0, 1), show_header=False)
     for _ in range(2):
         table.add_column(style="dim", no_wrap=True)

@@ -1,10 +1,9 @@
-"""`polyphase demo`: a suite on free ports, every promise checked on it, a report."""
+"""`polyphase demo`: starts a suite on free ports, checks each promise on it, and reports."""
 
 import asyncio
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import httpx
@@ -41,7 +40,7 @@ Step = Callable[[], Awaitable[Section]]
 async def demo(
     options: UpOptions, data_dir: Path | None, console: Console, *, as_json: bool = False, keep: bool = False
 ) -> bool:
-    """Whether everything held. Interrupted, it did not."""
+    """Returns whether everything held; an interrupted demo did not."""
     began = time.monotonic()
     sections: list[Section] = []
     figures: dict[str, float] = {}
@@ -85,8 +84,8 @@ async def _show(
 async def check_all(
     running: RunningSuite, console: Console, sections: list[Section], figures: dict[str, float]
 ) -> None:
-    """Every check, one after the other; each section is shown as soon as it is there."""
-    async with _api(running) as api:
+    """All checks, one after the other; a section is shown when its check has ended."""
+    async with ApiClient(running.plan.api_url, running.plan.model) as api:
         prompts = await Prompts.of(api)
         for number, step in enumerate(steps(running, api, prompts), 1):
             with console.status(f"{number} …"):
@@ -128,7 +127,7 @@ async def _check_start(running: RunningSuite) -> Section:
 
 
 async def _timed(step: Step) -> Section:
-    """The section of a step; a step that breaks is one that did not hold."""
+    """The section of a check; a check that raises has not held."""
     began = time.monotonic()
     try:
         section = await step()
@@ -142,10 +141,3 @@ async def _timed(step: Step) -> Section:
         section.check("the check could be made", False, "yes", str(cause)[:1000])
     section.took_s = time.monotonic() - began
     return section
-
-
-@asynccontextmanager
-async def _api(running: RunningSuite) -> AsyncIterator[ApiClient]:
-    model = running.plan.model
-    async with ApiClient(running.plan.api_url, model) as api:
-        yield api

@@ -1,6 +1,6 @@
-"""`make compose-check`: compose.yaml tried with Docker, from the build to `down`; says what it saw.
+"""`make compose-check`: tries compose.yaml with Docker, from the build to `down`, and reports each step.
 
-Run as `python -m lab.deploy.compose_check [--keep]`. Exit code 1: something did not do what it promises; 2: no Docker.
+Run as `python -m lab.deploy.compose_check [--keep]`. Exit code 1: a step failed; 2: there is no Docker.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from lab.deploy.containers import (
     TOKEN,
     Client,
     Load,
+    Observer,
     Project,
-    Seen,
     compose_command,
     has_image,
     image_bytes,
@@ -28,9 +28,9 @@ from services.launcher.ports import free_range
 from shared.errors import NotFound, PolyphaseError
 
 IMAGE, POSTGRES, STAND_IN = "polyphase:check", "postgres:16", "polyphase-check-postgres:15"
-PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST")  # of this machine, for the build only
-LONG = 1000  # tokens of the answers that something happens to: asking who decodes one takes a second
-_STAND_STILL = """
+PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST")  # this machine's, for the build only
+LONG = 1000  # tokens of an answer that is disturbed: it takes a second to find the instance that decodes it
+_FREEZE_WORKER = """
 import os, psutil, signal
 service, entry = "services.worker", "services.launcher.container"
 lines = {p.pid: p.info["cmdline"] for p in psutil.process_iter(["cmdline"])}
@@ -41,11 +41,11 @@ CHOICES = ["blue", "green"]
 
 
 class Check:
-    """The project, and the steps in their order."""
+    """The steps, in their order; each returns what it saw, or raises."""
 
     def __init__(self, project: Project) -> None:
         self.project = project
-        self.seen = Seen(project)
+        self.observer = Observer(project)
         self.client = Client("", "")
         self.reference = ""
 
@@ -58,12 +58,12 @@ class Check:
         )
 
     def up(self) -> str:
-        """All containers healthy, migrations first, an instance of each role."""
+        """All containers healthy after the schema upgrade, and an instance of each role."""
         port = free_range(start=33_000, stop=60_000, size=2)
         self.project.env |= {"POLYPHASE_PORT": str(port), "POLYPHASE_DASHBOARD_PORT": str(port + 1)}
         self.project.compose("up", "-d", timeout_s=1200)
-        until(self.seen.all_healthy, 600, "every container healthy")
-        self.seen.wait_instances(prefill=1, decode=1)
+        until(self.observer.all_healthy, 600, "all containers to be healthy")
+        self.observer.wait_instances(prefill=1, decode=1)
         one_shot = {
             self.project.service_of(c): c["State"]
             for c in self.project.containers()
@@ -71,86 +71,86 @@ class Check:
         }
         bad = {name: state["ExitCode"] for name, state in one_shot.items() if state["ExitCode"]}
         if set(one_shot) != {"keys", "migrate"} or bad:
-            raise NotFound(f"keys and migrate should have ended well: {one_shot.keys()}, {bad}")
+            raise NotFound(f"keys and migrate should have ended with code 0: {one_shot.keys()}, {bad}")
         key = self.project.compose("exec", "-T", "gateway", "cat", "/api-keys/api-key").strip()
         self.client = Client(f"http://127.0.0.1:{port}", key)
         return f"{len(self.project.containers(stopped=False))} containers healthy"
 
     def chat(self) -> str:
-        """Answers whole, streamed and by a grammar."""
+        """Answers in one piece, streamed and by a grammar."""
         text = self.client.chat(24)
         self.reference = self.client.stream(LONG)
         if not text or not self.reference.startswith(text):
-            raise NotFound(f"one prompt, two answers: {text!r} and {self.reference[:80]!r}")
+            raise NotFound(f"two answers to one prompt: {text!r} and {self.reference[:80]!r}")
         choice = self.client.chat(8, structured_outputs={"choice": CHOICES}, ignore_eos=False)
         if choice not in CHOICES:
             raise NotFound(f"a grammar of {CHOICES} let {choice!r} through")
         return f"{len(self.reference)} characters in {LONG} tokens"
 
     def scale(self) -> str:
-        """`--scale decode=3`, without an id written down."""
+        """`--scale decode=3`, without ids in a file."""
         self.project.compose("up", "-d", "--no-recreate", "--scale", "decode=3", timeout_s=1200)
-        found = self.seen.wait_instances(prefill=1, decode=3)
+        found = self.observer.wait_instances(prefill=1, decode=3)
         return ", ".join(sorted(found))
 
     def flip(self) -> str:
-        """An instance takes the other role, and back, while clients ask."""
-        name = next(name for name, each in self.seen.instances().items() if each["role"] == "decode")
+        """An instance takes the other role, and back, under load."""
+        name = next(name for name, each in self.observer.instances().items() if each["role"] == "decode")
         with Load(self.client) as load:
             for prefill, decode in ((2, 2), (1, 3)):
                 self.project.compose("exec", "-T", *TOKEN, "monitor", "polyphase", "flip", name, "--monitor", MONITOR)
-                self.seen.wait_instances(prefill=prefill, decode=decode)
+                self.observer.wait_instances(prefill=prefill, decode=decode)
         _none_failed(load)
         return f"{name} twice; {load.whole} answers meanwhile, longest {load.longest_s:.1f} s"
 
     def kill(self) -> str:
-        """`docker kill` of the instance that decodes an answer: the answer is whole, and no other than before."""
+        """`docker kill` of the instance that decodes an answer: the answer is the same as before."""
         return self._in_mid_stream(lambda container: run(["docker", "kill", container]))
 
     def drain(self) -> str:
-        """`docker stop` of the instance that decodes an answer: it ends after it, and nobody takes it for dead."""
+        """`docker stop` of the instance that decodes an answer: it finishes the answer and ends with code 0."""
         exits: list[str] = []
 
         def stop(container: str) -> None:
             run(["docker", "stop", "-t", "80", container])
             exits.append(run(["docker", "inspect", "-f", "{{.State.ExitCode}}", container]).strip())
 
-        said = self._in_mid_stream(stop)
+        result = self._in_mid_stream(stop)
         if exits != ["0"]:
-            raise NotFound(f"told to stop it ended with code {exits}")
-        return f"{said}; exit code 0"
+            raise NotFound(f"after `docker stop` it ended with code {exits}")
+        return f"{result}; exit code 0"
 
     def hang(self) -> str:
-        """A container whose service stands still ends and is started again, under the same id."""
+        """A container whose service is frozen ends and is restarted, under the same id."""
         container = self.project.containers("prefill")[0]
         before = container["RestartCount"]
-        run(["docker", "exec", container["Id"], "python3", "-c", _STAND_STILL])
+        run(["docker", "exec", container["Id"], "python3", "-c", _FREEZE_WORKER])
 
         def again() -> bool:
             return bool(self.project.containers("prefill")[0]["RestartCount"] > before)
 
         began = time.monotonic()
-        until(again, 60, "the container that hangs ends and starts again")
-        put_down_s = time.monotonic() - began
-        self.seen.wait_instances(prefill=1, decode=3)
+        until(again, 60, "the frozen container to be restarted")
+        restarted_s = time.monotonic() - began
+        self.observer.wait_instances(prefill=1, decode=3)
         self.client.chat(4)
-        return f"put down after {put_down_s:.1f} s"
+        return f"restarted after {restarted_s:.1f} s"
 
     def database(self) -> str:
-        """PostgreSQL restarts under load: nobody notices, and no row is lost."""
-        before = self.seen.rows()
+        """PostgreSQL restarts under load: no request fails, and no row is lost."""
+        before = self.observer.rows()
         with Load(self.client) as load:
             time.sleep(2.0)  # requests on both sides of the restart
             self.project.compose("restart", "postgres")
             time.sleep(4.0)
         _none_failed(load)
         wanted = before + load.whole
-        until(lambda: self.seen.rows() >= wanted, 60, f"{wanted} rows of requests")
-        written = self.seen.rows() - before
+        until(lambda: self.observer.rows() >= wanted, 60, f"{wanted} rows of requests")
+        written = self.observer.rows() - before
         return f"{load.whole} answers, longest {load.longest_s:.1f} s, none failed; {written} rows written"
 
     def down(self) -> str:
-        """Everything is gone, volumes too."""
+        """No container or volume is left."""
         self.project.compose("down", "-v", "--remove-orphans", timeout_s=300)
         left = run(["docker", "ps", "-aq", "--filter", f"label=com.docker.compose.project={self.project.name}"])
         volumes = run(["docker", "volume", "ls", "-q", "--filter", f"name={self.project.name}_"])
@@ -159,28 +159,28 @@ class Check:
         return ""
 
     def _in_mid_stream(self, act: Callable[[str], object]) -> str:
-        """Do something to the container whose instance decodes a streamed answer; then have it back."""
+        """Act on the container that decodes a streamed answer, compare the answer, and start the container again."""
         acted: list[tuple[str, float]] = []
 
-        def on_token(pieces: int) -> None:
-            if pieces == 5 and not acted:
-                busy = next(name for name, each in self.seen.instances().items() if each["load"]["decoding"])
+        def on_tokens(count: int) -> None:
+            if count >= 5 and not acted:
+                busy = next(name for name, each in self.observer.instances().items() if each["load"]["decoding"])
                 container = busy.removeprefix("decode-")
                 thread.append(_started(lambda: act(container)))
                 acted.append((container, time.monotonic()))
 
         thread: list[threading.Thread] = []
         began = time.monotonic()
-        text = self.client.stream(LONG, on_token)
+        text = self.client.stream(LONG, on_tokens)
         took = time.monotonic() - began
         if not acted:
-            raise NotFound(f"the answer had ended before anything was done to it: {text!r}")
+            raise NotFound(f"the answer had ended before the container was found: {text!r}")
         thread[0].join()
         if text != self.reference:
-            raise NotFound(f"another answer than before:\n{self.reference!r}\n{text!r}")
+            raise NotFound(f"the answer differs from the one before:\n{self.reference!r}\n{text!r}")
         stopped_s = time.monotonic() - acted[0][1]
         run(["docker", "start", acted[0][0]])
-        self.seen.wait_instances(prefill=1, decode=3)
+        self.observer.wait_instances(prefill=1, decode=3)
         return f"decode-{acted[0][0]}: gone after {stopped_s:.1f} s; the answer is the same, in {took:.1f} s"
 
 
@@ -196,7 +196,7 @@ def _none_failed(load: Load) -> None:
 
 
 def main() -> None:
-    """Every step, until one fails; what it started is taken away again unless `--keep` says otherwise."""
+    """Run the steps until one fails, and remove what was started, unless with `--keep`."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--keep", action="store_true", help="leave it running at the end, or where it failed")
     keep = options.parse_args().keep
@@ -212,7 +212,7 @@ def main() -> None:
 def _check(command: list[str], keep: bool) -> bool:
     env = {
         "POLYPHASE_IMAGE": IMAGE,
-        "POLYPHASE_DTYPE": "float32",  # answers are compared letter by letter: no ties of rounding
+        "POLYPHASE_DTYPE": "float32",  # answers are compared letter by letter
         "POSTGRES_IMAGE": postgres_image(),
     }
     project = Project(command, f"polyphase-check-{secrets.token_hex(3)}", env)
@@ -240,16 +240,16 @@ def _check(command: list[str], keep: bool) -> bool:
 def _step(step: Callable[[], str]) -> bool:
     began = time.monotonic()
     try:
-        said = step()
+        result = step()
     except (PolyphaseError, ValueError, KeyError, StopIteration, OSError) as error:
         print(f"✘ {step.__name__:9} {time.monotonic() - began:6.1f} s  {type(error).__name__}: {error}", flush=True)
         return False
-    print(f"✔ {step.__name__:9} {time.monotonic() - began:6.1f} s  {said}", flush=True)
+    print(f"✔ {step.__name__:9} {time.monotonic() - began:6.1f} s  {result}", flush=True)
     return True
 
 
 def postgres_image() -> str:
-    """The official image, or, where it is not to be had, Debian's server under a name that says so."""
+    """The official image; where it cannot be pulled, a stand-in with Debian's server."""
     if has_image(POSTGRES):
         return POSTGRES
     folder = os.path.join("lab", "deploy", "postgres")

@@ -1,5 +1,6 @@
-"""Docker and compose as commands."""
+"""Suites in containers: Docker and compose as commands, a client of the API, and the suite as seen from outside."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -10,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
-
+from lab.client import CHAT, Ending, Request, send
 from shared.errors import EngineFailed, NotFound, PolyphaseError
 
 ROOT = Path(__file__).parents[2]
@@ -27,21 +28,21 @@ class CommandFailed(PolyphaseError):
 
 
 def compose_command() -> list[str]:
-    """Compose v2 if it is there, else docker-compose. Raises NotFound that says what is missing and how to get it."""
+    """Compose v2, else docker-compose. Raises NotFound that says what is missing and how to install it."""
     if shutil.which("docker") is None:
-        raise NotFound(f"there is no `docker`. {_HOW}")
+        raise NotFound(f"`docker` is not installed. {_HOW}")
     engine = subprocess.run(["docker", "info"], capture_output=True, text=True, check=False)
     if engine.returncode:
         raise NotFound(f"Docker's engine does not answer: {engine.stderr.strip()[-200:]}. {_HOW}")
     if not subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode:
         return ["docker", "compose"]
     if shutil.which("docker-compose") is None:
-        raise NotFound(f"there is neither `docker compose` nor `docker-compose`. {_HOW}")
+        raise NotFound(f"neither `docker compose` nor `docker-compose` is installed. {_HOW}")
     return ["docker-compose"]
 
 
 def run(words: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = 600.0) -> str:
-    """What a command says. Raises CommandFailed with the end of what it said."""
+    """The output of a command. Raises CommandFailed with the end of it."""
     done = subprocess.run(
         words,
         env={**os.environ, **(env or {})},
@@ -52,13 +53,13 @@ def run(words: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: f
         timeout=timeout_s,
     )
     if done.returncode:
-        said = (done.stdout + done.stderr).strip()[-2000:]
-        raise CommandFailed(f"{' '.join(words)} ended with code {done.returncode}:\n{said}")
+        output = (done.stdout + done.stderr).strip()[-2000:]
+        raise CommandFailed(f"{' '.join(words)} ended with code {done.returncode}:\n{output}")
     return done.stdout
 
 
 class Project:
-    """One compose project of its own name, with its environment."""
+    """A compose project with a name and an environment of its own."""
 
     def __init__(self, command: Sequence[str], name: str, env: Mapping[str, str]) -> None:
         self.name = name
@@ -70,7 +71,7 @@ class Project:
         return run([*self._words, *words], self.env, timeout_s)
 
     def containers(self, service: str = "", *, stopped: bool = True) -> list[dict[str, Any]]:
-        """What `docker inspect` says of the project's containers, or of one service's."""
+        """`docker inspect` of the project's containers, or of those of a service."""
         labels = [f"label=com.docker.compose.project={self.name}"]
         if service:
             labels.append(f"label=com.docker.compose.service={service}")
@@ -80,22 +81,20 @@ class Project:
         return found
 
     def service_of(self, container: dict[str, Any]) -> str:
-        """The name of its service."""
         return str(container["Config"]["Labels"]["com.docker.compose.service"])
 
-    def ask(self, service: str, url: str) -> Any:
-        """JSON of a URL, asked for within a service's container. Raises CommandFailed."""
+    def get_json(self, service: str, url: str) -> Any:
+        """The JSON of a URL, requested inside a service's container. Raises CommandFailed."""
         code = f"import urllib.request as u; print(u.urlopen({url!r}, timeout=5).read().decode())"
         return json.loads(self.compose("exec", "-T", service, "python3", "-S", "-c", code))
 
 
 def image_bytes(name: str) -> int:
-    """Of all its layers."""
     return int(run(["docker", "image", "inspect", "-f", "{{.Size}}", name]))
 
 
 def has_image(name: str) -> bool:
-    """Whether it is on this machine, or came from its registry now."""
+    """Whether an image is on this machine; pulls it if not."""
     if not subprocess.run(["docker", "image", "inspect", name], capture_output=True, check=False).returncode:
         return True
     try:
@@ -106,7 +105,7 @@ def has_image(name: str) -> bool:
 
 
 def until(condition: Any, timeout_s: float, what: str, poll_s: float = 0.5) -> Any:
-    """What `condition` gives once it is true. Raises NotFound that says what did not happen."""
+    """The value of `condition` once it is true. Raises NotFound that says what was awaited."""
     end = time.monotonic() + timeout_s
     last: object = ""
     while time.monotonic() < end:
@@ -116,11 +115,7 @@ def until(condition: Any, timeout_s: float, what: str, poll_s: float = 0.5) -> A
         except (PolyphaseError, ValueError, OSError) as error:
             last = error
         time.sleep(poll_s)
-    raise NotFound(f"{what}: not within {timeout_s:g} s. {last}")
-
-
-# MERGED client.py
-# A client of the suite's API.
+    raise NotFound(f"waited {timeout_s:g} s for {what}. {last}")
 
 
 PROMPT = "Tell me about the sea, and about all that lives in it."
@@ -128,53 +123,42 @@ PROMPT = "Tell me about the sea, and about all that lives in it."
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """By its base URL and an API key."""
+    """A client of the suite's API, by base URL and API key."""
 
     url: str
     key: str
 
     def chat(self, max_tokens: int = 16, **more: Any) -> str:
-        """One whole answer. Raises EngineFailed."""
-        with self._http() as http:
-            answer = http.post("/v1/chat/completions", json=_body(max_tokens, **more))
-        if answer.status_code != 200:
-            raise EngineFailed(f"HTTP {answer.status_code}: {answer.text[:300]}")
-        return str(answer.json()["choices"][0]["message"]["content"])
+        """The text of an answer in one piece. Raises EngineFailed."""
+        return self._send(max_tokens, more)
 
-    def stream(self, max_tokens: int, on_token: Callable[[int], None] | None = None) -> str:
-        """A streamed answer's text; `on_token(n)` is called after the n-th piece. Raises EngineFailed."""
-        text, pieces, ended = "", 0, False
-        with (
-            self._http() as http,
-            http.stream("POST", "/v1/chat/completions", json=_body(max_tokens, stream=True)) as lines,
-        ):
-            if lines.status_code != 200:
-                raise EngineFailed(f"HTTP {lines.status_code}: {lines.read().decode()[:300]}")
-            for line in lines.iter_lines():
-                said = line.removeprefix("data: ")
-                if not line.startswith("data: "):
-                    continue
-                if said == "[DONE]":
-                    ended = True
-                    break
-                event = json.loads(said)
-                if "error" in event:
-                    raise EngineFailed(f"the stream says: {event['error']}")
-                if piece := event["choices"][0]["delta"].get("content"):
-                    text, pieces = text + piece, pieces + 1
-                    if on_token is not None:
-                        on_token(pieces)
-        if not ended:
-            raise EngineFailed(f"the stream was cut after {pieces} pieces")
-        return text
+    def stream(self, max_tokens: int, on_tokens: Callable[[int], None] | None = None) -> str:
+        """The text of a streamed answer; `on_tokens(n)` is called when n tokens have come. Raises EngineFailed."""
+        return self._send(max_tokens, {"stream": True}, on_tokens)
 
-    def _http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.key}"}, timeout=120.0)
+    def _send(self, max_tokens: int, more: dict[str, Any], on_tokens: Callable[[int], None] | None = None) -> str:
+        url = urlsplit(self.url)
+        body = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": PROMPT}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **more,
+        }
+        request = Request(CHAT, body, api_key=self.key)
+        note = None if on_tokens is None else lambda response: on_tokens(len(response.tokens))
+        response = asyncio.run(send((url.hostname or "", url.port or 80), request, 120.0, note))
+        if response.ending is not Ending.DONE:
+            count = len(response.tokens)
+            raise EngineFailed(f"HTTP {response.status}, {response.ending} after {count} tokens: {response.error}")
+        return response.text
 
 
 @dataclass(slots=True)
 class Load:
-    """Requests one after the other from a few threads, until it is closed: use as a context manager."""
+    """Requests one after the other from a few threads. Use as a context manager."""
 
     client: Client
     threads: int = 2
@@ -200,45 +184,29 @@ class Load:
             began = time.monotonic()
             try:
                 self.client.chat(8)
-            except (EngineFailed, httpx.HTTPError) as error:
-                self.failed.append(f"{type(error).__name__}: {error}"[:200])
+            except EngineFailed as error:
+                self.failed.append(str(error)[:200])
             else:
                 self.whole += 1
             self.longest_s = max(self.longest_s, time.monotonic() - began)
 
 
-def _body(max_tokens: int, **more: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": PROMPT}]
-    return {
-        "model": "demo",
-        "messages": messages,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        **more,
-    }
-
-
-# MERGED seen.py
-# What is seen of a suite in containers, from outside.
-
-
 MONITOR = "http://127.0.0.1:8200"  # within its container
-TOKEN = ("-e", "POLYPHASE_CLUSTER_TOKEN_FILE=/keys/cluster-token")  # of who changes something
+TOKEN = ("-e", "POLYPHASE_CLUSTER_TOKEN_FILE=/keys/cluster-token")  # for commands that change something
 
 
-class Seen:
-    """Of one project."""
+class Observer:
+    """The suite of a project, as seen from outside."""
 
     def __init__(self, project: Project) -> None:
         self._project = project
 
     def instances(self) -> dict[str, dict[str, Any]]:
-        """What the monitor knows, by id."""
-        return {each["instance_id"]: each for each in self._project.ask("monitor", f"{MONITOR}/instances")}
+        """The monitor's instances, by id."""
+        return {each["instance_id"]: each for each in self._project.get_json("monitor", f"{MONITOR}/instances")}
 
     def wait_instances(self, *, prefill: int, decode: int) -> dict[str, dict[str, Any]]:
-        """Until exactly so many are ready in each role."""
+        """Wait until exactly so many are ready in each role; returns them. Raises NotFound."""
 
         def ready() -> dict[str, dict[str, Any]]:
             found = {name: each for name, each in self.instances().items() if each["state"] == "ready"}
@@ -249,21 +217,13 @@ class Seen:
         return found
 
     def rows(self) -> int:
-        """Requests in the database."""
-        query = [
-            "psql",
-            "-h",
-            "/run/postgresql",
-            "-U",
-            "polyphase",
-            "-tAc",
-            "select count(*) from requests",
-            "polyphase",
-        ]
+        """The number of requests in the database."""
+        query = ["psql", "-h", "/run/postgresql", "-U", "polyphase", "-tAc"]
+        query += ["select count(*) from requests", "polyphase"]
         return int(self._project.compose("exec", "-T", "postgres", *query))
 
     def all_healthy(self) -> bool:
-        """Whether every container that runs is. Raises NotFound when one has failed."""
+        """Whether all containers that run are healthy. Raises NotFound when one has failed."""
         states = {c["Name"]: c["State"] for c in self._project.containers()}
         failed = {name: s["ExitCode"] for name, s in states.items() if s["Status"] == "exited" and s["ExitCode"]}
         if failed:

@@ -1,7 +1,9 @@
-"""Rendered pods as containers: each with its own environment, names, user and read-only root, on one Docker network.
+"""`make pods-check`: runs rendered Kubernetes pods as containers of one Docker network, without Kubernetes.
 
-No Kubernetes is needed. What it shows: processes start by what was rendered, find each other by the Services' names,
-become ready, answer, and end in order. Run as `python -m lab.deploy.pods_check [--image polyphase:check]`.
+Each has the pod's environment, names, user and read-only root. The processes must start as rendered, find each other by
+the names of Services, become ready, answer, and end in order.
+
+Run as `python -m lab.deploy.pods_check [--image polyphase:check]`.
 """
 
 import argparse
@@ -14,7 +16,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import SecretStr
 
@@ -28,12 +29,12 @@ from services.launcher.render.options import RenderOptions
 from shared.errors import NotFound, PolyphaseError
 from shared.runtime.keys import new_token
 
-_SUBNET = "10.213"  # some network that nobody has
+_SUBNET = "10.213"  # a private network that is rarely in use
 
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """One of a workload, and what it would be given."""
+    """A pod of a workload, with what Kubernetes would give it."""
 
     name: str
     spec: Manifest
@@ -42,19 +43,18 @@ class Pod:
     address: str
 
     @property
-    def box(self) -> Manifest:
-        """Its container."""
+    def container(self) -> Manifest:
         found: Manifest = self.spec["containers"][0]
         return found
 
     @property
-    def http(self) -> int:
-        """The port of its probes."""
-        return next(int(port["containerPort"]) for port in self.box["ports"] if port["name"] == "http")
+    def http_port(self) -> int:
+        """The port of the probes."""
+        return next(int(port["containerPort"]) for port in self.container["ports"] if port["name"] == "http")
 
 
 class Pods:
-    """What was rendered, as containers of one network."""
+    """The rendered pods as containers of one network."""
 
     def __init__(self, objects: list[Manifest], secret: dict[str, str], folder: Path) -> None:
         self._objects = objects
@@ -64,27 +64,43 @@ class Pods:
         self.pods = list(self._all())
 
     def start(self) -> None:
-        """The network, then every pod, each after its init containers."""
+        """Start the network, then all pods, each after its init containers."""
         run(["docker", "network", "create", "--subnet", f"{_SUBNET}.0.0/16", self._mark])
         for pod in self.pods:
-            for box in pod.spec.get("initContainers", []):
-                run(["docker", "run", "--rm", *self._words(pod, box), box["image"], *box["command"][1:]], timeout_s=150)
+            for container in pod.spec.get("initContainers", []):
+                run(
+                    [
+                        "docker",
+                        "run",
+                        "--rm",
+                        *self._options(pod, container),
+                        container["image"],
+                        *container["command"][1:],
+                    ],
+                    timeout_s=150,
+                )
             name = ["--name", f"{self._mark}-{pod.name}", "--ip", pod.address]
             alias = [word for each in pod.aliases for word in ("--network-alias", each)]
-            words = [*name, *alias, *self._words(pod, pod.box), pod.box["image"], *pod.box.get("command", [""])[1:]]
+            words = [
+                *name,
+                *alias,
+                *self._options(pod, pod.container),
+                pod.container["image"],
+                *pod.container.get("command", [""])[1:],
+            ]
             run(["docker", "run", "-d", *words])
 
     def ready(self, pod: Pod) -> bool:
-        """As its readiness probe sees it. Raises NotFound when it has ended."""
+        """The result of the readiness probe. Raises NotFound when the pod has ended."""
         state = json.loads(run(["docker", "inspect", f"{self._mark}-{pod.name}"]))[0]["State"]
         if not state["Running"]:
-            said = run(["sh", "-c", f"docker logs --tail 20 {self._mark}-{pod.name} 2>&1"])
-            raise NotFound(f"{pod.name} ended with code {state['ExitCode']}: {said[-3000:]}")
-        probe = pod.box["readinessProbe"]
+            log = run(["sh", "-c", f"docker logs --tail 20 {self._mark}-{pod.name} 2>&1"])
+            raise NotFound(f"{pod.name} ended with code {state['ExitCode']}: {log[-3000:]}")
+        probe = pod.container["readinessProbe"]
         if "exec" in probe:
             words = probe["exec"]["command"]
         else:
-            url = f"http://127.0.0.1:{pod.http}{probe['httpGet']['path']}"
+            url = f"http://127.0.0.1:{pod.http_port}{probe['httpGet']['path']}"
             words = ["python3", "-S", "-c", f"import urllib.request as u; u.urlopen({url!r}, timeout=2)"]
         try:
             run(["docker", "exec", f"{self._mark}-{pod.name}", *words])
@@ -93,14 +109,13 @@ class Pods:
         return True
 
     def stop(self, pod: Pod) -> tuple[float, int]:
-        """As Kubernetes ends it: seconds that it took, and its exit code."""
+        """Stop a pod as Kubernetes does; returns the seconds that it took, and its exit code."""
         began, name = time.monotonic(), f"{self._mark}-{pod.name}"
         run(["docker", "stop", "-t", str(pod.spec["terminationGracePeriodSeconds"]), name])
         code = int(run(["docker", "inspect", "-f", "{{.State.ExitCode}}", name]))
         return time.monotonic() - began, code
 
     def remove(self) -> None:
-        """All of it."""
         found = run(["docker", "ps", "-aq", "--filter", f"name={self._mark}-"]).split()
         if found:
             run(["docker", "rm", "-f", "-v", *found])
@@ -119,16 +134,16 @@ class Pods:
                 number += 1
                 name, address = f"{each['metadata']['name']}-{index}", f"{_SUBNET}.1.{number}"
                 own = f"{name}.{each['spec']['serviceName']}" if "serviceName" in each["spec"] else name
-                said = self._environment(template["spec"]["containers"][0], name, address)
-                yield Pod(name, template["spec"], said, (own, *plain), address)
+                environment = self._environment(template["spec"]["containers"][0], name, address)
+                yield Pod(name, template["spec"], environment, (own, *plain), address)
 
-    def _environment(self, box: Manifest, name: str, address: str) -> dict[str, str]:
+    def _environment(self, container: Manifest, name: str, address: str) -> dict[str, str]:
         maps = {each["metadata"]["name"]: each["data"] for each in self._objects if each["kind"] == "ConfigMap"}
         found: dict[str, str] = {}
-        for source in box.get("envFrom", []):
+        for source in container.get("envFrom", []):
             found |= maps[source["configMapRef"]["name"]]
         fields = {"metadata.name": name, "status.podIP": address}
-        for each in box.get("env", []):
+        for each in container.get("env", []):
             if "value" in each:
                 found[each["name"]] = re.sub(r"\$\((\w+)\)", lambda other: found[other[1]], each["value"])
             elif "secretKeyRef" in each["valueFrom"]:
@@ -137,34 +152,36 @@ class Pods:
                 found[each["name"]] = fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
         return found
 
-    def _words(self, pod: Pod, box: Manifest) -> list[str]:
-        """Options of `docker run` that do what the pod says."""
+    def _options(self, pod: Pod, container: Manifest) -> list[str]:
+        """Options of `docker run` that do what the pod's specification says."""
         user = pod.spec["securityContext"]
-        said = pod.environment if box is pod.box else self._environment(box, pod.name, pod.address)
+        environment = (
+            pod.environment if container is pod.container else self._environment(container, pod.name, pod.address)
+        )
         words = ["--network", self._mark, "--hostname", pod.name, "--user", f"{user['runAsUser']}:{user['runAsGroup']}"]
         words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
-        words += [word for key, value in said.items() for word in ("-e", f"{key}={value}")]
-        if box["securityContext"].get("readOnlyRootFilesystem"):
+        words += [word for key, value in environment.items() for word in ("-e", f"{key}={value}")]
+        if container["securityContext"].get("readOnlyRootFilesystem"):
             words.append("--read-only")
-        for mount in box["volumeMounts"]:
+        for mount in container["volumeMounts"]:
             if mount["name"] == "keys":
                 words += ["-v", f"{self._folder}:{mount['mountPath']}:ro"]
             else:
                 words += ["--tmpfs", f"{mount['mountPath']}:mode=1777,exec"]
-        if command := box.get("command"):
+        if command := container.get("command"):
             words += ["--entrypoint", command[0]]
-        return [*words, *(["-w", box["workingDir"]] if "workingDir" in box else [])]
+        return [*words, *(["-w", container["workingDir"]] if "workingDir" in container else [])]
 
 
 def cluster_for(folder: Path, file: Path) -> Cluster:
-    """The file, with keys."""
+    """The cluster file, with keys."""
     cluster = load_cluster(file)
     gateway = cluster.gateway.model_copy(update={"api_keys_file": str(folder / "keys.yaml")})
     return cluster.model_copy(update={**curve_pair(), "gateway": gateway, "cluster_token": SecretStr(new_token())})
 
 
 def main() -> None:
-    """Start, be ready, answer, drain, end; exit code 1 when something of that fails, 2 without Docker."""
+    """Exit code 1: a step failed; 2: there is no Docker."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--image", default="polyphase:check", help="as `make compose-check` builds it")
     options.add_argument("--cluster", type=Path, default=CLUSTERS / "laptop.yaml", help="a cluster file")
@@ -179,7 +196,7 @@ def main() -> None:
         key = add_key(folder / "keys.yaml", "check")
         folder.chmod(0o755)
         (folder / "keys.yaml").chmod(0o644)
-        chosen = RenderOptions(image=given.image, postgres=_postgres())
+        chosen = RenderOptions(image=given.image, postgres={"enabled": True, "image": postgres_image()})
         rendered = render(cluster_for(folder, given.cluster), chosen, str(given.cluster), with_secrets=True)
         (secret,) = (each for each in rendered.objects if each["kind"] == "Secret")
         pods = Pods(rendered.objects, secret["stringData"], folder)
@@ -192,23 +209,19 @@ def main() -> None:
             pods.remove()
 
 
-def _postgres() -> Any:
-    return {"enabled": True, "image": postgres_image()}
-
-
 def _check(pods: Pods, key: str) -> None:
     began = time.monotonic()
     pods.start()
     for pod in pods.pods:
-        until(lambda pod=pod: pods.ready(pod), 300, f"{pod.name} ready")
+        until(lambda pod=pod: pods.ready(pod), 300, f"{pod.name} to be ready")
         print(f"✔ {pod.name:14} ready after {time.monotonic() - began:5.1f} s", flush=True)
     gateway = next(pod for pod in pods.pods if pod.name.startswith("gateway"))
-    client = Client(f"http://{gateway.address}:{gateway.http}", key)
+    client = Client(f"http://{gateway.address}:{gateway.http_port}", key)
     print(f"✔ an answer of {len(client.stream(48))} characters", flush=True)
     for pod in reversed(pods.pods):
         took_s, code = pods.stop(pod)
         if code not in (0, 143):
-            raise NotFound(f"{pod.name}: told to end it ended with code {code}")
+            raise NotFound(f"{pod.name}: after `docker stop` it ended with code {code}")
         print(f"✔ {pod.name:14} ended after {took_s:5.1f} s", flush=True)
 
 

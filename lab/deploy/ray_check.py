@@ -1,4 +1,4 @@
-"""`make ray-check`: a suite on several Ray nodes of this machine, some of which are lost and others join."""
+"""`make ray-check`: a suite on Ray nodes of this machine. An instance and a node are lost, and two nodes join."""
 
 import asyncio
 import os
@@ -6,7 +6,6 @@ import signal
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from typing import Any
 from rich.console import Console
 
 from lab.demo import jobs
-from lab.demo.answers import asks, reference
-from lab.demo.client import Answer, ApiClient, Ask, Prompts
+from lab.demo.answers import asks, reference, same_tokens
+from lab.demo.client import ApiClient, Prompts
 from lab.demo.report import Section, show_section, show_summary
 from lab.deploy.ray_nodes import RayNodes, ray_nodes
 from lab.suite import on_free_ports
@@ -34,7 +33,7 @@ STREAMS = 6
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The suite, its clients and the nodes under it."""
+    """The suite, a client of it, and its Ray nodes."""
 
     nodes: RayNodes
     running: RunningSuite
@@ -42,15 +41,14 @@ class Place:
     prompts: Prompts
 
     def status(self, name: str) -> Status:
-        """Of one instance."""
         return next(each for each in self.running.elsewhere.statuses if each.name == name)
 
     def node_of(self, name: str) -> str:
-        """The Ray node that it is on."""
+        """The Ray node that an instance is on."""
         return self.running.elsewhere.node_of(name)
 
     async def until_ready(self, *names: str) -> float:
-        """Wait for the monitor to call them ready; the seconds it took."""
+        """Wait until the monitor reports them as ready; returns the seconds that it took."""
         began = time.monotonic()
         await self.running.suite.wait_ready(names, BACK_S)
         return time.monotonic() - began
@@ -60,7 +58,6 @@ Step = Callable[[Place], Coroutine[Any, Any, Section]]
 
 
 async def starts(place: Place) -> Section:
-    """What Ray made of the file."""
     section = Section("The suite starts on three nodes")
     section.figures["up_s"] = place.running.took_s
     where = {status.name: status for status in place.running.elsewhere.statuses}
@@ -75,7 +72,7 @@ async def starts(place: Place) -> Section:
 
 
 async def answers(place: Place) -> Section:
-    """Prefill on one node, decode on another, and a chat."""
+    """A chat, and a prompt that one node computes and another decodes."""
     section = Section("It answers")
     said = await place.api.chat("Hello!", max_tokens=16)
     section.check("a chat", bool(said["choices"][0]["message"]["content"]), "an answer", said["choices"][0])
@@ -88,7 +85,7 @@ async def answers(place: Place) -> Section:
 
 
 async def an_instance_dies(place: Place) -> Section:
-    """Its process is killed in the middle of a stream; Ray starts it again."""
+    """Ray restarts the instance, and its streams go on elsewhere."""
     section = Section("kill -9 of a decode instance in the middle of a stream")
 
     def kill(victim: str) -> None:
@@ -101,7 +98,7 @@ async def an_instance_dies(place: Place) -> Section:
 
 
 async def a_node_dies(place: Place) -> Section:
-    """All of a node is killed in the middle of streams; its instance waits for another."""
+    """All processes of a node are killed; its instance waits for another node."""
     section = Section("A node is lost in the middle of streams")
     victim = await _lose_during(place, section, lambda name: place.nodes.lose(place.node_of(name)))
 
@@ -115,10 +112,11 @@ async def a_node_dies(place: Place) -> Section:
 
 
 async def nodes_join(place: Place) -> Section:
-    """The instances that wait get them, and get work."""
+    """Instances that wait for a node start on the new ones, and get work."""
     section = Section("Two nodes join while it serves")
     waiting = [s.name for s in place.running.elsewhere.statuses if s.state is State.WAITING]
-    stream = asyncio.create_task(place.api.stream(_ask(place, seed=61)))
+    (ask,) = asks([place.prompts.of_length(100, seed=61)], LONG_TOKENS)
+    stream = asyncio.create_task(place.api.stream(ask))
     for _ in waiting:
         place.nodes.add(A10=1)
     section.figures["join_s"] = await place.until_ready(*waiting)
@@ -135,7 +133,6 @@ STEPS: tuple[Step, ...] = (starts, answers, an_instance_dies, a_node_dies, nodes
 
 
 async def check(console: Console, sections: list[Section], figures: dict[str, float]) -> None:
-    """All of it, in order."""
     async with standing(console, figures) as place:
         for number, step in enumerate(STEPS, 1):
             began = time.monotonic()
@@ -150,7 +147,7 @@ async def check(console: Console, sections: list[Section], figures: dict[str, fl
 
 @asynccontextmanager
 async def standing(console: Console, figures: dict[str, float], cluster: Cluster | None = None) -> AsyncIterator[Place]:
-    """Three nodes with the suite on them: that of the file beside this one, or of a cluster like it."""
+    """The suite on three nodes: of `cluster`, or of the file beside this module."""
     began = time.monotonic()
     with ray_nodes() as nodes, tempfile.TemporaryDirectory(prefix="polyphase-ray-") as folder:
         nodes.add(A100=1)
@@ -166,21 +163,17 @@ async def standing(console: Console, figures: dict[str, float], cluster: Cluster
 
 
 async def _lose_during(place: Place, section: Section, lose: Callable[[str], None]) -> str:
-    """Take the decode instance of one of several streams away in their middle; its name. Every token must come once."""
+    """Lose the decode instance of one of several streams; returns its name. Each token must come once."""
     prompts = place.prompts.various(STREAMS, 60, 160, seed=41)
     plain = await reference(place.running.suite, place.api, prompts, LONG_TOKENS)
     wanted = asks(prompts, LONG_TOKENS)
     others = [asyncio.create_task(place.api.stream(ask)) for ask in wanted[1:]]
-    lost, first = "", Answer()
-    async with place.api.streaming(wanted[0]) as events:
-        async for first in events:
-            if not lost and len(first.tokens) >= LOST_AFTER:
-                lost = str((await jobs.find_row(place.running.suite, wanted[0].request_id))["decode_instance"])
-                await asyncio.to_thread(lose, lost)
-    found = [first, *await asyncio.gather(*others)]
+    stream = await place.api.begin(wanted[0], LOST_AFTER)
+    lost = str((await jobs.find_row(place.running.suite, wanted[0].request_id))["decode_instance"])
+    await asyncio.to_thread(lose, lost)
+    found = await asyncio.gather(stream, *others)
     section.equal("streams that ended well", STREAMS, sum(not answer.error for answer in found))
-    same = sum(a.tokens == b.tokens for a, b in zip(plain, found, strict=True))
-    section.equal("token for token as undisturbed", STREAMS, same)
+    section.equal("token for token as undisturbed", STREAMS, same_tokens(plain, found))
     records = await jobs.records(place.running.suite, [ask.request_id for ask in wanted])
     section.check("some went on elsewhere", any(r.attempts > 1 for r in records), "some", [r.attempts for r in records])
     return lost
@@ -193,13 +186,8 @@ async def _back(place: Place, name: str) -> float:
     return time.monotonic() - began
 
 
-def _ask(place: Place, seed: int) -> Ask:
-    name = f"ray-{uuid.uuid4().hex[:12]}"
-    return Ask(place.prompts.of_length(100, seed=seed), LONG_TOKENS, name, name)
-
-
 def main() -> None:
-    """Exit code 0 iff everything held."""
+    """Exit code 0: everything held."""
     console = Console()
     sections: list[Section] = []
     figures: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Several Ray nodes on this machine, on its loopback address; they can be lost and added."""
+"""Ray nodes on the loopback address of this machine, which can be added and lost."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _EACH: dict[str, Any] = {"node_ip_address": "127.0.0.1", "object_store_memory": 
 
 
 class RayNodes:
-    """A head without room for instances, and nodes by the accelerator that they are said to have."""
+    """A head without room for instances, and nodes with the accelerators that they claim to have."""
 
     def __init__(self) -> None:
         self._cluster = Cluster(
@@ -26,23 +26,21 @@ class RayNodes:
 
     @property
     def address(self) -> str:
-        """Of the head."""
         return str(self._cluster.address)
 
     def add(self, **resources: float) -> str:
-        """One more node; its id."""
+        """Start a node; returns its id."""
         node = self._cluster.add_node(resources=resources, **_EACH)
         self._nodes[node.node_id] = node
         return str(node.node_id)
 
     def lose(self, node_id: str) -> None:
-        """Its processes are killed."""
+        """Kill the processes of a node."""
         self._cluster.remove_node(self._nodes.pop(node_id), allow_graceful=False)
 
 
 @contextmanager
 def ray_nodes() -> Iterator[RayNodes]:
-    """For the block's length."""
     nodes = RayNodes()
     try:
         yield nodes

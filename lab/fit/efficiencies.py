@@ -1,4 +1,4 @@
-"""Calibration: operator tables in, fitted constants of every device out, with errors held out."""
+"""Calibration from operator tables: fitted constants for each device, with held-out errors, as an efficiencies file."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +15,8 @@ from shared.cost.catalogue import Accelerator
 from shared.cost.efficiency import BY_PRECISION, EfficiencyTable
 from shared.cost.operators import VarlenAttention
 
-# Whose tables give an operator's constants, first choice first. An operator table that is not listed is fitted and
-# reported, but not used: it times other kernels than an engine of today runs.
+# The tables that give an operator's constants, first choice first. Other tables are fitted and reported, but not used:
+# they measure kernels that present engines do not run.
 _PREFERENCE: Mapping[str, tuple[str, ...]] = {
     "gemm": (
         "aiconfigurator bfloat16",
@@ -40,14 +40,14 @@ _MIXED_ONLY = ("decode_rows", "decode_item_s", "packs_groups", "decode_share", "
 
 @dataclass(frozen=True, slots=True)
 class TableFit:
-    """One table's fit. `mape` and `naive_mape` are shares on rows that the fit has not seen."""
+    """The fit of a table; None when no row of the table can be a measurement."""
 
     table: Table
-    fit: Fit[Any] | None  # None: no row of the table can be a measurement
+    fit: Fit[Any] | None
 
     @property
     def precision(self) -> str:
-        """Precision of the weights or of the KV."""
+        """The precision of the weights or of the KV."""
         rows = self.table.rows
         if isinstance(rows, AttentionRows):
             return rows.kv_precision
@@ -57,12 +57,12 @@ class TableFit:
 
 
 def fit_tables(tables: Iterable[Table], base: EfficiencyTable) -> tuple[TableFit, ...]:
-    """Fit every table on its own. `base` says which kernels a device runs (`packs_groups`)."""
+    """Fit each table. `base` has the kernels that a device runs (`packs_groups`)."""
     return tuple(TableFit(table, fit_table(table, base) if len(table.rows) else None) for table in tables)
 
 
 def fit_table(table: Table, base: EfficiencyTable) -> Fit[Any]:
-    """Fit one table with the form of its operator."""
+    """Fit a table with the form of its operator."""
     accelerator, rows = table.accelerator, table.rows
     if isinstance(rows, GemmRows):
         products = gemm_form(
@@ -111,7 +111,7 @@ def constants(fits: Sequence[TableFit], base: EfficiencyTable) -> dict[str, dict
 
 
 def _collective_of(accelerator: Accelerator) -> str:
-    """Which constants an accelerator's table of all-reduces gives, see `Efficiencies.collective_over`."""
+    """The constants that an accelerator's table of all-reduces gives, see `Efficiencies.collective_over`."""
     return "collective" if accelerator.links.scale_up > accelerator.links.pcie else "pcie_collective"
 
 
@@ -121,7 +121,7 @@ def _rank(one: TableFit) -> tuple[int, int]:
 
 
 def _plain(one: TableFit, base: EfficiencyTable) -> Any:
-    """The fitted constants as plain values, rounded; a prefill table says nothing of mixed batches."""
+    """The fitted constants as plain, rounded values; those of mixed batches are `base`'s for a prefill table."""
     assert one.fit is not None
     operator = one.fit.operator
     if isinstance(operator, VarlenAttention) and one.table.operator == "prefill":
@@ -139,9 +139,9 @@ def _rounded(value: Any) -> Any:
 
 
 def recalibrated(raw: Mapping[str, Any], fits: Sequence[TableFit], date: str) -> dict[str, Any]:
-    """An efficiencies document with the fitted devices put in, and defaults made anew from all its devices.
+    """The efficiencies document `raw` with the fitted devices, and with defaults computed from all its devices.
 
-    Everything else of `raw` stays: other devices, what is like what, the allowance for a step.
+    The rest of `raw` stays: other devices, `like`, the allowance for a step.
     """
     fresh = constants(fits, EfficiencyTable(raw))
     devices = {name: dict(value) for name, value in (raw.get("devices") or {}).items()}
@@ -155,9 +155,9 @@ def recalibrated(raw: Mapping[str, Any], fits: Sequence[TableFit], date: str) ->
 
 
 def _default_constants(devices: Mapping[str, Mapping[str, Any]], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Stand-ins for devices without a table: the geometric mean of what was fitted, operator by operator.
+    """Constants for devices without a table: for each operator the geometric mean of the fitted ones.
 
-    How decodes fare inside a mixed batch is left as it is: most devices' tables say nothing of it.
+    Constants of decodes in mixed batches stay: most devices' tables do not determine them.
     """
     default = dict(known)
     for operator in BY_PRECISION:
@@ -176,7 +176,7 @@ def _default_constants(devices: Mapping[str, Mapping[str, Any]], known: Mapping[
 def _mean(values: Sequence[Any]) -> Any:
     first = values[0]
     if isinstance(first, dict):
-        # Where an engine fuses quantisation into the operator before, the default has no use for what it costs alone.
+        # The cost of separate quantisation has no use where an engine fuses it into the previous operator.
         kept = [key for key in first if key != "quantisation" or not first[key]["fused"]]
         return {key: _mean([value.get(key, first[key]) for value in values]) for key in kept}
     if isinstance(first, bool) or not isinstance(first, float):

@@ -1,4 +1,7 @@
-"""The operators that calibration fits: their constants with bounds, and how a table's rows are predicted."""
+"""The operators that calibration fits: constants with bounds, and the prediction of a table's rows.
+
+Attention is fitted for decodes alone, for prefill chunks alone, and for both in one kernel.
+"""
 
 from collections.abc import Mapping
 
@@ -30,17 +33,18 @@ from shared.cost.operators import (
 )
 
 _US, _NS, _MB = 1e-6, 1e-9, 1e6
-# A small transfer may run slower than a large one, but not so much that the larger one ends first (`Memory`, p = 8).
-_LEAST_GAIN = 0.65
+# A small transfer may be slower than a large one, but must not end after it (`Memory`, p = 8).
+_MIN_GAIN = 0.65
 Values = Mapping[str, float]
+_ROWS, _PACKED_ROWS = 64.0, 128.0  # query rows of a tile, see VarlenAttention
 
 
 def gemm_form(
     accelerator: Accelerator, precision: str, *, quantised: bool, cached: bool, blocks: bool = False
 ) -> Form[Gemm, GemmRows]:
-    """Matrix products. `quantised`: the table's times include quantising the activations, `blocks`: block by block.
+    """Matrix products. quantised: times include quantising the activations; blocks: block by block.
 
-    `cached`: it ran them over and over, so that weights which fit the cache came from there.
+    cached: the products were repeated, so that weights came from the cache where they fit in it.
     """
     device = device_of(accelerator, precision)
     width = bytes_of(precision)
@@ -70,13 +74,55 @@ def gemm_form(
     return Form(f"gemm {precision}", parameters, build, predict, naive)
 
 
+def mlp_form(accelerator: Accelerator, precision: str) -> Form[Mlp, MlpRows]:
+    device = device_of(accelerator, precision)
+    width = bytes_of(precision)
+    products = gemm_form(accelerator, precision, quantised=False, cached=True)
+    activation = elementwise_form(accelerator)
+    parameters = dict(products.parameters) | {f"act_{name}": p for name, p in activation.parameters.items()}
+
+    def build(v: Values) -> Mlp:
+        own = {name.removeprefix("act_"): value for name, value in v.items() if name.startswith("act_")}
+        return Mlp(products.build(v), activation.build(own))
+
+    def predict(mlp: Mlp, rows: MlpRows) -> Floats:
+        return np.asarray(mlp.time_s(rows.tokens, rows.up, rows.width, rows.hidden, width, device))
+
+    def naive(rows: MlpRows) -> Floats:
+        total = np.zeros(len(rows))
+        for n, k in ((rows.up, rows.hidden), (rows.hidden, rows.width)):
+            moved = n * k * width + 2.0 * rows.tokens * (n + k)
+            total += np.maximum(2.0 * rows.tokens * n * k / device.flops, moved / device.bandwidth)
+        return total + rows.tokens * (rows.up + rows.width) * 2.0 / device.bandwidth
+
+    return Form("MLP", parameters, build, predict, naive)
+
+
+def experts_form(accelerator: Accelerator, precision: str, elementwise: Elementwise) -> Form[Gemm, ExpertRows]:
+    """Grouped products of a mixture's experts, which reach less of the peak. elementwise: already fitted."""
+    device = device_of(accelerator, precision)
+    width = bytes_of(precision)
+    products = gemm_form(accelerator, precision, quantised=False, cached=False)
+    parameters = {**products.parameters, "compute": Parameter(0.5, 0.03, 1.3), "overhead_us": Parameter(8.0, 0.1, 60.0)}
+
+    def predict(gemm: Gemm, rows: ExpertRows) -> Floats:
+        one = ExpertMlp(gemm, elementwise)
+        return np.asarray(one.time_s(rows.rows, rows.active, 2.0 * rows.width, rows.width, rows.hidden, width, device))
+
+    def naive(rows: ExpertRows) -> Floats:
+        weights = 3.0 * rows.hidden * rows.width
+        moved = rows.active * weights * width + 4.0 * rows.rows * rows.hidden
+        return np.maximum(2.0 * rows.rows * weights / device.flops, moved / device.bandwidth)
+
+    return Form(f"experts {precision}", parameters, products.build, predict, naive)
+
+
 def elementwise_form(accelerator: Accelerator) -> Form[Elementwise, ElementwiseRows]:
-    """Operators that only move bytes."""
     device = device_of(accelerator, "bf16")
     parameters = {
         "overhead_us": Parameter(2.5, 0.5, 20.0),
         "share": Parameter(0.8, 0.1, 1.2),
-        "cache_gain": Parameter(1.5, _LEAST_GAIN, 8.0),
+        "cache_gain": Parameter(1.5, _MIN_GAIN, 8.0),
         "cache_mb": Parameter(40.0, 0.5, 300.0),
     }
 
@@ -92,7 +138,6 @@ def elementwise_form(accelerator: Accelerator) -> Form[Elementwise, ElementwiseR
 
 
 def all_reduce_form(accelerator: Accelerator) -> Form[Collective, AllReduceRows]:
-    """All-reduces over the scale-up link."""
     link = accelerator.links.scale_up
     parameters = {
         "latency_us": Parameter(4.0, 0.1, 100.0),
@@ -122,106 +167,7 @@ def all_reduce_form(accelerator: Accelerator) -> Form[Collective, AllReduceRows]
     return Form("all-reduce", parameters, build, predict, naive)
 
 
-def mlp_form(accelerator: Accelerator, precision: str) -> Form[Mlp, MlpRows]:
-    """Whole MLPs."""
-    device = device_of(accelerator, precision)
-    width = bytes_of(precision)
-    products = gemm_form(accelerator, precision, quantised=False, cached=True)
-    activation = elementwise_form(accelerator)
-    parameters = dict(products.parameters) | {f"act_{name}": p for name, p in activation.parameters.items()}
-
-    def build(v: Values) -> Mlp:
-        own = {name.removeprefix("act_"): value for name, value in v.items() if name.startswith("act_")}
-        return Mlp(products.build(v), activation.build(own))
-
-    def predict(mlp: Mlp, rows: MlpRows) -> Floats:
-        return np.asarray(mlp.time_s(rows.tokens, rows.up, rows.width, rows.hidden, width, device))
-
-    def naive(rows: MlpRows) -> Floats:
-        total = np.zeros(len(rows))
-        for n, k in ((rows.up, rows.hidden), (rows.hidden, rows.width)):
-            moved = n * k * width + 2.0 * rows.tokens * (n + k)
-            total += np.maximum(2.0 * rows.tokens * n * k / device.flops, moved / device.bandwidth)
-        return total + rows.tokens * (rows.up + rows.width) * 2.0 / device.bandwidth
-
-    return Form("MLP", parameters, build, predict, naive)
-
-
-def experts_form(accelerator: Accelerator, precision: str, elementwise: Elementwise) -> Form[Gemm, ExpertRows]:
-    """Grouped products of a mixture's experts, which reach less of the peak than plain ones. `elementwise`: known."""
-    device = device_of(accelerator, precision)
-    width = bytes_of(precision)
-    products = gemm_form(accelerator, precision, quantised=False, cached=False)
-    parameters = {**products.parameters, "compute": Parameter(0.5, 0.03, 1.3), "overhead_us": Parameter(8.0, 0.1, 60.0)}
-
-    def predict(gemm: Gemm, rows: ExpertRows) -> Floats:
-        one = ExpertMlp(gemm, elementwise)
-        return np.asarray(one.time_s(rows.rows, rows.active, 2.0 * rows.width, rows.width, rows.hidden, width, device))
-
-    def naive(rows: ExpertRows) -> Floats:
-        weights = 3.0 * rows.hidden * rows.width
-        moved = rows.active * weights * width + 4.0 * rows.rows * rows.hidden
-        return np.maximum(2.0 * rows.rows * weights / device.flops, moved / device.bandwidth)
-
-    return Form(f"experts {precision}", parameters, products.build, predict, naive)
-
-
-def fixed_unless(free: bool, start: float, low: float, high: float) -> Parameter:
-    """A parameter that is only fitted when the table says something about it."""
-    return Parameter(start, low, high) if free else Parameter(start, start, start)
-
-
-def _gemm_parameters(*, cached: bool) -> dict[str, Parameter]:
-    return {
-        "overhead_us": Parameter(3.0, 0.1, 60.0),
-        "compute": Parameter(0.85, 0.2, 1.3),
-        "tile_penalty": Parameter(0.3, 0.0, 1.5),
-        "depth_ns": Parameter(0.5, 0.0, 5.0),
-        "split_us": Parameter(2.0, 0.0, 20.0),
-        "sharpness": Parameter(2.0, 1.0, 12.0),
-        "share": Parameter(0.8, 0.3, 1.1),
-        "weight_cache_gain": fixed_unless(cached, 1.0, _LEAST_GAIN, 12.0),
-        "weight_cache_mb": fixed_unless(cached, 20.0, 1.0, 300.0),
-        "activation_cache_gain": Parameter(1.0, _LEAST_GAIN, 12.0),
-        "activation_cache_mb": Parameter(40.0, 0.5, 400.0),
-    }
-
-
-def _quantisation_parameters() -> dict[str, Parameter]:
-    """The kernel that quantises is a launch of its own; the product's launch is held at that of plain products."""
-    return {
-        "overhead_us": Parameter(2.7, 2.7, 2.7),
-        "quant_launch_us": Parameter(9.0, 0.0, 60.0),
-        "quant_ns": Parameter(1.0, 0.0, 50.0),
-        "quant_exponent": Parameter(1.0, 0.3, 1.5),
-        "quant_rows": Parameter(4.0, 0.05, 50.0),
-        "quant_ramp": Parameter(2.0, 0.5, 8.0),
-        "spill_s_gb": Parameter(1.0, 0.0, 100.0),
-        "spill_mb": Parameter(30.0, 1.0, 200.0),
-    }
-
-
-def _quantisation(v: Values, *, fused: bool) -> Quantisation:
-    return Quantisation(
-        v["quant_launch_us"] * _US,
-        v["quant_ns"] * _NS,
-        v["quant_exponent"],
-        v["quant_rows"],
-        v["quant_ramp"],
-        v["spill_s_gb"] * 1e-9,
-        v["spill_mb"] * _MB,
-        fused,
-    )
-
-
-# MERGED attention_forms.py
-# Attention, fitted: decodes alone, prefill chunks alone, and both in one kernel.
-
-_ROWS, _PACKED_ROWS = 64.0, 128.0  # query rows of a tile, see VarlenAttention
-
-
 def decode_form(accelerator: Accelerator) -> Form[DecodeAttention, AttentionRows]:
-    """Attention of decodes alone."""
     device = device_of(accelerator, "bf16")
     parameters = {
         "overhead_us": Parameter(10.0, 1.0, 60.0),
@@ -265,30 +211,13 @@ def decode_form(accelerator: Accelerator) -> Form[DecodeAttention, AttentionRows
     return Form("decode attention", parameters, build, predict, naive)
 
 
-def _varlen_parameters(mixed: bool, contexts: bool) -> dict[str, Parameter]:
-    return {
-        "overhead_us": Parameter(9.0, 1.0, 60.0),
-        "compute": Parameter(0.55, 0.02, 1.2),
-        "tile_rows": Parameter(64.0, 1.0, 256.0),
-        "depth_ns": Parameter(15.0, 0.0, 300.0),
-        "sharpness": Parameter(1.3, 1.0, 12.0),
-        "share": Parameter(0.8, 0.1, 1.2),
-        "triangle": Parameter(0.55, 0.5, 1.0) if contexts else Parameter(0.5, 0.5, 0.5),
-        "cache_gain": Parameter(1.2, 0.65, 8.0),
-        "cache_mb": Parameter(40.0, 1.0, 300.0),
-        "decode_item_ns": Parameter(10.0, 0.0, 200.0) if mixed else Parameter(0.0, 0.0, 0.0),
-        "decode_share": fixed_unless(mixed, 0.93, 0.85, 1.0),
-        "decode_sharpness": fixed_unless(mixed, 5.0, 1.0, 12.0),
-        "cache_use": fixed_unless(mixed, 1.1, 0.3, 2.0),
-    }
-
-
 def varlen_form(
     accelerator: Accelerator, *, mixed: bool, packs_groups: bool, contexts: bool = True
 ) -> Form[VarlenAttention, AttentionRows]:
-    """Attention of prefill chunks. `mixed`: the table has decodes in the same kernel too, so their cost is fitted.
+    """Attention of prefill chunks. mixed: the table has decodes in the same kernel, whose cost is fitted too.
 
-    `contexts`: some chunks follow earlier tokens; else nothing tells a kernel that skips the future from a fast one.
+    contexts: some chunks follow earlier tokens. Otherwise the table cannot tell a kernel that skips future tokens from
+    a fast one.
     """
     device = device_of(accelerator, "bf16")
     parameters = _varlen_parameters(mixed, contexts)
@@ -327,3 +256,69 @@ def varlen_form(
         return np.maximum(positions * shape.flops / device.flops, moved / device.bandwidth)
 
     return Form("prefill attention", parameters, build, predict, naive)
+
+
+def _varlen_parameters(mixed: bool, contexts: bool) -> dict[str, Parameter]:
+    return {
+        "overhead_us": Parameter(9.0, 1.0, 60.0),
+        "compute": Parameter(0.55, 0.02, 1.2),
+        "tile_rows": Parameter(64.0, 1.0, 256.0),
+        "depth_ns": Parameter(15.0, 0.0, 300.0),
+        "sharpness": Parameter(1.3, 1.0, 12.0),
+        "share": Parameter(0.8, 0.1, 1.2),
+        "triangle": Parameter(0.55, 0.5, 1.0) if contexts else Parameter(0.5, 0.5, 0.5),
+        "cache_gain": Parameter(1.2, 0.65, 8.0),
+        "cache_mb": Parameter(40.0, 1.0, 300.0),
+        "decode_item_ns": Parameter(10.0, 0.0, 200.0) if mixed else Parameter(0.0, 0.0, 0.0),
+        "decode_share": _fixed_unless(mixed, 0.93, 0.85, 1.0),
+        "decode_sharpness": _fixed_unless(mixed, 5.0, 1.0, 12.0),
+        "cache_use": _fixed_unless(mixed, 1.1, 0.3, 2.0),
+    }
+
+
+def _gemm_parameters(*, cached: bool) -> dict[str, Parameter]:
+    return {
+        "overhead_us": Parameter(3.0, 0.1, 60.0),
+        "compute": Parameter(0.85, 0.2, 1.3),
+        "tile_penalty": Parameter(0.3, 0.0, 1.5),
+        "depth_ns": Parameter(0.5, 0.0, 5.0),
+        "split_us": Parameter(2.0, 0.0, 20.0),
+        "sharpness": Parameter(2.0, 1.0, 12.0),
+        "share": Parameter(0.8, 0.3, 1.1),
+        "weight_cache_gain": _fixed_unless(cached, 1.0, _MIN_GAIN, 12.0),
+        "weight_cache_mb": _fixed_unless(cached, 20.0, 1.0, 300.0),
+        "activation_cache_gain": Parameter(1.0, _MIN_GAIN, 12.0),
+        "activation_cache_mb": Parameter(40.0, 0.5, 400.0),
+    }
+
+
+def _quantisation_parameters() -> dict[str, Parameter]:
+    """Quantising is a kernel of its own; the launch of the product is fixed at that of plain products."""
+    return {
+        "overhead_us": Parameter(2.7, 2.7, 2.7),
+        "quant_launch_us": Parameter(9.0, 0.0, 60.0),
+        "quant_ns": Parameter(1.0, 0.0, 50.0),
+        "quant_exponent": Parameter(1.0, 0.3, 1.5),
+        "quant_rows": Parameter(4.0, 0.05, 50.0),
+        "quant_ramp": Parameter(2.0, 0.5, 8.0),
+        "spill_s_gb": Parameter(1.0, 0.0, 100.0),
+        "spill_mb": Parameter(30.0, 1.0, 200.0),
+    }
+
+
+def _quantisation(v: Values, *, fused: bool) -> Quantisation:
+    return Quantisation(
+        v["quant_launch_us"] * _US,
+        v["quant_ns"] * _NS,
+        v["quant_exponent"],
+        v["quant_rows"],
+        v["quant_ramp"],
+        v["spill_s_gb"] * 1e-9,
+        v["spill_mb"] * _MB,
+        fused,
+    )
+
+
+def _fixed_unless(free: bool, start: float, low: float, high: float) -> Parameter:
+    """A parameter that is fitted when the table determines it, and stays at its start otherwise."""
+    return Parameter(start, low, high) if free else Parameter(start, start, start)

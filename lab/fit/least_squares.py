@@ -1,4 +1,7 @@
-"""Fitting an operator's constants to a table: bounded least squares of log ratios, with an error held out."""
+"""Fit of an operator's constants to measured times: bounded least squares of log ratios, with a held-out error.
+
+Measured times are arrays (`Rows`), in seconds; sizes are in bytes.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -11,16 +14,12 @@ from scipy.optimize import least_squares
 from shared.cost.operators import Heads
 from shared.errors import InvalidRequest
 
-# MERGED rows.py
-# Measured operator times as arrays: what reading a table yields and a fit takes. Times in seconds, sizes in bytes.
-
-
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Common to all tables: measured seconds, and the selection of rows."""
+    """Measured times of one operator; subclasses add an array for each size."""
 
     seconds: Floats
 
@@ -28,13 +27,9 @@ class Rows:
         return len(self.seconds)
 
     def where(self, chosen: NDArray[np.bool_]) -> Self:
-        """Only the chosen rows."""
-        picked: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, np.ndarray):
-                picked[field.name] = value[chosen]
-        return replace(self, **picked)
+        """The chosen rows."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{k: v[chosen] for k, v in values.items() if isinstance(v, np.ndarray)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +58,7 @@ class AttentionRows(Rows):
     kv_width: float
 
     def shape(self) -> Heads:
-        """Shapes of the heads, row by row. `Heads` holds numbers elsewhere; the forms take either."""
+        """Shapes of the heads, as arrays over the rows. `Heads` holds numbers elsewhere; the forms accept either."""
         dim = float(self.head_dim)
         query: Any = self.heads
         kv: Any = self.kv_heads
@@ -98,9 +93,10 @@ class MlpRows(Rows):
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows(Rows):
-    """Experts of a mixture layer, routing done: their products, the activation, moving tokens there and back.
+    """Experts of a mixture layer after routing: their products, the activation, and the movement of tokens.
 
-    rows: tokens times experts of each; active: experts that have any; width: of one expert, cut by tensor parallelism.
+    rows: tokens times experts per token; active: experts with a token; width: of one expert, divided by the tensor
+    parallel degree.
     """
 
     rows: Floats
@@ -114,13 +110,13 @@ Operator = TypeVar("Operator")
 Table = TypeVar("Table", bound=Rows)
 
 _MIN_ROWS = 8
-_MOST_ROWS = 1500  # of the half that is fitted; more change nothing but the time
+_MAX_ROWS = 1500  # of the half that is fitted: more rows change nothing but the time
 _DESCENTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One constant to fit: where it starts and its bounds. Equal bounds keep it fixed."""
+    """A constant to fit: start and bounds. Equal bounds keep it fixed."""
 
     start: float
     low: float
@@ -140,7 +136,7 @@ class Form(Generic[Operator, Table]):
 
 @dataclass(frozen=True, slots=True)
 class Fit(Generic[Operator]):
-    """Constants, and their mean absolute percentage error on rows that the fit has not seen, beside the naive one."""
+    """Constants, with the mean absolute percentage errors of the fit and of the naive form on held-out rows."""
 
     operator: Operator
     rows: int
@@ -150,7 +146,7 @@ class Fit(Generic[Operator]):
 
 
 def fit(form: Form[Operator, Table], table: Table, seed: int = 0) -> Fit[Operator]:
-    """Fit on a random half of the rows; measure on the other half. Repeatable under a seed."""
+    """Fit on a random half of the rows, and measure the error on the other half. Repeatable under a seed."""
     if len(table) < _MIN_ROWS:
         raise InvalidRequest(f"{form.name}: {len(table)} rows are too few to fit, {_MIN_ROWS} are needed")
     usable = np.isfinite(table.seconds) & (table.seconds > 0)
@@ -158,16 +154,16 @@ def fit(form: Form[Operator, Table], table: Table, seed: int = 0) -> Fit[Operato
         bad = int(np.argmin(usable))
         raise InvalidRequest(f"{form.name}: row {bad} has a time of {table.seconds[bad]} s; times must be positive")
     rng = np.random.default_rng(seed)
-    seen = rng.random(len(table)) < 0.5
-    used = seen & (rng.random(len(table)) < _MOST_ROWS / max(1, int(np.sum(seen))))
+    fitted = rng.random(len(table)) < 0.5
+    used = fitted & (rng.random(len(table)) < _MAX_ROWS / max(1, int(np.sum(fitted))))
     operator = _best_of(form, table.where(used), rng)
-    unseen = table.where(~seen)
+    held_out = table.where(~fitted)
     return Fit(
         operator=operator,
         rows=len(table),
-        held_out=len(unseen),
-        mape=mape(form.predict(operator, unseen), unseen.seconds),
-        naive_mape=mape(form.naive(unseen), unseen.seconds),
+        held_out=len(held_out),
+        mape=mape(form.predict(operator, held_out), held_out.seconds),
+        naive_mape=mape(form.naive(held_out), held_out.seconds),
     )
 
 
@@ -177,7 +173,7 @@ def mape(predicted: Floats, measured: Floats) -> float:
 
 
 def _best_of(form: Form[Operator, Table], table: Table, rng: np.random.Generator) -> Operator:
-    """The best of several descents, by the rows they were fitted on: the loss has more than one valley."""
+    """The best of several descents on the fitted rows: the loss has more than one minimum."""
     free = [name for name, p in form.parameters.items() if p.high > p.low]
     start = np.array([form.parameters[name].start for name in free])
     low = np.array([form.parameters[name].low for name in free])

@@ -1,8 +1,8 @@
-"""The reading edge of calibration: operator tables of public profilers (CSV, parquet) as rows of measured times.
+"""Operator tables of public profilers (CSV, parquet), read as rows of measured times.
 
 Formats, with where to get them: NVIDIA aiconfigurator (ai-dynamo/aiconfigurator, `systems/data`), LLMServingSim
-(casys-kaist/LLMServingSim, `profiler/perf`), Vidur (microsoft/vidur, `data/profiling`). The product reads these
-formats and contains none of the data.
+(casys-kaist/LLMServingSim, `profiler/perf`), Vidur (microsoft/vidur, `data/profiling`). The repository contains none of
+the data.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,8 +28,10 @@ from shared.cost.library import bundled_geometry
 from shared.errors import InvalidRequest, NotFound
 from shared.files.text import open_text
 
-# MERGED tables.py
-# Operator tables in memory: rows of measured times of one operator on one accelerator, from one profiler.
+_MS, _US, _NS = 1e-3, 1e-6, 1e-9
+# A kernel that exceeds this multiple of the data sheet's peak rate did not do the work of its row.
+IMPOSSIBLE = 1.5
+_MAX_TOKENS = 16384  # of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,185 +44,8 @@ class Table:
     rows: Rows
     rejected: int = 0  # rows that cannot be measurements
     cached: bool = False  # weights may have come from the cache
-    quantised: bool = False  # times include quantising activations
-    blocks: bool = False  # they are scaled block by block
-
-
-def read_csv(path: Path) -> pd.DataFrame:
-    """A profiler's CSV, plain or gzip. Raises InvalidRequest that names the file."""
-    with open_text(path) as file:
-        try:
-            return pd.read_csv(file)
-        except ValueError as error:  # pandas' errors of parsing
-            raise InvalidRequest(f"{path}: not CSV: {str(error).strip()}") from error
-
-
-def merged(tables: Iterable[Table]) -> tuple[Table, ...]:
-    """One table for each accelerator, operator and origin: several files of the same kind are one measurement."""
-    groups: dict[tuple[str, str, str], list[Table]] = {}
-    for table in tables:
-        groups.setdefault((table.accelerator.name, table.operator, table.origin), []).append(table)
-    return tuple(_concatenated(group) for group in groups.values())
-
-
-def _concatenated(group: Sequence[Table]) -> Table:
-    first = group[0]
-    if len(group) == 1:
-        return first
-    values = {}
-    for name in first.rows.__dataclass_fields__:
-        parts = [getattr(table.rows, name) for table in group]
-        values[name] = np.concatenate(parts) if isinstance(parts[0], np.ndarray) else parts[0]
-    rows = type(first.rows)(**values)
-    return replace(first, rows=rows, rejected=sum(table.rejected for table in group))
-
-
-def column(frame: pd.DataFrame, name: str) -> Floats:
-    """One column of numbers. Raises InvalidRequest when there is none of that name."""
-    if name not in frame.columns:
-        raise InvalidRequest(f"the table lacks the column {name!r}; it has {', '.join(map(str, frame.columns))}")
-    return frame[name].to_numpy(dtype=np.float64)
-
-
-# MERGED expert_tables.py
-# Measured mixture-of-experts kernels, read for calibration.
-#
-# Formats: NVIDIA aiconfigurator (`systems/data/*/moe`), LLMServingSim (`profiler/perf`, `moe.csv`).
-
-
-_EXPERT_MS, _EXPERT_US = 1e-3, 1e-6
-_MOST_TOKENS = 16384  # of a step
-
-
-def aiconfigurator_experts(path: Path) -> Iterator[tuple[str, ExpertRows]]:
-    """(precision, rows) of `{system}_vllm-{version}_moe_perf.parquet`; latency in ms.
-
-    Of rows with expert parallelism the table does not say how many tokens reached the rank, so that only those without
-    are read; of the distributions over experts, the most even one that was measured.
-    """
-    frame = pd.read_parquet(path)
-    plain = (frame["moe_ep_size"] == 1) & (frame["num_tokens"] <= _MOST_TOKENS)
-    frame = frame[plain & (frame["kernel_source"] == "vllm_fused_moe")]
-    even = min(frame["distribution"].unique())
-    for name, part in frame[frame["distribution"] == even].groupby("moe_dtype"):
-        tokens, count = column(part, "num_tokens"), column(part, "num_experts")
-        picked = column(part, "topk")
-        yield (
-            str(name),
-            ExpertRows(
-                seconds=column(part, "latency") * _EXPERT_MS,
-                rows=tokens * picked,
-                active=count * (1.0 - (1.0 - picked / count) ** tokens),  # see Experts.expected_active
-                hidden=column(part, "hidden_size"),
-                width=column(part, "inter_size") / column(part, "moe_tp_size"),
-                precision=precision_of(str(name)),
-            ),
-        )
-
-
-def llmservingsim_experts(path: Path) -> ExpertRows:
-    """Rows of `{device}_{model}_tp{n}_moe.csv`: tokens, activated experts, time in µs."""
-    geometry = bundled_geometry(path.stem.split("_")[1])
-    if geometry.experts is None:
-        raise InvalidRequest(f"{path.name}: {geometry.name} has no experts")
-    frame = read_csv(path)
-    same = np.ones(len(frame))
-    return ExpertRows(
-        seconds=column(frame, "time_us") * _EXPERT_US,
-        rows=column(frame, "tokens") * geometry.experts.per_token,
-        active=column(frame, "activated_experts"),
-        hidden=same * geometry.hidden,
-        width=same * geometry.experts.intermediate,
-        precision=precision_of(geometry.dtype),
-    )
-
-
-def accelerator_named(path: Path, catalogue: Catalogue) -> str:
-    """The catalogue's name of the device that a table's file name begins with."""
-    return catalogue.get(path.name.split("_vllm-")[0] if "_vllm-" in path.name else path.name.split("_")[0]).name
-
-
-# MERGED vidur_tables.py
-# Vidur's operator tables (microsoft/vidur, `data/profiling`), and attention tables with its columns.
-
-
-_VIDUR_MS = 1e-3
-
-
-def vidur_tables(path: Path, catalogue: Catalogue) -> Iterator[Table]:
-    """`{device}_{model}_mlp.csv` and attention tables; times in ms with a resolution of 1 µs."""
-    if path.name.startswith("net_") or "cpu_overheads" in path.name:
-        return
-    accelerator = catalogue.get(path.name.split("_")[0])
-    frame = read_csv(path)
-    if "attention" in path.name:
-        yield from vidur_attention(frame, accelerator, "vidur")
-    elif path.name.endswith("_mlp.csv"):
-        yield from _vidur_mlp(frame, accelerator)
-
-
-def _vidur_mlp(frame: pd.DataFrame, accelerator: Accelerator) -> Iterator[Table]:
-    tokens, degree = column(frame, "num_tokens"), column(frame, "num_tensor_parallel_workers")
-    hidden, width = column(frame, "n_embd"), column(frame, "n_expanded_embd") / degree
-    dim = hidden / column(frame, "n_head")
-    heads, kv_heads = column(frame, "n_head") / degree, np.ceil(column(frame, "n_kv_head") / degree)
-    up = width * np.where(frame["use_gated_mlp"].to_numpy(dtype=np.bool_), 2.0, 1.0)
-    products = {
-        "attn_pre_proj": ((heads + 2.0 * kv_heads) * dim, hidden),
-        "attn_post_proj": (hidden, heads * dim),
-        "mlp_up_proj": (up, hidden),
-        "mlp_down_proj": (hidden, width),
-    }
-    for name, (n, k) in products.items():
-        yield Table(accelerator, "gemm", "vidur", GemmRows(_median(frame, name), tokens, n, k, "fp16"), cached=True)
-    moved = {
-        "input_layernorm": hidden * 6.0,
-        "attn_rope": (heads + kv_heads) * dim * 4.0,
-        "mlp_act": width * 6.0,
-        "add": hidden * 6.0,
-    }
-    for name, each in moved.items():
-        times = _median(frame, name)
-        rows = ElementwiseRows(times, tokens * each).where(times > 0)
-        yield Table(accelerator, "elementwise", "vidur", rows)
-    total = _median(frame, "mlp_up_proj") + _median(frame, "mlp_act") + _median(frame, "mlp_down_proj")
-    yield Table(accelerator, "mlp", "vidur", MlpRows(total, tokens, up, width, hidden, "fp16"), cached=True)
-
-
-def vidur_attention(
-    frame: pd.DataFrame, accelerator: Accelerator, origin: str, *, shared_context: bool = False
-) -> Iterator[Table]:
-    """`shared_context`: the context of a decode row is the batch's total, evenly divided."""
-    prefill = frame["is_prefill"].to_numpy(dtype=np.bool_)
-    degree = column(frame, "num_tensor_parallel_workers")
-    times = np.where(prefill, _median(frame, "attn_prefill"), _median(frame, "attn_decode"))
-    batch, cached = column(frame, "batch_size"), column(frame, "kv_cache_size")
-    each = np.floor(cached / batch) if shared_context else cached
-    rows = AttentionRows(
-        seconds=times,
-        sequences=np.where(prefill, batch, 0.0),
-        tokens=np.where(prefill, column(frame, "prefill_chunk_size"), 0.0),
-        context=np.where(prefill, cached, 0.0),
-        decodes=np.where(prefill, 0.0, batch),
-        decode_context=np.where(prefill, 0.0, each),
-        heads=column(frame, "n_q_head") / degree,
-        kv_heads=column(frame, "n_kv_head") / degree,
-        head_dim=int(frame["n_embd"].iloc[0] // frame["n_q_head"].iloc[0]),
-        kv_precision="bf16",
-        kv_width=2.0,
-    )
-    measured = np.isfinite(times) & (times > 0)
-    yield Table(accelerator, "decode", origin, rows.where(~prefill & measured & (each > 0)))
-    yield Table(accelerator, "prefill", origin, rows.where(prefill & measured & (rows.tokens > 0)))
-
-
-def _median(frame: pd.DataFrame, name: str) -> Floats:
-    return column(frame, f"time_stats.{name}.median") * _VIDUR_MS
-
-
-_MS, _US, _NS = 1e-3, 1e-6, 1e-9
-# No kernel runs faster than this multiple of the data sheet's peak rate; such rows did not do the work they name.
-IMPOSSIBLE = 1.5
+    quantised: bool = False  # times include quantising the activations
+    blocks: bool = False  # weights are scaled block by block
 
 
 def read_tables(profiles: Path, catalogue: Catalogue) -> tuple[Table, ...]:
@@ -239,11 +64,31 @@ def read_tables(profiles: Path, catalogue: Catalogue) -> tuple[Table, ...]:
             found.extend(reader(path, catalogue))
     if not found:
         raise NotFound(f"no operator tables below {profiles}; see lab/fit/profilers.py for the formats")
-    return merged(found)
+    return _merged(found)
+
+
+def _merged(tables: Iterable[Table]) -> tuple[Table, ...]:
+    """Concatenate tables of the same accelerator, operator and origin."""
+    groups: dict[tuple[str, str, str], list[Table]] = {}
+    for table in tables:
+        groups.setdefault((table.accelerator.name, table.operator, table.origin), []).append(table)
+    return tuple(_concatenated(group) for group in groups.values())
+
+
+def _concatenated(group: Sequence[Table]) -> Table:
+    first = group[0]
+    if len(group) == 1:
+        return first
+    values = {}
+    for name in first.rows.__dataclass_fields__:
+        parts = [getattr(table.rows, name) for table in group]
+        values[name] = np.concatenate(parts) if isinstance(parts[0], np.ndarray) else parts[0]
+    rows = type(first.rows)(**values)
+    return replace(first, rows=rows, rejected=sum(table.rejected for table in group))
 
 
 def _experts(path: Path, catalogue: Catalogue) -> Iterator[Table]:
-    accelerator = catalogue.get(accelerator_named(path, catalogue))
+    accelerator = catalogue.get(path.name.split("_vllm-")[0] if "_vllm-" in path.name else path.name.split("_")[0])
     if path.suffix == ".csv":
         yield Table(accelerator, "experts", "llmservingsim", llmservingsim_experts(path))
         return
@@ -305,7 +150,7 @@ def _aic_attention(frame: pd.DataFrame, kv_dtype: str, operator: str) -> Attenti
 
 
 def _possible(rows: AttentionRows, accelerator: Accelerator) -> tuple[AttentionRows, int]:
-    """Without rows that beat the device's peak; a table with more than a few such rows is wrong as a whole."""
+    """Without rows that exceed the device's peak rate, and their number. With more than a few none is kept."""
     flops = accelerator.flops("fp8" if rows.kv_width < 2 else "bf16")
     pairs = rows.sequences * rows.tokens * (rows.context + rows.tokens / 2.0)
     least = pairs * rows.shape().flops / (flops * IMPOSSIBLE)
@@ -314,6 +159,49 @@ def _possible(rows: AttentionRows, accelerator: Accelerator) -> tuple[AttentionR
     if bad > 0.02 * len(rows):
         return rows.where(np.zeros(len(rows), dtype=np.bool_)), bad
     return rows.where(possible), bad
+
+
+def aiconfigurator_experts(path: Path) -> Iterator[tuple[str, ExpertRows]]:
+    """(precision, rows) of `{system}_vllm-{version}_moe_perf.parquet`; latency in ms.
+
+    Rows with expert parallelism are left out, because the table lacks the number of tokens that reached the rank. Of
+    the distributions over experts the most even one is read.
+    """
+    frame = pd.read_parquet(path)
+    plain = (frame["moe_ep_size"] == 1) & (frame["num_tokens"] <= _MAX_TOKENS)
+    frame = frame[plain & (frame["kernel_source"] == "vllm_fused_moe")]
+    even = min(frame["distribution"].unique())
+    for name, part in frame[frame["distribution"] == even].groupby("moe_dtype"):
+        tokens, count = column(part, "num_tokens"), column(part, "num_experts")
+        picked = column(part, "topk")
+        yield (
+            str(name),
+            ExpertRows(
+                seconds=column(part, "latency") * _MS,
+                rows=tokens * picked,
+                active=count * (1.0 - (1.0 - picked / count) ** tokens),  # see Experts.expected_active
+                hidden=column(part, "hidden_size"),
+                width=column(part, "inter_size") / column(part, "moe_tp_size"),
+                precision=precision_of(str(name)),
+            ),
+        )
+
+
+def llmservingsim_experts(path: Path) -> ExpertRows:
+    """Rows of `{device}_{model}_tp{n}_moe.csv`: tokens, activated experts, time in µs."""
+    geometry = bundled_geometry(path.stem.split("_")[1])
+    if geometry.experts is None:
+        raise InvalidRequest(f"{path.name}: {geometry.name} has no experts")
+    frame = read_csv(path)
+    same = np.ones(len(frame))
+    return ExpertRows(
+        seconds=column(frame, "time_us") * _US,
+        rows=column(frame, "tokens") * geometry.experts.per_token,
+        active=column(frame, "activated_experts"),
+        hidden=same * geometry.hidden,
+        width=same * geometry.experts.intermediate,
+        precision=precision_of(geometry.dtype),
+    )
 
 
 def _llmservingsim(path: Path, catalogue: Catalogue) -> Iterator[Table]:
@@ -341,14 +229,16 @@ def _llmservingsim(path: Path, catalogue: Catalogue) -> Iterator[Table]:
 
 def _llm_mlp(frame: pd.DataFrame, geometry: ModelGeometry, degree: int) -> MlpRows:
     wide = frame.pivot_table(index="tokens", columns="layer", values="time_us")
-    times = (wide["gate_up_proj"] + wide["act_fn"] + wide["down_proj"]).to_numpy(dtype=np.float64) * _US
-    return _mlp(times, wide.index.to_numpy(dtype=np.float64), geometry, degree, gated=True)
-
-
-def _mlp(times: Floats, tokens: Floats, geometry: ModelGeometry, degree: int, *, gated: bool) -> MlpRows:
+    tokens = wide.index.to_numpy(dtype=np.float64)
     width = np.full_like(tokens, geometry.intermediate // degree)
-    hidden = np.full_like(tokens, geometry.hidden)
-    return MlpRows(times, tokens, width * (2 if gated else 1), width, hidden, precision_of(geometry.dtype))
+    return MlpRows(
+        seconds=(wide["gate_up_proj"] + wide["act_fn"] + wide["down_proj"]).to_numpy(dtype=np.float64) * _US,
+        tokens=tokens,
+        up=width * 2,
+        width=width,
+        hidden=np.full_like(tokens, geometry.hidden),
+        precision=precision_of(geometry.dtype),
+    )
 
 
 def _moved_bytes(layer: str, geometry: ModelGeometry, degree: int) -> float:
@@ -417,3 +307,90 @@ def _named(path: Path, catalogue: Catalogue) -> tuple[Accelerator, ModelGeometry
     if len(parts) < 4 or not parts[2].startswith("tp"):
         raise InvalidRequest(f"{path.name}: want a name of the form DEVICE_MODEL_tpN_TABLE.csv")
     return catalogue.get(parts[0]), bundled_geometry(parts[1]), int(parts[2].removeprefix("tp"))
+
+
+def vidur_tables(path: Path, catalogue: Catalogue) -> Iterator[Table]:
+    """`{device}_{model}_mlp.csv` and attention tables; times in ms with a resolution of 1 µs."""
+    if path.name.startswith("net_") or "cpu_overheads" in path.name:
+        return
+    accelerator = catalogue.get(path.name.split("_")[0])
+    frame = read_csv(path)
+    if "attention" in path.name:
+        yield from vidur_attention(frame, accelerator, "vidur")
+    elif path.name.endswith("_mlp.csv"):
+        yield from _vidur_mlp(frame, accelerator)
+
+
+def _vidur_mlp(frame: pd.DataFrame, accelerator: Accelerator) -> Iterator[Table]:
+    tokens, degree = column(frame, "num_tokens"), column(frame, "num_tensor_parallel_workers")
+    hidden, width = column(frame, "n_embd"), column(frame, "n_expanded_embd") / degree
+    dim = hidden / column(frame, "n_head")
+    heads, kv_heads = column(frame, "n_head") / degree, np.ceil(column(frame, "n_kv_head") / degree)
+    up = width * np.where(frame["use_gated_mlp"].to_numpy(dtype=np.bool_), 2.0, 1.0)
+    products = {
+        "attn_pre_proj": ((heads + 2.0 * kv_heads) * dim, hidden),
+        "attn_post_proj": (hidden, heads * dim),
+        "mlp_up_proj": (up, hidden),
+        "mlp_down_proj": (hidden, width),
+    }
+    for name, (n, k) in products.items():
+        yield Table(accelerator, "gemm", "vidur", GemmRows(_median(frame, name), tokens, n, k, "fp16"), cached=True)
+    moved = {
+        "input_layernorm": hidden * 6.0,
+        "attn_rope": (heads + kv_heads) * dim * 4.0,
+        "mlp_act": width * 6.0,
+        "add": hidden * 6.0,
+    }
+    for name, each in moved.items():
+        times = _median(frame, name)
+        rows = ElementwiseRows(times, tokens * each).where(times > 0)
+        yield Table(accelerator, "elementwise", "vidur", rows)
+    total = _median(frame, "mlp_up_proj") + _median(frame, "mlp_act") + _median(frame, "mlp_down_proj")
+    yield Table(accelerator, "mlp", "vidur", MlpRows(total, tokens, up, width, hidden, "fp16"), cached=True)
+
+
+def vidur_attention(
+    frame: pd.DataFrame, accelerator: Accelerator, origin: str, *, shared_context: bool = False
+) -> Iterator[Table]:
+    """Tables with Vidur's columns. shared_context: the context of decodes is the batch's total, evenly divided."""
+    prefill = frame["is_prefill"].to_numpy(dtype=np.bool_)
+    degree = column(frame, "num_tensor_parallel_workers")
+    times = np.where(prefill, _median(frame, "attn_prefill"), _median(frame, "attn_decode"))
+    batch, cached = column(frame, "batch_size"), column(frame, "kv_cache_size")
+    each = np.floor(cached / batch) if shared_context else cached
+    rows = AttentionRows(
+        seconds=times,
+        sequences=np.where(prefill, batch, 0.0),
+        tokens=np.where(prefill, column(frame, "prefill_chunk_size"), 0.0),
+        context=np.where(prefill, cached, 0.0),
+        decodes=np.where(prefill, 0.0, batch),
+        decode_context=np.where(prefill, 0.0, each),
+        heads=column(frame, "n_q_head") / degree,
+        kv_heads=column(frame, "n_kv_head") / degree,
+        head_dim=int(frame["n_embd"].iloc[0] // frame["n_q_head"].iloc[0]),
+        kv_precision="bf16",
+        kv_width=2.0,
+    )
+    measured = np.isfinite(times) & (times > 0)
+    yield Table(accelerator, "decode", origin, rows.where(~prefill & measured & (each > 0)))
+    yield Table(accelerator, "prefill", origin, rows.where(prefill & measured & (rows.tokens > 0)))
+
+
+def _median(frame: pd.DataFrame, name: str) -> Floats:
+    return column(frame, f"time_stats.{name}.median") * _MS
+
+
+def read_csv(path: Path) -> pd.DataFrame:
+    """A profiler's CSV, plain or gzip. Raises InvalidRequest that names the file."""
+    with open_text(path) as file:
+        try:
+            return pd.read_csv(file)
+        except ValueError as error:  # pandas' errors of parsing
+            raise InvalidRequest(f"{path}: not CSV: {str(error).strip()}") from error
+
+
+def column(frame: pd.DataFrame, name: str) -> Floats:
+    """A column of numbers. Raises InvalidRequest when the table lacks it."""
+    if name not in frame.columns:
+        raise InvalidRequest(f"the table lacks the column {name!r}; it has {', '.join(map(str, frame.columns))}")
+    return frame[name].to_numpy(dtype=np.float64)

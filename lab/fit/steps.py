@@ -1,4 +1,8 @@
-"""Calibration from a running instance: timed steps in, the same model with this machine's speeds out."""
+"""Calibration from timed steps of running instances.
+
+`fit_live` fits the speeds of one instance, `fit_on_host` those of instances that share a host, together with the
+slowdown that they cause each other.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,7 +25,7 @@ _MIN_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """One engine step as it ran."""
+    """An engine step, as measured."""
 
     batch: Batch
     seconds: float
@@ -29,9 +33,9 @@ class TimedStep:
 
 @dataclass(frozen=True, slots=True)
 class LiveFit:
-    """The accelerator at the speeds that were seen, what a step costs besides its kernels, and errors held out.
+    """The accelerator at the fitted speeds, the cost of a step besides its kernels, and held-out errors.
 
-    `naive_mape` is the error of the accelerator as the catalogue has it. Both are shares.
+    naive_mape: the error with the catalogue's accelerator. Both errors are shares.
     """
 
     accelerator: Accelerator
@@ -43,14 +47,13 @@ class LiveFit:
     def step_model(
         self, geometry: ModelGeometry, tensor_parallel: int = 1, dtype: str | None = None, pipeline_parallel: int = 1
     ) -> StepModel:
-        """A step model at the fitted speeds."""
         return StepModel(self.accelerator, geometry, tensor_parallel, pipeline_parallel, dtype, self.efficiencies)
 
 
 def fit_live(model: StepModel, steps: Sequence[TimedStep], seed: int = 0) -> LiveFit:
     """Fit compute rate, bandwidth, and the costs of a step and of a sequence to a random half of the steps.
 
-    The operators' forms stay those of `model`; only what this machine makes of them changes.
+    Raises InvalidRequest for too few steps.
     """
     usable = [step for step in steps if step.batch.tokens > 0]
     if len(usable) < _MIN_SAMPLES:
@@ -59,8 +62,8 @@ def fit_live(model: StepModel, steps: Sequence[TimedStep], seed: int = 0) -> Liv
         if not (np.isfinite(step.seconds) and step.seconds > 0):
             raise InvalidRequest(f"timed step {index} took {step.seconds} s; times must be positive and finite")
     order = np.random.default_rng(seed).permutation(len(usable))
-    seen = [usable[i] for i in order[: (len(usable) + 1) // 2]]
-    unseen = [usable[i] for i in order[(len(usable) + 1) // 2 :]]
+    half = (len(usable) + 1) // 2
+    seen, held_out = [usable[i] for i in order[:half]], [usable[i] for i in order[half:]]
 
     def residuals(point: NDArray[np.float64]) -> NDArray[np.float64]:
         fitted = _at(model, point)
@@ -74,13 +77,13 @@ def fit_live(model: StepModel, steps: Sequence[TimedStep], seed: int = 0) -> Liv
         residuals, np.clip(start, low, high), bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-3
     )
     best = _at(model, solved.x)
-    measured = np.array([step.seconds for step in unseen])
+    measured = np.array([step.seconds for step in held_out])
     return LiveFit(
         accelerator=best.accelerator,
         efficiencies=best.efficiencies,
         samples=len(usable),
-        mape=mape(np.array([best.step_time_s(step.batch) for step in unseen]), measured),
-        naive_mape=mape(np.array([model.step_time_s(step.batch) for step in unseen]), measured),
+        mape=mape(np.array([best.step_time_s(step.batch) for step in held_out]), measured),
+        naive_mape=mape(np.array([model.step_time_s(step.batch) for step in held_out]), measured),
     )
 
 
@@ -104,23 +107,19 @@ def _at(model: StepModel, point: NDArray[np.float64]) -> StepModel:
     )
 
 
-# MERGED host.py
-# Calibration of instances that share a host: step times, and what their neighbours cost them, fitted together.
-
-
 _ROUNDS = 4
-_OF_A_SORT = 40  # steps of one sort that are fitted: the rare ones must count, too
-_LEAST = 32  # steps in all
-_KERNEL_SHARE = 0.2  # of a step, at least
+_MAX_ALIKE = 40  # fitted steps that are alike: rare ones must count, too
+_MIN_ON_HOST = 32  # steps in all
+_MIN_KERNEL_SHARE = 0.2  # of a step
 
 
 @dataclass(frozen=True, slots=True)
 class HostFit:
     """Step times = (scale × the fitted model + chunk_s × prefill chunks) × slowdown at the number of busy neighbours.
 
-    scale: the fit keeps to typical steps, this to their mean. chunk_s: what a prefill chunk costs besides its tokens
-    (taking the request in, staging its KV). mape, naive_mape: shares, on steps that nothing was fitted to; naive is the
-    accelerator as the catalogue has it. bias: their predicted over their measured total − 1.
+    scale: corrects the fit, which follows typical steps, to their mean. chunk_s: the cost of a prefill chunk besides
+    its tokens (accepting the request, staging its KV). mape, naive_mape: shares, on held-out steps; naive is the
+    catalogue's accelerator. bias: predicted over measured total of these steps, minus 1.
     """
 
     live: LiveFit
@@ -134,19 +133,20 @@ class HostFit:
 
 
 def fit_on_host(model: StepModel, steps: Sequence[TimedStep], others: Floats, seed: int = 0) -> HostFit:
-    """Fit to a random half of the steps and judge on the other.
+    """Fit to a random half of the steps, and measure the errors on the other half.
 
-    others: for each step how many other instances of its host were busy. Raises InvalidRequest for too few steps.
+    others: for each step the number of other busy instances of its host. Raises InvalidRequest for too few steps.
     """
-    if len(steps) < _LEAST:
-        raise InvalidRequest(f"{len(steps)} timed steps are too few to calibrate, {_LEAST} are needed")
+    if len(steps) < _MIN_ON_HOST:
+        raise InvalidRequest(f"{len(steps)} timed steps are too few to calibrate, {_MIN_ON_HOST} are needed")
     order = np.random.default_rng(seed).permutation(len(steps))
-    seen, unseen = order[: (len(steps) + 1) // 2], order[(len(steps) + 1) // 2 :]
-    live, scale, chunk_s, slowdown = _fit([steps[at] for at in seen], others[seen], model, seed)
-    judged = [steps[at] for at in unseen]
-    measured = np.array([step.seconds for step in judged])
-    alone = scale * _times(_fitted(live, model), judged) + chunk_s * _chunks(judged)
-    predicted = alone * slowdown_at(slowdown, others[unseen])
+    half = (len(steps) + 1) // 2
+    fitted, rest = order[:half], order[half:]
+    live, scale, chunk_s, slowdown = _fit([steps[at] for at in fitted], others[fitted], model, seed)
+    held_out = [steps[at] for at in rest]
+    measured = np.array([step.seconds for step in held_out])
+    alone = scale * _times(_fitted(live, model), held_out) + chunk_s * _chunks(held_out)
+    predicted = alone * slowdown_at(slowdown, others[rest])
     return HostFit(
         live,
         scale,
@@ -154,7 +154,7 @@ def fit_on_host(model: StepModel, steps: Sequence[TimedStep], others: Floats, se
         slowdown,
         len(steps),
         mape(predicted, measured),
-        mape(_times(model, judged), measured),
+        mape(_times(model, held_out), measured),
         float(predicted.sum() / measured.sum()) - 1.0,
     )
 
@@ -162,7 +162,7 @@ def fit_on_host(model: StepModel, steps: Sequence[TimedStep], others: Floats, se
 def _fit(
     steps: Sequence[TimedStep], others: Floats, model: StepModel, seed: int
 ) -> tuple[LiveFit, float, float, Curve]:
-    """In turn: the model from times without the parts of neighbours and chunks, then those parts from the model."""
+    """Alternate: fit the model to times without the parts of neighbours and chunks, then these parts to the model."""
     seconds, chunks, chosen = np.array([step.seconds for step in steps]), _chunks(steps), _balanced(steps, seed)
     quiet = others <= NEAR
     if not quiet.any():
@@ -171,7 +171,7 @@ def _fit(
     for _ in range(_ROUNDS):
         alone = seconds / slowdown_at(curve, others)
         chunk_s = _chunk_cost([steps[at].batch for at in chosen], alone[chosen])
-        kernels = np.maximum(alone - chunk_s * chunks, _KERNEL_SHARE * alone)
+        kernels = np.maximum(alone - chunk_s * chunks, _MIN_KERNEL_SHARE * alone)
         live = fit_live(model, [replace(steps[at], seconds=float(kernels[at])) for at in chosen], seed)
         times = _times(_fitted(live, model), steps)
         scale = float((alone - chunk_s * chunks)[quiet].sum() / times[quiet].sum())
@@ -180,29 +180,29 @@ def _fit(
 
 
 def _chunk_cost(batches: Sequence[Batch], alone: Floats) -> float:
-    """Seconds a chunk, in a sum of parts that grow with a step's counts; least squares of relative errors, none < 0."""
+    """Seconds per chunk, as one term of a sum over a step's counts; non-negative least squares of relative errors."""
     table = np.array([_counts(batch) for batch in batches])
     parts, _ = nnls(table / alone[:, None], np.ones(len(alone)))
     return float(parts[0])
 
 
 def _counts(batch: Batch) -> tuple[float, ...]:
-    """Chunks first; a step itself, tokens and pairs of attention of its prefills, its decodes and their context."""
+    """Chunks, the step itself, tokens and attention pairs of its prefills, its decodes, and their context."""
     tokens = sum(new for new, _ in batch.prefill)
     pairs = sum(new * (before + new / 2.0) for new, before in batch.prefill)
     return len(batch.prefill), 1.0, tokens, pairs, batch.decode_count, batch.decode_context_tokens
 
 
 def _balanced(steps: Sequence[TimedStep], seed: int) -> list[int]:
-    """Positions of steps, a bounded number of each sort."""
-    sorts: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    """Positions of steps, a bounded number of those that are alike."""
+    alike: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for at in np.random.default_rng(seed).permutation(len(steps)):
-        sorts[_sort(steps[at].batch)].append(int(at))
-    return sorted(at for found in sorts.values() for at in found[:_OF_A_SORT])
+        alike[_magnitudes(steps[at].batch)].append(int(at))
+    return sorted(at for found in alike.values() for at in found[:_MAX_ALIKE])
 
 
-def _sort(batch: Batch) -> tuple[int, ...]:
-    """What makes steps alike: orders of magnitude of their parts."""
+def _magnitudes(batch: Batch) -> tuple[int, ...]:
+    """Orders of magnitude of a step's parts: steps with the same ones are alike."""
     prefill = batch.tokens - batch.decode_count
     mean = batch.decode_context_tokens // max(1, batch.decode_count)
     parts = (prefill, len(batch.prefill), sum(before for _, before in batch.prefill), batch.decode_count, mean // 64)

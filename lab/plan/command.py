@@ -1,4 +1,4 @@
-"""`polyphase plan` on the command line."""
+"""Command line of `polyphase plan`."""
 
 from pathlib import Path
 from typing import Annotated

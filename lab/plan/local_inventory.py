@@ -1,4 +1,4 @@
-"""An inventory of this machine: its accelerators by name, or its processors where it has none."""
+"""An inventory of this machine: its accelerators, or its processors where it has none."""
 
 import os
 import platform
@@ -11,12 +11,12 @@ from shared.cost.network import INSIDE_EFFICIENCY, Link, Network
 from shared.errors import NotFound
 from shared.plan.inventory import Inventory, Pool
 
-_ASK = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+_QUERY = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 _TIMEOUT_S = 10.0
 
 
 def inventory_here(catalogue: Catalogue) -> tuple[Inventory, str]:
-    """This machine as a node, and a word on what was found. Unknown accelerators are left out, and named."""
+    """This machine as a node, and a note for the user, which names accelerators that the catalogue lacks."""
     names = _accelerators()
     pools: list[Pool] = []
     unknown: list[str] = []
@@ -31,23 +31,23 @@ def inventory_here(catalogue: Catalogue) -> tuple[Inventory, str]:
     if not pools:
         device = catalogue.get("Xeon-8480")
         pools.append(Pool(node, device, 1, device.price_usd_hour))
-        note = note or f"no accelerator was found; {os.cpu_count()} cores are entered as one {device.name}: correct it"
+        note = note or f"no accelerator found; {os.cpu_count()} cores are entered as one {device.name}: please correct"
     link = Link(pools[0].accelerator.links.scale_up, HOP_LATENCY_S, INSIDE_EFFICIENCY)
     return Inventory(tuple(pools), Network({node: link})), note
 
 
 def _accelerators() -> list[str]:
-    if shutil.which(_ASK[0]) is None:
+    if shutil.which(_QUERY[0]) is None:
         return []
     try:
-        answer = subprocess.run(_ASK, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        answer = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     except (subprocess.SubprocessError, OSError):
         return []
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
 def _known(catalogue: Catalogue, name: str) -> Accelerator | None:
-    """By the name that the driver gives, or without vendor, generation of the socket and unit of the memory."""
+    """Look a driver's name up in the catalogue, also without vendor, generation of the socket and unit of memory."""
     words = [word for word in name.replace("-", " ").split() if word.lower() not in ("nvidia", "geforce", "tesla")]
     short = " ".join(words).removesuffix("GB")
     for form in (name, " ".join(words), short, short.replace("SXM4", "SXM").replace("SXM5", "SXM")):

@@ -1,4 +1,4 @@
-"""`polyphase simulate` on the command line."""
+"""Command line of `polyphase simulate`."""
 
 from pathlib import Path
 from typing import Annotated

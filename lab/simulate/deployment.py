@@ -1,4 +1,4 @@
-"""Instances and a run, as the simulator takes them, made of what a file says."""
+"""A cluster file or a simulation file as the simulator's instances and run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec, wit
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A cluster to simulate. `run`: as the file says; the command line may change it."""
+    """A cluster to simulate. run: of the file; the command line may change it."""
 
     name: str
     model: str
@@ -38,7 +38,7 @@ class Deployment:
 
 
 def load_deployment(file: Path, calibration: Path | None = None) -> Deployment:
-    """Read a cluster file or a simulation file; a bare name means one of those shipped.
+    """Read a cluster file or a simulation file; a bare name is that of a shipped one.
 
     calibration: efficiencies instead of the file's. Raises InvalidRequest or NotFound that name file and key, and
     Incompatible for an instance that the model does not fit.
@@ -48,20 +48,20 @@ def load_deployment(file: Path, calibration: Path | None = None) -> Deployment:
     read = load_sim_file(file) if cluster is None else cluster.sim
     if calibration is not None:
         read = read.model_copy(update={"calibration": calibration})
-    maker = _Maker(read, file, {} if cluster is None else cluster.measured)
-    instances = maker.instances()
+    builder = _Builder(read, file, {} if cluster is None else cluster.measured)
+    instances = builder.instances()
     try:
-        network = maker.network()
+        network = builder.network()
     except InvalidRequest as error:
         raise InvalidRequest(places_of(file).tell("network", error.message.removeprefix("network: "))) from error
     return Deployment(read.name or file.stem, read.model, instances, replace(_run(read, file), network=network))
 
 
 def _run(read: SimFile, file: Path) -> RunSpec:
-    said = read.prediction
+    prediction = read.prediction
     run = RunSpec(
         label=read.name or file.stem,
-        prediction=Prediction(**said.model_dump()) if said else None,
+        prediction=Prediction(**prediction.model_dump()) if prediction else None,
         slo=Slo(
             ttft_s=read.slo.ttft_s,
             tpot_s=read.slo.tpot_s,
@@ -82,8 +82,8 @@ def _run(read: SimFile, file: Path) -> RunSpec:
         raise InvalidRequest(places_of(file).tell(f"policies.{kind}", text)) from error
 
 
-class _Maker:
-    """Makes the instances; alike ones share a step model, which remembers what it has computed."""
+class _Builder:
+    """Builds the instances; instances of a kind share a step model, which caches its results."""
 
     def __init__(self, read: SimFile, file: Path, measured: Mapping[str, CalibratedKind | None]) -> None:
         self._read = read
@@ -96,32 +96,30 @@ class _Maker:
             raise type(error)(places_of(file).tell("model", error.message)) from error
 
     def instances(self) -> tuple[InstanceSpec, ...]:
-        """All of them, in the order of the file."""
-        made: list[InstanceSpec] = []
+        """In the order of the file."""
+        specs: list[InstanceSpec] = []
         for index, entry in enumerate(self._read.instances):
             try:
-                one = self._instance(entry)
+                spec = self._instance(entry)
             except PolyphaseError as error:
-                told = places_of(self._file).tell(f"instances.{index}", error.message)
-                raise type(error)(told) from error
-            made += [one.renamed(name) for name in entry.ids]
-        return tuple(made)
+                message = places_of(self._file).tell(f"instances.{index}", error.message)
+                raise type(error)(message) from error
+            specs += [spec.renamed(name) for name in entry.ids]
+        return tuple(specs)
 
     def network(self) -> Network:
-        """Between the nodes on which instances stand; inside of one, where the file says nothing, the scale-up link."""
-        said, nodes = self._read.network, {entry.node: entry for entry in self._read.instances if entry.node}
-        if said is None:
+        """The network between the nodes of instances; inside a node the scale-up link, unless the file gives one."""
+        if self._read.network is None:
             return Network()
+        nodes = {entry.node: entry for entry in self._read.instances if entry.node}
         devices = {name: self._shop.device(entry.accelerator) for name, entry in nodes.items()}
         inside = {
             name: Link(device.links.scale_up, HOP_LATENCY_S, INSIDE_EFFICIENCY) for name, device in devices.items()
         }
-        network, slowdowns = (
-            said.network(sorted(nodes), inside),
-            {one.slowdown for one in self._read.instances if one.node},
-        )
+        network = self._read.network.network(sorted(nodes), inside)
+        slowdowns = {entry.slowdown for entry in self._read.instances if entry.node}
         if len(slowdowns) > 1:
-            raise InvalidRequest("network: instances on its nodes must have one slowdown, which is the links', too")
+            raise InvalidRequest("network: instances on its nodes must have the same slowdown, which applies to links")
         return network if slowdowns <= {1.0} else network.slower(slowdowns.pop())
 
     def _instance(self, entry: InstanceEntry) -> InstanceSpec:
@@ -161,7 +159,7 @@ class _Maker:
         )
 
     def _times(self, entry: InstanceEntry, kind: EngineKind) -> StepTimes:
-        """An emulated engine takes the times that it is told, a real one those that were measured."""
+        """An emulated engine has the times of its settings, a real one those that were measured."""
         if entry.step_s:
             return FixedSteps(entry.slowdown * entry.step_s, entry.slowdown * entry.prefill_s_per_token)
         found = self._measured.get(entry.name)
@@ -171,7 +169,7 @@ class _Maker:
         return model if entry.slowdown == 1.0 else ScaledSteps(model, entry.slowdown)
 
     def _reported(self, entry: InstanceEntry, kind: EngineKind, price: float, chunk: int) -> Rates:
-        """What policies get to know of its speed."""
+        """The rates that policies know of an instance."""
         if entry.name not in self._measured:
             return self._fitted(entry, kind, price, chunk)
         found, known = self._measured[entry.name], Rates(price_per_hour=price, weight=entry.weight)
@@ -194,7 +192,7 @@ def _kind(entry: InstanceEntry, shop: Workshop) -> EngineKind:
 
 
 def _chunk_size(entry: InstanceEntry, times: StepTimes) -> int:
-    """What the entry says; with `auto` what a worker comes to that has learned these times."""
+    """The entry's chunk size; for `auto` the one of a worker that has learned these times."""
     if isinstance(entry.chunk_size, int):
         return entry.chunk_size
     form = step_rates_of(times.step_time_s, entry.max_chunk_size).prefill
@@ -202,7 +200,7 @@ def _chunk_size(entry: InstanceEntry, times: StepTimes) -> int:
 
 
 def _kv_tokens(entry: InstanceEntry, kind: EngineKind, shop: Workshop, kv_bytes_per_token: float, longest: int) -> int:
-    """KV capacity: what the entry says, if it fits beside the weights, else what they leave."""
+    """KV capacity: the entry's, if it fits beside the weights; by default what the weights leave."""
     if entry.kv_cache_bytes is None:
         return shop.require_fit(kind, longest, entry.memory_utilisation, entry.reserve_bytes)
     geometry = shop.geometry
@@ -222,42 +220,40 @@ def _kv_tokens(entry: InstanceEntry, kind: EngineKind, shop: Workshop, kv_bytes_
 def _staging_tokens(
     entry: InstanceEntry, geometry: ModelGeometry, kv_bytes: float, kv_tokens: int, longest: int
 ) -> int | None:
-    said = entry.staging_bytes
-    if said is None or said == "auto":
-        return None if said is None else default_staging(kv_tokens, longest)
-    return _tokens_in(said, entry, geometry, kv_bytes)
+    if entry.staging_bytes is None:
+        return None
+    if entry.staging_bytes == "auto":
+        return default_staging(kv_tokens, longest)
+    return _tokens_in(entry.staging_bytes, entry, geometry, kv_bytes)
 
 
 def _tokens_in(size: int, entry: InstanceEntry, geometry: ModelGeometry, kv_bytes_per_token: float) -> int:
-    """How many tokens' KV that many bytes over all ranks hold."""
+    """Tokens whose KV fits in `size` bytes over all ranks."""
     copies = float(entry.tensor_parallel) if geometry.latent else max(1.0, entry.tensor_parallel / geometry.kv_heads)
     return int(size // (kv_bytes_per_token * copies))
 
 
 def _link(entry: InstanceEntry, device: Accelerator, links: Mapping[str, LinkEntry]) -> Link:
-    said = entry.link or links.get("default")
-    if isinstance(said, str):
-        said = links[said]
-    if said is None:
+    link = entry.link or links.get("default")
+    if isinstance(link, str):
+        link = links[link]
+    if link is None:
         return Link(device.links.network * entry.tensor_parallel * entry.pipeline_parallel / entry.slowdown)
-    return Link(said.gbps * 1e9 / 8.0 / entry.slowdown, said.latency_s, said.efficiency)
+    return Link(link.gbps * 1e9 / 8.0 / entry.slowdown, link.latency_s, link.efficiency)
 
 
 @dataclass(frozen=True, slots=True)
 class FixedSteps:
-    """Steps of `step_s` seconds, and as much again for each prefill token: an emulated engine without a cost model."""
+    """Steps of `step_s`, and `prefill_s_per_token` for each prefill token: an emulated engine without a cost model."""
 
     step_s: float
     prefill_s_per_token: float = 0.0
 
     def step_time_s(self, batch: Batch) -> float:
-        """See `StepTimes`."""
         return self.step_s + self.prefill_s_per_token * sum(tokens for tokens, _ in batch.prefill)
 
     def decode_time_s(self, count: int, context_tokens: int) -> float:
-        """See `StepTimes`."""
         return self.step_s
 
     def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
-        """See `StepTimes`."""
         return ((steps, self.step_s, self.step_s),)

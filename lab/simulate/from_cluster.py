@@ -1,4 +1,8 @@
-"""A cluster file, read as it would be started: what its services would do with their settings, as a simulation."""
+"""A cluster file as a simulation: what its services would do with their settings.
+
+Settings that make no difference to a simulation are listed with their reasons; a test holds that each setting is in the
+list or changes the simulation.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,23 +24,17 @@ from shared.errors import InvalidRequest, NotFound
 from shared.files.faults import describe
 from shared.runtime.settings import ServiceSettings
 
-# MERGED not_simulated.py
-# Settings of a cluster file that make no difference to a simulation, each with its reason.
-#
-# A test holds that every setting is here or changes what is simulated, so that none is ignored in silence.
-
-
-_ADDRESS = "where a process listens: nothing travels in a simulation but KV, over `link`"
-_DATABASE = "nothing waits for the database"
-_LOG = "what is logged, not what is done"
-_SEED = "draws follow the simulation's own seed"
-_NO_FAULTS = "nothing fails in the simulation of a cluster file"
-_LINES = "all requests are of the class default; where that one yields, its line may be as long as the trace"
-_CONNECTIONS = "requests of a trace come without connections"
+_ADDRESS = "an address; of the network a simulation has KV transfers alone, over `link`"
+_DATABASE = "requests do not wait for the database"
+_LOG = "logs do not change decisions"
+_SEED = "a simulation has a seed of its own"
+_NO_FAULTS = "the simulation of a cluster file has no faults"
+_QUEUES = "all requests have the class default; if it is delayed, its queue may be as long as the trace"
+_CONNECTIONS = "requests of a trace have no connections"
 _BODIES = "each request of a trace is one job of known lengths, and has no body"
 _PREDICTOR = "whether lengths are predicted, how well and how soon, is a simulation file's `prediction`"
-_MEMORY = "prefetched KV that has no room is pulled again; in a simulation it always has room"
-_LATE_KV = "KV on its way never comes too late for its deadline in a simulation"
+_MEMORY = "a simulation has unlimited room for prefetched KV"
+_LATE_KV = "no KV transfer of a simulation misses its deadline"
 
 NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
     WorkerSettings: {
@@ -44,15 +42,15 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "advertise_host": _ADDRESS,
         "log_level": _LOG,
         "tracing": _LOG,
-        "drain_s": "no instance of a simulation is told to end",
-        "served_model_name": "what a model is called in metrics",
+        "drain_s": "no instance of a simulation is stopped",
+        "served_model_name": "the name of the model in metrics",
         "policy_seed": _SEED,
-        "async_scheduling": "step times hold what an engine's scheduler costs, and whether that is hidden",
+        "async_scheduling": "step times include the cost of an engine's scheduler",
         "hang_s": _NO_FAULTS,
         "inbox_bytes": _MEMORY,
-        "kv_transport": "what a link carries is the file's `network`, whatever moves it",
-        "kv_nixl_trusted": "what a link carries is the file's `network`, whatever moves it",
-        "kv_connections": "what a link carries is the file's `network`, over however many connections",
+        "kv_transport": "the rate of a link is that of the file's `network`, for any transport",
+        "kv_nixl_trusted": "the rate of a link is that of the file's `network`, for any transport",
+        "kv_connections": "the rate of a link is that of the file's `network`, for any number of connections",
         "lease_s": _LATE_KV,
         "lease_renewals": _LATE_KV,
         "pull_timeout_s": _LATE_KV,
@@ -67,8 +65,8 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "retention_bytes": _DATABASE,
         "prune_period_s": _DATABASE,
         "lost_after_s": _NO_FAULTS,
-        "ring_jobs": "how many timelines are kept to be looked at",
-        "prefix_blocks": "a simulation always knows 1,000,000 blocks at most",
+        "ring_jobs": "the number of timelines that are kept",
+        "prefix_blocks": "a simulation has an index of 1,000,000 blocks",
         "policy_seed": _SEED,
         "decision_log": _LOG,
         "decision_log_bytes": _LOG,
@@ -101,7 +99,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
     GatewaySettings: {
         "log_level": _LOG,
         "tracing": _LOG,
-        "drain_s": "no gateway of a simulation is told to end",
+        "drain_s": "no gateway of a simulation is stopped",
         "head_timeout_s": _CONNECTIONS,
         "idle_timeout_s": _CONNECTIONS,
         "max_connections": _CONNECTIONS,
@@ -112,26 +110,26 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "predict_timeout_s": _PREDICTOR,
         "host": _ADDRESS,
         "port": _ADDRESS,
-        "processes": "a request takes the same time in the gateway, however many there are",
-        "dtype": "of the front end; the instances' own counts",
-        "vllm_args": "of the front end: templates and parsers, which a trace of lengths does not meet",
+        "processes": "the time of a request in the gateway does not depend on the number of processes",
+        "dtype": "of the front end; the instances have their own",
+        "vllm_args": "of the front end: a trace of lengths uses no templates and parsers",
         "api_keys_file": "requests of a trace have no keys",
         "caller_share": "requests of a trace have no keys",
-        "record_lengths": "it costs no request anything",
-        "record_bytes": "it costs no request anything",
-        "lean_streams": "who writes the events of a stream; the gateway's time is the simulation's `gateway_s`",
-        "stream_interval_share": "a busy gateway's; its time is the simulation's `gateway_s`",
+        "record_lengths": "it does not delay requests",
+        "record_bytes": "it does not delay requests",
+        "lean_streams": "the gateway's time is the simulation's `gateway_s`",
+        "stream_interval_share": "the gateway's time is the simulation's `gateway_s`",
         "grammar_cpu_s": "requests of a trace have no grammars",
         "grammar_cache_bytes": "requests of a trace have no grammars",
-        "service_tiers": "all requests are of the class default",
-        "max_delayed_jobs": _LINES,
-        "max_delayed_tokens": _LINES,
+        "service_tiers": "all requests have the class default",
+        "max_delayed_jobs": _QUEUES,
+        "max_delayed_tokens": _QUEUES,
         "max_body_bytes": _BODIES,
         "body_timeout_s": _BODIES,
         "max_jobs_a_body": _BODIES,
         "max_items_per_body": _BODIES,
         "max_held_bytes": _BODIES,
-        "write_timeout_s": "clients of a trace read their answers",
+        "write_timeout_s": "clients of a trace read their answers at once",
         "jobs_at_once": _BODIES,
         "max_prompt_logprobs": _BODIES,
         "attempts": _NO_FAULTS,
@@ -140,7 +138,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
     },
 }
 
-# Of a worker's `engine_args`: what the simulation reads, and what makes no difference to it. Others are refused.
+# Keys of a worker's `engine_args` that the simulation reads, or that make no difference to it. It refuses others.
 ENGINE_ARGS: Mapping[str, str] = {
     "enable_prefix_caching": "read",
     "gpu_memory_utilization": "KV is `kv_cache_bytes`",
@@ -151,7 +149,7 @@ ENGINE_ARGS: Mapping[str, str] = {
     "disable_log_stats": _LOG,
 }
 
-# Settings that the launcher derives, and that say nothing to a simulation.
+# Settings that the launcher derives, and that a simulation does not use.
 _WORKER = {
     "rpc_port": 0,
     "http_port": 0,
@@ -164,10 +162,10 @@ _WORKER = {
 
 @dataclass(frozen=True, slots=True)
 class ClusterRead:
-    """A cluster file as a simulation file, and what its instances know of their speed.
+    """A cluster file as a simulation file.
 
-    measured: by the instance's entry, what a calibration found out; None where nobody measured it, so that it reports
-    nothing. An entry that is not there reports what the cost model says.
+    measured: by entry, the calibration of its instances; None without one, so that they report no rates. Instances of
+    entries that are missing report the rates of the cost model.
     """
 
     sim: SimFile
@@ -177,22 +175,24 @@ class ClusterRead:
 def read_cluster(file: Path) -> ClusterRead:
     """The instances, policies, limits and SLO of a cluster file.
 
-    Raises InvalidRequest that names file and key, with the words of the service that would refuse the setting. Emulated
-    engines have the model that they imitate, and send KV when the whole prompt is computed. KV is as much as the file
-    says, links are `emulated_link_gbps`, else the catalogue's network.
+    Emulated engines have the model that they imitate, and send KV when the whole prompt is computed. The size of KV is
+    that of the file; links have `emulated_link_gbps`, or the rate of the catalogue's network. Raises InvalidRequest
+    that names file and key, with the sentence of the service that would refuse the setting.
     """
     cluster = load_cluster(file)
     places = cluster.places(str(file))
     entries = [_Entry(file, cluster, section) for section in cluster.instances if section.enabled]
     if not entries:
-        raise InvalidRequest(places.tell("instances", "none is enabled"))
+        raise InvalidRequest(places.tell("instances", "no instance is enabled"))
     models = {entry.model for entry in entries}
     if len(models) > 1:
-        raise InvalidRequest(places.tell("instances", f"one model can be simulated, not {', '.join(sorted(models))}"))
+        raise InvalidRequest(
+            places.tell("instances", f"only one model can be simulated, got {', '.join(sorted(models))}")
+        )
     given = {"schedulers": (), "model": cluster.model, **cluster.gateway.extra}
     gateway = settings_of(GatewaySettings, places, "gateway", given)
     monitor = settings_of(MonitorSettings, places, "monitor", cluster.monitor.extra)
-    settings_of(SchedulerSettings, places, "scheduler", cluster.scheduler.extra)  # for its faults
+    settings_of(SchedulerSettings, places, "scheduler", cluster.scheduler.extra)  # raises for wrong settings
     data = {
         "name": cluster.name,
         "model": models.pop(),
@@ -211,7 +211,7 @@ def read_cluster(file: Path) -> ClusterRead:
 
 
 def _run(gateway: GatewaySettings, monitor: MonitorSettings) -> dict[str, Any]:
-    """What the settings of gateway and monitor mean to a run."""
+    """Settings of gateway and monitor as those of a run."""
     return {
         "codec": gateway.kv_codec,
         "patience_s": gateway.patience_s,
@@ -227,7 +227,7 @@ def _run(gateway: GatewaySettings, monitor: MonitorSettings) -> dict[str, Any]:
 
 
 class _Entry:
-    """One entry of the file with the settings that its workers would start with."""
+    """An entry of the file with the settings of its workers."""
 
     def __init__(self, file: Path, cluster: Cluster, section: InstanceSection) -> None:
         self._places = cluster.places(str(file))
@@ -247,7 +247,7 @@ class _Entry:
         self.name = section.id
 
     def as_instance(self) -> dict[str, Any]:
-        """As a simulation file has it."""
+        """The entry of a simulation file."""
         s = self.settings
         args = {} if self.emulated else self._engine_args()
         return {
@@ -269,9 +269,7 @@ class _Entry:
             "block_size": s.block_size,
             "max_model_len": s.max_model_len,
             "staging_bytes": None if self.emulated else self._staging,
-            "kv_cache_bytes": s.kv_cache_bytes
-            if self.emulated
-            else int(s.kv_cache_bytes * self._fullest),  # vLLM's, too
+            "kv_cache_bytes": s.kv_cache_bytes if self.emulated else int(s.kv_cache_bytes * self._fullest),
             "prefix_cache": s.emulated_prefix_cache if self.emulated else bool(args.get("enable_prefix_caching", True)),
             "link": {"gbps": s.emulated_link_gbps} if s.emulated_link_gbps else None,
             "slowdown": s.emulated_slowdown if self.emulated else 1.0,
@@ -281,24 +279,24 @@ class _Entry:
 
     @property
     def _staging(self) -> int | str:
-        """The worker's is a rank's."""
-        said = self.settings.staging_bytes
-        return "auto" if said is None else int(said * self._fullest)
+        """Over all ranks: the worker's setting is per rank."""
+        size = self.settings.staging_bytes
+        return "auto" if size is None else int(size * self._fullest)
 
     @property
     def _fullest(self) -> float:
-        """KV of the whole model over that of the rank which holds most layers: where that one is full, all are."""
+        """KV of the whole model over that of the rank with most layers: KV is full when that rank's is."""
         held = self.settings.pipeline_layers
         stages = sum(held) / max(held) if held else self.settings.pipeline_parallel
         return self.settings.tensor_parallel * stages
 
     @property
     def measurable(self) -> bool:
-        """Whether it reports anything else than what the cost model says."""
+        """Whether its rates differ from those of the cost model."""
         return bool(self.settings.rates_file) or not self.emulated
 
     def measured(self) -> CalibratedKind | None:
-        """What the calibration that it names found out about its kind; None when it names none."""
+        """The kind's entry in the calibration that the settings name; None without one."""
         s = self.settings
         if not s.rates_file:
             return None
@@ -313,6 +311,6 @@ class _Entry:
         args = self.settings.engine_args
         for key in args:
             if key not in ENGINE_ARGS:
-                said = f"what {key!r} changes is not simulated (known: {', '.join(ENGINE_ARGS)})"
-                raise InvalidRequest(self._places.tell(f"{self._at}.engine_args", said))
+                message = f"{key!r} cannot be simulated (known: {', '.join(ENGINE_ARGS)})"
+                raise InvalidRequest(self._places.tell(f"{self._at}.engine_args", message))
         return args

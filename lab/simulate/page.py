@@ -1,4 +1,8 @@
-"""One page that holds all of a simulation: figures, plots, instances; in light or dark, without a network."""
+"""The report of a simulation as one HTML page.
+
+The page has figures, plots (latency by policy, course over time, load and roles of instances) and instances.
+It needs no network access, and follows the light or dark theme of the browser. Relies on plotly.
+"""
 
 import json
 from collections.abc import Sequence
@@ -23,20 +27,16 @@ from shared.errors import InvalidRequest
 from shared.sim.outcomes import LoadTimeline, SimResult
 from shared.sim.workload import Workload
 
-# MERGED plots.py
-# Plots of a simulation: latency by policy, how it went over time, load and roles of each instance.
-
-
 _POINTS = 500  # of a distribution
-_STRETCHES = 60  # of a run, over each of which percentiles are taken
-_LEAST = 5  # requests of a stretch, that one says anything
+_INTERVALS = 60  # of a run: percentiles are taken over each
+_MIN_REQUESTS = 5  # of an interval that is shown
 _SLO, _DOTTED = "Dashed: the SLO.", "Dotted: 99th percentile."
 Scale = list[tuple[float, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A figure, and by ground what is coloured otherwise on it: the scale of each trace that has one."""
+    """A figure; light, dark: the colour scale of each trace that has one, by theme."""
 
     name: str
     title: str
@@ -47,7 +47,7 @@ class Plot:
 
 
 def plots_of(runs: Sequence[Run]) -> list[Plot]:
-    """All of them, in the order in which they are read."""
+    """All plots, in the order of the page."""
     found = [
         Plot("latency", "Latency: share of completed requests within a time", latency_figure(runs), _SLO),
         Plot("course", "TTFT and TPOT by time of arrival", course_figure(runs), f"Solid: median. {_DOTTED} {_SLO}"),
@@ -61,7 +61,7 @@ def plots_of(runs: Sequence[Run]) -> list[Plot]:
 
 
 def latency_figure(runs: Sequence[Run]) -> go.Figure:
-    """Shares of completed requests whose TTFT, TPOT and JCT do not exceed a time; the SLO as a dashed line."""
+    """Distribution functions of TTFT, TPOT and JCT of completed requests; the SLO as a dashed line."""
     kinds = ("ttft", "tpot", "jct")
     figure = make_subplots(rows=1, cols=3, subplot_titles=[f"{kind.upper()} (s)" for kind in kinds], shared_yaxes=True)
     for number, run in enumerate(runs):
@@ -79,7 +79,7 @@ def latency_figure(runs: Sequence[Run]) -> go.Figure:
 
 
 def course_figure(runs: Sequence[Run]) -> go.Figure:
-    """Median (line) and 99th percentile (dotted) of TTFT and TPOT of the requests that came in each stretch of time."""
+    """Median (line) and 99th percentile (dotted) of TTFT and TPOT, by time of arrival."""
     kinds = ("ttft", "tpot")
     figure = make_subplots(rows=1, cols=2, subplot_titles=[f"{kind.upper()} (s)" for kind in kinds])
     for number, run in enumerate(runs):
@@ -97,7 +97,7 @@ def course_figure(runs: Sequence[Run]) -> go.Figure:
 
 
 def goodput_figure(runs: Sequence[Run]) -> go.Figure:
-    """Attainment at each rate that the search tried."""
+    """SLO attainment at each rate that the search tried."""
     figure = make_subplots(rows=1, cols=1)
     for number, run in enumerate(runs):
         tried = sorted(run.goodput.tried) if run.goodput is not None else []
@@ -109,7 +109,7 @@ def goodput_figure(runs: Sequence[Run]) -> go.Figure:
 
 
 def load_plot(result: SimResult, timeline: LoadTimeline, label: str) -> Plot:
-    """Role, requests in decode, queued prefill tokens and KV of every instance over time."""
+    """Role, requests in decode, queued prefill tokens and KV of each instance over time."""
     names = [use.instance_id for use in result.instances]
     gone = timeline.role < 0
     rows: tuple[tuple[str, NDArray[np.generic], str, float | None], ...] = (
@@ -149,7 +149,7 @@ def _heat(
 
 
 def _roles(ground: palette.Ground) -> Scale:
-    """Gone, prefill, decode: -1, 0, 1."""
+    """The colour scale of -1, 0, 1: gone, prefill, decode."""
     shades = (ground.line, palette.PREFILL, palette.DECODE)
     return [(edge / 3, shade) for at, shade in enumerate(shades) for edge in (at, at + 1)]
 
@@ -170,7 +170,7 @@ def _line(
 
 
 def _framed(figure: go.Figure, height: int, labels: int) -> go.Figure:
-    """The frame that all have; colours come with the ground. A legend only where there is something to tell apart."""
+    """The common layout, without colours, which depend on the theme; with a legend for several labels."""
     figure.update_layout(
         template="none",
         height=height,
@@ -193,16 +193,16 @@ def _distribution(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDA
 def _course(
     arrival_s: NDArray[np.float64], values_s: NDArray[np.float64], completed: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """The middle of each stretch with enough requests, and their median and 99th percentile."""
+    """The middle of each interval with enough requests, with their median and 99th percentile."""
     use = completed & np.isfinite(values_s)
     if not use.any():
         return np.empty(0), np.empty(0), np.empty(0)
-    edges = np.linspace(arrival_s[0], arrival_s[-1], _STRETCHES + 1)
-    at = np.clip(np.searchsorted(edges, arrival_s, side="right") - 1, 0, _STRETCHES - 1)
+    edges = np.linspace(arrival_s[0], arrival_s[-1], _INTERVALS + 1)
+    at = np.clip(np.searchsorted(edges, arrival_s, side="right") - 1, 0, _INTERVALS - 1)
     rows = [
         ((edges[one] + edges[one + 1]) / 2, *np.quantile(values_s[chosen], (0.5, 0.99)))
-        for one in range(_STRETCHES)
-        if (chosen := use & (at == one)).sum() >= _LEAST
+        for one in range(_INTERVALS)
+        if (chosen := use & (at == one)).sum() >= _MIN_REQUESTS
     ]
     middle, p50, p99 = np.array(rows, dtype=np.float64).reshape(-1, 3).T
     return middle, p50, p99
@@ -213,7 +213,7 @@ _HERE = Path(__file__).parent
 
 
 def write_page(folder: Path, deployment: Deployment, workload: Workload, runs: Sequence[Run]) -> Path:
-    """Write `report.html` into a folder, which is made. Raises InvalidRequest."""
+    """Write `report.html` into a folder, which is created if needed. Raises InvalidRequest."""
     file = folder / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -224,9 +224,9 @@ def write_page(folder: Path, deployment: Deployment, workload: Workload, runs: S
 
 
 def page(deployment: Deployment, workload: Workload, runs: Sequence[Run]) -> str:
-    """The whole HTML document."""
+    """The HTML document."""
     plots = plots_of(runs)
-    cluster, traffic = report.in_words(deployment, workload, runs)
+    cluster, traffic = report.summary_lines(deployment, workload, runs)
     body = [
         f"<h1>{escape(deployment.name)}</h1>",
         f"<p>{escape(cluster)}</p><p class=soft>{escape(traffic)}</p>",
@@ -247,23 +247,17 @@ def page(deployment: Deployment, workload: Workload, runs: Sequence[Run]) -> str
 
 
 def _alarms(deployment: Deployment, runs: Sequence[Run]) -> list[str]:
-    told: dict[tuple[str, ...], list[str]] = {}
-    for run in runs:
-        if (found := report.found(run.result.outcomes, deployment.instances)) is not None:
-            told.setdefault(found.sentences(), []).append(run.label)
-    return [
-        f'<div class="alarm"><b>{escape(loud)}</b>{escape(more)}{_of(labels, runs)}</div>'
-        for (loud, more), labels in told.items()
-    ]
-
-
-def _of(labels: Sequence[str], runs: Sequence[Run]) -> str:
-    return f" <span class=soft>({escape(', '.join(labels))})</span>" if len(labels) < len(runs) else ""
+    alarms = []
+    for impossible, labels in report.impossible_by_label(deployment, runs).items():
+        headline, details = map(escape, impossible.sentences())
+        where = f" <span class=soft>({escape(', '.join(labels))})</span>" if len(labels) < len(runs) else ""
+        alarms.append(f'<div class="alarm"><b>{headline}</b>{details}{where}</div>')
+    return alarms
 
 
 def _section(plot: Plot) -> str:
     key = f'<p class="soft">{escape(plot.note)}</p>' if plot.note else ""
-    if plot.light:  # a heat map has no legend
+    if plot.light:  # heat maps have no legend
         colours = (("prefill", palette.PREFILL), ("decode", palette.DECODE))
         dots = "".join(
             f'<span><i class="dot" style="background:{colour}"></i>{name}</span>' for name, colour in colours
@@ -273,7 +267,7 @@ def _section(plot: Plot) -> str:
 
 
 def _table(table: Table, series: Sequence[int | None] = ()) -> str:
-    """A table as HTML. series: by column, as which of the series it is drawn."""
+    """A table as HTML. series: for each column the number of the series whose colour it has."""
     left = [column.justify == "left" for column in table.columns]
     heads = []
     for at, column in enumerate(table.columns):
@@ -311,7 +305,7 @@ def _grounds() -> str:
 
 
 def _data(plots: Sequence[Plot]) -> str:
-    """As a script may hold it: no `</` in it, which would end the script."""
+    """The plots as JavaScript; without `</`, which would end the script."""
     parts = [
         f'{{"name": {json.dumps(plot.name)}, "light": {json.dumps(plot.light)}, "dark": {json.dumps(plot.dark)}, '
         f'"figure": {plot.figure.to_json()}}}'

@@ -1,8 +1,11 @@
-"""What a simulation found: tables for people, CSV for programs."""
+"""Results of a simulation as tables and CSV.
+
+Also: the requests that no instance of the cluster could serve, usually a mistake in the cluster file or the trace.
+"""
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
@@ -23,16 +26,14 @@ from shared.sim.outcomes import InstanceUse, Outcomes, SimResult, Status
 from shared.sim.spec import InstanceSpec, RunSpec
 from shared.sim.workload import Workload
 
-# MERGED impossible.py
-# Requests that no instance of a cluster could ever serve: a mistake in the file or the trace, most of the time.
-
 
 @dataclass(frozen=True, slots=True)
 class Impossible:
-    """How many of how many, and why. longest_tokens: the longest prompt and answer together that anyone can hold.
+    """Requests that cannot be served: `count` of `requests`.
 
-    too_long: those beyond every decode instance's `max_model_len` (`model_tokens`); the rest has no room in their KV.
-    first: the row of the first one, with the tokens of its prompt and answer.
+    too_long: those beyond the `max_model_len` (`model_tokens`) of all decode instances; the others exceed their KV.
+    longest_tokens: the longest prompt and answer together that an instance can hold. first: the row of the first such
+    request, with the tokens of its prompt and answer.
     """
 
     count: int
@@ -43,65 +44,69 @@ class Impossible:
     first: tuple[int, int, int]
 
     def sentences(self) -> tuple[str, ...]:
-        """Loud and clear."""
+        """What is wrong, and the first such request."""
         row, prompt, output = self.first
         kv = self.count - self.too_long
         why = [f"longer than max_model_len, {self.model_tokens:,} tokens"] if self.too_long else []
         why += [f"longer than the KV memory of any instance, {self.longest_tokens:,} tokens"] if kv else []
         if self.too_long and kv:
             why = [f"{number:,} {text}" for number, text in zip((self.too_long, kv), why, strict=True)]
+        percent = 100 * self.count / self.requests
+        share = f"{percent:.1f} %" if percent >= 0.1 else "under 0.1 %"
         return (
-            f"{self.count:,} of {self.requests:,} requests ({_impossible_share(self.count, self.requests)}) "
-            "can never be served: "
-            f"{'; '.join(why)}.",
-            f"The first is request {row:,}: {prompt:,} + {output:,} tokens. They miss the SLO, and are in no latency.",
+            f"{self.count:,} of {self.requests:,} requests ({share}) can never be served: {'; '.join(why)}.",
+            f"The first is request {row:,}: {prompt:,} + {output:,} tokens. They miss the SLO, and have no latency.",
         )
 
 
-def certain(workload: Workload, instances: Sequence[InstanceSpec]) -> Impossible | None:
-    """Those that are longer than the longest that any instance takes, known before anything runs; None: none is."""
+def impossible_of(workload: Workload, instances: Sequence[InstanceSpec]) -> Impossible | None:
+    """Requests of a workload that exceed all instances; None without any."""
     total = workload.prompt_tokens + workload.output_tokens
-    return _told(total > _longest(instances), workload.prompt_tokens, workload.output_tokens, instances)
+    return _impossible(total > _longest(instances), workload.prompt_tokens, workload.output_tokens, instances)
 
 
-def found(outcomes: Outcomes, instances: Sequence[InstanceSpec]) -> Impossible | None:
-    """Those that the simulation could not place anywhere; None where there were none."""
-    there: NDArray[np.bool_] = outcomes.status == int(Status.IMPOSSIBLE)
-    return _told(there, outcomes.prompt_tokens, outcomes.output_tokens, instances)
+def impossible_in(outcomes: Outcomes, instances: Sequence[InstanceSpec]) -> Impossible | None:
+    """Requests that the simulation could not place on any instance; None without any."""
+    chosen: NDArray[np.bool_] = outcomes.status == int(Status.IMPOSSIBLE)
+    return _impossible(chosen, outcomes.prompt_tokens, outcomes.output_tokens, instances)
 
 
-def _told(
-    which: NDArray[np.bool_],
+def _impossible(
+    chosen: NDArray[np.bool_],
     prompt_tokens: NDArray[np.int64],
     output_tokens: NDArray[np.int64],
     instances: Sequence[InstanceSpec],
 ) -> Impossible | None:
-    if not which.any():
+    if not chosen.any():
         return None
-    holders = [spec for spec in instances if spec.role is Role.DECODE] or instances  # of all of a request's KV
+    holders = [spec for spec in instances if spec.role is Role.DECODE] or instances  # they hold all of a request's KV
     model_tokens = max(spec.limits.max_model_len for spec in holders)
     total = prompt_tokens + output_tokens
-    row = int(np.argmax(which))
+    row = int(np.argmax(chosen))
     return Impossible(
-        count=int(which.sum()),
-        requests=len(which),
-        too_long=int((which & (total > model_tokens)).sum()),
+        count=int(chosen.sum()),
+        requests=len(chosen),
+        too_long=int((chosen & (total > model_tokens)).sum()),
         model_tokens=model_tokens,
         longest_tokens=_longest(holders),
         first=(row, int(prompt_tokens[row]), int(output_tokens[row])),
     )
 
 
+def impossible_by_label(deployment: Deployment, runs: Sequence["Run"]) -> dict[Impossible, list[str]]:
+    """Impossible requests of the runs, with the labels of the runs that have them."""
+    labels: dict[Impossible, list[str]] = {}
+    for run in runs:
+        if (impossible := impossible_in(run.result.outcomes, deployment.instances)) is not None:
+            labels.setdefault(impossible, []).append(run.label)
+    return labels
+
+
 def _longest(instances: Sequence[InstanceSpec]) -> int:
     return max(min(spec.limits.max_model_len, spec.kv_tokens // spec.lanes) for spec in instances)
 
 
-def _impossible_share(part: int, whole: int) -> str:
-    share = 100 * part / whole
-    return f"{share:.1f} %" if share >= 0.1 else "under 0.1 %"
-
-
-# What the table shows, in this order: title, figure, factor, unit.
+# Rows of the table: title, figure, factor, unit.
 _ROWS: tuple[tuple[str, str, float, str], ...] = (
     ("completed", "completed", 1.0, ""),
     ("refused", "refused", 1.0, ""),
@@ -129,12 +134,12 @@ _ROWS: tuple[tuple[str, str, float, str], ...] = (
     ("requests per USD", "requests_per_usd", 1.0, ""),
     ("duration", "duration_s", 1.0, "s"),
 )
-_IF_ANY = {"refused", "impossible", "unfinished", "timed_out", "preemptions"}  # left out of the table where all are 0
+_IF_ANY = {"refused", "impossible", "unfinished", "timed_out", "preemptions"}  # left out of the table when all are 0
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A simulated run. `figures`: see `shared.sim.metrics.summary`. `wall_s`: what the simulation itself took."""
+    """A simulated run. figures: see `shared.sim.metrics.summary`. wall_s: duration of the simulation itself."""
 
     spec: RunSpec
     result: SimResult
@@ -144,31 +149,29 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The policies as they were written."""
+        """The policies as written on the command line."""
         return self.spec.label
 
 
 def show(console: Console, deployment: Deployment, workload: Workload, runs: Sequence[Run]) -> None:
-    """The cluster and the workload in a line each, the figures of all policies beside each other, the instances."""
-    cluster, traffic = in_words(deployment, workload, runs)
+    """Print cluster and workload, the figures of all policies side by side, and the instances of each."""
+    cluster, traffic = summary_lines(deployment, workload, runs)
     console.print(f"{deployment.name}: {cluster}", markup=False)
     console.print(traffic, markup=False)
     console.print(figures_table(runs))
     for run in runs:
         console.print(instances_table(run))
-    told = {run.label: found(run.result.outcomes, deployment.instances) for run in runs}
-    for some in dict.fromkeys(found for found in told.values() if found is not None):
-        labels = [label for label, found in told.items() if found == some]
-        warn(console, some, labels if len(labels) < len(runs) else ())
+    for impossible, labels in impossible_by_label(deployment, runs).items():
+        warn(console, impossible, labels if len(labels) < len(runs) else ())
     for run in runs:
-        if run.goodput is not None and (note := _about(run.goodput)):
+        if run.goodput is not None and (note := _goodput_note(run.goodput)):
             console.print(f"{run.label}: {note}", markup=False)
     took = ", ".join(f"{run.wall_s:.2f} s" for run in runs)
     console.print(f"simulated in {took}", style="dim", markup=False)
 
 
-def in_words(deployment: Deployment, workload: Workload, runs: Sequence[Run]) -> tuple[str, str]:
-    """The cluster in a line, and the workload with its SLO."""
+def summary_lines(deployment: Deployment, workload: Workload, runs: Sequence[Run]) -> tuple[str, str]:
+    """A line about the cluster, and one about the workload with its SLO."""
     kinds = Counter(f"{spec.accelerator} {spec.role.value}" for spec in deployment.instances)
     listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     rate = "all at once" if np.isinf(workload.rate) else f"{workload.rate:,.3g} requests/s"
@@ -181,16 +184,15 @@ def in_words(deployment: Deployment, workload: Workload, runs: Sequence[Run]) ->
     return f"{Path(deployment.model).name} on {listed}", traffic
 
 
-def warn(console: Console, found: Impossible, labels: Sequence[str] = ()) -> None:
-    """A box that nobody overlooks."""
-    loud, more = found.sentences()
-    text = Text(loud, "bold red").append(f"\n{more}", "default")
+def warn(console: Console, impossible: Impossible, labels: Sequence[str] = ()) -> None:
+    headline, details = impossible.sentences()
+    text = Text(headline, "bold red").append(f"\n{details}", "default")
     title = "Impossible requests" + (f": {', '.join(labels)}" if labels else "")
     console.print(Panel(text, title=Text(title), title_align="left", border_style="red"))
 
 
-def _about(found: Goodput) -> str:
-    """What a goodput at either end of the search means."""
+def _goodput_note(found: Goodput) -> str:
+    """The meaning of a goodput at either end of the search."""
     if not found.bounded:
         return "no rate misses the SLO: too few requests to tell the goodput"
     if found.rate == 0.0:
@@ -200,7 +202,7 @@ def _about(found: Goodput) -> str:
 
 
 def write_csv(folder: Path, runs: Sequence[Run]) -> None:
-    """`summary.csv`, a row a policy, and `requests-POLICY.csv`, a row a request. Raises InvalidRequest."""
+    """Write `summary.csv` (a row per policy) and `requests-POLICY.csv` (a row per request). Raises InvalidRequest."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         rows = [{"policy": run.label, **run.figures} for run in runs]
@@ -212,7 +214,7 @@ def write_csv(folder: Path, runs: Sequence[Run]) -> None:
 
 
 def outcomes_table(result: SimResult) -> pd.DataFrame:
-    """A row a request, in the order of the workload; empty where there is no such time or instance."""
+    """A row per request, in the order of the workload; empty cells for times and instances that do not exist."""
     o = result.outcomes
     names = np.array([*(use.instance_id for use in result.instances), ""], dtype=object)  # -1: none
     return pd.DataFrame(
@@ -245,7 +247,7 @@ def file_word(label: str) -> str:
 
 
 def figures_table(runs: Sequence[Run]) -> Table:
-    """A row a figure, a column a policy."""
+    """A row per figure, a column per policy."""
     table = Table(title="Figures", title_justify="left", box=None, padding=(0, 1))
     table.add_column("", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -265,7 +267,7 @@ def _number(value: float) -> str:
 
 
 def instances_table(run: Run) -> Table:
-    """Alike instances in a row: those whose names differ only in the number at the end."""
+    """A row per group of instances whose names differ only in the number at the end."""
     table = Table(title=f"Instances: {run.label}", title_justify="left", box=None, padding=(0, 1))
     table.add_column("", no_wrap=True)
     table.add_column("accelerator", no_wrap=True)
@@ -276,7 +278,8 @@ def instances_table(run: Run) -> Table:
     for use in run.result.instances:
         groups.setdefault((re.sub(r"-\d+$", "", use.instance_id), use.accelerator), []).append(use)
     for (name, accelerator), uses in groups.items():
-        in_prefill = _share(sum(use.role_s.get("prefill", 0.0) for use in uses), _total_role_s(uses))
+        total_s = sum(seconds for use in uses for seconds in use.role_s.values())
+        in_prefill = _share(sum(use.role_s.get("prefill", 0.0) for use in uses), total_s)
         table.add_row(
             name if len(uses) == 1 else f"{name} x {len(uses)}",
             accelerator,
@@ -291,11 +294,6 @@ def instances_table(run: Run) -> Table:
 
 def _tokens(count: int) -> str:
     return f"{count / 1e6:,.3g} M" if count >= 1_000_000 else f"{count:,}"
-
-
-def _total_role_s(uses: Sequence[InstanceUse]) -> float:
-    parts: list[Mapping[str, float]] = [use.role_s for use in uses]
-    return sum(seconds for part in parts for seconds in part.values())
 
 
 def _share(part: float, whole: float) -> str:

@@ -1,4 +1,4 @@
-"""One call of `polyphase simulate`: read, run each policy, report."""
+"""A run of `polyphase simulate`: reads the files, simulates each policy, and reports."""
 
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -30,7 +30,7 @@ _SAMPLES = 400  # of a load timeline
 
 @dataclass(frozen=True, slots=True)
 class SimulateOptions:
-    """What the command line says; None leaves it to the file. Times in seconds."""
+    """Options of the command line. None: as in the file. Times in seconds."""
 
     cluster: Path
     workload: WorkloadOptions
@@ -48,16 +48,16 @@ class SimulateOptions:
 
 
 def run_simulation(options: SimulateOptions, console: Console) -> dict[str, Any]:
-    """Simulate and report. Returns {"figures": {name_unit: number}}; with several policies names begin with theirs.
+    """Simulate and report. Returns {"figures": {name_unit: number}}; with several policies as POLICY/name_unit.
 
-    Raises InvalidRequest, NotFound or Incompatible that names what is wrong, before anything runs.
+    Raises InvalidRequest, NotFound or Incompatible before the first simulation.
     """
     deployment = load_deployment(options.cluster, options.calibration)
     workload = make_workload(options.workload)
     specs = run_specs(options, deployment, workload)
-    hopeless = report.certain(workload, deployment.instances)
-    if hopeless is not None:  # before anything runs: it may take long
-        console.print(Text(hopeless.sentences()[0], "bold red"))
+    impossible = report.impossible_of(workload, deployment.instances)
+    if impossible is not None:  # before the simulation, which may take long
+        console.print(Text(impossible.sentences()[0], "bold red"))
     with _progress() as progress:
         runs = tuple(_run(options, deployment, workload, spec, progress) for spec in specs)
     show(console, deployment, workload, runs)
@@ -71,38 +71,38 @@ def run_simulation(options: SimulateOptions, console: Console) -> dict[str, Any]
 
 
 def run_specs(options: SimulateOptions, deployment: Deployment, workload: Workload) -> tuple[RunSpec, ...]:
-    """One run for each policy that was asked for, else the file's. Raises InvalidRequest."""
+    """A run for each policy of the options, or for the file's. Raises InvalidRequest."""
     if len(set(options.policies)) < len(options.policies):
-        raise InvalidRequest("--policy: one is there twice")
+        raise InvalidRequest("--policy: the same policies are given twice")
     if not 0.0 < options.target <= 1.0:
-        raise InvalidRequest(f"--target must lie in 0..1, not {options.target}")
+        raise InvalidRequest(f"--target must be above 0 and at most 1, got {options.target}")
     base = replace(deployment.run, seed=options.workload.seed, slo=_slo(options, deployment.run.slo))
     if options.prediction is not None:
         base = replace(base, prediction=Prediction(**load_prediction(options.prediction).model_dump()))
     if options.accuracy is not None:
-        said = base.prediction or Prediction()
-        base = replace(base, prediction=replace(said, accuracy=options.accuracy, confusion=None))
+        prediction = base.prediction or Prediction()
+        base = replace(base, prediction=replace(prediction, accuracy=options.accuracy, confusion=None))
     if options.plots is not None:
         span = float(workload.arrival_s[-1] - workload.arrival_s[0])
         base = replace(base, sample_s=max(span / _SAMPLES, 0.05))
     return tuple(with_words(base, words) for words in options.policies) or (base,)
 
 
-def _slo(options: SimulateOptions, said: Slo) -> Slo:
-    options_of = {"ttft": options.slo_ttft_s, "tpot": options.slo_tpot_s, "itl": options.slo_itl_s}
-    for name, value in options_of.items():
+def _slo(options: SimulateOptions, file_slo: Slo) -> Slo:
+    targets = {"ttft": options.slo_ttft_s, "tpot": options.slo_tpot_s, "itl": options.slo_itl_s}
+    for name, value in targets.items():
         if value is not None and not value > 0:
-            raise InvalidRequest(f"--slo-{name} must be positive, not {value}")
-    tpot_s = said.tpot_s if options.slo_tpot_s is None else options.slo_tpot_s
-    itl_s = said.itl_s
+            raise InvalidRequest(f"--slo-{name} must be positive, got {value}")
+    tpot_s = file_slo.tpot_s if options.slo_tpot_s is None else options.slo_tpot_s
+    itl_s = file_slo.itl_s
     if options.slo_itl_s is not None:
         itl_s = options.slo_itl_s
-    elif said.itl_s == default_itl_s(said.tpot_s):
+    elif file_slo.itl_s == default_itl_s(file_slo.tpot_s):
         itl_s = default_itl_s(tpot_s)
     if wrong := tight_gaps(itl_s, tpot_s):
         raise InvalidRequest(f"--slo-itl: {wrong}")
-    ttft_s = said.ttft_s if options.slo_ttft_s is None else options.slo_ttft_s
-    return msgspec.structs.replace(said, ttft_s=ttft_s, tpot_s=tpot_s, itl_s=itl_s)
+    ttft_s = file_slo.ttft_s if options.slo_ttft_s is None else options.slo_ttft_s
+    return msgspec.structs.replace(file_slo, ttft_s=ttft_s, tpot_s=tpot_s, itl_s=itl_s)
 
 
 def _run(
@@ -137,13 +137,13 @@ def _tracked(deployment: Deployment, workload: Workload, spec: RunSpec, progress
 
 
 def _progress() -> Progress:
-    """On the error stream, where it does not mix with what is piped on; gone once done."""
+    """Progress on stderr, so that stdout can be piped; removed at the end."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def _figures(runs: tuple[Run, ...]) -> dict[str, float]:
-    """All that are numbers: JSON knows no NaN."""
+    """The finite figures: JSON has no NaN."""
     return {
         f"{run.label}/{name}" if len(runs) > 1 else name: value
         for run in runs

@@ -1,4 +1,4 @@
-"""A simulation file: accelerators that need not exist, and how they are run. Strict: errors name file and key."""
+"""Simulation files: a cluster of accelerators that need not exist. Errors name file and key."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -30,11 +30,11 @@ class _Part(BaseModel):
 
 
 class SloEntry(_Part):
-    """The class of all requests: targets in seconds, and what may be done to them while the cluster is full."""
+    """The SLO class of all requests: targets in seconds, and how they are treated while the cluster is full."""
 
     ttft_s: Positive = 2.0
     tpot_s: Positive = 0.2
-    itl_s: Positive | None = None  # of the gaps between tokens; the default of an SLO class
+    itl_s: Positive | None = None  # of the gaps between tokens; default: as of an SLO class
     when_full: WhenFull = WhenFull.NEVER
     queue_s: Positive = 600.0
     lossy_kv: Codec = Codec.RAW
@@ -48,7 +48,7 @@ class SloEntry(_Part):
 
 
 class PredictionEntry(_Part):
-    """The length predictor: see `shared.sim.prediction.Prediction`."""
+    """The length predictor, see `shared.sim.prediction.Prediction`."""
 
     width_tokens: Count = 200
     buckets: Count = 10
@@ -60,13 +60,13 @@ class PredictionEntry(_Part):
 
 
 class PredictionFile(_Part):
-    """What `polyphase predictor evaluate --out` writes."""
+    """The output of `polyphase predictor evaluate --out`."""
 
     prediction: PredictionEntry
 
 
 class LossEntry(_Part):
-    """An instance dies, and may come back empty."""
+    """An instance is lost, and may come back without KV."""
 
     instance: str
     at_s: Seconds
@@ -81,7 +81,7 @@ class FlipEntry(_Part):
 
 
 class RunEntry(_Part):
-    """The cluster beside its engines; see `shared.sim.spec.RunSpec`. Seconds."""
+    """The cluster apart from its engines, see `shared.sim.spec.RunSpec`. Times in seconds."""
 
     broadcast_s: Positive = 0.1
     fresh_prefixes: bool = False
@@ -104,17 +104,16 @@ class RunEntry(_Part):
 
 
 class InstanceEntry(_Part):
-    """One instance, or `count` alike ones, named id-0, id-1, …
+    """One instance, or `count` equal ones, named id-0, id-1, …
 
-    kv_cache_bytes: KV over all of its accelerators; by default what the memory leaves beside the weights.
-    staging_bytes: host memory for KV of prompts that is not sent yet, over all of its accelerators; by default any;
-    `auto`: what workers make of their KV.
-    price_usd_hour: of one accelerator. link: a name of `links`, or one in place; by default `links.default`, else the
-    catalogue's network for each of its accelerators. node: where it stands in the file's `network`, whose paths count
-    then. pipeline_layers: of each stage, by default as vLLM divides them; stage_accelerators: of each stage, where they
-    differ; hop: the link from a stage to the next. chunk_size: tokens of a step; `auto`: as many as saturate it, at
-    most `max_chunk_size`. step_s, prefill_s_per_token: fixed times instead of the model's. slowdown: its steps and its
-    link take so many times as long.
+    kv_cache_bytes: KV over all its accelerators; by default the memory beside the weights. staging_bytes: host memory
+    for KV of prompts that is not sent yet, over all its accelerators; by default unlimited; `auto`: a worker's default.
+    price_usd_hour: of one accelerator. link: a name of `links`, or a link; by default `links.default`, else the
+    catalogue's network for each of its accelerators. node: its place in the file's `network`, which then applies.
+    pipeline_layers: of each stage, by default as vLLM divides them; stage_accelerators: of each stage, where they
+    differ; hop: the link from a stage to the next. chunk_size: tokens of a step; `auto`: as many as saturate a step, at
+    most `max_chunk_size`. step_s, prefill_s_per_token: fixed times instead of the cost model's. slowdown: factor on the
+    times of its steps and its link.
     """
 
     id: Id | None = None
@@ -152,24 +151,24 @@ class InstanceEntry(_Part):
     @model_validator(mode="after")
     def _stages(self) -> Self:
         for key in ("pipeline_layers", "stage_accelerators"):
-            if (said := len(getattr(self, key))) not in (0, self.pipeline_parallel):
-                raise ValueError(f"{key}: {said} for {self.pipeline_parallel} stages (pipeline_parallel)")
+            if (count := len(getattr(self, key))) not in (0, self.pipeline_parallel):
+                raise ValueError(f"{key}: {count} for {self.pipeline_parallel} stages (pipeline_parallel)")
         return self
 
     @property
     def name(self) -> str:
-        """Its id, or one made of what it is."""
+        """Its id, or role and accelerator."""
         kind = "".join(letter if letter.isalnum() else "-" for letter in self.accelerator.lower()).strip("-")
         return self.id or f"{self.role.value}-{kind}"
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The instances that this entry stands for."""
+        """The ids of the entry's instances."""
         return (self.name,) if self.count == 1 else tuple(f"{self.name}-{at}" for at in range(self.count))
 
 
 class SimFile(_Part):
-    """The whole file. `calibration`: efficiencies, `accelerators`: catalogue entries of your own; paths beside it."""
+    """A file. calibration: efficiencies; accelerators: catalogue entries; both paths are relative to the file."""
 
     name: str = ""
     model: str  # a bundled name, or a config.json or its folder
@@ -197,7 +196,7 @@ class SimFile(_Part):
         seen: set[str] = set()
         for name in (name for entry in self.instances for name in entry.ids):
             if name in seen:
-                raise ValueError(f"instances: {name!r} is there twice; give them an `id` each")
+                raise ValueError(f"instances: {name!r} is used twice; give each entry an `id`")
             seen.add(name)
         for index, entry in enumerate(self.instances):
             if isinstance(entry.link, str) and entry.link not in self.links:
@@ -213,18 +212,18 @@ class SimFile(_Part):
 
 
 def find_file(file: Path) -> Path:
-    """The file, or the one shipped under that bare name."""
+    """The file, or the shipped file of that bare name."""
     shipped = CLUSTERS / f"{file}.yaml"
     return shipped if not file.exists() and shipped.exists() else file
 
 
 def places_of(file: Path) -> Places:
-    """Where its keys stand. Raises InvalidRequest."""
+    """The places of the file's keys. Raises InvalidRequest."""
     return read_document(file).places
 
 
 def is_sim_file(file: Path) -> bool:
-    """Whether it is one of ours rather than a cluster file: no section of a live service, no engine, accelerators."""
+    """Whether it is a simulation file and no cluster file: without sections of services and without engines."""
     data = read_yaml(file)
     if set(data) & {"gateway", "scheduler", "monitor", "predictor", "dashboard", "served_model_name", "hosts", "ports"}:
         return False
@@ -235,7 +234,7 @@ def is_sim_file(file: Path) -> bool:
 
 
 def load_prediction(file: Path) -> PredictionEntry:
-    """Read `prediction.yaml` of an evaluation. Raises InvalidRequest."""
+    """Read the `prediction.yaml` of an evaluation. Raises InvalidRequest."""
     document = read_document(file)
     try:
         return PredictionFile.model_validate(document.mapping()).prediction
@@ -244,7 +243,7 @@ def load_prediction(file: Path) -> PredictionEntry:
 
 
 def load_sim_file(file: Path) -> SimFile:
-    """Read a simulation file; the paths in it are taken from its folder. Raises InvalidRequest."""
+    """Read a simulation file, whose paths are relative to its folder. Raises InvalidRequest."""
     document = read_document(file)
     try:
         read = SimFile.model_validate(document.mapping())

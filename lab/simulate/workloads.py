@@ -1,4 +1,4 @@
-"""The workload of a simulation, from what the command line says."""
+"""The workload of a simulation, from command-line options."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +12,12 @@ DEFAULT_REQUESTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """What to simulate. `source`: a trace's path, or the name or lengths of a made workload.
+    """source: the path of a trace, or the name or lengths of a synthetic workload.
 
-    requests: the first so many of a trace, or how many to make; None for all, or the default. rate: requests a second;
-    None keeps a trace's own times (a made workload comes at once). arrivals: a name of `ARRIVALS`; "" for the trace's
-    pattern, Poisson where it has none. cv: of the gaps of "bursts". lengths: a token-count table for TetriInfer's.
-    time_unit, block_tokens: as of `read_trace`.
+    requests: the number taken from a trace, or generated; None for all, or the default. rate: requests per second; None
+    keeps a trace's times (requests of a synthetic workload arrive at once). arrivals: a name of `ARRIVALS`; "" for the
+    trace's pattern, or Poisson where it has none. cv: of the gaps of "bursts". lengths: a token-count table for
+    TetriInfer's workloads. time_unit, block_tokens: see `read_trace`.
     """
 
     source: str
@@ -35,7 +35,7 @@ class WorkloadOptions:
 
 
 def make_workload(options: WorkloadOptions) -> Workload:
-    """The requests, at the rate that the options say. Raises InvalidRequest that names what is wrong."""
+    """The requests, at the rate of the options. Raises InvalidRequest."""
     workload = _requests(options)
     return workload if options.rate is None else at_rate(workload, options, options.rate)
 
@@ -66,7 +66,7 @@ def _requests(options: WorkloadOptions) -> Workload:
         )
         return read if options.requests is None else read.head(options.requests)
     if not is_made(options.source):
-        raise InvalidRequest(f"no trace file {options.source!r}; made workloads are {CHOICES}")
+        raise InvalidRequest(f"no trace file {options.source!r}; synthetic workloads are {CHOICES}")
     drawn_from = options.lengths if options.source in list(Tetri) else None
     table = read_trace(drawn_from, skip_empty=options.skip_empty) if drawn_from else None
     return made(options.source, options.requests or DEFAULT_REQUESTS, options.seed, table)

@@ -1,4 +1,4 @@
-"""`make vllm-check`: how many of vLLM's entrypoint tests pass here, of those that pass on plain vLLM.
+"""`make vllm-check`: runs those of vLLM's entrypoint tests that pass on plain vLLM against a suite.
 
 Run as `python -m lab.vllm_check [--url URL --model FOLDER]`. The tests are in vLLM's source package, which pip fetches
 into the work folder; tests.txt names those that pass on plain vLLM with the demo model. Without --url a suite is
@@ -35,13 +35,13 @@ TRIES = 4
 _MODEL_NAME = re.compile(r"^MODEL_NAME = .*$", re.MULTILINE)
 
 
-def wanted() -> list[str]:
-    """The tests, by pytest's names of them."""
+def listed_tests() -> list[str]:
+    """The tests, by their names in pytest."""
     return [f"{FOLDER}/{line}" for line in (HERE / "tests.txt").read_text(encoding="utf-8").splitlines()]
 
 
 def version() -> str:
-    """The release of vLLM that this project is for."""
+    """The release of vLLM that this project requires."""
     return next(each.split("==")[1].split(";")[0] for each in requires("polyphase") or () if each.startswith("vllm=="))
 
 
@@ -52,21 +52,21 @@ async def fetch(release: str, work: Path) -> Path:
         return root
     work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        said = await _download(release, folder)
+        output = await _download(release, folder)
         found = next(Path(folder).glob("pip-*/vllm_*/tests/entrypoints"), None)
         if found is None:
-            raise NotFound(f"pip has no source package of vLLM {release}; its last words: {said[-500:]}")
-        made = Path(folder) / "made"
-        shutil.copytree(found, made / "tests" / "entrypoints")
-        (made / "tests" / "__init__.py").touch()
-        for file in (made / FOLDER).rglob("test_*.py"):
+            raise NotFound(f"pip has no source package of vLLM {release}; the end of its output: {output[-500:]}")
+        tree = Path(folder) / "tree"
+        shutil.copytree(found, tree / "tests" / "entrypoints")
+        (tree / "tests" / "__init__.py").touch()
+        for file in (tree / FOLDER).rglob("test_*.py"):
             file.write_text(_MODEL_NAME.sub('MODEL_NAME = "demo"', file.read_text(encoding="utf-8")), encoding="utf-8")
-        made.rename(root)
+        tree.rename(root)
     return root
 
 
 async def _download(release: str, folder: str) -> str:
-    """Have pip unpack the source package in `folder`. It then wants to build vLLM, which fails, and does not matter."""
+    """Let pip unpack the source package in `folder`; returns its output. That its build of vLLM fails is no matter."""
     options = ("--no-deps", "--no-binary=:all:", "--no-clean", "--no-build-isolation", "-q", "-d", folder)
     command = (sys.executable, "-m", "pip", "download", *options, f"vllm=={release}")
     env = {**os.environ, "TMPDIR": folder}
@@ -75,16 +75,16 @@ async def _download(release: str, folder: str) -> str:
     )
     try:
         async with asyncio.timeout(FETCH_S):
-            said, _ = await pip.communicate()
+            output, _ = await pip.communicate()
     except TimeoutError:
         pip.kill()
         await pip.wait()
-        raise NotFound(f"vLLM's source package did not come within {FETCH_S} s") from None
-    return said.decode(errors="replace")
+        raise NotFound(f"vLLM's source package was not downloaded within {FETCH_S} s") from None
+    return output.decode(errors="replace")
 
 
 async def failures(root: Path, tests: Sequence[str], url: str, model: Path) -> dict[str, str]:
-    """Those of the tests that do not pass, each with the reason. Raises NotFound where pytest ran none."""
+    """The tests that do not pass, with the reasons. Raises NotFound when pytest ran no test."""
     with tempfile.TemporaryDirectory() as folder:
         results, log = Path(folder) / "results.jsonl", Path(folder) / "log"
         env = {
@@ -120,17 +120,17 @@ async def failures(root: Path, tests: Sequence[str], url: str, model: Path) -> d
                     await pytest.wait()
         if not results.exists():
             raise NotFound(f"pytest ran no test: {log.read_text(encoding='utf-8', errors='replace')[-2000:]}")
-        said = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-    passed = {each["test"] for each in said if each["outcome"] == "passed"}
-    why = {each["test"]: each["why"] for each in said if each["outcome"] != "passed"}
-    return {test: why.get(test, "it was not run") for test in tests if test not in passed or test in why}
+        results_of = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    passed = {each["test"] for each in results_of if each["outcome"] == "passed"}
+    why = {each["test"]: each["why"] for each in results_of if each["outcome"] != "passed"}
+    return {test: why.get(test, "not run") for test in tests if test not in passed or test in why}
 
 
 async def check(url: str, model: Path, work: Path, console: Console) -> int:
-    """Run all tests against the server; the exit code."""
+    """Run all tests against the server; returns the exit code."""
     with console.status("fetching vLLM's source package …"):
         root = await fetch(version(), work.resolve())
-    tests = wanted()
+    tests = listed_tests()
     failed = dict.fromkeys(tests, "")
     for attempt in range(1, TRIES + 1):
         before, word = len(failed), "tests" if len(failed) > 1 else "test"
@@ -148,7 +148,7 @@ async def check(url: str, model: Path, work: Path, console: Console) -> int:
 
 
 async def run(options: argparse.Namespace, console: Console) -> int:
-    """Against the server that is named, or a suite."""
+    """Check the given server, or a suite that is started for this."""
     if options.url:
         return await check(options.url.rstrip("/"), options.model, options.work, console)
     cluster = on_free_ports(load_cluster(HERE / "cluster.yaml"))
@@ -157,11 +157,10 @@ async def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def main() -> int:
-    """The command."""
     parser = argparse.ArgumentParser(prog="python -m lab.vllm_check", description=__doc__)
-    parser.add_argument("--url", default="", help="a server that serves --model as `demo`; default: a suite of its own")
+    parser.add_argument("--url", default="", help="a server that serves --model as `demo`; default: start a suite")
     parser.add_argument("--model", type=Path, default=LOCAL, help="the folder of the model, for its tokenizer")
-    parser.add_argument("--work", type=Path, default=WORK, help="for what is fetched, and the suite's data")
+    parser.add_argument("--work", type=Path, default=WORK, help="folder for vLLM's tests and the suite's data")
     console = Console()
     try:
         return asyncio.run(run(parser.parse_args(), console))

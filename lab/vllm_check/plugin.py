@@ -1,8 +1,8 @@
-"""What vLLM's tests need of its test tree, for a server that runs already: a plugin of pytest's.
+"""A pytest plugin that lets vLLM's tests use a server that is already running.
 
-The tests start a server with `tests.utils.RemoteOpenAIServer` for a model of their own. Here its name means the server
-at VLLM_CHECK_URL, and the tokenizer of any model is that of the folder VLLM_CHECK_MODEL. What became of each test goes
-to the file VLLM_CHECK_RESULTS, a JSON object a line.
+The tests start a server with `tests.utils.RemoteOpenAIServer` for a model of their own. The plugin replaces that class
+by a client of the server at VLLM_CHECK_URL, and the tokenizer of any model by that of the folder VLLM_CHECK_MODEL. It
+writes the outcome of each test to the file VLLM_CHECK_RESULTS, one JSON object per line.
 """
 
 import json
@@ -21,7 +21,7 @@ TIMEOUT_S = 120.0
 
 
 class RunningServer:
-    """In the place of RemoteOpenAIServer; whatever options a test would start its server with are ignored."""
+    """Replaces RemoteOpenAIServer, and ignores the options that a test starts its server with."""
 
     DUMMY_API_KEY = "vllm-check"
     url_root = URL
@@ -36,15 +36,12 @@ class RunningServer:
         pass
 
     def url_for(self, *parts: str) -> str:
-        """The address of a route."""
         return "/".join((URL, *parts))
 
     def get_client(self, **options: Any) -> openai.OpenAI:
-        """OpenAI's client of the server."""
         return openai.OpenAI(**self._usual(options))
 
     def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
-        """The same for asyncio."""
         return openai.AsyncOpenAI(**self._usual(options))
 
     def _usual(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +50,7 @@ class RunningServer:
 
 
 class _Utils(ModuleType):
-    """The module `tests.utils`. Names that the tests import and do not use are functions that do nothing."""
+    """The module `tests.utils`. Names that tests import without using them are functions that do nothing."""
 
     RemoteOpenAIServer = RunningServer
 
@@ -69,8 +66,8 @@ vllm.tokenizers.get_tokenizer = lambda tokenizer_name, *given, **more: _get_toke
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Keep the outcome of a test, and of a fixture that failed."""
+    """Write the outcome of a test, and of a fixture that failed."""
     if report.when == "call" or report.outcome != "passed":
-        said = {"test": report.nodeid, "outcome": report.outcome, "why": report.longreprtext[-2000:]}
+        outcome = {"test": report.nodeid, "outcome": report.outcome, "why": report.longreprtext[-2000:]}
         with Path(RESULTS).open("a", encoding="utf-8") as file:
-            file.write(f"{json.dumps(said)}\n")
+            file.write(f"{json.dumps(outcome)}\n")

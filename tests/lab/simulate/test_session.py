@@ -147,8 +147,8 @@ def test_long_runs_tell_how_far_they_are(cluster: Path, monkeypatch: pytest.Monk
         (["--trace", "LPLD", "--policy", "fastest"], "no policy 'fastest'"),
         (["--trace", "LPLD", "--slo-ttft", "0"], "--slo-ttft must be positive"),
         (["--trace", "LPLD", "--accuracy", "2"], "accuracy"),
-        (["--trace", "LPLD", "--goodput", "--target", "0"], "--target must lie in 0..1"),
-        (["--trace", "LPLD", "--policy", "full", "--policy", "full"], "one is there twice"),
+        (["--trace", "LPLD", "--goodput", "--target", "0"], "--target must be above 0 and at most 1"),
+        (["--trace", "LPLD", "--policy", "full", "--policy", "full"], "the same policies are given twice"),
     ],
 )
 def test_errors_of_ours_are_one_line(

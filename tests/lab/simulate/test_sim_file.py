@@ -77,7 +77,7 @@ def test_paths_are_taken_from_the_files_folder(tmp_path: Path) -> None:
         ({"instances": instances(count=0)}, r"instances\.0\.count"),
         ({"instances": instances(link="fast")}, r"instances\.0\.link: unknown link 'fast'\. Known: none"),
         ({"instances": instances(link={"gbps": 0})}, r"gbps"),
-        ({"instances": instances(id="d", count=1)}, r"'d' is there twice"),
+        ({"instances": instances(id="d", count=1)}, r"'d' is used twice"),
         ({"instances": []}, r"instances"),
         ({"losses": [{"instance": "x", "at_s": 1}]}, r"losses.0.instance: unknown instance 'x'. Known: d, prefill"),
         ({"flips": [{"instance": "x", "at_s": 1}]}, r"flips.0.instance: unknown instance 'x'"),

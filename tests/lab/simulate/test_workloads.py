@@ -60,7 +60,7 @@ def test_tetri_workloads_with_and_without_a_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (WorkloadOptions("nothing.csv"), "no trace file 'nothing.csv'; made workloads are azure-conv"),
+        (WorkloadOptions("nothing.csv"), "no trace file 'nothing.csv'; synthetic workloads are azure-conv"),
         (WorkloadOptions("prompt=1000"), "output is missing"),
         (WorkloadOptions("prompt=1000,outputs=3"), "no key 'outputs'; known: prompt, output"),
         (WorkloadOptions("prompt=x,output=3"), "prompt must be a number, not 'x'"),

@@ -1,13 +1,19 @@
 """Latencies of the services out of made requests whose every part is known."""
 
 from collections import defaultdict
+from itertools import pairwise
+from random import Random
 
 import pytest
 
-from lab.calibrate.live import control_plane
+from lab.calibrate.live import _moderate, _moderate_rate, control_plane, fit_kinds
 from lab.calibrate.target import Sample, Shot
+from shared.cost.library import Library
+from shared.cost.step import Batch
+from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry, Role
 from shared.domain.kv import TransferOutcome, TransferReport
-from shared.errors import Unavailable
+from shared.errors import InvalidRequest, Unavailable
+from shared.sim.measured import LiveInstance
 from shared.timeline import RequestTimeline, Span, SpanRecord
 from shared.wire.messages import StepRecord
 
@@ -100,3 +106,86 @@ def test_requests_that_were_computed_again_say_nothing_of_the_link() -> None:
     samples = [made.request(1000, TransferOutcome.RECOMPUTED) for _ in range(3)]
     with pytest.raises(Unavailable, match="undisturbed"):
         control_plane(samples, samples, made.timelines, made.steps)
+
+
+LIBRARY = Library.built_in()
+
+
+def live(name: str, accelerator: str, threads: int = 1) -> LiveInstance:
+    compatibility = Compatibility("abc", "vllm", "1", 2, KvGeometry(32, 8, 128))
+    info = InstanceInfo(
+        name,
+        1,
+        "Llama-3-8B",
+        compatibility,
+        accelerator,
+        "bfloat16",
+        1,
+        16,
+        5000,
+        4096,
+        512,
+        "tcp://h:1",
+        "http://h:2",
+        (),
+    )
+    return LiveInstance(info, Role.DECODE, "h", threads)
+
+
+def steps(accelerator: str, slower: float, seed: int) -> list[StepRecord]:
+    """Steps of the catalogue's accelerator, all times `slower`."""
+    model, rng, now, found = LIBRARY.step_model(accelerator, "Llama-3-8B", dtype="bfloat16"), Random(seed), 1000.0, []
+    for number in range(400):
+        decodes = rng.randint(0, 12)
+        chunks = ((rng.randint(8, 512), 0),) if rng.random() < 0.4 or not decodes else ()
+        batch = Batch(chunks, decodes, decodes * rng.randint(50, 800))
+        seconds = slower * model.step_time_s(batch)
+        now += seconds + 0.001
+        found.append(StepRecord(number, now, seconds, 0.0, chunks, decodes, batch.decode_context_tokens))
+    return found
+
+
+def test_each_kind_is_fitted_from_all_of_its_instances() -> None:
+    instances = (live("a0", "A100-SXM-80"), live("b0", "A10"), live("a1", "A100-SXM-80"), live("a2", "A100-SXM-80", 2))
+    recorded = {
+        "a0": steps("A100-SXM-80", 2.0, 1),
+        "a1": steps("A100-SXM-80", 2.0, 2),
+        "a2": steps("A100-SXM-80", 4.0, 3),
+        "b0": steps("A10", 1.5, 4),
+    }
+    found = {one.kind: one for one in fit_kinds(instances, recorded, LIBRARY)}
+    assert {one.instances for one in found.values()} == {("a0", "a1"), ("b0",), ("a2",)}
+    fast = found[instances[0].kind]
+    assert fast.samples == 800
+    assert fast.mape_percent < 15 < fast.naive_mape_percent
+    assert fast.rates.prefill is not None
+    slow = found[instances[3].kind]
+    batch = Batch(((256, 0),), 4, 1600)
+    ratio = slow.step_times(LIBRARY).step_time_s(batch) / fast.step_times(LIBRARY).step_time_s(batch)
+    assert ratio == pytest.approx(2.0, rel=0.2)
+    assert 64 <= fast.saturation_tokens <= 4096
+
+
+def test_an_instance_that_did_nothing() -> None:
+    with pytest.raises(InvalidRequest, match="0 timed steps are too few"):
+        fit_kinds((live("a0", "A10"),), {}, LIBRARY)
+
+
+def alone(ttft_s: float, tpot_s: float) -> list[Sample]:
+    return [Sample("r", Shot(100, 11), 0.0, ttft_s, ttft_s + 10 * tpot_s)]
+
+
+def test_a_fast_cluster_gets_more_but_not_endlessly() -> None:
+    slow = _moderate_rate(alone(0.4, 0.05), 2, 2, 1000)
+    assert slow == pytest.approx(0.4 * 2 / 1.5)  # decodes bind: 30 tokens of 50 ms
+    assert _moderate_rate(alone(4.0, 0.01), 1, 4, 1000) == pytest.approx(0.4 / 2.0)  # prefills do
+    assert _moderate_rate(alone(0.4, 0.05), 2, 2, 1) == pytest.approx(0.3 / 1.7)  # the cores do
+    assert _moderate_rate(alone(1e-4, 1e-5), 8, 8, 1000) == 20.0
+
+
+def test_arrivals_are_in_order_and_bounded() -> None:
+    for rate in (0.1, 3.0, 20.0):
+        shots = _moderate(Random(1), rate, [8, 16, 32, 64, 128, 256, 512])
+        assert 24 <= len(shots) <= 400
+        assert all(before.at_s <= after.at_s for before, after in pairwise(shots))
+        assert max(shot.prompt_tokens for shot in shots) <= 512
