@@ -12,13 +12,13 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.request_context import caller
+from gateway.admission import current_request
 from tests.gateway.api import Api
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations")
 # With which the edge itself refuses a body.
-OWN = ("the body asks for", "unknown service_tier", "nested too deeply", "max_items_per_body")
+OWN = ("the body requests", "unknown service_tier", "nested too deeply", "max_items_per_body")
 ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le")
 TYPES = (
     "application/json",
@@ -52,9 +52,9 @@ class Handlers:
     async def take(self, request: Any, _: Any = None) -> Any:
         from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-        who = caller.get(None)
+        who = current_request.get(None)
         if who is not None:
-            self.seen.jobs, self.seen.tier = who.ticket._claimed, who.tier
+            self.seen.jobs, self.seen.tier = who._claimed, who.tier
         self.seen.requests.append(request)
         return create_error_response("taken")
 
@@ -205,7 +205,7 @@ async def test_every_limit_holds_for_odd_json(api: Api, name: str, odd: dict[str
         return await api.client.post("/v1/completions", content=text, headers={"Content-Type": "application/json"})
 
     many = await post(n=25, temperature=1)
-    assert (many.status_code, "asks for 25 answers" in many.text) == (400, True)
+    assert (many.status_code, "requests 25 answers" in many.text) == (400, True)
     unknown = await post(service_tier="nope")
     assert (unknown.status_code, "unknown service_tier" in unknown.text) == (400, True)
     items = await post(stop=[""] * 5000)

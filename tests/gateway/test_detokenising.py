@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from gateway.vllm_patches import END_TOKENS
+from gateway.vllm_patches import PROMPT_END_TOKENS as END
 from services.launcher.model_source import PROJECT
 
 BYTES = Tokenizer.from_file(
@@ -27,27 +27,27 @@ def text(tokenizer: Tokenizer, prompt: list[int], answer: list[int]) -> str:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text(min_size=END_TOKENS), st.text(min_size=1))
+@given(st.text(min_size=END), st.text(min_size=1))
 def test_characters_of_several_tokens(prompt: str, answer: str) -> None:
     """A prompt that ends within a character is left out: tokenizers repeats the text of all tokens that it has read."""
     ids, more = BYTES.encode(prompt).ids, BYTES.encode(answer).ids
-    assert text(BYTES, ids[-END_TOKENS:], more) == text(BYTES, ids, more) == answer
+    assert text(BYTES, ids[-END:], more) == text(BYTES, ids, more) == answer
 
 
-@given(st.lists(st.integers(0, 2), min_size=END_TOKENS + 1), st.lists(st.sampled_from([0, 1, 2, 3, 4, 5]), max_size=9))
+@given(st.lists(st.integers(0, 2), min_size=END + 1), st.lists(st.sampled_from([0, 1, 2, 3, 4, 5]), max_size=9))
 def test_spaces_and_bytes_of_pieces(prompt: list[int], answer: list[int]) -> None:
     prompt = [*prompt, 0]
-    assert text(PIECES, prompt[-END_TOKENS:], answer) == text(PIECES, prompt, answer)
+    assert text(PIECES, prompt[-END:], answer) == text(PIECES, prompt, answer)
 
 
 def test_vllm_takes_it() -> None:
     said = """
 import json, tokenizers.decoders
-from gateway.vllm_patches import read_only_ends
+from gateway.vllm_patches import detokenise_from_prompt_ends
 seen = []
 whole = tokenizers.decoders.DecodeStream
 tokenizers.decoders.DecodeStream = lambda ids, skip_special_tokens: seen.append(len(ids)) or whole(ids=ids)
-read_only_ends()
+detokenise_from_prompt_ends()
 from types import SimpleNamespace
 from transformers import AutoTokenizer
 from vllm import SamplingParams
@@ -61,6 +61,6 @@ print(json.dumps([len(ids), seen, detokenizer.output_text]))
 """
     out = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True, cwd=PROJECT).stdout
     length, seen, output = json.loads(out.splitlines()[-1])
-    assert length > END_TOKENS
-    assert seen == [END_TOKENS]
+    assert length > END
+    assert seen == [END]
     assert output == " four"

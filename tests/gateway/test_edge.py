@@ -8,12 +8,12 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.admission import Admissions
-from gateway.auth import ApiKey, KeyRing, OwnRates, create_key
+from gateway.admission import Admissions, current_request
+from gateway.auth import ApiKey, KeyRates, KeyRing, create_key
 from gateway.edge import Edge
 from gateway.metrics import GatewayMetrics
-from gateway.request_context import caller
 from gateway.settings import GatewaySettings, SloClass
+from gateway.table import LocalTable
 from shared.errors import Busy, Overloaded
 from tests.gateway.api import until
 
@@ -31,8 +31,8 @@ class App:
             message = await receive()
             size += len(message.get("body", b""))
             more = message.get("more_body", False) and message["type"] == "http.request"
-        who = caller.get(None)
-        body = f"{who.ticket.caller}/{who.slo}/{size}".encode() if who else b""
+        who = current_request.get(None)
+        body = f"{who.caller}/{who.slo}/{size}".encode() if who else b""
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": body})
 
@@ -48,7 +48,7 @@ def edge(
     )
     metrics = metrics or GatewayMetrics("demo", CollectorRegistry())
     ring = KeyRing(keys)
-    guarded = Edge(app, settings, ring, metrics, Admissions(settings, ring.names), OwnRates())
+    guarded = Edge(app, settings, ring, metrics, Admissions(settings, ring.names), KeyRates(LocalTable()))
     guarded.served = {"/v1/completions", "/v1/models"}
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=guarded), base_url="http://gateway")  # type: ignore[arg-type]
 
@@ -73,7 +73,7 @@ async def test_a_key_brings_its_class_and_is_kept_to_those_it_may_use() -> None:
 def test_a_key_that_is_added_brings_shares() -> None:
     settings = GatewaySettings(schedulers=("s",), model="m", max_queued_jobs=10)
     callers = {"a": 1.0}
-    admission = Admissions(settings, callers).of("default")
+    admission = Admissions(settings, callers).for_class("default")
     assert admission.jobs_a_body == 10
     callers["b"] = 1.0
     assert admission.jobs_a_body == 5
@@ -83,7 +83,7 @@ async def test_a_request_has_the_cache_salt_of_its_key() -> None:
     seen = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(caller.get().cache_salt)
+        seen.append(current_request.get().cache_salt)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body"})
 
@@ -97,7 +97,7 @@ async def test_a_request_has_the_cache_salt_of_its_key() -> None:
 @pytest.mark.parametrize("streams", [True, False])
 async def test_a_refusal_for_load_is_a_429_that_says_when_in_streams_too(streams: bool) -> None:
     async def refused(scope: Any, receive: Any, send: Any) -> None:
-        caller.get().ticket.refusal = Overloaded("full", retry_after_s=6.2)
+        current_request.get().refusal = Overloaded("full", retry_after_s=6.2)
         kind = b"text/event-stream" if streams else b"application/json"
         headers = [(b"content-type", kind)]
         await send({"type": "http.response.start", "status": 200 if streams else 429, "headers": headers})
@@ -116,7 +116,7 @@ async def test_a_stream_that_has_begun_goes_on_to_its_end() -> None:
     async def late(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
-        caller.get().ticket.refusal = Overloaded("full", retry_after_s=6.2)
+        current_request.get().refusal = Overloaded("full", retry_after_s=6.2)
         await send({"type": "http.response.body", "body": b"data: error\n\n"})
 
     async with edge(late) as client:  # type: ignore[arg-type]
@@ -237,17 +237,17 @@ async def test_of_several_callers_none_takes_all_the_room() -> None:
 
 def test_of_several_callers_none_takes_all_the_room_for_tokens() -> None:
     settings = GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="demo", max_queued_tokens=1000)
-    admission = Admissions(settings, ("greedy", "modest")).of("default")
-    seats = [admission.admit("greedy").start(120) for _ in range(4)]
+    admission = Admissions(settings, ("greedy", "modest")).for_class("default")
+    seats = [admission.admit("greedy").start_job(120) for _ in range(4)]
     for _ in range(2):
         with pytest.raises(
-            Busy, match="480 prompt tokens of 'greedy' wait; 120 more are over its share, 500"
+            Busy, match="480 prompt tokens of 'greedy' are waiting and this job adds 120; its share is 500"
         ) as refused:
-            admission.admit("greedy").start(120)
+            admission.admit("greedy").start_job(120)
         assert refused.value.retry_after_s
-    big = admission.admit("modest").start(515)  # its first one may be over the share
-    with pytest.raises(Busy, match="995 prompt tokens wait"):
-        admission.admit("modest").start(6)
+    big = admission.admit("modest").start_job(515)  # its first one may be over the share
+    with pytest.raises(Busy, match="995 prompt tokens are waiting"):
+        admission.admit("modest").start_job(6)
     for seat in (*seats, big):
         seat.leave()
     counts = admission.counts
@@ -271,7 +271,7 @@ async def test_bytes_of_bodies_are_bounded_until_the_answers_have_ended(declared
         refused = await ask()
         assert refused.status_code == 429
         assert "800 bytes are held" in refused.json()["error"]["message"]
-        assert "over 1000" in refused.json()["error"]["message"]
+        assert "the limit is 1000" in refused.json()["error"]["message"]
         assert refused.headers["retry-after"]
         app.go.set()
         assert [(await post).status_code for post in let_in] == [200, 200]
@@ -283,10 +283,13 @@ def test_of_several_callers_none_holds_all_the_bytes() -> None:
     held = Admissions(settings, ("greedy", "modest")).held_bytes
     with held.charged("greedy") as first, held.charged("greedy") as second, held.charged("modest") as other:
         first(400)
-        with pytest.raises(Busy, match="400 bytes of 'greedy' are held; 101 more are over its share, 500"):
+        with pytest.raises(Busy, match="400 bytes of 'greedy' are held and this one has 101; its share is 500"):
             second(101)
         other(550)  # its first one
-        with pytest.raises(Busy, match="950 bytes are held; 51 more are over 1000"), held.charged("third") as third:
+        with (
+            pytest.raises(Busy, match="950 bytes are held and this one has 51; the limit is 1000"),
+            held.charged("third") as third,
+        ):
             third(51)
     assert held.total == 0
     with held.charged("greedy") as alone:

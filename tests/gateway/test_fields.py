@@ -17,7 +17,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from gateway.admission import Admissions
 from gateway.core import PASSED, REQUEST, SAMPLING, ClusterCore, Fate, refuse_request
 from gateway.plain_stream import Pace
-from gateway.request_context import Caller, caller
 from gateway.settings import GatewaySettings
 from services.worker.engines.base import EngineRequest
 from services.worker.engines.vllm import CoreRequests
@@ -98,12 +97,9 @@ def of_client(params: SamplingParams, **more: Any) -> EngineCoreRequest:
 def at_the_engine(request: EngineCoreRequest, *, parser: str = "any", wants_token: bool = True) -> EngineCoreRequest:
     """The same as an instance's vLLM gets it."""
     core = ClusterCore(SETTINGS, SimpleNamespace(run=None), Pace())
-    with Admissions(SETTINGS, ()).of("default").admit("") as ticket:
-        token = caller.set(Caller(ticket, "default", 12.5))
-        try:
-            spec = core._spec(request)
-        finally:
-            caller.reset(token)
+    with Admissions(SETTINGS, ()).for_class("default").admit("") as state:
+        state.arrived_s = 12.5
+        spec = core._spec(request, state)
     generation = msgspec.msgpack.decode(msgspec.msgpack.encode(spec.generation), type=type(spec.generation))
     model = SimpleNamespace(max_model_len=100, get_vocab_size=lambda: 1000, max_logprobs=20)
     config = SimpleNamespace(

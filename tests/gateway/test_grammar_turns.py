@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from gateway import structured_outputs
-from gateway.request_context import Caller, caller
+from gateway.admission import current_request
 from gateway.settings import GatewaySettings
 from gateway.structured_outputs import GOOD, TOO_EXPENSIVE_S, Grammars, _Verdicts
 from tests.gateway.api import until
@@ -34,7 +34,7 @@ class Tried(Grammars):
 
     def ask(self, regex: str, who: str = "a") -> "asyncio.Task[Any]":
         async def asked() -> Any:
-            caller.set(Caller(cast(Any, SimpleNamespace(caller=who)), "default", 0.0))
+            current_request.set(cast(Any, SimpleNamespace(caller=who)))
             return await self.check(SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex)))
 
         return asyncio.create_task(asked())
@@ -117,10 +117,10 @@ async def test_those_that_leave_the_line_are_not_tried_and_take_no_slot() -> Non
 def test_verdicts_are_kept_by_bytes_those_used_last() -> None:
     kept = _Verdicts(10_000)
     for number in range(8):
-        kept.keep(b"%d" % number, b"+" * 1500, float("inf"))
-        assert kept.of(b"0", 0.0) is not None
+        kept.put(b"%d" % number, b"+" * 1500, float("inf"))
+        assert kept.get(b"0", 0.0) is not None
         assert kept.total_bytes <= 10_000
-    assert [number for number in range(8) if kept.of(b"%d" % number, 0.0)] == [0, 5, 6, 7]
-    kept.keep(b"huge", b"+" * 20_000, float("inf"))
-    assert kept.of(b"huge", 0.0) is None
+    assert [number for number in range(8) if kept.get(b"%d" % number, 0.0)] == [0, 5, 6, 7]
+    kept.put(b"huge", b"+" * 20_000, float("inf"))
+    assert kept.get(b"huge", 0.0) is None
     assert len(kept) == 4

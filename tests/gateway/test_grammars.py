@@ -163,7 +163,7 @@ async def test_a_worker_that_a_grammar_ended_is_replaced_and_so_is_one_that_ends
 async def test_a_worker_that_has_grown_says_that_it_ends(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     from gateway.structured_outputs import Grammars
 
-    monkeypatch.setattr(structured_outputs, "_KEPT_BYTES", -1)
+    monkeypatch.setattr(structured_outputs, "_MAX_GROWTH_BYTES", -1)
     settings = GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="demo")
     with Grammars(api.app.state.engine_client.vllm_config, settings) as grammars:
         assert [await tried_by(grammars, f"[a-f]+{number}") for number in range(3)] == [[], [], []]

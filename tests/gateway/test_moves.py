@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from gateway.job import PAUSES_TOLD, Job
+from gateway.job import MAX_PAUSES, Job
 from shared.domain.job import Phase
 from shared.domain.prompt import unpacked
 from shared.errors import Stays
@@ -97,7 +97,7 @@ async def test_one_that_stays_has_its_pause_as_a_stretch_of_its_own() -> None:
                 worker.calls[-1].send(TokenStep([], pause=Pause(5.0)))
                 await asked.wait()
                 worker.calls[-1].send(TokenStep([], pause=Pause(0.2, computing=True)))
-                await until(lambda: job.paused is not None and bool(job.paused.computed_s))
+                await until(lambda: job.call.paused is not None and bool(job.call.paused.computed_s))
             if count == 5:
                 await until(lambda: len(job.tokens) == 6)
 
@@ -151,7 +151,7 @@ async def test_one_that_cannot_be_carried_or_need_not_stays(case: str) -> None:
 
         async def heard() -> None:
             if not pause.computing:  # such a word alone begins no pause
-                await until(lambda: job.paused is not None)
+                await until(lambda: job.call.paused is not None)
 
         _says(cluster.decodes[0], 3, pause, then=heard)
         await cluster.pipeline.run(job)
@@ -167,7 +167,7 @@ async def test_it_moves_at_most_so_many_times() -> None:
             _says(worker, 2, Pause(5.0), then=end.wait)
         job, steps = make_job(PROMPT, 30)
         task = asyncio.create_task(cluster.pipeline.run(job))
-        await until(lambda: len(cluster.decodes[0].decodes) == 2 and job.paused is not None)
+        await until(lambda: len(cluster.decodes[0].decodes) == 2 and job.call.paused is not None)
         end.set()
         await asyncio.wait_for(task, 10)
         assert tokens_of(steps) == answer(PROMPT, 30)
@@ -203,13 +203,13 @@ async def test_a_lost_instance_after_a_move_costs_one_loss() -> None:
 async def test_many_pauses_leave_a_timeline_of_bounded_length() -> None:
     job, _ = make_job(PROMPT, 10_000)
     job.begin_attempt()
-    for _ in range(3 * PAUSES_TOLD):
+    for _ in range(3 * MAX_PAUSES):
         job.accept(TokenStep([], pause=Pause(1.0)))
         job.accept(TokenStep([7]))
-    job.spent_here(Span.DECODE, job.timeline.last_token_s, "d0")
+    job.record_at_engine(Span.DECODE, job.timeline.last_token_s, "d0")
     kinds = [span.span for span in job.timeline.spans]
-    assert kinds.count(Span.PAUSED) == PAUSES_TOLD
-    assert len(kinds) <= 2 * PAUSES_TOLD + 1
+    assert kinds.count(Span.PAUSED) == MAX_PAUSES
+    assert len(kinds) <= 2 * MAX_PAUSES + 1
 
 
 def test_a_timeline_of_pauses_has_no_gap() -> None:
@@ -221,7 +221,7 @@ def test_a_timeline_of_pauses_has_no_gap() -> None:
         if computing:
             job.accept(TokenStep([], pause=Pause(0.1, computing=True)))
         job.accept(TokenStep([2]))
-    job.spent_here(Span.DECODE, job.timeline.last_token_s + 1.0, "d0")
+    job.record_at_engine(Span.DECODE, job.timeline.last_token_s + 1.0, "d0")
     spans = job.timeline.spans
     assert [span.span for span in spans] == [
         Span.DECODE,

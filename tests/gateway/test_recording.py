@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from gateway import reports
 from gateway.job import Job
 from gateway.metrics import GatewayMetrics
-from gateway.reports import KEPT, Recorder, RecordsFile, recording, seen_text
+from gateway.reports import MAX_WAITING, Recorder, RecordsFile, recording, seen_text
 from gateway.settings import GatewaySettings
 from predictor.served import load_served
 from shared.domain.job import PREDICTED_FROM, Phase, ends_of
@@ -193,7 +193,7 @@ async def test_a_disk_that_hangs_holds_up_nobody_and_no_more_than_so_much_memory
     await until(begun.is_set)
     job = finished()
     with capture_logs() as said:
-        for _ in range(KEPT + 9):
+        for _ in range(MAX_WAITING + 9):
             kept.recorder.note(job)
     assert not flushing.done()
     assert kept.counted("dropped") == 10
@@ -201,7 +201,7 @@ async def test_a_disk_that_hangs_holds_up_nobody_and_no_more_than_so_much_memory
     go.set()
     await flushing
     await kept.recorder.flush()
-    assert kept.counted("written") == KEPT
+    assert kept.counted("written") == MAX_WAITING
 
 
 async def test_the_end_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ async def test_refusals_are_told_with_the_next_refresh_and_again_under_the_same_
 
 async def test_reports_of_a_job_under_way_carry_what_is_known_and_whose_it_is() -> None:
     job, _ = make_job([1, 2, 3], 5, caller="anna")
-    job.spent(Span.INTAKE, job.spec.arrived_s + 0.1)
+    job.record_until(Span.INTAKE, job.spec.arrived_s + 0.1)
     report = job.report()
     assert report.timeline is not None
     assert [span.span for span in report.timeline.spans] == [Span.INTAKE]

@@ -137,11 +137,11 @@ async def test_one_whose_first_token_is_late_lets_those_pass_that_may_be_in_time
         await cluster.scheduler_down()
         cluster.place = place  # type: ignore[method-assign]
         await cluster.scheduler_up()
-        lines = cluster.pipeline._lines
+        lines = cluster.pipeline._queue
         late, _ = make_job(PROMPT, 4, job_id="large", came_s=-2.0)
         waits = asyncio.create_task(cluster.pipeline.run(late))
         await until(lambda: late.delays > 2)
-        assert (lines.waiting("default"), lines.queued("default")) == (1, False)
+        assert (lines.waiting("default"), lines.is_waiting("default")) == (1, False)
         others = [make_job(PROMPT, 4)[0] for _ in range(3)]
         async with asyncio.timeout(10):
             await asyncio.gather(*(cluster.pipeline.run(one) for one in others))
@@ -168,7 +168,7 @@ async def test_one_that_may_be_in_time_keeps_its_place_before_those_behind_it() 
         running = []
         for number, job in enumerate(jobs):
             running.append(asyncio.create_task(cluster.pipeline.run(job)))
-            await until(lambda number=number: cluster.pipeline._lines.waiting("default") == number + 1)
+            await until(lambda number=number: cluster.pipeline._queue.waiting("default") == number + 1)
         cluster.places.clear()
         room.set()
         async with asyncio.timeout(10):

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway import pipeline
 from gateway.job import Job
 from shared.domain.kv import TransferOutcome, TransferReport
 from shared.errors import EngineFailed
@@ -124,20 +123,20 @@ async def test_hosts_whose_clocks_disagree(apart_s: float, carry: bool) -> None:
     job, _ = make_job(PROMPT, 6, carry=carry)
     job.attempt = 1
     began_s = job.spec.arrived_s
-    job.spent(Span.INTAKE, began_s)
+    job.record_until(Span.INTAKE, began_s)
     await asyncio.sleep(0.02)
     theirs_s = began_s + apart_s
     prefilled = PrefillReply(
         [], None, None, queued_s=theirs_s + 0.002, started_s=theirs_s + 0.007, ended_s=theirs_s + 0.015
     )
-    pipeline.prefill_ended(job, "p0", prefilled)
+    job.record_prefill("p0", prefilled)
     called_s = job.mark_s
     await asyncio.sleep(0.02)
     job.accept(TokenStep([1], ""))
     await asyncio.sleep(0.02)
     theirs_s = called_s + apart_s
     transfer = TransferReport(TransferOutcome.PULLED, 5, 100, theirs_s + 0.004, theirs_s + 0.009)
-    pipeline.decode_ended(job, "d0", DecodeReply(transfer, theirs_s + 0.001, theirs_s + 0.015, theirs_s + 0.035))
+    job.record_decode("d0", DecodeReply(transfer, theirs_s + 0.001, theirs_s + 0.015, theirs_s + 0.035))
     of_decode = [span.span for span in job.timeline.spans if span.instance_id == "d0" and span.span is not Span.REPLY]
     assert of_decode == [Span.HANDOVER, Span.DECODE_QUEUE, Span.TRANSFER, Span.DECODE_QUEUE, Span.DECODE]
     length = {span.span: span.ended_s - span.started_s for span in job.timeline.spans if span.instance_id}
@@ -156,10 +155,10 @@ async def test_hosts_whose_clocks_disagree(apart_s: float, carry: bool) -> None:
 async def test_a_transfer_that_began_during_prefill_runs_beside_it() -> None:
     job, _ = make_job(PROMPT, 6)
     start_s = job.mark_s
-    job.spent(Span.PREFILL, start_s + 0.05)
+    job.record_until(Span.PREFILL, start_s + 0.05)
     await asyncio.sleep(0.1)
     transfer = TransferReport(TransferOutcome.PULLED, 5, 100, start_s + 0.02, start_s + 0.04)
-    pipeline.decode_ended(job, "d0", DecodeReply(transfer, start_s + 0.06, start_s + 0.07, start_s + 0.09))
+    job.record_decode("d0", DecodeReply(transfer, start_s + 0.06, start_s + 0.07, start_s + 0.09))
     kinds = [span.span for span in job.timeline.spans]
     assert kinds == [Span.PREFILL, Span.HANDOVER, Span.TRANSFER, Span.DECODE_QUEUE, Span.DECODE]
     assert job.timeline.spans[2].started_s == start_s + 0.02
@@ -172,9 +171,9 @@ async def test_a_wait_for_room_is_no_transfer() -> None:
     job, _ = make_job(PROMPT, 6)
     start_s = job.mark_s - 1.0
     job.timeline.arrived_s = job.mark_s = start_s
-    job.spent(Span.PREFILL, start_s + 0.05)
+    job.record_until(Span.PREFILL, start_s + 0.05)
     transfer = TransferReport(TransferOutcome.PULLED, 5, 100, start_s + 0.76, start_s + 0.76)
-    pipeline.decode_ended(job, "d0", DecodeReply(transfer, start_s + 0.06, start_s + 0.84, start_s + 0.9))
+    job.record_decode("d0", DecodeReply(transfer, start_s + 0.06, start_s + 0.84, start_s + 0.9))
     assert [(span.span, round(span.ended_s - span.started_s, 6)) for span in job.timeline.spans] == [
         (Span.PREFILL, 0.05),
         (Span.HANDOVER, 0.01),

@@ -10,18 +10,18 @@ from gateway.plain_stream import Pace, StreamPass
 class Stream:
     """Counts how often it is served."""
 
-    def __init__(self, most_s: float, *, pressing: bool = False) -> None:
+    def __init__(self, max_delay_s: float, *, urgent: bool = False) -> None:
         self.queued = self.held = False
         self.served_s = asyncio.get_running_loop().time()
-        self.most_s = most_s
-        self.pressing = pressing
+        self.max_delay_s = max_delay_s
+        self.urgent = urgent
         self.served: list[float] = []
         self.events = 0  # of which gaps are counted
         self.once = asyncio.Event()
         self.failed: Exception | None = None
         self.error: Exception | None = None
 
-    def leaves(self) -> None:
+    def queue(self) -> None:
         self.queued, self.held = True, False
         self.events += 1
 
@@ -59,7 +59,7 @@ async def test_tokens_of_a_turn_go_out_together_and_at_once_where_there_is_time(
 async def test_under_load_tokens_wait_for_others_up_to_what_their_class_allows() -> None:
     serving = passes(interval_s=60.0)
     began = time.monotonic()
-    quick, slow = Stream(most_s=0.05), Stream(most_s=0.2)
+    quick, slow = Stream(max_delay_s=0.05), Stream(max_delay_s=0.2)
     for _ in range(4):
         serving.add(quick)
         serving.add(slow)
@@ -75,13 +75,13 @@ async def test_under_load_tokens_wait_for_others_up_to_what_their_class_allows()
 
 async def test_the_first_and_the_last_tokens_do_not_wait() -> None:
     serving = passes(interval_s=60.0)
-    first, last = Stream(30.0, pressing=True), Stream(30.0)
+    first, last = Stream(30.0, urgent=True), Stream(30.0)
     serving.add(first)
     serving.add(last)
     await turns()
     assert len(first.served) == 1
     assert not last.served
-    last.pressing = True
+    last.urgent = True
     serving.add(last)
     await turns()
     assert len(last.served) == 1
@@ -93,7 +93,7 @@ async def test_a_stream_that_was_served_for_its_end_is_not_served_again_when_its
     ended, other = Stream(0.05), Stream(0.05)
     serving.add(ended)
     serving.add(other)
-    ended.pressing = True
+    ended.urgent = True
     serving.add(ended)
     await asyncio.wait_for(other.once.wait(), 10)
     await turns()
@@ -115,10 +115,10 @@ async def test_the_pace_is_looked_at_while_there_are_tokens_and_forgotten_when_t
     serving, stream = StreamPass(pace), Stream(1.0)
     pace.interval_s = 0.4
     looks, ended = list[float](), asyncio.Event()
-    pace.look = lambda: looks.append(time.monotonic())  # type: ignore[method-assign]
+    pace.measure = lambda: looks.append(time.monotonic())  # type: ignore[method-assign]
     end = pace.end
     pace.end = lambda: (end(), ended.set())[0]  # type: ignore[method-assign]
-    stream.pressing = True
+    stream.urgent = True
     async with asyncio.timeout(10):
         while not looks:
             serving.add(stream)  # type: ignore[arg-type]

@@ -111,7 +111,7 @@ async def test_all_others_are_a_404_in_openai_s_shape(api: Api, path: str) -> No
     response = await api.client.post(path, json={"model": "demo", "prompt": PROMPT, "messages": []})
     assert response.status_code == 404
     assert is_an_error(response.json(), "not_found")
-    assert f"there is no POST {path} here" in response.json()["error"]["message"]
+    assert f"there is no route POST {path}" in response.json()["error"]["message"]
 
 
 CONVERSATIONS = [[{"role": "user", "content": text}] for text in ("Hello", "How are you?", "Bye")]
@@ -140,7 +140,7 @@ async def test_a_batch_has_the_limits_of_a_body(api: Api) -> None:
     many = CONVERSATIONS * 9
     response = await batch(api, messages=many)
     assert response.status_code == 400
-    assert "asks for 27 answers (prompts, conversations or items, times n)" in response.json()["error"]["message"]
+    assert "requests 27 answers (prompts, conversations or items, times n)" in response.json()["error"]["message"]
     long = [{"role": "user", "content": "a"}] * 1500
     response = await batch(api, messages=[long, long, long])
     assert response.status_code == 400
@@ -151,9 +151,9 @@ async def test_a_batch_has_the_limits_of_a_body(api: Api) -> None:
 
 async def test_a_batch_is_refused_for_load_as_a_whole(api: Api) -> None:
     """20 of 64 jobs wait already, for a key with room for them."""
-    with api.admission.of("default").admit("other") as ticket:
+    with api.admission.for_class("default").admit("other") as ticket:
         ticket.claim(20)
-        with api.admission.of("default").admit("another") as second:
+        with api.admission.for_class("default").admit("another") as second:
             second.claim(22)
             response = await batch(api, messages=CONVERSATIONS * 8)
     assert response.status_code == 429
@@ -193,7 +193,7 @@ async def test_items_are_scored_each_by_a_request(api: Api) -> None:
     assert len(prompts) == 2, response.text
     many = await api.client.post("/generative_scoring", json={**body, "items": ["yes"] * 25})
     assert many.status_code == 400
-    assert "asks for 25 answers" in many.json()["error"]["message"]
+    assert "requests 25 answers" in many.json()["error"]["message"]
 
 
 async def test_texts_to_score_are_tokenised_in_a_thread() -> None:
@@ -220,7 +220,7 @@ async def test_sagemakers_name_serves_chats_and_completions_with_their_limits(ap
     assert chat.json()["service_tier"] == "flex"
     completion = await api.client.post("/invocations", json={**body, "prompt": PROMPT, "n": 25})
     assert completion.status_code == 400
-    assert "asks for 25 answers" in completion.json()["error"]["message"]
+    assert "requests 25 answers" in completion.json()["error"]["message"]
 
 
 async def test_another_method_is_a_405_in_openai_s_shape(api: Api) -> None:

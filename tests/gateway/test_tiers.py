@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from gateway.admission import current_request
 from gateway.auth import create_key
-from gateway.request_context import caller
 from gateway.settings import GatewaySettings, SloClass
 from tests.gateway.api import until
 from tests.gateway.test_edge import App, edge
@@ -28,7 +28,7 @@ from tests.gateway.test_edge import App, edge
 )
 async def test_a_service_tier_names_a_class_unless_a_header_does(tier: Any, headers: dict[str, str], slo: str) -> None:
     async def named(scope: Any, receive: Any, send: Any) -> None:
-        who = caller.get()
+        who = current_request.get()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": f"{who.slo}/{who.tier}".encode()})
 
@@ -72,10 +72,10 @@ async def test_what_a_tier_lets_wait_takes_no_room_of_others() -> None:
     async with edge(waits, max_queued_jobs=1, max_delayed_jobs=2) as client:  # type: ignore[arg-type]
         flexible = [asyncio.create_task(client.post("/v1/completions", json={"service_tier": "flex"})) for _ in "ab"]
         guarded = client._transport.app  # type: ignore[attr-defined]
-        await until(lambda: guarded.admission.of("batch").counts.jobs == 2)
+        await until(lambda: guarded.admission.for_class("batch").counts.jobs == 2)
         usual = asyncio.create_task(client.post("/v1/completions", json={}))
-        await until(lambda: guarded.admission.of("default").counts.jobs == 1)
-        assert guarded.admission.of("batch") is not guarded.admission.of("default")
+        await until(lambda: guarded.admission.for_class("default").counts.jobs == 1)
+        assert guarded.admission.for_class("batch") is not guarded.admission.for_class("default")
         room.set()
         assert [(await task).status_code for task in (*flexible, usual)] == [200, 200, 200]
         assert guarded.admission.jobs == 0
@@ -87,8 +87,8 @@ async def test_what_a_tier_lets_wait_takes_no_room_of_others() -> None:
 @pytest.mark.parametrize(
     ("tiers", "error"),
     [
-        ({"priority": "chat"}, "service_tiers: priority: no SLO class 'chat' \\(known: batch, default\\)"),
-        ({"default": "batch"}, "'default' is none that may stand for a class: flex, priority, scale"),
+        ({"priority": "chat"}, "service_tiers: priority: unknown SLO class 'chat'; known: batch, default"),
+        ({"default": "batch"}, "unknown tier 'default'; expected one of flex, priority, scale"),
     ],
 )
 def test_what_the_settings_may_not_say(tiers: dict[str, str], error: str) -> None:

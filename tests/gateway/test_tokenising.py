@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import copy_context
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-from gateway.request_context import Caller, caller
+from gateway.admission import Admissions, RequestState, current_request
+from gateway.settings import GatewaySettings
 from gateway.vllm_patches import LONG_BYTES, TokeniserSlots
+
+ADMISSION = Admissions(GatewaySettings(schedulers=("s",), model="m"), ()).for_class("default")
 
 
 class Threads:
@@ -31,13 +33,13 @@ class Threads:
 
 
 def put(slots: TokeniserSlots, threads: Threads, key: str, name: str, size: int = 10) -> Future[Any]:
-    ticket = cast(Any, SimpleNamespace(caller=key))
+    state = RequestState(ADMISSION, key, body_bytes=size)
 
-    def asked() -> Future[Any]:
-        caller.set(Caller(ticket, "default", 0.0, body_bytes=size))
+    def submit() -> Future[Any]:
+        current_request.set(state)
         return slots.submit(threads.order.append, name)
 
-    return copy_context().run(asked)
+    return copy_context().run(submit)
 
 
 def test_long_texts_leave_a_thread_to_short_ones() -> None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from gateway.job import Job
 from gateway.settings import GatewaySettings
-from gateway.tracing import RequestTrace, TracedRequests, request_trace
+from gateway.tracing import TRACE, RequestTrace, TracedRequests
 from lab.bench.trace_collector import Collector, Seen, collecting
 from services.worker.settings import WorkerSettings
 from shared.errors import EngineFailed, PolyphaseError
@@ -143,7 +143,7 @@ async def serve(tracer: Tracer, path: str, status: int, traceparent: str = CLIEN
     seen: dict[str, Any] = {}
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.update(scope, trace=request_trace.get())
+        seen.update(scope)
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
@@ -173,7 +173,7 @@ async def test_http_requests() -> None:
 async def test_what_is_not_sampled_passes_untouched() -> None:
     async with collected() as (tracer, collector):
         seen = await asyncio.create_task(serve(tracer, "/v1/models", 200, f"00-{ID}-{PARENT}-00"))
-    assert seen["trace"] is None
+    assert TRACE not in seen
     assert len(seen["headers"]) == 3
     assert collector.spans == []
 
