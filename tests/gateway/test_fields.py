@@ -197,7 +197,7 @@ async def test_a_chat_with_a_picture_is_a_400(api: Api, part: str, stream: bool)
     response = await api.chat(messages=said, stream=stream)
     assert response.status_code == 400, response.text
     if part not in ("a file", "embeddings", "embeddings of an image"):  # vLLM has reasons of its own for these
-        assert "computes text alone" in response.json()["error"]["message"]
+        assert "processes only text" in response.json()["error"]["message"]
     assert not api.cluster.prefill.prefills
 
 
@@ -231,7 +231,7 @@ async def test_a_chat_with_a_picture_is_a_400(api: Api, part: str, stream: bool)
 )
 async def test_so_is_one_on_the_other_apis(api: Api, path: str, body: dict[str, Any]) -> None:
     response = await api.client.post(path, json={"model": "demo", **body})
-    assert (response.status_code, "computes text alone" in response.text) == (400, True), response.text
+    assert (response.status_code, "processes only text" in response.text) == (400, True), response.text
     assert not api.cluster.prefill.prefills
 
 

@@ -1,4 +1,4 @@
-"""Jobs of a class that yields: one asks at a time, fair between callers, and nobody waits for ever."""
+"""The fair queue of jobs that wait for placement, and the time after which clients may try again."""
 
 import asyncio
 from dataclasses import replace
