@@ -495,7 +495,7 @@ async def test_no_predictor_gets_a_request(changes: dict[str, Any]) -> None:
 
 
 def test_predictors_are_of_one_kind() -> None:
-    with pytest.raises(ValidationError, match="predictors_beside: there are `predictors`, too"):
+    with pytest.raises(ValidationError, match="predictors_beside and predictors exclude each other"):
         GatewaySettings(
             schedulers=("tcp://a:1",), model="demo", predictors=("tcp://b:1",), predictors_beside={"p": "c"}
         )
