@@ -1,277 +1,133 @@
-"""How much work may wait to be computed and to decode: counted in jobs and prompt tokens, a fair part for each caller.
+"""Bounds the work that waits in the gateway, and holds the state of each HTTP request.
 
-A body is admitted before it is read and settles with each job that it becomes: `Admission.admit` at the headers,
-`Ticket.claim` when its jobs can be counted, `Ticket.start` for each of them once its tokens are known.
+Waiting work is counted in jobs and prompt tokens, with a fair share for each caller. A request is admitted at its
+headers (`Admission.admit`), claims its jobs once their number is known (`RequestState.claim`), and starts them one by
+one (`RequestState.start_job`). `RequestState` is also what the layers on either side of vLLM's handlers know of a
+request: vLLM passes no object of ours down to the engine client, so the state follows the request's tasks in the one
+context variable `current_request`.
 """
 
 import asyncio
-import time
+import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from math import exp
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
+from gateway.connection import BodyWriter
 from gateway.settings import GatewaySettings
-from gateway.table import Field, Kind, SharedTable
+from gateway.table import Counts, Kind, LocalTable, Table
 from shared.domain.job import WhenFull
 from shared.errors import Busy, InvalidRequest, PolyphaseError
 
-# MERGED counts.py
-# How much waits in the gateway, and how fast it leaves: of this process alone, or of all that share its port.
+if TYPE_CHECKING:
+    from gateway.plain_stream import PlainStream
+    from gateway.tracing import RequestTrace
+
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
-FADE_S = 10.0  # over which it is measured how fast jobs leave
+class Admissions:
+    """Two queues of bounded size: one for the SLO classes that yield, and one for all others, so that jobs that wait
+    for long leave room to the others. Both bound the bytes of bodies together.
+    """
 
+    def __init__(self, settings: GatewaySettings, callers: Collection[str], table: Table | None = None) -> None:
+        """callers: the names of all API keys, a collection that follows the file of keys; empty without keys."""
+        table = table or LocalTable()
+        self._yielding = {name for name, slo in settings.slo.items() if slo.when_full is WhenFull.DELAY}
+        self._delayed = Admission(
+            settings, Counts(table, Kind.DELAYED), callers, settings.max_delayed_jobs, settings.max_delayed_tokens
+        )
+        self._others = Admission(
+            settings, Counts(table, Kind.OTHERS), callers, settings.max_queued_jobs, settings.max_queued_tokens
+        )
+        self.held_bytes = HeldBytes(settings, callers)
 
-class Counts(Protocol):
-    """Of one kind of jobs. A process adds to its own; what it reads is of all processes."""
-
-    @property
-    def own_jobs(self) -> int:
-        """Of this process alone."""
-        ...
-
-    @property
-    def jobs(self) -> int:
-        """That wait."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """Of their prompts."""
-        ...
-
-    def of(self, caller: str) -> int:
-        """The jobs of one caller."""
-        ...
-
-    def tokens_of(self, caller: str) -> int:
-        """The prompt tokens of one caller."""
-        ...
-
-    def add_jobs(self, caller: str, jobs: int) -> None:
-        """So many more, or less."""
-        ...
-
-    def add_tokens(self, caller: str, tokens: int) -> None:
-        """So many more, or less."""
-        ...
-
-    def left(self) -> None:
-        """One job waits no longer: it began to decode, or ended."""
-        ...
-
-    def left_per_s(self) -> float:
-        """How many did so a second of late."""
-        ...
-
-
-class OwnCounts:
-    """Of the only process."""
-
-    def __init__(self) -> None:
-        self.own_jobs = 0
-        self.tokens = 0
-        self._by_caller: Counter[str] = Counter()
-        self._tokens_by_caller: Counter[str] = Counter()
-        self._drain = Drain(time.monotonic())
-
-    @property
-    def jobs(self) -> int:
-        """That wait."""
-        return self.own_jobs
-
-    def of(self, caller: str) -> int:
-        """The jobs of one caller."""
-        return self._by_caller[caller]
-
-    def tokens_of(self, caller: str) -> int:
-        """The prompt tokens of one caller."""
-        return self._tokens_by_caller[caller]
-
-    def add_jobs(self, caller: str, jobs: int) -> None:
-        """So many more, or less."""
-        self.own_jobs += jobs
-        self._by_caller[caller] += jobs
-        if not self._by_caller[caller]:
-            del self._by_caller[caller]
-
-    def add_tokens(self, caller: str, tokens: int) -> None:
-        """So many more, or less."""
-        self.tokens += tokens
-        self._tokens_by_caller[caller] += tokens
-        if not self._tokens_by_caller[caller]:
-            del self._tokens_by_caller[caller]
-
-    def left(self) -> None:
-        """One job waits no longer."""
-        self._drain.left(time.monotonic())
-
-    def left_per_s(self) -> float:
-        """How many left a second of late."""
-        return self._drain.rate(time.monotonic())
-
-
-class TableCounts:
-    """Of all processes of a table."""
-
-    def __init__(self, table: SharedTable, kind: Kind) -> None:
-        everyone = range(table.processes)
-        self._kind = kind
-        self._table = table
-        self._words = table.integers
-        self._jobs = tuple(table.first(each, kind, Field.JOBS) for each in everyone)
-        self._tokens = tuple(table.first(each, kind, Field.TOKENS) for each in everyone)
-        self._lefts = tuple(table.first(each, kind, Field.LEFT) for each in everyone)
-        self._of: dict[str, tuple[int, ...]] = {}
-        self._tokens_of: dict[str, tuple[int, ...]] = {}
-        self._mine = table.process
-        self._drain = Drain(time.monotonic())
-        self._tell()
+    def for_class(self, slo: str) -> "Admission":
+        return self._delayed if slo in self._yielding else self._others
 
     @property
     def own_jobs(self) -> int:
-        """Of this process alone."""
-        return self._words[self._jobs[self._mine]]
+        """The waiting jobs of this process."""
+        return self._delayed.counts.own_jobs + self._others.counts.own_jobs
 
     @property
     def jobs(self) -> int:
-        """That wait."""
-        return self._sum(self._jobs)
+        """The waiting jobs of all processes."""
+        return self._delayed.counts.jobs + self._others.counts.jobs
 
     @property
     def tokens(self) -> int:
-        """Of their prompts."""
-        return self._sum(self._tokens)
-
-    def of(self, caller: str) -> int:
-        """The jobs of one caller."""
-        return self._sum(self._places(caller))
-
-    def tokens_of(self, caller: str) -> int:
-        """The prompt tokens of one caller."""
-        return self._sum(self._token_places(caller))
-
-    def add_jobs(self, caller: str, jobs: int) -> None:
-        """So many more, or less."""
-        self._words[self._jobs[self._mine]] += jobs
-        self._words[self._places(caller)[self._mine]] += jobs
-        self._table.settle()
-
-    def add_tokens(self, caller: str, tokens: int) -> None:
-        """So many more, or less."""
-        self._words[self._tokens[self._mine]] += tokens
-        self._words[self._token_places(caller)[self._mine]] += tokens
-        self._table.settle()
-
-    def left(self) -> None:
-        """One job waits no longer."""
-        self._drain.left(time.monotonic())
-        self._tell()
-
-    def left_per_s(self) -> float:
-        """How many left a second of late, everywhere."""
-        now = time.monotonic()
-        return sum(Drain.told(*self._table.floats[at : at + 3]).rate(now) for at in self._lefts)
-
-    def _tell(self) -> None:
-        at = self._lefts[self._mine]
-        for offset, value in enumerate(self._drain.state):
-            self._table.floats[at + offset] = value
-
-    def _places(self, caller: str) -> tuple[int, ...]:
-        """Where the processes count the jobs of a caller: of a key that came later, from its first request on."""
-        found = self._of.get(caller)
-        if found is None:
-            row, everyone = self._table.row(caller), range(self._table.processes)
-            found = self._of[caller] = tuple(self._table.waiting(row, each, self._kind) for each in everyone)
-        return found
-
-    def _token_places(self, caller: str) -> tuple[int, ...]:
-        found = self._tokens_of.get(caller)
-        if found is None:
-            row, everyone = self._table.row(caller), range(self._table.processes)
-            found = self._tokens_of[caller] = tuple(
-                self._table.waiting_tokens(row, each, self._kind) for each in everyone
-            )
-        return found
-
-    def _sum(self, places: tuple[int, ...]) -> int:
-        words = self._words
-        return sum([words[at] for at in places])
-
-
-class TableLedger:
-    """What callers were served by all processes of a table."""
-
-    def __init__(self, table: SharedTable) -> None:
-        self._table = table
-        self._others = [each for each in range(table.processes) if each != table.process]
-
-    def note(self, caller: str, tokens: float) -> None:
-        """It was served so much more here."""
-        self._table.floats[self._table.served(self._table.row(caller), self._table.process)] += tokens
-
-    def elsewhere(self, caller: str) -> float:
-        """What the others have served it."""
-        table, row = self._table, self._table.row(caller)
-        return sum([table.floats[table.served(row, each)] for each in self._others])
-
-
-class Drain:
-    """How many jobs a second began to decode, or ended, of late. Times are of the monotonic clock, which all share."""
-
-    def __init__(self, began_s: float) -> None:
-        self._began_s = self._left_s = began_s
-        self._count = 0.0
-
-    @classmethod
-    def told(cls, count: float, left_s: float, began_s: float) -> "Drain":
-        """From its `state`."""
-        drain = cls(began_s)
-        drain._count, drain._left_s = count, left_s
-        return drain
-
-    @property
-    def state(self) -> tuple[float, float, float]:
-        """What `told` makes an equal one of."""
-        return self._count, self._left_s, self._began_s
-
-    def left(self, now: float) -> None:
-        """One job waits no longer."""
-        self._count = self._count * exp((self._left_s - now) / FADE_S) + 1.0
-        self._left_s = now
-
-    def rate(self, now: float) -> float:
-        """Jobs a second."""
-        seen_s = FADE_S * (1.0 - exp(-max(0.1, now - self._began_s) / FADE_S))
-        return self._count * exp(min(0.0, self._left_s - now) / FADE_S) / seen_s
-
-
-RETRY_LEAST_S, RETRY_MOST_S = 1.0, 60.0
+        """The prompt tokens of the waiting jobs of all processes."""
+        return self._delayed.counts.tokens + self._others.counts.tokens
 
 
 class Admission:
-    """Bounds what was admitted and does not decode yet, by `counts`: of all gateway processes of the port.
+    """Bounds the jobs that were admitted and do not decode yet, in all gateway processes of the port.
 
-    It counts first and looks then, so that of two processes that count at once neither overlooks the other.
-    With several callers none of them may hold more than its share of the jobs and of the tokens, so that there is room
-    for the others.
-    Of one body only some jobs are in the cluster at once without decoding, so that others find short queues there.
+    It adds to the counters first and checks the limits afterwards, so that two processes that admit at the same time
+    cannot overlook each other. With several callers none may hold more than its share of the jobs and of the tokens.
     """
 
     def __init__(
-        self, settings: GatewaySettings, counts: Counts, callers: Collection[str], *, delayed: bool = False
+        self, settings: GatewaySettings, counts: Counts, callers: Collection[str], max_jobs: int, max_tokens: int
     ) -> None:
-        """callers: all that there may be, now."""
         self._callers, self._share = callers, settings.caller_share
-        self._max_jobs = settings.max_delayed_jobs if delayed else settings.max_queued_jobs
-        self._max_tokens = settings.max_delayed_tokens if delayed else settings.max_queued_tokens
+        self._max_jobs, self._max_tokens = max_jobs, max_tokens
         self._max_jobs_a_body = settings.max_jobs_a_body
         self.counts = counts
         self.jobs_at_once = settings.jobs_at_once
+
+    @property
+    def jobs_a_body(self) -> int:
+        """How many jobs one body may have."""
+        return min(self._max_jobs_a_body, self._jobs_a_caller)
+
+    def admit(self, caller: str, slo: str = "default") -> "RequestState":
+        """Admit a request, for one job as yet. Raises Busy."""
+        state = RequestState(self, caller, slo)
+        state.claim(1)
+        return state
+
+    def add_jobs(self, caller: str, jobs: int) -> None:
+        """Raises Busy."""
+        counts = self.counts
+        counts.add_jobs(caller, jobs)
+        waiting, held = counts.jobs - jobs, counts.jobs_of(caller) - jobs
+        if (excess := waiting + jobs - self._max_jobs) > 0:
+            counts.add_jobs(caller, -jobs)
+            message = f"{waiting} jobs are waiting and this request adds {jobs}; the limit is {self._max_jobs}"
+            raise Busy(message, retry_after_s=self._retry_after_s(excess))
+        if (excess := held + jobs - self._jobs_a_caller) > 0:
+            counts.add_jobs(caller, -jobs)
+            message = f"{held} jobs of {caller!r} are waiting and this request adds {jobs}; its share is "
+            message += f"{self._jobs_a_caller}"
+            raise Busy(message, retry_after_s=self._retry_after_s(excess * waiting / max(1, held)))
+
+    def add_tokens(self, caller: str, tokens: int) -> None:
+        """Raises Busy. A job with no other job before it passes; the first job of a caller may exceed its share."""
+        counts = self.counts
+        counts.add_tokens(caller, tokens)
+        waiting, held = counts.tokens - tokens, counts.tokens_of(caller) - tokens
+        if waiting and (excess := waiting + tokens - self._max_tokens) > 0:
+            counts.add_tokens(caller, -tokens)
+            message = f"{waiting} prompt tokens are waiting and this job adds {tokens}; the limit is {self._max_tokens}"
+            raise Busy(message, retry_after_s=self._retry_after_s(excess * counts.jobs / waiting))
+        if held and (excess := held + tokens - self._tokens_a_caller) > 0:
+            counts.add_tokens(caller, -tokens)
+            message = f"{held} prompt tokens of {caller!r} are waiting and this job adds {tokens}; its share is "
+            message += f"{self._tokens_a_caller}"
+            raise Busy(message, retry_after_s=self._retry_after_s(excess * counts.jobs / held))
+
+    def release(self, caller: str, jobs: int, tokens: int = 0) -> None:
+        if jobs:
+            self.counts.add_jobs(caller, -jobs)
+        if tokens:
+            self.counts.add_tokens(caller, -tokens)
 
     @property
     def _jobs_a_caller(self) -> int:
@@ -281,55 +137,17 @@ class Admission:
     def _tokens_a_caller(self) -> int:
         return _share_of(self._max_tokens, self._share, self._callers)
 
-    @property
-    def jobs_a_body(self) -> int:
-        """How many jobs one body may have."""
-        return min(self._max_jobs_a_body, self._jobs_a_caller)
-
-    def admit(self, caller: str) -> "Ticket":
-        """Let a request in, for one job as yet. Raises Busy."""
-        ticket = Ticket(self, caller)
-        ticket.claim(1)
-        return ticket
-
-    def take_jobs(self, caller: str, jobs: int) -> None:
-        """Raises Busy."""
-        counts = self.counts
-        counts.add_jobs(caller, jobs)
-        waiting, held = counts.jobs - jobs, counts.of(caller) - jobs
-        if (over := waiting + jobs - self._max_jobs) > 0:
-            counts.add_jobs(caller, -jobs)
-            said = f"{waiting} jobs wait to be computed or to decode; {jobs} more are too many"
-            raise Busy(said, retry_after_s=self._retry_after_s(over))
-        if (over := held + jobs - self._jobs_a_caller) > 0:
-            counts.add_jobs(caller, -jobs)
-            said = f"{held} jobs of {caller!r} wait to be computed or to decode; {jobs} more are over its share"
-            raise Busy(said, retry_after_s=self._retry_after_s(over * waiting / max(1, held)))
-
-    def take_tokens(self, caller: str, tokens: int) -> None:
-        """Raises Busy. A job that nobody is before passes; the first one of a caller may be over its share."""
-        counts = self.counts
-        counts.add_tokens(caller, tokens)
-        waiting, held = counts.tokens - tokens, counts.tokens_of(caller) - tokens
-        if waiting and (over := waiting + tokens - self._max_tokens) > 0:
-            counts.add_tokens(caller, -tokens)
-            said = f"{waiting} prompt tokens wait; {tokens} more are over {self._max_tokens}"
-            raise Busy(said, retry_after_s=self._retry_after_s(over * counts.jobs / waiting))
-        if held and (over := held + tokens - self._tokens_a_caller) > 0:
-            counts.add_tokens(caller, -tokens)
-            said = f"{held} prompt tokens of {caller!r} wait; {tokens} more are over its share, {self._tokens_a_caller}"
-            raise Busy(said, retry_after_s=self._retry_after_s(over * counts.jobs / held))
-
-    def give_back(self, caller: str, jobs: int, tokens: int = 0) -> None:
-        """These wait no longer."""
-        if jobs:
-            self.counts.add_jobs(caller, -jobs)
-        if tokens:
-            self.counts.add_tokens(caller, -tokens)
-
     def _retry_after_s(self, jobs: float) -> float:
-        """Until so many have left at the present rate, from a second to a minute."""
         return retry_after_s(jobs, self.counts.left_per_s())
+
+
+def retry_after_s(jobs: float, left_per_s: float) -> float:
+    """The time until so many jobs have left the queue at that rate, between MIN_RETRY_S and MAX_RETRY_S."""
+    return min(MAX_RETRY_S, max(MIN_RETRY_S, jobs / left_per_s if left_per_s > 0.0 else MAX_RETRY_S))
+
+
+def _share_of(limit: int, share: float, callers: Collection[str]) -> int:
+    return int(limit * share) if len(callers) > 1 else limit
 
 
 class HeldBytes:
@@ -339,101 +157,68 @@ class HeldBytes:
     """
 
     def __init__(self, settings: GatewaySettings, callers: Collection[str]) -> None:
-        """callers: all that there may be, now."""
-        self._most = settings.max_held_bytes
+        self._limit = settings.max_held_bytes
         self._callers, self._share = callers, settings.caller_share
         self._by_caller: Counter[str] = Counter()
         self.total = 0
 
-    @property
-    def _most_a_caller(self) -> int:
-        return _share_of(self._most, self._share, self._callers)
-
     @contextmanager
     def charged(self, caller: str) -> Iterator[Callable[[int], None]]:
-        """What takes so many bytes more, and raises Busy; the block's end gives all of them back."""
-        taken = 0
+        """Yields a function that holds so many more bytes, or raises Busy; the end of the block releases all."""
+        charged = 0
 
-        def take(more: int) -> None:
-            nonlocal taken
-            held, others = self._by_caller[caller] - taken, self.total - taken
-            if others and others + taken + more > self._most:
-                raise Busy(f"bodies of {others} bytes are held; {taken + more} more are over {self._most}")
-            if held and held + taken + more > self._most_a_caller:
-                said = f"bodies of {held} bytes of {caller!r} are held; {taken + more} more are over its share"
-                raise Busy(f"{said}, {self._most_a_caller}")
-            taken += more
+        def charge(more: int) -> None:
+            nonlocal charged
+            held, total = self._by_caller[caller] - charged, self.total - charged
+            if total and total + charged + more > self._limit:
+                message = f"bodies of {total} bytes are held and this one has {charged + more}; the limit is "
+                raise Busy(f"{message}{self._limit}")
+            share = _share_of(self._limit, self._share, self._callers)
+            if held and held + charged + more > share:
+                message = f"bodies of {held} bytes of {caller!r} are held and this one has {charged + more}; its share "
+                raise Busy(f"{message}is {share}")
+            charged += more
             self.total += more
             self._by_caller[caller] += more
 
         try:
-            yield take
+            yield charge
         finally:
-            self.total -= taken
-            self._by_caller[caller] -= taken
+            self.total -= charged
+            self._by_caller[caller] -= charged
             if not self._by_caller[caller]:
                 del self._by_caller[caller]
 
 
-def _share_of(most: int, share: float, callers: Collection[str]) -> int:
-    return int(most * share) if len(callers) > 1 else most
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One HTTP request, from its headers to its end: who sent it, what it may start, and why it was refused.
 
-
-class Admissions:
-    """One count for the classes that yield, and one for all others: whoever waits long leaves the others their room."""
-
-    def __init__(self, settings: GatewaySettings, callers: Collection[str], table: SharedTable | None = None) -> None:
-        """callers: all that there may be, now; none where everybody is let in. table: of the processes of the port."""
-
-        def counted(kind: Kind) -> Counts:
-            return OwnCounts() if table is None else TableCounts(table, kind)
-
-        self._yields = {name for name, one in settings.slo.items() if one.when_full is WhenFull.DELAY}
-        self._delayed = Admission(settings, counted(Kind.DELAYED), callers, delayed=True)
-        self._others = Admission(settings, counted(Kind.OTHERS), callers)
-        self.held_bytes = HeldBytes(settings, callers)
-
-    def of(self, slo: str) -> Admission:
-        """The one that counts jobs of that class."""
-        return self._delayed if slo in self._yields else self._others
-
-    @property
-    def own_jobs(self) -> int:
-        """That wait in this process, of all classes."""
-        return self._delayed.counts.own_jobs + self._others.counts.own_jobs
-
-    @property
-    def jobs(self) -> int:
-        """That wait in all processes, of all classes."""
-        return self._delayed.counts.jobs + self._others.counts.jobs
-
-    @property
-    def tokens(self) -> int:
-        """Of their prompts."""
-        return self._delayed.counts.tokens + self._others.counts.tokens
-
-
-def retry_after_s(jobs: float, left_per_s: float) -> float:
-    """Until so many have left at that rate, from a second to a minute."""
-    return min(RETRY_MOST_S, max(RETRY_LEAST_S, jobs / left_per_s if left_per_s > 0.0 else RETRY_MOST_S))
-
-
-class Ticket:
-    """What one request may start. A context manager: what was claimed and not started goes back at its end.
-
-    refusal: why one of its jobs was refused for load, once that is so. rejection: what vLLM says against one of its
-    jobs, once one is refused for what it wants. on_submitted: called once, when the first job is submitted.
+    A context manager: jobs that were claimed and not started are released at its end. It starts at most
+    `settings.jobs_at_once` jobs at a time that do not decode yet, so that others find short queues in the cluster.
     """
 
-    def __init__(self, admission: Admission, caller: str) -> None:
-        self.admission = admission
-        self.caller = caller
-        self.turns = asyncio.Semaphore(admission.jobs_at_once)
-        self._claimed = 0
-        self.refusal: PolyphaseError | None = None
-        self.rejection: Exception | None = None
-        self.on_submitted: Callable[[], Awaitable[None]] | None = None
-        self.prompt_logprobs = 0  # of its prompts so far: tokens times candidates
+    admission: Admission
+    caller: str  # the name of the API key; empty without keys
+    slo: str = "default"
+    arrived_s: float = 0.0  # Unix seconds at which all of the body had arrived
+    tier: str = ""  # OpenAI's `service_tier` that the request is served as; empty where the body did not decide it
+    cache_salt: str = ""  # of the API key; empty where its prefixes may be shared with other keys
+    body_bytes: int = 0
+    client_request_id: str = ""  # as the client sent it
+    connection: BodyWriter | None = None  # for events that are written without vLLM's application
+    trace: "RequestTrace | None" = None
+    stream: "PlainStream | None" = None  # submits the next job, and replaces vLLM's output processor for it
+    tokenise_inline: bool = False  # its prompt is short: vLLM renders and tokenises it on the event loop
+    prompt_logprobs: int = 0  # of its prompts so far: tokens times candidates
+    refusal: PolyphaseError | None = None  # why a job was refused for load
+    rejection: Exception | None = None  # why vLLM refused a job for what it requests
+    on_submitted: Callable[[], Awaitable[None]] | None = None  # called once, when the first job is submitted
+    _claimed: int = 0
+    _turns: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._turns = asyncio.Semaphore(self.admission.jobs_at_once)
 
     def __enter__(self) -> Self:
         return self
@@ -441,62 +226,73 @@ class Ticket:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.admission.give_back(self.caller, self._claimed)
+        self.admission.release(self.caller, self._claimed)
         self._claimed = 0
 
     def claim(self, jobs: int) -> None:
-        """Hold a claim for so many jobs. Raises Busy; InvalidRequest when no body may have so many."""
+        """Claim room for so many jobs. Raises Busy; InvalidRequest when no body may have so many."""
         limit = self.admission.jobs_a_body
         if jobs > limit:
             raise InvalidRequest(
-                f"the body asks for {jobs} answers (prompts, conversations or items, times n); the limit is {limit}"
+                f"the body requests {jobs} answers (prompts, conversations or items, times n); the limit is {limit}"
             )
         if jobs > self._claimed:
-            self.admission.take_jobs(self.caller, jobs - self._claimed)
+            self.admission.add_jobs(self.caller, jobs - self._claimed)
             self._claimed = jobs
 
-    def move(self, admission: Admission) -> None:
-        """Hold the same claim there from now on. Raises Busy, and then nothing has moved."""
+    def move(self, slo: str, admission: Admission) -> None:
+        """Serve the request in another SLO class, with the same claim. Raises Busy, and then nothing has moved."""
         if admission is not self.admission:
-            admission.take_jobs(self.caller, self._claimed)
-            self.admission.give_back(self.caller, self._claimed)
+            admission.add_jobs(self.caller, self._claimed)
+            self.admission.release(self.caller, self._claimed)
             self.admission = admission
+        self.slo = slo
 
-    def start(self, prompt_tokens: int) -> "Seat":
-        """Turn a claim into a job; a job beyond what was claimed is a claim of its own. Raises Busy."""
+    def start_job(self, prompt_tokens: int) -> "QueuedJob":
+        """Turn a claim into a job; a job beyond the claimed ones claims its own room. Raises Busy."""
         self.claim(1)
-        self.admission.take_tokens(self.caller, prompt_tokens)
+        self.admission.add_tokens(self.caller, prompt_tokens)
         self._claimed -= 1
-        return Seat(self, prompt_tokens)
+        return QueuedJob(self, prompt_tokens, self._turns)
+
+    def salted(self, cache_salt: str) -> str:
+        """The salt of the prefix caches for a request that names `cache_salt`, which may be empty."""
+        if not self.cache_salt:
+            return cache_salt
+        return hashlib.sha256(f"{self.cache_salt}\0{cache_salt}".encode()).hexdigest()
 
 
-class Seat:
-    """A job's, until it decodes or ends."""
+current_request: ContextVar[RequestState] = ContextVar("current_request")
 
-    def __init__(self, ticket: Ticket, tokens: int) -> None:
-        self.ticket = ticket
+
+class QueuedJob:
+    """The room that one job occupies in the queue, until it decodes or ends."""
+
+    def __init__(self, request: RequestState, tokens: int, turns: asyncio.Semaphore) -> None:
+        self.request = request
+        self.waits = True
         self._tokens = tokens
-        self._waits = True
+        self._turns = turns
         self._has_turn = False
 
-    async def turn(self, timeout_s: float) -> None:
-        """Wait until few enough jobs of the body are in the cluster without decoding, at most so long."""
-        turns = self.ticket.turns
-        if not turns.locked():
-            await turns.acquire()  # returns at once
+    async def wait_for_turn(self, timeout_s: float) -> None:
+        """Wait at most so long until few enough jobs of the request are in the cluster without decoding."""
+        if not self._turns.locked():
+            await self._turns.acquire()  # returns at once
             self._has_turn = True
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await turns.acquire()
+                await self._turns.acquire()
                 self._has_turn = True
 
     def leave(self) -> None:
-        """The job waits no longer. May be said more than once."""
-        if self._waits:
-            self._waits = False
-            self.ticket.admission.give_back(self.ticket.caller, 1, self._tokens)
-            self.ticket.admission.counts.left()
+        """The job waits no longer. Idempotent."""
+        if self.waits:
+            self.waits = False
+            admission = self.request.admission
+            admission.release(self.request.caller, 1, self._tokens)
+            admission.counts.job_left()
         if self._has_turn:
             self._has_turn = False
-            self.ticket.turns.release()
+            self._turns.release()

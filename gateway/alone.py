@@ -19,7 +19,7 @@ _FIRST, _TOKENS = 300, 997
 
 
 class TimerTokens:
-    """Feeds every job from one timer, as an engine's steps would. Needs a running loop at its first job."""
+    """Gives all jobs tokens from one timer, as the steps of an engine would."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -27,7 +27,7 @@ class TimerTokens:
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, job: Job) -> None:
-        """The first token at once, the others with the timer."""
+        """Give the job its first token at once, and the others with the timer."""
         loop = asyncio.get_running_loop()
         ended = self._jobs[job] = loop.create_future()
         self._advance(job)

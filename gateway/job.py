@@ -1,4 +1,6 @@
-"""The state of one job: what the client asked, what it already has, and the record of how it went."""
+"""The state of one job: what the client requested, the tokens that it already has, the record of its attempts, and the
+histogram of the gaps between its tokens. `gateway.pipeline` advances it.
+"""
 
 import secrets
 import time
@@ -7,47 +9,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.lengths import Asked, LengthClient
+import msgspec
+
+from gateway.lengths import LengthClient, PendingPrediction
 from gateway.tracing import JobTrace
 from shared.domain.job import FirstTokenOut, Generation, JobView, LengthPrediction, Loss, Phase, Slo, itl_met
 from shared.domain.prompt import hashes_of, packed
 from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import Delayed, PolyphaseError
 from shared.policy.decode_admission import remaining_tokens
-from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
-from shared.wire.messages import JobReport, Pause, Reused, TokenStep
+from shared.timeline import Decision, RequestTimeline, Span, SpanRecord, clock_shift_s
+from shared.wire.messages import DecodeReply, JobReport, Pause, PrefillReply, Reused, TokenStep
 
-# MERGED gaps.py
-# Gaps between the tokens of answers, counted where each step passes: it costs one search in a short list.
-
-
-# As vLLM counts them: vllm.v1.metrics.buckets. Seconds.
+Emit = Callable[[TokenStep], None]
+MAX_PAUSES = 32  # of one call that its timeline shows; the time of later pauses counts as decode
+# Seconds, as vLLM counts them: vllm.v1.metrics.buckets.
 GAP_BOUNDS_S = (
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
 
 
 class Gaps:
-    """How many gaps came to at most each bound, and, last, to more. Their sum is known otherwise: an answer's gaps add
-    up to the time from its first token to its last.
+    """A histogram of the gaps between tokens: `counts` by bound, and, last, longer ones. A gap costs one search.
+
+    Their sum is known otherwise: the gaps of an answer add up to the time from its first token to its last.
     """
 
     __slots__ = ("counts",)
@@ -56,29 +42,25 @@ class Gaps:
         self.counts = [0] * (len(GAP_BOUNDS_S) + 1)
 
     def add(self, gap_s: float) -> None:
-        """One gap, of a step that brought tokens."""
+        """Count the gap before a step that brought tokens."""
         self.counts[bisect_left(GAP_BOUNDS_S, gap_s)] += 1
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """As Prometheus has it: bound, and how many came to at most that."""
-        total, found = 0, []
+        """Prometheus's buckets: each bound, and the number of gaps up to it."""
+        total, buckets = 0, []
         for bound, count in zip((*map(str, GAP_BOUNDS_S), "+Inf"), self.counts, strict=True):
             total += count
-            found.append((bound, float(total)))
-        return found
-
-
-Emit = Callable[[TokenStep], None]
-PAUSES_TOLD = 32  # of one leg, in its timeline; the time of later ones counts as decode
+            buckets.append((bound, float(total)))
+        return buckets
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
     """What does not change. `carry`: later tokens depend on earlier ones only through the prompt.
 
-    A job that can be carried goes on anywhere from prompt + tokens. One that cannot (penalties, a seed, a grammar)
-    is produced by one engine from its first token on; after a loss another one runs it again from the start, is made to
-    repeat the tokens that the client has, which are not sent twice, and goes on from there.
+    A job that can be carried continues on any instance from prompt + tokens. Another one (with penalties, a seed or a
+    grammar) is produced by one engine from its first token on; after a loss a second engine starts again, is made to
+    repeat the tokens that the client has, which are not sent twice, and continues from there.
     """
 
     job_id: str
@@ -102,112 +84,102 @@ class JobSpec:
 
 @dataclass(slots=True)
 class Paused:
-    """A time without blocks. Unix seconds; 0 while it is not so yet."""
+    """A time in which a decoding job had no KV blocks. Unix seconds; 0 for what has not happened yet."""
 
     began_s: float
-    computed_s: float = 0.0  # when it had blocks again
+    computed_s: float = 0.0  # when it got blocks again and its KV was computed again
     ended_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
+class EngineCall:
+    """The current call of an instance, a prefill or a decode; a failed call stays until the next one."""
+
+    instance: InstanceRef | None = None  # None: there was no call, or it succeeded
+    first_step_s: float = 0.0
+    pauses: list[Paused] = field(default_factory=list)  # that have ended, and are not in the timeline yet
+    paused: Paused | None = None
+    on_pause: Callable[[Pause], None] | None = None  # called for each message about a pause
+    on_predicted: Callable[[LengthPrediction], None] | None = None  # called if the length is predicted meanwhile
+
+
+@dataclass(slots=True, eq=False)
 class Job:
-    """The gateway's view of one request; the pipeline advances it."""
+    """The gateway's state of one answer. Times are Unix seconds unless they say otherwise."""
 
     spec: JobSpec
     emit: Emit
     gateway_id: str
     deadline_s: float  # of the monotonic clock
-    attempt: int = 0
     phase: Phase = Phase.QUEUED
-    finish_reason: str = ""  # set once the client has all
-    waited_s: float = 0.0  # without an instance, since the last token
+    tokens: list[int] = field(default_factory=list)  # that the client already has
+    finish_reason: str = ""  # set once the client has all tokens
+    failed_code: str = ""  # of an error in the gateway that ended the job while its engine was well
+    siblings: Any = None  # vLLM's ParentRequest, where the request has several answers
+    trace: JobTrace | None = None
+
+    attempt: int = 0
     begun: bool = False  # it has been placed
-    _kept: list[TokenStep] = field(default_factory=list)  # that are handed on together with the next
-    expected_tokens: int = 0  # of its answer in all, as its scheduler reckons for the room that it keeps; 0: not known
-    delays: int = 0  # how often it was told to ask again
-    losses: list[Loss] = field(default_factory=list)  # attempts that failed, over its whole life
-    tokens: list[int] = field(default_factory=list)  # what the client already has
-    failed_instances: list[str] = field(default_factory=list)
-    asked: Asked = field(default_factory=Asked)  # for the length of its answer
-    gaps: Gaps = field(default_factory=Gaps)  # where the gaps between its tokens are counted
-    streamed: bool = False  # a plain stream reports when its tokens leave (`delivered`); else they leave as they come
-    delivered_s: float = 0.0  # when tokens last left for the client
-    broken: str = ""  # code of what ended it in the gateway, while its engine was well
-    siblings: Any = None  # what vLLM knows of the request, where it is one of several answers to it
-    trace: JobTrace | None = None  # where it is traced
+    split: int = 0
     prefill_instance: str = ""
     decode_instance: str = ""
-    leg_instance: InstanceRef | None = None  # has the attempt's prefill or decode at present, or failed in it
-    pauses: list[Paused] = field(default_factory=list)  # of the leg
-    paused: Paused | None = None  # at present
-    on_pause: Callable[[Pause], None] | None = None  # told of each word of a pause, by the leg's instance
-    moves: int = 0  # how often it went on elsewhere because it was paused
-    moved_from: str = ""  # where it was paused, and is not placed again until an attempt fails
-    split: int = 0
+    call: EngineCall = field(default_factory=EngineCall)
+    delays: int = 0  # how often the scheduler delayed it
+    waited_s: float = 0.0  # without an instance, since the last token
+    losses: list[Loss] = field(default_factory=list)  # failed attempts, over its whole life
+    failed_instances: list[str] = field(default_factory=list)
+    moves: int = 0  # how often it continued elsewhere because it was paused
+    moved_from: str = ""  # where it was paused; excluded from placement until an attempt fails
+
+    length: PendingPrediction = field(default_factory=PendingPrediction)
+    expected_tokens: int = 0  # of the whole answer, for which its scheduler keeps room; 0: not known
+    gaps: Gaps = field(default_factory=Gaps)  # where the gaps between its tokens are counted
+    streamed: bool = False  # a plain stream reports when its tokens leave (`delivered`); else they leave as they arrive
+    delivered_s: float = 0.0  # when tokens last left for the client
     timeline: RequestTimeline = field(init=False)
-    mark_s: float = field(init=False)  # where the stretches of the timeline end so far
-    leg_first_step_s: float = 0.0
+    mark_s: float = field(init=False)  # up to here the timeline has no gap
+    _held_steps: list[TokenStep] = field(default_factory=list)  # of a smooth class, for the second token
     _computed: list[tuple[int, int]] = field(default_factory=list)  # ranges of the prompt, by all instances so far
-    _created: int = 0  # tokens that they put into their prefix caches
+    _created: int = 0  # tokens that they added to their prefix caches
     _prefix: tuple[int, ...] | None = None
     _nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
         spec = self.spec
         self.timeline = RequestTimeline(spec.job_id, spec.arrived_s, len(spec.prompt_token_ids), itl_s=spec.slo.itl_s)
-        self.mark_s = self.spec.arrived_s
-
-    def begin_attempt(self) -> None:
-        """Start over where the client's tokens end."""
-        self.attempt += 1
-        self.leg_instance = None
-        if self.trace is not None:
-            self.trace.attempt(self.mark_s)
-
-    @property
-    def wire_trace(self) -> str:
-        """What goes with calls of this attempt; empty where it is not traced."""
-        return self.trace.wire if self.trace is not None else ""
-
-    @property
-    def placement_trace(self) -> str:
-        """What goes with the question for a place."""
-        return self.trace.placing(self.mark_s) if self.trace is not None else ""
+        self.mark_s = spec.arrived_s
 
     @property
     def finished(self) -> bool:
-        """Whether the client has all."""
+        """Whether the client has its whole answer."""
         return bool(self.finish_reason)
 
     @property
-    def prediction(self) -> LengthPrediction | None:
-        """Of its answer's length, if it is here by now."""
-        return self.asked.prediction
-
-    @property
     def left_s(self) -> float:
-        """Until the deadline."""
+        """The time until the deadline."""
         return self.deadline_s - time.monotonic()
 
     @property
     def ttft_left_s(self) -> float:
-        """Until its first token should be there."""
+        """The time until its first token should be there."""
         return self.spec.arrived_s + self.spec.slo.ttft_s - time.time()
+
+    # What instances and schedulers receive
 
     @property
     def prompt(self) -> bytes:
-        """What to compute from, packed: the prompt and, where the job can be carried, the tokens so far."""
+        """The tokens to compute from, packed: the prompt and, where the job can be carried, the tokens so far."""
         return self.spec.prompt + packed(self.tokens) if self.spec.carry and self.tokens else self.spec.prompt
 
     @property
-    def known(self) -> bytes:
-        """What an engine is to repeat, packed: the tokens so far, where they are not part of `prompt`."""
-        return b"" if self.spec.carry else packed(self.tokens)
+    def prompt_tokens(self) -> int:
+        """The number of tokens of `prompt`."""
+        return len(self.spec.prompt_token_ids) + (len(self.tokens) if self.spec.carry else 0)
 
     @property
-    def prompt_tokens(self) -> int:
-        """Its length."""
-        return len(self.spec.prompt_token_ids) + (len(self.tokens) if self.spec.carry else 0)
+    def repeated(self) -> bytes:
+        """The tokens that an engine is to repeat, packed: those so far, where they are not part of `prompt`."""
+        return b"" if self.spec.carry else packed(self.tokens)
 
     @property
     def remaining(self) -> int:
@@ -216,85 +188,171 @@ class Job:
 
     @property
     def transfer_id(self) -> str:
-        """One an attempt, so that a late message of an earlier one cannot be mistaken.
+        """One id for each attempt, so that a late message of an earlier attempt cannot be mistaken.
 
-        Unlike any of another gateway, or of this one before its restart, for which clients may repeat their ids.
+        It differs from the ids of other gateways, and of this one before a restart: clients may repeat request ids.
         """
         return f"{self.spec.job_id}/{self._nonce}/{self.attempt}"
 
     @property
     def excluded(self) -> tuple[str, ...]:
-        """Instances that are not to have it now."""
+        """Instances on which the job must not be placed now."""
         failed = tuple(self.failed_instances)
         return (*failed, self.moved_from) if self.moved_from and self.moved_from not in failed else failed
 
-    def view(self, *, decode_only: bool = False) -> JobView:
-        """What policies may know. `decode_only`: its prefill is done."""
-        whole = decode_only or self.spec.local_only
-        spec, prompt = self.spec, self.prompt_tokens
-        given, expected = len(self.tokens) if spec.carry else 0, self.expected_tokens
-        return JobView(
-            spec.job_id,
-            prompt,
-            self.remaining,
-            spec.slo,
-            self.prediction,
-            whole,
-            begun=self.begun,
-            answer_tokens=remaining_tokens(given, expected, spec.max_tokens) if expected else 0,
-            can_wait=True,
-            waited_s=max(0.0, time.time() - spec.arrived_s),
-            started=bool(self.tokens),
-        )
+    @property
+    def wire_trace(self) -> str:
+        """The tracing context for calls of this attempt; empty without tracing."""
+        return self.trace.wire if self.trace is not None else ""
+
+    @property
+    def placement_trace(self) -> str:
+        """The tracing context for a placement."""
+        return self.trace.placing(self.mark_s) if self.trace is not None else ""
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """Hashes of its prompt's blocks, for placement; none where an engine would not look for them. Computed once."""
+        """Hashes of the prompt's blocks, for placement; empty where an engine would not look them up. Computed once."""
         if self._prefix is None:
             spec = self.spec
             self._prefix = () if spec.local_only else hashes_of(spec.prompt, spec.generation.cache_salt)
         return self._prefix
 
-    def reuses(self, reused: Reused | None, end: int) -> None:
-        """An instance has computed the prompt up to `end` tokens, but for what it reused."""
-        prompt = len(self.spec.prompt_token_ids)
-        start, end = min(reused.tokens if reused is not None else 0, prompt), min(end, prompt)
-        if start < end:
-            self._computed.append((start, end))
-        self._created += reused.created if reused is not None else 0
+    def view(self, *, decode_only: bool = False) -> JobView:
+        """The job as policies see it. decode_only: its prefill is done."""
+        spec, expected = self.spec, self.expected_tokens
+        carried = len(self.tokens) if spec.carry else 0
+        return JobView(
+            spec.job_id,
+            self.prompt_tokens,
+            self.remaining,
+            spec.slo,
+            self.prediction,
+            decode_only or spec.local_only,
+            begun=self.begun,
+            answer_tokens=remaining_tokens(carried, expected, spec.max_tokens) if expected else 0,
+            can_wait=True,
+            waited_s=max(0.0, time.time() - spec.arrived_s),
+            started=bool(self.tokens),
+        )
+
+    # The predicted length
 
     @property
-    def reused(self) -> Reused:
-        """What no instance had to compute of the prompt for this request, and what new prefixes it has left behind."""
-        prompt, computed, covered = len(self.spec.prompt_token_ids), 0, 0
-        for start, end in sorted(self._computed):
-            computed += max(0, end - max(start, covered))
-            covered = max(covered, end)
-        return Reused(prompt - computed, min(self._created, computed))
+    def prediction(self) -> LengthPrediction | None:
+        """The predicted length of its answer, if it has arrived."""
+        return self.length.prediction
+
+    def request_length(self, lengths: LengthClient, instance_id: str = "") -> None:
+        """Request a prediction, where predictors stand beside instances from the one beside that instance."""
+        self.length.cancel()
+        self.length = lengths.request(self.spec.prompt_token_ids, self.spec.max_tokens, self._predicted, instance_id)
+
+    def _predicted(self, prediction: LengthPrediction) -> None:
+        figures: dict[str, float | str] = {
+            "confidence": prediction.confidence,
+            "lower_tokens": prediction.lower_tokens,
+            "upper_tokens": prediction.upper_tokens,
+            "expected_tokens": prediction.mean,
+        }
+        least = f"{prediction.lower_tokens} tokens or more"
+        self.decided("prediction", least, (Reason(prediction.source, figures),))
+        if self.call.on_predicted is not None:
+            self.call.on_predicted(prediction)
+
+    # Placement and attempts
+
+    def begin_attempt(self) -> None:
+        """Start over where the client's tokens end."""
+        self.attempt += 1
+        self.call.instance = None
+        if self.trace is not None:
+            self.trace.attempt(self.mark_s)
+
+    def delayed(self, error: Delayed) -> None:
+        """The scheduler delayed the job; the timeline shows the first time."""
+        if not self.delays:
+            self.decided("delay", "", (Reason(error.message, {"cause": error.cause or error.code}),))
+        self.delays += 1
+
+    def placed(self, route: Route) -> None:
+        self.begun = True
+        if route.answer_tokens:
+            self.expected_tokens = route.answer_tokens + (len(self.tokens) if self.spec.carry else 0)
+        self.split = route.split
+        self.prefill_instance = route.prefill.instance_id if route.prefill else ""
+        self.decode_instance = route.decode.instance_id if route.decode else ""
+        self.decided("placement", self.prefill_instance or self.decode_instance, route.reasons)
+
+    def moved(self, instance_id: str, waited_s: float, pause: Pause, route: Route) -> None:
+        """It leaves an instance where it has been paused for `waited_s`, and continues on another route."""
+        self.moves += 1
+        self.moved_from = instance_id
+        chosen = route.decode.instance_id if route.decode is not None else ""  # else the dispatcher is to choose it
+        figures: dict[str, float | str] = {
+            "from": instance_id,
+            "tokens": len(self.tokens),
+            "waited_s": round(waited_s, 4),
+            "pause_s": round(pause.expected_s, 4),
+        }
+        self.decided("move", chosen, (Reason("paused", figures),))
+        if self.trace is not None:
+            self.trace.moved()
+
+    def add_loss(self) -> None:
+        """The attempt is lost, with the instance of the current call."""
+        lost = self.call.instance
+        instance_id, generation = (lost.instance_id, lost.generation) if lost is not None else ("", 0)
+        self.losses.append(Loss(len(self.tokens), instance_id, generation))
+
+    def resumes(self, error: PolyphaseError) -> None:
+        """The attempt failed, and another one follows."""
+        figures: dict[str, float | str] = {"error": error.message, "tokens": len(self.tokens)}
+        self.decided("resume", "", (Reason(error.code, figures),))
+        if self.trace is not None:
+            self.trace.failed(error)
+
+    def open_losses(self, forgiven_tokens: int) -> int:
+        """Losses that the answer's progress has not made up for: every `forgiven_tokens` since a loss forgive one."""
+        count = last = 0
+        for loss in self.losses:
+            count = max(0, count - (loss.position - last) // forgiven_tokens) + 1
+            last = loss.position
+        return count
+
+    def lost_since(self, position: int) -> list[str]:
+        """The instances, each of its processes once, that were lost after `position` tokens of the answer or later."""
+        lost = (loss for loss in self.losses if loss.instance_id and loss.position >= position)
+        return [name for name, _ in dict.fromkeys((loss.instance_id, loss.generation) for loss in lost)]
+
+    # Tokens
 
     def accept(self, step: TokenStep) -> None:
-        """Take a step of an engine and hand it on; engines send what the client does not have yet."""
+        """Pass on a step of an engine; engines send only what the client does not have yet."""
         if self.finished:
             return
         now = time.time()
         if step.pause is not None:
-            self._heard_of_pause(step.pause, now)
+            self._pause(step.pause, now)
             return
-        if self.paused is not None:
+        call = self.call
+        if call.paused is not None:
             self.end_pause(now)
-        if not self.leg_first_step_s and self.phase is Phase.DECODE:
-            self.reuses(step.reused, self.prompt_tokens)
-        self.leg_first_step_s = self.leg_first_step_s or now
+        if not call.first_step_s:
+            if self.phase is Phase.DECODE:
+                self.computed(step.reused, self.prompt_tokens)
+            call.first_step_s = now
         tokens, timeline = step.tokens, self.timeline
         if self.phase is Phase.PREFILL and not step.finish_reason and not timeline.first_token_s and self._smooth:
             self.tokens += tokens
-            self._kept.append(step)
+            self._held_steps.append(step)
             return
-        for kept in self._kept:  # the second token is here
-            self.emit(kept)
-        kept_some, self._kept = bool(self._kept), []
-        if kept_some and self.finished:  # by a stop string
-            return
+        if self._held_steps:  # the second token is here
+            held, self._held_steps = self._held_steps, []
+            for held_step in held:
+                self.emit(held_step)
+            if self.finished:  # by a stop string
+                return
         if tokens:
             if timeline.first_token_s:
                 self.gaps.add(now - timeline.last_token_s)
@@ -305,34 +363,8 @@ class Job:
             self.waited_s = 0.0
             if not self.streamed:
                 self._count_gap(now, len(tokens))
-        self.finish_reason = step.finish_reason  # first: what takes the step may find that a stop string ended it
+        self.finish_reason = step.finish_reason  # before `emit`, which may find that a stop string ended the answer
         self.emit(step)
-
-    def _heard_of_pause(self, pause: Pause, now: float) -> None:
-        if self.paused is None:
-            if pause.computing:
-                return  # a token that was under way has ended the pause
-            self.paused = Paused(now)
-        if pause.computing:
-            self.paused.computed_s = self.paused.computed_s or now
-        else:
-            self.paused.computed_s = 0.0  # its blocks were taken back once more
-        if self.on_pause is not None:
-            self.on_pause(pause)
-
-    def end_pause(self, now: float) -> None:
-        """The pause, if there is one, has ended: with a token, or with the leg."""
-        if self.paused is not None:
-            self.paused.ended_s = now
-            if len(self.pauses) < PAUSES_TOLD:
-                self.pauses.append(self.paused)
-            self.paused = None
-
-    def begin_leg(self, instance: InstanceRef) -> None:
-        """A call of an instance begins."""
-        self.leg_first_step_s = 0.0
-        self.leg_instance = instance
-        self.pauses, self.paused = [], None
 
     @property
     def _smooth(self) -> bool:
@@ -354,89 +386,141 @@ class Job:
             timeline.longest_gap_s, timeline.longest_gap_at_s = gap_s, now
             timeline.longest_gap_after = len(self.tokens) - tokens
 
+    def computed(self, reused: Reused | None, end: int) -> None:
+        """An instance has computed the prompt up to `end` tokens, except for what it reused."""
+        prompt = len(self.spec.prompt_token_ids)
+        start, end = min(reused.tokens if reused is not None else 0, prompt), min(end, prompt)
+        if start < end:
+            self._computed.append((start, end))
+        self._created += reused.created if reused is not None else 0
+
+    @property
+    def reused(self) -> Reused:
+        """Prompt tokens that no instance had to compute for this request, and those newly added to prefix caches."""
+        prompt, computed, covered = len(self.spec.prompt_token_ids), 0, 0
+        for start, end in sorted(self._computed):
+            computed += max(0, end - max(start, covered))
+            covered = max(covered, end)
+        return Reused(prompt - computed, min(self._created, computed))
+
     def stop(self) -> None:
-        """The front end found a stop string: the client has its answer, whatever its engine produced after it."""
+        """The front end found a stop string: the client has its answer, whatever the engine produced after it."""
         self.finish_reason = "stop"
 
-    def broke(self, code: str) -> None:
-        """What its engine gave could not be handed on. It is to be cancelled, and has failed with this code."""
-        self.finish_reason, self.broken = "", code
+    def output_failed(self, code: str) -> None:
+        """A step could not be passed on. The job is to be cancelled, and has failed with this code."""
+        self.finish_reason, self.failed_code = "", code
+
+    # Calls and pauses
+
+    def begin_call(self, instance: InstanceRef) -> EngineCall:
+        self.call = EngineCall(instance)
+        return self.call
+
+    def _pause(self, pause: Pause, now: float) -> None:
+        call = self.call
+        if call.paused is None:
+            if pause.computing:
+                return  # a token that arrived meanwhile has ended the pause
+            call.paused = Paused(now)
+        if pause.computing:
+            call.paused.computed_s = call.paused.computed_s or now
+        else:
+            call.paused.computed_s = 0.0  # its blocks were taken back once more
+        if call.on_pause is not None:
+            call.on_pause(pause)
+
+    def end_pause(self, now: float) -> None:
+        """The pause, if there is one, has ended: with a token, or with the call."""
+        call = self.call
+        if call.paused is not None:
+            call.paused.ended_s = now
+            if len(call.pauses) < MAX_PAUSES:
+                call.pauses.append(call.paused)
+            call.paused = None
+
+    # The timeline: spans, on the gateway's clock, without a gap before the first token
 
     def record(self, span: Span, started_s: float, ended_s: float, instance_id: str = "") -> None:
-        """Add a stretch to the timeline."""
         self.timeline.spans.append(SpanRecord(span, started_s, ended_s, instance_id, max(1, self.attempt)))
         self.mark_s = max(self.mark_s, ended_s)
         if span is Span.PLACEMENT and self.trace is not None:
             self.trace.placed(self.mark_s)
 
-    def spent(self, span: Span, until_s: float, instance_id: str = "") -> None:
-        """Add the time since the last stretch, so that there is no gap."""
+    def record_until(self, span: Span, until_s: float, instance_id: str = "") -> None:
+        """Record a span from the end of the last one."""
         self.record(span, self.mark_s, max(until_s, self.mark_s), instance_id)
 
+    def record_at_engine(self, span: Span, until_s: float, instance_id: str) -> None:
+        """`record_until` for the time in an engine, in which pauses are spans of their own."""
+        pauses, had_pause = self.call.pauses, False
+        while pauses and pauses[0].began_s < until_s:
+            pause = pauses.pop(0)
+            self.record_until(span, pause.began_s, instance_id)
+            self.record_until(Span.PAUSED, pause.computed_s or pause.ended_s, instance_id)
+            if pause.computed_s:
+                self.record_until(Span.RECOMPUTED, pause.ended_s, instance_id)
+            had_pause = True
+        if until_s > self.mark_s or not had_pause:
+            self.record_until(span, until_s, instance_id)
+
+    def record_prefill(self, instance_id: str, reply: PrefillReply) -> None:
+        """Record the times of a prefill that has just replied."""
+        replied_s = time.time()
+        shift_s = clock_shift_s(reply.queued_s, reply.ended_s, self.mark_s, replied_s)
+        for span, until_s in (
+            (Span.HANDOVER, reply.queued_s),
+            (Span.QUEUE, reply.started_s),
+            (Span.PREFILL, reply.ended_s),
+        ):
+            self.record_until(span, min(until_s + shift_s, replied_s), instance_id)
+        self.record_until(Span.REPLY, replied_s, instance_id)
+
+    def record_decode(self, instance_id: str, reply: DecodeReply) -> None:
+        """Record the times of a decode that has just replied, with its transfer: first the wait for room for its KV,
+        then the transfer, then the wait from the arrival of the KV to the end of the first step.
+        """
+        replied_s = time.time()
+        shift_s = clock_shift_s(reply.queued_s, reply.ended_s, self.mark_s, replied_s)
+        transfer = reply.transfer
+        self.record_until(Span.HANDOVER, reply.queued_s + shift_s, instance_id)
+        first_step_s = self.call.first_step_s or replied_s
+        if transfer.started_s:
+            transfer = msgspec.structs.replace(
+                transfer, started_s=transfer.started_s + shift_s, ended_s=transfer.ended_s + shift_s
+            )
+            if transfer.started_s > self.mark_s:  # else the KV was prefetched
+                self.record_at_engine(Span.DECODE_QUEUE, min(transfer.started_s, first_step_s), instance_id)
+            self.record(Span.TRANSFER, transfer.started_s, transfer.ended_s, instance_id)
+        self.timeline.transfers.append(transfer)
+        self.record_at_engine(Span.DECODE_QUEUE, min(reply.started_s + shift_s, first_step_s), instance_id)
+        if self.timeline.first_token_s == first_step_s:
+            self.record_until(Span.REPLY, first_step_s, instance_id)
+        self.record_at_engine(Span.DECODE, min(reply.ended_s + shift_s, replied_s), instance_id)
+
+    def record_failed_call(self, instance_id: str, error: BaseException) -> None:
+        """Record a call without a reply: it failed, or was cancelled because the client has its answer or left."""
+        now_s = time.time()
+        if self.trace is not None and isinstance(error, PolyphaseError):
+            self.trace.leg_lost(instance_id, self.mark_s, now_s, error.code)
+        self.end_pause(now_s)
+        call = self.call
+        first_s = call.first_step_s or (call.pauses[0].began_s if call.pauses else 0.0)
+        if first_s:
+            self.record_at_engine(Span.DECODE_QUEUE, first_s, instance_id)
+            self.record_at_engine(Span.DECODE, now_s, instance_id)
+        else:
+            self.record_until(Span.LOST, now_s, instance_id)
+
     def decided(self, kind: str, chosen: str, reasons: tuple[Reason, ...]) -> None:
-        """Add a decision to the timeline."""
         self.timeline.decisions.append(Decision(time.time(), kind, chosen, reasons))
 
-    def spent_here(self, span: Span, until_s: float, instance_id: str) -> None:
-        """The same of a leg's time at its engine, in which pauses are stretches of their own."""
-        carved = False
-        while self.pauses and self.pauses[0].began_s < until_s:
-            pause = self.pauses.pop(0)
-            self.spent(span, pause.began_s, instance_id)
-            self.spent(Span.PAUSED, pause.computed_s or pause.ended_s, instance_id)
-            if pause.computed_s:
-                self.spent(Span.RECOMPUTED, pause.ended_s, instance_id)
-            carved = True
-        if until_s > self.mark_s or not carved:
-            self.spent(span, until_s, instance_id)
-
-    def lose(self) -> None:
-        """Record that the attempt failed, with the instance that had it."""
-        ref = self.leg_instance
-        generation = ref.generation if ref is not None else 0
-        self.losses.append(Loss(len(self.tokens), ref.instance_id if ref is not None else "", generation))
-
-    def open_losses(self, forgiven_tokens: int) -> int:
-        """Losses that the answer's progress has not made up for: every `forgiven_tokens` since a loss forgive one."""
-        count = last = 0
-        for loss in self.losses:
-            count = max(0, count - (loss.position - last) // forgiven_tokens) + 1
-            last = loss.position
-        return count
-
-    def lost_since(self, position: int) -> list[str]:
-        """The instances, each of its processes once, that were lost after `position` tokens of the answer or later."""
-        lost = (one for one in self.losses if one.instance_id and one.position >= position)
-        return [name for name, _ in dict.fromkeys((one.instance_id, one.generation) for one in lost)]
-
-    def resumes(self, error: PolyphaseError) -> None:
-        """The attempt is lost, and another one follows."""
-        figures: dict[str, float | str] = {"error": error.message, "tokens": len(self.tokens)}
-        self.decided("resume", "", (Reason(error.code, figures),))
-        if self.trace is not None:
-            self.trace.failed(error)
-
-    def moving(self, instance_id: str, waited_s: float, pause: Pause, route: Route) -> None:
-        """It leaves an instance where it has been paused for `waited_s`, and goes on by another route."""
-        self.moves += 1
-        self.moved_from = instance_id
-        chosen = route.decode.instance_id if route.decode is not None else ""  # else the dispatcher is to choose it
-        figures: dict[str, float | str] = {
-            "from": instance_id,
-            "tokens": len(self.tokens),
-            "waited_s": round(waited_s, 4),
-            "pause_s": round(pause.expected_s, 4),
-        }
-        self.decided("move", chosen, (Reason("paused", figures),))
-        if self.trace is not None:
-            self.trace.moved()
-
     def ended(self, outcome: str) -> None:
-        """It is over. outcome: the code of what ended it, unless it has finished."""
+        """The job is over. outcome: the code of what ended it, unless it has finished."""
         if self.finished:
             self.phase, outcome = Phase.COMPLETED, self.finish_reason
         else:
-            outcome = self.broken or outcome
+            outcome = self.failed_code or outcome
             self.phase = Phase.CANCELLED if outcome == "cancelled" else Phase.FAILED
         self.timeline.ended_s = time.time()
         self.timeline.outcome = outcome
@@ -445,68 +529,35 @@ class Job:
             error = outcome if self.phase is Phase.FAILED else ""
             self.trace.ended(self.timeline, self.split, self.finish_reason, error)
 
-    def ask(self, lengths: LengthClient, instance_id: str = "") -> None:
-        """Request its length, where predictors stand beside instances from the one beside that instance."""
-        self.asked.cancel()
-        self.asked = lengths.ask(self.spec.prompt_token_ids, self.spec.max_tokens, instance_id)
-        self.asked.then(self._predicted)
-
-    def _predicted(self, found: LengthPrediction) -> None:
-        figures: dict[str, float | str] = {
-            "confidence": found.confidence,
-            "lower_tokens": found.lower_tokens,
-            "upper_tokens": found.upper_tokens,
-            "expected_tokens": found.mean,
-        }
-        self.decided("prediction", f"{found.lower_tokens} tokens or more", (Reason(found.source, figures),))
-
-    def delayed(self, error: Delayed) -> None:
-        """It is to ask again later; the first time is told in its timeline."""
-        if not self.delays:
-            self.decided("delay", "", (Reason(error.message, {"cause": error.cause or error.code}),))
-        self.delays += 1
-
-    def placed(self, route: Route) -> None:
-        """Take in a placement."""
-        self.begun = True
-        if route.answer_tokens:
-            self.expected_tokens = route.answer_tokens + (len(self.tokens) if self.spec.carry else 0)
-        self.split = route.split
-        self.prefill_instance = route.prefill.instance_id if route.prefill else ""
-        self.decode_instance = route.decode.instance_id if route.decode else ""
-        chosen = self.prefill_instance or self.decode_instance
-        self.decided("placement", chosen, route.reasons)
-
     def report(self, outcome: str = "") -> JobReport:
         """The row of the status table, with the timeline so far."""
-        timeline, final = self.timeline, self.phase.final
+        spec, timeline, phase = self.spec, self.timeline, self.phase
         timeline.output_tokens = len(self.tokens)
-        slo = self.spec.slo
-        ttft, tpot = timeline.ttft_s, timeline.tpot_s
+        slo, ttft_s, tpot_s = spec.slo, timeline.ttft_s, timeline.tpot_s
         met = None
-        if self.phase is Phase.COMPLETED:
-            met = ttft is not None and ttft <= slo.ttft_s and (tpot is None or tpot <= slo.tpot_s)
+        if phase is Phase.COMPLETED:
+            met = ttft_s is not None and ttft_s <= slo.ttft_s and (tpot_s is None or tpot_s <= slo.tpot_s)
             met = met and itl_met(timeline.gaps, timeline.gaps_over)
         return JobReport(
-            self.spec.job_id,
+            spec.job_id,
             self.gateway_id,
-            self.phase,
-            self.spec.arrived_s,
-            len(self.spec.prompt_token_ids),
+            phase,
+            spec.arrived_s,
+            len(spec.prompt_token_ids),
             len(self.tokens),
             self.prefill_instance,
             self.decode_instance,
             self.split,
             slo.name,
             outcome,
-            ttft,
-            tpot,
+            ttft_s,
+            tpot_s,
             met,
             timeline,
-            self.spec.max_tokens,
-            self.prediction if final else None,
-            self.spec.caller,
-            self.asked.begun,
+            spec.max_tokens,
+            self.prediction if phase.final else None,
+            spec.caller,
+            self.length.requested,
             list(self.losses),
             timeline.longest_gap_s if timeline.gaps else None,
             timeline.gaps,

@@ -1,4 +1,9 @@
-"""The gateway's metrics: what only it sees of requests. Those under vLLM's names are in `gateway.vllm_series`."""
+"""The gateway's Prometheus metrics: its own series, vLLM's series of requests, and the HTTP series of vLLM's server.
+
+The series under vLLM's names have vLLM's labels, buckets and meanings, so that its dashboards can read this gateway. A
+job is observed once, at its end; token counters and gaps are read from the open jobs at each scrape, so that the
+metrics cost a token nothing.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,16 +20,130 @@ from shared.runtime.metrics import Bound
 from shared.timeline import RequestTimeline, Span
 from shared.wire.messages import JobReport
 
-# MERGED vllm_series.py
-# vLLM's own series of requests: its names, labels, buckets and meanings, so that its dashboards read this gateway.
-#
-# `engine` is 0: to such a dashboard a gateway is a server with one engine. Token counters and gaps are read from
-# the jobs under way at each scrape, and cost a token nothing.
+_GAP_S = (0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0)
+_TARGETS = ("ttft", "tpot", "itl", "answer")
+_SPAN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
+# Of a completed request the reason is the engine's own: stop, length or repetition (vllm.v1.engine.FinishReason).
+_REFUSED = (Busy.code, Overloaded.code)
+_REASONS = {Phase.CANCELLED: "abort", Phase.FAILED: "error"}
+
+
+class GatewayMetrics:
+    """All series of a gateway."""
+
+    def __init__(self, model: str, registry: CollectorRegistry, max_model_len: int = 2048) -> None:
+        self.requests = RequestSeries(model, max_model_len, registry)
+        self.http = HttpSeries(registry)
+        self._jobs = Bound(
+            Counter("polyphase_jobs", "Answers requested, by how they ended.", ["slo", "outcome"], registry=registry)
+        )
+        slo = Counter(
+            "polyphase_slo_requests",
+            "Requests by whether they met their targets; without cancelled ones.",
+            ["slo", "met"],
+            registry=registry,
+        )
+        missed = Counter(
+            "polyphase_slo_missed",
+            "Requests that missed a target, by target: ttft, tpot, itl, or the whole answer.",
+            ["slo", "target"],
+            registry=registry,
+        )
+        self._slo, self._missed = Bound(slo), Bound(missed)
+        self._longest = Bound(
+            Histogram(
+                "polyphase_longest_gap_seconds",
+                "The longest gap between two deliveries of tokens of each completed answer.",
+                ["slo"],
+                buckets=_GAP_S,
+                registry=registry,
+            )
+        )
+        self._resumes = Counter("polyphase_resumes", "Further attempts after a failure.", registry=registry)
+        self._moves = Counter(
+            "polyphase_moves",
+            "Streams that were paused for want of KV blocks and went on elsewhere.",
+            registry=registry,
+        )
+        self.queued = Gauge("polyphase_gateway_queued_jobs", "Jobs that do not decode yet.", registry=registry)
+        self.reports_dropped = Counter(
+            "polyphase_gateway_reports_dropped", "Final reports that no scheduler accepted in time.", registry=registry
+        )
+        self.predictions = Counter(
+            "polyphase_predictions", "Length predictions, by outcome.", ["outcome"], registry=registry
+        )
+        spans = Histogram(
+            "polyphase_request_span_seconds",
+            "Time of each stretch of a request.",
+            ["span"],
+            buckets=_SPAN_S,
+            registry=registry,
+        )
+        self._spans = {span: spans.labels(span=span.value) for span in Span}
+        self.refused = Counter(
+            "polyphase_refused", "Requests refused, by cause and SLO class.", ["cause", "slo"], registry=registry
+        )
+        self._delayed = Counter(
+            "polyphase_delayed", "Jobs that had to wait for heavier classes.", ["slo"], registry=registry
+        )
+        self.waiting = Gauge(
+            "polyphase_gateway_delayed_jobs", "Jobs that wait for their turn or for room.", ["slo"], registry=registry
+        )
+        self.records = Counter(
+            "polyphase_gateway_records", "Lengths of answers for training, by outcome.", ["outcome"], registry=registry
+        )
+        self.record_failures = Counter(
+            "polyphase_gateway_record_failures", "Attempts to write such records that failed.", registry=registry
+        )
+
+    def begin_classes(self, names: Iterable[str]) -> None:
+        """Create the series of each SLO class with the value 0: a rate misses the value that a series begins with."""
+        for name in names:
+            for met in ("yes", "no"):
+                self._slo.of(name, met)
+            self._longest.of(name)
+            for target in _TARGETS:
+                self._missed.of(name, target)
+
+    def ended(self, job: Job, report: JobReport) -> None:
+        """Observe a job that is over, with its final report."""
+        if report.outcome in _REFUSED:
+            self.refused.labels(cause=report.outcome, slo=report.slo).inc()
+        else:
+            self.requests.ended(job, _REASONS.get(report.phase, report.outcome))
+        if job.delays:
+            self._delayed.labels(slo=report.slo).inc()
+        self._jobs.of(report.slo, report.outcome).inc()
+        if report.phase is not Phase.CANCELLED:
+            self._slo.of(report.slo, "yes" if report.slo_met else "no").inc()
+            for target in _missed(job, report):
+                self._missed.of(report.slo, target).inc()
+        if report.phase is Phase.COMPLETED and report.longest_gap_s is not None:
+            self._longest.of(report.slo).observe(report.longest_gap_s)
+        for span in job.timeline.spans:
+            self._spans[span.span].observe(span.ended_s - span.started_s)
+        if job.attempt > 1:
+            self._resumes.inc(
+                max(0, job.attempt - 1 - job.moves)
+            )  # an attempt may have failed as the job was about to move
+        if job.moves:
+            self._moves.inc(job.moves)
+
+
+def _missed(job: Job, report: JobReport) -> list[str]:
+    """Which targets a job missed. A job that failed has missed all of them."""
+    if report.phase is not Phase.COMPLETED:
+        return ["answer"]
+    slo = job.spec.slo
+    late = {"ttft": report.ttft_s is None or report.ttft_s > slo.ttft_s}
+    late["tpot"] = report.tpot_s is not None and report.tpot_s > slo.tpot_s
+    late["itl"] = not itl_met(report.gaps, report.gaps_over)
+    return [target for target, missed in late.items() if missed]
 
 
 LABELS = ("model_name", "engine")
-ENGINE = "0"
-# vllm.v1.metrics.buckets; a test holds them equal. Seconds.
+ENGINE = "0"  # a gateway looks like a server with one engine
+# Seconds, as in vllm.v1.metrics.buckets, with which a test compares them.
 TTFT = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -52,14 +171,14 @@ _TOKENS = {
 
 
 class RequestSeries:
-    """Of one model. Observed once a job, at its end."""
+    """vLLM's series of requests, for one model."""
 
     def __init__(self, model: str, max_model_len: int, registry: CollectorRegistry) -> None:
         self._model = model
         self.gaps = Gaps()
         self.open: Callable[[], Iterable[Job]] = tuple  # jobs that have not ended
         self.ended_tokens, self.ended_prompt_tokens, self.ended_gaps_s = 0, 0, 0.0
-        self._siblings: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # how many ended, the longest
+        self._siblings: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # by ParentRequest: ended, longest
         ended = Counter(
             "vllm:request_success", "Requests by how they ended.", [*LABELS, "finished_reason"], registry=registry
         )
@@ -72,10 +191,9 @@ class RequestSeries:
             name: Histogram(name, text, LABELS, buckets=buckets, registry=registry).labels(model, ENGINE)
             for name, (text, buckets) in bounds.items()
         }
-        registry.register(_UnderWay(self))
+        registry.register(_TokenSeries(self))
 
     def ended(self, job: Job, reason: str) -> None:
-        """Take in a job that is over."""
         self._ended.of(self._model, ENGINE, reason).inc()
         timeline, tokens = job.timeline, len(job.tokens)
         self._observe("vllm:request_params_max_tokens", job.spec.max_tokens)
@@ -91,7 +209,7 @@ class RequestSeries:
         self._of_request(job.siblings, tokens)
 
     def _of_request(self, siblings: Any, tokens: int) -> None:
-        """What is counted once for all `n` answers of a request, when the last of them has ended."""
+        """Observe what counts once for all `n` answers of a request, when the last of them has ended."""
         wanted = 1
         if siblings is not None:
             wanted = siblings.n
@@ -108,18 +226,16 @@ class RequestSeries:
 
     @property
     def labels(self) -> tuple[str, str]:
-        """Their values, of all series."""
         return self._model, ENGINE
 
 
-class _UnderWay(Collector):
-    """What grows with each token: what ended, and what is under way."""
+class _TokenSeries(Collector):
+    """The series that grow with each token, from ended and open jobs."""
 
     def __init__(self, series: RequestSeries) -> None:
         self._series = series
 
     def collect(self) -> Iterator[Metric]:
-        """One scrape."""
         series = self._series
         begun = [job for job in series.open() if job.timeline.first_token_s]
         tokens = series.ended_tokens + sum(len(job.tokens) for job in begun)
@@ -137,17 +253,17 @@ class _UnderWay(Collector):
         yield gaps
 
 
-def token_buckets(most: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, … up to `most`, as vLLM counts tokens."""
+def token_buckets(limit: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, … up to `limit`, as vLLM counts tokens."""
     found, at = [], 1
-    while at <= most:
-        found += [at * factor for factor in (1, 2, 5) if at * factor <= most]
+    while at <= limit:
+        found += [at * factor for factor in (1, 2, 5) if at * factor <= limit]
         at *= 10
     return tuple(found)
 
 
 def _times(timeline: RequestTimeline) -> dict[str, float]:
-    """Seconds, of a request that has a token. Where the decode instance prefills, its queue counts as prefill."""
+    """Seconds, of a request with a token. Where the decode instance prefills, its queue counts as prefill."""
     took_s = timeline.last_token_s - timeline.first_token_s
     queued_s = sum(each.ended_s - each.started_s for each in timeline.spans if each.span is Span.QUEUE)
     began_s = min(
@@ -166,17 +282,16 @@ def _times(timeline: RequestTimeline) -> dict[str, float]:
     }
 
 
-# MERGED http_series.py
-# HTTP as vLLM's server counts it, counted at the edge: most streams never reach the application's middleware.
-
-
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
-_FINE = (*(0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60),)
+_FINE = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)
 _COARSE = (0.1, 0.5, 1)
 
 
 class HttpSeries:
-    """The names and labels of prometheus-fastapi-instrumentator; a handler that is not served is `none`."""
+    """HTTP series with the names and labels of prometheus-fastapi-instrumentator; the handler of other paths is `none`.
+
+    Counted at the edge, because plain streams do not reach the application's middleware.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Bound(
@@ -204,134 +319,9 @@ class HttpSeries:
         )
 
     def answered(self, scope: Any, served: bool, status: int, took_s: float) -> None:
-        """Count an answer. `served`: its path is one of the API."""
+        """Count an answer. served: its path is one of the API."""
         method = scope["method"] if scope["method"] in METHODS else "other"
         handler = scope["path"] if served else "none"
         self._requests.of(method, f"{status // 100}xx", handler).inc()
         self._fine.observe(took_s)
         self._coarse.of(method, handler).observe(took_s)
-
-
-_GAP_S = (0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0)
-_TARGETS = ("ttft", "tpot", "itl", "answer")
-_SPAN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
-# Of a completed request the reason is the engine's own: stop, length or repetition (vllm.v1.engine.FinishReason).
-_REFUSED = (Busy.code, Overloaded.code)
-_REASONS = {Phase.CANCELLED: "abort", Phase.FAILED: "error"}
-
-
-class GatewayMetrics:
-    """Observed once a job, at its end: nothing here is on the way of a token."""
-
-    def __init__(self, model: str, registry: CollectorRegistry, max_model_len: int = 2048) -> None:
-        self.requests = RequestSeries(model, max_model_len, registry)
-        self.http = HttpSeries(registry)
-        self._jobs = Bound(
-            Counter("polyphase_jobs", "Answers asked for, by how they ended.", ["slo", "outcome"], registry=registry)
-        )
-        slo = Counter(
-            "polyphase_slo_requests",
-            "Requests by whether they met their targets; cancelled ones are none.",
-            ["slo", "met"],
-            registry=registry,
-        )
-        missed = Counter(
-            "polyphase_slo_missed",
-            "Requests that did not meet their targets, by what they missed: ttft, tpot, itl, several, or any answer.",
-            ["slo", "target"],
-            registry=registry,
-        )
-        self._slo, self._missed = Bound(slo), Bound(missed)
-        self._longest = Bound(
-            Histogram(
-                "polyphase_longest_gap_seconds",
-                "The longest gap between two deliveries of tokens of each completed answer.",
-                ["slo"],
-                buckets=_GAP_S,
-                registry=registry,
-            )
-        )
-        self._resumes = Counter("polyphase_resumes", "Further attempts after a failure.", registry=registry)
-        self._moves = Counter(
-            "polyphase_moves",
-            "Streams that were paused for want of KV blocks and went on elsewhere.",
-            registry=registry,
-        )
-        self.queued = Gauge("polyphase_gateway_queued_jobs", "Jobs that do not decode yet.", registry=registry)
-        self.reports_dropped = Counter(
-            "polyphase_gateway_reports_dropped", "Final reports that no scheduler took in time.", registry=registry
-        )
-        self.predictions = Counter(
-            "polyphase_predictions", "Length predictions, by outcome.", ["outcome"], registry=registry
-        )
-        spans = Histogram(
-            "polyphase_request_span_seconds",
-            "Time of each stretch of a request.",
-            ["span"],
-            buckets=_SPAN_S,
-            registry=registry,
-        )
-        self._spans = {span: spans.labels(span=span.value) for span in Span}
-        self._open_refusals(registry)
-        self._open_records(registry)
-
-    def _open_refusals(self, registry: CollectorRegistry) -> None:
-        self.refused = Counter(
-            "polyphase_refused", "Requests refused, by cause and SLO class.", ["cause", "slo"], registry=registry
-        )
-        self._delayed = Counter(
-            "polyphase_delayed", "Jobs that had to wait for heavier classes.", ["slo"], registry=registry
-        )
-        self.waiting = Gauge(
-            "polyphase_gateway_delayed_jobs", "Jobs that wait for their turn or for room.", ["slo"], registry=registry
-        )
-
-    def _open_records(self, registry: CollectorRegistry) -> None:
-        self.records = Counter(
-            "polyphase_gateway_records", "Lengths of answers for training, by outcome.", ["outcome"], registry=registry
-        )
-        self.record_failures = Counter(
-            "polyphase_gateway_record_failures", "Attempts to write such records that failed.", registry=registry
-        )
-
-    def begin_classes(self, names: Iterable[str]) -> None:
-        """Show what counts by SLO class from nothing on: a rate misses what a series begins with."""
-        for name in names:
-            for met in ("yes", "no"):
-                self._slo.of(name, met)
-            self._longest.of(name)
-            for target in _TARGETS:
-                self._missed.of(name, target)
-
-    def ended(self, job: Job, report: JobReport) -> None:
-        """Take in a job that is over, with its final report."""
-        if report.outcome in _REFUSED:
-            self.refused.labels(cause=report.outcome, slo=report.slo).inc()
-        else:
-            self.requests.ended(job, _REASONS.get(report.phase, report.outcome))
-        if job.delays:
-            self._delayed.labels(slo=report.slo).inc()
-        self._jobs.of(report.slo, report.outcome).inc()
-        if report.phase is not Phase.CANCELLED:
-            self._slo.of(report.slo, "yes" if report.slo_met else "no").inc()
-            for target in _missed(job, report):
-                self._missed.of(report.slo, target).inc()
-        if report.phase is Phase.COMPLETED and report.longest_gap_s is not None:
-            self._longest.of(report.slo).observe(report.longest_gap_s)
-        for span in job.timeline.spans:
-            self._spans[span.span].observe(span.ended_s - span.started_s)
-        if job.attempt > 1:
-            self._resumes.inc(max(0, job.attempt - 1 - job.moves))  # one may have failed as it was about to move
-        if job.moves:
-            self._moves.inc(job.moves)
-
-
-def _missed(job: Job, report: JobReport) -> list[str]:
-    """Which targets a job did not meet. One that failed has met none, whatever it had by then."""
-    if report.phase is not Phase.COMPLETED:
-        return ["answer"]
-    slo = job.spec.slo
-    late = {"ttft": report.ttft_s is None or report.ttft_s > slo.ttft_s}
-    late["tpot"] = report.tpot_s is not None and report.tpot_s > slo.tpot_s
-    late["itl"] = not itl_met(report.gaps, report.gaps_over)
-    return [target for target, missed in late.items() if missed]

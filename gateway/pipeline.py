@@ -1,12 +1,28 @@
-"""The one file that knows the order of the steps: place, prefill, transfer, decode; and what follows a failure.
+"""The order of a request's steps: place, prefill, transfer, decode; and the retries after a failure.
 
-The pipeline owns the job: its deadline, the cancellation of every leg, and the tokens that the client already has.
+`Pipeline.run` serves one job: it waits for a placement (`_place_in_turn`), has the prefill instance compute the prompt
+(`_prefill`), has the decode instance fetch the KV meanwhile (`StagedKv`) and produce the answer (`_decode`). The
+pipeline owns the job's deadline and the cancellation of its calls. It reacts to failures as follows:
+
+| failure | reaction | costs |
+|---|---|---|
+| `Delayed` by the scheduler | the job waits in the fair queue of its SLO class and is placed again | `queue_s` |
+| no scheduler, no instance | the placement is repeated | patience |
+| `NoRoom` | another decode instance with room gets the same KV; without one the job waits where it is | |
+| `WrongRole`, `Busy`, `NotConnected` of a decode instance | another one gets the same KV | patience |
+| the same of other instances | another attempt | patience |
+| other retriable errors | another attempt, without the failed instance, from the tokens that the client has | a loss |
+| a long pause, with a better place elsewhere | the job continues there | a move |
+| all others | the job ends with the error | |
+
+A token renews the patience, and progress of the answer forgives losses (`loss_forgiven_tokens`).
 """
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -37,7 +53,7 @@ from shared.policy.assignment import Assignment, assignments, promise_of
 from shared.policy.fair_share import FairLine, Ledger, Shares
 from shared.policy.overload import MOVE_LEAST_S, steps_aside
 from shared.runtime.logs import get_log
-from shared.timeline import Span, clock_shift_s
+from shared.timeline import Span
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.messages import (
     DECODE,
@@ -46,7 +62,6 @@ from shared.wire.messages import (
     PREFETCH,
     PREFILL,
     RELEASE,
-    DecodeReply,
     DecodeRequest,
     ExpectRequest,
     Method,
@@ -61,248 +76,24 @@ from shared.wire.messages import (
 )
 from shared.wire.rpc_client import RpcClient, RpcClients
 
-# MERGED staged.py
-# What one attempt holds on instances: KV staged by its prefill, fetches of it that decode instances have begun, and
-# the place that one of them keeps for it.
-
-ANNOUNCE_S = 2.0  # for the connection to a decode instance that is new to this gateway
-
-
-class StagedKv:
-    """Entered before the prefill is called. At the end all is released but what `ended_on` says is gone.
-
-    That holds for every end, also where the prefill's reply and its cancellation cross: the id is the gateway's own.
-    """
-
-    def __init__(self, clients: RpcClients, job: Job, prefill: InstanceRef) -> None:
-        self._clients = clients
-        self._job = job
-        self._transfer_id = job.transfer_id
-        self._prefill = prefill
-        self._holders = {prefill.rpc}
-        self._fetches: list[asyncio.Task[None]] = []
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for address in self._holders:
-            self._clients.to(address).notify(RELEASE, ReleaseRequest([self._transfer_id]))
-        for fetch in self._fetches:
-            fetch.cancel()
-        if self._fetches:
-            await asyncio.gather(*self._fetches)
-
-    def announce(self, decode: InstanceRef, bound: Assignment) -> None:
-        """Tell the decode instance what will come to it, so that its load shows that to all schedulers."""
-        self._holders.add(decode.rpc)
-        request = ExpectRequest(self._transfer_id, promise_of(bound), keep_s=self._job.left_s)
-        client = self._clients.to(decode.rpc)
-        if client.connected:
-            client.notify(EXPECT, request)
-        else:  # a notification would be lost
-            self._fetches.append(asyncio.get_running_loop().create_task(self._announce(client, request)))
-
-    def prefetch(self, started: PrefillStarted) -> None:
-        """Have the decode instance fetch while the prefill goes on; what fails or is late only costs the overlap."""
-        self._holders.add(started.decode.rpc)
-        self._fetches.append(asyncio.get_running_loop().create_task(self._prefetch(started)))
-
-    def ended_on(self, decode: InstanceRef) -> None:
-        """A decode has ended there, and what had been fetched for it with it.
-
-        The prefill instance is told all the same: that the KV was pulled, it heard by a connection that may be broken.
-        """
-        self._holders.discard(decode.rpc)
-
-    async def _announce(self, client: RpcClient, request: ExpectRequest) -> None:
-        try:
-            await client.call(EXPECT, request, timeout_s=ANNOUNCE_S)
-        except asyncio.CancelledError:
-            return  # by us, at the end of the attempt
-        except PolyphaseError as error:
-            log.info("a decode is not announced", transfer_id=self._transfer_id, error=error.message)
-
-    async def _prefetch(self, started: PrefillStarted) -> None:
-        client = self._clients.to(started.decode.rpc)
-        try:
-            request = PrefetchRequest(started.handle, keep_s=self._job.left_s)
-            await client.call(PREFETCH, request, timeout_s=self._job.left_s)
-        except asyncio.CancelledError:
-            return  # by us, at the end of the attempt
-        except PolyphaseError as error:
-            log.info("prefetch failed", transfer_id=self._transfer_id, error=error.message)
-
-
-# MERGED lines.py
-# The lines of jobs that wait for their place: one a class, fair between callers, and only its head asks. Those that
-# step aside for others of their class (`shared.policy.overload.steps_aside`) have a line of their own.
-
-
-class Lines:
-    """A job that waits costs one entry and nothing a second. `shares`: what each caller has had, of any class."""
-
-    def __init__(self, weights: Mapping[str, float] | None = None, ledger: Ledger | None = None) -> None:
-        """ledger: of the processes that share this one's port."""
-        self.shares = Shares(weights, ledger)
-        self._lines: dict[tuple[str, bool], FairLine[asyncio.Event]] = {}  # by class, and whether they stepped aside
-
-    def waiting(self, slo: str) -> int:
-        """How many jobs of that class wait, those that ask included."""
-        return sum(len(line) for (name, _), line in self._lines.items() if name == slo)
-
-    def queued(self, slo: str) -> bool:
-        """Whether a job of that class that comes now has others before it."""
-        line = self._lines.get((slo, False))
-        return line is not None and len(line) > 0
-
-    @asynccontextmanager
-    async def turn(self, slo: str, caller: str, *, aside: bool = False) -> AsyncIterator[None]:
-        """The block is entered when it is this job's turn to ask, and its end is the next one's turn."""
-        line = self._lines.get((slo, aside))
-        if line is None:
-            line = self._lines[slo, aside] = FairLine(self.shares)
-        turn = asyncio.Event()
-        line.push(turn, caller)
-        _call(line)
-        try:
-            await turn.wait()
-            yield
-        finally:
-            line.remove(turn, caller)
-            _call(line)
-
-
-def _call(line: FairLine[asyncio.Event]) -> None:
-    if (head := line.head()) is not None:
-        head.set()
-
-
-# MERGED spans.py
-# Where the time of a job's legs went, on the gateway's clock: stretches that leave no gap before its first token.
-
-
-def prefill_ended(job: Job, instance_id: str, reply: PrefillReply) -> None:
-    """Take in the times of a prefill that has just replied."""
-    replied_s = time.time()
-    shift_s = clock_shift_s(reply.queued_s, reply.ended_s, job.mark_s, replied_s)
-    for span, until_s in (
-        (Span.HANDOVER, reply.queued_s),
-        (Span.QUEUE, reply.started_s),
-        (Span.PREFILL, reply.ended_s),
-    ):
-        job.spent(span, min(until_s + shift_s, replied_s), instance_id)
-    job.spent(Span.REPLY, replied_s, instance_id)
-
-
-def decode_ended(job: Job, instance_id: str, reply: DecodeReply) -> None:
-    """Take in the times of a decode that has just replied, and its transfer: the wait until there was room for its KV,
-    the transfer itself, and the wait from when the KV was there to the end of the first step are apart.
-    """
-    replied_s = time.time()
-    shift_s = clock_shift_s(reply.queued_s, reply.ended_s, job.mark_s, replied_s)
-    transfer = reply.transfer
-    job.spent(Span.HANDOVER, reply.queued_s + shift_s, instance_id)
-    first_step_s = job.leg_first_step_s or replied_s
-    if transfer.started_s:
-        transfer = msgspec.structs.replace(
-            transfer, started_s=transfer.started_s + shift_s, ended_s=transfer.ended_s + shift_s
-        )
-        if transfer.started_s > job.mark_s:  # else it was fetched beforehand
-            job.spent_here(Span.DECODE_QUEUE, min(transfer.started_s, first_step_s), instance_id)
-        job.record(Span.TRANSFER, transfer.started_s, transfer.ended_s, instance_id)
-    job.timeline.transfers.append(transfer)
-    job.spent_here(Span.DECODE_QUEUE, min(reply.started_s + shift_s, first_step_s), instance_id)
-    if job.timeline.first_token_s == first_step_s:
-        job.spent(Span.REPLY, first_step_s, instance_id)
-    job.spent_here(Span.DECODE, min(reply.ended_s + shift_s, replied_s), instance_id)
-
-
-def leg_broke_off(job: Job, instance_id: str, error: BaseException) -> None:
-    """A leg ended without a reply: it failed, or was cancelled because the client has enough or is gone."""
-    now_s = time.time()
-    if job.trace is not None and isinstance(error, PolyphaseError):
-        job.trace.leg_lost(instance_id, job.mark_s, now_s, error.code)
-    job.end_pause(now_s)
-    first_s = job.leg_first_step_s or (job.pauses[0].began_s if job.pauses else 0.0)
-    if first_s:
-        job.spent_here(Span.DECODE_QUEUE, first_s, instance_id)
-        job.spent_here(Span.DECODE, now_s, instance_id)
-    else:
-        job.spent(Span.LOST, now_s, instance_id)
-
-
 log = get_log(__name__)
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 Item = TypeVar("Item")
 PLACE_S = 2.0
-RETRY_S = 0.1
-RETRY_AT_MOST_S = 0.5
-MOST_MOVES = 3  # of a job from decode instances that turn out to have no room for it; the next one lets it wait
-
-
-class _Moving:
-    """Of a job that decodes: each time its instance says that the job is paused, a scheduler is asked for another
-    place. Once there is a better one, `route` is set and the leg ends.
-
-    Entered around the leg. A job stays where a token came meanwhile, or where its KV is being computed again.
-    """
-
-    def __init__(self, pipeline: "Pipeline", job: Job, instance: InstanceRef, leg: asyncio.Timeout) -> None:
-        self.route: Route | None = None
-        self._pipeline = pipeline
-        self._job = job
-        self._instance = instance
-        self._leg = leg
-        self._asking: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        self._job.on_pause = self._paused
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._job.on_pause = None
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking)
-
-    def _paused(self, pause: Pause) -> None:
-        asks = self._asking is not None and not self._asking.done()
-        if asks or pause.computing or pause.expected_s < MOVE_LEAST_S or not self._pipeline.may_move(self._job):
-            return
-        self._asking = asyncio.get_running_loop().create_task(self._ask(pause))
-
-    async def _ask(self, pause: Pause) -> None:
-        job, instance_id, paused = self._job, self._instance.instance_id, self._job.paused
-        try:
-            route = await self._pipeline.place_elsewhere(job, instance_id, pause.expected_s)
-        except asyncio.CancelledError:
-            return  # by us, at the end of the leg
-        except PolyphaseError as error:
-            log.debug("a paused job stays", job_id=job.spec.job_id, instance_id=instance_id, reason=error.message)
-            return
-        if paused is None or job.paused is not paused or paused.computed_s:
-            self._pipeline.stays(job)
-            return
-        log.info("a paused job moves", job_id=job.spec.job_id, instance_id=instance_id, tokens=len(job.tokens))
-        job.moving(instance_id, time.time() - paused.began_s, pause, route)
-        self.route = route
-        self._leg.reschedule(asyncio.get_running_loop().time())
+RETRY_S, MAX_RETRY_S = 0.1, 0.5
+ANNOUNCE_S = 2.0  # for the connection to a decode instance that is new to this gateway
+MAX_REFUSALS = 3  # of a job by decode instances that turn out to have no room; the next one lets the job wait
 
 
 class OutOfPatience(Unavailable):
-    """No instance took the job for as long as it may wait for one."""
+    """No instance accepted the job for as long as it may wait for one."""
 
     retriable = False
 
 
 class Pipeline:
-    """Runs jobs to their end. `run` returns when the client has everything, or raises why it cannot."""
+    """Runs jobs to their end."""
 
     def __init__(
         self,
@@ -311,29 +102,29 @@ class Pipeline:
         schedulers: SchedulerClient,
         reporter: Reporter,
         lengths: LengthClient,
-        lines: Lines | None = None,
+        queue: "FairQueue | None" = None,
     ) -> None:
         self._settings = settings
         self._lengths = lengths
         self._clients = clients
         self._schedulers = schedulers
         self._reporter = reporter
-        self._lines = lines or Lines()
+        self._queue = queue or FairQueue()
         self._wants_prefix = False  # as the last route said
 
     async def run(self, job: Job) -> None:
-        """Serve the job, again after each failure that another attempt can mend.
+        """Serve the job. Returns when the client has the whole answer.
 
-        Raises the last error once attempts, patience or the deadline are used up. Cancelling stops both legs.
+        Raises the last error once attempts, patience or the deadline are used up. Cancelling it cancels the calls.
         """
-        job.spent(Span.INTAKE, time.time())
-        job.ask(self._lengths)
-        shares, caller = self._lines.shares, job.spec.caller
+        job.record_until(Span.INTAKE, time.time())
+        job.request_length(self._lengths)
+        shares, caller = self._queue.shares, job.spec.caller
         shares.came(caller, time.monotonic())
-        outcome = PolyphaseError.code  # of a bug of ours: the status table must not show the job as under way for ever
+        outcome = PolyphaseError.code  # for a bug of ours: the status table must not show the job as open for ever
         try:
             async with asyncio.timeout(job.left_s):
-                await self._lengths.soon(job.asked, job.ttft_left_s)
+                await self._lengths.wait_before_placement(job.length, job.ttft_left_s)
                 await self._attempts(job)
         except TimeoutError:
             outcome = DeadlineExceeded.code
@@ -345,14 +136,11 @@ class Pipeline:
             outcome = error.code
             raise
         finally:
-            job.asked.cancel()
+            job.length.cancel()
             shares.charge(caller, 0, len(job.tokens))
             shares.left(caller, time.monotonic())
-            self._ended(job, outcome)
-
-    def _ended(self, job: Job, outcome: str) -> None:
-        job.ended(outcome)
-        self._reporter.report(job, job.timeline.outcome)
+            job.ended(outcome)
+            self._reporter.report(job, job.timeline.outcome)
 
     async def _attempts(self, job: Job) -> None:
         route: Route | None = None
@@ -363,47 +151,17 @@ class Pipeline:
                 route = await self._attempt(job, route)
             except PolyphaseError as error:
                 route = None
-                if job.finished:  # the client has it all; only our record of the end is missing
+                if job.finished:  # the client has the whole answer; only our record of its end is missing
                     log.warning("lost the end of a finished job", job_id=job.spec.job_id, error=error.message)
                 else:
                     self._prepare_another(job, error)
 
-    def _prepare_another(self, job: Job, error: PolyphaseError) -> None:
-        job.moved_from = ""  # where it was paused may be all that is left
-        if isinstance(error, WrongRole | Busy | NotConnected):
-            self._waited(job, RETRY_S, error)  # nothing was lost, but refusals in turn must not take for ever
-        elif error.retriable:
-            job.lose()
-            self._refuse_killer(job, error)
-        if not error.retriable:
-            raise error
-        log.info("attempt failed", job_id=job.spec.job_id, attempt=job.attempt, error=error.message)
-        job.resumes(error)
-
-    def _refuse_killer(self, job: Job, error: PolyphaseError) -> None:
-        """End a job that has lost too much. One that took several instances with it may be what ends them."""
-        s, count = self._settings, len(job.tokens)
-        names = job.lost_since(count)
-        where = f"at output token {count}, fewer than {s.losses_at_one_token} are allowed at one token"
-        if len(names) < s.losses_at_one_token:
-            open_losses = job.open_losses(s.loss_forgiven_tokens)
-            if open_losses < s.attempts:
-                return
-            names = job.lost_since(0)
-            where = f"up to output token {count}, fewer than {s.attempts} losses are allowed"
-        if len(names) < 2:
-            raise error
-        raise InstancesLost(
-            f"the request lost {len(names)} instances ({', '.join(names)}) {where}; it may be what ends them and is "
-            f"not tried again: send another request, or report this one; the last error was: {error.message}"
-        ) from error
-
     async def _attempt(self, job: Job, route: Route) -> Route | None:
-        """Serve the job on a route. Another one where it was paused and goes on there."""
+        """Serve the job on a route. Returns another route if the job was paused and continues there."""
         job.placed(route)
         self._reporter.report(job)
         if route.prefill is None:
-            return await self._decode_where_there_is_room(job, route)
+            return await self._decode_alone(job, route)
         async with StagedKv(self._clients, job, route.prefill) as staged:
             if self._schedulers.several and route.decode is not None:
                 bound = next(one for one in assignments(job.view(), route, time.time()) if one.coming)
@@ -413,67 +171,96 @@ class Pipeline:
                 return None
             if prefilled.handle is None:
                 raise self._broken(job, route.prefill, "staged no KV")
-            return await self._decode_somewhere(job, route, prefilled.decode, prefilled.handle, staged)
+            return await self._decode_staged(job, route, prefilled.decode, prefilled.handle, staged)
+
+    def _prepare_another(self, job: Job, error: PolyphaseError) -> None:
+        """Raises where there is to be no other attempt."""
+        job.moved_from = ""  # the instance where it was paused may be the only one left
+        if isinstance(error, WrongRole | Busy | NotConnected):
+            self._wait(job, RETRY_S, error)  # nothing was lost, but a series of refusals must have an end
+        elif error.retriable:
+            job.add_loss()
+            self._refuse_after_losses(job, error)
+        if not error.retriable:
+            raise error
+        log.info("attempt failed", job_id=job.spec.job_id, attempt=job.attempt, error=error.message)
+        job.resumes(error)
+
+    def _refuse_after_losses(self, job: Job, error: PolyphaseError) -> None:
+        """End a job with too many losses. A job that lost several instances may be what crashes them."""
+        settings, count = self._settings, len(job.tokens)
+        names = job.lost_since(count)
+        where = f"at output token {count}, fewer than {settings.losses_at_one_token} are allowed at one token"
+        if len(names) < settings.losses_at_one_token:
+            if job.open_losses(settings.loss_forgiven_tokens) < settings.attempts:
+                return
+            names = job.lost_since(0)
+            where = f"up to output token {count}, fewer than {settings.attempts} losses are allowed"
+        if len(names) < 2:
+            raise error
+        raise InstancesLost(
+            f"the request lost {len(names)} instances ({', '.join(names)}) {where}; it may be what crashes them and is "
+            f"not retried: send another request, or report this one; the last error was: {error.message}"
+        ) from error
+
+    # Place
 
     async def _place_in_turn(self, job: Job) -> Route:
-        """A route. A job that has not begun waits for room at a decode instance before anything of it is computed, and
-        one of a class that yields for heavier classes, too. Of those that wait only the first of each class asks.
+        """A route. A job that has not begun, and finds no room at a decode instance, waits in the fair queue of its SLO
+        class before anything of it is computed; a job of a class that yields waits there for heavier classes, too.
         """
         slo = job.spec.slo
         if job.begun:
             return await self._place(job)
         yields = slo.when_full is WhenFull.DELAY
-        route = None if yields or self._lines.queued(slo.name) else await self._place_at_once(job)
+        route = None
+        if not yields and not self._queue.is_waiting(slo.name):
+            try:
+                route = await self._place(job)
+            except Delayed as delay:
+                job.delayed(delay)
         if route is None:
             queue_s = self._settings.slo[slo.name].queue_s if yields else None
             try:
                 async with asyncio.timeout(queue_s) as limit:
-                    route = await self._place_in_line(job)
+                    route = await self._place_from_queue(job)
             except TimeoutError:
                 if not limit.expired():
                     raise
-                said = f"no room beside heavier classes for {queue_s:g} s (SLO class {slo.name!r})"
-                raise Overloaded(said, cause="queue", retry_after_s=queue_s) from None
-        self._lines.shares.charge(job.spec.caller, job.prompt_tokens, 0)
+                message = f"no room beside heavier classes for {queue_s:g} s (SLO class {slo.name!r})"
+                raise Overloaded(message, cause="queue", retry_after_s=queue_s) from None
+        self._queue.shares.charge(job.spec.caller, job.prompt_tokens, 0)
         return route
 
-    async def _place_in_line(self, job: Job) -> Route:
-        """One whose first token will be late leaves the line to those behind it that may still be in time."""
+    async def _place_from_queue(self, job: Job) -> Route:
+        """A job whose first token will be late steps aside for the jobs behind it, which may still be in time."""
         slo, caller = job.spec.slo, job.spec.caller
-        async with self._lines.turn(slo.name, caller):
-            route = await self._place_when_told(job, aside=False)
+        async with self._queue.turn(slo.name, caller):
+            route = await self._place_repeatedly(job, aside=False)
         if route is None:
-            async with self._lines.turn(slo.name, caller, aside=True):
-                route = await self._place_when_told(job, aside=True)
+            async with self._queue.turn(slo.name, caller, aside=True):
+                route = await self._place_repeatedly(job, aside=True)
         assert route is not None
         return route
 
-    async def _place_at_once(self, job: Job) -> Route | None:
-        """A route; None where the job is to wait."""
-        try:
-            return await self._place(job)
-        except Delayed as delay:
-            job.delayed(delay)
-            return None
-
-    async def _place_when_told(self, job: Job, *, aside: bool) -> Route | None:
+    async def _place_repeatedly(self, job: Job, *, aside: bool) -> Route | None:
         """A route; None where the job steps aside, which it does once."""
         while True:
             try:
                 return await self._place(job)
             except Delayed as delay:
                 job.delayed(delay)
-                again_s = delay.retry_after_s or RETRY_AT_MOST_S
-                if not aside and steps_aside(job.spec.slo, job.spec.slo.ttft_s - job.ttft_left_s, again_s):
+                retry_s = delay.retry_after_s or MAX_RETRY_S
+                if not aside and steps_aside(job.spec.slo, job.spec.slo.ttft_s - job.ttft_left_s, retry_s):
                     return None
-                await asyncio.sleep(again_s)
+                await asyncio.sleep(retry_s)
 
     async def _place(self, job: Job, *, decode_only: bool = False) -> Route:
-        """Ask a scheduler for a route; while none answers or nothing is ready, ask again for `patience_s`."""
-        over_share = not job.begun and self._lines.shares.over(job.spec.caller, time.monotonic())
+        """A scheduler's route. Without a scheduler or a ready instance the request is repeated, within the patience."""
+        over_share = not job.begun and self._queue.shares.over(job.spec.caller, time.monotonic())
         view = msgspec.structs.replace(self._view(job, decode_only=decode_only), over_share=over_share)
         while True:
-            asked_s = time.monotonic()
+            began_s = time.monotonic()
             try:
                 exclude, trace = job.excluded, job.placement_trace
                 route = await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S, trace=trace)
@@ -483,51 +270,33 @@ class Pipeline:
                     raise
                 job.failed_instances.clear()  # an instance that failed once is better than none
                 job.moved_from = ""
-                self._waited(job, time.monotonic() - asked_s, error)
-                pause_s = min(max(RETRY_S, job.waited_s / 2), RETRY_AT_MOST_S)
+                self._wait(job, time.monotonic() - began_s, error)
+                pause_s = min(max(RETRY_S, job.waited_s / 2), MAX_RETRY_S)
                 await asyncio.sleep(pause_s)
                 job.waited_s += pause_s
         self._wants_prefix = route.wants_prefix
-        job.spent(Span.PLACEMENT, time.time())
+        job.record_until(Span.PLACEMENT, time.time())
         return route
 
-    def may_move(self, job: Job) -> bool:
-        """Whether the job goes on elsewhere when it is paused. One that cannot be carried would have to repeat its
-        tokens one by one there.
-        """
-        spec = job.spec
-        return spec.carry and not spec.local_only and bool(job.tokens) and job.moves < self._settings.moves
-
-    async def place_elsewhere(self, job: Job, instance_id: str, pause_s: float) -> Route:
-        """A route on which a job that is paused there for `pause_s` more goes on clearly sooner. Raises Stays, and what
-        a placement raises.
-        """
-        view = msgspec.structs.replace(self._view(job), pause_s=pause_s)
-        exclude = (*job.failed_instances, instance_id)
-        return await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S)
-
-    def stays(self, job: Job) -> None:
-        """The job does not take the place that it was given: the scheduler hears where it decodes."""
-        self._reporter.report(job)
-
     def _view(self, job: Job, *, decode_only: bool = False) -> JobView:
-        """What a scheduler is to know of the job."""
         view = job.view(decode_only=decode_only)
         return msgspec.structs.replace(view, prefix=job.prefix) if self._wants_prefix else view
 
-    def _waited(self, job: Job, seconds: float, error: PolyphaseError) -> None:
-        """Count time without an instance. There is one patience for all of it, and a token renews it."""
+    def _wait(self, job: Job, seconds: float, error: PolyphaseError) -> None:
+        """Charge time without an instance to the job's patience. Raises OutOfPatience when that is used up."""
         job.waited_s += seconds
-        if job.waited_s >= self._settings.patience_s:
-            raise OutOfPatience(
-                f"no instance took the job for {self._settings.patience_s:g} s: {error.message}", retry_after_s=2.0
-            ) from error
+        patience_s = self._settings.patience_s
+        if job.waited_s >= patience_s:
+            message = f"no instance took the job for {patience_s:g} s: {error.message}"
+            raise OutOfPatience(message, retry_after_s=2.0) from error
 
-    async def _prefill(self, job: Job, route: Route, instance: InstanceRef, staged: StagedKv) -> PrefillReply:
+    # Prefill
+
+    async def _prefill(self, job: Job, route: Route, instance: InstanceRef, staged: "StagedKv") -> PrefillReply:
         job.phase = Phase.PREFILL
         if self._lengths.beside and job.prediction is None:
-            job.ask(self._lengths, instance.instance_id)
-            await self._lengths.before_prefill(job.asked, job.ttft_left_s)
+            job.request_length(self._lengths, instance.instance_id)
+            await self._lengths.wait_before_prefill(job.length, job.ttft_left_s)
         full = route.split >= job.prompt_tokens
         request = PrefillRequest(
             job=job.view(),
@@ -543,71 +312,68 @@ class Pipeline:
             saved=route.prefill_saved,
             trace=job.wire_trace,
         )
-        with job.asked.meanwhile(lambda found: self._tell(instance, job, found)):
-            reply = await self._call(job, instance, PREFILL, request, staged.prefetch)
-        job.reuses(reply.reused, route.split)
+        reply = await self._call(job, instance, PREFILL, request, staged.prefetch)
+        job.computed(reply.reused, route.split)
         if reply.tokens:
             finish = reply.finish_reason or ("length" if job.remaining <= len(reply.tokens) else "")
             job.accept(TokenStep(reply.tokens, finish, reply.stop_reason, reply.logprobs))
-        prefill_ended(job, instance.instance_id, reply)
+        job.record_prefill(instance.instance_id, reply)
         if reply.decode is not None:
             job.decided("dispatch", reply.decode.instance_id, reply.reasons)
         if reply.codec is not None and reply.handle is not None:
             job.decided("codec", reply.handle.codec.value, (reply.codec,))
         return reply
 
-    def _tell(self, instance: InstanceRef, job: Job, found: LengthPrediction) -> None:
-        """What came after the placement is not too late for the dispatch of a prompt, nor for decode admission."""
-        self._clients.to(instance.rpc).notify(PREDICTED, Predicted(job.transfer_id, found, job.spec.job_id))
+    # Transfer and decode
 
-    async def _decode_where_there_is_room(self, job: Job, route: Route) -> Route | None:
-        """One instance does it all. Where it has no room after all, the job is placed again as long as another has. See
-        `_attempt`.
+    async def _decode_alone(self, job: Job, route: Route) -> Route | None:
+        """Prefill and decode on one instance. If it has no room after all, the job is placed again where there is room.
+        Returns what `_attempt` does.
         """
-        moves, if_room = 0, route.has_room
+        refusals, if_room = 0, route.has_room
         while True:
             assert route.decode is not None
             try:
                 return await self._decode(job, route.decode, None, route.decode_saved, if_room=if_room)
             except NoRoom as refusal:
-                found = await self._with_room(job, refusal, decode_only=False)
+                found = await self._place_with_room(job, refusal, decode_only=False)
             if found is not None and found.prefill is not None:
                 return await self._attempt(job, found)
-            moves += 1
-            route, if_room = found or route, found is not None and moves < MOST_MOVES
+            refusals += 1
+            route, if_room = found or route, found is not None and refusals < MAX_REFUSALS
             if found is not None:
                 job.placed(route)
 
-    async def _decode_somewhere(
-        self, job: Job, route: Route, instance: InstanceRef | None, handle: KvHandle, staged: StagedKv
+    async def _decode_staged(
+        self, job: Job, route: Route, instance: InstanceRef | None, handle: KvHandle, staged: "StagedKv"
     ) -> Route | None:
-        """Decode; an instance that refuses, or is not there, leaves the same KV to another one. So does one that has no
-        room for it, where another one has. See `_attempt`.
+        """Decode from staged KV; if an instance refuses the job, is unreachable or has no room, another instance gets
+        the same KV. Returns what `_attempt` does.
         """
-        moves, if_room = 0, route.has_room and instance == route.decode
+        refusals, if_room = 0, route.has_room and instance == route.decode
         saved = route.decode_saved if instance == route.decode else 0
         while True:
             if instance is None:
                 placed = await self._place(job, decode_only=True)
                 instance, saved, if_room = self._dispatched(job, placed), placed.decode_saved, False
             try:
-                moves_to = await self._decode(job, instance, handle, saved, if_room=if_room)
+                next_route = await self._decode(job, instance, handle, saved, if_room=if_room)
             except NoRoom as refusal:
-                other = await self._with_room(job, refusal, decode_only=True)
-                moves += 1
-                if other is not None:
-                    instance, saved = self._dispatched(job, other), other.decode_saved
-                if_room = other is not None and moves < MOST_MOVES
+                found = await self._place_with_room(job, refusal, decode_only=True)
+                refusals += 1
+                if found is not None:
+                    instance, saved = self._dispatched(job, found), found.decode_saved
+                if_room = found is not None and refusals < MAX_REFUSALS
             except (WrongRole, Busy, NotConnected) as refusal:
-                self._waited(job, RETRY_S, refusal)
+                self._wait(job, RETRY_S, refusal)
                 instance = None
             else:
-                if moves_to is None:
-                    staged.ended_on(instance)
-                return moves_to
+                if next_route is None:
+                    staged.decoded_on(instance)
+                return next_route
 
-    async def _with_room(self, job: Job, refusal: NoRoom, *, decode_only: bool) -> Route | None:
-        """Another route, on which the job's KV is expected to find room; None where there is none."""
+    async def _place_with_room(self, job: Job, refusal: NoRoom, *, decode_only: bool) -> Route | None:
+        """Another route on which the job's KV is expected to find room; None where there is none."""
         full = job.failed_instances.pop()  # it has not failed
         job.decided("full", full, (Reason(refusal.message, {"code": refusal.code}),))
         view, exclude = job.view(decode_only=decode_only), (*job.failed_instances, full)
@@ -627,8 +393,8 @@ class Pipeline:
     async def _decode(
         self, job: Job, instance: InstanceRef, handle: KvHandle | None, saved: int = 0, *, if_room: bool = False
     ) -> Route | None:
-        """Decode to the end, or until the job is paused and goes on by the route that is returned. Raises NoRoom where
-        `if_room` and the instance finds that it has none.
+        """Decode to the end, or until the job is paused and continues on the route that is returned. Raises NoRoom
+        where `if_room` and the instance finds that it has none.
         """
         job.phase = Phase.DECODE
         job.decode_instance = instance.instance_id
@@ -640,19 +406,18 @@ class Pipeline:
             handle,
             saved,
             job.wire_trace,
-            job.known,
+            job.repeated,
             tell_pauses=True,
             if_room=if_room,
         )
         try:
-            async with asyncio.timeout(None) as leg, _Moving(self, job, instance, leg) as moving:
-                with job.asked.meanwhile(lambda found: self._tell(instance, job, found)):
-                    reply = await self._call(job, instance, DECODE, request, job.accept)
+            async with asyncio.timeout(None) as limit, _Mover(self, job, instance, limit) as mover:
+                reply = await self._call(job, instance, DECODE, request, job.accept, mover.on_pause)
         except TimeoutError:
-            if not leg.expired():
+            if not limit.expired():
                 raise
-            return moving.route
-        decode_ended(job, instance.instance_id, reply)
+            return mover.route
+        job.record_decode(instance.instance_id, reply)
         if handle is not None and reply.transfer.outcome is TransferOutcome.RECOMPUTED:
             log.warning("KV was recomputed", job_id=job.spec.job_id, error=reply.transfer.error)
         if not job.finished:
@@ -661,7 +426,7 @@ class Pipeline:
 
     def _broken(self, job: Job, instance: InstanceRef, what: str) -> EngineFailed:
         job.failed_instances.append(instance.instance_id)
-        job.leg_instance = instance
+        job.call.instance = instance
         return EngineFailed(f"{instance.instance_id} {what}")
 
     async def _call(
@@ -671,18 +436,207 @@ class Pipeline:
         method: Method[Request, Reply, Item],
         request: Request,
         on_item: Callable[[Any], None],
+        on_pause: Callable[[Pause], None] | None = None,
     ) -> Reply:
-        """One leg, for what is left of the job's time. What fails in it is its instance's failure and no other's."""
-        job.begin_leg(instance)
+        """Call an instance for the rest of the job's time. An error is a failure of this instance, and no other."""
+        call = job.begin_call(instance)
+        call.on_pause = on_pause
+        if job.prediction is None:
+            # A prediction that arrives now still serves the dispatch of the prompt, and the admission to decode.
+            call.on_predicted = partial(self._send_prediction, job, instance)
         began_s = time.monotonic()
         try:
             reply = await self._clients.to(instance.rpc).call(method, request, timeout_s=job.left_s, on_item=on_item)
         except BaseException as error:
-            leg_broke_off(job, instance.instance_id, error)
+            job.record_failed_call(instance.instance_id, error)
             if isinstance(error, PolyphaseError):
                 job.failed_instances.append(instance.instance_id)
             if isinstance(error, NotConnected):
-                self._waited(job, time.monotonic() - began_s, error)
+                self._wait(job, time.monotonic() - began_s, error)
             raise
-        job.leg_instance = None
+        finally:
+            call.on_pause = call.on_predicted = None
+        call.instance = None
         return reply
+
+    def _send_prediction(self, job: Job, instance: InstanceRef, prediction: LengthPrediction) -> None:
+        self._clients.to(instance.rpc).notify(PREDICTED, Predicted(job.transfer_id, prediction, job.spec.job_id))
+
+    # Moves of paused jobs
+
+    def may_move(self, job: Job) -> bool:
+        """Whether the job can continue elsewhere. A job that cannot be carried would repeat its tokens one by one."""
+        spec = job.spec
+        return spec.carry and not spec.local_only and bool(job.tokens) and job.moves < self._settings.moves
+
+    async def place_elsewhere(self, job: Job, instance_id: str, pause_s: float) -> Route:
+        """A route on which a job that stays paused for `pause_s` continues clearly sooner. Raises Stays, and the errors
+        of a placement.
+        """
+        view = msgspec.structs.replace(self._view(job), pause_s=pause_s)
+        exclude = (*job.failed_instances, instance_id)
+        return await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S)
+
+    def stays(self, job: Job) -> None:
+        """The job does not use the route of `place_elsewhere`: report to the scheduler where it decodes."""
+        self._reporter.report(job)
+
+
+class _Mover:
+    """Entered around the decode of a job: when the instance reports that the job is paused, requests another route, and
+    ends the decode once there is a better one (`route`).
+
+    A job stays where it is if a token arrived meanwhile, or if its KV is being computed again.
+    """
+
+    def __init__(self, pipeline: Pipeline, job: Job, instance: InstanceRef, limit: asyncio.Timeout) -> None:
+        self.route: Route | None = None
+        self._pipeline = pipeline
+        self._job = job
+        self._instance_id = instance.instance_id
+        self._limit = limit
+        self._placement: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._placement is not None:
+            self._placement.cancel()
+            await asyncio.gather(self._placement)
+
+    def on_pause(self, pause: Pause) -> None:
+        placing = self._placement is not None and not self._placement.done()
+        if placing or pause.computing or pause.expected_s < MOVE_LEAST_S or not self._pipeline.may_move(self._job):
+            return
+        self._placement = asyncio.get_running_loop().create_task(self._move(pause))
+
+    async def _move(self, pause: Pause) -> None:
+        job, instance_id, paused = self._job, self._instance_id, self._job.call.paused
+        try:
+            route = await self._pipeline.place_elsewhere(job, instance_id, pause.expected_s)
+        except asyncio.CancelledError:
+            return  # by `__aexit__`
+        except PolyphaseError as error:
+            log.debug("a paused job stays", job_id=job.spec.job_id, instance_id=instance_id, reason=error.message)
+            return
+        if paused is None or job.call.paused is not paused or paused.computed_s:
+            self._pipeline.stays(job)
+            return
+        log.info("a paused job moves", job_id=job.spec.job_id, instance_id=instance_id, tokens=len(job.tokens))
+        job.moved(instance_id, time.time() - paused.began_s, pause, route)
+        self.route = route
+        self._limit.reschedule(asyncio.get_running_loop().time())
+
+
+class StagedKv:
+    """What one attempt holds on instances: KV staged by its prefill, the fetches of it by decode instances, and the
+    place that one of them reserves for it.
+
+    Entered before the prefill is called. All is released at the end, except where `decoded_on` says that it is gone;
+    also where the prefill's reply and its cancellation cross, because the gateway chose the transfer id.
+    """
+
+    def __init__(self, clients: RpcClients, job: Job, prefill: InstanceRef) -> None:
+        self._clients = clients
+        self._job = job
+        self._transfer_id = job.transfer_id
+        self._holders = {prefill.rpc}
+        self._calls: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for address in self._holders:
+            self._clients.to(address).notify(RELEASE, ReleaseRequest([self._transfer_id]))
+        for call in self._calls:
+            call.cancel()
+        if self._calls:
+            await asyncio.gather(*self._calls)
+
+    def announce(self, decode: InstanceRef, bound: Assignment) -> None:
+        """Announce the job to the decode instance, so that the load of the instance shows it to all schedulers."""
+        self._holders.add(decode.rpc)
+        request = ExpectRequest(self._transfer_id, promise_of(bound), keep_s=self._job.left_s)
+        client = self._clients.to(decode.rpc)
+        if client.connected:
+            client.notify(EXPECT, request)
+        else:  # a notification would be lost
+            self._start(client, EXPECT, request, ANNOUNCE_S)
+
+    def prefetch(self, started: PrefillStarted) -> None:
+        """Have the decode instance fetch KV during the prefill; a failure or delay only costs the overlap."""
+        self._holders.add(started.decode.rpc)
+        left_s = self._job.left_s
+        request = PrefetchRequest(started.handle, keep_s=left_s)
+        self._start(self._clients.to(started.decode.rpc), PREFETCH, request, left_s)
+
+    def decoded_on(self, decode: InstanceRef) -> None:
+        """A decode has ended there, and with it what was fetched for it.
+
+        The prefill instance gets its release nevertheless: its connection to the importer may be broken.
+        """
+        self._holders.discard(decode.rpc)
+
+    def _start(self, client: RpcClient, method: Method[Request, Any, Any], request: Request, timeout_s: float) -> None:
+        self._calls.append(asyncio.get_running_loop().create_task(self._call(client, method, request, timeout_s)))
+
+    async def _call(
+        self, client: RpcClient, method: Method[Request, Any, Any], request: Request, timeout_s: float
+    ) -> None:
+        try:
+            await client.call(method, request, timeout_s=timeout_s)
+        except asyncio.CancelledError:
+            return  # by `__aexit__`
+        except PolyphaseError as error:
+            log.info(
+                "a call about staged KV failed", call=method.name, transfer_id=self._transfer_id, error=error.message
+            )
+
+
+class FairQueue:
+    """The jobs that wait for placement: a queue for each SLO class, fair between callers, of which only the head is
+    placed. Jobs that step aside for others of their class (`shared.policy.overload.steps_aside`) have another queue.
+
+    A waiting job costs one entry and no polling. `shares`: what each caller was served, in any class.
+    """
+
+    def __init__(self, weights: Mapping[str, float] | None = None, ledger: Ledger | None = None) -> None:
+        """ledger: what callers were served by the processes that share the port."""
+        self.shares = Shares(weights, ledger)
+        self._queues: dict[tuple[str, bool], FairLine[asyncio.Event]] = {}  # by class, and whether they stepped aside
+
+    def waiting(self, slo: str) -> int:
+        """How many jobs of the class wait, including those that are being placed."""
+        return sum(len(queue) for (name, _), queue in self._queues.items() if name == slo)
+
+    def is_waiting(self, slo: str) -> bool:
+        """Whether a new job of the class has others before it."""
+        queue = self._queues.get((slo, False))
+        return queue is not None and len(queue) > 0
+
+    @asynccontextmanager
+    async def turn(self, slo: str, caller: str, *, aside: bool = False) -> AsyncIterator[None]:
+        """Enters the block when it is the turn of this job; the end of the block is the next job's turn."""
+        queue = self._queues.get((slo, aside))
+        if queue is None:
+            queue = self._queues[slo, aside] = FairLine(self.shares)
+        turn = asyncio.Event()
+        queue.push(turn, caller)
+        _wake_head(queue)
+        try:
+            await turn.wait()
+            yield
+        finally:
+            queue.remove(turn, caller)
+            _wake_head(queue)
+
+
+def _wake_head(queue: FairLine[asyncio.Event]) -> None:
+    if (head := queue.head()) is not None:
+        head.set()

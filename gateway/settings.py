@@ -1,4 +1,4 @@
-"""Settings of one gateway."""
+"""The settings of one gateway process, and of its SLO classes."""
 
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -13,9 +13,9 @@ from shared.runtime.settings import Name, TracedSettings
 
 
 class SloClass(BaseModel):
-    """One class of requests: its targets in seconds, and what may be done to it while the cluster is full.
+    """One SLO class: its targets in seconds, and how its requests are treated while the cluster is full.
 
-    itl_s: for the 99th percentile of the gaps between the tokens of a stream; without it 0.25, or 1.25 times `tpot_s`
+    itl_s: for the 99th percentile of the gaps between the tokens of a stream; by default 0.25, or 1.25 times `tpot_s`
     where that is more.
     """
 
@@ -24,11 +24,11 @@ class SloClass(BaseModel):
     ttft_s: float = Field(2.0, gt=0)
     tpot_s: float = Field(0.2, gt=0)
     itl_s: float | None = Field(None, gt=0)
-    weight: float = Field(1.0, gt=0)  # harm to it counts so much; heavier classes go first
+    weight: float = Field(1.0, gt=0)  # the weight of its SLO cost; heavier classes go first
     when_full: WhenFull = WhenFull.NEVER
     lossy_kv: Codec = Codec.RAW  # the coarsest codec its KV may be sent with where the link is slow
-    first_token: FirstTokenOut = FirstTokenOut.EARLY  # or "smooth": together with the second
-    queue_s: float = Field(600.0, gt=0)  # of a class that yields: how long at most a job waits in the gateway
+    first_token: FirstTokenOut = FirstTokenOut.EARLY  # or "smooth": together with the second token
+    queue_s: float = Field(600.0, gt=0)  # the longest wait of a job in the gateway, of a class that yields
 
     @model_validator(mode="after")
     def _gaps_at_least_mean(self) -> Self:
@@ -37,22 +37,21 @@ class SloClass(BaseModel):
         return self
 
     def as_slo(self, name: str) -> Slo:
-        """As policies see it."""
+        """The class as policies see it."""
         itl_s = default_itl_s(self.tpot_s) if self.itl_s is None else self.itl_s
-        targets = self.ttft_s, self.tpot_s
-        return Slo(name, *targets, self.weight, self.when_full, self.lossy_kv, itl_s, self.first_token)
+        return Slo(name, self.ttft_s, self.tpot_s, self.weight, self.when_full, self.lossy_kv, itl_s, self.first_token)
 
 
 BUILT_IN = {"default": SloClass(), "batch": SloClass(ttft_s=600.0, tpot_s=1.0, weight=0.1, when_full=WhenFull.DELAY)}
 
 
-TIERS = ("flex", "priority", "scale")  # OpenAI's that may stand for a class of their own
-USUAL_TIERS = ("auto", "default")  # those that stand for the class that a request has anyhow
+TIERS = ("flex", "priority", "scale")  # tiers of OpenAI that may stand for an SLO class
+USUAL_TIERS = ("auto", "default")  # tiers that keep the SLO class that a request would have without them
 BUILT_IN_TIERS = {"flex": "batch"}
 
 
 class GatewaySettings(TracedSettings):
-    """The API process. Prefix `POLYPHASE_GATEWAY_`."""
+    """The API process. Environment variables have the prefix `POLYPHASE_GATEWAY_`."""
 
     model_config = SettingsConfigDict(
         env_prefix="POLYPHASE_GATEWAY_", frozen=True, extra="forbid", protected_namespaces=()
@@ -61,60 +60,65 @@ class GatewaySettings(TracedSettings):
     gateway_id: Name = "gateway-0"
     host: str = "127.0.0.1"
     port: int = 8000
-    processes: int = Field(1, gt=0, le=16)  # gateways that listen on the port; bounds and keys' rates hold for all
-    process: int = Field(0, ge=0)  # which of them this is
-    own_port: int = 0  # where this one alone is reached, if there are several
-    shared_table: Path | None = None  # what they count together: see `gateway.table`
+    processes: int = Field(1, gt=0, le=16)  # that listen on the port; limits and key rates hold for all together
+    process: int = Field(0, ge=0)  # the number of this process among them
+    own_port: int = 0  # of this process alone, if there are several
+    shared_table: Path | None = None  # their shared counters, see `gateway.table`
     schedulers: tuple[str, ...]  # RPC addresses
     model: str
     served_model_name: str = ""
     dtype: str = "bfloat16"
     max_model_len: int = 2048
-    vllm_args: dict[str, Any] = {}  # further options of vLLM's API server, such as tool_call_parser: see vllm_options
+    vllm_args: dict[str, Any] = {}  # more options of vLLM's API server, such as tool_call_parser; see `vllm_options`
 
     api_keys_file: Path | None = None
     max_body_bytes: int = Field(4 << 20, gt=0)
-    body_timeout_s: float = Field(30.0, gt=0)  # for all of a body to come
-    max_items_per_body: int = Field(4096, gt=0)  # messages, parts, tools, prompts, ...; beyond it the answer is 400
-    max_held_bytes: int = Field(256 << 20, gt=0)  # bodies of all requests of this process; beyond it the answer is 429
-    write_timeout_s: float = Field(60.0, gt=0)  # a client that takes nothing of its answer for so long is hung up on
-    max_queued_jobs: int = Field(512, gt=0)  # jobs that do not decode yet; beyond it the answer is 429
-    max_queued_tokens: int = Field(1 << 20, gt=0)  # prompt tokens of those
-    max_delayed_jobs: int = Field(8192, gt=0)  # the same two of the classes that yield
+    body_timeout_s: float = Field(30.0, gt=0)  # for the whole body to arrive
+    max_items_per_body: int = Field(4096, gt=0)  # messages, parts, tools, prompts, ...; more: 400
+    max_held_bytes: int = Field(256 << 20, gt=0)  # bodies of all requests of this process; more: 429
+    write_timeout_s: float = Field(60.0, gt=0)  # a client that reads nothing of its answer for so long is disconnected
+    max_queued_jobs: int = Field(512, gt=0)  # jobs that do not decode yet; more: 429
+    max_queued_tokens: int = Field(1 << 20, gt=0)  # prompt tokens of those jobs
+    max_delayed_jobs: int = Field(8192, gt=0)  # the same two limits for the classes that yield
     max_delayed_tokens: int = Field(1 << 24, gt=0)
     caller_share: float = Field(0.5, gt=0, le=1)  # of queued jobs, tokens and held bytes, for each of several keys
-    max_jobs_a_body: int = Field(128, gt=0)  # prompts times n; beyond it the answer is 400
-    jobs_at_once: int = Field(16, gt=0)  # of one body, in the cluster or its lines, and not decoding yet
-    max_prompt_logprobs: int = Field(20_000, gt=0)  # of a body: prompt tokens times candidates; beyond it 400
-    grammar_cpu_s: float = Field(2.0, gt=0)  # what it may cost to compile a grammar; beyond it the answer is 400
-    grammar_cache_bytes: int = Field(32 << 20, ge=0)  # verdicts on grammars that are kept
-    lean_streams: bool = True  # plain ones written by us; off: all by vLLM's generators
-    stream_interval_share: float = Field(0.5, ge=0, le=1)  # of its class's TPOT, that a token may wait under load
-    drain_s: int = Field(5, ge=0)  # at SIGTERM new requests get 503, and open ones may end within this time
-    head_timeout_s: float = Field(10.0, gt=0)  # for the line and headers of a request to come
-    idle_timeout_s: float = Field(75.0, gt=0)  # how long a connection without a request is kept after an answer
-    max_connections: int = Field(16384, gt=0)  # open at once, of one process; fewer where it may open fewer files
-    max_connections_an_address: int = Field(4096, ge=0)  # of those, from one address; 0: no limit
-    proxy_addresses: tuple[str, ...] = ("127.0.0.1", "::1")  # of reverse proxies: without that limit per address
+    max_jobs_a_body: int = Field(128, gt=0)  # prompts times n; more: 400
+    jobs_at_once: int = Field(16, gt=0)  # of one body, placed or waiting for placement, and not decoding yet
+    max_prompt_logprobs: int = Field(20_000, gt=0)  # of a body: prompt tokens times candidates; more: 400
+    grammar_cpu_s: float = Field(2.0, gt=0)  # to compile a grammar; more: 400
+    grammar_cache_bytes: int = Field(32 << 20, ge=0)  # cached verdicts on grammars
+    lean_streams: bool = True  # plain streams take the fast path; off: vLLM writes all streams
+    stream_interval_share: float = Field(0.5, ge=0, le=1)  # of its class's TPOT target that a token may wait under load
+    drain_s: int = Field(5, ge=0)  # after SIGTERM new requests get 503, and open requests may end within this time
+    head_timeout_s: float = Field(10.0, gt=0)  # for the request line and headers to arrive
+    idle_timeout_s: float = Field(75.0, gt=0)  # a connection without a request is closed after this time
+    max_connections: int = Field(16384, gt=0)  # of one process; fewer where it may open fewer files
+    max_connections_an_address: int = Field(4096, ge=0)  # from one address; 0: no limit
+    proxy_addresses: tuple[str, ...] = (
+        "127.0.0.1",
+        "::1",
+    )  # of reverse proxies, to which the limit per address does not apply
     job_timeout_s: float = Field(600.0, gt=0)
-    patience_s: float = Field(10.0, gt=0)  # how long a job waits for a scheduler or an instance to come back
-    attempts: int = Field(4, gt=0)  # losses of a job, those that its progress forgave not counted, that end it
-    loss_forgiven_tokens: int = Field(256, gt=0)  # of its answer, since its last loss, that forgive one
-    losses_at_one_token: int = Field(2, gt=0)  # instances lost without a token in between that end it
-    moves: int = Field(2, ge=0)  # of a stream, to another instance, because its KV blocks were taken back; 0: none
+    patience_s: float = Field(10.0, gt=0)  # how long a job waits for a scheduler or an instance
+    attempts: int = Field(4, gt=0)  # losses that end a job, without those that its progress forgave
+    loss_forgiven_tokens: int = Field(256, gt=0)  # of the answer since the last loss that forgive one loss
+    losses_at_one_token: int = Field(2, gt=0)  # instances lost without a token in between that end a job
+    moves: int = Field(2, ge=0)  # of a paused stream to another instance; 0: none
     slo: dict[str, SloClass] = BUILT_IN
-    service_tiers: dict[str, str] = BUILT_IN_TIERS  # OpenAI's tier → one of `slo`
-    kv_codec: Codec = Codec.RAW  # of all transfers, if it is lossy; see `slo` for one by class and link
+    service_tiers: dict[str, str] = BUILT_IN_TIERS  # OpenAI's tier → a class of `slo`
+    kv_codec: Codec = Codec.RAW  # of all transfers, if it is lossy; `slo` sets one by class and link
 
-    record_lengths: Path | None = None  # a file of what a length classifier learns from; it holds parts of prompts
+    record_lengths: Path | None = (
+        None  # a file with training data for a length classifier; it contains parts of prompts
+    )
     record_bytes: int = Field(64 << 20, ge=1 << 16)  # of that file and its predecessor together
 
-    predictors: tuple[str, ...] = ()  # RPC addresses of replicas; none: nobody predicts lengths
-    predictors_beside: dict[str, str] = {}  # in their place: by instance, the RPC address of the one beside it
-    # Beside placement, before it, not at all; of predictors beside instances: beside the prefill, before it.
+    predictors: tuple[str, ...] = ()  # RPC addresses of replicas; none: no predictions
+    predictors_beside: dict[str, str] = {}  # instead: by instance, the RPC address of the predictor beside it
+    # Beside placement, before it, or not at all; with predictors beside instances: beside the prefill, or before it.
     predict: Literal["parallel", "sequential", "off"] = "parallel"
-    predict_wait_s: float = Field(0.005, ge=0)  # parallel: so long a placement waits at most, for one that is so quick
-    predict_timeout_s: float = Field(0.25, gt=0)  # what comes later is given up; before that dispatch may still use it
+    predict_wait_s: float = Field(0.005, ge=0)  # parallel: the longest wait of a placement
+    predict_timeout_s: float = Field(0.25, gt=0)  # a later answer is ignored; until then dispatch may use it
 
     @field_validator("slo")
     @classmethod
@@ -129,12 +133,12 @@ class GatewaySettings(TracedSettings):
     @field_validator("predict", mode="before")
     @classmethod
     def _off_in_yaml(cls, predict: object) -> object:
-        return "off" if predict is False else predict  # what a plain `off` is in YAML
+        return "off" if predict is False else predict  # YAML reads a plain `off` as False
 
     @model_validator(mode="after")
     def _one_kind_of_predictors(self) -> Self:
         if self.predictors and self.predictors_beside:
-            raise ValueError("predictors_beside: there are `predictors`, too: give one of both")
+            raise ValueError("predictors_beside and predictors exclude each other: set one of them")
         return self
 
     @field_validator("vllm_args")
@@ -145,19 +149,19 @@ class GatewaySettings(TracedSettings):
         return args
 
     @model_validator(mode="after")
-    def _several(self) -> Self:
+    def _several_processes(self) -> Self:
         if self.process >= self.processes:
-            raise ValueError(f"process: {self.process} is none of {self.processes}, which count from 0")
+            raise ValueError(f"process must be between 0 and {self.processes - 1}, got {self.process}")
         if self.processes > 1 and not (self.shared_table and self.own_port):
-            raise ValueError("processes: several on one port need `shared_table` and an `own_port` each")
+            raise ValueError("processes: more than one needs a `shared_table`, and an `own_port` for each")
         return self
 
     @model_validator(mode="after")
     def _known_tiers(self) -> Self:
         for tier, slo in self.service_tiers.items():
             if tier not in TIERS:
-                raise ValueError(f"service_tiers: {tier!r} is none that may stand for a class: {', '.join(TIERS)}")
+                raise ValueError(f"service_tiers: unknown tier {tier!r}; expected one of {', '.join(TIERS)}")
             if slo not in self.slo:
                 known = ", ".join(sorted(self.slo))
-                raise ValueError(f"service_tiers: {tier}: no SLO class {slo!r} (known: {known})")
+                raise ValueError(f"service_tiers: {tier}: unknown SLO class {slo!r}; known: {known}")
         return self

@@ -1,14 +1,15 @@
-"""The gateway's spans: of the HTTP request, of each job in it, of each attempt, and of what the gateway itself does.
+"""The gateway's tracing spans: of the HTTP request, of each job in it, of each attempt, and of the gateway's own steps.
 
-What instances and schedulers do, they tell themselves, below the span whose `wire` came with their call. Nothing here
-runs between a job's arrival and its first token but what those need to know; the rest is made of the timeline at
-the end. Attributes hold names, numbers and codes, never text of a prompt, an answer or an error.
+Instances and schedulers export their own spans, below the span whose context (`wire`) came with their call. Before a
+job's first token the gateway only opens the spans that other processes need; all others are made from the timeline at
+the end of the job. Attributes hold names, numbers and codes, never text of a prompt, an answer or an error.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Collection
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.errors import PolyphaseError
 from shared.timeline import RequestTimeline, Span
@@ -16,18 +17,15 @@ from shared.timeline import RequestTimeline, Span
 if TYPE_CHECKING:
     from shared.runtime.otlp import Trace, Tracer
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+TRACE = "polyphase.trace"  # key of the request's ASGI scope for its RequestTrace
 _OPERATIONS = {"/v1/completions": "text_completion"}  # else "chat", by OpenTelemetry's conventions for generative AI
 _REQUEST_ID_CHARS = 256
 _CONTEXT = {b"traceparent", b"tracestate"}
-_OWN = {Span.HANDOVER, Span.REPLY, Span.PAUSED, Span.RECOMPUTED}  # stretches that no other process tells of
+_OWN = {Span.HANDOVER, Span.REPLY, Span.PAUSED, Span.RECOMPUTED}  # stretches that no other process exports
 
 
 class RequestTrace:
-    """Of one HTTP request."""
+    """The spans of one HTTP request."""
 
     def __init__(self, root: "Trace", model: str, path: str, began_s: float) -> None:
         self.root = root
@@ -35,12 +33,12 @@ class RequestTrace:
         self._operation = _OPERATIONS.get(path, "chat")
         self._began_s = began_s
         self._received = False
-        self.error = ""  # the code of what its last job that failed has failed of
+        self.error = ""  # the error code of the last job that failed
 
     def open(
         self, job_id: str, arrived_s: float, prompt_tokens: int, max_tokens: int, slo: str, request_id: str = ""
     ) -> "JobTrace":
-        """Begin the span of a job. request_id: what the client calls its request; may be empty."""
+        """Begin the span of a job. request_id: the client's name of the request; may be empty."""
         if not self._received:
             self._received = True
             self.root.add("receive", self._began_s, arrived_s)
@@ -58,7 +56,7 @@ class RequestTrace:
 
 
 class JobTrace:
-    """Of one job. `wire` goes with every call of the attempt under way."""
+    """The spans of one job. `wire` is sent with the calls of the current attempt."""
 
     def __init__(self, request: RequestTrace, span: "Trace") -> None:
         self._request = request
@@ -70,35 +68,34 @@ class JobTrace:
         self.wire = ""
 
     def attempt(self, began_s: float) -> None:
-        """Another one begins, and with it ends the one before."""
+        """Begin the span of another attempt."""
         attributes = {"polyphase.attempt": len(self._attempts) + 1}
         self._attempts.append(self._span.child("attempt", began_s, attributes))
         self.wire = self._attempts[-1].wire
 
     def failed(self, error: PolyphaseError) -> None:
-        """The attempt under way is lost."""
+        """The current attempt is lost."""
         self._end_attempt(time.time(), error.code)
 
     def moved(self) -> None:
-        """The attempt under way ends, because the job goes on elsewhere."""
+        """The current attempt ends because the job continues on another instance."""
         self._end_attempt(time.time(), "")
 
     def placing(self, began_s: float) -> str:
-        """A place is asked for, once or several times: what goes with the question."""
+        """A placement is requested, once or several times; the context for that call."""
         if self._placement is None:
             self._placement = self._attempts[-1].child("placement", began_s, kind="client")
         return self._placement.wire
 
     def placed(self, until_s: float) -> None:
-        """There is one."""
         self._end_placement(until_s, "")
 
     def leg_lost(self, instance_id: str, began_s: float, until_s: float, error: str) -> None:
-        """A call of an instance failed: whether that still tells of it, nobody knows."""
+        """A call of an instance failed; the instance itself may not export a span of it."""
         self._attempts[-1].add("lost", began_s, until_s, {"polyphase.instance.id": instance_id}, error=error)
 
     def ended(self, timeline: RequestTimeline, split: int, finish_reason: str, error: str) -> None:
-        """The job is over, and its timeline complete. error: the code of what it failed of, if it did."""
+        """The job is over, and its timeline is complete. error: its error code, if it failed."""
         ended_s = timeline.ended_s
         self._end_placement(ended_s, error)
         if self._over < len(self._attempts):
@@ -137,28 +134,25 @@ class JobTrace:
             self._placement = None
 
 
-request_trace: ContextVar[RequestTrace | None] = ContextVar("request_trace", default=None)
-
-
 class TracedRequests:
-    """The HTTP side. `routes`: paths that may be named; there are as many others as clients make up."""
+    """Opens the span of each HTTP request. routes: the paths that spans may name; clients can make up any others."""
 
     def __init__(self, tracer: "Tracer", model: str, routes: Collection[str]) -> None:
         self._tracer = tracer
         self._model = model
         self._routes = frozenset(routes)
 
-    async def serve(self, app: App, scope: Message, receive: Receive, send: Send) -> None:
-        """Have `app` answer, below the client's span if it names one."""
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have `app` answer, with a span below the client's span if the request names one."""
         began_s, status, failed = time.time(), 0, ""
         root = self._begin(scope, began_s)
         if root is None:
             await app(scope, receive, send)
             return
         request = RequestTrace(root, self._model, scope["path"], began_s)
-        request_trace.set(request)
-        # vLLM would say that it does not trace.
-        scope = {**scope, "headers": [each for each in scope["headers"] if each[0] not in _CONTEXT]}
+        # Without the context, of which vLLM would log that it does not trace.
+        headers = [each for each in scope["headers"] if each[0] not in _CONTEXT]
+        scope = {**scope, "headers": headers, TRACE: request}
 
         def sending(message: Message) -> Awaitable[None]:
             nonlocal status
@@ -174,7 +168,7 @@ class TracedRequests:
             error = failed or request.error or (str(status) if status >= 500 else "")
             root.end(time.time(), {"http.response.status_code": status} if status else None, error=error)
 
-    def _begin(self, scope: Message, began_s: float) -> "Trace | None":
+    def _begin(self, scope: Scope, began_s: float) -> "Trace | None":
         headers, method, path = dict(scope["headers"]), scope["method"], scope["path"]
         attributes = {"http.request.method": method, "url.scheme": scope.get("scheme", "http")}
         name = method

@@ -1,7 +1,7 @@
-"""vLLM's options as `vllm_args` gives them: which there are, what values they take, and the words that vLLM parses.
+"""The options of vLLM's API server in the setting `vllm_args`: their names, their values, and vLLM's command line.
 
-The table, `vllm_options.json`, is made of vLLM's own parser by `table_of`, so that a mistake in a file is found without
-importing vLLM, which takes seconds. `tests/gateway/test_vllm_options.py` compares it with the vLLM that is installed.
+The table, `vllm_options.json`, is made from vLLM's own parser by `table_of`, so that a mistake in a file is found
+without importing vLLM, which takes seconds. A test compares the table with the installed vLLM.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from shared.secrecy import may_be_secret, shown_key
 
 TABLE = Path(__file__).with_suffix(".json")
 _WHOLE = re.compile(r"[+-]?\d+")
-_SIZE = re.compile(r"[+-]?\d+|\d+(\.\d+)?[kmgt]|\d+[KMGT]")  # thousands and so on; of 1,024 no parts
+_SIZE = re.compile(r"[+-]?\d+|\d+(\.\d+)?[kmgt]|\d+[KMGT]")  # multiples of 1,000, and whole multiples of 1,024
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _SERVER: tuple[str, ...] = ("uds", "headless", "config", "grpc", "grpc_port", "api_server_count", "uvicorn_log_level")
 _SERVER += ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "enable_ssl_refresh", "ssl_cert_reqs", "ssl_ciphers")
 _SERVER += ("h11_max_incomplete_event_size", "h11_max_header_count")
 _ADAPTERS = "adapters are not served: merge the adapter into the weights, and serve those"
 _OWN_SERVER = "the gateway has a server of its own, which does not read it"
-# Options that follow from the file, or that nothing here reads.
+# Options that have a setting of their own, or that have no effect in a gateway.
 _REFUSED: Mapping[str, str] = {
     "model": "it is a setting of its own, `model` at the top of the file",
     "served_model_name": "it is a setting of its own, `served_model_name` at the top of the file",
@@ -35,13 +35,13 @@ _REFUSED: Mapping[str, str] = {
     "dtype": "it is a setting of its own, `gateway: {dtype: …}`",
     "host": "it is a setting of its own, `gateway: {host: …}`",
     "port": "it is a setting of its own, `gateway: {port: …}`",
-    "otlp_traces_endpoint": "vLLM's traces would be beside ours: use `tracing`",
+    "otlp_traces_endpoint": "vLLM's traces would not be connected to the gateway's: use `tracing`",
     "enable_per_request_metrics": "it needs the statistics of an engine, which runs in no gateway",
     "enable_lora": _ADAPTERS,
     "lora_modules": _ADAPTERS,
     **dict.fromkeys(_SERVER, _OWN_SERVER),
 }
-_NEEDS: Mapping[str, str] = {  # an option that is on, and one without which vLLM refuses it
+_NEEDS: Mapping[str, str] = {  # an option, and the one that vLLM requires with it
     "enable_auto_tool_choice": "tool_call_parser",
     "enable_log_outputs": "enable_log_requests",
 }
@@ -49,11 +49,9 @@ _PLUGINS: Mapping[str, str] = {"tool_call_parser": "tool_parser_plugin", "reason
 
 
 class Option(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One option.
-
-    kind: `flag` (on, or left out), `switch` (on or off), `whole`, `size` (`16k`), `size_or_auto`, `number`, `text`,
-    `json`, `custom` (vLLM's own).
-    json: of text, whether a mapping will do, too. many: it takes several values; `each`: it is named for each of them.
+    """kind: `flag` (on, or left out), `switch` (on or off), `whole`, `size` (`16k`), `size_or_auto`, `number`, `text`,
+    `json`, `custom` (vLLM's own). json: a text option that also accepts a mapping. many: it accepts several values;
+    each: it is repeated for each of them.
     """
 
     kind: str
@@ -64,7 +62,7 @@ class Option(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """All options by their names with underscores. parsers: names that are registered, by the option that takes one."""
+    """All options by their names with underscores. parsers: registered names, by the option that accepts them."""
 
     vllm: str
     options: dict[str, Option]
@@ -73,12 +71,12 @@ class Table(msgspec.Struct, frozen=True):
 
 @functools.cache
 def table() -> Table:
-    """The options of the version of vLLM that this was checked against."""
+    """The options of the vLLM version that the table was made from."""
     return msgspec.json.decode(TABLE.read_bytes(), type=Table)
 
 
 def faults_of(args: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with `vllm_args`: `name: what, and what is possible`, one for each fault."""
+    """The mistakes in `vllm_args`: `name: what is wrong, and what is allowed`."""
     given = {normal(name): value for name, value in args.items() if value is not None}
     for name, value in args.items():
         if value is not None and (fault := _fault_of(normal(name), value, given)):
@@ -89,7 +87,7 @@ def faults_of(args: Mapping[str, Any]) -> Iterator[str]:
 
 
 def words_of(args: Mapping[str, Any]) -> list[str]:
-    """The words of vLLM's command line that say the same."""
+    """The same options as words of vLLM's command line."""
     words: list[str] = []
     for name, value in args.items():
         if value is not None:
@@ -98,13 +96,12 @@ def words_of(args: Mapping[str, Any]) -> list[str]:
 
 
 def normal(name: str) -> str:
-    """An option's name with underscores; what follows a dot is a key of its value."""
+    """An option's name with underscores; a part after a dot is a key of its value, and is unchanged."""
     head, dot, key = name.partition(".")
     return head.replace("-", "_") + dot + key
 
 
 def table_of(parser: argparse.ArgumentParser, version: str, parsers: dict[str, list[str]]) -> Table:
-    """The table of a parser."""
     options: dict[str, Option] = {}
     for action in parser._actions:
         names = [word.removeprefix("--") for word in action.option_strings if word.startswith("--")]
@@ -135,12 +132,12 @@ def _option(action: argparse.Action) -> Option:
 
 
 def _reading(action: argparse.Action) -> Any:
-    """What the action makes of a word; None where it refuses it."""
+    """Reads a word as the action does; None where the action refuses it."""
 
     def read(word: str) -> Any:
         try:
             return action.type(word) if callable(action.type) else word
-        except Exception:  # whatever vLLM's functions raise, the word is refused
+        except Exception:  # any exception of vLLM's functions means that the word is refused
             return None
 
     return read

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gateway.admission import Admissions, Ticket
-from gateway.auth import ApiKey, TableRates
+from gateway.admission import Admissions, RequestState
+from gateway.auth import ApiKey, KeyRates
 from gateway.settings import GatewaySettings
 from gateway.table import SharedTable
 from shared.errors import PolyphaseError
@@ -26,22 +26,22 @@ def main(path: str, process: str, max_jobs: str) -> None:
         say(error=error.message)
         return
     admissions = Admissions(settings, CALLERS, table)
-    rates = TableRates(table)
-    tickets: list[Ticket] = []
+    rates = KeyRates(table)
+    tickets: list[RequestState] = []
     say(ready=True)
     for line in sys.stdin:
         command, argument = line.split()
         try:
             match command:
                 case "admit":
-                    tickets.append(admissions.of("default").admit(argument))
+                    tickets.append(admissions.for_class("default").admit(argument))
                 case "tokens":
-                    tickets[-1].start(int(argument))
+                    tickets[-1].start_job(int(argument))
                 case "many":
                     say(let_in=[many(admissions) for _ in range(int(argument))].count(True))
                     continue
                 case "take":
-                    rates.take(ApiKey("a", "", requests_per_s=0.001, burst=40))
+                    rates.check(ApiKey("a", "", requests_per_s=0.001, burst=40))
                 case "rush":
                     say(let_in=[rush(rates) for _ in range(int(argument))].count(True))
                     continue
@@ -58,16 +58,16 @@ def main(path: str, process: str, max_jobs: str) -> None:
 def many(admissions: Admissions) -> bool:
     """One that never leaves."""
     try:
-        admissions.of("default").admit("a")
+        admissions.for_class("default").admit("a")
     except PolyphaseError:
         return False
     return True
 
 
-def rush(rates: TableRates) -> bool:
+def rush(rates: KeyRates) -> bool:
     """One request of the key."""
     try:
-        rates.take(ApiKey("a", "", requests_per_s=0.001, burst=40))
+        rates.check(ApiKey("a", "", requests_per_s=0.001, burst=40))
     except PolyphaseError:
         return False
     return True

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.admission import Admissions
+from gateway.admission import Admissions, current_request
 from gateway.job import Job
-from gateway.request_context import Caller, caller
 from shared.wire.messages import TokenStep
 from tests.gateway.api import Api
 
@@ -138,8 +137,9 @@ class Front:
 
     @contextmanager
     def _asking(self, body: FakeBody | None) -> Iterator[None]:
-        with self._admissions.of("default").admit("") as ticket:
-            caller.set(Caller(ticket, "default", time.time(), body=body, cache_salt=self.cache_salt))
+        with self._admissions.for_class("default").admit("") as state:
+            state.arrived_s, state.connection, state.cache_salt = time.time(), body, self.cache_salt
+            current_request.set(state)
             yield
 
     async def _generator(self, body: dict[str, Any]) -> Any:

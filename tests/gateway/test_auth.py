@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from gateway import auth
-from gateway.auth import ApiKey, KeyRing, create_key, digest_of, load_keys
-from shared.errors import InvalidRequest, Unauthorized
+from gateway.auth import ApiKey, KeyRates, KeyRing, create_key, digest_of, load_keys
+from gateway.table import LocalTable
+from shared.errors import Busy, InvalidRequest, Unauthorized
 
 
 def test_a_key_is_kept_only_as_its_digest() -> None:
@@ -213,3 +214,21 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path, monk
     ring.reread()
     with pytest.raises(Unauthorized):
         ring.identify(f"Bearer {secret}")
+
+
+def test_the_rate_of_a_key_refills_with_time() -> None:
+    now = 1.0
+    rates, key = KeyRates(LocalTable(), lambda: now), ApiKey("a", "", requests_per_s=2.0, burst=2)
+
+    def refused_for_s() -> float:
+        try:
+            rates.check(key)
+        except Busy as error:
+            return error.retry_after_s or 0.0
+        return 0.0
+
+    assert [refused_for_s() for _ in range(3)] == [0.0, 0.0, pytest.approx(0.5)]
+    now = 1.5
+    assert refused_for_s() == 0.0
+    now = 100.0
+    assert [refused_for_s() for _ in range(3)] == [0.0, 0.0, pytest.approx(0.5)]

@@ -2,20 +2,26 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
 
-from gateway.admission import Admissions
-from gateway.auth import ApiKey, KeyRing, OwnRates, create_key
+from gateway.admission import Admissions, current_request
+from gateway.auth import ApiKey, KeyRates, KeyRing, create_key
 from gateway.edge import Edge
+from gateway.job import GAP_BOUNDS_S, Gaps
 from gateway.metrics import GatewayMetrics
-from gateway.request_context import caller
 from gateway.settings import GatewaySettings, SloClass
+from gateway.table import LocalTable
+from shared.domain.job import Phase
 from shared.errors import Busy, Overloaded
+from shared.wire.messages import TokenStep
 from tests.gateway.api import until
+from tests.services.global_scheduler.gateways import make_job
 
 
 class App:
@@ -31,8 +37,8 @@ class App:
             message = await receive()
             size += len(message.get("body", b""))
             more = message.get("more_body", False) and message["type"] == "http.request"
-        who = caller.get(None)
-        body = f"{who.ticket.caller}/{who.slo}/{size}".encode() if who else b""
+        who = current_request.get(None)
+        body = f"{who.caller}/{who.slo}/{size}".encode() if who else b""
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": body})
 
@@ -48,7 +54,7 @@ def edge(
     )
     metrics = metrics or GatewayMetrics("demo", CollectorRegistry())
     ring = KeyRing(keys)
-    guarded = Edge(app, settings, ring, metrics, Admissions(settings, ring.names), OwnRates())
+    guarded = Edge(app, settings, ring, metrics, Admissions(settings, ring.names), KeyRates(LocalTable()))
     guarded.served = {"/v1/completions", "/v1/models"}
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=guarded), base_url="http://gateway")  # type: ignore[arg-type]
 
@@ -73,7 +79,7 @@ async def test_a_key_brings_its_class_and_is_kept_to_those_it_may_use() -> None:
 def test_a_key_that_is_added_brings_shares() -> None:
     settings = GatewaySettings(schedulers=("s",), model="m", max_queued_jobs=10)
     callers = {"a": 1.0}
-    admission = Admissions(settings, callers).of("default")
+    admission = Admissions(settings, callers).for_class("default")
     assert admission.jobs_a_body == 10
     callers["b"] = 1.0
     assert admission.jobs_a_body == 5
@@ -83,7 +89,7 @@ async def test_a_request_has_the_cache_salt_of_its_key() -> None:
     seen = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(caller.get().cache_salt)
+        seen.append(current_request.get().cache_salt)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body"})
 
@@ -97,7 +103,7 @@ async def test_a_request_has_the_cache_salt_of_its_key() -> None:
 @pytest.mark.parametrize("streams", [True, False])
 async def test_a_refusal_for_load_is_a_429_that_says_when_in_streams_too(streams: bool) -> None:
     async def refused(scope: Any, receive: Any, send: Any) -> None:
-        caller.get().ticket.refusal = Overloaded("full", retry_after_s=6.2)
+        current_request.get().refusal = Overloaded("full", retry_after_s=6.2)
         kind = b"text/event-stream" if streams else b"application/json"
         headers = [(b"content-type", kind)]
         await send({"type": "http.response.start", "status": 200 if streams else 429, "headers": headers})
@@ -116,7 +122,7 @@ async def test_a_stream_that_has_begun_goes_on_to_its_end() -> None:
     async def late(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
-        caller.get().ticket.refusal = Overloaded("full", retry_after_s=6.2)
+        current_request.get().refusal = Overloaded("full", retry_after_s=6.2)
         await send({"type": "http.response.body", "body": b"data: error\n\n"})
 
     async with edge(late) as client:  # type: ignore[arg-type]
@@ -237,17 +243,17 @@ async def test_of_several_callers_none_takes_all_the_room() -> None:
 
 def test_of_several_callers_none_takes_all_the_room_for_tokens() -> None:
     settings = GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="demo", max_queued_tokens=1000)
-    admission = Admissions(settings, ("greedy", "modest")).of("default")
-    seats = [admission.admit("greedy").start(120) for _ in range(4)]
+    admission = Admissions(settings, ("greedy", "modest")).for_class("default")
+    seats = [admission.admit("greedy").start_job(120) for _ in range(4)]
     for _ in range(2):
         with pytest.raises(
-            Busy, match="480 prompt tokens of 'greedy' wait; 120 more are over its share, 500"
+            Busy, match="480 prompt tokens of 'greedy' are waiting and this job adds 120; its share is 500"
         ) as refused:
-            admission.admit("greedy").start(120)
+            admission.admit("greedy").start_job(120)
         assert refused.value.retry_after_s
-    big = admission.admit("modest").start(515)  # its first one may be over the share
-    with pytest.raises(Busy, match="995 prompt tokens wait"):
-        admission.admit("modest").start(6)
+    big = admission.admit("modest").start_job(515)  # its first one may be over the share
+    with pytest.raises(Busy, match="995 prompt tokens are waiting"):
+        admission.admit("modest").start_job(6)
     for seat in (*seats, big):
         seat.leave()
     counts = admission.counts
@@ -271,7 +277,7 @@ async def test_bytes_of_bodies_are_bounded_until_the_answers_have_ended(declared
         refused = await ask()
         assert refused.status_code == 429
         assert "800 bytes are held" in refused.json()["error"]["message"]
-        assert "over 1000" in refused.json()["error"]["message"]
+        assert "the limit is 1000" in refused.json()["error"]["message"]
         assert refused.headers["retry-after"]
         app.go.set()
         assert [(await post).status_code for post in let_in] == [200, 200]
@@ -283,10 +289,13 @@ def test_of_several_callers_none_holds_all_the_bytes() -> None:
     held = Admissions(settings, ("greedy", "modest")).held_bytes
     with held.charged("greedy") as first, held.charged("greedy") as second, held.charged("modest") as other:
         first(400)
-        with pytest.raises(Busy, match="400 bytes of 'greedy' are held; 101 more are over its share, 500"):
+        with pytest.raises(Busy, match="400 bytes of 'greedy' are held and this one has 101; its share is 500"):
             second(101)
         other(550)  # its first one
-        with pytest.raises(Busy, match="950 bytes are held; 51 more are over 1000"), held.charged("third") as third:
+        with (
+            pytest.raises(Busy, match="950 bytes are held and this one has 51; the limit is 1000"),
+            held.charged("third") as third,
+        ):
             third(51)
     assert held.total == 0
     with held.charged("greedy") as alone:
@@ -351,3 +360,226 @@ async def test_refusals_for_load_are_told_and_clients_faults_are_not() -> None:
         app.go.set()
         assert ((await first).status_code, second.status_code, unknown.status_code) == (200, 429, 400)
     assert told == [("chat", "busy")]
+
+
+@pytest.mark.parametrize(
+    ("tier", "headers", "slo"),
+    [
+        ("flex", {}, "batch/flex"),
+        ("priority", {}, "chat/priority"),
+        ("auto", {}, "default/default"),
+        ("default", {}, "default/default"),
+        (None, {}, "default/"),
+        ("flex", {"X-Polyphase-Slo": "chat"}, "chat/"),
+        ("nonsense", {"X-Polyphase-Slo": "chat"}, "chat/"),
+    ],
+)
+async def test_a_service_tier_names_a_class_unless_a_header_does(tier: Any, headers: dict[str, str], slo: str) -> None:
+    async def named(scope: Any, receive: Any, send: Any) -> None:
+        who = current_request.get()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": f"{who.slo}/{who.tier}".encode()})
+
+    async with edge(named, service_tiers={"priority": "chat"}) as client:  # type: ignore[arg-type]
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
+            answer = await client.post(path, json={"service_tier": tier}, headers=headers)
+            assert (answer.status_code, answer.text) == (200, slo)
+        anthropic = {"service_tier": "standard_only"}  # another API's tiers
+        assert (await client.post("/v1/messages", json=anthropic)).text == "default/"
+
+
+async def test_a_service_tier_that_stands_for_no_class_is_named() -> None:
+    async with edge(App()) as client:
+        for tier in ("priority", "turbo", 3, ["flex"]):
+            answer = await client.post("/v1/completions", json={"service_tier": tier})
+            assert answer.status_code == 400
+            said = answer.json()["error"]["message"]
+            assert said == f"unknown service_tier {tier!r}; known: auto, default, flex"
+        huge = await client.post("/v1/completions", json={"service_tier": "x" * 500})
+        assert len(huge.json()["error"]["message"]) < 150
+
+
+async def test_a_key_has_its_own_class_by_the_usual_tiers_and_no_class_that_it_may_not_use() -> None:
+    secret, key = create_key("team")
+    headers = {"Authorization": f"Bearer {secret}"}
+    async with edge(App(), keys=(replace(key, slo="chat", classes=("chat",)),)) as client:
+        usual = await client.post("/v1/completions", json={"service_tier": "auto"}, headers=headers)
+        assert usual.text.startswith("team/chat/")
+        answer = await client.post("/v1/completions", json={"service_tier": "flex"}, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "slo_class_not_allowed")
+
+
+async def test_what_a_tier_lets_wait_takes_no_room_of_others() -> None:
+    room = asyncio.Event()
+
+    async def waits(scope: Any, receive: Any, send: Any) -> None:
+        await room.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with edge(waits, max_queued_jobs=1, max_delayed_jobs=2) as client:  # type: ignore[arg-type]
+        flexible = [asyncio.create_task(client.post("/v1/completions", json={"service_tier": "flex"})) for _ in "ab"]
+        guarded = client._transport.app  # type: ignore[attr-defined]
+        await until(lambda: guarded.admission.for_class("batch").counts.jobs == 2)
+        usual = asyncio.create_task(client.post("/v1/completions", json={}))
+        await until(lambda: guarded.admission.for_class("default").counts.jobs == 1)
+        assert guarded.admission.for_class("batch") is not guarded.admission.for_class("default")
+        room.set()
+        assert [(await task).status_code for task in (*flexible, usual)] == [200, 200, 200]
+        assert guarded.admission.jobs == 0
+    async with edge(waits, max_queued_jobs=2, max_delayed_jobs=1) as client:  # type: ignore[arg-type]
+        assert (await client.post("/v1/completions", json={"service_tier": "flex", "n": 2})).status_code == 400
+        assert client._transport.app.admission.jobs == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "error"),
+    [
+        ({"priority": "chat"}, "service_tiers: priority: unknown SLO class 'chat'; known: batch, default"),
+        ({"default": "batch"}, "unknown tier 'default'; expected one of flex, priority, scale"),
+    ],
+)
+def test_what_the_settings_may_not_say(tiers: dict[str, str], error: str) -> None:
+    with pytest.raises(ValidationError, match=error):
+        GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="demo", service_tiers=tiers)
+
+
+def test_flex_is_batch_unless_the_settings_say_else() -> None:
+    def tiers(**said: str) -> dict[str, str]:
+        slo = {"chat": SloClass()}
+        return GatewaySettings(schedulers=("a",), model="demo", slo=slo, service_tiers=said).service_tiers
+
+    assert tiers() == {"flex": "batch"}
+    assert tiers(priority="chat") == {"flex": "batch", "priority": "chat"}
+    assert tiers(flex="chat") == {"flex": "chat"}
+
+
+VLLM = {"model_name": "m", "engine": "0"}
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+def test_gaps_are_counted_at_their_bound() -> None:
+    gaps = Gaps()
+    for gap_s in (0.0, 0.01, 0.0100001, 80.0, 81.0, -1.0):
+        gaps.add(gap_s)
+    found = dict(gaps.cumulative())
+    assert (found["0.01"], found["0.025"], found["80.0"], found["+Inf"]) == (3, 4, 5, 6)
+    assert len(found) == len(GAP_BOUNDS_S) + 1
+
+
+def test_tokens_count_when_they_come_and_once_at_the_end(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics, job, waiting = GatewayMetrics("m", registry), make_job("j"), make_job("k")
+    job.gaps = metrics.requests.gaps
+    metrics.requests.open = lambda: [job, waiting]
+
+    def read(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {**VLLM, **labels})
+
+    def figures() -> tuple[float | None, ...]:
+        gaps = "vllm:inter_token_latency_seconds"
+        counts = [read(f"vllm:{name}_tokens_total") for name in ("prompt", "generation")]
+        return (*counts, read(f"{gaps}_count"), read(f"{gaps}_sum"))
+
+    assert figures() == (0, 0, 0, 0)
+    for now, tokens in ((100.0, [1]), (100.5, [2, 3]), (100.75, [4])):
+        monkeypatch.setattr("gateway.job.time", SimpleNamespace(time=lambda now=now: now))
+        job.accept(TokenStep(tokens))
+    assert figures() == (100, 4, 2, 0.75)
+    job.phase = Phase.COMPLETED
+    metrics.requests.open = lambda: [waiting]
+    metrics.ended(job, job.report("stop"))
+    assert figures() == (100, 4, 2, 0.75)
+    assert read("vllm:inter_token_latency_seconds_bucket", le="0.3") == 1
+    assert read("vllm:request_decode_time_seconds_sum") == 0.75
+    assert read("vllm:request_generation_tokens_sum") == 4
+    slo = {"slo": "default"}
+    assert registry.get_sample_value("polyphase_longest_gap_seconds_sum", slo) == 0.5
+    assert registry.get_sample_value("polyphase_slo_missed_total", {**slo, "target": "itl"}) == 1
+
+
+def test_gaps_between_deliveries_are_counted_against_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job("j")
+    for now, tokens in ((100.0, [1]), (100.125, [2, 3]), (100.625, [4]), (100.75, [5]), (101.125, [6])):
+        monkeypatch.setattr("gateway.job.time", SimpleNamespace(time=lambda now=now: now))
+        job.accept(TokenStep(tokens))
+    timeline = job.timeline
+    assert (timeline.itl_s, timeline.gaps, timeline.gaps_over) == (0.25, 4, 2)
+    assert (timeline.longest_gap_s, timeline.longest_gap_at_s, timeline.longest_gap_after) == (0.5, 100.625, 3)
+    job.finish_reason = "stop"
+    job.ended("stop")
+    report = job.report("stop")
+    assert (report.longest_gap_s, report.gaps, report.gaps_over, report.slo_met) == (0.5, 4, 2, False)
+
+
+def test_tokens_that_wait_for_an_event_share_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job("j")
+    job.streamed = True
+    for now, leaves in ((100.0, 1), (100.125, 0), (100.25, 2), (100.75, 1)):
+        monkeypatch.setattr("gateway.job.time", SimpleNamespace(time=lambda now=now: now))
+        job.accept(TokenStep([1]))
+        if leaves:
+            job.delivered(leaves)
+    assert (job.timeline.gaps, job.timeline.gaps_over) == (2, 1)
+    assert (job.timeline.longest_gap_s, job.timeline.longest_gap_after) == (0.5, 3)
+
+
+def test_of_several_answers_the_longest_is_counted_when_all_have_ended(registry: CollectorRegistry) -> None:
+    class Parent:
+        n = 3
+
+    metrics, parent, name = GatewayMetrics("m", registry), Parent(), "vllm:request_max_num_generation_tokens"
+    for tokens, counted in ((5, 0), (9, 0), (2, 1)):
+        job = make_job(str(tokens))
+        job.siblings, job.phase = parent, Phase.COMPLETED
+        job.accept(TokenStep([1] * tokens, "stop"))
+        metrics.ended(job, job.report("stop"))
+        assert registry.get_sample_value(f"{name}_count", VLLM) == counted
+    assert registry.get_sample_value(f"{name}_sum", VLLM) == 9
+    assert registry.get_sample_value("vllm:request_params_n_sum", VLLM) == 3
+    assert registry.get_sample_value("vllm:request_generation_tokens_count", VLLM) == 3
+
+
+def test_what_a_job_missed_is_told_by_target(registry: CollectorRegistry) -> None:
+    metrics = GatewayMetrics("m", registry)
+    metrics.begin_classes(["default"])
+    late, slow, fine, failed = (make_job(name) for name in ("late", "slow", "fine", "failed"))
+    for job, first_s, last_s in ((late, 3.0, 3.1), (slow, 1.0, 9.0), (fine, 1.0, 1.1), (failed, 1.0, 1.1)):
+        job.tokens = [1, 2]
+        job.timeline.first_token_s = job.timeline.arrived_s + first_s
+        job.timeline.last_token_s = job.timeline.arrived_s + last_s
+        job.phase = Phase.FAILED if job is failed else Phase.COMPLETED
+        metrics.ended(job, job.report("peer_lost" if job is failed else "stop"))
+    missed = {
+        target: registry.get_sample_value("polyphase_slo_missed_total", {"slo": "default", "target": target})
+        for target in ("ttft", "tpot", "answer")
+    }
+    assert missed == {"ttft": 1, "tpot": 1, "answer": 1}
+    met = [
+        registry.get_sample_value("polyphase_slo_requests_total", {"slo": "default", "met": m}) for m in ("yes", "no")
+    ]
+    assert met == [1, 3]
+
+
+async def test_every_answer_is_counted_at_the_edge_refusals_too(registry: CollectorRegistry) -> None:
+    metrics = GatewayMetrics("m", registry)
+    async with edge(App(), metrics=metrics) as client:
+        await client.post("/v1/completions", content=b"x")
+        await client.post("/v1/completions", content=b"x" * 5000)
+        await client.get("/v1/completions/../../etc/passwd")
+        await client.request("BREW", "/v1/models")
+        await client.get("/health")
+
+    def count(method: str, status: str, handler: str) -> float | None:
+        return registry.get_sample_value(
+            "http_requests_total", {"method": method, "status": status, "handler": handler}
+        )
+
+    assert count("POST", "2xx", "/v1/completions") == count("POST", "4xx", "/v1/completions") == 1
+    assert count("GET", "2xx", "none") == count("other", "2xx", "/v1/models") == 1
+    assert registry.get_sample_value("http_request_duration_highr_seconds_count") == 4

@@ -17,7 +17,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from gateway.admission import Admissions
 from gateway.core import PASSED, REQUEST, SAMPLING, ClusterCore, Fate, refuse_request
 from gateway.plain_stream import Pace
-from gateway.request_context import Caller, caller
 from gateway.settings import GatewaySettings
 from services.worker.engines.base import EngineRequest
 from services.worker.engines.vllm import CoreRequests
@@ -98,12 +97,9 @@ def of_client(params: SamplingParams, **more: Any) -> EngineCoreRequest:
 def at_the_engine(request: EngineCoreRequest, *, parser: str = "any", wants_token: bool = True) -> EngineCoreRequest:
     """The same as an instance's vLLM gets it."""
     core = ClusterCore(SETTINGS, SimpleNamespace(run=None), Pace())
-    with Admissions(SETTINGS, ()).of("default").admit("") as ticket:
-        token = caller.set(Caller(ticket, "default", 12.5))
-        try:
-            spec = core._spec(request)
-        finally:
-            caller.reset(token)
+    with Admissions(SETTINGS, ()).for_class("default").admit("") as state:
+        state.arrived_s = 12.5
+        spec = core._spec(request, state)
     generation = msgspec.msgpack.decode(msgspec.msgpack.encode(spec.generation), type=type(spec.generation))
     model = SimpleNamespace(max_model_len=100, get_vocab_size=lambda: 1000, max_logprobs=20)
     config = SimpleNamespace(
@@ -201,7 +197,7 @@ async def test_a_chat_with_a_picture_is_a_400(api: Api, part: str, stream: bool)
     response = await api.chat(messages=said, stream=stream)
     assert response.status_code == 400, response.text
     if part not in ("a file", "embeddings", "embeddings of an image"):  # vLLM has reasons of its own for these
-        assert "computes text alone" in response.json()["error"]["message"]
+        assert "processes only text" in response.json()["error"]["message"]
     assert not api.cluster.prefill.prefills
 
 
@@ -235,7 +231,7 @@ async def test_a_chat_with_a_picture_is_a_400(api: Api, part: str, stream: bool)
 )
 async def test_so_is_one_on_the_other_apis(api: Api, path: str, body: dict[str, Any]) -> None:
     response = await api.client.post(path, json={"model": "demo", **body})
-    assert (response.status_code, "computes text alone" in response.text) == (400, True), response.text
+    assert (response.status_code, "processes only text" in response.text) == (400, True), response.text
     assert not api.cluster.prefill.prefills
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from gateway.request_context import RESPONSES, RequestHints, hints_of, parse, require_few_items
+from gateway.request_hints import RESPONSES, RequestHints, hints_of, parse, require_few_items
 from shared.errors import InvalidRequest
 
 CHAT, COMPLETIONS, BATCH = "/v1/chat/completions", "/v1/completions", "/v1/chat/completions/batch"

@@ -119,7 +119,7 @@ PLAIN: list[Poison] = [
     detokeniser,
     end_of_request,
     events_of_stream,
-    *map(_of_stream, ("take", "advance", "send", "news", "begun", "last", "_events")),
+    *map(_of_stream, ("accept", "advance", "_send", "new_events", "begin", "last", "_events")),
 ]
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -186,8 +186,9 @@ async def test_a_fault_in_the_output_of_one_request_is_its_own(
     core, start = llm._core, llm._core._start
     poisoned: list[str] = []
 
-    def started(request_id: str, spec: JobSpec, seat: Any) -> None:
-        start(request_id, spec, seat)
+    def started(spec: JobSpec, queued: Any) -> None:
+        start(spec, queued)
+        request_id = spec.job_id
         if "poison" in request_id and not poisoned:
             poisoned.append(request_id)
             poison(core, request_id)
@@ -212,8 +213,9 @@ async def test_a_job_whose_output_failed_has_failed_and_its_engine_stops(
     core = api.app.state.engine_client._core
     start = core._start
 
-    def started(request_id: str, spec: JobSpec, seat: Any) -> None:
-        start(request_id, spec, seat)
+    def started(spec: JobSpec, queued: Any) -> None:
+        start(spec, queued)
+        request_id = spec.job_id
         detokeniser(core, request_id)
 
     monkeypatch.setattr(core, "_start", started)
@@ -224,7 +226,7 @@ async def test_a_job_whose_output_failed_has_failed_and_its_engine_stops(
     await _idle(api)
 
 
-@pytest.mark.parametrize("step", ["_spec", "_start", "_stream_of", "add_request_async"])
+@pytest.mark.parametrize("step", ["_spec", "_start", "add_request_async"])
 async def test_a_job_that_does_not_start_leaves_nothing(api: Api, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     monkeypatch.setattr(api.app.state.engine_client._core, step, boom)
     async with asyncio.timeout(5):
@@ -237,7 +239,7 @@ async def test_what_an_ended_stop_string_aborts(api: Api, monkeypatch: pytest.Mo
     """A client that has its answer keeps it, whatever happens when its job is stopped."""
     core = api.app.state.engine_client._core
     first = (await api.complete(max_tokens=2)).json()["choices"][0]["text"]
-    monkeypatch.setattr(core, "_stopped", boom)
+    monkeypatch.setattr(core, "_stop", boom)
     async with others(api):
         response = await api.complete(max_tokens=2, stop=[first[:1]])
         assert (response.status_code, response.json()["choices"][0]["finish_reason"]) == (200, "stop")
@@ -251,8 +253,9 @@ async def test_the_prompt_of_one_token_has_no_log_probabilities(
     core = api.app.state.engine_client._core
     start = core._start
 
-    def started(request_id: str, spec: JobSpec, seat: Any) -> None:
-        start(request_id, spec, seat)
+    def started(spec: JobSpec, queued: Any) -> None:
+        start(spec, queued)
+        request_id = spec.job_id
         if "alone" not in request_id:
             return
         job = core._jobs[request_id].job
@@ -284,8 +287,9 @@ async def _with_prompt_logprobs(api: Api, monkeypatch: pytest.MonkeyPatch, at_on
     start = core._start
     sizes: list[int] = []
 
-    def started(request_id: str, spec: JobSpec, seat: Any) -> None:
-        start(request_id, spec, seat)
+    def started(spec: JobSpec, queued: Any) -> None:
+        start(spec, queued)
+        request_id = spec.job_id
         if "alone" not in request_id:
             return
         job, processor = core._jobs[request_id].job, _state(core, request_id).logprobs_processor

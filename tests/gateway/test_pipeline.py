@@ -7,14 +7,15 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from gateway import job as job_module
 from shared.domain.job import FirstTokenOut, Phase
 from shared.domain.kv import TransferOutcome
-from shared.domain.prompt import unpacked
-from shared.errors import Busy, DeadlineExceeded, PolyphaseError, Unavailable, WrongRole
+from shared.domain.prompt import BLOCK_TOKENS, block_hashes, unpacked
+from shared.errors import Busy, DeadlineExceeded, EngineFailed, PolyphaseError, Unavailable, WrongRole
 from shared.timeline import Span
 from shared.wire.messages import TokenStep
 from tests.gateway.api import until
-from tests.gateway.cluster import make_job, running_cluster, tokens_of
+from tests.gateway.cluster import Cluster, make_job, running_cluster, tokens_of
 from tests.gateway.worker import Worker, answer, next_token
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -313,3 +314,199 @@ def test_an_answer_of_one_token_is_not_kept() -> None:
     job.phase = Phase.PREFILL
     job.accept(TokenStep([1], "length"))
     assert (tokens_of(steps), job.finish_reason) == ([1], "length")
+
+
+async def test_cancelling_stops_the_decode_leg_and_frees_the_staged_kv() -> None:
+    async with running_cluster() as cluster:
+        decode, reached = cluster.decodes[0], asyncio.Event()
+
+        async def hang() -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+        decode.before_token = lambda count: hang() if count == 3 else asyncio.sleep(0)
+        job, _ = make_job(PROMPT, 10)
+        task = asyncio.create_task(cluster.pipeline.run(job))
+        await asyncio.wait_for(reached.wait(), 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(decode.cancelled.wait(), 1)
+        await until(lambda: cluster.prefill.released == [job.transfer_id], 1)
+        assert job.phase is Phase.CANCELLED
+
+
+async def test_cancelling_stops_the_prefill_leg_and_drops_what_was_fetched() -> None:
+    async with running_cluster() as cluster:
+        cluster.prefill.chunked = True
+        reached = asyncio.Event()
+
+        async def hang() -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+        cluster.prefill.before_token = lambda _: hang()
+        job, _ = make_job(PROMPT, 10)
+        task = asyncio.create_task(cluster.pipeline.run(job))
+        await asyncio.wait_for(reached.wait(), 5)
+        await until(lambda: bool(cluster.decodes[0].prefetched))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(cluster.prefill.cancelled.wait(), 1)
+        await until(lambda: cluster.decodes[0].released == [job.transfer_id], 1)
+
+
+async def test_a_reply_that_crosses_the_cancellation_leaves_nothing() -> None:
+    async with running_cluster() as cluster:
+        prefill, reached = cluster.prefill, asyncio.Event()
+
+        async def hang() -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+        prefill.before_token, prefill.stubborn = lambda _: hang(), True
+        job, _ = make_job(PROMPT, 10)
+        task = asyncio.create_task(cluster.pipeline.run(job))
+        await asyncio.wait_for(reached.wait(), 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await prefill.releases(1)
+        assert prefill.released == [job.transfer_id]
+
+
+async def test_a_first_token_that_ends_the_answer_leaves_nothing() -> None:
+    async with running_cluster() as cluster:
+        cluster.prefill.stop_token = answer(PROMPT, 1)[0]
+        job, _ = make_job(PROMPT, 8)
+        await cluster.pipeline.run(job)
+        await cluster.prefill.releases(1)
+
+
+async def test_a_failed_prefill_leaves_nothing() -> None:
+    async with running_cluster(attempts=1) as cluster:
+
+        def fail(_: int) -> None:
+            raise EngineFailed("a bug")
+
+        cluster.prefill.before_token = fail
+        job, _ = make_job(PROMPT, 8)
+        with pytest.raises(EngineFailed):
+            await cluster.pipeline.run(job)
+        await cluster.prefill.releases(1)
+
+
+async def test_whatever_became_of_the_kv_the_prefill_instance_is_told_once() -> None:
+    """That it was pulled, it hears from the importer too, by a connection that may be broken."""
+    async with running_cluster() as cluster:
+        pulled, _ = make_job(PROMPT, 4)
+        await cluster.pipeline.run(pulled)
+        cluster.prefill.stop_token = answer(PROMPT, 1)[0]
+        over_at_once, _ = make_job(PROMPT, 4)
+        await cluster.pipeline.run(over_at_once)
+        await cluster.prefill.releases(2)
+        assert cluster.prefill.released == [pulled.transfer_id, over_at_once.transfer_id]
+        assert not any(decode.released for decode in cluster.decodes)
+
+
+async def test_a_prefetch_goes_on_until_the_decode_has_ended() -> None:
+    async with running_cluster() as cluster:
+        decode = cluster.decodes[0]
+        cluster.prefill.chunked, decode.fetching = True, asyncio.Event()
+        states: list[tuple[int, int]] = []
+        decode.before_token = lambda _: states.append((len(decode.prefetched), len(decode.dropped)))
+        job, steps = make_job(PROMPT, 6)
+        await cluster.pipeline.run(job)
+        assert tokens_of(steps) == answer(PROMPT, 6)
+        assert states == [(1, 0)] * 5
+        await until(lambda: len(decode.dropped) == 1)  # the call that is still under way then is of no use to anybody
+
+
+async def test_a_prefetch_of_an_instance_that_then_refuses_is_dropped() -> None:
+    async with running_cluster() as cluster:
+        first, second = cluster.decodes
+        cluster.prefill.chunked, first.fetching = True, asyncio.Event()
+        first.refuse = WrongRole("draining")
+        job, steps = make_job(PROMPT, 6)
+        await cluster.pipeline.run(job)
+        assert tokens_of(steps) == answer(PROMPT, 6)
+        assert len(second.decodes) == 1
+        await first.releases(1)
+        assert not second.released
+        await cluster.prefill.releases(1)
+
+
+async def test_transfers_of_jobs_with_one_id_differ() -> None:
+    async with running_cluster() as cluster:
+        first, _ = make_job(PROMPT, 4)
+        second, _ = make_job(PROMPT, 4, job_id=first.spec.job_id)
+        await asyncio.gather(cluster.pipeline.run(first), cluster.pipeline.run(second))
+        assert len({request.transfer_id for request in cluster.prefill.prefills}) == 2
+
+
+PREFIX_PROMPT = [number % 900 for number in range(3 * BLOCK_TOKENS + 5)]
+
+
+async def run(cluster: Cluster, **more: object) -> None:
+    job, _ = make_job(PREFIX_PROMPT, 4, **more)  # type: ignore[arg-type]
+    await cluster.pipeline.run(job)
+
+
+async def test_it_is_told_from_the_second_job_on_while_the_policy_looks_at_it() -> None:
+    async with running_cluster() as cluster:
+        await run(cluster)
+        cluster.wants_prefix = True
+        await run(cluster)
+        await run(cluster)
+        cluster.wants_prefix = False
+        await run(cluster)
+        await run(cluster)
+        told = [place.job.prefix for place in cluster.places]
+        assert told == [(), (), block_hashes(PREFIX_PROMPT), block_hashes(PREFIX_PROMPT), ()]
+        assert len(told[2]) == 3
+        for worker in (cluster.prefill, *cluster.decodes):
+            assert all(request.job.prefix == () for request in (*worker.prefills, *worker.decodes))
+
+
+async def test_the_salt_is_part_of_it_and_who_bypasses_the_cache_has_none() -> None:
+    async with running_cluster() as cluster:
+        cluster.wants_prefix = True
+        await run(cluster)
+        await run(cluster, salt="s")
+        await run(cluster, local_only=True)
+        assert [place.job.prefix for place in cluster.places[1:]] == [block_hashes(PREFIX_PROMPT, "s"), ()]
+
+
+async def test_it_is_computed_once_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+
+    def count(*given: object) -> tuple[int, ...]:
+        computed.append(given)
+        return (1, 2)
+
+    async with running_cluster() as cluster:
+        cluster.wants_prefix = True
+        await run(cluster)
+        monkeypatch.setattr(job_module, "hashes_of", count)
+        lost = []
+
+        def lose_once(_: int) -> None:
+            if not lost:
+                lost.append(1)
+                raise EngineFailed("the first attempt is lost")
+
+        cluster.prefill.before_token = lose_once
+        await run(cluster)
+        assert [place.job.prefix for place in cluster.places[1:]] == [(1, 2), (1, 2)]
+        assert len(computed) == 1
+
+
+async def test_instances_are_told_what_they_are_known_to_hold() -> None:
+    async with running_cluster() as cluster:
+        cluster.saved = 2
+        await run(cluster)
+        assert [request.saved for request in cluster.prefill.prefills] == [2]
+        await run(cluster, local_only=True)
+        requests = [request for worker in cluster.decodes for request in worker.decodes]
+        assert sorted((request.handle is None, request.saved) for request in requests) == [(False, 0), (True, 2)]

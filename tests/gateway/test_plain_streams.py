@@ -1,20 +1,25 @@
 """Plain streams say what vLLM's generators say of the same tokens: every field, on every path there is for them."""
 
+import asyncio
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shared.errors import Busy, EngineFailed
+from shared.domain.job import Phase
+from shared.errors import Busy, EngineFailed, InvalidRequest, Overloaded
 from shared.wire.messages import TokenStep
-from tests.gateway.api import Api
+from tests.gateway.api import PROMPT, Api, events, until
 from tests.gateway.scripted import ABORT, Act, Front, Script, Seen, text_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
+
 USAGES: list[dict[str, bool] | None] = [
     None,
     {"include_usage": False},
@@ -203,3 +208,187 @@ async def test_requests_of_keys_with_unlike_salts_share_no_prefix(front: Front) 
     assert salts[1] == salts[5]
     assert len(set(salts)) == 5
     assert not any(salt in ("a", "b") for salt in salts), "workers see no key's salt"
+
+
+async def ask(api: Api, path: str, **body: Any) -> httpx.Response:
+    return await (api.chat(**body) if path == "chat" else api.complete(**body))
+
+
+def choice_text(choice: dict[str, Any]) -> str:
+    return choice["text"] if "text" in choice else (choice.get("message") or choice["delta"]).get("content") or ""
+
+
+def last_token_never_comes(api: Api, last: int) -> None:
+    """Unless the job is stopped its decode leg would hang."""
+    for decode in api.cluster.decodes:
+        decode.before_token = lambda count: asyncio.sleep(0.002) if count < last else asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["chat", "completions"])
+async def test_it_is_recorded_as_completed_and_both_legs_are_free(api: Api, path: str, stream: bool) -> None:
+    full = choice_text((await ask(api, path, max_tokens=40)).json()["choices"][0])
+    stop = full[len(full) // 2 :][:6]
+    await api.final_reports(1)
+    api.renew()
+    last_token_never_comes(api, 38)
+    response = await ask(api, path, max_tokens=40, stop=[stop], stream=stream)
+    if stream:
+        choices = [choice for event in await events(response) for choice in event["choices"]]
+        assert "".join(choice_text(choice) for choice in choices) == full[: full.index(stop)]
+        assert choices[-1]["finish_reason"] == "stop"
+    else:
+        (choice,) = response.json()["choices"]
+        assert (choice_text(choice), choice["finish_reason"]) == (full[: full.index(stop)], "stop")
+    (report,) = await api.final_reports(1)
+    assert (report.phase, report.outcome) == (Phase.COMPLETED, "stop")
+    assert report.slo_met is not None
+    assert 0 < report.output_tokens < 40
+    assert report.timeline is not None
+    assert report.timeline.outcome == "stop"
+    await asyncio.wait_for(api.cluster.decodes[0].cancelled.wait(), 2)
+    transfer_id = api.cluster.prefill.prefills[0].transfer_id
+    await until(lambda: transfer_id in api.cluster.prefill.released, 2)
+
+
+async def test_of_two_answers_only_the_stopped_one_ends(api: Api) -> None:
+    full = choice_text((await api.complete(max_tokens=40)).json()["choices"][0])
+    stop = full[len(full) // 2 :][:6]
+    await api.final_reports(1)
+    api.renew()
+    last_token_never_comes(api, 38)
+    body = (await api.complete(max_tokens=40, stop=[stop], n=2, temperature=0.5)).json()
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["stop", "stop"]
+    assert [(report.phase, report.outcome) for report in await api.final_reports(2)] == [(Phase.COMPLETED, "stop")] * 2
+
+
+async def test_the_first_token_may_match_already(api: Api) -> None:
+    first = choice_text((await api.complete(max_tokens=1)).json()["choices"][0])
+    await api.final_reports(1)
+    api.renew()
+    last_token_never_comes(api, 1)
+    (choice,) = (await api.complete(max_tokens=40, stop=[first])).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+    (report,) = await api.final_reports(1)
+    assert (report.phase, report.outcome, report.slo_met) == (Phase.COMPLETED, "stop", True)
+    transfer_id = api.cluster.prefill.prefills[0].transfer_id
+    await until(lambda: transfer_id in api.cluster.prefill.released, 2)
+
+
+async def test_a_client_that_leaves_is_still_a_cancelled_one(api: Api) -> None:
+    last_token_never_comes(api, 2)
+    task = asyncio.create_task(api.complete(max_tokens=40, stop=["never"]))
+    await until(lambda: bool(api.cluster.decodes[0].decodes))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    (report,) = await api.final_reports(1)
+    assert (report.phase, report.outcome, report.slo_met) == (Phase.CANCELLED, "cancelled", None)
+
+
+SAID = [{"role": "user", "content": "Hello"}]
+SCHEMA = {"type": "strng"}
+TEXT = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/responses", {"input": "x", "text": TEXT}, "strng"),
+    ("/v1/responses", {"input": "x", "priority": 3}, "priority (3) cannot be served"),
+    ("/v1/responses", {"input": "x", "structured_outputs": {"regex": "(a"}}, "regex"),
+    ("/v1/chat/completions", {"messages": SAID, "response_format": FORMAT}, "strng"),
+    ("/v1/chat/completions", {"messages": SAID, "response_format": FORMAT, "n": 2}, "strng"),
+    ("/v1/chat/completions", {"messages": SAID, "logprobs": True, "response_format": FORMAT}, "strng"),
+    ("/v1/chat/completions", {"messages": SAID, "priority": 3}, "priority (3) cannot be served"),
+    ("/v1/completions", {"prompt": PROMPT, "structured_outputs": {"grammar": "root ::= ("}}, "grammar"),
+    ("/v1/completions", {"prompt": ["a", "b"], "structured_outputs": {"json": SCHEMA}}, "strng"),
+    ("/v1/completions", {"prompt": PROMPT, "temperature": float("nan")}, "temperature must be a finite number"),
+    ("/invocations", {"messages": SAID, "response_format": FORMAT}, "strng"),
+    (
+        "/v1/messages",
+        {"messages": SAID, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        "strng",
+    ),
+]
+
+
+async def post(api: Api, path: str, **body: Any) -> Any:
+    full = json.dumps({"model": "demo", "max_tokens": 6, **body})
+    return await api.client.post(path, content=full, headers={"Content-Type": "application/json"})
+
+
+@pytest.mark.parametrize(("path", "body", "why"), REFUSED)
+async def test_the_status_and_the_reason_are_those_without_a_stream(
+    api: Api, path: str, body: dict[str, Any], why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plain = await post(api, path, **body)
+    assert plain.status_code == 400, plain.text
+    assert why in plain.text
+    capfd.readouterr()
+    streamed = await post(api, path, stream=True, **body)
+    assert streamed.status_code == 400
+    assert streamed.json() == plain.json()
+    assert streamed.headers["content-type"] == plain.headers["content-type"]
+    assert "Traceback" not in "".join(capfd.readouterr())
+    assert not api.cluster.prefill.prefills
+    assert api.admission.jobs == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/chat/completions", {"messages": SAID}),
+        ("/v1/completions", {"prompt": PROMPT}),
+        ("/v1/messages", {"messages": SAID}),
+    ],
+)
+@pytest.mark.parametrize("error", [InvalidRequest("it cannot be"), Overloaded("full", retry_after_s=3.0)])
+async def test_so_are_those_of_a_job_that_ends_before_its_first_token(
+    api: Api, path: str, body: dict[str, Any], error: InvalidRequest | Overloaded
+) -> None:
+    script = Script()
+    with api.running_jobs(script):
+        script.acts.put_nowait(error)
+        script.acts.put_nowait(error)
+        plain, streamed = await post(api, path, **body), await post(api, path, stream=True, **body)
+    assert plain.status_code == error.http_status
+    if path == "/v1/responses":  # it has announced the response: the job was submitted
+        assert streamed.status_code == 200
+        assert "response.created" in streamed.text
+        assert error.message in streamed.text
+        code = '"code": "invalid_request"' if isinstance(error, InvalidRequest) else '"code": "overloaded"'
+        assert code in streamed.text
+    elif isinstance(error, Overloaded):
+        assert (streamed.status_code, streamed.headers["retry-after"]) == (429, "3")
+    else:
+        assert (streamed.status_code, streamed.json()) == (plain.status_code, plain.json())
+
+
+async def test_a_response_is_announced_once_its_job_is_submitted(api: Api) -> None:
+    script = Script()
+    with api.running_jobs(script):
+        body = {"model": "demo", "input": "x", "stream": True}
+        async with api.client.stream("POST", "/v1/responses", json=body) as response:
+            events = response.aiter_lines()
+            assert await anext(events) == "event: response.created"
+            assert len(script.jobs) == 1
+            script.acts.put_nowait(InvalidRequest("it cannot be"))
+            rest = [line async for line in events]
+    assert any("it cannot be" in line for line in rest)
+
+
+@pytest.mark.parametrize("name", [b"uuid/suffix", b"a, b", b"x" * 300, "\u00fc".encode(), b"\xfc", b"#{};|"])
+async def test_a_server_that_returns_request_ids_does_so_for_any_and_in_refusals_too(
+    api: Api, monkeypatch: pytest.MonkeyPatch, name: bytes
+) -> None:
+    """`enable_request_id_headers` adds this middleware of vLLM's."""
+    from vllm.entrypoints.serve.middleware.x_request_id import XRequestIdMiddleware
+
+    monkeypatch.setattr(api.edge, "app", XRequestIdMiddleware(api.app))
+    monkeypatch.setattr(api.edge, "fast_path", None)
+    refused = {"messages": SAID, "response_format": FORMAT}
+    for body, status in (({"messages": SAID}, 200), (refused, 400)):
+        for stream in (False, True):
+            full = {"model": "demo", "max_tokens": 6, "stream": stream, **body}
+            headers = {b"X-Request-Id": name}
+            response = await api.client.post("/v1/chat/completions", json=full, headers=headers)
+            assert response.status_code == status
+            assert [value for key, value in response.headers.raw if key.lower() == b"x-request-id"] == [name]

@@ -40,7 +40,7 @@ class Ways:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        short = self.api.edge.short
+        short = self.api.edge.fast_path
         assert short is not None
 
         def counting(*asked: Any) -> Any:
@@ -48,19 +48,19 @@ class Ways:
             self.taken += found is not None
             return found
 
-        self.api.edge.short = counting
+        self.api.edge.fast_path = counting
         try:
             yield
         finally:
-            self.api.edge.short = short
+            self.api.edge.fast_path = short
 
     @contextmanager
     def usual(self) -> Iterator[None]:
-        short, self.api.edge.short = self.api.edge.short, None
+        short, self.api.edge.fast_path = self.api.edge.fast_path, None
         try:
             yield
         finally:
-            self.api.edge.short = short
+            self.api.edge.fast_path = short
 
     async def raw(self, kind: str, said: Any, headers: str = "content-type: application/json\r\n") -> bytes:
         """All bytes of the answer, without what differs between any two."""
@@ -172,13 +172,13 @@ class Cycle:
 async def test_a_body_tells_once_that_its_reader_has_left() -> None:
     cycle, told = Cycle(), list[str]()
     body = Body(cycle, None)
-    body.on_gone(lambda: told.append("left"))
-    body.left()
+    body.on_disconnect(lambda: told.append("left"))
+    body.check_disconnect()
     assert not told
     cycle.disconnected = True
-    body.left()
-    body.left()
+    body.check_disconnect()
+    body.check_disconnect()
     assert told == ["left"]
-    body.on_gone(lambda: told.append("late"))
+    body.on_disconnect(lambda: told.append("late"))
     assert told == ["left", "late"]
     assert EXTENSION

@@ -1,27 +1,29 @@
-"""Which streams are served at once, and which wait for more tokens."""
+"""Which plain streams are served at once, and how long tokens wait for others under load."""
 
 import asyncio
 import time
 from typing import Any
 
-from gateway.plain_stream import Pace, StreamPass
+import pytest
+
+from gateway.plain_stream import MIN_INTERVAL_S, PERIOD_S, Pace, StreamPass
 
 
 class Stream:
     """Counts how often it is served."""
 
-    def __init__(self, most_s: float, *, pressing: bool = False) -> None:
+    def __init__(self, max_delay_s: float, *, urgent: bool = False) -> None:
         self.queued = self.held = False
         self.served_s = asyncio.get_running_loop().time()
-        self.most_s = most_s
-        self.pressing = pressing
+        self.max_delay_s = max_delay_s
+        self.urgent = urgent
         self.served: list[float] = []
         self.events = 0  # of which gaps are counted
         self.once = asyncio.Event()
         self.failed: Exception | None = None
         self.error: Exception | None = None
 
-    def leaves(self) -> None:
+    def queue(self) -> None:
         self.queued, self.held = True, False
         self.events += 1
 
@@ -59,7 +61,7 @@ async def test_tokens_of_a_turn_go_out_together_and_at_once_where_there_is_time(
 async def test_under_load_tokens_wait_for_others_up_to_what_their_class_allows() -> None:
     serving = passes(interval_s=60.0)
     began = time.monotonic()
-    quick, slow = Stream(most_s=0.05), Stream(most_s=0.2)
+    quick, slow = Stream(max_delay_s=0.05), Stream(max_delay_s=0.2)
     for _ in range(4):
         serving.add(quick)
         serving.add(slow)
@@ -75,13 +77,13 @@ async def test_under_load_tokens_wait_for_others_up_to_what_their_class_allows()
 
 async def test_the_first_and_the_last_tokens_do_not_wait() -> None:
     serving = passes(interval_s=60.0)
-    first, last = Stream(30.0, pressing=True), Stream(30.0)
+    first, last = Stream(30.0, urgent=True), Stream(30.0)
     serving.add(first)
     serving.add(last)
     await turns()
     assert len(first.served) == 1
     assert not last.served
-    last.pressing = True
+    last.urgent = True
     serving.add(last)
     await turns()
     assert len(last.served) == 1
@@ -93,7 +95,7 @@ async def test_a_stream_that_was_served_for_its_end_is_not_served_again_when_its
     ended, other = Stream(0.05), Stream(0.05)
     serving.add(ended)
     serving.add(other)
-    ended.pressing = True
+    ended.urgent = True
     serving.add(ended)
     await asyncio.wait_for(other.once.wait(), 10)
     await turns()
@@ -115,10 +117,10 @@ async def test_the_pace_is_looked_at_while_there_are_tokens_and_forgotten_when_t
     serving, stream = StreamPass(pace), Stream(1.0)
     pace.interval_s = 0.4
     looks, ended = list[float](), asyncio.Event()
-    pace.look = lambda: looks.append(time.monotonic())  # type: ignore[method-assign]
+    pace.measure = lambda: looks.append(time.monotonic())  # type: ignore[method-assign]
     end = pace.end
     pace.end = lambda: (end(), ended.set())[0]  # type: ignore[method-assign]
-    stream.pressing = True
+    stream.urgent = True
     async with asyncio.timeout(10):
         while not looks:
             serving.add(stream)  # type: ignore[arg-type]
@@ -128,3 +130,68 @@ async def test_the_pace_is_looked_at_while_there_are_tokens_and_forgotten_when_t
     seen = len(looks)
     await asyncio.sleep(0)
     assert len(looks) == seen
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = self.used_s = 100.0
+
+    def pass_(self, busy: float, late_s: float = 0.0) -> None:
+        self.now_s += PERIOD_S + late_s
+        self.used_s += PERIOD_S * busy
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pace(clock: Clock) -> Pace:
+    return Pace(lambda: clock.now_s, lambda: clock.used_s)
+
+
+def test_it_is_off_while_the_process_has_time(clock: Clock, pace: Pace) -> None:
+    for _ in range(50):
+        clock.pass_(0.5)
+        pace.measure()
+        assert pace.interval_s == 0.0
+
+
+def test_it_grows_while_the_process_is_busy_and_ends_when_it_is_not(clock: Clock, pace: Pace) -> None:
+    grown = []
+    for _ in range(30):
+        clock.pass_(0.9)
+        pace.measure()
+        grown.append(pace.interval_s)
+    assert grown[0] == MIN_INTERVAL_S
+    assert grown == sorted(grown)
+    assert grown[-1] == 1.0
+    for _ in range(20):
+        clock.pass_(0.2)
+        pace.measure()
+    assert pace.interval_s == 0.0
+
+
+def test_it_stays_in_between(clock: Clock, pace: Pace) -> None:
+    for _ in range(6):
+        clock.pass_(0.9)
+        pace.measure()
+    held = pace.interval_s
+    for _ in range(20):
+        clock.pass_(0.65)
+        pace.measure()
+    assert pace.interval_s == held > 0
+
+
+def test_a_process_that_is_not_let_run_is_busy(clock: Clock, pace: Pace) -> None:
+    """Others use the cores: it computes a third of the time, and is late."""
+    clock.pass_(0.7, late_s=PERIOD_S)
+    pace.measure()
+    assert pace.interval_s > 0
+
+
+def test_one_that_has_nothing_to_do_is_not_busy_however_late_it_is(clock: Clock, pace: Pace) -> None:
+    clock.pass_(0.1, late_s=5 * PERIOD_S)
+    pace.measure()
+    assert pace.interval_s == 0

@@ -23,6 +23,7 @@ from tests.gateway.scripted import Script
 from tests.gateway.worker import answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
+
 PROMPT = [400, 401, 402, 403]
 DOCS = Path(__file__).parents[2] / "docs" / "api.md"
 # What makes vLLM mount every route of a server that generates. Its Cohere API needs a package that is not installed.
@@ -111,7 +112,7 @@ async def test_all_others_are_a_404_in_openai_s_shape(api: Api, path: str) -> No
     response = await api.client.post(path, json={"model": "demo", "prompt": PROMPT, "messages": []})
     assert response.status_code == 404
     assert is_an_error(response.json(), "not_found")
-    assert f"there is no POST {path} here" in response.json()["error"]["message"]
+    assert f"there is no route POST {path}" in response.json()["error"]["message"]
 
 
 CONVERSATIONS = [[{"role": "user", "content": text}] for text in ("Hello", "How are you?", "Bye")]
@@ -140,7 +141,7 @@ async def test_a_batch_has_the_limits_of_a_body(api: Api) -> None:
     many = CONVERSATIONS * 9
     response = await batch(api, messages=many)
     assert response.status_code == 400
-    assert "asks for 27 answers (prompts, conversations or items, times n)" in response.json()["error"]["message"]
+    assert "requests 27 answers (prompts, conversations or items, times n)" in response.json()["error"]["message"]
     long = [{"role": "user", "content": "a"}] * 1500
     response = await batch(api, messages=[long, long, long])
     assert response.status_code == 400
@@ -151,9 +152,9 @@ async def test_a_batch_has_the_limits_of_a_body(api: Api) -> None:
 
 async def test_a_batch_is_refused_for_load_as_a_whole(api: Api) -> None:
     """20 of 64 jobs wait already, for a key with room for them."""
-    with api.admission.of("default").admit("other") as ticket:
+    with api.admission.for_class("default").admit("other") as ticket:
         ticket.claim(20)
-        with api.admission.of("default").admit("another") as second:
+        with api.admission.for_class("default").admit("another") as second:
             second.claim(22)
             response = await batch(api, messages=CONVERSATIONS * 8)
     assert response.status_code == 429
@@ -193,7 +194,7 @@ async def test_items_are_scored_each_by_a_request(api: Api) -> None:
     assert len(prompts) == 2, response.text
     many = await api.client.post("/generative_scoring", json={**body, "items": ["yes"] * 25})
     assert many.status_code == 400
-    assert "asks for 25 answers" in many.json()["error"]["message"]
+    assert "requests 25 answers" in many.json()["error"]["message"]
 
 
 async def test_texts_to_score_are_tokenised_in_a_thread() -> None:
@@ -220,7 +221,7 @@ async def test_sagemakers_name_serves_chats_and_completions_with_their_limits(ap
     assert chat.json()["service_tier"] == "flex"
     completion = await api.client.post("/invocations", json={**body, "prompt": PROMPT, "n": 25})
     assert completion.status_code == 400
-    assert "asks for 25 answers" in completion.json()["error"]["message"]
+    assert "requests 25 answers" in completion.json()["error"]["message"]
 
 
 async def test_another_method_is_a_405_in_openai_s_shape(api: Api) -> None:
@@ -383,3 +384,71 @@ async def test_an_endless_head_is_refused_before_the_key_is_looked_at(api: Api) 
         writer.write(b"x" * 4096)
     assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 431")
     writer.close()
+
+
+BAD = [{"a": 1}] * 1000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": BAD}),
+        ("/v1/responses", {"input": "Hello", "tools": BAD}),
+        ("/v1/chat/completions", {"messages": BAD}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "tools": BAD}),
+        ("/v1/messages", {"messages": BAD, "max_tokens": 3}),
+        ("/tokenize", {"messages": BAD}),
+    ],
+)
+async def test_only_the_first_bad_element_is_validated(api: Api, path: str, body: dict[str, Any]) -> None:
+    answer = await api.client.post(path, json={"model": "demo", **body})
+    assert answer.status_code == 400, answer.text
+    assert "0" in answer.text
+    for later in (".1.", ", 1,", "'1'", ".999", " 999"):
+        assert later not in answer.text
+
+
+async def test_every_list_of_every_model_stops_at_its_first_bad_element(api: Api) -> None:
+    from pydantic import ValidationError
+
+    from gateway.vllm_patches import REQUEST_MODELS
+
+    names = ("messages", "input", "tokens", "prompt")
+    for model in REQUEST_MODELS:
+        name = next(name for name in names if name in model.model_fields)
+        body = {name: [object()] * 50}
+        with pytest.raises(ValidationError) as wrong:
+            model.model_validate({"model": "demo", **body})
+        places = {error["loc"][-1] for error in wrong.value.errors() if isinstance(error["loc"][-1], int)}
+        assert places <= {0}, model
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 1100}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 5000}),
+        ("/v1/chat/completions", {"messages": [], "tools": [{"type": "function", "function": {"name": "a"}}] * 3000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 4500}]}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}] * 4500}),
+    ],
+)
+async def test_too_many_items_are_refused_with_both_numbers(api: Api, path: str, body: dict[str, Any]) -> None:
+    answer = await api.client.post(path, json={"model": "demo", **body})
+    assert answer.status_code in (400, 413), answer.text
+    assert "max_items_per_body allows 4096" in answer.json()["error"]["message"] or answer.status_code == 413
+
+
+async def test_a_text_that_cannot_fit_the_model_is_not_tokenised(api: Api) -> None:
+    fits = await api.client.post("/tokenize", json={"model": "demo", "prompt": "Hello"})
+    assert fits.status_code == 200, fits.text
+    longer = await api.client.post("/tokenize", json={"model": "demo", "prompt": "Hello" * 3000})
+    assert (longer.status_code, longer.json()["count"] > 2048) == (200, True)
+    chars = 2048 * api.app.state.engine_client.renderer.tokenizer.max_chars_per_token + 1
+    for body in ({"prompt": "a" * chars}, {"messages": [{"role": "user", "content": "a" * chars}]}):
+        answer = await api.client.post("/tokenize", json={"model": "demo", **body})
+        assert answer.status_code == 400, answer.text
+        assert f"the text has {chars} characters" in answer.text
+    answer = await api.client.post("/detokenize", json={"model": "demo", "tokens": [5] * 2049})
+    assert answer.status_code == 400, answer.text
+    assert "maximum context length is 2048 tokens. However, a prompt has 2049 token ids" in answer.text

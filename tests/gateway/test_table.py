@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from gateway.admission import Admissions, TableCounts, TableLedger
-from gateway.auth import ApiKey, TableRates
+from gateway.admission import Admissions
+from gateway.auth import ApiKey, KeyRates
 from gateway.settings import GatewaySettings
-from gateway.table import Kind, SharedTable, make_table, shared_table
+from gateway.table import Counts, Kind, ServedTokens, SharedTable, make_table, shared_table
 from shared.errors import Busy, InvalidRequest
 
 ROOT = Path(__file__).parents[2]
@@ -72,11 +72,13 @@ def test_a_bound_holds_for_all_processes_together_and_a_killed_one_leaves_nothin
         for number in range(5):  # the share of a caller is half of ten
             assert (zero, one)[number % 2].ask("admit", "a")["jobs"] == number + 1
         refused = one.ask("admit", "a")
-        assert refused["error"].startswith("5 jobs of 'a' wait")
+        assert refused["error"].startswith("5 jobs of 'a' are waiting")
         assert refused["retry_after_s"] == 60.0
         assert zero.ask("admit", "b")["jobs"] == 6
         assert zero.ask("tokens", 900)["tokens"] == 900
-        assert one.ask("tokens", 200)["error"] == "900 prompt tokens wait; 200 more are over 1000"
+        assert (
+            one.ask("tokens", 200)["error"] == "900 prompt tokens are waiting and this job adds 200; the limit is 1000"
+        )
         zero.kill()
         with processes(path, 0) as (successor,):
             assert successor.ask("admit", "b") == {"jobs": 3, "tokens": 0}
@@ -98,7 +100,7 @@ def test_a_process_that_dies_in_the_midst_of_a_change_holds_nobody_up(path: Path
     with processes(path, 0, 1) as (zero, one):
         assert zero.ask("lock") == {"locked": True}
         held = one.ask("take")
-        assert held["error"] == "another gateway process stands still; try again"
+        assert held["error"] == "another gateway process does not respond; try again"
         assert held["retry_after_s"] == 1.0
         zero.kill()
         assert one.ask("take") == {"jobs": 0, "tokens": 0}
@@ -113,32 +115,32 @@ def test_a_number_is_one_process_alone(path: Path) -> None:
 
 def test_jobs_of_either_kind_are_counted_apart_and_what_leaves_everywhere_is_one_rate(path: Path) -> None:
     table, other = SharedTable(path, 0), SharedTable(path, 1)
-    counts = [TableCounts(each, Kind.OTHERS) for each in (table, other)]
-    yields = TableCounts(table, Kind.DELAYED)
+    counts = [Counts(each, Kind.OTHERS) for each in (table, other)]
+    yields = Counts(table, Kind.DELAYED)
     counts[0].add_jobs("a", 2)
     counts[1].add_jobs("a", 3)
     yields.add_jobs("a", 1)
     assert [each.jobs for each in (*counts, yields)] == [5, 5, 1]
     assert [each.own_jobs for each in (*counts, yields)] == [2, 3, 1]
-    assert counts[0].of("a") == 5
+    assert counts[0].jobs_of("a") == 5
     counts[0].add_tokens("a", 20)
     counts[1].add_tokens("a", 30)
     yields.add_tokens("a", 7)
     assert [(each.tokens, each.tokens_of("a")) for each in (*counts, yields)] == [(50, 50), (50, 50), (7, 7)]
-    counts[0].left()
+    counts[0].job_left()
     alone = counts[1].left_per_s()
-    counts[1].left()
+    counts[1].job_left()
     assert alone > 0
     assert counts[0].left_per_s() == pytest.approx(2 * alone, rel=0.1)
     assert yields.left_per_s() == 0.0
     table.close()
-    assert (counts[1].jobs, counts[1].of("a"), counts[1].tokens_of("a")) == (3, 3, 30)
+    assert (counts[1].jobs, counts[1].jobs_of("a"), counts[1].tokens_of("a")) == (3, 3, 30)
     other.close()
 
 
 def test_what_each_process_has_served_a_caller_the_others_know_until_it_ends(path: Path) -> None:
     tables = [SharedTable(path, number) for number in (0, 1)]
-    first, second = (TableLedger(table) for table in tables)
+    first, second = (ServedTokens(table) for table in tables)
     first.note("a", 3.0)
     first.note("a", 4.5)
     second.note("b", 1.0)
@@ -152,13 +154,13 @@ def test_what_each_process_has_served_a_caller_the_others_know_until_it_ends(pat
 def test_what_one_process_took_of_a_keys_rate_the_other_has_not(path: Path) -> None:
     key = ApiKey("a", "", requests_per_s=0.5, burst=2)
     tables = [SharedTable(path, number) for number in (0, 1)]
-    rates = [TableRates(table) for table in tables]
-    rates[0].take(key)
-    rates[1].take(key)
-    with pytest.raises(Busy, match=r"'a' is over its 0\.5 requests/s") as refused:
-        rates[0].take(key)
+    rates = [KeyRates(table) for table in tables]
+    rates[0].check(key)
+    rates[1].check(key)
+    with pytest.raises(Busy, match=r"'a' is over its limit of 0\.5 requests/s") as refused:
+        rates[0].check(key)
     assert refused.value.retry_after_s == pytest.approx(2.0, abs=0.1)
-    rates[0].take(ApiKey("free", ""))
+    rates[0].check(ApiKey("free", ""))
     for table in tables:
         table.close()
 
@@ -167,8 +169,8 @@ def test_admissions_without_keys_count_everybody_as_one(path: Path) -> None:
     settings = GatewaySettings(schedulers=("s",), model="m", max_queued_jobs=2)
     tables = [SharedTable(path, number) for number in (0, 1)]
     first, second = (Admissions(settings, (), table) for table in tables)
-    with first.of("default").admit(""), second.of("default").admit(""), pytest.raises(Busy):
-        first.of("default").admit("")
+    with first.for_class("default").admit(""), second.for_class("default").admit(""), pytest.raises(Busy):
+        first.for_class("default").admit("")
     assert (first.jobs, second.own_jobs) == (0, 0)
     for table in tables:
         table.close()
@@ -189,7 +191,7 @@ def test_more_callers_than_there_is_room_for_are_an_error_that_says_so(path: Pat
         (None, "No such file or directory; `polyphase up` makes it at its start"),
         (b"", "it is damaged, or no table"),
         (b"x" * 4096, "it is damaged, or no table"),
-        (lambda good: good[:-8], "it is damaged: its size is not what its head says"),
+        (lambda good: good[:-8], "it is damaged: its size is not the one that its head states"),
         (lambda good: good[:8] + b"\x09" + good[9:], "it has version 9"),
     ],
 )

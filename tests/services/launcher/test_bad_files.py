@@ -146,7 +146,7 @@ BAD: dict[str, tuple[str, str]] = {  # "Known: …" stands for a list that grows
     "slo_list": (HEAD + "gateway:\n  slo: [1]\n" + TAIL, "c.yaml:4: gateway.slo: must be a mapping, not a list"),
     "tier": (
         HEAD + "gateway:\n  service_tiers: {flex: slow}\n" + TAIL,
-        "c.yaml:4: gateway.service_tiers.flex: no SLO class 'slow' (known: batch, default)",
+        "c.yaml:4: gateway.service_tiers.flex: unknown SLO class 'slow'; known: batch, default",
     ),
     "engine_args": (
         HEAD + "instances:\n  - id: p\n    role: prefill\n    engine_args:\n      pipeline_parallel_size: 2\n",

@@ -1,14 +1,15 @@
-"""Jobs of a class that yields: one asks at a time, fair between callers, and nobody waits for ever."""
+"""The fair queue of jobs that wait for placement, and the time after which clients may try again."""
 
 import asyncio
 from dataclasses import replace
 
 import pytest
 
-from gateway.admission import RETRY_LEAST_S, RETRY_MOST_S, Admissions, Drain, retry_after_s
+from gateway.admission import MAX_RETRY_S, MIN_RETRY_S, Admissions, retry_after_s
 from gateway.job import Job
-from gateway.pipeline import Lines
+from gateway.pipeline import FairQueue
 from gateway.settings import BUILT_IN, GatewaySettings, SloClass
+from gateway.table import Counts, Kind, LocalTable
 from shared.domain.job import Phase, WhenFull
 from shared.errors import Busy, Delayed, Overloaded, PolyphaseError
 from shared.wire.messages import TokenStep
@@ -95,7 +96,7 @@ async def test_a_job_that_has_begun_says_so() -> None:
 
 
 async def test_the_caller_who_has_had_least_is_next() -> None:
-    lines, order = Lines(), list[str]()
+    lines, order = FairQueue(), list[str]()
     for caller in "ab":
         lines.shares.came(caller, 0.0)
 
@@ -115,22 +116,27 @@ async def test_the_caller_who_has_had_least_is_next() -> None:
 
 
 def test_when_to_come_again_follows_the_measured_drain() -> None:
-    drain = Drain(0.0)
-    assert retry_after_s(1, drain.rate(1.0)) == RETRY_MOST_S
+    now = 0.0
+    counts = Counts(LocalTable(), Kind.OTHERS, lambda: now)
+    now = 1.0
+    assert retry_after_s(1, counts.left_per_s()) == MAX_RETRY_S
     for number in range(200):
-        drain.left(number / 10)
-    assert retry_after_s(50, drain.rate(20.0)) == pytest.approx(5.0, rel=0.2)
-    assert retry_after_s(1, drain.rate(20.0)) == RETRY_LEAST_S
-    assert retry_after_s(50, drain.rate(60.0)) > 20.0, "it has stood still since"
+        now = number / 10
+        counts.job_left()
+    now = 20.0
+    assert retry_after_s(50, counts.left_per_s()) == pytest.approx(5.0, rel=0.2)
+    assert retry_after_s(1, counts.left_per_s()) == MIN_RETRY_S
+    now = 60.0
+    assert retry_after_s(50, counts.left_per_s()) > 20.0, "no job has left since"
 
 
 def test_those_who_yield_leave_the_others_their_room() -> None:
     settings = GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="m", max_queued_jobs=2, max_delayed_jobs=3)
     admissions = Admissions(settings, ("a",))
-    tickets = [admissions.of("batch").admit("a") for _ in range(3)]
+    tickets = [admissions.for_class("batch").admit("a") for _ in range(3)]
     with pytest.raises(Busy):
-        admissions.of("batch").admit("a")
-    assert admissions.of("default").admit("a")
+        admissions.for_class("batch").admit("a")
+    assert admissions.for_class("default").admit("a")
     assert admissions.jobs == len(tickets) + 1
 
 
