@@ -323,7 +323,6 @@ _TALK = {  # who connects to whom, and to what
 }
 ALL_LINKS = frozenset(purpose for purposes in _TALK.values() for purpose in purposes)
 _FRAMINGS: dict[str, Framing] = {"http": RawSplitter, "tcp": ZmtpSplitter, "kv": KvSplitter}  # by scheme
-_KV_TRANSPORT = "POLYPHASE_WORKER_KV_TRANSPORT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,14 +391,12 @@ def ports_of(plan: Plan) -> tuple[Port, ...]:
         purposes = _PORTS.get(service, ())
         for number, use in enumerate(spec.ports):
             purpose = purposes[min(number, len(purposes) - 1)]  # one KV port a rank
-            found.append(Port(spec.name, service, purpose, use.host, use.port, _scheme(spec, purpose)))
+            found.append(Port(spec.name, service, purpose, use.host, use.port, _scheme(purpose)))
     return tuple(found)
 
 
-def _scheme(spec: ProcessSpec, purpose: str) -> str:
-    if purpose == "kv" and spec.env.get(_KV_TRANSPORT, "tcp") == "tcp":
-        return "kv"
-    return "http" if purpose == "http" else "tcp"
+def _scheme(purpose: str) -> str:
+    return purpose if purpose in ("kv", "http") else "tcp"
 
 
 @asynccontextmanager

@@ -178,7 +178,7 @@ def bench_chaos(
     minutes: Annotated[float, typer.Option(help="How long --random goes on.")] = 60.0,
     write_docs: Annotated[Path | None, typer.Option(help="Write reliability.md into this folder.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Keep logs and data of the suites in this folder.")] = None,
-    kv_transport: Annotated[str, typer.Option(help="What real engines hand KV over by: tcp or zeromq.")] = "tcp",
+    kv_transport: Annotated[str, typer.Option(help="How real engines transfer KV: tcp or nixl.")] = "tcp",
     as_json: Json = False,
 ) -> None:
     """Kill, freeze, cut, flood and lie to a suite under load: what clients saw, and what recovered when."""

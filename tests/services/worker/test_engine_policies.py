@@ -72,7 +72,7 @@ def test_what_an_engine_cannot_do_is_said_once_and_the_former_policies_stay() ->
     with capture_logs() as logs:
         for _ in range(3):
             followed.hear(budget)
-    assert [entry["event"] for entry in logs] == ["other policies are not followed"]
+    assert [entry["event"] for entry in logs] == ["new policies cannot be followed"]
     assert followed.describe() == {"revision": 0, "trouble": "step_budget: not here"}
     assert engine.given == EnginePolicies()
     followed.hear(PolicySet(6, prefill_order=PolicySpec("sjf"), step_budget=OFF))

@@ -9,7 +9,6 @@ from services.worker import monitor_link
 from services.worker.engines.base import EngineStats
 from services.worker.monitor_link import SAME_S, TRY_MAX_S, UNHEARD_S, UNREACHED_MAX_S, Telemetry
 from shared.domain.instance import InstanceInfo, Role
-from shared.domain.policies import PolicySet
 from shared.domain.rates import Rates
 from shared.errors import Conflict, Incompatible, Unavailable
 from shared.wire.messages import Heartbeat
@@ -125,10 +124,10 @@ async def test_it_registers_until_the_monitor_knows_it_and_again_when_it_is_a_st
     for _ in range(10):
         await worker.telemetry.keep_registered()
     assert (worker.monitor.registered, worker.telemetry.refused) == (1, "")
-    worker.telemetry.stranger(6)  # a former process of it
+    worker.telemetry.unknown_to_monitor(6)  # a former process of it
     await worker.telemetry.keep_registered()
     assert worker.monitor.registered == 1
-    worker.telemetry.stranger(7)
+    worker.telemetry.unknown_to_monitor(7)
     await worker.telemetry.keep_registered()
     assert worker.monitor.registered == 2
 
@@ -137,7 +136,7 @@ async def test_a_silent_monitor_is_asked_now_and_then(worker: Worker) -> None:
     await worker.telemetry.keep_registered()
     for _ in range(100):
         worker.clock.now += 1.0
-        worker.telemetry.heard(PolicySet())
+        worker.telemetry.monitor_seen()
         await worker.telemetry.keep_registered()
     assert worker.monitor.registered == 1
     for _ in range(round(2 * UNHEARD_S) + 1):
@@ -193,5 +192,5 @@ async def test_a_refused_instance_waits_longer_each_time(worker: Worker, refusal
     assert await attempts(0.1) == 1  # at once, and with short pauses again
     worker.monitor.refusal = None
     assert await attempts(1.0) == 1
-    worker.telemetry.stranger(7)
+    worker.telemetry.unknown_to_monitor(7)
     assert await attempts(0.1) == 1  # at once

@@ -66,7 +66,7 @@ async def test_the_cluster_is_followed_while_jobs_ask_for_it(monkeypatch: pytest
     made.expect()
     made.expect()
     assert wanted == [True]
-    waiting = asyncio.ensure_future(made.heard())
+    waiting = asyncio.ensure_future(made.wait_for_cluster())
     await asyncio.sleep(0)
     assert not made.hear(ClusterDelta(5, 0.0))  # a change of what nobody knows
     assert not waiting.done()

@@ -41,7 +41,7 @@ async def test_a_stream_that_loses_its_blocks_tells_how_long_that_is_expected_to
     side.engine.enter()
     await until(lambda: pauses()[-1].computing, "it is computed again")
     (job,) = side._decode._active.values()
-    assert job.news is None, "nothing more is told of a pause that is over"
+    assert job.repeat is None, "nothing more is told of a pause that is over"
     side.engine.step(TokenStep([6], "stop"))
     await task
 

@@ -13,7 +13,7 @@ def reserve(ledger: ExportLedger, transfer_id: str, size_bytes: int, owner: byte
 
 def test_exports_are_let_in_while_all_of_them_fit() -> None:
     ledger, room = ExportLedger(100, 1), []
-    ledger.when_room(lambda: room.append(ledger.reserved_bytes))
+    ledger.when_room = lambda: room.append(ledger.reserved_bytes)
     assert reserve(ledger, "a", 60)
     assert not reserve(ledger, "b", 60)
     assert reserve(ledger, "c", 40, b"y")
@@ -21,7 +21,7 @@ def test_exports_are_let_in_while_all_of_them_fit() -> None:
     ledger.dropped("a", 0)
     assert room == [40]
     assert ledger.reserve("b")
-    assert (ledger.of(b"x"), ledger.of(b"y"), ledger.of(b"z")) == (["b"], ["c"], [])
+    assert (ledger.owned_by(b"x"), ledger.owned_by(b"y"), ledger.owned_by(b"z")) == (["b"], ["c"], [])
 
 
 def test_who_has_room_keeps_it_however_often_it_is_asked_for() -> None:
@@ -33,7 +33,7 @@ def test_who_has_room_keeps_it_however_often_it_is_asked_for() -> None:
 
 def test_who_only_waits_holds_nothing_and_its_end_is_no_news() -> None:
     ledger, room = ExportLedger(100, 1), []
-    ledger.when_room(lambda: room.append(ledger.reserved_bytes))
+    ledger.when_room = lambda: room.append(ledger.reserved_bytes)
     ledger.announce("a", 100, b"x")
     assert reserve(ledger, "b", 100)
     ledger.end("a")
@@ -66,7 +66,7 @@ def test_what_can_never_fit_waits_for_nothing_and_takes_nothing() -> None:
     reserve(ledger, "a", 90)
     assert reserve(ledger, "huge", 101, b"y")
     assert ledger.reserved_bytes == 90
-    assert ledger.of(b"y") == ["huge"]
+    assert ledger.owned_by(b"y") == ["huge"]
 
 
 @given(

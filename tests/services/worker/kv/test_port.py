@@ -10,7 +10,17 @@ import pytest
 import structlog
 
 from services.worker.kv.port import ConnectorPort, ExpectedImport, ExportLedger
-from services.worker.kv.rank_links import KvControl, KvEvents, PullEnded, StagedChunk, ThreadEnded, TransferEnded
+from services.worker.kv.rank_links import (
+    KvEvents,
+    Operation,
+    PullEnded,
+    RankStats,
+    Release,
+    RenewLease,
+    StagedChunk,
+    ThreadEnded,
+    TransferEnded,
+)
 from shared.domain.kv import Codec, KvHandle, TransferOutcome
 from shared.errors import DeadlineExceeded
 from shared.runtime.tasks import background
@@ -39,16 +49,15 @@ class Control:
         self.renewed: list[str] = []
         self.silent = False
 
-    async def renew(self, handle: KvHandle) -> None:
-        if self.silent:
-            raise DeadlineExceeded("a KV endpoint did not answer RenewLease")
-        self.renewed.append(handle.transfer_id)
-
-    async def stats(self) -> tuple[Any, ...]:
-        return ()
-
-    async def release(self, transfer_id: str) -> None:
-        self.released.append(transfer_id)
+    async def call(self, operation: Operation) -> list[RankStats]:
+        match operation:
+            case RenewLease(handle):
+                if self.silent:
+                    raise DeadlineExceeded("a KV endpoint did not answer RenewLease")
+                self.renewed.append(handle.transfer_id)
+            case Release(transfer_id):
+                self.released.append(transfer_id)
+        return []
 
 
 def pull(rank: int, *, ok: bool = True, tokens: int = 10, error: str = "", name: str = "t") -> PullEnded:
@@ -62,9 +71,7 @@ def port(events: Events, ranks: int, clock: Clock | None = None) -> ConnectorPor
     endpoints = tuple(f"tcp://127.0.0.1:{rank}" for rank in range(ranks))
     template = KvHandle("", "d0", 1, "f", endpoints, 0, "bfloat16", lease_s=LEASE_S)
     ledger = ExportLedger(1000, ranks)
-    return ConnectorPort(
-        cast(KvControl, Control()), cast(KvEvents, events), template, ledger, 10, clock or time.monotonic
-    )
+    return ConnectorPort(Control(), cast(KvEvents, events), template, ledger, 10, clock or time.monotonic)
 
 
 def expected(side: ConnectorPort, name: str = "t") -> ExpectedImport:
@@ -155,7 +162,7 @@ async def test_the_lease_of_an_import_is_renewed_three_times_a_lease_until_it_en
         "pulled": 3,
         "cancelled": 3,
     }
-    side._take(pull(0, name="pulled"))
+    pulled.pulls.append(pull(0, name="pulled"))
     side.end(cancelled)
     control.renewed.clear()
     await side.renew_leases()

@@ -54,17 +54,17 @@ async def test_changes_of_a_while_are_one_message_and_silence_costs_nothing() ->
     feed = PrefixFeed(7)
     async with calling(feed) as caller:
         assert caller.items == [PrefixDelta(7, 0, starts=True)]
-        feed.take([stored(0, 3)])
-        feed.take([stored(3, 5)])
-        feed.take([BlocksRemoved([4])])
+        feed.receive([stored(0, 3)])
+        feed.receive([stored(3, 5)])
+        feed.receive([BlocksRemoved([4])])
         assert len(caller.items) == 1
         began_s = asyncio.get_running_loop().time()
         await until(lambda: len(caller.items) == 2, "a delta")
         assert asyncio.get_running_loop().time() - began_s > 0.09
         assert caller.items[1] == PrefixDelta(7, 1, added=list(block_hashes(PROMPT[: 4 * BLOCK_TOKENS])))
         assert feed._timer is None
-        feed.take([BlocksRemoved([99])])
-        feed.take([stored(4, 5), BlocksRemoved([4])])  # comes and goes between two messages
+        feed.receive([BlocksRemoved([99])])
+        feed.receive([stored(4, 5), BlocksRemoved([4])])  # comes and goes between two messages
         if feed._timer is not None:
             await until(lambda: feed._timer is None, "the time of the next message")
         assert len(caller.items) == 2
@@ -72,30 +72,30 @@ async def test_changes_of_a_while_are_one_message_and_silence_costs_nothing() ->
 
 async def test_who_comes_late_gets_all_and_then_the_same_as_the_others() -> None:
     feed = PrefixFeed(7)
-    feed.take([stored(0, 2)])
+    feed.receive([stored(0, 2)])
     async with calling(feed) as early:
         assert early.held == 2
-        feed.take([stored(2, 4)])
+        feed.receive([stored(2, 4)])
         async with calling(feed) as late:  # before the delta was due
             assert late.held == early.held == 4
-            feed.take([BlocksRemoved([3])])
+            feed.receive([BlocksRemoved([3])])
             await until(lambda: late.held == early.held == 3, "both hear of it")
-        feed.take([stored(3, 6)])
+        feed.receive([stored(3, 6)])
         await until(lambda: early.held == 6, "who stays hears on")
         assert late.held == 3
-    feed.take([BlocksRemoved([5])])
+    feed.receive([BlocksRemoved([5])])
     assert feed._timer is None  # nobody listens
     async with calling(feed) as again:
         assert again.held == 5
 
 
 async def test_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_feed, "MOST_BLOCKS", 4)
+    monkeypatch.setattr(prefix_feed, "MAX_MESSAGE_BLOCKS", 4)
     feed = PrefixFeed(7)
-    feed.take([stored(0, 10)])
+    feed.receive([stored(0, 10)])
     async with calling(feed) as caller:
         assert caller.held == 10
         assert [len(item.added) for item in caller.items] == [4, 4, 2]
-        feed.take([BlocksRemoved(list(range(1, 10)))])
+        feed.receive([BlocksRemoved(list(range(1, 10)))])
         await until(lambda: caller.held == 1, "removals")
         assert [len(item.removed) for item in caller.items[3:]] == [4, 4, 1]

@@ -96,7 +96,7 @@ def test_it_tells_of_what_a_request_would_find(size: int, work: list[tuple[objec
 
 
 def test_far_behind_its_start_a_prompt_is_not_told_of() -> None:
-    held = HeldPrefixes(OURS, most=3)
+    held = HeldPrefixes(OURS, max_blocks=3)
     cache, prompt = Cache(2, held), list(range(40))
     cache.compute(prompt, "", 5)
     assert len(held.reachable.blocks) == 3

@@ -11,35 +11,33 @@ import torch
 import zmq
 import zmq.asyncio
 
-from services.worker.kv.rank_links import SocketControl, StagedChunk, StagingFailed
-from services.worker.kv.wire.endpoint import Transports
-from services.worker.kv.wire.importing import PullLimits
-from services.worker.kv.wire.protocol import (
-    MAX_MESSAGE_BYTES,
-    Answer,
-    Control,
+from services.worker.kv.rank_links import (
     RankStats,
-    Unread,
-    decode_reply,
-    decode_request,
-    encode_message,
-    sealed,
+    SocketControl,
+    StagedChunk,
+    StagingFailed,
+    Stats,
+    _Answer,
+    _Control,
+    _controls,
 )
+from services.worker.kv.wire.importing import PullLimits
+from services.worker.kv.wire.protocol import MAX_MESSAGE_BYTES, Unread, decode_reply, encode_message, opened, sealed
 from services.worker.kv.wire.tcp_streams import host_and_port
+from services.worker.kv.wire.tcp_transport import TcpTransport
 from tests.services.worker.kv.rig import KEY, Rig, model_kv, stage
 from tests.services.worker.kv.wire.hostile import (
     NESTED,
     NOT_UTF8,
     NOT_UTF8_REPLY,
     SEALED_NESTED,
+    Stranger,
     assert_serves,
-    is_tcp,
     next_pull,
     not_utf8,
     pull,
     renumbered,
     say,
-    stranger_to,
     true_frame,
 )
 
@@ -48,12 +46,10 @@ def test_garbage_is_dropped_and_counted(rig: Rig) -> None:
     exporter = rig.endpoint()
     garbage = [b"", b"\xff" * 100, b"\x93\x01\x02\x03", msgspec.msgpack.encode(pull())[:-3]]
     garbage += [*map(sealed, garbage), NOT_UTF8, SEALED_NESTED, encode_message(pull())[:-3]]
-    messages = [[each] for each in garbage if each or not is_tcp(rig)]  # nothing at all is a heartbeat over TCP
-    if not is_tcp(rig):
-        messages.append([b"a", b"b"])
-    with stranger_to(exporter) as peer:
-        for parts in messages:
-            peer.send_multipart(parts)
+    messages = [each for each in garbage if each]  # an empty message is a heartbeat
+    with Stranger(exporter.address) as peer:
+        for message in messages:
+            peer.send(message)
         peer.send(encode_message(pull(generation=1)))
         for _ in messages:
             assert isinstance(decode_reply(peer.recv_multipart()[0]), Unread)
@@ -80,24 +76,17 @@ def test_garbage_is_dropped_and_counted(rig: Rig) -> None:
 )
 def test_pulls_out_of_range_are_refused(rig: Rig, changes: dict[str, object]) -> None:
     exporter = rig.endpoint()
-    with stranger_to(exporter) as peer:
+    with Stranger(exporter.address) as peer:
         peer.send(encode_message(pull(**changes)))
         assert decode_reply(peer.recv_multipart()[0]).fault == "invalid_request"
 
 
 def test_oversized_messages_cost_their_sender_the_connection(rig: Rig) -> None:
     exporter = rig.endpoint()
-    with stranger_to(exporter) as peer:
-        oversized = b"x" * (MAX_MESSAGE_BYTES + 1)
-        if isinstance(peer, zmq.Socket):
-            monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            peer.send(oversized)
-            assert monitor.poll(5000)
-            peer.disable_monitor()
-        else:
-            peer.send(oversized)
-            with pytest.raises(ConnectionError):
-                peer.recv_multipart()
+    with Stranger(exporter.address) as peer:
+        peer.send(b"x" * (MAX_MESSAGE_BYTES + 1))
+        with pytest.raises(ConnectionError):
+            peer.recv_multipart()
     assert_serves(rig, exporter)
 
 
@@ -125,14 +114,13 @@ def test_with_curve_only_holders_of_the_key_get_anything(rig: Rig) -> None:
 
 def test_an_exporter_that_lies_fails_the_pull_only(rig: Rig) -> None:
     """Headers without payload, frames of another transfer, text: the import fails closed, the puller lives."""
-    transport = Transports()
+    transport = TcpTransport()
     listener = transport.listen(f"{rig.scheme}://127.0.0.1:*")
     exporter, importer = rig.endpoint(), rig.endpoint()
     handle = rig.handle([exporter], 40, endpoints=(listener.address,))
     frame = true_frame(rig, exporter)
     lies = [[b"\xff\xff"], [NOT_UTF8_REPLY], [SEALED_NESTED], [b"x" * (MAX_MESSAGE_BYTES + 1)]]
     lies += [[frame[0]], [frame[0], frame[1][:-4]], [frame[0], b""]]
-    lies += [] if is_tcp(rig) else [[frame[0], frame[1], b"more"]]
     for lie in lies:
         got = rig.load(importer, handle, timeout_s=1.0)
         peer, request = next_pull(transport, listener)
@@ -150,15 +138,15 @@ async def test_garbage_answers_do_not_end_the_workers_own_side(rig: Rig) -> None
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as rank:
         port = rank.bind_to_random_port("tcp://127.0.0.1")
         async with SocketControl((f"tcp://127.0.0.1:{port}",), KEY) as control:
-            waiting = asyncio.create_task(control.stats(timeout_s=10))
+            waiting = asyncio.create_task(control.call(Stats(), timeout_s=10))
             peer, request = await rank.recv_multipart()
-            control = decode_request(request)
-            assert isinstance(control, Control)
+            control = opened(_controls, request)
+            assert isinstance(control, _Control)
             call = control.call
-            for garbage in (not_utf8(Answer(call, "~~")), SEALED_NESTED, b"", sealed(b"")):
+            for garbage in (not_utf8(_Answer(call, "~~")), SEALED_NESTED, b"", sealed(b"")):
                 await rank.send_multipart([peer, garbage])
             await rank.send_multipart([peer, b"a", b"b"])
-            await rank.send_multipart([peer, encode_message(Answer(call, "", RankStats(3)))])
+            await rank.send_multipart([peer, encode_message(_Answer(call, "", RankStats(3)))])
             assert (await waiting)[0].rank == 3
 
 
@@ -182,9 +170,7 @@ def test_a_flood_holds_up_nobody_else(rig: Rig) -> None:
     exporter, stop = rig.endpoint(), threading.Event()
 
     def flood() -> None:
-        with stranger_to(exporter) as peer:
-            if isinstance(peer, zmq.Socket):
-                peer.setsockopt(zmq.LINGER, 0)
+        with Stranger(exporter.address) as peer:
             while not stop.is_set():
                 peer.send(NOT_UTF8)
 

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.kv.wire.endpoint import Transports
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.protocol import (
     Cancel,
@@ -21,6 +20,7 @@ from services.worker.kv.wire.protocol import (
 )
 from services.worker.kv.wire.tcp_framing import HEARTBEAT
 from services.worker.kv.wire.tcp_streams import host_and_port
+from services.worker.kv.wire.tcp_transport import TcpTransport
 from tests.services.worker.kv.rig import Rig, model_kv, stage
 from tests.services.worker.kv.wire.hostile import (
     NESTED,
@@ -28,11 +28,9 @@ from tests.services.worker.kv.wire.hostile import (
     NOT_UTF8_REPLY,
     Stranger,
     assert_serves,
-    is_tcp,
     next_pull,
     pull,
     say,
-    stranger_to,
     true_frame,
 )
 
@@ -71,12 +69,12 @@ PARTS = st.lists(NOISE | NOISE.map(sealed) | NOISE.map(sealed), min_size=1, max_
 
 def test_no_message_ends_the_server(rig: Rig) -> None:
     exporter = rig.endpoint()
-    with stranger_to(exporter) as peer:
+    with Stranger(exporter.address) as peer:
 
         @settings(max_examples=100, deadline=None, database=None)
         @given(PARTS)
         def send(parts: list[bytes]) -> None:
-            peer.send_multipart(parts[:1] if is_tcp(rig) else parts)
+            peer.send(parts[0])
 
         send()
         answers_to_itself(peer)
@@ -93,13 +91,12 @@ def answers_to_itself(peer: Stranger) -> None:
 def test_no_bytes_on_the_port_end_the_server(rig: Rig) -> None:
     exporter = rig.endpoint()
     host, port = host_and_port(exporter.address)
-    greeting = HEARTBEAT if is_tcp(rig) else b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 
     @settings(max_examples=50, deadline=None, database=None)
     @given(st.booleans(), st.lists(st.binary(max_size=300), max_size=5))
     def send(greets: bool, parts: list[bytes]) -> None:
         with socket.create_connection((host, port)) as plain:
-            plain.sendall(b"".join([greeting if greets else b"", *parts]))
+            plain.sendall(b"".join([HEARTBEAT if greets else b"", *parts]))
 
     send()
     assert_serves(rig, exporter)
@@ -107,7 +104,7 @@ def test_no_bytes_on_the_port_end_the_server(rig: Rig) -> None:
 
 def test_no_answer_ends_the_puller(rig: Rig) -> None:
     """An exporter that answers pulls with anything at all: the imports fail, later ones succeed."""
-    transport = Transports()
+    transport = TcpTransport()
     listener = transport.listen(f"{rig.scheme}://127.0.0.1:*")
     exporter, importer = rig.endpoint(), rig.endpoint(limits=PullLimits(stall_s=5.0))
     header = decode_reply(true_frame(rig, exporter)[0])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.worker.kv.port import ConnectorPort, ExportLedger
-from services.worker.kv.rank_links import DirectControl
+from services.worker.kv.rank_links import DirectControl, Prefetch, RenewLease
 from services.worker.kv.wire.endpoint import KvEndpoint
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.runtime.tasks import background
@@ -22,7 +22,7 @@ def on_clock(exporter: KvEndpoint) -> Clock:
 
 
 def renewed(exporter: KvEndpoint, importer: KvEndpoint, handle: KvHandle, count: int) -> None:
-    importer.renew(handle)
+    importer.carry_out(RenewLease(handle))
     wait_until(lambda: exporter.stats().leases_renewed == count)
 
 
@@ -31,7 +31,7 @@ async def test_a_decode_that_waits_for_blocks_longer_than_the_lease_still_pulls(
         exporter, importer, kv = rig.endpoint(lease_s=LEASE_S), rig.endpoint(), model_kv(TOKENS)
         clock = on_clock(exporter)
         handle = rig.handle([exporter], TOKENS, lease_s=LEASE_S)
-        port = ConnectorPort(DirectControl(importer), events, handle, ExportLedger(1000, 1), 10, clock)
+        port = ConnectorPort(DirectControl(importer.carry_out), events, handle, ExportLedger(1000, 1), 10, clock)
         stage(exporter, kv)
         expected = port.expect(handle)
         for turn in range(1, 11):  # of half a lease each: five leases without a pull
@@ -53,7 +53,7 @@ def test_every_exporter_rank_that_will_be_asked_is_renewed(rig: Rig) -> None:
         clock = on_clock(exporter)
         stage(exporter, kv, heads=slice(2 * rank, 2 * rank + 2))
         clock.now += LEASE_S / 2
-    importer.renew(rig.handle(exporters, TOKENS))
+    importer.carry_out(RenewLease(rig.handle(exporters, TOKENS)))
     for exporter in exporters:
         wait_until(lambda exporter=exporter: exporter.stats().leases_renewed == 1)
 
@@ -66,7 +66,7 @@ def test_renewals_are_bounded_in_number_and_the_lease_ends_after_the_last(rig: R
         clock.now += LEASE_S / 2
         renewed(exporter, importer, handle, turn)
     clock.now += LEASE_S / 2
-    importer.renew(handle)
+    importer.carry_out(RenewLease(handle))
     clock.now += LEASE_S / 2
     wait_until(lambda: exporter.staged_bytes == 0)
     assert (exporter.stats().leases_renewed, exporter.stats().leases_expired) == (3, 1)
@@ -84,7 +84,7 @@ def test_what_an_exporter_does_not_hold_is_not_renewed(rig: Rig, why: str) -> No
         exporter.release("t")
     clock.now += LEASE_S / 2
     more = {"generation": rig.generation + 1} if why == "stale" else {}
-    importer.renew(rig.handle([exporter], TOKENS, "other" if why == "unknown" else "t", **more))
+    importer.carry_out(RenewLease(rig.handle([exporter], TOKENS, "other" if why == "unknown" else "t", **more)))
     renewed(exporter, importer, rig.handle([exporter], TOKENS, "after"), 1)  # messages keep their order
     assert exporter.stats().transfers == (1 if why == "ended" else 2)
 
@@ -94,8 +94,8 @@ def test_what_is_being_pulled_needs_no_renewal(rig: Rig) -> None:
     clock, kv = on_clock(exporter), model_kv(TOKENS)
     stage(exporter, kv, end=32)
     stage(exporter, kv, "after")
-    importer.prefetch(rig.handle([exporter], TOKENS), TOKENS, 60.0)
+    importer.carry_out(Prefetch(rig.handle([exporter], TOKENS), TOKENS, 60.0))
     wait_until(lambda: exporter.stats().serving == 1)
     clock.now += LEASE_S / 2
-    importer.renew(rig.handle([exporter], TOKENS))
+    importer.carry_out(RenewLease(rig.handle([exporter], TOKENS)))
     renewed(exporter, importer, rig.handle([exporter], TOKENS, "after"), 1)
