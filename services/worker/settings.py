@@ -121,7 +121,7 @@ class WorkerSettings(TracedSettings):
 
     @property
     def served_name(self) -> str:
-        """Of the model, as clients ask for it."""
+        """The name by which clients request the model."""
         return self.served_model_name or self.model
 
     @property
@@ -151,7 +151,7 @@ class WorkerSettings(TracedSettings):
         return self.accelerator == "cpu" and self.ranks == self.threads == 1
 
     def address(self, port: int) -> str:
-        """A ZeroMQ address of ours as peers see it."""
+        """A ZeroMQ address of this instance, as peers reach it."""
         return f"tcp://{self.advertise_host or self.host}:{port}"
 
     @property

@@ -52,13 +52,13 @@ class Places:
         return len(self.views) // 2, 2, self.slots.numel(), heads, dim
 
     def of(self, start: int, end: int) -> "Places":
-        """Those of some of the layers."""
+        """The places of layers [start, end)."""
         sides = slice(2 * start, 2 * end)
         return Places(self.views[sides], self.pointers[sides], self.slots)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of every kernel, from `like` to `step_head`."""
+        """The first arguments of every kernel, `like` to `step_head`."""
         return self.views[0], self.pointers, self.slots, *self.steps
 
     @property
@@ -181,27 +181,27 @@ class _Section:
 
     @property
     def groups(self) -> int:
-        """Of one layer."""
+        """Groups of one layer."""
         return self.tokens * self.heads * self.dim // self.group
 
     @property
     def values(self) -> int:
-        """Coded, of all layers."""
+        """Coded values of all layers."""
         return self.layers * self.tokens * self.heads * self.dim
 
     @property
     def codes(self) -> int:
-        """Where they begin: after scales and zeros."""
+        """The offset of the coded values, behind scales and zeros."""
         return self.at + 4 * self.layers * self.groups
 
     @property
     def end(self) -> int:
-        """Where the next one begins."""
+        """The offset of the next section."""
         return self.codes + self.values * self.bits // 8
 
     @property
     def arguments(self) -> tuple[int, ...]:
-        """What the kernels want to know of it."""
+        """The arguments of a section, `side` to `bits`."""
         apart = 2 * self.layers * self.groups
         whole = (self.side, self.at, apart, self.codes, self.values, self.first, self.tokens, self.group)
         return (*whole, self.heads, self.dim, self.bits)
@@ -302,7 +302,7 @@ class DeviceCodec:
             torch.get_device_module(kv.device).synchronize(kv.device)
 
     def codes(self, codec: Codec) -> bool:
-        """Whether KV can be coded by it here."""
+        """Whether this device can code KV with that codec."""
         return codec.lossy and not (codec is Codec.INT4 and self._shape.head_dim % 2)
 
     def gather(self, slots: torch.Tensor, out: torch.Tensor) -> bool:

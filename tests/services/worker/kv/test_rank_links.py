@@ -1,3 +1,5 @@
+"""The events of ranks, and what the worker makes of them."""
+
 import asyncio
 from pathlib import Path
 
