@@ -120,7 +120,7 @@ class DirectControl:
         return [stats] if stats is not None else []
 
 
-class _Control(Message, frozen=True):
+class Control(Message, frozen=True):
     """A request to a rank. `key` proves that the rank's owner sent it."""
 
     call: int
@@ -128,7 +128,7 @@ class _Control(Message, frozen=True):
     operation: Operation
 
 
-class _Answer(Message, frozen=True):
+class Answer(Message, frozen=True):
     """The response of a rank; `error` is empty when the operation was carried out."""
 
     call: int
@@ -136,8 +136,8 @@ class _Answer(Message, frozen=True):
     stats: RankStats | None = None
 
 
-_controls = msgspec.msgpack.Decoder(_Control)
-_answers = msgspec.msgpack.Decoder(_Answer)
+_controls = msgspec.msgpack.Decoder(Control)
+_answers = msgspec.msgpack.Decoder(Answer)
 
 
 class SocketControl:
@@ -150,7 +150,7 @@ class SocketControl:
         self._curve = curve
         self._context: zmq.asyncio.Context | None = None
         self._sockets: list[zmq.asyncio.Socket] = []
-        self._waiting: dict[tuple[int, int], asyncio.Future[_Answer]] = {}
+        self._waiting: dict[tuple[int, int], asyncio.Future[Answer]] = {}
         self._readers = Background()
         self._last_call = 0
 
@@ -181,7 +181,7 @@ class SocketControl:
         """Raises DeadlineExceeded when a rank does not answer in time; a rank does not answer a wrong key either."""
         self._last_call += 1
         call = self._last_call
-        message = encode_message(_Control(call, self._key, operation))
+        message = encode_message(Control(call, self._key, operation))
         loop = asyncio.get_running_loop()
         waiting = {(rank, call): loop.create_future() for rank in range(len(self._sockets))}
         self._waiting.update(waiting)
@@ -189,7 +189,7 @@ class SocketControl:
             async with asyncio.timeout(timeout_s):
                 for each in self._sockets:
                     await each.send(message)
-                answers: list[_Answer] = list(await asyncio.gather(*waiting.values()))
+                answers: list[Answer] = list(await asyncio.gather(*waiting.values()))
         except TimeoutError:
             raise DeadlineExceeded(f"a KV endpoint did not answer {type(operation).__name__}") from None
         finally:
@@ -269,11 +269,11 @@ class ControlServer:
             _log.exception("the thread that answers the worker's control ended")
             self._on_death("control", error)
 
-    def _answer(self, control: _Control) -> _Answer:
+    def _answer(self, control: Control) -> Answer:
         try:
-            return _Answer(control.call, "", self._carry_out(control.operation))
+            return Answer(control.call, "", self._carry_out(control.operation))
         except KvError as error:
-            return _Answer(control.call, str(error))
+            return Answer(control.call, str(error))
 
 
 class StagedChunk(msgspec.Struct, frozen=True, tag=True):

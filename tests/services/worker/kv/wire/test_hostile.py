@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.kv.rank_links import (
+    Answer,
+    Control,
     RankStats,
     SocketControl,
     StagedChunk,
     StagingFailed,
     Stats,
-    _Answer,
-    _Control,
     _controls,
 )
 from services.worker.kv.wire.importing import PullLimits
@@ -156,12 +156,12 @@ async def test_garbage_answers_do_not_end_the_workers_own_side(rig: Rig) -> None
             waiting = asyncio.create_task(control.call(Stats(), timeout_s=10))
             peer, request = await rank.recv_multipart()
             control = opened(_controls, request)
-            assert isinstance(control, _Control)
+            assert isinstance(control, Control)
             call = control.call
-            for garbage in (not_utf8(_Answer(call, "~~")), SEALED_NESTED, b"", sealed(b"")):
+            for garbage in (not_utf8(Answer(call, "~~")), SEALED_NESTED, b"", sealed(b"")):
                 await rank.send_multipart([peer, garbage])
             await rank.send_multipart([peer, b"a", b"b"])
-            await rank.send_multipart([peer, encode_message(_Answer(call, "", RankStats(3)))])
+            await rank.send_multipart([peer, encode_message(Answer(call, "", RankStats(3)))])
             assert (await waiting)[0].rank == 3
 
 
