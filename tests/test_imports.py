@@ -41,6 +41,7 @@ VLLM = {
     "services/worker/engines/vllm.py",
     "services/worker/engines/vllm_observers.py",
     "services/worker/engines/vllm_patches.py",
+    "services/worker/engines/vllm_scheduler.py",
     "services/worker/engines/vllm_cpu_worker.py",
     "services/worker/engines/vllm_start.py",
 }

@@ -98,8 +98,8 @@ LAYERS, HEADS, DIM = 16, 8, 64  # 32 KiB of bfloat16 a token
 _TOKEN_BYTES = LAYERS * 2 * HEADS * DIM * 2
 _SHARDS = Shards((LAYERS,), HEADS)
 _EXPORT = ExportShape(_SHARDS, DIM, torch.bfloat16)
-_IDENTITY = ExportIdentity(generation=1, fingerprint="bench", control_key="bench")
-SCHEMES = {"tcp": "kv", "zeromq": "tcp"} | ({"nixl": "nixl"} if installed() else {})  # of addresses, by transport
+_IDENTITY = ExportIdentity(generation=1, fingerprint="bench")
+SCHEMES = {"tcp": "kv"} | ({"nixl": "nixl"} if installed() else {})  # of addresses, by transport
 NIXL_OVER_TCP = "nixl_over_tcp"
 _WANT = {1: 0.6, 8: 0.8, 64: 0.8}  # of a plain socket's rate, by MiB
 _WANT_OF_NIXL = {8: 1.0, 64: 1.0}  # of the rate of NIXL over TCP

@@ -25,7 +25,7 @@ from shared.domain.instance import Role
 from shared.domain.route import PolicySpec
 from shared.errors import Unavailable
 
-TRANSPORTS = ("tcp", "zeromq", "nixl") if find_spec("nixl") else ("tcp", "zeromq")
+TRANSPORTS = ("tcp", "nixl") if find_spec("nixl") else ("tcp",)
 # Much KV and little to compute: 32 KiB a token in float32.
 SHAPE = LlamaShape(4096, 256, 512, 16, 8, 8, 4096)
 TOKEN_BYTES = SHAPE.num_hidden_layers * 2 * SHAPE.num_key_value_heads * SHAPE.head_dim * 4  # of float32

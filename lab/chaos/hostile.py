@@ -19,6 +19,7 @@ import zmq
 from lab.chaos.framing import kv_message
 from lab.chaos.proxy import Port
 from lab.client import COMPLETIONS, Address, Request, Response, send
+from services.worker.kv import rank_links
 from services.worker.kv.wire import protocol
 from services.worker.kv.wire.tcp_framing import HEARTBEAT
 from shared.domain.cluster import ClusterDelta
@@ -125,7 +126,7 @@ def noises(rng: Random) -> list[bytes]:
 def messages(rng: Random) -> list[list[bytes]]:
     """Messages of all protocols of the suite that arrive whole and must be dropped."""
     pull = protocol.encode_message(protocol.Pull(1, _MARK, 7, _MARK, Codec.RAW, 0, 1, 0, 40, 0, 4, 0, 1, 1, 1000, 5.0))
-    control = protocol.encode_message(protocol.Control(1, "no-such-key", protocol.Release(_MARK)))
+    control = protocol.encode_message(rank_links.Control(1, "no-such-key", rank_links.Release(_MARK)))
     confirm = protocol.encode_message(protocol.Confirm(_MARK, 2**62, -1, 10**9))
     kv = (pull, control, confirm)
     singles = [

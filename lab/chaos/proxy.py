@@ -286,7 +286,6 @@ _LINKS = {  # (client, server) → purposes of the connections
 }
 ALL_LINKS = frozenset(purpose for purposes in _LINKS.values() for purpose in purposes)
 _FRAMINGS: dict[str, Framing] = {"http": RawSplitter, "tcp": ZmtpSplitter, "kv": KvSplitter}  # by scheme
-_KV_TRANSPORT = "POLYPHASE_WORKER_KV_TRANSPORT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,8 +370,7 @@ def ports_of(plan: Plan) -> tuple[Port, ...]:
         purposes = _PORTS.get(service, ())
         for number, use in enumerate(spec.ports):
             purpose = purposes[min(number, len(purposes) - 1)]  # an instance has one KV port per rank
-            kv_over_tcp = purpose == "kv" and spec.env.get(_KV_TRANSPORT, "tcp") == "tcp"
-            scheme = "kv" if kv_over_tcp else "http" if purpose == "http" else "tcp"
+            scheme = purpose if purpose in ("kv", "http") else "tcp"
             found.append(Port(spec.name, service, purpose, use.host, use.port, scheme))
     return tuple(found)
 

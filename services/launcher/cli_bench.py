@@ -185,7 +185,7 @@ def bench_chaos(
     minutes: Annotated[float, typer.Option(help="Duration of --random in minutes.")] = 60.0,
     write_docs: Annotated[Path | None, typer.Option(help="Write reliability.md into this folder.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Keep logs and data of the suites in this folder.")] = None,
-    kv_transport: Annotated[str, typer.Option(help="KV transport of the real engines: tcp or zeromq.")] = "tcp",
+    kv_transport: Annotated[str, typer.Option(help="KV transport of the real engines: tcp or nixl.")] = "tcp",
     as_json: Json = False,
 ) -> None:
     """Inject faults into a suite under load and measure what clients see and how fast the suite recovers."""

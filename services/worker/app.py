@@ -1,4 +1,8 @@
-"""Assembles one instance: engine, KV side, prefill and decode services, roles, telemetry, HTTP."""
+"""Assembles one instance: engine, KV side, prefill and decode services, roles, the monitor link and the HTTP routes.
+
+The routes include those that describe the engine in detail. Shutdown finishes the work that the instance has accepted
+before the engine stops.
+"""
 
 import asyncio
 import platform
@@ -17,13 +21,13 @@ from services.worker.engine_start import start_engine
 from services.worker.engines.base import Engine
 from services.worker.identity import instance_info
 from services.worker.jobs.decode import DecodeService
-from services.worker.jobs.prefill import Codecs, Dispatcher, PrefillService
+from services.worker.jobs.prefill import REST_S, Codecs, Dispatcher, PrefillService
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
 from services.worker.metrics import TransferMetrics, WorkerMetrics
-from services.worker.monitor_link import HEARTBEAT_S, FollowedPolicies, Telemetry, listen
+from services.worker.monitor_link import HEARTBEAT_S, FollowedPolicies, Telemetry, follow_monitor
 from services.worker.prefix_feed import PrefixFeed
-from services.worker.rpc import handlers
+from services.worker.rpc import handlers, traced
 from services.worker.settings import WorkerSettings
 from services.worker.step_costs import LEARN_S, ChunkSize, KnownRates, LiveRates
 from shared.domain.instance import InstanceInfo
@@ -31,7 +35,7 @@ from shared.domain.prompt import BLOCK_TOKENS
 from shared.domain.rates import StepRates
 from shared.runtime.http import service_app
 from shared.runtime.logs import LogTail, get_log
-from shared.runtime.tasks import Background, background
+from shared.runtime.tasks import background
 from shared.runtime.tracing import tracing
 from shared.wire.broadcast import Publisher
 from shared.wire.clients.monitor import MonitorClient
@@ -39,16 +43,150 @@ from shared.wire.messages import PREFIXES, StepRecord
 from shared.wire.rpc_server import RpcServer
 from shared.wire.sockets import Sockets
 
-# MERGED details.py
-# What an instance tells of itself: its steps beside its models, what it has learned, the end of its log.
-
-
+log = get_log(__name__)
 STEPS = 200
 PACKAGES = ("polyphase", "vllm", "torch", "transformers", "pyzmq", "nixl")
+_LOOK_S = 0.05
+
+
+def create_app(settings: WorkerSettings, tail: LogTail | None = None) -> FastAPI:
+    """The HTTP side; its lifespan is the instance. `tail` keeps the newest lines of the log."""
+    registry = CollectorRegistry()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with running(settings, registry) as instance:
+            app.state.instance = instance
+            yield
+
+    def trouble() -> str:
+        step_s = app.state.instance.engine.step_s
+        return f"the engine's step has lasted {step_s:.0f} s" if step_s > settings.hang_s else ""
+
+    app = service_app(
+        "worker", lifespan, registry, trouble, lambda: app.state.instance.telemetry.unready, token=settings.token()
+    )
+    app.include_router(routes(lambda request: request.app.state.instance.details, tail or LogTail()))
+
+    @app.get("/instance")
+    async def instance() -> dict[str, Any]:
+        """Who this instance is and what it does right now."""
+        return {**app.state.instance.describe(), "threads": settings.threads, "max_seqs": settings.max_seqs}
+
+    @app.get("/steps")
+    async def steps(
+        since: Annotated[int, Query(ge=-1)] = -1, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000
+    ) -> Response:
+        """A StepPage: the engine's steps from number `since` on; without it the newest steps."""
+        shown: Instance = app.state.instance
+        page = shown.engine.steps.page(shown.info.instance_id, shown.info.generation, since, limit)
+        return Response(msgspec.json.encode(page), media_type="application/json")
+
+    return app
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """The parts of a running instance that its routes show."""
+
+    info: InstanceInfo
+    telemetry: Telemetry
+    roles: RoleState
+    engine: Engine
+    policies: FollowedPolicies
+    chunk_size: ChunkSize
+    transfers: TransferMetrics
+    details: "Details"
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "info": msgspec.to_builtins(self.telemetry.info),
+            "role": self.roles.role.value,
+            "draining": self.roles.draining,
+            "load": self.telemetry.load().by_name(),
+            "flips": self.roles.flips,
+            "refused": self.telemetry.refused,
+            "chunk_size": self.chunk_size.describe(),
+            "policies": {**self.engine.policies.names(), **self.policies.describe()},
+        }
+
+
+@asynccontextmanager
+async def running(settings: WorkerSettings, registry: CollectorRegistry) -> AsyncIterator[Instance]:
+    """An instance that runs until the context ends. What starts later depends on what started before; it all stops in
+    reverse order. `registry`: of its metrics.
+    """
+    generation = time.time_ns()
+    async with AsyncExitStack() as stack:
+        sockets = Sockets.of(settings)
+        stack.callback(sockets.close)
+        roles, known, prefixes = RoleState(settings.role), KnownRates(), PrefixFeed(generation)
+        engine, engine_info, kv = await start_engine(settings, generation, known.step, prefixes.receive, stack)
+        tasks = await stack.enter_async_context(background())
+        kv.start(tasks)
+        info = instance_info(settings, engine_info, generation)
+        rates = known.rates = LiveRates(settings, info, engine.steps, engine.set_chunk_size)
+        # Each start of each instance draws random numbers of its own, unless a seed is set.
+        seed = f"{settings.instance_id}:{generation}" if settings.policy_seed is None else settings.policy_seed
+        dispatcher = Dispatcher(seed)
+        codecs = Codecs(lambda: rates.of(info), dispatcher, settings.lossy_kv)
+        prefill = PrefillService(engine, kv, roles, dispatcher, codecs, lambda: rates.chunk.tokens)
+        transfers = TransferMetrics(registry, rates.transferred)
+        decode = DecodeService(engine, kv, roles, transfers.ended, lambda: rates.of(info))
+
+        methods = handlers(prefill, decode, roles, kv)
+        tracer = await stack.enter_async_context(tracing(settings.tracing, "worker", settings.instance_id, registry))
+        if tracer is not None:
+            methods = traced(methods, tracer, settings.instance_id, lambda: rates.chunk.tokens)
+
+        async def release_all_of(peer: bytes) -> None:
+            await kv.release_of(peer)
+            await decode.drop_of(peer)
+
+        server = RpcServer(
+            sockets,
+            settings.address(settings.rpc_port),
+            {**methods, PREFIXES: prefixes.prefixes},
+            on_peer_gone=lambda peer: tasks.start("release what a gone peer held", release_all_of(peer)),
+        )
+        await stack.enter_async_context(server)
+
+        policies = FollowedPolicies(engine)
+        publisher = Publisher(sockets, settings.heartbeat_address)
+        stack.callback(publisher.close)
+        monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url, token=settings.token()))
+        telemetry = Telemetry(info, roles, engine, kv, prefill, decode, rates, policies, publisher, monitor)
+        stack.callback(follow_monitor(sockets, settings, telemetry, policies, dispatcher, roles).close)
+        tasks.every("rest", REST_S, dispatcher.rest)
+        tasks.every("rates", LEARN_S, rates.learn)
+        tasks.every("heartbeat", HEARTBEAT_S, telemetry.beat)
+        tasks.every("registration", HEARTBEAT_S, telemetry.keep_registered)
+        stack.push_async_callback(telemetry.leave)
+        stack.push_async_callback(finish, roles, kv, settings.drain_s)
+        WorkerMetrics(info, settings.served_name, telemetry, roles, engine, kv, server, dispatcher, registry)
+        log.info("instance is ready", instance_id=info.instance_id, role=roles.role.value, engine=settings.engine)
+        details = Details(telemetry, rates, engine, prefixes)
+        yield Instance(info, telemetry, roles, engine, policies, rates.chunk, transfers, details)
+
+
+async def finish(roles: RoleState, kv: KvPort, within_s: float) -> None:
+    """Accept no new jobs and wait for those under way, and until their KV was fetched; at most `within_s` seconds.
+
+    What is left then continues on other instances, as after a failure. 0: at once.
+    """
+    if not within_s:
+        return
+    until = time.monotonic() + within_s
+    reply = await roles.drain(within_s)
+    await asyncio.sleep(_LOOK_S)  # the last replies leave; a job whose reply is lost is retried on another instance
+    while kv.staged_bytes and time.monotonic() < until:  # noqa: ASYNC110 - exports end by messages of several kinds
+        await asyncio.sleep(_LOOK_S)
+    log.info("shutting down", waited_s=round(reply.duration_s, 3), left=reply.remaining, staged_bytes=kv.staged_bytes)
 
 
 class Details:
-    """Put together when somebody asks; nothing here is on the way of a request."""
+    """What `/details` shows: made for each request for it, and no part of serving."""
 
     def __init__(self, telemetry: Telemetry, rates: LiveRates, engine: Engine, prefixes: PrefixFeed) -> None:
         self._telemetry = telemetry
@@ -93,7 +231,7 @@ class Details:
 
 
 def expected_s(rates: StepRates | None, step: StepRecord) -> float | None:
-    """What a step should have taken; None where nothing is known."""
+    """The predicted time of a step; None where no rates are known."""
     if rates is None:
         return None
     form = rates.prefill if step.decode_count <= 0 else rates.mixed
@@ -110,7 +248,7 @@ def routes(details: Callable[[Request], Details], tail: LogTail) -> APIRouter:
 
     @router.get("/details")
     async def get_details(request: Request) -> dict[str, Any]:
-        """What this instance knows of itself."""
+        """The engine's newest steps, learned rates and prefix cache."""
         return details(request).describe()
 
     @router.get("/log")
@@ -126,193 +264,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-# MERGED finishing.py
-# The end of an instance in good order: it gives away nothing that it has begun.
-
-_LOOK_S = 0.05
-
-
-async def finish(roles: RoleState, kv: KvPort, within_s: float) -> None:
-    """Take no new jobs and wait for those under way and until their KV was fetched; `within_s` seconds at most.
-
-    What is left then goes on elsewhere, as after a death. 0: at once.
-    """
-    if not within_s:
-        return
-    until = time.monotonic() + within_s
-    reply = await roles.drain(within_s)
-    await asyncio.sleep(_LOOK_S)  # the last replies leave; one that does not is asked for again elsewhere
-    while kv.staged_bytes and time.monotonic() < until:  # noqa: ASYNC110 - exports end by messages of several kinds
-        await asyncio.sleep(_LOOK_S)
-    log.info("told to end", waited_s=round(reply.duration_s, 3), left=reply.remaining, staged_bytes=kv.staged_bytes)
-
-
-log = get_log(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """Everything of a running instance that its routes show."""
-
-    info: InstanceInfo
-    telemetry: Telemetry
-    roles: RoleState
-    engine: Engine
-    policies: FollowedPolicies
-    chunk_size: ChunkSize
-    transfers: TransferMetrics
-    details: Details
-
-    def describe(self) -> dict[str, Any]:
-        """As JSON, as it is right now."""
-        return {
-            "info": msgspec.to_builtins(self.telemetry.info),
-            "role": self.roles.role.value,
-            "draining": self.roles.draining,
-            "load": self.telemetry.load().by_name(),
-            "flips": self.roles.flips,
-            "refused": self.telemetry.refused,
-            "chunk_size": self.chunk_size.describe(),
-            "policies": {**self.engine.policies.names(), **self.policies.describe()},
-        }
-
-
-def create_app(settings: WorkerSettings, tail: LogTail | None = None) -> FastAPI:
-    """The HTTP side; its lifespan is the instance. `tail` keeps the newest lines of its log."""
-    registry = CollectorRegistry()
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with running(settings, registry) as instance:
-            app.state.instance = instance
-            yield
-
-    def trouble() -> str:
-        running: Instance = app.state.instance
-        step_s = running.engine.step_s
-        return f"the engine's step has lasted {step_s:.0f} s" if step_s > settings.hang_s else ""
-
-    app = service_app(
-        "worker", lifespan, registry, trouble, lambda: app.state.instance.telemetry.unready, token=settings.token()
-    )
-    app.include_router(routes(lambda request: request.app.state.instance.details, tail or LogTail()))
-
-    @app.get("/instance")
-    async def instance() -> dict[str, Any]:
-        """Who this instance is and what it does right now."""
-        running: Instance = app.state.instance
-        return {**running.describe(), "threads": settings.threads, "max_seqs": settings.max_seqs}
-
-    @app.get("/steps")
-    async def steps(
-        since: Annotated[int, Query(ge=-1)] = -1, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000
-    ) -> Response:
-        """A StepPage: the engine's steps from number `since` on; without it the newest ones."""
-        running: Instance = app.state.instance
-        page = running.engine.steps.page(running.info.instance_id, running.info.generation, since, limit)
-        return Response(msgspec.json.encode(page), media_type="application/json")
-
-    return app
-
-
-@asynccontextmanager
-async def running(settings: WorkerSettings, registry: CollectorRegistry) -> AsyncIterator[Instance]:
-    """Start in the order of need; stop in reverse. `registry`: of its metrics."""
-    generation = time.time_ns()
-    async with AsyncExitStack() as stack:
-        sockets = Sockets.of(settings)
-        stack.callback(sockets.close)
-        roles, known, prefixes = RoleState(settings.role), KnownRates(), PrefixFeed(generation)
-        engine, engine_info, kv = await start_engine(settings, generation, known.step, prefixes.take, stack)
-        tasks = await stack.enter_async_context(background())
-        kv.start(tasks)
-        info = instance_info(settings, engine_info, generation)
-        rates = LiveRates(settings, info, engine.steps, engine.set_chunk_size)
-        known.rates = rates
-        dispatcher = Dispatcher(_seed(settings, generation))
-        codecs = Codecs(lambda: rates.of(info), dispatcher, settings.lossy_kv)
-        prefill = PrefillService(engine, kv, roles, dispatcher, codecs, lambda: rates.chunk.tokens)
-        transfers = TransferMetrics(registry, rates.transferred)
-        decode = DecodeService(engine, kv, roles, transfers.ended, lambda: rates.of(info))
-        server = await _answering(
-            stack, settings, registry, sockets, tasks, prefill, decode, roles, kv, prefixes, lambda: rates.chunk.tokens
-        )
-        policies = FollowedPolicies(engine)
-        telemetry = await _telemetry(
-            settings, info, roles, engine, kv, prefill, decode, rates, policies, dispatcher, sockets, stack, tasks
-        )
-        stack.push_async_callback(telemetry.leave)
-        stack.push_async_callback(finish, roles, kv, settings.drain_s)
-        WorkerMetrics(info, settings.served_name, telemetry, roles, engine, kv, server, dispatcher, registry)
-        log.info("instance is ready", instance_id=info.instance_id, role=roles.role.value, engine=settings.engine)
-        details = Details(telemetry, rates, engine, prefixes)
-        yield Instance(info, telemetry, roles, engine, policies, rates.chunk, transfers, details)
-
-
-async def _answering(
-    stack: AsyncExitStack,
-    settings: WorkerSettings,
-    registry: CollectorRegistry,
-    sockets: Sockets,
-    tasks: Background,
-    prefill: PrefillService,
-    decode: DecodeService,
-    roles: RoleState,
-    kv: KvPort,
-    prefixes: PrefixFeed,
-    chunk_tokens: Callable[[], int],
-) -> RpcServer:
-    """Take calls, until the stack is closed."""
-    answers = handlers(prefill, decode, roles, kv)
-    tracer = await stack.enter_async_context(tracing(settings.tracing, "worker", settings.instance_id, registry))
-    if tracer is not None:
-        from services.worker.rpc import traced
-
-        answers = traced(answers, tracer, settings.instance_id, chunk_tokens)
-
-    async def release_of(peer: bytes) -> None:
-        await kv.release_of(peer)
-        await decode.drop_of(peer)
-
-    server = RpcServer(
-        sockets,
-        settings.address(settings.rpc_port),
-        {**answers, PREFIXES: prefixes.prefixes},
-        on_peer_gone=lambda peer: tasks.start("release what a gone peer held", release_of(peer)),
-    )
-    return await stack.enter_async_context(server)
-
-
-def _seed(settings: WorkerSettings, generation: int) -> int | str:
-    """Each start of each instance draws its own random numbers, unless told which."""
-    given = settings.policy_seed
-    return f"{settings.instance_id}:{generation}" if given is None else given
-
-
-async def _telemetry(
-    settings: WorkerSettings,
-    info: InstanceInfo,
-    roles: RoleState,
-    engine: Engine,
-    kv: KvPort,
-    prefill: PrefillService,
-    decode: DecodeService,
-    rates: LiveRates,
-    policies: FollowedPolicies,
-    dispatcher: Dispatcher,
-    sockets: Sockets,
-    stack: AsyncExitStack,
-    tasks: Background,
-) -> Telemetry:
-    publisher = Publisher(sockets, settings.heartbeat_address)
-    stack.callback(publisher.close)
-    monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url, token=settings.token()))
-    telemetry = Telemetry(info, roles, engine, kv, prefill, decode, rates, policies, publisher, monitor)
-
-    listen(sockets, settings, telemetry, policies, dispatcher, roles, stack, tasks)
-    tasks.every("rates", LEARN_S, rates.learn)
-    tasks.every("heartbeat", HEARTBEAT_S, telemetry.beat)
-    tasks.every("registration", HEARTBEAT_S, telemetry.keep_registered)
-    return telemetry

@@ -1,4 +1,4 @@
-"""Starts an instance's engine, and its side of KV transfers."""
+"""Starts an instance's engine and its side of KV transfers."""
 
 import secrets
 import tempfile
@@ -16,11 +16,11 @@ from shared.domain.kv import KvHandle, default_staging
 async def start_engine(
     settings: WorkerSettings, generation: int, rates: CurrentRates, on_cache: CacheSink, stack: AsyncExitStack
 ) -> tuple[Engine, EngineInfo, KvPort]:
-    """The engine that the settings name, running until the stack is closed, what it says of itself, and its KV.
+    """The engine that the settings name, running until the stack is closed, its description, and its KV side.
 
-    rates: those of its steps, as far as known. on_cache: hears of the blocks that it holds.
+    rates: those of its steps, as far as known. on_cache: receives the events of its prefix cache.
     """
-    # Each engine imports what the other does without: vLLM and torch, or the cost model.
+    # Each engine has heavy imports that the other does not need: vLLM and torch, or the cost model.
     if settings.engine == "emulated":
         from services.worker.engines.emulated import EmulatedEngine, EmulatedPort
 
@@ -42,7 +42,7 @@ async def start_engine(
     info = await engine.start()
     control: KvControl
     if (rank := engine.rank) is not None:
-        control = DirectControl(rank)
+        control = DirectControl(rank.carry_out)
     else:
         control = await stack.enter_async_context(SocketControl(controls, control_key, settings.curve_pair()))
     token_bytes = _token_bytes(settings, info)
@@ -52,7 +52,7 @@ async def start_engine(
 
 
 def _connector_config(settings: WorkerSettings, generation: int, events: str, control_key: str) -> dict[str, Any]:
-    """What the connector in the engine's ranks has to know."""
+    """The `ConnectorSettings` of the ranks."""
     from services.worker.identity import fingerprint
 
     curve_public, curve_secret = settings.curve_pair() or ("", "")
@@ -79,7 +79,9 @@ def _connector_config(settings: WorkerSettings, generation: int, events: str, co
 
 
 def _token_bytes(settings: WorkerSettings, engine: EngineInfo) -> int:
-    """KV of one token on the rank that holds most layers; with more ranks than heads, neighbours hold the same one."""
+    """KV of one token on the rank with the most layers; with more ranks than KV heads, neighbours hold the same
+    head.
+    """
     kv = engine.compatibility.geometry
     heads = max(1, kv.kv_heads // settings.tensor_parallel)
     layers = max(engine.stages or (kv.layers,))

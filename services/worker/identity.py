@@ -1,4 +1,8 @@
-"""What an instance registers as."""
+"""The identity of an instance.
+
+It is the record with which the instance registers at the cluster monitor, and the fingerprint of its model, by which
+instances recognise that they serve the same model.
+"""
 
 import hashlib
 import json
@@ -11,9 +15,15 @@ from services.worker.settings import WorkerSettings
 from shared.domain.instance import InstanceInfo
 from shared.files.text import read_json
 
+_SAMPLE_BYTES = 64 << 10
+_SAMPLES = 16
+_IGNORED_KEYS = {"torch_dtype", "dtype", "_name_or_path", "transformers_version", "use_cache"}
+
 
 def instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int) -> InstanceInfo:
-    """With the rates of its calibration, where there is one. Raises InvalidRequest for a file of rates that is none."""
+    """With the rates of its calibration, if there is one. Raises InvalidRequest for a file that is not a
+    calibration.
+    """
     info = InstanceInfo(
         instance_id=settings.instance_id,
         generation=generation,
@@ -39,15 +49,6 @@ def instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int)
 
     found = Calibration.read(Path(settings.rates_file)).of(Kind.of(info, settings.threads))
     return msgspec.structs.replace(info, rates=merged_rates(info.rates, found.rates))
-
-
-# MERGED fingerprint.py
-# A digest of a model, by which instances recognise that they run the same one.
-
-
-_SAMPLE_BYTES = 64 << 10
-_SAMPLES = 16
-_IGNORED_KEYS = {"torch_dtype", "dtype", "_name_or_path", "transformers_version", "use_cache"}
 
 
 def fingerprint(model: str) -> str:

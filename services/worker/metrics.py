@@ -1,6 +1,8 @@
-"""The worker's metrics, read when somebody asks; names are vLLM's where it has one, with its labels and meaning.
+"""The Prometheus metrics of a worker, read at each scrape.
 
-No series says which instance it is of: that is the target's label, as service discovery gives it.
+Names are vLLM's where vLLM has the metric, with its labels and meaning. No series names the instance: that is the
+target's label, as service discovery gives it. KV transfers are counted by transport and without a label for the
+exporter, so that the number of series stays bounded.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,10 +22,12 @@ from shared.runtime.metrics import Bound
 from shared.wire.rpc_server import RpcServer
 
 _VLLM = ("model_name", "engine")  # the only engine of its process is 0
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+NOTHING = "none"  # the transport of an import that moved no bytes
 
 
 class WorkerMetrics(Collector):
-    """Collects from the live objects; registers itself. `model`: the name by which clients ask for it."""
+    """Collects from the live objects; registers itself. `model`: the name that clients use for it."""
 
     def __init__(
         self,
@@ -48,7 +52,6 @@ class WorkerMetrics(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """One scrape."""
         load = self._telemetry.load()
         yield from self._of_engine(load, self._engine.stats())
         yield from self._of_instance(load)
@@ -63,9 +66,9 @@ class WorkerMetrics(Collector):
             "tensor_parallel": str(self._info.tensor_parallel),
             "pipeline_parallel": str(self._info.pipeline_parallel),
         }
-        told = GaugeMetricFamily("polyphase_instance_info", "What the instance is; always 1.", labels=list(info))
-        told.add_metric(list(info.values()), 1.0)
-        yield told
+        described = GaugeMetricFamily("polyphase_instance_info", "What the instance is; always 1.", labels=list(info))
+        described.add_metric(list(info.values()), 1.0)
+        yield described
 
     def _of_engine(self, load: InstanceLoad, stats: EngineStats) -> Iterator[Metric]:
         labels = (self._model, "0")
@@ -123,16 +126,8 @@ class WorkerMetrics(Collector):
         yield dropped
 
 
-# MERGED transfer_metrics.py
-# KV that came here, by what carried it: the exporter is in no label, so that series grow with instances, not pairs.
-
-
-_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-NOTHING = "none"  # no transport carried anything
-
-
 class TransferMetrics:
-    """Of the importing instance. `then` hears of each, too."""
+    """Imports of this instance. `then` is called with each, too."""
 
     def __init__(self, registry: CollectorRegistry, then: Callable[[KvHandle, TransferReport], None]) -> None:
         self._then = then
@@ -151,7 +146,6 @@ class TransferMetrics:
         self._imports, self._bytes, self._tokens, self._took = Bound(imports), Bound(moved), Bound(tokens), Bound(took)
 
     def ended(self, handle: KvHandle, report: TransferReport) -> None:
-        """Count one, and hand it on."""
         self._then(handle, report)
         transport, codec = report.transport or NOTHING, handle.codec.value
         self._imports.of(transport, codec, report.outcome.value).inc()

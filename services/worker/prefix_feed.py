@@ -1,4 +1,8 @@
-"""The account of the prefix cache that each scheduler gets: all of it once, then changes, ten a second at most."""
+"""The content of the engine's prefix cache, reported to each scheduler in blocks of the cluster's own size.
+
+A scheduler receives one snapshot, then changes, at most ten times a second. Engine blocks are converted to prefix
+blocks here; the two sizes may differ by any ratio.
+"""
 
 import asyncio
 from collections import Counter
@@ -11,72 +15,92 @@ from shared.policy.prefix_index import ReachableBlocks
 from shared.wire.messages import PrefixesRequest
 from shared.wire.rpc_server import ServerCall
 
-# MERGED held.py
-# From the engine's blocks to ours: sizes may differ in any way.
+PERIOD_S = 0.1
+MAX_MESSAGE_BLOCKS = 8_192  # of one message: 74 KB
 
 
-class _End:
-    """Where a block of the engine ends: our blocks up to there, and the tokens since the last of them.
+class PrefixFeed:
+    """Serves `prefixes`. Nothing is sent while nothing changes, and no timer runs without a subscriber."""
 
-    `rest` is theirs, packed; `parts` names the engine's blocks that it lies in.
-    """
+    def __init__(self, generation: int) -> None:
+        self.held = HeldPrefixes()
+        self._generation = generation
+        self._subscriptions: set[_Subscription] = set()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
 
-    __slots__ = ("depth", "last", "parts", "rest")
+    def receive(self, events: Sequence[CacheEvent]) -> None:
+        for event in events:
+            self.held.apply(event)
+        if self._subscriptions and self._timer is None and self.held.reachable.changed:
+            self._timer = self._loop.call_later(PERIOD_S, self._publish)
 
-    def __init__(self, last: int, depth: int, rest: bytes = b"", parts: tuple[BlockName, ...] = ()) -> None:
-        self.last = last
-        self.depth = depth
-        self.rest = rest
-        self.parts = parts
+    async def prefixes(self, _: PrefixesRequest, call: ServerCall) -> None:
+        """The RPC method: lasts until the caller is gone or cancels, or its deadline has passed."""
+        self._publish()  # pending changes go to the present subscribers; for the new one they are part of the snapshot
+        subscription = _Subscription(call, self._generation)
+        subscription.publish(list(self.held.reachable.blocks), [])
+        self._subscriptions.add(subscription)
+        try:
+            await self._loop.create_future()
+        finally:
+            self._subscriptions.discard(subscription)
+
+    def _publish(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        added, removed = self.held.reachable.take_changes()
+        if added or removed:
+            for subscription in self._subscriptions:
+                subscription.publish(added, removed)
 
 
-class _Cover:
-    """One of our blocks as it lies in blocks of the engine; `lacking` counts those of `parts` that are not held.
+class _Subscription:
+    """What one subscriber has received."""
 
-    The same block of ours may have several: what follows it in the engine's last block differs.
-    """
+    def __init__(self, call: ServerCall, generation: int) -> None:
+        self._call = call
+        self._generation = generation
+        self._sequence = 0
 
-    __slots__ = ("block", "lacking", "parent", "parts")
+    def publish(self, added: list[int], removed: list[int]) -> None:
+        """Send changes, in as many messages as needed; the first message is sent even if it is empty."""
+        for part in _parts(removed):
+            self._send([], part)
+        for part in _parts(added):
+            self._send(part, [])
+        if not self._sequence:
+            self._send([], [])
 
-    def __init__(self, block: int, parent: int | None, parts: tuple[BlockName, ...]) -> None:
-        self.block = block
-        self.parent = parent
-        self.parts = parts
-        self.lacking = len(parts)
+    def _send(self, added: list[int], removed: list[int]) -> None:
+        self._call.send(PrefixDelta(self._generation, self._sequence, added, removed, starts=not self._sequence))
+        self._sequence += 1
 
 
-class _Node:
-    """A block of the engine. `copies` held; `covers` that it has a part in; of them, those that end in it."""
-
-    __slots__ = ("copies", "covers", "end", "ending")
-
-    def __init__(self) -> None:
-        self.copies = 0
-        self.end: _End | None = None
-        self.covers: dict[_Cover, None] = {}
-        self.ending: tuple[_Cover, ...] = ()
+def _parts(blocks: list[int]) -> Iterator[list[int]]:
+    return (blocks[at : at + MAX_MESSAGE_BLOCKS] for at in range(0, len(blocks), MAX_MESSAGE_BLOCKS))
 
 
 class HeldPrefixes:
-    """Our blocks of which the engine holds every token, by what it tells of its own.
+    """The prefix blocks of which the engine holds every token, from the events of its own blocks.
 
-    Left out: blocks far behind a prompt's start, those that follow an unknown one, and approximate KV, which nobody
-    else may find.
+    Left out are blocks far behind a prompt's start, those that follow an unknown block, and approximate KV, which
+    no other request may find.
     """
 
-    def __init__(self, block_tokens: int = BLOCK_TOKENS, most: int = MAX_BLOCKS) -> None:
+    def __init__(self, block_tokens: int = BLOCK_TOKENS, max_blocks: int = MAX_BLOCKS) -> None:
         self._width = block_tokens * TOKEN_BYTES
-        self._most = most
+        self._max_blocks = max_blocks
         self._nodes: dict[BlockName, _Node] = {}
-        self._whole: Counter[int] = Counter()  # covers that lack nothing, by our block
+        self._whole: Counter[int] = Counter()  # by prefix block, its covers that lack nothing
         self.reachable = ReachableBlocks()
 
     def __len__(self) -> int:
-        """Engine blocks that are known."""
         return len(self._nodes)
 
     def apply(self, event: CacheEvent) -> None:
-        """Take in what the engine tells, in its order."""
+        """Apply an event; events come in the engine's order."""
         if isinstance(event, BlocksStored):
             self._stored(event)
         elif isinstance(event, BlocksRemoved):
@@ -94,7 +118,7 @@ class HeldPrefixes:
             return
         data, width = packed(event.token_ids), size * TOKEN_BYTES
         for at, name in enumerate(event.blocks):
-            if end.depth >= self._most:
+            if end.depth >= self._max_blocks:
                 return
             node = self._nodes.get(name)
             if node is None:
@@ -107,17 +131,17 @@ class HeldPrefixes:
                 for cover in node.covers:
                     self._lacks(cover, -1)
 
-    def _end_of(self, event: BlocksStored) -> _End | None:
+    def _end_of(self, event: BlocksStored) -> "_End | None":
         if event.parent is None:
             return None if is_lossy_salt(event.salt) else _End(root_hash(event.salt), 0)
         node = self._nodes.get(event.parent)
         return node.end if node is not None and node.copies else None
 
-    def _place(self, name: BlockName, node: _Node, before: _End, data: bytes) -> None:
-        """Find our blocks that end in this one of the engine."""
+    def _place(self, name: BlockName, node: "_Node", before: "_End", data: bytes) -> None:
+        """Find the prefix blocks that end in this engine block."""
         rest, parts, last, depth = before.rest + data, (*before.parts, name), before.last, before.depth
         ending = []
-        while len(rest) >= self._width and depth < self._most:
+        while len(rest) >= self._width and depth < self._max_blocks:
             parent = last if depth else None
             last = next_hash(last, rest[: self._width])
             cover = _Cover(last, parent, parts)
@@ -146,11 +170,11 @@ class HeldPrefixes:
         node.ending, node.end = (), None
         self._tidy(name, node)
 
-    def _tidy(self, name: BlockName, node: _Node) -> None:
+    def _tidy(self, name: BlockName, node: "_Node") -> None:
         if not node.copies and not node.covers:
             self._nodes.pop(name, None)
 
-    def _lacks(self, cover: _Cover, more: int) -> None:
+    def _lacks(self, cover: "_Cover", more: int) -> None:
         was_whole = not cover.lacking
         cover.lacking += more
         if not cover.lacking:
@@ -163,69 +187,45 @@ class HeldPrefixes:
                 self.reachable.drop(cover.block)
 
 
-PERIOD_S = 0.1
-MOST_BLOCKS = 8_192  # of one message: 74 KB
+class _End:
+    """The end of an engine block: the prefix blocks up to there, and the tokens since the last of them.
+
+    `rest` holds these tokens, packed; `parts` names the engine blocks in which they lie.
+    """
+
+    __slots__ = ("depth", "last", "parts", "rest")
+
+    def __init__(self, last: int, depth: int, rest: bytes = b"", parts: tuple[BlockName, ...] = ()) -> None:
+        self.last = last
+        self.depth = depth
+        self.rest = rest
+        self.parts = parts
 
 
-class _Account:
-    """What one caller has been told."""
+class _Cover:
+    """A prefix block as it lies in blocks of the engine; `lacking` counts those of `parts` that are not held.
 
-    def __init__(self, call: ServerCall, generation: int) -> None:
-        self._call = call
-        self._generation = generation
-        self._sequence = 0
+    A prefix block may have several covers: what follows it in the engine's last block differs.
+    """
 
-    def tell(self, added: list[int], removed: list[int]) -> None:
-        """Send it, in as many messages as it takes; the first of all is sent even if there is nothing to say."""
-        for part in _parts(removed):
-            self._send([], part)
-        for part in _parts(added):
-            self._send(part, [])
-        if not self._sequence:
-            self._send([], [])
+    __slots__ = ("block", "lacking", "parent", "parts")
 
-    def _send(self, added: list[int], removed: list[int]) -> None:
-        self._call.send(PrefixDelta(self._generation, self._sequence, added, removed, starts=not self._sequence))
-        self._sequence += 1
+    def __init__(self, block: int, parent: int | None, parts: tuple[BlockName, ...]) -> None:
+        self.block = block
+        self.parent = parent
+        self.parts = parts
+        self.lacking = len(parts)
 
 
-class PrefixFeed:
-    """Serves `prefixes`. Nothing is sent while nothing changes, and nothing is due while nobody listens."""
+class _Node:
+    """A block of the engine: `copies` that are held, the `covers` of which it is a part, and of these, those that
+    end in it.
+    """
 
-    def __init__(self, generation: int) -> None:
-        self.held = HeldPrefixes()
-        self._generation = generation
-        self._accounts: set[_Account] = set()
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+    __slots__ = ("copies", "covers", "end", "ending")
 
-    def take(self, events: Sequence[CacheEvent]) -> None:
-        """What the engine tells."""
-        for event in events:
-            self.held.apply(event)
-        if self._accounts and self._timer is None and self.held.reachable.changed:
-            self._timer = self._loop.call_later(PERIOD_S, self._tell)
-
-    async def prefixes(self, _: PrefixesRequest, call: ServerCall) -> None:
-        """The method: lasts until the caller is gone, gives it up, or its time is over."""
-        self._tell()  # what is pending belongs to the accounts so far: to this one it is part of the whole
-        account = _Account(call, self._generation)
-        account.tell(list(self.held.reachable.blocks), [])
-        self._accounts.add(account)
-        try:
-            await self._loop.create_future()
-        finally:
-            self._accounts.discard(account)
-
-    def _tell(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        added, removed = self.held.reachable.take_changes()
-        if added or removed:
-            for account in self._accounts:
-                account.tell(added, removed)
-
-
-def _parts(blocks: list[int]) -> Iterator[list[int]]:
-    return (blocks[at : at + MOST_BLOCKS] for at in range(0, len(blocks), MOST_BLOCKS))
+    def __init__(self) -> None:
+        self.copies = 0
+        self.end: _End | None = None
+        self.covers: dict[_Cover, None] = {}
+        self.ending: tuple[_Cover, ...] = ()

@@ -1,4 +1,6 @@
-"""The methods of an instance's RPC, and who answers each."""
+"""The methods of an instance's RPC and the spans around them: which service handles each method, and the trace that is
+exported when a call has ended.
+"""
 
 import asyncio
 import time
@@ -39,10 +41,10 @@ from shared.wire.messages import (
 )
 from shared.wire.rpc_server import Handlers, ServerCall
 
+Figures = dict[str, str | int | float | bool | list[str]]
+
 
 def handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, kv: KvPort) -> Handlers:
-    """Those of jobs and of operations."""
-
     async def drain(request: DrainRequest, _: ServerCall) -> DrainReply:
         roles.obey(request.epoch)
         return await roles.drain(request.timeout_s)
@@ -51,9 +53,9 @@ def handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, k
         roles.obey(request.epoch)
         return roles.flip(request.role)
 
-    async def predicted(said: Predicted, _: ServerCall) -> None:
-        prefill.predicted(said)
-        decode.predicted(said)
+    async def predicted(prediction: Predicted, _: ServerCall) -> None:
+        prefill.predicted(prediction)
+        decode.predicted(prediction)
 
     async def release(request: ReleaseRequest, _: ServerCall) -> None:
         decode.forget(request.transfer_ids)
@@ -76,15 +78,10 @@ def handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, k
     }
 
 
-# MERGED tracing.py
-# An instance's spans: told around its handlers, once a call has ended, below the attempt that the call is for.
-
-
-Figures = dict[str, str | int | float | bool | list[str]]
-
-
 def traced(handlers: Handlers, tracer: Tracer, instance_id: str, chunk_tokens: Callable[[], int]) -> Handlers:
-    """`handlers`, of which those of jobs tell what they did. chunk_tokens: of the engine's steps at the moment."""
+    """`handlers`, with spans around prefill and decode, below the span of the attempt that the call is for.
+    chunk_tokens: of the engine's steps at the moment.
+    """
     do_prefill: Callable[[PrefillRequest, ServerCall], Awaitable[PrefillReply]] = handlers[PREFILL]
     do_decode: Callable[[DecodeRequest, ServerCall], Awaitable[DecodeReply]] = handlers[DECODE]
     who: Figures = {"polyphase.instance.id": instance_id}
@@ -93,31 +90,31 @@ def traced(handlers: Handlers, tracer: Tracer, instance_id: str, chunk_tokens: C
         trace = _trace(tracer, request.trace)
         if trace is None:
             return await do_prefill(request, call)
-        began_s, watched, chunk = time.time(), _Watched(call), chunk_tokens()
+        began_s, watched, chunk = time.time(), _WatchedCall(call), chunk_tokens()
         try:
             reply = await do_prefill(request, watched)
         except BaseException as error:
-            _broke_off(trace, "prefill", began_s, who, error)
+            _add_unfinished(trace, "prefill", began_s, who, error)
             raise
-        _tell_prefill(trace, request, reply, watched, who, chunk)
+        _add_prefill(trace, request, reply, watched, who, chunk)
         return reply
 
     async def decode(request: DecodeRequest, call: ServerCall) -> DecodeReply:
         trace = _trace(tracer, request.trace)
         if trace is None:
             return await do_decode(request, call)
-        began_s, watched = time.time(), _Watched(call)
+        began_s, watched = time.time(), _WatchedCall(call)
         try:
             reply = await do_decode(request, watched)
         except BaseException as error:
             if watched.first_s:
                 trace.add("decode_queue", began_s, watched.first_s, who)
-                _broke_off(trace, "decode", watched.first_s, who, error)
+                _add_unfinished(trace, "decode", watched.first_s, who, error)
             else:
-                _broke_off(trace, "decode_queue", began_s, who, error)
+                _add_unfinished(trace, "decode_queue", began_s, who, error)
             raise
         if request.handle is not None and reply.transfer.started_s:
-            _tell_transfer(trace, request.handle, reply.transfer, who)
+            _add_transfer(trace, request.handle, reply.transfer, who)
         trace.add("decode_queue", reply.queued_s, reply.started_s or reply.ended_s, who)
         trace.add("decode", reply.started_s or reply.ended_s, reply.ended_s, who)
         return reply
@@ -125,8 +122,8 @@ def traced(handlers: Handlers, tracer: Tracer, instance_id: str, chunk_tokens: C
     return {**handlers, PREFILL: prefill, DECODE: decode}
 
 
-class _Watched(ServerCall):
-    """A call, and when its first item left."""
+class _WatchedCall(ServerCall):
+    """A call that notes when its first item left."""
 
     def __init__(self, call: ServerCall) -> None:
         self._call = call
@@ -136,7 +133,6 @@ class _Watched(ServerCall):
         self.first: Any = None
 
     def send(self, item: object) -> None:
-        """As of the call."""
         if not self.first_s and not (isinstance(item, TokenStep) and item.pause is not None):
             self.first_s, self.first = time.time(), item
         self._call.send(item)
@@ -149,8 +145,8 @@ def _trace(tracer: Tracer, wire: str) -> Trace | None:
     return trace
 
 
-def _broke_off(trace: Trace, name: str, began_s: float, who: Figures, error: BaseException) -> None:
-    """What is cancelled is no failure: its client may have all it wanted."""
+def _add_unfinished(trace: Trace, name: str, began_s: float, who: Figures, error: BaseException) -> None:
+    """A cancelled call is no failure: its client may have all it wanted."""
     code = error.code if isinstance(error, PolyphaseError) else type(error).__name__
     if isinstance(error, asyncio.CancelledError):
         trace.add(name, began_s, time.time(), {**who, "polyphase.cancelled": True})
@@ -158,8 +154,8 @@ def _broke_off(trace: Trace, name: str, began_s: float, who: Figures, error: Bas
         trace.add(name, began_s, time.time(), who, error=code)
 
 
-def _tell_prefill(
-    trace: Trace, request: PrefillRequest, reply: PrefillReply, watched: _Watched, who: Figures, chunk: int
+def _add_prefill(
+    trace: Trace, request: PrefillRequest, reply: PrefillReply, watched: _WatchedCall, who: Figures, chunk: int
 ) -> None:
     computed = max(1, request.prompt_tokens - request.saved)
     trace.add("queue", reply.queued_s, reply.started_s, who)
@@ -179,7 +175,7 @@ def _tell_prefill(
     span.end(max(reply.started_s, reply.ended_s), figures)
 
 
-def _tell_transfer(trace: Trace, handle: KvHandle, report: TransferReport, who: Figures) -> None:
+def _add_transfer(trace: Trace, handle: KvHandle, report: TransferReport, who: Figures) -> None:
     figures: Figures = {
         **who,
         "polyphase.transfer.from": handle.instance_id,

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.worker.engine_args import faults_of
@@ -68,22 +68,21 @@ class WorkerSettings(TracedSettings):
     threads: int = Field(1, gt=0)
     async_scheduling: bool | None = None  # the next step is scheduled while one computes; None: on GPUs, as vLLM can
     engine_args: dict[str, Any] = {}  # passed on to vLLM's EngineArgs; see `engine_args.REFUSED`
-    # Told to end it takes no new jobs, and ends when those it has are done and their KV was fetched, or after so long.
+    # At SIGTERM it accepts no new jobs, and ends when its jobs are done and their KV was fetched, or after so long.
     drain_s: float = Field(0.0, ge=0)
     hang_s: float = Field(60.0, gt=0)  # an engine whose step lasts longer hangs: the instance is not healthy
 
     staging_bytes: int | None = Field(None, gt=0)  # of each rank; None: by its KV, see `default_staging`
     inbox_bytes: int = Field(256 << 20, gt=0)
-    # tcp, zeromq: of what it exports; every instance imports by each. nixl: what it exports to and imports from others
-    # that say so, too, is read from memory; with everybody else it is as tcp.
-    kv_transport: Literal["tcp", "zeromq", "nixl"] = "tcp"
+    # nixl: between instances that both say so, KV is read from the exporter's memory; with all others it goes over TCP.
+    kv_transport: Literal["tcp", "nixl"] = "tcp"
     kv_nixl_trusted: bool = False  # the networks that UCX uses reach nobody but this cluster: NIXL between hosts
     kv_connections: int = Field(1, ge=1, le=16)  # to each exporter's rank, for imports of 8 MB and more
     lease_s: float = Field(30.0, gt=0)  # staged KV that no decode instance pulls, or waits to pull, is kept for so long
     lease_renewals: int = Field(120, ge=0)  # of one transfer's lease, a third of it apart, while its decode waits
     pull_timeout_s: float = Field(10.0, gt=0)
     lossy_kv: bool = False  # some class of requests allows it: codecs are loaded and measured at the start, not later
-    kv_fault: str = ""  # fault injection for tests: see services.worker.kv
+    kv_fault: str = ""  # fault injection for tests: see kv/vllm/connector.py
 
     rates_file: str = ""  # what `polyphase calibrate live` wrote: a better start than the catalogue for what it learns
 
@@ -98,6 +97,13 @@ class WorkerSettings(TracedSettings):
     emulated_prefix_cache: bool = True
 
     policy_seed: int | None = None  # of the dispatcher; None: every instance and every start has its own
+
+    @field_validator("kv_transport", mode="before")
+    @classmethod
+    def _kv_over_zeromq(cls, value: object) -> object:
+        if value == "zeromq":
+            raise ValueError("KV over ZeroMQ was removed: use `tcp`, which is the default and faster")
+        return value
 
     @model_validator(mode="after")
     def _servable(self) -> Self:
@@ -115,7 +121,7 @@ class WorkerSettings(TracedSettings):
 
     @property
     def served_name(self) -> str:
-        """Of the model, as clients ask for it."""
+        """The name by which clients request the model."""
         return self.served_model_name or self.model
 
     @property
@@ -145,12 +151,12 @@ class WorkerSettings(TracedSettings):
         return self.accelerator == "cpu" and self.ranks == self.threads == 1
 
     def address(self, port: int) -> str:
-        """A ZeroMQ address of ours as peers see it."""
+        """A ZeroMQ address of this instance, as peers reach it."""
         return f"tcp://{self.advertise_host or self.host}:{port}"
 
     @property
     def kv_endpoints(self) -> tuple[str, ...]:
         """One address a rank: those of the first pipeline stage, then of the next. Its scheme is the transport."""
         addresses = (self.address(self.kv_port + rank) for rank in range(self.ranks))
-        scheme = {"tcp": "kv", "zeromq": "tcp", "nixl": "nixl"}[self.kv_transport]
+        scheme = {"tcp": "kv", "nixl": "nixl"}[self.kv_transport]
         return tuple(f"{scheme}://{each.partition('://')[2]}" for each in addresses)

@@ -1,4 +1,8 @@
-"""What this instance knows of its own speed: a start, corrected by its steps and its transfers while it serves."""
+"""The predicted step cost of this instance and its chunk size.
+
+The prediction starts from the catalogue or a calibration and is corrected by measured engine steps and KV transfers.
+The chunk size is a setting, or the number of tokens that saturates the accelerator according to that prediction.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,68 +24,17 @@ from shared.errors import PolyphaseError
 from shared.policy.chunk_size import SHARE, ChunkBounds, chunk_tokens, next_chunk_tokens
 from shared.runtime.logs import get_log
 
-# MERGED chunk_size.py
-# The tokens of this instance's steps: a setting, or as many as saturate it by what it has learned of its steps.
-
-
-class ChunkSize:
-    """`tokens` of a step, prefill and decode together, and `why` so many; `use` is told of each change.
-
-    With `auto` it begins with what `start` says.
-    """
-
-    def __init__(self, settings: WorkerSettings, start: StepRates, use: Callable[[int], None]) -> None:
-        self._use = use
-        self._bounds = ChunkBounds.of(settings.step_tokens, settings.max_seqs, settings.block_size)
-        self._auto = settings.chunk_size == "auto"
-        self.tokens = chunk_tokens(start.prefill, self._bounds) if self._auto else settings.step_tokens
-        self.why = "auto: the first estimate of its steps" if self._auto else "as the settings say"
-        use(self.tokens)
-
-    def learned(self, steps: StepRates) -> None:
-        """What its steps cost, as far as it knows by now."""
-        if not self._auto:
-            return
-        form = steps.prefill
-        tokens = next_chunk_tokens(self.tokens, form, self._bounds)
-        if tokens == self.tokens:
-            return
-        self.why = (
-            f"auto: {SHARE:.0%} of the best prefill throughput, by {form.steps} steps "
-            f"({form.fixed_s * 1e3:.3g} ms + {form.token_s * 1e6:.3g} µs a token)"
-        )
-        log.info("another chunk size", before=self.tokens, tokens=tokens, why=self.why)
-        self.tokens = tokens
-        self._use(tokens)
-
-    def describe(self) -> dict[str, int | str]:
-        """Both as JSON."""
-        return {"tokens": self.tokens, "why": self.why}
-
-
-# MERGED engine_kind.py
-# The engine that a worker's settings describe, as the cost model has it.
-
-
-def kind_of(settings: WorkerSettings, shop: Workshop) -> EngineKind:
-    """Its stages on their accelerators. Raises NotFound for one that nobody knows."""
-    stages = settings.pipeline_parallel
-    names = settings.stage_accelerators or (settings.accelerator,) * stages
-    layers = settings.pipeline_layers or even_layers(shop.geometry.layers, stages)
-    made = tuple(Stage(shop.device(name).name, count) for name, count in zip(names, layers, strict=True))
-    hop = settings.emulated_hop.link if settings.emulated_hop is not None else None
-    return EngineKind(made, settings.tensor_parallel, settings.dtype, hop=hop)
-
-
 log = get_log(__name__)
-LEARN_S = 0.5  # between two looks at the steps
-REPEAT_S = 5.0  # so often rates are told again though they are the same: who was away hears them then
-STEPS_A_LOOK = 64  # the newest are learned from; an engine of many short steps is not learned from more
-TOLD_APART = 0.02  # a change by a smaller share is not told
+LEARN_S = 0.5  # between two calls of `learn`
+REPEAT_S = 5.0  # unchanged rates are published again so often, for schedulers that were away
+STEPS_A_LOOK = 64  # the newest steps are learned from; of an engine with many short steps, older ones are skipped
+PUBLISHED_CHANGE = 0.02  # a change by a smaller share is not published
 
 
 class LiveRates:
-    """Learns at each `learn`; `news` is what the next heartbeat is to carry. `use_chunk` is told of each chunk size."""
+    """Learns with each `learn`; `news` returns what the next heartbeat carries. `use_chunk` is called with each
+    chunk size.
+    """
 
     def __init__(
         self,
@@ -93,33 +46,33 @@ class LiveRates:
         self.start = start = info.rates.step or catalogue_steps(settings)
         self.current = msgspec.structs.replace(info.rates, step=start)
         self._steps = steps
-        self._stages = settings.pipeline_parallel  # as many batches are in flight: a step has that share of the decodes
+        self._stages = (
+            settings.pipeline_parallel
+        )  # that many batches are in flight: each step has that share of the decodes
         self._next = 0
         self.chunk = ChunkSize(settings, start, use_chunk)
         self._learner = StepLearner(start, settings.step_tokens, settings.max_seqs)
         self._link = LinkLearner(info.rates.link)
         self._token_bytes = info.kv_bytes_per_token
-        self._told: Rates | None = None
-        self._told_s = 0.0
+        self._published: Rates | None = None
+        self._published_s = 0.0
 
     @property
     def step(self) -> StepRates | None:
-        """What a step costs, as far as it is known."""
         return self.current.step
 
     def of(self, info: InstanceInfo) -> InstanceInfo:
-        """This instance with what is known of it by now."""
+        """This instance with its present rates and chunk size."""
         return msgspec.structs.replace(info, rates=self.current, chunk_size=self.chunk.tokens)
 
     def transferred(self, handle: KvHandle, report: TransferReport) -> None:
-        """An import has ended."""
         if report.outcome is TransferOutcome.PULLED and report.wire_bytes:
             kv_bytes = report.tokens * self._token_bytes
             took_s = report.ended_s - report.started_s
             self._link.add(handle.instance_id, handle.codec, kv_bytes, report.wire_bytes, took_s)
 
     def learn(self) -> None:
-        """Take in what has happened since the last time."""
+        """Learn from the steps and imports since the last call."""
         page = self._steps.page("", 0, self._next, 1 << 20)
         self._next = page.next
         steps = page.steps[-STEPS_A_LOOK:]
@@ -137,26 +90,63 @@ class LiveRates:
             self.current = msgspec.structs.replace(self.current, link=link)
 
     def news(self, now: float) -> Rates | None:
-        """The present rates, if they differ from those told last, or were not told for a while. Unix seconds."""
-        if now - self._told_s < REPEAT_S and self._told is not None and _alike(self.current, self._told):
+        """The present rates, if they differ from the published ones or these are older than REPEAT_S. `now`: unix
+        seconds.
+        """
+        if now - self._published_s < REPEAT_S and self._published is not None and _alike(self.current, self._published):
             return None
-        self._told, self._told_s = self.current, now
+        self._published, self._published_s = self.current, now
         return self.current
+
+
+class ChunkSize:
+    """`tokens` of a step, prefill and decode together, and `why` that number; `use` is called with each change.
+
+    With `auto` it begins with the number for the rates `start`.
+    """
+
+    def __init__(self, settings: WorkerSettings, start: StepRates, use: Callable[[int], None]) -> None:
+        self._use = use
+        self._bounds = ChunkBounds.of(settings.step_tokens, settings.max_seqs, settings.block_size)
+        self._auto = settings.chunk_size == "auto"
+        self.tokens = chunk_tokens(start.prefill, self._bounds) if self._auto else settings.step_tokens
+        self.why = "auto: the first estimate of its steps" if self._auto else "as the settings say"
+        use(self.tokens)
+
+    def learned(self, steps: StepRates) -> None:
+        """Follow what the step cost is known to be by now."""
+        if not self._auto:
+            return
+        form = steps.prefill
+        tokens = next_chunk_tokens(self.tokens, form, self._bounds)
+        if tokens == self.tokens:
+            return
+        self.why = (
+            f"auto: {SHARE:.0%} of the best prefill throughput, by {form.steps} steps "
+            f"({form.fixed_s * 1e3:.3g} ms + {form.token_s * 1e6:.3g} µs a token)"
+        )
+        log.info("another chunk size", before=self.tokens, tokens=tokens, why=self.why)
+        self.tokens = tokens
+        self._use(tokens)
+
+    def describe(self) -> dict[str, int | str]:
+        return {"tokens": self.tokens, "why": self.why}
 
 
 @dataclass(slots=True)
 class KnownRates:
-    """What the instance's steps cost, for its engine, which starts before anything of it is known."""
+    """The step cost for the engine, which starts before anything is known of it."""
 
     rates: LiveRates | None = None
 
     def step(self) -> StepRates | None:
-        """As far as it is known by now."""
         return self.rates.step if self.rates is not None else None
 
 
 def catalogue_steps(settings: WorkerSettings) -> StepRates:
-    """Where to begin without a calibration: the catalogue's accelerator, or some mid-range one where it has none."""
+    """Where learning starts without a calibration: the catalogue's accelerator, or a mid-range one where the
+    catalogue lacks it.
+    """
     try:
         library = Library.built_in()
         shop = Workshop(library, library.geometry(settings.model))
@@ -167,15 +157,27 @@ def catalogue_steps(settings: WorkerSettings) -> StepRates:
     return step_rates_of(times.step_time_s, settings.step_tokens, settings.max_seqs)
 
 
+def kind_of(settings: WorkerSettings, shop: Workshop) -> EngineKind:
+    """The engine that a worker's settings describe, as the cost model has it: its stages on their accelerators.
+    Raises NotFound for an unknown accelerator.
+    """
+    stages = settings.pipeline_parallel
+    names = settings.stage_accelerators or (settings.accelerator,) * stages
+    layers = settings.pipeline_layers or even_layers(shop.geometry.layers, stages)
+    made = tuple(Stage(shop.device(name).name, count) for name, count in zip(names, layers, strict=True))
+    hop = settings.emulated_hop.link if settings.emulated_hop is not None else None
+    return EngineKind(made, settings.tensor_parallel, settings.dtype, hop=hop)
+
+
 def _alike(one: Rates, other: Rates) -> bool:
     if one.step is None or other.step is None or one.link != other.link:
         return one == other
     pairs = zip(_forms(one.step), _forms(other.step), strict=True)
-    return all(abs(a - b) <= TOLD_APART * max(abs(a), abs(b)) for a, b in pairs)
+    return all(abs(a - b) <= PUBLISHED_CHANGE * max(abs(a), abs(b)) for a, b in pairs)
 
 
 def _forms(step: StepRates) -> list[float]:
-    """The times of a usual step of each kind: what a change of coefficients comes to."""
+    """The time of a usual step of each kind, by which a change of coefficients is judged."""
     usual = 256
     return [
         step.prefill_s(usual, 0),

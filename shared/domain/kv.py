@@ -94,4 +94,4 @@ class TransferReport(msgspec.Struct, frozen=True):
     started_s: float = 0.0
     ended_s: float = 0.0
     error: str = ""
-    transport: str = ""  # what carried it: tcp, zeromq, nixl, or several joined by "+"
+    transport: str = ""  # what carried it: tcp, nixl, or "nixl+tcp"

@@ -171,7 +171,7 @@ def import_again(target: Cache, staged: Staged) -> None:
 def end_to_end(folder: Path, source: Cache, target: Cache, rounds: int) -> dict[str, float]:
     """From blocks to blocks: through pinned memory, TCP over loopback, and pinned memory, by one process."""
     results: queue.Queue[PullResult] = queue.Queue()
-    identity, shards = ExportIdentity(1, "model", "key"), Shards((LAYERS,), HEADS, 1)
+    identity, shards = ExportIdentity(1, "model"), Shards((LAYERS,), HEADS, 1)
 
     def endpoint(name: str, cache: Cache) -> KvEndpoint:
         settings = EndpointSettings(

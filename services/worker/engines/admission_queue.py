@@ -1,4 +1,4 @@
-"""The door of an engine: who waits before it, in which order, and whether the next one may enter now."""
+"""The admission queue of an engine: who waits, in which order, and whether the next request may start now."""
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -14,12 +14,12 @@ from shared.policy.waiting_line import WaitingLine
 Item = TypeVar("Item", bound=Hashable)
 
 
-class Entrance(Generic[Item]):
-    """Items are the engine's own objects; `request_of` says what was asked for each. Streams, whose clients have
-    tokens, enter before all prompts: while one does not fit, no prompt takes the room that it waits for.
+class AdmissionQueue(Generic[Item]):
+    """Items are the engine's own objects; `request_of` gives the request of each. Streams, whose clients have tokens,
+    start before all prompts: while one does not fit, no prompt takes the room that it waits for.
 
-    `inside` and `blocks` are asked when an admission policy has to decide: those that decode here, and KV memory.
-    Greedy's rule, that the prompt fits, is the engine's own: it is not asked.
+    `decoding` and `blocks` are called when an admission policy has to decide: the requests that decode here, and KV
+    memory. Greedy's rule, that the prompt fits, is the engine's own: that policy is not consulted.
     """
 
     def __init__(
@@ -28,81 +28,80 @@ class Entrance(Generic[Item]):
         rates: CurrentRates,
         request_of: Callable[[Item], EngineRequest],
         tokens_of: Callable[[Item], int],
-        inside: Callable[[], Sequence[Decoding]],
+        decoding: Callable[[], Sequence[Decoding]],
         blocks: Callable[[], Blocks],
     ) -> None:
         self._policies = policies
         self._request_of = request_of
         self._tokens_of = tokens_of
-        self._inside = inside
+        self._decoding = decoding
         self._blocks = blocks
-        self._line: WaitingLine[Item] = WaitingLine(policies.order, rates)
+        self._waiting: WaitingLine[Item] = WaitingLine(policies.order, rates)
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[Item]:
-        return iter(self._line)
+        return iter(self._waiting)
 
     @property
     def decode_tokens(self) -> int:
-        """Context of those that are to decode here."""
-        return sum(self._tokens_of(item) for item in self._line.everyone() if self._request_of(item).decodes)
+        """Context of the requests that are to decode here."""
+        return sum(self._tokens_of(item) for item in self._waiting.everyone() if self._request_of(item).decodes)
 
-    def follow(self, policies: EnginePolicies) -> None:
-        """Go by these from now on."""
+    def set_policies(self, policies: EnginePolicies) -> None:
         if policies.order != self._policies.order:
-            self._line.reorder(policies.order)
+            self._waiting.reorder(policies.order)
         self._policies = policies
 
     def add(self, item: Item) -> None:
-        """One has come."""
-        self._line.push(item, self._request_of(item).as_waiting())
+        self._waiting.push(item, self._request_of(item).as_waiting())
 
     @property
     def stream(self) -> Item | None:
         """The next stream that waits; None where none does."""
-        return self._line.stream
+        return self._waiting.stream
 
     def started(self, item: Item) -> bool:
-        """Whether its client has a token, given here or elsewhere."""
+        """Whether its client has a token, from this instance or another."""
         request = self._request_of(item)
         return request.job.started or self._tokens_of(item) > len(request.prompt_token_ids)
 
     def put_back(self, item: Item) -> None:
-        """One that has entered before waits again, before all others of its class, or of the streams of its class."""
-        self._line.put_back(item, self._request_of(item).job.slo.weight, started=self.started(item))
+        """A request that has started before waits again, before all others of its class, or of the streams of its
+        class.
+        """
+        self._waiting.put_back(item, self._request_of(item).job.slo.weight, started=self.started(item))
 
     def preempted(self, item: Item) -> None:
-        """One that was inside has lost its blocks: it waits as one that is put back, and its worker is notified."""
+        """A running request has lost its blocks: it waits as one that is put back, and its worker is notified."""
         self.put_back(item)
         self._request_of(item).preempted()
 
     def remove(self, item: Item) -> bool:
-        """Somebody gives up; False when it is not here."""
-        return self._line.remove(item)
+        """False when it does not wait here."""
+        return self._waiting.remove(item)
 
     def next(self) -> Item | None:
-        """Who may enter now; None when nobody waits, or the next one may not yet. It stays until it is taken."""
-        if not len(self._line):
+        """The request that may start now; None when none waits, or the next must wait. It stays until it is popped."""
+        if not len(self._waiting):
             return None
-        item = self._line.peek()
+        item = self._waiting.peek()
         request = self._request_of(item)
         if request.decodes and not self._admits(item, request):
             return None
         if request.export_to:
             if not request.has_room():
                 return None
-            self._line.hold()  # it has room that nobody else can have: no later one comes between
+            self._waiting.hold()  # its room is reserved: no later request may come before it
         return item
 
     def peek(self) -> Item:
-        """The next, whether it may enter or not. Raises IndexError when empty."""
-        return self._line.peek()
+        """The next, whether it may start or not. Raises IndexError when empty."""
+        return self._waiting.peek()
 
-    def take(self) -> Item:
-        """The next enters."""
-        item = self._line.pop()
+    def pop(self) -> Item:
+        item = self._waiting.pop()
         self._request_of(item).entered()
         return item
 
@@ -111,6 +110,6 @@ class Entrance(Generic[Item]):
         if isinstance(policy, Greedy):
             return True
         prompt, tokens = len(request.prompt_token_ids), self._tokens_of(item)
-        left = request.max_tokens - (tokens - prompt)  # preempted: what it has given is prompt now
+        left = request.max_tokens - (tokens - prompt)  # after a preemption, its output so far is computed like prompt
         job = msgspec.structs.replace(request.job, prompt_tokens=tokens, max_tokens=left)
-        return may_decode(policy, job, self._inside(), self._blocks(), time.time())
+        return may_decode(policy, job, self._decoding(), self._blocks(), time.time())

@@ -1,4 +1,8 @@
-"""What a worker asks of an engine."""
+"""The interface of an engine to the worker.
+
+It has requests and their results, statistics, the policies that order the engine's work, its step log and the events
+of its prefix cache. This module imports no engine.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,16 +23,21 @@ from shared.policy.prefill_order import Fcfs, PrefillOrder, PrefillShare, Waitin
 from shared.runtime.logs import get_log
 from shared.wire.messages import StepPage, StepRecord, TokenStep
 
-# MERGED policies.py
-# What an engine goes by: whom it takes next, whom it lets decode, and how much prefill a step may hold.
-
-
-CurrentRates = Callable[[], StepRates | None]  # what is known of the instance's steps by now; any thread may ask
+log = get_log(__name__)
+KEPT_STEPS = 8192  # over a minute of a fast engine's, some 2 MB
+FAILED = ("abort", "error", "refused")  # finish reasons of requests that did not end well
+BlockName = bytes | int
+Chunks = tuple[tuple[int, int], ...]
+CurrentRates = Callable[[], StepRates | None]  # the step costs that are known by now; any thread may call it
+Sink = Callable[[TokenStep], None]
+_Entry = tuple[int, float, float, float, Chunks, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePolicies:
-    """May be exchanged between two steps. step_budget: prefill gives way to the TPOT targets of those that decode."""
+    """The policies by which an engine orders its work; they may change between two steps. step_budget: prefill
+    gives way to the TPOT targets of the requests that decode.
+    """
 
     order: PrefillOrder = field(default_factory=Fcfs)
     admission: DecodeAdmission = field(default_factory=Greedy)
@@ -36,12 +45,12 @@ class EnginePolicies:
 
     @classmethod
     def of(cls, policies: PolicySet) -> "EnginePolicies":
-        """Those that an engine goes by. Raises InvalidRequest that names the choices."""
+        """The policies of a set that concern an engine. Raises InvalidRequest that names the choices."""
         order, admission, budget = (registry.make(kind, policies.of(kind)) for kind in ENGINE)
         return cls(order, admission, budget.limits)
 
     def names(self) -> dict[str, str | bool]:
-        """For people, and for whoever wants to know how an engine is run."""
+        """By kind, for descriptions."""
         return {
             "prefill_order": self.order.name,
             "decode_admission": self.admission.name,
@@ -49,31 +58,23 @@ class EnginePolicies:
         }
 
 
-# MERGED step_log.py
-# The newest engine steps of an instance, for calibration: written by the engine at each step, read over HTTP.
-
-
-KEPT = 8192  # steps: over a minute of a fast engine's, some 2 MB
-
-Chunks = tuple[tuple[int, int], ...]
-_Entry = tuple[int, float, float, float, Chunks, int, int]
-
-
 class StepLog:
-    """A ring of the last `kept` steps. One thread writes, others may read at any time; neither ever waits."""
+    """A ring of the newest steps, for calibration and learning. One thread writes, others may read at any time;
+    neither waits.
+    """
 
-    def __init__(self, kept: int = KEPT) -> None:
+    def __init__(self, kept: int = KEPT_STEPS) -> None:
         self._ring: list[_Entry | None] = [None] * kept
         self._count = 0
         self._share = PrefillShare()
 
     @property
     def prefill_share(self) -> float:
-        """Of the last steps with decodes, how many computed prompts, too."""
+        """The share of the last steps with decodes that computed prompts too."""
         return self._share.after()
 
     def add(self, seconds: float, cpu_s: float, prefill: Chunks, decode_count: int, decode_context_tokens: int) -> None:
-        """Record a step that ends now. See StepRecord."""
+        """Record a step that ends now; see StepRecord."""
         number = self._count
         self._ring[number % len(self._ring)] = (
             number,
@@ -100,12 +101,9 @@ class StepLog:
         kept = []
         for number in range(start, stop):
             entry = self._ring[number % len(self._ring)]
-            if entry is not None and entry[0] == number:  # else the writer has come round meanwhile
+            if entry is not None and entry[0] == number:  # otherwise the writer has overwritten it meanwhile
                 kept.append(StepRecord(*entry))
         return StepPage(instance_id, generation, tuple(kept), stop, stop - first - len(kept))
-
-
-log = get_log(__name__)
 
 
 def _always() -> bool:
@@ -117,16 +115,18 @@ def _nothing() -> None:
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
-    """Tokens in.
+    """A request to an engine, in tokens. `job` is what the engine's policies know of it.
 
-    `job` is what the engine's policies know of it. With `export_to` set, KV of the prompt is staged under that transfer
-    id while it is computed, coded by `export_codec` already where that is lossy and a device has the KV; with
-    `import_from` set, KV of the first `import_from.tokens` prompt tokens is pulled instead of computed.
-    `first_token_only` makes the engine stop after one token, whatever the sampling parameters say: it does not decode
-    here. Without `wants_token` that token is dropped, and no grammar is compiled to choose it. The output begins with
-    `forced_tokens`, whatever the engine would have chosen, and goes on as if it had chosen them. The engine calls on
-    its own thread: `has_room` when it is the next, whether it may enter now, which from then on it may; `entered`
-    whenever it leaves the line of those that wait; `preempted` whenever its blocks are taken back and it waits again.
+    With `export_to` set, KV of the prompt is staged under that transfer id while it is computed; where
+    `export_codec` is lossy and a device has the KV, it is coded there. With `import_from` set, KV of the first
+    `import_from.tokens` prompt tokens is pulled instead of computed. `first_token_only` ends the request after one
+    token, whatever the sampling parameters say: it does not decode here. Without `wants_token` that token is
+    dropped, and no grammar is compiled for it. The output begins with `forced_tokens`, whatever the engine would
+    have chosen, and goes on as if it had chosen them.
+
+    The engine calls on its own thread: `has_room` when the request is next, whether it may start now, which from
+    then on it may; `entered` whenever it stops waiting; `preempted` whenever its blocks are taken back and it waits
+    again.
     """
 
     request_id: str
@@ -145,7 +145,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     preempted: Callable[[], None] = _nothing
 
     def expecting(self, prediction: LengthPrediction) -> "EngineRequest":
-        """The same with this prediction of its answer's length."""
+        """A copy with this prediction of its answer's length."""
         return msgspec.structs.replace(self, job=msgspec.structs.replace(self.job, prediction=prediction))
 
     @property
@@ -154,15 +154,15 @@ class EngineRequest(msgspec.Struct, frozen=True):
         return not self.first_token_only
 
     def as_waiting(self) -> WaitingJob:
-        """What the order of prompts goes by. The last token is always computed here."""
+        """As the prefill order sees it. The last token is always computed here."""
         prompt = len(self.prompt_token_ids)
         before = min(self.import_from.tokens, prompt - 1) if self.import_from is not None else 0
         return WaitingJob(self.job, prompt - before, before, self.generation.arrived_s, self.job.started)
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot. `waiting` includes requests that wait for KV. `waiting_tokens`: of those without blocks that are to
-    decode here. `prompt_tokens`, `hit_tokens` and `preemptions` are counted since the start.
+    """A snapshot. `waiting` includes requests that wait for KV. `waiting_tokens`: of requests without blocks that
+    are to decode here. `prompt_tokens`, `hit_tokens` and `preemptions` count since the start.
     """
 
     running: int = 0
@@ -170,13 +170,13 @@ class EngineStats(msgspec.Struct, frozen=True):
     waiting_tokens: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
-    prompt_tokens: int = 0  # of all requests that began
-    hit_tokens: int = 0  # of those, found in the engine's own prefix cache
+    prompt_tokens: int = 0  # of all requests that have started
+    hit_tokens: int = 0  # of these, found in the engine's own prefix cache
     preemptions: int = 0  # how often a request lost its blocks
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What the engine turned out to be, once started. Empty rates: nobody measured it.
+    """The properties of an engine that has started. Empty rates: not measured.
 
     stages: layers of each pipeline stage, as in KvHandle; empty where there is one.
     """
@@ -189,29 +189,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     stages: tuple[int, ...] = ()
 
 
-Sink = Callable[[TokenStep], None]
-FAILED = ("abort", "error", "refused")  # finish reasons of what did not end well
-
-
-def failure(job_id: str, last: TokenStep) -> PolyphaseError | None:
-    """What the last step of a job means for its caller, if it did not end well."""
-    if last.finish_reason == "refused":
-        return InvalidRequest(f"{job_id}: {last.stop_reason}")
-    if last.finish_reason in FAILED:
-        return EngineFailed(f"{job_id}: {last.stop_reason or 'the engine gave up'}")
-    return None
-
-
-def deliver(sink: Sink, step: TokenStep) -> None:
-    """Hand a job its step. A bug in how it takes it is that job's alone: the others get theirs."""
-    try:
-        sink(step)
-    except Exception as error:
-        log.error("a job could not take its step", exc_info=error)
-
-
 class Engine(Protocol):
-    """Continuous batching behind a few calls. All are made, and all sinks are called, on the event loop."""
+    """Continuous batching behind a few calls. The event loop makes all calls and runs all sinks."""
 
     @property
     def steps(self) -> StepLog:
@@ -228,7 +207,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: EngineRequest, sink: Sink) -> None:
-        """Take a request; its outputs go to `sink`, the last one with a finish reason."""
+        """Queue a request; its outputs go to `sink`, the last one with a finish reason."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -236,24 +215,26 @@ class Engine(Protocol):
         ...
 
     def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
-        """How long the answer of a request will be, for admission from the next step on. Unknown ids are ignored."""
+        """The predicted length of a request's answer, for admission from the next step on. Unknown ids are ignored."""
         ...
 
     def wake(self) -> None:
-        """What `has_room` said may have changed."""
+        """The result of `has_room` may have changed."""
         ...
 
     @property
     def policies(self) -> EnginePolicies:
-        """What it goes by at this step."""
+        """The policies of the present step."""
         ...
 
     def set_policies(self, policies: EnginePolicies) -> None:
-        """Go by others from the next step on, for those that wait, too. Raises InvalidRequest for those it cannot."""
+        """Use other policies from the next step on, also for waiting requests. Raises InvalidRequest for policies
+        that the engine cannot follow.
+        """
         ...
 
     def set_chunk_size(self, tokens: int) -> None:
-        """A step holds at most so many tokens from the next one on, and never more than it was started for."""
+        """A step holds at most that many tokens from the next one on, and at most what the engine was started for."""
         ...
 
     def stats(self) -> EngineStats:
@@ -265,17 +246,28 @@ class Engine(Protocol):
         ...
 
 
-# MERGED cache_events.py
-# What an engine tells of its prefix cache. Its blocks have names of its own, each of all tokens up to its end.
+def failure(job_id: str, last: TokenStep) -> PolyphaseError | None:
+    """The error for a job's caller if its last step did not end it well."""
+    if last.finish_reason == "refused":
+        return InvalidRequest(f"{job_id}: {last.stop_reason}")
+    if last.finish_reason in FAILED:
+        return EngineFailed(f"{job_id}: {last.stop_reason or 'the engine gave up'}")
+    return None
 
 
-BlockName = bytes | int
+def deliver(sink: Sink, step: TokenStep) -> None:
+    """Deliver a step to its job. A bug in the job's sink is logged and concerns no other job."""
+    try:
+        sink(step)
+    except Exception as error:
+        log.error("a job failed to handle its step", exc_info=error)
 
 
 class BlocksStored(msgspec.Struct, frozen=True):
     """Blocks of one prompt, in order, can be found from now on; the first follows `parent`, or begins the prompt.
+    An engine names each block after all tokens up to its end.
 
-    `token_ids` are those of the blocks alone. `salt` is told with the first block of a prompt.
+    `token_ids` are those of the blocks alone. `salt` comes with the first block of a prompt.
     """
 
     blocks: Sequence[BlockName]
@@ -285,13 +277,13 @@ class BlocksStored(msgspec.Struct, frozen=True):
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True):
-    """One copy of each of them is gone. A block that was stored twice is gone when it was removed twice."""
+    """One copy of each block is gone. A block that was stored twice is gone when it was removed twice."""
 
     blocks: Sequence[BlockName]
 
 
 class BlocksCleared(msgspec.Struct, frozen=True):
-    """All are gone."""
+    """All blocks are gone."""
 
 
 CacheEvent = BlocksStored | BlocksRemoved | BlocksCleared

@@ -1,8 +1,8 @@
-"""An engine without a model: real time, taken from the cost model, and deterministic tokens.
+"""An emulated instance: an engine without a model and its KV side without bytes.
 
-With it the whole stack, every service real, runs as a mixed cluster on a laptop. KV is metadata only: a transfer takes
-the time that `EmulatedLink` computes. What it answers is no language, and every place that shows an instance says
-"emulated".
+With it the whole stack, every service real, runs as a mixed cluster on a laptop. Steps take the real time that the
+cost model predicts and produce deterministic tokens. KV is metadata only: a transfer takes the time that
+`EmulatedLink` computes. The answers are no language, and every place that shows an instance says "emulated".
 """
 
 import asyncio
@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-
-import msgspec
 
 from services.worker.engines.base import (
     CacheSink,
@@ -26,8 +24,8 @@ from services.worker.engines.base import (
     StepLog,
     deliver,
 )
-from services.worker.engines.emulated_scheduler import EmulatedCache, EmulatedScheduler, Entry, refusal
-from services.worker.kv.port import ExpectedImport
+from services.worker.engines.emulated_scheduler import EmulatedCache, EmulatedRequest, EmulatedScheduler, refusal
+from services.worker.kv.port import ExpectedImport, KvPort
 from services.worker.settings import WorkerSettings
 from services.worker.step_costs import kind_of
 from shared.cost.catalogue import bytes_of
@@ -39,25 +37,137 @@ from shared.cost.rates_file import ScaledSteps, scaled_rates
 from shared.cost.step import Batch
 from shared.domain.instance import Compatibility
 from shared.domain.job import LengthPrediction
-from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
+from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates, StepForm, StepRates
 from shared.runtime.logs import get_log
-from shared.runtime.tasks import Background
 from shared.runtime.wire_version import OURS
 from shared.wire.messages import TokenStep
 
-# MERGED emulated_lane.py
-# A lane of an emulated engine: a batch in flight, its scheduler, and its steps in real time.
-#
-# An engine has as many as it has pipeline stages, each with its share of the memory; a step of one takes as long as the
-# pipeline needs from a batch of it to its next. The simulator counts so, too.
+log = get_log(__name__)
+_LATE_S = 0.005  # a timer that fires late shortens the next step by at most this: the mean keeps to the model
 
 
-_LATE_S = 0.005  # a timer that fires late makes the next step so much shorter, at most: the mean keeps to the model
+class EmulatedEngine:
+    """Continuous batching with chunked prefill over an imaginary accelerator; `on_cache` receives the events of its
+    prefix cache.
+    """
+
+    def __init__(
+        self, settings: WorkerSettings, rates: CurrentRates = lambda: None, on_cache: CacheSink = lambda _: None
+    ) -> None:
+        self._settings = settings
+        self._rates = rates
+        caches = settings.emulated_prefix_cache and settings.pipeline_parallel == 1
+        self._cache = EmulatedCache(settings.block_size, on_cache) if caches else None
+        self.policies = EnginePolicies()
+        self._lanes: tuple[EmulatedLane, ...] = ()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.steps = StepLog()
+
+    @property
+    def step_s(self) -> float:
+        """0: it steps on the event loop, so that a step that does not end is found by the process that does not
+        answer.
+        """
+        return 0.0
+
+    async def start(self) -> EngineInfo:
+        """Size the KV cache for the accelerator and begin to step."""
+        s, lanes = self._settings, self._settings.pipeline_parallel
+        name = s.emulated_model
+        geometry = geometry_from_file(Path(name)) if Path(name).exists() else bundled_geometry(name)
+        shop = Workshop(Library.built_in(), geometry)
+        kind = kind_of(s, shop)
+        self._times = ScaledSteps(shop.times(kind), s.emulated_slowdown)
+        paths = {peer: entry.link for peer, entry in s.emulated_links.items()}
+        self.link = EmulatedLink(geometry, s.emulated_link_gbps, s.dtype, paths, s.emulated_slowdown)
+        copies = float(s.tensor_parallel) if geometry.latent else max(1.0, s.tensor_parallel / geometry.kv_heads)
+        total = max(1, int(s.kv_cache_bytes // (geometry.kv_bytes_per_token(2.0) * copies * s.block_size)))
+        each = max(1, total // lanes)
+        self._lanes = tuple(self._lane(each) for _ in range(lanes))
+        for lane in self._lanes:
+            self._tasks.append(asyncio.get_running_loop().create_task(lane.run(), name="emulated-engine"))
+            self._tasks[-1].add_done_callback(_stop_with_engine)
+        named = f"emulated:{geometry.name}"
+        compatibility = Compatibility(named, "emulated", "1", OURS.version, geometry.kv_geometry(), OURS.minimum)
+        longest = min(s.max_model_len, each * s.block_size) if lanes > 1 else s.max_model_len
+        return EngineInfo(compatibility, each * lanes, longest, s.block_size, _rates(s, shop, kind))
+
+    def _lane(self, blocks: int) -> "EmulatedLane":
+        scheduler = EmulatedScheduler(self._settings, blocks, self.policies, self._rates, self.link.pull, self._cache)
+        return EmulatedLane(scheduler, self._duration, self.steps)
+
+    def submit(self, request: EngineRequest, sink: Sink) -> None:
+        """Queue it in the lane with the fewest requests; it starts when it is its turn and its prompt fits.
+
+        The sink of a request that it cannot compute is called before this returns.
+        """
+        if why := refusal(request):
+            sink(TokenStep([], finish_reason="refused", stop_reason=why))
+            return
+        lane = min(self._lanes, key=lambda one: len(one.scheduler.known))
+        now = time.monotonic()
+        lane.scheduler.add(request, sink, now)
+        lane.scheduler.begin_imports(now)
+        lane.wake()
+
+    def abort(self, request_id: str) -> None:
+        for lane in self._lanes:
+            lane.scheduler.remove(request_id)
+            lane.wake()
+
+    def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
+        for lane in self._lanes:
+            lane.scheduler.predicted(request_id, prediction)
+            lane.wake()
+
+    def wake(self) -> None:
+        for lane in self._lanes:
+            lane.wake()
+
+    def set_policies(self, policies: EnginePolicies) -> None:
+        self.policies = policies
+        for lane in self._lanes:
+            lane.scheduler.set_policies(policies)
+            lane.wake()
+
+    def set_chunk_size(self, tokens: int) -> None:
+        for lane in self._lanes:
+            lane.scheduler.chunk_size = min(tokens, self._settings.step_tokens)
+
+    def stats(self) -> EngineStats:
+        each = [lane.scheduler for lane in self._lanes]
+        return EngineStats(
+            sum(len(s.running) for s in each),
+            sum(len(s.waiting) + len(s.importing) for s in each),
+            sum(s.waiting.decode_tokens for s in each),
+            sum(s.free for s in each),
+            sum(s.total for s in each),
+            sum(s.prompt_tokens for s in each),
+            sum(s.hit_tokens for s in each),
+            sum(s.preemptions for s in each),
+        )
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _duration(self, batch: Batch) -> float:
+        s = self._settings
+        if s.emulated_step_s is not None:
+            per_token = s.emulated_prefill_s_per_token or 0.0
+            step_s = s.emulated_step_s + per_token * (batch.tokens - batch.decode_count)
+            return s.emulated_slowdown * step_s
+        return self._times.step_time_s(batch)
 
 
 class EmulatedLane:
-    """Steps what its scheduler plans; `duration` says how long a batch takes."""
+    """A batch in flight, its scheduler, and its steps in real time; `duration` gives the time of a batch.
+
+    An engine has one lane for each pipeline stage, each with its share of the memory. A step of a lane takes as long as
+    the pipeline needs from a batch of it to the next, as in the simulator.
+    """
 
     def __init__(self, scheduler: EmulatedScheduler, duration: Callable[[Batch], float], steps: StepLog) -> None:
         self.scheduler = scheduler
@@ -66,11 +176,9 @@ class EmulatedLane:
         self._work = asyncio.Event()
 
     def wake(self) -> None:
-        """Look again who may enter."""
         self._work.set()
 
     async def run(self) -> None:
-        """Step for ever."""
         due = 0.0
         while True:
             began = time.monotonic()  # the loop's own clock may tick in milliseconds
@@ -89,45 +197,44 @@ class EmulatedLane:
     async def _wait(self, now: float) -> None:
         """Until there is new work or the next import is complete."""
         self._work.clear()
-        ready_s = min((entry.ready_s for entry in self.scheduler.coming), default=None)
+        ready_s = min((entry.imported_mono for entry in self.scheduler.importing), default=None)
         try:
             async with asyncio.timeout(None if ready_s is None else ready_s - now):
                 await self._work.wait()
         except TimeoutError:
             pass
 
-    def _finish_step(self, chunks: list[tuple[Entry, int]], decodes: list[Entry]) -> None:
+    def _finish_step(self, chunks: list[tuple[EmulatedRequest, int]], decodes: list[EmulatedRequest]) -> None:
         for entry, tokens in (*((entry, 1) for entry in decodes), *chunks):
             if entry not in self.scheduler.running:
                 continue  # aborted during the step
             entry.computed += tokens
-            if entry.use is not None:
-                entry.use.computed(entry.computed)
+            if entry.cached is not None:
+                entry.cached.computed(entry.computed)
             if entry.missing:
                 continue  # not done with its prompt
             token = entry.token_at(entry.tokens)
             entry.tokens += 1
-            entry.left -= 1
-            if not entry.left:
+            entry.remaining_output_tokens -= 1
+            if not entry.remaining_output_tokens:
                 self.scheduler.remove(entry.request.request_id)
             reused, entry.reused = entry.reused, None
-            deliver(entry.sink, TokenStep([token], "" if entry.left else entry.ends, reused=reused))
+            deliver(
+                entry.sink,
+                TokenStep([token], "" if entry.remaining_output_tokens else entry.finish_reason, reused=reused),
+            )
 
 
-def _batch_of(chunks: list[tuple[Entry, int]], decodes: list[Entry]) -> Batch:
+def _batch_of(chunks: list[tuple[EmulatedRequest, int]], decodes: list[EmulatedRequest]) -> Batch:
     prefill = tuple((tokens, entry.computed) for entry, tokens in chunks)
     return Batch(prefill, len(decodes), sum(entry.computed for entry in decodes))
-
-
-# MERGED emulated.py
-# The KV side of an emulated instance: handles, times and reports without bytes.
 
 
 class EmulatedLink:
     """How long this instance's imports take: in turn through its port of `gbps` Gb/s; 0 takes no time.
 
-    paths: by exporter, where the two stand on nodes; imports by one path take turns there. Counted as the simulator
-    does (`shared.sim.wires`), but for what the exporters' ports would add. All of it `slowdown` times as slow.
+    paths: by exporter, where both have a node; imports by one path take turns there. Counted as the simulator does
+    (`shared.sim.wires`), without what the exporters' ports would add. Everything takes `slowdown` times as long.
     """
 
     def __init__(
@@ -147,7 +254,7 @@ class EmulatedLink:
         self._reports: dict[str, TransferReport | None] = {}  # of expected imports; None: it has not begun
 
     def pull(self, handle: KvHandle, held_tokens: int = 0) -> float:
-        """Begin an import of what is not held here; seconds until all of it is here."""
+        """Begin an import of the tokens that are not held here; seconds until it is complete."""
         tokens = max(0, handle.tokens - held_tokens)
         moved = wire_bytes(self._geometry, tokens, handle.codec, self._width)
         now, waits_s = time.monotonic(), 0.0
@@ -168,201 +275,33 @@ class EmulatedLink:
         self._reports[transfer_id] = None
 
     def known(self, transfer_id: str) -> TransferReport | None:
-        """What became of an expected import, if it has begun."""
+        """The report of an expected import, if it has begun."""
         return self._reports.get(transfer_id)
 
     def forget(self, transfer_id: str) -> None:
-        """Nobody will ask."""
         self._reports.pop(transfer_id, None)
 
 
-class EmulatedPort:
+class EmulatedPort(KvPort):
     """Exports are always ready; imports take their time in the engine. Nothing is moved."""
 
-    staged_bytes = 0
-    nixl_failures = 0
-
     def __init__(self, template: KvHandle, link: EmulatedLink) -> None:
-        self._template = template
+        super().__init__(template)
         self._link = link
 
-    def start(self, tasks: Background) -> None:
-        """Nothing runs in the background."""
-
-    def handle(self, transfer_id: str, tokens: int, codec: Codec) -> KvHandle:
-        """A handle of ours."""
-        t = self._template
-        return msgspec.structs.replace(t, transfer_id=transfer_id, tokens=tokens, codec=codec)
-
-    def announce(self, transfer_id: str, tokens: int, owner: bytes) -> None:
-        """Nothing is staged."""
-
-    def reserve(self, transfer_id: str) -> bool:
-        """Nothing is staged, so there is always room."""
-        return True
-
-    def when_room(self, callback: Callable[[], None]) -> None:
-        """There never is more."""
-
-    def when_staged(self, transfer_id: str, callback: Callable[[], None]) -> None:
-        """No chunk is ever staged ahead of the rest."""
-
-    def forget(self, transfer_id: str) -> None:
-        """No callback is kept."""
-
     def expect(self, handle: KvHandle) -> ExpectedImport:
-        """See KvPort. Nothing is staged, so there is no lease."""
         self._link.expect(handle.transfer_id)
         return ExpectedImport(handle)
 
     def end(self, expected: ExpectedImport) -> None:
-        """See KvPort."""
         self._link.forget(expected.handle.transfer_id)
 
-    async def import_report(self, expected: ExpectedImport) -> TransferReport:
-        """What the engine did."""
-        return self.known_report(expected) or TransferReport(TransferOutcome.PULLED)
-
     def known_report(self, expected: ExpectedImport) -> TransferReport | None:
-        """What the engine has done by now."""
         return self._link.known(expected.handle.transfer_id)
-
-    async def release(self, transfer_ids: list[str]) -> None:
-        """Nothing is staged."""
-
-    async def release_of(self, owner: bytes) -> None:
-        """Nothing is staged."""
-
-    async def prefetch(self, handle: KvHandle, keep_s: float) -> None:
-        """An import begins with the decode."""
-
-    async def drop(self, transfer_id: str) -> None:
-        """Nothing was fetched."""
-
-
-log = get_log(__name__)
-
-
-class EmulatedEngine:
-    """Continuous batching with chunked prefill over an imaginary accelerator; `on_cache` hears of its prefix cache."""
-
-    def __init__(
-        self, settings: WorkerSettings, rates: CurrentRates = lambda: None, on_cache: CacheSink = lambda _: None
-    ) -> None:
-        self._settings = settings
-        self._rates = rates
-        caches = settings.emulated_prefix_cache and settings.pipeline_parallel == 1  # lanes would tell of each other's
-        self._cache = EmulatedCache(settings.block_size, on_cache) if caches else None
-        self.policies = EnginePolicies()
-        self._lanes: tuple[EmulatedLane, ...] = ()
-        self._tasks: list[asyncio.Task[None]] = []
-        self.steps = StepLog()
-
-    @property
-    def step_s(self) -> float:
-        """It steps on the event loop: one that does not end is one where the process does not answer either."""
-        return 0.0
-
-    async def start(self) -> EngineInfo:
-        """Size the KV cache for the accelerator and begin to step."""
-        s, lanes = self._settings, self._settings.pipeline_parallel
-        name = s.emulated_model
-        geometry = geometry_from_file(Path(name)) if Path(name).exists() else bundled_geometry(name)
-        shop = Workshop(Library.built_in(), geometry)
-        kind = kind_of(s, shop)
-        self._times = ScaledSteps(shop.times(kind), s.emulated_slowdown)
-        paths = {peer: entry.link for peer, entry in s.emulated_links.items()}
-        self.link = EmulatedLink(geometry, s.emulated_link_gbps, s.dtype, paths, s.emulated_slowdown)
-        copies = float(s.tensor_parallel) if geometry.latent else max(1.0, s.tensor_parallel / geometry.kv_heads)
-        total = max(1, int(s.kv_cache_bytes // (geometry.kv_bytes_per_token(2.0) * copies * s.block_size)))
-        each = max(1, total // lanes)  # what is left over is of no use to any
-        self._lanes = tuple(self._lane(each) for _ in range(lanes))
-        for lane in self._lanes:
-            self._tasks.append(asyncio.get_running_loop().create_task(lane.run(), name="emulated-engine"))
-            self._tasks[-1].add_done_callback(_stop_with_engine)
-        named = f"emulated:{geometry.name}"
-        compatibility = Compatibility(named, "emulated", "1", OURS.version, geometry.kv_geometry(), OURS.minimum)
-        longest = min(s.max_model_len, each * s.block_size) if lanes > 1 else s.max_model_len
-        return EngineInfo(compatibility, each * lanes, longest, s.block_size, _rates(s, shop, kind))
-
-    def _lane(self, blocks: int) -> EmulatedLane:
-        scheduler = EmulatedScheduler(self._settings, blocks, self.policies, self._rates, self.link.pull, self._cache)
-        return EmulatedLane(scheduler, self._duration, self.steps)
-
-    def submit(self, request: EngineRequest, sink: Sink) -> None:
-        """Queue it in the lane with the fewest; it starts when it is its turn and its prompt fits.
-
-        The sink of a request that it cannot compute is called before this returns.
-        """
-        if why := refusal(request):
-            sink(TokenStep([], finish_reason="refused", stop_reason=why))
-            return
-        lane = min(self._lanes, key=lambda one: len(one.scheduler.known))
-        now = time.monotonic()
-        lane.scheduler.add(request, sink, now)
-        lane.scheduler.begin_imports(now)
-        lane.wake()
-
-    def abort(self, request_id: str) -> None:
-        """Forget it."""
-        for lane in self._lanes:
-            lane.scheduler.remove(request_id)
-            lane.wake()
-
-    def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
-        """At once."""
-        for lane in self._lanes:
-            lane.scheduler.predicted(request_id, prediction)
-            lane.wake()
-
-    def wake(self) -> None:
-        """Look again who may enter."""
-        for lane in self._lanes:
-            lane.wake()
-
-    def set_policies(self, policies: EnginePolicies) -> None:
-        """Between this step and the next."""
-        self.policies = policies
-        for lane in self._lanes:
-            lane.scheduler.follow(policies)
-            lane.wake()
-
-    def set_chunk_size(self, tokens: int) -> None:
-        """Between this step and the next."""
-        for lane in self._lanes:
-            lane.scheduler.chunk_size = min(tokens, self._settings.step_tokens)
-
-    def stats(self) -> EngineStats:
-        """Now, over all lanes."""
-        each = [lane.scheduler for lane in self._lanes]
-        return EngineStats(
-            sum(len(s.running) for s in each),
-            sum(len(s.waiting) + len(s.coming) for s in each),
-            sum(s.waiting.decode_tokens for s in each),
-            sum(s.free for s in each),
-            sum(s.total for s in each),
-            sum(s.prompt_tokens for s in each),
-            sum(s.hit_tokens for s in each),
-            sum(s.preemptions for s in each),
-        )
-
-    async def close(self) -> None:
-        """Stop stepping."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _duration(self, batch: Batch) -> float:
-        s = self._settings
-        if s.emulated_step_s is not None:
-            per_token = s.emulated_prefill_s_per_token or 0.0
-            step_s = s.emulated_step_s + per_token * (batch.tokens - batch.decode_count)
-            return s.emulated_slowdown * step_s
-        return self._times.step_time_s(batch)
 
 
 def _rates(settings: WorkerSettings, shop: Workshop, kind: EngineKind) -> Rates:
-    """What an instance that runs at these times would have been measured at."""
+    """The rates that a calibration of this engine would measure."""
     step_s = settings.emulated_step_s
     if step_s is None:
         rates = shop.rates(kind, settings.step_tokens, shop.price_usd_hour(kind))
@@ -372,7 +311,9 @@ def _rates(settings: WorkerSettings, shop: Workshop, kind: EngineKind) -> Rates:
 
 
 def fixed_step_rates(step_s: float, s_per_token: float, chunk_size: int) -> Rates:
-    """What an instance would have been measured at whose steps take `step_s`, and as much again for a prompt token."""
+    """The rates that a calibration would measure where a step takes `step_s`, and `s_per_token` more for a prompt
+    token.
+    """
     return Rates(
         PartialPrefillCost(s_per_token + step_s / chunk_size, step_s / 2.0),  # the last step is half full
         ChunkedCost(0.0, 0.0, step_s + s_per_token * chunk_size),

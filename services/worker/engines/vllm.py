@@ -1,7 +1,8 @@
-"""The real engine: vLLM's engine core in this process, stepped by a thread of its own.
+"""The vLLM engine: vLLM's engine core in this process, stepped by a thread of its own, and the conversion of requests,
+tokens and log probabilities between Polyphase's messages and vLLM's.
 
-Tokens in, tokens out: the front end (tokeniser, detokeniser, stop strings) is the gateway's. One process an
-instance takes a third of the memory of vLLM's three (seen: 0.55 against 1.5 GB on a CPU).
+Tokens in, tokens out: tokeniser, detokeniser and stop strings are the gateway's. One process for an instance takes a
+third of the memory of vLLM's three (seen: 0.55 against 1.5 GB on a CPU).
 """
 
 import asyncio
@@ -34,8 +35,9 @@ from services.worker.engines.base import (
     deliver,
 )
 from services.worker.engines.vllm_observers import CacheWatch, StepObserver
-from services.worker.engines.vllm_patches import FORCED, SchedulerSeam
-from services.worker.engines.vllm_start import engine_config, engine_info, make_stage_buffers
+from services.worker.engines.vllm_patches import FORCED, make_stage_buffers
+from services.worker.engines.vllm_scheduler import SchedulerPolicies
+from services.worker.engines.vllm_start import engine_config, engine_info
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.settings import WorkerSettings
 from shared.domain.job import LengthPrediction
@@ -43,140 +45,16 @@ from shared.errors import EngineFailed, InvalidRequest
 from shared.runtime.logs import get_log
 from shared.wire.messages import LogprobRows, Reused, TokenStep, encode_rows
 
-# MERGED logprobs.py
-# vLLM's log probabilities to the wire's rows. Works on numpy's arrays and torch's tensors, without importing vLLM.
-
-
-def encode_logprobs(logprobs: Any) -> bytes:
-    """Sampled tokens' log probabilities (vLLM's LogprobsLists), or nothing."""
-    if logprobs is None:
-        return b""
-    return _encode(logprobs.logprob_token_ids, logprobs.logprobs, logprobs.sampled_token_ranks)
-
-
-def encode_prompt_logprobs(tensors: Any) -> bytes:
-    """The prompt's log probabilities (vLLM's LogprobsTensors), or nothing."""
-    if tensors is None:
-        return b""
-    return _encode(tensors.logprob_token_ids, tensors.logprobs, tensors.selected_token_ranks)
-
-
-def _encode(ids: Any, values: Any, ranks: Any) -> bytes:
-    packed_ids = np.asarray(ids).astype("<i4")
-    packed_values, packed_ranks = np.asarray(values).astype("<f4"), np.asarray(ranks).astype("<i4")
-    return encode_rows(
-        LogprobRows(packed_ids.shape[1], packed_ids.tobytes(), packed_values.tobytes(), packed_ranks.tobytes())
-    )
-
-
-# MERGED vllm_requests.py
-# Our requests as vLLM's engine core takes them, and what it answers.
-
-
-class CoreRequests:
-    """Makes them for one engine, by its VllmConfig."""
-
-    def __init__(self, config: Any) -> None:
-        self._model = config.model_config
-        self._parses_reasoning = bool(config.structured_outputs_config.reasoning_parser)
-        self._limits_reasoning = config.reasoning_config is not None and config.reasoning_config.enabled
-        self._sampling = msgspec.msgpack.Decoder(SamplingParams)
-
-    def make(self, request: EngineRequest) -> EngineCoreRequest:
-        """Raises ValueError, TypeError, VLLMValidationError or MsgspecError for what no engine can compute."""
-        params = self._sampling.decode(request.generation.sampling)
-        self._check(request, params)
-        params.max_tokens = 1 if request.first_token_only else request.max_tokens
-        if request.first_token_only:
-            params.min_tokens = 0
-        if not request.wants_token:
-            params.structured_outputs = None
-        extra = dict(params.extra_args or {})
-        for ours in ("kv_transfer_params", FORCED):  # only we may set them
-            extra.pop(ours, None)
-        if request.forced_tokens:
-            extra[FORCED] = request.forced_tokens
-        if request.export_to:
-            extra["kv_transfer_params"] = {
-                "export": {"transfer_id": request.export_to, "codec": request.export_codec.value}
-            }
-        elif request.import_from is not None:
-            extra["kv_transfer_params"] = {"import": msgspec.to_builtins(request.import_from)}
-        params.extra_args = extra or None
-        return EngineCoreRequest(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=request.generation.arrived_s or time.time(),
-            lora_request=None,
-            cache_salt=request.generation.cache_salt or None,
-            data_parallel_rank=None,
-            reasoning_ended=request.generation.reasoning_ended,
-            reasoning_parser_kwargs=_reasoning_arguments(request),
-        )
-
-    def _check(self, request: EngineRequest, params: SamplingParams) -> None:
-        """What vLLM's front end checks and its engine takes for granted: such a request would end the step, and with
-        it the engine. Grammars are left to the engine, which compiles them beside its steps.
-        """
-        prompt, model = request.prompt_token_ids, self._model
-        if not 0 < len(prompt) < model.max_model_len:
-            raise ValueError(f"a prompt of {len(prompt)} tokens; it must have 1 to {model.max_model_len - 1}")
-        if not 0 <= min(prompt) <= max(prompt) < model.get_vocab_size():
-            raise ValueError(f"token ids are 0 to {model.get_vocab_size() - 1}")
-        forced = request.forced_tokens
-        if forced and not 0 <= min(forced) <= max(forced) < model.get_vocab_size():
-            raise ValueError(f"forced token ids must be 0 to {model.get_vocab_size() - 1}")
-        params.verify(model, None, None, None)
-        generation = request.generation
-        if generation.reasoning and generation.reasoning_ended is not True and not self._parses_reasoning:
-            raise ValueError(
-                "structured output after reasoning: this instance has no reasoning parser and would begin the output "
-                "at once: set engine_args: {reasoning_parser: ...} to the gateway's"
-            )
-        if params.thinking_token_budget is not None and not self._limits_reasoning:
-            raise ValueError(
-                f"thinking_token_budget {params.thinking_token_budget}: this instance has no reasoning parser: set "
-                "engine_args: {reasoning_parser: ...}, or leave the budget out"
-            )
-
-
-def _reasoning_arguments(request: EngineRequest) -> dict[str, Any] | None:
-    packed = request.generation.reasoning
-    return msgspec.msgpack.decode(packed, type=dict[str, Any]) if packed else None
-
-
-def token_step(output: Any) -> TokenStep:
-    """An EngineCoreOutput."""
-    return TokenStep(
-        tokens=list(output.new_token_ids),
-        finish_reason="" if output.finish_reason is None else str(output.finish_reason),
-        stop_reason=output.stop_reason,
-        logprobs=encode_logprobs(output.new_logprobs),
-        prompt_logprobs=encode_prompt_logprobs(output.new_prompt_logprobs_tensors),
-        reused=_reused(output.prefill_stats),
-    )
-
-
-def _reused(stats: Any) -> Reused | None:
-    """Of PrefillStats, which vLLM gives with a request's first output."""
-    if stats is None:
-        return None
-    return Reused(stats.num_cached_tokens, stats.num_cache_creation_tokens, stats.num_external_cached_tokens)
-
-
 log = get_log(__name__)
 _IDLE_S = 0.5
-_WAITING_S, _RANKS_WAITING_S = 0.001, 0.004  # a turn of ranks in other processes costs them all a millisecond
+_WAITING_S, _RANKS_WAITING_S = 0.001, 0.004  # a turn of ranks in other processes costs each a millisecond
 Command = Callable[[], None]
 
 
 class VllmEngine:
-    """Owns the engine core and its thread. `kv_config` goes to our KV connector in every rank; `rates` is asked
-    for every step with a budget, and for every request that waits; `on_cache` hears, on the event loop, what the prefix
-    cache tells.
+    """Owns the engine core and its thread. `kv_config` goes to Polyphase's KV connector in every rank. `rates` is
+    called for every step with a budget, and for every request that waits. `on_cache` receives the events of the
+    prefix cache, on the event loop.
     """
 
     def __init__(
@@ -202,7 +80,7 @@ class VllmEngine:
 
     @property
     def step_s(self) -> float:
-        """How long the engine's thread has been at its present step, its commands included; 0 while it waits."""
+        """How long the engine's thread has been at its present step, with its commands; 0 while it waits."""
         began_s = self._step_began_s
         return time.monotonic() - began_s if began_s else 0.0
 
@@ -215,35 +93,29 @@ class VllmEngine:
         return await started
 
     def submit(self, request: EngineRequest, sink: Sink) -> None:
-        """Queue the request for the next step."""
         self._sinks[request.request_id] = sink
         self._post(lambda: self._add(request))
 
     def abort(self, request_id: str) -> None:
-        """Abort before the next step."""
         if self._sinks.pop(request_id, None) is not None:
             self._post(lambda: self._abort(request_id))
 
     def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
-        """Between this step and the next."""
-        self._post(lambda: self._seam.predicted(request_id, prediction))
+        self._post(lambda: self._scheduling.predicted(request_id, prediction))
 
     def wake(self) -> None:
-        """An engine that waits looks again."""
         self._post(lambda: None)
 
     def set_policies(self, policies: EnginePolicies) -> None:
-        """Between this step and the next. Raises InvalidRequest for a step budget where prompts cannot be cut."""
         if policies.step_budget and not self._settings.engine_args.get("enable_chunked_prefill", True):
-            raise InvalidRequest("step_budget: `engine_args` turn chunked prefill off, so no prompt can give way")
+            raise InvalidRequest("step_budget needs chunked prefill, which `engine_args` turn off")
         self._post(lambda: self._follow(policies))
 
     def set_chunk_size(self, tokens: int) -> None:
         """Between this step and the next."""
-        self._post(lambda: self._seam.hold_at_most(tokens))
+        self._post(lambda: self._scheduling.set_chunk_size(tokens))
 
     def stats(self) -> EngineStats:
-        """As of the last step."""
         return self._stats
 
     @property
@@ -281,7 +153,7 @@ class VllmEngine:
         try:
             self._steps()
         except BaseException as error:
-            log.critical("engine thread died", exc_info=error)
+            log.critical("the engine thread died", exc_info=error)
             self._loop.call_soon_threadsafe(self._died, f"{type(error).__name__}: {error}")
         finally:
             self._core.shutdown()
@@ -292,7 +164,7 @@ class VllmEngine:
         self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
         make_stage_buffers(self._core.engine_core)
         self._scheduler = self._core.engine_core.scheduler
-        self._seam = SchedulerSeam(self._scheduler, self.policies, self._rates)
+        self._scheduling = SchedulerPolicies(self._scheduler, self.policies, self._rates)
         self._observer = StepObserver(self._scheduler, self.steps, own_cpu=s.computes_here, stages=s.pipeline_parallel)
         self._requests = CoreRequests(config)
         self._cache.attach(self._scheduler, self._loop)
@@ -306,7 +178,7 @@ class VllmEngine:
             while self._commands:
                 self._commands.popleft()()
             if self._busy:
-                self._seam.before_step()
+                self._scheduling.before_step()
                 outputs = self._core.get_output()
                 self._snapshot()
                 if outputs.outputs:
@@ -314,13 +186,13 @@ class VllmEngine:
                     batch = [(output.request_id, token_step(output)) for output in outputs.outputs]
                     for request_id, output in batch:
                         if output.finish_reason:
-                            self._seam.forget(request_id)
+                            self._scheduling.forget(request_id)
                     self._loop.call_soon_threadsafe(self._deliver, batch)
                 self._observer.ended()
                 if self._observer.idle:
-                    # For KV or a grammar the engine would turn as fast as it can; who waits for room is woken.
+                    # The engine would turn as fast as it can while it waits for KV or a grammar. More room wakes it.
                     waiting_s = _WAITING_S if self._settings.ranks == 1 else _RANKS_WAITING_S
-                    self._pause(_IDLE_S if self._seam.shut else waiting_s)
+                    self._pause(_IDLE_S if self._scheduling.blocked else waiting_s)
                 continue
             self._snapshot()
             self._step_began_s = 0.0
@@ -341,10 +213,10 @@ class VllmEngine:
             return  # aborted before the engine saw it
         try:
             core_request = self._requests.make(request)
-            self._seam.expect(request)
+            self._scheduling.add(request)
             self._core.add_request(core_request)
-        except Exception as error:  # whatever vLLM makes of it: one request is no reason to fail the others
-            self._seam.forget(request.request_id)
+        except Exception as error:  # whatever vLLM raises: one request must not fail the others
+            self._scheduling.forget(request.request_id)
             refused = isinstance(error, (ValueError, TypeError, VLLMValidationError, msgspec.MsgspecError))
             cause = str(error) if refused else f"{type(error).__name__}: {error}"
             log.warning("engine refused a request", request_id=request.request_id, error=cause)
@@ -352,12 +224,12 @@ class VllmEngine:
             self._loop.call_soon_threadsafe(self._deliver, [(request.request_id, output)])
 
     def _follow(self, policies: EnginePolicies) -> None:
-        self._seam.follow(policies)
+        self._scheduling.set_policies(policies)
         self.policies = policies
 
     def _abort(self, request_id: str) -> None:
         self._core.abort_requests([request_id])
-        self._seam.forget(request_id)
+        self._scheduling.forget(request_id)
 
     def _snapshot(self) -> None:
         scheduler = self._scheduler
@@ -366,12 +238,12 @@ class VllmEngine:
         self._stats = EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + len(scheduler.kv_holding_waiting),
-            waiting_tokens=self._seam.waiting_tokens,
+            waiting_tokens=self._scheduling.waiting_tokens,
             free_blocks=pool.get_num_free_blocks(),
             total_blocks=pool.num_gpu_blocks - 1,
             prompt_tokens=self._cache.prompt_tokens,
             hit_tokens=self._cache.hit_tokens,
-            preemptions=self._seam.preemptions,
+            preemptions=self._scheduling.preemptions,
         )
 
     # Back on the event loop.
@@ -389,4 +261,119 @@ class VllmEngine:
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink(TokenStep([], finish_reason="error", stop_reason=f"engine died: {cause}"))
-        os.kill(os.getpid(), signal.SIGTERM)  # without its engine an instance is of no use
+        os.kill(os.getpid(), signal.SIGTERM)  # an instance is of no use without its engine
+
+
+class CoreRequests:
+    """Converts requests for one engine, by its VllmConfig."""
+
+    def __init__(self, config: Any) -> None:
+        self._model = config.model_config
+        self._parses_reasoning = bool(config.structured_outputs_config.reasoning_parser)
+        self._limits_reasoning = config.reasoning_config is not None and config.reasoning_config.enabled
+        self._sampling = msgspec.msgpack.Decoder(SamplingParams)
+
+    def make(self, request: EngineRequest) -> EngineCoreRequest:
+        """Raises ValueError, TypeError, VLLMValidationError or MsgspecError for what no engine can compute."""
+        params = self._sampling.decode(request.generation.sampling)
+        self._check(request, params)
+        params.max_tokens = 1 if request.first_token_only else request.max_tokens
+        if request.first_token_only:
+            params.min_tokens = 0
+        if not request.wants_token:
+            params.structured_outputs = None
+        extra = dict(params.extra_args or {})
+        for name in ("kv_transfer_params", FORCED):  # a client may not set them
+            extra.pop(name, None)
+        if request.forced_tokens:
+            extra[FORCED] = request.forced_tokens
+        if request.export_to:
+            extra["kv_transfer_params"] = {
+                "export": {"transfer_id": request.export_to, "codec": request.export_codec.value}
+            }
+        elif request.import_from is not None:
+            extra["kv_transfer_params"] = {"import": msgspec.to_builtins(request.import_from)}
+        params.extra_args = extra or None
+        return EngineCoreRequest(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=request.generation.arrived_s or time.time(),
+            lora_request=None,
+            cache_salt=request.generation.cache_salt or None,
+            data_parallel_rank=None,
+            reasoning_ended=request.generation.reasoning_ended,
+            reasoning_parser_kwargs=_reasoning_arguments(request),
+        )
+
+    def _check(self, request: EngineRequest, params: SamplingParams) -> None:
+        """Check what vLLM's front end checks and its engine relies on: a request that fails there would end the
+        step, and with it the engine. Grammars are left to the engine, which compiles them beside its steps.
+        """
+        prompt, model = request.prompt_token_ids, self._model
+        if not 0 < len(prompt) < model.max_model_len:
+            raise ValueError(f"the prompt must have 1 to {model.max_model_len - 1} tokens, got {len(prompt)}")
+        if not 0 <= min(prompt) <= max(prompt) < model.get_vocab_size():
+            raise ValueError(f"token ids must be 0 to {model.get_vocab_size() - 1}")
+        forced = request.forced_tokens
+        if forced and not 0 <= min(forced) <= max(forced) < model.get_vocab_size():
+            raise ValueError(f"forced token ids must be 0 to {model.get_vocab_size() - 1}")
+        params.verify(model, None, None, None)
+        generation = request.generation
+        if generation.reasoning and generation.reasoning_ended is not True and not self._parses_reasoning:
+            raise ValueError(
+                "structured output after reasoning: this instance has no reasoning parser and would begin the output "
+                "at once: set engine_args: {reasoning_parser: ...} to the gateway's"
+            )
+        if params.thinking_token_budget is not None and not self._limits_reasoning:
+            raise ValueError(
+                f"thinking_token_budget {params.thinking_token_budget}: this instance has no reasoning parser: set "
+                "engine_args: {reasoning_parser: ...}, or leave the budget out"
+            )
+
+
+def _reasoning_arguments(request: EngineRequest) -> dict[str, Any] | None:
+    packed = request.generation.reasoning
+    return msgspec.msgpack.decode(packed, type=dict[str, Any]) if packed else None
+
+
+def token_step(output: Any) -> TokenStep:
+    return TokenStep(
+        tokens=list(output.new_token_ids),
+        finish_reason="" if output.finish_reason is None else str(output.finish_reason),
+        stop_reason=output.stop_reason,
+        logprobs=encode_logprobs(output.new_logprobs),
+        prompt_logprobs=encode_prompt_logprobs(output.new_prompt_logprobs_tensors),
+        reused=_reused(output.prefill_stats),
+    )
+
+
+def _reused(stats: Any) -> Reused | None:
+    """From PrefillStats, which vLLM gives with a request's first output."""
+    if stats is None:
+        return None
+    return Reused(stats.num_cached_tokens, stats.num_cache_creation_tokens, stats.num_external_cached_tokens)
+
+
+def encode_logprobs(logprobs: Any) -> bytes:
+    """The wire's rows of the sampled tokens' log probabilities (vLLM's LogprobsLists); empty for none."""
+    if logprobs is None:
+        return b""
+    return _encode(logprobs.logprob_token_ids, logprobs.logprobs, logprobs.sampled_token_ranks)
+
+
+def encode_prompt_logprobs(tensors: Any) -> bytes:
+    """The same of the prompt's log probabilities (vLLM's LogprobsTensors)."""
+    if tensors is None:
+        return b""
+    return _encode(tensors.logprob_token_ids, tensors.logprobs, tensors.selected_token_ranks)
+
+
+def _encode(ids: Any, values: Any, ranks: Any) -> bytes:
+    packed_ids = np.asarray(ids).astype("<i4")
+    packed_values, packed_ranks = np.asarray(values).astype("<f4"), np.asarray(ranks).astype("<i4")
+    return encode_rows(
+        LogprobRows(packed_ids.shape[1], packed_ids.tobytes(), packed_values.tobytes(), packed_ranks.tobytes())
+    )

@@ -1,4 +1,9 @@
-"""vLLM's CPU worker, which survives a seeded request whose prompt takes several steps, and soon sleeps when idle."""
+"""vLLM's CPU worker with two additions, checked against vLLM 0.32.0 (see `vllm_patches`).
+
+It supports seeded requests whose prompt takes several steps, and the streams and events that asynchronous scheduling
+expects of a device, so that everything that depends on that can be tested on any machine. vLLM loads the class by
+name.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,23 +17,21 @@ from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
 
 from services.worker.engines.vllm_patches import ForcedTokens
 
-# How long a rank looks for its next step without sleeping. vLLM's second keeps a core per rank from those that compute,
-# while being woken takes a tenth of a millisecond.
+# How long a rank polls for its next step before it sleeps. vLLM's second keeps a core busy for each rank, and waking a
+# sleeping rank takes a tenth of a millisecond.
 _SPIN_S = 0.002
 SpinCondition.__init__.__defaults__ = (_SPIN_S,)
 
 
 class SeededCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM is untyped here
-    """A row of a prompt that goes on in the next step takes no random numbers of its request.
+    """Rows of a prompt that goes on in the next step use no random numbers of their request.
 
-    vLLM 0.32 samples such rows too, drops the token, and winds the request's generator back by an offset, which a CPU
+    vLLM samples such rows too, drops the token, and winds the request's generator back by an offset, which a CPU
     generator does not have: the engine died of it.
     """
 
     def init_device(self) -> None:
-        """As vLLM, also with asynchronous scheduling."""
-
-        with stand_ins() if self.scheduler_config.async_scheduling else nullcontext():
+        with device_stand_ins() if self.scheduler_config.async_scheduling else nullcontext():
             super().init_device()
         # `ForcedTokens` needs the number of a request's tokens, not which they are: a step need not wait for the last.
         processors = self.model_config.logits_processors or ()
@@ -36,7 +39,7 @@ class SeededCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM is untyped here
             self.model_runner.input_batch.logitsprocs_need_output_token_ids = False
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """As vLLM, with those rows drawn from everybody's generator."""
+        """As vLLM, with those rows drawn from the shared generator."""
         runner = self.model_runner
         generators, batch = runner.input_batch.generators, runner.input_batch.num_reqs
         unfinished = runner.discard_request_mask.np[:batch].nonzero()[0].tolist()
@@ -47,25 +50,17 @@ class SeededCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM is untyped here
             generators.update(kept)
 
 
-# MERGED vllm_cpu_async.py
-# What vLLM's asynchronous scheduling needs of a device, on a CPU: its streams and events, where each call is done when
-# it returns.
-#
-# vLLM 0.32 turns it off on CPUs, since it gains nothing there. With this it runs, so that all of ours that depends
-# on it can be tried on any machine.
-
-
-class Done:
-    """An event that has happened."""
+class CompletedEvent:
+    """An event of a device on which each call is done when it returns."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def record(self, *_: Any) -> None:
-        """Nothing is under way."""
+        pass
 
     def synchronize(self) -> None:
-        """Nothing is waited for."""
+        pass
 
 
 class CpuOutput(AsyncGPUModelRunnerOutput):  # type: ignore[misc]  # vLLM is untyped here
@@ -82,10 +77,10 @@ class CpuOutput(AsyncGPUModelRunnerOutput):  # type: ignore[misc]  # vLLM is unt
         check_ep_fault: bool = False,
         num_nans: torch.Tensor | None = None,
     ) -> None:
-        """As vLLM's, without its copies."""
+        # As vLLM's, without its copies.
         self._model_runner_output = model_runner_output
         self._invalid_req_indices = invalid_req_indices
-        self.async_copy_ready_event = Done()
+        self.async_copy_ready_event = CompletedEvent()
         self._sampled_token_ids = sampled_token_ids
         self.sampled_token_ids_cpu = sampled_token_ids.clone()
         self.vocab_size = vocab_size
@@ -95,10 +90,10 @@ class CpuOutput(AsyncGPUModelRunnerOutput):  # type: ignore[misc]  # vLLM is unt
 
 
 @contextmanager
-def stand_ins() -> Iterator[None]:
-    """A model runner that is made inside needs no device; its outputs are `CpuOutput`s for good."""
+def device_stand_ins() -> Iterator[None]:
+    """A model runner that is created inside needs no device; its outputs are `CpuOutput`s from then on."""
     gpu_model_runner.AsyncGPUModelRunnerOutput = CpuOutput
-    event, torch.cuda.Event = torch.cuda.Event, Done  # type: ignore[misc, assignment]
+    event, torch.cuda.Event = torch.cuda.Event, CompletedEvent  # type: ignore[misc, assignment]
     try:
         yield
     finally:

@@ -1,4 +1,6 @@
-"""Watches the steps of vLLM's engine core: what was scheduled, and how long it took."""
+"""Observers of vLLM's engine core: the steps that it runs and how long they take, and the blocks that its prefix cache
+stores and removes.
+"""
 
 import asyncio
 import time
@@ -8,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventPublisher
 
 from services.worker.engines.base import (
     BlocksCleared,
@@ -19,12 +21,15 @@ from services.worker.engines.base import (
     Chunks,
     StepLog,
 )
+from services.worker.engines.vllm_patches import observe_steps, replace_event_publisher
 from shared.runtime.logs import get_log
+
+log = get_log(__name__)
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What was scheduled in a turn that began then."""
+    """A scheduled step, and when its turn of the loop began."""
 
     plan: Any
     began_s: float
@@ -32,45 +37,41 @@ class _Batch:
 
 
 class StepObserver:
-    """`began` and `ended` around each turn of the engine's loop, on the engine's thread; costs some microseconds.
+    """`began` and `ended` stand around each turn of the engine's loop, on the engine's thread; they take some
+    microseconds.
 
-    What a step computes is known to the scheduler alone, so its `schedule` is wrapped to see what it returns, and its
-    `update_from_output` to see when that is done: with pipeline stages or asynchronous scheduling some turns later, as
-    others are under way. A step lasts until the end of the turn that has its tokens: from the beginning of the turn
-    that scheduled it, or, where that was while all stages had work, from the end of the step that made room for it.
-    Where the engine's thread computes by itself, a step is done in the turn that schedules it, whenever its tokens are
+    With pipeline stages or asynchronous scheduling a step is done some turns after it was scheduled, while others
+    are under way. It lasts until the end of the turn that has its tokens: from the beginning of the turn that
+    scheduled it, or, where that was while all stages had work, from the end of the step that made room for it.
+    Where the engine's thread itself computes, a step is done in the turn that schedules it, whenever its tokens are
     fetched.
     """
 
     def __init__(self, scheduler: Any, log: StepLog, *, own_cpu: bool, stages: int = 1) -> None:
-        """own_cpu: the calling thread computes, rather than processes or a device elsewhere. stages: so many steps are
-        computed at once, others wait.
+        """own_cpu: the calling thread computes, rather than other processes or a device. stages: how many steps are
+        computed at once; others wait.
         """
         self._log = log
         self._own_cpu = own_cpu
-        self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
         self._under_way: deque[_Batch] = deque()  # without those that compute nothing
         self._done: list[_Batch] = []
         self._ends_s: deque[float] = deque([0.0] * stages, maxlen=stages)  # of the last steps
         self._fetched = False
         self._began_s = self._cpu_s = 0.0
-        scheduler.schedule, scheduler.update_from_output = self._scheduled, self._updated
+        observe_steps(scheduler, self._scheduled, self._updated)
 
-    def _scheduled(self, *args: Any, **kwargs: Any) -> Any:
-        plan = self._schedule(*args, **kwargs)
+    def _scheduled(self, plan: Any) -> None:
         if plan.total_num_scheduled_tokens:
             self._under_way.append(batch := _Batch(plan, self._began_s, self._cpu_s))
             if self._own_cpu:
                 self._done.append(batch)
-        return plan
 
-    def _updated(self, plan: Any, *args: Any, **kwargs: Any) -> Any:
+    def _updated(self, plan: Any) -> None:
         if self._under_way and self._under_way[0].plan is plan:  # they end in the order in which they began
             self._fetched = True
             batch = self._under_way.popleft()
             if not self._own_cpu:
                 self._done.append(batch)
-        return self._update(plan, *args, **kwargs)
 
     @property
     def idle(self) -> bool:
@@ -78,14 +79,13 @@ class StepObserver:
         return not self._under_way and not self._fetched
 
     def began(self) -> None:
-        """A turn of the loop begins."""
         self._done.clear()
         self._fetched = False
         self._cpu_s = time.thread_time() if self._own_cpu else 0.0
         self._began_s = time.perf_counter()
 
     def ended(self) -> None:
-        """The turn's tokens are on their way; a turn in which nothing was computed leaves no record."""
+        """The turn has ended and its tokens are on their way; a turn in which nothing was computed leaves no record."""
         for batch in self._done:
             now = time.perf_counter()
             seconds = now - max(batch.began_s, self._ends_s[0])
@@ -115,15 +115,8 @@ def batch_of(plan: Any) -> tuple[Chunks, int, int]:
     return tuple(chunks), decodes, context
 
 
-# MERGED cache_watch.py
-# vLLM's prefix cache as others may know it: its KV events without its own publisher, and what requests find in it.
-
-
-log = get_log(__name__)
-
-
 class CacheWatch:
-    """Watches the cache of one engine core; `sink` is called on the event loop, in the order of the events."""
+    """Watches the prefix cache of one engine core; `sink` is called on the event loop, in the order of the events."""
 
     def __init__(self, sink: CacheSink | None) -> None:
         self._sink = sink
@@ -132,34 +125,31 @@ class CacheWatch:
 
     @property
     def config(self) -> KVEventsConfig | None:
-        """Has vLLM tell of its blocks, and nobody listen: see `attach`."""
+        """vLLM makes events and does not publish them: see `attach`."""
         return KVEventsConfig(enable_kv_cache_events=True, publisher="null") if self._sink is not None else None
 
     def attach(self, scheduler: Any, loop: asyncio.AbstractEventLoop) -> None:
-        """Listen where the scheduler publishes, after each step; what is published elsewhere, too, stays so.
+        """Receive the events that the scheduler publishes after each step, in addition to vLLM's own publisher.
 
-        A model whose layers cache in several groups is left out: a hit in one of them says little.
+        A model whose layers cache in several groups is left out: a hit in one group says little.
         """
         sink = self._sink
         if sink is None or len(scheduler.kv_cache_config.kv_cache_groups) > 1:
             return
 
-        def tell(events: Sequence[CacheEvent]) -> None:
+        def publish(events: Sequence[CacheEvent]) -> None:
             loop.call_soon_threadsafe(sink, events)
 
-        scheduler.kv_event_publisher = _Publisher(tell, scheduler.kv_event_publisher)
+        replace_event_publisher(scheduler, lambda inner: _Publisher(publish, inner))
 
     def count(self, outputs: Iterable[Any]) -> None:
-        """Outputs of one step."""
         for output in outputs:
             if (stats := output.prefill_stats) is not None:
                 self.prompt_tokens += stats.num_prompt_tokens
                 self.hit_tokens += stats.num_local_cached_tokens
 
 
-class _Publisher:
-    """In the place of vLLM's EventPublisher."""
-
+class _Publisher(EventPublisher):  # type: ignore[misc]  # vLLM is untyped here
     def __init__(self, sink: CacheSink, inner: Any) -> None:
         self._sink = sink
         self._inner = inner
@@ -171,8 +161,10 @@ class _Publisher:
             return
         try:
             found = [converted for event in events.events if (converted := _converted(event)) is not None]
-        except Exception as error:  # another vLLM's events: placement does without, the engine goes on
-            log.error("KV events are not understood; nobody is told of the prefix cache", exc_info=error)
+        except (
+            Exception
+        ) as error:  # events of another version of vLLM: placement works without them, the engine goes on
+            log.error("vLLM's KV events are not understood: the prefix cache is not reported", exc_info=error)
             self._broken, found = True, [BlocksCleared()]
         if found:
             self._sink(found)
@@ -185,7 +177,9 @@ class _Publisher:
 
 
 def _converted(event: object) -> CacheEvent | None:
-    """None for what has no meaning here: other tiers of memory, and what more than tokens and a salt tells apart."""
+    """None for events that have no meaning here: of other tiers of memory, and of blocks that more than tokens and
+    a salt tell apart.
+    """
     if isinstance(event, AllBlocksCleared):
         return BlocksCleared()
     if isinstance(event, BlockRemoved):
@@ -199,7 +193,7 @@ def _converted(event: object) -> CacheEvent | None:
 
 
 def _salt(extra_keys: Sequence[tuple[Any, ...] | None] | None, *, begins: bool) -> str | None:
-    """The salt, which is told with a prompt's first block; None when the keys hold anything else."""
+    """The salt, which comes with a prompt's first block; None when the keys hold anything else."""
     keys = [key for block in extra_keys or () for key in block or ()]
     if not keys:
         return ""

@@ -1,18 +1,17 @@
-"""What vLLM is started with, and what it turned out to be."""
+"""The configuration with which vLLM is started, and the properties of the engine that has started."""
 
 from importlib import import_module
 from typing import Any
 
 from vllm import __version__ as vllm_version
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
-from vllm.distributed.parallel_state import get_pp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.usage.usage_lib import UsageContext
 
 from services.worker.engines.base import EngineInfo
-from services.worker.engines.vllm_patches import force_known_tokens
+from services.worker.engines.vllm_patches import force_known_tokens, overlap_on_cpu
 from services.worker.identity import fingerprint
 from services.worker.kv.codec import codec_speeds
 from services.worker.kv.vllm.layers import stages_of
@@ -32,9 +31,10 @@ CPU_WORKER = "services.worker.engines.vllm_cpu_worker.SeededCpuWorker"
 
 
 def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events: KVEventsConfig | None) -> VllmConfig:
-    """vLLM's configuration; `kv_config` is for our KV connector in every rank. `engine_args` of the settings count.
+    """vLLM's configuration; `kv_config` is for Polyphase's KV connector in every rank. `engine_args` of the
+    settings take precedence.
 
-    Raises InvalidRequest for a model that cannot be served, and for memory that its device does not have.
+    Raises InvalidRequest for a model that cannot be served, and where the device has too little memory.
     """
     check_model_file(settings)
     if current_platform.is_cpu():
@@ -51,7 +51,7 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
         "max_num_seqs": s.max_seqs,
         "kv_cache_memory_bytes": s.kv_cache_bytes,
         "enforce_eager": s.accelerator == "cpu",
-        "async_scheduling": s.async_scheduling,  # None: as vLLM has it, which is on unless something speaks against it
+        "async_scheduling": s.async_scheduling,  # None: vLLM's default, which is on where it can be
         "worker_cls": CPU_WORKER if current_platform.is_cpu() else "auto",
         "kv_events_config": kv_events,
         "kv_transfer_config": KVTransferConfig(
@@ -72,7 +72,7 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
 
 
 def check_model_file(settings: WorkerSettings) -> None:
-    """Read the model's config.json, from the hub where the model is a name of it. Raises InvalidRequest."""
+    """Check the model's config.json, from the hub where the model is a name of it. Raises InvalidRequest."""
     name, revision = settings.model, settings.engine_args.get("revision")
     config = config_of(name) or get_hf_file_to_dict("config.json", name, revision) or {}
     if faults := faults_of_model(config):
@@ -80,7 +80,7 @@ def check_model_file(settings: WorkerSettings) -> None:
 
 
 def check_model(config: VllmConfig) -> None:
-    """The same by what vLLM makes of the model, which may have no config.json. Raises InvalidRequest."""
+    """Check vLLM's view of the model, which may have no config.json. Raises InvalidRequest."""
     model, stored = config.model_config, config.cache_config.cache_dtype
     kind = LATENT if model.use_mla else STATES if model.is_hybrid or model.is_attention_free else None
     if kind is not None:
@@ -94,7 +94,7 @@ def check_model(config: VllmConfig) -> None:
 
 
 def _memory_arguments(settings: WorkerSettings) -> dict[str, Any]:
-    """How much of its device the engine takes; nothing on CPUs and where the device's memory is not known.
+    """How much of its device the engine takes; empty on CPUs and where the device's memory is not known.
 
     vLLM starts where `gpu_memory_utilization` of the device is free, 0.92 by default. How much KV it keeps does not
     depend on that, since `kv_cache_memory_bytes` is given, so two instances may share a device.
@@ -103,14 +103,14 @@ def _memory_arguments(settings: WorkerSettings) -> dict[str, Any]:
         return {}
     try:
         total = min(current_platform.get_device_total_memory(rank) for rank in range(settings.ranks))
-    except Exception as error:  # whatever a vendor's library raises: vLLM's own default holds then
-        log.warning("the device's memory is not known", error=f"{type(error).__name__}: {error}")
+    except Exception as error:  # whatever a vendor's library raises: vLLM's own default then applies
+        log.warning("the device's memory is unknown", error=f"{type(error).__name__}: {error}")
         return {}
     return {"gpu_memory_utilization": utilization(settings, _weights(settings), total)}
 
 
 def _weights(settings: WorkerSettings) -> int:
-    """Bytes of the model's weights and of its draft's, as far as they are in folders here."""
+    """Bytes of the weights of the model and its draft, as far as they are in local folders."""
     speculative = settings.engine_args.get("speculative_config")
     draft = speculative.get("model") if isinstance(speculative, dict) else None
     found = (weights_of(name, settings.dtype) for name in (settings.model, draft) if name)
@@ -118,7 +118,9 @@ def _weights(settings: WorkerSettings) -> int:
 
 
 def utilization(settings: WorkerSettings, weights: int, total: int) -> float:
-    """The part of a device of `total` bytes that an instance needs. Raises InvalidRequest where that is too much."""
+    """The part of a device of `total` bytes that an instance needs. Raises InvalidRequest where that is more than
+    all.
+    """
     needed = settings.device_bytes(weights)
     if needed > total:
         raise InvalidRequest(
@@ -129,17 +131,8 @@ def utilization(settings: WorkerSettings, weights: int, total: int) -> float:
     return needed / total
 
 
-def overlap_on_cpu(config: VllmConfig) -> None:
-    """Have the next step scheduled while the last one's tokens are still to be fetched, which vLLM turns off on CPUs:
-    see `vllm_cpu_async`. Raises ValueError where its CPU backend cannot.
-    """
-    if config.parallel_config.pipeline_parallel_size > 1:
-        raise ValueError("async_scheduling: vLLM's CPU backend cannot with pipeline stages")
-    config.scheduler_config.async_scheduling = True
-
-
 def engine_info(settings: WorkerSettings, config: VllmConfig, blocks: int) -> EngineInfo:
-    """Of an engine that has started with so many KV blocks."""
+    """Properties of an engine that has started with that many KV blocks."""
     model = config.model_config
     geometry = KvGeometry(
         layers=model.get_total_num_hidden_layers(),
@@ -157,23 +150,4 @@ def engine_info(settings: WorkerSettings, config: VllmConfig, blocks: int) -> En
     codecs = codec_speeds(geometry, DTYPES[settings.dtype]) if settings.lossy_kv else {}
     return EngineInfo(
         compatibility, blocks, model.max_model_len, settings.block_size, Rates(codecs=codecs), stages_of(config)
-    )
-
-
-def make_stage_buffers(core: Any) -> None:
-    """Complete the pipeline stages of a started engine core; on a CPU nothing else does.
-
-    vLLM 0.32 makes what a later stage receives into in its warm-up, and its CPU backend has none where the engine is
-    eager and `kv_cache_memory_bytes` is given: the first forward of such a stage fails.
-    """
-    if core.vllm_config.parallel_config.pipeline_parallel_size > 1:
-        core.model_executor.collective_rpc(_make_stage_buffers)
-
-
-def _make_stage_buffers(worker: Any) -> None:
-    runner = worker.model_runner
-    if worker.device.type != "cpu" or get_pp_group().is_first_rank or runner.intermediate_tensors is not None:
-        return
-    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
     )

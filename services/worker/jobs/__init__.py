@@ -1,1 +1,1 @@
-"""What an instance does with the jobs it is given: the prefill and decode sides, their queue, dispatch, roles."""
+"""The jobs of an instance: its prefill and decode services, dispatch, and its role."""

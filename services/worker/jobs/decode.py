@@ -29,12 +29,12 @@ from shared.policy.overload import PAUSE_NEWS_S, Beside, pause_s
 from shared.wire.messages import DecodeReply, DecodeRequest, ExpectRequest, Pause, Predicted, PrefetchRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
 
-BESIDE_S = 0.1  # for so long what is made of all jobs stands
+BESIDE_S = 0.1  # how long a summary of all jobs is used
 
 
 @dataclass(slots=True, eq=False)
 class _Decode:
-    """One job here. `uncomputed`: prompt tokens to prefill here, 0 from its first token on."""
+    """One job. `uncomputed`: prompt tokens to prefill here, 0 from its first token on."""
 
     request: DecodeRequest
     call: ServerCall
@@ -42,27 +42,27 @@ class _Decode:
     uncomputed: int
     imported: ExpectedImport | None
     started: bool = False
-    told: bool = False  # how its KV came here
-    inside: bool = False  # the engine has given it blocks
-    pause: int = 0  # counts up over all jobs: the last one that was paused is the next to have blocks again. 0: none
-    news: asyncio.TimerHandle | None = None  # of its pause, once more
+    reported: bool = False  # how its import ended
+    has_blocks: bool = False
+    pause: int = 0  # numbered over all jobs: the last paused job is the next to get blocks. 0: none
+    repeat: asyncio.TimerHandle | None = None  # of the notice of its pause
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """The tokens that it holds, and those that its answer is expected to have yet."""
+        """The tokens that it holds, and those that its answer is expected to add."""
         view, held = self.request.job, self.context_tokens
         given = held - self.request.prompt_tokens
         return held, remaining_tokens(given, view.answer_tokens or view.max_tokens, view.max_tokens)
 
 
 class _KnownTokens:
-    """The beginning of an answer, which its client has: the engine gives it again, and it is not sent again."""
+    """The beginning of an answer, which its client has: the engine generates it again, and it is not sent again."""
 
     def __init__(self, tokens: list[int]) -> None:
         self._left = tokens
 
     def without(self, step: TokenStep) -> TokenStep:
-        """What of the step is new. Raises EngineFailed where the engine gave other tokens than the known ones."""
+        """The new part of the step. Raises EngineFailed where the engine gave other tokens than the known ones."""
         if not self._left:
             return step
         count = min(len(self._left), len(step.tokens))
@@ -75,7 +75,7 @@ class _KnownTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """A decode that is bound to this instance and has not come yet. peer: the gateway that said so."""
+    """A decode that is on its way to this instance. peer: the gateway that announced it."""
 
     promised: Promised
     peer: bytes
@@ -101,27 +101,29 @@ class DecodeService:
         self._on_transfer = on_transfer
         self._info = info
         self._pauses = 0
-        self._beside: tuple[float, Beside] | None = None  # when (monotonic), and who has blocks here
+        self._beside: tuple[float, Beside] | None = None  # when (monotonic), and the jobs with blocks
         self._active: dict[str, _Decode] = {}
-        self._prefetches: dict[str, bytes] = {}  # transfers that no job has come for yet, and who asked
+        self._prefetches: dict[
+            str, bytes
+        ] = {}  # transfers whose job has not arrived yet, by the peer that requested them
         self._sequence = 0
-        self._ahead: Ahead = ()  # as of the last heartbeat, with the jobs that have come since
+        self._ahead: Ahead = ()  # as of the last heartbeat, with the jobs that arrived since
         self._shared_each = 0.0  # tokens of each job in blocks that it shares, as of then
         self._expected: dict[str, _Expected] = {}  # by transfer
 
     @property
     def active(self) -> int:
-        """Jobs being decoded."""
+        """Jobs accepted and not finished."""
         return len(self._active)
 
     @property
     def heavy(self) -> int:
-        """How many of them are predicted long."""
+        """Jobs that are predicted long."""
         return sum(is_heavy(job.request.job) for job in self._active.values())
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of all of them: prompts, and what was generated here."""
+        """Tokens of all jobs: prompts, and what was generated here."""
         return sum(job.context_tokens for job in self._active.values())
 
     @property
@@ -147,7 +149,7 @@ class DecodeService:
 
     @property
     def inbound_tokens(self) -> int:
-        """Tokens whose KV comes from elsewhere and is not here yet, as far as is known: nothing was computed on it."""
+        """Tokens whose import is not known to be complete: no step has computed on them."""
         handles = (job.request.handle for job in self._active.values() if not job.started)
         return sum(handle.tokens for handle in handles if handle is not None)
 
@@ -158,16 +160,16 @@ class DecodeService:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of those."""
+        """Prompt tokens of the queued jobs that are not computed."""
         return sum(job.uncomputed for job in self._active.values())
 
     def expect(self, request: ExpectRequest, call: ServerCall) -> None:
-        """A decode will come: the load says so until it has come, or is released, or its gateway is gone."""
+        """Announce a decode: the load includes it until it arrives or is released, or its gateway is gone."""
         until_mono = time.monotonic() + request.keep_s
         self._expected[request.transfer_id] = _Expected(request.promised, call.peer, until_mono)
 
     async def prefetch(self, request: PrefetchRequest, call: ServerCall) -> None:
-        """Start pulling before the decode arrives. It is dropped by `release`, or when the caller is gone."""
+        """Start pulling before the decode arrives. `release` drops it, as does the loss of the caller."""
         transfer_id = request.handle.transfer_id
         self._prefetches[transfer_id] = call.peer
         try:
@@ -178,7 +180,6 @@ class DecodeService:
             raise
 
     def forget(self, transfer_ids: list[str]) -> None:
-        """These have been released."""
         for transfer_id in transfer_ids:
             self._prefetches.pop(transfer_id, None)
             self._expected.pop(transfer_id, None)
@@ -190,18 +191,18 @@ class DecodeService:
         self.forget(held)
         await self._kv.release(held)
 
-    def predicted(self, said: Predicted) -> None:
-        """How long an answer will be, for admission: its own, and that of others beside it."""
+    def predicted(self, prediction: Predicted) -> None:
+        """The predicted length of an answer, for its admission and that of others beside it."""
         for request_id, job in self._active.items():
-            if job.request.job.job_id == said.job_id:
-                view = msgspec.structs.replace(job.request.job, prediction=said.prediction)
+            if job.request.job.job_id == prediction.job_id:
+                view = msgspec.structs.replace(job.request.job, prediction=prediction.prediction)
                 job.request = msgspec.structs.replace(job.request, job=view)
-                self._engine.predicted(request_id, said.prediction)
+                self._engine.predicted(request_id, prediction.prediction)
 
     async def decode(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
-        """Stream tokens as items, then say how it ended.
+        """Stream tokens as items, and reply how it ended.
 
-        Raises WrongRole, EngineFailed, InvalidRequest; NoRoom if the caller wants to know that.
+        Raises WrongRole, EngineFailed, InvalidRequest; NoRoom if the request allows that.
         """
         ended = False
         try:
@@ -214,13 +215,14 @@ class DecodeService:
             return reply
         finally:
             if request.handle is not None and not ended:
-                # Refused, failed or cancelled: what was prefetched is for nobody.
+                # Refused, failed or cancelled: the prefetch is not needed.
                 self.forget([request.handle.transfer_id])
                 await asyncio.shield(self._kv.drop(request.handle.transfer_id))
 
     def _check_room(self, request: DecodeRequest) -> None:
-        """Raises NoRoom where the job may be refused for that: beside those that decode here its KV does not fit to the
-        end of its answer, or all seats are taken. The figures are those that schedulers decide on, and newer.
+        """Raises NoRoom where the job may be refused for that: its KV does not fit beside the jobs that decode here
+        until the end of its answer, or all seats are taken. The figures are those that schedulers decide on, and
+        newer.
         """
         if not request.if_room or not self._active:
             return
@@ -250,11 +252,11 @@ class DecodeService:
             return await self._run(request_id, job)
         finally:
             del self._active[request_id]
-            self._no_news(job)
+            self._end_notices(job)
             self._engine.abort(request_id)
             if imported is not None:
-                if job.started and not job.told and (report := self._kv.known_report(imported)):
-                    self._on_transfer(imported.handle, report)  # its client has enough, or is gone
+                if job.started and not job.reported and (report := self._kv.known_report(imported)):
+                    self._on_transfer(imported.handle, report)  # its client stopped reading or is gone
                 self._kv.end(imported)
 
     async def _run(self, request_id: str, job: _Decode) -> DecodeReply:
@@ -291,7 +293,7 @@ class DecodeService:
 
         self._engine.submit(_engine_request(request_id, request, entered, preempted), step)
         if request.handle is not None:
-            self._prefetches.pop(request.handle.transfer_id, None)  # the engine's now, to import or to drop
+            self._prefetches.pop(request.handle.transfer_id, None)  # from here on the engine imports or drops it
         last = await ended
         ended_s = time.time()
         if (error := failure(request.job.job_id, last)) is not None:
@@ -299,7 +301,7 @@ class DecodeService:
         return DecodeReply(await self._transfer(job), queued_s, started_s, ended_s)
 
     def _as_reused(self, job: _Decode, step: TokenStep) -> TokenStep:
-        """The same where the engine did not compute what it counted on: its import has failed."""
+        """Correct the step where the import failed on which its count of reused tokens relies."""
         if step.reused is None or job.imported is None:
             return step
         report, reused = self._kv.known_report(job.imported), step.reused
@@ -309,33 +311,31 @@ class DecodeService:
         return msgspec.structs.replace(step, reused=computed_here)
 
     def _entered(self, request_id: str) -> None:
-        """The engine has given a job blocks."""
         if (job := self._active.get(request_id)) is None:
             return
-        if job.news is not None:
-            self._no_news(job)
+        if job.repeat is not None:
+            self._end_notices(job)
             job.call.send(TokenStep([], pause=Pause(self._pause_s(job), computing=True)))
-        job.inside, job.pause, self._beside = True, 0, None
+        job.has_blocks, job.pause, self._beside = True, 0, None
 
     def _preempted(self, request_id: str) -> None:
-        """The engine has taken a job's blocks back."""
         if (job := self._active.get(request_id)) is None:
             return
         self._pauses += 1
-        job.inside, job.pause, self._beside = False, self._pauses, None
+        job.has_blocks, job.pause, self._beside = False, self._pauses, None
         if job.request.tell_pauses and (job.started or job.request.job.started):
-            self._tell_pause(job)
+            self._notify_pause(job)
 
-    def _tell_pause(self, job: _Decode) -> None:
-        """Now, and again while it lasts."""
-        self._no_news(job)
+    def _notify_pause(self, job: _Decode) -> None:
+        """Notify the client now, and again while the pause lasts."""
+        self._end_notices(job)
         job.call.send(TokenStep([], pause=Pause(self._pause_s(job))))
-        job.news = asyncio.get_running_loop().call_later(PAUSE_NEWS_S, self._tell_pause, job)
+        job.repeat = asyncio.get_running_loop().call_later(PAUSE_NEWS_S, self._notify_pause, job)
 
-    def _no_news(self, job: _Decode) -> None:
-        if job.news is not None:
-            job.news.cancel()
-            job.news = None
+    def _end_notices(self, job: _Decode) -> None:
+        if job.repeat is not None:
+            job.repeat.cancel()
+            job.repeat = None
 
     def _pause_s(self, job: _Decode) -> float:
         """Seconds until the next token of a paused job is expected."""
@@ -347,7 +347,7 @@ class DecodeService:
         return pause_s(self._beside[1], room, *job.ahead, info.block_size, info.rates.step, info.chunk_size)
 
     def _have_blocks(self, block_size: int) -> Beside:
-        stats, inside = self._engine.stats(), [one for one in self._active.values() if one.inside]
+        stats, inside = self._engine.stats(), [one for one in self._active.values() if one.has_blocks]
         held, used = sum(one.context_tokens for one in inside), (stats.total_blocks - stats.free_blocks) * block_size
         return Beside.of([one.ahead for one in inside], block_size, own_part(used, held))
 
@@ -355,13 +355,13 @@ class DecodeService:
         if job.imported is None:
             return TransferReport(TransferOutcome.LOCAL)
         report = await self._kv.import_report(job.imported)
-        job.told = True
+        job.reported = True
         self._on_transfer(job.imported.handle, report)
         return report
 
 
 def _to_prefill(request: DecodeRequest) -> int:
-    """Prompt tokens without KV, but for the last one: its step is the first decode."""
+    """Prompt tokens without KV, except for the last one: its step is the first decode."""
     imported = request.handle.tokens if request.handle is not None else 0
     return max(0, request.prompt_tokens - 1 - max(imported, request.saved))
 
@@ -371,7 +371,7 @@ def _engine_request(
 ) -> EngineRequest:
     handle, generation = request.handle, request.generation
     if handle is not None and handle.codec.lossy:
-        # Blocks that hold approximate KV must never be found by a request that wants exact ones.
+        # No request that wants exact KV may find blocks that hold approximate KV.
         generation = msgspec.structs.replace(generation, cache_salt=lossy_salt(handle.transfer_id))
     return EngineRequest(
         request_id=request_id,

@@ -1,4 +1,8 @@
-"""The prefill side of an instance: compute, stage, and choose where the job decodes."""
+"""The prefill side of an instance: compute the prompt, stage its KV, and dispatch the request to a decode instance.
+
+The dispatcher chooses the decode instance from the loads that the monitor publishes; the codec of the KV is chosen
+once that instance is known.
+"""
 
 import asyncio
 import random
@@ -27,136 +31,14 @@ from shared.policy.index import LoadTracker
 from shared.wire.messages import Predicted, PrefillReply, PrefillRequest, PrefillStarted, Reused, TokenStep
 from shared.wire.rpc_server import ServerCall
 
-# MERGED dispatcher.py
-# Dispatch: which decode instance continues a job, chosen here from the loads that the monitor broadcasts.
-
-
-_KEPT = 16  # policies; schedulers name one at a time
-PATIENCE_S = 1.0  # for the first word of the cluster
-REST_S = 30.0  # without a job that asks for so long, the cluster is not followed any more
-
-
-class Dispatcher:
-    """The thin driver of dispatch policies: keeps the newest loads and what it assigned since.
-
-    The policy comes with each job: its scheduler owns the choice. One that is built is kept, with its state. The
-    cluster is followed only while jobs ask for it: most routes name the decode instance, and a thousand instances that
-    hear of each other are a million messages.
-    """
-
-    def __init__(self, seed: int | str) -> None:
-        self._rng = random.Random(seed)
-        self._index = LoadTracker()
-        self._first = asyncio.Event()
-        self._wanted_mono: float | None = None  # when a job was expected last
-        self.on_follow: Callable[[bool], None] = lambda _: None  # called to hear of the cluster, or of it no more
-        self._policies: dict[bytes, DispatchPolicy] = {}
-        self.dispatched = 0  # jobs, since the start
-
-    def hear(self, delta: ClusterDelta) -> bool:
-        """Take in a broadcast; False where one before it is missing."""
-        heard = self._index.hear(delta, time.time(), self._rng)
-        if heard:
-            self._first.set()
-        return heard
-
-    def expect(self) -> None:
-        """A job will ask soon: follow the cluster from now on."""
-        if self._wanted_mono is None:
-            self.on_follow(True)
-        self._wanted_mono = time.monotonic()
-
-    async def heard(self) -> None:
-        """Wait for the first word of the cluster, so long as that makes sense."""
-        if not self._first.is_set():
-            self.expect()
-            try:
-                async with asyncio.timeout(PATIENCE_S):
-                    await self._first.wait()
-            except TimeoutError:
-                return  # `choose` says so
-
-    def rest(self) -> None:
-        """Follow the cluster no more where nobody has asked for a while."""
-        if self._wanted_mono is not None and time.monotonic() - self._wanted_mono > REST_S:
-            self._wanted_mono = None
-            self.on_follow(False)
-            self._index = LoadTracker()
-            self._first.clear()
-
-    def known(self, instance_id: str) -> InstanceView | None:
-        """A decode instance, as of the last broadcast."""
-        return self._index.current.decode.get(instance_id) if self._index.known else None
-
-    def choose(
-        self, job: JobView, policy: PolicySpec | None, exclude: tuple[str, ...] = ()
-    ) -> tuple[InstanceRef, tuple[Reason, ...]]:
-        """A decode instance and why.
-
-        Raises Unavailable when there is none, InvalidRequest when the policy is missing or unknown.
-        """
-        if policy is None:
-            raise InvalidRequest(f"{job.job_id}: neither a decode instance nor a dispatch policy was named")
-        now = time.time()
-        choice = choose_decode(self._built(policy), job, self._index.current, exclude, now, self._rng)
-        instance_id = choice.instance.instance_id
-        answer = job.answer_tokens or job.max_tokens
-        self._index.book(
-            Assignment(
-                instance_id,
-                now,
-                decode_tokens=job.prompt_tokens,
-                heavy=is_heavy(job),
-                job_id=job.job_id,
-                answer_tokens=answer,
-            )
-        )
-        self.dispatched += 1
-        return choice.ref, choice.reasons
-
-    def _built(self, spec: PolicySpec) -> DispatchPolicy:
-        key = msgspec.json.encode(spec, order="deterministic")
-        known = self._policies.get(key)
-        if known is None:
-            known = self._policies[key] = registry.dispatch(spec.name, spec.parameters)
-            if len(self._policies) > _KEPT:
-                del self._policies[next(iter(self._policies))]
-        return known
-
-
-# MERGED codecs.py
-# How the KV of a job leaves this instance: chosen once its decode instance is known, from what is known of both.
-
-
-class Codecs:
-    """The thin driver of `choose_codec`. `own`: this instance, with its rates as they are. `loaded`: whether its lossy
-    codecs are. The first use of one that is not would hold the transfer threads up for longer than peers wait.
-    """
-
-    def __init__(self, own: Callable[[], InstanceInfo], dispatcher: Dispatcher, loaded: bool) -> None:
-        self._own = own
-        self._dispatcher = dispatcher
-        self._loaded = loaded
-
-    def choose(self, request: PrefillRequest, decode_id: str, left_tokens: int) -> CodecChoice:
-        """The codec of the request's KV for that instance; `left_tokens` of its prompt are still to be computed.
-
-        The one that the gateway's setting fixes for all, if it does; raw where the instance is not known here, and
-        where this one has no codecs loaded.
-        """
-        if not self._loaded:
-            return CodecChoice(Codec.RAW, 0.0)
-        if request.codec.lossy or not request.job.slo.lossy_kv.lossy:
-            return CodecChoice(request.codec, 0.0)
-        receiver = self._dispatcher.known(decode_id)
-        if receiver is None:
-            return CodecChoice(Codec.RAW, 0.0)
-        return choose_codec(request.job, request.prompt_tokens, left_tokens, self._own(), receiver)
+_KEPT_POLICIES = 16  # schedulers name one at a time
+PATIENCE_S = 1.0  # for the first cluster state
+REST_S = 30.0  # the cluster is no longer followed when no job was dispatched for so long
 
 
 @dataclass(slots=True)
 class _Prefill:
-    """One job here: what was asked, and what is known so far."""
+    """One job and what is known of it so far."""
 
     request_id: str
     request: PrefillRequest
@@ -171,20 +53,18 @@ class _Prefill:
     reused: Reused | None = None
 
     def entered(self) -> None:
-        """The engine takes it; again, when it was preempted."""
+        """Called again after a preemption."""
         self.started_s = self.started_s or time.time()
 
 
 class PrefillService:
-    """Serves `prefill`."""
-
     def __init__(
         self,
         engine: Engine,
         kv: KvPort,
         roles: RoleState,
-        dispatcher: Dispatcher,
-        codecs: Codecs,
+        dispatcher: "Dispatcher",
+        codecs: "Codecs",
         chunk_size: Callable[[], int],
     ) -> None:
         self._engine = engine
@@ -193,27 +73,25 @@ class PrefillService:
         self._dispatcher = dispatcher
         self._codecs = codecs
         self._chunk_size = chunk_size
-        self._active: dict[str, _Prefill] = {}  # whose prompts are not computed
+        self._active: dict[str, _Prefill] = {}  # jobs whose prompts are not computed
         self._sequence = 0
         kv.when_room(engine.wake)
 
     @property
     def queued(self) -> int:
-        """Jobs whose prefill is not done."""
         return len(self._active)
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of those, without what its prefix cache is known to hold."""
+        """Prompt tokens of the queued jobs, without those that its prefix cache is known to hold."""
         return sum(job.request.prompt_tokens - job.request.saved for job in self._active.values())
 
     async def prefill(self, request: PrefillRequest, call: ServerCall) -> PrefillReply:
         """Compute the prompt's KV and stage it; the first token is in the reply if it was wanted.
 
-        The engine takes it when it is its turn and its KV has room in the staging pool. When the prompt takes several
-        chunks, an item names the decode instance as soon as the first is staged. That there is none is no error: the
-        reply says so.
-        Raises WrongRole, EngineFailed, InvalidRequest.
+        The engine starts the job when it is its turn and its KV has room in the staging pool. When the prompt takes
+        several chunks, an item names the decode instance as soon as the first is staged. It is no error if there is
+        none: the reply says why. Raises WrongRole, EngineFailed, InvalidRequest.
         """
         with self._roles.job(Role.PREFILL, request.job.job_id):
             self._sequence += 1
@@ -230,11 +108,11 @@ class PrefillService:
                 if request.export and not kept:
                     await asyncio.shield(self._kv.release([request.transfer_id]))
 
-    def predicted(self, said: Predicted) -> None:
-        """How long the answer will be, for its dispatch; nothing where its prompt is computed already."""
+    def predicted(self, prediction: Predicted) -> None:
+        """The predicted length of the answer, for its dispatch; ignored once the prompt is computed."""
         for job in self._active.values():
-            if job.request.transfer_id == said.transfer_id:
-                job.view = msgspec.structs.replace(job.view, prediction=said.prediction)
+            if job.request.transfer_id == prediction.transfer_id:
+                job.view = msgspec.structs.replace(job.view, prediction=prediction.prediction)
 
     async def _run(self, job: _Prefill) -> PrefillReply:
         request = job.request
@@ -246,9 +124,9 @@ class PrefillService:
         finally:
             del self._active[job.request_id]
         handle = None
-        if request.export and not _is_over(last, request):
+        if request.export and not _ends_answer(last, request):
             if job.decode is None:
-                await self._dispatcher.heard()
+                await self._dispatcher.wait_for_cluster()
             self._choose(job)
             handle = self._handle(job, 0)
         return PrefillReply(
@@ -298,7 +176,7 @@ class PrefillService:
 
     def _engine_request(self, job: _Prefill) -> EngineRequest:
         request = job.request
-        if request.export and (job.decode is not None or request.codec.lossy):  # then it can leave a device coded
+        if request.export and (job.decode is not None or request.codec.lossy):  # the device can code it then
             self._choose_codec(job, max(0, request.prompt_tokens - self._chunk_size()))
         return EngineRequest(
             request_id=job.request_id,
@@ -315,7 +193,7 @@ class PrefillService:
         )
 
     def _choose(self, job: _Prefill) -> None:
-        """Find a decode instance, unless there is one; without any, `reasons` say why."""
+        """Choose a decode instance, unless there is one; without any, `reasons` say why."""
         if job.decode is not None:
             return
         try:
@@ -330,13 +208,128 @@ class PrefillService:
         return self._kv.handle(request.transfer_id, request.prompt_tokens, chosen.codec)
 
     def _choose_codec(self, job: _Prefill, left_tokens: int) -> CodecChoice:
-        """It stays what it was first: a fetch may have begun, and what is staged is coded."""
+        """The first choice stays: a pull may have begun, and what is staged is coded."""
         if job.codec is None:
             decode = job.decode.instance_id if job.decode is not None else ""
             job.codec = self._codecs.choose(job.request, decode, left_tokens)
         return job.codec
 
 
-def _is_over(last: TokenStep, request: PrefillRequest) -> bool:
-    """Whether the first token already ended the answer."""
+def _ends_answer(last: TokenStep, request: PrefillRequest) -> bool:
+    """Whether the first token ends the answer."""
     return request.want_token and (last.finish_reason == "stop" or request.job.max_tokens <= 1)
+
+
+class Dispatcher:
+    """Chooses decode instances by dispatch policies, from the newest loads and what it has assigned since.
+
+    The policy comes with each job: its scheduler owns the choice. A policy that was built is kept, with its state.
+    The cluster is followed only while jobs need it: most routes name the decode instance, and the state of a
+    thousand instances, sent to a thousand instances, is a million messages.
+    """
+
+    def __init__(self, seed: int | str) -> None:
+        self._rng = random.Random(seed)
+        self._index = LoadTracker()
+        self._first = asyncio.Event()
+        self._wanted_mono: float | None = None  # when a job last needed the cluster state
+        self.on_follow: Callable[[bool], None] = lambda _: None  # starts or stops the broadcast of the cluster state
+        self._policies: dict[bytes, DispatchPolicy] = {}
+        self.dispatched = 0  # since the start
+
+    def hear(self, delta: ClusterDelta) -> bool:
+        """Apply a broadcast; False where one before it is missing."""
+        applied = self._index.hear(delta, time.time(), self._rng)
+        if applied:
+            self._first.set()
+        return applied
+
+    def expect(self) -> None:
+        """A job will need the cluster state soon."""
+        if self._wanted_mono is None:
+            self.on_follow(True)
+        self._wanted_mono = time.monotonic()
+
+    async def wait_for_cluster(self) -> None:
+        """Wait for the first cluster state, for at most PATIENCE_S."""
+        if not self._first.is_set():
+            self.expect()
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await self._first.wait()
+            except TimeoutError:
+                return  # `choose` then finds no instance
+
+    def rest(self) -> None:
+        """Stop following the cluster where no job has needed it for a while."""
+        if self._wanted_mono is not None and time.monotonic() - self._wanted_mono > REST_S:
+            self._wanted_mono = None
+            self.on_follow(False)
+            self._index = LoadTracker()
+            self._first.clear()
+
+    def known(self, instance_id: str) -> InstanceView | None:
+        """A decode instance, as of the last broadcast."""
+        return self._index.current.decode.get(instance_id) if self._index.known else None
+
+    def choose(
+        self, job: JobView, policy: PolicySpec | None, exclude: tuple[str, ...] = ()
+    ) -> tuple[InstanceRef, tuple[Reason, ...]]:
+        """A decode instance and why.
+
+        Raises Unavailable when there is none, InvalidRequest when the policy is missing or unknown.
+        """
+        if policy is None:
+            raise InvalidRequest(f"{job.job_id}: neither a decode instance nor a dispatch policy was named")
+        now = time.time()
+        choice = choose_decode(self._policy(policy), job, self._index.current, exclude, now, self._rng)
+        instance_id = choice.instance.instance_id
+        answer = job.answer_tokens or job.max_tokens
+        self._index.book(
+            Assignment(
+                instance_id,
+                now,
+                decode_tokens=job.prompt_tokens,
+                heavy=is_heavy(job),
+                job_id=job.job_id,
+                answer_tokens=answer,
+            )
+        )
+        self.dispatched += 1
+        return choice.ref, choice.reasons
+
+    def _policy(self, spec: PolicySpec) -> DispatchPolicy:
+        key = msgspec.json.encode(spec, order="deterministic")
+        known = self._policies.get(key)
+        if known is None:
+            known = self._policies[key] = registry.dispatch(spec.name, spec.parameters)
+            if len(self._policies) > _KEPT_POLICIES:
+                del self._policies[next(iter(self._policies))]
+        return known
+
+
+class Codecs:
+    """Chooses the codec in which the KV of a job leaves this instance. `own`: this instance with its present rates.
+    `loaded`: whether its lossy codecs are; the first use of a codec that is not loaded would hold up the transfer
+    threads for longer than peers wait.
+    """
+
+    def __init__(self, own: Callable[[], InstanceInfo], dispatcher: Dispatcher, loaded: bool) -> None:
+        self._own = own
+        self._dispatcher = dispatcher
+        self._loaded = loaded
+
+    def choose(self, request: PrefillRequest, decode_id: str, left_tokens: int) -> CodecChoice:
+        """The codec of the request's KV for that instance; `left_tokens` of its prompt are still to be computed.
+
+        It is the codec that the gateway's setting fixes, if it fixes one; raw where the decode instance is not
+        known here, and where this instance has no codecs loaded.
+        """
+        if not self._loaded:
+            return CodecChoice(Codec.RAW, 0.0)
+        if request.codec.lossy or not request.job.slo.lossy_kv.lossy:
+            return CodecChoice(request.codec, 0.0)
+        receiver = self._dispatcher.known(decode_id)
+        if receiver is None:
+            return CodecChoice(Codec.RAW, 0.0)
+        return choose_codec(request.job, request.prompt_tokens, left_tokens, self._own(), receiver)

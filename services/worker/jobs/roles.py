@@ -23,9 +23,9 @@ class RoleState:
         self.role = role
         self.draining = False
         self._inflight = 0
-        self._settled = asyncio.Event()  # nothing is left, or the drain was called off
+        self._settled = asyncio.Event()  # no job is left, or the drain was cancelled
         self.flips = 0
-        self.epoch = 0  # of the monitor that is obeyed; it never falls
+        self.epoch = 0  # of the monitor that is obeyed; it only rises
         self._accepted: deque[tuple[float, int]] = deque()  # when (monotonic), and the mark of the job
 
     @property
@@ -43,7 +43,7 @@ class RoleState:
 
     @contextmanager
     def job(self, role: Role, job_id: str) -> Iterator[None]:
-        """Hold a job of that role. Raises WrongRole when the instance has another one or takes no more."""
+        """Count a job of that role. Raises WrongRole when the instance has another one or is draining."""
         if self.role is not role:
             raise WrongRole(f"this instance does {self.role}, not {role}")
         if self.draining:
@@ -70,13 +70,13 @@ class RoleState:
         self.epoch = max(self.epoch, epoch)
 
     async def drain(self, timeout_s: float) -> DrainReply:
-        """Take no new jobs and wait for the accepted ones, `timeout_s` at most, or until somebody resumes.
+        """Accept no new jobs and wait for the accepted ones, `timeout_s` at most, or until `resume`.
 
-        The instance goes on draining after the timeout, and when the caller is gone; its heartbeats say so. Raises
-        InvalidRequest for a time that makes no sense.
+        The instance goes on draining after the timeout, and when the caller is gone; its heartbeats show it. Raises
+        InvalidRequest for a negative time.
         """
         if not timeout_s >= 0.0:
-            raise InvalidRequest(f"a drain needs a time of 0 s or more, not {timeout_s}")
+            raise InvalidRequest(f"timeout_s must be 0 or more, got {timeout_s}")
         started = time.monotonic()
         self.draining = True
         if self._inflight:
@@ -87,12 +87,12 @@ class RoleState:
             except TimeoutError:
                 pass
             except asyncio.CancelledError:
-                log.warning("nobody waits for this drain any more; it goes on until a flip or a resume")
+                log.warning("the caller of this drain is gone; it goes on until a flip or a resume")
                 raise
         return DrainReply(self.draining and not self._inflight, time.monotonic() - started, self._inflight)
 
     def flip(self, role: Role) -> FlipReply:
-        """Take the other role; what it takes is measured. Raises Conflict unless drained."""
+        """Change the role. Raises Conflict unless drained."""
         if not self.draining or self._inflight:
             raise Conflict(f"cannot flip: draining={self.draining}, {self._inflight} jobs in flight")
         started = time.perf_counter()
@@ -103,6 +103,6 @@ class RoleState:
         return FlipReply(role, duration)
 
     def resume(self) -> None:
-        """Take jobs again; a drain under way ends without success."""
+        """Accept jobs again; a drain under way ends without success."""
         self.draining = False
         self._settled.set()

@@ -1,4 +1,4 @@
-"""Codecs of KV on the wire.
+"""The codecs of KV on the wire, and the measurement of their speed on this machine at start-up.
 
 KV of a frame is one tensor [layers, 2, tokens, heads, head_dim]: K is index 0 of the second axis, V index 1.
 A payload is its coded form, without a header: shape, dtype and codec travel in the frame's header.
@@ -33,12 +33,15 @@ from shared.domain.kv import TOKEN_GROUP, Codec, channel_group
 from shared.domain.rates import CodecRate
 
 Shape = tuple[int, int, int, int, int]
+_SPEED_BYTES = 1 << 20  # of the KV that is coded to measure the codecs: about a frame
+_WARM_UP = 4  # calls that meet cold caches, and memory that the kernel still has to give
+_ROUNDS = 15
 _BITS = {Codec.INT8: 8, Codec.INT4: 4}
 _WORDS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}  # what the kernels take, by the bits of these
 
 
 def prepare(dtype: torch.dtype) -> None:
-    """Load and compile what coding KV of that dtype takes, so that no transfer waits for it: under a second, and some
+    """Load and compile the codecs for KV of that dtype, so that no transfer waits for it: under a second, and some
     65 MB; the first time on a machine some 20 s.
     """
     kv = torch.zeros(1, 2, 1, 1, 2, dtype=dtype)
@@ -78,8 +81,8 @@ def decode(payload: torch.Tensor, shape: Shape, wire: torch.dtype, codec: Codec,
 
 
 def decode_into(payload: torch.Tensor, wire: torch.dtype, codec: Codec, kv: torch.Tensor) -> None:
-    """As `decode`, into `kv` [layers, 2, tokens, heads, head_dim]: whatever its strides, best where what a token has of
-    all heads lies together.
+    """As `decode`, into `kv` [layers, 2, tokens, heads, head_dim] of any strides; fastest where the values of all
+    heads of a token lie together.
     """
     _check_size(payload, _shape(kv), wire, codec)
     if codec is Codec.RAW:
@@ -145,12 +148,12 @@ def _shape(kv: torch.Tensor) -> Shape:
 
 
 def _counted(dtype: torch.dtype) -> torch.dtype:
-    """In what KV of that dtype is counted with: float16 becomes float32."""
+    """The dtype in which KV of that dtype is computed: float16 becomes float32."""
     return dtype if dtype in _WORDS else torch.float32
 
 
 def _has_rows(kv: torch.Tensor) -> bool:
-    """Whether what a token has of all heads lies together."""
+    """Whether the values of all heads of a token lie together."""
     return kv.stride(4) == 1 and (kv.shape[3] == 1 or kv.stride(3) == kv.shape[4])
 
 
@@ -167,23 +170,16 @@ def _flat(kv: torch.Tensor) -> tuple["np.ndarray[Any, Any]", tuple[int, int, int
 
 def _typed(payload: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if payload.data_ptr() % dtype.itemsize or payload.storage_offset() % dtype.itemsize:
-        payload = payload.clone()  # libzmq gives small messages any address
+        payload = payload.clone()  # a payload received behind a header may lie at any address
     return payload.view(dtype).view(shape)
 
 
-# MERGED codec_speed.py
-# What coding KV costs on this machine, measured once at the start on a little random KV.
-
-
-_BYTES = 1 << 20  # of KV as it is stored: about a frame
-_WARM_UP = 4  # calls that meet cold caches, and memory that the kernel has yet to give
-_ROUNDS = 15
-
-
 def codec_speeds(geometry: KvGeometry, dtype: torch.dtype) -> dict[str, CodecRate]:
-    """Of each lossy codec, in one thread, as the connector's threads code and decode. Takes tens of milliseconds."""
+    """The rates of each lossy codec in one thread, as the connector's threads encode and decode. Takes tens of
+    milliseconds.
+    """
     token_bytes = 2 * geometry.kv_heads * geometry.head_dim * dtype.itemsize
-    shape = (1, 2, max(1, _BYTES // token_bytes), geometry.kv_heads, geometry.head_dim)
+    shape = (1, 2, max(1, _SPEED_BYTES // token_bytes), geometry.kv_heads, geometry.head_dim)
     kv = torch.randn(shape).to(dtype)
     size, rates = kv.numel() * dtype.itemsize, {}
     for codec in Codec:

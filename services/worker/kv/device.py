@@ -1,8 +1,9 @@
-"""Copies between a model's KV cache and host memory, and in which order they run beside the model.
+"""Copies between a model's KV cache and host memory: the order in which they run beside the model, the streams and
+events of a device that torch drives, and the blocks of an engine's cache as the destination of an import.
 
-Three threads meet here. The engine's gives the device the model's work and the gathers of what is exported; the
-puller's gives it imports; and one of ours waits for exports to reach the host. A device runs its streams as it likes,
-so events order them, and the engine's thread waits for none:
+Three threads meet here. The engine's thread issues the model's work and the gathers of exports; the puller's thread
+issues imports; and a thread of `DeviceCopies` waits for exports to reach the host. A device runs its streams in any
+order, so events order them, and the engine's thread waits for none:
 
 - a gather comes after all that the model was given before, and the model goes on after it: blocks may be freed and
   used again while their KV is still on its way to the host, because it goes from scratch memory of the device;
@@ -42,16 +43,16 @@ Death = Callable[[str, BaseException], None]
 
 
 class Copies(Protocol):
-    """Of one rank. `writing` and `written` are the puller's, all else the engine's thread's; `upload` is either's."""
+    """The copies of one rank. The puller's thread calls `writing` and `written`, either thread `upload`, and the
+    engine's thread everything else.
+    """
 
     @property
-    def slabs(self) -> list[Bytes]:
-        """See HostMemory."""
-        ...
+    def slabs(self) -> list[Bytes]: ...
 
     def enter(self) -> None:
-        """The first thing that a thread of the endpoint does: what it, or a transport on it, issues is for the cache's
-        device.
+        """To be called first on each thread of the endpoint: what it, or a transport on it, issues is for the
+        cache's device.
         """
 
     def start(self, on_death: Death) -> None:
@@ -80,7 +81,7 @@ class Copies(Protocol):
         """What the model is given from now on comes after everything `written`."""
 
     def close(self) -> None:
-        """Return once nothing is copied any more."""
+        """Return once no copy is under way."""
 
 
 class HostCopies:
@@ -91,45 +92,41 @@ class HostCopies:
 
     @property
     def slabs(self) -> list[Bytes]:
-        """See HostMemory."""
         return self._memory.slabs
 
     def enter(self) -> None:
-        """See Copies."""
+        pass
 
     def start(self, on_death: Death) -> None:
-        """See Copies."""
+        pass
 
     def stage(self, start: int, end: int, fill: Fill, done: Done, coding: Coding | None = None) -> None:
-        """See Copies."""
         parts = parts_of(start, end, self._memory, coding)
         for part in parts:
             (fill if coding is None else coding.code)(part.start, part.end, part.host)
         done(staged_of(parts, coding))
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See Copies."""
         return tensor
 
     def freed(self) -> Any:
-        """See Copies."""
+        pass
 
     def writing(self, freed: Any) -> AbstractContextManager[None]:
-        """See Copies."""
         return nullcontext()
 
     def written(self) -> None:
-        """See Copies."""
+        pass
 
     def join(self) -> None:
-        """See Copies."""
+        pass
 
     def close(self) -> None:
-        """See Copies."""
+        pass
 
 
 class Device(Protocol):
-    """What is used of a device: streams and events as `torch.cuda` has them, memory, and copies."""
+    """The operations of a device that are used: streams and events as `torch.cuda` has them, memory, and copies."""
 
     def enter(self) -> None:
         """The calling thread's current device is this one: a new thread has device 0, where its first call would make a
@@ -166,7 +163,7 @@ class _Scratch:
 
 @dataclass(frozen=True, slots=True)
 class _Staging:
-    """Parts that are on the host after `copied`. They are kept until then, whoever else lets them go."""
+    """Parts that are on the host after `copied`. They are kept until then, even if nothing else refers to them."""
 
     parts: list[Part]
     coding: Coding | None
@@ -175,10 +172,10 @@ class _Staging:
 
 
 class DeviceCopies:
-    """The cache lies on a device. Make it on the engine's thread, whose device it keeps to.
+    """The cache lies on a device. Create it on the engine's thread, whose device it keeps to.
 
-    Where more is exported than the scratch memory holds, the model's stream, but not the engine's thread, waits for the
-    link to the host.
+    Where more is exported than the scratch memory holds, the model's stream waits for the link to the host; the
+    engine's thread does not.
     """
 
     def __init__(self, device: Device, memory: HostMemory, segment_values: int, scratch: int) -> None:
@@ -195,20 +192,16 @@ class DeviceCopies:
 
     @property
     def slabs(self) -> list[Bytes]:
-        """See HostMemory."""
         return self._memory.slabs
 
     def enter(self) -> None:
-        """See Copies."""
         self._device.enter()
 
     def start(self, on_death: Death) -> None:
-        """See Copies."""
         self._thread = threading.Thread(target=self._run, args=(on_death,), name="kv-copies", daemon=True)
         self._thread.start()
 
     def stage(self, start: int, end: int, fill: Fill, done: Done, coding: Coding | None = None) -> None:
-        """See Copies."""
         parts = parts_of(start, end, self._memory, coding)
         self._gathers.wait_event(self._mark(self._device.current()))
         try:
@@ -238,35 +231,29 @@ class DeviceCopies:
         self._stagings.put(_Staging(parts, coding, self._mark(self._exports), done))
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See Copies."""
         return self._device.upload(tensor)
 
     def freed(self) -> Any:
-        """See Copies."""
         return self._mark(self._device.current())
 
     @contextmanager
     def writing(self, freed: Any) -> Iterator[None]:
-        """See Copies."""
         with self._device.on(self._imports):
             self._imports.wait_event(freed)
             yield
 
     def written(self) -> None:
-        """See Copies."""
         event = self._mark(self._imports)
         with self._lock:
             self._written.append(event)
 
     def join(self) -> None:
-        """See Copies."""
         with self._lock:
             written, self._written = self._written, []
         for event in written:
             self._device.current().wait_event(event)
 
     def close(self) -> None:
-        """See Copies."""
         self._stagings.put(None)
         if self._thread is not None:
             self._thread.join()
@@ -291,20 +278,18 @@ class DeviceCopies:
                 result: Staged | Exception = staged_of(staging.parts, staging.coding)
             except KvError as error:
                 result = error
-            except Exception as error:  # the device's: who waits for this chunk is told, the engine meets it itself
+            except (
+                Exception
+            ) as error:  # the device's: the chunk's transfer fails; the engine will meet the error itself
                 _log.exception("KV could not be copied to the host")
                 result = error
             staging.done(result)
             del staging, result  # host memory is free once nothing refers to it
 
 
-# MERGED blocks.py
-# The blocks of an engine's cache as the destination of an import, by the slots of its tokens.
-
-
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Where one import goes: see Destination."""
+    """The blocks of an engine's cache as the destination of one import, by the slots of its tokens."""
 
     caches: list[torch.Tensor]
     layout: KvLayout
@@ -313,10 +298,10 @@ class Blocks:
     layer_start: int  # of this rank's, in the model
     head_start: int
     copies: Copies
-    freed: Any  # what the blocks were used for before is done after this
+    freed: Any  # after this event, the earlier use of the blocks is done
     zero: bool  # fault injection: proves that tests would notice wrong KV
     codec: "DeviceCodec | None"
-    null_slots: int = 0  # slots below are of the engine's null block, which stands for tokens outside of a window
+    null_slots: int = 0  # slots below this are of the engine's null block, which stands for tokens outside of a window
 
     @property
     def dtype(self) -> torch.dtype:
@@ -324,7 +309,6 @@ class Blocks:
         return self.caches[0].dtype
 
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
-        """See Destination."""
         first = token_start - self.token_start
         slots = self.slots[first : first + kv.shape[1]]
         if self.null_slots and not bool((kept := slots >= self.null_slots).all()):
@@ -351,7 +335,7 @@ class Blocks:
             return False
         head, wanted = self.head_start, slice(tokens[0] - self.token_start, tokens[1] - self.token_start)
         if self.null_slots and bool((self.slots[wanted] < self.null_slots).any()):
-            return False  # what is left of it is written a layer at a time
+            return False  # the wanted part is written a layer at a time
         own = (layers[0] - self.layer_start, layers[1] - self.layer_start), (heads[0] - head, heads[1] - head)
         with self.copies.writing(self.freed):
             return self.codec.decode(*own, self.slots[wanted], payload, dtype, codec)
@@ -361,17 +345,11 @@ class Blocks:
         return []
 
     def finish(self) -> None:
-        """See Destination."""
         self.copies.written()
 
 
-# MERGED torch_device.py
-# A device that torch drives, with the streams, events and copies of `Device`: `torch.cuda`, which is ROCm's, too, and
-# `torch.xpu`.
-
-
 class TorchDevice:
-    """The device of one rank's cache."""
+    """The device of one rank's cache, as torch drives it: `torch.cuda`, which is also ROCm's, and `torch.xpu`."""
 
     def __init__(self, cache: torch.Tensor) -> None:
         self._device = cache.device
@@ -380,28 +358,22 @@ class TorchDevice:
         self._event = self._events()
 
     def enter(self) -> None:
-        """See Device."""
         self._module.set_device(self._device)
 
     def stream(self) -> Any:
-        """See Device."""
         return self._module.Stream(self._device)
 
     def event(self) -> Any:
-        """See Device."""
         return self._event()
 
     def current(self) -> Any:
-        """See Device."""
         return self._module.current_stream(self._device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """See Device."""
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
 
     def scratch(self, values: int) -> torch.Tensor:
-        """See Device."""
         return torch.empty(values, dtype=self._dtype, device=self._device)
 
     def download(self, to: torch.Tensor, source: torch.Tensor) -> None:

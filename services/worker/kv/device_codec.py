@@ -1,7 +1,10 @@
-"""KV in the paged caches of one rank's device, moved by Triton kernels: as it is, coded on its way out, decoded on its
-way in. What goes over the wire is what the CPU codec makes of the same KV, bit for bit.
+"""KV in the paged caches of one rank's GPU, moved by Triton kernels: unchanged, coded on its way out, or decoded on
+its way in. The payloads are those of `codec`, bit for bit.
 
-Triton is imported with this: where the caches lie in host memory nobody needs it.
+Kernels read the cache in place, by slots, and write bytes of the payload; values in between stay in registers.
+Divisions are IEEE's and no multiplication is fused with an addition, for otherwise the last bits would differ.
+
+The module requires Triton. Where a kernel fails, KV is copied without kernels and a warning is logged.
 """
 
 import logging
@@ -23,14 +26,6 @@ from services.worker.kv.staging import CodedLayers, CodedSegment
 from services.worker.kv.triton_kernels import tops as tops_of
 from services.worker.kv.wire.server import ExportShape
 from shared.domain.kv import TOKEN_GROUP, Codec, channel_group
-
-# MERGED codec_triton.py
-# The lossy codecs for KV in an engine's paged cache on a GPU: gathered and coded, or decoded and scattered, in Triton
-# kernels. The payloads are those of `codec`, bit for bit.
-#
-# Kernels read the cache where it is, by slots, and write bytes of the payload; what lies between is in registers.
-# Divisions are IEEE's and no multiplication is fused with an addition, for else the last bits would differ.
-
 
 _INFINITE = 0x7F800000  # magnitudes from here on are not finite
 _ALIGNED = 16
@@ -57,13 +52,13 @@ class Places:
         return len(self.views) // 2, 2, self.slots.numel(), heads, dim
 
     def of(self, start: int, end: int) -> "Places":
-        """Those of some of the layers."""
+        """The places of layers [start, end)."""
         sides = slice(2 * start, 2 * end)
         return Places(self.views[sides], self.pointers[sides], self.slots)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of every kernel, from `like` to `step_head`."""
+        """The first arguments of every kernel, `like` to `step_head`."""
         return self.views[0], self.pointers, self.slots, *self.steps
 
     @property
@@ -186,27 +181,27 @@ class _Section:
 
     @property
     def groups(self) -> int:
-        """Of one layer."""
+        """Groups of one layer."""
         return self.tokens * self.heads * self.dim // self.group
 
     @property
     def values(self) -> int:
-        """Coded, of all layers."""
+        """Coded values of all layers."""
         return self.layers * self.tokens * self.heads * self.dim
 
     @property
     def codes(self) -> int:
-        """Where they begin: after scales and zeros."""
+        """The offset of the coded values, behind scales and zeros."""
         return self.at + 4 * self.layers * self.groups
 
     @property
     def end(self) -> int:
-        """Where the next one begins."""
+        """The offset of the next section."""
         return self.codes + self.values * self.bits // 8
 
     @property
     def arguments(self) -> tuple[int, ...]:
-        """What the kernels want to know of it."""
+        """The arguments of a section, `side` to `bits`."""
         apart = 2 * self.layers * self.groups
         whole = (self.side, self.at, apart, self.codes, self.values, self.first, self.tokens, self.group)
         return (*whole, self.heads, self.dim, self.bits)
@@ -307,7 +302,7 @@ class DeviceCodec:
             torch.get_device_module(kv.device).synchronize(kv.device)
 
     def codes(self, codec: Codec) -> bool:
-        """Whether KV can be coded by it here."""
+        """Whether this device can code KV with that codec."""
         return codec.lossy and not (codec is Codec.INT4 and self._shape.head_dim % 2)
 
     def gather(self, slots: torch.Tensor, out: torch.Tensor) -> bool:
@@ -391,7 +386,6 @@ class DeviceCodec:
         encode_into(places, codec, self._shape.layers_a_frame(tokens, heads, codec), out, tops)
 
     def staged(self, codec: Codec, start: int, end: int, coded: torch.Tensor) -> CodedSegment:
-        """See Coding.staged."""
         layers, _, _, heads, _ = self._shape.chunk_shape(1)
         require_finite(coded[coded.numel() - 8 * layers * heads :].view(torch.int32))
         return self._coded(codec, start, end, coded)
@@ -418,13 +412,10 @@ class DeviceCoding:
     slots: Callable[[int, int], torch.Tensor]
 
     def size(self, tokens: int) -> int:
-        """See Coding."""
         return self.device.size(self.codec, tokens)
 
     def code(self, start: int, end: int, out: torch.Tensor) -> None:
-        """See Coding."""
         self.device.encode(self.codec, self.slots(start, end), out)
 
     def staged(self, start: int, end: int, coded: torch.Tensor) -> CodedSegment:
-        """See Coding."""
         return self.device.staged(self.codec, start, end, coded)

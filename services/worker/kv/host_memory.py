@@ -1,4 +1,8 @@
-"""Host memory for staged KV: ordinary memory beside a model on the CPU, pinned memory beside one on a device."""
+"""Host memory for staged KV: ordinary beside a model on the CPU, pinned beside an accelerator.
+
+It is allocated once as an arena and handed out in parts: pinning memory, or registering it, takes far longer than
+filling it.
+"""
 
 import math
 import threading
@@ -13,24 +17,21 @@ import torch
 from services.worker.kv.errors import KvError, KvFault
 from shared.domain.kv import TOKEN_GROUP
 
-# MERGED arena.py
-# Host memory that is allocated once and handed out in parts: pinning it, or registering it, takes far longer than to
-# fill it.
-
-
 _SLAB_BYTES = 64 << 20  # a power of two: torch rounds pinned memory up to one
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 Allocate = Callable[[int], torch.Tensor]
+Shape = Callable[[int], tuple[int, ...]]  # of that many tokens
+Size = Callable[[int], int]  # bytes of that many tokens, which do not fall as tokens rise
 
 
 def plain(size: int) -> torch.Tensor:
-    """So many bytes of ordinary memory, which take none before they are written."""
+    """Ordinary memory, whose pages are taken when they are first written."""
     return torch.empty(size, dtype=torch.uint8)
 
 
 def pinned(size: int) -> torch.Tensor:
-    """So many bytes that a device copies to by itself."""
+    """Memory that a device copies to by itself."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
@@ -50,25 +51,26 @@ class Arena:
     """Slabs of places of `place_bytes` each. Thread-safe."""
 
     def __init__(self, place_bytes: int, places: int, allocate: Allocate = plain) -> None:
-        """At least so many places. Raises RuntimeError when the host does not give so much. `allocate` gives bytes."""
+        """At least that many places. Raises RuntimeError when the host does not give as much. `allocate` returns
+        bytes.
+        """
         self._place_bytes = place_bytes
         each = max(1, min(places, _SLAB_BYTES // place_bytes))
         count = -(-places // each)
         self.slabs: list[Bytes] = [allocate(each * place_bytes).numpy() for _ in range(count)]
         self._free = [Extent(slab, 0, each) for slab in range(count)]
-        self._returned: deque[Extent] = deque()  # appended to by whoever drops the last reference
+        self._returned: deque[Extent] = deque()  # appended to by the thread that drops the last reference
         self._lock = threading.Lock()
 
     @property
     def free(self) -> int:
-        """Places that nobody has."""
         with self._lock:
             self._collect()
             return sum(len(extent) for extent in self._free)
 
     def cut(self, wanted: int, least: int = 1) -> Extent | None:
-        """So many places from the first hole that has them, else the largest hole, of at least `least`. None without
-        one.
+        """Cut `wanted` places from the first hole that has them, otherwise the largest hole, of at least `least`.
+        None without such a hole.
         """
         with self._lock:
             self._collect()
@@ -84,12 +86,12 @@ class Arena:
             return cut
 
     def give_back(self, extent: Extent) -> None:
-        """Nobody has these places any more."""
+        """Return places that were cut and not used."""
         self._returned.append(extent)
 
     def bytes_of(self, extent: Extent, size: int | None = None) -> Bytes:
-        """The memory of places that were cut, or its first `size` bytes. They are given back when nothing refers to
-        this very array; an array that is cut from it is a view of the slab, and does not keep it.
+        """The memory of places that were cut, or its first `size` bytes. The places are returned when nothing
+        refers to this very array; an array that is cut from it is a view of the slab and does not keep it.
         """
         start = extent.start * self._place_bytes
         end = extent.end * self._place_bytes if size is None else start + size
@@ -98,13 +100,13 @@ class Arena:
         return places
 
     def take_bytes(self, size: int) -> Bytes | None:
-        """So many bytes in one piece, or None while there is no such hole; see `bytes_of`."""
+        """That many bytes in one piece, or None while there is no such hole; see `bytes_of`."""
         places = -(-size // self._place_bytes)
         extent = self.cut(places, places)
         return None if extent is None else self.bytes_of(extent)
 
     def _collect(self) -> None:
-        """Take back what was returned, and join neighbours."""
+        """Add the returned places to the free ones, and join neighbours."""
         if not self._returned:
             return
         while self._returned:
@@ -119,12 +121,8 @@ class Arena:
         self._free = joined
 
 
-Shape = Callable[[int], tuple[int, ...]]  # of so many tokens
-Size = Callable[[int], int]  # bytes of so many tokens, never fewer for more
-
-
 class HeapMemory:
-    """Whatever the process has, in segments of at most so many tokens."""
+    """Memory of the process's heap, in segments of at most `segment_tokens` tokens."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, segment_tokens: int) -> None:
         self._shape = shape
@@ -133,33 +131,31 @@ class HeapMemory:
 
     @property
     def slabs(self) -> list[Bytes]:
-        """See HostMemory."""
         return []
 
     def take(self, tokens: int) -> list[torch.Tensor]:
-        """See HostMemory."""
         step = self._segment_tokens
         sizes = [min(step, tokens - first) for first in range(0, tokens, step)]
         return [torch.empty(self._shape(size), dtype=self._dtype) for size in sizes]
 
     def take_bytes(self, tokens: int, size: Size) -> list[tuple[int, torch.Tensor]]:
-        """See HostMemory."""
         step = self._segment_tokens
         parts = [min(step, tokens - first) for first in range(0, tokens, step)]
         return [(part, torch.empty(size(part), dtype=torch.uint8)) for part in parts]
 
 
 class PinnedMemory:
-    """A fixed amount that a device copies to by itself, or that a transport has registered.
+    """A fixed amount of memory that a device copies to by itself, or that a transport has registered.
 
-    Divided into places for a token; what is taken is cut to the holes that there are, so that it never fails while
-    places are left. Places come back when no tensor that shares their memory is left, frames on the way included.
+    It is divided into places of a token. A request is cut to the holes that there are, so that it succeeds while
+    places are left. Places come back when no tensor that shares their memory is left, frames that are being sent
+    included.
     """
 
     def __init__(
         self, shape: Shape, dtype: torch.dtype, segment_tokens: int, limit_bytes: int, allocate: Allocate = pinned
     ) -> None:
-        """Raises RuntimeError when the host does not give so much. `allocate` gives bytes."""
+        """Raises RuntimeError when the host does not give as much. `allocate` returns bytes."""
         self._shape = shape
         self._dtype = dtype
         self._segment_tokens = segment_tokens
@@ -168,7 +164,6 @@ class PinnedMemory:
 
     @property
     def slabs(self) -> list[Bytes]:
-        """See HostMemory."""
         return self._arena.slabs
 
     @property
@@ -177,7 +172,6 @@ class PinnedMemory:
         return self._arena.free
 
     def take(self, tokens: int) -> list[torch.Tensor]:
-        """See HostMemory."""
         taken: list[Extent] = []
         while tokens:
             found = self._arena.cut(min(tokens, self._segment_tokens))
@@ -190,7 +184,6 @@ class PinnedMemory:
         return [self._tensor(extent) for extent in taken]
 
     def take_bytes(self, tokens: int, size: Size) -> list[tuple[int, torch.Tensor]]:
-        """See HostMemory."""
         taken: list[tuple[int, Extent]] = []
         while tokens:
             part = min(tokens, self._segment_tokens)

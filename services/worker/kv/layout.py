@@ -1,7 +1,6 @@
-"""From an engine's paged KV cache to the canonical form and back: K and V as [token, kv_head, head_dim].
+"""The layouts of an engine's paged KV cache, read and written as K and V [token, kv_head, head_dim].
 
-A cache here is the tensor of one layer on one rank. Slots number its token places: block * block_size +
-offset.
+A cache here is the tensor of one layer on one rank. Slots number its token places: block * block_size + offset.
 """
 
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import torch
 
 
 class LayoutError(Exception):
-    """The engine's KV cache has a layout that is not understood; serving from it would corrupt answers."""
+    """The engine's KV cache has an unknown layout: transferring from it would corrupt answers."""
 
 
 class KvLayout(Protocol):
@@ -69,7 +68,6 @@ class StridedLayout:
         return keys(cache), values(cache)
 
     def gather(self, cache: torch.Tensor, blocks: torch.Tensor, start: int, end: int, out: torch.Tensor) -> None:
-        """See KvLayout."""
         size, parts = self._kernel_block, self.block_size // self._kernel_block
         first = start // size
         if parts > 1:
@@ -81,7 +79,6 @@ class StridedLayout:
             out[side].copy_(tokens[skip : skip + end - start])
 
     def scatter(self, cache: torch.Tensor, slots: torch.Tensor, head: int, kv: torch.Tensor) -> None:
-        """See KvLayout."""
         slots = slots.to(cache.device)
         blocks, offsets = slots // self._kernel_block, slots % self._kernel_block
         kv = kv.to(cache.device)
@@ -191,11 +188,10 @@ class CpuLayout:
         self._sides = self._probe(cache.dtype)
 
     def describe(self) -> str:
-        """The interior that was found, for the log."""
+        """For the log."""
         return "; ".join(f"{name}: {side.describe()}" for name, side in zip("KV", self._sides, strict=True))
 
     def gather(self, cache: torch.Tensor, blocks: torch.Tensor, start: int, end: int, out: torch.Tensor) -> None:
-        """See KvLayout."""
         first = start // self.block_size
         wanted = blocks[first : -(-end // self.block_size)]
         skip = start - first * self.block_size
@@ -205,7 +201,6 @@ class CpuLayout:
             out[index].copy_(side.tokens(inner)[skip : skip + end - start])
 
     def scatter(self, cache: torch.Tensor, slots: torch.Tensor, head: int, kv: torch.Tensor) -> None:
-        """See KvLayout."""
         heads = kv.shape[2]
         part = cache[:, head : head + heads]
         two_tables = part.view(part.shape[0], heads, 2 * self.block_size, self.head_dim)

@@ -1,7 +1,13 @@
-"""The loops that code int8 and int4, compiled for this machine's vector units; `codec` says what they compute.
+"""The loops of the KV codecs on the CPU, compiled with numba for the machine's vector units: fp8, int8 and int4,
+encoded and decoded, and the conversions between number formats on which they rely. `codec` defines the format of the
+result.
 
 Values are the bits of bfloat16 (int16) or float32 (int32). KV [layers, 2, tokens, heads, head_dim] is a flat array and
-`steps`, by how many values layers, K and V, and tokens are apart; what a token has of all heads lies together: a row.
+`steps`, by how many values layers, K and V, and tokens are apart; a row is what a token has of all heads, which lies
+together. float32, bfloat16, float16 and fp8 (e4m3fn) are rounded half to even, as torch does.
+
+Each operation is cast: whole numbers would otherwise become 64 bits wide, and half as many fit a vector. Both sides
+of a choice are computed first, so that it needs no branch.
 
 Importing this takes 0.7 s and 65 MB. A first call compiles, or reads what an earlier process compiled.
 """
@@ -16,14 +22,6 @@ from numba.extending import intrinsic
 
 from shared.domain.kv import TOKEN_GROUP
 
-# MERGED codec_bits.py
-# Numbers by their bits, for compiled loops: float32, bfloat16, float16 and fp8 (e4m3fn), rounded half to even as torch
-# does.
-#
-# Each operation is cast, as whole numbers would become 64 bits wide and half as many fit a vector. Both sides of a
-# choice are computed first: then it takes no branch.
-
-
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 
 F, U = np.float32, np.uint32
@@ -34,8 +32,8 @@ _SIGN = U(0x80000000)
 
 
 def kernel(loop: Loop) -> Loop:
-    """Compile; it runs without the GIL. What is compiled is kept for later processes until the date of the loop's own
-    file changes: whoever changes a part of it that lies elsewhere, touches that file.
+    """Compile a loop, which then runs without the GIL. Later processes reuse the compiled code until this file
+    changes.
     """
     compiled: Loop = njit(nogil=True, cache=True, error_model="numpy")(loop)
     return compiled
@@ -347,8 +345,7 @@ def encode_ints(src: Any, steps: Any, shape: Any, group: Any, bits: Any, payload
     return True
 
 
-# MERGED codec_fp8.py
-# The loops of the fp8 codec, compiled; see `codec_quantise` for how KV is passed.
+# fp8.
 
 
 _MAX = F(448.0)  # of torch.float8_e4m3fn
@@ -417,8 +414,7 @@ def decode_fp8(payload: Any, steps: Any, shape: Any, dim: Any, out: Any) -> None
                     into[c] = lowered(of_fp8(some[c]) * scale, into[c])
 
 
-# MERGED codec_restore.py
-# The inverse of `codec_quantise`, compiled; KV is passed in the same way.
+# Decoding of int8 and int4.
 
 
 @part

@@ -1,7 +1,15 @@
-"""The worker's handle on its own ranks' KV endpoints: direct for a rank in this process, else over its socket."""
+"""The messages between a worker process and the KV endpoints of its ranks.
+
+The worker sends operations (`Release`, `Prefetch`, `Drop`, `RenewLease`, `Stats`): by a call to a rank in the same
+process, otherwise over ZeroMQ. Each rank sends events, over ZeroMQ PUSH to PULL.
+"""
 
 import asyncio
+import hmac
+import logging
+import socket
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -10,115 +18,139 @@ import zmq
 import zmq.asyncio
 
 from services.worker.kv.errors import KvError
-from services.worker.kv.wire.protocol import (
-    MAX_MESSAGE_BYTES,
-    Answer,
-    Control,
-    Drop,
-    Prefetch,
-    RankStats,
-    Release,
-    RenewLease,
-    Stats,
-    decode_answer,
-    decoded,
-    encode_message,
-)
+from services.worker.kv.wire.protocol import MAX_MESSAGE_BYTES, Message, decoded, encode_message, opened
 from shared.domain.kv import KvHandle
 from shared.errors import DeadlineExceeded, PolyphaseError
 from shared.runtime.tasks import Background
 
 _TIMEOUT_S = 2.0
+_MAX_EVENT_BYTES = 64 << 10
+_HIGH_WATER = 100_000
+_log = logging.getLogger(__name__)
+
+
+class Release(Message, frozen=True):
+    """Drop what is staged or prefetched for the transfer, and refuse later pulls of it. Idempotent."""
+
+    transfer_id: str
+
+
+class Prefetch(Message, frozen=True):
+    """Begin to pull tokens [0, tokens) of the handle before the engine has blocks for them.
+
+    Best effort: without room, without progress, or after `keep_s` without an import of it, nothing of it is left.
+    """
+
+    handle: KvHandle
+    tokens: int
+    keep_s: float
+
+
+class Drop(Message, frozen=True):
+    """Forget a prefetch. An import that the engine has begun goes on."""
+
+    transfer_id: str
+
+
+class RenewLease(Message, frozen=True):
+    """Have the exporters keep the handle while a decode waits for blocks to pull it into. Best effort; a pull that is
+    under way renews its lease by itself.
+    """
+
+    handle: KvHandle
+
+
+class Stats(Message, frozen=True):
+    """Report counters and levels."""
+
+
+Operation = Release | Prefetch | Drop | RenewLease | Stats
+
+
+class RankStats(msgspec.Struct, frozen=True):
+    """State of one rank. Counts and byte totals are since its start."""
+
+    rank: int = 0
+    staged_bytes: int = 0
+    staging_limit_bytes: int = 0
+    transfers: int = 0  # staged, in part or in full
+    serving: int = 0  # pulls of peers under way
+    pulling: int = 0  # own pulls under way, prefetches included
+    inbox_bytes: int = 0  # prefetched payload that waits for its blocks
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    pulls_served: int = 0
+    pulls_refused: int = 0  # of peers, with an error
+    pulls_ok: int = 0
+    pulls_failed: int = 0
+    prefetches: int = 0  # begun
+    staging_failed: int = 0
+    leases_expired: int = 0
+    leases_renewed: int = 0  # by importers whose decodes wait for blocks
+    dropped_messages: int = 0  # garbage, oversized or unknown
+    events_lost: int = 0
+    nixl_sent_bytes: int = 0  # of `sent_bytes`
+    nixl_received_bytes: int = 0  # of `received_bytes`
+    nixl_failures: int = 0  # pairs that both have NIXL and fell back to TCP
+    nixl_refused: int = 0  # pairs that both have NIXL and may not use it
+
+
+CarryOut = Callable[[Operation], RankStats | None]  # of an endpoint; any thread may call it, and it may raise KvError
 
 
 class KvControl(Protocol):
-    """Calls every rank of one instance. Raises PolyphaseError."""
+    """Sends an operation to every rank of one instance."""
 
-    async def release(self, transfer_id: str) -> None:
-        """Drop what is staged or prefetched for the transfer, and refuse later pulls of it. Idempotent."""
-
-    async def prefetch(self, handle: KvHandle, *, keep_s: float) -> None:
-        """Begin to pull the handle before the engine has blocks for it.
-
-        Best effort: without room, without progress, or after `keep_s` without an import of it, nothing of it is left.
-        """
-
-    async def drop(self, transfer_id: str) -> None:
-        """Forget a prefetch. An import that the engine has begun goes on."""
-
-    async def renew(self, handle: KvHandle) -> None:
-        """Have the exporter keep the handle while a decode waits for blocks to pull it into. Best effort."""
-
-    async def stats(self) -> tuple[RankStats, ...]:
-        """State of every rank, in rank order."""
+    async def call(self, operation: Operation) -> list[RankStats]:
+        """The state of every rank in rank order, for `Stats`; otherwise empty. Raises PolyphaseError."""
         ...
 
 
-class Rank(Protocol):
-    """What a rank's endpoint does for its worker, from any thread and without waiting. Raises KvError."""
-
-    def release(self, transfer_id: str) -> None:
-        """See KvControl."""
-
-    def prefetch(self, handle: KvHandle, tokens: int, timeout_s: float) -> None:
-        """See KvControl."""
-
-    def drop(self, transfer_id: str) -> None:
-        """See KvControl."""
-
-    def renew(self, handle: KvHandle) -> None:
-        """See KvControl."""
-
-    def stats(self) -> RankStats:
-        """See KvControl."""
-
-
 class DirectControl:
-    """Of the one rank that runs in this process."""
+    """For the one rank that runs in this process."""
 
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
+    def __init__(self, carry_out: CarryOut) -> None:
+        self._carry_out = carry_out
 
-    async def release(self, transfer_id: str) -> None:
-        """See KvControl."""
-        self._rank.release(transfer_id)
-
-    async def prefetch(self, handle: KvHandle, *, keep_s: float) -> None:
-        """See KvControl."""
+    async def call(self, operation: Operation) -> list[RankStats]:
         try:
-            self._rank.prefetch(handle, handle.tokens, keep_s)
+            stats = self._carry_out(operation)
         except KvError as error:
             raise PolyphaseError(str(error)) from error
+        return [stats] if stats is not None else []
 
-    async def drop(self, transfer_id: str) -> None:
-        """See KvControl."""
-        self._rank.drop(transfer_id)
 
-    async def renew(self, handle: KvHandle) -> None:
-        """See KvControl."""
-        self._rank.renew(handle)
+class Control(Message, frozen=True):
+    """A request to a rank. `key` proves that the rank's owner sent it."""
 
-    async def stats(self) -> tuple[RankStats, ...]:
-        """See KvControl."""
-        return (self._rank.stats(),)
+    call: int
+    key: str
+    operation: Operation
+
+
+class Answer(Message, frozen=True):
+    """The response of a rank; `error` is empty when the operation was carried out."""
+
+    call: int
+    error: str = ""
+    stats: RankStats | None = None
+
+
+_controls = msgspec.msgpack.Decoder(Control)
+_answers = msgspec.msgpack.Decoder(Answer)
 
 
 class SocketControl:
-    """Of ranks in processes of their own; enter it on the event loop that uses it.
-
-    All calls raise DeadlineExceeded when a rank does not answer in `timeout_s` seconds, a wrong key included.
-    """
+    """For ranks in processes of their own; enter it on the event loop that uses it."""
 
     def __init__(self, endpoints: tuple[str, ...] | list[str], key: str, curve: tuple[str, str] | None = None) -> None:
-        """`key` is "control_key" of the connector's configuration; `curve` the cluster's pair (public,
-        secret).
-        """
+        """`key` is "control_key" of the connector's configuration; `curve` the cluster's pair (public, secret)."""
         self._endpoints = tuple(endpoints)
         self._key = key
         self._curve = curve
         self._context: zmq.asyncio.Context | None = None
         self._sockets: list[zmq.asyncio.Socket] = []
-        self._answers: dict[tuple[int, int], asyncio.Future[Answer]] = {}
+        self._waiting: dict[tuple[int, int], asyncio.Future[Answer]] = {}
         self._readers = Background()
         self._last_call = 0
 
@@ -145,34 +177,14 @@ class SocketControl:
         if self._context is not None:
             self._context.term()
 
-    async def release(self, transfer_id: str, timeout_s: float = _TIMEOUT_S) -> None:
-        """See KvControl."""
-        await self._call(Release(transfer_id), timeout_s)
-
-    async def prefetch(self, handle: KvHandle, *, keep_s: float) -> None:
-        """See KvControl."""
-        await self._call(Prefetch(handle, handle.tokens, keep_s), _TIMEOUT_S)
-
-    async def drop(self, transfer_id: str, timeout_s: float = _TIMEOUT_S) -> None:
-        """See KvControl."""
-        await self._call(Drop(transfer_id), timeout_s)
-
-    async def renew(self, handle: KvHandle, timeout_s: float = _TIMEOUT_S) -> None:
-        """See KvControl."""
-        await self._call(RenewLease(handle), timeout_s)
-
-    async def stats(self, timeout_s: float = _TIMEOUT_S) -> tuple[RankStats, ...]:
-        """See KvControl."""
-        answers = await self._call(Stats(), timeout_s)
-        return tuple(answer.stats or RankStats() for answer in answers)
-
-    async def _call(self, operation: Release | Prefetch | Drop | RenewLease | Stats, timeout_s: float) -> list[Answer]:
+    async def call(self, operation: Operation, timeout_s: float = _TIMEOUT_S) -> list[RankStats]:
+        """Raises DeadlineExceeded when a rank does not answer in time; a rank does not answer a wrong key either."""
         self._last_call += 1
         call = self._last_call
         message = encode_message(Control(call, self._key, operation))
         loop = asyncio.get_running_loop()
         waiting = {(rank, call): loop.create_future() for rank in range(len(self._sockets))}
-        self._answers.update(waiting)
+        self._waiting.update(waiting)
         try:
             async with asyncio.timeout(timeout_s):
                 for each in self._sockets:
@@ -182,23 +194,86 @@ class SocketControl:
             raise DeadlineExceeded(f"a KV endpoint did not answer {type(operation).__name__}") from None
         finally:
             for key in waiting:
-                self._answers.pop(key, None)
+                self._waiting.pop(key, None)
         for answer in answers:
             if answer.error:
                 raise PolyphaseError(answer.error)
-        return answers
+        return [answer.stats for answer in answers if answer.stats is not None]
 
     async def _read(self, rank: int, dealer: zmq.asyncio.Socket) -> None:
         while True:
             parts = await dealer.recv_multipart()
-            answer = decode_answer(parts[0]) if len(parts) == 1 else None
-            future = self._answers.get((rank, answer.call)) if answer is not None else None
+            answer = opened(_answers, parts[0]) if len(parts) == 1 else None
+            future = self._waiting.get((rank, answer.call)) if answer is not None else None
             if answer is not None and future is not None and not future.done():
                 future.set_result(answer)
 
 
-# MERGED events.py
-# Events from each rank's connector to the worker process that owns the engine: ZeroMQ PUSH to PULL.
+class ControlServer:
+    """The rank's end of `SocketControl`: a thread that carries out operations and answers them."""
+
+    def __init__(
+        self,
+        address: str,
+        key: str,
+        curve: tuple[str, str] | None,
+        carry_out: CarryOut,
+        on_death: Callable[[str, BaseException], None],
+    ) -> None:
+        """Binds and starts at once. Raises OSError when the address cannot be bound. `on_death(thread, error)` is
+        called when a bug ends the thread.
+        """
+        self.dropped = 0  # messages that are malformed or have a wrong key
+        self._key = key
+        self._carry_out = carry_out
+        self._on_death = on_death
+        self._context = zmq.Context()
+        self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        if curve:
+            self._router.curve_server = True
+            self._router.curve_publickey, self._router.curve_secretkey = (half.encode() for half in curve)
+        try:
+            self._router.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(f"cannot bind {address}: {error}") from error
+        self._stopping, self._stop = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.send(b"\0")
+        self._thread.join()
+        self._stop.close()
+        self._stopping.close()
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._stopping, zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll())
+                if self._stopping.fileno() in ready:
+                    return
+                peer, *parts = self._router.recv_multipart()
+                control = opened(_controls, parts[0]) if len(parts) == 1 else None
+                if control is None or not hmac.compare_digest(control.key.encode(), self._key.encode()):
+                    self.dropped += 1
+                    continue
+                self._router.send_multipart([peer, encode_message(self._answer(control))])
+        except Exception as error:
+            _log.exception("the thread that answers the worker's control ended")
+            self._on_death("control", error)
+
+    def _answer(self, control: Control) -> Answer:
+        try:
+            return Answer(control.call, "", self._carry_out(control.operation))
+        except KvError as error:
+            return Answer(control.call, str(error))
 
 
 class StagedChunk(msgspec.Struct, frozen=True, tag=True):
@@ -212,8 +287,8 @@ class StagedChunk(msgspec.Struct, frozen=True, tag=True):
 
 
 class TransferEnded(msgspec.Struct, frozen=True, tag=True):
-    """A rank has dropped what it held of an export, and will stage no more of it: taken by all its importers,
-    released, refused, or its lease is over. Its pool holds `staged_bytes` now.
+    """A rank has dropped what it held of an export and stages no more of it: all importers have pulled it, it was
+    released or refused, or its lease has expired. The rank's pool holds `staged_bytes` now.
     """
 
     transfer_id: str
@@ -222,7 +297,7 @@ class TransferEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class ThreadEnded(msgspec.Struct, frozen=True, tag=True):
-    """A thread of that rank's KV endpoint has died of a bug: the rank can do its work no more."""
+    """A bug ended a thread of that rank's KV endpoint: the instance cannot go on."""
 
     rank: int
     thread: str
@@ -240,10 +315,11 @@ class StagingFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class PullEnded(msgspec.Struct, frozen=True, tag=True):
-    """An import ended on a rank. Times are unix seconds; `error` begins with a KvFault unless `ok`. `ended_s` is when
-    the last of its KV had come: a prefetch may be complete long before the engine has blocks for it.
+    """An import ended on a rank; there is one for each rank and each request that had an import.
 
-    `ok` with no tokens: the importer had them all, nothing was pulled.
+    Times are unix seconds; `error` begins with a KvFault unless `ok`. `ended_s` is when the last of its KV arrived: a
+    prefetch may be complete long before the engine has blocks for it. `ok` with no tokens: the importer's cache held
+    all of them and nothing was pulled.
     """
 
     transfer_id: str
@@ -255,17 +331,14 @@ class PullEnded(msgspec.Struct, frozen=True, tag=True):
     started_s: float
     ended_s: float
     prefetched: bool
-    transport: str = ""  # what carried it: tcp, zeromq, nixl, or several joined by "+"
+    transport: str = ""  # what carried it: tcp, nixl, or "nixl+tcp"
 
 
 KvEvent = StagedChunk | TransferEnded | StagingFailed | PullEnded | ThreadEnded
 
-_MAX_BYTES = 64 << 10
-_HIGH_WATER = 100_000
-
 
 class EventSender:
-    """A rank's end. Never blocks: an event that nobody can take is counted and lost. Thread-safe."""
+    """A rank's end. It does not block: an event that cannot be queued is counted and lost. Thread-safe."""
 
     def __init__(self, address: str) -> None:
         self.lost = 0
@@ -278,7 +351,6 @@ class EventSender:
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, event: KvEvent) -> None:
-        """Queue an event."""
         with self._lock:
             try:
                 self._socket.send(self._encoder.encode(event), zmq.NOBLOCK)
@@ -286,16 +358,16 @@ class EventSender:
                 self.lost += 1
 
     def close(self) -> None:
-        """Give queued events a moment, then close."""
+        """Close, after up to 200 ms for queued events."""
         with self._lock:
             self._socket.close()
         self._context.term()
 
 
 class KvEvents:
-    """The worker's end: an async iterator of events. Binds when entered.
+    """The worker's end: an async iterator of events. Binds when entered, and raises OSError when the address is taken.
 
-    Garbage is dropped and counted in `dropped`. Raises OSError when the address is taken.
+    Malformed events are counted in `dropped`.
     """
 
     def __init__(self, address: str) -> None:
@@ -309,7 +381,7 @@ class KvEvents:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_EVENT_BYTES)
         self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
         self._socket.bind(self.address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -329,7 +401,6 @@ class KvEvents:
         return await self.get()
 
     async def get(self) -> KvEvent:
-        """The next event."""
         assert self._socket is not None, "enter the context first"
         while True:
             frame = await self._socket.recv()

@@ -1,4 +1,4 @@
-"""Which rank holds which layers and KV heads, and whom an importer rank therefore asks."""
+"""Which rank holds which layers and KV heads, and from which exporter ranks an importer rank therefore pulls."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,7 +13,7 @@ _REMEMBERED = 256  # answers of each kind
 class Shards:
     """How the ranks of one instance share a model's KV: layers by pipeline stage, heads by tensor parallelism.
 
-    Ranks are numbered stage by stage, as the engine does. `stages`: layers of each, in order.
+    Ranks are numbered stage by stage, as in the engine. `stages`: layers of each, in order.
     """
 
     stages: tuple[int, ...]
@@ -22,16 +22,13 @@ class Shards:
 
     @property
     def ranks(self) -> int:
-        """Of all stages."""
         return len(self.stages) * self.tensor_parallel
 
     @property
     def layers(self) -> int:
-        """Of the model."""
         return sum(self.stages)
 
     def layers_of(self, rank: int) -> tuple[int, int]:
-        """Layers [start, end) of a rank."""
         stage = rank // self.tensor_parallel
         start = sum(self.stages[:stage])
         return start, start + self.stages[stage]
@@ -53,8 +50,8 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Layers [layer_start, layer_end) of heads [head_start, head_end) come from exporter `rank`, which `consumers`
-    importer ranks ask.
+    """Exporter `rank` has layers [layer_start, layer_end) of heads [head_start, head_end); `consumers` importer
+    ranks pull from it.
     """
 
     rank: int
@@ -66,11 +63,13 @@ class Source:
 
 
 def exporting(handle: KvHandle, ours: Shards) -> Shards:
-    """How the exporter of a handle shares the model that we have. Raises KvError(INVALID) when that does not add up."""
+    """How the exporter of a handle shares the model of this instance. Raises KvError(INVALID) when its ranks and
+    layers do not fit.
+    """
     return _shared_by(len(handle.endpoints), handle.stages, ours)
 
 
-# Each transfer asks the same again, and most clusters know but a few shapes.
+# Each transfer repeats these calls, and most clusters have only a few shapes.
 
 
 @lru_cache(_REMEMBERED)
@@ -83,7 +82,9 @@ def _shared_by(ranks: int, stages: tuple[int, ...], ours: Shards) -> Shards:
 
 @lru_cache(_REMEMBERED)
 def sources(rank: int, importers: Shards, exporters: Shards) -> tuple[Source, ...]:
-    """Whom importer `rank` asks, each layer of each of its heads once, in rank order. Raises KvError(INVALID)."""
+    """The exporter ranks from which importer `rank` pulls, each layer of each of its heads once, in rank order.
+    Raises KvError(INVALID).
+    """
     asked = _heads_asked(importers, exporters)
     first, last = importers.layers_of(rank)
     found = []
@@ -98,7 +99,7 @@ def sources(rank: int, importers: Shards, exporters: Shards) -> tuple[Source, ..
 
 @lru_cache(_REMEMBERED)
 def unasked(importers: Shards, exporters: Shards) -> tuple[int, ...]:
-    """Exporter ranks that nobody asks, since they hold copies. Raises KvError(INVALID)."""
+    """Exporter ranks from which no importer pulls, since they hold copies. Raises KvError(INVALID)."""
     asked = _heads_asked(importers, exporters)
     return tuple(each for each in range(exporters.ranks) if not _consumers(each, asked, importers, exporters))
 
@@ -107,7 +108,7 @@ _Heads = list[dict[int, tuple[int, int]]]  # by importer within a stage: exporte
 
 
 def _consumers(exporter: int, asked: _Heads, importers: Shards, exporters: Shards) -> int:
-    """How many importer ranks ask that exporter rank."""
+    """How many importer ranks pull from that exporter rank."""
     start, end = exporters.layers_of(exporter)
     ranges = (importers.layers_of(rank) for rank in range(0, importers.ranks, importers.tensor_parallel))
     stages = sum(first < end and start < last for first, last in ranges)

@@ -1,8 +1,9 @@
-"""The export side's host pool: KV that was copied out of the engine's blocks and waits to be pulled.
+"""The host pool of the export side: KV that was copied out of the engine's blocks waits here for importers, divided
+into parts of host memory, unchanged or coded.
 
-Bounded by bytes, leased by time. The engine's thread has room admitted, what copies commits, the server's thread reads,
-anyone may release. A lease begins again with each chunk that is staged, with each look of a pull, and with each renewal
-by an importer whose engine has no blocks for the KV yet.
+The pool is bounded by bytes, and transfers are leased by time. The engine's thread admits chunks, the copies commit
+them, the server's thread reads, and any thread may release. A lease begins again with each chunk that is staged, with
+each look of a pull, and with each renewal by an importer whose engine has no blocks for the KV yet.
 """
 
 import threading
@@ -30,7 +31,7 @@ class Segment:
     token_start: int
     token_end: int
     kv: torch.Tensor
-    data: memoryview = field(init=False)  # its bytes, made when nobody waits: torch takes its time for that
+    data: memoryview = field(init=False)  # its bytes, made here because torch is slow at it and no pull waits yet
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "data", self.kv.view(torch.uint8).reshape(-1).numpy().data)
@@ -57,9 +58,12 @@ class CodedSegment:
     payloads: tuple[CodedLayers, ...]
 
 
+Staged = Sequence[Segment | CodedSegment]
+
+
 @dataclass(slots=True)
 class Transfer:
-    """What is staged for one transfer. Segments follow each other without gaps."""
+    """The staged KV of one transfer. Its segments follow each other without gaps."""
 
     transfer_id: str
     expires_s: float = 0.0
@@ -72,10 +76,10 @@ class Transfer:
 
 
 class StagingPool:
-    """Staged transfers of one rank. Thread-safe, and nobody waits in it.
+    """Staged transfers of one rank. Thread-safe; no call waits.
 
-    `on_change` is called after what a waiting pull could care for; `on_end(transfer_id, staged_bytes)` once a
-    transfer, when it has ended for whatever reason and nothing is copied for it any more.
+    `on_change` is called after every change that a waiting pull may need; `on_end(transfer_id, staged_bytes)` once
+    for each transfer, when it has ended for whatever reason and nothing is being copied for it any more.
     """
 
     def __init__(
@@ -100,23 +104,23 @@ class StagingPool:
         self._transfers: dict[str, Transfer] = {}
         self._ended: OrderedDict[str, KvFault] = OrderedDict()
         self._copying: dict[str, int] = {}  # chunks that are admitted and neither committed nor abandoned
-        self._ending: set[str] = set()  # of these, transfers that have ended and of which `on_end` has not been told
+        self._ending: set[str] = set()  # of these, transfers that have ended and whose `on_end` is still to be called
         self._used_bytes = 0
         self._lock = threading.Lock()
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes held now."""
         return self._used_bytes
 
     def __len__(self) -> int:
         return len(self._transfers)
 
     def admit(self, transfer_id: str, size_bytes: int, whole_bytes: int = 0) -> None:
-        """Take room for a chunk of a transfer of `whole_bytes`, whose copy may begin; `commit` or `abandon` follows.
+        """Take room for a chunk of a transfer of `whole_bytes`, whose copy may begin; `commit` or `abandon`
+        follows.
 
-        Raises KvError: REFUSED when there is none, or can never be, and the transfer has then failed for good; else
-        the reason why the transfer ended before.
+        Raises KvError: REFUSED when there is too little room, now or ever, after which the transfer has failed for
+        good; otherwise the reason why the transfer ended before.
         """
         with self._lock:
             self._check_open(transfer_id)
@@ -171,7 +175,7 @@ class StagingPool:
             return self._transfer(transfer_id) if transfer is not None else None
 
     def renew(self, transfer_id: str) -> bool:
-        """Begin the lease again for an importer that still waits; whether that was done. It is not for a transfer that
+        """Begin the lease again for an importer that still waits; whether that was done. False for a transfer that
         holds nothing or has ended, whose lease began just now, or that has had all its renewals.
         """
         with self._lock:
@@ -186,7 +190,9 @@ class StagingPool:
         return True
 
     def confirm(self, transfer_id: str, rank: int, consumers: int) -> bool:
-        """Importer `rank` needs no more of it; released, and True, once `consumers` ranks have said so."""
+        """Importer `rank` needs no more of the transfer; it is released, and True, once `consumers` ranks have
+        confirmed.
+        """
         with self._lock:
             unknown = transfer_id not in self._transfers
             if transfer_id in self._ended or (unknown and len(self._transfers) >= _REMEMBERED):
@@ -198,7 +204,7 @@ class StagingPool:
         return self.release(transfer_id)
 
     def release(self, transfer_id: str, reason: KvFault = KvFault.RELEASED) -> bool:
-        """Drop the transfer, now and for the future; whether it held anything. Idempotent."""
+        """Drop the transfer, and refuse it in the future; whether it held anything. Idempotent."""
         with self._lock:
             ended_before = transfer_id in self._ended
             self._ended.setdefault(transfer_id, reason)
@@ -253,15 +259,8 @@ class StagingPool:
         return True
 
 
-# MERGED parts.py
-# Staged KV in parts of host memory: as it is, or coded on its way there.
-
-
-Staged = Sequence[Segment | CodedSegment]
-
-
 class HostMemory(Protocol):
-    """Where staged KV lies."""
+    """The memory of staged KV."""
 
     @property
     def slabs(self) -> list[Bytes]:
@@ -269,12 +268,12 @@ class HostMemory(Protocol):
         ...
 
     def take(self, tokens: int) -> list[torch.Tensor]:
-        """Memory for so many tokens in parts, each [layers, 2, tokens, heads, head_dim] and contiguous; it is free
-        again once nothing refers to it. Raises KvError(REFUSED) when there is none.
+        """Memory for that many tokens in parts, each [layers, 2, tokens, heads, head_dim] and contiguous; it is
+        free again once nothing refers to it. Raises KvError(REFUSED) when there is too little.
         """
 
     def take_bytes(self, tokens: int, size: Callable[[int], int]) -> list[tuple[int, torch.Tensor]]:
-        """The same for what is coded: tokens of each part, and its `size(tokens)` bytes, uint8."""
+        """The same for coded KV: tokens of each part, and its `size(tokens)` bytes, uint8."""
 
 
 class Coding(Protocol):
@@ -282,21 +281,23 @@ class Coding(Protocol):
 
     @property
     def total_bytes(self) -> int:
-        """Of all that is staged, where the host has room in one piece."""
+        """Bytes of the whole chunk, where the host has room in one piece."""
 
     def size(self, tokens: int) -> int:
-        """Bytes of so many tokens of a segment, with what `staged` judges by."""
+        """Bytes of that many tokens of a segment, with the flags that `staged` checks."""
 
     def code(self, start: int, end: int, out: torch.Tensor) -> None:
         """Issue the coding of tokens [start, end) into `out`, uint8 [size] and aligned to 16 bytes."""
 
     def staged(self, start: int, end: int, coded: torch.Tensor) -> CodedSegment:
-        """What has come to the host. Raises KvError(CODEC) where it had values that cannot be coded."""
+        """The segment in memory that has reached the host. Raises KvError(CODEC) where it had values that cannot be
+        coded.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Memory of the host for tokens [start, end): as HostMemory gives it."""
+    """Host memory for tokens [start, end), from HostMemory."""
 
     start: int
     end: int
@@ -317,7 +318,7 @@ def parts_of(start: int, end: int, memory: HostMemory, coding: Coding | None) ->
 
 
 def staged_of(parts: list[Part], coding: Coding | None) -> Staged:
-    """What has come to the host in them. Raises KvError(CODEC)."""
+    """The segments of parts that have reached the host. Raises KvError(CODEC)."""
     if coding is None:
         return [Segment(part.start, part.end, part.host) for part in parts]
     return [coding.staged(part.start, part.end, part.host) for part in parts]

@@ -1,6 +1,9 @@
-"""The Triton kernels of int8 and int4, one value a lane. `codec_quantise` does the same on the CPU.
+"""The Triton kernels that move KV between paged caches and contiguous memory: unchanged, or coded as fp8, int8 or
+int4. They produce the same bytes as `numba_kernels`.
 
-`like` to `step_head` are as in `triton_bits`, `side` to `bits` a section's of `codec_triton`.
+`like` is any of the caches, for its dtype; `pointers` to `step_head` are of `device_codec.Places`. `side` to `bits`
+are those of a section of `device_codec`. Kernels that code write one payload or several, each of `sides` K and V,
+`spaced` bytes apart; one lane has one value. `flat` holds [layers, 2, tokens, heads, head_dim] in the caches' dtype.
 """
 
 from collections.abc import Callable
@@ -8,13 +11,6 @@ from typing import Any
 
 import triton
 import triton.language as tl
-
-# MERGED triton_bits.py
-# What the Triton kernels of all codecs share: where a value lies, numbers by their bits, and the greatest magnitudes.
-#
-# `like` is any of the caches, for its dtype; `pointers` to `step_head` are of `codec_triton.Places`. Kernels that code
-# write one payload or several, each of `sides` K and V, `spaced` bytes apart.
-
 
 # Whole numbers that change from call to call: a kernel is not compiled again for those that are 1 or a multiple of 16.
 _VARYING = ("tokens", "values", "first", "group", "at", "apart", "codes", "count", "sides", "spaced")
@@ -326,8 +322,7 @@ def decode_section(
     tl.store(place, lowered(value, like), mask=mask)
 
 
-# MERGED triton_fp8.py
-# The Triton kernels of the fp8 codec (e4m3fn), by the bits of float32: GPUs without the format have it, too.
+# fp8 (e4m3fn) by the bits of float32: it works on GPUs without the format too.
 
 
 @jit
@@ -409,10 +404,7 @@ def decode_fp8(
     tl.store(place, lowered(value, like), mask=mask)
 
 
-# MERGED triton_raw.py
-# The Triton kernels that move KV as it is between paged caches and what lies together: one launch for all layers.
-#
-# `like` to `step_head` are as in `triton_bits`; `flat` holds [layers, 2, tokens, heads, head_dim] in the caches' dtype.
+# Unchanged KV: one launch for all layers.
 
 
 @jit

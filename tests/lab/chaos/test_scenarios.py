@@ -104,13 +104,13 @@ def test_draws_follow_from_seed_and_number() -> None:
 
 
 @pytest.mark.parametrize("bed", TESTBEDS.values(), ids=list(TESTBEDS))
-@pytest.mark.parametrize("transport", ["tcp", "zeromq"])
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
 def test_all_ports_of_a_testbed_are_known_and_kv_ports_have_their_scheme(
     bed: clusters.Testbed, transport: str, tmp_path: Path
 ) -> None:
     plan = make_plan(replace(bed, kv_transport=transport).build(), tmp_path, where="test")
     ports = ports_of(plan)
-    assert {port.scheme for port in ports if port.purpose == "kv"} == {"kv" if transport == "tcp" else "tcp"}
+    assert {port.scheme for port in ports if port.purpose == "kv"} == {"kv"}
     assert len(ports) == sum(len(spec.ports) for spec in plan.processes)
 
 

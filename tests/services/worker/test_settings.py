@@ -32,7 +32,7 @@ def test_each_rank_of_each_stage_has_a_port() -> None:
 
 
 def test_the_transport_is_the_scheme_of_the_kv_addresses() -> None:
-    assert settings(kv_transport="zeromq").kv_endpoints == ("tcp://127.0.0.1:7002",)
+    assert settings(kv_transport="tcp").kv_endpoints == ("kv://127.0.0.1:7002",)
     assert settings(kv_transport="nixl").kv_endpoints == ("nixl://127.0.0.1:7002",)
 
 
@@ -56,6 +56,7 @@ def test_one_rank_of_one_thread_computes_in_the_engines_thread(degree: str) -> N
         ({"pipeline_parallel": 3, "pipeline_layers": [3, 1]}, "pipeline_layers: 2 stages, not the 3"),
         ({"pipeline_parallel": 2, "pipeline_layers": [4, 0]}, "greater than 0"),
         ({"pipeline_parallel": 0}, "greater than 0"),
+        ({"kv_transport": "zeromq"}, "KV over ZeroMQ was removed: use `tcp`"),
     ],
 )
 def test_engines_that_make_no_sense_are_refused(changes: dict[str, Any], says: str) -> None:

@@ -1,7 +1,10 @@
-"""vLLM's KV connector interface (v1) over our scheduler and worker halves.
+"""Polyphase's KV connector for vLLM (interface v1).
 
-vLLM prescribes the methods, hence their number. `services.worker.kv` documents configuration and request
-parameters.
+It exports KV to host staging chunk by chunk, imports KV asynchronously, and holds no blocks for a transfer.
+
+`PolyphaseConnectorScheduler` decides what each step exports and imports, `PolyphaseConnectorMetadata` carries those
+decisions to the ranks, and `PolyphaseConnectorWorker` copies KV between the engine's blocks and the KV endpoint. vLLM
+loads `PolyphaseConnector` by the name of this module, once with role SCHEDULER and once with role WORKER in each rank.
 """
 
 import logging
@@ -28,7 +31,6 @@ from services.worker.kv.device import Blocks, Copies, DeviceCopies, TorchDevice
 from services.worker.kv.errors import KvFault, lossy_salt
 from services.worker.kv.host_memory import PinnedMemory
 from services.worker.kv.layout import CpuLayout, KvLayout, LayoutError, StridedLayout, slots_of, strided_layout
-from services.worker.kv.shards import Shards
 from services.worker.kv.staging import LEASE_RENEWALS
 from services.worker.kv.vllm.layers import check_specs, in_order, shards_of, without_draft
 from services.worker.kv.wire.endpoint import UNDER_WAY_BYTES, EndpointSettings, Faults, KvEndpoint, host_copies
@@ -40,39 +42,71 @@ from shared.domain.kv import Codec, KvHandle, default_staging
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
     from services.worker.kv.device_codec import DeviceCodec, Upload
 
-# MERGED metadata.py
-# What the connector's scheduler half tells its worker halves each step, and the settings both read.
-#
-# vLLM carries the metadata to its own worker processes in its own way; it is never on a socket of ours.
+_log = logging.getLogger(__name__)
+_STAGED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+_IDLE_WAIT_S = 0.001
+_SCRATCH_BYTES = 256 << 20  # of a device's memory, for KV on its way to the host
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config`."""
+
+    endpoints: tuple[str, ...]  # one for each rank, stage by stage, as in KvHandle.endpoints
+    events: str  # where the worker's KvEvents listens, which must be bound first
+    control_key: str  # a random text that the worker's SocketControl presents
+    instance_id: str
+    generation: int  # InstanceInfo.generation
+    fingerprint: str  # Compatibility.fingerprint
+    staging_bytes: int | None = None  # bound of one rank's export pool; None: in proportion to its KV
+    lease_s: float = 60.0  # staged KV that is neither pulled nor renewed for so long is dropped
+    lease_renewals: int = LEASE_RENEWALS  # of one transfer's lease, by importers that wait for blocks
+    pull_timeout_s: float = 10.0  # an import without progress for so long fails
+    connect_timeout_s: float = 2.0  # an import fails when an exporter cannot be reached for so long
+    inbox_bytes: int = 64 << 20  # bound of one rank's prefetched KV
+    controls: tuple[str, ...] = ()  # ZeroMQ addresses for SocketControl, one for each rank; empty where none is used
+    connections: int = 1  # to each exporter rank, for imports of 8 MB and more
+    lossy: bool = False  # load the codecs at the start, not with the first coded KV
+    curve_public: str = ""  # CurveZMQ pair of the cluster (Z85)
+    curve_secret: str = ""
+    encrypted: bool = True  # with a pair: KV is sent over TLS; False: both sides prove that they have the pair
+    nixl_trusted: bool = False  # NIXL with other hosts: see NixlUse
+    fault: str = ""  # fault injection for tests: "zero" or "corrupt"
+
+    @property
+    def nixl(self) -> bool:
+        """Whether this instance uses NIXL with peers that use it too."""
+        return any(each.startswith(f"{NIXL_SCHEME}://") for each in self.endpoints)
 
 
 class ExportParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Stage the prompt's KV under that id, on a device coded by `codec` already, where that is known to be lossy."""
+    """Stage the prompt's KV under that id; on a device, coded by `codec` already where it is lossy."""
 
     transfer_id: str
     codec: Codec = Codec.RAW
 
 
 class TransferParams(msgspec.Struct, frozen=True, rename={"import_": "import"}, forbid_unknown_fields=True):
-    """`kv_transfer_params` of a request. `deadline_s` is relative: seconds that the import may take."""
+    """`kv_transfer_params` of a request, which may export, import, or both.
+
+    The prompt begins with the tokens of an imported handle. A failed import is recomputed by the engine and is not an
+    error of the request. Lossy KV needs the request's `cache_salt` to be `lossy_salt(transfer_id)`: without it the
+    prefix cache would serve approximate KV to exact requests, so the import is refused and recomputed.
+    """
 
     export: ExportParams | None = None
     import_: KvHandle | None = None
-    deadline_s: float | None = None
+    deadline_s: float | None = None  # seconds that the import may take from its blocks on; None: only progress counts
 
 
 @dataclass(frozen=True, slots=True)
 class ExportChunk:
-    """After this step's forward, tokens [start, end) of a transfer of `total` lie in `blocks`, which cover the
-    sequence from 0.
+    """After this step's forward pass, tokens [start, end) of a transfer of `total` lie in `blocks`, which cover the
+    sequence from token 0.
     """
 
     transfer_id: str
@@ -104,58 +138,109 @@ class ImportSkip:
 
 
 @dataclass
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """One step. `idle` when the engine computes nothing in it."""
+class PolyphaseConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
+    """One step. `idle`: the engine computes nothing in it."""
 
     exports: list[ExportChunk] = field(default_factory=list)
     imports: list[ImportStart] = field(default_factory=list)
     skips: list[ImportSkip] = field(default_factory=list)
-    cancels: list[str] = field(default_factory=list)  # transfer ids of imports
-    drops: list[str] = field(default_factory=list)  # transfer ids of exports
+    cancelled_imports: list[str] = field(default_factory=list)  # transfer ids
+    dropped_exports: list[str] = field(default_factory=list)  # transfer ids
     idle: bool = False
 
 
-class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kv_connector_extra_config`; `services.worker.kv` documents each key."""
+class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is untyped here
+    """Delegates to the part of its role; vLLM prescribes the methods."""
 
-    endpoints: tuple[str, ...]
-    events: str
-    control_key: str
-    instance_id: str
-    generation: int
-    fingerprint: str
-    staging_bytes: int | None = None
-    lease_s: float = 60.0
-    lease_renewals: int = LEASE_RENEWALS
-    pull_timeout_s: float = 10.0
-    connect_timeout_s: float = 2.0
-    inbox_bytes: int = 64 << 20
-    controls: tuple[str, ...] = ()
-    connections: int = 1
-    lossy: bool = False
-    curve_public: str = ""
-    curve_secret: str = ""
-    encrypted: bool = True
-    nixl_trusted: bool = False
-    fault: str = ""
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        """Raises msgspec.ValidationError for bad settings, ValueError for an engine that cannot be served."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = msgspec.convert(self._kv_transfer_config.kv_connector_extra_config, ConnectorSettings)
+        parallel = vllm_config.parallel_config
+        ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
+        if len(settings.endpoints) != ranks:
+            raise ValueError(f"endpoints must be one for each of the {ranks} ranks, got {len(settings.endpoints)}")
+        if settings.controls and len(settings.controls) != ranks:
+            raise ValueError(f"controls must be one for each of the {ranks} ranks, got {len(settings.controls)}")
+        if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
+            raise ValueError("KV transfer does not support context parallelism: a rank has to hold all tokens")
+        if len(kv_cache_config.kv_cache_groups) > 1:
+            raise ValueError("KV transfer supports models with one KV cache group only")
+        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            raise ValueError('kv_load_failure_policy must be "recompute"')
+        self._scheduler: PolyphaseConnectorScheduler | None = None
+        self._worker: PolyphaseConnectorWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = PolyphaseConnectorScheduler(settings, vllm_config.max_concurrent_batches)
+        else:
+            self._worker = PolyphaseConnectorWorker(vllm_config, settings, kv_cache_config)
 
     @property
-    def nixl(self) -> bool:
-        """Whether this instance uses NIXL, with those that do, too."""
-        return any(each.startswith(f"{NIXL_SCHEME}://") for each in self.endpoints)
+    def scheduler(self) -> "PolyphaseConnectorScheduler":
+        assert self._scheduler is not None, "this connector has the role of a worker"
+        return self._scheduler
 
+    @property
+    def worker(self) -> "PolyphaseConnectorWorker":
+        assert self._worker is not None, "this connector has the role of the scheduler"
+        return self._worker
 
-def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
-    """The settings in an extra config. Raises msgspec.ValidationError naming what is wrong or unknown."""
-    return msgspec.convert(extra, ConnectorSettings)
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: KV is copied before its blocks can be freed, so that a preemption does not lose it."""
+        return False
 
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler.on_new_request(request)
 
-# MERGED scheduler_half.py
-# The connector's half in the scheduler: decides, with blocks in hand, what each step exports and imports.
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        tokens = self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        return tokens, tokens > 0
 
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
-_log = logging.getLogger(__name__)
-_STAGED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        self.scheduler.imports_ended(set(connector_output.finished_recving or ()))
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The blocks may be freed at once: they are not held for a transfer."""
+        self.scheduler.request_finished(request)
+        return False, None
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        self.worker.start_load_kv(self._step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous, and a request runs only when its own has ended."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: "AttentionMetadata", **kwargs: Any
+    ) -> None:
+        """All layers are saved after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        self.worker.save_kv(self._step)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        received, failed = self.worker.get_finished()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    @property
+    def _step(self) -> PolyphaseConnectorMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PolyphaseConnectorMetadata)
+        return metadata
 
 
 @dataclass(slots=True)
@@ -169,14 +254,14 @@ class _Export:
 class _Import:
     handle: KvHandle
     timeout_s: float
-    error: str  # why it is not even tried, or empty
-    decided: bool = False  # at most one remote try: what follows a failure or a preemption is computed here
+    error: str  # why it is not tried; empty where it is
+    decided: bool = False  # the engine computes what follows a failure or a preemption: an import is tried once
     pulling: bool = False
-    wanted_tokens: int = 0
+    wanted_tokens: int = 0  # as of the last get_num_new_matched_tokens
 
 
-class SchedulerHalf:
-    """State of the requests that export or import, by the engine's request id."""
+class PolyphaseConnectorScheduler:
+    """The part in vLLM's scheduler: requests that export or import, by the engine's request id."""
 
     def __init__(self, settings: ConnectorSettings, batches: int) -> None:
         """`batches`: how many the engine has under way at once."""
@@ -185,12 +270,10 @@ class SchedulerHalf:
         self._empty_steps = 0  # in a row
         self._exports: dict[str, _Export] = {}
         self._imports: dict[str, _Import] = {}
-        self._next = StepMetadata()
+        self._next = PolyphaseConnectorMetadata()
 
-    def add(self, request: Request) -> None:
-        """A request arrives. Parameters that cannot be understood are as good as none: the engine computes
-        all.
-        """
+    def on_new_request(self, request: Request) -> None:
+        """Parameters that cannot be understood are logged and ignored: the engine then computes the whole prompt."""
         if not request.kv_transfer_params:
             return
         try:
@@ -212,62 +295,51 @@ class SchedulerHalf:
             return KvFault.UNSALTED.value
         return "" if handle.endpoints and handle.tokens > 0 else KvFault.INVALID.value
 
-    def external_tokens(self, request: Request, computed_tokens: int) -> int:
-        """Tokens that an import can add to `computed_tokens`. Free of side effects that matter: may be called
-        often.
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens that an import can add to the computed ones. vLLM may call it several times for a request; the last
+        answer counts.
         """
         wanted = self._imports.get(request.request_id)
         if wanted is None or wanted.decided or wanted.error:
             return 0
-        wanted.wanted_tokens = max(0, self._end(request, wanted) - computed_tokens)
+        wanted.wanted_tokens = max(0, _end_of(request, wanted) - num_computed_tokens)
         return wanted.wanted_tokens
 
-    def _end(self, request: Request, wanted: _Import) -> int:
-        return min(wanted.handle.tokens, int(request.num_prompt_tokens))
-
-    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """Blocks are there; `external_tokens` of them wait for an import."""
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         wanted = self._imports.get(request.request_id)
         if wanted is None or wanted.decided:
             return
         wanted.decided = True
-        if external_tokens == 0:
+        if num_external_tokens == 0:
             error = wanted.error or (KvFault.SKIPPED.value if wanted.wanted_tokens else "")
             self._next.skips.append(ImportSkip(wanted.handle, error))
             return
         wanted.pulling = True
-        end = self._end(request, wanted)
+        end, block_ids = _end_of(request, wanted), list(blocks.get_block_ids()[0])
+        start = end - num_external_tokens
         self._next.imports.append(
-            ImportStart(
-                request.request_id,
-                wanted.handle,
-                end - external_tokens,
-                end,
-                list(blocks.get_block_ids()[0]),
-                wanted.timeout_s,
-            )
+            ImportStart(request.request_id, wanted.handle, start, end, block_ids, wanted.timeout_s)
         )
 
-    def step(self, output: SchedulerOutput) -> StepMetadata:
-        """What the workers do in this step."""
-        step, self._next = self._next, StepMetadata()
+    def build_connector_meta(self, output: SchedulerOutput) -> PolyphaseConnectorMetadata:
+        step, self._next = self._next, PolyphaseConnectorMetadata()
         self._empty_steps = 0 if output.total_num_scheduled_tokens else self._empty_steps + 1
         step.idle = self._empty_steps >= self._batches  # before, ranks may wait for each other in an earlier step
         if self._exports:
-            starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+            computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
             cached = output.scheduled_cached_reqs
-            starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             for request_id, tokens in output.num_scheduled_tokens.items():
-                chunk = self._chunk(request_id, starts[request_id] + tokens, output)
+                chunk = self._next_chunk(request_id, computed[request_id] + tokens, output)
                 if chunk is not None:
                     step.exports.append(chunk)
         return step
 
-    def _chunk(self, request_id: str, computed_tokens: int, output: SchedulerOutput) -> ExportChunk | None:
-        """What is new to the transfer once this step has computed up to `computed_tokens`.
+    def _next_chunk(self, request_id: str, computed_tokens: int, output: SchedulerOutput) -> ExportChunk | None:
+        """The tokens that this step adds to the transfer by computing up to `computed_tokens`.
 
-        A preempted request starts again below what is staged already. That stays right, since the same tokens
-        have the same KV, so only the rest is staged, from the blocks that the request has by then.
+        A preempted request starts again below what is staged already. The same tokens have the same KV, so what is
+        staged stays, and only tokens beyond it are staged, from the blocks that the request has by then.
         """
         export = self._exports.get(request_id)
         end = min(computed_tokens, export.prompt_tokens) if export else 0
@@ -280,125 +352,111 @@ class SchedulerHalf:
         params = export.params
         return ExportChunk(params.transfer_id, start, end, export.prompt_tokens, blocks, params.codec)
 
-    def received(self, request_ids: set[str]) -> None:
-        """Imports of these have ended on all ranks."""
+    def imports_ended(self, request_ids: set[str]) -> None:
+        """The imports of these requests have ended on all ranks."""
         for request_id in request_ids:
             if request_id in self._imports:
                 self._imports[request_id].pulling = False
 
-    def finished(self, request: Request) -> None:
-        """A request ends. Its import stops; what it exported stays only if it ended well."""
+    def request_finished(self, request: Request) -> None:
+        """The request's import is cancelled; what it exported stays staged only if it ended well."""
         wanted = self._imports.pop(request.request_id, None)
         if wanted is not None and wanted.pulling:
-            self._next.cancels.append(wanted.handle.transfer_id)
+            self._next.cancelled_imports.append(wanted.handle.transfer_id)
         elif wanted is not None and not wanted.decided:
             self._next.skips.append(ImportSkip(wanted.handle, KvFault.CANCELLED.value))
         export = self._exports.pop(request.request_id, None)
         if export is not None and request.status not in _STAGED:
-            self._next.drops.append(export.params.transfer_id)
+            self._next.dropped_exports.append(export.params.transfer_id)
 
 
-# MERGED worker_half.py
-# The connector's half at each rank: copies KV between the engine's blocks and the KV endpoint.
-
-_IDLE_WAIT_S = 0.001
-_SCRATCH_BYTES = 256 << 20  # of a device's memory, for what is on its way to the host
+def _end_of(request: Request, wanted: _Import) -> int:
+    return min(wanted.handle.tokens, int(request.num_prompt_tokens))
 
 
-def codec_on_device(
-    caches: list[torch.Tensor], layout: KvLayout, export: ExportShape, upload: "Upload", *, lossy: bool
-) -> "DeviceCodec | None":
-    """Triton's kernels for caches on a device. None where they lie in host memory, and, with a warning that names the
-    reason, where the kernels cannot be had: torch's kernels move KV then, and the CPU codes it.
-    """
-    if caches[0].device.type == "cpu" or not isinstance(layout, StridedLayout):
-        return None
-    try:
-        from services.worker.kv.device_codec import KERNEL_FAULTS, DeviceCodec, warn_of_fallback
-    except ImportError as error:
-        _log.warning("KV is moved without Triton kernels, and coded on the CPU: %s", error)
-        return None
-    try:
-        made = DeviceCodec(caches, layout, export, upload)
-        made.prepare(lossy=lossy)
-    except (ValueError, *KERNEL_FAULTS) as error:
-        warn_of_fallback(error)
-        return None
-    return made
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """What one rank has once vLLM has allocated its KV caches."""
+
+    caches: list[torch.Tensor]
+    layout: KvLayout
+    copies: Copies
+    codec: "DeviceCodec | None"  # where the caches are on a device for which Triton compiles
+    endpoint: KvEndpoint
+    layer_start: int
+    head_start: int
 
 
-class WorkerHalf:
-    """One rank: the layers of its pipeline stage, the heads of its tensor-parallel rank. All methods run on the
-    engine's thread; imports end on the puller's.
+class PolyphaseConnectorWorker:
+    """The part in each rank: the layers of its pipeline stage, the heads of its tensor-parallel rank. The engine's
+    thread calls its methods; imports end on the puller's thread.
     """
 
     def __init__(self, config: VllmConfig, settings: ConnectorSettings, cache: "KVCacheConfig") -> None:
         self.faults = Faults(corrupt=settings.fault == "corrupt")
         self.zero_imports = settings.fault == "zero"
-        self.endpoint: KvEndpoint | None = None
         self._config = config
         self._cache_config = cache
         self._settings = settings
-        self._caches: list[torch.Tensor] = []
-        self._layout: KvLayout | None = None
-        self._made_copies: Copies | None = None
-        self._codec: DeviceCodec | None = None  # where the caches are a device's that Triton compiles for
-        self._layer_start = self._head_start = 0
-        self._waiting = 0
+        self._registered: _Rank | None = None
+        self._importing = 0  # requests whose import has not been reported as ended
         self._lock = threading.Lock()
         self._progress = threading.Event()
         self._received: set[str] = set()
         self._failed: set[str] = set()
 
-    def register(self, caches: dict[str, torch.Tensor]) -> None:
-        """The engine's KV caches exist: find out their layout and open the endpoint. Raises LayoutError or
-        OSError.
-        """
+    @property
+    def endpoint(self) -> KvEndpoint | None:
+        return self._registered.endpoint if self._registered is not None else None
+
+    @property
+    def _rank(self) -> _Rank:
+        assert self._registered is not None, "the engine registers its KV caches first"
+        return self._registered
+
+    def register_kv_caches(self, caches: dict[str, torch.Tensor]) -> None:
+        """Find out the layout of the engine's KV caches and open the endpoint. Raises LayoutError or OSError."""
         caches = without_draft(self._config, caches)
         check_specs(self._config, self._cache_config, caches)
-        self._caches = in_order(caches)
-        first = self._caches[0]
-        if any(each.shape != first.shape or each.dtype != first.dtype for each in self._caches):
+        layers = in_order(caches)
+        first = layers[0]
+        if any(each.shape != first.shape or each.dtype != first.dtype for each in layers):
             raise LayoutError("layers have KV caches of different shapes")
         if first.dtype not in DTYPES.values():
             known = ", ".join(DTYPES)
             raise LayoutError(f"KV is stored in {first.dtype}; it can be transferred in {known}: see `dtype`")
         head_dim, block_size = self._config.model_config.get_head_size(), self._config.cache_config.block_size
-        self._layout = self._find_layout(first, head_dim, block_size)
+        if first.device.type == "cpu":
+            layout: KvLayout = self._cpu_layout(first, head_dim, block_size)
+        else:
+            layout = device_layout(first, head_dim, block_size, self._cache_config.num_blocks)
         rank = get_pp_group().rank_in_group * get_tp_group().world_size + get_tp_group().rank_in_group
         shards = shards_of(self._config, rank, caches)
-        self._check_share(rank, shards, self._layout.kv_heads)
+        head_start, head_end = shards.heads_of(rank)
+        if head_end - head_start != layout.kv_heads:
+            raise LayoutError(f"rank {rank} holds {layout.kv_heads} KV heads, not {head_end - head_start}")
         export = ExportShape(shards, head_dim, first.dtype, rank)
-        staging_bytes = self._staging_bytes(export)
-        self._made_copies = self._make_copies(export, staging_bytes)
-        lossy = self._settings.lossy
-        self._codec = codec_on_device(self._caches, self._layout, export, self._copies.upload, lossy=lossy)
-        self.endpoint = KvEndpoint(
+        staging_bytes = self._staging_bytes(export, layers)
+        copies = self._copies_of(first, export, staging_bytes)
+        codec = codec_on_device(layers, layout, export, copies.upload, lossy=self._settings.lossy)
+        endpoint = KvEndpoint(
             self._endpoint_settings(rank, staging_bytes),
             export,
             ImportShape(shards, head_dim, rank),
-            self._ended,
+            self._import_ended,
             self.faults,
-            self._copies,
+            copies,
         )
+        self._registered = _Rank(layers, layout, copies, codec, endpoint, shards.layers_of(rank)[0], head_start)
 
-    def _check_share(self, rank: int, shards: Shards, kv_heads: int) -> None:
-        self._layer_start = shards.layers_of(rank)[0]
-        self._head_start, end = shards.heads_of(rank)
-        if end - self._head_start != kv_heads:
-            raise LayoutError(f"rank {rank} holds {kv_heads} KV heads, not {end - self._head_start}")
-
-    def _find_layout(self, cache: torch.Tensor, head_dim: int, block_size: int) -> KvLayout:
-        if cache.device.type != "cpu":
-            return self._strided(cache, head_dim, block_size)
+    def _cpu_layout(self, cache: torch.Tensor, head_dim: int, block_size: int) -> CpuLayout:
         from vllm import _custom_ops as ops
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
         dtype = self._config.cache_config.cache_dtype
         isa = _get_attn_isa(cache.dtype, block_size, head_dim, dtype)
         if isa == "amx":
-            # Linux grants AMX on request only, and vLLM 0.32 asks too late: its attention dies of SIGILL
-            # (seen).
+            # Linux grants AMX on request only, and vLLM 0.32 asks too late: its attention dies of SIGILL (seen).
             torch.cpu._init_amx()
 
         def write(
@@ -410,35 +468,26 @@ class WorkerHalf:
         _log.info("KV layout (%s): %s", isa, layout.describe())
         return layout
 
-    def _strided(self, cache: torch.Tensor, head_dim: int, block_size: int) -> StridedLayout:
-        layout = strided_layout(cache, head_dim, block_size)
-        keys, _ = layout.views(cache)
-        blocks, held = self._cache_config.num_blocks, keys.shape[0] * keys.shape[1]
-        if held != blocks * block_size:  # slots would be counted otherwise than vLLM's scheduler counts blocks
-            raise LayoutError(f"the KV cache has {held} tokens, and vLLM counts {blocks} blocks of {block_size}")
-        return layout
-
-    def _make_copies(self, export: ExportShape, staging_bytes: int) -> Copies:
-        cache, segment = self._caches[0], export.segment_tokens()
+    def _copies_of(self, cache: torch.Tensor, export: ExportShape, staging_bytes: int) -> Copies:
         if cache.device.type == "cpu":
             return host_copies(export, staging_bytes, fixed=self._settings.nixl)
+        segment = export.segment_tokens()
         memory = PinnedMemory(export.chunk_shape, export.dtype, segment, staging_bytes + UNDER_WAY_BYTES)
         step = self._config.scheduler_config.max_num_batched_tokens
         scratch = max(2, min(-(-step // segment), _SCRATCH_BYTES // export.chunk_bytes(segment)))
         values = export.chunk_bytes(segment) // export.dtype.itemsize
         return DeviceCopies(TorchDevice(cache), memory, values, scratch)
 
-    def _staging_bytes(self, export: ExportShape) -> int:
-        cached = sum(cache.nbytes for cache in self._caches)
+    def _staging_bytes(self, export: ExportShape, caches: list[torch.Tensor]) -> int:
         longest = export.chunk_bytes(self._config.model_config.max_model_len)
-        return self._settings.staging_bytes or default_staging(cached, longest)
+        return self._settings.staging_bytes or default_staging(sum(cache.nbytes for cache in caches), longest)
 
     def _endpoint_settings(self, rank: int, staging_bytes: int) -> EndpointSettings:
         s = self._settings
         return EndpointSettings(
             address=s.endpoints[rank],
             events=s.events,
-            identity=ExportIdentity(s.generation, s.fingerprint, s.control_key),
+            identity=ExportIdentity(s.generation, s.fingerprint),
             staging_bytes=staging_bytes,
             lease_s=s.lease_s,
             lease_renewals=s.lease_renewals,
@@ -447,55 +496,54 @@ class WorkerHalf:
             curve=(s.curve_public, s.curve_secret) if s.curve_public else None,
             encrypted=s.encrypted,
             control=s.controls[rank] if s.controls else "",
+            control_key=s.control_key,
             nixl_trusted=s.nixl_trusted,
         )
 
-    def begin(self, step: StepMetadata) -> None:
+    def start_load_kv(self, step: PolyphaseConnectorMetadata) -> None:
         """Start and end imports; while the engine has nothing but imports to wait for, wait a moment for one."""
-        endpoint = self._endpoint
+        endpoint = self._rank.endpoint
         for start in step.imports:
-            self._waiting += 1
-            endpoint.load(self._load(start))
-        for transfer_id in step.cancels:
+            self._importing += 1
+            destination = self._destination(start)
+            endpoint.load(Load(start.request_id, start.handle, start.start, start.end, destination, start.timeout_s))
+        for transfer_id in step.cancelled_imports:
             endpoint.cancel(transfer_id)
         for skip in step.skips:
             endpoint.skip(skip.handle, skip.error)
-        for transfer_id in step.drops:
+        for transfer_id in step.dropped_exports:
             endpoint.release(transfer_id)
-        if step.idle and self._waiting:
-            # The engine steps as fast as it can while a request waits for KV; without this it takes a whole
-            # core.
+        if step.idle and self._importing:
+            # The engine steps as fast as it can while a request waits for KV; without this it takes a whole core.
             self._progress.wait(_IDLE_WAIT_S)
 
-    def _load(self, start: ImportStart) -> Load:
-        layout, copies = self._layout, self._copies
-        assert layout is not None
-        slots = slots_of(torch.tensor(start.blocks), layout.block_size, start.start, start.end)
-        destination = Blocks(
-            self._caches,
-            layout,
-            slots,
-            start.start,
-            self._layer_start,
-            self._head_start,
-            copies,
-            copies.freed(),
-            self.zero_imports,
-            self._codec,
-            null_slots=layout.block_size,  # vLLM's null block is number 0
+    def _destination(self, start: ImportStart) -> Blocks:
+        rank = self._rank
+        block_size = rank.layout.block_size
+        return Blocks(
+            caches=rank.caches,
+            layout=rank.layout,
+            slots=slots_of(torch.tensor(start.blocks), block_size, start.start, start.end),
+            token_start=start.start,
+            layer_start=rank.layer_start,
+            head_start=rank.head_start,
+            copies=rank.copies,
+            freed=rank.copies.freed(),
+            zero=self.zero_imports,
+            codec=rank.codec,
+            null_slots=block_size,  # vLLM's null block is number 0
         )
-        return Load(start.request_id, start.handle, start.start, start.end, destination, start.timeout_s)
 
-    def save(self, step: StepMetadata) -> None:
-        """Begin to copy what this step has computed into staging; the blocks may be freed at once: what the model is
-        given next comes after their gather.
+    def save_kv(self, step: PolyphaseConnectorMetadata) -> None:
+        """Begin to copy the KV that this step has computed into staging. Its blocks may be freed at once: the model's
+        next work comes after their gather.
         """
         for chunk in step.exports:
             self._stage(chunk)
 
     def _stage(self, chunk: ExportChunk) -> None:
-        layout, copies, codec = self._layout, self._copies, self._codec
-        assert layout is not None
+        rank = self._rank
+        layout, copies, codec = rank.layout, rank.copies, rank.codec
         blocks = torch.tensor(chunk.blocks)
 
         def slots(start: int, end: int) -> torch.Tensor:
@@ -504,157 +552,71 @@ class WorkerHalf:
         def fill(start: int, end: int, kv: torch.Tensor) -> None:
             if codec is not None and codec.gather(slots(start, end), kv):
                 return
-            here = copies.upload(blocks)
-            for layer, cache in enumerate(self._caches):
-                layout.gather(cache, here, start, end, kv[layer])
+            uploaded = copies.upload(blocks)
+            for layer, cache in enumerate(rank.caches):
+                layout.gather(cache, uploaded, start, end, kv[layer])
 
-        known = codec is not None and chunk.codec.lossy
-        coding = codec.coding(chunk.codec, chunk.end - chunk.start, slots) if codec is not None and known else None
-        self._endpoint.stage(chunk.transfer_id, chunk.start, chunk.end, chunk.total, fill, coding)
+        coding = None
+        if codec is not None and chunk.codec.lossy:
+            coding = codec.coding(chunk.codec, chunk.end - chunk.start, slots)
+        rank.endpoint.stage(chunk.transfer_id, chunk.start, chunk.end, chunk.total, fill, coding)
 
-    def results(self) -> tuple[set[str], set[str]]:
-        """Requests whose import has ended since the last call, and those of them for which it failed. Their blocks
-        are the model's from the next step on.
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose import has ended since the last call, and those of them for which it failed. The model may
+        use their blocks from the next step on.
         """
         with self._lock:
             received, failed = self._received, self._failed
             self._received, self._failed = set(), set()
             self._progress.clear()
-        self._copies.join()
-        self._waiting -= len(received)
+        self._rank.copies.join()
+        self._importing -= len(received)
         return received, failed
 
-    def stop(self) -> None:
-        """Close the endpoint."""
-        if self.endpoint is not None:
-            self.endpoint.stop()
-            self.endpoint = None
-
-    @property
-    def _copies(self) -> Copies:
-        assert self._made_copies is not None, "the engine registers its KV caches first"
-        return self._made_copies
-
-    @property
-    def _endpoint(self) -> KvEndpoint:
-        assert self.endpoint is not None, "the engine registers its KV caches first"
-        return self.endpoint
-
-    def _ended(self, result: PullResult) -> None:
+    def _import_ended(self, result: PullResult) -> None:
         with self._lock:
-            self._received.add(result.request_id)  # a failed one too, or the engine would wait for ever
+            self._received.add(result.request_id)  # a failed one too, or the engine would wait for it forever
             if not result.ok:
                 self._failed.add(result.request_id)
             self._progress.set()
         if not result.ok:
             _log.warning("import of %s failed: %s", result.transfer_id, result.error)
 
-
-class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is untyped here
-    """Exports KV to host staging chunk by chunk, and imports it asynchronously; holds no blocks for a
-    transfer.
-
-    vLLM makes one with role SCHEDULER and one with role WORKER a rank.
-    """
-
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
-        """Raises msgspec.ValidationError for bad settings, ValueError for an engine that cannot be served."""
-        super().__init__(vllm_config, role, kv_cache_config)
-        settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
-        parallel = vllm_config.parallel_config
-        ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
-        if len(settings.endpoints) != ranks:
-            raise ValueError(f"endpoints: one a rank, which are {ranks}")
-        if settings.controls and len(settings.controls) != ranks:
-            raise ValueError(f"controls: one a rank, which are {ranks}, or none")
-        if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
-            raise ValueError("KV transfer does not support context parallelism: a rank has to hold all tokens")
-        if len(kv_cache_config.kv_cache_groups) > 1:
-            raise ValueError("KV transfer supports models with one KV cache group only")
-        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
-            raise ValueError('kv_load_failure_policy must be "recompute"')
-        self.scheduler = (
-            SchedulerHalf(settings, vllm_config.max_concurrent_batches) if role is KVConnectorRole.SCHEDULER else None
-        )
-        self.worker = WorkerHalf(vllm_config, settings, kv_cache_config) if role is KVConnectorRole.WORKER else None
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """False: KV is copied before its blocks can be freed, so a preemption loses none."""
-        return False
-
-    # The scheduler's side.
-
-    def on_new_request(self, request: "Request") -> None:
-        """See KVConnectorBase_V1."""
-        self._scheduler.add(request)
-
-    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
-        """See KVConnectorBase_V1."""
-        tokens = self._scheduler.external_tokens(request, num_computed_tokens)
-        return tokens, tokens > 0
-
-    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        """See KVConnectorBase_V1."""
-        self._scheduler.allocated(request, blocks, num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """See KVConnectorBase_V1."""
-        return self._scheduler.step(scheduler_output)
-
-    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """See KVConnectorBase_V1."""
-        self._scheduler.received(set(connector_output.finished_recving or ()))
-
-    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See KVConnectorBase_V1. Never holds the blocks."""
-        self._scheduler.finished(request)
-        return False, None
-
-    # The worker's side.
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """See KVConnectorBase_V1."""
-        self._worker.register(kv_caches)
-
-    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        """See KVConnectorBase_V1."""
-        self._worker.begin(self._step)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads are asynchronous, and a request runs only when its own has ended."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: "AttentionMetadata", **kwargs: Any
-    ) -> None:
-        """Nothing: all layers are saved after the forward."""
-
-    def wait_for_save(self) -> None:
-        """See KVConnectorBase_V1."""
-        self._worker.save(self._step)
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """See KVConnectorBase_V1."""
-        received, failed = self._worker.results()
-        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
-
     def shutdown(self) -> None:
-        """See KVConnectorBase_V1."""
-        if self.worker is not None:
-            self.worker.stop()
+        if self._registered is not None:
+            self._registered.endpoint.stop()
+            self._registered = None
 
-    @property
-    def _scheduler(self) -> SchedulerHalf:
-        assert self.scheduler is not None, "a call for the scheduler's half"
-        return self.scheduler
 
-    @property
-    def _worker(self) -> WorkerHalf:
-        assert self.worker is not None, "a call for the worker's half"
-        return self.worker
+def device_layout(cache: torch.Tensor, head_dim: int, block_size: int, blocks: int) -> StridedLayout:
+    """Of a cache on a device. Raises LayoutError unless its blocks are the scheduler's, or these divided evenly: slots
+    would be counted otherwise than vLLM's scheduler counts blocks.
+    """
+    layout = strided_layout(cache, head_dim, block_size)
+    keys, _ = layout.views(cache)
+    held = keys.shape[0] * keys.shape[1]
+    if held != blocks * block_size:
+        raise LayoutError(f"the KV cache has {held} tokens, and vLLM counts {blocks} blocks of {block_size}")
+    return layout
 
-    @property
-    def _step(self) -> StepMetadata:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepMetadata)
-        return metadata
+
+def codec_on_device(
+    caches: list[torch.Tensor], layout: KvLayout, export: ExportShape, upload: "Upload", *, lossy: bool
+) -> "DeviceCodec | None":
+    """Triton's kernels for caches on a device; None for caches in host memory. Also None, with a warning that names the
+    reason, where the kernels do not work: torch then moves KV, and the CPU codes it.
+    """
+    if caches[0].device.type == "cpu" or not isinstance(layout, StridedLayout):
+        return None
+    try:
+        from services.worker.kv.device_codec import KERNEL_FAULTS, DeviceCodec, warn_of_fallback
+    except ImportError as error:
+        _log.warning("KV is moved without Triton kernels, and coded on the CPU: %s", error)
+        return None
+    try:
+        codec = DeviceCodec(caches, layout, export, upload)
+        codec.prepare(lossy=lossy)
+    except (ValueError, *KERNEL_FAULTS) as error:
+        warn_of_fallback(error)
+        return None
+    return codec

@@ -23,11 +23,11 @@ _DRAFT_PREFIX = "draft_model."  # of a draft model's layers, whose numbers are t
 
 
 def without_draft(config: VllmConfig, caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The caches of the target model's layers. Those of a draft (EAGLE, MTP, a draft model) stay where they are: peers
-    may have another one or none, and drafts are verified, so that no answer depends on them.
+    """The caches of the target model's layers, without those of a draft (EAGLE, MTP, a draft model): peers may have
+    another draft or none, and drafts are verified, so that no answer depends on them.
 
-    vLLM's V2 model runner marks draft layers. With its V1 runner their numbers follow those of the target's layers, or
-    their names begin with `draft_model.`.
+    vLLM's V2 model runner marks draft layers. With its V1 runner their numbers follow those of the target's layers,
+    or their names begin with `draft_model.`.
     """
     if config.speculative_config is None:
         return caches

@@ -1,10 +1,9 @@
-"""One import, as the importer sees it: what must come from where, what has come, where it goes. No sockets,
-no threads.
+"""The state of one import: the parts that are expected from each exporter, the parts that have arrived, and their
+destination. No sockets, no threads.
 """
 
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,20 +16,21 @@ from services.worker.kv.shards import Shards, Source
 from services.worker.kv.wire.protocol import WINDOW_BYTES, Buffer, Frame, Link, Received, Sent, verify
 from shared.domain.kv import Codec, KvHandle
 
-Seen = np.ndarray[Any, np.dtype[np.bool_]]  # [layers, tokens] of what has come
+Arrived = np.ndarray[Any, np.dtype[np.bool_]]  # [layers, tokens] of a part that have arrived
+_log = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class Destination(Protocol):
-    """Where imported KV goes. Called on the puller's thread, never after the import has ended."""
+    """Where imported KV goes. The puller's thread calls it, not after the import has ended."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it wants KV in."""
+        """The dtype in which it wants KV."""
 
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
-        """KV [2, tokens, heads, head_dim] of one layer; all is numbered over prompt and model. Done with `kv` when it
-        returns: that memory is used again.
+        """Write KV [2, tokens, heads, head_dim] of one layer; numbers are those of the prompt and the whole model.
+        The memory of `kv` is used again once this returns.
         """
 
     def take(
@@ -42,22 +42,23 @@ class Destination(Protocol):
         dtype: torch.dtype,
         codec: Codec,
     ) -> bool:
-        """A verified payload (uint8) as it came, all of whose tokens are wanted; `dtype` is the exporter's. Whether it
-        was taken: else it is decoded, and written a layer at a time. Done with it when it returns.
+        """Write a verified payload (uint8) as it arrived, all of whose tokens are wanted; `dtype` is the
+        exporter's. False: not written, so the payload is decoded and written a layer at a time. The memory of the
+        payload is used again once this returns.
         """
 
     def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
-        """Memory for KV [2, tokens, heads, head_dim] of one layer in this order, which is received straight into it and
-        not written; what comes may then turn out to be wrong, which fails the import. Empty where there is none.
+        """Memory for KV [2, tokens, heads, head_dim] of one layer in this order, into which the KV is received
+        directly; it may then turn out to be wrong, which fails the import. Empty where there is none.
         """
 
     def finish(self) -> None:
-        """Nothing more is written. A device may still be at it: the engine orders its next step after that."""
+        """Nothing more is written. A device may still be writing: the engine orders its next step after that."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportShape:
-    """What this rank needs: its place among the importers, and the model's KV geometry."""
+    """This rank's place among the importers, and the model's KV geometry."""
 
     shards: Shards
     head_dim: int
@@ -68,7 +69,7 @@ class ImportShape:
 class Load:
     """The engine has blocks for tokens [token_start, token_end) of the handle. `request_id` is the engine's.
 
-    The import may take `timeout_s` in all, which may be infinite: one that makes no progress fails sooner.
+    The import may take `timeout_s` in all, which may be infinite: an import without progress fails sooner.
     """
 
     request_id: str
@@ -81,7 +82,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """How an import ended. Times are unix seconds; `error` is empty when `ok`. ended_s: when all of its KV had come."""
+    """How an import ended. Times are unix seconds; `error` is empty when `ok`; `ended_s` is when all of its KV had
+    arrived.
+    """
 
     request_id: str
     transfer_id: str
@@ -92,7 +95,7 @@ class PullResult:
     started_s: float
     ended_s: float
     prefetched: bool
-    transport: str = ""  # what carried the KV: see Link.carrier; several are joined by "+"
+    transport: str = ""  # see Link.carrier; several are joined by "+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ class PullLimits:
     """Bounds of the import side."""
 
     connect_timeout_s: float = 2.0
-    stall_s: float = 10.0  # an import that owes its peers nothing and hears nothing for so long has failed
+    stall_s: float = 10.0  # an import that waits for its peers and receives nothing for so long has failed
     inbox_bytes: int = 64 << 20
     window_bytes: int = WINDOW_BYTES
     connections: int = 1  # to each exporter rank, for what is large
@@ -120,7 +123,7 @@ class PullCounters:
 
 
 class Part:
-    """What one exporter rank contributes to an import."""
+    """What one exporter rank, over one connection, contributes to an import."""
 
     def __init__(self, source: Source, link: Link, pull_id: int, tokens: tuple[int, int], window_bytes: int) -> None:
         self.source = source
@@ -132,12 +135,12 @@ class Part:
         self._losses = link.losses
         self._sequence = 0
         self._start, self._end = tokens
-        self._seen = np.zeros((source.layer_end - source.layer_start, self._end - self._start), dtype=bool)
-        self._missing = self._seen.size
+        self._arrived = np.zeros((source.layer_end - source.layer_start, self._end - self._start), dtype=bool)
+        self._missing = self._arrived.size
 
     @property
     def done(self) -> bool:
-        """Whether every layer of every token has come."""
+        """Whether every layer of every token has arrived."""
         return self._missing == 0
 
     @property
@@ -147,38 +150,40 @@ class Part:
 
     @property
     def wants_grant(self) -> bool:
-        """Whether enough was consumed to be worth a message: each wakes threads on both sides."""
+        """Whether enough was consumed for a message, each of which wakes threads on both sides."""
         return not self.done and self.owed_bytes >= self._window_bytes // 2
 
     @property
     def expects(self) -> bool:
-        """Whether it is the exporter's turn: it may send and has not."""
+        """Whether the exporter may send and has not."""
         return not self.done and self.granted_bytes > self._received_bytes
 
     def grant(self) -> None:
-        """Let the exporter send as much again as has come."""
+        """Let the exporter send as much again as has arrived."""
         self.granted_bytes += self.owed_bytes
 
     @property
     def lost(self) -> bool:
-        """Whether the connection broke since this was asked, and with it what was under way."""
+        """Whether the connection broke since the pull was sent, and with it what was under way."""
         return self.link.losses > self._losses
 
     def compare(self, sent: Sent) -> None:
-        """Raises KvError(PROTOCOL) when frames that went out have not come: on one connection they keep their order."""
+        """Raises KvError(PROTOCOL) when frames that were sent have not arrived: on one connection they keep their
+        order.
+        """
         if sent.frames > self._sequence:
             raise KvError(KvFault.PROTOCOL, f"{sent.frames - self._sequence} frames were lost on the way")
 
-    def admit(self, seen: Seen, size_bytes: int) -> None:
-        """Note a frame that is here, the next one; `seen` is what `expected` said of it."""
-        seen[:] = True
-        self._missing -= seen.size
+    def admit(self, arrived: Arrived, size_bytes: int) -> None:
+        """Note that the next frame has arrived; `arrived` is what `expected` returned for it."""
+        arrived[:] = True
+        self._missing -= arrived.size
         self._sequence += 1
         self._received_bytes += size_bytes
 
-    def expected(self, frame: Frame, handle: KvHandle, shape: ImportShape) -> Seen:
-        """What it adds to, none of which is here. Raises KvError(PROTOCOL) unless it is the next one and fits what was
-        asked.
+    def expected(self, frame: Frame, handle: KvHandle, shape: ImportShape) -> Arrived:
+        """The layers and tokens that the frame adds, none of which have arrived. Raises KvError(PROTOCOL) unless it
+        is the next frame and fits the pull.
         """
         expected = (
             handle.transfer_id,
@@ -213,16 +218,16 @@ class Part:
         if not inside or not first_layer <= frame.layer_start < frame.layer_end <= last_layer:
             raise KvError(KvFault.PROTOCOL, "frame is out of range")
         tokens = slice(frame.token_start - self._start, frame.token_end - self._start)
-        seen = self._seen[frame.layer_start - first_layer : frame.layer_end - first_layer, tokens]
-        if np.count_nonzero(seen):
+        arrived = self._arrived[frame.layer_start - first_layer : frame.layer_end - first_layer, tokens]
+        if np.count_nonzero(arrived):
             raise KvError(KvFault.PROTOCOL, "frame overlaps an earlier one")
-        return seen
+        return arrived
 
 
 @dataclass(slots=True)
 class Import:
-    """A transfer under way: a prefetch, a load, or a prefetch that a load has joined. Times without a word on them are
-    monotonic.
+    """A transfer under way: a prefetch, a load, or a prefetch that a load has joined. Times are monotonic unless
+    noted.
     """
 
     handle: KvHandle
@@ -233,18 +238,18 @@ class Import:
     prefetched: bool
     reachable_by_s: float  # peers must be connected by then
     progress_s: float  # the last one: a frame, or a grant after which one is due
-    told_s: float  # when the exporters last heard that this is still wanted
-    came_s: float = 0.0  # unix: when all of a prefetch had come, before the engine had blocks for it
+    notified_s: float  # when the exporters were last told that this import still goes on
+    arrived_s: float = 0.0  # unix: when all of a prefetch had arrived, before the engine had blocks for it
     load: Load | None = None
     parts: dict[int, Part] = field(default_factory=dict)
-    inbox: list[tuple[Frame, Buffer]] = field(default_factory=list)
+    inbox: list[tuple[Frame, Buffer]] = field(default_factory=list)  # frames that wait for the engine's blocks
     inbox_bytes: int = 0
     wire_bytes: int = 0
     carriers: set[str] = field(default_factory=set)
 
     @property
     def complete(self) -> bool:
-        """Whether every part has come in full."""
+        """Whether every part has arrived in full."""
         return all(part.done for part in self.parts.values())
 
     def lateness(self, now_s: float, stall_s: float) -> KvError | None:
@@ -255,13 +260,12 @@ class Import:
             return KvError(KvFault.TIMEOUT)
         if any(part.lost for part in waiting):
             return KvError(KvFault.PEER_LOST)
-        away = [part.link for part in waiting if not part.link.connected]
-        if now_s >= self.reachable_by_s and away:
-            return KvError(KvFault.UNREACHABLE, next((link.stranger for link in away if link.stranger), ""))
+        unconnected = [part.link for part in waiting if not part.link.connected]
+        if now_s >= self.reachable_by_s and unconnected:
+            return KvError(KvFault.UNREACHABLE, next((link.refusal for link in unconnected if link.refusal), ""))
         return None
 
     def result(self, load: Load, error: str, now_s: float) -> PullResult:
-        """What to tell about `load`."""
         return PullResult(
             request_id=load.request_id,
             transfer_id=self.handle.transfer_id,
@@ -276,46 +280,8 @@ class Import:
         )
 
 
-# MERGED inbox.py
-# What has come of prefetches, for which there are no blocks yet: bounded for the whole rank.
-
-
-class Inbox:
-    """Each import holds its own frames; `counters` say how many bytes they are together."""
-
-    def __init__(self, counters: PullCounters, limits: PullLimits, imports: Mapping[str, Import]) -> None:
-        self._counters = counters
-        self._limits = limits
-        self._imports = imports
-
-    def has_room(self, more_bytes: int) -> bool:
-        """Whether it holds `more_bytes` on top of what it has and what prefetches may still send unasked."""
-        prefetching = sum(each.load is None and not each.complete for each in self._imports.values())
-        granted = prefetching * self._limits.window_bytes
-        return self._counters.inbox_bytes + granted + more_bytes <= self._limits.inbox_bytes
-
-    def put(self, known: Import, frame: Frame, payload: Buffer, size_bytes: int) -> None:
-        """Keep a frame until its import has blocks."""
-        known.inbox.append((frame, payload))
-        known.inbox_bytes += size_bytes
-        self._counters.inbox_bytes += size_bytes
-
-    def empty(self, known: Import) -> None:
-        """Forget what an import has in it."""
-        self._counters.inbox_bytes -= known.inbox_bytes
-        known.inbox_bytes = 0
-        known.inbox.clear()
-
-
-# MERGED landing.py
-# Where the frames of an import land: in their destination, once they are what was sent.
-
-
-_log = logging.getLogger(__name__)
-
-
 def write_frame(frame: Frame, payload: Buffer, load: Load) -> None:
-    """Decode a verified frame and write what the load wants of it. Raises KvError when it cannot be decoded."""
+    """Decode a verified frame and write the tokens that the load wants. Raises KvError when it cannot be decoded."""
     start, end = max(frame.token_start, load.token_start), min(frame.token_end, load.token_end)
     if start >= end:
         return
@@ -330,8 +296,8 @@ def write_frame(frame: Frame, payload: Buffer, load: Load) -> None:
         to.write(layer, start, frame.head_start, kv[layer - frame.layer_start])
 
 
-def room_of(frame: Frame, size_bytes: int, load: Load) -> list[memoryview]:
-    """Where its payload may be received straight into; empty: nowhere."""
+def direct_views(frame: Frame, size_bytes: int, load: Load) -> list[memoryview]:
+    """Memory into which the frame's payload may be received directly; empty where there is none."""
     dtype = DTYPES.get(frame.dtype)
     inside = load.token_start <= frame.token_start < frame.token_end <= load.token_end
     if frame.codec.lossy or dtype is None or dtype is not load.destination.dtype or not inside:
@@ -347,14 +313,16 @@ def room_of(frame: Frame, size_bytes: int, load: Load) -> list[memoryview]:
 
 
 def check_frame(frame: Frame, received: Received) -> None:
-    """Raise KvError unless the frame is one that we understand, and its payload what was sent."""
+    """Raise KvError unless the frame has a known dtype and its payload is what was sent."""
     if frame.dtype not in DTYPES:
         raise KvError(KvFault.PROTOCOL, f"unknown dtype {frame.dtype}")
     verify(frame, received.checksum, received.sent_checksum)
 
 
 def finished(load: Load, error: KvError | None) -> KvError | None:
-    """How a load ends, once nothing is written for it any more, a failed one included: its blocks are the engine's."""
+    """The end of a load, after which nothing is written for it any more, also after a failure: its blocks are the
+    engine's.
+    """
     try:
         load.destination.finish()
     except Exception as failure:
@@ -363,7 +331,7 @@ def finished(load: Load, error: KvError | None) -> KvError | None:
 
 
 def as_kv_error(error: Exception) -> KvError:
-    """What a failed import is told; anything unforeseen is logged here, since it goes no further."""
+    """A failure as a KvError; an unforeseen one is logged here, since it is not raised further."""
     if isinstance(error, KvError):
         return error
     _log.error("an import failed", exc_info=error)

@@ -1,8 +1,14 @@
-"""NIXL as it is used here: host memory that is registered once, and reads of a peer's.
+"""The NIXL library as Polyphase uses it: registered host memory, reads from a peer's memory, the messages by which
+two ends agree on them, and the counters of a rank. The library is imported only when an agent is created.
 
-An agent has no thread of its own: reads go on while somebody asks for their state, and a peer's reads of our memory,
-where its transport wants our help (TCP does), while somebody calls `progress`. Its own thread, which upstream starts by
-default, takes a core whether or not anything moves (seen: 0.9 of one).
+An agent has no thread of its own: a read makes progress while its state is queried, and a peer's reads of this side's
+memory, where its transport needs that (TCP does), while `progress` is called. The agent's own thread, which upstream
+starts by default, takes a core whether or not anything moves (seen: 0.9 of one).
+
+Protocol: the importer begins with `Meet`; the exporter answers with `Met` and its agent's metadata as the payload, or
+with a reason for refusal. The importer reads a few bytes as a trial and sends `Ready`, or `Part` whenever it cannot
+read. From `Ready` on, payloads are not sent but offered: the importer reads one and sends `Taken`, after which the
+exporter may reuse that memory. A mark that begins no msgpack value tells these messages from KV messages.
 """
 
 import logging
@@ -22,6 +28,11 @@ import numpy as np
 from services.worker.kv.host_memory import Arena, Bytes
 from services.worker.kv.wire.protocol import Buffer, opened, sealed
 
+NIXL_SCHEME = "nixl"
+NIXL_VERSION = 1
+_MARK = b"\xc1"
+_PLACE_BYTES = 4096
+_QUARANTINE_S = 30.0  # memory of a failed read is not used again for so long
 _BACKEND = "UCX"
 _MEMORY = "DRAM"
 _LEVEL = "NIXL_LOG_LEVEL"
@@ -29,22 +40,24 @@ _environment = threading.Lock()
 
 
 class NixlError(Exception):
-    """NIXL cannot do what was asked; the message is its own."""
+    """NIXL failed; the message is its own."""
 
 
 def installed() -> bool:
-    """Whether the package is there."""
+    """Whether the package is installed."""
     return find_spec("nixl") is not None
 
 
 def this_host() -> str:
-    """A name that two processes share which reach each other over loopback: of the boot and the network namespace."""
+    """A name that is the same for processes which reach each other over loopback: of the boot and the network
+    namespace.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
 
 
 class Read:
-    """Bytes of a peer on their way into memory of ours, which is kept until nothing refers to this or to `payload`."""
+    """A read of a peer's bytes into local memory, which is kept until nothing refers to this or to `payload`."""
 
     def __init__(self, agent: Any, handle: Any, into: Bytes, size: int, state: str) -> None:
         self.payload = into.data[:size]  # a view that refers to `into` itself, which a slice of an array does not
@@ -58,7 +71,7 @@ class Read:
         return self._state == "PROC"
 
     def done(self) -> bool:
-        """Go on; whether all of it is here. Raises NixlError when it does not come."""
+        """Make progress; whether the read is complete. Raises NixlError when it fails."""
         if self.under_way:
             try:
                 self._state = self._agent.check_xfer_state(self._handle)
@@ -71,11 +84,11 @@ class Read:
 
 
 class NixlAgent:
-    """For one thread at a time."""
+    """An agent, for one thread at a time."""
 
     def __init__(self, trusted: bool) -> None:
-        """Only processes of this host reach it where the networks are not `trusted`. Raises OSError where NIXL, or what
-        it rests on, is not to be had.
+        """Only processes of this host reach it where the networks are not `trusted`. Raises OSError where NIXL, or
+        what it depends on, is not available.
         """
         try:
             self._agent = _made(trusted)
@@ -85,7 +98,7 @@ class NixlAgent:
         self._peers: dict[bytes, int] = {}  # how many links are to each
 
     def register(self, memory: Bytes) -> None:
-        """Let it be read into, and by peers that get our metadata after this. Raises OSError."""
+        """Register memory, to be read into, and by peers that get the metadata after this. Raises OSError."""
         try:
             self._agent.register_memory(_described(memory.ctypes.data, memory.nbytes), _MEMORY)
         except Exception as error:
@@ -94,12 +107,12 @@ class NixlAgent:
 
     @property
     def metadata(self) -> bytes:
-        """What a peer needs to read what is registered."""
+        """What a peer needs to read the registered memory."""
         made: bytes = self._agent.get_agent_metadata()
         return made
 
     def meet(self, metadata: bytes) -> bytes:
-        """Get to know a peer; its name. Raises NixlError."""
+        """Connect to a peer; its name. Raises NixlError."""
         try:
             name: bytes = self._agent.add_remote_agent(metadata)
         except Exception as error:
@@ -108,14 +121,16 @@ class NixlAgent:
         return name
 
     def part(self, name: bytes) -> None:
-        """The opposite of `meet`."""
+        """Undo one `meet`."""
         self._peers[name] -= 1
         if not self._peers[name]:
             del self._peers[name]
             self._agent.remove_remote_agent(name)
 
     def read(self, name: bytes, address: int, into: Bytes, size: int) -> Read:
-        """Begin to read so much of a peer's registered memory into ours, which is registered, too. Raises NixlError."""
+        """Begin to read that many bytes of a peer's registered memory into `into`, which is registered too. Raises
+        NixlError.
+        """
         try:
             local = self._agent.get_xfer_descs(_described(into.ctypes.data, size), _MEMORY)
             remote = self._agent.get_xfer_descs(_described(address, size), _MEMORY)
@@ -142,8 +157,8 @@ def _made(trusted: bool) -> Any:
 
 @contextmanager
 def _loopback_only(wanted: bool) -> Iterator[None]:
-    """UCX listens on each network that it may use, and asks nobody who he is: who reaches it can read and write this
-    process's memory.
+    """UCX listens on every network that it may use and does not authenticate: a process that reaches it can read
+    and write the memory of this one.
     """
     name = "UCX_NET_DEVICES"
     with _environment:
@@ -163,20 +178,13 @@ def _described(address: int, size: int) -> "np.ndarray[Any, np.dtype[np.uint64]]
     return np.array([[address, size, 0]], dtype=np.uint64)
 
 
-# MERGED nixl_state.py
-# Whether and how a rank uses NIXL, and what it has done with it.
-
-
-NIXL_SCHEME = "nixl"
-
-
 @dataclass(frozen=True, slots=True)
 class NixlUse:
-    """Of one side of a rank. `staging`: all memory that may hold KV for export; `receiving_bytes`: to read into, 0 for
-    the side that exports.
+    """How one side of a rank uses NIXL. `staging`: all memory that may hold KV for export; `receiving_bytes`:
+    memory to read into, 0 for the side that exports.
     """
 
-    trusted: bool = False  # nobody but this cluster reaches the networks that UCX uses
+    trusted: bool = False  # only this cluster reaches the networks that UCX uses
     staging: Sequence[Bytes] = ()
     receiving_bytes: int = 0
 
@@ -187,23 +195,8 @@ class NixlCounters:
 
     sent_bytes: int = 0
     received_bytes: int = 0
-    failures: int = 0  # of pairs that both have NIXL: a trial or a read that did not go well
+    failures: int = 0  # of pairs that both have NIXL: trials and reads that failed
     refused: int = 0  # pairs that may not use it
-
-
-# MERGED nixl_frames.py
-# What the two ends of a connection say to each other about NIXL, beside the KV messages.
-#
-# The importer begins, with `Meet`; the exporter answers with `Met` and its agent's metadata as the payload, or says why
-# not. The importer reads a few bytes as a trial, and says `Ready`, or, whenever it cannot read, `Part`. From
-# `Ready` on a payload is not sent but offered: the importer reads it and says `Taken`, after which the exporter may
-# use that memory for something else.
-#
-# A mark that begins no msgpack value tells them from KV messages.
-
-
-NIXL_VERSION = 1
-_MARK = b"\xc1"
 
 
 class NixlMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -211,7 +204,7 @@ class NixlMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Meet(NixlMessage, frozen=True):
-    """The importer has NIXL. `host` is `nixl_agent.this_host()`; `trusted` whether its agent uses other networks."""
+    """The importer has NIXL. `host` is `this_host()`; `trusted` whether its agent uses other networks."""
 
     version: int
     host: str
@@ -219,8 +212,8 @@ class Meet(NixlMessage, frozen=True):
 
 
 class Met(NixlMessage, frozen=True):
-    """The answer: why the exporter's memory is not to be read, or what to try with: `size_bytes` at `address`, of that
-    checksum.
+    """The answer: why the exporter's memory must not be read, or what to try with: `size_bytes` at `address`, of
+    that checksum.
     """
 
     refusal: str
@@ -230,17 +223,17 @@ class Met(NixlMessage, frozen=True):
 
 
 class Ready(NixlMessage, frozen=True):
-    """The trial went well."""
+    """The trial succeeded."""
 
 
 class Part(NixlMessage, frozen=True):
-    """No reads any more, and those under way have come to nothing."""
+    """The importer stops reading, and reads under way are given up."""
 
     reason: str
 
 
 class Offer(NixlMessage, frozen=True):
-    """In place of a KV message with a payload: its header, and where the payload lies. Numbered from 1."""
+    """Instead of a KV message with a payload: its header, and where the payload lies. Numbered from 1."""
 
     number: int
     address: int
@@ -249,7 +242,7 @@ class Offer(NixlMessage, frozen=True):
 
 
 class Taken(NixlMessage, frozen=True):
-    """Offers up to that one have been read."""
+    """Offers up to that number have been read."""
 
     number: int
 
@@ -260,30 +253,21 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 
 def encode_nixl(message: NixlMessage) -> bytes:
-    """Any message as bytes."""
     return _MARK + sealed(_encoder.encode(message))
 
 
 def decode_nixl(part: Buffer) -> AnyMessage | None:
-    """None for what is no message of these."""
+    """None for any other message."""
     if part[:1] != _MARK:
         return None
     return opened(_decoder, memoryview(part)[1:])
 
 
-# MERGED nixl_memory.py
-# What an importer's links read into.
-
-
-_PLACE_BYTES = 4096
-_QUARANTINE_S = 30.0  # memory of a read that has failed is not used again for so long
-
-
 class ImportMemory:
-    """What is read into, and reads that nobody waits for any more but that may still write."""
+    """The memory that links read into, and abandoned reads that may still write to it."""
 
     def __init__(self, trusted: bool, receiving_bytes: int) -> None:
-        """Raises OSError where NIXL is not to be had, or does not take the memory."""
+        """Raises OSError where NIXL is not available, or does not register the memory."""
         self.agent = NixlAgent(trusted)
         self.meet = Meet(NIXL_VERSION, this_host(), trusted)
         self._arena = Arena(_PLACE_BYTES, -(-receiving_bytes // _PLACE_BYTES))
@@ -292,15 +276,15 @@ class ImportMemory:
         self._abandoned: list[tuple[Read, float]] = []
 
     def take(self, size: int) -> Bytes | None:
-        """Memory to read so much into, or None while there is none."""
+        """Memory to read that many bytes into, or None while there is none."""
         return self._arena.take_bytes(size)
 
     def abandon(self, read: Read, now_s: float) -> None:
-        """Nobody wants it."""
+        """Keep the memory of a read that is no longer wanted until it cannot be written any more."""
         self._abandoned.append((read, now_s))
 
     def sweep(self, now_s: float) -> None:
-        """Let go of what is not written any more."""
+        """Release the memory of abandoned reads that have ended."""
         self._abandoned = [each for each in self._abandoned if not _over(*each, now_s)]
 
 

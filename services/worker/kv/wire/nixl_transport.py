@@ -1,4 +1,7 @@
-"""KV messages over TCP, payloads by NIXL between those that both have it."""
+"""KV messages over TCP and payloads by NIXL, between two ends that both have it.
+
+The exporter offers payloads in registered memory, and the importer reads them in the order of the offers.
+"""
 
 import logging
 import select
@@ -50,15 +53,103 @@ from services.worker.kv.wire.protocol import (
 from services.worker.kv.wire.tcp_link import TcpLink
 from services.worker.kv.wire.tcp_transport import TcpListener, TcpTransport
 
-# MERGED nixl_link.py
-# An importer's side of NIXL: payloads that are offered are read, in the order in which they are offered.
-
-
 _log = logging.getLogger(__name__)
-_MEET_S = 3.0  # so long the trial may take, from the connection on
-_READ_S = 5.0  # so long a read may take, its turn included
-_DOUBT_S = 0.25  # a peer that dies is found by its reads, and a moment later by the connection, which says what it is
+_MEET_S = 3.0  # how long the trial may take, from the connection on
+_READ_S = 5.0  # how long a read may take, its turn included
+# A dead peer is found by its reads first, and a moment later by the connection, which knows the cause.
+_DOUBT_S = 0.25
 _MAX_WAITING = 1000
+_PLACE_BYTES = 4096
+_OUTGOING_BYTES = 64 << 20  # for payloads outside of staging: coded ones, and parts of segments
+_TRIAL_BYTES = 64 << 10
+_STUCK_S = 30.0  # how long a peer may leave an offer
+_LIVELY_S = 0.02  # how long after a message peers are helped at full speed
+_MEETING_S = 5.0  # how long a peer may take to read the trial
+_TURN_S = 0.5
+_FAST_S, _SLOW_S = 0.0001, 0.002  # between two looks at reads: nothing signals that they are done
+_LONGEST_S = 0.02  # between two looks at anything else
+
+
+class NixlTransport:
+    """TCP, and NIXL for addresses of the scheme `nixl`, which say that the exporter has it."""
+
+    def __init__(self, tcp: TcpTransport, use: NixlUse) -> None:
+        """Raises OSError where NIXL is not available."""
+        self.counters = NixlCounters()
+        self._tcp = tcp
+        self._use = use
+        self._imports = ImportMemory(use.trusted, use.receiving_bytes) if use.receiving_bytes else None
+        self._listeners: list[NixlListener] = []
+        self._links: dict[int, NixlLink] = {}  # by the id of the inner link
+        self._poller = select.poll()
+        self._poller.register(tcp.fileno(), select.POLLIN)
+
+    def listen(self, address: str) -> Listener:
+        """Raises OSError as `__init__` does, too."""
+        if not address.startswith(f"{NIXL_SCHEME}://"):
+            return self._tcp.listen(address)
+        exports = Exports(self._use.trusted, self._use.staging)
+        listener = NixlListener(self._tcp.listen(address), exports, self.counters)
+        self._listeners.append(listener)
+        return listener
+
+    def connect(self, address: str, place: Place | None = None) -> Link:
+        if self._imports is None or not address.startswith(f"{NIXL_SCHEME}://"):
+            return self._tcp.connect(address, place)
+        link = NixlLink(address, self._tcp, self._imports, self.counters, place, self._closed)
+        self._links[id(link.inner)] = link
+        return link
+
+    def wait(self, timeout_s: float) -> list[Link]:
+        waited = self._wait_for_nixl(timeout_s)
+        happened = self._tcp.wait(0.0 if waited else timeout_s)
+        ready: dict[int, Link] = {id(link): self._links.get(id(link), link) for link in happened}
+        self._go_on()
+        ready |= {key: link for key, link in self._links.items() if link.ready}
+        return list(ready.values())
+
+    def wake(self) -> None:
+        self._tcp.wake()
+
+    def close(self) -> None:
+        for link in list(self._links.values()):
+            link.close()
+        self._tcp.close()
+        self._listeners.clear()
+        self._imports = None
+
+    def _wait_for_nixl(self, timeout_s: float) -> bool:
+        """Wait while NIXL is active, until a read is done or a socket has something; whether NIXL is active."""
+        if not self._active or self._tcp.busy:
+            return self._active
+        until_s = time.monotonic() + min(timeout_s, _LONGEST_S)
+        while not self._poller.poll(0):
+            self._go_on()
+            if not self._active or any(link.ready for link in self._links.values()) or time.monotonic() >= until_s:
+                break
+            time.sleep(_FAST_S if self._lively else _SLOW_S)
+        return True
+
+    @property
+    def _active(self) -> bool:
+        return any(link.reading for link in self._links.values()) or any(each.active for each in self._listeners)
+
+    @property
+    def _lively(self) -> bool:
+        return any(link.reading for link in self._links.values()) or any(each.lively for each in self._listeners)
+
+    def _go_on(self) -> None:
+        now_s = time.monotonic()
+        for listener in self._listeners:
+            if listener.known:
+                listener.help(now_s)
+        for link in list(self._links.values()):
+            link.go_on(now_s)
+        if self._imports is not None:
+            self._imports.sweep(now_s)
+
+    def _closed(self, link: "NixlLink") -> None:
+        del self._links[id(link.inner)]
 
 
 class _State(Enum):
@@ -69,7 +160,7 @@ class _State(Enum):
 
 @dataclass(slots=True)
 class _Pending:
-    """A payload that is offered. `read` is None until there is room for it."""
+    """An offered payload. `read` is None until there is memory for it."""
 
     offer: Offer
     since_s: float
@@ -83,7 +174,7 @@ class _Pending:
 
 
 class NixlLink:
-    """See transport.Link: over TCP, but it reads what it is offered. Says nothing else until it is clear how payloads
+    """A link over TCP that reads the payloads it is offered. It sends nothing else until it is known how payloads
     come.
     """
 
@@ -96,7 +187,7 @@ class NixlLink:
         place: Place | None,
         on_close: Callable[["NixlLink"], None],
     ) -> None:
-        """Raises OSError for what is no address."""
+        """Raises OSError for an invalid address."""
         self.address = address
         self.carrier = "tcp"
         self._imports = imports
@@ -105,43 +196,39 @@ class NixlLink:
         self._on_close = on_close
         self._waiting: list[bytes] = []
         self._pending: deque[_Pending] = deque()
-        self._held: Received | None = None  # what came behind what is pending
+        self._held: Received | None = None  # the message behind the pending payloads
         self._peer = b""
         self._trial: tuple[Met, Read] | None = None
-        self._doubt: tuple[str, float] | None = None  # why a read failed, and since when nothing is read
-        self.inner: TcpLink = tcp.connect(address, self._asked)
+        self._doubt: tuple[str, float] | None = None  # why a read failed, and since when reads have stopped
+        self.inner: TcpLink = tcp.connect(address, self._place_payload)
         self._losses = self.inner.losses
         self._begin()
 
     @property
     def losses(self) -> int:
-        """See transport.Link."""
         return self.inner.losses
 
     @property
-    def stranger(self) -> str:
-        """See transport.Link."""
-        return self.inner.stranger
+    def refusal(self) -> str:
+        return self.inner.refusal
 
     @property
     def connected(self) -> bool:
-        """See transport.Link."""
         return self.inner.connected
 
     @property
     def reading(self) -> bool:
-        """Whether it waits for NIXL."""
+        """Whether it waits for a trial or a read."""
         return self._trial is not None or any(not each.ready for each in self._pending)
 
     @property
     def ready(self) -> bool:
-        """Whether `receive` has something of which no socket tells."""
+        """Whether `receive` has something for which no socket becomes readable."""
         return self._pending[0].ready if self._pending else self._held is not None
 
     def receive(self) -> Received | None:
-        """See transport.Link."""
         if self._state is _State.MEETING:
-            self._listen()
+            self._receive_answer()
             return None
         plain = self._gather()
         if plain is not None:
@@ -152,16 +239,15 @@ class NixlLink:
         return self._delivered(self._pending.popleft())
 
     def keep(self) -> None:
-        """See transport.Link. What was read is kept anyway as long as it is referred to."""
+        """A payload that was read is kept as long as it is referred to."""
         if self.carrier == "tcp":
             self.inner.keep()
 
     def divert(self, owner: object) -> None:
-        """See transport.Link. Reads go to memory of our own."""
+        """Reads go to memory of this transport."""
         self.inner.divert(owner)
 
     def send(self, message: bytes) -> bool:
-        """See transport.Link."""
         if self._state is not _State.MEETING:
             return self.inner.send(message)
         self._waiting.append(message)
@@ -169,29 +255,28 @@ class NixlLink:
         return True
 
     def close(self) -> None:
-        """See transport.Link."""
         self._forget()
         self.inner.close()
         self._on_close(self)
 
     def go_on(self, now_s: float) -> None:
-        """Look at what is being read, and at the connection; to be called whenever the transport was waited for."""
+        """Make progress with reads and look at the connection; to be called after each wait of the transport."""
         if self.inner.losses != self._losses:
             self._losses = self.inner.losses
             self._forget()
             self._begin()
         if self._state is _State.MEETING:
-            self._try(now_s)
+            self._continue_trial(now_s)
         else:
-            self._read(now_s)
+            self._continue_reads(now_s)
 
     def _begin(self) -> None:
         self._state = _State.MEETING
         self._connected_s = 0.0
         self.inner.send(encode_nixl(self._imports.meet))
 
-    def _listen(self) -> None:
-        """Hear what the exporter says of NIXL, and begin the trial."""
+    def _receive_answer(self) -> None:
+        """Receive the exporter's answer about NIXL, and begin the trial."""
         received = self.inner.receive()
         met = decode_nixl(received.header) if received is not None else None
         if not isinstance(met, Met) or received is None or self._trial is not None:
@@ -210,7 +295,7 @@ class NixlLink:
         except NixlError as error:
             self._fail(f"no trial: {error}")
 
-    def _try(self, now_s: float) -> None:
+    def _continue_trial(self, now_s: float) -> None:
         if self._trial is not None:
             met, read = self._trial
             try:
@@ -238,20 +323,20 @@ class NixlLink:
         self._waiting.clear()
 
     def _gather(self) -> Received | None:
-        """Note what is offered; a message that is not behind any of that."""
+        """Note offers; returns a message that is not behind any of them."""
         if self._held is not None:
             if self._pending:
                 return None
             held, self._held = self._held, None
             return held
         while (received := self.inner.receive()) is not None:
-            said = decode_nixl(received.header)
-            if isinstance(said, Offer):
-                self._note(said)
-            elif said is None and self._pending:
-                self._held = received  # and nothing is received before it has been taken
+            message = decode_nixl(received.header)
+            if isinstance(message, Offer):
+                self._note(message)
+            elif message is None and self._pending:
+                self._held = received  # nothing more is received before it has been delivered
                 return None
-            elif said is None:
+            elif message is None:
                 return received
         return None
 
@@ -264,9 +349,9 @@ class NixlLink:
         elif not 0 < offer.size_bytes <= MAX_FRAME_BYTES:
             self._fail(f"an offer of {offer.size_bytes} bytes")
         else:
-            self._read(now_s)
+            self._continue_reads(now_s)
 
-    def _read(self, now_s: float) -> None:
+    def _continue_reads(self, now_s: float) -> None:
         if self._doubt is not None:
             if now_s - self._doubt[1] > _DOUBT_S:
                 self._fail(self._doubt[0])
@@ -297,10 +382,10 @@ class NixlLink:
         return Received(offer.header, read.payload, offer.size_bytes, checksum(read.payload))
 
     def _fail(self, reason: str) -> None:
-        """From now on payloads come over TCP; those that are offered do not come."""
+        """Payloads come over TCP from now on; the pending ones fail."""
         self._counters.failures += 1
         _log.warning("KV of %s goes over TCP, NIXL has failed: %s", self.address, reason)
-        self._let_go()
+        self._abandon_reads()
         for each in self._pending:
             if not each.done:
                 each.error = reason
@@ -308,12 +393,12 @@ class NixlLink:
         self._conclude(_State.TCP)
 
     def _forget(self) -> None:
-        """The connection is over, and all that was to come over it."""
-        self._let_go()
+        """Forget everything that was to come over a lost connection."""
+        self._abandon_reads()
         self._pending.clear()
         self._held = None
 
-    def _let_go(self) -> None:
+    def _abandon_reads(self) -> None:
         now_s = time.monotonic()
         for read in [each.read for each in self._pending if not each.done] + [self._trial and self._trial[1]]:
             if read is not None:
@@ -323,27 +408,15 @@ class NixlLink:
             self._imports.agent.part(self._peer)
             self._peer = b""
 
-    def _asked(self, link: object, header: Buffer, size_bytes: int) -> Placement | None:
+    def _place_payload(self, link: object, header: Buffer, size_bytes: int) -> Placement | None:
         return self._place(self, header, size_bytes) if self._place is not None else None
 
 
-# MERGED nixl_listener.py
-# An exporter's side of NIXL: payloads that lie in registered memory are offered to the peers that can read them.
-
-_PLACE_BYTES = 4096
-_OUTGOING_BYTES = 64 << 20  # for payloads that lie elsewhere: coded ones, and parts of what is staged
-_TRIAL_BYTES = 64 << 10
-_STUCK_S = 30.0  # so long a peer may leave what it is offered
-_LIVELY_S = 0.02  # after something was said peers are helped as fast as we can, later only now and then
-_MEETING_S = 5.0  # so long a peer may take to read the trial
-_TURN_S = 0.5
-
-
 class Exports:
-    """What peers may read: all that is staged, and copies of what is not staged as it is sent."""
+    """The memory that peers may read: all staging, and copies of payloads outside of it."""
 
     def __init__(self, trusted: bool, staging: Sequence[Bytes]) -> None:
-        """Raises OSError where NIXL is not to be had, or does not take the memory."""
+        """Raises OSError where NIXL is not available, or does not register the memory."""
         self.agent = NixlAgent(trusted)
         self.host = this_host()
         self.trusted = trusted
@@ -355,11 +428,10 @@ class Exports:
         self.metadata = self.agent.metadata
 
     def met(self) -> Met:
-        """Where the trial's bytes lie."""
         return Met("", _address(self.trial), self.trial.nbytes, checksum(self.trial.data))
 
     def registered(self, payload: Buffer) -> tuple[int, Bytes] | None:
-        """Where the payload, or a copy of it, can be read, and what keeps it there; None while there is no room."""
+        """The address of the payload, or of a copy of it, and what keeps it there; None while there is no room."""
         lies = np.frombuffer(payload, np.uint8)
         address = _address(lies)
         at = bisect_right(self._slabs, (address, 1 << 62)) - 1
@@ -379,13 +451,13 @@ def _address(memory: Bytes) -> int:
 @dataclass(frozen=True, slots=True)
 class _Offered:
     number: int
-    kept: Bytes  # places of an arena are not used again before nothing refers to them
+    kept: Bytes  # an arena's places are used again once nothing refers to them
     since_s: float
 
 
 @dataclass(slots=True)
 class _Peer:
-    """One that has NIXL. It meets us until it is ready, or parts."""
+    """A peer that has NIXL, in its trial until it is ready or parts."""
 
     since_s: float
     ready: bool = False
@@ -394,9 +466,9 @@ class _Peer:
 
 
 class NixlListener:
-    """See transport.Listener: TCP, but for payloads to peers that can read our memory."""
+    """TCP, except for payloads to peers that can read this instance's memory."""
 
-    seals = False  # what is read from our memory has no checksum behind it
+    seals = False  # a read has no checksum behind it
 
     def __init__(self, inner: TcpListener, exports: Exports, counters: NixlCounters) -> None:
         self.address = inner.address
@@ -404,7 +476,7 @@ class NixlListener:
         self._exports = exports
         self._counters = counters
         self._peers: dict[bytes, _Peer] = {}
-        self._heard_s = 0.0
+        self._received_s = 0.0
         self._turn_s = 0.0
 
     @property
@@ -414,32 +486,30 @@ class NixlListener:
 
     @property
     def active(self) -> bool:
-        """Whether a peer reads, or tries to."""
+        """Whether a peer reads or is in its trial."""
         lately_s = time.monotonic() - _MEETING_S
         return any(peer.offers or not (peer.ready or peer.since_s < lately_s) for peer in self._peers.values())
 
     @property
     def lively(self) -> bool:
-        """Whether it does so at this moment, as far as we know."""
-        return time.monotonic() - self._heard_s < _LIVELY_S
+        """Whether a message of a peer arrived a moment ago."""
+        return time.monotonic() - self._received_s < _LIVELY_S
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
-        """See transport.Listener."""
-        while (message := self._inner.receive()) is not None:
-            name, parts = message
-            said = decode_nixl(parts[0]) if len(parts) == 1 else None
-            if said is None:
-                return message
-            self._heard_s = time.monotonic()
-            self._handle(name, said)
+        while (received := self._inner.receive()) is not None:
+            name, parts = received
+            message = decode_nixl(parts[0]) if len(parts) == 1 else None
+            if message is None:
+                return received
+            self._received_s = time.monotonic()
+            self._handle(name, message)
         return None
 
     def takes(self, peer: bytes) -> bool:
-        """See transport.Listener."""
         return self._inner.takes(peer)
 
     def send(self, peer: bytes, header: bytes, payload: Buffer | None = None) -> bool:
-        """See transport.Listener. What finds no room among the copies goes over TCP."""
+        """A payload for which there is no room among the copies goes over TCP."""
         known = self._peers.get(peer)
         if payload is None or not len(payload) or known is None or not known.ready:
             return self._inner.send(peer, header, payload)
@@ -448,13 +518,13 @@ class NixlListener:
             return self._inner.send(peer, header, payload)
         address, kept = found
         known.number += 1
-        self._heard_s = time.monotonic()
-        known.offers.append(_Offered(known.number, kept, self._heard_s))
+        self._received_s = time.monotonic()
+        known.offers.append(_Offered(known.number, kept, self._received_s))
         self._counters.sent_bytes += len(payload)
         return self._inner.send(peer, encode_nixl(Offer(known.number, address, len(payload), header)))
 
     def help(self, now_s: float) -> None:
-        """Go on with what peers read; now and then look for those that are gone, or do not take what they asked for."""
+        """Help peers to read; now and then look for peers that are gone, or do not read what they requested."""
         self._exports.agent.progress()
         if now_s < self._turn_s:
             return
@@ -464,13 +534,13 @@ class NixlListener:
                 del self._peers[name]
             elif peer.offers and now_s - peer.offers[0].since_s > _STUCK_S:
                 del self._peers[name]
-                self._inner.drop(name, "it does not read what it asked for")
+                self._inner.drop(name, "it does not read what it requested")
 
-    def _handle(self, name: bytes, said: AnyMessage) -> None:
+    def _handle(self, name: bytes, message: AnyMessage) -> None:
         peer = self._peers.get(name)
-        match said:
+        match message:
             case Meet():
-                self._meet(name, said)
+                self._meet(name, message)
             case Ready() if peer is not None:
                 peer.ready = True
             case Taken(number) if peer is not None:
@@ -479,16 +549,16 @@ class NixlListener:
             case Part(reason) if peer is not None:
                 del self._peers[name]
                 self._counters.failures += 1
-                _log.warning("a peer does not read our memory by NIXL, its KV goes over TCP: %s", reason)
+                _log.warning("a peer cannot read this instance's memory by NIXL, its KV goes over TCP: %s", reason)
             case _:
-                pass  # what makes no sense, or comes late
+                pass  # a message that makes no sense, or is late
 
     def _meet(self, name: bytes, meet: Meet) -> None:
         refusal = self._objection(meet)
         if refusal:
             self._inner.send(name, encode_nixl(Met(refusal)))
             return
-        self._peers[name] = _Peer(self._heard_s)
+        self._peers[name] = _Peer(self._received_s)
         self._inner.send(name, encode_nixl(self._exports.met()), self._exports.metadata)
 
     def _objection(self, meet: Meet) -> str:
@@ -497,102 +567,3 @@ class NixlListener:
         if meet.host != self._exports.host and not (meet.trusted and self._exports.trusted):
             return "the instances are on two hosts, and kv_nixl_trusted is not set on both"
         return ""
-
-
-_FAST_S, _SLOW_S = 0.0001, 0.002  # reads are looked at so often: nothing tells that they are done
-_LONGEST_S = 0.02  # what else is due is looked at so often
-
-
-class NixlTransport:
-    """See transport.Transport: TCP, where addresses of the scheme `nixl` say that the exporter has NIXL."""
-
-    def __init__(self, tcp: TcpTransport, use: NixlUse) -> None:
-        """Raises OSError where NIXL is not to be had."""
-        self.counters = NixlCounters()
-        self._tcp = tcp
-        self._use = use
-        self._imports = ImportMemory(use.trusted, use.receiving_bytes) if use.receiving_bytes else None
-        self._listeners: list[NixlListener] = []
-        self._links: dict[int, NixlLink] = {}  # by the id of the inner link
-        self._poller = select.poll()
-        self._poller.register(tcp.fileno(), select.POLLIN)
-
-    def listen(self, address: str) -> Listener:
-        """See transport.Transport. Raises OSError as `__init__` does, too."""
-        if not address.startswith(f"{NIXL_SCHEME}://"):
-            return self._tcp.listen(address)
-        exports = Exports(self._use.trusted, self._use.staging)
-        listener = NixlListener(self._tcp.listen(address), exports, self.counters)
-        self._listeners.append(listener)
-        return listener
-
-    def connect(self, address: str, place: Place | None = None) -> Link:
-        """See transport.Transport."""
-        if self._imports is None or not address.startswith(f"{NIXL_SCHEME}://"):
-            return self._tcp.connect(address, place)
-        link = NixlLink(address, self._tcp, self._imports, self.counters, place, self._closed)
-        self._links[id(link.inner)] = link
-        return link
-
-    def wait(self, timeout_s: float) -> list[Link]:
-        """See transport.Transport."""
-        waited = self._wait_for_nixl(timeout_s)
-        happened = self._tcp.wait(0.0 if waited else timeout_s)
-        ready: dict[int, Link] = {id(link): self._links.get(id(link), link) for link in happened}
-        self._go_on()
-        ready |= {key: link for key, link in self._links.items() if link.ready}
-        return list(ready.values())
-
-    @property
-    def busy(self) -> bool:
-        """See TcpTransport.busy; also while NIXL is at it, of which no socket tells."""
-        return self._tcp.busy or self._active
-
-    def fileno(self) -> int:
-        """See TcpTransport.fileno."""
-        return self._tcp.fileno()
-
-    def wake(self) -> None:
-        """See transport.Transport."""
-        self._tcp.wake()
-
-    def close(self) -> None:
-        """See transport.Transport."""
-        for link in list(self._links.values()):
-            link.close()
-        self._tcp.close()
-        self._listeners.clear()
-        self._imports = None
-
-    def _wait_for_nixl(self, timeout_s: float) -> bool:
-        """Wait as long as NIXL is at it, until something of it is done or a socket has something; whether it was."""
-        if not self._active or self._tcp.busy:
-            return self._active
-        until_s = time.monotonic() + min(timeout_s, _LONGEST_S)
-        while not self._poller.poll(0):
-            self._go_on()
-            if not self._active or any(link.ready for link in self._links.values()) or time.monotonic() >= until_s:
-                break
-            time.sleep(_FAST_S if self._lively else _SLOW_S)
-        return True
-
-    @property
-    def _active(self) -> bool:
-        return any(link.reading for link in self._links.values()) or any(each.active for each in self._listeners)
-
-    @property
-    def _lively(self) -> bool:
-        return any(link.reading for link in self._links.values()) or any(each.lively for each in self._listeners)
-
-    def _go_on(self) -> None:
-        now_s = time.monotonic()
-        for listener in self._listeners:
-            if listener.known:
-                listener.help(now_s)
-        for link in list(self._links.values()):
-            link.go_on(now_s)
-        if self._imports is not None:
-            self._imports.sweep(now_s)
-
-    def _closed(self, link: NixlLink) -> None:
-        del self._links[id(link.inner)]

@@ -1,14 +1,17 @@
-"""Messages of the KV protocol, msgpack-coded msgspec structs.
+"""The KV protocol between instances: its messages, msgpack-coded msgspec structs, and the interface of every
+transport.
 
 Importer to exporter: `Pull`, `Credit`, `Cancel`, `Confirm`, `Renew`. Exporter to importer: `Frame` (followed by its
-payload as a second part), `Sent`, `Failed`, `Unread`. Worker process to its own ranks: `Control`, answered by `Answer`.
+payload as a second part), `Sent`, `Failed`, `Unread`.
 
-A pull names the tokens and heads it wants and grants an amount of payload bytes; the exporter sends frames as
-they become staged while the grant lasts; the importer grants more as it consumes. Every frame describes
-itself, and the importer knows by the ranges when it has everything.
+A pull names the tokens and heads it wants and grants an amount of payload bytes; the exporter sends frames as they
+become staged while the grant lasts; the importer grants more as it consumes. Every frame describes itself, and the
+importer knows by the ranges when it has everything.
 
-Every message ends with a checksum over it: bits that flip on the way may leave one that reads well and names another
-transfer, for which somebody would wait.
+Every message ends with a checksum: flipped bits may leave a message that can be decoded and names another transfer.
+
+A `Transport` belongs to one thread, which waits on it and drains what is ready; only `wake` may be called from other
+threads.
 """
 
 from dataclasses import dataclass
@@ -18,15 +21,15 @@ import msgspec
 import xxhash
 
 from services.worker.kv.errors import KvError, KvFault
-from shared.domain.kv import Codec, KvHandle
+from shared.domain.kv import Codec
 from shared.wire.envelope import MALFORMED
 
-FRAME_BYTES = 2 << 20  # target of a payload: what a frame costs beside its bytes is then a tenth of it
+FRAME_BYTES = 2 << 20  # target of a payload: the fixed cost of a frame is then a tenth of it
 MAX_FRAME_BYTES = 8 << 20  # bound of a payload that a receiver accepts
 MAX_MESSAGE_BYTES = 64 << 10  # bound of everything else
 WINDOW_BYTES = 8 << 20  # payload in flight for one pull and peer
-MAX_WINDOW_BYTES = 64 << 20  # an exporter grants no more than this, whatever is asked
-MAX_LIFE_S = 86_400.0  # what somebody may ask to be kept for
+MAX_WINDOW_BYTES = 64 << 20  # the most that a pull may grant beyond what was sent
+MAX_LIFE_S = 86_400.0  # bound of the times that a peer may request
 
 Buffer = bytes | bytearray | memoryview
 Decoded = TypeVar("Decoded")
@@ -37,11 +40,11 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Pull(Message, frozen=True):
-    """Wants tokens [token_start, token_end) of layers [layer_start, layer_end) and heads [head_start, head_end), both
-    numbered over the whole model.
+    """Request tokens [token_start, token_end) of layers [layer_start, layer_end) and heads [head_start, head_end),
+    both numbered over the whole model, coded by `codec`.
 
-    It wants them coded by `codec`. `rank` of `ranks` importers asks; `consumers` of those pull from this exporter rank.
-    The exporter forgets the pull when it has heard nothing of the importer for `timeout_s`.
+    `rank` of `ranks` importers requests them; `consumers` of these pull from this exporter rank. The exporter
+    forgets the pull when it has received nothing from the importer for `timeout_s`.
     """
 
     pull_id: int
@@ -63,9 +66,10 @@ class Pull(Message, frozen=True):
 
 
 class Credit(Message, frozen=True):
-    """What the exporter may have sent in all: one that is lost or comes twice does no harm, as the next one says it
-    again. One comes twice a second while anything is missing; `Sent`, or `Failed` for a pull that is not known, answers
-    one that grants nothing new.
+    """The payload bytes that the exporter may have sent in total, so that a lost or repeated grant does no harm.
+
+    The grant is repeated twice a second while anything is missing. `Sent` answers a repetition, `Failed` one for an
+    unknown pull.
     """
 
     pull_id: int
@@ -73,13 +77,15 @@ class Credit(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """The importer does not want the rest."""
+    """The importer wants no more frames of this pull."""
 
     pull_id: int
 
 
 class Confirm(Message, frozen=True):
-    """Importer `rank` is done with the transfer, well or not; after `consumers` of these it is released."""
+    """Importer `rank` is done with the transfer, whether or not it succeeded; after `consumers` of these it is
+    released.
+    """
 
     transfer_id: str
     generation: int
@@ -88,7 +94,7 @@ class Confirm(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """A decode waits for blocks and will pull the transfer, or part of it, then: its lease begins again. No answer."""
+    """A decode waits for blocks and will then pull the transfer, or part of it: its lease begins again. No answer."""
 
     transfer_id: str
     generation: int
@@ -128,7 +134,7 @@ class Frame(Message, frozen=True):
 
 
 class Sent(Message, frozen=True):
-    """So many frames went out before this: whoever has fewer has lost some."""
+    """How many frames of the pull were sent before this message: an importer with fewer has lost some."""
 
     pull_id: int
     frames: int
@@ -143,94 +149,19 @@ class Failed(Message, frozen=True):
 
 
 class Unread(Message, frozen=True):
-    """Something came that could not be read: it may have been a pull, or a grant. Who waits may ask again at once."""
-
-
-class Release(Message, frozen=True):
-    """Control: drop what is staged for the transfer."""
-
-    transfer_id: str
-
-
-class Prefetch(Message, frozen=True):
-    """Control: pull tokens [0, tokens) of the handle into the inbox."""
-
-    handle: KvHandle
-    tokens: int
-    timeout_s: float
-
-
-class Drop(Message, frozen=True):
-    """Control: forget a prefetch."""
-
-    transfer_id: str
-
-
-class RenewLease(Message, frozen=True):
-    """Control: send `Renew` to the exporters of the handle, unless it is being pulled."""
-
-    handle: KvHandle
-
-
-class Stats(Message, frozen=True):
-    """Control: report counters and levels."""
-
-
-class Control(Message, frozen=True):
-    """A control operation for this rank. `key` proves that its owner asks."""
-
-    call: int
-    key: str
-    operation: Release | Prefetch | Drop | RenewLease | Stats
-
-
-class RankStats(msgspec.Struct, frozen=True):
-    """State of one rank. Counts and byte totals are since its start."""
-
-    rank: int = 0
-    staged_bytes: int = 0
-    staging_limit_bytes: int = 0
-    transfers: int = 0  # staged, in part or in full
-    serving: int = 0  # pulls of peers under way
-    pulling: int = 0  # own pulls under way, prefetches included
-    inbox_bytes: int = 0  # prefetched payload that waits for its blocks
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    pulls_served: int = 0
-    pulls_refused: int = 0  # of peers, with an error
-    pulls_ok: int = 0
-    pulls_failed: int = 0
-    prefetches: int = 0  # begun
-    staging_failed: int = 0
-    leases_expired: int = 0
-    leases_renewed: int = 0  # by importers whose decodes wait for blocks
-    dropped_messages: int = 0  # garbage, oversized or unknown
-    events_lost: int = 0
-    nixl_sent_bytes: int = 0  # of `sent_bytes`
-    nixl_received_bytes: int = 0  # of `received_bytes`
-    nixl_failures: int = 0  # of pairs that both have NIXL: their KV goes over TCP
-    nixl_refused: int = 0  # pairs that both have NIXL and may not use it
-
-
-class Answer(Message, frozen=True):
-    """To a control operation; `error` is empty when it was done."""
-
-    call: int
-    error: str = ""
-    stats: RankStats | None = None
+    """A message could not be read; it may have been a pull or a grant. An importer that waits may repeat its grants."""
 
 
 _encoder = msgspec.msgpack.Encoder()
-Request = Pull | Credit | Cancel | Confirm | Renew | Control
+Request = Pull | Credit | Cancel | Confirm | Renew
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 Reply = Frame | Sent | Failed | Unread
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-_answers = msgspec.msgpack.Decoder(Answer)
 _SEAL_BYTES = 8
 
 
 def decoded(decoder: "msgspec.msgpack.Decoder[Decoded]", part: Buffer) -> Decoded | None:
-    """What anybody may have sent; None for garbage (seen: one such frame ended the thread that read it)."""
+    """Decode data of any origin; None for malformed data (seen: one such frame ended the thread that read it)."""
     try:
         return decoder.decode(part)
     except MALFORMED:
@@ -238,12 +169,10 @@ def decoded(decoder: "msgspec.msgpack.Decoder[Decoded]", part: Buffer) -> Decode
 
 
 def encode_message(message: Message) -> bytes:
-    """Any message as bytes."""
     return sealed(_encoder.encode(message))
 
 
 def sealed(body: bytes) -> bytes:
-    """A message's body and its checksum."""
     return body + _seal(body)
 
 
@@ -252,90 +181,77 @@ def _seal(body: Buffer) -> bytes:
 
 
 def opened(decoder: "msgspec.msgpack.Decoder[Decoded]", part: Buffer) -> Decoded | None:
-    """A sealed message; None for garbage."""
+    """The message in a sealed body; None where it is malformed."""
     body, seal = memoryview(part)[:-_SEAL_BYTES], memoryview(part)[-_SEAL_BYTES:]
     return decoded(decoder, body) if seal == _seal(body) else None
 
 
 def decode_request(part: Buffer) -> Request | None:
-    """What an importer or the worker sent; None for garbage."""
+    """The request in a message; None where it is malformed."""
     return opened(_requests, part)
 
 
 def decode_reply(part: Buffer) -> Reply | None:
-    """What an exporter sent; None for garbage."""
+    """The reply in a message; None where it is malformed."""
     return opened(_replies, part)
 
 
-def decode_answer(part: Buffer) -> Answer | None:
-    """What a rank answered to its worker; None for garbage."""
-    return opened(_answers, part)
-
-
 def checksum(payload: Buffer) -> int:
-    """Checksum of a payload or a message."""
     return xxhash.xxh3_64_intdigest(payload)
 
 
 def verify(frame: Frame, digest: int, sent_digest: int | None = None) -> None:
-    """Raise KvError(CHECKSUM) unless the payload, of that checksum, is what was sent.
+    """Raise KvError(CHECKSUM) unless `digest`, of the payload that arrived, is that of the payload that was sent.
 
-    `sent_digest` is what the transport has sent along; then the frame need not tell, but must not tell otherwise.
+    `sent_digest` is the one that the transport has sent with it; the frame may then have none, but no other.
     """
     sent = {frame.checksum} if sent_digest is None else {sent_digest, frame.checksum or sent_digest}
     if sent != {digest}:
         raise KvError(KvFault.CHECKSUM, f"layers {frame.layer_start}.. tokens {frame.token_start}..")
 
 
-# MERGED transport.py
-# How KV messages move: one small protocol, with an implementation for each scheme of an address (`transports`).
-#
-# A `Transport` belongs to one thread, which waits on it, and drains what is ready; only `wake` may be called from
-# elsewhere.
-
-
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message of an exporter. The payload is no copy: it lasts until the link's next `receive`; see `Link.keep`."""
+    """A message of an exporter. The payload is not copied: it lasts until the link's next `receive`; see
+    `Link.keep`.
+    """
 
     header: Buffer
-    payload: Buffer | None = None  # None where there is none, or it lies where `Place` wanted it
+    payload: Buffer | None = None  # None where there is none, or `Place` has placed it
     payload_bytes: int = 0
-    checksum: int = 0  # of the payload, as it came
-    sent_checksum: int | None = None  # of the payload, as it was sent, where the transport sends it: see Listener.seals
+    checksum: int = 0  # of the payload that arrived
+    sent_checksum: int | None = None  # of the payload that was sent, where the transport sends it: see Listener.seals
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a payload goes that has not come yet: memory in order, as large as the payload in all."""
+    """Memory for a payload that is about to arrive: views in order, as large as the payload in all."""
 
-    owner: object  # who wanted it there, and may want so no more: see Link.divert
+    owner: object  # the import that placed it, which may withdraw: see Link.divert
     views: list[memoryview]
 
 
 class Place(Protocol):
-    """Says where a payload goes, once its header is here; None: anywhere. Not every transport asks."""
+    """Chooses the memory of a payload once its header is here; None: any. Not every transport calls it."""
 
     def __call__(self, link: "Link", header: Buffer, size_bytes: int) -> Placement | None:
-        """Called on the transport's thread; raises nothing."""
+        """The transport's thread calls it; it raises nothing."""
 
 
 class Listener(Protocol):
     """Export side: many peers, each with an identity."""
 
     address: str
-    seals: bool  # payloads are followed by their checksum: nobody else need take it
+    seals: bool  # the transport sends a checksum behind each payload, so that frames need none
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         """The next message with its sender, or None when there is none at the moment."""
 
     def takes(self, peer: bytes) -> bool:
-        """Whether a payload for that peer would be on its way at once, not behind others; true of one that is gone."""
+        """Whether a payload for that peer would be sent at once, not behind others; true for a peer that is gone."""
 
     def send(self, peer: bytes, header: bytes, payload: Buffer | None = None) -> bool:
-        """Send without blocking or copying the payload, which must not change later; False when the peer is
-        gone.
-        """
+        """Send without blocking or copying the payload, which must not change later; False when the peer is gone."""
 
 
 class Link(Protocol):
@@ -349,30 +265,30 @@ class Link(Protocol):
         ...
 
     @property
-    def stranger(self) -> str:
-        """Why the peer and we do not trust each other; empty as long as nothing says so."""
+    def refusal(self) -> str:
+        """Why the two sides do not trust each other; empty while no reason is known."""
         ...
 
     @property
     def carrier(self) -> str:
-        """What has brought the message that was received last: "tcp", "zeromq" or "nixl"."""
+        """The carrier of the message that was received last: "tcp" or "nixl"."""
         ...
 
     @property
     def connected(self) -> bool:
-        """Whether the peer has greeted us over the present connection."""
+        """Whether the present connection is made and the peer has sent its greeting."""
 
     def receive(self) -> Received | None:
         """The next message, or None when there is none at the moment."""
 
     def keep(self) -> None:
-        """The payload of the message that was received last stays as it is."""
+        """The payload of the message that was received last must not be overwritten."""
 
     def send(self, message: bytes) -> bool:
-        """Send without blocking; False when it cannot be taken."""
+        """Queue without blocking; False when the queue is full."""
 
     def divert(self, owner: object) -> None:
-        """What is on its way to where this owner placed it goes nowhere; that memory is not touched again."""
+        """Payloads on their way to memory that this owner placed are discarded; that memory is not written any more."""
 
     def close(self) -> None:
         """Disconnect."""
@@ -385,10 +301,10 @@ class Transport(Protocol):
         """Bind. Raises OSError when the address cannot be had."""
 
     def connect(self, address: str, place: Place | None = None) -> Link:
-        """A link of its own to an address, which need not be up yet. Raises OSError when the address makes no sense."""
+        """A new link to an address, which need not be up yet. Raises OSError when the address is not valid."""
 
     def wait(self, timeout_s: float) -> list[Link]:
-        """Wait until a listener or link has something or `wake` is called; the links that have."""
+        """Wait until a listener or link has something to receive or `wake` is called; the links that have something."""
 
     def wake(self) -> None:
         """End the current or next wait. Callable from any thread."""

@@ -1,4 +1,8 @@
-"""The importer's thread of one rank: pulls KV from exporters and writes it where the engine wants it."""
+"""The importer's thread of one rank.
+
+It pulls KV from exporters over connections that are kept and reused, grants credit, and ends each import with one
+result.
+"""
 
 import logging
 import math
@@ -13,19 +17,18 @@ from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.shards import Source, exporting, sources, unasked
 from services.worker.kv.wire.importing import (
     DTYPES,
+    Arrived,
     Import,
     ImportShape,
-    Inbox,
     Load,
     Part,
     PullCounters,
     PullLimits,
     PullResult,
-    Seen,
     as_kv_error,
     check_frame,
+    direct_views,
     finished,
-    room_of,
     write_frame,
 )
 from services.worker.kv.wire.protocol import (
@@ -52,16 +55,368 @@ from services.worker.kv.wire.protocol import (
 )
 from shared.domain.kv import KvHandle
 
-# MERGED peers.py
-# The importer's connections to exporters, kept and reused, and what it asks of them.
-
-LOST_S = 10.0  # how long an unused link tries to reach an address where nobody is
-IDLE_S = 600.0  # how long it keeps a connection that nobody uses
+_log = logging.getLogger(__name__)
+LOST_S = 10.0  # a link that no import uses and that is not connected is closed after so long
+IDLE_S = 600.0  # a link that no import uses and that is connected is closed after so long
 LANE_BYTES = 4 << 20  # of KV: less than this is not worth a connection of its own
+TURN_S = 0.1  # between two looks at deadlines
+_POLL_S = 0.5  # between two notices to exporters that repeat the grant, which they answer where something was lost
+_BURST = 64  # messages of one link before the others get their turn
+_MESSAGE_CHARS = 200  # of the reason that an exporter gives
+_SWEEP_S = 5.0  # between two looks at idle links
+
+
+class Puller:
+    """Runs imports on a thread of its own. Commands come from other threads; results go to `on_end` on the puller's
+    thread.
+
+    `on_end` is called exactly once for each load; its destination is not used after that.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        shape: ImportShape,
+        on_end: Callable[[PullResult], None],
+        limits: PullLimits | None = None,
+        on_death: Callable[[str, BaseException], None] = lambda *_: None,
+        enter: Callable[[], None] = lambda: None,
+    ) -> None:
+        """On the puller's thread `enter` is called first, and `on_death(thread, error)` when a bug ends it."""
+        self._imports = Imports(transport, shape, on_end, limits or PullLimits())
+        self.counters = self._imports.counters
+        self._transport = transport
+        self._rank = shape.rank
+        self._on_death = on_death
+        self._enter = enter
+        self._commands: deque[Callable[[Imports], None]] = deque()
+        self._lock = threading.Lock()
+        self._stopping = self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kv-puller", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def load(self, load: Load) -> None:
+        """Begin, or let a prefetch go on into its blocks."""
+        if not self.post(lambda imports: imports.load(load)):
+            self._imports.reject(load, KvError(KvFault.STOPPED))
+
+    def post(self, command: "Callable[[Imports], None]") -> bool:
+        """Have a command run on the puller's thread; False when that has ended. Callable from any thread."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._commands.append(command)
+        self._transport.wake()
+        return True
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._transport.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._enter()
+            while not self._stopping:
+                for link in self._transport.wait(TURN_S):
+                    self._imports.receive(link)
+                self._run_commands()
+                self._imports.check()
+        except Exception as error:
+            _log.exception("the KV puller of rank %d ended", self._rank)
+            self._on_death("puller", error)
+        finally:
+            with self._lock:
+                self._closed = True
+            self._run_commands()
+            self._imports.end_all(KvError(KvFault.STOPPED))
+            self._transport.close()
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()(self._imports)
+
+
+@dataclass(slots=True)
+class _Announced:
+    """A header whose payload is about to be received, with its message, so that it is decoded once."""
+
+    header: Buffer
+    message: Reply | None
+    arrived: Arrived | None = None  # what it adds to its part, once it has been checked
+
+
+_NOTHING = _Announced(b"", None)
+
+
+class Imports:
+    """The imports under way on one rank. The puller's thread owns it.
+
+    `on_end` is called exactly once for each load; its destination is not used after that.
+    """
+
+    def __init__(
+        self, transport: Transport, shape: ImportShape, on_end: Callable[[PullResult], None], limits: PullLimits
+    ) -> None:
+        self.counters = PullCounters()
+        self._imports: dict[str, Import] = {}
+        self._limits = limits
+        self._shape = shape
+        self._on_end = on_end
+        self._peers = Peers(transport, shape, limits, self._place)
+        self._parts: dict[int, tuple[Import, Part]] = {}
+        self._check_s = self._sweep_s = 0.0
+        self._announced = _NOTHING
+
+    def load(self, load: Load) -> None:
+        """Begin, or let a prefetch go on into its blocks."""
+        known = self._imports.get(load.handle.transfer_id)
+        if known is not None and known.load is not None:
+            self.reject(load, KvError(KvFault.INVALID, "the transfer is being imported already"))
+        elif known is not None and known.handle == load.handle and known.token_end >= load.token_end:
+            self._join(known, load)
+        else:
+            if known is not None:
+                self._end(known, KvError(KvFault.CANCELLED))
+            self._begin(load.handle, (load.token_start, load.token_end), load.timeout_s, load)
+
+    def _join(self, known: Import, load: Load) -> None:
+        known.load = load
+        known.progress_s = time.monotonic()
+        known.deadline_s = known.progress_s + load.timeout_s
+        try:
+            for frame, payload in known.inbox:
+                write_frame(frame, payload, load)
+        except Exception as error:
+            self._end(known, as_kv_error(error))
+            return
+        self._empty_inbox(known)
+        for part in known.parts.values():
+            self._grant(known, part)
+        if known.complete:
+            self._end(known)
+
+    def prefetch(self, handle: KvHandle, tokens: int, timeout_s: float) -> None:
+        """Begin without blocks, if the inbox has room."""
+        if handle.transfer_id in self._imports or not self._has_inbox_room(self._limits.window_bytes):
+            return
+        self.counters.prefetches += 1
+        self._begin(handle, (0, tokens), timeout_s, None)
+
+    def cancel(self, transfer_id: str, prefetch_only: bool = False) -> None:
+        known = self._imports.get(transfer_id)
+        if known is not None and not (prefetch_only and known.load is not None):
+            self._end(known, KvError(KvFault.CANCELLED))
+
+    def confirm(self, handle: KvHandle) -> None:
+        self._peers.confirm(handle)
+
+    def renew(self, handle: KvHandle) -> None:
+        """Have the exporters keep a handle that no import has begun to pull; a pull under way renews its lease by
+        itself.
+        """
+        if handle.transfer_id not in self._imports:
+            self._peers.renew(handle)
+
+    def end_all(self, error: KvError) -> None:
+        for each in list(self._imports.values()):
+            self._end(each, error)
+
+    def reject(self, load: Load, error: KvError) -> None:
+        """Report the end of a load that was not started."""
+        now = time.time()
+        self.counters.failed += 1
+        self._on_end(PullResult(load.request_id, load.handle.transfer_id, False, str(error), 0, 0, now, now, False))
+
+    def _begin(self, handle: KvHandle, tokens: tuple[int, int], timeout_s: float, load: Load | None) -> None:
+        now = time.monotonic()
+        new = Import(
+            handle=handle,
+            token_start=tokens[0],
+            token_end=tokens[1],
+            started_s=time.time(),
+            load=load,
+            deadline_s=now + timeout_s,
+            reachable_by_s=now + self._limits.connect_timeout_s,
+            prefetched=load is None,
+            progress_s=now,
+            notified_s=now,
+        )
+        self._imports[handle.transfer_id] = new
+        self.counters.pulling = len(self._imports)
+        try:
+            self._peers.pull(new, self._limits.stall_s)
+        except OSError as error:
+            self._end(new, KvError(KvFault.UNREACHABLE, str(error)))
+        except Exception as error:
+            self._end(new, as_kv_error(error))
+        else:
+            self._parts.update({pull_id: (new, part) for pull_id, part in new.parts.items()})
+
+    def _end(self, known: Import, error: KvError | None = None) -> None:
+        """End an import and notify the exporters and the owner of its load. Its destination is not used after this."""
+        self._imports.pop(known.handle.transfer_id, None)
+        self.counters.pulling = len(self._imports)
+        for part in known.parts.values():
+            self._parts.pop(part.pull_id, None)
+            part.link.divert(known)
+            if not part.done:
+                self._peers.send(part.link, Cancel(part.pull_id))
+        self._empty_inbox(known)
+        if known.load is not None:
+            error = finished(known.load, error)
+            self.counters.ok += error is None
+            self.counters.failed += error is not None
+            self._on_end(known.result(known.load, str(error) if error else "", known.arrived_s or time.time()))
+            # Also after a failure: the engine recomputes, and no other import will pull this rank's share.
+            self._peers.confirm(known.handle)
+
+    def receive(self, link: Link) -> None:
+        """Handle messages of a link, up to a number after which the other links get their turn."""
+        for _ in range(_BURST):
+            if (received := link.receive()) is None:
+                return
+            message = self._read(received.header).message
+            if message is None:  # it may have been a frame that is not sent again
+                self.counters.dropped += 1
+                self._give_up(link)
+                return
+            if isinstance(message, Unread):
+                self._repeat_grants(link)
+                continue
+            known, part = self._parts.get(message.pull_id, (None, None))
+            if known is None or part is None or part.link is not link or part.done:
+                continue  # of a pull that has ended here
+            try:
+                self._handle(known, part, message, received)
+            except Exception as error:
+                self._end(known, as_kv_error(error))
+
+    def _place(self, link: Link, header: Buffer, size_bytes: int) -> Placement | None:
+        """Where the payload goes that follows this header: see protocol.Place."""
+        self._announced = announced = _Announced(header, decode_reply(header))
+        frame = announced.message
+        if not isinstance(frame, Frame):
+            return None
+        known, part = self._parts.get(frame.pull_id, (None, None))
+        if known is None or part is None or known.load is None or part.link is not link or part.done:
+            return None
+        try:
+            announced.arrived = part.expected(frame, known.handle, self._shape)
+        except KvError:  # raised again once the payload has arrived
+            return None
+        views = direct_views(frame, size_bytes, known.load)
+        return Placement(known, views) if views else None
+
+    def _read(self, header: Buffer) -> _Announced:
+        """The decoded header; a transport that announced a payload passes the same header object again with it."""
+        if header is self._announced.header:
+            return self._announced
+        return _Announced(header, decode_reply(header) if len(header) <= MAX_MESSAGE_BYTES else None)
+
+    def _repeat_grants(self, link: Link) -> None:
+        """Repeat the grants with the next `check` and not at once: on a bad connection the repetition may be
+        unreadable too.
+        """
+        for known, part in self._parts.values():
+            if part.link is link:
+                known.notified_s = -math.inf
+
+    def _give_up(self, link: Link) -> None:
+        error = KvError(KvFault.PROTOCOL, f"{link.address} sent a malformed message")
+        for known in {id(known): known for known, part in self._parts.values() if part.link is link}.values():
+            if not known.complete:
+                self._end(known, error)
+
+    def _handle(self, known: Import, part: Part, message: Frame | Sent | Failed, received: Received) -> None:
+        match message:
+            case Failed():
+                fault = message.fault if message.fault in set(KvFault) else KvFault.PROTOCOL
+                raise KvError(KvFault(fault), message.message[:_MESSAGE_CHARS])
+            case Sent():
+                part.compare(message)
+            case Frame():
+                self._handle_frame(known, part, message, received)
+
+    def _handle_frame(self, known: Import, part: Part, frame: Frame, received: Received) -> None:
+        size, payload = received.payload_bytes, received.payload
+        arrived = self._read(received.header).arrived
+        part.admit(part.expected(frame, known.handle, self._shape) if arrived is None else arrived, size)
+        check_frame(frame, received)
+        known.progress_s = time.monotonic()
+        known.wire_bytes += size
+        known.carriers.add(part.link.carrier)
+        self.counters.received_bytes += size
+        if payload is None:  # it was received directly into its destination, or there is none
+            if not size:
+                raise KvError(KvFault.PROTOCOL, "a frame without a payload")
+        elif known.load is not None:
+            write_frame(frame, payload, known.load)
+        else:
+            part.link.keep()
+            known.inbox.append((frame, payload))
+            known.inbox_bytes += size
+            self.counters.inbox_bytes += size
+        if known.complete and known.load is not None:
+            self._end(known)
+        elif known.complete:
+            known.arrived_s = time.time()
+            self._peers.confirm(known.handle)  # the exporter may free it: all of it is in the inbox
+        else:
+            self._grant(known, part)
+
+    def _grant(self, known: Import, part: Part) -> None:
+        """Grant more: for a load what it has consumed, for a prefetch as much as the inbox has room for."""
+        if not part.wants_grant or (known.load is None and not self._has_inbox_room(part.owed_bytes)):
+            return
+        known.progress_s = time.monotonic()
+        part.grant()
+        self._peers.send(part.link, Credit(part.pull_id, part.granted_bytes))
+
+    def _keep_up(self, known: Import, now: float) -> None:
+        """Continue a prefetch that had to pause for room, and tell the exporters that it still goes on."""
+        waiting = [part for part in known.parts.values() if not part.done]
+        for part in waiting:
+            self._grant(known, part)
+        if now >= known.notified_s + min(_POLL_S, self._limits.stall_s / 3):
+            known.notified_s = now
+            for part in waiting:
+                self._peers.send(part.link, Credit(part.pull_id, part.granted_bytes))
+
+    def _has_inbox_room(self, more_bytes: int) -> bool:
+        """Whether `more_bytes` fit beside what the inbox holds and what prefetches may still send without a new
+        grant.
+        """
+        prefetching = sum(each.load is None and not each.complete for each in self._imports.values())
+        granted = prefetching * self._limits.window_bytes
+        return self.counters.inbox_bytes + granted + more_bytes <= self._limits.inbox_bytes
+
+    def _empty_inbox(self, known: Import) -> None:
+        self.counters.inbox_bytes -= known.inbox_bytes
+        known.inbox_bytes = 0
+        known.inbox.clear()
+
+    def check(self) -> None:
+        """End late imports and continue paused ones; to be called at least every TURN_S."""
+        now = time.monotonic()
+        if now < self._check_s:
+            return
+        self._check_s = now + TURN_S
+        for known in list(self._imports.values()):
+            error = known.lateness(now, self._limits.stall_s)
+            if error is not None:
+                self._end(known, error)
+            else:
+                self._keep_up(known, now)
+        if now >= self._sweep_s:
+            self._sweep_s = now + _SWEEP_S
+            self._peers.close_unused({id(part.link) for _, part in self._parts.values()})
 
 
 class Peers:
-    """Links by address, several where that is set; belongs to the puller's thread."""
+    """Links to exporters by address, several where that is set. The puller's thread owns it."""
 
     def __init__(self, transport: Transport, shape: ImportShape, limits: PullLimits, place: Place) -> None:
         self._transport = transport
@@ -73,15 +428,16 @@ class Peers:
         self._last_pull_id = 0
         self._used_s: dict[tuple[str, int], float] = {}  # monotonic
 
-    def ask(self, wanted: Import, silence_s: float) -> None:
-        """Send a pull to every exporter rank that has layers and heads of ours, to be forgotten after so much silence.
+    def pull(self, wanted: Import, silence_s: float) -> None:
+        """Send a pull to every exporter rank that has layers and heads of this rank's; exporters forget it after
+        `silence_s` without a message.
 
-        Where that is large each connection has some of the layers: all of them are busy with each chunk. Raises KvError
-        or OSError, parts filled so far.
+        A large pull is divided by layers between connections, so that all of them are busy with each chunk. Raises
+        KvError or OSError, with the parts filled so far.
         """
         handle, shape = wanted.handle, self._shape
-        asked = sources(shape.rank, shape.shards, exporting(handle, shape.shards))
-        lanes = [(lane, part) for source in asked for lane, part in enumerate(self._shared_out(source, wanted))]
+        exporters = sources(shape.rank, shape.shards, exporting(handle, shape.shards))
+        lanes = [(lane, part) for source in exporters for lane, part in enumerate(self._divided(source, wanted))]
         window_bytes = max(1, self._window_bytes // len(lanes))
         for lane, source in lanes:
             link = self._link(handle.endpoints[source.rank], lane)
@@ -111,8 +467,8 @@ class Peers:
                 ),
             )
 
-    def _shared_out(self, source: Source, wanted: Import) -> list[Source]:
-        """The source's layers, by connection."""
+    def _divided(self, source: Source, wanted: Import) -> list[Source]:
+        """The source's layers by connection."""
         layers, heads = source.layer_end - source.layer_start, source.head_end - source.head_start
         dtype = DTYPES.get(wanted.handle.dtype)
         layer_bytes = (wanted.token_end - wanted.token_start) * 2 * heads * self._shape.head_dim
@@ -124,24 +480,22 @@ class Peers:
         return [replace(source, layer_start=start, layer_end=end) for start, end in pairwise(bounds)]
 
     def confirm(self, handle: KvHandle) -> None:
-        """Tell the exporters that this rank needs no more of the handle; best effort, their leases end
-        anyway.
-        """
+        """Tell the exporters that this rank needs no more of the handle. Best effort: their leases expire anyway."""
         rank, ours = self._shape.rank, self._shape.shards
         try:
             exporters = exporting(handle, ours)
-            asked = {each.rank: each.consumers for each in sources(rank, ours, exporters)}
+            confirmed = {each.rank: each.consumers for each in sources(rank, ours, exporters)}
             if rank == 0:
-                asked |= dict.fromkeys(unasked(ours, exporters), 1)
-            for exporter, consumers in asked.items():
+                confirmed |= dict.fromkeys(unasked(ours, exporters), 1)
+            for exporter, consumers in confirmed.items():
                 message = Confirm(handle.transfer_id, handle.generation, rank, consumers)
                 self.send(self._link(handle.endpoints[exporter], 0), message)
         except (KvError, OSError) as error:
             _log.debug("cannot confirm %s: %s", handle.transfer_id, error)
 
     def renew(self, handle: KvHandle) -> None:
-        """Have the exporter ranks that this rank is going to pull from keep the handle; best effort, the next renewal
-        follows soon.
+        """Renew the leases at the exporter ranks from which this rank is going to pull. Best effort: the next
+        renewal follows soon.
         """
         try:
             for source in sources(self._shape.rank, self._shape.shards, exporting(handle, self._shape.shards)):
@@ -151,11 +505,11 @@ class Peers:
             _log.debug("cannot renew the lease of %s: %s", handle.transfer_id, error)
 
     def send(self, link: Link, message: Message) -> None:
-        """Send, or not when the peer takes nothing: deadlines find that out."""
+        """Send unless the link's queue is full: deadlines find a message that was not sent."""
         link.send(encode_message(message))
 
     def close_unused(self, in_use: set[int]) -> None:
-        """Close links that nobody has used for a while: exporters come and go, each with an address of its own.
+        """Close links that have not been used for a while: exporters come and go, each with an address of its own.
 
         `in_use` holds the id() of links that imports wait for.
         """
@@ -173,364 +527,3 @@ class Peers:
         if link is None:
             link = self._links[key] = self._transport.connect(address, self._place)
         return link
-
-
-# MERGED imports.py
-# The imports under way on one rank: what they ask, take and grant, and how they end. For one thread.
-
-
-TURN_S = 0.1  # deadlines are looked at this often
-_POLL_S = 0.5  # exporters are told again what they may send, and tell what they do not know of
-_BURST = 64  # messages of one link before the others get their turn
-_MESSAGE_CHARS = 200  # of what an exporter says of its failure
-_SWEEP_S = 5.0  # and idle links
-
-
-@dataclass(slots=True)
-class _Announced:
-    """A header whose payload is to come, and what it says: it is read once."""
-
-    header: Buffer
-    message: Reply | None
-    seen: Seen | None = None  # what it adds to its part, once that is known to be right
-
-
-_NOTHING = _Announced(b"", None)
-
-
-class Imports:
-    """`on_end` is called exactly once a load, whatever happens; its destination is not touched again after that."""
-
-    def __init__(
-        self, transport: Transport, shape: ImportShape, on_end: Callable[[PullResult], None], limits: PullLimits
-    ) -> None:
-        self.counters = PullCounters()
-        self._imports: dict[str, Import] = {}
-        self._limits = limits
-        self._shape = shape
-        self._on_end = on_end
-        self._peers = Peers(transport, shape, limits, self._place)
-        self._inbox = Inbox(self.counters, limits, self._imports)
-        self._parts: dict[int, tuple[Import, Part]] = {}
-        self._check_s = self._sweep_s = 0.0
-        self._announced = _NOTHING
-
-    def load(self, load: Load) -> None:
-        """Begin, or let a prefetch go on into its blocks."""
-        known = self._imports.get(load.handle.transfer_id)
-        if known is not None and known.load is not None:
-            self.reject(load, KvError(KvFault.INVALID, "the transfer is being imported already"))
-        elif known is not None and known.handle == load.handle and known.token_end >= load.token_end:
-            self._join(known, load)
-        else:
-            if known is not None:
-                self._end(known, KvError(KvFault.CANCELLED))
-            self._begin(load.handle, (load.token_start, load.token_end), load.timeout_s, load)
-
-    def _join(self, known: Import, load: Load) -> None:
-        known.load = load
-        known.progress_s = time.monotonic()
-        known.deadline_s = known.progress_s + load.timeout_s
-        try:
-            for frame, payload in known.inbox:
-                write_frame(frame, payload, load)
-        except Exception as error:
-            self._end(known, as_kv_error(error))
-            return
-        self._inbox.empty(known)
-        for part in known.parts.values():
-            self._grant(known, part)
-        if known.complete:
-            self._end(known)
-
-    def prefetch(self, handle: KvHandle, tokens: int, timeout_s: float) -> None:
-        """Begin without blocks, where there is room."""
-        if handle.transfer_id in self._imports or not self._inbox.has_room(self._limits.window_bytes):
-            return
-        self.counters.prefetches += 1
-        self._begin(handle, (0, tokens), timeout_s, None)
-
-    def cancel(self, transfer_id: str, prefetch_only: bool) -> None:
-        """End it as cancelled."""
-        known = self._imports.get(transfer_id)
-        if known is not None and not (prefetch_only and known.load is not None):
-            self._end(known, KvError(KvFault.CANCELLED))
-
-    def confirm(self, handle: KvHandle) -> None:
-        """Tell the exporters that this rank needs nothing of the handle."""
-        self._peers.confirm(handle)
-
-    def renew(self, handle: KvHandle) -> None:
-        """Have the exporters keep what no import has begun to pull; a pull under way renews the lease by itself."""
-        if handle.transfer_id not in self._imports:
-            self._peers.renew(handle)
-
-    def end_all(self, error: KvError) -> None:
-        """End every one."""
-        for each in list(self._imports.values()):
-            self._end(each, error)
-
-    def reject(self, load: Load, error: KvError) -> None:
-        """End a load that never began."""
-        now = time.time()
-        self.counters.failed += 1
-        self._on_end(PullResult(load.request_id, load.handle.transfer_id, False, str(error), 0, 0, now, now, False))
-
-    def _begin(self, handle: KvHandle, tokens: tuple[int, int], timeout_s: float, load: Load | None) -> None:
-        now = time.monotonic()
-        new = Import(
-            handle=handle,
-            token_start=tokens[0],
-            token_end=tokens[1],
-            started_s=time.time(),
-            load=load,
-            deadline_s=now + timeout_s,
-            reachable_by_s=now + self._limits.connect_timeout_s,
-            prefetched=load is None,
-            progress_s=now,
-            told_s=now,
-        )
-        self._imports[handle.transfer_id] = new
-        self.counters.pulling = len(self._imports)
-        try:
-            self._peers.ask(new, self._limits.stall_s)
-        except OSError as error:
-            self._end(new, KvError(KvFault.UNREACHABLE, str(error)))
-        except Exception as error:
-            self._end(new, as_kv_error(error))
-        else:
-            self._parts.update({pull_id: (new, part) for pull_id, part in new.parts.items()})
-
-    def _end(self, known: Import, error: KvError | None = None) -> None:
-        """Forget an import, tell the exporters, and tell its load's owner. Nothing is written after this."""
-        self._imports.pop(known.handle.transfer_id, None)
-        self.counters.pulling = len(self._imports)
-        for part in known.parts.values():
-            self._parts.pop(part.pull_id, None)
-            part.link.divert(known)
-            if not part.done:
-                self._peers.send(part.link, Cancel(part.pull_id))
-        self._inbox.empty(known)
-        if known.load is not None:
-            error = finished(known.load, error)
-            self.counters.ok += error is None
-            self.counters.failed += error is not None
-            self._on_end(known.result(known.load, str(error) if error else "", known.came_s or time.time()))
-            # Also after a failure: the engine recomputes, and nobody else will ask for this rank's share.
-            self._peers.confirm(known.handle)
-
-    def receive(self, link: Link) -> None:
-        """Take what has come, so much at most that the other links get their turn."""
-        for _ in range(_BURST):
-            if (received := link.receive()) is None:
-                return
-            message = self._read(received.header).message
-            if message is None:  # nobody knows what it held: perhaps a frame that nobody sends again
-                self.counters.dropped += 1
-                self._give_up(link)
-                return
-            if isinstance(message, Unread):
-                self._ask_again(link)
-                continue
-            known, part = self._parts.get(message.pull_id, (None, None))
-            if known is None or part is None or part.link is not link or part.done:
-                continue  # the rest of a pull that has ended here
-            try:
-                self._take(known, part, message, received)
-            except Exception as error:
-                self._end(known, as_kv_error(error))
-
-    def _place(self, link: Link, header: Buffer, size_bytes: int) -> Placement | None:
-        """Where the payload goes that follows this header: see transport.Place."""
-        self._announced = announced = _Announced(header, decode_reply(header))
-        frame = announced.message
-        if not isinstance(frame, Frame):
-            return None
-        known, part = self._parts.get(frame.pull_id, (None, None))
-        if known is None or part is None or known.load is None or part.link is not link or part.done:
-            return None
-        try:
-            announced.seen = part.expected(frame, known.handle, self._shape)
-        except KvError:  # told once the payload is here
-            return None
-        views = room_of(frame, size_bytes, known.load)
-        return Placement(known, views) if views else None
-
-    def _read(self, header: Buffer) -> _Announced:
-        """What it says; the transport that announced a payload gives the same header again with it."""
-        if header is self._announced.header:
-            return self._announced
-        return _Announced(header, decode_reply(header) if len(header) <= MAX_MESSAGE_BYTES else None)
-
-    def _ask_again(self, link: Link) -> None:
-        """With the next `check`, and no sooner: on a bad line that, too, may be told to be unreadable."""
-        for known, part in self._parts.values():
-            if part.link is link:
-                known.told_s = -math.inf
-
-    def _give_up(self, link: Link) -> None:
-        error = KvError(KvFault.PROTOCOL, f"{link.address} sent a malformed message")
-        for known in {id(known): known for known, part in self._parts.values() if part.link is link}.values():
-            if not known.complete:
-                self._end(known, error)
-
-    def _take(self, known: Import, part: Part, message: Frame | Sent | Failed, received: Received) -> None:
-        match message:
-            case Failed():
-                fault = message.fault if message.fault in set(KvFault) else KvFault.PROTOCOL
-                raise KvError(KvFault(fault), message.message[:_MESSAGE_CHARS])
-            case Sent():
-                part.compare(message)
-            case Frame():
-                self._take_frame(known, part, message, received)
-
-    def _take_frame(self, known: Import, part: Part, frame: Frame, received: Received) -> None:
-        size, payload = received.payload_bytes, received.payload
-        seen = self._read(received.header).seen
-        part.admit(part.expected(frame, known.handle, self._shape) if seen is None else seen, size)
-        check_frame(frame, received)
-        known.progress_s = time.monotonic()
-        known.wire_bytes += size
-        known.carriers.add(part.link.carrier)
-        self.counters.received_bytes += size
-        if payload is None:  # it lies where `_place` said, or there is none
-            if not size:
-                raise KvError(KvFault.PROTOCOL, "a frame without a payload")
-        elif known.load is not None:
-            write_frame(frame, payload, known.load)
-        else:
-            part.link.keep()
-            self._inbox.put(known, frame, payload, size)
-        if known.complete and known.load is not None:
-            self._end(known)
-        elif known.complete:
-            known.came_s = time.time()
-            self._peers.confirm(known.handle)  # all is in the inbox: the exporter may free it
-        else:
-            self._grant(known, part)
-
-    def _grant(self, known: Import, part: Part) -> None:
-        """Return credit: for a load what it has consumed, for a prefetch as much as the inbox has room for."""
-        if not part.wants_grant or (known.load is None and not self._inbox.has_room(part.owed_bytes)):
-            return
-        known.progress_s = time.monotonic()
-        part.grant()
-        self._peers.send(part.link, Credit(part.pull_id, part.granted_bytes))
-
-    def _keep_up(self, known: Import, now: float) -> None:
-        """Go on with a prefetch that had to pause for room, and tell the exporters that it is still wanted."""
-        waiting = [part for part in known.parts.values() if not part.done]
-        for part in waiting:
-            self._grant(known, part)
-        if now >= known.told_s + min(_POLL_S, self._limits.stall_s / 3):
-            known.told_s = now
-            for part in waiting:
-                self._peers.send(part.link, Credit(part.pull_id, part.granted_bytes))
-
-    def check(self) -> None:
-        """End what is late, go on with what had to pause; to be called every TURN_S or more often."""
-        now = time.monotonic()
-        if now < self._check_s:
-            return
-        self._check_s = now + TURN_S
-        for known in list(self._imports.values()):
-            error = known.lateness(now, self._limits.stall_s)
-            if error is not None:
-                self._end(known, error)
-            else:
-                self._keep_up(known, now)
-        if now >= self._sweep_s:
-            self._sweep_s = now + _SWEEP_S
-            self._peers.close_unused({id(part.link) for _, part in self._parts.values()})
-
-
-_log = logging.getLogger(__name__)
-
-
-class Puller:
-    """Runs imports; commands come from other threads, results go to `on_end` on the puller's own.
-
-    `on_end` is called exactly once a load, whatever happens; its destination is not touched again after that.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        shape: ImportShape,
-        on_end: Callable[[PullResult], None],
-        limits: PullLimits | None = None,
-        on_death: Callable[[str, BaseException], None] = lambda *_: None,
-        enter: Callable[[], None] = lambda: None,
-    ) -> None:
-        """On the puller's thread `enter` is called first, and `on_death(thread, error)` when a bug ends it."""
-        self._imports = Imports(transport, shape, on_end, limits or PullLimits())
-        self.counters = self._imports.counters
-        self._transport = transport
-        self._rank = shape.rank
-        self._on_death = on_death
-        self._enter = enter
-        self._commands: deque[Callable[[], None]] = deque()
-        self._lock = threading.Lock()
-        self._stopping = self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kv-puller", daemon=True)
-
-    def start(self) -> None:
-        """Pull in a thread of its own."""
-        self._thread.start()
-
-    def load(self, load: Load) -> None:
-        """Begin, or let a prefetch go on into its blocks."""
-        if not self._command(lambda: self._imports.load(load)):
-            self._imports.reject(load, KvError(KvFault.STOPPED))
-
-    def prefetch(self, handle: KvHandle, tokens: int, timeout_s: float) -> None:
-        """Begin without blocks; silently not done where there is no room. Kept for `timeout_s`, if no load comes."""
-        self._command(lambda: self._imports.prefetch(handle, tokens, timeout_s))
-
-    def cancel(self, transfer_id: str, prefetch_only: bool = False) -> None:
-        """End an import; a load's `on_end` follows promptly."""
-        self._command(lambda: self._imports.cancel(transfer_id, prefetch_only))
-
-    def confirm(self, handle: KvHandle) -> None:
-        """Tell the exporters that this rank needs nothing of the handle."""
-        self._command(lambda: self._imports.confirm(handle))
-
-    def renew(self, handle: KvHandle) -> None:
-        """Renew the lease of what is going to be pulled and is not yet."""
-        self._command(lambda: self._imports.renew(handle))
-
-    def stop(self) -> None:
-        """End all imports, the thread and the links."""
-        self._stopping = True
-        self._transport.wake()
-        self._thread.join()
-
-    def _command(self, command: Callable[[], None]) -> bool:
-        with self._lock:
-            if self._closed:
-                return False
-            self._commands.append(command)
-        self._transport.wake()
-        return True
-
-    def _run(self) -> None:
-        try:
-            self._enter()
-            while not self._stopping:
-                for link in self._transport.wait(TURN_S):
-                    self._imports.receive(link)
-                self._obey()
-                self._imports.check()
-        except Exception as error:
-            _log.exception("the KV puller of rank %d ended", self._rank)
-            self._on_death("puller", error)
-        finally:
-            with self._lock:
-                self._closed = True
-            self._obey()
-            self._imports.end_all(KvError(KvFault.STOPPED))
-            self._transport.close()
-
-    def _obey(self) -> None:
-        while self._commands:
-            self._commands.popleft()()

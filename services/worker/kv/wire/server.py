@@ -1,6 +1,8 @@
-"""The exporter's endpoint of one rank: a thread that serves pulls from the staging pool, and the worker's control."""
+"""The exporter's endpoint of one rank: a thread that serves pulls from the staging pool.
 
-import hmac
+`Serving` is the state of one pull and decides which frame is sent next, without sockets or threads.
+"""
+
 import logging
 import math
 import threading
@@ -12,29 +14,21 @@ import torch
 
 from services.worker.kv.codec import decode_into, encode, payload_bytes
 from services.worker.kv.errors import KvError, KvFault
-from services.worker.kv.rank_links import Rank
 from services.worker.kv.shards import Shards
 from services.worker.kv.staging import CodedSegment, Segment, StagingPool, Transfer
 from services.worker.kv.wire.protocol import (
     FRAME_BYTES,
     MAX_LIFE_S,
     MAX_WINDOW_BYTES,
-    Answer,
     Buffer,
     Cancel,
     Confirm,
-    Control,
     Credit,
-    Drop,
     Failed,
     Frame,
-    Listener,
     Message,
-    Prefetch,
     Pull,
-    Release,
     Renew,
-    RenewLease,
     Request,
     Sent,
     Transport,
@@ -45,13 +39,18 @@ from services.worker.kv.wire.protocol import (
 )
 from shared.domain.kv import Codec
 
-# MERGED serving.py
-# One peer's pull, as the exporter sees it: which frame is next. No sockets, no threads.
+_log = logging.getLogger(__name__)
+_MAX_SERVINGS = 1024
+_MAX_CONSUMERS = 1024
+_TURN_S = 0.5  # between two looks at leases and deadlines
+_BURST = 256  # messages handled before pulls go on: a peer that floods does not hold up the others
+
+_PullKey = tuple[bytes, int]  # the peer and the id that it gave the pull
 
 
 @dataclass(frozen=True, slots=True)
 class ExportShape:
-    """What this rank holds: its layers and heads of the model's, in `dtype`."""
+    """The layers and heads of the model that this rank holds, in `dtype`."""
 
     shards: Shards
     head_dim: int
@@ -60,7 +59,7 @@ class ExportShape:
 
     @property
     def layers(self) -> tuple[int, int]:
-        """Those of the rank: [start, end)."""
+        """[start, end) of the rank."""
         return self.shards.layers_of(self.rank)
 
     @property
@@ -84,19 +83,216 @@ class ExportShape:
         return math.prod(self.chunk_shape(tokens)) * self.dtype.itemsize
 
     def segment_tokens(self) -> int:
-        """Tokens of a segment: as many as leave one layer within a frame, in whole groups of 32 where that
-        fits.
-        """
+        """Tokens of a segment: as many as leave one layer within a frame, in whole groups of 32 where that fits."""
         tokens = max(1, FRAME_BYTES // self.token_bytes)
         return tokens // 32 * 32 or tokens
 
     def layers_a_frame(self, tokens: int, heads: int, codec: Codec) -> int:
-        """Whose coded KV of so many tokens and heads goes into one payload."""
+        """Layers whose coded KV of that many tokens and heads fits one payload."""
         return max(1, FRAME_BYTES // payload_bytes((1, 2, tokens, heads, self.head_dim), self.dtype, codec))
 
 
+@dataclass(frozen=True, slots=True)
+class ExportIdentity:
+    """The generation of the exporting instance and the fingerprint of its model."""
+
+    generation: int
+    fingerprint: str
+
+
+@dataclass(slots=True)
+class ServerCounters:
+    """Since the start; written by the server's thread only."""
+
+    sent_bytes: int = 0
+    served: int = 0
+    refused: int = 0
+    dropped: int = 0
+
+
+class KvServer:
+    """Serves one rank's staging pool at one address until it is stopped."""
+
+    def __init__(
+        self,
+        address: str,
+        transport: Transport,
+        pool: StagingPool,
+        shape: ExportShape,
+        identity: ExportIdentity,
+        corrupt: Callable[[], bool] = lambda: False,
+        on_death: Callable[[str, BaseException], None] = lambda *_: None,
+        enter: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Binds at once. Raises OSError when the address is taken. `corrupt` is fault injection for tests.
+
+        On the server's thread `enter` is called first, and `on_death(thread, error)` when a bug ends it.
+        """
+        self.counters = ServerCounters()
+        self._transport = transport
+        self._listener = transport.listen(address)
+        self._pool = pool
+        self._shape = shape
+        self._identity = identity
+        self._corrupt = corrupt
+        self._on_death = on_death
+        self._enter = enter
+        self._servings: dict[_PullKey, Serving] = {}
+        self._stopping = False
+        self._expire_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="kv-server", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """Where it listens, with the port that it was given."""
+        return self._listener.address
+
+    @property
+    def serving(self) -> int:
+        return len(self._servings)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._transport.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._enter()
+            while not self._stopping:
+                self._transport.wait(_TURN_S)
+                self._receive()
+                while self._pump() and not self._stopping:
+                    self._transport.wait(0.0)
+                    self._receive()
+                self._expire()
+        except Exception as error:
+            _log.exception("the KV server of rank %d ended", self._shape.rank)
+            self._on_death("server", error)
+        finally:
+            self._transport.close()
+
+    def _receive(self) -> None:
+        for _ in range(_BURST):
+            if (message := self._listener.receive()) is None:
+                return
+            peer, parts = message
+            request = decode_request(parts[0]) if len(parts) == 1 else None
+            if request is None:
+                self.counters.dropped += 1
+                self._send(peer, Unread())
+            else:
+                self._handle(peer, request)
+
+    def _handle(self, peer: bytes, request: Request) -> None:
+        match request:
+            case Pull():
+                self._begin(peer, request)
+            case Credit():
+                serving = self._servings.get((peer, request.pull_id))
+                if (
+                    serving is None
+                ):  # it may have ended: an importer that still repeats its grant has not received all frames
+                    self._send(peer, Failed(request.pull_id, KvFault.PROTOCOL.value, "no such pull is under way"))
+                elif not serving.grant(request.granted_bytes, time.monotonic()):
+                    self._send(peer, Sent(request.pull_id, serving.frames))
+            case Cancel():
+                self._servings.pop((peer, request.pull_id), None)
+            case Confirm():
+                if request.generation == self._identity.generation and request.consumers <= _MAX_CONSUMERS:
+                    self._pool.confirm(request.transfer_id, request.rank, request.consumers)
+            case Renew():
+                if request.generation == self._identity.generation:
+                    self._pool.renew(request.transfer_id)
+
+    def _begin(self, peer: bytes, pull: Pull) -> None:
+        fault = self._objection(pull)
+        if fault is not None:
+            self.counters.refused += 1
+            self._send(peer, Failed(pull.pull_id, fault.value, ""))
+            return
+        self._servings[peer, pull.pull_id] = Serving(pull, self._shape, time.monotonic())
+
+    def _objection(self, pull: Pull) -> KvFault | None:
+        if pull.generation != self._identity.generation:
+            return KvFault.STALE
+        if pull.fingerprint != self._identity.fingerprint:
+            return KvFault.FINGERPRINT
+        tokens = 0 <= pull.token_start < pull.token_end
+        (first_layer, last_layer), (first_head, last_head) = self._shape.layers, self._shape.heads
+        layers = first_layer <= pull.layer_start < pull.layer_end <= last_layer
+        heads = first_head <= pull.head_start < pull.head_end <= last_head
+        credit = 0 < pull.credit_bytes <= MAX_WINDOW_BYTES
+        timeout = 0 < pull.timeout_s < MAX_LIFE_S
+        if not (tokens and layers and heads and credit and timeout) or len(self._servings) >= _MAX_SERVINGS:
+            return KvFault.INVALID
+        return None
+
+    def _pump(self) -> bool:
+        """Send one frame of each pull that can go on; whether any was sent and pulls remain."""
+        sent = False
+        for key, serving in list(self._servings.items()):
+            try:
+                sent |= self._pump_one(key, serving)
+            except KvError as error:
+                self._fail(key, error)
+            except Exception:
+                _log.exception("a pull of %s failed", serving.pull.transfer_id)
+                self._fail(key, KvError(KvFault.INTERNAL))
+        return sent and bool(self._servings)
+
+    def _pump_one(self, key: _PullKey, serving: "Serving") -> bool:
+        peer, _ = key
+        transfer = self._pool.open(serving.pull.transfer_id)
+        if transfer is None or not self._listener.takes(peer):
+            return False
+        seal = not self._listener.seals or self._corrupt()
+        made = serving.next_frame(transfer, self._identity.generation, seal=seal)
+        if made is None:
+            return False
+        frame, payload = made
+        if not self._send(peer, frame, self._faulty(payload)):
+            self._servings.pop(key, None)
+            return False
+        self.counters.sent_bytes += len(payload)
+        if serving.finished:
+            self._servings.pop(key, None)
+            self.counters.served += 1
+        else:
+            self._servings[key] = self._servings.pop(key)  # other pulls on the same connection come first the next time
+        return True
+
+    def _faulty(self, payload: Buffer) -> Buffer:
+        if not self._corrupt():
+            return payload
+        copy = bytearray(payload)
+        copy[len(copy) // 2] ^= 0x40
+        return copy
+
+    def _fail(self, key: _PullKey, error: KvError) -> None:
+        serving = self._servings.pop(key)
+        self.counters.refused += 1
+        self._send(key[0], Failed(serving.pull.pull_id, error.fault.value, error.message))
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        if now < self._expire_s:
+            return
+        self._expire_s = now + _TURN_S
+        self._pool.expire()
+        for key, serving in list(self._servings.items()):
+            if serving.deadline_s <= now:
+                self._fail(key, KvError(KvFault.TIMEOUT, "the importer sent nothing for too long"))
+
+    def _send(self, peer: bytes, message: Message, payload: Buffer | None = None) -> bool:
+        return self._listener.send(peer, encode_message(message), payload)
+
+
 class Serving:
-    """State of one pull: a cursor over segments and layers, and what the importer still grants."""
+    """State of one pull: a cursor over segments and layers, and the remaining grant."""
 
     def __init__(self, pull: Pull, shape: ExportShape, now_s: float) -> None:
         """`now_s` is monotonic."""
@@ -112,7 +308,7 @@ class Serving:
         self._layer = pull.layer_start
 
     def grant(self, granted_bytes: int, now_s: float) -> bool:
-        """The importer has spoken: it still wants this, and grants so much in all. Whether that is more than before."""
+        """The importer still wants the pull and grants that much in total; whether that is more than before."""
         before, most = self._granted_bytes, self.sent_bytes + MAX_WINDOW_BYTES
         self._granted_bytes = max(before, min(granted_bytes, most))
         self._renew(now_s)
@@ -123,14 +319,13 @@ class Serving:
 
     @property
     def finished(self) -> bool:
-        """Whether all that was wanted has been sent."""
         return self._token >= self.pull.token_end
 
     def next_frame(self, transfer: Transfer, generation: int, *, seal: bool) -> tuple[Frame, Buffer] | None:
         """The next frame and its payload; None while nothing is staged for it or the grant is used up. `seal`: the
-        frame tells the payload's checksum.
+        frame carries the payload's checksum.
 
-        Raises KvError when the transfer is complete and shorter than what is wanted, or cannot be coded.
+        Raises KvError when the transfer is complete and shorter than the pull, or cannot be coded.
         """
         if self.sent_bytes >= self._granted_bytes or self.finished:
             return None
@@ -162,8 +357,8 @@ class Serving:
         return None
 
     def _staged(self, segment: CodedSegment, end: int) -> tuple[int, Buffer] | None:
-        """The last layer of what is staged as the next frame, and its payload; None where the pull divides tokens,
-        heads or layers in another way.
+        """The last layer of a staged payload that is the next frame, and the payload; None where the pull divides
+        tokens, heads or layers in another way.
         """
         pull, first = self.pull, self._shape.layers[0]
         whole = self._token == segment.token_start and end == segment.token_end
@@ -177,7 +372,9 @@ class Serving:
         return None
 
     def _decoded(self, segment: CodedSegment) -> Segment:
-        """To be coded again in other pieces: an error of a step in all, at most, where one coding makes half."""
+        """The segment decoded, to be coded again in other pieces. The two codings together err by at most a step,
+        one alone by half a step.
+        """
         if self._restored is None or self._restored.token_start != segment.token_start:
             layers, sides, tokens, heads, dim = self._shape.chunk_shape(segment.token_end - segment.token_start)
             kv = torch.empty(layers, sides, tokens, heads, dim, dtype=self._shape.dtype)
@@ -187,8 +384,8 @@ class Serving:
         return self._restored
 
     def _payload(self, segment: Segment, last_layer: int, end: int) -> Buffer:
-        """Of layers up to `last_layer` and tokens up to `end`, coded. A view, where whole segments and all heads are
-        wanted as they are.
+        """The coded KV of layers up to `last_layer` and tokens up to `end`; a view where whole segments and all
+        heads are wanted unchanged.
         """
         pull = self.pull
         whole = self._token == segment.token_start and end == segment.token_end
@@ -232,250 +429,3 @@ class Serving:
         if last_layer == self.pull.layer_end:
             self._layer = self.pull.layer_start
             self._token = end
-
-
-_log = logging.getLogger(__name__)
-_MAX_SERVINGS = 1024
-_MAX_CONSUMERS = 1024
-_TURN_S = 0.5  # leases and deadlines are looked at this often
-_BURST = 256  # messages taken before pulls go on: who floods holds up nobody else
-
-Caller = tuple[Listener, bytes]  # where somebody has connected, and as whom
-
-
-@dataclass(frozen=True, slots=True)
-class ExportIdentity:
-    """Who exports."""
-
-    generation: int
-    fingerprint: str
-    control_key: str
-
-
-@dataclass(slots=True)
-class ServerCounters:
-    """Since the start; written by the server's thread only."""
-
-    sent_bytes: int = 0
-    served: int = 0
-    refused: int = 0
-    dropped: int = 0
-
-
-class KvServer:
-    """Serves one rank's staging pool at one address until it is stopped."""
-
-    def __init__(
-        self,
-        address: str,
-        transport: Transport,
-        pool: StagingPool,
-        shape: ExportShape,
-        identity: ExportIdentity,
-        controls: Rank,
-        corrupt: Callable[[], bool] = lambda: False,
-        on_death: Callable[[str, BaseException], None] = lambda *_: None,
-        control_address: str = "",
-        enter: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Binds at once. Raises OSError when an address is taken. `corrupt` is fault injection for tests.
-
-        With a `control_address` the worker's control may come there as well. On the server's thread `enter` is called
-        first, and `on_death(thread, error)` when a bug ends it.
-        """
-        self.counters = ServerCounters()
-        self._transport = transport
-        self._listeners: list[Listener] = [transport.listen(each) for each in (address, control_address) if each]
-        self._pool = pool
-        self._shape = shape
-        self._identity = identity
-        self._controls = controls
-        self._corrupt = corrupt
-        self._on_death = on_death
-        self._enter = enter
-        self._servings: dict[tuple[Caller, int], Serving] = {}
-        self._stopping = False
-        self._expire_s = 0.0
-        self._thread = threading.Thread(target=self._run, name="kv-server", daemon=True)
-
-    @property
-    def address(self) -> str:
-        """Where it listens, the port resolved."""
-        return self._listeners[0].address
-
-    @property
-    def serving(self) -> int:
-        """Pulls of peers under way."""
-        return len(self._servings)
-
-    def start(self) -> None:
-        """Serve in a thread of its own."""
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Something was staged or released. Callable from any thread."""
-        self._transport.wake()
-
-    def stop(self) -> None:
-        """End the thread and close the endpoint."""
-        self._stopping = True
-        self._transport.wake()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._enter()
-            while not self._stopping:
-                self._transport.wait(_TURN_S)
-                self._receive()
-                while self._pump() and not self._stopping:
-                    self._transport.wait(0.0)
-                    self._receive()
-                self._expire()
-        except Exception as error:
-            _log.exception("the KV server of rank %d ended", self._shape.rank)
-            self._on_death("server", error)
-        finally:
-            self._transport.close()
-
-    def _receive(self) -> None:
-        for listener in self._listeners:
-            self._receive_at(listener)
-
-    def _receive_at(self, listener: Listener) -> None:
-        for _ in range(_BURST):
-            if (message := listener.receive()) is None:
-                return
-            name, parts = message
-            peer = listener, name
-            request = decode_request(parts[0]) if len(parts) == 1 else None
-            if request is None:
-                self.counters.dropped += 1
-                self._send(peer, Unread())
-            else:
-                self._handle(peer, request)
-
-    def _handle(self, peer: Caller, request: Request) -> None:
-        match request:
-            case Pull():
-                self._begin(peer, request)
-            case Credit():
-                serving = self._servings.get((peer, request.pull_id))
-                if serving is None:  # it may be over: whoever still asks has not got all that was sent
-                    self._send(peer, Failed(request.pull_id, KvFault.PROTOCOL.value, "no such pull is under way"))
-                elif not serving.grant(request.granted_bytes, time.monotonic()):
-                    self._send(peer, Sent(request.pull_id, serving.frames))
-            case Cancel():
-                self._servings.pop((peer, request.pull_id), None)
-            case Confirm():
-                if request.generation == self._identity.generation and request.consumers <= _MAX_CONSUMERS:
-                    self._pool.confirm(request.transfer_id, request.rank, request.consumers)
-            case Renew():
-                if request.generation == self._identity.generation:
-                    self._pool.renew(request.transfer_id)
-            case Control():
-                self._control(peer, request)
-
-    def _begin(self, peer: Caller, pull: Pull) -> None:
-        fault = self._objection(pull)
-        if fault is not None:
-            self.counters.refused += 1
-            self._send(peer, Failed(pull.pull_id, fault.value, ""))
-            return
-        self._servings[peer, pull.pull_id] = Serving(pull, self._shape, time.monotonic())
-
-    def _objection(self, pull: Pull) -> KvFault | None:
-        if pull.generation != self._identity.generation:
-            return KvFault.STALE
-        if pull.fingerprint != self._identity.fingerprint:
-            return KvFault.FINGERPRINT
-        tokens = 0 <= pull.token_start < pull.token_end
-        (first_layer, last_layer), (first_head, last_head) = self._shape.layers, self._shape.heads
-        layers = first_layer <= pull.layer_start < pull.layer_end <= last_layer
-        heads = first_head <= pull.head_start < pull.head_end <= last_head
-        credit = 0 < pull.credit_bytes <= MAX_WINDOW_BYTES
-        timeout = 0 < pull.timeout_s < MAX_LIFE_S
-        if not (tokens and layers and heads and credit and timeout) or len(self._servings) >= _MAX_SERVINGS:
-            return KvFault.INVALID
-        return None
-
-    def _pump(self) -> bool:
-        """Send one frame of each pull that can go on; whether any was sent and something is left to send."""
-        sent = False
-        for key, serving in list(self._servings.items()):
-            try:
-                sent |= self._pump_one(key, serving)
-            except KvError as error:
-                self._fail(key, error)
-            except Exception:
-                _log.exception("a pull of %s failed", serving.pull.transfer_id)
-                self._fail(key, KvError(KvFault.INTERNAL))
-        return sent and bool(self._servings)
-
-    def _pump_one(self, key: tuple[Caller, int], serving: Serving) -> bool:
-        (listener, name), _ = key
-        transfer = self._pool.open(serving.pull.transfer_id)
-        if transfer is None or not listener.takes(name):
-            return False
-        seal = not listener.seals or self._corrupt()
-        made = serving.next_frame(transfer, self._identity.generation, seal=seal)
-        if made is None:
-            return False
-        frame, payload = made
-        if not self._send(key[0], frame, self._faulty(payload)):
-            self._servings.pop(key, None)
-            return False
-        self.counters.sent_bytes += len(payload)
-        if serving.finished:
-            self._servings.pop(key, None)
-            self.counters.served += 1
-        else:
-            self._servings[key] = self._servings.pop(key)  # those on the same connection come first the next time
-        return True
-
-    def _faulty(self, payload: Buffer) -> Buffer:
-        if not self._corrupt():
-            return payload
-        copy = bytearray(payload)
-        copy[len(copy) // 2] ^= 0x40
-        return copy
-
-    def _fail(self, key: tuple[Caller, int], error: KvError) -> None:
-        serving = self._servings.pop(key)
-        self.counters.refused += 1
-        self._send(key[0], Failed(serving.pull.pull_id, error.fault.value, error.message))
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        if now < self._expire_s:
-            return
-        self._expire_s = now + _TURN_S
-        self._pool.expire()
-        for key, serving in list(self._servings.items()):
-            if serving.deadline_s <= now:
-                self._fail(key, KvError(KvFault.TIMEOUT, "the importer fell silent"))
-
-    def _control(self, peer: Caller, control: Control) -> None:
-        if not hmac.compare_digest(control.key.encode(), self._identity.control_key.encode()):
-            self.counters.dropped += 1
-            return
-        stats, error = None, ""
-        try:
-            match control.operation:
-                case Release(transfer_id):
-                    self._controls.release(transfer_id)
-                case Prefetch(handle, tokens, timeout_s):
-                    self._controls.prefetch(handle, tokens, timeout_s)
-                case Drop(transfer_id):
-                    self._controls.drop(transfer_id)
-                case RenewLease(handle):
-                    self._controls.renew(handle)
-                case _:
-                    stats = self._controls.stats()
-        except KvError as raised:
-            error = str(raised)
-        self._send(peer, Answer(control.call, error, stats))
-
-    def _send(self, peer: Caller, message: Message, payload: Buffer | None = None) -> bool:
-        listener, name = peer
-        return listener.send(name, encode_message(message), payload)

@@ -1,11 +1,12 @@
-"""Messages on a byte stream: a prefix, a header, perhaps a payload and its checksum. No sockets.
+"""Messages on a byte stream: a prefix, a header, and optionally a payload with its checksum; how they are written and
+how they are read. No sockets.
 
-A prefix is 16 bytes, little-endian: a mark, the sizes of header and payload, and a checksum over these. A prefix
-without either is a heartbeat, which a listener sends back. Bits that flip in a prefix are noticed before anybody waits
-for bytes that nobody sends.
+A prefix is 16 bytes, little-endian: a mark, the sizes of header and payload, and a checksum over these, so that
+flipped bits are noticed before a reader waits for bytes that are not sent. A prefix without header and payload is a
+heartbeat, which a listener sends back.
 
-Behind a payload comes its xxh3_64, 8 bytes, little-endian: so each side takes the checksum of a piece while it is in
-the cache, and the first bytes are on their way before the last ones were looked at.
+The payload is followed by its xxh3_64, 8 bytes, little-endian: each side hashes a piece while it is in the cache, and
+the first bytes are sent before the last ones were hashed.
 """
 
 import struct
@@ -22,69 +23,62 @@ _SIZES = struct.Struct("<4sII")
 MARK = b"PKV2"
 DIGEST_BYTES = 8
 VIEWS = 64  # of one call of a stream: more gain nothing
+_AHEAD_BYTES = 4096  # read along with a prefix: at most this much of a payload is copied once more
+_READ_BYTES = 512 << 10  # read at once: the data is still in the cache when it is hashed
+_WORTH_BYTES = _READ_BYTES  # of a payload: less is not worth a wake-up, unless it is the rest
+_WRITE_BYTES = 512 << 10  # sent at once, so that the first piece leaves early
 
 
 class WireError(Exception):
-    """What came is no message of ours; nothing behind it can be read either."""
+    """The stream holds no valid message here, so nothing behind this point can be read either."""
 
 
 class Stream(Protocol):
     """A connected socket that never blocks."""
 
     def read(self, views: list[memoryview]) -> int:
-        """Bytes that went into the views, in order: fewer than they hold when there are no more at the moment. Raises
-        OSError at the stream's end too.
+        """Bytes read into the views, in order: fewer than they hold when no more are available. Raises OSError, at
+        the stream's end too.
         """
 
     def expect(self, count: int) -> None:
-        """That the stream can be read need not be told before so many bytes are here."""
+        """The stream need not become readable before that many bytes are available."""
 
     def write(self, views: list[memoryview]) -> int:
-        """Bytes that were taken of the views, in order; fewer than there are when there is no more room at the moment.
-        Raises OSError.
-        """
+        """Bytes written of the views, in order; fewer than they hold when there is no more room. Raises OSError."""
 
 
 def prefix(header_bytes: int, payload_bytes: int) -> bytes:
-    """Of a message."""
     sizes = _SIZES.pack(MARK, header_bytes, payload_bytes)
     return sizes + xxhash.xxh32_intdigest(sizes).to_bytes(4, "little")
 
 
 HEARTBEAT = prefix(0, 0)
 
-# MERGED tcp_inbound.py
-# Takes messages off a byte stream: see `tcp_framing`. No sockets.
 
-
-_AHEAD_BYTES = 4096  # read along with a prefix: of a payload so much at most is copied once more
-_READ_BYTES = 512 << 10  # read at once: what was read is still in the cache when its checksum is taken
-_WORTH_BYTES = _READ_BYTES  # of a payload: less is not worth waking up for, unless it is the rest
-
-
-class Asked(Protocol):
-    """Says where a payload goes; see transport.Place."""
+class PlacePayload(Protocol):
+    """Chooses the memory of a payload; see protocol.Place."""
 
     def __call__(self, header: Buffer, size_bytes: int) -> Placement | None:
         """Called once a payload's header is here."""
 
 
 class Inbound:
-    """Takes messages off a stream, a payload straight into where it belongs."""
+    """Reads messages from a stream, each payload directly into its memory."""
 
-    def __init__(self, max_payload_bytes: int, place: Asked = lambda *_: None) -> None:
+    def __init__(self, max_payload_bytes: int, place: PlacePayload = lambda *_: None) -> None:
         self.heartbeats = 0
-        self.readable = True  # whether the stream may have more: its owner says when it has again
+        self.readable = True  # whether the stream may have more; its owner sets this when it has again
         self._max_payload_bytes = max_payload_bytes
         self._place = place
         self._head = memoryview(bytearray(2 * _AHEAD_BYTES))  # grows with a header that needs more
         self._filled = 0  # bytes in it
-        self._spare = memoryview(b"")  # where payloads go that have no other place
-        self._views: list[memoryview] = []  # of the present payload, what is to come, the next one last
+        self._spare = memoryview(b"")  # for payloads without a placement
+        self._views: list[memoryview] = []  # of the present payload, still to be filled, the next one last
         self._header = b""
-        self._size = self._missing = 0  # bytes of the present payload, and those that are to come
+        self._size = self._missing = 0  # bytes of the present payload, and those still to come
         self._placement: Placement | None = None
-        self._unwanted = False  # the present payload: nobody hears of it
+        self._unwanted = False  # the present payload is discarded
         self._hash = xxhash.xxh3_64()
 
     def receive(self, stream: Stream) -> Received | None:
@@ -99,27 +93,27 @@ class Inbound:
                 self._read_payload(stream)
             else:
                 self._read_head(stream)
-        if read and not self.readable:  # only then: whoever has asked for less has a reason
+        if read and not self.readable:  # only then: a caller that expects less has a reason
             stream.expect(min(_WORTH_BYTES, self._missing + DIGEST_BYTES) if self._missing else 1)
         return message
 
     def keep(self) -> None:
-        """The payload that was received last is not overwritten."""
+        """The payload that was received last must not be overwritten."""
         self._spare = memoryview(b"")
 
     @property
     def first(self) -> int:
-        """The first byte of what could not be read."""
+        """The first byte of data that could not be read."""
         return self._head[0]
 
     def divert(self, owner: object) -> None:
-        """Nothing more of the present payload goes to where that owner wanted it."""
+        """If that owner placed the present payload, discard the rest of it."""
         if self._placement is not None and self._placement.owner is owner:
             self._placement, self._unwanted = None, True
             self._views = [self._room(self._missing)]
 
     def _begun(self) -> Received | None:
-        """A message without a payload, if one is here; a payload is prepared for."""
+        """A message without a payload, if one is here; for a payload its memory is prepared."""
         if self._filled < PREFIX.size:
             return None
         mark, header_bytes, payload_bytes, _ = PREFIX.unpack_from(self._head)
@@ -144,7 +138,7 @@ class Inbound:
         return self._finished()
 
     def _prepare(self, header: bytes, payload_bytes: int, end: int) -> None:
-        """Begin a payload with what of it was read with its header."""
+        """Begin a payload with the part of it that was read with its header."""
         self._header, self._size, self._missing = header, payload_bytes, payload_bytes
         self._placement = self._place(header, payload_bytes)
         if self._placement is None:
@@ -206,7 +200,7 @@ class Inbound:
         self._filled = got - ours
 
     def _advance(self, count: int) -> None:
-        """So much of the payload has come."""
+        """Account for that many more bytes of the payload."""
         self._missing -= count
         views, update = self._views, self._hash.update
         while count:
@@ -220,7 +214,7 @@ class Inbound:
             count -= size
 
     def _drop(self, end: int) -> None:
-        """Forget the first bytes of what was read ahead."""
+        """Drop the first bytes of what was read ahead."""
         if end < self._filled:
             rest = bytes(self._head[end : self._filled])
             self._head[: len(rest)] = rest
@@ -232,22 +226,15 @@ class Inbound:
         return self._spare[:size]
 
 
-# MERGED tcp_outbound.py
-# Puts messages on a byte stream: see `tcp_framing`. No sockets.
-
-
-_WRITE_BYTES = 512 << 10  # sent at once, the first one the sooner
-
-
 class _Body:
-    """A payload of which some is still to be looked at."""
+    """A payload that is being hashed piece by piece."""
 
     def __init__(self, payload: memoryview) -> None:
         self._rest = payload
         self._hash = xxhash.xxh3_64()
 
     def prepare(self, ready: deque[memoryview]) -> bool:
-        """Add the next piece, and behind the last one the checksum; whether that was all."""
+        """Add the next piece, and behind the last one the checksum; whether that was the last."""
         piece, self._rest = self._rest[:_WRITE_BYTES], self._rest[_WRITE_BYTES:]
         self._hash.update(piece)
         ready.append(piece)
@@ -258,29 +245,26 @@ class _Body:
 
 
 class Outbound:
-    """What waits to be sent, in order; nothing is copied."""
+    """Messages that wait to be sent, in order; nothing is copied."""
 
     def __init__(self) -> None:
         self._waiting: deque[memoryview | _Body] = deque()
         self._ready: deque[memoryview] = deque()  # goes first
 
     def __len__(self) -> int:
-        """Pieces that wait."""
         return len(self._ready) + len(self._waiting)
 
     def put(self, header: bytes, payload: Buffer | None = None) -> None:
-        """Queue a message."""
         size = len(payload) if payload is not None else 0
         self._waiting.append(memoryview(prefix(len(header), size) + header))
         if payload is not None and size:
             self._waiting.append(_Body(memoryview(payload).cast("B")))
 
     def heartbeat(self) -> None:
-        """Queue a heartbeat."""
         self._waiting.append(memoryview(HEARTBEAT))
 
     def flush(self, stream: Stream) -> bool:
-        """Send what goes; whether all of it went. Raises OSError."""
+        """Write as much as the stream accepts; whether that was all. Raises OSError."""
         ready = self._ready
         while ready or self._waiting:
             if not ready:
@@ -294,12 +278,11 @@ class Outbound:
         return True
 
     def clear(self) -> None:
-        """Forget all of it."""
         self._waiting.clear()
         self._ready.clear()
 
     def _prepare(self) -> None:
-        """Messages, and one piece of a payload: it is in the cache when the kernel copies it."""
+        """Make messages ready, and one piece of a payload: it is in the cache when the kernel copies it."""
         ready, waiting = self._ready, self._waiting
         while waiting and len(ready) < VIEWS:
             first = waiting[0]

@@ -1,4 +1,4 @@
-"""An importer's connection to an exporter over TCP: made, watched, and made again when it is lost."""
+"""An importer's connection to an exporter over TCP: it is made, watched, and made again when it is lost."""
 
 import errno
 import math
@@ -12,7 +12,7 @@ from services.worker.kv.wire.tcp_framing import Inbound, Outbound, WireError
 from services.worker.kv.wire.tcp_streams import (
     Connection,
     Keys,
-    Told,
+    OnResolved,
     Untrusted,
     Where,
     connection_of,
@@ -23,63 +23,63 @@ from services.worker.kv.wire.tcp_streams import (
 
 _ATTEMPT_S = 2.0  # the longest that a connection may take to be made, keys included
 _RETRY_S, _RETRY_MAX_S = 0.05, 0.5
-_BEAT_S = 0.5  # a peer that says nothing for so long is asked whether it is there
-_SILENCE_S = 3.0  # and lost when it does not answer for so long: a thread of its answers, once it gets the GIL
-_ACTIVE_S = 10.0  # after the last message; later nobody cares, until the next one
+_BEAT_S = 0.5  # a peer that is silent for so long is sent a heartbeat
+_SILENCE_S = 3.0  # and counts as lost without an answer for so long: a thread there answers once it gets the GIL
+_ACTIVE_S = 10.0  # after the last message; later no heartbeat is sent until the next one
 _MAX_WAITING = 1000  # messages for a peer that is not connected
-_TLS_ALERT = 0x15  # what a side that wants TLS answers to one that does not
+_TLS_ALERT = 0x15  # the answer of a side that expects TLS to one that does not speak it
 
 
 class Source(Protocol):
-    """What can be waited for."""
-
     def fileno(self) -> int:
         """The socket's descriptor."""
 
 
 class Owner(Protocol):
-    """Who waits."""
+    """An object that handles the events of a socket."""
 
     def happened(self, now_s: float, *, writable: bool) -> None:
         """The socket can be read, or written. `now_s` is monotonic."""
 
 
 class Loop(Protocol):
-    """What a link needs of the transport that waits for it."""
+    """The part of the transport that a link uses."""
 
     def watch(self, source: Source, owner: Owner, *, writes: bool) -> None:
-        """Tell the owner when the socket can be read, or with `writes` written; replaces an earlier wish."""
+        """Call the owner when the socket can be read, or with `writes` also when it can be written; replaces an
+        earlier call.
+        """
 
     def unwatch(self, source: Source) -> None:
-        """Tell it no more."""
+        pass
 
-    def look_up(self, host: str, port: int, told: Told) -> None:
-        """Resolve a name; `told` is called on the transport's thread."""
+    def look_up(self, host: str, port: int, on_resolved: OnResolved) -> None:
+        """Resolve a name; `on_resolved` is called on the transport's thread."""
 
     def forget(self, link: "TcpLink") -> None:
-        """The link is closed."""
+        pass
 
 
 class _State(Enum):
     DOWN = 0  # until `_retry_s`
     RESOLVING = 1
     CONNECTING = 2
-    SHAKING = 3  # agreeing on keys, and on that we understand each other
+    SHAKING = 3  # agreeing on keys, and exchanging greetings
     UP = 4
     CLOSED = 5
 
 
 class TcpLink:
-    """See transport.Link. All methods run on the transport's thread."""
+    """A link over TCP. The transport's thread calls all methods."""
 
     carrier = "tcp"
 
     def __init__(self, address: str, loop: Loop, keys: Keys, place: Place | None, now_s: float) -> None:
-        """Raises OSError for what is no address."""
+        """Raises OSError for an invalid address."""
         self.address = address
         self.losses = 0
-        self.stranger = ""
-        self.drained = True  # nothing more can be read before the socket says so
+        self.refusal = ""
+        self.drained = True  # nothing more can be read before the socket becomes readable
         self._host, self._port = host_and_port(address)
         self._places = numeric(self._host, self._port)
         self._named = not self._places
@@ -94,17 +94,15 @@ class TcpLink:
         self._outbound = Outbound()
         self._waiting: list[bytes] = []
         self._retry_s, self._pause_s = now_s, _RETRY_S
-        self._now_s = self._heard_s = self._active_s = now_s
-        self._asked_s = math.inf  # since when an answer is due
+        self._now_s = self._received_s = self._active_s = now_s
+        self._heartbeat_s = math.inf  # since when an answer to a heartbeat is due
         self.tick(now_s)
 
     @property
     def connected(self) -> bool:
-        """See transport.Link."""
         return self._state is _State.UP
 
     def receive(self) -> Received | None:
-        """See transport.Link."""
         self.drained = True
         if self._connection is None or self._state is not _State.UP:
             return None
@@ -118,15 +116,13 @@ class TcpLink:
         return message
 
     def keep(self) -> None:
-        """See transport.Link."""
         self._inbound.keep()
 
     def divert(self, owner: object) -> None:
-        """See transport.Link."""
         self._inbound.divert(owner)
 
     def send(self, message: bytes) -> bool:
-        """See transport.Link. What is said while there is no connection is sent once there is one."""
+        """While there is no connection, messages wait for the next one."""
         self._active_s = self._now_s
         if self._state is _State.UP:
             self._outbound.put(message)
@@ -137,15 +133,14 @@ class TcpLink:
         return True
 
     def close(self) -> None:
-        """See transport.Link."""
         self._disconnect()
         self._state = _State.CLOSED
         self._loop.forget(self)
 
     def happened(self, now_s: float, *, writable: bool) -> None:
         """The socket can be read, or written; to be called before `receive`."""
-        self._now_s = self._heard_s = now_s
-        self._asked_s = math.inf
+        self._now_s = self._received_s = now_s
+        self._heartbeat_s = math.inf
         self._inbound.readable = True
         try:
             if self._state is _State.CONNECTING:
@@ -158,7 +153,7 @@ class TcpLink:
             self._lose(error)
 
     def tick(self, now_s: float) -> None:
-        """Look at what is due; to be called some ten times a second, after what has happened."""
+        """Do what is due; to be called some ten times a second, after `happened`."""
         self._now_s = now_s
         if self._state is _State.DOWN:
             if now_s >= self._retry_s:
@@ -166,17 +161,19 @@ class TcpLink:
         elif self._state is not _State.UP:
             if now_s - self._since_s > _ATTEMPT_S:
                 self._lose(TimeoutError("no connection in time"))
-        elif now_s - self._asked_s > _SILENCE_S:
-            self._lose(TimeoutError("the peer says nothing"))
-        elif self._asked_s == math.inf and now_s - self._heard_s > _BEAT_S and now_s - self._active_s < _ACTIVE_S:
-            self._asked_s = now_s
+        elif now_s - self._heartbeat_s > _SILENCE_S:
+            self._lose(TimeoutError("the peer does not answer"))
+        elif (
+            self._heartbeat_s == math.inf and now_s - self._received_s > _BEAT_S and now_s - self._active_s < _ACTIVE_S
+        ):
+            self._heartbeat_s = now_s
             if self._connection is not None:
-                self._connection.expect(1)  # on a slow link a little is a sign of life, too
+                self._connection.expect(1)  # on a slow link, a few bytes are a sign of life too
             self._outbound.heartbeat()
             self._flush()
 
     def _begin(self) -> None:
-        if self._named:  # anew each time: an exporter may have moved
+        if self._named:  # for each attempt: an exporter may have moved
             self._enter(_State.RESOLVING)
             self._loop.look_up(self._host, self._port, self._resolved)
         else:
@@ -211,13 +208,13 @@ class TcpLink:
             raise OSError(error, os.strerror(error))
         self._loop.unwatch(raw)
         self._raw, self._connection = None, connection_of(raw, self._keys, server=False)
-        self._inbound, self._outbound = Inbound(MAX_FRAME_BYTES, self._asked), Outbound()
+        self._inbound, self._outbound = Inbound(MAX_FRAME_BYTES, self._place_payload), Outbound()
         self._outbound.heartbeat()
         self._enter(_State.SHAKING)
         self._loop.watch(self._connection, self, writes=False)
 
     def _shake(self) -> None:
-        """Agree on keys, say hello, and wait for the peer's."""
+        """Agree on keys, send the greeting, and wait for the peer's."""
         connection = self._connection
         assert connection is not None
         if not connection.ready():
@@ -229,13 +226,13 @@ class TcpLink:
                 raise WireError("a message before a greeting")
             return
         self._enter(_State.UP)
-        self.stranger, self._pause_s = "", _RETRY_S
+        self.refusal, self._pause_s = "", _RETRY_S
         for each in self._waiting:
             self._outbound.put(each)
         self._waiting.clear()
         self._flush()
 
-    def _asked(self, header: Buffer, size_bytes: int) -> Placement | None:
+    def _place_payload(self, header: Buffer, size_bytes: int) -> Placement | None:
         return self._place(self, header, size_bytes) if self._place is not None else None
 
     def _flush(self) -> None:
@@ -250,15 +247,15 @@ class TcpLink:
         self._loop.watch(connection, self, writes=not done)
 
     def _lose(self, error: Exception) -> None:
-        """The connection is over, or was not made: another attempt follows."""
+        """The connection is lost, or could not be made: another attempt follows."""
         if self._state is _State.UP:
             self.losses += 1
         elif isinstance(error, Untrusted):
-            self.stranger = str(error)
+            self.refusal = str(error)
         elif isinstance(error, WireError) and self._inbound.first == _TLS_ALERT:
-            self.stranger = "the peer wants keys, and we have none"
+            self.refusal = "the peer requires keys, and this side has none"
         elif isinstance(error, ConnectionError) and self._state is _State.SHAKING:
-            self.stranger = "the peer ends the connection before it greets: has it other keys?"
+            self.refusal = "the peer closes the connection before its greeting: does it have other keys?"
         self._disconnect()
         self._enter(_State.DOWN)
         self._retry_s = self._now_s + self._pause_s

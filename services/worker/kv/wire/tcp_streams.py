@@ -1,5 +1,9 @@
-"""Connected sockets as streams: plain, TLS with the cluster's certificate on both sides, or plain after both sides have
-proved that they have the cluster's key.
+"""Connected sockets as streams: plain, TLS with the cluster's certificate on both sides, or plain with a proof of the
+cluster's key. Addresses are resolved without blocking the thread of the transport.
+
+For TLS, both sides show a certificate that follows from the cluster's key pair, and accept no other. There is no
+authority to run and nothing to distribute: every process with the pair of the cluster file can make the certificate,
+and proves by its handshake that it has the secret half. Certificate and key are the same on every host.
 """
 
 import hmac
@@ -23,24 +27,23 @@ from zmq.utils import z85
 
 from services.worker.kv.wire.tcp_framing import Stream, prefix
 
-# MERGED tls.py
-# TLS between KV endpoints: both sides show the certificate that follows from the cluster's keys, and take no other.
-#
-# There is no authority to run and nothing to hand out: whoever has the cluster file's key pair can make the
-# certificate, and proves by its handshake that it has the secret half. Certificate and key are the same on every
-# host.
-
-
 _CERTIFICATE_PURPOSE = b"polyphase kv tls 1"
 _NAME = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "polyphase-kv")])
 _FROM, _UNTIL = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
+_UNANSWERED_MS = 30_000  # data that is not acknowledged by then: the peer's host is gone
+_PROOF_PURPOSE = b"polyphase kv proof 1"
+_MAGIC = b"PKA1"
+_NUMBER_BYTES = _PROOF_BYTES = 32
+_IN_TURN = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+Where = tuple[int, tuple[object, ...]]  # family and socket address
+OnResolved = Callable[[list[Where], str], None]  # places, or none of them and the reason
 
 
 class TlsContexts:
-    """What the two sides of connections are made with."""
+    """The TLS contexts of the two sides of connections."""
 
     def __init__(self, curve: tuple[str, str]) -> None:
-        """`curve` is the cluster's pair (public, secret; Z85). Raises ValueError for what is none."""
+        """`curve` is the cluster's pair (public, secret; Z85). Raises ValueError for an invalid pair."""
         key, certificate = identity(curve)
         self.server = _context(ssl.PROTOCOL_TLS_SERVER, key, certificate)
         self.server.num_tickets = 0  # no session is resumed
@@ -48,7 +51,7 @@ class TlsContexts:
 
 
 def identity(curve: tuple[str, str]) -> tuple[bytes, bytes]:
-    """Key and certificate (PEM) that follow from a pair: from the same pair always the same. Raises ValueError."""
+    """Key and certificate (PEM) that follow from a pair: the same for the same pair. Raises ValueError."""
     public, secret = (z85.decode(half) for half in curve)
     if len(public) != 32 or len(secret) != 32:
         raise ValueError("a CurveZMQ pair has two keys of 40 characters")
@@ -67,7 +70,7 @@ def identity(curve: tuple[str, str]) -> tuple[bytes, bytes]:
 def _context(protocol: int, key: bytes, certificate: bytes) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # who a peer is follows from its certificate
+    context.check_hostname = False  # a peer is identified by its certificate
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=certificate.decode())
     file = os.memfd_create("polyphase-kv")  # Python's ssl takes files only; this one is in memory
@@ -79,19 +82,12 @@ def _context(protocol: int, key: bytes, certificate: bytes) -> ssl.SSLContext:
     return context
 
 
-_UNANSWERED_MS = 30_000  # what was sent and is not acknowledged by then: the peer's host is gone
-_PROOF_PURPOSE = b"polyphase kv proof 1"
-_MAGIC = b"PKA1"
-_NUMBER_BYTES = _PROOF_BYTES = 32
-_IN_TURN = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
-
-
 class Untrusted(Exception):
-    """The other side does not hold the cluster's keys, or says that we do not."""
+    """The other side does not hold the cluster's keys, or says that this side does not."""
 
 
 class Connection(Stream, Protocol):
-    """A stream that may have to agree on keys first."""
+    """A stream that may need a handshake first."""
 
     def ready(self) -> bool:
         """Go on with the handshake; whether it is done. Raises OSError or Untrusted."""
@@ -104,7 +100,9 @@ class Connection(Stream, Protocol):
 
 
 def prepared(made: socket.socket) -> socket.socket:
-    """As all connections here are: never blocking, nothing held back, gone peers noticed by the kernel in the end."""
+    """Configured as all connections here: non-blocking, nothing held back, and the kernel notices peers that are
+    gone.
+    """
     made.setblocking(False)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -117,7 +115,7 @@ def prepared(made: socket.socket) -> socket.socket:
 
 @dataclass(frozen=True, slots=True)
 class ProofKey:
-    """What both sides prove that they have; nothing is encrypted with it."""
+    """A key that both sides prove to have; nothing is encrypted with it."""
 
     key: bytes
 
@@ -126,14 +124,13 @@ Keys = TlsContexts | ProofKey | None
 
 
 def keys_of(curve: tuple[str, str] | None, *, encrypted: bool) -> Keys:
-    """What connections agree on, from the cluster's pair. Raises ValueError for a pair that is none."""
+    """The keys of connections, from the cluster's pair. Raises ValueError for an invalid pair."""
     if curve is None or encrypted:
         return TlsContexts(curve) if curve else None
     return ProofKey(sha256(_PROOF_PURPOSE + "".join(curve).encode()).digest())
 
 
 def connection_of(made: socket.socket, keys: Keys, *, server: bool) -> Connection:
-    """A stream over a socket that is connected."""
     match keys:
         case None:
             return PlainConnection(made)
@@ -144,18 +141,16 @@ def connection_of(made: socket.socket, keys: Keys, *, server: bool) -> Connectio
 
 
 class PlainConnection:
-    """TCP as it is."""
+    """Plain TCP."""
 
     def __init__(self, made: socket.socket) -> None:
         self._socket = made
         self._expected = 1
 
     def ready(self) -> bool:
-        """There is nothing to agree on."""
         return True
 
     def read(self, views: list[memoryview]) -> int:
-        """See Stream."""
         try:
             got = self._socket.recv_into(views[0]) if len(views) == 1 else self._socket.recvmsg_into(views)[0]
         except BlockingIOError:
@@ -165,29 +160,25 @@ class PlainConnection:
         return got
 
     def expect(self, count: int) -> None:
-        """See Stream."""
         if count != self._expected:
             self._expected = count
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def write(self, views: list[memoryview]) -> int:
-        """See Stream."""
         try:
             return self._socket.sendmsg(views)
         except BlockingIOError:
             return 0
 
     def fileno(self) -> int:
-        """See Connection."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """See Connection."""
         self._socket.close()
 
 
 class ProvenConnection(PlainConnection):
-    """TCP as it is, after each side has shown by an HMAC over both sides' random numbers that it has the key.
+    """Plain TCP, after each side has shown by an HMAC over both sides' random numbers that it has the key.
 
     Framed as messages of the protocol, which a peer without a key reads as such: the client's number; the server's
     number and proof; the client's proof.
@@ -203,24 +194,23 @@ class ProvenConnection(PlainConnection):
         self._begun = self._done = False
 
     def ready(self) -> bool:
-        """See Connection."""
         if self._done:
             return True
         if not self._server and not self._begun:
-            self._say(self._number)
+            self._send_proof_message(self._number)
         self._begun = True
         if not self._theirs:
-            body = self._take(_NUMBER_BYTES if self._server else _NUMBER_BYTES + _PROOF_BYTES)
+            body = self._receive_proof_message(_NUMBER_BYTES if self._server else _NUMBER_BYTES + _PROOF_BYTES)
             if body is None:
                 return False
             self._theirs = body[:_NUMBER_BYTES]
             if not self._server:
                 self._check(body[_NUMBER_BYTES:], b"server")
-                self._say(self._proof(b"client"))
+                self._send_proof_message(self._proof(b"client"))
                 self._done = True
                 return True
-            self._say(self._number + self._proof(b"server"))
-        body = self._take(_PROOF_BYTES)
+            self._send_proof_message(self._number + self._proof(b"server"))
+        body = self._receive_proof_message(_PROOF_BYTES)
         if body is None:
             return False
         self._check(body, b"client")
@@ -235,13 +225,13 @@ class ProvenConnection(PlainConnection):
         if not hmac.compare_digest(proof, self._proof(who)):
             raise Untrusted("the peer has another key")
 
-    def _say(self, body: bytes) -> None:
-        """Some hundred bytes on a new connection: the kernel takes them whole."""
+    def _send_proof_message(self, body: bytes) -> None:
+        """The kernel takes these some hundred bytes whole: the connection is new."""
         message = prefix(len(_MAGIC) + len(body), 0) + _MAGIC + body
         if self._socket.send(message) != len(message):
             raise ConnectionResetError("the peer takes nothing")
 
-    def _take(self, size: int) -> bytes | None:
+    def _receive_proof_message(self, size: int) -> bytes | None:
         """A message of that many bytes behind its magic; None until it is here. Raises Untrusted for anything else."""
         begin = prefix(len(_MAGIC) + size, 0) + _MAGIC
         wanted = len(begin) + size
@@ -260,7 +250,7 @@ class ProvenConnection(PlainConnection):
 
 
 class TlsConnection:
-    """TLS 1.3. A record is 16 KB at most, so that calls are many."""
+    """TLS 1.3. Records have at most 16 KB, so reads and writes take many calls."""
 
     def __init__(self, made: socket.socket, context: ssl.SSLContext, *, server: bool) -> None:
         self._socket = context.wrap_socket(
@@ -269,7 +259,6 @@ class TlsConnection:
         self._done = False
 
     def ready(self) -> bool:
-        """See Connection."""
         if self._done:
             return True
         try:
@@ -303,10 +292,9 @@ class TlsConnection:
         return got
 
     def expect(self, count: int) -> None:
-        """Records are told of one by one."""
+        """No effect: each record makes the socket readable."""
 
     def write(self, views: list[memoryview]) -> int:
-        """See Stream."""
         sent = 0
         try:
             for view in views:
@@ -319,34 +307,24 @@ class TlsConnection:
         return sent
 
     def fileno(self) -> int:
-        """See Connection."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """See Connection."""
         self._socket.close()
 
 
-# MERGED tcp_resolving.py
-# Addresses of KV endpoints over TCP, and their names resolved without holding up the thread that moves KV.
-
-
-Where = tuple[int, tuple[object, ...]]  # family and socket address
-Told = Callable[[list[Where], str], None]  # places, or none of them and the reason
-
-
 def host_and_port(address: str) -> tuple[str, int]:
-    """Of `scheme://host:port`; a port of `*` is 0. Raises OSError for what is no such address."""
+    """Of `scheme://host:port`; a port of `*` is 0. Raises OSError for another form."""
     _, found, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not found or not host or not (port == "*" or (port.isdecimal() and int(port) < 65536)):
-        raise OSError(f"{address!r} is no address of a host and a port")
+        raise OSError(f"{address!r} is not an address of the form scheme://host:port")
     return host, 0 if port == "*" else int(port)
 
 
 def numeric(host: str, port: int) -> list[Where]:
-    """Where a host is that is given by its number; none for a name."""
+    """The socket address of a numeric host; empty for a name."""
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:
@@ -355,33 +333,33 @@ def numeric(host: str, port: int) -> list[Where]:
 
 
 def resolve(host: str, port: int) -> list[Where]:
-    """Where a host may be, IPv4 first, as ZeroMQ's sockets have it. May take seconds. Raises OSError."""
+    """The socket addresses of a host, IPv4 first. May take seconds. Raises OSError."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # an empty or overlong label
-        raise OSError(f"{host!r} is no name of a host: {error}") from error
+        raise OSError(f"{host!r} is not a valid host name: {error}") from error
     places: list[Where] = [(int(family), where) for family, _, _, _, where in found]
     return sorted(places, key=lambda place: place[0] != socket.AF_INET)
 
 
 class Resolver:
-    """Looks names up in threads of their own: a name server that is silent holds up nobody but who waits for it.
+    """Resolves names in threads of their own, so that a silent name server holds up only the links that need it.
 
-    One thread a name at a time, however often it is asked for meanwhile.
+    One thread resolves a name at a time, however many links request it.
     """
 
     def __init__(self, on_done: Callable[[Callable[[], None]], None]) -> None:
-        """`on_done(tell)` is called in such a thread; `tell` is to be called on the owner's."""
+        """`on_done(deliver)` is called in such a thread; the owner's thread must then call `deliver`."""
         self._on_done = on_done
-        self._asking: dict[tuple[str, int], list[Told]] = {}
+        self._waiting: dict[tuple[str, int], list[OnResolved]] = {}
 
-    def look_up(self, host: str, port: int, told: Told) -> None:
-        """`told(places, error)` once it is known."""
-        asking = self._asking.get((host, port))
-        if asking is not None:
-            asking.append(told)
+    def look_up(self, host: str, port: int, on_resolved: OnResolved) -> None:
+        """Call `on_resolved(places, error)` once the name is resolved."""
+        waiting = self._waiting.get((host, port))
+        if waiting is not None:
+            waiting.append(on_resolved)
             return
-        self._asking[host, port] = [told]
+        self._waiting[host, port] = [on_resolved]
         threading.Thread(target=self._run, args=(host, port), name="kv-resolve", daemon=True).start()
 
     def _run(self, host: str, port: int) -> None:
@@ -391,8 +369,8 @@ class Resolver:
         except OSError as failure:
             error = f"{host}: {failure}"
 
-        def tell() -> None:
-            for each in self._asking.pop((host, port)):
+        def deliver() -> None:
+            for each in self._waiting.pop((host, port)):
                 each(places, error)
 
-        self._on_done(tell)
+        self._on_done(deliver)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.worker.engines.base import CacheEvent, EngineRequest
 from services.worker.engines.emulated import EmulatedEngine
-from services.worker.engines.emulated_scheduler import CacheUse, EmulatedCache
+from services.worker.engines.emulated_scheduler import CachedPrefix, EmulatedCache
 from services.worker.prefix_feed import HeldPrefixes
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle
@@ -157,7 +157,7 @@ async def test_what_was_answered_is_held_too() -> None:
 def test_of_one_request_the_last_blocks_go_first() -> None:
     told = Told()
     cache = EmulatedCache(BLOCK_TOKENS, told)
-    use = CacheUse(cache, PROMPT, "", lambda at: 7)
+    use = CachedPrefix(cache, PROMPT, "", lambda at: 7)
     use.computed(320)
     use.end()
     cache.shrink(3)
@@ -171,12 +171,12 @@ class Model:
         self.told = Told()
         self.cache = EmulatedCache(size, self.told)
         self.size, self.free = size, total
-        self.open: list[tuple[CacheUse, int]] = []
+        self.open: list[tuple[CachedPrefix, int]] = []
 
     def begin(self, prompt: list[int]) -> None:
         blocks = -(-(len(prompt) + 3) // self.size)
         if blocks <= self.free:
-            use = CacheUse(self.cache, prompt, "", lambda at: 7)
+            use = CachedPrefix(self.cache, prompt, "", lambda at: 7)
             expected = self.hit(prompt)
             self.free -= blocks
             assert use.begin() == expected

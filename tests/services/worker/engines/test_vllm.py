@@ -20,8 +20,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_a_request_that_cannot_be_computed_fails_alone_and_says_why(found: dict[str, Any]) -> None:
     ends = found["refusals"]["ends"]
     assert {name: end[0] for name, end in ends.items()} == dict.fromkeys(ends, "refused") | {"grammar": "error"}
-    assert ends["too long"][1] == "a prompt of 3995 tokens; it must have 1 to 2047"
-    assert "token ids are 0 to 4095" in ends["not a token"][1]
+    assert ends["too long"][1] == "the prompt must have 1 to 2047 tokens, got 3995"
+    assert "token ids must be 0 to 4095" in ends["not a token"][1]
     assert ends["budget"][1].startswith("thinking_token_budget 5: this instance has no reasoning parser")
     assert found["refusals"]["steady"] == ["length", 300]
 

@@ -81,7 +81,7 @@ class WatchedEngine:
 
     def _entered(self, name: str) -> None:  # on the engine's thread, between two looks at the gate
         self.entered.append(name)
-        self.beside[name] = [one.job.job_id for one in self.engine._seam._inside() if one.job.job_id != name]
+        self.beside[name] = [one.job.job_id for one in self.engine._scheduling._decoding() if one.job.job_id != name]
 
     async def end(self, *names: str) -> None:
         async with asyncio.timeout(60):

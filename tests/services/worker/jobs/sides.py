@@ -173,7 +173,7 @@ class FixedDispatcher:
     def expect(self) -> None:
         self.expected += 1
 
-    async def heard(self) -> None:
+    async def wait_for_cluster(self) -> None:
         assert self.expected
 
     def known(self, instance_id: str) -> InstanceView | None:

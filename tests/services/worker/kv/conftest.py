@@ -9,7 +9,7 @@ from tests.services.worker.kv.rig import Rig
 NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not installed(), reason="nixl is not installed"))
 
 
-@pytest.fixture(params=["kv", "tcp", NIXL], ids=["tcp", "zeromq", "nixl"])
+@pytest.fixture(params=["kv", NIXL], ids=["tcp", "nixl"])
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     """Endpoints of each transport."""
     made = Rig(tmp_path, request.param)

@@ -9,7 +9,7 @@ import torch
 import zmq
 
 from services.worker.kv.device import Copies
-from services.worker.kv.rank_links import KvEvents
+from services.worker.kv.rank_links import KvEvents, Prefetch
 from services.worker.kv.shards import Shards
 from services.worker.kv.wire.endpoint import EndpointSettings, Faults, KvEndpoint
 from services.worker.kv.wire.importing import ImportShape, Load, PullLimits, PullResult
@@ -104,7 +104,7 @@ class Rig:
             EndpointSettings(
                 address or f"{scheme or self.scheme}://127.0.0.1:*",
                 self.events_address,
-                ExportIdentity(generation or self.generation, self.fingerprint, KEY),
+                ExportIdentity(generation or self.generation, self.fingerprint),
                 staging_bytes=staging_bytes,
                 lease_s=lease_s,
                 lease_renewals=lease_renewals,
@@ -112,6 +112,7 @@ class Rig:
                 curve=curve,
                 encrypted=encrypted,
                 control=f"ipc://{self.folder}/control-{len(self.endpoints)}",
+                control_key=KEY,
                 lossy=lossy,
                 nixl_trusted=nixl_trusted,
             ),
@@ -171,6 +172,11 @@ class Rig:
 def control_of(endpoint: KvEndpoint) -> str:
     """Where the worker's control reaches it over a socket."""
     return endpoint._settings.control
+
+
+def prefetch(handle: KvHandle, keep_s: float) -> Prefetch:
+    """Of all tokens of the handle."""
+    return Prefetch(handle, handle.tokens, keep_s)
 
 
 def stage(

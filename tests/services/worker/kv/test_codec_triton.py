@@ -15,16 +15,16 @@ triton = pytest.importorskip("triton")
 
 PROJECT = Path(__file__).parents[4]
 KERNELS = (
-    ("triton_bits", "tops"),
-    ("triton_ints", "units"),
-    ("triton_ints", "grids"),
-    ("triton_ints", "encode_section"),
-    ("triton_ints", "decode_section"),
-    ("triton_fp8", "scales_fp8"),
-    ("triton_fp8", "encode_fp8"),
-    ("triton_fp8", "decode_fp8"),
-    ("triton_raw", "gather_raw"),
-    ("triton_raw", "scatter_raw"),
+    "tops",
+    "units",
+    "grids",
+    "encode_section",
+    "decode_section",
+    "scales_fp8",
+    "encode_fp8",
+    "decode_fp8",
+    "gather_raw",
+    "scatter_raw",
 )
 CONSTANTS = {"DIM": 128, "TOKENS": 32, "HEADS": 8, "CHANNELS": 64, "TILE": 1024}
 TYPES = {"pointers": "*i64", "slots": "*i64", "payload": "*u8", "tops": "*i32"}
@@ -42,27 +42,27 @@ def test_the_interpreter_gives_the_bits_of_the_cpu_codec(file: str, tests: int) 
     assert int(passed[1]) >= tests
 
 
-@pytest.mark.parametrize(("module", "name"), KERNELS)
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_kernels_compile_for_a_gpu_and_round_as_the_cpu_does(
-    module: str, name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for side, bits in ((0, 4), (1, 8)):
-        code = compiled(module, name, dtype, {**CONSTANTS, "side": side, "bits": bits})
+        code = compiled(name, dtype, {**CONSTANTS, "side": side, "bits": bits})
         floats = re.findall(r"\b(?:fma|div|mul|add|sub|sqrt|cvt)\.[\w.]*f\d\d[\w.]*", code)
         narrowing = [each for each in floats if not each.startswith("cvt.f32.")]
         assert all(".rn." in each and not each.startswith("fma") and ".ftz" not in each for each in narrowing), floats
 
 
-def compiled(module: str, name: str, dtype: str, constants: dict[str, Any]) -> str:
+def compiled(name: str, dtype: str, constants: dict[str, Any]) -> str:
     """PTX for an A100, which its assembler takes."""
-    from importlib import import_module
-
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(import_module(f"services.worker.kv.{module}"), name)
+    from services.worker.kv import triton_kernels
+
+    kernel = getattr(triton_kernels, name)
     names = [each.name for each in kernel.params]
     signature = {each: TYPES.get(each, "i32") for each in names} | {"like": f"*{dtype}"}
     signature |= {"flat": f"*{dtype}"} if "flat" in names else {}

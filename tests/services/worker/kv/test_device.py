@@ -1,22 +1,27 @@
-"""Which copies run when, on a device that runs its streams in the worst order that events allow."""
+"""Copies between a cache and host memory, and blocks as the destination of an import."""
 
 import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv.device import DeviceCopies, HostCopies
+from services.worker.kv.device import Blocks, DeviceCopies, HostCopies
 from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.host_memory import HeapMemory, PinnedMemory
+from services.worker.kv.layout import slots_of, strided_layout
 from services.worker.kv.staging import Segment, parts_of
+from shared.domain.kv import Codec
 from tests.services.worker.kv.late_device import LateDevice
 
 SEGMENT, WAIT_S = 4, 20.0
+
+
 Result = list[Segment] | Exception
 
 
@@ -251,3 +256,45 @@ def test_beside_a_cache_on_the_host_all_is_done_when_a_call_returns() -> None:
 def test_parts_follow_each_other() -> None:
     parts = parts_of(5, 9, HeapMemory(shape, torch.float32, 3), None)
     assert [(part.start, part.end, part.host.shape[2]) for part in parts] == [(5, 8, 3), (8, 9, 1)]
+
+
+BLOCK, HEADS, DIM, TOKENS = 4, 2, 8, 10
+
+
+class Decoder:
+    """In the place of a device's codec."""
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def decode(self, *_: Any) -> bool:
+        self.decoded += 1
+        return True
+
+
+def destination(cache: torch.Tensor, numbers: list[int], decoder: Decoder | None = None) -> Blocks:
+    layout = strided_layout(cache, DIM, BLOCK)
+    copies = HostCopies(HeapMemory(lambda tokens: (1, 2, tokens, HEADS, DIM), cache.dtype, BLOCK))
+    slots = slots_of(torch.tensor(numbers), BLOCK, 0, TOKENS)
+    return Blocks([cache], layout, slots, 0, 0, 0, copies, None, False, cast(Any, decoder), null_slots=BLOCK)
+
+
+@pytest.mark.parametrize(("numbers", "first"), [([3, 1, 2], 0), ([0, 1, 2], 4), ([0, 0, 2], 8), ([0, 0, 0], 10)])
+def test_tokens_outside_of_a_window_are_not_written_to_the_null_block(numbers: list[int], first: int) -> None:
+    cache, kv = torch.zeros(4, HEADS, BLOCK, 2 * DIM), torch.randn(2, TOKENS, HEADS, DIM)
+    blocks = destination(cache, numbers)
+    blocks.write(0, 0, 0, kv)
+    assert not cache[0].any()
+    out = torch.empty_like(kv)
+    blocks.layout.gather(cache, torch.tensor(numbers), 0, TOKENS, out)
+    assert torch.equal(out[:, first:], kv[:, first:])
+
+
+@pytest.mark.parametrize(("numbers", "decoded"), [([3, 1, 2], 1), ([0, 1, 2], 0)])
+def test_a_kernel_writes_payloads_of_which_all_tokens_have_blocks(numbers: list[int], decoded: int) -> None:
+    cache, decoder = torch.zeros(4, HEADS, BLOCK, 2 * DIM), Decoder()
+    payload = torch.zeros(1, dtype=torch.uint8)
+    taken = destination(cache, numbers, decoder).take(
+        (0, 1), (0, TOKENS), (0, HEADS), payload, torch.float32, Codec.RAW
+    )
+    assert (taken, decoder.decoded) == (bool(decoded), decoded)

@@ -1,4 +1,4 @@
-"""How the events of all ranks become one report."""
+"""The KV port of an instance: reports of imports, leases, and the ledger of exports."""
 
 import asyncio
 import os
@@ -8,9 +8,21 @@ from typing import Any, cast
 
 import pytest
 import structlog
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.worker.kv.port import ConnectorPort, ExpectedImport, ExportLedger
-from services.worker.kv.rank_links import KvControl, KvEvents, PullEnded, StagedChunk, ThreadEnded, TransferEnded
+from services.worker.kv.rank_links import (
+    KvEvents,
+    Operation,
+    PullEnded,
+    RankStats,
+    Release,
+    RenewLease,
+    StagedChunk,
+    ThreadEnded,
+    TransferEnded,
+)
 from shared.domain.kv import Codec, KvHandle, TransferOutcome
 from shared.errors import DeadlineExceeded
 from shared.runtime.tasks import background
@@ -39,16 +51,15 @@ class Control:
         self.renewed: list[str] = []
         self.silent = False
 
-    async def renew(self, handle: KvHandle) -> None:
-        if self.silent:
-            raise DeadlineExceeded("a KV endpoint did not answer RenewLease")
-        self.renewed.append(handle.transfer_id)
-
-    async def stats(self) -> tuple[Any, ...]:
-        return ()
-
-    async def release(self, transfer_id: str) -> None:
-        self.released.append(transfer_id)
+    async def call(self, operation: Operation) -> list[RankStats]:
+        match operation:
+            case RenewLease(handle):
+                if self.silent:
+                    raise DeadlineExceeded("a KV endpoint did not answer RenewLease")
+                self.renewed.append(handle.transfer_id)
+            case Release(transfer_id):
+                self.released.append(transfer_id)
+        return []
 
 
 def pull(rank: int, *, ok: bool = True, tokens: int = 10, error: str = "", name: str = "t") -> PullEnded:
@@ -62,9 +73,7 @@ def port(events: Events, ranks: int, clock: Clock | None = None) -> ConnectorPor
     endpoints = tuple(f"tcp://127.0.0.1:{rank}" for rank in range(ranks))
     template = KvHandle("", "d0", 1, "f", endpoints, 0, "bfloat16", lease_s=LEASE_S)
     ledger = ExportLedger(1000, ranks)
-    return ConnectorPort(
-        cast(KvControl, Control()), cast(KvEvents, events), template, ledger, 10, clock or time.monotonic
-    )
+    return ConnectorPort(Control(), cast(KvEvents, events), template, ledger, 10, clock or time.monotonic)
 
 
 def expected(side: ConnectorPort, name: str = "t") -> ExpectedImport:
@@ -155,7 +164,7 @@ async def test_the_lease_of_an_import_is_renewed_three_times_a_lease_until_it_en
         "pulled": 3,
         "cancelled": 3,
     }
-    side._take(pull(0, name="pulled"))
+    pulled.pulls.append(pull(0, name="pulled"))
     side.end(cancelled)
     control.renewed.clear()
     await side.renew_leases()
@@ -238,3 +247,90 @@ async def test_the_first_chunk_calls_back_once() -> None:
         await asyncio.wait_for(called.wait(), 5)
         await asyncio.sleep(0)
         assert seen == [1]
+
+
+def reserve(ledger: ExportLedger, transfer_id: str, size_bytes: int, owner: bytes = b"x") -> bool:
+    ledger.announce(transfer_id, size_bytes, owner)
+    return ledger.reserve(transfer_id)
+
+
+def test_exports_are_let_in_while_all_of_them_fit() -> None:
+    ledger, room = ExportLedger(100, 1), []
+    ledger.when_room = lambda: room.append(ledger.reserved_bytes)
+    assert reserve(ledger, "a", 60)
+    assert not reserve(ledger, "b", 60)
+    assert reserve(ledger, "c", 40, b"y")
+    assert not ledger.reserve("b")
+    ledger.dropped("a", 0)
+    assert room == [40]
+    assert ledger.reserve("b")
+    assert (ledger.owned_by(b"x"), ledger.owned_by(b"y"), ledger.owned_by(b"z")) == (["b"], ["c"], [])
+
+
+def test_who_has_room_keeps_it_however_often_it_is_asked_for() -> None:
+    ledger = ExportLedger(100, 1)
+    assert reserve(ledger, "a", 60)
+    assert ledger.reserve("a")
+    assert ledger.reserved_bytes == 60
+
+
+def test_who_only_waits_holds_nothing_and_its_end_is_no_news() -> None:
+    ledger, room = ExportLedger(100, 1), []
+    ledger.when_room = lambda: room.append(ledger.reserved_bytes)
+    ledger.announce("a", 100, b"x")
+    assert reserve(ledger, "b", 100)
+    ledger.end("a")
+    assert (room, ledger.reserved_bytes) == ([], 100)
+
+
+def test_one_that_has_ended_gets_nothing_though_its_engine_still_asks() -> None:
+    ledger = ExportLedger(100, 1)
+    assert reserve(ledger, "full", 100)
+    ledger.announce("a", 60, b"x")
+    assert not ledger.reserve("a")
+    ledger.end("a")
+    assert ledger.reserve("a")  # it holds up nobody
+    assert (ledger.reserved_bytes, len(ledger)) == (100, 1)
+
+
+def test_an_export_ends_when_its_last_rank_has_dropped_it() -> None:
+    ledger = ExportLedger(100, 2)
+    reserve(ledger, "a", 60)
+    ledger.dropped("a", 1)
+    ledger.dropped("a", 1)
+    assert ledger.reserved_bytes == 60
+    ledger.dropped("a", 0)
+    ledger.dropped("a", 0)
+    assert (ledger.reserved_bytes, len(ledger)) == (0, 0)
+
+
+def test_what_can_never_fit_waits_for_nothing_and_takes_nothing() -> None:
+    ledger = ExportLedger(100, 1)
+    reserve(ledger, "a", 90)
+    assert reserve(ledger, "huge", 101, b"y")
+    assert ledger.reserved_bytes == 90
+    assert ledger.owned_by(b"y") == ["huge"]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcdef"), st.integers(0, 60), st.sampled_from(["announce", "reserve", "end", "drop"])
+        )
+    )
+)
+def test_it_never_promises_more_than_there_is(steps: list[tuple[str, int, str]]) -> None:
+    ledger = ExportLedger(100, 1)
+    for name, size, what in steps:
+        if what == "announce":
+            ledger.announce(name, size, b"x")
+        elif what == "reserve":
+            ledger.reserve(name)
+        elif what == "end":
+            ledger.end(name)
+        else:
+            ledger.dropped(name, 0)
+        assert 0 <= ledger.reserved_bytes <= 100
+    for name in "abcdef":
+        ledger.end(name)
+    assert (ledger.reserved_bytes, len(ledger)) == (0, 0)

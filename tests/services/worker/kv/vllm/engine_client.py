@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from services.worker.kv.errors import lossy_salt
-from services.worker.kv.rank_links import KvEvent, KvEvents, PullEnded, SocketControl
+from services.worker.kv.rank_links import KvEvent, KvEvents, PullEnded, SocketControl, Stats
 from shared.domain.kv import Codec, KvHandle
 from tests.ports import free_port
 from tests.tiny_models import VOCABULARY
@@ -280,7 +280,7 @@ async def handed_over(
 async def emptied(engine: Engine) -> None:
     """Its staging and inbox become empty."""
     async with asyncio.timeout(20):
-        while any(s.staged_bytes or s.inbox_bytes or s.pulling for s in await engine.control.stats()):
+        while any(s.staged_bytes or s.inbox_bytes or s.pulling for s in await engine.control.call(Stats())):
             await asyncio.sleep(0.01)
 
 

@@ -34,7 +34,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
-from services.worker.engines.vllm_start import CPU_WORKER, make_stage_buffers, overlap_on_cpu
+from services.worker.engines.vllm_patches import make_stage_buffers, overlap_on_cpu
+from services.worker.engines.vllm_start import CPU_WORKER
 from services.worker.kv.vllm.layers import stages_of
 from services.worker.settings import PP_LAYERS
 
@@ -145,8 +146,8 @@ class Driver:
             from vllm.distributed.parallel_state import get_pp_group
 
             meant = stage is None or get_pp_group().rank_in_group == stage
-            half = get_kv_transfer_group().worker
-            half.zero_imports, half.faults.corrupt = zero and meant, corrupt and meant
+            connector = get_kv_transfer_group().worker
+            connector.zero_imports, connector.faults.corrupt = zero and meant, corrupt and meant
 
         self.client.engine_core.model_executor.collective_rpc(inject)
         self.send(op="answer")

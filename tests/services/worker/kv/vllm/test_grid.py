@@ -19,7 +19,7 @@ COUNT = 8
 @dataclass
 class Cluster:
     two: Engine  # two ranks that share heads
-    line: Engine  # two stages: 1 + 2 layers; exports over ZeroMQ, the others over plain TCP
+    line: Engine  # two stages: 1 + 2 layers
     grid: Engine  # two stages of two ranks: 2 + 1 layers
     prompts: list[list[int]]
     references: list[list[int]]
@@ -31,7 +31,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     plain = Engine("plain", model, dtype="float32", connector=False)
     engines = [
         Engine("two", model, dtype="float32", tp=2),
-        Engine("line", model, dtype="float32", pp=2, layers=(1, 2), scheme="tcp"),
+        Engine("line", model, dtype="float32", pp=2, layers=(1, 2)),
         Engine("grid", model, dtype="float32", tp=2, pp=2, block_size=64),
     ]
     async with AsyncExitStack() as stack:

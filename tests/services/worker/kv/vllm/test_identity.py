@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from services.worker.kv.rank_links import PullEnded, StagedChunk
 from shared.domain.kv import Codec
+from tests.services.worker.kv.rig import prefetch
 from tests.services.worker.kv.vllm.engine_client import (
     LENGTHS,
     NEW_TOKENS,
@@ -35,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.asyncio(loop_scop
 class Cluster:
     plain: Engine
     p: Engine  # block size 32
-    d: Engine  # block size 128; exports over ZeroMQ, p over plain TCP
+    d: Engine  # block size 128
     prompts: list[list[int]]
     references: list[list[int]]
 
@@ -56,7 +57,7 @@ async def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     model = make_llama(tmp_path_factory.mktemp("llama"))
     plain = Engine("plain", model, dtype="float32", connector=False)
     p = Engine("p", model, dtype="float32", block_size=32, extra={"lossy": True}, **overlapping)
-    d = Engine("d", model, dtype="float32", block_size=128, scheme="tcp", extra={"lossy": True}, **overlapping)
+    d = Engine("d", model, dtype="float32", block_size=128, extra={"lossy": True}, **overlapping)
     async with AsyncExitStack() as stack:
         for engine in (plain, p, d):
             stack.callback(engine.kill)  # also where another one does not start
@@ -156,7 +157,7 @@ async def test_a_prefetch_is_joined(cluster: Cluster) -> None:
     text, reference = cluster.prompts[-1], cluster.references[-1]
     transfer_id = uuid.uuid4().hex
     handle = cluster.p.handle(transfer_id, len(text))
-    await cluster.d.control.prefetch(handle, keep_s=20)
+    await cluster.d.control.call(prefetch(handle, keep_s=20))
     await cluster.p.generate(text, 1, exporting(transfer_id))
     assert await cluster.d.generate(text, NEW_TOKENS, importing(handle)) == reference
     ended = await cluster.d.wait_event(PullEnded, transfer_id)

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from services.worker.kv.layout import LayoutError, strided_layout
-from services.worker.kv.vllm.connector import WorkerHalf
+from services.worker.kv.vllm.connector import device_layout
 from services.worker.kv.vllm.layers import check_specs, in_order, without_draft
 from tests.services.worker.kv.vllm.engine_client import NEW_TOKENS, Engine, emptied, handed_over, identical, prompts
 from tests.tiny_models import make_llama
@@ -142,13 +142,12 @@ def test_a_layer_that_shares_anothers_cache_is_as_good_as_that_one() -> None:
 def test_kernel_blocks_are_taken_as_long_as_they_are_vllms_blocks_divided(
     blocks: int, kernel_block: int, fits: bool
 ) -> None:
-    half = WorkerHalf(None, SimpleNamespace(fault=""), SimpleNamespace(num_blocks=blocks))  # type: ignore[arg-type]
     cache = torch.empty(4 * 128 // kernel_block, 2, kernel_block, 128, device="meta")
     if fits:
-        assert half._find_layout(cache, 64, 128).block_size == 128
+        assert device_layout(cache, 64, 128, blocks).block_size == 128
     else:
         with pytest.raises(LayoutError, match=f"512 tokens, and vLLM counts {blocks} blocks of 128"):
-            half._find_layout(cache, 64, 128)
+            device_layout(cache, 64, 128, blocks)
 
 
 @pytest.mark.slow

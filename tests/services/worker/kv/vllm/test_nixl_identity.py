@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import pytest
 import pytest_asyncio
 
-from services.worker.kv.rank_links import PullEnded
+from services.worker.kv.rank_links import PullEnded, Stats
 from services.worker.kv.wire.nixl_agent import installed
 from tests.services.worker.kv.vllm.engine_client import (
     LENGTHS,
@@ -59,7 +59,7 @@ async def test_both_directions_at_once(engines: Engines) -> None:
     for engine in (p, d):
         assert await engine.pulls(len(LENGTHS)) == {"ok": len(LENGTHS)}
         assert carried(engine) == {"nixl"}
-        (stats,) = await engine.control.stats()
+        (stats,) = await engine.control.call(Stats())
         assert stats.nixl_received_bytes == stats.received_bytes > 0
         assert stats.nixl_failures == 0
         await emptied(engine)

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.worker.kv.rank_links import PullEnded, StagedChunk
+from services.worker.kv.rank_links import PullEnded, Release, StagedChunk
+from tests.services.worker.kv.rig import prefetch
 from tests.services.worker.kv.vllm.engine_client import (
     NEW_TOKENS,
     Engine,
@@ -169,7 +170,7 @@ async def test_a_handle_of_other_stages_is_recomputed(cluster: Cluster) -> None:
         await cluster.front.generate(text, 1, exporting(transfer_id))
         handle = msgspec.structs.replace(cluster.front.handle(transfer_id, len(text)), stages=stages)
         assert await cluster.one.generate(text, NEW_TOKENS, importing(handle)) == reference
-        await cluster.front.control.release(transfer_id)
+        await cluster.front.control.call(Release(transfer_id))
     assert await cluster.one.pulls(2) == {"invalid_request": 2}
 
 
@@ -188,7 +189,7 @@ async def test_a_prefetch_is_joined(cluster: Cluster) -> None:
     text, reference = cluster.prompts[-1], cluster.references[-1]
     transfer_id = uuid.uuid4().hex
     handle = cluster.front.handle(transfer_id, len(text))
-    await cluster.back.control.prefetch(handle, keep_s=20)
+    await cluster.back.control.call(prefetch(handle, keep_s=20))
     await cluster.front.generate(text, 1, exporting(transfer_id))
     assert await cluster.back.generate(text, NEW_TOKENS, importing(handle)) == reference
     for rank in range(2):

@@ -1,13 +1,10 @@
 """What a stranger sends to KV sockets, and what one that serves still does."""
 
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Sequence
 
 import msgspec
 import torch
-import zmq
 
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.protocol import (
@@ -26,7 +23,6 @@ from services.worker.kv.wire.protocol import (
 )
 from services.worker.kv.wire.tcp_framing import HEARTBEAT
 from services.worker.kv.wire.tcp_streams import host_and_port
-from services.worker.kv.wire.zmq_transport import ZmqListener
 from shared.domain.kv import Codec
 from tests.services.worker.kv.rig import Rig, model_kv, stage
 from tests.services.worker.kv.wire.proxy import framed, read_message
@@ -52,38 +48,15 @@ def assert_serves(rig: Rig, exporter: KvEndpoint) -> None:
     assert torch.equal(got.kv, kv)
 
 
-class Stranger(Protocol):
-    """Says what it likes to an endpoint."""
-
-    def send(self, message: bytes) -> object: ...
-
-    def send_multipart(self, parts: Sequence[bytes]) -> object: ...
-
-    def recv_multipart(self) -> list[bytes]: ...
-
-
-@contextmanager
-def stranger_to(endpoint: KvEndpoint) -> Iterator[Stranger]:
-    if not endpoint.address.startswith("tcp://"):
-        with TcpStranger(endpoint.address) as peer:
-            yield peer
-        return
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.LINGER, 1000)
-        dealer.RCVTIMEO = 10_000
-        dealer.connect(endpoint.address)
-        yield dealer
-
-
-class TcpStranger:
-    """A plain socket with our framing."""
+class Stranger:
+    """A plain socket that frames what it sends as an importer does."""
 
     def __init__(self, address: str) -> None:
         self.socket = socket.create_connection(host_and_port(address), timeout=10)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.sendall(HEARTBEAT)
 
-    def __enter__(self) -> "TcpStranger":
+    def __enter__(self) -> "Stranger":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,10 +72,6 @@ class TcpStranger:
         while not (parts := read_message(self.socket)):
             pass
         return parts[:2]
-
-
-def is_tcp(rig: Rig) -> bool:
-    return rig.scheme != "tcp"  # also beside NIXL
 
 
 def pull(**changes: object) -> Pull:
@@ -133,7 +102,7 @@ def renumbered(header: Frame, pull_id: int) -> bytes:
 
 def true_frame(rig: Rig, exporter: KvEndpoint) -> list[bytes]:
     stage(exporter, model_kv(40))
-    with stranger_to(exporter) as peer:
+    with Stranger(exporter.address) as peer:
         peer.send(encode_message(pull(credit_bytes=1 << 20)))
         header, payload = peer.recv_multipart()
     frame = decode_reply(header)
@@ -143,10 +112,7 @@ def true_frame(rig: Rig, exporter: KvEndpoint) -> list[bytes]:
 
 def say(listener: Listener, peer: bytes, parts: list[bytes]) -> None:
     """To an importer that has connected to this listener."""
-    if isinstance(listener, ZmqListener):
-        listener._router.send_multipart([peer, *parts])
-    else:
-        listener.send(peer, parts[0], parts[1] if len(parts) > 1 else None)
+    listener.send(peer, parts[0], parts[1] if len(parts) > 1 else None)
 
 
 def next_pull(transport: Transport, listener: Listener) -> tuple[bytes, Pull]:

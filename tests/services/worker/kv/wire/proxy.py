@@ -1,5 +1,5 @@
-"""A proxy between an importer and an exporter that reads their messages, changes, delays, slows or cuts them: over
-plain TCP in our framing, or over ZeroMQ in its own.
+"""A proxy between an importer and an exporter that reads their messages, changes, delays, slows or
+cuts them.
 """
 
 import queue
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from lab.chaos.framing import KvSplitter, Message, Part, Piece, ZmtpSplitter
+from lab.chaos.framing import KvSplitter, Message
 from services.worker.kv.wire.nixl_agent import Offer, decode_nixl
 from services.worker.kv.wire.protocol import checksum, decode_reply, decode_request
 from services.worker.kv.wire.tcp_framing import DIGEST_BYTES, PREFIX, prefix
@@ -50,33 +50,6 @@ class _KvMessages:
     def framed(self, parts: Parts) -> bytes:
         """As it goes over the wire."""
         return framed(parts)
-
-
-class _ZmtpMessages:
-    """One direction of ZeroMQ's."""
-
-    def __init__(self) -> None:
-        self._splitter = ZmtpSplitter()
-        self._parts: list[Piece] = []
-
-    def feed(self, data: bytes) -> list[tuple[bytes, Parts]]:
-        """See _KvMessages."""
-        greeting, pieces = self._splitter.feed(data)
-        found: list[tuple[bytes, Parts]] = [(greeting, [])] if greeting else []
-        for each in pieces:
-            assert isinstance(each, Part)
-            if each.is_command:
-                found.append((each.encode(), []))
-                continue
-            self._parts.append(each)
-            if each.ends_message:
-                parts, self._parts = self._parts, []
-                found.append((b"".join(part.encode() for part in parts), [part.body for part in parts]))
-        return found
-
-    def framed(self, parts: Parts) -> bytes:
-        """See _KvMessages."""
-        return b"".join(Part(part is not parts[-1], part).encode() for part in parts)
 
 
 def read_message(stream: socket.socket) -> Parts:
@@ -184,7 +157,7 @@ class Proxy:
         reset(far)
 
     def _read(self, source: socket.socket, sent: Sent, importers: bool, number: int, over: threading.Event) -> None:
-        messages = _ZmtpMessages() if self._scheme == "tcp" else _KvMessages()
+        messages = _KvMessages()
         out = b""
         try:
             while True:

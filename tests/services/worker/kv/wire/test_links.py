@@ -35,7 +35,7 @@ def assert_pulls(rig: Rig, importer: KvEndpoint, exporter: KvEndpoint, name: str
     assert torch.equal(got.kv, kv)
 
 
-def test_more_dead_exporters_than_libzmq_has_sockets_fail_their_own_imports_only(rig: Rig) -> None:
+def test_many_dead_exporters_fail_their_own_imports_only(rig: Rig) -> None:
     importer, exporter = rig.endpoint(limits=PullLimits(connect_timeout_s=0.5)), rig.endpoint()
     with socket.socket() as nobody:  # bound, so nobody else's, and deaf
         nobody.bind(("127.0.0.1", 0))
@@ -47,6 +47,11 @@ def test_more_dead_exporters_than_libzmq_has_sockets_fail_their_own_imports_only
     assert not any(result.ok for result in results)
     assert {result.error.split(":")[0] for result in results} == {"unreachable"}
     assert_pulls(rig, importer, exporter, "after")
+
+
+def test_an_address_of_an_exporter_that_uses_zeromq_is_refused(rig: Rig) -> None:
+    rig.load(rig.endpoint(), rig.handle([], TOKENS, endpoints=("tcp://127.0.0.1:7000",)))
+    assert "KV over ZeroMQ was removed" in rig.result().error
 
 
 def test_links_to_replaced_exporters_are_closed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import zmq
 
 from services.worker.kv.wire.importing import PullLimits
-from services.worker.kv.wire.protocol import Credit, Frame, Pull, decode_reply, decode_request
+from services.worker.kv.wire.protocol import Credit, Frame, Pull
 from tests.services.worker.kv.rig import Rig, model_kv, stage
 from tests.services.worker.kv.wire.proxy import Proxy, meant
 
@@ -26,10 +25,6 @@ NAME = "transfer"
 @contextmanager
 def relay(target: str, lose: Lose, garble: Garble = None) -> Iterator[str]:
     """An address before `target` that loses, or garbles, the first message that `lose` picks."""
-    if target.startswith("tcp://"):
-        with zmq_relay(target, lose, garble) as address:
-            yield address
-        return
     lost = threading.Event()
 
     def edit(importers: bool, parts: list[bytes]) -> list[bytes] | None:
@@ -41,43 +36,6 @@ def relay(target: str, lose: Lose, garble: Garble = None) -> Iterator[str]:
     with Proxy(target, edit) as proxy:
         yield proxy.address
         assert lost.is_set(), "nothing was lost: the test shows nothing"
-
-
-@contextmanager
-def zmq_relay(target: str, lose: Lose, garble: Garble = None) -> Iterator[str]:
-    stop, lost = threading.Event(), threading.Event()
-    context = zmq.Context()
-    front, back = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
-    port = front.bind_to_random_port("tcp://127.0.0.1")
-    back.connect(target)
-
-    def passes(parts: list[bytes], message: object) -> list[bytes]:
-        if lost.is_set() or not lose(message):
-            return parts
-        lost.set()
-        return [garble(parts[0]), *parts[1:]] if garble else []
-
-    def run() -> None:
-        peer = b""
-        while not stop.is_set():
-            if front.poll(10):
-                peer, *parts = front.recv_multipart()
-                if kept := passes(parts, decode_request(parts[0])):
-                    back.send_multipart(kept)
-            while back.poll(0):
-                parts = back.recv_multipart()
-                if kept := passes(parts, decode_reply(parts[0])):
-                    front.send_multipart([peer, *kept])
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield f"tcp://127.0.0.1:{port}"
-        assert lost.is_set(), "nothing was lost: the test shows nothing"
-    finally:
-        stop.set()
-        thread.join()
-        context.destroy(linger=0)
 
 
 def unreadable(message: bytes) -> bytes:

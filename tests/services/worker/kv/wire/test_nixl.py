@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from services.worker.kv.wire import nixl_agent, nixl_transport
-from services.worker.kv.wire.endpoint import KvEndpoint, Transports
+from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.nixl_agent import (
     Meet,
@@ -30,10 +30,11 @@ from services.worker.kv.wire.nixl_agent import (
 )
 from services.worker.kv.wire.nixl_transport import Exports
 from services.worker.kv.wire.protocol import MAX_FRAME_BYTES, encode_message
+from services.worker.kv.wire.tcp_transport import TcpTransport
 from shared.domain.kv import Codec
 from tests.services.worker.kv.conftest import NIXL
 from tests.services.worker.kv.rig import Capture, Rig, model_kv, stage
-from tests.services.worker.kv.wire.hostile import TcpStranger, pull
+from tests.services.worker.kv.wire.hostile import Stranger, pull
 from tests.services.worker.kv.wire.test_rude_peers import ROOT, line_of, wait_until
 
 pytestmark = pytest.mark.parametrize("rig", [NIXL], indirect=True)
@@ -186,7 +187,7 @@ def test_a_read_that_does_not_end_ends_its_import_and_its_memory_is_not_used_aga
     monkeypatch.setattr(nixl_agent, "_QUARANTINE_S", 0.0)  # NIXL calls it failed, if it was under way at the parting
     exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(TOKENS)
     assert_pulled(rig, importer, exporter, "nixl")
-    imports = importer._importing._nixl._imports  # type: ignore[union-attr]
+    imports = importer._puller._transport._imports  # type: ignore[attr-defined]
     assert imports is not None
     free = sum(slab.nbytes for slab in imports._arena.slabs) // 4096
     wait_until(lambda: imports._arena.free == free)
@@ -203,7 +204,7 @@ def test_a_read_that_does_not_end_ends_its_import_and_its_memory_is_not_used_aga
         assert imports._arena.free < free
         assert_pulled(rig, importer, exporter, "tcp", "after")
         assert imports._arena.free < free
-    importer._importing.wake()
+    importer._puller._transport.wake()
     wait_until(lambda: imports._arena.free == free)
 
 
@@ -212,7 +213,7 @@ def test_released_kv_is_not_overwritten_before_it_was_read(rig: Rig) -> None:
     exporter = rig.endpoint()
     memory = exporter._copies._memory  # type: ignore[attr-defined]
     free = memory.free_tokens
-    with TcpStranger(exporter.address) as peer:
+    with Stranger(exporter.address) as peer:
         peer.send(encode_nixl(Meet(1, this_host(), trusted=False)))
         assert isinstance(decode_nixl(peer.recv_multipart()[0]), Met)
         peer.send(encode_nixl(Ready()))
@@ -222,14 +223,14 @@ def test_released_kv_is_not_overwritten_before_it_was_read(rig: Rig) -> None:
         exporter.release("t")
         wait_until(lambda: exporter.staged_bytes == 0)
         assert memory.free_tokens == free - 40
-    exporter._exporting.wake()
+    exporter._server._transport.wake()
     wait_until(lambda: memory.free_tokens == free)  # it is gone
 
 
 def test_who_does_not_read_is_given_up(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_transport, "_STUCK_S", 0.3)
     exporter = rig.endpoint()
-    with TcpStranger(exporter.address) as peer:
+    with Stranger(exporter.address) as peer:
         peer.send(encode_nixl(Meet(1, this_host(), trusted=False)))
         peer.send(encode_nixl(Ready()))
         stage(exporter, model_kv(40))
@@ -254,7 +255,7 @@ LIES: dict[str, Lie] = {
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
 def test_an_exporter_that_lies_of_its_memory_is_not_read(rig: Rig, lie: Lie, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_transport, "_MEET_S", 0.5)
-    importer, exporter, transport = rig.endpoint(), rig.endpoint(), Transports()
+    importer, exporter, transport = rig.endpoint(), rig.endpoint(), TcpTransport()
     exports = Exports(False, [])
     listener = transport.listen("nixl://127.0.0.1:*")  # plain TCP: what it says is ours to write
     rig.load(importer, rig.handle([], TOKENS, endpoints=(listener.address,)), timeout_s=1.0)
@@ -274,7 +275,7 @@ def test_an_exporter_that_lies_of_its_memory_is_not_read(rig: Rig, lie: Lie, mon
 def test_nothing_is_polled_when_nothing_moves(rig: Rig) -> None:
     exporter, importer = rig.endpoint(), rig.endpoint()
     assert_pulled(rig, importer, exporter, "nixl")
-    exporting, importing = exporter._exporting._nixl, importer._importing._nixl
+    exporting, importing = exporter._server._transport, importer._puller._transport
     assert exporting is not None
     assert importing is not None
     wait_until(lambda: not exporting._active and not importing._active)

@@ -19,7 +19,7 @@ from tests.services.worker.kv.rig import Rig, model_kv, stage
 
 SCRIPT = Path(__file__).with_name("peer_process.py")
 ROOT = Path(__file__).parents[5]
-NOTICED_S = 5.0  # heartbeats: every 0.5 s, given up after 2 (libzmq) or 3; the rest is for a busy machine
+NOTICED_S = 5.0  # heartbeats: every 0.5 s, given up after 3; the rest is for a busy machine
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.tcp_streams import TlsContexts, host_and_port, identity
 from services.worker.kv.wire.tcp_transport import TcpTransport
 from tests.services.worker.kv.rig import Capture, Rig, model_kv, stage
-from tests.services.worker.kv.wire.hostile import TcpStranger, assert_serves
+from tests.services.worker.kv.wire.hostile import Stranger, assert_serves
 from tests.services.worker.kv.wire.proxy import Proxy
 
 pytestmark = pytest.mark.parametrize("rig", ["kv"], indirect=True)
@@ -123,7 +123,7 @@ def test_a_peer_that_begins_no_handshake_is_dropped_and_holds_up_nobody(
 
 def test_a_client_of_ours_meets_one_without_a_word_of_tls(rig: Rig) -> None:
     """It gives up soon, and says that it is not connected."""
-    with Proxy(rig.endpoint().address) as proxy, TcpStranger(proxy.address):
+    with Proxy(rig.endpoint().address) as proxy, Stranger(proxy.address):
         transport = TcpTransport(OURS)
         link = transport.connect(proxy.address)
         end = time.monotonic() + 2.0

@@ -1,3 +1,5 @@
+"""The events of ranks, and what the worker makes of them."""
+
 import asyncio
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from services.worker.kv.rank_links import (
     SocketControl,
     StagedChunk,
     StagingFailed,
+    Stats,
     TransferEnded,
 )
 from tests.services.worker.kv.rig import KEY, Rig, control_of, model_kv, stage
@@ -82,7 +85,7 @@ async def test_what_needs_no_pull_is_told_and_released(rig: Rig) -> None:
         assert isinstance(ended, PullEnded)
         assert (ended.ok, ended.tokens, ended.wire_bytes) == (True, 0, 0)
         async with SocketControl((control_of(exporter),), KEY) as control, asyncio.timeout(10):
-            while (await control.stats())[0].staged_bytes:
+            while (await control.call(Stats()))[0].staged_bytes:
                 await asyncio.sleep(0.01)
 
 

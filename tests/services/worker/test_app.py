@@ -1,6 +1,8 @@
-"""An instance is well while its event loop turns and its engine's steps end."""
+"""The assembled instance: health, details, and its end in good order."""
 
+import asyncio
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +10,14 @@ import httpx
 import pytest
 
 from services.launcher.suite import until
-from services.worker.app import create_app
+from services.worker.app import create_app, expected_s, finish
+from services.worker.jobs.roles import RoleState
 from services.worker.settings import WorkerSettings
+from shared.domain.instance import Role
+from shared.domain.rates import UNKNOWN_STEPS
+from shared.errors import WrongRole
 from shared.runtime.http import service_app
+from shared.wire.messages import StepRecord
 
 
 def settings() -> WorkerSettings:
@@ -88,3 +95,52 @@ async def test_the_real_engine_says_how_long_its_step_lasts() -> None:
     await until(lambda: engine.step_s == 0.0, 10, "the step to end")
     engine._stopping = True
     thread.join(10)
+
+
+def step(prefill: tuple[tuple[int, int], ...], decodes: int = 0, context: int = 0) -> StepRecord:
+    return StepRecord(0, 0.0, 0.1, 0.0, prefill, decodes, context)
+
+
+def test_what_a_step_should_take() -> None:
+    rates = UNKNOWN_STEPS
+    assert expected_s(rates, step(((512, 100),))) == pytest.approx(rates.prefill_s(512, 100))
+    assert expected_s(rates, step((), 8, 4_000)) == pytest.approx(rates.decode_s(8, 4_000))
+    assert expected_s(rates, step(((256, 0),), 8, 4_000)) == pytest.approx(rates.mixed_s(256, 0, 8, 4_000))
+    two = expected_s(rates, step(((256, 0), (128, 50))))
+    assert two == pytest.approx(rates.prefill_s(256, 0) + rates.prefill_s(128, 50) - rates.prefill.fixed_s)
+    assert expected_s(None, step(())) is None
+
+
+async def test_it_waits_for_its_jobs_and_takes_no_more() -> None:
+    roles, kv = RoleState(Role.DECODE), SimpleNamespace(staged_bytes=0)
+    with roles.job(Role.DECODE, "j"):
+        ending = asyncio.create_task(finish(roles, kv, 60.0))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        with pytest.raises(WrongRole), roles.job(Role.DECODE, "j"):
+            pass
+        assert not ending.done()
+    await asyncio.wait_for(ending, 5)
+
+
+async def test_it_waits_until_the_kv_of_its_jobs_was_fetched() -> None:
+    kv: Any = SimpleNamespace(staged_bytes=100)
+    ending = asyncio.create_task(finish(RoleState(Role.PREFILL), kv, 60.0))
+    done, _ = await asyncio.wait([ending], timeout=0.2)
+    assert not done
+    kv.staged_bytes = 0
+    await asyncio.wait_for(ending, 5)
+
+
+async def test_it_ends_when_its_time_is_up() -> None:
+    roles, kv = RoleState(Role.DECODE), SimpleNamespace(staged_bytes=1)
+    began = time.monotonic()
+    with roles.job(Role.DECODE, "j"):
+        await finish(roles, kv, 0.2)  # type: ignore[arg-type]
+    assert 0.2 <= time.monotonic() - began < 5
+
+
+async def test_without_any_time_it_ends_at_once_and_refuses_nobody() -> None:
+    roles = RoleState(Role.DECODE)
+    with roles.job(Role.DECODE, "j"):
+        await finish(roles, SimpleNamespace(staged_bytes=1), 0.0)  # type: ignore[arg-type]
+        assert not roles.draining

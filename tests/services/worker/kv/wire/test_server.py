@@ -1,16 +1,22 @@
-"""Exporter to importer over real sockets, through all of the endpoint but no engine."""
+"""The exporter: transfers between shapes, pipeline stages, and exports of a device."""
 
+import asyncio
 import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from services.worker.kv.wire.endpoint import Faults
+from services.worker.kv.device import DeviceCopies
+from services.worker.kv.host_memory import PinnedMemory
+from services.worker.kv.rank_links import KvEvent, KvEvents, StagingFailed, TransferEnded
+from services.worker.kv.shards import Shards
+from services.worker.kv.wire.endpoint import Faults, KvEndpoint
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.protocol import FRAME_BYTES
 from shared.domain.kv import Codec
-from tests.services.worker.kv.rig import DIM, KV_HEADS, LAYERS, Capture, Rig, model_kv, stage
+from tests.services.worker.kv.late_device import LateDevice
+from tests.services.worker.kv.rig import DIM, KV_HEADS, LAYERS, WAIT_S, Capture, Rig, model_kv, stage
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -275,3 +281,141 @@ def test_uneven_heads_are_refused(rig: Rig) -> None:
     exporters = [rig.endpoint(), rig.endpoint(), rig.endpoint()]
     rig.load(rig.endpoint(), rig.handle(exporters, 64))
     assert rig.result().error.startswith("invalid_request")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (((3,), 1), ((1, 2), 1)),
+        (((2, 1), 1), ((3,), 1)),
+        (((2, 1), 1), ((1, 2), 1)),
+        (((1, 1, 1), 1), ((2, 1), 1)),
+        (((3,), 2), ((2, 1), 1)),
+        (((1, 2), 2), ((2, 1), 4)),
+        (((2, 1), 4), ((1, 1, 1), 1)),
+    ],
+)
+def test_unlike_pipeline_stages(
+    rig: Rig, theirs: tuple[tuple[int, ...], int], ours: tuple[tuple[int, ...], int]
+) -> None:
+    kv = model_kv(50)
+    exporters = members(rig, *theirs)
+    for exporter, layers, heads in exporters:
+        stage(exporter, kv, layers=slice(*layers), heads=slice(*heads))
+    handle = rig.handle([exporter for exporter, _, _ in exporters], 50, stages=theirs[0])
+    got = Capture(0, 50)
+    importers = members(rig, *ours)
+    for importer, _, _ in importers:
+        rig.load(importer, handle, capture=got)
+    assert [rig.result().error for _ in importers] == [""] * len(importers)
+    assert torch.equal(got.kv, kv)
+    wait_until(lambda: all(exporter.staged_bytes == 0 for exporter, _, _ in exporters))
+
+
+def members(
+    rig: Rig, stages: tuple[int, ...], tensor_parallel: int
+) -> list[tuple[KvEndpoint, tuple[int, int], tuple[int, int]]]:
+    """The ranks of one instance, each with its layers and heads."""
+    shards = Shards(stages, KV_HEADS, tensor_parallel)
+    return [
+        (rig.endpoint(rank, tensor_parallel, stages=stages), shards.layers_of(rank), shards.heads_of(rank))
+        for rank in range(shards.ranks)
+    ]
+
+
+@pytest.mark.parametrize("stages", [(1, 2), (2, 2), (1, 1, 1), ()])
+def test_a_handle_that_tells_other_stages_fails_closed(rig: Rig, stages: tuple[int, ...]) -> None:
+    kv = model_kv(50)
+    exporters = members(rig, (2, 1), 1)
+    for exporter, layers, _ in exporters:
+        stage(exporter, kv, layers=slice(*layers))
+    got = rig.load(rig.endpoint(), rig.handle([exporter for exporter, _, _ in exporters], 50, stages=stages))
+    assert rig.result().error.startswith("invalid_request")
+    assert not {layer for layer, _ in got.writes} & {1, 2}
+
+
+def test_a_stage_holds_no_more_than_its_layers(rig: Rig) -> None:
+    exporter = rig.endpoint(1, stages=(2, 1), staging_bytes=2 * 50 * KV_HEADS * DIM * 4)
+    stage(exporter, model_kv(50), layers=slice(2, 3))
+    assert exporter.staged_bytes == exporter.stats().staging_limit_bytes
+    assert exporter.stats().rank == 1
+
+
+TOKENS, SEGMENT = 50, 16
+
+
+TOKEN_BYTES = 2 * LAYERS * KV_HEADS * DIM * 4
+
+
+def shape(tokens: int) -> tuple[int, ...]:
+    return LAYERS, 2, tokens, KV_HEADS, DIM
+
+
+def copies_of(device: LateDevice, tokens: int = 200) -> DeviceCopies:
+    memory = PinnedMemory(
+        shape, torch.float32, SEGMENT, tokens * TOKEN_BYTES, lambda size: torch.zeros(size, dtype=torch.uint8)
+    )
+    return DeviceCopies(device, memory, SEGMENT * TOKEN_BYTES // 4, 2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_importer_gets_what_was_computed_though_the_blocks_are_used_again(rig: Rig, seed: int) -> None:
+    device, kv, cache = LateDevice(seed), model_kv(TOKENS), torch.zeros(shape(TOKENS))
+    exporter, importer = rig.endpoint(copies=copies_of(device)), rig.endpoint()
+
+    def fill(first: int, until: int, out: torch.Tensor) -> None:
+        device.issue(lambda: out.copy_(cache[:, :, first:until]))
+
+    capture = rig.load(importer, rig.handle([exporter], TOKENS))
+    for start, end in ((0, 20), (20, TOKENS)):
+
+        def compute(start: int = start, end: int = end) -> None:
+            cache[:, :, start:end] = kv[:, :, start:end]
+
+        device.issue(compute)
+        exporter.stage("t", start, end, TOKENS, fill)
+        device.issue(lambda: cache.fill_(-1.0))
+    result = rig.result()
+    assert result.ok, result.error
+    assert torch.equal(capture.kv, kv)
+    assert exporter.stats().staged_bytes in (0, TOKENS * TOKEN_BYTES)
+
+
+def test_all_threads_of_an_endpoint_make_the_device_their_current_one(rig: Rig) -> None:
+    device, kv = LateDevice(), model_kv(TOKENS)
+    exporter = rig.endpoint(copies=copies_of(device))
+    exporter.stage("t", 0, TOKENS, TOKENS, lambda first, until, out: out.copy_(kv[:, :, first:until]))
+    rig.load(exporter, rig.handle([exporter], TOKENS))
+    assert rig.result().ok
+    assert sorted(device.entered) == ["kv-copies", "kv-puller", "kv-server"]
+
+
+async def events_until(events: KvEvents, last: type[KvEvent]) -> list[KvEvent]:
+    seen: list[KvEvent] = []
+    async with asyncio.timeout(WAIT_S):
+        while not seen or not isinstance(seen[-1], last):
+            seen.append(await events.get())
+    return seen
+
+
+async def test_a_transfer_that_ends_while_it_is_copied_holds_its_room_until_the_copy_is_over(rig: Rig) -> None:
+    async with rig.events() as events:
+        device = LateDevice()
+        exporter = rig.endpoint(copies=copies_of(device), staging_bytes=TOKENS * TOKEN_BYTES)
+        with device.lock:  # the copy does not end
+            exporter.stage("t", 0, TOKENS, TOKENS, lambda *_: None)
+            exporter.release("t")
+            assert exporter.staged_bytes == TOKENS * TOKEN_BYTES
+        seen = await asyncio.wait_for(events_until(events, TransferEnded), WAIT_S)
+        assert seen == [TransferEnded("t", 0, 0)]
+        assert exporter.staged_bytes == 0
+
+
+async def test_want_of_pinned_memory_fails_the_transfer_and_not_the_engine(rig: Rig) -> None:
+    async with rig.events() as events:
+        exporter, importer = rig.endpoint(copies=copies_of(LateDevice(), tokens=10)), rig.endpoint()
+        exporter.stage("t", 0, TOKENS, TOKENS, lambda *_: pytest.fail("nothing is gathered"))
+        seen = await events_until(events, StagingFailed)
+        assert "pinned memory has no room" in str(seen[-1])
+        rig.load(importer, rig.handle([exporter], TOKENS))
+        assert rig.result().error.startswith("refused")

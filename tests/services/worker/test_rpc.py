@@ -1,4 +1,4 @@
-"""What an instance tells of a job, however its call ends."""
+"""The spans around the methods of an instance."""
 
 import asyncio
 import time
@@ -31,8 +31,14 @@ from shared.wire.messages import (
 from shared.wire.rpc_server import ServerCall
 
 ID, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
 WIRE = f"00-{ID}-{PARENT}-01 a=b"
+
+
 HANDLE = KvHandle("t", "p0", 1, "f", (), 1000, "bfloat16", Codec.INT8)
+
+
 GENERATION = Generation(b"", 0.0)
 
 

@@ -1,0 +1,56 @@
+"""The parts of vLLM that the worker's changes to it replace or rely on, as they were when the changes were checked.
+
+Where a digest differs, vLLM has changed there: check the named change against the new source, then note its digest.
+"""
+
+import inspect
+from hashlib import sha256
+from typing import Any
+
+import pytest
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.distributed.kv_events import EventPublisher
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.logits_processor.interface import LogitsProcessor
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
+from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
+
+CHECKED: dict[str, dict[Any, str]] = {
+    "replace_waiting_queue": {RequestQueue: "953b423ab7cd", Scheduler.schedule: "da4f2cf2fc39"},
+    "limit_prompt_chunks": {Scheduler._reserve_prefill_lookahead: "c214e49d7610"},
+    "observe_steps, replace_event_publisher": {
+        Scheduler.update_from_output: "85b29db96051",
+        EventPublisher: "fa8b2aa2bf50",
+    },
+    "force_known_tokens": {
+        LogitsProcessor: "a6219776f22f",
+        process_dict_updates: "8be84d343f19",
+        LogitsProcessorV2: "02905833cbd9",
+    },
+    "make_stage_buffers": {GPUModelRunner._dummy_run: "47b96b71fc65", CPUWorker._should_warm_up_model: "83dba84441ce"},
+    "overlap_on_cpu": {CpuPlatform.check_and_update_config: "d2960ad5d183"},
+    "vllm_cpu_worker": {
+        SpinCondition.__init__: "bce0af9288aa",
+        AsyncGPUModelRunnerOutput: "8d7f634bdef6",
+        CPUWorker.init_device: "11721464aeb0",
+        GPUModelRunner.sample_tokens: "047e6a4738de",
+    },
+}
+
+
+@pytest.mark.parametrize("change", CHECKED)
+def test_vllm_is_as_it_was_when_a_change_to_it_was_checked(change: str) -> None:
+    digests = {_name(each): _digest(each) for each in CHECKED[change]}
+    assert digests == {_name(each): digest for each, digest in CHECKED[change].items()}
+
+
+def _digest(part: Any) -> str:
+    return sha256(inspect.getsource(part).encode()).hexdigest()[:12]
+
+
+def _name(part: Any) -> str:
+    return f"{part.__module__}.{part.__qualname__}"
