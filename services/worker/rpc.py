@@ -5,7 +5,7 @@ exported when a call has ended.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.prefill import PrefillService
@@ -14,7 +14,6 @@ from services.worker.kv.port import KvPort
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.errors import PolyphaseError
 from shared.runtime.logs import in_logs
-from shared.runtime.otlp import Trace, Tracer
 from shared.wire.messages import (
     DECODE,
     DRAIN,
@@ -39,6 +38,9 @@ from shared.wire.messages import (
     ResumeRequest,
     TokenStep,
 )
+
+if TYPE_CHECKING:
+    from shared.runtime.otlp import Trace, Tracer  # OpenTelemetry is heavy, and loaded only where tracing is on
 from shared.wire.rpc_server import Handlers, ServerCall
 
 Figures = dict[str, str | int | float | bool | list[str]]
@@ -78,7 +80,7 @@ def handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, k
     }
 
 
-def traced(handlers: Handlers, tracer: Tracer, instance_id: str, chunk_tokens: Callable[[], int]) -> Handlers:
+def traced(handlers: Handlers, tracer: "Tracer", instance_id: str, chunk_tokens: Callable[[], int]) -> Handlers:
     """`handlers`, with spans around prefill and decode, below the span of the attempt that the call is for.
     chunk_tokens: of the engine's steps at the moment.
     """
@@ -138,14 +140,14 @@ class _WatchedCall(ServerCall):
         self._call.send(item)
 
 
-def _trace(tracer: Tracer, wire: str) -> Trace | None:
+def _trace(tracer: "Tracer", wire: str) -> "Trace | None":
     trace = tracer.remote(wire) if wire else None
     if trace is not None:
         in_logs(trace.trace_id)
     return trace
 
 
-def _add_unfinished(trace: Trace, name: str, began_s: float, who: Figures, error: BaseException) -> None:
+def _add_unfinished(trace: "Trace", name: str, began_s: float, who: Figures, error: BaseException) -> None:
     """A cancelled call is no failure: its client may have all it wanted."""
     code = error.code if isinstance(error, PolyphaseError) else type(error).__name__
     if isinstance(error, asyncio.CancelledError):
@@ -155,7 +157,7 @@ def _add_unfinished(trace: Trace, name: str, began_s: float, who: Figures, error
 
 
 def _add_prefill(
-    trace: Trace, request: PrefillRequest, reply: PrefillReply, watched: _WatchedCall, who: Figures, chunk: int
+    trace: "Trace", request: PrefillRequest, reply: PrefillReply, watched: _WatchedCall, who: Figures, chunk: int
 ) -> None:
     computed = max(1, request.prompt_tokens - request.saved)
     trace.add("queue", reply.queued_s, reply.started_s, who)
@@ -175,7 +177,7 @@ def _add_prefill(
     span.end(max(reply.started_s, reply.ended_s), figures)
 
 
-def _add_transfer(trace: Trace, handle: KvHandle, report: TransferReport, who: Figures) -> None:
+def _add_transfer(trace: "Trace", handle: KvHandle, report: TransferReport, who: Figures) -> None:
     figures: Figures = {
         **who,
         "polyphase.transfer.from": handle.instance_id,
