@@ -10,8 +10,7 @@ from shared.domain.instance import ClusterView, InstanceView, Role
 from shared.domain.rates import UNKNOWN_STEPS, StepRates
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
-from shared.policy.estimate import ENDLESS
-from shared.policy.harm import missed
+from shared.policy.estimate import ENDLESS, miss_probability
 from shared.policy.index import speed_class
 from shared.policy.role_flip import NOTHING, FlipDecision, FlipState, Seen, draining, load_share, ready_by_role
 
@@ -19,8 +18,8 @@ from shared.policy.role_flip import NOTHING, FlipDecision, FlipState, Seen, drai
 # How well a fleet would serve a demand with given roles: queueing formulas over learned rates.
 #
 # Instances that are about alike make a sort, and roles are counts of each sort, so that the cost does not grow with the
-# fleet. Prefill instances are one queue with several servers of unlike speed; a decode instance shares its time among its
-# decodes and the prompts that it computes beside them. Seconds and tokens.
+# fleet. Prefill instances are one queue with several servers of unlike speed; a decode instance shares its time among
+# its decodes and the prompts that it computes beside them. Seconds and tokens.
 
 
 HORIZON_S = 30.0  # what cannot be served waits as if it had gathered for so long
@@ -150,7 +149,7 @@ def _first_harm(demand: Demand, wait_s: float, service_s: float) -> float:
 
 
 def _harm(share: float) -> float:
-    return missed(share) + SLOWNESS * share
+    return miss_probability(share) + SLOWNESS * share
 
 
 def _variation(demand: Demand) -> float:
@@ -287,13 +286,11 @@ class PredictiveFlip:
             raise InvalidRequest("predictive: for_s, per_s, cooldown_s and turn_s must not be negative")
 
     def start(self) -> FlipState:
-        """See `RoleFlip`."""
         return FlipState()
 
     def step(
         self, state: FlipState, view: ClusterView, now: float, seen: Seen = NOTHING
     ) -> tuple[FlipState, FlipDecision | None]:
-        """See `RoleFlip`."""
         demand, held = seen.demand, FlipState({}, state.made)
         if demand is None:
             return held, None

@@ -36,14 +36,10 @@ class PrefillOrder(Protocol):
     name: ClassVar[str]
 
     @property
-    def batches(self) -> bool:
-        """See above."""
-        ...
+    def batches(self) -> bool: ...
 
     @property
-    def window(self) -> int:
-        """See above."""
-        ...
+    def window(self) -> int: ...
 
     def key(self, waiting: WaitingJob, rates: StepRates | None) -> float:
         """The least goes first. `rates`: of the instance, None where nothing was measured."""
@@ -63,7 +59,6 @@ class Fcfs:
         return 1
 
     def key(self, waiting: WaitingJob, rates: StepRates | None) -> float:
-        """See `PrefillOrder`."""
         return 0.0
 
 
@@ -85,11 +80,9 @@ class Sjf:
 
     @property
     def batches(self) -> bool:
-        """See `PrefillOrder`."""
         return not self.overtake
 
     def key(self, waiting: WaitingJob, rates: StepRates | None) -> float:
-        """See `PrefillOrder`."""
         return float(waiting.tokens)
 
 
@@ -106,11 +99,9 @@ class Ljf:
 
     @property
     def batches(self) -> bool:
-        """See `PrefillOrder`."""
         return not self.overtake
 
     def key(self, waiting: WaitingJob, rates: StepRates | None) -> float:
-        """See `PrefillOrder`."""
         return -float(waiting.tokens)
 
 
@@ -130,7 +121,6 @@ class LeastSlack:
         _check(self.name, self.window)
 
     def key(self, waiting: WaitingJob, rates: StepRates | None) -> float:
-        """See `PrefillOrder`."""
         takes_s = rates.prefill_s(waiting.tokens, waiting.before) if rates is not None else 0.0
         return waiting.arrived_s + waiting.job.slo.ttft_s - takes_s
 

@@ -96,13 +96,11 @@ class NoFlip:
     name: ClassVar[str] = "off"
 
     def start(self) -> FlipState:
-        """See `RoleFlip`."""
         return FlipState()
 
     def step(
         self, state: FlipState, view: ClusterView, now: float, seen: Seen = NOTHING
     ) -> tuple[FlipState, FlipDecision | None]:
-        """See `RoleFlip`."""
         return state, None
 
 
@@ -123,13 +121,11 @@ class IdleFlip:
             raise InvalidRequest("idle: threshold_share must lie in 0..1 and for_s must not be negative")
 
     def start(self) -> FlipState:
-        """See `RoleFlip`."""
         return FlipState()
 
     def step(
         self, state: FlipState, view: ClusterView, now: float, seen: Seen = NOTHING
     ) -> tuple[FlipState, FlipDecision | None]:
-        """See `RoleFlip`."""
         ready = ready_by_role(view)
         idle = [v for role in Role for v in ready[role] if load_share(v) < self.threshold_share]
         since = _held(state, [_key(v) for v in idle], now)
@@ -178,13 +174,11 @@ class PressureFlip:
             raise InvalidRequest("pressure: ratio must be at least 1, queue_s positive, the others not negative")
 
     def start(self) -> FlipState:
-        """See `RoleFlip`."""
         return FlipState()
 
     def step(
         self, state: FlipState, view: ClusterView, now: float, seen: Seen = NOTHING
     ) -> tuple[FlipState, FlipDecision | None]:
-        """See `RoleFlip`."""
         ready = ready_by_role(view)
         pressures = {role: self._pressure(role, ready[role]) for role in Role}
         high = max(Role, key=lambda role: pressures[role])

@@ -51,7 +51,6 @@ class FullSplit:
     def choose(
         self, job: JobView, prefill: InstanceView, decode: InstanceView | None, now: float, rng: Random
     ) -> SplitChoice:
-        """See `Split`."""
         return _choice(self.name, job.prompt_tokens, job)
 
 
@@ -65,7 +64,6 @@ class NoSplit:
     def choose(
         self, job: JobView, prefill: InstanceView, decode: InstanceView | None, now: float, rng: Random
     ) -> SplitChoice:
-        """See `Split`."""
         return _choice(self.name, 0, job)
 
 
@@ -84,7 +82,6 @@ class FractionSplit:
     def choose(
         self, job: JobView, prefill: InstanceView, decode: InstanceView | None, now: float, rng: Random
     ) -> SplitChoice:
-        """See `Split`."""
         return _choice(self.name, min(job.prompt_tokens, ceil(self.fraction * job.prompt_tokens)), job)
 
 
@@ -98,7 +95,6 @@ class RandomSplit:
     def choose(
         self, job: JobView, prefill: InstanceView, decode: InstanceView | None, now: float, rng: Random
     ) -> SplitChoice:
-        """See `Split`."""
         return _choice(self.name, rng.randint(0, job.prompt_tokens), job)
 
 
@@ -201,7 +197,6 @@ class CronusSplit:
     def choose(
         self, job: JobView, prefill: InstanceView, decode: InstanceView | None, now: float, rng: Random
     ) -> SplitChoice:
-        """See `Split`."""
         if decode is None:
             return self._full(job, "no decode instance to share with")
         balance = self._balance(job, prefill, decode)

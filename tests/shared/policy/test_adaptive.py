@@ -15,7 +15,7 @@ from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.answers import Answers, Lengths
 from shared.policy.assignment import assignments
 from shared.policy.dispatch import DispatchPolicy, LeastInterference
-from shared.policy.estimate import DecodeSide, PrefillSide, options
+from shared.policy.estimate import DecodeSide, JobContext, PrefillSide, options
 from shared.policy.index import ClusterIndex
 from shared.policy.placement import Policies, place
 from shared.policy.split import FractionSplit, FullSplit, NoSplit, Split
@@ -57,7 +57,8 @@ def test_where_loss_is_allowed_the_transfer_counts_as_it_will_be_coded() -> None
     exact, to = asked(), d(**busy(64), rates=rates(link=LinkRate(5e5)))
     lossy = msgspec.structs.replace(exact, slo=msgspec.structs.replace(TARGETS, lossy_kv=Codec.INT4))
     own = Lengths(150.0, 140.0)
-    raw, coded = (DecodeSide.of(to, one, own, own).transfer_s(PrefillSide.of(p()), 800)[1] for one in (exact, lossy))
+    contexts = (JobContext(one, own, own, others=one.slo) for one in (exact, lossy))
+    raw, coded = (DecodeSide(to, context).transfer_s(PrefillSide(p()), 800)[1] for context in contexts)
     assert raw == pytest.approx(800 * p().info.kv_bytes_per_token / 5e5)
     assert raw > 1.0
     assert coded == pytest.approx(raw * 4.75 / 16)
@@ -164,9 +165,8 @@ def test_in_a_small_cluster_nothing_that_is_looked_at_is_better(views: list[Inst
     prefills = [each for each in views if each.role is Role.PREFILL]
     if not decodes:
         return
-    own, usual = answers.expected(one), answers.all
-    sides = [DecodeSide.of(each, one, own, usual) for each in decodes]
-    found = options(one, own, [PrefillSide.of(each) for each in prefills], sides)
+    context = JobContext(one, answers.expected(one), answers.all, others=one.slo)
+    found = options([PrefillSide(each) for each in prefills], [DecodeSide(each, context) for each in decodes])
     harm_of = route(one, *views).reasons[-1].figures["harm"]
     local = [option.total for option in found if option.prefill is None]
     assert float(harm_of) <= min(local) + 1e-5

@@ -6,7 +6,7 @@ import pytest
 
 from shared.domain.instance import InstanceView
 from shared.domain.job import JobView
-from shared.policy.adaptive import HOLDERS, LOOKED_AT, RANDOM
+from shared.policy.adaptive import HOLDERS_LOOKED_UP, HOLDERS_PER_ROLE, RANDOM_DECODES
 from shared.policy.index import ClusterIndex
 from shared.policy.placement import place
 from shared.policy.prefix_index import PrefixIndex
@@ -48,17 +48,17 @@ def test_beside_those_that_hold_the_prompt_none_are_looked_at_at_random() -> Non
         figures = next(one for one in reasons if one.what == "placement:adaptive").figures
         return float(figures["decode_candidates"])
 
-    assert max(looked_at(asked(), seed) for seed in range(8)) == 1 + RANDOM
+    assert max(looked_at(asked(), seed) for seed in range(8)) == 1 + RANDOM_DECODES
     for name in ("03", "07"):
         prefixes.replace(name, 1, blocks)
-    assert {looked_at(asked(prefix=blocks), seed) for seed in range(8)} == {1 + HOLDERS}
+    assert {looked_at(asked(prefix=blocks), seed) for seed in range(8)} == {1 + HOLDERS_PER_ROLE}
 
 
 def test_with_more_holders_than_are_looked_up_each_is_still_known_for_what_it_holds() -> None:
     prefixes, blocks = PrefixIndex(), tuple(range(1, 11))
-    for at in range(LOOKED_AT + 1):
+    for at in range(HOLDERS_LOOKED_UP + 1):
         prefixes.replace(f"{at:02}", 1, blocks)
-    last = f"{LOOKED_AT:02}"
+    last = f"{HOLDERS_LOOKED_UP:02}"
     found = ClusterIndex(view(d("-"), d(last)), rng=Random(0), prefixes=prefixes)
     assert way(place(asked(prefix=blocks), found, ALL, 0.0, Random(0))) == ("", last, "none")
 

@@ -14,7 +14,7 @@ from shared.errors import Delayed, Overloaded
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.assignment import assignments
 from shared.policy.decode_admission import ahead_of
-from shared.policy.dispatch import PowerOfTwo, ref_of
+from shared.policy.dispatch import Choice, PowerOfTwo
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.overload import HOLD_LOOK_S, LATE_S, QUEUE_S, SOON_S, decide
@@ -279,7 +279,7 @@ def test_a_class_that_may_be_refused_is_refused_where_it_would_wait_too_long() -
 def test_a_job_goes_where_its_answer_has_room_to_its_end() -> None:
     """The other instance decodes more at present."""
     busier = d("e", 24, kv_ahead=ahead_of([(506, 20)] * 24, 16))
-    assert ask(waiting(), p(), full("d", 8), busier).decode == ref_of(busier)
+    assert ask(waiting(), p(), full("d", 8), busier).decode == Choice(busier).ref
 
 
 @pytest.mark.parametrize("factor", [3.0, 8.0])
@@ -287,9 +287,9 @@ def test_a_job_does_not_wait_for_the_best_instance_where_another_one_meets_its_t
     """Those behind the job would wait, too. The other takes 60 ms a token, or 160 of the 100 that are allowed."""
     views = p(), full(left=8), decode("slow", rates=rates(factor), total_blocks=40_000, max_seqs=256)
     begun = ask(waiting(begun=True), *views)
-    assert begun.decode == ref_of(views[1]), "by itself it is better off there"
+    assert begun.decode == Choice(views[1]).ref, "by itself it is better off there"
     if factor == 3.0:
-        assert ask(waiting(), *views).decode == ref_of(views[2])
+        assert ask(waiting(), *views).decode == Choice(views[2]).ref
     else:
         with pytest.raises(Delayed, match="room"):
             ask(waiting(), *views)
