@@ -1,5 +1,6 @@
 """All policies by their kinds and names; making them from a `PolicySpec`, from a cluster file and from words such as
-`split=fraction:fraction=0.5`. A policy's parameters are the fields of its class; unknown ones and wrong types are errors.
+`split=fraction:fraction=0.5`. A policy's parameters are the fields of its class; unknown ones and wrong types are
+errors.
 """
 
 import json
