@@ -1,4 +1,4 @@
-"""Durations as counts in logarithmic buckets: small, mergeable, percentiles within 5 %."""
+"""Histograms of durations with logarithmic buckets: small, mergeable, percentiles within 5 %."""
 
 from collections.abc import Iterable, Mapping
 from math import ceil, log
@@ -16,12 +16,12 @@ def observe(histogram: Histogram, seconds: float, times: int = 1) -> None:
 
 
 def bucket_of(seconds: float) -> int:
-    """Where a duration is counted; what is outside goes to either end."""
+    """The bucket of a duration; durations outside the range go to its ends."""
     return 0 if seconds <= LEAST_S else min(MOST, round(log(seconds / LEAST_S) / _LOG))
 
 
 def merged(histograms: Iterable[Mapping[int, int]]) -> Histogram:
-    """The counts of all of them."""
+    """The sum of histograms."""
     found: Histogram = {}
     for one in histograms:
         for at, times in one.items():
