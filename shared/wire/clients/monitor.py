@@ -25,8 +25,7 @@ class MonitorClient(JsonClient):
     async def register(self, info: InstanceInfo, role: Role) -> dict[str, Any]:
         """Join the cluster. Raises Incompatible naming what differs, Conflict when the id is taken."""
         body = {**msgspec.to_builtins(info), "role": role.value}
-        answer: dict[str, Any] = await self.call("POST", "/instances", body=body)
-        return answer
+        return await self.object("POST", "/instances", body=body)
 
     async def leave(self, info: InstanceInfo) -> None:
         """Say that this process stops in good order. Raises NotFound, Conflict."""
@@ -36,13 +35,11 @@ class MonitorClient(JsonClient):
 
     async def instances(self) -> list[dict[str, Any]]:
         """All instances, dead ones included."""
-        answer: list[dict[str, Any]] = await self.call("GET", "/instances")
-        return answer
+        return await self.rows("/instances")
 
     async def instance(self, instance_id: str) -> dict[str, Any]:
         """One instance. Raises NotFound."""
-        answer: dict[str, Any] = await self.call("GET", f"/instances/{instance_id}")
-        return answer
+        return await self.object("GET", f"/instances/{instance_id}")
 
     async def drain(
         self, instance_id: str, *, force: bool = False, timeout_s: float, who: str = "", operation_id: str = ""
@@ -74,8 +71,7 @@ class MonitorClient(JsonClient):
 
     async def operation(self, operation_id: str) -> dict[str, Any]:
         """How an operation stands. Raises NotFound for one that never arrived."""
-        answer: dict[str, Any] = await self.call("GET", f"/operations/{operation_id}")
-        return answer
+        return await self.object("GET", f"/operations/{operation_id}")
 
     async def forget(self, instance_id: str, *, who: str = "") -> None:
         """Count a dead instance no longer. Raises NotFound, or Conflict while it lives."""
@@ -83,14 +79,12 @@ class MonitorClient(JsonClient):
 
     async def flips(self, limit: int = 100) -> list[dict[str, Any]]:
         """The audit of flips, drains and resumes, newest first."""
-        answer: list[dict[str, Any]] = await self.call("GET", "/flips", params={"limit": limit})
-        return answer
+        return await self.rows("/flips", params={"limit": limit})
 
     async def events(self, *, limit: int = 100, since_s: float = 0.0, kind: str = "") -> list[dict[str, Any]]:
         """What happened, newest first, later than `since_s`; of one kind only, if one is named."""
         params: dict[str, str | int | float] = {"limit": limit, "since": since_s, **({"kind": kind} if kind else {})}
-        answer: list[dict[str, Any]] = await self.call("GET", "/events", params=params)
-        return answer
+        return await self.rows("/events", params=params)
 
     async def happened(self, event: Mapping[str, str]) -> None:
         """Tell of an event; repeating is safe. Raises InvalidRequest."""
@@ -98,18 +92,15 @@ class MonitorClient(JsonClient):
 
     async def demand(self) -> dict[str, Any]:
         """What clients ask for: the profile, its last seconds and shifts, and the roles that would serve it best."""
-        answer: dict[str, Any] = await self.call("GET", "/demand")
-        return answer
+        return await self.object("GET", "/demand")
 
     async def demand_profile(self) -> dict[str, Any]:
         """The profile alone, as early as it can be told, and what people's flips forbid."""
-        answer: dict[str, Any] = await self.call("GET", "/demand/profile")
-        return answer
+        return await self.object("GET", "/demand/profile")
 
     async def policies(self) -> dict[str, Any]:
         """The policies in force, what the cluster file says, who changed what, the choices, and who follows."""
-        answer: dict[str, Any] = await self.call("GET", "/policies")
-        return answer
+        return await self.object("GET", "/policies")
 
     async def set_policies(self, change: Mapping[str, PolicySpec | None], *, who: str = "") -> dict[str, Any]:
         """Change the policies of some kinds; None: back to the cluster file's. Answers as `policies` does.
@@ -117,10 +108,9 @@ class MonitorClient(JsonClient):
         Raises InvalidRequest that names the choices, or Unavailable when the database does not take it; nothing has
         changed then.
         """
-        answer: dict[str, Any] = await self.call(
+        return await self.object(
             "PUT", "/policies", body=msgspec.to_builtins(change), headers=acting_as(who), timeout_s=POLICIES_S
         )
-        return answer
 
     async def scheduler_news(
         self,
@@ -153,13 +143,11 @@ class MonitorClient(JsonClient):
 
     async def slo(self) -> list[dict[str, Any]]:
         """Attainment by class and window."""
-        answer: list[dict[str, Any]] = await self.call("GET", "/slo")
-        return answer
+        return await self.rows("/slo")
 
     async def cluster(self) -> dict[str, Any]:
         """A summary for dashboards."""
-        answer: dict[str, Any] = await self.call("GET", "/cluster")
-        return answer
+        return await self.object("GET", "/cluster")
 
     async def _operate(
         self, instance_id: str, what: str, body: dict[str, Any], wait_s: float, who: str, operation_id: str

@@ -150,20 +150,16 @@ class SchedulerAdmin(JsonClient):
     async def requests(self, *, phase: str = "", limit: int = 100) -> list[dict[str, Any]]:
         """The newest rows of the status table."""
         params: dict[str, str | int] = {"limit": limit, **({"phase": phase} if phase else {})}
-        answer: list[dict[str, Any]] = await self.call("GET", "/requests", params=params)
-        return answer
+        return await self.rows("/requests", params=params)
 
     async def request(self, job_id: str) -> dict[str, Any]:
         """One row. Raises NotFound."""
-        answer: dict[str, Any] = await self.call("GET", f"/requests/{job_id}")
-        return answer
+        return await self.object("GET", f"/requests/{job_id}")
 
     async def timeline(self, job_id: str) -> dict[str, Any]:
         """The RequestTimeline of a job, as far as it is known of one under way. Raises NotFound."""
-        answer: dict[str, Any] = await self.call("GET", f"/requests/{job_id}/timeline")
-        return answer
+        return await self.object("GET", f"/requests/{job_id}/timeline")
 
     async def policies(self) -> dict[str, Any]:
         """The policies that it follows."""
-        answer: dict[str, Any] = await self.call("GET", "/policies")
-        return answer
+        return await self.object("GET", "/policies")
