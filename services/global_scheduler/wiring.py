@@ -21,7 +21,6 @@ from shared.domain.prompt import PrefixDelta
 from shared.domain.route import Route
 from shared.errors import PeerLost, PolyphaseError
 from shared.runtime.logs import get_log
-from shared.runtime.otlp import Tracer
 from shared.runtime.tasks import Background
 from shared.wire.broadcast import ClusterFeed
 from shared.wire.messages import PLACE, PREFIXES, REPORT, PlaceRequest, PrefixesRequest
@@ -220,7 +219,7 @@ def watch(registry: CollectorRegistry, placer: Placer, server: RpcServer, feed: 
 MOST = 16  # reasons that are told
 
 
-def traced(place: Place, tracer: Tracer) -> Place:
+def traced(place: Place, tracer: "Tracer") -> Place:
     """`place`, which tells what it decided where the question belongs to a trace."""
 
     def told(request: PlaceRequest, call: ServerCall) -> Route:

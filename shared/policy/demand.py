@@ -164,7 +164,9 @@ class DemandCounter:
         self._finished: deque[DemandSecond] = deque(maxlen=KEPT)
 
     def add(self, job: JobView, held_tokens: int, output_tokens: float, split: Freedom, now: float) -> None:
-        """Count a request that was placed for the first time; `held_tokens` of its prompt are in a prefix cache there."""
+        """Count a request that was placed for the first time; `held_tokens` of its prompt are in a prefix cache
+        there.
+        """
         self._turn(now)
         if floor(now) < self._second:
             return

@@ -1,4 +1,6 @@
-"""Preemption: the order of the requests that run at an engine, and which one loses its KV blocks when they run short."""
+"""Preemption: the order of the requests that run at an engine, and which one loses its KV blocks when they run
+short.
+"""
 
 from collections.abc import Callable, Iterable, Reversible
 from typing import TypeVar

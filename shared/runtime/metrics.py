@@ -29,29 +29,25 @@ def describe_process(registry: CollectorRegistry) -> None:
 
 
 def _version(package: str) -> str:
-    """Empty where it is not installed: not every process needs the engine."""
+    """The installed version; empty without one, since only workers and gateways need the engine."""
     try:
         return version(package)
     except PackageNotFoundError:
         return ""
 
 
-# MERGED bound.py
-# Children of a Prometheus metric by their labels: looking one up costs as much as observing it.
-
-
 Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
 
 class Bound(Generic[Metric]):
-    """The same ones that the metric has, which keeps each of them anyhow."""
+    """The children of a Prometheus metric by their labels; the metric's own lookup costs as much as an observation."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric: Metric = metric
         self._children: dict[tuple[str, ...], Metric] = {}
 
     def __len__(self) -> int:
-        """Children."""
+        """Number of children."""
         return len(self._children)
 
     def keep(self, wanted: Callable[[tuple[str, ...]], bool]) -> None:
@@ -61,7 +57,7 @@ class Bound(Generic[Metric]):
             self._metric.remove(*labels)
 
     def of(self, *labels: str) -> Metric:
-        """That of these labels, in the order of their names."""
+        """The child with these labels, in the order of their names."""
         found = self._children.get(labels)
         if found is None:
             found = self._children[labels] = self._metric.labels(*labels)

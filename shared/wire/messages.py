@@ -123,7 +123,9 @@ class PrefillRequest(msgspec.Struct):
 
 
 class PrefillStarted(msgspec.Struct):
-    """The first chunk is computed and the decode instance is chosen: the KV can be pulled while the rest is computed."""
+    """The first chunk is computed and the decode instance is chosen: the KV can be pulled while the rest is
+    computed.
+    """
 
     decode: InstanceRef
     handle: KvHandle
@@ -265,7 +267,9 @@ class DecodeReply(msgspec.Struct):
 
 
 class PrefixesRequest(msgspec.Struct):
-    """Report the prefix cache as `PrefixDelta` items: the whole cache, then each change, for as long as the call lasts."""
+    """Report the prefix cache as `PrefixDelta` items: the whole cache, then each change, for as long as the call
+    lasts.
+    """
 
 
 class DrainRequest(msgspec.Struct):

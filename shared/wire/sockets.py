@@ -184,7 +184,9 @@ class LoopSocket(Generic[Message]):
         self._drain()
 
     def _look(self) -> None:
-        """Handle the gathered messages; then wait for the timer again when there were several, else for the descriptor."""
+        """Handle the gathered messages; then wait for the timer again when there were several, else for the
+        descriptor.
+        """
         now, before, taken = self._loop.time(), self._looked_mono, self._taken
         self._looked_mono = now
         self._drain()
