@@ -147,7 +147,6 @@ class InstanceView(msgspec.Struct, frozen=True):
 
     @property
     def instance_id(self) -> str:
-        """Short for `info.instance_id`."""
         return self.info.instance_id
 
 

@@ -35,7 +35,6 @@ def wire_share(codec: Codec, dtype_bytes: float = 2.0, head_dim: int = 128) -> f
 
 
 def coded_bytes(codec: Codec) -> float:
-    """Bytes of a coded element."""
     return 0.5 if codec is Codec.INT4 else 1.0
 
 

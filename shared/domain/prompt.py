@@ -39,7 +39,6 @@ def whole(prompt: bytes) -> None:
 
 
 def length(prompt: bytes) -> int:
-    """Number of tokens."""
     return len(prompt) // TOKEN_BYTES
 
 

@@ -36,7 +36,6 @@ class PartialPrefillCost(msgspec.Struct, frozen=True):
     b_p: float
 
     def time_s(self, tokens: float) -> float:
-        """Seconds of a prefill of that many tokens."""
         return self.k_p * tokens + self.b_p
 
 
@@ -117,7 +116,6 @@ class LinkRate(msgspec.Struct, frozen=True):
     coded: dict[str, float] = {}
 
     def from_s(self, instance_id: str) -> float:
-        """Bytes a second from that instance."""
         return self.slow.get(instance_id, self.bytes_s)
 
     def coded_from_s(self, codec: str, instance_id: str) -> float | None:

@@ -94,7 +94,6 @@ class Answers:
         self._newest: tuple[JobView, _Guess] | None = None  # one decision needs that of its job several times
 
     def begun(self, job: JobView) -> None:
-        """Report that a job was placed."""
         guess = self._open[job.job_id] = self._guess(job)
         if guess.predicted is not None:
             self._buckets.setdefault(guess.bucket, _Bucket(guess.predicted))

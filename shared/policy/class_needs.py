@@ -97,7 +97,6 @@ class ClassNeeds:
         one.yields = YIELDS.after(one.yields, met)
 
     def refused(self, slo: Slo) -> None:
-        """Report that a job was refused."""
         one = self._classes.get(slo.name)
         if one is not None:
             one.yields = YIELDS.after(one.yields, False)

@@ -152,7 +152,6 @@ class Decider:
 
     @property
     def known(self) -> bool:
-        """Whether there was a broadcast."""
         return self._live.known
 
     @property

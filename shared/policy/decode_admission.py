@@ -86,7 +86,6 @@ class DecodeMemory:
     running: tuple[RunningDecode, ...] = ()  # the running jobs, for policies with `needs_running`
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that so many tokens take."""
         return -(-tokens // self.block_size)
 
 

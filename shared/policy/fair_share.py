@@ -132,7 +132,6 @@ class Shares:
         one.tokens = max(one.tokens, self._callers[other].tokens - credit)
 
     def tokens(self, caller: str) -> float:
-        """The caller's counter."""
         return self._callers[caller].tokens
 
     def over(self, caller: str, now: float) -> bool:
@@ -175,7 +174,6 @@ class FairLine(Generic[Item]):
         return self._count
 
     def push(self, item: Item, caller: str) -> None:
-        """Add an item."""
         if caller not in self._waiting:
             least = self._callers.first(self._waiting.__contains__)
             if least is not None:

@@ -126,7 +126,6 @@ class ReadySet:
 
     @property
     def views(self) -> Sequence[InstanceView]:
-        """All instances, by id."""
         return self._views
 
     def get(self, instance_id: str) -> InstanceView | None:
@@ -338,12 +337,10 @@ class ClusterIndex:
 
     @property
     def states(self) -> "Counter[tuple[Role, InstanceState]]":
-        """Number of instances by role and state."""
         return Counter((one.role, one.state) for one in self.view.instances)
 
     @property
     def placing(self) -> Role:
-        """The role of `candidates`."""
         return Role.DECODE if self.coupled else Role.PREFILL
 
     @property
@@ -490,7 +487,6 @@ class LoadTracker:
 
     @property
     def known(self) -> bool:
-        """Whether there was a broadcast."""
         return self._state.known
 
     @property

@@ -80,7 +80,6 @@ class WorkloadLedger:
         self.needs = ClassNeeds()
 
     def __len__(self) -> int:
-        """Number of unfinished jobs."""
         return len(self._work)
 
     def add(self, job: JobView, route: Route, now: float = 0.0) -> None:

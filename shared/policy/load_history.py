@@ -99,7 +99,6 @@ class LoadBook:
         return over
 
     def open(self) -> list[Seen]:
-        """The steps under way."""
         return [step.seen() for step in self._steps.values()]
 
 

@@ -10,7 +10,6 @@ Histogram = dict[int, int]  # count by bucket; bucket n lies around LEAST_S * GR
 
 
 def observe(histogram: Histogram, seconds: float, times: int = 1) -> None:
-    """Count a duration."""
     at = bucket_of(seconds)
     histogram[at] = histogram.get(at, 0) + times
 
@@ -21,7 +20,6 @@ def bucket_of(seconds: float) -> int:
 
 
 def merged(histograms: Iterable[Mapping[int, int]]) -> Histogram:
-    """The sum of histograms."""
     found: Histogram = {}
     for one in histograms:
         for at, times in one.items():

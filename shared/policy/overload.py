@@ -141,7 +141,6 @@ class _Decision:
         raise Delayed(message, cause="room", retry_after_s=min(HOLD_LOOK_S, max(SOON_S, route.hold_s)))
 
     def _hold(self, route: Route) -> None:
-        """Record that the job waits for room."""
         job, ready, claims = self.job, self.index.decode, self.index.ledger.claims
         if route.decode is None or not job.can_wait:
             return

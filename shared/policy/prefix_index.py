@@ -53,7 +53,6 @@ class PrefixIndex:
 
     @property
     def known(self) -> frozenset[str]:
-        """The instances that have reported."""
         return frozenset(self._instances)
 
     def apply(self, instance_id: str, delta: PrefixDelta) -> bool:
@@ -85,7 +84,6 @@ class PrefixIndex:
         self.apply(instance_id, PrefixDelta(generation, 0, added=list(blocks), starts=True))
 
     def forget(self, instance_id: str) -> None:
-        """Forget all blocks of an instance."""
         held = self._instances.pop(instance_id, None)
         if held is not None:
             for block in held.blocks:
@@ -257,7 +255,6 @@ class ReachableBlocks:
                 self._note(lost, added=False)
 
     def clear(self) -> None:
-        """Remove all blocks."""
         for block in tuple(self._reached):
             self._note(block, added=False)
         self._parents.clear()

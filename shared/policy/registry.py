@@ -109,7 +109,6 @@ def choices() -> dict[str, dict[str, tuple[str, ...]]]:
 
 
 def parameters_of(factory: Any) -> tuple[str, ...]:
-    """The parameters of a policy."""
     return tuple(field.name for field in fields(factory))
 
 

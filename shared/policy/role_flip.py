@@ -31,7 +31,6 @@ class FlipState:
 
     @property
     def last_flip_s(self) -> float | None:
-        """The time of the last decision."""
         return self.made[-1][0] if self.made else None
 
     def flipped(self, to: Role, now: float, since: Mapping[str, float]) -> "FlipState":
@@ -238,12 +237,10 @@ def _stays_in_order(pressures: Mapping[Role, float], high: Role, givers: int, ta
 
 
 def ready_by_role(view: ClusterView) -> dict[Role, tuple[InstanceView, ...]]:
-    """The ready instances by role."""
     return {role: view.ready(role) for role in Role}
 
 
 def draining(view: ClusterView) -> bool:
-    """Whether an instance is draining."""
     return any(v.state is InstanceState.DRAINING for v in view.instances)
 
 

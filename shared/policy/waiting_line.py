@@ -64,7 +64,6 @@ class _ClassLine(Generic[Item]):
         return chain(self._front, self._entries)
 
     def push(self, item: Item, waiting: WaitingJob) -> None:
-        """Add a new item."""
         entry = self._entries[item] = _Entry(item, waiting)
         self._came.append(entry)
         self._add(entry)
@@ -189,7 +188,6 @@ class WaitingLine(Generic[Item]):
         return self._lines[self._turn(started)].peek() if started else None
 
     def push(self, item: Item, waiting: WaitingJob) -> None:
-        """Add a new item."""
         self._of((waiting.started, waiting.job.slo.weight)).push(item, waiting)
 
     def put_back(self, item: Item, weight: float = 1.0, *, started: bool = False) -> None:

@@ -145,7 +145,6 @@ _GIVE = (
 
 
 def new_token() -> str:
-    """A new secret, 256 bits."""
     return secrets.token_urlsafe(32)
 
 

@@ -47,7 +47,6 @@ class Bound(Generic[Metric]):
         self._children: dict[tuple[str, ...], Metric] = {}
 
     def __len__(self) -> int:
-        """Number of children."""
         return len(self._children)
 
     def keep(self, wanted: Callable[[tuple[str, ...]], bool]) -> None:

@@ -63,7 +63,6 @@ class WireVersions:
 
     @property
     def http(self) -> dict[str, str]:
-        """The header of an HTTP call."""
         return {HTTP_HEADER: f"{self.version}/{self.minimum}"}
 
     def check_http(self, said: str, who: str) -> WireVersionMismatch | None:

@@ -68,7 +68,6 @@ class LeaseStore:
         self._file: Identity | None = None
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._engine.dispose()
 
     async def read(self) -> Held | None:

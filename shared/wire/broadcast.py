@@ -64,13 +64,11 @@ class Publisher:
         self._encoder = msgspec.msgpack.Encoder()
 
     def publish(self, value: object) -> None:
-        """Send to all connected subscribers."""
         message = sealed(self._header + self._encoder.encode(value))
         for socket in self._sockets:
             socket.send(message, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Close the sockets."""
         for connection, socket in zip(self._connections, self._sockets, strict=True):
             connection.close()
             socket.close()
@@ -117,7 +115,6 @@ class Subscriber(Generic[Value]):
         self._on_value(value)
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
 
@@ -157,7 +154,6 @@ class ClusterPublisher:
         self._send(_UNKNOWN + instance_id.encode(), generation)
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
     def _send(self, topic: bytes, value: object) -> None:
@@ -230,7 +226,6 @@ class ClusterFeed:
         self._request_whole(wanted)
 
     def close(self) -> None:
-        """Close the sockets."""
         for connection, messages in zip(self._connections, self._messages, strict=True):
             connection.close()
             messages.close()

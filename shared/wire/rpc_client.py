@@ -96,7 +96,6 @@ class RpcClient:
 
     @property
     def busy(self) -> bool:
-        """Whether calls are under way."""
         return bool(self._pending or self._outgoing)
 
     def on_lost(self, callback: Callable[[], None]) -> None:

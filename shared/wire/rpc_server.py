@@ -130,7 +130,6 @@ class Router:
                 self._give_up(peer)
 
     def close(self) -> None:
-        """Close the socket."""
         self._blocked.clear()
         self._watch.close()
         self._socket.close()
@@ -289,7 +288,6 @@ class RpcServer:
 
     @property
     def calls(self) -> int:
-        """Number of calls under way."""
         return len(self._tasks)
 
     def _receive(self, peer: Peer, frames: list[bytes]) -> None:

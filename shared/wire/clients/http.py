@@ -41,7 +41,6 @@ class JsonClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     async def call(

@@ -16,7 +16,7 @@ from shared.wire.sockets import Curve, Sockets
 from tests.ports import free_address
 from tests.services.control_plane import until
 from tests.shared.policy.views import prefill, view
-from tests.shared.wire.test_connections import keys
+from tests.shared.wire.test_sockets import keys
 
 
 @dataclass
