@@ -40,7 +40,7 @@ _Scored = tuple[str, float, float, float]  # what, by how many standard errors, 
 class _Lengths(NamedTuple):
     """Number of lengths, and sums of their logarithms and of the squares of these."""
 
-    count: float
+    number: float
     logs: float
     squares: float
 
@@ -98,12 +98,12 @@ def find_shift(seconds: Sequence[DemandSecond]) -> tuple[Shift, int] | None:
 
 def _lengths(before: _Lengths, recent: _Lengths) -> tuple[float, float, float]:
     """Standard errors by which the lengths differ, and both geometric means."""
-    if before.count < BEFORE_REQUESTS or recent.count < RECENT_REQUESTS:
+    if before.number < BEFORE_REQUESTS or recent.number < RECENT_REQUESTS:
         return 0.0, 0.0, 0.0
-    was, now = before.logs / before.count, recent.logs / recent.count
-    within = before.squares - before.count * was * was + recent.squares - recent.count * now * now
-    variance = max(0.0, within) / (before.count + recent.count - 2.0)
-    error = sqrt(variance / before.count + variance / recent.count + LENGTH_FLOOR**2)
+    was, now = before.logs / before.number, recent.logs / recent.number
+    within = before.squares - before.number * was * was + recent.squares - recent.number * now * now
+    variance = max(0.0, within) / (before.number + recent.number - 2.0)
+    error = sqrt(variance / before.number + variance / recent.number + LENGTH_FLOOR**2)
     return abs(now - was) / error, exp(was), exp(now)
 
 

@@ -313,9 +313,9 @@ def _policies_followed(situation: Situation, limits: Thresholds) -> Iterator[Pro
     behind = tuple(sorted(one.instance_id for one in alive if one.trouble or one.behind_s > limits.policies_s))
     late = tuple(peer.name for peer in situation.schedulers if peer.trouble or peer.behind_s > limits.policies_s)
     if behind or late:
-        troubles = [one.trouble for one in (*alive, *situation.schedulers) if one.trouble]
+        troubles = [*(one.trouble for one in alive), *(peer.trouble for peer in situation.schedulers)]
         text = f"policies not followed by {_listed((*late, *behind))}"
-        cause = troubles[0] if troubles else "they go by older ones"
+        cause = next(filter(None, troubles), "they go by older ones")
         yield Problem("policies_not_followed", Level.DEGRADED, text, cause, instances=behind)
 
 
