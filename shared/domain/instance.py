@@ -65,7 +65,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     """
 
     instance_id: str
-    generation: int  # nanoseconds since the epoch at start: tells a restarted instance from its predecessor
+    generation: int  # nanoseconds since the epoch at start: distinguishes a restarted instance from its predecessor
     model: str
     compatibility: Compatibility
     accelerator: str

@@ -1,6 +1,6 @@
 """Demand of each SLO class: its arrivals of late, how long its jobs stay, and how far estimates can be trusted for it.
 
-A scheduler's ledger learns it from the jobs that the scheduler is asked to place, places, and is told have ended.
+A scheduler's ledger learns it from the requests to place jobs, the placements, and the reports of ended jobs.
 """
 
 from dataclasses import dataclass

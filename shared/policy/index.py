@@ -237,10 +237,10 @@ class Backlog(_SpeedClasses):
         self, ready: ReadySet, tokens: int, context_tokens: int, exclude: Collection[str], per_class: int = 1
     ) -> list[tuple[float, InstanceView]]:
         """The `candidates`, by the seconds until they would have computed a prompt of so many tokens."""
-        found = [
-            (waits_s + self.cost_s(view.info.instance_id, tokens), view)
-            for waits_s, view in self.candidates(ready, context_tokens, exclude, per_class)
-        ]
+        rates, found = self._rates, []
+        for waits_s, view in self.candidates(ready, context_tokens, exclude, per_class):
+            per_token_s, per_job_s = rates[view.info.instance_id]
+            found.append((waits_s + (per_token_s * tokens + per_job_s), view))
         found.sort(key=itemgetter(0))
         return found
 

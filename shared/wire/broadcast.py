@@ -5,7 +5,7 @@ of value; `ClusterPublisher` and `ClusterFeed` carry the cluster's state, by top
 that does not need it. A follower of the cluster gets the changes, and requests the whole state by a subscription, at
 first and whenever a change is missing; instances get the policies, and a notice when the monitor does not know them.
 Each message of the cluster feed carries the epoch of its monitor: so a monitor that has lost its lease, and may not
-know it yet, is told from the one that has taken over.
+know it yet, is distinguished from the one that has taken over.
 """
 
 import time
