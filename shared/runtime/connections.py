@@ -28,6 +28,9 @@ PROBES = frozenset({HEALTH, "/ready", "/metrics"})  # answered beyond the limit;
 RESERVED = 32
 _FILES = 256  # descriptors that a process keeps for everything but these connections
 _RETRY_S = 2
+# States of a connection: without any request yet, waiting for another request, with a request. The first two may be
+# closed to make room, in this order.
+_SILENT, _KEPT, _BUSY = range(3)
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -116,15 +119,13 @@ class Connections:
             log.warning("fewer connections than set: the process may open too few files", most=self.most, files=files)
         self.draining = False
         self._addresses: Counter[str] = Counter()
-        self._open: set[BoundedProtocol] = set()
-        # In the order in which they began to wait: connections without any request yet are closed first.
-        self._silent: dict[BoundedProtocol, None] = {}
-        self._kept: dict[BoundedProtocol, None] = {}
-        self._busy: set[BoundedProtocol] = set()
+        self._state: dict[BoundedProtocol, int] = {}
+        # By state, in the order in which the connections entered it.
+        self._in_state: tuple[dict[BoundedProtocol, None], ...] = ({}, {}, {})
         self._quiet = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._state)
 
     def add(self, connection: "BoundedProtocol", address: str) -> str:
         """Count a new connection. Returns why it is refused everything but health checks; empty: it is accepted."""
@@ -134,38 +135,32 @@ class Connections:
             refusal = (
                 f"{address} has {self._addresses[address]} connections in use; the limit for one address is {most}"
             )
-        elif len(self._open) >= self.most and not self._make_room():
+        elif len(self._state) >= self.most and not self._make_room():
             refusal = f"all of the {self.most} connections that this server takes are in use"
-        self._open.add(connection)
-        self._silent[connection] = None
+        self._enter(connection, _SILENT)
         self._addresses[address] += 1
         return refusal
 
     @property
     def overfull(self) -> bool:
         """Whether the reserve is in use, too."""
-        return len(self._open) > self.most + RESERVED
+        return len(self._state) > self.most + RESERVED
 
     def begin(self, connection: "BoundedProtocol") -> None:
         """Report that the connection has a request."""
-        self._silent.pop(connection, None)
-        self._kept.pop(connection, None)
-        self._busy.add(connection)
+        if connection in self._state:
+            self._enter(connection, _BUSY)
 
     def rest(self, connection: "BoundedProtocol") -> None:
         """Report that its request is answered."""
-        self._end(connection)
-        if connection in self._open:
-            self._kept[connection] = None
+        if connection in self._state:
+            self._enter(connection, _KEPT)
 
     def remove(self, connection: "BoundedProtocol", address: str) -> None:
         """Report that it is closed, or about to be."""
-        if connection not in self._open:
+        if connection not in self._state:
             return
-        self._open.discard(connection)
-        self._silent.pop(connection, None)
-        self._kept.pop(connection, None)
-        self._end(connection)
+        self._enter(connection, None)
         self._addresses[address] -= 1
         if not self._addresses[address]:
             del self._addresses[address]
@@ -175,20 +170,28 @@ class Connections:
         self.draining = True
         try:
             async with asyncio.timeout(seconds):
-                while self._busy:
+                while self._in_state[_BUSY]:
                     self._quiet.clear()
                     await self._quiet.wait()
         except TimeoutError:
-            log.warning("requests are cut off: they did not end in time", requests=len(self._busy), seconds=seconds)
+            log.warning(
+                "requests are cut off: they did not end in time", requests=len(self._in_state[_BUSY]), seconds=seconds
+            )
 
-    def _end(self, connection: "BoundedProtocol") -> None:
-        self._busy.discard(connection)
-        if not self._busy:
+    def _enter(self, connection: "BoundedProtocol", state: int | None) -> None:
+        """Give a connection another state; None: it is no longer counted."""
+        before = self._state.pop(connection, None)
+        if before is not None:
+            del self._in_state[before][connection]
+        if state is not None:
+            self._state[connection] = state
+            self._in_state[state][connection] = None
+        if not self._in_state[_BUSY]:
             self._quiet.set()
 
     def _make_room(self, address: str = "") -> bool:
-        for waiting in (self._silent, self._kept):
-            for connection in waiting:
+        for state in (_SILENT, _KEPT):
+            for connection in self._in_state[state]:
                 if not address or connection.address == address:
                     connection.hang_up()
                     return True
