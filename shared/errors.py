@@ -1,12 +1,13 @@
-"""One tree of errors, with stable codes, and the one table that maps them to HTTP."""
+"""The tree of errors, with stable codes and their HTTP status."""
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 
 class PolyphaseError(Exception):
-    """Base of all errors that we raise on purpose.
+    """Base of all errors of Polyphase.
 
-    `code` is stable and travels over the wire; `retriable` says that the same call may succeed elsewhere or later.
+    `code` is stable and is sent over the wire; `retriable` says that the same call may succeed elsewhere or later.
     """
 
     code: ClassVar[str] = "internal_error"
@@ -20,14 +21,14 @@ class PolyphaseError(Exception):
 
 
 class InvalidRequest(PolyphaseError):
-    """The caller sent something that can never work."""
+    """The call is invalid and will not succeed later."""
 
     code = "invalid_request"
     http_status = 400
 
 
 class NotFound(PolyphaseError):
-    """No such thing."""
+    """The object does not exist."""
 
     code = "not_found"
     http_status = 404
@@ -41,21 +42,21 @@ class Unauthorized(PolyphaseError):
 
 
 class TokenMissing(PolyphaseError):
-    """What changes something needs the cluster's secret, and none was shown."""
+    """The call needs the cluster token, and has none."""
 
     code = "cluster_token_missing"
     http_status = 401
 
 
 class TokenWrong(PolyphaseError):
-    """The secret that was shown is not the cluster's."""
+    """The token of the call is not the cluster's."""
 
     code = "cluster_token_wrong"
     http_status = 403
 
 
 class TokenUnset(PolyphaseError):
-    """The service itself was given no secret of a cluster: nobody can show it the right one."""
+    """The service itself has no cluster token, so that it refuses all calls that need one."""
 
     code = "cluster_token_unset"
     http_status = 403
@@ -70,7 +71,7 @@ class Busy(PolyphaseError):
 
 
 class NoRoom(Busy):
-    """The decode instance has no KV memory free for the job to the end of its answer, and was to say so."""
+    """The decode instance has no KV memory for the job to the end of its answer, and was asked to refuse it then."""
 
     code = "no_room"
 
@@ -100,7 +101,7 @@ class Stays(PolyphaseError):
 
 
 class Unavailable(PolyphaseError):
-    """Something needed is broken or missing."""
+    """A needed part is broken or missing."""
 
     code = "unavailable"
     http_status = 503
@@ -108,7 +109,7 @@ class Unavailable(PolyphaseError):
 
 
 class Standby(Unavailable):
-    """This one only stands by: another one acts at present, or soon will. Nothing was done."""
+    """This process is a standby: another one acts, or soon will. Nothing was done."""
 
     code = "standby"
 
@@ -135,7 +136,7 @@ class DeadlineExceeded(PolyphaseError):
 
 
 class OutcomeUnknown(PolyphaseError):
-    """It was asked for and no answer came: it may have been carried out, or not. `operation_id`: what to ask for."""
+    """A call got no answer and may have been carried out. `operation_id`: of the operation to look up."""
 
     code = "outcome_unknown"
     http_status = 504
@@ -154,7 +155,7 @@ class PeerLost(PolyphaseError):
 
 
 class NotConnected(PeerLost):
-    """There was no connection for so long that the call was given up before it was sent: nobody has seen it."""
+    """There was no connection, and the call was given up before it was sent."""
 
     code = "not_connected"
 
@@ -174,7 +175,7 @@ class WrongRole(PolyphaseError):
 
 
 class InstancesLost(PolyphaseError):
-    """The request lost one instance after the other; it may be what ends them, so it is not tried again."""
+    """The request lost one instance after the other; as it may be the cause, it is not retried."""
 
     code = "instances_lost"
     http_status = 422
@@ -188,33 +189,13 @@ class EngineFailed(PolyphaseError):
     retriable = True
 
 
-_ALL: tuple[type[PolyphaseError], ...] = (
-    PolyphaseError,
-    InvalidRequest,
-    NotFound,
-    Unauthorized,
-    TokenMissing,
-    TokenWrong,
-    TokenUnset,
-    Busy,
-    NoRoom,
-    Overloaded,
-    Delayed,
-    Stays,
-    Unavailable,
-    Standby,
-    Conflict,
-    Incompatible,
-    DeadlineExceeded,
-    OutcomeUnknown,
-    PeerLost,
-    NotConnected,
-    WireVersionMismatch,
-    WrongRole,
-    InstancesLost,
-    EngineFailed,
-)
-BY_CODE: dict[str, type[PolyphaseError]] = {error.code: error for error in _ALL}
+def _tree(error: type[PolyphaseError]) -> Iterator[type[PolyphaseError]]:
+    yield error
+    for each in error.__subclasses__():
+        yield from _tree(each)
+
+
+BY_CODE: dict[str, type[PolyphaseError]] = {error.code: error for error in _tree(PolyphaseError)}
 
 
 def from_code(code: str, message: str, retry_after_s: float | None = None) -> PolyphaseError:

@@ -1,4 +1,4 @@
-"""What may hold a secret, by its name or by its looks, and what of a file's text an error message may repeat."""
+"""Secrets in files: which values may be secret, by name or form, and what error messages may repeat of a file."""
 
 import re
 
@@ -10,15 +10,15 @@ SECRET_NAME = re.compile(r"(secret|token|password|passwd|key|credentials?|header
 USER_IN_URL = re.compile(r"://[^/\s@\"']+@")
 _URLS = frozenset({"database_url", "endpoint"})  # settings whose value may have a password
 _ENVIRONMENT = "env"
-_USER_IN_TEXT = re.compile(r"[:/][^\s@]+@")  # also of what was meant to be a URL
+_USER_IN_TEXT = re.compile(r"[:/][^\s@]+@")  # also of malformed URLs
 _AFTER_A_NAME = re.compile(r"[:=].*", re.DOTALL)
 _REPEATED = re.compile(r"(alias|anchor|tag handle|the tag) ('.*?'|\".*?\")(?=;|$)")
 
 
 def may_be_secret(path: tuple[str | int, ...], value: object) -> bool:
-    """Whether the value at that path of a file may not be repeated in a message.
+    """Whether the value at that path of a file may be a secret, which messages must not repeat.
 
-    Every variable of an `env` counts: which of another program's variables hold a secret is not known.
+    All variables of an `env` count: it is not known which variables of another program hold a secret.
     """
     names = [str(part) for part in path]
     if any(name == _ENVIRONMENT or name in _URLS or SECRET_NAME.search(name) for name in names):
@@ -27,7 +27,7 @@ def may_be_secret(path: tuple[str | int, ...], value: object) -> bool:
 
 
 def shown_key(key: str) -> str:
-    """A key as a message may name it: without what follows a colon or an equals sign.
+    """A key for a message: without the part after a colon or an equals sign.
 
     `{HF_TOKEN:value}`, without a space, is YAML for one key that has the value in it.
     """
@@ -35,12 +35,11 @@ def shown_key(key: str) -> str:
 
 
 def yaml_fault(where: object, error: yaml.YAMLError, text: str = "") -> str:
-    """`where:line: …` with what YAML's parser says, and none of the file's own text.
+    """`where:line: …` with the message of YAML's parser, without the file's text.
 
-    text: the file's, to find the line of a character that YAML does not allow; the parser gives its place in bytes.
-
-    `str(error)` quotes the line that is wrong. And a secret that begins with `*`, `&` or `!` and is not in quotes is an
-    alias, an anchor or a tag, which the parser names.
+    `str(error)` would quote the faulty line, and an unquoted secret that begins with `*`, `&` or `!` is an alias, an
+    anchor or a tag, which the parser names. text: of the file, to find the line of a character that YAML does not
+    allow; the parser gives its place in bytes.
     """
     if not isinstance(error, yaml.MarkedYAMLError):
         at = error.position if isinstance(error, yaml.reader.ReaderError) else None

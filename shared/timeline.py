@@ -1,4 +1,4 @@
-"""What happened to one request, when, and why: the record behind the waterfall."""
+"""The timeline of a request: its spans, decisions and transfers, as recorded by the gateway."""
 
 from enum import StrEnum
 
@@ -9,28 +9,29 @@ from shared.domain.route import Reason
 
 
 class Span(StrEnum):
-    """The stretches of a request's time. From arrival to first token they follow each other without a gap.
+    """The kinds of spans of a request. From arrival to first token they follow each other without a gap.
 
-    Only TRANSFER may run beside others: a prompt of several chunks is fetched while the rest of it is computed.
+    Only TRANSFER may overlap others: the KV of a prompt of several chunks is pulled while the rest is computed.
     """
 
-    INTAKE = "intake"  # read, rendered, tokenised; and its turn among the jobs of one body
-    PLACEMENT = "placement"  # until a scheduler named a place, with all that was waited for one
+    INTAKE = "intake"  # read, rendered, tokenised; and waiting for its turn among the jobs of one body
+    PLACEMENT = "placement"  # until a scheduler returned a route, with all waiting for it
     HANDOVER = "handover"  # from the gateway to an instance
     QUEUE = "queue"
     PREFILL = "prefill"
     REPLY = "reply"  # from an instance to the gateway
-    TRANSFER = "transfer"  # until its KV had come to the decode instance
-    DECODE_QUEUE = "decode_queue"  # until there was room for its KV, and from when that was there until its first step
-    # there has ended, prefill included where there was none before
+    TRANSFER = "transfer"  # until its KV had arrived at the decode instance
+    # Until there was room for its KV; and from the arrival of its KV until its first step there has ended, including
+    # prefill where there was none before.
+    DECODE_QUEUE = "decode_queue"
     DECODE = "decode"
-    PAUSED = "paused"  # its KV blocks were taken back for others: until there was room for them again, or it left
+    PAUSED = "paused"  # its KV blocks were taken back for others: until there was room again, or it moved
     RECOMPUTED = "recomputed"  # after that, until its next token
-    LOST = "lost"  # on an instance that did not bring it to an end
+    LOST = "lost"  # on an instance that did not complete it
 
 
 class SpanRecord(msgspec.Struct, frozen=True):
-    """One stretch on one instance. Attempts count from 1; a resume is a new attempt."""
+    """A span on one instance. Attempts count from 1; a resume is a new attempt."""
 
     span: Span
     started_s: float
@@ -40,7 +41,7 @@ class SpanRecord(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """A choice that was made for the request, with what it rested on."""
+    """A decision on the request, with its reasons."""
 
     time_s: float
     kind: str  # "placement", "dispatch", "split", "full", "resume", "move"
@@ -49,11 +50,12 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class RequestTimeline(msgspec.Struct):
-    """All of it. Times are unix seconds.
+    """The whole record. Times are unix seconds.
 
-    gaps: between the deliveries of its tokens to the client, of which gaps_over exceeded the target itl_s. The longest
-    of them took longest_gap_s, ended at longest_gap_at_s, and the client had longest_gap_after tokens during it. A gap
-    ends when the tokens after it are handed to the client's connection; tokens that share an event share a gap.
+    gaps: between the deliveries of its tokens to the client; gaps_over of them exceeded the target itl_s. The
+    longest one took longest_gap_s and ended at longest_gap_at_s; the client had longest_gap_after tokens before it.
+    A gap ends when the tokens after it are written to the client's connection; tokens that share an event share a
+    gap.
     """
 
     job_id: str

@@ -27,7 +27,7 @@ from shared.model.support import config_of, fault_of_division, fault_of_stored_k
 from shared.model.weights import weights_of
 from shared.policy import registry
 from shared.policy.registry import from_file
-from shared.store.database import parse_url
+from shared.store.database import parse_url, refused_file
 
 _FILES = frozenset({"chat_template", "tool_parser_plugin", "reasoning_parser_plugin"})  # of vllm_args
 Faults = Iterator[tuple[str, str]]  # the key of the file, and what is wrong with it
@@ -224,3 +224,5 @@ def _of_database(url: str) -> Faults:
         yield "database_url", f"{there} is not a folder, so {file} cannot be created: choose another path"
     elif file.is_dir() or not os.access(there, os.W_OK):
         yield "database_url", f"{there} is not writable: choose another path, or change its permissions"
+    elif there == file and (refused := refused_file(file)):
+        yield "database_url", refused

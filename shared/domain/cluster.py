@@ -1,4 +1,4 @@
-"""The cluster as it changes: what the monitor tells of it step by step, and what follows for whoever listens."""
+"""The cluster over time: the monitor's deltas, and the state that a follower derives from them."""
 
 import msgspec
 
@@ -7,10 +7,10 @@ from shared.domain.policies import PolicySet
 
 
 class ClusterDelta(msgspec.Struct, frozen=True, array_like=True):
-    """What is different since the delta before it, whose `sequence` is one less; `time_s` is unix seconds.
+    """The changes since the delta with the previous `sequence`; `time_s` is unix seconds.
 
-    whole: all there is, after whatever was before; nobody else is there. changed: those who came, or have other rates,
-    another role or state. loads: of others, by id. policies: None where they are the same.
+    whole: it replaces the state, whatever came before. changed: instances that are new or have changed rates, role or
+    state. loads: of other instances, by id. gone: instances that have left. policies: None when unchanged.
     """
 
     sequence: int
@@ -23,12 +23,12 @@ class ClusterDelta(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, view: ClusterView) -> "ClusterDelta":
-        """All of a view."""
+        """A whole view as a delta."""
         return cls(view.sequence, view.time_s, True, view.instances, policies=view.policies)
 
 
 class ClusterState:
-    """What deltas come to. Before the first whole one nothing is known."""
+    """The state after a sequence of deltas. Before the first whole delta it is not `known`."""
 
     def __init__(self) -> None:
         self.known = False
@@ -42,11 +42,10 @@ class ClusterState:
         return len(self._views)
 
     def get(self, instance_id: str) -> InstanceView | None:
-        """The instance of that id, if it is there."""
         return self._views.get(instance_id)
 
     def apply(self, delta: ClusterDelta) -> bool:
-        """Take one in. False, and nothing is changed, where something before it is missing."""
+        """Apply a delta. Returns False, and changes nothing, when a delta before it is missing."""
         if not delta.whole and (not self.known or delta.sequence != self.sequence + 1):
             return False
         if delta.whole:
@@ -67,11 +66,11 @@ class ClusterState:
         return True
 
     def moved(self, delta: ClusterDelta) -> bool:
-        """Whether a delta that is not applied yet brings or takes somebody, or changes a role or a state."""
+        """Whether a delta that is not applied yet adds or removes an instance, or changes a role or state."""
         return bool(delta.whole or delta.gone) or any(self._moved(view) for view in delta.changed)
 
     def view(self) -> ClusterView:
-        """All of it as it is now; made when it is asked for, O(instances)."""
+        """The current view; built on demand, O(instances)."""
         if self._view is None:
             self._view = ClusterView(self.sequence, self._time_s, tuple(self._views.values()), self.policies)
         return self._view

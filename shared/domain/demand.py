@@ -1,4 +1,4 @@
-"""What clients ask for, as schedulers tell the monitor: sums over one second, so that those of several add up."""
+"""The demand of the clients: sums over one second, which schedulers report to the monitor, and the profile of them."""
 
 import msgspec
 
@@ -7,12 +7,12 @@ class DemandSecond(msgspec.Struct, frozen=True):
     """The requests that one scheduler placed for the first time in a whole second of unix time; sums are over them, and
     from `ended` on over the whole answers that ended in it.
 
-    A second without requests is told, too: silence is not a lull. fresh_tokens: of prompts, less what was held of them
-    where they were placed; fresh_squares: squares of the prompts less those of what was held, which is what attention
-    costs. output_tokens: expected at arrival, from predictions and earlier answers. logs: natural logarithms of
-    lengths. per_ttft, per_tpot: 1/s, inverses of the targets. split_least, split_most: the share of the prompt that
-    prefill instances must and may compute under the split in force, 0..1 each. ended_expected: what was expected of the
-    answers that ended.
+    A second without requests is reported, too: a missing report is not a lull. fresh_tokens: of prompts, less the
+    cached tokens where they were placed; fresh_squares: squares of the prompts' lengths less those of the cached
+    parts, for the cost of attention. output_tokens: expected at arrival, from predictions and earlier answers. logs:
+    natural logarithms of lengths. per_ttft, per_tpot: 1/s, inverses of the targets. split_least, split_most: the
+    share of the prompt that prefill instances must and may compute under the split policy in force, 0..1 each.
+    ended_expected: expected tokens of the answers that ended.
     """
 
     source: str
@@ -36,7 +36,7 @@ class DemandSecond(msgspec.Struct, frozen=True):
 
     @property
     def quiet(self) -> bool:
-        """Whether nobody asked for anything in it, and no answer ended."""
+        """Whether it has neither requests nor ended answers."""
         return not self.requests and not self.ended
 
 
@@ -44,9 +44,9 @@ SUMS = tuple(name for name in DemandSecond.__struct_fields__ if name not in ("so
 
 
 class Shift(msgspec.Struct, frozen=True):
-    """What clients ask for has changed. what: arrivals, prompts or outputs; before, after: requests a second, or tokens
-    (geometric mean). noticed_s: from the change, as far as it can be told, to its notice. deviations: by how many
-    standard errors both differ.
+    """A change of the demand. what: arrivals, prompts or outputs; before, after: requests a second, or tokens
+    (geometric mean). noticed_s: from the estimated time of the change to its detection. deviations: standard errors
+    by which both differ.
     """
 
     what: str
@@ -57,7 +57,7 @@ class Shift(msgspec.Struct, frozen=True):
 
 
 class AskedSecond(msgspec.Struct, frozen=True):
-    """What clients asked for in one second of unix time, over all schedulers; tokens are means, 0 without requests.
+    """The requests of one second of unix time, over all schedulers; tokens are means, 0 without requests.
 
     output_tokens: as expected at arrival.
     """
@@ -69,14 +69,13 @@ class AskedSecond(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, sums: DemandSecond) -> "AskedSecond":
-        """That of the sums over one second."""
         each = max(1, sums.requests)
         return cls(sums.second, sums.requests, sums.prompt_tokens / each, sums.output_tokens / each)
 
 
 class RolesWanted(msgspec.Struct, frozen=True):
-    """How many ready instances would best have either role, and the predicted harm (the share of requests that miss a
-    target) as it is and then.
+    """The best number of ready instances of either role, and the predicted harm (the share of requests that miss a
+    target) with the present roles and with those.
     """
 
     prefill: int
@@ -86,7 +85,7 @@ class RolesWanted(msgspec.Struct, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What clients ask for since the last shift, at most for the last minute. Means are over requests.
+    """The profile of the demand since the last shift, at most of the last minute. Means are over requests.
 
     rate: requests a second. burstiness: variance of the arrivals over their mean, 1 for Poisson arrivals. fresh_tokens,
     fresh_squares, split_least, split_most: see `DemandSecond`. output_tokens: as expected, corrected by how long

@@ -1,4 +1,4 @@
-"""An instance: one engine with its accelerators, as the rest of the cluster sees it."""
+"""An instance: one engine with its accelerators, as other processes of the cluster see it."""
 
 from enum import StrEnum
 from typing import Any
@@ -10,7 +10,7 @@ from shared.domain.rates import Rates
 
 
 class Role(StrEnum):
-    """What an instance does at the moment; any instance can do either."""
+    """The present role of an instance; every instance can have either."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -22,12 +22,12 @@ class Role(StrEnum):
 
 
 class InstanceState(StrEnum):
-    """Life of an instance. Only READY ones get new work."""
+    """State of an instance. Only READY instances get new work."""
 
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
-    UNRESPONSIVE = "unresponsive"  # silent for too long; comes back with its next heartbeat
+    UNRESPONSIVE = "unresponsive"  # silent for too long; READY again with its next heartbeat
     DEAD = "dead"  # its connection is gone
 
 
@@ -44,9 +44,9 @@ class KvGeometry(msgspec.Struct, frozen=True):
 
 
 class Compatibility(msgspec.Struct, frozen=True):
-    """What must agree before KV may move between two instances.
+    """The properties that must agree before KV may be transferred between two instances.
 
-    dtype, block size, tensor- and pipeline-parallel degrees may differ: the canonical wire form absorbs them.
+    dtype, block size, tensor- and pipeline-parallel degrees may differ: the wire format of KV is independent of them.
     """
 
     fingerprint: str  # digest of the model's configuration and weights
@@ -54,17 +54,18 @@ class Compatibility(msgspec.Struct, frozen=True):
     engine_version: str
     wire_version: int
     geometry: KvGeometry
-    min_wire_version: int = 0  # the oldest that it speaks with; 0: its own
+    min_wire_version: int = 0  # the oldest version that it speaks with; 0: its own
 
 
 class InstanceInfo(msgspec.Struct, frozen=True):
-    """What does not change while an instance lives, but for its rates and chunk size: it learns them as it serves.
+    """The properties of an instance that do not change while it lives, except its rates and chunk size, which it
+    learns.
 
     Addresses are `tcp://host:port` and `http://host:port`.
     """
 
     instance_id: str
-    generation: int  # nanoseconds since the epoch at start: tells a restarted instance from its predecessor
+    generation: int  # nanoseconds since the epoch at start: distinguishes a restarted instance from its predecessor
     model: str
     compatibility: Compatibility
     accelerator: str
@@ -94,7 +95,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
 
 class Promised(msgspec.Struct, frozen=True, array_like=True):
     """A decode that a scheduler has bound to an instance while its prompt is computed elsewhere. Tokens as in
-    `shared.policy.assignment.Assignment`. mark: of the job's id, see `shared.policy.assignment.mark_of`.
+    `shared.policy.assignment.Assignment`. mark: of the job's id (`shared.policy.assignment.mark_of`).
     """
 
     mark: int
@@ -108,7 +109,7 @@ class Promised(msgspec.Struct, frozen=True, array_like=True):
 
 
 class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What an instance reports of itself, up to every 100 ms. On the wire a list: there are many of them."""
+    """The load that an instance reports, up to every 100 ms; a list on the wire, because there are many."""
 
     time_s: float = 0.0  # unix time at the instance
     queued_prefill: int = 0  # jobs whose prefill is not done, in our queue and in the engine
@@ -118,19 +119,18 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     decoding: int = 0  # decode jobs accepted and not finished
     heavy_decodes: int = 0  # of those, predicted long (TetriInfer: more than 128 tokens)
     context_tokens: int = 0  # total context of the decode jobs
-    coming: int = 0  # of `decoding`, those that are not there yet: a scheduler counts them, no instance reports them
-    coming_tokens: int = 0  # of `context_tokens`, theirs
+    coming: int = 0  # of `decoding`, decodes on their way, as counted by a scheduler; instances do not report them
+    coming_tokens: int = 0  # of `context_tokens`, the context of these
     waiting_tokens: int = 0  # context of decode jobs that hold no KV blocks: they wait for some, or for a place
     free_blocks: int = 0
     staged_bytes: int = 0  # of KV that is not pulled yet
     inbound_bytes: int = 0  # of KV that is being pulled
     inflight: int = 0  # jobs of any kind accepted and not finished; 0 means drained
-    prefill_share: float = 0.0  # of the last seconds' steps with decodes in them: how many computed prompts, too
-    kv_ahead: tuple[
-        int, ...
-    ] = ()  # the most tokens of KV that the decode jobs will hold, see `shared.policy.decode_admission`
-    accepted: tuple[int, ...] | None = None  # marks of jobs that came lately; None: it does not say
-    promised: tuple[Promised, ...] = ()  # decodes bound to it that are still to come, where gateways announce them
+    prefill_share: float = 0.0  # of the last seconds' steps with decodes, the share that also computed prompts
+    # Tokens of KV that the decode jobs will hold at most, by stretch of steps: see `shared.policy.decode_admission`.
+    kv_ahead: tuple[int, ...] = ()
+    accepted: tuple[int, ...] | None = None  # marks of recently accepted jobs; None: not reported
+    promised: tuple[Promised, ...] = ()  # announced decodes that have not arrived
 
     def by_name(self) -> dict[str, Any]:
         """Its fields by their names, for JSON that people read."""
@@ -138,7 +138,7 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class InstanceView(msgspec.Struct, frozen=True):
-    """An instance as policies see it: who it is, what it does, how busy it was at the last broadcast."""
+    """An instance as policies see it: its properties, role and state, and its load at the last broadcast."""
 
     info: InstanceInfo
     role: Role
@@ -147,14 +147,12 @@ class InstanceView(msgspec.Struct, frozen=True):
 
     @property
     def instance_id(self) -> str:
-        """Short for `info.instance_id`."""
         return self.info.instance_id
 
 
 class ClusterView(msgspec.Struct, frozen=True):
-    """All instances at one moment, and the policies in force: what the monitor's broadcasts come to.
-
-    `sequence` rises by one with each of them (see `shared.domain.cluster`).
+    """All instances at one moment, and the policies in force, by the monitor's broadcasts. `sequence` rises by one with
+    each broadcast (see `shared.domain.cluster`).
     """
 
     sequence: int

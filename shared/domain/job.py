@@ -1,4 +1,4 @@
-"""A job: one request's life through the cluster, as policies and the status table see it."""
+"""A job: one request on its way through the cluster, as policies and the status table see it."""
 
 import re
 from enum import StrEnum
@@ -8,24 +8,24 @@ import msgspec
 from shared.domain.kv import Codec
 from shared.domain.numbers import Finite
 
-PREDICTED_FROM = 256  # tokens of a prompt: a length predictor looks at no more, its head and its tail
-HEAD_SHARE = 4  # one in so many of them is the head's
-OPEN_END = 2**31 - 1  # upper end of a range that has none
-ITL_LEAST_S = 0.25  # a class that names no target for gaps has this one, or `ITL_FACTOR` times that of its TPOT
+PREDICTED_FROM = 256  # tokens of a prompt that a length predictor uses at most, from its head and its tail
+HEAD_SHARE = 4  # one in so many of them is from the head
+OPEN_END = 2**31 - 1  # upper end of an open range
+ITL_LEAST_S = 0.25  # default target for gaps, or `ITL_FACTOR` times the TPOT target if that is more
 ITL_FACTOR = 1.25
-ITL_SPARED = 100  # of so many gaps of a stream one may exceed the target: the target is for the 99th percentile
-LOST = "lost"  # outcome of a failed job whose gateway is gone; a later word of the job itself takes its place
+ITL_SPARED = 100  # one in so many gaps of a stream may exceed the target, which is for the 99th percentile
+LOST = "lost"  # outcome of a failed job whose gateway is gone; a later report of the job replaces it
 
-NAME_CHARS = 128  # of a client's name of a request, that ids of jobs keep
+NAME_CHARS = 128  # of a client's request id, that are kept in job ids
 _NAME = re.compile(r"[\w.:=+@-]*", re.ASCII)
 _UNNAMED = re.compile(rb"[^\w.:=+@-]")
 
 
 def job_name(request_id: str) -> str:
-    """A client's name of a request as it is in ids of jobs: letters, digits and _.:=+@- are kept.
+    """A client's request id as a part of job ids: letters, digits and _.:=+@- are kept.
 
-    Every other byte of its UTF-8 is "=" and two hexadecimal digits, so a part of a name gives a part of an id. The
-    bytes of a header, which HTTP reads as Latin-1, are taken for UTF-8 where they can be.
+    Other bytes of its UTF-8 become "=" and two hexadecimal digits, so that a part of a request id gives a part of a job
+    id. The bytes of a header, which HTTP reads as Latin-1, are read as UTF-8 where they are valid.
     """
     if _NAME.fullmatch(request_id):
         return request_id
@@ -38,7 +38,7 @@ def job_name(request_id: str) -> str:
 
 
 def ends_of(tokens: list[int], most: int = PREDICTED_FROM) -> list[int]:
-    """Head and tail of a prompt that is longer than `most` tokens: what is asked stands at either end of it."""
+    """Head and tail of a prompt that is longer than `most` tokens: the question is usually at one of its ends."""
     if len(tokens) <= most:
         return tokens
     head = most // HEAD_SHARE
@@ -46,7 +46,7 @@ def ends_of(tokens: list[int], most: int = PREDICTED_FROM) -> list[int]:
 
 
 def _stretch(lower: int, upper: int) -> tuple[float, float]:
-    """Of a range, with a lower end above 0: no answer has no token."""
+    """A range of tokens as floats, its lower end above 0, because answers have at least one token."""
     if upper >= OPEN_END:
         upper = 2 * max(1, lower)
     upper = max(upper, lower + 1)
@@ -54,7 +54,7 @@ def _stretch(lower: int, upper: int) -> tuple[float, float]:
 
 
 def default_itl_s(tpot_s: float) -> float:
-    """The target for gaps between tokens of a class that names none: 0.25 s, or 1.25 times its TPOT if that is more."""
+    """The default target for gaps between tokens: 0.25 s, or 1.25 times the TPOT target if that is more."""
     return max(ITL_LEAST_S, ITL_FACTOR * tpot_s)
 
 
@@ -77,7 +77,7 @@ def itl_met(gaps: int, over: int) -> bool:
 
 
 class Phase(StrEnum):
-    """Where a job is. The last three are final."""
+    """The phase of a job. The last three are final."""
 
     QUEUED = "queued"
     PREFILL = "prefill"
@@ -88,14 +88,13 @@ class Phase(StrEnum):
 
     @property
     def final(self) -> bool:
-        """Whether nothing can follow."""
         return self in (Phase.COMPLETED, Phase.CANCELLED, Phase.FAILED)
 
 
 class WhenFull(StrEnum):
-    """What may be done to a job while the cluster is full."""
+    """How a job is treated while the cluster is full."""
 
-    REJECT = "reject"  # refused at once when it would miss its targets, and told when to come again
+    REJECT = "reject"  # refused at once when it would miss its targets, with a retry time
     DELAY = "delay"  # waits in its gateway while it would be in the way of heavier classes
     NEVER = "never"  # placed whatever the load
 
@@ -103,16 +102,15 @@ class WhenFull(StrEnum):
 class FirstTokenOut(StrEnum):
     """When a client gets the first token of an answer whose prompt another instance has computed."""
 
-    EARLY = "early"  # as soon as it is there; the second follows when its KV has been handed over
-    SMOOTH = "smooth"  # together with the second: the wait is before the first token and not after it
+    EARLY = "early"  # at once; the second follows when the KV has been transferred
+    SMOOTH = "smooth"  # together with the second, so that the wait is before the first token
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """A job's class: its targets in seconds, and what may be done to it.
+    """An SLO class: its targets in seconds, and its treatment under overload.
 
-    itl_s: for the 99th percentile of the gaps between the tokens of a stream (`itl_met`); 0 stands for the default,
-    which takes its place at once. weight: harm to it counts so much; heavier classes go first. lossy_kv: the coarsest
-    codec its KV may be sent with.
+    itl_s: for the 99th percentile of the gaps between the tokens of a stream (`itl_met`); 0 is replaced by the default.
+    weight: of SLO cost to its jobs; heavier classes go first. lossy_kv: the coarsest codec for the KV of its jobs.
     """
 
     name: str = "default"
@@ -141,11 +139,11 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class LengthPrediction(msgspec.Struct, frozen=True):
-    """Predicted output length: tokens lie in [lower, upper), the likeliest bucket, with that confidence.
+    """Predicted output length: the tokens are in [lower, upper), the most likely bucket, with that confidence.
 
-    shares: the probability of each bucket of `width_tokens`, from 0 tokens up; the last one ends at `most_tokens`, or
-    is open where that is 0. None where nobody knows more than the range. model: which classifier was asked, and
-    `classified` the bucket that it says, also where it is not believed; empty and -1 where it did not answer.
+    shares: the probability of each bucket of `width_tokens`, from 0 tokens up; the last one ends at `most_tokens`,
+    or is open where that is 0. Empty where only the range is known. model: the classifier that was queried;
+    classified: its bucket, also where it is not used; empty and -1 where it did not answer.
     """
 
     bucket: int
@@ -160,9 +158,9 @@ class LengthPrediction(msgspec.Struct, frozen=True):
     classified: int = -1
 
     def quantile(self, share: float) -> float:
-        """Tokens that the answer stays within with this probability, in (0, 1]; evenly spread within a bucket.
+        """The length that the answer does not exceed with this probability, in (0, 1], evenly spread within a bucket.
 
-        Of a mere range that range is spread evenly. An open end counts as twice its lower one.
+        Without shares the range is spread evenly. An open end counts as twice the lower one.
         """
         seen, most = 0.0, 0.0
         for lower, upper, part in self.spread():
@@ -176,7 +174,7 @@ class LengthPrediction(msgspec.Struct, frozen=True):
 
     @property
     def mean(self) -> float:
-        """Expected tokens, by the same reading of a bucket."""
+        """Expected tokens, with buckets spread in the same way."""
         return sum(part * (lower + upper) / 2.0 for lower, upper, part in self.spread())
 
     def spread(self) -> list[tuple[float, float, float]]:
@@ -191,12 +189,12 @@ class LengthPrediction(msgspec.Struct, frozen=True):
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """What an engine needs of a request beside its tokens; whoever is between them hands it on.
+    """What an engine needs of a request besides its tokens; opaque to the processes between gateway and engine.
 
-    `sampling` is the front end's sampling parameters, encoded. `arrived_s` is unix seconds. Of structured outputs:
-    `reasoning_ended` says whether the prompt ends outside of reasoning, so that the grammar holds from the first token
-    (None: the engine looks), and `reasoning` is the arguments of the engine's reasoning parser, encoded; empty where
-    the front end has no such parser.
+    `sampling`: the front end's sampling parameters, encoded. `arrived_s` is unix seconds. For structured outputs:
+    `reasoning_ended` says whether the prompt ends outside of reasoning, so that the grammar applies from the first
+    token (None: the engine finds out), and `reasoning` has the arguments of the engine's reasoning parser, encoded;
+    empty where the front end has no such parser.
     """
 
     sampling: bytes
@@ -215,14 +213,14 @@ class Loss(msgspec.Struct, frozen=True):
 
 
 class JobView(msgspec.Struct, frozen=True):
-    """What a policy may know of a job. prefix: hashes of its prompt's blocks, see `shared.domain.prompt`.
+    """A job as policies see it. prefix: hashes of its prompt's blocks (`shared.domain.prompt`).
 
-    begun: it has been placed before, so that it is not refused any more. over_share: whoever sent it has had more than
-    others who ask at the same gateway. answer_tokens: for which room is kept, as its scheduler said; 0: max_tokens.
-    can_wait: its gateway lets it wait for its place, whatever its class (versions before do not). waited_s: since it
-    arrived. started: its client has a token of the answer, and would see a pause. pause_s: expected until its next
-    token where it is, because its KV blocks were taken back there; it is placed elsewhere only where it goes on clearly
-    sooner. 0: it is not paused.
+    begun: it has been placed before, so that it is not refused. over_share: its caller has been served more than
+    other callers of the same gateway. answer_tokens: for which room is kept, by its scheduler; 0: max_tokens.
+    can_wait: its gateway can hold it until there is room, whatever its class (earlier versions cannot). waited_s:
+    since its arrival. started: its client has a token of the answer, and would see a pause. pause_s: expected time
+    until its next token where it is paused, because its KV blocks were taken back; it is moved only where it goes on
+    clearly sooner; 0: it is not paused.
     """
 
     job_id: str

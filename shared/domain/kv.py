@@ -6,7 +6,7 @@ import msgspec
 
 
 class Codec(StrEnum):
-    """How KV is coded on the wire. Only RAW is exact."""
+    """The encoding of KV on the wire. Only RAW is lossless."""
 
     RAW = "raw"
     INT8 = "int8"
@@ -19,7 +19,7 @@ class Codec(StrEnum):
         return self is not Codec.RAW
 
 
-# What codecs carry besides the coded elements (the KV connector's `payload_bytes`; a test holds the two equal).
+# Bytes of a coded transfer besides the elements (the connector's `payload_bytes`; a test compares the two).
 # int8, int4: a 16-bit scale and a 16-bit zero for each group, of K 32 tokens of a channel, of V at most 64 channels of
 # a token, and a 32-bit unit for each layer's K and V. fp8: a 32-bit scale for each layer's K and V and head.
 TOKEN_GROUP, CHANNEL_GROUP = 32, 64
@@ -27,7 +27,7 @@ GROUP_BYTES, UNIT_BYTES = 4.0, 4.0
 
 
 def wire_share(codec: Codec, dtype_bytes: float = 2.0, head_dim: int = 128) -> float:
-    """Bytes on the wire for each byte of a long KV as it is stored: 8.75 bits an element in int8, 4.75 in int4."""
+    """Bytes on the wire per byte of stored KV, for long KV: 8.75 bits an element in int8, 4.75 in int4."""
     if codec is Codec.RAW:
         return 1.0
     groups = 0.0 if codec is Codec.FP8 else GROUP_BYTES * (1.0 / TOKEN_GROUP + 1.0 / channel_group(head_dim)) / 2.0
@@ -35,12 +35,11 @@ def wire_share(codec: Codec, dtype_bytes: float = 2.0, head_dim: int = 128) -> f
 
 
 def coded_bytes(codec: Codec) -> float:
-    """Of one coded element."""
     return 0.5 if codec is Codec.INT4 else 1.0
 
 
 def channel_group(head_dim: int) -> int:
-    """Channels of V that share a scale: the most, up to 64, that divide a head evenly."""
+    """Channels of V that share a scale: the largest divisor of a head up to 64."""
     return next(group for group in range(min(CHANNEL_GROUP, head_dim), 0, -1) if head_dim % group == 0)
 
 
@@ -48,8 +47,8 @@ STAGING_SHARE = 0.25
 
 
 def default_staging(kv: int, longest: int) -> int:
-    """How much of a rank's KV waits in host memory at once, unless settings say: a quarter of what its cache holds, and
-    at least the longest prompt. All in bytes, or all in tokens.
+    """Default size of a rank's staging memory on the host: a quarter of its KV cache, and at least the longest prompt.
+    All in bytes, or all in tokens.
     """
     return max(int(kv * STAGING_SHARE), longest)
 
@@ -57,8 +56,8 @@ def default_staging(kv: int, longest: int) -> int:
 class KvHandle(msgspec.Struct, frozen=True):
     """Opaque reference to KV that a prefill instance stages for one transfer.
 
-    Covers tokens [0, tokens) of the prompt. `generation` is the exporter's: a restarted exporter never
-    answers for its predecessor.
+    It covers tokens [0, tokens) of the prompt. `generation` is the exporter's: a restarted exporter refuses handles of
+    its predecessor.
     """
 
     transfer_id: str
@@ -70,7 +69,7 @@ class KvHandle(msgspec.Struct, frozen=True):
     dtype: str
     codec: Codec = Codec.RAW
     stages: tuple[int, ...] = ()  # layers of each pipeline stage of the exporter, in order; empty: one stage of all
-    lease_s: float = 0.0  # staged KV that is neither pulled nor renewed is kept for so long; 0: for ever
+    lease_s: float = 0.0  # staged KV that is neither pulled nor renewed is kept for this long; 0: without limit
 
 
 class TransferOutcome(StrEnum):
@@ -83,9 +82,9 @@ class TransferOutcome(StrEnum):
 
 
 class TransferReport(msgspec.Struct, frozen=True):
-    """What the importer did for one job. Times are unix seconds, 0 when it did not happen.
+    """The import of KV for one job. Times are unix seconds, 0 when the event did not happen.
 
-    ended_s: when the last of its KV had come; what was fetched beforehand may wait for the engine after that.
+    ended_s: when the last of its KV had arrived; prefetched KV may wait for the engine after that.
     """
 
     outcome: TransferOutcome

@@ -1,4 +1,4 @@
-"""Numbers of structs that are decoded: a decoder refuses NaN and the infinities for them."""
+"""Finite numbers in decoded structs: a decoder refuses NaN and the infinities for them."""
 
 import math
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ Finite = Annotated[float, msgspec.Meta(ge=-MOST, le=MOST)]
 
 
 def infinite_in(data: Any, where: str = "") -> str:
-    """Where plain data (of YAML or JSON) has the first number that is infinite or NaN; empty: nowhere."""
+    """The place of the first infinite or NaN number in plain data (of YAML or JSON); empty: there is none."""
     if isinstance(data, float):
         return "" if math.isfinite(data) else where or "the value"
     pairs = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list | tuple) else ()

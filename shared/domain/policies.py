@@ -6,10 +6,10 @@ from shared.domain.route import PolicySpec
 
 
 class PolicySet(msgspec.Struct, frozen=True):
-    """One policy of each kind, by its name in `shared.policy.registry`; the defaults are the suite's own.
+    """One policy of each kind, by its name in `shared.policy.registry`.
 
-    The cluster monitor owns it and sends it with each broadcast. `revision` rises with each change and never falls,
-    also over restarts of the monitor; 0: nothing is known of changes, so whoever knows better keeps to what it has.
+    The cluster monitor owns it and broadcasts changes. `revision` rises with each change, also over restarts of the
+    monitor; 0: no changes are known, so that processes with a higher revision keep theirs.
     """
 
     revision: int = 0
@@ -28,5 +28,5 @@ class PolicySet(msgspec.Struct, frozen=True):
 
 
 KINDS: tuple[str, ...] = tuple(name for name in PolicySet.__struct_fields__ if name != "revision")
-ROUTING = ("placement", "split", "dispatch")  # a scheduler's, and through its routes the prefill instances'
-ENGINE = ("prefill_order", "decode_admission", "step_budget")  # every engine's
+ROUTING = ("placement", "split", "dispatch")  # of schedulers, and through their routes of prefill instances
+ENGINE = ("prefill_order", "decode_admission", "step_budget")  # of engines

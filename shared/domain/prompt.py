@@ -1,7 +1,8 @@
-"""Prompts as they travel and wait: token ids as signed 32-bit integers, little-endian, four bytes each.
+"""Prompts on the wire: token ids packed as signed 32-bit little-endian integers; and the hashes of their prefixes.
 
-A list of 100,000 numbers takes milliseconds to write and to read at each hop; its bytes are passed on as they are.
-Only an engine unpacks them.
+Encoding and decoding a list of 100,000 numbers takes milliseconds at each hop; packed bytes are passed on as they are,
+and only an engine unpacks them. A prefix is known by hashes of its whole blocks. These blocks have one size,
+independent of the engines' block sizes, so that the hashes of a prompt can be looked up at all instances.
 """
 
 import sys
@@ -15,7 +16,7 @@ TOKEN_BYTES = 4
 
 
 def packed(token_ids: Iterable[int]) -> bytes:
-    """Raises OverflowError for numbers beyond 32 bits, which no vocabulary has."""
+    """Token ids as bytes. Raises OverflowError for numbers beyond 32 bits, which no vocabulary has."""
     values = array("i", token_ids)
     if sys.byteorder == "big":
         values.byteswap()
@@ -23,7 +24,7 @@ def packed(token_ids: Iterable[int]) -> bytes:
 
 
 def unpacked(prompt: bytes) -> list[int]:
-    """The token ids. Raises ValueError for bytes that are no whole number of them."""
+    """The token ids. Raises ValueError as `whole` does."""
     whole(prompt)
     values = array("i", prompt)
     if sys.byteorder == "big":
@@ -32,40 +33,33 @@ def unpacked(prompt: bytes) -> list[int]:
 
 
 def whole(prompt: bytes) -> None:
-    """Raises ValueError for bytes that are no whole number of tokens."""
+    """Check that bytes are a whole number of tokens. Raises ValueError."""
     if len(prompt) % TOKEN_BYTES:
         raise ValueError(f"a prompt of {len(prompt)} bytes, where each token has {TOKEN_BYTES}")
 
 
 def length(prompt: bytes) -> int:
-    """In tokens."""
     return len(prompt) // TOKEN_BYTES
 
 
 def beginning(prompt: bytes, tokens: int) -> bytes:
-    """Its first tokens."""
+    """The first tokens of a prompt."""
     return prompt if tokens >= length(prompt) else prompt[: tokens * TOKEN_BYTES]
 
 
-# MERGED prefix.py
-# A prompt's beginning as hashes of its whole blocks, and what an instance tells of those that it holds.
-#
-# Blocks are of a size of ours, whatever the engines': so that one prompt's hashes can be looked up at all of them.
-
-
 BLOCK_TOKENS = 64
-MAX_BLOCKS = 512  # of one prompt; what is longer is known by its first 32,768 tokens
+MAX_BLOCKS = 512  # of one prompt; longer ones are known by their first 32,768 tokens
 _HASH_BYTES = 8
 
 
 class PrefixDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Blocks that an instance holds from now on, and those that it holds no longer.
+    """An instance's report of blocks that it holds from now on, and of blocks that it holds no longer.
 
-    `sequence` counts from 0 in each account of an instance. The first of it has `starts`: all that was told before is
-    void. Removals come first; in `added` a block comes after the one that it follows in its prompt.
+    `sequence` counts from 0; the first report has `starts`, which voids all earlier ones. Removals apply first; in
+    `added` a block comes after the one that it follows in its prompt.
     """
 
-    generation: int  # of the instance: another one has been restarted and holds nothing of it
+    generation: int  # of the instance: after a restart it holds no blocks
     sequence: int
     added: list[int] = []
     removed: list[int] = []
@@ -75,10 +69,10 @@ class PrefixDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
 def block_hashes(
     token_ids: Iterable[int], salt: str = "", *, block_tokens: int = BLOCK_TOKENS, most: int = MAX_BLOCKS
 ) -> tuple[int, ...]:
-    """Hashes of the whole blocks of a prompt, `most` at most, each of all tokens up to its end and of the salt.
+    """Hashes of the whole blocks of a prompt, at most `most`; each covers all tokens up to its end, and the salt.
 
-    64 bits, the same in every process. Prompts with different salts have none in common. Nothing for token ids that no
-    vocabulary has (beyond 32 bits).
+    They have 64 bits and are the same in every process. Prompts with different salts have no common hashes. Token ids
+    beyond 32 bits, which no vocabulary has, give no hashes.
     """
     try:
         prompt = packed(token_ids)
@@ -90,7 +84,7 @@ def block_hashes(
 def hashes_of(
     prompt: bytes, salt: str = "", *, block_tokens: int = BLOCK_TOKENS, most: int = MAX_BLOCKS
 ) -> tuple[int, ...]:
-    """The same of a packed prompt."""
+    """As `block_hashes`, of a packed prompt."""
     width = block_tokens * TOKEN_BYTES
     found, last = [], root_hash(salt)
     for start in range(0, min(len(prompt) // width, most) * width, width):
@@ -100,12 +94,12 @@ def hashes_of(
 
 
 def root_hash(salt: str) -> int:
-    """What the first block of a prompt follows."""
+    """The hash that precedes the first block of a prompt."""
     return int.from_bytes(blake2b(salt.encode(errors="surrogatepass"), digest_size=_HASH_BYTES).digest(), "little")
 
 
 def next_hash(last: int, block: bytes) -> int:
     """The hash of a block, given by its packed tokens, after the block of hash `last`."""
-    # The parent goes where BLAKE2 takes a salt: it changes the start of the function and costs nothing.
+    # The parent goes into BLAKE2's salt: it changes the initial state and costs nothing.
     digest = blake2b(block, digest_size=_HASH_BYTES, salt=last.to_bytes(_HASH_BYTES, "little")).digest()
     return int.from_bytes(digest, "little")

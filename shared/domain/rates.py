@@ -1,4 +1,4 @@
-"""What an instance costs, as numbers: linear forms that a decision evaluates in a microsecond."""
+"""Rates of an instance: measured step, link and codec costs, as linear forms that a decision evaluates quickly."""
 
 import msgspec
 
@@ -36,7 +36,6 @@ class PartialPrefillCost(msgspec.Struct, frozen=True):
     b_p: float
 
     def time_s(self, tokens: float) -> float:
-        """Seconds of a prefill of that many tokens."""
         return self.k_p * tokens + self.b_p
 
 
@@ -53,11 +52,11 @@ class ChunkedCost(msgspec.Struct, frozen=True):
 
 
 class StepForm(msgspec.Struct, frozen=True):
-    """Seconds of one kind of engine step, linear in what it computes.
+    """Seconds of one kind of engine step, linear in its work.
 
     token_s: a prompt token. position_s: a prompt token for each token before it, its own chunk's included (attention).
-    sequence_s: a decode. context_s: a token of the decodes' contexts. error: how far a step's time lies from this, as
-    a share of it (median). steps: how many were learned from; 0 says that nothing was measured yet.
+    sequence_s: a decode. context_s: a token of the decodes' contexts. error: median relative error
+    of a step's time. steps: number of steps that it was learned from; 0: not measured yet.
     """
 
     fixed_s: float
@@ -70,7 +69,7 @@ class StepForm(msgspec.Struct, frozen=True):
 
 
 class StepRates(msgspec.Struct, frozen=True):
-    """What any step costs: of prefill chunks alone, of decodes alone, and of both together."""
+    """The costs of steps with prefill chunks, with decodes, and with both."""
 
     prefill: StepForm
     decode: StepForm
@@ -98,17 +97,17 @@ class StepRates(msgspec.Struct, frozen=True):
 
 
 class CodecRate(msgspec.Struct, frozen=True):
-    """What it costs an instance to code KV: bytes of KV as it is stored, a second."""
+    """Speeds at which an instance codes KV, in bytes of stored KV a second."""
 
     encode_bytes_s: float
     decode_bytes_s: float
 
 
 class LinkRate(msgspec.Struct, frozen=True):
-    """What an instance's network port carries, and how long a transfer takes besides.
+    """The bandwidth of an instance's network port, and the latency of a transfer.
 
-    slow: by instance id, what comes from those that are much slower to send. coded: by codec, bytes of KV as it is
-    stored that came coded, a second; and by codec and instance id where that is much slower.
+    slow: bandwidth from much slower senders, by instance id. coded: bytes of stored KV a second that arrived coded, by
+    codec, and by codec and instance id for much slower senders.
     """
 
     bytes_s: float
@@ -117,21 +116,20 @@ class LinkRate(msgspec.Struct, frozen=True):
     coded: dict[str, float] = {}
 
     def from_s(self, instance_id: str) -> float:
-        """Bytes a second from that instance."""
         return self.slow.get(instance_id, self.bytes_s)
 
     def coded_from_s(self, codec: str, instance_id: str) -> float | None:
-        """Bytes of KV a second that came from that instance coded so; None where none did."""
+        """Bytes of stored KV a second that arrived from that instance in that codec; None without any."""
         return self.coded.get(f"{codec} {instance_id}", self.coded.get(codec))
 
 
-UNKNOWN_STEPS = StepRates(  # of an instance that nobody measured: some mid-range accelerator with a mid-size model
+UNKNOWN_STEPS = StepRates(  # of an instance without measurements: a mid-range accelerator with a mid-size model
     StepForm(0.02, 1e-4, 1e-8), StepForm(0.02, 0.0, 0.0, 1e-4, 2e-7), StepForm(0.02, 1e-4, 1e-8, 1e-4, 2e-7)
 )
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Measured, not named: what policies know of an instance's speed and price. None: not measured.
+    """What policies know of an instance's speed and price, measured and independent of its name. None: not measured.
 
     prefill: a prompt, or its first part, on this instance alone. chunked: one step of a full chunk beside its decodes.
     batch: prefill and decode of padded batches. step: any step. link: of KV that comes or goes. codecs: by name, what

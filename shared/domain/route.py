@@ -1,4 +1,4 @@
-"""Where a job runs, and why."""
+"""The route of a job, and the reasons for it."""
 
 from typing import Any
 
@@ -8,14 +8,13 @@ from shared.domain.numbers import Finite
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """One step of a decision, for people: `what` was weighed, with the `figures` it rested on."""
+    """One step of a decision, for people: `what` was considered, with the `figures` that it rests on."""
 
     what: str
     figures: dict[str, float | str] = {}
 
     @property
     def line(self) -> str:
-        """As one line of text."""
         figures = (
             f"{name}={one:.4g}" if isinstance(one, float) else f"{name}={one}" for name, one in self.figures.items()
         )
@@ -23,7 +22,7 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 class InstanceRef(msgspec.Struct, frozen=True):
-    """Enough to reach an instance and to tell it from its predecessor."""
+    """The address of an instance, and its generation, which distinguishes it from its predecessor."""
 
     instance_id: str
     generation: int
@@ -31,7 +30,7 @@ class InstanceRef(msgspec.Struct, frozen=True):
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What a placement counts on its instance until the job is complete, in the unit of the policy that chose it."""
+    """The work that a placement counts on its instance until the job is complete, in the unit of its policy."""
 
     score: float
     tokens: int  # of KV: prompt and predicted output
@@ -47,15 +46,14 @@ class PolicySpec(msgspec.Struct, frozen=True):
 class Route(msgspec.Struct, frozen=True):
     """A placement. `split` is the number of prompt tokens that the prefill instance computes.
 
-    split == 0: the decode instance does it all, `prefill` is None. `decode` is None when the prefill instance's
-    dispatcher is to choose it from fresher loads, by the policy `dispatch`: a live scheduler names the one in force in
-    each route. `work` is for the ledger of whoever placed the job, if its policy keeps one. `wants_prefix`: the
-    scheduler's policy looks at `JobView.prefix`, so that it is worth computing for the next job. prefill_saved,
-    decode_saved: prompt tokens of either instance's part whose KV it is known to hold. answer_tokens: for which room
-    is kept (see `JobView`), from `lead_steps` steps of the decode instance on. ttft_s: predicted, without that wait.
-    hold_s: seconds after which the job should begin, because there will be room for its KV then; a scheduler answers
-    such a route with Delayed. has_room: placement looked, and expects that its KV finds room at `decode` to the end of
-    the answer.
+    split == 0: the decode instance computes the whole job, and `prefill` is None. decode: None when the dispatcher of
+    the prefill instance is to choose it from fresher loads, by the policy `dispatch`, which a live scheduler sets.
+    work: for the scheduler's ledger, if its policy needs one. wants_prefix: the scheduler's policy uses
+    `JobView.prefix`, so that the next job should have one. prefill_saved, decode_saved: prompt tokens of either
+    instance's part whose KV it is known to hold. answer_tokens: tokens of the answer for which room is kept, from
+    `lead_steps` steps of the decode instance on. hold_s: seconds after which the job should begin, because there will
+    be room for its KV then; a scheduler answers such a route with Delayed. ttft_s: predicted, without that wait.
+    has_room: placement expects that the KV finds room at `decode` to the end of the answer.
     """
 
     prefill: InstanceRef | None

@@ -1,4 +1,8 @@
-"""How the cluster does, in words and figures: what is wrong, why, and where requests spend their time."""
+"""The verdict on the cluster, in words and figures: its problems, their causes, and where requests spend their time.
+
+`Situation` is the input: the cluster at one moment, and the requests that ended in the window before it. `Verdict` is
+the result of `shared.policy.verdict.judge`. `duration`, `count` and `size` format figures for people.
+"""
 
 from enum import StrEnum
 
@@ -8,16 +12,16 @@ from shared.domain.instance import InstanceState, Role
 
 
 class Level(StrEnum):
-    """From all well to nothing works."""
+    """The state of the cluster, from good to down."""
 
     GOOD = "good"
-    IDLE = "idle"  # nothing is asked for, and nothing is wrong
+    IDLE = "idle"  # no requests, and no problems
     DEGRADED = "degraded"
     DOWN = "down"
 
 
 class Stage(StrEnum):
-    """The chain that a request passes; named as its spans are (`shared.timeline.Span`)."""
+    """The stages that a request passes, named as its spans (`shared.timeline.Span`)."""
 
     QUEUE = "queue"
     PREFILL = "prefill"
@@ -27,28 +31,28 @@ class Stage(StrEnum):
 
 
 class Thresholds(msgspec.Struct, frozen=True):
-    """From where on something is called a problem. Shares lie in 0..1."""
+    """The limits from which on a figure is a problem. Shares are between 0 and 1."""
 
     attainment: float = 0.9  # of requests that meet a target
-    least_requests: int = 5  # of fewer that ended nothing is said
+    least_requests: int = 5  # that ended; fewer are not judged
     errors: float = 0.01  # share of requests that failed
     refusals: float = 0.01  # share of requests that were refused
-    kv_used: float = 0.95  # of a role's KV memory, with somebody waiting for it
-    queue_share: float = 0.5  # of the TTFT target, as seconds of prompts that wait at an instance of the role
-    waiting_share: float = 0.25  # decodes that wait, to those that run
+    kv_used: float = 0.95  # share of an instance's KV memory in use, with requests waiting
+    queue_share: float = 0.5  # seconds of queued prompts at a prefill instance, over the TTFT target
+    waiting_share: float = 0.25  # waiting decodes over running ones
     transfers_failing: float = 0.01  # share of transfers that failed
-    transfers_share: float = 0.25  # of the TTFT target, as the median time of a transfer
-    fallback_share: float = 0.5  # predictions that are no classifier's
+    transfers_share: float = 0.25  # median time of a transfer, over the TTFT target
+    fallback_share: float = 0.5  # predictions without the classifier
     gone_s: float = 10.0  # silence of a gateway or a scheduler
-    missing_s: float = 60.0  # for an instance of the cluster file to come, from the monitor's start
-    policies_s: float = 10.0  # for everybody to follow changed policies
+    missing_s: float = 60.0  # from the monitor's start until an instance of the cluster file must have registered
+    policies_s: float = 10.0  # until all processes must follow changed policies
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """One thing that is wrong. `what` is a stable code; `text` a phrase such as "TPOT met by 26 % (target 60 ms)".
+    """A problem. `what` is a stable code, `text` a phrase such as "TPOT met by 26 % (target 60 ms)".
 
-    cause: a phrase, empty where none is known. instances: whom it concerns. value, limit: what was measured, and the
-    threshold or target that it passes.
+    cause: a phrase; empty where none is known. instances: the affected ones. value, limit: the measured value, and the
+    threshold or target that it exceeds.
     """
 
     what: str
@@ -62,8 +66,8 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Link(msgspec.Struct, frozen=True):
-    """One stage of the chain. requests, p50_s, p99_s, share: of the requests that ended in the window and passed it;
-    `share` is its part of all their time. now: jobs that are there at the moment.
+    """A stage of the chain. requests, p50_s, p99_s, share: of the requests that ended in the window and passed the
+    stage; `share` is the stage's part of their total time. now: jobs that are in the stage now.
     """
 
     stage: Stage
@@ -76,7 +80,7 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Count(msgspec.Struct, frozen=True):
-    """Instances of one role. expected: all that should be there, whatever their state."""
+    """Instances of one role by state. expected: all that should exist."""
 
     ready: int = 0
     expected: int = 0
@@ -88,7 +92,7 @@ class Count(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The whole of it at one moment (unix seconds). Problems are in order of weight; the headline names the first."""
+    """The verdict at one moment (unix seconds). Problems are in order of severity; the headline names the first."""
 
     time_s: float
     level: Level
@@ -101,13 +105,9 @@ class Verdict(msgspec.Struct, frozen=True):
     thresholds: Thresholds = Thresholds()
 
 
-# MERGED situation.py
-# All that a verdict rests on: the cluster at one moment, and what ended in the window before it.
-
-
 class Standing(msgspec.Struct, frozen=True):
-    """An instance as its monitor knows it. kv_used: share of its KV blocks in use, None while not known; queue_s:
-    seconds until the prompts that wait there are computed.
+    """An instance as the monitor knows it. kv_used: share of its KV blocks in use, None while not known; queue_s:
+    seconds until its queued prompts are computed.
     """
 
     instance_id: str
@@ -115,17 +115,17 @@ class Standing(msgspec.Struct, frozen=True):
     state: InstanceState
     kv_used: float | None = None
     running: int = 0
-    waiting: int = 0  # in the engine's queue, those whose KV is on its way included
-    importing: int = 0  # of these, those whose KV is on its way
+    waiting: int = 0  # requests in the engine's queue, including those whose KV is on its way
+    importing: int = 0  # of these, requests whose KV is on its way
     queued_prefill: int = 0
     queue_s: float = 0.0
     inflight: int = 0
     trouble: str = ""  # why it does not follow the policies in force
-    behind_s: float = 0.0  # for so long newer policies than those it follows are in force
+    behind_s: float = 0.0  # since policies are in force that it does not follow
 
 
 class StageSeen(msgspec.Struct, frozen=True):
-    """What requests that ended in the window spent in one stage."""
+    """The time that requests which ended in the window spent in one stage."""
 
     requests: int = 0
     total_s: float = 0.0
@@ -134,9 +134,10 @@ class StageSeen(msgspec.Struct, frozen=True):
 
 
 class ClassSeen(msgspec.Struct, frozen=True):
-    """Requests of one SLO class that completed in the window; shares in 0..1, None without any; targets in seconds.
+    """Requests of one SLO class that completed in the window; shares in 0..1, None without requests; targets in
+    seconds.
 
-    before_first: seconds before their first tokens, by kind of stretch (`shared.timeline.Span`); empty: not known.
+    before_first: seconds before their first tokens, by kind of span (`shared.timeline.Span`); empty: not known.
     """
 
     slo: str
@@ -152,19 +153,19 @@ class ClassSeen(msgspec.Struct, frozen=True):
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """A gateway or a scheduler. silent_s: since it was heard of. trouble: why it does not follow the policies."""
+    """A gateway or a scheduler. silent_s: since its last report. trouble: why it does not follow the policies."""
 
     name: str
     silent_s: float
     trouble: str = ""
-    behind_s: float = 0.0  # for so long newer policies than those it follows are in force
+    behind_s: float = 0.0  # since policies are in force that it does not follow
 
 
 class Situation(msgspec.Struct, frozen=True):
-    """Counts of what ended lie in the last `window_s`.
+    """The input of a verdict. Requests that ended are those of the last `window_s`.
 
-    failed, refused: by error code. spent_s: all the time of the requests that ended. placed: requests that got their
-    first place in the window. predictions: by who made them, "classifier", "observed" or "none".
+    failed, refused: by error code. spent_s: total time of the requests that ended. placed: requests that were placed
+    for the first time in the window. predictions: by their source, "classifier", "observed" or "none".
     """
 
     time_s: float
@@ -189,12 +190,8 @@ class Situation(msgspec.Struct, frozen=True):
     predictions: dict[str, int] = {}
 
 
-# MERGED words.py
-# Figures as people say them.
-
-
 def duration(seconds: float) -> str:
-    """Two or three digits, in the unit that fits: `60 ms`, `0.48 s`, `1.24 s`, `12 min`."""
+    """A duration with two or three digits in a suitable unit: `60 ms`, `0.48 s`, `1.24 s`, `12 min`."""
     if seconds < 0.1:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 1.0:
@@ -208,7 +205,7 @@ def count(number: float, what: str) -> str:
 
 
 def size(size_bytes: float) -> str:
-    """With a decimal prefix: `8.4 MB`."""
+    """Bytes with a decimal prefix: `8.4 MB`."""
     for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size_bytes >= limit:
             return f"{size_bytes / limit:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""A request's timeline in sentences: what was decided and on what it rested, where the time went, how it ended."""
+"""Explanations of requests: timelines as sentences about decisions, their reasons, spans and outcomes."""
 
 from shared.explain.reasons import phrase
 from shared.explain.story import Explanation, Sentence, explain

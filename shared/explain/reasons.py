@@ -1,4 +1,4 @@
-"""What policies, gateway and workers give as reasons, as phrases: one entry each."""
+"""The reasons of policies, gateways and workers as phrases."""
 
 from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
@@ -7,7 +7,7 @@ from shared.domain.route import Reason
 from shared.domain.verdict import count, duration
 
 Figures = Mapping[str, float | str]
-Clauses = tuple[str, ...]  # each is said if all figures that it names are there
+Clauses = tuple[str, ...]  # each is used if all figures that it names exist
 
 _THROUGH = "it would be through in {score:s}"
 _NEED = "{need_tokens:tokens} of KV needed"
@@ -85,13 +85,13 @@ PHRASES: dict[str, Clauses | Callable[[Figures], str]] = {
     "sooner": ("its next token is expected in {elsewhere_s:s}, and in {pause_s:s} where it is paused",),
     "observed": ("by answers seen before", "{expected_tokens:tokens} expected"),
 }
-LOCAL = "local: "  # goes before why no prefill instance takes part
+LOCAL = "local: "  # the prefix of the reason for which there is no prefill instance
 _NO_MEMORY = ", none has the memory: most free"
 _HELD = ("nowhere is room for it at once, most is free there ({free_tokens:tokens})", _NEED)
 
 
 def phrase(reason: Reason) -> str:
-    """One reason as a phrase, empty where it says nothing new; an unknown one in its own words, with its figures."""
+    """A reason as a phrase, empty where it adds nothing; an unknown reason in its own words, with its figures."""
     what, figures = reason.what, reason.figures
     if what.startswith(LOCAL):
         return f"without a prefill instance: {what.removeprefix(LOCAL)}"
@@ -117,7 +117,7 @@ def _said(clauses: Sequence[str], figures: Figures) -> str:
 
 
 def _filled(clause: str, figures: Figures) -> str:
-    """A clause with its figures in place; empty where one is not there."""
+    """A clause with its figures; empty when one is missing."""
     parts: list[str] = []
     for text, name, how, _ in Formatter().parse(clause):
         parts.append(text)
@@ -160,7 +160,7 @@ def _least_load(figures: Figures) -> str:
 
 
 def _ahead(figures: Figures, own: str, other: str, words: str, none: str) -> str:
-    """A time, and by how much it is less, or more, than the runner-up's."""
+    """A time, and its difference to the runner-up's."""
     own_s, other_s, name = figures.get(own), figures.get(other), figures.get("runner_up")
     if not isinstance(own_s, float | int):
         return ""
@@ -174,7 +174,7 @@ def _ahead(figures: Figures, own: str, other: str, words: str, none: str) -> str
 
 
 def _codec(figures: Figures) -> str:
-    """How long KV takes as it is sent, and why not exactly."""
+    """The duration of a KV transfer, and why its codec was chosen."""
     clauses = ["{takes_s:s} on the way"]
     if figures.get("takes_s") != figures.get("raw_s"):
         clauses.append("exact it would take {raw_s:s}")

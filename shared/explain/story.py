@@ -1,4 +1,4 @@
-"""The story of one request: a headline, and a sentence for each decision, stretch of time and transfer."""
+"""The explanation of a request: a headline, and a sentence for each decision, span and transfer."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from shared.domain.verdict import count, duration, size
 from shared.explain.reasons import LOCAL, phrase
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
 
-LEAST_S = 0.001  # stretches that are shorter are not told
+LEAST_S = 0.001  # shorter spans are left out
 COMPLETED = ("stop", "length", "repetition")
 _SPANS = {
     Span.INTAKE: "It was read and tokenised in {time}.",
@@ -43,7 +43,7 @@ _OF_WHICH = {
 
 
 class Sentence(msgspec.Struct, frozen=True):
-    """One step. at_s: seconds since the arrival, None where that is not known. figures: what it rests on."""
+    """One step. at_s: seconds since the arrival, None where that is not known. figures: of the decision or span."""
 
     at_s: float | None
     text: str
@@ -52,14 +52,14 @@ class Sentence(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """All of it, in order of time."""
+    """The whole explanation, in order of time."""
 
     headline: str
     steps: tuple[Sentence, ...]
 
 
 def explain(timeline: RequestTimeline) -> Explanation:
-    """A request in sentences, also of one that is under way."""
+    """The explanation of a request, which may be under way."""
     found = [
         *_arrival(timeline),
         *_decisions(timeline),
@@ -110,7 +110,7 @@ def _course(timeline: RequestTimeline) -> Iterator[str]:
 
 
 def _longest(timeline: RequestTimeline) -> str:
-    """The longest stretch before the first token."""
+    """The longest span before the first token."""
     before = [span for span in timeline.spans if span.started_s < timeline.first_token_s]
     longest = max(before, key=lambda span: min(span.ended_s, timeline.first_token_s) - span.started_s, default=None)
     if longest is None:
@@ -121,7 +121,7 @@ def _longest(timeline: RequestTimeline) -> str:
 
 
 def _longest_gap(timeline: RequestTimeline) -> Iterator[Sentence]:
-    """When the client waited longest for its next token, where the request was meanwhile, and how often it did."""
+    """The longest gap between tokens, the spans during it, and the number of gaps over the target."""
     if not timeline.gaps:
         return
     gap_s, ended_s, after = timeline.longest_gap_s, timeline.longest_gap_at_s, timeline.longest_gap_after
@@ -153,7 +153,6 @@ def _decisions(timeline: RequestTimeline) -> Iterator[Sentence]:
 
 
 def sentence(decision: Decision, prompt_tokens: int = 0) -> str:
-    """What was decided, and why."""
     why = "; ".join(said for reason in decision.reasons if (said := phrase(reason)))
     lead = _lead(decision, prompt_tokens)
     return f"{lead}: {why}." if why else f"{lead}."
@@ -196,7 +195,7 @@ def _placed(decision: Decision, prompt_tokens: int) -> str:
 
 
 def _split(decision: Decision) -> float | None:
-    """Prompt tokens that a prefill instance computes, as far as the reasons say."""
+    """Prompt tokens that the prefill instance computes, if the reasons say."""
     for reason in decision.reasons:
         if reason.what.startswith((LOCAL, "local_only")) or "coupled" in reason.figures:
             return 0.0

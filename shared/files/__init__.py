@@ -1,8 +1,8 @@
-"""Files that people and other programs wrote: one reader for text, JSON records and YAML, and words for their mistakes.
+"""Readers of files from people and other programs: text, JSON records and YAML, and error messages about them.
 
 - `text`: UTF-8 text, plain or gzip; lines; JSON and records of JSON
-- `yaml_file`: YAML with a bound on depth and aliases, and where its keys stand (`places`)
-- `faults`: what pydantic finds wrong, as `file:line: key: reason`
+- `yaml_file`: YAML with bounds on depth and aliases, and the lines of its keys (`places`)
+- `faults`: pydantic's errors, as `file:line: key: reason`
 
-Every error is an InvalidRequest that names the file and, where there is one, the line.
+Errors are InvalidRequest, with the file and, where there is one, the line.
 """

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a file, in words for its author: line, key, what is wrong, what is possible."""
+"""pydantic's errors about a file, in words for its author: line, key, fault, and the allowed values."""
 
 import difflib
 import types
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from shared.files.places import Places
 from shared.secrecy import may_be_secret, shown_key
 
-_KEY = "[key]"  # the last part of where pydantic finds a key of the wrong kind
+_KEY = "[key]"  # pydantic's last part of the location of a key of the wrong type
 _SHORT = 60  # letters of a value that is shown
 _KNOWN = " Known: "
 _FAULTS = 50  # of one file that a message lists
@@ -25,15 +25,17 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def meant(name: str, known: Sequence[str]) -> str:
-    """`; did you mean port?` where one is near, else a full stop."""
+    """`; did you mean port?` where a known name is similar, else a full stop."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else "."
 
 
 def describe(where: object, error: ValidationError, at: str = "", kind: type[BaseModel] | None = None) -> str:
-    """All faults, one a line: `file:line: key: what is wrong`. kind: whose keys `at` has, to name those that exist."""
+    """All faults, one a line: `file:line: key: fault`. at: the key of the model `kind` in the file, whose keys are
+    listed.
+    """
     places = where if isinstance(where, Places) else Places(str(where))
-    told: dict[str, None] = {}  # one in `instance_defaults` is told once, not for each instance
+    told: dict[str, None] = {}  # a fault in `instance_defaults` is listed once, not for each instance
     for fault in _first_causes(error.errors()):
         path = (*(at.split(".") if at else ()), *(part for part in fault["loc"] if part != _KEY))
         for text in _texts(fault, path, kind):
@@ -44,7 +46,7 @@ def describe(where: object, error: ValidationError, at: str = "", kind: type[Bas
 
 
 def _first_causes(faults: Sequence[Any]) -> list[Any]:
-    """Without a list's being too short for the reason that what is in it is wrong."""
+    """The faults without lists that are too short because their items are invalid."""
     deep = [fault["loc"] for fault in faults]
     return [
         fault
@@ -55,7 +57,7 @@ def _first_causes(faults: Sequence[Any]) -> list[Any]:
 
 
 def _listed_once(lines: Iterable[str]) -> list[str]:
-    """The same long list of known keys is there with the first that it is of."""
+    """The lines with each long list of known keys only once."""
     seen: set[str] = set()
     found: list[str] = []
     for line in lines:
@@ -70,7 +72,7 @@ def _place(places: Places, path: Sequence[str | int], text: str) -> str:
 
 
 def _texts(fault: Any, path: tuple[str | int, ...], kind: type[BaseModel] | None) -> list[str]:
-    """What one fault says; a check of ours may have found several. path: of the key at fault, in the whole file."""
+    """The texts of one fault; a validator of ours may have found several. path: of the key in the file."""
     message, given = str(fault["msg"]), fault["input"]
     shown = _shown(path, given)
     match fault["type"]:
@@ -106,7 +108,7 @@ def _near(given: object, choices: Sequence[str]) -> str:
 
 
 def _plain(message: str) -> str:
-    """pydantic's words, without its talk of inputs."""
+    """pydantic's message without the word input."""
     said = message.replace("Input should be", "must be", 1).partition(", unable to")[0]
     for theirs, plain in _PLAIN.items():
         said = said.replace(theirs, plain)
@@ -114,7 +116,7 @@ def _plain(message: str) -> str:
 
 
 def _shown(path: tuple[str | int, ...], given: object) -> str:
-    """The value, shortened; of a mapping, a list and what may be a secret only what kind of value it is."""
+    """The value, shortened; for mappings, lists and possible secrets only its type."""
     match given:
         case dict():
             return "a mapping"
@@ -133,7 +135,7 @@ def _shown(path: tuple[str | int, ...], given: object) -> str:
 
 
 def _keys_at(kind: type[BaseModel] | None, path: Sequence[str | int]) -> tuple[str, ...]:
-    """The keys that may stand there."""
+    """The known keys at a path."""
     found: Any = kind
     for part in path:
         found = _inside(found, part)
@@ -156,7 +158,7 @@ def _model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _bare(annotation: Any) -> Any:
-    """Without `Annotated`, and of a choice the one that has parts."""
+    """The type without `Annotated`; of a union, the first member with fields or arguments."""
     if get_origin(annotation) is Annotated:
         return _bare(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):

@@ -1,4 +1,4 @@
-"""Where the keys of a YAML file stand, so that messages about them name the line."""
+"""The lines of a YAML file's keys, for error messages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,14 +7,14 @@ import yaml
 
 from shared.secrecy import shown_key
 
-Path_ = tuple[str, ...]  # keys from the top; of a list its places, counted from 0
+Path_ = tuple[str, ...]  # keys from the top; for lists their indexes, from 0
 _DEFAULTS = "instance_defaults"
 MERGE_TAG = "tag:yaml.org,2002:merge"  # of a key `<<` without quotes
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The lines of a file's keys. `overruled`: keys that the command line gives, each with its option."""
+    """The lines of a file's keys. `overruled`: keys that are given on the command line, each with its option."""
 
     file: str
     lines: Mapping[Path_, int] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class Places:
     overruled: Mapping[str, str] = field(default_factory=dict)
 
     def tell(self, key: str | Sequence[str | int], text: str) -> str:
-        """What is wrong with a key, after the place where it is to be mended: `file:line: key: text`."""
+        """A fault of a key with the place to correct: `file:line: key: text`."""
         path = self._by_index(tuple(map(str, key.split("."))) if isinstance(key, str) else tuple(map(str, key)))
         while path and text.partition(": ")[1] and self._has(longer := (*path, *self._first(text))):
             path, text = longer, text.partition(": ")[2]
@@ -34,12 +34,12 @@ class Places:
         return f"{self.file}{f':{line}' if line else ''}: {named + ': ' if named else ''}{text}"
 
     def tell_of_text(self, text: str) -> str:
-        """The same of a text that may begin with the key that it is about: `nodes.0.name: …`."""
+        """As `tell`, for a text that may begin with its key: `nodes.0.name: …`."""
         key, colon, rest = text.partition(": ")
         return self.tell(key, rest) if colon and " " not in key else self.tell((), text)
 
     def overrule(self, key: str, option: str) -> "Places":
-        """The same file with a key that an option of the command line gives instead."""
+        """The same file with a key that is given by an option of the command line."""
         return replace(self, overruled={**self.overruled, key: option})
 
     def _first(self, text: str) -> Path_:
@@ -49,7 +49,7 @@ class Places:
         return path in self.lines or self._default_of(path) in self.lines
 
     def _where_written(self, path: Path_) -> Path_:
-        """An instance's key that only `instance_defaults` has is one of those."""
+        """The path of the key in the file: an instance's key may be given only in `instance_defaults`."""
         default = self._default_of(path)
         return path if path in self.lines or default not in self.lines else default
 
@@ -57,7 +57,7 @@ class Places:
         return (_DEFAULTS, *path[2:]) if path[:1] == ("instances",) and len(path) > 2 else ()
 
     def _line(self, path: Path_) -> int | None:
-        """Of the key, else of what it should be in."""
+        """The line of the key, or of the innermost part of its path that exists."""
         return next((self.lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.lines), None)
 
     def _by_index(self, path: Path_) -> Path_:
@@ -76,7 +76,7 @@ class Places:
 
 
 def places_of(file: str, root: yaml.Node | None) -> Places:
-    """Of a file whose nodes are read. What an alias repeats stands where its anchor does."""
+    """The lines of a parsed file. Values repeated by an alias have the line of its anchor."""
     lines: dict[Path_, int] = {}
     if root is not None:
         _walk(root, (), lines)
@@ -98,7 +98,7 @@ def _walk(node: yaml.Node, path: Path_, lines: dict[Path_, int]) -> None:
 
 
 def _merge(value: yaml.Node, path: Path_, lines: dict[Path_, int]) -> None:
-    """Keys that come from an anchor: theirs is where it stands, unless they are given here."""
+    """Add keys that are merged from an anchor, with its lines, unless they are given here."""
     merged: dict[Path_, int] = {}
     for node in value.value if isinstance(value, yaml.SequenceNode) else [value]:
         _walk(node, path, merged)
@@ -107,7 +107,7 @@ def _merge(value: yaml.Node, path: Path_, lines: dict[Path_, int]) -> None:
 
 
 def _ids(root: yaml.Node | None) -> tuple[str, ...]:
-    """The `id` of each of `instances`; empty where there is none."""
+    """The ids of `instances`; empty for an instance without one."""
     found = _value(root, "instances")
     if not isinstance(found, yaml.SequenceNode):
         return ()

@@ -1,7 +1,7 @@
-"""YAML that people wrote: what it says, and where. Strict about what YAML would repair or repeat without a word.
+"""YAML files written by people: their content, and the lines of their keys. Stricter than YAML.
 
-Refused, each with its line: a key that is there twice (YAML keeps the last), a key that is a list or a mapping, a tag,
-an anchor that contains itself, aliases that repeat more than `MAX_REPEATED` values, nesting deeper than `MAX_DEPTH`.
+Refused, each with its line: a repeated key (YAML keeps the last), a key that is a list or a mapping, a tag, an anchor
+that contains itself, aliases that repeat more than `MAX_REPEATED` values, nesting deeper than `MAX_DEPTH`.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ from shared.secrecy import shown_key, yaml_fault
 MAX_DEPTH = 64
 MAX_REPEATED = 100_000
 _FAULTS = 20  # of one file that a message lists
-_LEAST, _MOST = -(2**63), 2**64 - 1  # of whole numbers: what the wire and the databases hold
-# The C parser reads the same documents some ten times faster; it is missing where PyYAML was built without libyaml.
+_LEAST, _MOST = -(2**63), 2**64 - 1  # of whole numbers, as the wire and the databases hold them
+# The C parser is about ten times faster; it is missing where PyYAML was built without libyaml.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _CORE = "tag:yaml.org,2002:"
 _LIST, _MAPPING, _TEXT, _VALUE = f"{_CORE}seq", f"{_CORE}map", f"{_CORE}str", f"{_CORE}value"
 _OF_COLLECTIONS = {yaml.SequenceNode: _LIST, yaml.MappingNode: _MAPPING}
 _SCALARS = frozenset(f"{_CORE}{name}" for name in ("str", "int", "float", "bool", "null", "timestamp"))
-# What PyYAML's constructors raise for `!!bool x`, `2026-99-99`, a number of 5,000 digits and the like.
+# Errors of PyYAML's constructors for `!!bool x`, `2026-99-99`, a number of 5,000 digits and the like.
 _UNREADABLE = (ValueError, KeyError, AttributeError, TypeError, OverflowError, yaml.YAMLError)
 
 
@@ -69,20 +69,20 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 
 
 def _compose(text: str, where: str) -> yaml.Node | None:
-    """The nodes of a text's one document, an alias being the node that it names; None for an empty text."""
+    """The node of a text's only document, with aliases replaced by the nodes that they name; None for an empty text."""
     composer = _Composer(where)
     try:
         for event in yaml.parse(text, Loader=_LOADER):
             composer.add(event)
     except yaml.YAMLError as error:
         raise InvalidRequest(yaml_fault(where, error, text)) from error
-    except ValueError as error:  # half a surrogate pair, which only a text from elsewhere than a file can have
+    except ValueError as error:  # half a surrogate pair, which only a text that is not from a file can have
         raise InvalidRequest(f"{where}: it has characters that are not text") from error
     return composer.root
 
 
 class _Open:
-    """A list or mapping that is being read. size: the values in it so far, with what aliases repeat."""
+    """A list or mapping that is being read. size: its values so far, including those that aliases repeat."""
 
     __slots__ = ("anchor", "key", "node", "size")
 
@@ -93,7 +93,7 @@ class _Open:
 
 
 class _Composer:
-    """Makes nodes of events. PyYAML's own recurses without a bound, and allows an anchor inside of itself."""
+    """Builds nodes from events. PyYAML's own composer recurses without a bound, and allows an anchor inside itself."""
 
     def __init__(self, where: str) -> None:
         self.root: yaml.Node | None = None
@@ -104,7 +104,7 @@ class _Composer:
         self._repeated = 0
 
     def add(self, event: yaml.Event) -> None:
-        """The next event of the text. Raises InvalidRequest."""
+        """Add the next event of the text. Raises InvalidRequest."""
         match event:
             case yaml.DocumentStartEvent() if self.root is not None:
                 self._refuse(event, "a second document (`---`) is not read: one file is one document")
@@ -172,17 +172,17 @@ class _Composer:
 
 
 def _tag_of(event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> str:
-    """The tag that the text gives; empty where it gives none, or `!` alone."""
+    """The explicit tag; empty without one, or for `!` alone."""
     return "" if event.tag in (None, "!") else str(event.tag)
 
 
 def _marks(event: yaml.Event) -> tuple[Any, Any]:
-    """Where it begins and ends. Each of the two parsers has marks of its own."""
+    """Start and end of an event. The two parsers have different types of marks."""
     return event.start_mark, event.end_mark
 
 
 def _content(root: yaml.Node | None, where: str) -> Any:
-    """What nodes say in Python's terms. Raises InvalidRequest that lists the first faults."""
+    """The content of nodes as Python values. Raises InvalidRequest that lists the first faults."""
     if root is None:
         return None
     reader = _Reader()
@@ -198,7 +198,9 @@ def _name(path: Path_) -> str:
 
 
 class _Reader:
-    """Reads each node once, however many aliases name it. faults: key, line, and what is wrong."""
+    """Converts nodes to Python values, each node once, however many aliases name it. faults: key, line, and the
+    fault.
+    """
 
     def __init__(self) -> None:
         self.faults: list[tuple[Path_, int, str]] = []
@@ -206,7 +208,6 @@ class _Reader:
         self._read: dict[int, Any] = {}
 
     def read(self, node: yaml.Node, path: Path_) -> Any:
-        """The node at that path."""
         if id(node) not in self._read:
             self._read[id(node)] = self._fresh(node, path)
         return self._read[id(node)]

@@ -1,8 +1,8 @@
-"""Which models can be served, by their config.json, before any weight is loaded.
+"""The models that can be served, by their config.json, before weights are loaded.
 
-An instance's KV is transferred layer by layer, so every layer has to have KV of one shape: K and V of each head, as
-many channels in both, in the model's own precision. `REFUSALS` lists what models have instead, each with the keys of
-config.json by which it is known; the architectures are those of vLLM 0.32, and `tests/shared/model/test_support.py`
+KV is transferred layer by layer, so all layers must have KV of one shape: K and V of each head with the same number of
+channels, in the model's own precision. `REFUSALS` lists the kinds of models that differ, with the keys of config.json
+that identify them; the architectures are those of vLLM 0.32, and `tests/shared/model/test_support.py`
 compares them with the vLLM that is installed.
 """
 
@@ -48,14 +48,14 @@ STATEFUL = frozenset(
     | {"Zamba2ForCausalLM"}
 )
 _CONVOLUTIONS = frozenset({"InklingForCausalLM", "InklingForConditionalGeneration"})  # a state beside KV, too
-_MODELOPT = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}  # what its names of KV's precision are in vLLM
+_MODELOPT = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}  # ModelOpt's names of KV precisions, and vLLM's
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A kind of model that cannot be served.
 
-    found: the keys of config.json that make a model one of these, as words; empty for every other model.
+    found: the keys of config.json that identify a model of this kind, as text; empty for other models.
     """
 
     kind: str
@@ -64,19 +64,19 @@ class Refusal:
 
 
 def faults_of_model(config: Config) -> list[str]:
-    """Why no instance can serve the model of this config.json; empty where nothing speaks against it."""
+    """The reasons for which the model of this config.json cannot be served; empty if it can."""
     text = text_config(config)
     found = ((refusal, refusal.found(config, text)) for refusal in REFUSALS)
     return [f"{words(refusal)} (config.json: {keys}); {SUPPORTED}" for refusal, keys in found if keys]
 
 
 def words(refusal: Refusal) -> str:
-    """`it has …, and …`: the kind, and why that cannot be served."""
+    """The kind of the model, and why it cannot be served."""
     return f"the model has {refusal.kind}, which cannot be served: {refusal.reason}"
 
 
 def stored_kv(config: Config) -> str:
-    """The precision that a checkpoint asks for its KV when `kv_cache_dtype` is auto, as vLLM calls it; empty: none."""
+    """vLLM's name of the KV precision that a checkpoint requests when `kv_cache_dtype` is auto; empty: none."""
     given = config.get("quantization_config")
     if not isinstance(given, dict):
         return ""
@@ -92,7 +92,7 @@ def stored_kv(config: Config) -> str:
 
 
 def fault_of_stored_kv(config: Config, kv_cache_dtype: str, dtype: str) -> str:
-    """What is wrong with KV that the checkpoint has stored in a quantised form; empty where nothing is."""
+    """The fault of a checkpoint that requests quantised KV; empty without one."""
     stored = stored_kv(config)
     if not stored or kv_cache_dtype != "auto":
         return ""
@@ -104,7 +104,7 @@ def fault_of_stored_kv(config: Config, kv_cache_dtype: str, dtype: str) -> str:
 
 
 def fault_of_division(config: Config, tensor_parallel: int) -> str:
-    """Why the heads cannot be shared by so many ranks; empty where they can."""
+    """Why the heads cannot be divided among so many ranks; empty if they can."""
     text = text_config(config)
     heads, kv_heads = _count(text, "num_attention_heads"), _count(text, "num_key_value_heads")
     if heads % tensor_parallel:
@@ -115,7 +115,7 @@ def fault_of_division(config: Config, tensor_parallel: int) -> str:
 
 
 def config_of(folder: str | Path) -> dict[str, Any]:
-    """A folder's config.json, with what `hf_quant_config.json` says of quantisation; empty where it cannot be read."""
+    """A folder's config.json, with the quantisation of `hf_quant_config.json`; empty if it cannot be read."""
     found = _object(Path(folder) / "config.json")
     if found and "quantization_config" not in found and (apart := _object(Path(folder) / "hf_quant_config.json")):
         producer = apart.get("producer")
@@ -125,7 +125,7 @@ def config_of(folder: str | Path) -> dict[str, Any]:
 
 
 def text_config(config: Config) -> Config:
-    """Of the text model, where a model also sees or hears: its keys, over those of the whole."""
+    """The configuration of a multimodal model's text model, over that of the whole model."""
     for key in _TEXT:
         if isinstance(part := config.get(key), dict):
             inner = part.get("text_config")
@@ -142,13 +142,13 @@ def _object(file: Path) -> dict[str, Any]:
 
 
 def _count(config: Config, key: str) -> int:
-    """A number of something; 0 where it is missing, or no such number."""
+    """A positive whole number; 0 where it is missing or has another type."""
     value = config.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def _said(config: Config, *keys: str) -> str:
-    """`key value, key value` of those that it has."""
+    """`key value, key value` of the keys that exist."""
     return ", ".join(f"{key} {config[key]!r}" for key in keys if config.get(key) is not None)
 
 
@@ -163,7 +163,7 @@ def _stateful(config: Config, text: Config) -> str:
     if states := sorted(kinds & _STATE_LAYERS):
         return f"layer_types {', '.join(states)}"
     if kinds and kinds <= {"attention", "full_attention"}:
-        return ""  # a hybrid's class may have a model all of whose layers have attention, as vLLM has it
+        return ""  # vLLM also serves models without hybrid layers by the class of a hybrid model
     named = config.get("architectures")
     architectures = {str(each) for each in named} if isinstance(named, list) else set()
     found = sorted(architectures & (STATEFUL | _CONVOLUTIONS))
@@ -181,7 +181,7 @@ def _indexed(_: Config, text: Config) -> str:
 
 
 def _unlike(_: Config, text: Config) -> str:
-    """Layers whose KV has another number of heads or channels than others', or V than K."""
+    """Layers with different numbers of KV heads or channels, or different channels of V and K."""
     differs = [
         f"{key} {text[key]} beside {usual} {text.get(usual)}"
         for usual, *others in _LAYER_KEYS
@@ -215,7 +215,7 @@ _LAYER_KEYS = (
 
 
 def _of_blocks(blocks: object) -> list[str]:
-    """Of Nemotron's searched architectures: what the attention of each block is."""
+    """The kinds of attention in the blocks of Nemotron's searched architectures, if there are several."""
     if not isinstance(blocks, Sequence) or isinstance(blocks, str):
         return []
     kinds = set()

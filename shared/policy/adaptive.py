@@ -1,4 +1,7 @@
-"""Placement, split and dispatch as one decision: the least harm of a few candidates, by one estimate."""
+"""The adaptive policies: placement, split and dispatch as one decision, the option with the least SLO cost of a few.
+
+The candidates come from the routing index, the options and their costs from `estimate`.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,37 +13,37 @@ from shared.domain.job import JobView
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
 from shared.policy.answers import UNKNOWN_LENGTHS, within
-from shared.policy.dispatch import Choice, DispatchPolicy, context_of, usable
+from shared.policy.dispatch import Choice, DispatchPolicy, Figures
 from shared.policy.estimate import (
     HOLD_S,
     DecodeSide,
+    JobContext,
     Option,
     PrefillSide,
-    figures_of,
-    has_room,
-    kept_to,
+    fixed_split_options,
     local,
+    mean_wait_s,
     options,
     total_of,
-    usual_wait_s,
 )
-from shared.policy.index import ClusterIndex, ReadySet
-from shared.policy.prefix_index import saved_of, saved_tokens
+from shared.policy.index import ClusterIndex, ReadySet, context_of, usable
+from shared.policy.prefix_index import saved_of
 from shared.policy.split import Split, SplitChoice
 
-HOLDERS, LOOKED_AT = 2, 6  # of the prompt's prefix: so many candidates of a role, among so many of both
-RANDOM = 2  # decode instances that are looked at beside the least pressed ones, less those that hold some of the prompt
+HOLDERS_PER_ROLE, HOLDERS_LOOKED_UP = 2, 6  # candidates that hold most of the prompt's prefix, among so many of both
+RANDOM_DECODES = 2  # decode candidates that are drawn at random, less those that hold some of the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Adaptive:
-    """Of a few candidates and splits (none, balanced, all) the least harm.
+    """The option with the least SLO cost, over a few candidates and splits (none, balanced, all).
 
-    Candidates are the prefill instance of each class of speed that would be through first, and the least pressed decode
-    instance of each class, at most `candidates` of each; the two of either role that hold most of the prompt; where no
-    decode instance holds any, two at random. Harm is how likely targets are missed by the job itself, and how much
-    likelier by those whom it delays (see `estimate`): prefill queue, links, decodes, room.
-    Beside a fixed policy for splits or for dispatch it decides on the rest, and keeps to what that one says.
+    Candidates are, of each class of speed, the prefill instance that would finish first and the decode instance with
+    the least pressure, at most `candidates` of each role; of either role the two that hold most of the prompt; and,
+    where no decode instance holds any of it, two at random. The SLO cost says how likely the job misses its targets,
+    and how much more likely the requests that it delays miss theirs: in the prefill queue, on the links, in decode
+    steps and for lack of KV memory.
+    Beside a fixed split or dispatch policy it decides on the rest and keeps to what that policy says.
     Source: ours. Cronus 4.2 for the balanced split, TetriInfer 3.3.4 for few candidates and memory.
     """
 
@@ -54,7 +57,6 @@ class Adaptive:
     def choose(
         self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
     ) -> Choice | None:
-        """See `Placement`; split and dispatch are adaptive, too."""
         return self.decide(job, index, None, None, exclude, now, rng)
 
     def decide(
@@ -67,46 +69,53 @@ class Adaptive:
         now: float,
         rng: Random,
     ) -> Choice | None:
-        """The same; `split` and `dispatch` are fixed policies to keep to, None where the decision is free."""
-        answers = index.ledger.answers
-        own, usual, bound = answers.expected(job), answers.all, answers.bound(job)
-        others = index.ledger.needs.others(job.slo, now)
-        holders = _holders(job, index)
+        """The choice; `split` and `dispatch` are fixed policies to keep to, None where the decision is free."""
+        holders = dict(index.prefixes.holders(job.prefix, HOLDERS_LOOKED_UP)) if job.prefix else {}
         if dispatch is None:
-            views = _decodes(job, index, holders, exclude, rng, self.candidates)
+            views = _decode_candidates(job, index, holders, exclude, rng, self.candidates)
         else:
             chosen = dispatch.choose(job, index.decode.views, exclude, now, rng)
             views = [chosen.instance] if chosen is not None else []
         if not views:
             return None
-        found = [] if index.coupled else _prefills(job, index, holders, exclude, self.candidates)
-        prefills = [PrefillSide.of(view, _saved(job, index, view, holders)) for view in found]
-        spread_s = usual_wait_s(prefills)
-        mixed, limited = _mixed_shares(views, holders) if index.coupled and holders else {}, index.limited
-        decodes, kept = [], index.ledger.claims.before(job, now)
+        prefills = [
+            PrefillSide(view, _saved(job, index, view, holders))
+            for view in ([] if index.coupled else _prefill_candidates(job, index, holders, exclude, self.candidates))
+        ]
+        answers = index.ledger.answers
+        context = JobContext(
+            job,
+            own=answers.expected(job),
+            usual=answers.all,
+            others=index.ledger.needs.others(job.slo, now),
+            bound=answers.bound(job),
+            spread_s=mean_wait_s(prefills),
+            limited=index.limited,
+        )
+        mixed = _mixed_shares(views, holders) if index.coupled and holders else {}
+        kept = index.ledger.claims.before(job, now)
+        decodes = []
         for view in views:
-            name = view.info.instance_id
-            saved, share, claimed = _saved(job, index, view, holders), mixed.get(name), kept.get(name, ())
-            decodes.append(
-                DecodeSide.of(view, job, own, usual, saved, others, spread_s, limited, share, bound, claimed)
-            )
+            name, saved = view.info.instance_id, _saved(job, index, view, holders)
+            decodes.append(DecodeSide(view, context, saved, mixed.get(name), kept.get(name, ())))
 
         def best_of(sides: Sequence[DecodeSide]) -> Option:
             if split is None or not prefills:
-                return min(options(job, own, prefills, sides), key=total_of)
-            return min(kept_to(split, job, own, prefills, sides, now, rng), key=total_of)
+                return min(options(prefills, sides), key=total_of)
+            return min(fixed_split_options(split, prefills, sides, now, rng), key=total_of)
 
         best = best_of(decodes)
         if best.hold_s > HOLD_S and job.can_wait and not job.begun:
-            best = _at_once(job, best_of, decodes) or best
-        return _choice(best, prefills, decodes, index)
+            best = _best_with_room(job, best_of, decodes) or best
+        looked_at: Figures = {"prefill_candidates": len(prefills), "decode_candidates": len(decodes)}
+        figures = {"split": best.split, **best.figures, **looked_at, **_comparison(best, index)}
+        return _choice(best, (Reason("placement:adaptive", figures),))
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveDispatch:
-    """The decode half of `Adaptive`, for jobs whose prompt is computed: the least harm of a few drawn at random.
-
-    Of a small cluster all are looked at.
+    """The decode half of `Adaptive`, for jobs whose prompt is computed: the least SLO cost of a few random instances,
+    in a small cluster of all.
     """
 
     name: ClassVar[str] = "adaptive"
@@ -118,22 +127,22 @@ class AdaptiveDispatch:
     def choose(
         self, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], now: float, rng: Random
     ) -> Choice | None:
-        """See `DispatchPolicy`."""
-        context = context_of(job, Role.DECODE)
-        able = [view for view in _some(candidates, self.candidates, rng) if usable(view, context, exclude)]
-        able = able or [view for view in candidates if usable(view, context, exclude)][: self.candidates]
+        context, count = context_of(job, Role.DECODE), self.candidates
+        drawn = candidates if len(candidates) <= count else rng.sample(candidates, count)
+        able = [view for view in drawn if usable(view, context, exclude)]
+        able = able or [view for view in candidates if usable(view, context, exclude)][:count]
         if not able:
             return None
-        own = within(job.prediction) if job.prediction is not None else UNKNOWN_LENGTHS
-        sides = [DecodeSide.of(view, job, own, UNKNOWN_LENGTHS, bound=job.answer_tokens) for view in able]
-        best = min((local(job, side, side.terms(job.prompt_tokens)) for side in sides), key=total_of)
-        figures: dict[str, float | str] = {"chosen": best.decode.view.info.instance_id, **figures_of(best)}
-        return Choice(best.decode.view, (Reason("dispatch:adaptive", figures),), has_room=has_room(best))
+        job_context = _without_history(job, job.answer_tokens)
+        sides = [DecodeSide(view, job_context) for view in able]
+        best = min((local(side, side.terms(job.prompt_tokens)) for side in sides), key=total_of)
+        figures: Figures = {"chosen": best.decode.view.info.instance_id, **best.figures}
+        return Choice(best.decode.view, (Reason("dispatch:adaptive", figures),), has_room=best.has_room)
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveSplit:
-    """None, the balanced part or all of the prompt, whichever does the least harm on a pair that others have chosen."""
+    """None, the balanced part or all of the prompt: the least SLO cost on a pair that other policies have chosen."""
 
     name: ClassVar[str] = "adaptive"
     needs_decode: ClassVar[bool] = True
@@ -141,172 +150,147 @@ class AdaptiveSplit:
     def choose(
         self, job: JobView, prefill: InstanceView, decode: InstanceView | None, now: float, rng: Random
     ) -> SplitChoice:
-        """See `Split`."""
         assert decode is not None
-        own = within(job.prediction) if job.prediction is not None else UNKNOWN_LENGTHS
-        side = DecodeSide.of(decode, job, own, UNKNOWN_LENGTHS)
-        best = min(options(job, own, [PrefillSide.of(prefill)], [side]), key=total_of)
-        return SplitChoice(best.split, (Reason("split:adaptive", {"tokens": best.split, **figures_of(best)}),))
+        best = min(options([PrefillSide(prefill)], [DecodeSide(decode, _without_history(job))]), key=total_of)
+        return SplitChoice(best.split, (Reason("split:adaptive", {"tokens": best.split, **best.figures}),))
 
 
-def _prefills(
-    job: JobView, index: ClusterIndex, holders: Mapping[str, int], exclude: Collection[str], most: int
+def _without_history(job: JobView, bound: int = 0) -> JobContext:
+    """The context of a job where nothing is known of earlier answers and other classes."""
+    own = within(job.prediction) if job.prediction is not None else UNKNOWN_LENGTHS
+    return JobContext(job, own, UNKNOWN_LENGTHS, others=job.slo, bound=bound)
+
+
+def _prefill_candidates(
+    job: JobView, index: ClusterIndex, holders: Mapping[str, int], exclude: Collection[str], count: int
 ) -> list[InstanceView]:
-    found = {view.info.instance_id: view for view in _soonest(job, index, exclude, most)}
-    return list((found | _known(holders, index.prefill, context_of(job, Role.PREFILL), exclude)).values())
+    found = {view.info.instance_id: view for view in _soonest(job, index, exclude, count)}
+    found |= _usable_holders(holders, index.prefill, context_of(job, Role.PREFILL), exclude)
+    return list(found.values())
 
 
-def _soonest(job: JobView, index: ClusterIndex, exclude: Collection[str], most: int) -> list[InstanceView]:
-    """Of those that compute prompts the best of each class of speed, at most `most`, by when they would have computed
-    this one.
-    """
-    backlog, get, tokens = index.backlog, index.candidates.get, job.prompt_tokens
-    context = context_of(job, index.placing)
-    scored: list[tuple[float, int, InstanceView]] = []
-    for keys in backlog.classes():
-        for waits_s, _, instance_id in keys:
-            view = get(instance_id)
-            if view is not None and usable(view, context, exclude):
-                scored.append((waits_s + backlog.cost_s(instance_id, tokens), len(scored), view))
-                break
-    scored.sort()
-    return [view for _, _, view in scored[:most]]
-
-
-def _decodes(
-    job: JobView, index: ClusterIndex, holders: Mapping[str, int], exclude: Collection[str], rng: Random, most: int
+def _decode_candidates(
+    job: JobView, index: ClusterIndex, holders: Mapping[str, int], exclude: Collection[str], rng: Random, count: int
 ) -> list[InstanceView]:
-    context, get, views = context_of(job, Role.DECODE), index.decode.get, index.decode.views
-    if len(views) <= most + RANDOM:
+    context, views = context_of(job, Role.DECODE), index.decode.views
+    if len(views) <= count + RANDOM_DECODES:
         return [view for view in views if usable(view, context, exclude)]
-    scored: list[tuple[float, str, InstanceView]] = []
-    for keys in index.pressures.classes():
-        for pressed_s, _, instance_id in keys:
-            view = get(instance_id)
-            if view is not None and usable(view, context, exclude):
-                scored.append((pressed_s, instance_id, view))
-                break
-    scored.sort(key=lambda one: one[:2])
-    found = {instance_id: view for _, instance_id, view in scored[:most]}
+    least = sorted(
+        (pressure_s, view.info.instance_id, view)
+        for pressure_s, view in index.pressures.candidates(index.decode, context, exclude)
+    )
+    found = {instance_id: view for _, instance_id, view in least[:count]}
     if index.coupled:  # they compute all prompts, too
         found |= {view.info.instance_id: view for view in _soonest(job, index, exclude, 1)}
-    known = _known(holders, index.decode, context, exclude)
-    found |= known
-    for _ in range(RANDOM - len(known)):
+    holding = _usable_holders(holders, index.decode, context, exclude)
+    found |= holding
+    for _ in range(RANDOM_DECODES - len(holding)):
         view = views[int(rng.random() * len(views))]
         if usable(view, context, exclude):
             found[view.info.instance_id] = view
     return list(found.values())
 
 
-def _mixed_shares(views: Sequence[InstanceView], holders: Mapping[str, int]) -> dict[str, float]:
-    """Of holders' steps to come, the share that computes prompts, where every instance does: the usual one at most.
-
-    By its last steps alone who holds a prompt's beginning would look bad for having computed it.
+def _soonest(job: JobView, index: ClusterIndex, exclude: Collection[str], count: int) -> list[InstanceView]:
+    """Of the instances that compute prompts, the best of each class of speed, by when they would have computed this
+    prompt; at most `count`.
     """
-    usual = sum(view.load.prefill_share for view in views) / len(views)
-    return {
-        view.info.instance_id: min(usual, view.load.prefill_share) for view in views if view.info.instance_id in holders
-    }
+    context = context_of(job, index.placing)
+    scored = index.backlog.soonest(index.candidates, job.prompt_tokens, context, exclude)
+    return [view for _, view in scored[:count]]
 
 
-def saved_at(index: ClusterIndex, view: InstanceView, job: JobView) -> int:
-    """Prompt tokens whose KV the instance holds."""
-    return saved_tokens(index.prefixes, view, job) if job.prefix else 0
-
-
-def _holders(job: JobView, index: ClusterIndex) -> dict[str, int]:
-    """Those that hold most of the prompt, of either role, with the tokens that they hold."""
-    return dict(index.prefixes.holders(job.prefix, LOOKED_AT)) if job.prefix else {}
-
-
-def _saved(job: JobView, index: ClusterIndex, view: InstanceView, holders: Mapping[str, int]) -> int:
-    """`saved_at`, looked up only where `holders` leave it open: fewer than were asked for are all there are."""
-    held = holders.get(view.info.instance_id, 0)
-    if not held and len(holders) == LOOKED_AT:
-        held = index.prefixes.held_tokens(view.info.instance_id, job.prefix)
-    return saved_of(held, view, job.prompt_tokens) if held else 0
-
-
-def _known(holders: Mapping[str, int], of: ReadySet, context: int, exclude: Collection[str]) -> dict[str, InstanceView]:
-    """The first `HOLDERS` of one role."""
+def _usable_holders(
+    holders: Mapping[str, int], ready: ReadySet, context: int, exclude: Collection[str]
+) -> dict[str, InstanceView]:
+    """The first `HOLDERS_PER_ROLE` usable instances of one role among `holders`."""
     found: dict[str, InstanceView] = {}
     for instance_id in holders:
-        view = of.get(instance_id)
+        view = ready.get(instance_id)
         if view is not None and usable(view, context, exclude):
             found[instance_id] = view
-            if len(found) == HOLDERS:
+            if len(found) == HOLDERS_PER_ROLE:
                 break
     return found
 
 
-def _some(views: Sequence[InstanceView], most: int, rng: Random) -> Sequence[InstanceView]:
-    return views if len(views) <= most else rng.sample(views, most)
+def _saved(job: JobView, index: ClusterIndex, view: InstanceView, holders: Mapping[str, int]) -> int:
+    """Prompt tokens whose KV the instance holds.
+
+    The prefix index is searched only when `holders` is full: a shorter list names every instance that holds any.
+    """
+    held = holders.get(view.info.instance_id, 0)
+    if not held and len(holders) == HOLDERS_LOOKED_UP:
+        held = index.prefixes.held_tokens(view.info.instance_id, job.prefix)
+    return saved_of(held, view, job.prompt_tokens) if held else 0
 
 
-def _at_once(
+def _mixed_shares(views: Sequence[InstanceView], holders: Mapping[str, int]) -> dict[str, float]:
+    """For holders of the prompt in a coupled cluster, the share of their coming steps that computes prompts: at most
+    the mean share. By its last steps alone, a holder would look bad for having computed the prefix.
+    """
+    mean = sum(view.load.prefill_share for view in views) / len(views)
+    return {
+        view.info.instance_id: min(mean, view.load.prefill_share) for view in views if view.info.instance_id in holders
+    }
+
+
+def _best_with_room(
     job: JobView, best_of: Callable[[Sequence[DecodeSide]], Option], decodes: Sequence[DecodeSide]
 ) -> Option | None:
-    """The best way among the decode instances that have room now, if the job meets its targets there.
+    """The best option over the decode instances that have room now, if the job meets its targets there.
 
-    The best instance may be worth a wait for one job, but those behind it would wait, too, while the others stand idle.
+    A wait for the best instance may be worth it for this job, but the jobs behind it would wait, too, while the other
+    instances are idle.
     """
     roomy = [side for side in decodes if side.room_s <= HOLD_S]
     if not roomy:
         return None
-    best = best_of(roomy)
-    slo = job.slo
+    best, slo = best_of(roomy), job.slo
     return best if best.tpot_s <= slo.tpot_s and job.waited_s + best.ttft_s <= slo.ttft_s else None
 
 
-def _choice(
-    best: Option, prefills: Sequence[PrefillSide], decodes: Sequence[DecodeSide], index: ClusterIndex
-) -> Choice:
-    looked: dict[str, float | str] = {"prefill_candidates": len(prefills), "decode_candidates": len(decodes)}
-    figures = {"split": best.split, **figures_of(best), **looked, **_compared(best, index)}
-    reasons = (Reason("placement:adaptive", figures),)
-    decode = best.decode.view
-    if best.prefill is None:
-        ttft_s = best.ttft_s - best.hold_s
-        return Choice(decode, reasons, ttft_s=ttft_s, hold_s=best.hold_s, has_room=has_room(best))
-    lead = int(best.begins_s / best.decode.after_s) if best.decode.after_s > 0.0 else 0
-    ttft_s = best.ttft_s - best.hold_s
+def _choice(best: Option, reasons: tuple[Reason, ...]) -> Choice:
+    decode, ttft_s = best.decode, best.ttft_s - best.hold_s
+    if best.prefill is None or best.part is None:
+        return Choice(decode.view, reasons, ttft_s=ttft_s, hold_s=best.hold_s, has_room=best.has_room)
     return Choice(
         best.prefill.view,
         reasons,
-        decode=decode,
+        decode=decode.view,
         split=best.split,
-        lead_steps=lead,
+        lead_steps=int(best.part.begins_s / decode.after_s) if decode.after_s > 0.0 else 0,
         ttft_s=ttft_s,
         hold_s=best.hold_s,
-        has_room=has_room(best),
+        has_room=best.has_room,
     )
 
 
-def _compared(best: Option, index: ClusterIndex) -> dict[str, float | str]:
-    """For people: what waits where the prompt begins, what is held of it there, and who else has least before it."""
+def _comparison(best: Option, index: ClusterIndex) -> Figures:
+    """For people: the queue and the held prefix where the prompt begins, and the prefill instance with the next
+    shortest queue; two of each class of speed are looked at.
+    """
     decode, prefill = best.decode, best.prefill
     side: PrefillSide | DecodeSide = prefill or decode
-    figures: dict[str, float | str] = {
+    figures: Figures = {
         "chosen": side.view.info.instance_id,
         "decode": decode.view.info.instance_id,
         "wait_s": round(side.wait_s, 4),
         "saved_tokens": side.saved,
     }
-    if prefill is not None and (other := _next_best(prefill.instance_id, index)) is not None:
-        figures["runner_up"], figures["runner_up_wait_s"] = other.instance_id, round(other.wait_s, 4)
+    if prefill is None:
+        return figures
+    waiting = (
+        (waits_s, instance_id)
+        for keys in index.backlog.classes()
+        for waits_s, _, instance_id in keys[:2]
+        if instance_id != prefill.instance_id
+    )
+    _, runner_up = min(waiting, key=lambda one: one[0], default=(0.0, ""))
+    view = index.prefill.get(runner_up)
+    if view is not None:
+        figures |= {"runner_up": runner_up, "runner_up_wait_s": round(PrefillSide(view).wait_s, 4)}
     return figures
-
-
-def _next_best(chosen: str, index: ClusterIndex) -> PrefillSide | None:
-    """The prefill instance with least before it, but for the chosen one; of each class of speed two are looked at."""
-    least: tuple[float, str] | None = None
-    for keys in index.backlog.classes():
-        for waits_s, _, instance_id in keys[:2]:
-            if instance_id != chosen and (least is None or waits_s < least[0]):
-                least = waits_s, instance_id
-    view = index.prefill.get(least[1]) if least is not None else None
-    return PrefillSide.of(view) if view is not None else None
 
 
 def _check(name: str, candidates: int) -> None:

@@ -1,4 +1,4 @@
-"""A decode admission policy at an engine's door: what it is told of those that are inside, alike live and simulated."""
+"""The decode admission policy of an engine, applied to the jobs inside it; the same code live and simulated."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from shared.policy.decode_admission import (
 
 
 class Decoding(NamedTuple):
-    """A job that runs, or whose KV is under way, and that decodes here. context_tokens: its prompt and its output."""
+    """A job that runs, or whose KV is on its way, and that decodes here. context_tokens: its prompt and its output."""
 
     job: JobView
     prompt_tokens: int
@@ -25,7 +25,7 @@ class Decoding(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """KV memory of an engine now. free: beside what the coming step takes."""
+    """KV memory of an engine now. free: without the blocks that the next step takes."""
 
     free: int
     total: int
@@ -33,10 +33,10 @@ class Blocks(NamedTuple):
 
 
 def may_decode(policy: DecodeAdmission, job: JobView, inside: Sequence[Decoding], blocks: Blocks, now: float) -> bool:
-    """Whether `job` may start beside those `inside`.
+    """Whether `job` may start beside the jobs `inside`.
 
-    `job`: with all tokens that it has by now as its prompt, and what is left as its max_tokens. Where nobody decodes
-    the blocks alone decide, so that none waits for ever.
+    `job`: with all tokens that it has by now as its prompt, and the rest as its max_tokens. Where no job decodes, the
+    blocks alone decide, so that no job waits for ever.
     """
     if not inside:
         return True

@@ -1,7 +1,8 @@
-"""How many tokens a step should hold: as many as saturate the accelerator (TetriInfer 3.3.3; that nine tenths of the
+"""Chunk size: the number of tokens of a step that saturates the accelerator (TetriInfer 3.3.3; that nine tenths of the
 best throughput count as saturated is ours).
 
-Fewer leave it idle while it reads its weights; more make whoever decodes in the same steps wait, and gain little.
+With fewer tokens the accelerator is idle while it reads its weights; more delay the decodes in the same step for little
+gain.
 """
 
 from dataclasses import dataclass
@@ -10,14 +11,14 @@ from math import ceil, inf, sqrt
 from shared.domain.rates import StepForm
 
 SHARE = 0.9  # of the best prefill throughput
-SMALL = 0.2  # a change by a smaller share is none
-LEARNED_STEPS = 32  # a form says something of the instance itself once it has seen so many
+SMALL = 0.2  # a smaller relative change is not made
+LEARNED_STEPS = 32  # steps from which a form describes the instance itself
 FLOOR_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkBounds:
-    """What a chunk size may be, in tokens: from `least` to `most`, and between them a multiple of `block`."""
+    """The allowed chunk sizes in tokens: from `least` to `most`, and between them multiples of `block`."""
 
     least: int
     most: int
@@ -25,7 +26,7 @@ class ChunkBounds:
 
     @classmethod
     def of(cls, most: int, max_seqs: int, block: int) -> "ChunkBounds":
-        """At least half of a step is left for prompts, however many decode in it, as far as `most` allows."""
+        """Bounds that leave at least half of a step for prompts with all seats decoding, as far as `most` allows."""
         return cls(min(most, max(FLOOR_TOKENS, 2 * max_seqs)), most, block)
 
 
@@ -54,7 +55,9 @@ def chunk_tokens(form: StepForm, bounds: ChunkBounds) -> int:
 
 
 def next_chunk_tokens(now: int, form: StepForm, bounds: ChunkBounds) -> int:
-    """The same while it serves with chunks of `now`: those stay while little is learned or little would change."""
+    """The chunk size of an instance that serves with `now`, which stays while few steps are learned from or the change
+    would be small.
+    """
     if form.steps < LEARNED_STEPS:
         return now
     wanted = chunk_tokens(form, bounds)

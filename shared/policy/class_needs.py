@@ -1,6 +1,6 @@
-"""What each SLO class has asked for of late, how long its jobs stay, and how far estimates can be trusted for it.
+"""Demand of each SLO class: its arrivals of late, how long its jobs stay, and how far estimates can be trusted for it.
 
-Owned by a scheduler's ledger, so it is learned from what that scheduler is asked, places and hears of.
+A scheduler's ledger learns it from the requests to place jobs, the placements, and the reports of ended jobs.
 """
 
 from dataclasses import dataclass
@@ -10,27 +10,27 @@ from typing import NamedTuple
 from shared.domain.job import JobView, Slo, WhenFull
 
 FADE_S = 30.0  # arrivals older than this hardly count
-SILENT_S = 60.0  # a class that has not asked for so long is not waited for
-STAYS = 64  # jobs that a mean rests on
-SPREADS = 1.0  # of the fluctuation of a class, kept free beside its mean
-GAIN = 0.05  # of one outcome on what is learned from it
+SILENT_S = 60.0  # nothing is kept free for a class without arrivals for this long
+STAYS = 64  # jobs that a running mean rests on
+SPREADS = 1.0  # standard deviations of a class's open jobs that are kept free beside their mean
+GAIN = 0.05  # of one outcome on a learned share
 
 
-class Learned(NamedTuple):
-    """A share of a target that predicted times may take, learned so that `misses` of all outcomes miss it."""
+class _Learned(NamedTuple):
+    """A share of a target that predicted times may take, learned so that `misses` of all outcomes miss the target."""
 
     misses: float
     least: float
     most: float
 
     def after(self, share: float, met: bool) -> float:
-        """Robbins-Monro: stands still where that share of the outcomes misses."""
+        """The share after one more outcome (Robbins-Monro): it settles where `misses` of the outcomes miss."""
         step = GAIN * self.misses if met else -GAIN * (1.0 - self.misses)
         return min(self.most, max(self.least, share * exp(step)))
 
 
-LETS_IN = Learned(0.08, 0.5, 0.95)  # those that were let in miss; refusing more would cost those who would not
-YIELDS = Learned(0.04, 0.1, 0.8)  # all that ask miss, refused or not; else lighter classes get less
+ADMITTED = _Learned(0.08, 0.5, 0.95)  # of the admitted jobs; to refuse more would refuse jobs that meet their targets
+YIELDS = _Learned(0.04, 0.1, 0.8)  # of all jobs that ask, refused or not; with more misses, lighter classes get less
 
 
 @dataclass(slots=True)
@@ -43,17 +43,17 @@ class _Class:
     stays: int = 0
     prompt_tokens: float = 0.0
     open: int = 0
-    lets_in: float = LETS_IN.most
+    admitted: float = ADMITTED.most
     yields: float = YIELDS.most
 
     def rate(self, now: float) -> float:
-        """Arrivals a second, over the time that there was."""
+        """Arrivals a second, since the class was first seen."""
         seen_s = FADE_S * (1.0 - exp(-max(1.0, now - self.began_s) / FADE_S))
         return self.count * exp(-max(0.0, now - self.asked_s) / FADE_S) / seen_s
 
 
 class ClassNeeds:
-    """Counts of one scheduler, by class. Times are unix seconds."""
+    """The demand at one scheduler, by class. Times are unix seconds."""
 
     def __init__(self) -> None:
         self._classes: dict[str, _Class] = {}
@@ -61,7 +61,9 @@ class ClassNeeds:
         self.placements = 0  # of all classes
 
     def asked(self, job: JobView, now: float) -> None:
-        """A job has asked for the first time. Those that are delayed count when they are placed: others wait unseen."""
+        """Report that a job has asked for the first time. Delayed jobs count when they are placed: the others of their
+        class wait in the gateways.
+        """
         slo = job.slo
         one = self._classes.get(slo.name)
         if one is None or now - one.asked_s > SILENT_S:
@@ -71,7 +73,7 @@ class ClassNeeds:
         one.prompt_tokens += (job.prompt_tokens - one.prompt_tokens) / min(one.count, STAYS)
 
     def placed(self, job: JobView, now: float) -> None:
-        """A job has its place; again, perhaps."""
+        """Report that a job was placed; perhaps not for the first time."""
         if job.job_id in self._open:
             return
         if job.slo.name not in self._classes or (job.slo.when_full is WhenFull.DELAY and not job.begun):
@@ -81,7 +83,7 @@ class ClassNeeds:
         self._classes[job.slo.name].open += 1
 
     def ended(self, job_id: str, met: bool | None, now: float) -> None:
-        """A job that was placed is over; met: whether it kept its targets, None where that says nothing."""
+        """Report that a placed job has ended; met: whether it met its targets, None where that is not known."""
         name, placed_s = self._open.pop(job_id, ("", 0.0))
         one = self._classes.get(name)
         if one is None:
@@ -91,11 +93,10 @@ class ClassNeeds:
             return
         one.stays += 1
         one.stay_s += (now - placed_s - one.stay_s) / min(one.stays, STAYS)
-        one.lets_in = LETS_IN.after(one.lets_in, met)
+        one.admitted = ADMITTED.after(one.admitted, met)
         one.yields = YIELDS.after(one.yields, met)
 
     def refused(self, slo: Slo) -> None:
-        """A job that asked was not let in."""
         one = self._classes.get(slo.name)
         if one is not None:
             one.yields = YIELDS.after(one.yields, False)
@@ -103,12 +104,11 @@ class ClassNeeds:
     def margin(self, slo: Slo) -> float:
         """The share of its targets that a predicted time of this class may take."""
         one = self._classes.get(slo.name)
-        return one.lets_in if one is not None else LETS_IN.most
+        return one.admitted if one is not None else ADMITTED.most
 
     def others(self, slo: Slo, now: float) -> Slo:
-        """By which harm to others is judged: the tightest targets of the heavier classes of late; its own without any.
-
-        Of the targets for later tokens, what lighter classes may take of them.
+        """The class by which cost to other requests is judged: the tightest targets of the heavier classes of late, the
+        class itself without any. TPOT targets are reduced to the share that lighter classes may use.
         """
         found = slo
         for one in self._heavier(slo, now):
@@ -123,9 +123,9 @@ class ClassNeeds:
         return found
 
     def missing(self, slo: Slo, now: float) -> float:
-        """How many jobs of heavier classes are to be expected beside those that are open: what they need of late.
+        """How many jobs of heavier classes to expect beside the open ones, at least 0.
 
-        Little's law for the mean, and `SPREADS` standard deviations of a Poisson process; never less than 0.
+        Little's law for the mean, plus `SPREADS` standard deviations of a Poisson process.
         """
         total = 0.0
         for one in self._heavier(slo, now):
@@ -134,12 +134,12 @@ class ClassNeeds:
         return total
 
     def spread(self, slo: Slo, now: float) -> float:
-        """By how much the open jobs of this class fluctuate."""
+        """The fluctuation of the number of open jobs of this class."""
         one = self._classes.get(slo.name)
         return SPREADS * sqrt(one.rate(now) * one.stay_s) if one is not None else 0.0
 
     def prompt_tokens(self, slo: Slo, now: float) -> float:
-        """Of a job of the heavier classes, or of this one without any, on average."""
+        """Mean prompt tokens of a job of the heavier classes, the most of them; of this class without any."""
         found = self._heavier(slo, now) or [one for one in (self._classes.get(slo.name),) if one is not None]
         return max((one.prompt_tokens for one in found), default=0.0)
 

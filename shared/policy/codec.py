@@ -1,5 +1,5 @@
-"""How KV is coded on its way: as it is where the link is fast enough, smaller where it would delay a token, and never
-coarser than the job's class allows.
+"""The codec of a KV transfer: raw where the link is fast enough, smaller where raw KV would delay a token, and at most
+as coarse as the job's class allows.
 """
 
 from typing import NamedTuple
@@ -10,13 +10,13 @@ from shared.domain.kv import Codec, wire_share
 from shared.domain.rates import UNKNOWN_STEPS
 from shared.domain.route import Reason
 
-BY_LOSS = (Codec.INT8, Codec.FP8, Codec.INT4)  # the least first
-WORTH = 1.25  # times as quick as raw KV a codec has to be
+BY_LOSS = (Codec.INT8, Codec.FP8, Codec.INT4)  # the finest first
+WORTH = 1.25  # times as fast as raw KV, that a codec has to be
 LATE_PART = 0.1  # of the TTFT target
 
 
 class CodecChoice(NamedTuple):
-    """A codec, how long the transfer takes with it once it begins, and why; without a reason there was no choice."""
+    """A codec, the duration of the transfer with it, and the reason; no reason where the class allows only raw KV."""
 
     codec: Codec
     moves_s: float
@@ -29,10 +29,10 @@ def allowed(coarsest: Codec) -> tuple[Codec, ...]:
 
 
 def moves_s(codec: Codec, kv_bytes: float, sender: InstanceInfo, receiver: InstanceInfo) -> float:
-    """Seconds of a transfer of so much KV, once it begins; 0 where nobody measured the receiver's link.
+    """Seconds of a transfer of so much KV, without its wait for the link; 0 while the receiver's link is not measured.
 
-    What came coded on that way before says how fast it is. Before that: frames are coded, sent and decoded side by
-    side, so that the slowest of the three counts.
+    Earlier transfers with the codec on that way say how fast it is. Without any: frames are encoded, sent and decoded
+    side by side, so that the slowest of the three counts.
     """
     link, out = receiver.rates.link, sender.rates.link
     if link is None or kv_bytes <= 0.0:
@@ -54,9 +54,9 @@ def moves_s(codec: Codec, kv_bytes: float, sender: InstanceInfo, receiver: Insta
 def choose_codec(job: JobView, part: int, left: int, sender: InstanceInfo, receiver: InstanceView) -> CodecChoice:
     """The codec for the KV of the first `part` tokens of a prompt, of which `left` are still to be computed.
 
-    KV of a whole prompt may be as late as a token may, and KV of a part, on which the first token waits, by a tenth of
-    that one's target. The finest codec with which it is in time; where it is in time with none, the quickest, unless
-    that is hardly quicker than raw.
+    KV of a whole prompt may be as late as a token may be, and KV of a part, for which the first token waits, by a tenth
+    of the TTFT target. The finest codec that is in time is chosen; if none is, the fastest, unless it is hardly faster
+    than raw KV.
     """
     slo, kv_bytes = job.slo, part * sender.kv_bytes_per_token
     raw_s = moves_s(Codec.RAW, kv_bytes, sender, receiver.info)

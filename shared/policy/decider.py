@@ -1,7 +1,8 @@
-"""A scheduler's decisions over time: what it has heard and decided, and what follows for the next request.
+"""A scheduler's decisions over time: the broadcasts and reports that it has received, its decisions, and what both mean
+for the next request.
 
-Pure: every event comes with its time, and random numbers from a seed, so that the same events give the same decisions
-again. The live scheduler is its driver; a journal of its events can be replayed.
+Free of clocks and I/O: every event carries its time, and random numbers come from a seed, so that the same events give
+the same decisions again. The live scheduler drives it; a journal of its events can be replayed.
 """
 
 from collections.abc import Callable, Collection
@@ -20,24 +21,20 @@ from shared.errors import PolyphaseError
 from shared.policy import registry
 from shared.policy.assignment import assignments
 from shared.policy.index import LoadTracker
-from shared.policy.ledger import WorkloadLedger
 from shared.policy.overload import decide
 from shared.policy.placement import Policies
-from shared.policy.prefix_index import MAX_BLOCKS, PrefixIndex, saved_tokens, wants_prefixes
+from shared.policy.prefix_index import MAX_BLOCKS, saved_tokens, wants_prefixes
 from shared.policy.split import Freedom, freedom
-
-# MERGED following.py
-# How a process follows the policies that broadcasts name: it goes by the newest of them that it can make.
-
 
 Made = TypeVar("Made")
 
 
 class Following(Generic[Made]):
-    """Follows the policies of some `kinds`; `make` makes them, and raises InvalidRequest for those that it cannot.
+    """The policies of some `kinds` that a process follows: the newest of those in the broadcasts that it can make.
 
-    made: what `make` gave last; it is called only when a policy of those kinds is another one, since policies may have
-    a state. policies: what was heard when that was done. trouble: why what was heard last is not followed, or nothing.
+    `make` makes them, and raises InvalidRequest for policies that it does not know. made: its last result; as policies
+    may have state, it is called only when a policy of those kinds has changed. policies: the policies that are
+    followed. trouble: why the newest policies are not followed; empty when they are.
     """
 
     def __init__(
@@ -51,8 +48,10 @@ class Following(Generic[Made]):
         self.trouble = ""
 
     def hear(self, policies: PolicySet) -> None:
-        """What a broadcast says. An older revision than the one followed is that of a monitor that remembers nothing
-        yet: nothing changes. Nor does anything when it cannot be made: another version of the suite may know more.
+        """Apply the policies of a broadcast.
+
+        An older revision than the one followed comes from a monitor that has lost its memory, and is ignored. So are
+        policies that cannot be made: another version of Polyphase may know more of them.
         """
         if policies == self.policies:
             self._refused, self.trouble = None, ""
@@ -69,18 +68,22 @@ class Following(Generic[Made]):
 
 
 class Decider:
-    """Times are unix seconds, and do not go back by more than clocks do. Policies come with the broadcasts.
+    """Decisions by the policies that come with the broadcasts. Times are unix seconds, and do not decrease by more than
+    clocks do.
 
-    prefix_blocks: of all instances' prefix caches, the most that is known.
+    prefix_blocks: how many prefix-cache blocks of all instances are known at most. prefixes: what the instances have
+    reported of their prefix caches. ledger: unfinished work that was placed here.
     """
 
     def __init__(self, seed: int, prefix_blocks: int = MAX_BLOCKS) -> None:
         self._rng = Random(seed)
         self._live = LoadTracker(prefix_blocks)
         self._following = Following(ROUTING, _routing)
+        self.prefixes = self._live.prefixes
+        self.ledger = self._live.ledger
 
     def hear(self, delta: ClusterDelta, now: float) -> bool:
-        """A broadcast: other loads, and perhaps other policies from now on. False where one before it is missing."""
+        """Apply a broadcast: other loads, and perhaps other policies. False when a broadcast before it is missing."""
         if not self._live.hear(delta, now, self._rng):
             return False
         if delta.policies is not None:
@@ -88,17 +91,17 @@ class Decider:
         return True
 
     def tell(self, instance_id: str, delta: PrefixDelta) -> bool:
-        """What an instance tells of its prefix cache; False when something before it was lost."""
-        return self._live.prefixes.apply(instance_id, delta)
+        """Apply an instance's report of its prefix cache; False when a report before it is missing."""
+        return self.prefixes.apply(instance_id, delta)
 
     def forget(self, instance_id: str) -> None:
-        """Nothing is known of that instance's prefix cache any more."""
-        self._live.prefixes.forget(instance_id)
+        """Forget an instance's prefix cache."""
+        self.prefixes.forget(instance_id)
 
     def decide(self, job: JobView, exclude: Collection[str], now: float) -> Route:
         """A route; it counts as load until broadcasts show it, and as work until the job ends.
 
-        Raises Unavailable, InvalidRequest; Overloaded, Delayed where the job's class allows it; Stays for a paused job.
+        Raises what `overload.decide` raises.
         """
         route = decide(job, self._live.current, self._following.made, now, self._rng, exclude)
         self.ledger.add(job, route, now)
@@ -112,70 +115,59 @@ class Decider:
         )
 
     def expected(self, job: JobView, route: Route) -> tuple[int, float]:
-        """Tokens of the job's prompt that the instance which begins it holds, and those of its answer, on average."""
+        """Prompt tokens that the instance which starts the job holds, and the expected tokens of the answer."""
         held, first = 0, route.prefill or route.decode
         if job.prefix and first is not None:
-            ready = self._live.current.prefill if route.prefill is not None else self._live.current.decode
-            view = ready.get(first.instance_id)
+            index = self._live.current
+            view = (index.prefill if route.prefill is not None else index.decode).get(first.instance_id)
             held = saved_tokens(self.prefixes, view, job) if view is not None else 0
         return held, self.ledger.answers.expected(job).mean
 
-    @property
-    def freedom(self) -> Freedom:
-        """What the split in force leaves to choose from."""
-        return freedom(self._following.made.split)
-
     def came(self, job_id: str, now: float) -> None:
-        """A job has come to its decode instance."""
+        """Report that a job has reached its decode instance."""
         self._live.arrived(job_id, now)
 
     def ended(self, job_id: str, output_tokens: int, met: bool | None, now: float) -> None:
-        """A job is over here, however it ended; `output_tokens` of a whole answer, else 0.
+        """Report that a job has ended; `output_tokens` of a whole answer, else 0.
 
-        met: whether it kept its targets, None where that says nothing.
+        met: whether it met its targets, None where that is not known.
         """
         self.ledger.complete(job_id, output_tokens, met, now)
         self._live.ended(job_id)
 
     @property
+    def freedom(self) -> Freedom:
+        """The range of splits that the split policy in force allows."""
+        return freedom(self._following.made.split)
+
+    @property
     def policies(self) -> PolicySet:
-        """Those that it goes by."""
+        """The policies that it follows."""
         return self._following.policies
 
     @property
     def trouble(self) -> str:
-        """Why it does not go by the newest that it heard of; empty when it does."""
+        """Why it does not follow the newest policies; empty when it does."""
         return self._following.trouble
 
     @property
     def known(self) -> bool:
-        """Whether there was a broadcast."""
         return self._live.known
 
     @property
     def view(self) -> ClusterView:
-        """What broadcasts have come to; nobody, before the first. O(instances)."""
+        """The cluster by the last broadcast, empty before the first; O(instances)."""
         return self._live.view
 
     @property
     def moves(self) -> int:
-        """Rises when somebody comes, goes, or has another role or state."""
+        """Rises when an instance joins, leaves, or changes its role or state."""
         return self._live.moves
 
     @property
-    def prefixes(self) -> PrefixIndex:
-        """What instances have told of the prompts whose KV they hold."""
-        return self._live.prefixes
-
-    @property
     def wants_prefixes(self) -> bool:
-        """Whether the placement in force looks at them."""
+        """Whether the placement policy in force uses the prefix caches."""
         return wants_prefixes(self._following.made.placement)
-
-    @property
-    def ledger(self) -> WorkloadLedger:
-        """Work that was placed here and is not over."""
-        return self._live.ledger
 
 
 def _routing(policies: PolicySet) -> Policies:

@@ -1,4 +1,8 @@
-"""Whether a decode instance lets a job start now, or lets it wait."""
+"""Admission of decodes: whether a decode instance starts a job now or lets it wait, by its KV memory.
+
+Three parts: the predicted length of answers, the admission policies, and `kv_ahead`, the KV memory that the jobs of an
+instance will hold over the steps to come.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,15 +15,12 @@ from shared.domain.job import JobView
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
 
-# MERGED lengths.py
-# How long an answer will be, for policies that reserve memory or tell heavy decodes from light ones.
-
-
-HEAVY_TOKENS = 128
+HEAVY_TOKENS = 128  # a decode with more predicted output tokens counts as heavy
+UNPREDICTED_TOKENS = 128  # output of a job without a prediction
 
 
 class PredictedEnd(StrEnum):
-    """Which length counts: an end of the likeliest range [lower, upper), or a figure of the whole distribution."""
+    """Which predicted length counts: an end of the likeliest range [lower, upper), or a figure of the distribution."""
 
     LOWER = "lower"
     MIDDLE = "middle"
@@ -33,44 +34,42 @@ _QUANTILES = {PredictedEnd.P50: 0.5, PredictedEnd.P90: 0.9}
 
 
 def predicted_tokens(job: JobView, end: PredictedEnd, unpredicted_tokens: int) -> int:
-    """Output tokens to expect of `job`, never more than its max_tokens.
+    """Output tokens to expect of `job`, at most its max_tokens.
 
-    Without a prediction, or with one of no confidence, `unpredicted_tokens` is taken.
-    Source: TetriInfer 3.3.4 uses the lower end; the other ends are F (FORMULAS 2), those of the distribution ours: what
-    must hold asks for p90, a sum over many jobs for the mean.
+    Without a prediction, or with one of no confidence, it is `unpredicted_tokens`.
+    Source: TetriInfer 3.3.4 uses the lower end; the other ends are F. The figures of the distribution are ours: p90
+    where memory must suffice, the mean for a sum over many jobs.
     """
-    said = job.prediction
-    if said is None or said.confidence <= 0.0:
+    prediction = job.prediction
+    if prediction is None or prediction.confidence <= 0.0:
         return min(job.max_tokens, unpredicted_tokens)
-    if end is PredictedEnd.MEAN:
-        return min(job.max_tokens, _whole(said.mean))
-    if end in _QUANTILES:
-        return min(job.max_tokens, _whole(said.quantile(_QUANTILES[end])))
-    lower, upper = said.lower_tokens, said.upper_tokens
+    if end is PredictedEnd.MEAN or end in _QUANTILES:
+        tokens = prediction.mean if end is PredictedEnd.MEAN else prediction.quantile(_QUANTILES[end])
+        return min(job.max_tokens, ceil(tokens - 1e-6))  # a sum of shares is off by as much
+    lower, upper = prediction.lower_tokens, prediction.upper_tokens
     middle = (lower + upper) // 2
     return min(job.max_tokens, lower if end is PredictedEnd.LOWER else upper if end is PredictedEnd.UPPER else middle)
 
 
-def _whole(tokens: float) -> int:
-    return ceil(tokens - 1e-6)  # what a sum of shares is off by
-
-
 def is_heavy(job: JobView) -> bool:
-    """Whether `job` counts as a heavy decode: more than 128 output tokens.
+    """Whether `job` counts as a heavy decode: more than `HEAVY_TOKENS` output tokens.
 
-    Source: TetriInfer 5.1 for the bound; F: the median of what is predicted is compared (of a mere range its middle),
-    and without a prediction max_tokens, so that unpredicted jobs spread by their number.
+    Source: TetriInfer 5.1 for the bound. F: the predicted median is compared (the middle of a mere range), and without
+    a prediction max_tokens, so that unpredicted jobs are spread by their number.
     """
-    known = job.prediction is not None and bool(job.prediction.shares)
-    return predicted_tokens(job, PredictedEnd.P50 if known else PredictedEnd.MIDDLE, job.max_tokens) > HEAVY_TOKENS
+    has_shares = job.prediction is not None and bool(job.prediction.shares)
+    return predicted_tokens(job, PredictedEnd.P50 if has_shares else PredictedEnd.MIDDLE, job.max_tokens) > HEAVY_TOKENS
 
 
-UNPREDICTED_TOKENS = 128
+def check_unpredicted(name: str, unpredicted_tokens: int) -> None:
+    """Raises InvalidRequest for a parameter `unpredicted_tokens` below 0."""
+    if unpredicted_tokens < 0:
+        raise InvalidRequest(f"{name}: unpredicted_tokens must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
 class RunningDecode:
-    """A job that runs: its context now, and how many more tokens it is predicted to produce, at least 0."""
+    """A running job: its context now, and how many more tokens it is predicted to produce, at least 0."""
 
     context_tokens: int
     predicted_remaining_tokens: int
@@ -83,8 +82,11 @@ class DecodeMemory:
     free_blocks: int
     block_size: int  # tokens
     total_blocks: int
-    reserved_tokens: int = 0  # prompt + predicted tokens of the jobs that run
-    running: tuple[RunningDecode, ...] = ()  # the jobs that run, for policies with `needs_running`
+    reserved_tokens: int = 0  # prompt + predicted tokens of the running jobs
+    running: tuple[RunningDecode, ...] = ()  # the running jobs, for policies with `needs_running`
+
+    def blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,40 +98,37 @@ class Admission:
 
 
 class DecodeAdmission(Protocol):
-    """Decides for one job against the memory of its instance.
+    """Decides on one job against the memory of its instance; `now` is unix seconds.
 
-    `needs_running` says whether the driver has to list the jobs that run.
+    `needs_running` says whether the caller has to list the running jobs.
     """
 
     name: ClassVar[str]
     needs_running: ClassVar[bool]
 
-    def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
-        """Decide. `now` is unix seconds."""
-        ...
+    def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """Admit iff the prompt fits now. Source: TetriInfer 3.4 (vLLM's own rule)."""
+    """Admit if and only if the prompt fits now. Source: TetriInfer 3.4 (vLLM's own rule)."""
 
     name: ClassVar[str] = "greedy"
     needs_running: ClassVar[bool] = False
 
     def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
-        """See `DecodeAdmission`."""
-        need = _blocks(job.prompt_tokens, memory)
-        figures: dict[str, float | str] = {"need_blocks": need, "free_blocks": memory.free_blocks}
-        return Admission(need <= memory.free_blocks, (Reason("admission:greedy", figures),))
+        need = memory.blocks(job.prompt_tokens)
+        reason = Reason("admission:greedy", {"need_blocks": need, "free_blocks": memory.free_blocks})
+        return Admission(need <= memory.free_blocks, (reason,))
 
 
 @dataclass(frozen=True, slots=True)
 class ReserveStatic:
-    """Admit iff the job's predicted full length is less than the memory that is free now.
+    """Admit if and only if the job's predicted full length is less than the memory that is free now.
 
-    reserve_all (ours): admit iff all that runs and the job fit at their predicted full lengths, and the prompt fits
-    now, because jobs outgrow their predictions.
-    Source: TetriInfer 3.4, reserve-static; 5.2.3 for the lower end of the predicted range. F: where nothing runs the
+    reserve_all (ours): admit if and only if all running jobs and this one fit at their predicted full lengths, and the
+    prompt fits now, because jobs outgrow their predictions.
+    Source: TetriInfer 3.4, reserve-static; 5.2.3 for the lower end of the predicted range. F: where no job runs, the
     prompt alone decides, so that no job waits for ever.
     """
 
@@ -140,31 +139,29 @@ class ReserveStatic:
     reserve_all: bool = False
 
     def __post_init__(self) -> None:
-        _check(self.name, self.unpredicted_tokens)
+        check_unpredicted(self.name, self.unpredicted_tokens)
 
     def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
-        """See `DecodeAdmission`."""
         need = job.prompt_tokens + predicted_tokens(job, self.end, self.unpredicted_tokens)
-        fits = _blocks(job.prompt_tokens, memory) <= memory.free_blocks
         if self.reserve_all:
             room = memory.total_blocks * memory.block_size - memory.reserved_tokens
-            enough, why = (
-                need <= room,
-                Reason("admission:reserve_static, all", {"need_tokens": need, "unreserved_tokens": room}),
-            )
+            enough = need <= room
+            reason = Reason("admission:reserve_static, all", {"need_tokens": need, "unreserved_tokens": room})
         else:
             room = memory.free_blocks * memory.block_size
-            enough, why = need < room, Reason("admission:reserve_static", {"need_tokens": need, "free_tokens": room})
-        return Admission(fits and (enough or memory.reserved_tokens <= 0), (why,))
+            enough = need < room
+            reason = Reason("admission:reserve_static", {"need_tokens": need, "free_tokens": room})
+        fits = memory.blocks(job.prompt_tokens) <= memory.free_blocks
+        return Admission(fits and (enough or memory.reserved_tokens <= 0), (reason,))
 
 
 @dataclass(frozen=True, slots=True)
 class ReserveDynamic:
-    """Admit iff memory is left when the first of the batch is predicted to end, the job included.
+    """Admit if and only if memory is left when the first of the running jobs and this one is predicted to end.
 
     With k the shortest predicted remaining length, every context grows by k; each is rounded up to whole blocks.
-    Source: TetriInfer 3.4, reserve-dynamic; 5.2.3 for the lower end of the predicted range. F: the prompt must fit now;
-    it alone decides where nothing runs.
+    Source: TetriInfer 3.4, reserve-dynamic; 5.2.3 for the lower end of the predicted range. F: the prompt must fit now,
+    and it alone decides where no job runs.
     """
 
     name: ClassVar[str] = "reserve_dynamic"
@@ -173,10 +170,9 @@ class ReserveDynamic:
     unpredicted_tokens: int = UNPREDICTED_TOKENS
 
     def __post_init__(self) -> None:
-        _check(self.name, self.unpredicted_tokens)
+        check_unpredicted(self.name, self.unpredicted_tokens)
 
     def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
-        """See `DecodeAdmission`."""
         length = predicted_tokens(job, self.end, self.unpredicted_tokens)
         grows = min([length, *[one.predicted_remaining_tokens for one in memory.running]])
         size, more = memory.block_size, grows + memory.block_size - 1  # to round up
@@ -187,32 +183,17 @@ class ReserveDynamic:
             "need_blocks": need,
             "total_blocks": memory.total_blocks,
         }
-        fits = _blocks(job.prompt_tokens, memory) <= memory.free_blocks
-        return Admission(
-            fits and (need <= memory.total_blocks or not memory.running),
-            (Reason("admission:reserve_dynamic", figures),),
-        )
+        fits = memory.blocks(job.prompt_tokens) <= memory.free_blocks
+        enough = need <= memory.total_blocks or not memory.running
+        return Admission(fits and enough, (Reason("admission:reserve_dynamic", figures),))
 
 
-def _blocks(tokens: int, memory: DecodeMemory) -> int:
-    return -(-tokens // memory.block_size)
+# KV memory of a decode instance over the steps to come. A job that decodes holds one token more with each step until
+# its answer ends, and then none. The sum over all jobs in a few stretches of steps shows the peak of their memory, and
+# is short enough for a heartbeat. Source: ours; the peak of future memory as in LightLLM's past-future scheduler (arXiv
+# 2507.10150), on a grid.
 
-
-def _check(name: str, unpredicted_tokens: int) -> None:
-    if unpredicted_tokens < 0:
-        raise InvalidRequest(f"{name}: unpredicted_tokens must not be negative")
-
-
-# MERGED kv_ahead.py
-# KV memory of a decode instance over the steps to come: what its jobs will hold, and whether one more fits to its end.
-#
-# A job that decodes holds one token more with each step until its answer ends, and then nothing. A sum over all
-# jobs at a few stretches of steps is enough to see the peak that they come to together, and is short enough for a
-# heartbeat. Source: ours; the peak of future memory as in LightLLM's past-future scheduler (arXiv 2507.10150), on a
-# grid.
-
-
-# Ends of the stretches, in steps; the last stretch has none. A job counts as there by a quarter too long at most.
+# Ends of the stretches, in steps; the last stretch has none. A job counts for at most a quarter too long.
 STRETCHES = (
     *range(16, 129, 16),
     *range(160, 257, 32),
@@ -221,14 +202,14 @@ STRETCHES = (
 )
 COUNT = len(STRETCHES)
 
-Ahead = tuple[int, ...]  # the most tokens held in each stretch; empty where no job decodes
+Ahead = tuple[int, ...]  # the most tokens held in each stretch; empty when no job decodes
 
-OVERDUE_TOKENS = 16  # that an answer longer than expected is taken to go on for, at least
-OVERDUE_SHARE = 0.25  # and of what it has given
+OVERDUE_TOKENS = 16  # to come, at least, of an answer that is longer than expected
+OVERDUE_SHARE = 0.25  # and of the tokens that it has produced
 
 
 def remaining_tokens(given: int, expected: int, most: int) -> int:
-    """Tokens to come of an answer that has given so many. expected: in all. most: its max_tokens."""
+    """Tokens to come of an answer that has produced `given`. expected: in all. most: its max_tokens."""
     left = expected - given
     if left <= 0:
         left = max(OVERDUE_TOKENS, int(OVERDUE_SHARE * given))
@@ -236,21 +217,20 @@ def remaining_tokens(given: int, expected: int, most: int) -> int:
 
 
 def own_part(used_tokens: int, held_tokens: int) -> float:
-    """Of the tokens that an instance's jobs hold together, the part that takes blocks: where all blocks in use are
-    less, jobs share those of a common prefix, and each counts for its part.
+    """The share of the tokens held by an instance's jobs that takes blocks of its own: jobs with a common prefix share
+    its blocks, so that the blocks in use may hold fewer tokens than the jobs together.
     """
     return min(1.0, used_tokens / held_tokens) if held_tokens > 0 and used_tokens > 0 else 1.0
 
 
 def shared_each(used_tokens: int, held_tokens: int, jobs: int) -> float:
-    """Of the tokens that each of an instance's jobs holds, those in blocks that others hold, too, on average."""
+    """The mean number of a job's tokens that are in blocks which other jobs hold, too."""
     return max(0, held_tokens - used_tokens) / jobs if jobs > 0 else 0.0
 
 
 def takes_tokens(view: InstanceView, prompt: int, saved: int) -> int:
-    """Tokens of KV that a job's prompt takes where the instance is known to hold `saved` of them: all but those in
-    blocks that are in use, as far as those that decode there share blocks. An unused cached block counts as
-    free until the job takes it.
+    """Tokens of KV that a job's prompt takes on an instance that holds `saved` of them: all but those in blocks in use,
+    as far as the decodes there share blocks. An unused cached block counts as free until a job uses it.
     """
     load, info = view.load, view.info
     if saved <= 0:
@@ -261,7 +241,7 @@ def takes_tokens(view: InstanceView, prompt: int, saved: int) -> int:
 
 
 def ahead_of(jobs: Iterable[tuple[int, int]], block_size: int, part: float = 1.0) -> Ahead:
-    """Of jobs with (tokens held now, tokens to come); each holds whole blocks. part: see `own_part`."""
+    """The memory of jobs with (tokens held now, tokens to come); each holds whole blocks. part: see `own_part`."""
     held = [0] * COUNT
     for whole, left in jobs:
         now = whole if part >= 1.0 else ceil(part * whole)
@@ -274,8 +254,8 @@ def ahead_of(jobs: Iterable[tuple[int, int]], block_size: int, part: float = 1.0
 
 
 def with_job(ahead: Ahead, now: int, left: int, block_size: int, after: int = 0) -> Ahead:
-    """With one more that begins to decode `after` steps from now. What it holds then is kept for it before, too: how
-    fast the steps before that are depends on the prompts in them.
+    """With one more job that begins to decode `after` steps from now. The tokens that it holds then count before, too:
+    how fast the steps until then are depends on the prompts in them.
     """
     held = list(ahead) if ahead else [0] * COUNT
     for at in range(COUNT):
@@ -287,9 +267,8 @@ def with_job(ahead: Ahead, now: int, left: int, block_size: int, after: int = 0)
 
 
 def fits_after(ahead: Ahead, room_tokens: int, now: int, left: int, block_size: int) -> float:
-    """Steps until a job that then holds `now` tokens, with `left` to come, fits in `room_tokens` to its end.
-
-    0: it fits at once. Where no job decodes it always does.
+    """Steps until a job of `now` tokens, with `left` to come, fits in `room_tokens` to its end; 0: it fits at once. It
+    always does when no job decodes.
     """
     whole = -(-(now + left) // block_size) * block_size
     if not ahead or max(ahead) + whole <= room_tokens:
@@ -309,5 +288,5 @@ def fits_after(ahead: Ahead, room_tokens: int, now: int, left: int, block_size: 
             at += 1
         else:
             return float(begins)
-        start = at + 1  # not before what is in the way is over
+        start = at + 1  # it fits only after the stretch that has no room for it
     return float(STRETCHES[last - 1]) if last else 0.0

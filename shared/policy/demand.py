@@ -1,8 +1,9 @@
-"""The profile of what clients ask for: counted by schedulers, added up by the monitor, forgotten when it shifts.
+"""Demand: the profile of the clients' requests, counted by schedulers, summed by the monitor, restarted when it shifts.
 
-Times are unix seconds in the live services and virtual ones in the simulator. Source: ThunderServe 4 and appendix E (a
-profiler of prompt and output lengths, whose shifts have the deployment rescheduled); that arrivals count, and how a
-shift is told, is ours.
+`DemandCounter` is a scheduler's, `DemandBook` the monitor's; `find_shift` detects that the demand has changed beyond
+its noise. Times are unix seconds live and virtual ones in the simulator. Source: ThunderServe 4 and appendix E (a
+profiler of prompt and output lengths, whose shifts reschedule the deployment); arrivals and the detection of shifts are
+ours.
 """
 
 from collections import deque
@@ -16,31 +17,37 @@ from shared.domain.demand import SUMS, Demand, DemandSecond, Shift
 from shared.domain.job import JobView
 from shared.policy.split import Freedom
 
-# MERGED shift.py
-# Whether what clients ask for has changed, beyond its noise: the last seconds against those before them.
-
-
-# Standard errors by which both must differ: many windows are looked at, and requests are not independent. Answers that
-# end together are less so: which ones end is a matter of their lengths.
+# Standard errors by which the seconds before and after a shift differ: many windows are compared, and requests are not
+# independent. Answers that end together are even less independent: which ones end depends on their lengths.
 DEVIATIONS, ANSWERS_DEVIATIONS = 6.0, 7.0
-RECENT_S = (2, 15)  # the shortest and the longest stretch that is compared with what was before it
-ANSWERS_RECENT_S = 25  # the longest for answers: they end later
-BEFORE_S = 8  # seconds before it, for lengths
+RECENT_S = (2, 15)  # the shortest and the longest recent stretch that is compared with the seconds before it
+ANSWERS_RECENT_S = 25  # the longest for answers, which end later
+BEFORE_S = 8  # the fewest seconds before it, for lengths
 BEFORE_ARRIVALS_S = 20  # and for the rate, which varies more
 BEFORE_REQUESTS, RECENT_REQUESTS = 30, 20
-# Of answers that began together the short ones end first: their lengths are compared where arrivals varied by no more
-# than this (variance over mean), before and since.
+# Of answers that began together, the short ones end first: their lengths are compared only where arrivals varied by at
+# most this (variance over mean), before and since.
 STEADY = 4.0
-BLOCK_S = 5  # arrivals of one burst count together
-# Standard errors are no less than this, in logarithms: what differs by less than 28 % (lengths) or 65 % (arrivals) is
-# no shift, however sure; roles do not depend on it, or the profile follows by itself.
+BLOCK_S = 5  # arrivals in blocks of this length count together, as bursts do
+# Standard errors are at least this, in logarithms: a change by less than 28 % (lengths) or 65 % (arrivals) is no shift,
+# however certain; roles do not depend on it, or the profile follows by itself.
 LENGTH_FLOOR, ARRIVAL_FLOOR = 0.05, 0.1
 
 
 _Scored = tuple[str, float, float, float]  # what, by how many standard errors, before, after
 
 
+class _Lengths(NamedTuple):
+    """Number of lengths, and sums of their logarithms and of the squares of these."""
+
+    number: float
+    logs: float
+    squares: float
+
+
 class _Sum(NamedTuple):
+    """Sums over some seconds; of prompts and outputs those of their logarithms."""
+
     seconds: float
     requests: float
     prompts: float
@@ -49,13 +56,21 @@ class _Sum(NamedTuple):
     outputs: float
     output_squares: float
 
+    @property
+    def prompts_only(self) -> _Lengths:
+        return _Lengths(self.requests, self.prompts, self.prompt_squares)
+
+    @property
+    def outputs_only(self) -> _Lengths:
+        return _Lengths(self.ended, self.outputs, self.output_squares)
+
 
 def find_shift(seconds: Sequence[DemandSecond]) -> tuple[Shift, int] | None:
-    """The clearest change, and how many of the newest seconds came after it; None when there is none.
+    """The clearest change, and the number of seconds since then; None without a change.
 
-    seconds: oldest first, all since the last shift. Source: ours; a likelihood scan for one change point, with
+    seconds: all since the last shift, oldest first. Source: ours; a likelihood scan for one change point, with
     variances of the lengths' logarithms from within both sides, and of the arrivals from blocks of seconds. Fewer
-    arrivals are no shift: nobody is hurt by a lull, which is no reason to forget what is asked for between lulls.
+    arrivals are no shift: a lull does no harm, and the profile of the time between lulls is worth keeping.
     """
     rows = list(seconds)
     if len(rows) < BEFORE_S + RECENT_S[0]:
@@ -66,54 +81,42 @@ def find_shift(seconds: Sequence[DemandSecond]) -> tuple[Shift, int] | None:
         if count < RECENT_S[0]:
             continue
         before = _plus(whole, recent, -1)
-        scored = [(DEVIATIONS, _prompts(before, recent))] if count <= RECENT_S[1] else []
+        prompts = "prompts", *_lengths(before.prompts_only, recent.prompts_only)
+        scored: list[tuple[float, _Scored]] = [(DEVIATIONS, prompts)] if count <= RECENT_S[1] else []
         if before.seconds >= BEFORE_ARRIVALS_S and before.requests >= BEFORE_REQUESTS:
             dispersion = _dispersion(rows[:-count])
             if count <= RECENT_S[1]:
                 scored.append((DEVIATIONS, _arrivals(before, recent, dispersion)))
             if dispersion <= STEADY and _dispersion(rows[-count:] if count >= 2 * BLOCK_S else rows) <= STEADY:
-                scored.append((ANSWERS_DEVIATIONS, _outputs(before, recent)))
+                outputs = "outputs", *_lengths(before.outputs_only, recent.outputs_only)
+                scored.append((ANSWERS_DEVIATIONS, outputs))
         for least, (what, deviations, was, now) in scored:
             if deviations >= least and (found is None or deviations > found[0].deviations):
                 found = Shift(what, was, now, float(count), deviations), count
     return found
 
 
-def _prompts(before: _Sum, recent: _Sum) -> _Scored:
-    was, now = before.requests, recent.requests
-    squares = before.prompt_squares, recent.prompt_squares
-    return "prompts", *_lengths((was, now), (before.prompts, recent.prompts), squares)
-
-
-def _outputs(before: _Sum, recent: _Sum) -> _Scored:
-    was, now = before.ended, recent.ended
-    squares = before.output_squares, recent.output_squares
-    return "outputs", *_lengths((was, now), (before.outputs, recent.outputs), squares)
-
-
-def _lengths(
-    counts: tuple[float, float], logs: tuple[float, float], squares: tuple[float, float]
-) -> tuple[float, float, float]:
-    """Deviations, and both geometric means, from counts and sums before and after."""
-    if counts[0] < BEFORE_REQUESTS or counts[1] < RECENT_REQUESTS:
+def _lengths(before: _Lengths, recent: _Lengths) -> tuple[float, float, float]:
+    """Standard errors by which the lengths differ, and both geometric means."""
+    if before.number < BEFORE_REQUESTS or recent.number < RECENT_REQUESTS:
         return 0.0, 0.0, 0.0
-    was, now = logs[0] / counts[0], logs[1] / counts[1]
-    within = squares[0] - counts[0] * was * was + squares[1] - counts[1] * now * now
-    variance = max(0.0, within) / (sum(counts) - 2.0)
-    error = sqrt(variance / counts[0] + variance / counts[1] + LENGTH_FLOOR**2)
+    was, now = before.logs / before.number, recent.logs / recent.number
+    within = before.squares - before.number * was * was + recent.squares - recent.number * now * now
+    variance = max(0.0, within) / (before.number + recent.number - 2.0)
+    error = sqrt(variance / before.number + variance / recent.number + LENGTH_FLOOR**2)
     return abs(now - was) / error, exp(was), exp(now)
 
 
 def _arrivals(before: _Sum, recent: _Sum, dispersion: float) -> _Scored:
     was, now = before.requests / before.seconds, recent.requests / recent.seconds
     expected = was * recent.seconds
-    # Of a count whose mean is `expected`, its variance `dispersion` times that: what was before says what is usual.
+    # The variance of a count with mean `expected` is `dispersion` times that, by the seconds before.
     error = sqrt(dispersion / before.requests + dispersion / expected + ARRIVAL_FLOOR**2)
     return "arrivals", log((recent.requests + 0.5) / (expected + 0.5)) / error, was, now
 
 
 def _dispersion(rows: Sequence[DemandSecond]) -> float:
-    """Variance over mean of the arrivals in blocks of some seconds; 1 for Poisson arrivals, and no less."""
+    """Variance over mean of the arrivals in blocks of `BLOCK_S` seconds, at least 1; 1 for Poisson arrivals."""
     blocks = [sum(one.requests for one in rows[at : at + BLOCK_S]) for at in range(0, len(rows) - BLOCK_S + 1, BLOCK_S)]
     mean = sum(blocks) / len(blocks)
     return max(1.0, sum((block - mean) ** 2 for block in blocks) / (len(blocks) - 1) / mean) if mean > 0 else 1.0
@@ -135,20 +138,20 @@ def _plus(one: _Sum, other: _Sum, sign: int) -> _Sum:
     return _Sum(*(a + sign * b for a, b in zip(one, other, strict=True)))
 
 
-PAUSE_S = 3.0  # a scheduler that counted nothing for so long stood still, and its clients' requests waited
+PAUSE_S = 3.0  # a scheduler that did not count for this long was frozen, and its clients' requests waited
 WINDOW_S = 60  # of a profile
-LEAST_S, LEAST_REQUESTS = 5, 50  # before that a profile says nothing
-SILENT_S = 5.0  # a scheduler that told nothing for so long is away
-LATE_S = 60.0  # what is told later counts no more
+LEAST_S, LEAST_REQUESTS = 5, 50  # of a profile
+SILENT_S = 5.0  # a scheduler without reports for this long is gone
+LATE_S = 60.0  # older reports are ignored
 AHEAD_S = 5.0  # by which clocks of hosts may differ
-CORRECTED = 8.0  # most by which an expected length is corrected, either way
-KEPT = 120  # seconds that wait to be told
+CORRECTED = 8.0  # largest factor by which an expected length is corrected, either way
+KEPT = 120  # seconds that a scheduler keeps until it can report them
 
 
 class DemandCounter:
-    """One scheduler's requests by whole seconds, the first partial one left out.
+    """Counts one scheduler's requests by whole seconds, without the first, partial one.
 
-    A gap of more than `pause_s` between two calls was a standstill of this process; nothing is said of it.
+    A gap of more than `pause_s` between two calls was a standstill of this process, and is left out.
     """
 
     def __init__(self, source: str, now: float, pause_s: float = PAUSE_S) -> None:
@@ -158,10 +161,12 @@ class DemandCounter:
         self._heard_s = now
         self._sums = dict.fromkeys(SUMS, 0.0)
         self._expected: dict[str, float] = {}  # of jobs under way
-        self._told: deque[DemandSecond] = deque(maxlen=KEPT)
+        self._finished: deque[DemandSecond] = deque(maxlen=KEPT)
 
     def add(self, job: JobView, held_tokens: int, output_tokens: float, split: Freedom, now: float) -> None:
-        """A request was placed for the first time, where `held_tokens` of its prompt are in a prefix cache."""
+        """Count a request that was placed for the first time; `held_tokens` of its prompt are in a prefix cache
+        there.
+        """
         self._turn(now)
         if floor(now) < self._second:
             return
@@ -182,7 +187,7 @@ class DemandCounter:
         )
 
     def ended(self, job_id: str, output_tokens: int, now: float) -> None:
-        """A job is over here; `output_tokens` of a whole answer, else 0."""
+        """Count a job that has ended; `output_tokens` of a whole answer, else 0."""
         expected = self._expected.pop(job_id, None)
         if expected is None or output_tokens < 1:
             return
@@ -198,11 +203,11 @@ class DemandCounter:
             )
 
     def take(self, now: float) -> list[DemandSecond]:
-        """The seconds that are over and were not taken yet."""
+        """The finished seconds that were not taken yet."""
         self._turn(now)
-        told = list(self._told)
-        self._told.clear()
-        return told
+        finished = list(self._finished)
+        self._finished.clear()
+        return finished
 
     def _count(self, **values: float) -> None:
         for name, value in values.items():
@@ -214,13 +219,13 @@ class DemandCounter:
             self._second = floor(now) + 1
             self._sums = dict.fromkeys(SUMS, 0.0)
         while self._second < floor(now):
-            self._told.append(_as_told(self._source, self._second, self._sums))
+            self._finished.append(_second(self._source, self._second, self._sums))
             self._sums = dict.fromkeys(SUMS, 0.0)
             self._second += 1
 
 
 class _Source:
-    """What one scheduler has told and was not added up yet."""
+    """The reports of one scheduler that are not summed yet."""
 
     def __init__(self, first: int, now: float) -> None:
         self.first, self.last = first, first - 1
@@ -229,27 +234,27 @@ class _Source:
 
 
 class DemandBook:
-    """Adds up what schedulers tell, second by second, once all of them have told.
+    """Sums the reports of the schedulers, second by second, once all of them have reported.
 
-    A second that a scheduler left out is ignored: it is not a lull. When a scheduler falls silent, nothing is known
-    until those that are left have told enough for a profile of their own. Deliveries may come late or twice.
+    A second that a scheduler left out is ignored: it is not a lull. When a scheduler falls silent, there is no profile
+    until the others have reported enough for a new one. Reports may come late or twice.
     """
 
     def __init__(self) -> None:
         self._sources: dict[str, _Source] = {}
         self._next = 0
         self._seconds: deque[DemandSecond] = deque(maxlen=WINDOW_S)
-        self._since = 0  # the second from which on it is like this
+        self._since = 0  # the first second of the present demand
         self._shift: Shift | None = None
-        self.ignored = 0  # seconds that came too late, or from a clock that is wrong
+        self.ignored = 0  # reported seconds that came too late, or from a wrong clock
 
     @property
     def seconds(self) -> Sequence[DemandSecond]:
-        """Those that the profile is made of, oldest first."""
+        """The seconds of the profile, oldest first."""
         return self._seconds
 
     def take(self, seconds: Iterable[DemandSecond], now: float) -> None:
-        """What schedulers tell."""
+        """Add reports of schedulers."""
         for one in seconds:
             if not now - LATE_S < one.second + 1 <= now + AHEAD_S:
                 self.ignored += 1
@@ -263,7 +268,7 @@ class DemandBook:
                 source.last = max(source.last, one.second)
 
     def advance(self, now: float) -> list[Shift]:
-        """Add up what is complete; gives back the shifts that were noticed."""
+        """Sum the complete seconds; returns the detected shifts."""
         silent = [name for name, source in self._sources.items() if now - source.heard_s > SILENT_S]
         for name in silent:
             del self._sources[name]
@@ -278,10 +283,10 @@ class DemandBook:
         self._next = max(self._next, first)
         while self._next <= min(source.last for source in self._sources.values()):
             begun = [source for source in self._sources.values() if source.first <= self._next]
-            told = [source.waiting.pop(self._next, None) for source in begun]
+            reports = [source.waiting.pop(self._next, None) for source in begun]
             self._next += 1
-            present = [one for one in told if one is not None]
-            if present and len(present) == len(told):
+            present = [one for one in reports if one is not None]
+            if present and len(present) == len(reports):
                 if not self._seconds:
                     self._since = present[0].second
                 self._seconds.append(_added(present))
@@ -290,7 +295,7 @@ class DemandBook:
         return shifts
 
     def demand(self, now: float, least_s: int = LEAST_S, least_requests: int = LEAST_REQUESTS) -> Demand | None:
-        """The profile; None before there is so much of it, and while a scheduler is silent."""
+        """The profile; None before it covers that much, and while a scheduler is silent."""
         if any(now - source.heard_s > SILENT_S for source in self._sources.values()):
             return None
         requests = sum(one.requests for one in self._seconds)
@@ -300,7 +305,7 @@ class DemandBook:
 
     def _look(self) -> Shift | None:
         if self._seconds[-1].quiet:
-            return None  # it says nothing that was not known before it
+            return None  # it changes no comparison
         found = find_shift(self._seconds)
         if found is None:
             return None
@@ -314,10 +319,10 @@ def _added(present: list[DemandSecond]) -> DemandSecond:
     if len(present) == 1:
         return present[0]
     sums = {name: sum(getattr(one, name) for one in present) for name in SUMS}
-    return _as_told("", present[0].second, sums)
+    return _second("", present[0].second, sums)
 
 
-def _as_told(source: str, second: int, sums: Mapping[str, float]) -> DemandSecond:
+def _second(source: str, second: int, sums: Mapping[str, float]) -> DemandSecond:
     counts = {name: round(sums[name]) for name in ("requests", "ended")}
     return msgspec.convert({"source": source, "second": second, **sums, **counts}, DemandSecond)
 
@@ -357,7 +362,7 @@ def _answers_spread(rows: Sequence[DemandSecond]) -> float:
 
 
 def _turned_out(rows: Sequence[DemandSecond]) -> float:
-    """By how much answers that ended were longer than expected; predictions lag behind a shift."""
+    """The factor by which ended answers were longer than expected; predictions lag behind a shift."""
     ended = sum(one.ended for one in rows)
     expected = sum(one.ended_expected for one in rows)
     if ended < LEAST_REQUESTS or expected <= 0.0:

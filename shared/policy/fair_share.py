@@ -1,7 +1,7 @@
-"""Fairness between callers: who has had how much, and whose turn it is.
+"""Fair queueing between callers: counters of served tokens, and a queue in which the caller with the fewest is next.
 
 Source: virtual token counters, Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2: a
-prompt token counts 1, an output token 2, over the caller's weight; who was idle gains no credit.
+prompt token counts 1, an output token 2, over the caller's weight; idle callers gain no credit.
 """
 
 import itertools
@@ -13,27 +13,27 @@ from typing import Generic, Protocol, TypeVar
 Item = TypeVar("Item")
 PROMPT_COST, OUTPUT_COST = 1.0, 2.0
 SLACK_TOKENS = 4096.0  # by which a caller may be ahead: a few requests
-CREDIT_TOKENS = 4.0 * SLACK_TOKENS  # the most by which one who asks, but for little, may be behind
-ACTIVE_S = 10.0  # after its last request a caller still counts as one who asks
-LEDGER_S = 0.1  # how often the ledger is read for a caller
+CREDIT_TOKENS = 4.0 * SLACK_TOKENS  # by which an active caller with few requests may be behind
+ACTIVE_S = 10.0  # for which a caller counts as active after its last request
+LEDGER_S = 0.1  # between two reads of the ledger for a caller
 
 
 class Ledger(Protocol):
-    """What callers have had of all who serve them side by side, in tokens as they count, before any weight."""
+    """The tokens served to callers by several gateways side by side, by their cost, before weights."""
 
     def note(self, caller: str, tokens: float) -> None:
-        """It was served so much more here."""
+        """Count tokens served here."""
         ...
 
     def elsewhere(self, caller: str) -> float:
-        """What the others have served it; it falls when one of them begins anew."""
+        """Tokens served by the other gateways; it falls when one of them restarts."""
         ...
 
 
 class LeastFirst:
     """The member with the smallest key among many, where keys only rise: O(log n), amortised over the rises.
 
-    A heap holds one entry for each member. The key of an entry may be out of date: it is then too small, so the entry
+    A heap holds one entry for each member. The key of an entry may be outdated: it is then too small, so that the entry
     surfaces and is corrected. The entry of a member that has left is dropped when it surfaces.
     """
 
@@ -49,7 +49,7 @@ class LeastFirst:
             heappush(self._heap, (self._key(name), next(self._numbers), name))
 
     def first(self, is_member: Callable[[str], bool], without: str | None = None) -> str | None:
-        """The member with the smallest key, `without` excepted; None where there is no other."""
+        """The member with the smallest key except `without`; None without another member."""
         set_aside = None
         try:
             while self._heap:
@@ -82,9 +82,9 @@ class _Caller:
 class Shares:
     """Virtual token counters of the callers of one gateway. Times are seconds of any one clock.
 
-    weights: may change; a caller's is read at each of its requests.
-    With a `ledger` a caller is charged for what others have served it, too, from its first request here.
-    No method costs more than O(log n) in the number of callers, amortised.
+    weights: may change; a caller's weight is read at each of its requests. With a `ledger`, a caller is also charged
+    for the tokens that other gateways have served since its first request here. All methods cost O(log n) in the number
+    of callers, amortised.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None, ledger: Ledger | None = None) -> None:
@@ -95,7 +95,7 @@ class Shares:
         self._least = LeastFirst(self._charged)
 
     def came(self, caller: str, now: float) -> None:
-        """One more job of the caller."""
+        """Count one more job of the caller."""
         one = self._callers.get(caller)
         if one is None:
             one = self._callers[caller] = _Caller(self._weights.get(caller, 1.0))
@@ -113,7 +113,7 @@ class Shares:
         self._least.add(caller)
 
     def charge(self, caller: str, prompt_tokens: int, output_tokens: int) -> None:
-        """It has been served so much."""
+        """Charge the caller for served tokens."""
         one = self._callers[caller]
         cost = PROMPT_COST * prompt_tokens + OUTPUT_COST * output_tokens
         one.tokens += cost / one.weight
@@ -121,22 +121,21 @@ class Shares:
             self._ledger.note(caller, cost)
 
     def left(self, caller: str, now: float) -> None:
-        """A job of it is over, however it ended."""
+        """Report that a job of the caller has ended."""
         one = self._callers[caller]
         one.open -= 1
         one.last_s = now
 
     def lift(self, caller: str, other: str, credit: float = 0.0) -> None:
-        """A caller that begins again is behind `other` by at most `credit`."""
+        """Raise the counter of a caller that becomes active to that of `other`, less `credit`."""
         one = self._callers[caller]
         one.tokens = max(one.tokens, self._callers[other].tokens - credit)
 
     def tokens(self, caller: str) -> float:
-        """Its counter."""
         return self._callers[caller].tokens
 
     def over(self, caller: str, now: float) -> bool:
-        """Whether it has had more than another active caller, by more than a few requests."""
+        """Whether the caller is ahead of another active caller by more than `SLACK_TOKENS`."""
         if len(self._callers) < 2:
             return False
         self._now = now
@@ -144,7 +143,7 @@ class Shares:
         return other is not None and self._charged(caller) > self._callers[other].tokens + SLACK_TOKENS
 
     def _charged(self, caller: str) -> float:
-        """Its counter, after what others served it meanwhile is charged; the ledger is read every `LEDGER_S`."""
+        """The caller's counter, with the tokens that other gateways served; the ledger is read every `LEDGER_S`."""
         one = self._callers[caller]
         if self._ledger is not None and self._now - one.ledger_read_s >= LEDGER_S:
             one.ledger_read_s = self._now
@@ -159,9 +158,9 @@ class Shares:
 
 
 class FairLine(Generic[Item]):
-    """Items that wait, each of a caller: the next is the oldest of the caller with the fewest tokens.
+    """A queue of items of callers: the next is the oldest item of the caller with the fewest tokens.
 
-    `shares` knows each caller. The head stays the head until it is taken or leaves. Items are told apart by identity.
+    `shares` knows each caller. The head stays the head until it is removed. Items are compared by identity.
     """
 
     def __init__(self, shares: Shares) -> None:
@@ -175,7 +174,6 @@ class FairLine(Generic[Item]):
         return self._count
 
     def push(self, item: Item, caller: str) -> None:
-        """Add one."""
         if caller not in self._waiting:
             least = self._callers.first(self._waiting.__contains__)
             if least is not None:
@@ -186,7 +184,7 @@ class FairLine(Generic[Item]):
         self._count += 1
 
     def head(self) -> Item | None:
-        """Whose turn it is, until it is removed; None when the line is empty."""
+        """The next item, the same one until it is removed; None when the queue is empty."""
         if self._head is None:
             caller = self._callers.first(self._waiting.__contains__)
             if caller is not None:
@@ -194,7 +192,7 @@ class FairLine(Generic[Item]):
         return self._head[1] if self._head is not None else None
 
     def remove(self, item: Item, caller: str) -> bool:
-        """Take one out, the head or another; False when it is not here."""
+        """Remove an item; False when it is not in the queue."""
         waiting = self._waiting.get(caller)
         if waiting is None or waiting.pop(id(item), None) is None:
             return False

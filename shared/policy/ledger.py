@@ -1,6 +1,6 @@
-"""What a scheduler remembers of its own placements, over all broadcasts: work not yet complete, and turns taken.
+"""A scheduler's memory of its own placements, over all broadcasts: unfinished work, decodes on their way, and turns.
 
-Owned by the driver, which adds each placement and completes it; policies only read it.
+The caller adds each placement and completes it when the job ends; policies only read it.
 """
 
 from bisect import bisect_left, insort
@@ -19,23 +19,15 @@ from shared.policy.assignment import Assignment, assignments
 from shared.policy.claims import Claims
 from shared.policy.class_needs import ClassNeeds
 
-SETTLE_S = 1.0  # a job placed so long ago shows in the load of its instance
+SETTLE_S = 1.0  # a job that was placed this long ago shows in the load of its instance
 FORGET_S = 3600.0  # no job takes longer: its completion was lost
-_NOBODY: dict[str, Assignment] = {}
-
-
-class _Entry(NamedTuple):
-    slot: int
-    score: float
-    tokens: int
-    time_s: float
 
 
 class Rotation:
-    """Keys in turn, each as often as its weight says. Among those with equal weights it is a plain round.
+    """Keys in turn, each as often as its weight says; with equal weights, plain round-robin.
 
-    The next key is the one with the least (served + 1/2) / weight (Webster's order), so that with weights 4 and 1 the
-    turns are a a b a a. Keys with a weight of 0 or less have no turn.
+    The next key is the one with the least (served + 1/2) / weight (Webster's order), so that weights of 4 and 1 give
+    the turns a a b a a. Keys with a weight of 0 or less have no turn.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -44,7 +36,7 @@ class Rotation:
         self._order = sorted((turn, key) for key, turn in self._next.items())
 
     def order(self) -> Iterator[str]:
-        """Whose turn it is, then whose it would be without that one, and so on."""
+        """The key whose turn it is, then the key whose turn it would be without that one, and so on."""
         return (key for _, key in self._order)
 
     def took(self, key: str) -> None:
@@ -57,17 +49,27 @@ class Rotation:
         insort(self._order, (self._next[key], key))
 
 
-class WorkloadLedger:
-    """Work of unfinished jobs by instance, the same number added and taken off; and the turns of rotations.
+class _Work(NamedTuple):
+    """An unfinished job's work, at an instance's slot."""
 
-    Source: Huawei 4.2, the mapper's list of workloads and its hook at completion. Times are on the driver's clock.
+    slot: int
+    score: float
+    tokens: int
+    time_s: float
+
+
+class WorkloadLedger:
+    """Work of unfinished jobs by instance, and the turns of rotations. Times are on the caller's clock.
+
+    An instance has a slot, its position in `scores` and `tokens`. Source: Huawei 4.2, the mapper's list of workloads
+    and its hook at completion.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}
+        self._work: dict[str, _Work] = {}  # by job
         self._slots: dict[str, int] = {}
-        self._jobs: list[dict[str, _Entry]] = []  # unfinished ones by slot, oldest first
-        self._free: list[int] = []  # slots of instances that are gone
+        self._jobs: list[dict[str, _Work]] = []  # the same by slot, oldest first
+        self._free_slots: list[int] = []  # of instances that are gone
         self.scores: NDArray[np.float64] = np.zeros(16)  # by slot: Q of the paper
         self.tokens: NDArray[np.float64] = np.zeros(16)  # by slot: prompt and predicted tokens of unfinished jobs
         self._rotations: dict[str, Rotation] = {}
@@ -78,8 +80,7 @@ class WorkloadLedger:
         self.needs = ClassNeeds()
 
     def __len__(self) -> int:
-        """Unfinished jobs."""
-        return len(self._entries)
+        return len(self._work)
 
     def add(self, job: JobView, route: Route, now: float = 0.0) -> None:
         """Count a placement. A job that is placed again leaves its former place."""
@@ -89,7 +90,7 @@ class WorkloadLedger:
         for rotation in self._rotations.values():
             rotation.took(prefill or decode)
             rotation.took(pair_key(prefill, decode))
-        self._take_off(job_id)
+        self._remove(job_id)
         self.claims.drop(job_id)
         self.answers.begun(job)
         self.needs.placed(job, now)
@@ -100,40 +101,43 @@ class WorkloadLedger:
         if route.work is None:
             return
         slot = self.slot(prefill or decode)
-        entry = _Entry(slot, route.work.score, route.work.tokens, now)
-        self._entries[job_id] = self._jobs[slot][job_id] = entry
+        self._work[job_id] = self._jobs[slot][job_id] = _Work(slot, route.work.score, route.work.tokens, now)
         self.scores[slot] += route.work.score
         self.tokens[slot] += route.work.tokens
 
     def complete(self, job_id: str, output_tokens: int = 0, met: bool | None = None, now: float = 0.0) -> None:
-        """Take off what was added for a job; jobs without an entry are ignored.
+        """Remove what was added for a job; jobs without an entry are ignored.
 
-        output_tokens: of a whole answer. met: whether it kept its targets at `now`; None where nobody can say.
+        output_tokens: of a whole answer. met: whether it met its targets, None where that is not known.
         """
         self.claims.drop(job_id)
         self.answers.ended(job_id, output_tokens)
         self.needs.ended(job_id, met, now)
-        self._take_off(job_id)
+        self._remove(job_id)
 
-    def _take_off(self, job_id: str) -> None:
+    def _remove(self, job_id: str) -> None:
         self.arrived(job_id)
-        entry = self._entries.pop(job_id, None)
-        if entry is None:
+        work = self._work.pop(job_id, None)
+        if work is None:
             return
-        slot = entry.slot
+        slot = work.slot
         del self._jobs[slot][job_id]
-        # With its last job an instance's sums are 0 exactly: rounding errors end there.
-        left = bool(self._jobs[slot])
-        self.scores[slot] = max(0.0, self.scores[slot] - entry.score) if left else 0.0
-        self.tokens[slot] = max(0.0, self.tokens[slot] - entry.tokens) if left else 0.0
+        # Without jobs, an instance's sums are exactly 0: rounding errors do not add up over its life.
+        busy = bool(self._jobs[slot])
+        self.scores[slot] = max(0.0, self.scores[slot] - work.score) if busy else 0.0
+        self.tokens[slot] = max(0.0, self.tokens[slot] - work.tokens) if busy else 0.0
 
     @property
     def coming(self) -> Collection[Assignment]:
-        """Decodes that were bound to an instance and have not come there yet."""
+        """Decodes that are bound to an instance and have not reached it yet."""
         return self._coming.values()
 
+    def coming_to(self, instance_id: str) -> Collection[Assignment]:
+        """The decodes of `coming` that are bound to that instance."""
+        return self._coming_to[instance_id].values() if instance_id in self._coming_to else ()
+
     def arrived(self, job_id: str) -> Assignment | None:
-        """Its decode has come to an instance, whose loads show it from now on."""
+        """Report that a job's decode has reached an instance, whose loads show it from now on."""
         assignment = self._coming.pop(job_id, None)
         if assignment is not None:
             there = self._coming_to[assignment.instance_id]
@@ -142,39 +146,34 @@ class WorkloadLedger:
                 del self._coming_to[assignment.instance_id]
         return assignment
 
-    def coming_to(self, instance_id: str) -> Collection[Assignment]:
-        """Those of `coming` that were bound to that instance."""
-        return self._coming_to.get(instance_id, _NOBODY).values()
-
     def settle(self, view: ClusterView, now: float) -> None:
-        """Forget work whose completion was missed: on instances that are gone or idle, or older than an hour.
+        """Forget work whose completion was missed: on instances that are gone or idle, or older than `FORGET_S`.
 
-        For every broadcast: O(instances) and what is forgotten. Work that stays is not looked at. The slots of
-        instances that are not in `view` are given to others.
+        For every broadcast of a whole cluster: O(instances + forgotten jobs). The slots of instances that are not in
+        `view` are reused.
         """
-        if not self._entries and len(self._slots) <= len(view.instances):
+        if not self._work and len(self._slots) <= len(view.instances):
             return
         busy = {v.info.instance_id: v.load.inflight > 0 for v in view.instances if v.state is not InstanceState.DEAD}
         for instance_id, slot in self._slots.items():
-            jobs = self._jobs[slot]
-            there = busy.get(instance_id)
-            kept_s = -inf if there is None else FORGET_S if there else SETTLE_S
+            jobs, is_busy = self._jobs[slot], busy.get(instance_id)
+            kept_s = -inf if is_busy is None else FORGET_S if is_busy else SETTLE_S
             while jobs:
-                job_id, entry = next(iter(jobs.items()))
-                if now - entry.time_s <= kept_s:
+                job_id, work = next(iter(jobs.items()))
+                if now - work.time_s <= kept_s:
                     break
                 self.complete(job_id)
         known = {v.info.instance_id for v in view.instances}
         for instance_id in [one for one in self._slots if one not in known]:
-            self._free.append(self._slots.pop(instance_id))  # without jobs its sums are 0
+            self._free_slots.append(self._slots.pop(instance_id))  # it has no jobs, so its sums are 0
 
     def score(self, instance_id: str) -> float:
-        """Sum of the unfinished jobs' scores there."""
+        """Sum of the unfinished jobs' scores on the instance."""
         slot = self._slots.get(instance_id)
         return 0.0 if slot is None else float(self.scores[slot])
 
     def tokens_at(self, instance_id: str) -> int:
-        """Sum of the unfinished jobs' prompt and predicted tokens there."""
+        """Sum of the unfinished jobs' prompt and predicted tokens on the instance."""
         slot = self._slots.get(instance_id)
         return 0 if slot is None else int(self.tokens[slot])
 
@@ -182,7 +181,7 @@ class WorkloadLedger:
         """Position of an instance in `scores` and `tokens`."""
         slot = self._slots.get(instance_id)
         if slot is None:
-            slot = self._slots[instance_id] = self._free.pop() if self._free else len(self._jobs)
+            slot = self._slots[instance_id] = self._free_slots.pop() if self._free_slots else len(self._jobs)
         if slot == len(self._jobs):
             self._jobs.append({})
             if slot >= len(self.scores):
@@ -191,11 +190,10 @@ class WorkloadLedger:
         return slot
 
     def slots(self, instance_ids: Sequence[str]) -> NDArray[np.intp]:
-        """Positions of several."""
         return np.fromiter((self.slot(one) for one in instance_ids), np.intp, len(instance_ids))
 
     def rotation(self, name: str, weights: Mapping[str, float]) -> Rotation:
-        """The turns of that name. When keys or weights have changed, counting starts anew: nobody catches up."""
+        """The rotation of that name. When keys or weights have changed, its turns are counted anew."""
         known = self._rotations.get(name)
         if known is None or (known.weights is not weights and known.weights != weights):
             known = self._rotations[name] = Rotation(weights)

@@ -1,4 +1,4 @@
-"""What all instances did, in steps of time: means of samples, as arrays."""
+"""Load history: means of the instances' sampled loads over steps of time, as arrays."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -15,8 +15,8 @@ Floats = NDArray[np.float32]
 
 
 class Totals(msgspec.Struct):
-    """Sums over the samples of a step, of all instances that live. kv_used_…: of the means over a role's instances, of
-    those samples in which it had some.
+    """Sums over the samples of a step, of all instances that are not dead. kv_used_…: sums of the means over a role's
+    instances, over the `kv_samples_…` samples in which the role had some.
     """
 
     running: float = 0.0
@@ -31,7 +31,7 @@ class Totals(msgspec.Struct):
 
 
 class Seen(NamedTuple):
-    """A step: how many samples it rests on, and for each instance its id, role, state and means (NaN: not known)."""
+    """A step: its number of samples, and for each instance its id, role, state and means (NaN: not known)."""
 
     step_s: int
     start_s: int
@@ -76,13 +76,13 @@ class _Step:
 
 
 class LoadBook:
-    """Samples of all loads, into steps of each length."""
+    """Collects samples of all loads into steps of each length."""
 
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
 
     def sample(self, views: Iterable[InstanceView], now: float) -> list[Seen]:
-        """Take a sample in at `now` (unix seconds); gives back the steps that are over with it."""
+        """Add a sample at `now` (unix seconds); returns the steps that ended before it."""
         over = []
         some = list(views)
         who = [(view.info.instance_id, view.role.value, view.state.value) for view in some]
@@ -99,7 +99,6 @@ class LoadBook:
         return over
 
     def open(self) -> list[Seen]:
-        """The steps that are under way."""
         return [step.seen() for step in self._steps.values()]
 
 

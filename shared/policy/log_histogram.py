@@ -1,4 +1,4 @@
-"""Durations as counts in logarithmic buckets: small, mergeable, percentiles within 5 %."""
+"""Histograms of durations with logarithmic buckets: small, mergeable, percentiles within 5 %."""
 
 from collections.abc import Iterable, Mapping
 from math import ceil, log
@@ -10,18 +10,16 @@ Histogram = dict[int, int]  # count by bucket; bucket n lies around LEAST_S * GR
 
 
 def observe(histogram: Histogram, seconds: float, times: int = 1) -> None:
-    """Count a duration."""
     at = bucket_of(seconds)
     histogram[at] = histogram.get(at, 0) + times
 
 
 def bucket_of(seconds: float) -> int:
-    """Where a duration is counted; what is outside goes to either end."""
+    """The bucket of a duration; durations outside the range go to its ends."""
     return 0 if seconds <= LEAST_S else min(MOST, round(log(seconds / LEAST_S) / _LOG))
 
 
 def merged(histograms: Iterable[Mapping[int, int]]) -> Histogram:
-    """The counts of all of them."""
     found: Histogram = {}
     for one in histograms:
         for at, times in one.items():

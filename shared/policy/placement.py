@@ -1,4 +1,9 @@
-"""Placement: where a job runs. Filter the instances, score, pick; then split, and dispatch where needed."""
+"""Placement: the route of a job. Filter the instances, score them, pick one; then split, and dispatch where needed.
+
+`place` is the entry point. A placement policy picks the prefill instance (in a coupled cluster the decode instance that
+computes the whole job), a split policy the number of prompt tokens computed there, and a dispatch policy the decode
+instance, where the route has to name it.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -7,39 +12,36 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
-from shared.domain.instance import InstanceView, Role
+from shared.domain.instance import Role
 from shared.domain.job import JobView
 from shared.domain.route import Reason, Route
 from shared.errors import Delayed, InvalidRequest
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
-from shared.policy.dispatch import Choice, DispatchPolicy, choose_decode, context_of, ref_of, usable, why_none
-from shared.policy.index import ClusterIndex, queued_prefill_s
+from shared.policy.dispatch import Choice, DispatchPolicy, Figures, choose_decode, why_none
+from shared.policy.index import ClusterIndex, context_of, queued_prefill_s, usable
 from shared.policy.prefix_index import saved_tokens
 from shared.policy.split import CronusSplit, Split
 
-HELD_S = 0.05, 0.25  # least and most until a held job asks again
-LOOK = 2  # instances of each class of speed: the best and a runner-up
+MIN_DELAY_S, MAX_DELAY_S = 0.05, 0.25  # bounds of the retry time of a job that waits for `CronusSplit.max_prefills`
+PER_CLASS = 2  # instances that are scored of each class of speed: the best and a runner-up
 
 
 class Placement(Protocol):
-    """Picks one of `index.candidates`, or None when none can take the job.
+    """Picks one of `index.candidates`, or None when none of them can take the job. `now` is unix seconds.
 
-    These are the prefill instances; in a coupled cluster the decode instances, of which the chosen one does it all.
-    A choice of a decode instance in another cluster means the same; one that names a decode instance beside a prefill
-    instance binds the job to both.
+    The candidates are the prefill instances, in a coupled cluster the decode instances. A chosen decode instance
+    computes the whole job. A choice of a prefill instance may name the decode instance, too.
     """
 
     name: ClassVar[str]
 
     def choose(
         self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
-    ) -> Choice | None:
-        """Decide. `now` is unix seconds."""
-        ...
+    ) -> Choice | None: ...
 
 
 class Policies(msgspec.Struct, frozen=True):
-    """The three that make a route."""
+    """The three policies that make a route."""
 
     placement: Placement
     split: Split
@@ -51,115 +53,98 @@ def place(
 ) -> Route:
     """The route of `job`.
 
-    Without a ready prefill instance the decode instance that dispatch chooses does it all; in a coupled cluster the
-    one that placement chooses does. Raises Unavailable when no decode instance can take it, InvalidRequest
-    when it is too long for all of them or makes no sense, Delayed while the split (`CronusSplit.max_prefills`) wants
-    the job to wait.
+    Without a ready prefill instance, the decode instance that dispatch chooses computes the whole job; in a coupled
+    cluster, the instance that placement chooses does. Raises Unavailable when no decode instance can take the job,
+    InvalidRequest when the job is too long for all of them or malformed, and Delayed while the split
+    (`CronusSplit.max_prefills`) wants the job to wait.
     """
     if job.prompt_tokens < 1 or job.max_tokens < 0:
         raise InvalidRequest(f"a job of {job.prompt_tokens} prompt and {job.max_tokens} output tokens")
-    case = _Case(job, index, policies, now, rng, exclude)
-    if job.local_only and not index.coupled:
-        return case.local("local_only: one instance must compute it whole")
-    chosen = _chosen(job, index, policies, now, rng, exclude)
-    if chosen is None:
-        why = why_none(job, index.placing, index, exclude)
-        if index.coupled:
-            raise why
-        return case.local(f"local: {why.message}")
-    if chosen.instance.role is Role.DECODE:
-        return case.whole(chosen)
-    if chosen.split is not None and chosen.decode is not None:  # decided on together
-        return case.decided(chosen, Choice(chosen.decode), chosen.split)
-    if chosen.decode is not None or policies.split.needs_decode:
-        return case.pair(chosen)
-    return case.prefill_only(chosen)
+    return _Placing(job, index, policies, now, rng, exclude).route()
 
 
-def _chosen(
-    job: JobView, index: ClusterIndex, policies: Policies, now: float, rng: Random, exclude: Collection[str]
-) -> Choice | None:
-    """Raises Delayed where the split lets all instances that could take the job take no more prompts for now."""
-    split = policies.split
-    most = split.max_prefills if isinstance(split, CronusSplit) and job.can_wait and not job.begun else 0
-    full = [view for view in index.prefill.views if view.load.queued_prefill >= most] if most else []
-    if not full:
-        return _placed(job, index, policies, now, rng, exclude)
-    context = context_of(job, Role.PREFILL)
-    without = {*exclude, *(view.instance_id for view in full)}
-    held = [view for view in full if usable(view, context, exclude)]
-    if held and not any(usable(view, context, without) for view in index.prefill.views):
-        soonest_s = min(queued_prefill_s(view) / view.load.queued_prefill for view in held)
-        said = f"each prefill instance has at least {most} requests (split: {split.name})"
-        raise Delayed(said, cause="prefills", retry_after_s=min(HELD_S[1], max(HELD_S[0], soonest_s)))
-    return _placed(job, index, policies, now, rng, without)
+@dataclass(slots=True)
+class _Placing:
+    """The placement of one job."""
 
+    job: JobView
+    index: ClusterIndex
+    policies: Policies
+    now: float
+    rng: Random
+    exclude: Collection[str]
 
-def _placed(
-    job: JobView, index: ClusterIndex, policies: Policies, now: float, rng: Random, exclude: Collection[str]
-) -> Choice | None:
-    placement, split, dispatch = policies.placement, policies.split, policies.dispatch
-    if not isinstance(placement, Adaptive):
-        return placement.choose(job, index, exclude, now, rng)
-    free_split, free_dispatch = isinstance(split, AdaptiveSplit), isinstance(dispatch, AdaptiveDispatch)
-    fixed = None if free_split else split, None if free_dispatch else dispatch
-    return placement.decide(job, index, *fixed, exclude, now, rng)
-
-
-class _Case:
-    """One question and all it rests on."""
-
-    __slots__ = ("exclude", "index", "job", "now", "policies", "rng")
-
-    def __init__(
-        self, job: JobView, index: ClusterIndex, policies: Policies, now: float, rng: Random, exclude: Collection[str]
-    ) -> None:
-        self.job = job
-        self.index = index
-        self.policies = policies
-        self.now = now
-        self.rng = rng
-        self.exclude = exclude
-
-    def prefill_only(self, prefill: Choice) -> Route:
-        """The prefill instance's dispatcher chooses the decode instance, from fresher loads."""
+    def route(self) -> Route:
+        job, index, split = self.job, self.index, self.policies.split
+        if job.local_only and not index.coupled:
+            return self._whole(self._dispatched(), Reason("local_only: one instance must compute it whole"))
+        chosen = self._place()
+        if chosen is None:
+            why = why_none(job, index.placing, index, self.exclude)
+            if index.coupled:
+                raise why
+            return self._whole(self._dispatched(), Reason(f"local: {why.message}"))
+        if chosen.instance.role is Role.DECODE:
+            return self._whole(chosen)
+        if chosen.split is not None and chosen.decode is not None:  # placement decided on all three
+            return self._route(chosen, Choice(chosen.decode), chosen.split, chosen.reasons)
+        if chosen.decode is not None or split.needs_decode:
+            return self._pair(chosen)
+        # The dispatcher of the prefill instance chooses the decode instance, from fresher loads.
         self._require_decode()
-        split = self.policies.split.choose(self.job, prefill.instance, None, self.now, self.rng)
-        return self._route(prefill, None, split.tokens, prefill.reasons + split.reasons)
+        part = split.choose(job, chosen.instance, None, self.now, self.rng)
+        return self._route(chosen, None, part.tokens, chosen.reasons + part.reasons)
 
-    def pair(self, prefill: Choice) -> Route:
-        """Both are needed to decide the split, or placement chose both."""
-        bound = prefill.decode
-        decode = Choice(bound) if bound is not None else self._decode()
+    def _place(self) -> Choice | None:
+        """The choice of the placement policy.
+
+        Raises Delayed when every instance that could take the job has as many prompts as the split allows.
+        """
+        job, index, split, exclude = self.job, self.index, self.policies.split, self.exclude
+        limit = split.max_prefills if isinstance(split, CronusSplit) and job.can_wait and not job.begun else 0
+        full = [view for view in index.prefill.views if view.load.queued_prefill >= limit] if limit else []
+        if full:
+            exclude = {*exclude, *(view.instance_id for view in full)}
+            context = context_of(job, Role.PREFILL)
+            held = [view for view in full if usable(view, context, self.exclude)]
+            if held and not any(usable(view, context, exclude) for view in index.prefill.views):
+                soonest_s = min(queued_prefill_s(view) / view.load.queued_prefill for view in held)
+                raise Delayed(
+                    f"each prefill instance has at least {limit} requests (split: {split.name})",
+                    cause="prefills",
+                    retry_after_s=min(MAX_DELAY_S, max(MIN_DELAY_S, soonest_s)),
+                )
+        placement, dispatch = self.policies.placement, self.policies.dispatch
+        if not isinstance(placement, Adaptive):
+            return placement.choose(job, index, exclude, self.now, self.rng)
+        fixed_split = None if isinstance(split, AdaptiveSplit) else split
+        fixed_dispatch = None if isinstance(dispatch, AdaptiveDispatch) else dispatch
+        return placement.decide(job, index, fixed_split, fixed_dispatch, exclude, self.now, self.rng)
+
+    def _pair(self, prefill: Choice) -> Route:
+        """The route over a prefill and a decode instance: the split depends on both, or placement chose both."""
+        prompt, bound = self.job.prompt_tokens, prefill.decode
+        decode = Choice(bound) if bound is not None else self._dispatched()
         split = self.policies.split.choose(self.job, prefill.instance, decode.instance, self.now, self.rng)
         reasons = prefill.reasons + split.reasons
         if split.tokens <= 0:
             return self._route(None, decode, 0, reasons + decode.reasons)
-        if split.tokens >= self.job.prompt_tokens and bound is None:
-            # No use for the decode instance: the dispatcher's loads will be fresher.
-            return self._route(prefill, None, self.job.prompt_tokens, reasons)
-        return self._route(prefill, decode, min(split.tokens, self.job.prompt_tokens), reasons + decode.reasons)
+        if split.tokens >= prompt and bound is None:
+            # The split needs no decode instance after all: the loads will be fresher when the dispatcher chooses one.
+            return self._route(prefill, None, prompt, reasons)
+        return self._route(prefill, decode, min(split.tokens, prompt), reasons + decode.reasons)
 
-    def decided(self, prefill: Choice, decode: Choice, split: int) -> Route:
-        """Placement decided on everything."""
-        return self._route(prefill, decode, split, prefill.reasons)
+    def _whole(self, decode: Choice, *why: Reason) -> Route:
+        """The route on which a decode instance computes the whole job."""
+        return self._route(None, decode, 0, (*why, *decode.reasons))
 
-    def whole(self, chosen: Choice) -> Route:
-        """The decode instance that placement chose does it all."""
-        return self._route(None, chosen, 0, chosen.reasons)
-
-    def local(self, why: str) -> Route:
-        """The decode instance that dispatch chooses does it all."""
-        decode = self._decode()
-        return self._route(None, decode, 0, (Reason(why), *decode.reasons))
-
-    def _decode(self) -> Choice:
-        policy = self.policies.dispatch
-        return choose_decode(policy, self.job, self.index, self.exclude, self.now, self.rng)
+    def _dispatched(self) -> Choice:
+        return choose_decode(self.policies.dispatch, self.job, self.index, self.exclude, self.now, self.rng)
 
     def _require_decode(self) -> None:
+        """Raises the error of `why_none` when no decode instance can take the job."""
         context = context_of(self.job, Role.DECODE)
-        for view in self.index.decode.views:  # the first one nearly always does
+        for view in self.index.decode.views:  # in most cases the first one can
             if usable(view, context, self.exclude):
                 return
         raise why_none(self.job, Role.DECODE, self.index, self.exclude)
@@ -168,11 +153,11 @@ class _Case:
         placed = prefill or decode
         assert placed is not None
         return Route(
-            prefill=ref_of(prefill.instance) if prefill else None,
-            decode=ref_of(decode.instance) if decode else None,
+            prefill=prefill.ref if prefill else None,
+            decode=decode.ref if decode else None,
             split=split,
             policy=self.policies.placement.name,
-            reasons=(self._filters(), *reasons),
+            reasons=(self._filter_reason(), *reasons),
             work=placed.work,
             prefill_saved=self._saved(prefill, split),
             decode_saved=self._saved(decode, self.job.prompt_tokens),
@@ -188,9 +173,9 @@ class _Case:
             return 0
         return saved_tokens(self.index.prefixes, chosen.instance, self.job, tokens)
 
-    def _filters(self) -> Reason:
+    def _filter_reason(self) -> Reason:
         index = self.index
-        figures: dict[str, float | str] = {
+        figures: Figures = {
             "broadcast": index.sequence,
             "instances": index.size,
             "ready_prefill": len(index.prefill),
@@ -208,10 +193,10 @@ class _Case:
 class LeastLoad:
     """The instance that would finish this prefill first.
 
-    score = backlog + k_p * prompt + b_p, in seconds (tokens where no rate is measured). Of each class of speed
-    the two shortest backlogs are scored, so a decision costs O(classes), not O(instances); within a class
-    speeds differ by 10 % at most, and so may the job's own time from the least. In a coupled cluster decodes slow
-    the prefill of their instance down (see `backlog.chunked_rate`).
+    score = backlog + k_p * prompt + b_p, in seconds (tokens where no rate is measured). Of each class of speed the two
+    shortest backlogs are scored, so that a decision costs O(classes), not O(instances); within a class speeds differ
+    by 10 % at most, and so does the job's own time. In a coupled cluster, decodes slow the prefill of their instance
+    down (`index.chunked_rate`).
     Source: TetriInfer 3.2 (least load); Cronus eq. 2 for the cost of a prefill, eq. 3 beside decodes.
     """
 
@@ -220,27 +205,15 @@ class LeastLoad:
     def choose(
         self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
     ) -> Choice | None:
-        """See `Placement`."""
-        backlog, get, tokens = index.backlog, index.candidates.get, job.prompt_tokens
         context = context_of(job, index.placing)
-        scored: list[tuple[float, int, InstanceView]] = []
-        for keys in backlog.classes():
-            looked = 0
-            for waits_s, _, instance_id in keys:
-                view = get(instance_id)
-                if view is not None and usable(view, context, exclude):
-                    scored.append((waits_s + backlog.cost_s(instance_id, tokens), len(scored), view))
-                    looked += 1
-                    if looked == LOOK:
-                        break
+        scored = index.backlog.soonest(index.candidates, job.prompt_tokens, context, exclude, PER_CLASS)
         if not scored:
             return None
-        scored.sort()
-        score, _, chosen = scored[0]
-        figures: dict[str, float | str] = {"chosen": chosen.info.instance_id, "score": round(score, 6)}
+        score, chosen = scored[0]
+        figures: Figures = {"chosen": chosen.info.instance_id, "score": round(score, 6)}
         if len(scored) > 1:
-            figures["runner_up"] = scored[1][2].info.instance_id
-            figures["runner_up_score"] = round(scored[1][0], 6)
+            score, runner_up = scored[1]
+            figures["runner_up"], figures["runner_up_score"] = runner_up.info.instance_id, round(score, 6)
         return Choice(chosen, (Reason("placement:least_load", figures),))
 
 
@@ -253,12 +226,11 @@ class RoundRobin:
     def choose(
         self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
     ) -> Choice | None:
-        """See `Placement`."""
         views, context = index.candidates.views, context_of(job, index.placing)
         for step in range(len(views)):
             view = views[(index.turn + step) % len(views)]
             if usable(view, context, exclude):
-                figures: dict[str, float | str] = {"chosen": view.instance_id, "turn": index.turn}
+                figures: Figures = {"chosen": view.instance_id, "turn": index.turn}
                 return Choice(view, (Reason("placement:round_robin", figures),))
         return None
 
@@ -267,7 +239,7 @@ class RoundRobin:
 class Weighted:
     """Each candidate in turn, as often as its `rates.weight` says, spread evenly over the turns.
 
-    Source: Huawei 5.2, WRR. F: the order of the turns (see `ledger.Rotation`).
+    Source: Huawei 5.2, WRR. F: the order of the turns (`ledger.Rotation`).
     """
 
     name: ClassVar[str] = "weighted"
@@ -275,7 +247,6 @@ class Weighted:
     def choose(
         self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
     ) -> Choice | None:
-        """See `Placement`."""
         candidates, context = index.candidates, context_of(job, index.placing)
         weights = index.cached(
             self.name, lambda: {view.info.instance_id: view.info.rates.weight for view in candidates.views}
@@ -283,16 +254,15 @@ class Weighted:
         for instance_id in index.ledger.rotation(self.name, weights).order():
             view = candidates.get(instance_id)
             if view is not None and usable(view, context, exclude):
-                figures: dict[str, float | str] = {"chosen": instance_id, "weight": weights[instance_id]}
+                figures: Figures = {"chosen": instance_id, "weight": weights[instance_id]}
                 return Choice(view, (Reason("placement:weighted", figures),))
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Single:
-    """All jobs on one instance: the one named, or the first by id; on the next one only while it cannot take them.
-
-    Source: Huawei 5.2, SI.
+    """All jobs on one instance: the one with the id `instance`, or the first by id; on the next one only when it cannot
+    take a job. Source: Huawei 5.2, SI.
     """
 
     name: ClassVar[str] = "single"
@@ -301,7 +271,6 @@ class Single:
     def choose(
         self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
     ) -> Choice | None:
-        """See `Placement`."""
         candidates, context = index.candidates, context_of(job, index.placing)
         named = candidates.get(self.instance)
         for view in candidates.views if named is None else (named, *candidates.views):

@@ -1,4 +1,11 @@
-"""Role flips by what the fleet would do to what clients ask for, with the roles as they are and with others."""
+"""Predictive role flips: the roles with which the fleet would serve the demand best.
+
+`outlook` predicts how a fleet with given roles serves a demand, by queueing formulas over learned step times.
+Instances that are about alike make a sort, and roles are counts of each sort, so that the cost does not grow with the
+fleet. Prefill instances are one queue with several servers of unlike speed; a decode instance shares its time among its
+decodes and the prompts that it computes beside them. `PredictiveFlip` compares the outlooks of a few assignments.
+Seconds and tokens.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,23 +17,23 @@ from shared.domain.instance import ClusterView, InstanceView, Role
 from shared.domain.rates import UNKNOWN_STEPS, StepRates
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
-from shared.policy.estimate import ENDLESS
-from shared.policy.harm import missed
+from shared.policy.estimate import ENDLESS, miss_probability
 from shared.policy.index import speed_class
-from shared.policy.role_flip import NOTHING, FlipDecision, FlipState, Seen, draining, load_share, ready_by_role
+from shared.policy.role_flip import (
+    NOTHING,
+    FlipDecision,
+    FlipState,
+    Seen,
+    StartsEmpty,
+    draining,
+    load_share,
+    ready_by_role,
+)
 
-# MERGED role_harm.py
-# How well a fleet would serve a demand with given roles: queueing formulas over learned rates.
-#
-# Instances that are about alike make a sort, and roles are counts of each sort, so that the cost does not grow with the
-# fleet. Prefill instances are one queue with several servers of unlike speed; a decode instance shares its time
-# among its decodes and the prompts that it computes beside them. Seconds and tokens.
-
-
-HORIZON_S = 30.0  # what cannot be served waits as if it had gathered for so long
-SLOWNESS = 0.02  # of a miss, for each target's length of time: roles are to serve in time, and do not change for less
-FULL = 0.97  # use beyond which a queue grows rather than settles
-TRIED = 5  # shares of the prompts that prefill instances compute, least and most included
+HORIZON_S = 30.0  # work beyond the capacity waits as if it had accumulated for this long
+SLOWNESS = 0.02  # cost of each target's length of time; small, so that roles change only for requests that miss
+FULL = 0.97  # utilisation beyond which a queue grows without bound
+TRIED = 5  # shares of the prompts computed by prefill instances that are tried, least and most included
 HALVINGS = 14
 # Gauss-Laguerre with two points: the mean of a function over exponential waits.
 WAITS = ((2.0 - sqrt(2.0), (2.0 + sqrt(2.0)) / 4.0), (2.0 + sqrt(2.0), (2.0 - sqrt(2.0)) / 4.0))
@@ -35,7 +42,7 @@ Counts = tuple[int, ...]  # of each sort
 
 
 class Sort(NamedTuple):
-    """Instances that are about alike, as one of them is."""
+    """Instances that are about alike; the figures are those of one of them."""
 
     rates: StepRates
     chunk: int
@@ -52,9 +59,10 @@ class Roles(NamedTuple):
 
 
 class Outlook(NamedTuple):
-    """What a demand would meet. harm: the share that is expected to miss a target, and a little for being slow.
+    """How a demand would be served. harm: the expected share of requests that miss a target, and a little for being
+    slow.
 
-    ttft_s, tpot_s: means. prefill_use, decode_use: of the capacity of either role. share: of the prompts, computed by
+    ttft_s, tpot_s: means. prefill_use, decode_use: utilisation of either role. share: of the prompts, computed by
     prefill instances.
     """
 
@@ -67,7 +75,7 @@ class Outlook(NamedTuple):
 
 
 def sorted_out(views: Iterable[InstanceView]) -> tuple[list[Sort], dict[str, int]]:
-    """The sorts, and by instance id which one it is of. Speeds within ten per cent or so count as alike."""
+    """The sorts, and the sort of each instance by its id. Speeds within about ten per cent count as alike."""
     sorts: list[Sort] = []
     keys: dict[tuple[float, ...], int] = {}
     of: dict[str, int] = {}
@@ -86,7 +94,7 @@ def sorted_out(views: Iterable[InstanceView]) -> tuple[list[Sort], dict[str, int
 
 
 def roles_of(views: Mapping[bool, Sequence[InstanceView]], of: Mapping[str, int], sorts: int) -> Roles:
-    """Counts by sort; `views` by whether they compute prompts."""
+    """Counts by sort; `views` by whether they are prefill instances."""
     counts = {True: [0] * sorts, False: [0] * sorts}
     for prefills, found in views.items():
         for view in found:
@@ -95,7 +103,7 @@ def roles_of(views: Mapping[bool, Sequence[InstanceView]], of: Mapping[str, int]
 
 
 def outlook(demand: Demand, sorts: Sequence[Sort], roles: Roles) -> Outlook:
-    """The least harm over the shares of the prompts that the split in force leaves to choose from."""
+    """The best outlook over the shares of prompts on prefill instances that the split policy in force allows."""
     least, most = demand.split_least, demand.split_most
     tried = 1 if most - least < 1e-6 else TRIED
     shares = [least + (most - least) * at / max(1, tried - 1) for at in range(tried)]
@@ -118,39 +126,39 @@ class _PrefillSide(NamedTuple):
 
 
 def _alone_s(demand: Demand, sort: Sort) -> float:
-    """A prompt on an instance that only prefills; one that is not a full chunk shares its step half of the time."""
+    """Seconds of a prompt on a prefill instance; one below half a chunk shares its step with others."""
     form, fresh = sort.rates.prefill, demand.fresh_tokens
     steps = max(fresh / sort.chunk, 0.5)
     return form.fixed_s * steps + fresh * form.token_s + form.position_s * demand.fresh_squares / 2.0
 
 
 def _with_share(demand: Demand, sorts: Sequence[Sort], decodes: Counts, prefill: _PrefillSide, share: float) -> Outlook:
-    first_harm = first_s = use = 0.0
+    first_cost = first_s = use = 0.0
     if share > 0.0:
         use = share * demand.rate / prefill.capacity if prefill.servers else 2.0
         wait_s = _wait_s(use, prefill.servers, prefill.service_s, demand)
-        first_harm = share * _first_harm(demand, wait_s, prefill.service_s)
+        first_cost = share * _first_token_cost(demand, wait_s, prefill.service_s)
         first_s = share * (wait_s + prefill.service_s)
     decode = _decode(demand, sorts, decodes, share)
     if share < 1.0:
-        first_harm += (1.0 - share) * _first_harm(demand, decode.wait_s, decode.service_s)
+        first_cost += (1.0 - share) * _first_token_cost(demand, decode.wait_s, decode.service_s)
         first_s += (1.0 - share) * (decode.wait_s + decode.service_s)
-    harmed = first_harm + decode.harm
-    return Outlook(harmed, first_s, decode.tpot_s, use, decode.use, share)
+    cost = first_cost + decode.harm
+    return Outlook(cost, first_s, decode.tpot_s, use, decode.use, share)
 
 
-def _first_harm(demand: Demand, wait_s: float, service_s: float) -> float:
-    """Harm of TTFT, over exponential waits and prompts one standard deviation shorter and longer than the mean."""
+def _first_token_cost(demand: Demand, wait_s: float, service_s: float) -> float:
+    """Cost of TTFT, over exponential waits and prompts one standard deviation shorter and longer than the mean."""
     spread = _variation(demand)
     return sum(
-        weight / 2.0 * _harm((wait_s * wait + service_s * max(0.0, 1.0 + side * spread)) / demand.ttft_s)
+        weight / 2.0 * _cost((wait_s * wait + service_s * max(0.0, 1.0 + side * spread)) / demand.ttft_s)
         for wait, weight in WAITS
         for side in (-1.0, 1.0)
     )
 
 
-def _harm(share: float) -> float:
-    return missed(share) + SLOWNESS * share
+def _cost(share: float) -> float:
+    return miss_probability(share) + SLOWNESS * share
 
 
 def _variation(demand: Demand) -> float:
@@ -159,7 +167,7 @@ def _variation(demand: Demand) -> float:
 
 
 def _wait_s(use: float, servers: int, service_s: float, demand: Demand) -> float:
-    """Mean wait in a queue with several servers; beyond FULL it grows with time.
+    """Mean wait in a queue with several servers; beyond `FULL` it grows with time.
 
     Source: Sakasegawa's approximation for M/M/c, with Kingman's factor for arrivals and services that are not
     exponential ((C_a^2 + C_s^2)/2); service times are taken to vary as prompt lengths do.
@@ -192,41 +200,41 @@ class _Shared(NamedTuple):
     chunks: float  # steps that it takes
 
     def rate(self, step_s: float, output: float) -> float:
-        """Requests a second of one instance whose steps take so long; no more than seats and memory allow."""
+        """Requests a second of one instance whose steps take so long, as far as seats and memory allow."""
         batch = min(self.most, max(0.0, (step_s * self.left - self.fixed_s) / self.each_s))
         longest_s = (self.fixed_s + self.each_s * batch) / self.left
         return batch / (output * longest_s)
 
 
 def _decode(demand: Demand, sorts: Sequence[Sort], counts: Counts, share: float) -> _Decode:
-    """All decode instances, each given as much as makes their steps equally long (Little's law for their batches)."""
+    """All decode instances, each with as many requests as make their steps equally long (Little's law)."""
     local = (1.0 - share) * demand.rate
     sides = [_shared(demand, sort, n) for sort, n in zip(sorts, counts, strict=True) if n]
     speed = sum(one.instances / one.prompt_s for one in sides)  # prompts a second, if they did nothing else
     taken = local / speed if sides else 1.0
     if taken >= FULL:
         over = taken / FULL
-        return _Decode(1.0 + _harm(over), HORIZON_S / demand.output_tokens * over, over, HORIZON_S, HORIZON_S)
+        return _Decode(1.0 + _cost(over), HORIZON_S / demand.output_tokens * over, over, HORIZON_S, HORIZON_S)
     sides = [one._replace(left=1.0 - taken) for one in sides]
     output = demand.output_tokens
     capacity = sum(one.instances * one.rate(1e3, output) for one in sides)
-    # What is decoded at once varies as arrivals do over the time that an answer takes.
+    # The number of requests that decode at once varies as arrivals do over the time of an answer.
     stays_s = output * min(demand.tpot_s, _step_s(sides, min(demand.rate, FULL * capacity), output))
     spread = min(0.5, sqrt(demand.burstiness / max(1.0, demand.rate * stays_s)))
     moves_s = share * demand.prompt_tokens * max(sort.token_move_s for sort, n in zip(sorts, counts, strict=True) if n)
-    harmed = tpot_s = 0.0
+    cost = tpot_s = 0.0
     for side in (-spread, spread):
         rate = demand.rate * (1.0 + side)
         step_s = _step_s(sides, min(rate, FULL * capacity), output)
         late_s = max(0.0, rate / capacity - FULL) * HORIZON_S
         token_s = step_s + (late_s + moves_s) / output
-        harmed += _harm(token_s / demand.tpot_s) / 2.0
+        cost += _cost(token_s / demand.tpot_s) / 2.0
         tpot_s += token_s / 2.0
     busy = sum(one.instances * one.chunks / one.prompt_s for one in sides) / speed  # steps a prompt
     service_s = busy * tpot_s + speed**-1 * sum(one.instances for one in sides)
     servers = sum(one.instances for one in sides)
     wait_s = _wait_s(local * service_s / servers, servers, service_s, demand) if local > 0.0 else 0.0
-    return _Decode(harmed, tpot_s, demand.rate / capacity, wait_s, service_s)
+    return _Decode(cost, tpot_s, demand.rate / capacity, wait_s, service_s)
 
 
 def _shared(demand: Demand, sort: Sort, count: int) -> _Shared:
@@ -242,7 +250,7 @@ def _shared(demand: Demand, sort: Sort, count: int) -> _Shared:
 
 
 def _step_s(sides: Sequence[_Shared], rate: float, output: float) -> float:
-    """The length of a step at which all of them together complete `rate` requests a second."""
+    """The length of a step at which all instances together complete `rate` requests a second."""
     low = min(one.fixed_s / one.left for one in sides)
     high = max((one.fixed_s + one.each_s * one.most) / one.left for one in sides)
     for _ in range(HALVINGS):
@@ -254,21 +262,21 @@ def _step_s(sides: Sequence[_Shared], rate: float, output: float) -> float:
     return high
 
 
-STEPS = 8  # assignments that are looked at in either direction
-DRAINS = 2.0  # a drain lasts so many mean answers: the longest one counts
+STEPS = 8  # assignments that are tried in either direction
+DRAINS = 2.0  # mean answers that a drain lasts: the longest answer counts
 
 
 @dataclass(frozen=True, slots=True)
-class PredictiveFlip:
+class PredictiveFlip(StartsEmpty):
     """The roles that would serve the demand best, one flip at a time.
 
-    Along either direction (more instances for prefill, or for decode) the harm of the roles is predicted, each time
-    with the sort of instance that helps most (`role_harm`). The first flip towards the best of them is decided when it
-    is better than now by `gain`, and that for `for_s`; harm counts the share of requests that miss a target. What the
-    drains cost is spread over `horizon_s`, for which the new roles are taken to stay. At most `most` flips in `per_s`,
-    `cooldown_s` apart; back to what it came from, without a shift since, only after `turn_s`. Never the last ready
-    instance of a role, never while another drains, never against a person.
-    Source: ours, after ThunderServe 3.4 (only roles are rescheduled, no model is loaded again, when a shift is seen).
+    In either direction (more instances for prefill, or for decode), outlooks are predicted for ever more flips, each of
+    the sort that helps most. The first flip towards the best of them is decided when its harm has been less than now by
+    `gain` for `for_s`. The cost of the drains is spread over `horizon_s`, for which the new roles are expected to stay.
+    There are at most `most` flips in `per_s`, `cooldown_s` apart; without a shift of the demand, a flip in the opposite
+    direction waits for `turn_s`. The last ready instance of a role does not flip, none flips while another drains or
+    against a person's flip.
+    Source: ours, after ThunderServe 3.4 (when a shift is seen, roles change but no model is loaded again).
     """
 
     name: ClassVar[str] = "predictive"
@@ -286,14 +294,9 @@ class PredictiveFlip:
         if min(self.for_s, self.per_s, self.cooldown_s, self.turn_s) < 0.0:
             raise InvalidRequest("predictive: for_s, per_s, cooldown_s and turn_s must not be negative")
 
-    def start(self) -> FlipState:
-        """See `RoleFlip`."""
-        return FlipState()
-
     def step(
         self, state: FlipState, view: ClusterView, now: float, seen: Seen = NOTHING
     ) -> tuple[FlipState, FlipDecision | None]:
-        """See `RoleFlip`."""
         demand, held = seen.demand, FlipState({}, state.made)
         if demand is None:
             return held, None
@@ -314,7 +317,7 @@ class PredictiveFlip:
         return state.flipped(plan.to, now, {}), FlipDecision(chosen.instance_id, plan.to, reasons)
 
     def wanted(self, view: ClusterView, seen: Seen) -> RolesWanted | None:
-        """The roles that it would go for, whatever its budget and its patience; None while it cannot tell."""
+        """The roles that it would choose without limits on flips and time; None while that is not known."""
         fleet = _Fleet(view, seen)
         if seen.demand is None or not all(fleet.ready.values()):
             return None
@@ -325,7 +328,7 @@ class PredictiveFlip:
         return RolesWanted(prefill + more, decode - more, today.harm, (plan.then if plan else today).harm)
 
     def _best(self, demand: Demand, fleet: "_Fleet", today: Outlook) -> "_Plan | None":
-        """The plan with the least harm, if it is better than now by enough, its drains included."""
+        """The plan with the least harm, its drains included, if that is less than now by more than `gain`."""
         found: _Plan | None = None
         for to in Role:
             for plan in fleet.plans(demand, to, today):
@@ -334,7 +337,7 @@ class PredictiveFlip:
         return found if found is not None and today.harm - found.harm(self.horizon_s, today) > self.gain else None
 
     def _allowed(self, state: FlipState, to: Role, demand: Demand, now: float) -> bool:
-        """Budget, cool-down, and no turning back without a reason."""
+        """Whether the number of flips, the cool-down and the direction of the last flip allow one."""
         if not state.made:
             return True
         last_s, last_to = state.made[-1]
@@ -345,8 +348,8 @@ class PredictiveFlip:
 
 
 class _Plan(NamedTuple):
-    """`flips` flips towards a role, the first of them of the sort `first`; what it would be then, and what the first
-    drain makes of it meanwhile.
+    """`flips` flips towards a role, the first of them of the sort `first`; the outlook then, and during the first
+    drain.
     """
 
     to: Role
@@ -357,13 +360,13 @@ class _Plan(NamedTuple):
     drain_s: float
 
     def harm(self, horizon_s: float, today: Outlook) -> float:
-        """Of the roles then, and of what the drains do until then."""
+        """Harm of the roles then, and of the drains until then."""
         worse = max(0.0, self.meanwhile.harm - today.harm)
         return self.then.harm + worse * min(1.0, self.flips * self.drain_s / horizon_s)
 
 
 class _Fleet:
-    """Ready instances by sort, and those of them that may be flipped."""
+    """Ready instances by sort, and those that may be flipped."""
 
     def __init__(self, view: ClusterView, seen: Seen) -> None:
         self.ready = ready_by_role(view)
@@ -374,7 +377,7 @@ class _Fleet:
         self._free = {to: [one for one in self.ready[to.other] if seen.may_flip(one)] for to in Role}
 
     def plans(self, demand: Demand, to: Role, today: Outlook) -> Iterator[_Plan]:
-        """Ever more flips towards a role, each time of the sort that helps most."""
+        """Plans of ever more flips towards a role, each of the sort that helps most."""
         free = self._by_sort(self._free[to])
         left, giver = sum(free), to.other
         size = max(1, -(-min(left, len(self.ready[giver]) - 1) // STEPS))
@@ -396,12 +399,12 @@ class _Fleet:
             yield _Plan(to, flips, first, outlooks[best], meanwhile, drain_s)
 
     def least_loaded(self, to: Role, sort: int) -> InstanceView:
-        """The instance of a sort that is through with its work first."""
+        """The instance of a sort with the least load."""
         free = [one for one in self._free[to] if self._of[one.instance_id] == sort]
         return min(free, key=lambda one: (load_share(one), one.load.inflight, one.instance_id))
 
     def considered(self, demand: Demand, to: Role) -> dict[str, float | str]:
-        """Of each sort that could give one, the instance, and the harm with it in the other role."""
+        """Of each sort that may flip, an instance, and the harm with it in the other role."""
         found: dict[str, float | str] = {}
         free = self._by_sort(self._free[to])
         for at in (at for at, n in enumerate(free) if n):
@@ -410,7 +413,7 @@ class _Fleet:
         return found
 
     def _moved(self, roles: Roles, to: Role, sort: int, size: int, free: Sequence[int]) -> tuple[Roles, int]:
-        """With up to `size` more of a sort in the role, but one left in the other; and how many they are."""
+        """The roles with up to `size` more of a sort in the role, at least one left in the other; and their number."""
         giving = _side(roles, to.other)
         moved = min(size, free[sort], giving[sort], sum(giving) - 1)
         down, up = _changed(giving, sort, -moved), _changed(_side(roles, to), sort, moved)
@@ -441,7 +444,7 @@ def _changed(counts: Counts, sort: int, by: int) -> Counts:
 
 
 def _reasons(demand: Demand, today: Outlook, plan: _Plan) -> tuple[Reason, ...]:
-    """What is asked for and since when, and what was predicted of it."""
+    """The demand, its last shift, and the outlooks."""
     predicted: dict[str, float | str] = {
         "harm": round(today.harm, 4),
         "harm_then": round(plan.then.harm, 4),

@@ -1,4 +1,6 @@
-"""Who goes first among the requests that run at an engine, and which one gives its KV blocks up when they run short."""
+"""Preemption: the order of the requests that run at an engine, and which one loses its KV blocks when they run
+short.
+"""
 
 from collections.abc import Callable, Iterable, Reversible
 from typing import TypeVar
@@ -15,7 +17,7 @@ def heaviest_first(running: Iterable[Item], rank: Callable[[Item], Rank]) -> lis
 
 
 def victim(running: Reversible[Item], rank: Callable[[Item], Rank]) -> Item:
-    """The last by `heaviest_first`: of the lightest class the youngest prompt without a token, or where it has none
+    """The last by `heaviest_first`: of the lightest class the youngest prompt without a token, or without such a prompt
     the youngest stream. Raises ValueError when nothing runs.
     """
     return min(reversed(running), key=rank)

@@ -1,9 +1,13 @@
-"""Every policy by its name. Parameters are the fields of the policy, strictly."""
+"""All policies by their kinds and names; making them from a `PolicySpec`, from a cluster file and from words such as
+`split=fraction:fraction=0.5`. A policy's parameters are the fields of its class; unknown ones and wrong types are
+errors.
+"""
 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from enum import StrEnum
+from functools import partial
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -13,18 +17,10 @@ from shared.domain.policies import ROUTING, PolicySet
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
-from shared.policy.decode_admission import DecodeAdmission, Greedy, PredictedEnd, ReserveDynamic, ReserveStatic
+from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
 from shared.policy.dispatch import DispatchPolicy, LeastInterference, PowerOfTwo, RandomDispatch, Spread, WorstCase
 from shared.policy.placement import LeastLoad, Placement, RoundRobin, Single, Weighted
-from shared.policy.placement_policies import (
-    Memory,
-    Penalty,
-    PlanRoute,
-    PlanRoutes,
-    PrefixPlacement,
-    Workload,
-    parse_routes,
-)
+from shared.policy.placement_policies import Memory, PlanRoute, PlanRoutes, PrefixPlacement, Workload, parse_routes
 from shared.policy.predictive_roles import PredictiveFlip
 from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
 from shared.policy.role_flip import IdleFlip, NoFlip, PressureFlip, RoleFlip
@@ -91,41 +87,6 @@ KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {  # of `PolicySet`
 }
 
 
-def placement(name: str, parameters: Parameters | None = None) -> Placement:
-    """A placement policy. Raises InvalidRequest that names the choices."""
-    return _make("placement", PLACEMENT, name, parameters)
-
-
-def split(name: str, parameters: Parameters | None = None) -> Split:
-    """A split policy. Raises InvalidRequest that names the choices."""
-    return _make("split", SPLIT, name, parameters)
-
-
-def dispatch(name: str, parameters: Parameters | None = None) -> DispatchPolicy:
-    """A dispatch policy. Raises InvalidRequest that names the choices."""
-    return _make("dispatch", DISPATCH, name, parameters)
-
-
-def prefill_order(name: str, parameters: Parameters | None = None) -> PrefillOrder:
-    """An order of prompts that wait. Raises InvalidRequest that names the choices."""
-    return _make("prefill order", PREFILL_ORDER, name, parameters)
-
-
-def decode_admission(name: str, parameters: Parameters | None = None) -> DecodeAdmission:
-    """An admission policy of decode instances. Raises InvalidRequest that names the choices."""
-    return _make("decode admission", DECODE_ADMISSION, name, parameters)
-
-
-def step_budget(name: str, parameters: Parameters | None = None) -> StepBudget:
-    """Whether steps have a budget. Raises InvalidRequest that names the choices."""
-    return _make("step budget", STEP_BUDGET, name, parameters)
-
-
-def role_flip(name: str, parameters: Parameters | None = None) -> RoleFlip:
-    """A policy of role flips. Raises InvalidRequest that names the choices."""
-    return _make("role flip", ROLE_FLIP, name, parameters)
-
-
 def make(kind: str, spec: PolicySpec) -> Any:
     """A policy of any kind. Raises InvalidRequest that names the choices."""
     if kind not in KINDS:
@@ -143,40 +104,53 @@ def check(policies: PolicySet) -> None:
 
 
 def choices() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Of each kind the policies, and of each policy the parameters."""
-    return {kind: {name: parameters_of(made) for name, made in table.items()} for kind, table in KINDS.items()}
+    """The policies of each kind, and the parameters of each policy."""
+    return {kind: {name: parameters_of(factory) for name, factory in table.items()} for kind, table in KINDS.items()}
 
 
 def parameters_of(factory: Any) -> tuple[str, ...]:
-    """The parameters that a policy takes."""
     return tuple(field.name for field in fields(factory))
 
 
-def _make(kind: str, choices: Mapping[str, Callable[..., Policy]], name: str, parameters: Parameters | None) -> Policy:
+def known() -> str:
+    """All policies by kind, for error messages."""
+    return "; ".join(f"{kind}: {', '.join(table)}" for kind, table in KINDS.items())
+
+
+def _make(
+    kind: str, choices: Mapping[str, Callable[..., Policy]], name: str, parameters: Parameters | None = None
+) -> Policy:
     factory = choices.get(name)
     if factory is None:
         raise InvalidRequest(f"unknown {kind} policy {name!r}; known: {', '.join(sorted(choices))}")
-    known = {field.name: field for field in fields(factory)}  # type: ignore[arg-type]
+    types = {field.name: field.type for field in fields(factory)}  # type: ignore[arg-type]
     given = dict(parameters or {})
     for key in given:
-        if key not in known:
-            takes = ", ".join(known) or "no parameters"
+        if key not in types:
+            takes = ", ".join(types) or "no parameters"
             raise InvalidRequest(f"{kind} policy {name!r} has no parameter {key!r}; it takes {takes}")
-    return factory(**{key: _checked(f"{name}.{key}", known[key].type, value) for key, value in given.items()})
+    return factory(**{key: _checked(f"{name}.{key}", types[key], value) for key, value in given.items()})
 
 
-_ENUMS: dict[type, type[StrEnum]] = {PredictedEnd: PredictedEnd, Penalty: Penalty}
-_PARSERS: dict[Any, Callable[[str, Any], Any]] = {tuple[PlanRoute, ...]: parse_routes}
+# One typed factory for each kind: (name, parameters) -> policy. They raise InvalidRequest that names the choices.
+placement = partial(_make, "placement", PLACEMENT)
+split = partial(_make, "split", SPLIT)
+dispatch = partial(_make, "dispatch", DISPATCH)
+prefill_order = partial(_make, "prefill order", PREFILL_ORDER)
+decode_admission = partial(_make, "decode admission", DECODE_ADMISSION)
+step_budget = partial(_make, "step budget", STEP_BUDGET)
+role_flip = partial(_make, "role flip", ROLE_FLIP)
 
 
 def _checked(where: str, kind: Any, value: Any) -> Any:
-    if kind in _PARSERS:
-        return _PARSERS[kind](where, value)
-    if kind in _ENUMS:
-        choices = [member.value for member in _ENUMS[kind]]
-        if value not in choices:
-            raise InvalidRequest(f"{where} must be one of {', '.join(choices)}, not {value!r}")
-        return _ENUMS[kind](value)
+    """The value of a parameter of type `kind`. Raises InvalidRequest when it has another type."""
+    if kind == tuple[PlanRoute, ...]:
+        return parse_routes(where, value)
+    if issubclass(kind, StrEnum):
+        values = [member.value for member in kind]
+        if value not in values:
+            raise InvalidRequest(f"{where} must be one of {', '.join(values)}, not {value!r}")
+        return kind(value)
     accepted = (int, float) if kind is float else (kind,)
     if (isinstance(value, bool) and kind is not bool) or not isinstance(value, accepted):
         raise InvalidRequest(f"{where} must be of type {kind.__name__}, not {value!r}")
@@ -185,22 +159,15 @@ def _checked(where: str, kind: Any, value: Any) -> Any:
     return float(value) if kind is float else value
 
 
-# MERGED written.py
-# Policies as a person writes them: the `policies` of a file, and words such as `split=fraction:fraction=0.5`.
-
-
-_OPENING, _CLOSING = "[{(", ")}]"
-
-
-def from_file(said: Mapping[str, object]) -> PolicySet:
-    """The `policies` of a cluster file over the suite's defaults; each a name, or a mapping of `name` and parameters.
+def from_file(entries: Mapping[str, object]) -> PolicySet:
+    """The `policies` of a cluster file over the defaults; each a name, or a mapping of `name` and parameters.
 
     Raises InvalidRequest that names the kind and the choices.
     """
     policies = PolicySet()
-    for kind, entry in said.items():
+    for kind, entry in entries.items():
         try:
-            spec = _entry(entry)
+            spec = _spec(entry)
             make(kind, spec)
         except InvalidRequest as error:
             raise InvalidRequest(f"{kind}: {error.message}") from error
@@ -209,18 +176,19 @@ def from_file(said: Mapping[str, object]) -> PolicySet:
 
 
 def from_words(words: str) -> dict[str, PolicySpec]:
-    """One policy in words: its name, its kind before it where several kinds have the name (`dispatch=random`), its
-    parameters after it (`fraction:fraction=0.5`, several joined by commas, each in JSON or a plain word). `adaptive`
-    alone is placement, split and dispatch. Raises InvalidRequest that names the words and the choices.
+    """A policy in words, by its kind: `name`, `kind=name` where several kinds have the name (`dispatch=random`), with
+    parameters `name:key=value,key=value`, where values are JSON or plain words (`fraction:fraction=0.5`).
+
+    `adaptive` alone is placement, split and dispatch. Raises InvalidRequest that names the words and the choices.
     """
     if words.strip() == "adaptive":
         return {kind: PolicySpec("adaptive") for kind in ROUTING}
     head, _, tail = words.partition(":")
-    kind, named, name = (part.strip() for part in head.rpartition("="))
+    kind, has_kind, name = (part.strip() for part in head.rpartition("="))
     if not name:
         raise InvalidRequest(f"policy {words!r}: no name; known: {known()}")
-    spec = PolicySpec(name, dict(_parameter(item, words) for item in _items(tail)))
-    kind = kind if named else _kind_of(name)
+    spec = PolicySpec(name, dict(_parameter(item, words) for item in _split_at_commas(tail)))
+    kind = kind if has_kind else _kind_of(name)
     try:
         make(kind, spec)
     except InvalidRequest as error:
@@ -230,16 +198,12 @@ def from_words(words: str) -> dict[str, PolicySpec]:
 
 def in_words(spec: PolicySpec) -> str:
     """A policy as `from_words` reads it, without its kind."""
-    parameters = ",".join(f"{key}={_value_in_words(value)}" for key, value in spec.parameters.items())
+    values = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in spec.parameters.items())
+    parameters = ",".join(f"{key}={value}" for key, value in values)
     return f"{spec.name}:{parameters}" if parameters else spec.name
 
 
-def known() -> str:
-    """All policies, by kind."""
-    return "; ".join(f"{kind}: {', '.join(table)}" for kind, table in KINDS.items())
-
-
-def _entry(entry: object) -> PolicySpec:
+def _spec(entry: object) -> PolicySpec:
     if isinstance(entry, bool):  # YAML's `on` and `off`
         return PolicySpec("on" if entry else "off")
     if isinstance(entry, str):
@@ -259,16 +223,16 @@ def _kind_of(name: str) -> str:
     return kinds[0]
 
 
-def _items(tail: str) -> list[str]:
-    """Parts between commas, but for those inside of brackets."""
+def _split_at_commas(text: str) -> list[str]:
+    """The parts between commas that are not inside brackets."""
     parts, depth = [""], 0
-    for char in tail:
-        depth += (char in _OPENING) - (char in _CLOSING)
+    for char in text:
+        depth += (char in "[{(") - (char in ")}]")
         if char == "," and not depth:
             parts.append("")
         else:
             parts[-1] += char
-    return parts if tail else []
+    return parts if text else []
 
 
 def _parameter(item: str, words: str) -> tuple[str, Any]:
@@ -277,9 +241,5 @@ def _parameter(item: str, words: str) -> tuple[str, Any]:
         raise InvalidRequest(f"policy {words!r}: a parameter is written key=value, not {item!r}")
     try:
         return key, json.loads(value)
-    except ValueError:  # a word
+    except ValueError:  # a plain word
         return key, value
-
-
-def _value_in_words(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

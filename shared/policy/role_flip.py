@@ -1,7 +1,8 @@
-"""Role flips: which instance changes its role, and when. Pure, with the state that a decision needs made explicit.
+"""Role flips: which instance changes its role, and when.
 
-The driver asks at regular intervals, keeps the state that it is given, and carries a decision out: drain, then flip.
-A decision counts as a flip whether or not it succeeds; a failed one is decided again when its conditions held anew.
+The caller calls `step` at regular intervals with the state that the last step returned, and carries a decision out:
+drain, then flip. A decision counts as a flip whether or not it succeeds; after a failure, the conditions of a flip have
+to hold anew.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,15 +15,15 @@ from shared.domain.route import Reason
 from shared.errors import InvalidRequest
 from shared.policy.index import queued_prefill_s
 
-MADE = 32  # flips that are remembered
+MADE = 32  # flips that a state remembers
 
 
 @dataclass(frozen=True, slots=True)
 class FlipState:
-    """What a policy remembers between two steps. Times are on the clock of `now`.
+    """The state of a policy between two steps. Times are on the clock of `now`.
 
-    since: from when on each condition has held without a break, by its name. made: the last flips, newest last, with
-    the role that each led to.
+    since: when each condition that holds began to hold, by its name. made: the last flips, newest last, with the role
+    that each led to.
     """
 
     since: Mapping[str, float] = field(default_factory=dict)
@@ -30,20 +31,20 @@ class FlipState:
 
     @property
     def last_flip_s(self) -> float | None:
-        """When the last flip was decided."""
         return self.made[-1][0] if self.made else None
 
     def flipped(self, to: Role, now: float, since: Mapping[str, float]) -> "FlipState":
-        """After a decision, with the conditions that go on."""
+        """The state after a decision, with the conditions that still hold."""
         return FlipState(since, (*self.made[-(MADE - 1) :], (now, to)))
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a policy may know beside the loads.
+    """What a policy may know besides the loads.
 
-    demand: what clients ask for; None while nobody knows. kept: instances whose role a person has set and which no
-    policy may flip yet. barred: roles that no instance may be given yet, because a person has just done the opposite.
+    demand: the clients' requests; None while it is not known. kept: instances whose role a person has set and which
+    policies may not flip yet. barred: roles that policies may not give yet, because a person has just done the
+    opposite.
     """
 
     demand: Demand | None = None
@@ -52,18 +53,18 @@ class Seen:
 
     @classmethod
     def of(cls, demand: Demand | None, ordered: Iterable[tuple[float, str, Role]], now: float, hold_s: float) -> "Seen":
-        """With the flips that people have ordered: time, instance and new role of each. They hold for `hold_s`."""
+        """With the flips of people (time, instance and new role), each of which binds policies for `hold_s`."""
         held = [(instance_id, to) for at, instance_id, to in ordered if now - at < hold_s]
         return cls(demand, frozenset(one for one, _ in held), frozenset(to.other for _, to in held))
 
     def may_flip(self, view: InstanceView) -> bool:
-        """Whether no person's flip speaks against it."""
+        """Whether no flip of a person forbids it."""
         return view.instance_id not in self.kept and view.role.other not in self.barred
 
 
 @dataclass(frozen=True, slots=True)
 class FlipDecision:
-    """This instance is to take that role, and why."""
+    """An instance, its new role, and why."""
 
     instance_id: str
     to: Role
@@ -74,7 +75,7 @@ NOTHING = Seen()
 
 
 class RoleFlip(Protocol):
-    """Decides on at most one flip at a time."""
+    """Decides on at most one flip at a time. `now` is in seconds and does not decrease from step to step."""
 
     name: ClassVar[str]
 
@@ -84,34 +85,36 @@ class RoleFlip(Protocol):
 
     def step(
         self, state: FlipState, view: ClusterView, now: float, seen: Seen = NOTHING
-    ) -> tuple[FlipState, FlipDecision | None]:
-        """Take a view of the cluster. `now` is in seconds and does not decrease from step to step."""
-        ...
+    ) -> tuple[FlipState, FlipDecision | None]: ...
+
+
+class StartsEmpty:
+    """Base of policies whose first state is empty."""
+
+    __slots__ = ()
+
+    def start(self) -> FlipState:
+        return FlipState()
 
 
 @dataclass(frozen=True, slots=True)
-class NoFlip:
+class NoFlip(StartsEmpty):
     """Only people flip roles."""
 
     name: ClassVar[str] = "off"
 
-    def start(self) -> FlipState:
-        """See `RoleFlip`."""
-        return FlipState()
-
     def step(
         self, state: FlipState, view: ClusterView, now: float, seen: Seen = NOTHING
     ) -> tuple[FlipState, FlipDecision | None]:
-        """See `RoleFlip`."""
         return state, None
 
 
 @dataclass(frozen=True, slots=True)
-class IdleFlip:
+class IdleFlip(StartsEmpty):
     """An instance whose load stayed under `threshold_share` for `for_s` flips, if the other role has work.
 
-    Source: TetriInfer 3.5 (under 10 % for a minute; idle for a minute in 5.1). F: never the last ready instance of a
-    role, never while another drains, and not when the other role is idle, too: nothing would be won.
+    Source: TetriInfer 3.5 (under 10 % for a minute; idle for a minute in 5.1). F: the last ready instance of a role
+    does not flip, none flips while another drains or while the other role is idle, too.
     """
 
     name: ClassVar[str] = "idle"
@@ -122,14 +125,9 @@ class IdleFlip:
         if not (0.0 < self.threshold_share <= 1.0 and self.for_s >= 0.0):
             raise InvalidRequest("idle: threshold_share must lie in 0..1 and for_s must not be negative")
 
-    def start(self) -> FlipState:
-        """See `RoleFlip`."""
-        return FlipState()
-
     def step(
         self, state: FlipState, view: ClusterView, now: float, seen: Seen = NOTHING
     ) -> tuple[FlipState, FlipDecision | None]:
-        """See `RoleFlip`."""
         ready = ready_by_role(view)
         idle = [v for role in Role for v in ready[role] if load_share(v) < self.threshold_share]
         since = _held(state, [_key(v) for v in idle], now)
@@ -156,13 +154,13 @@ class IdleFlip:
 
 
 @dataclass(frozen=True, slots=True)
-class PressureFlip:
-    """The role under more pressure gets an instance of the other: `ratio` times as much, for `for_s` on end.
+class PressureFlip(StartsEmpty):
+    """The role under `ratio` times as much pressure as the other for `for_s` gets the other's least loaded instance.
 
     Pressure is demand over capacity, 1 where a role is at its limit. prefill: seconds of queued prefill per ready
-    instance, over `queue_s`. decode: the share of its KV that the jobs that run and wait want. The least loaded
-    instance goes. A flip that would turn the order of the pressures round, were all work spread evenly, is not made,
-    so constant loads never flip an instance back; `cooldown_s` passes between two flips.
+    instance, over `queue_s`. decode: the share of its KV that running and waiting jobs need. A flip that would reverse
+    the order of the pressures, with all work spread evenly, is not made, so that constant loads do not flip an instance
+    back; `cooldown_s` passes between two flips.
     Source: none of the papers; TetriInfer 3.5 leaves the policy open.
     """
 
@@ -177,22 +175,17 @@ class PressureFlip:
         if self.ratio < 1.0 or min(self.least, self.for_s, self.cooldown_s) < 0.0 or self.queue_s <= 0.0:
             raise InvalidRequest("pressure: ratio must be at least 1, queue_s positive, the others not negative")
 
-    def start(self) -> FlipState:
-        """See `RoleFlip`."""
-        return FlipState()
-
     def step(
         self, state: FlipState, view: ClusterView, now: float, seen: Seen = NOTHING
     ) -> tuple[FlipState, FlipDecision | None]:
-        """See `RoleFlip`."""
         ready = ready_by_role(view)
         pressures = {role: self._pressure(role, ready[role]) for role in Role}
         high = max(Role, key=lambda role: pressures[role])
-        wanted = [high.value] if self._unequal(pressures, high) else []
-        since = _held(state, wanted, now)
+        unequal = pressures[high] >= self.least and pressures[high] > self.ratio * pressures[high.other]
+        since = _held(state, [high.value] if unequal else [], now)
         held = FlipState(since, state.made)
         cooling = state.last_flip_s is not None and now - state.last_flip_s < self.cooldown_s
-        if not wanted or now - since[high.value] < self.for_s or cooling or draining(view):
+        if not unequal or now - since[high.value] < self.for_s or cooling or draining(view):
             return held, None
         givers, takers = ready[high.other], ready[high]
         if len(givers) < 2 or not takers or not _stays_in_order(pressures, high, len(givers), len(takers)):
@@ -210,9 +203,6 @@ class PressureFlip:
         decision = FlipDecision(chosen.instance_id, high, (Reason("role_flip:pressure", figures),))
         return state.flipped(high, now, {}), decision
 
-    def _unequal(self, pressures: Mapping[Role, float], high: Role) -> bool:
-        return pressures[high] >= self.least and pressures[high] > self.ratio * pressures[high.other]
-
     def _pressure(self, role: Role, views: Sequence[InstanceView]) -> float:
         if not views:
             return 0.0
@@ -222,9 +212,8 @@ class PressureFlip:
 
 
 def load_share(view: InstanceView) -> float:
-    """How much of an instance is in use, 0..1.
-
-    decode: its KV. prefill: its KV, or the prompt tokens that wait as a share of one chunk, whichever is more.
+    """The used share of an instance, 0..1: of its KV; on a prefill instance also of one chunk by queued prompt tokens,
+    whichever is more.
     """
     load, info = view.load, view.info
     used = min(1.0, max(0.0, (info.total_blocks - load.free_blocks) / max(1, info.total_blocks)))
@@ -234,7 +223,7 @@ def load_share(view: InstanceView) -> float:
 
 
 def _wanted_share(view: InstanceView) -> float:
-    """The share of its KV that all of its jobs would take, if those that wait were like those that run."""
+    """The share of its KV that all its jobs would use, if the waiting ones were like the running ones."""
     load, used = view.load, load_share(view)
     if load.waiting > 0:
         return used * (1.0 + load.waiting / load.running) if load.running > 0 else used + 1.0
@@ -242,17 +231,16 @@ def _wanted_share(view: InstanceView) -> float:
 
 
 def _stays_in_order(pressures: Mapping[Role, float], high: Role, givers: int, takers: int) -> bool:
+    """Whether `high` would still be the role under more pressure after the flip."""
     after_low = pressures[high.other] * givers / (givers - 1)
     return pressures[high] * takers / (takers + 1) >= after_low
 
 
 def ready_by_role(view: ClusterView) -> dict[Role, tuple[InstanceView, ...]]:
-    """The instances that may get work, by role."""
     return {role: view.ready(role) for role in Role}
 
 
 def draining(view: ClusterView) -> bool:
-    """Whether an instance is on its way to another role, or out."""
     return any(v.state is InstanceState.DRAINING for v in view.instances)
 
 

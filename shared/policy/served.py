@@ -1,4 +1,4 @@
-"""What was served: requests that ended, by class, in steps of time that add up."""
+"""Served requests: the requests that ended, by class, in steps of time whose sums can be added."""
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
@@ -9,8 +9,8 @@ from shared.domain.job import itl_met
 from shared.policy.log_histogram import Histogram, merged, observe
 
 STEPS_S = (10, 60)
-KEPT_S = 600.0  # an end that is reported later than that counts as of then
-CLASSES = 64  # names come from clients' keys; what comes beyond is counted as one class
+KEPT_S = 600.0  # an end that is reported later counts in the oldest step
+CLASSES = 64  # names come from clients' keys; further classes are counted as one
 OTHER = "other"
 
 
@@ -24,12 +24,12 @@ class How(StrEnum):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """One request that ended, or `count` that were refused alike. Unix seconds, seconds, tokens.
+    """One request that ended, or `count` requests that were refused alike. Unix seconds, seconds, tokens.
 
-    code: a finish reason, or an error's code. seconds: by kind of stretch (`shared.timeline.Span`); before_first: of
-    these, what lies before its first token. longest_gap_s, gaps, gaps_over: between the deliveries of its tokens, and
-    how many exceeded the target. whole_s: arrival to end. predicted: who said how long its answer would be,
-    see `shared.domain.verdict.Situation.predictions`.
+    code: a finish reason, or an error's code. seconds: by kind of span (`shared.timeline.Span`); before_first: the part
+    of them before its first token. longest_gap_s, gaps, gaps_over: between the deliveries of its tokens, and the number
+    that exceeded the target. whole_s: arrival to end. predicted: the source of the predicted length of its answer
+    (`shared.domain.verdict.Situation.predictions`).
     """
 
     slo: str
@@ -59,7 +59,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 class Served(msgspec.Struct, omit_defaults=True):
     """Sums over requests that ended. ttft_met, tpot_met, itl_met, met (all three): of completed and failed ones.
-    longest_gap: of each request. codes: of failures and refusals. `stages`: how long each kind of stretch took.
+    longest_gap: of each request. stages: durations of each kind of span.
     """
 
     completed: int = 0
@@ -93,7 +93,7 @@ class Served(msgspec.Struct, omit_defaults=True):
 
     @property
     def judged(self) -> int:
-        """Requests that can meet a target or miss it: neither cancelled nor refused before they were jobs."""
+        """Requests that can meet or miss a target: those neither cancelled nor refused."""
         return self.completed + self.failed
 
     def add(self, ended: Ended) -> None:
@@ -172,7 +172,7 @@ _BY_NAME = ("seconds", "before_first", "failures", "refusals", "predicted", "tra
 
 
 def total(parts: Iterable[Served]) -> Served:
-    """All of them together; targets are the last one's."""
+    """The sum of all parts, with the targets of the last one."""
     some = list(parts)
     found = Served(**{name: sum(getattr(one, name) for one in some) for name in _SUMS})
     for one in some:
@@ -196,7 +196,7 @@ Slot = tuple[int, int, str]  # a step's length and beginning, in unix seconds, a
 class ServedBook:
     """Requests in steps of each length. `now` is unix seconds.
 
-    kept_s: how late a request may be told of and still count in the step in which it ended; steps are kept for so long.
+    kept_s: how late a request may be reported to count in the step in which it ended; steps are kept for as long.
     """
 
     def __init__(self, kept_s: float = KEPT_S) -> None:
@@ -217,7 +217,7 @@ class ServedBook:
             self._changed.add(slot)
 
     def changed(self, now: float) -> list[tuple[Slot, Served]]:
-        """The steps in which something was counted since the last time; what is old is forgotten then."""
+        """The steps that have changed since the last call. Old steps are forgotten."""
         found = [(slot, self._slots[slot]) for slot in sorted(self._changed)]
         self._changed.clear()
         old = [slot for slot in self._slots if slot[1] + 2 * slot[0] < now - self._kept_s]
@@ -226,7 +226,7 @@ class ServedBook:
         return found
 
     def window(self, window_s: float, now: float) -> Mapping[str, Served]:
-        """What ended from `window_begins` on, by class."""
+        """The sums of the requests that ended since `window_begins`, by class."""
         step_s, since = STEPS_S[0], window_begins(window_s, now)
         found: dict[str, list[Served]] = {}
         for (length, start, slo), served in self._slots.items():
@@ -236,7 +236,7 @@ class ServedBook:
 
 
 def window_begins(window_s: float, now: float) -> float:
-    """The moment from which on a window counts: of whole steps, the present one beside them. Unix seconds."""
+    """The beginning of a window of whole steps and the current one, in unix seconds."""
     step_s = STEPS_S[0]
     return (now - window_s) // step_s * step_s
 

@@ -1,4 +1,4 @@
-"""SLO attainment: the share of requests that met their targets, over windows of time."""
+"""SLO attainment: the share of requests that met their targets, over sliding windows."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -10,16 +10,16 @@ from shared.errors import InvalidRequest
 
 SLOT_S = 1.0
 SAMPLES = 64  # latencies kept a slot and class, for percentiles
-MAX_CLASSES = 64  # of which outcomes are kept apart; those of further ones count together
-OTHER = "other"  # the name of those
+MAX_CLASSES = 64  # with outcomes of their own; further classes count together
+OTHER = "other"  # the name of the further ones
 
 
 @dataclass(frozen=True, slots=True)
 class SloOutcome:
     """How one request of a class ended. Latencies in seconds, None when there is none to measure.
 
-    gaps: between the deliveries of its tokens, of which gaps_over exceeded the target and the longest took
-    longest_gap_s. A failed request misses all targets. A cancelled one says nothing and is not to be counted.
+    gaps: between the deliveries of its tokens; gaps_over of them exceeded the target, and the longest took
+    longest_gap_s. A failed request misses all targets; cancelled requests are not counted.
     """
 
     slo: str
@@ -36,22 +36,22 @@ class SloOutcome:
 
     @property
     def ttft_met(self) -> bool:
-        """First token in time."""
+        """Whether the first token was in time."""
         return not self.failed and self.ttft_s is not None and self.ttft_s <= self.ttft_target_s
 
     @property
     def tpot_met(self) -> bool:
-        """Later tokens in time; with fewer than two tokens there is nothing to miss."""
+        """Whether later tokens were in time; a request with fewer than two tokens cannot miss."""
         return not self.failed and (self.tpot_s is None or self.tpot_s <= self.tpot_target_s)
 
     @property
     def itl_met(self) -> bool:
-        """At most one gap in a hundred exceeds its target (`shared.domain.job.itl_met`)."""
+        """Whether at most one gap in a hundred exceeded its target (`shared.domain.job.itl_met`)."""
         return not self.failed and itl_met(self.gaps, self.gaps_over)
 
     @property
     def met(self) -> bool:
-        """All three."""
+        """Whether all three targets were met."""
         return self.ttft_met and self.tpot_met and self.itl_met
 
 
@@ -124,10 +124,10 @@ class _Slot:
 
 
 class SloWindows:
-    """Outcomes of the last while, by class, in slots of a second: memory does not grow with the request rate. The names
-    of classes come from outside, so that only the first `MAX_CLASSES` are kept apart.
+    """Recent outcomes by class, in slots of a second: memory does not grow with the request rate. Clients choose the
+    names of classes, so that only the first `MAX_CLASSES` have outcomes of their own.
 
-    Attainment is exact; percentiles rest on up to 64 latencies a second and class.
+    Attainment is exact; percentiles rest on up to `SAMPLES` latencies a second and class.
     """
 
     def __init__(self, windows_s: Sequence[float], rng: Random) -> None:
@@ -138,7 +138,7 @@ class SloWindows:
         self._slots: dict[str, deque[_Slot]] = {}
 
     def add(self, outcome: SloOutcome, now: float) -> None:
-        """Count an outcome in the slot of the moment `now` (unix seconds) at which it is heard of."""
+        """Count an outcome in the slot of the time `now` (unix seconds) of its report."""
         known = outcome.slo in self._slots or len(self._slots) < MAX_CLASSES
         slots = self._slots.setdefault(outcome.slo if known else OTHER, deque())
         start_s = now // SLOT_S * SLOT_S
@@ -147,7 +147,7 @@ class SloWindows:
         slots[-1].add(outcome, self._rng)
 
     def reports(self, now: float) -> list[SloReport]:
-        """Every class over every window that ends at `now`; what is older than the longest is forgotten."""
+        """A report of each class and window that ends at `now`. Slots older than the longest window are forgotten."""
         oldest_s = now - self.windows_s[-1]
         for slots in self._slots.values():
             while slots and slots[0].start_s <= oldest_s - SLOT_S:

@@ -1,4 +1,4 @@
-"""Split: how many prompt tokens the prefill instance computes."""
+"""Split: the number of prompt tokens that the prefill instance computes; the decode instance computes the rest."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -16,14 +16,14 @@ from shared.policy.index import queued_prefill_s
 
 
 class SplitChoice(msgspec.Struct, frozen=True):
-    """Tokens [0, tokens) are the prefill instance's; the decode instance computes the rest."""
+    """The prefill instance computes tokens [0, tokens)."""
 
     tokens: int
     reasons: tuple[Reason, ...] = ()
 
 
 class Split(Protocol):
-    """Decides the split of one job between one prefill and one decode instance.
+    """Splits one job between one prefill and one decode instance: 0 <= tokens <= prompt_tokens.
 
     `needs_decode` says that the decode instance has to be chosen first; else `decode` is None.
     """
@@ -33,12 +33,10 @@ class Split(Protocol):
 
     def choose(
         self, job: JobView, prefill: InstanceView, decode: InstanceView | None, now: float, rng: Random
-    ) -> SplitChoice:
-        """Decide: 0 <= tokens <= prompt_tokens."""
-        ...
+    ) -> SplitChoice: ...
 
 
-Freedom = tuple[float, float]  # the least and the most share of the prompts that prefill instances may compute
+Freedom = tuple[float, float]  # the least and the largest share of the prompts that prefill instances may compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +49,12 @@ class FullSplit:
     def choose(
         self, job: JobView, prefill: InstanceView, decode: InstanceView | None, now: float, rng: Random
     ) -> SplitChoice:
-        """See `Split`."""
         return _choice(self.name, job.prompt_tokens, job)
 
 
 @dataclass(frozen=True, slots=True)
 class NoSplit:
-    """None of the prompt: the decode instance does it all."""
+    """None of the prompt: the decode instance computes the whole job."""
 
     name: ClassVar[str] = "none"
     needs_decode: ClassVar[bool] = True
@@ -65,7 +62,6 @@ class NoSplit:
     def choose(
         self, job: JobView, prefill: InstanceView, decode: InstanceView | None, now: float, rng: Random
     ) -> SplitChoice:
-        """See `Split`."""
         return _choice(self.name, 0, job)
 
 
@@ -84,13 +80,12 @@ class FractionSplit:
     def choose(
         self, job: JobView, prefill: InstanceView, decode: InstanceView | None, now: float, rng: Random
     ) -> SplitChoice:
-        """See `Split`."""
         return _choice(self.name, min(job.prompt_tokens, ceil(self.fraction * job.prompt_tokens)), job)
 
 
 @dataclass(frozen=True, slots=True)
 class RandomSplit:
-    """Any of 0..prompt_tokens, each as likely; for tests and demonstrations."""
+    """A random number of tokens, uniform over 0..prompt_tokens; for tests and demonstrations."""
 
     name: ClassVar[str] = "random"
     needs_decode: ClassVar[bool] = True
@@ -98,7 +93,6 @@ class RandomSplit:
     def choose(
         self, job: JobView, prefill: InstanceView, decode: InstanceView | None, now: float, rng: Random
     ) -> SplitChoice:
-        """See `Split`."""
         return _choice(self.name, rng.randint(0, job.prompt_tokens), job)
 
 
@@ -108,7 +102,7 @@ def _choice(name: str, tokens: int, job: JobView) -> SplitChoice:
 
 
 def freedom(split: Split) -> Freedom:
-    """What a split leaves open: nothing, where it takes a fixed share."""
+    """The range of shares that a split policy may choose; one value where the share is fixed."""
     match split:
         case FullSplit():
             return 1.0, 1.0
@@ -119,18 +113,14 @@ def freedom(split: Split) -> Freedom:
     return 0.0, 1.0
 
 
-# MERGED cronus.py
-# The split that keeps both instances equally busy: a search over one cost model, per request and pair.
-
-
-CANDIDATES = 512
+CANDIDATES = 512  # evenly spaced splits that Cronus searches
 
 
 class Balance(NamedTuple):
-    """What the two times of a split rest on. Seconds and tokens.
+    """The cost model of the balance between the two instances of a pair. Seconds and tokens.
 
-    n_p: prompt tokens of one chunked iteration. context: total of the decodes beside it. ahead_prefill_s and
-    ahead_chunked_s: what both instances have to do first.
+    n_p: prompt tokens of one chunked iteration. context: total context of the decodes beside it. ahead_prefill_s,
+    ahead_chunked_s: queued work of both instances.
     """
 
     prompt: int
@@ -155,15 +145,15 @@ class Balance(NamedTuple):
         return self.ahead_chunked_s + iterations * self.chunked.time_s(middle, self.context)
 
     def gap_s(self, split: int) -> float:
-        """By how much the prefill instance takes longer."""
+        """The time by which the prefill instance takes longer."""
         return self.prefill_s(split) - self.chunked_s(split)
 
     @property
     def rises(self) -> bool:
-        """Whether the gap surely rises with the split.
+        """Whether the gap is certain to rise with the split.
 
-        A token more costs k_p on the prefill instance (the first of all b_p, too), and k_ctxp in each iteration that
-        remains on the other; where it saves an iteration, the other takes no longer than before.
+        One more token costs k_p on the prefill instance (the first one b_p, too), and k_ctxp in each iteration that
+        remains on the decode instance; where it saves an iteration, that one takes no longer than before.
         """
         k_p, b_p = self.prefill.k_p, self.prefill.b_p
         k_ctxp, fixed = self.chunked.k_ctxp, self.chunked.k_ctxd * self.context + self.chunked.b_c
@@ -175,14 +165,14 @@ class Balance(NamedTuple):
 class CronusSplit:
     """The part of the prompt for which both instances take equally long, of 512 evenly spaced ones.
 
-    budget: tokens of one of the decode instance's iterations (0: its chunk size). max_prefills: a request waits at its
-    gateway while every prefill instance has so many whose prompts are not computed (`place`), so that each split rests
-    on fresh loads; 0: it does not wait. Without measured rates, without free KV blocks for the prompt, or with no room
-    beside the decodes, the prefill instance does it all.
-    Source: Cronus 4.2 and algorithm 1. F, where its print is garbled: the guard on n_p, the context of the first and
+    budget: tokens of an iteration of the decode instance (0: its chunk size). max_prefills: a request waits in its
+    gateway while every prefill instance has this many prompts to compute (`place`), so that each split rests on fresh
+    loads; 0: it does not wait. The prefill instance computes the whole prompt without measured rates, without free KV
+    blocks for the prompt, and without room beside the decodes.
+    Source: Cronus 4.2 and algorithm 1. F, where the print is garbled: the guard on n_p, the context of the first and
     the last iteration.
-    Ours, and off by default: include_zero: L_p = 0, all on the decode instance, is a candidate, too. queue_aware:
-    prefill that waits at either instance counts, in place of waiting until none does. See `BalancedSplit`.
+    Ours, and off by default (see `BalancedSplit`): include_zero: L_p = 0, the whole prompt on the decode instance, is a
+    candidate, too. queue_aware: the queues of both instances count, instead of waiting until they are empty.
     """
 
     name: ClassVar[str] = "cronus"
@@ -201,7 +191,6 @@ class CronusSplit:
     def choose(
         self, job: JobView, prefill: InstanceView, decode: InstanceView | None, now: float, rng: Random
     ) -> SplitChoice:
-        """See `Split`."""
         if decode is None:
             return self._full(job, "no decode instance to share with")
         balance = self._balance(job, prefill, decode)
@@ -223,7 +212,7 @@ class CronusSplit:
         return SplitChoice(job.prompt_tokens, (Reason(f"split:{self.name}, full", figures),))
 
     def _balance(self, job: JobView, prefill: InstanceView, decode: InstanceView) -> Balance | str:
-        """The balance to strike, or why there is none."""
+        """The cost model of the pair, or why there is none."""
         partial, chunked = prefill.info.rates.prefill, decode.info.rates.chunked
         if partial is None or chunked is None:
             return f"no measured rates of {(prefill if partial is None else decode).instance_id}"
@@ -243,8 +232,8 @@ class CronusSplit:
 
 @dataclass(frozen=True, slots=True)
 class BalancedSplit(CronusSplit):
-    """Our variant of `CronusSplit`: no request waits, queues count, and the decode instance may compute the whole
-    prompt.
+    """A variant of `CronusSplit` of ours: requests do not wait, queues count, and the decode instance may compute the
+    whole prompt.
     """
 
     name: ClassVar[str] = "balanced"
@@ -254,15 +243,15 @@ class BalancedSplit(CronusSplit):
 
 
 def best_split(balance: Balance, least: int = 0) -> int:
-    """The candidate with the least |gap|, the larger on ties; candidates are ⌈j·L_in/512⌉ for j in least..512.
+    """The candidate ⌈j·L_in/512⌉, j in least..512, with the least |gap|; the larger one on ties.
 
-    O(log) comparisons where the gap rises with the split, which is the rule; else all candidates are looked at.
+    The search is binary where the gap rises with the split, which is the rule, and else linear.
     """
     if not balance.rises:
         splits = [_candidate(balance, j) for j in range(least, CANDIDATES + 1)]
         return min(splits, key=lambda split: (abs(balance.gap_s(split)), -split))
     low, high = least, CANDIDATES
-    while low < high:  # for the first candidate at which the prefill instance takes no less time
+    while low < high:  # find the first candidate for which the prefill instance takes at least as long
         middle = (low + high) // 2
         if balance.gap_s(_candidate(balance, middle)) >= 0:
             high = middle

@@ -1,8 +1,9 @@
-"""How many prompt tokens a step may compute beside decodes, so that their next tokens come in time.
+"""Step budget: the number of prompt tokens that a step may compute beside decodes, so that their next tokens are in
+time.
 
-The rule: a step with prompts takes at most 0.9 of the TPOT target and 0.6 of the gap target (`itl_s`) of the streams in
-it, of those that are about to join it, and of its prompts that are to decode here. Of the gap target it is less,
-because a stream that is handed over waits for the step under way, and then for its own; it may come at any moment.
+A step with prompts takes at most 0.9 of the TPOT target and 0.6 of the gap target (`itl_s`) of the streams in it, of
+the streams that are about to join it, and of its prompts that are to decode here. The share of the gap target is lower
+because a stream that is handed over, which may be at any moment, waits for the step under way and then for its own.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from shared.domain.rates import StepRates
 
 MARGIN = 0.6  # of the least `gap_target_s`
 TPOT_FACTOR = 1.5  # of it: 0.9 of the TPOT target
-FLOOR_TOKENS = 32  # prompts always get on
+FLOOR_TOKENS = 32  # of a prompt, in each step: prompts make progress
 
 
 class StepBudget(Protocol):
@@ -36,19 +37,18 @@ class NoBudget:
 
 @dataclass(frozen=True, slots=True)
 class TpotBudget:
-    """Prompts give way to the TPOT and gap targets of those that decode in the same step."""
+    """A step holds as many prompt tokens as the TPOT and gap targets of its decodes allow."""
 
     name: ClassVar[str] = "on"
     limits: ClassVar[bool] = True
 
 
 class StepLoad(msgspec.Struct, frozen=True, gc=False):
-    """What the coming step has to do anyhow.
+    """The work of the next step besides prompts.
 
-    decodes: how many, of `context_tokens` in all; streams whose KV is on its way to this engine, and the next one that
-    waits for room here, count among them. gap_s: the least `gap_target_s` among them and the prompts that are to
-    decode here; infinite without any. before_tokens: computed tokens of the prompt under way, the most if there are
-    several.
+    decodes: their number, with `context_tokens` in all; streams whose KV is on its way to this engine, and the next one
+    that waits for room here, count among them. gap_s: the least `gap_target_s` of these and of the prompts that are to
+    decode here; infinite without any. before_tokens: computed tokens of the prompt under way, the most of several.
     """
 
     decodes: int
@@ -58,15 +58,15 @@ class StepLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 def gap_target_s(slo: Slo) -> float:
-    """How long the gap between two tokens of a stream of this class may be, in seconds: its gap target, or half as much
-    again as its TPOT target, which is a mean, but prompts may be in every step.
+    """The longest allowed gap between two tokens of a stream of this class, in seconds: its gap target, or 1.5 times
+    its TPOT target. The TPOT target is a mean, but every step may hold prompts.
     """
     return min(slo.itl_s, TPOT_FACTOR * slo.tpot_s)
 
 
 def joining_gap_s(slo: Slo, waited_s: float, *, here: bool) -> float:
-    """What is left of that for a stream that was handed over and has waited so long; of a step, half of it where its
-    KV is not here yet, because its own step is the one after that.
+    """The rest of that gap for a stream that was handed over and has waited for `waited_s`. While its KV is not here,
+    half of the rest: its own step is the one after the next.
     """
     left_s = gap_target_s(slo) - max(0.0, waited_s)
     return left_s if here else left_s / 2.0

@@ -1,4 +1,4 @@
-"""Who asks: people and programs say in a header under which name they act, for the audit."""
+"""Actors: people and programs name themselves in a header, for the audit."""
 
 from starlette.requests import Request
 
@@ -7,13 +7,13 @@ _LONGEST = 128
 
 
 async def actor(request: Request) -> str:
-    """Their name, or where they call from. For FastAPI's `Depends`."""
-    said = request.headers.get(ACTOR_HEADER, "")
-    # Starlette reads headers as Latin-1; clients of ours, and curl in most terminals, write UTF-8.
-    name = said.encode("latin-1").decode("utf-8", "replace").strip()
+    """The actor's name, or the address of the call. For FastAPI's `Depends`."""
+    header = request.headers.get(ACTOR_HEADER, "")
+    # Starlette reads headers as Latin-1; our clients, and curl in most terminals, write UTF-8.
+    name = header.encode("latin-1").decode("utf-8", "replace").strip()
     return (name or (request.client.host if request.client else "unknown"))[:_LONGEST]
 
 
 def acting_as(who: str) -> dict[str, str]:
-    """The header; none for nobody."""
+    """The header of an actor; empty without a name."""
     return {ACTOR_HEADER: who} if who else {}

@@ -1,9 +1,10 @@
-"""Limits on HTTP connections: a deadline for each request's head, an idle time, and how many may be open.
+"""Limits on HTTP connections: the size of a request's head, a deadline for it, an idle time, and the number of open
+connections.
 
-A connection costs a descriptor before any key is read, so these limits hold for clients without a key. When a limit on
-the number is reached, the connection that has waited longest for a request is closed to make room: a client that sends
-nothing shuts nobody out. Only while all of them are busy is a new one refused, with 503. `RESERVED` more are still
-read, so that health checks are answered over a new connection then; anything else that they ask is refused.
+A connection costs a descriptor before a key is read, so these limits also hold for clients without a key. When the
+limit on the number is reached, the connection that has waited longest for a request is closed to make room: a client
+that sends nothing cannot shut others out. While all connections are busy, new ones are refused with 503. `RESERVED`
+more are still read then, so that health checks over new connections are answered; their other requests are refused.
 """
 
 import asyncio
@@ -19,20 +20,28 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shared.runtime.logs import get_log
 
-# MERGED header_limit.py
-# A bound on what one HTTP request may send before its body: uvicorn's parser keeps all of it, however much comes.
-
-
+log = get_log(__name__)
 MAX_HEAD_BYTES = 64 << 10
 _SLICE = 16 << 10
-_SAID = "the request's line and headers are over the limit of {} bytes"
+HEALTH = "/health"
+PROBES = frozenset({HEALTH, "/ready", "/metrics"})  # answered beyond the limit; while draining only HEALTH
+RESERVED = 32
+_FILES = 256  # descriptors that a process keeps for everything but these connections
+_RETRY_S = 2
+# States of a connection: without any request yet, waiting for another request, with a request. The first two may be
+# closed to make room, in this order.
+_SILENT, _KEPT, _BUSY = range(3)
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
 
 
 class HeaderLimitProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol that answers 431 and hangs up once MAX_HEAD_BYTES came that are no body.
+    """uvicorn's HTTP protocol that answers 431 and hangs up after `MAX_HEAD_BYTES` of a request that are not its body:
+    uvicorn's parser keeps all of them, without a limit of its own.
 
-    For `uvicorn.Config(http=HeaderLimitProtocol)`. Counted are bytes, not parsed headers: one that never ends is
-    gathered inside the parser. Trailers after a chunked body and empty lines between requests count alike.
+    For `uvicorn.Config(http=HeaderLimitProtocol)`. Bytes are counted, not parsed headers, because an endless header
+    stays inside the parser. Trailers after a chunked body and empty lines between requests count, too.
     """
 
     transport: Transport
@@ -53,50 +62,42 @@ class HeaderLimitProtocol(HttpToolsProtocol):
                 self._refuse()
 
     def on_headers_complete(self) -> None:
-        """The head is over."""
         self._head_bytes = 0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """What came was body."""
         self._head_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The next request begins."""
         self._head_bytes = 0
         super().on_message_complete()
 
     def _refuse(self) -> None:
         self._refused = True
-        said = {"message": _SAID.format(MAX_HEAD_BYTES), "type": "invalid_request_error", "param": None}
-        body = json.dumps({"error": {**said, "code": "headers_too_large"}}).encode()
-        head = (
-            "HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
         if self.cycle is None or self.cycle.response_complete:  # else another answer is on its way: only hang up
-            self.transport.write(head.encode() + body)
+            message = f"the request's line and headers are over the limit of {MAX_HEAD_BYTES} bytes"
+            self._answer("431 Request Header Fields Too Large", "headers_too_large", message)
         self.transport.close()
 
-
-log = get_log(__name__)
-HEALTH = "/health"
-PROBES = frozenset({HEALTH, "/ready", "/metrics"})  # answered beyond the limit; while draining only HEALTH
-RESERVED = 32
-_FILES = 256  # descriptors that a process keeps for everything but these connections
-_RETRY_S = 2
-
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
+    def _answer(self, status: str, code: str, message: str) -> None:
+        """Write an error before the application sees a request."""
+        number = int(status[:3])
+        body = _error(number, code, message)
+        retry = f"retry-after: {_RETRY_S}\r\n" if number == 503 else ""
+        head = (
+            f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n{retry}"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
     """head_s: from the opening of a connection, or the first byte of a later request, to the end of the head.
 
-    idle_s: how long a connection is kept after an answer. most: open at once. most_an_address: of them from one
-    address, 0 for no limit; it does not hold for those in `proxies`.
+    idle_s: how long a connection is kept after an answer. most: open connections. most_an_address: open connections
+    from one address, 0: no limit; it does not apply to addresses in `proxies`.
     """
 
     head_s: float = 10.0
@@ -118,77 +119,79 @@ class Connections:
             log.warning("fewer connections than set: the process may open too few files", most=self.most, files=files)
         self.draining = False
         self._addresses: Counter[str] = Counter()
-        self._open: set[BoundedProtocol] = set()
-        # In the order in which they began to wait: those without any request yet are closed first.
-        self._silent: dict[BoundedProtocol, None] = {}
-        self._kept: dict[BoundedProtocol, None] = {}
-        self._busy: set[BoundedProtocol] = set()
+        self._state: dict[BoundedProtocol, int] = {}
+        # By state, in the order in which the connections entered it.
+        self._in_state: tuple[dict[BoundedProtocol, None], ...] = ({}, {}, {})
         self._quiet = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._state)
 
     def add(self, connection: "BoundedProtocol", address: str) -> str:
-        """Count a new connection. Why it may ask for nothing but health; empty where it may ask for anything."""
-        said = ""
+        """Count a new connection. Returns why it is refused everything but health checks; empty: it is accepted."""
+        refusal = ""
         most = self.limits.most_an_address if address not in self.limits.proxies else 0
         if most and self._addresses[address] >= most and not self._make_room(address):
-            said = f"{address} has {self._addresses[address]} connections in use; the limit for one address is {most}"
-        elif len(self._open) >= self.most and not self._make_room():
-            said = f"all of the {self.most} connections that this server takes are in use"
-        self._open.add(connection)
-        self._silent[connection] = None
+            refusal = (
+                f"{address} has {self._addresses[address]} connections in use; the limit for one address is {most}"
+            )
+        elif len(self._state) >= self.most and not self._make_room():
+            refusal = f"all of the {self.most} connections that this server takes are in use"
+        self._enter(connection, _SILENT)
         self._addresses[address] += 1
-        return said
+        return refusal
 
     @property
     def overfull(self) -> bool:
-        """Whether even the reserve is in use."""
-        return len(self._open) > self.most + RESERVED
+        """Whether the reserve is in use, too."""
+        return len(self._state) > self.most + RESERVED
 
     def begin(self, connection: "BoundedProtocol") -> None:
-        """It has a request."""
-        self._silent.pop(connection, None)
-        self._kept.pop(connection, None)
-        self._busy.add(connection)
+        """Report that the connection has a request."""
+        if connection in self._state:
+            self._enter(connection, _BUSY)
 
     def rest(self, connection: "BoundedProtocol") -> None:
-        """Its request is answered, and it may have another."""
-        self._end(connection)
-        if connection in self._open:
-            self._kept[connection] = None
+        """Report that its request is answered."""
+        if connection in self._state:
+            self._enter(connection, _KEPT)
 
     def remove(self, connection: "BoundedProtocol", address: str) -> None:
-        """It is closed, or about to be."""
-        if connection not in self._open:
+        """Report that it is closed, or about to be."""
+        if connection not in self._state:
             return
-        self._open.discard(connection)
-        self._silent.pop(connection, None)
-        self._kept.pop(connection, None)
-        self._end(connection)
+        self._enter(connection, None)
         self._addresses[address] -= 1
         if not self._addresses[address]:
             del self._addresses[address]
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests and wait for the open ones, for so long at most."""
+        """Refuse new requests and wait for the open ones, at most `seconds`."""
         self.draining = True
         try:
             async with asyncio.timeout(seconds):
-                while self._busy:
+                while self._in_state[_BUSY]:
                     self._quiet.clear()
                     await self._quiet.wait()
         except TimeoutError:
-            log.warning("requests are cut off: they did not end in time", requests=len(self._busy), seconds=seconds)
+            log.warning(
+                "requests are cut off: they did not end in time", requests=len(self._in_state[_BUSY]), seconds=seconds
+            )
 
-    def _end(self, connection: "BoundedProtocol") -> None:
-        self._busy.discard(connection)
-        if not self._busy:
+    def _enter(self, connection: "BoundedProtocol", state: int | None) -> None:
+        """Give a connection another state; None: it is no longer counted."""
+        before = self._state.pop(connection, None)
+        if before is not None:
+            del self._in_state[before][connection]
+        if state is not None:
+            self._state[connection] = state
+            self._in_state[state][connection] = None
+        if not self._in_state[_BUSY]:
             self._quiet.set()
 
     def _make_room(self, address: str = "") -> bool:
-        for waiting in (self._silent, self._kept):
-            for connection in waiting:
+        for state in (_SILENT, _KEPT):
+            for connection in self._in_state[state]:
                 if not address or connection.address == address:
                     connection.hang_up()
                     return True
@@ -196,7 +199,7 @@ class Connections:
 
 
 class BoundedProtocol(HeaderLimitProtocol):
-    """uvicorn's HTTP protocol within the limits of a `Connections`; see `bounded`."""
+    """uvicorn's HTTP protocol within the limits of a `Connections` (see `bounded`)."""
 
     _timer: asyncio.TimerHandle | None = None
     _idle = True  # it waits for a request
@@ -206,39 +209,36 @@ class BoundedProtocol(HeaderLimitProtocol):
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._those = connections
-        self.timeout_keep_alive = cast(int, self._those.limits.idle_s)  # uvicorn hands it to call_later
+        self._connections = connections
+        self.timeout_keep_alive = cast(int, self._connections.limits.idle_s)  # uvicorn hands it to call_later
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        """Count it, and give it a time for its first request."""
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
-        self._refusal = self._those.add(self, self.address)
-        if self._refusal and self._those.overfull:
-            self._say(503, "Service Unavailable", "unavailable", self._refusal)
+        self._refusal = self._connections.add(self, self.address)
+        if self._refusal and self._connections.overfull:
+            self._answer("503 Service Unavailable", "unavailable", self._refusal)
             self.hang_up()
             return
         self._arm()
 
     def data_received(self, data: bytes) -> None:
-        """What comes while no request is open begins a head, or is thrown away: for both there is a time."""
+        """Feed the parser; bytes while no request is open begin a head or are ignored, and start its deadline."""
         super().data_received(data)
         if self._idle and self._timer is None and not self.transport.is_closing():
             self._arm()
 
     def on_message_begin(self) -> None:
-        """A head begins."""
         self._heading = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """A request, which is refused where there is no room for it."""
         self._disarm()
         self._heading = self._idle = False
-        self._those.begin(self)
+        self._connections.begin(self)
         usual = self.app
         path = self.url.partition(b"?")[0].decode("latin-1")
-        if self._those.draining and path != HEALTH:
+        if self._connections.draining and path != HEALTH:
             self.app = refusing("this server is about to end and takes no new requests")
         elif self._refusal and path not in PROBES:
             self.app = refusing(self._refusal)
@@ -248,26 +248,24 @@ class BoundedProtocol(HeaderLimitProtocol):
             self.app = usual
 
     def on_response_complete(self) -> None:
-        """The answer is written."""
         super().on_response_complete()
         if self.timeout_keep_alive_task is not None:  # no other request waits for its turn
             self._idle = True
-            self._those.rest(self)
+            self._connections.rest(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is closed."""
         self._disarm()
-        self._those.remove(self, self.address)
+        self._connections.remove(self, self.address)
         super().connection_lost(exc)
 
     def hang_up(self) -> None:
-        """Close it while it waits for a request."""
+        """Close the connection while it waits for a request."""
         self._disarm()
-        self._those.remove(self, self.address)
+        self._connections.remove(self, self.address)
         self.transport.close()
 
     def _arm(self) -> None:
-        self._timer = self.loop.call_later(self._those.limits.head_s, self._late)
+        self._timer = self.loop.call_later(self._connections.limits.head_s, self._late)
 
     def _disarm(self) -> None:
         if self._timer is not None:
@@ -279,18 +277,9 @@ class BoundedProtocol(HeaderLimitProtocol):
         if self.transport.is_closing():
             return
         if self._heading:
-            said = f"the request's line and headers did not come within {self._those.limits.head_s:g} s"
-            self._say(408, "Request Timeout", "head_too_slow", said)
+            message = f"the request's line and headers did not come within {self._connections.limits.head_s:g} s"
+            self._answer("408 Request Timeout", "head_too_slow", message)
         self.hang_up()
-
-    def _say(self, status: int, phrase: str, code: str, message: str) -> None:
-        body = _error(status, code, message)
-        retry = f"retry-after: {_RETRY_S}\r\n" if status == 503 else ""
-        head = (
-            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n{retry}"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
 
 
 def bounded(protocol: type[BoundedProtocol], connections: Connections) -> type[asyncio.Protocol]:

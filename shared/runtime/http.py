@@ -1,4 +1,4 @@
-"""The HTTP shell of every service but the gateway: health, metrics, and our errors as JSON."""
+"""The HTTP application of all services but the gateway: health, metrics, the cluster token, and errors as JSON."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -43,10 +43,9 @@ def service_app(
 ) -> FastAPI:
     """A FastAPI app with `/health`, `/ready`, `/metrics` and the error table; the service adds its routers.
 
-    registry: of the process's metrics; None: it has none but those of every process. trouble: what stands still in
-    this process, unready: why it is to get no work; empty: nothing. standing: what else `/health` and `/ready` tell.
-    token: the cluster's secret, as `ServiceSettings.token` has it: whatever is not a GET wants it shown, so that no
-    route can forget it.
+    registry: of the process's metrics; None: only those of all processes. trouble: what is stuck in this process;
+    unready: why it should get no work; empty: nothing. standing: further fields of `/health` and `/ready`. token: the
+    cluster's secret (`ServiceSettings.token`); it is required for all calls but reads, whatever their route.
     """
     app = FastAPI(title=f"Polyphase {service}", lifespan=lifespan, dependencies=[Depends(nothing_stray)])
     app.add_exception_handler(PolyphaseError, error_response)
@@ -58,30 +57,28 @@ def service_app(
     describe_process(series)
     exposition = Exposition(series)
 
-    # Like every route of ours on the event loop: in FastAPI's thread pool they would read what the loop changes.
+    # As all our routes, on the event loop: in FastAPI's thread pool it would read data that the loop changes.
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus text format."""
         return Response(exposition.text(), media_type=CONTENT_TYPE_LATEST)
 
     return app
 
 
 class Guard:
-    """Refuses every call that may change something and does not show the cluster's secret, without one all of them;
-    and those whose sender has an incompatible wire version. People's tools need state none.
+    """Refuses calls that may change something and have no or a wrong cluster token (without a token all of them), and
+    calls of an incompatible wire version. People's tools need not state a version.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
         self._token = token
         if token == OPEN:
-            log.warning("the cluster token is `open`: whoever reaches this service may change what he likes")
+            log.warning("the cluster token is `open`: all callers that reach this service may change everything")
         elif not token:
-            log.warning("no cluster token is set: what would change something over HTTP is refused")
+            log.warning("no cluster token is set: HTTP calls that change something are refused")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """What the application answers, or a refusal."""
         if scope["type"] == "lifespan" or scope.get("method") in READING:
             await self._app(scope, receive, send)
             return
@@ -100,9 +97,9 @@ class Guard:
 
 
 class Exposition:
-    """A registry as text, made on the event loop and therefore kept for a while: anyone may ask for it, without a key.
-
-    However often that is done, making it takes METRICS_SHARE of the loop's time, and it is METRICS_KEPT_S old at most.
+    """A registry as text. It is rendered on the event loop and may be requested without a key, so it is cached:
+    rendering takes at most `METRICS_SHARE` of the loop's time, unless that would make the text older than
+    `METRICS_KEPT_S`.
     """
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
@@ -112,7 +109,7 @@ class Exposition:
         self._text = b""
 
     def text(self) -> bytes:
-        """Prometheus text format."""
+        """The registry in Prometheus' text format."""
         began_s = self._clock()
         if began_s >= self._until_s:
             self._text = generate_latest(self._registry)
@@ -122,7 +119,7 @@ class Exposition:
 
 
 def exposing(registry: CollectorRegistry, app: ASGIApp) -> ASGIApp:
-    """What answers GET of a registry, on the event loop: its series read what that changes. Else `app` answers."""
+    """An application that answers GET with a registry, on the event loop, and passes all else to `app`."""
     exposition = Exposition(registry)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,11 +132,11 @@ def exposing(registry: CollectorRegistry, app: ASGIApp) -> ASGIApp:
 
 
 class Health:
-    """Answers GET `/health`, which every process is asked once a second, and `/ready`: past routers and models.
+    """Answers GET `/health`, which is requested once a second from each process, and `/ready`, before routers and
+    models.
 
-    Answers once the lifespan has started everything, and while the event loop turns: it is answered there. 503 while
-    something else that the process lives for stands still. Who is not well for long is started again; who is well and
-    not ready gets no work and is left alone.
+    Answers come from the event loop, after the lifespan has started: 503 while another part of the process is stuck. A
+    process that stays unhealthy is restarted; one that is healthy but not ready gets no work.
     """
 
     def __init__(
@@ -157,7 +154,6 @@ class Health:
         self._standing = standing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The answer, or what the application makes of it."""
         if scope["type"] != "http" or scope["path"] not in _ASKED or scope["method"] != "GET":
             await self._app(scope, receive, send)
             return
@@ -184,7 +180,7 @@ def error_body(error: PolyphaseError) -> dict[str, Any]:
 
 
 def error_response(_: Request, error: Exception) -> JSONResponse:
-    """The one way an error of ours becomes HTTP."""
+    """An error as an HTTP response; the only place for it."""
     known = error if isinstance(error, PolyphaseError) else PolyphaseError(str(error))
     headers = {}
     if known.http_status in (429, 503):
@@ -200,7 +196,7 @@ def _validation_response(request: Request, error: Exception) -> JSONResponse:
 
 
 def serve(app: FastAPI, host: str, port: int) -> None:
-    """Run until SIGTERM or SIGINT; clean-up belongs to the lifespan, since nothing after this is sure to run."""
+    """Run until SIGTERM or SIGINT. Clean-up belongs to the lifespan: code after this call may not run."""
     config = uvicorn.Config(
         app,
         host=host,

@@ -1,4 +1,10 @@
-"""API keys as they are kept: hashed, in one YAML file that the gateway and the dashboard read."""
+"""Secrets: API keys, kept hashed in a YAML file; the CurveZMQ key of a suite on one host; and the cluster token.
+
+The key file of a suite has the secret half of a CurveZMQ pair and is readable only by its user; the public half follows
+from it, and a process without it cannot connect to a control socket. The cluster token is one secret for all services
+of a cluster. It is sent with HTTP calls that change something and with no others, compared in constant time, and is
+not part of messages, log lines or addresses.
+"""
 
 import hashlib
 import hmac
@@ -26,11 +32,12 @@ ROLES = ("", LOOK, OPERATE)  # of people at the dashboard; without one a key ope
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key as it is kept: `digest` is SHA-256 of the secret. `requests_per_s` 0 means no limit.
+    """An API key: `digest` is SHA-256 of the secret. `requests_per_s` 0 means no limit.
 
-    slo: the class of requests that name none. classes: those that it may name; empty for all. weight: of its share of a
-    full cluster. role: what its holder may do at the dashboard, one of `ROLES`. cache_salt: prefixes are shared only
-    with keys of the same salt, so that no other key can measure by TTFT what its holder has sent; empty: with all keys.
+    slo: the class of requests that name none. classes: the classes that its requests may name; empty: all. weight: of
+    its share of a full cluster. role: its holder's rights at the dashboard, one of `ROLES`. cache_salt: prefixes are
+    shared only with keys of the same salt, so that other keys cannot measure by TTFT what its holder has sent; empty:
+    they are shared with all keys without a salt.
     """
 
     name: str
@@ -49,7 +56,7 @@ class ApiKey:
 
 
 def digest_of(secret: str) -> str:
-    """The form in which a key is kept. Keys are random and long, so one plain hash is enough."""
+    """The stored form of a key. Keys are random and long, so that one plain hash is enough."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
@@ -107,12 +114,6 @@ def _key_of(file: Path, number: int, entry: dict[str, Any]) -> ApiKey:
         raise InvalidRequest(f"keys file {file}: entry {number}: {error}") from error
 
 
-# MERGED curve_key.py
-# The key of a suite on one host: the secret half of a CurveZMQ pair in a file that only its user can read.
-#
-# The public half follows from it. A process without it connects to no control socket of the suite.
-
-
 def new_key() -> str:
     """A new secret half (Z85)."""
     return zmq.curve_keypair()[1].decode()
@@ -134,16 +135,9 @@ def read_pair(file: Path) -> tuple[str, str]:
         ) from None
 
 
-# MERGED cluster_token.py
-# The cluster's secret: whoever changes something over HTTP shows it, from whatever host and process.
-#
-# One for all services of a cluster. It is compared in constant time, sent with calls that change something and with no
-# others, and never part of a message, a log line or an address.
-
-
-OPEN = "open"  # in the place of a secret: whoever reaches the port may change what he likes
+OPEN = "open"  # in the place of a secret: all callers that reach the port may change everything
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
-_SHAPE = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")  # what may follow `Bearer`, and long enough
+_SHAPE = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")  # allowed after `Bearer`, and long enough
 _GIVE = (
     "send it as `Authorization: Bearer …`. The polyphase command takes it from its --data-dir, POLYPHASE_CLUSTER_TOKEN "
     "or POLYPHASE_CLUSTER_TOKEN_FILE, a service from POLYPHASE_<SERVICE>_CLUSTER_TOKEN or ..._FILE"
@@ -151,12 +145,11 @@ _GIVE = (
 
 
 def new_token() -> str:
-    """A new secret, 256 bits."""
     return secrets.token_urlsafe(32)
 
 
 def checked(token: str, where: str) -> str:
-    """The secret, if it can be one. Raises InvalidRequest that names `where`, and not what is there."""
+    """The secret, if it has the right form. Raises InvalidRequest that names `where`, and not the secret."""
     if token != OPEN and not _SHAPE.fullmatch(token):
         raise InvalidRequest(
             f"{where}: a cluster token is 16 to 512 letters, digits and ._~+/=-, or the word {OPEN}; "
@@ -166,7 +159,7 @@ def checked(token: str, where: str) -> str:
 
 
 def read_token(file: Path) -> str:
-    """The secret in a file, and nothing else in it. Raises InvalidRequest that names the file."""
+    """The secret that is the only content of a file. Raises InvalidRequest that names the file."""
     try:
         text = read_text(file)
     except InvalidRequest as error:
@@ -175,23 +168,25 @@ def read_token(file: Path) -> str:
 
 
 def bearer(token: str) -> dict[str, str]:
-    """The header; none without a secret."""
+    """The HTTP header with a secret; empty without one."""
     return {"Authorization": f"Bearer {token}"} if token not in ("", OPEN) else {}
 
 
-def fault_of(what: str, token: str, said: Sequence[str]) -> PolyphaseError | None:
-    """Why `what` is refused where the secret is `token`; `said`: its headers of that name. None: it may be done."""
+def fault_of(what: str, token: str, sent: Sequence[str]) -> PolyphaseError | None:
+    """Why a call is refused; None: it is allowed. what: the call. token: the service's secret. sent: the Authorization
+    headers of the call.
+    """
     if token == OPEN:
         return None
     if not token:
         return TokenUnset(
-            f"{what}: this service was given no cluster token, so nothing can be changed by way of it: set its "
-            f"cluster_token or cluster_token_file, or `cluster_token: {OPEN}` to let anybody"
+            f"{what}: this service has no cluster token, so that no call can change anything: set its "
+            f"cluster_token or cluster_token_file, or `cluster_token: {OPEN}` to allow all callers"
         )
-    shown = [value.strip() for scheme, _, value in (each.partition(" ") for each in said) if scheme.lower() == "bearer"]
+    shown = [value.strip() for scheme, _, value in (each.partition(" ") for each in sent) if scheme.lower() == "bearer"]
     if not any(shown):
         return TokenMissing(f"{what} needs the cluster's secret: {_GIVE}")
-    # Bytes: of text beyond ASCII, which a header may have, compare_digest makes an error.
+    # compare_digest raises an error for text beyond ASCII, which a header may have.
     if len(shown) == 1 and hmac.compare_digest(shown[0].encode(), token.encode()):
         return None
-    return TokenWrong(f"{what}: what was sent is not this cluster's secret: {_GIVE}")
+    return TokenWrong(f"{what}: the token that was sent is not this cluster's secret: {_GIVE}")

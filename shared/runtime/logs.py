@@ -1,7 +1,7 @@
-"""Structured logs: one JSON object a line on stderr, with the service and, inside a job that is traced, its trace.
+"""Structured logs: one JSON object a line on stderr, with the service and, in a traced job, its trace.
 
-A trouble is told once: of warnings and errors of one kind, and of lines about single jobs, the first one is written and
-then one in QUIET_S, with how many were left out.
+Repeated lines are limited: of warnings and errors of one kind, and of lines about single jobs, the first is written and
+then one every `QUIET_S`, with the number of lines that were left out.
 """
 
 import faulthandler
@@ -19,21 +19,17 @@ from typing import Any, NamedTuple, TextIO
 import structlog
 from structlog import DropEvent
 
-# MERGED quiet.py
-# Says a trouble once: what goes on all the time is one line, then one in a while with how many were left out.
-
-
 QUIET_S = 30.0
-KINDS = 1_000  # that are remembered; then the oldest may be told again
-# What tells kinds apart, where a line has it: whom or what it is about, never what is different each time.
+KINDS = 1_000  # that are remembered; then a line of the oldest kind may be written again
+# Keys that distinguish kinds of lines: the subject of a line, not values that differ each time.
 _ABOUT = ("instance_id", "scheduler", "to", "peer", "address", "table", "database", "step", "method", "path", "task")
 _HOW = ("code", "state", "kind", "why", "error_type")
-_TEXT = 120  # characters of a text that its logger has filled in itself, as asyncio does: what follows is details
-_JOBS = ("job_id", "transfer_id", "request_id")  # lines that have one are as many as jobs
+_TEXT = 120  # characters of a text into which its logger has put the details, as asyncio does
+_JOBS = ("job_id", "transfer_id", "request_id")  # lines with one of these are as many as jobs
 
 
 class Kind(NamedTuple):
-    """What is one trouble: told by a logger, at a level, in the same words, of the same thing."""
+    """Lines that count as repetitions: of one logger, level, text and subject."""
 
     logger: str
     level: int
@@ -42,57 +38,57 @@ class Kind(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Told:
-    until_s: float  # of the clock; no other line before
+class _Written:
+    until_s: float  # by the clock; no other line before
     left_out: int = 0
 
 
 class Limiter:
-    """Which lines are written. `clock` gives seconds that never go back. For any thread."""
+    """Decides which lines are written; thread-safe. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, quiet_s: float = QUIET_S) -> None:
         self._clock = clock
         self._quiet_s = quiet_s
-        self._kinds: OrderedDict[Kind, _Told] = OrderedDict()  # in the order in which they were told
+        self._kinds: OrderedDict[Kind, _Written] = OrderedDict()  # in the order in which they were written
         self._lock = threading.Lock()
 
     def take(self, kind: Kind) -> int | None:
-        """How many were left out before this line; None: leave it out, too."""
+        """The number of lines that were left out before this one; None: leave this one out, too."""
         now = self._clock()
         with self._lock:
-            told = self._kinds.get(kind)
-            if told is not None and now < told.until_s:
-                told.left_out += 1
+            written = self._kinds.get(kind)
+            if written is not None and now < written.until_s:
+                written.left_out += 1
                 return None
-            self._kinds[kind] = _Told(now + self._quiet_s)
+            self._kinds[kind] = _Written(now + self._quiet_s)
             self._kinds.move_to_end(kind)
             if len(self._kinds) > KINDS:
                 self._kinds.popitem(last=False)
-            return told.left_out if told is not None else 0
+            return written.left_out if written is not None else 0
 
     def due(self) -> list[tuple[Kind, int]]:
-        """Kinds of which lines were left out that nothing has told of since, and how many; each is given once."""
+        """The kinds with lines that were left out and not reported since, with their number; each is returned once."""
         now = self._clock()
         found = []
         with self._lock:
             while self._kinds:
-                kind, told = next(iter(self._kinds.items()))
-                if now < told.until_s:
+                kind, written = next(iter(self._kinds.items()))
+                if now < written.until_s:
                     break
                 del self._kinds[kind]
-                if told.left_out:
-                    found.append((kind, told.left_out))
+                if written.left_out:
+                    found.append((kind, written.left_out))
         return found
 
 
 class Quiet:
-    """Limits lines: those of structlog as a processor, all others in the handler."""
+    """Limits lines: those of structlog as a processor, those of the standard library in the handler."""
 
     def __init__(self, limiter: Limiter | None = None) -> None:
         self.limiter = limiter or Limiter()
 
     def processor(self, logger: Any, method: str, event: Any) -> Any:
-        """The first one of structlog's chain. Raises DropEvent for what is left out."""
+        """The first processor of structlog's chain. Raises DropEvent for lines that are left out."""
         level = logging.getLevelNamesMapping().get(_LEVELS.get(method, method).upper(), logging.INFO)
         if level < logging.WARNING and not any(key in event for key in _JOBS):
             return event
@@ -109,8 +105,8 @@ class Quiet:
         return event
 
     def passes(self, record: logging.LogRecord) -> bool:
-        """Whether a record is written. Of the standard library's a kind is the text before its values are filled in."""
-        if isinstance(record.msg, dict) or record.levelno < logging.WARNING:  # structlog's have been asked about
+        """Whether a record is written. Its kind is the text before values are filled in."""
+        if isinstance(record.msg, dict) or record.levelno < logging.WARNING:  # structlog's lines passed `processor`
             return True
         failed = record.exc_info[0] if record.exc_info else None
         about = (failed.__name__,) if failed is not None else ()
@@ -122,14 +118,15 @@ class Quiet:
 
 
 class QuietHandler(logging.StreamHandler[TextIO]):
-    """Writes what passes. Whenever it writes, it also tells of what was left out and has not come again."""
+    """Writes the lines that pass, and with each of them the number of left-out lines of kinds that did not come
+    again.
+    """
 
     def __init__(self, quiet: Quiet, stream: TextIO) -> None:
         super().__init__(stream)
         self._quiet = quiet
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, or leave it out."""
         for kind, left_out in self._quiet.limiter.due():
             more = logging.LogRecord(kind.logger, kind.level, "", 0, "more lines of a kind were left out", (), None)
             more.left_out, more.line = left_out, " ".join((kind.event, *kind.about))
@@ -144,28 +141,27 @@ KEPT = 2_000  # lines
 
 
 class LogTail(logging.Handler):
-    """Keeps the newest lines of a log, for those who look at its process."""
+    """Keeps the newest lines of a log, for inspection of its process."""
 
     def __init__(self, kept: int = KEPT) -> None:
         super().__init__()
         self._lines: deque[str] = deque(maxlen=kept)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one; of one that cannot be written, logging itself tells: nobody fails for what he logs."""
         try:
             self._lines.append(self.format(record))
         except Exception:
             self.handleError(record)
 
     def newest(self, lines: int) -> list[str]:
-        """So many at most, oldest first."""
+        """At most `lines` lines, oldest first."""
         return list(self._lines)[-lines:]
 
 
 def configure_logs(service: str, level: str = "INFO", tail: LogTail | None = None) -> None:
-    """Send everything, structlog's and the standard library's, through one JSON line format; `tail` hears it, too.
+    """Write the lines of structlog and the standard library in one JSON format, to `tail`, too.
 
-    SIGUSR1 adds the stacks of all threads: also of one that holds the interpreter's lock and never gives it back.
+    SIGUSR1 writes the stacks of all threads, also of a thread that never releases the interpreter's lock.
     """
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr)
     quiet = Quiet()
@@ -200,7 +196,7 @@ def configure_logs(service: str, level: str = "INFO", tail: LogTail | None = Non
 
 @contextmanager
 def keeping_levels() -> Iterator[None]:
-    """For what is imported in the block: a library of vLLM's has the root logger say nothing below an error."""
+    """Restore log levels after imports in the block: a library of vLLM sets the root logger to errors only."""
     root = logging.getLogger()
     leveled: list[logging.Logger | logging.Handler] = [root, *root.handlers]
     before = [(each, each.level) for each in leveled]
@@ -212,7 +208,7 @@ def keeping_levels() -> Iterator[None]:
 
 
 def in_logs(trace_id: str) -> None:
-    """Have all lines of this task, and of those that it starts, name its trace."""
+    """Add the trace to all lines of this task and of tasks that it starts."""
     structlog.contextvars.bind_contextvars(trace_id=trace_id)
 
 

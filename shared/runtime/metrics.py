@@ -1,4 +1,4 @@
-"""What every process tells of itself: which build it is, what it uses, how often it was started again."""
+"""Metrics of every process: its build, its use of resources, its restarts; and a fast lookup of a metric's children."""
 
 import os
 import platform
@@ -8,11 +8,11 @@ from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 
-RESTARTS = "POLYPHASE_RESTARTS"  # set by whoever keeps the process running; absent where nobody counts
+RESTARTS = "POLYPHASE_RESTARTS"  # set by the process that restarts this one; absent without such a process
 
 
 def describe_process(registry: CollectorRegistry) -> None:
-    """Add it to a process's own registry, and leave out when each series began: that doubles a scrape."""
+    """Add the metrics of the process to its registry. Creation times of series are left out: they double a scrape."""
     disable_created_metrics()  # type: ignore[no-untyped-call]
     ProcessCollector(registry=registry)
     build = {
@@ -20,8 +20,8 @@ def describe_process(registry: CollectorRegistry) -> None:
         "vllm_version": _version("vllm"),
         "python_version": platform.python_version(),
     }
-    told = Gauge("polyphase_build_info", "What runs here; always 1.", list(build), registry=registry)
-    told.labels(**build).set(1)
+    info = Gauge("polyphase_build_info", "What runs here; always 1.", list(build), registry=registry)
+    info.labels(**build).set(1)
     if RESTARTS in os.environ:
         text = "Times that the launcher has started it again since its own start."
         restarts = Counter("polyphase_process_restarts", text, registry=registry)
@@ -29,29 +29,24 @@ def describe_process(registry: CollectorRegistry) -> None:
 
 
 def _version(package: str) -> str:
-    """Empty where it is not installed: not every process needs the engine."""
+    """The installed version; empty without one, since only workers and gateways need the engine."""
     try:
         return version(package)
     except PackageNotFoundError:
         return ""
 
 
-# MERGED bound.py
-# Children of a Prometheus metric by their labels: looking one up costs as much as observing it.
-
-
 Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
 
 class Bound(Generic[Metric]):
-    """The same ones that the metric has, which keeps each of them anyhow."""
+    """The children of a Prometheus metric by their labels; the metric's own lookup costs as much as an observation."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric: Metric = metric
         self._children: dict[tuple[str, ...], Metric] = {}
 
     def __len__(self) -> int:
-        """Children."""
         return len(self._children)
 
     def keep(self, wanted: Callable[[tuple[str, ...]], bool]) -> None:
@@ -61,7 +56,7 @@ class Bound(Generic[Metric]):
             self._metric.remove(*labels)
 
     def of(self, *labels: str) -> Metric:
-        """That of these labels, in the order of their names."""
+        """The child with these labels, in the order of their names."""
         found = self._children.get(labels)
         if found is None:
             found = self._children[labels] = self._metric.labels(*labels)

@@ -1,6 +1,6 @@
-"""Spans by OpenTelemetry's SDK, exported by OTLP in a thread. Import it only where tracing is on.
+"""Spans by OpenTelemetry's SDK, exported by OTLP in a thread. Import this module only while tracing is on.
 
-The provider is our own and not the global one, so that libraries that look for a tracer find none.
+The provider is not the global one, so that libraries that look for a tracer find none.
 """
 
 import asyncio
@@ -31,16 +31,16 @@ log = get_log(__name__)
 
 
 def _without_header(record: logging.LogRecord) -> bool:
-    """The SDK repeats a header that it cannot read, and its value is a secret mostly."""
+    """Replace the SDK's message about a malformed header: it repeats the header, whose value is usually a secret."""
     record.msg, record.args = "OTEL_EXPORTER_OTLP_HEADERS: a header of it is no NAME=VALUE, and is not sent", ()
     return True
 
 
 logging.getLogger("opentelemetry.util.re").addFilter(_without_header)
-EXPORT_S = 5.0  # a batch may take so long, tries included; then it is lost
+EXPORT_S = 5.0  # of a batch, retries included; then it is lost
 PERIOD_S = 5.0  # between two batches, unless one is full before
 BATCH_SPANS = 512
-CLOSE_S = 2.0  # for what waits at the end
+CLOSE_S = 2.0  # for the queued spans at the end
 Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 Kind = Literal["internal", "server", "client"]
 _KINDS = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER, "client": SpanKind.CLIENT}
@@ -49,7 +49,7 @@ _w3c = TraceContextTextMapPropagator()
 
 
 class Trace:
-    """A span that has begun, here or elsewhere, and what is made below it. Times are unix seconds."""
+    """A span that has begun, in this or another process, and the parent of further spans. Times are unix seconds."""
 
     __slots__ = ("_context", "_span", "_tracer")
 
@@ -60,12 +60,11 @@ class Trace:
 
     @property
     def trace_id(self) -> str:
-        """32 hexadecimal digits."""
         return format(self._span.get_span_context().trace_id, "032x")
 
     @property
     def wire(self) -> str:
-        """For another process: a `traceparent`, then, if there is any, a space and the `tracestate`."""
+        """The span for another process: a `traceparent`, and, if there is one, a space and the `tracestate`."""
         carrier: dict[str, str] = {}
         _w3c.inject(carrier, self._context)
         return " ".join(carrier.values())
@@ -73,7 +72,6 @@ class Trace:
     def child(
         self, name: str, began_s: float, attributes: Attributes | None = None, kind: Kind = "internal"
     ) -> "Trace":
-        """Begin a span below this one."""
         return Trace(self._tracer, self._tracer.start(name, self._context, began_s, attributes, kind))
 
     def add(
@@ -86,16 +84,15 @@ class Trace:
         error: str = "",
         kind: Kind = "internal",
     ) -> None:
-        """A span below this one that is over. error: the code of what went wrong, if anything did."""
+        """Add a finished child span. error: an error code, empty without an error."""
         span = self.child(name, began_s, attributes, kind)
         span.end(max(began_s, ended_s), error=error)
 
     def event(self, name: str, time_s: float, attributes: Attributes | None = None) -> None:
-        """Something that happened at a moment."""
         self._span.add_event(name, attributes, _ns(time_s))
 
     def end(self, ended_s: float, attributes: Attributes | None = None, *, error: str = "") -> None:
-        """It is over. error: as of `add`."""
+        """End the span. error: as in `add`."""
         if attributes:
             self._span.set_attributes(attributes)
         if error:
@@ -105,9 +102,8 @@ class Trace:
 
 
 class Tracer:
-    """Makes spans. It never waits: a queue takes them, a thread exports them, and what is too much is dropped.
-
-    Raises nothing after its start, whatever becomes of the collector.
+    """Creates spans without waiting: they are queued, exported by a thread, and dropped when the queue is full.
+    Failures of the collector raise no errors here.
     """
 
     def __init__(self, settings: Tracing, service: str, name: str, registry: CollectorRegistry) -> None:
@@ -135,25 +131,24 @@ class Tracer:
     def root(
         self, traceparent: str, tracestate: str, name: str, began_s: float, attributes: Attributes
     ) -> Trace | None:
-        """Begin a request's first span here, below its client's; None where it is not sampled."""
+        """Begin a request's first span here, a child of its client's span; None if it is not sampled."""
         span = self.start(name, _parsed(traceparent, tracestate), began_s, attributes, "server")
         return Trace(self, span) if span.is_recording() else None
 
     def remote(self, wire: str) -> Trace | None:
-        """A span of another process, by its `Trace.wire`; None for what is none."""
+        """A span of another process, by its `Trace.wire`; None for other text."""
         traceparent, _, tracestate = wire.partition(" ")
         span = get_current_span(_parsed(traceparent, tracestate))
         return Trace(self, span) if span.get_span_context().is_valid else None
 
     def start(self, name: str, parent: Context, began_s: float, attributes: Attributes | None, kind: Kind) -> Span:
-        """A span of the SDK."""
         return self._tracer.start_span(name, parent, _KINDS[kind], attributes, start_time=_ns(began_s))
 
     async def close(self) -> None:
-        """Export what waits, for a moment at most."""
+        """Export the queued spans, for at most `CLOSE_S`."""
         done, loop = asyncio.Event(), asyncio.get_running_loop()
 
-        def shut_down() -> None:  # in a thread that nobody waits for: a collector that takes nothing holds it up
+        def shut_down() -> None:  # in a thread of its own: a collector that does not read blocks it
             self._provider.shutdown()
             if not loop.is_closed():
                 loop.call_soon_threadsafe(done.set)
@@ -165,28 +160,27 @@ class Tracer:
         except TimeoutError:
             self._exporter.give_up()
         if self._exporter.waiting:
-            log.warning("spans are lost: the collector took them not in time", spans=self._exporter.waiting)
+            log.warning("spans are lost: the collector did not accept them in time", spans=self._exporter.waiting)
 
 
 class _Ids(IdGenerator):
-    """Of random numbers of our own: engines seed the interpreter's, all of them alike."""
+    """Ids from a generator of their own: engines seed the interpreter's generator, all with the same seed."""
 
     def __init__(self) -> None:
         self._random = random.Random()
 
     def generate_span_id(self) -> int:
-        """64 bits, of which one at least is set."""
         return self._random.getrandbits(64) or 1
 
     def generate_trace_id(self) -> int:
-        """128 bits, of which one at least is set."""
         return self._random.getrandbits(128) or 1
 
 
 class _Exporter(SpanExporter):
-    """Exports by another exporter, and counts what became of each span.
+    """Exports by another exporter, and counts the outcomes of spans.
 
-    `counts` has one writer a key: the loop's thread "dropped", the exporting one "exported" and "failed".
+    `counts` has one writer for each key: the loop's thread for "dropped", the exporting one for "exported" and
+    "failed".
     """
 
     def __init__(self, inner: SpanExporter, most: int) -> None:
@@ -198,11 +192,10 @@ class _Exporter(SpanExporter):
 
     @property
     def waiting(self) -> int:
-        """Spans in the queue, and on the way."""
         return self._taken - self.counts["exported"] - self.counts["failed"]
 
     def has_room(self) -> bool:
-        """Take in one more span, or count it as dropped."""
+        """Whether one more span may be queued; otherwise it is counted as dropped."""
         if self.waiting >= self._most:
             self.counts["dropped"] += 1
             return False
@@ -210,24 +203,21 @@ class _Exporter(SpanExporter):
         return True
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """In the exporting thread."""
         done = SpanExportResult.FAILURE if self._given_up else self._inner.export(spans)
         self.counts["exported" if done is SpanExportResult.SUCCESS else "failed"] += len(spans)
         return done
 
     def give_up(self) -> None:
-        """Nothing more is tried."""
         self._given_up = True
         self._inner.shutdown()
 
     def shutdown(self) -> None:
-        """As the processor asks."""
         if not self._given_up:
             self._inner.shutdown()
 
 
 class _Processor(BatchSpanProcessor):
-    """Its queue never overflows: the SDK's own way is to drop the oldest, and to count nothing."""
+    """A processor whose queue does not overflow: the SDK would drop the oldest spans without counting them."""
 
     def __init__(
         self, exporter: _Exporter, *, max_queue_size: int, schedule_delay_millis: float, max_export_batch_size: int
@@ -236,7 +226,6 @@ class _Processor(BatchSpanProcessor):
         self._counted = exporter
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Queue it."""
         if span.context is not None and span.context.trace_flags.sampled and self._counted.has_room():
             super().on_end(span)
 
@@ -246,7 +235,6 @@ class _Counts(Collector):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """One scrape."""
         text = "Spans of requests by what became of them; dropped: too many waited."
         family = CounterMetricFamily("polyphase_trace_spans", text, labels=["outcome"])
         for outcome, count in self._counts.items():

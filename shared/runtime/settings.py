@@ -1,4 +1,4 @@
-"""Settings of a process: one frozen model, read from the environment, unknown keys refused."""
+"""Settings of a process: one frozen model, read from the environment; unknown keys are errors."""
 
 import json
 import os
@@ -13,16 +13,16 @@ from shared.errors import InvalidRequest
 from shared.files.faults import OTLP
 from shared.runtime.keys import checked, read_pair, read_token
 
-# Of a process, in what others are told of it: one that the monitor did not take would cost all news beside it.
+# Of a process, as it is reported to others: a name that the monitor refused would cost the whole report.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:@-]{1,128}$")]
 
 
 class Tracing(BaseModel):
-    """Where spans go, and of how many requests.
+    """Where spans are exported, and of which share of the requests.
 
     endpoint: of an OTLP collector: `http://host:4318` (`/v1/traces` unless it has a path; also https) or
-    `grpc://host:4317` (grpcs: over TLS). sample: the share of traces that begin here; where a client sends a
-    `traceparent`, that says whether its trace is kept. queue_spans: so many wait at most, more are dropped and counted.
+    `grpc://host:4317` (grpcs: over TLS). sample: the share of traces that begin here; a client's `traceparent` decides
+    on its own trace. queue_spans: of the export queue; further spans are dropped and counted.
     """
 
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -42,31 +42,31 @@ class Tracing(BaseModel):
         if not known:
             raise ValueError("its port must be a number between 1 and 65535")
         if where.scheme.startswith("grpc") and where.username is not None:
-            raise ValueError("OTLP over gRPC knows no user in the endpoint: give OTEL_EXPORTER_OTLP_HEADERS instead")
+            raise ValueError("OTLP over gRPC has no user in the endpoint: use OTEL_EXPORTER_OTLP_HEADERS instead")
         return endpoint
 
 
 class ServiceSettings(BaseSettings):
     """Base of every process's settings. Subclasses set `env_prefix`; nested values are JSON."""
 
-    # Errors do not repeat values: what is wrong with a whole object would repeat its keys and passwords, too.
+    # Errors do not repeat values: an error of a whole object would repeat its keys and passwords, too.
     model_config = SettingsConfigDict(allow_inf_nan=False, frozen=True, extra="forbid", hide_input_in_errors=True)
 
     log_level: str = "INFO"
     # Keys of the cluster for CurveZMQ, both or none; needed for anything that leaves a host.
     curve_public: str = ""
     curve_secret: str = Field("", repr=False)
-    # The key of a suite on one host, where there is no such pair: without it nobody connects to a ZeroMQ socket, or
-    # pulls KV, which is authenticated by it and not encrypted.
+    # The key of a suite on one host, where there is no such pair: it is needed to connect to a ZeroMQ socket and to
+    # pull KV, which is authenticated by it and not encrypted.
     curve_file: Path | None = None
-    # The cluster's secret, or the file that has it: for what changes something over HTTP, asked for and answered.
-    # Without one such calls are refused here; "open": anybody may.
+    # The cluster's secret, or its file, for HTTP calls that change something, sent and received. Without one such calls
+    # are refused here; "open": all are allowed.
     cluster_token: SecretStr = SecretStr("")
     cluster_token_file: Path | None = None
 
     @classmethod
     def load(cls) -> Self:
-        """Read the environment. Raises InvalidRequest that names every key of our prefix that means nothing."""
+        """Read the environment. Raises InvalidRequest that names all unknown keys with our prefix."""
         prefix = str(cls.model_config.get("env_prefix", "")).upper()
         known = {f"{prefix}{name.upper()}" for name in cls.model_fields}
         unknown = sorted(key for key in os.environ if prefix and key.startswith(prefix) and key not in known)
@@ -88,7 +88,7 @@ class ServiceSettings(BaseSettings):
         return read_token(self.cluster_token_file) if self.cluster_token_file is not None else ""
 
     def to_environment(self) -> dict[str, str]:
-        """The environment from which `load` gives this object back; only what differs from the defaults."""
+        """The environment from which `load` returns this object; only what differs from the defaults."""
         prefix = str(type(self).model_config.get("env_prefix", "")).upper()
         dumped: dict[str, Any] = self.model_dump(mode="json", exclude_defaults=True)
         if "cluster_token" in dumped:  # dumped as asterisks
@@ -97,9 +97,9 @@ class ServiceSettings(BaseSettings):
 
 
 class TracedSettings(ServiceSettings):
-    """Of a process that a request passes."""
+    """Settings of a process that requests pass through."""
 
-    tracing: Tracing | None = None  # None: off, and nothing of OpenTelemetry is loaded by us
+    tracing: Tracing | None = None  # None: off, and OpenTelemetry is not imported
 
 
 def _text(value: Any) -> str:

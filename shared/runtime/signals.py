@@ -1,4 +1,4 @@
-"""SIGTERM before a process has a handler of its own. It needs only the standard library: it runs before imports."""
+"""SIGTERM before a process has a handler of its own. Only the standard library is used: this runs before imports."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from types import FrameType
 
 
 def end_at_sigterm() -> None:
-    """Have SIGTERM end this process from now on.
+    """Make SIGTERM end this process from now on.
 
     The kernel ignores a signal without a handler for the first process of a container, which would then import and
     start for seconds to minutes before it ends.

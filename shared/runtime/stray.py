@@ -1,4 +1,4 @@
-"""What a call that changes something says and its route does not know is refused: whoever says it means something."""
+"""Refuses calls that change something and have parameters or a body that their route does not know."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ _EMPTY = len("{}")
 
 
 async def nothing_stray(request: Request) -> None:
-    """For FastAPI's `Depends`. Raises InvalidRequest for unknown parameters, and for a body where none is taken."""
+    """For FastAPI's `Depends`. Raises InvalidRequest for unknown parameters, and for a body where none is accepted."""
     route = request.scope.get("route")
     if request.method in READING or not isinstance(route, APIRoute):
         return

@@ -1,4 +1,4 @@
-"""Background work with an owner: a loop that dies takes its process down, with a clear message."""
+"""Background work with an owner: a task that fails ends its process, with a clear message. And alarms."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from typing import Any
 from shared.runtime.logs import get_log
 
 log = get_log(__name__)
-FAILURES = 5  # of a step in a row, and the process ends
+FAILURES = 5  # consecutive failures of a step that end the process
 _PHASE = random.random()
 _EARLY = 0.1  # of a period: timers may fire a moment before their time
 
@@ -29,9 +29,9 @@ class Background:
         task.add_done_callback(self._ended)
 
     def every(self, name: str, period_s: float, step: Callable[[], Awaitable[None] | None]) -> None:
-        """Call `step` every `period_s` seconds. Those of one period have their turn together: a wake-up costs, too.
+        """Call `step` every `period_s` seconds; steps of one period run together, to save wake-ups.
 
-        A step that raises is called again after a period; after FAILURES in a row the task fails, and the process ends.
+        A step that raises is called again after a period; after `FAILURES` in a row the process ends.
         """
         self.start(name, _repeat(name, period_s, step))
 
@@ -67,29 +67,25 @@ async def _repeat(name: str, period_s: float, step: Callable[[], Awaitable[None]
             if result is not None:
                 await result
             failures = 0
-        except Exception as error:  # the boundary: what one step met is often gone by the next
+        except Exception as error:  # a boundary: the cause is often gone by the next step
             failures += 1
             if failures == FAILURES:
                 raise
-            log.error("a background step failed; it is tried again", task=name, failures=failures, exc_info=error)
+            log.error("a background step failed; it is retried", task=name, failures=failures, exc_info=error)
         left_s = period_s - (loop.time() - _PHASE * period_s) % period_s  # no two processes at the same time
         await asyncio.sleep(left_s if left_s > _EARLY * period_s else left_s + period_s)
 
 
-# MERGED alarm.py
-# A call that is due by some time, and perhaps by an earlier one.
-
-
 class Alarm:
-    """Calls back once, at the earliest of the times that it was set to since it did last."""
+    """Calls back once, at the earliest of the times that it was set to since its last call."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self._callback = callback
-        self._timer: asyncio.Handle | None = None  # uvloop's, for what is due already, does not say when
+        self._timer: asyncio.Handle | None = None  # of uvloop, which does not tell the time of one that is due
         self._when_mono = 0.0
 
     def by(self, when_mono: float) -> None:
-        """Call back then, by the running loop's clock, unless it is to be earlier."""
+        """Call back at that time of the running loop's clock, or earlier if it was set so."""
         if self._timer is not None:
             if self._when_mono <= when_mono:
                 return
@@ -98,7 +94,6 @@ class Alarm:
         self._timer = asyncio.get_running_loop().call_at(when_mono, self._ring)
 
     def cancel(self) -> None:
-        """Do not."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

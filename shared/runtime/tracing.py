@@ -1,4 +1,4 @@
-"""The door to tracing. While it is off, nothing of OpenTelemetry is imported from here."""
+"""Tracing, if it is on; while it is off, this module does not import OpenTelemetry."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 async def tracing(
     settings: Tracing | None, service: str, name: str, registry: CollectorRegistry
 ) -> "AsyncIterator[Tracer | None]":
-    """What makes spans, exported while the block lasts and for a moment after it; None where tracing is off.
+    """The tracer, which exports spans until a moment after the block; None while tracing is off.
 
-    `service` is the kind of process, `name` which of them. Raises InvalidRequest for an endpoint that makes no sense.
+    `service` is the kind of process, `name` identifies it. Raises InvalidRequest for an invalid endpoint.
     """
     if settings is None:
         yield None

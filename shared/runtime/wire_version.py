@@ -1,9 +1,9 @@
-"""Wire versions: which processes may speak with each other, and how every message states the version of its sender.
+"""Wire versions: which processes may communicate, and how every message states the version of its sender.
 
-The rule. `WIRE_VERSION` increases only for an incompatible change of a message; an added optional field keeps it, and
+`WIRE_VERSION` increases only for an incompatible change of a message; an added optional field keeps it, and
 receivers ignore fields that they do not know. `MIN_WIRE_VERSION` is the oldest version that this code still speaks
-with. Two processes speak with each other if neither is older than the other's minimum. Both sides apply the same rule
-to the same numbers, so they always agree.
+with. Two processes communicate if neither is older than the other's minimum. Both sides apply this rule to the same
+numbers, so that they agree.
 
 Every message of RPC and publish/subscribe begins with a header of fixed shape, and every HTTP call that changes
 something carries the same numbers in `HTTP_HEADER`. A message of an incompatible peer is refused before it is decoded.
@@ -63,11 +63,10 @@ class WireVersions:
 
     @property
     def http(self) -> dict[str, str]:
-        """The header of an HTTP call."""
         return {HTTP_HEADER: f"{self.version}/{self.minimum}"}
 
     def check_http(self, said: str, who: str) -> WireVersionMismatch | None:
-        """Why an HTTP call with this value of `HTTP_HEADER` is refused; None: it is not."""
+        """Why an HTTP call with this value of `HTTP_HEADER` is refused; None: it is accepted."""
         version, _, minimum = said.partition("/")
         try:
             theirs = WireVersions(int(version), int(minimum))
@@ -77,7 +76,7 @@ class WireVersions:
 
 
 def _check(fields: bytes) -> int:
-    """Tells a flipped bit from another version."""
+    """A check byte, which distinguishes a flipped bit from another version."""
     value = 0x5A
     for byte in fields:
         value ^= byte

@@ -1,9 +1,10 @@
-"""Opening the database: SQLite by default, PostgreSQL by URL."""
+"""Opening the database: SQLite by default, PostgreSQL by URL; the file of a SQLite database; its schema revision."""
 
 import asyncio
 import os
 import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,17 @@ from shared.errors import InvalidRequest
 CONNECT_S = 3
 STATEMENT_S = 10
 LOG_BYTES = 16 << 20
-END_S = 2.0  # for the thread of a connection that came to nothing
+END_S = 2.0  # for the thread of a connection that failed
+INITIAL = "initial"  # the first schema revision
+LAST_FORMER = "0010"  # the last of the revisions that `INITIAL` replaced; it has the same tables
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgres": "postgresql+asyncpg", "postgresql": "postgresql+asyncpg"}
 
 
 def parse_url(url: str) -> URL:
-    """The URL with the driver that we use for it. Raises InvalidRequest for what is no URL, or of another kind."""
+    """The URL with the driver for it. Raises InvalidRequest for a text that is no URL, or one of another database."""
     try:
         parsed = make_url(url)
-    except (ArgumentError, ValueError):  # which repeats a part of it; it may have a password
+    except (ArgumentError, ValueError):  # its message repeats a part of the URL, which may have a password
         raise InvalidRequest("this is no database URL: sqlite:///PATH or postgresql://USER:…@HOST:PORT/NAME") from None
     driver = _DRIVERS.get(parsed.get_backend_name())
     if driver is None:
@@ -38,10 +41,10 @@ def parse_url(url: str) -> URL:
 def open_engine(url: str, *, patience_s: float | None = None, idle_s: float | None = None) -> AsyncEngine:
     """An engine for `sqlite:///path` or `postgresql://…`. Connects on first use.
 
-    Raises InvalidRequest for another kind of URL. A SQLite file is made by `migrate` and by nothing else: SQLite itself
-    would make an empty one wherever it is missing, beside the log of one that was removed.
-    patience_s: for each statement, and for others' locks. idle_s: PostgreSQL ends a transaction that stands still for
-    so long: its process is frozen.
+    Raises InvalidRequest for another kind of URL. Only `migrate` creates a SQLite file: SQLite itself would create an
+    empty one wherever it is missing, beside the log of a file that was removed.
+    patience_s: for each statement, and for the locks of other processes. idle_s: PostgreSQL ends a transaction that is
+    idle for this long, because its process is frozen.
     """
     parsed = parse_url(url)
     if parsed.drivername.startswith("postgresql"):
@@ -61,8 +64,8 @@ def open_engine(url: str, *, patience_s: float | None = None, idle_s: float | No
 
 
 def _postgres(dialect: Any, _: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
-    """SQLAlchemy leaves what asyncpg raises while it connects as it is: a server that starts or ends just now says so
-    by such an error, and nobody would take it for one of the database.
+    """Connect, with asyncpg's errors as errors of the database: SQLAlchemy does not translate those of a connection
+    attempt, such as that of a server which is starting or stopping.
     """
     try:
         return dialect.connect(*arguments, **named)
@@ -71,11 +74,11 @@ def _postgres(dialect: Any, _: Any, arguments: Sequence[Any], named: dict[str, A
 
 
 async def _sqlite(*args: Any, **options: Any) -> aiosqlite.Connection:
-    """A connection and its thread. Where it fails or is cancelled the thread has ended, too: it reports its end to this
-    loop, which may be closed a moment later.
+    """A connection and its thread. When the attempt fails or is cancelled, it waits for the end of the thread, which
+    reports to this loop: the loop may be closed a moment later.
     """
     connection = aiosqlite.connect(*args, **options)
-    connection._thread.daemon = True  # as SQLAlchemy has it of those that it makes itself
+    connection._thread.daemon = True  # as for connections that SQLAlchemy makes itself
     try:
         return await connection
     except BaseException:
@@ -99,17 +102,13 @@ def _tune_sqlite(connection: Any, _: Any) -> None:
     cursor.close()
 
 
-# MERGED file.py
-# The file under a SQLite database: whether it is there, and whether it is still the same.
-
-
 _BESIDE = ("-wal", "-shm", "-journal")
 
 Identity = tuple[int, int]
 
 
 def path_of(engine: AsyncEngine) -> Path | None:
-    """Where the database's file is; None for one that has none."""
+    """The file of a SQLite database; None for another database."""
     name = engine.url.database
     if engine.dialect.name != "sqlite" or not name or name == ":memory:":
         return None
@@ -117,7 +116,7 @@ def path_of(engine: AsyncEngine) -> Path | None:
 
 
 def identity(engine: AsyncEngine) -> Identity | None:
-    """Tells one file from another of the same name; None when there is none."""
+    """Distinguishes a file from another of the same name; None without a file."""
     path = path_of(engine)
     try:
         found = os.stat(path) if path is not None else None
@@ -127,9 +126,9 @@ def identity(engine: AsyncEngine) -> Identity | None:
 
 
 def make(engine: AsyncEngine) -> None:
-    """Make an empty database where there is none. For the holder of the migration lock.
+    """Create an empty SQLite file if there is none; the caller holds the migration lock.
 
-    A log that a removed file left behind goes first: SQLite would replay it into the new one.
+    A log that a removed file left behind is deleted first: SQLite would replay it into the new one.
     """
     path = path_of(engine)
     if path is None or path.exists():
@@ -138,3 +137,24 @@ def make(engine: AsyncEngine) -> None:
     for ending in _BESIDE:
         path.with_name(path.name + ending).unlink(missing_ok=True)
     path.touch()
+
+
+def why_refused(database: object, revision: str) -> str:
+    """The error for a schema revision that neither `migrate` nor this version of Polyphase knows."""
+    if revision.isdecimal() and revision < LAST_FORMER:
+        return (
+            f"{database} has schema revision {revision}; this version of Polyphase upgrades {LAST_FORMER} and later "
+            f"ones: run `polyphase migrate` of a version whose newest revision is {LAST_FORMER} first, or move the "
+            "database away to start with an empty one"
+        )
+    return f"{database} has schema revision {revision}, of a newer version: use that version, or another database"
+
+
+def refused_file(path: Path) -> str:
+    """Why the SQLite file cannot be upgraded, from its revision; empty when it can, or is no database yet."""
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+            (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone() or (INITIAL,)
+    except sqlite3.Error:
+        return ""
+    return why_refused(path, revision) if revision.isdecimal() and revision < LAST_FORMER else ""

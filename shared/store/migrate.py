@@ -1,51 +1,59 @@
-"""Bring the database to the newest schema, at the start of every process that uses it."""
+"""Schema upgrades: create the database and bring it to the newest revision, at the start of a process that uses it.
+
+The revisions are in `migrations/versions`; `initial` replaced the former ones, 0001 to 0010. A database of revision
+0010 has the same tables and is upgraded; an older one is refused (`why_refused`).
+"""
 
 import asyncio
 import fcntl
 import os
+import warnings
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from alembic import command
+from alembic.autogenerate import compare_metadata
 from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from shared.errors import Unavailable
+from shared.errors import Conflict, Unavailable
 from shared.runtime.logs import get_log
-from shared.store.database import make, open_engine, path_of
+from shared.store.database import INITIAL, LAST_FORMER, make, open_engine, path_of, why_refused
+from shared.store.tables import metadata
 
 log = get_log(__name__)
 LOCK_S = 30.0
-AGAIN_S = 1.0
+RETRY_S = 1.0
 CONVERT_BYTES = 256 << 20
 _POLL_S = 0.05
 _ADVISORY_KEY = zlib.crc32(b"polyphase.migrations")
 
 
 async def migrate(engine: AsyncEngine) -> None:
-    """Make the database if need be, and upgrade it to the newest revision.
+    """Create the database if it does not exist, and upgrade it to the newest revision.
 
-    Any number of processes may do so at once: one works, the others wait.
-
-    Raises Unavailable when the lock is not to be had within 30 s; errors of the database pass through.
+    Any number of processes may do so at once: one works, the others wait. Raises Unavailable when the lock is not free
+    within `LOCK_S`, Conflict when the database has a revision that cannot be upgraded, and errors of the database.
     """
     async with locked(engine):
         make(engine)
         async with engine.connect() as connection:
-            await connection.run_sync(_upgrade)
+            await connection.run_sync(_upgrade, engine.url.render_as_string(hide_password=True))
             await connection.commit()
         await _return_pages(engine)
 
 
 async def _return_pages(engine: AsyncEngine) -> None:
-    """Let a SQLite file return free pages to the disk: a file can do so once it was written anew.
+    """Let a SQLite file return free pages to the disk, which takes one rewrite of the file.
 
-    A file above CONVERT_BYTES is left as it is, because writers would wait for long: its free pages are used again, so
-    it stays at the largest size that it once had. That also holds where the disk has no room for the copy.
+    A file above `CONVERT_BYTES` is left as it is, because writers would wait for long, and so is one for whose copy the
+    disk has no room: it stays at its largest size, and its free pages are used again.
     """
     path = path_of(engine)
     if engine.dialect.name != "sqlite" or path is None:
@@ -64,34 +72,54 @@ async def _return_pages(engine: AsyncEngine) -> None:
 
 
 async def migrated(url: str) -> None:
-    """Try until it is done, for whoever has nothing to do before."""
+    """Upgrade the database at `url`, and retry until it answers. Raises Conflict as `migrate` does."""
     engine = open_engine(url)
     try:
         while True:
             try:
                 await migrate(engine)
             except (SQLAlchemyError, OSError, TimeoutError, Unavailable) as error:
-                log.error(
-                    "the database could not be made ready; trying on", error=f"{type(error).__name__}: {error}"[:300]
-                )
-                await asyncio.sleep(AGAIN_S)
+                log.error("the database is not ready; retrying", error=f"{type(error).__name__}: {error}"[:300])
+                await asyncio.sleep(RETRY_S)
             else:
                 return
     finally:
         await engine.dispose()
 
 
-def _upgrade(connection: Connection) -> None:
+def _upgrade(connection: Connection, database: str) -> None:
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
+    revision = MigrationContext.configure(connection).get_current_revision()
+    if revision == LAST_FORMER:
+        differing = _differences(connection)
+        if differing:
+            raise Conflict(
+                f"the tables of {database} are not those of its schema revision {revision} ({differing[0]}, …): move "
+                "it away, so that an empty one is created, or correct its tables"
+            )
+        connection.execute(text("UPDATE alembic_version SET version_num = :initial"), {"initial": INITIAL})
+    elif revision is not None:
+        known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+        if revision not in known:
+            raise Conflict(why_refused(database, revision))
     command.upgrade(config, "head")
+
+
+def _differences(connection: Connection) -> list[object]:
+    """What differs between the tables of the database and those of the code, as Alembic describes it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SQLite's indexes on expressions cannot be compared
+        return list(compare_metadata(MigrationContext.configure(connection), metadata))
 
 
 @asynccontextmanager
 async def locked(engine: AsyncEngine) -> AsyncIterator[None]:
-    """Be the only process that makes the database or changes its schema. Raises Unavailable after 30 s."""
+    """The lock of the one process that may create the database or change its schema. Raises Unavailable after `LOCK_S`,
+    for PostgreSQL TimeoutError.
+    """
     if engine.dialect.name == "postgresql":
         async with engine.connect() as connection:
             async with asyncio.timeout(LOCK_S):
@@ -104,21 +132,17 @@ async def locked(engine: AsyncEngine) -> AsyncIterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(f"{path}.migrate.lock", os.O_CREAT | os.O_RDWR, 0o600)
         try:
-            await _take(handle, path)
+            try:
+                async with asyncio.timeout(LOCK_S):
+                    while not _try_lock(handle):  # noqa: ASYNC110 - another process frees it; there is no event
+                        await asyncio.sleep(_POLL_S)
+            except TimeoutError as error:
+                raise Unavailable(f"another process holds the migration lock of {path}") from error
             yield
         finally:
             os.close(handle)  # frees the lock
     else:
         yield
-
-
-async def _take(handle: int, database: Path) -> None:
-    try:
-        async with asyncio.timeout(LOCK_S):
-            while not _try_lock(handle):  # noqa: ASYNC110 - another process frees it; there is no event to wait for
-                await asyncio.sleep(_POLL_S)
-    except TimeoutError as error:
-        raise Unavailable(f"another process holds the migration lock of {database}") from error
 
 
 def _try_lock(handle: int) -> bool:

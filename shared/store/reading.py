@@ -69,16 +69,16 @@ async def read_proposals(engine: AsyncEngine, limit: int) -> list[dict[str, Any]
 
 
 async def rows_of(engine: AsyncEngine, query: Any) -> list[dict[str, Any]]:
-    """What a query finds. Raises Unavailable when the database fails."""
-    return await _found(engine, query, lambda result: [dict(row) for row in result.mappings()])
+    """The rows of a query. Raises Unavailable when the database fails."""
+    return await _read(engine, query, lambda result: [dict(row) for row in result.mappings()])
 
 
 async def tuples_of(engine: AsyncEngine, query: Any) -> list[tuple[Any, ...]]:
-    """The same as tuples, for many rows. Raises Unavailable when the database fails."""
-    return await _found(engine, query, lambda result: [tuple(row) for row in result])
+    """The rows as tuples, which is faster for many. Raises Unavailable when the database fails."""
+    return await _read(engine, query, lambda result: [tuple(row) for row in result])
 
 
-async def _found(engine: AsyncEngine, query: Any, take: Callable[[CursorResult[Any]], list[Row]]) -> list[Row]:
+async def _read(engine: AsyncEngine, query: Any, take: Callable[[CursorResult[Any]], list[Row]]) -> list[Row]:
     try:
         async with asyncio.timeout(READ_S), engine.connect() as connection:
             return take(await connection.execute(query))
@@ -86,27 +86,23 @@ async def _found(engine: AsyncEngine, query: Any, take: Callable[[CursorResult[A
         raise Unavailable(f"the database does not answer: {type(error).__name__}: {error}"[:300]) from error
 
 
-# MERGED search.py
-# Searching the status table.
-
-
 SHOWN = [column for column in requests.columns if column.name != "timeline"]
-LAST = "\U0010ffff"  # after any character that an id begins with
+LAST = "\U0010ffff"  # sorts after all characters of ids
 
 
 class Order(StrEnum):
-    """What comes first."""
+    """The order of search results."""
 
     NEWEST = "newest"
     SLOWEST_TTFT = "slowest_ttft"
     SLOWEST_TPOT = "slowest_tpot"
     LONGEST_GAP = "longest_gap"  # between two of its tokens
-    LONGEST = "longest"  # from arrival to the last that was heard of it
+    LONGEST = "longest"  # from arrival to the last report
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which requests; empty and None: any. job: how its id begins. instance: of either phase. Unix seconds."""
+    """A search for requests; empty and None: any. job: prefix of the id. instance: of either phase. Unix seconds."""
 
     job: str = ""
     caller: str = ""
@@ -129,7 +125,7 @@ async def search_requests(engine: AsyncEngine, wanted: Wanted) -> tuple[list[dic
 
 
 def query_of(wanted: Wanted) -> Select[Any]:
-    """As SQL; of one row more than is wanted."""
+    """The search as SQL, with one row more than wanted."""
     query = select(*SHOWN).where(*_conditions(wanted))
     return query.order_by(*_order(wanted.order)).limit(wanted.limit + 1).offset(wanted.offset)
 

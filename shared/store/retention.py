@@ -1,7 +1,7 @@
-"""Deletes rows that are too old or too many, and closes requests that will never be reported again.
+"""Retention: deletes rows that are too old or too many, and closes requests that are no longer reported.
 
-Every transaction changes at most `CHUNK_ROWS` rows, and other writers get a pause between two transactions.
-A pass that is cut off keeps what it has deleted.
+Each transaction changes at most `CHUNK_ROWS` rows, and other writers get a pause between two transactions. An aborted
+pass keeps its deletions.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ from shared.store.tables import AGE, load_steps, metadata, requests, served
 
 log = get_log(__name__)
 FINE_S = 60
-ABANDONED_S = 86_400.0  # longer than any job should take; of one that is told of later the row is put right
+ABANDONED_S = 86_400.0  # longer than any job should take; a later report corrects the row
 CHUNK_ROWS = 500
-PAUSE_S = 0.02  # between two transactions; a writer that waits for SQLite's lock tries again within it
-SPARE_PAGES = 0.1  # this part of a SQLite file may be free pages, which new rows use, before the file shrinks
+PAUSE_S = 0.02  # between two transactions; a writer that waits for SQLite's lock retries within it
+SPARE_PAGES = 0.1  # share of free pages, for new rows, above which a SQLite file is shrunk
 _SHRINK_PAGES = 256  # of one transaction
 _SAMPLE_ROWS = 256
 _ROW_BYTES = 32  # of header and page, beside its columns
@@ -49,9 +49,8 @@ _ENTRY_BYTES = 16  # of one index entry, beside its columns
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How much of a table is kept: what is older, and the oldest rows beyond `rows` or `bytes`, are deleted.
-
-    bytes: of the rows and their indexes.
+    """The part of a table that is kept: older rows, and the oldest beyond `rows` or `bytes`, are deleted. bytes: of
+    the rows and their indexes.
     """
 
     age_s: float = math.inf
@@ -83,7 +82,7 @@ async def prune_fine(engine: AsyncEngine, keep_s: float, now: float) -> int:
 async def shrink(engine: AsyncEngine) -> int:
     """Return free pages of a SQLite file beyond `SPARE_PAGES` to the disk; returns how many.
 
-    A file that was made without incremental vacuum keeps its pages, and new rows use them. PostgreSQL does this itself.
+    A file without incremental vacuum keeps its pages, and new rows use them. PostgreSQL does this itself.
     """
     if engine.dialect.name != "sqlite":
         return 0
@@ -108,9 +107,9 @@ async def shrink(engine: AsyncEngine) -> int:
 
 
 class Retention:
-    """Prunes to fixed limits; one `step` is one pass, and a database that fails costs a log line and no more.
+    """Prunes to fixed limits, one pass for each `step`; a failing database is logged and otherwise ignored.
 
-    fine_s: the age of steps shorter than a minute, where the process keeps any.
+    fine_s: the largest age of steps shorter than a minute, where the process keeps any.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Retention:
         self._limits = dict(limits)
 
     async def step(self) -> None:
-        """One pass, once the schema is there."""
+        """One pass, once the schema is upgraded."""
         if not self._ready.is_set():
             return
         try:
@@ -138,13 +137,13 @@ class Retention:
 
 
 async def close_lost(engine: AsyncEngine, scheduler_id: str, before_s: float) -> int:
-    """Mark as lost the requests that this scheduler's former life left open and no gateway has reported since.
+    """Mark as lost the requests that the former process of this scheduler left open and that were not reported since.
 
-    What any scheduler left open ABANDONED_S before that is lost, too: one that was made anew has another id.
-    Returns how many requests were closed; errors of the database pass through.
+    Requests of any scheduler that were left open `ABANDONED_S` before that are lost, too: a replaced scheduler has
+    another id. Returns the number of closed requests; errors of the database pass through.
     """
     abandoned = requests.c.updated_s < before_s - ABANDONED_S
-    # `updated_s < before_s` follows from the rest; it is what the index of open requests is searched by.
+    # `updated_s < before_s` follows from the other conditions; it lets the database use the index of open requests.
     left = and_(
         requests.c.final.is_(False),
         requests.c.updated_s < before_s,
@@ -155,7 +154,7 @@ async def close_lost(engine: AsyncEngine, scheduler_id: str, before_s: float) ->
     async def close(rows: int) -> int:
         chosen = select(requests.c.job_id).where(left).limit(rows)
         async with engine.begin() as connection:
-            # The condition once more: a report that ends a request between the two reads must win.
+            # The condition again: a report that ends a request between the two statements must win.
             changed = update(requests).where(requests.c.job_id.in_(chosen), left).values(**ended)
             return (await connection.execute(changed)).rowcount
 
@@ -172,7 +171,7 @@ _INCREMENTAL = 2  # of SQLite's auto_vacuum
 async def _delete(
     engine: AsyncEngine, table: Table, condition: ColumnElement[bool] | None, at_most: int | None = None
 ) -> int:
-    """Delete the oldest rows that meet the condition, in transactions of at most CHUNK_ROWS rows."""
+    """Delete the oldest rows that meet the condition, in transactions of at most `CHUNK_ROWS` rows."""
     age = table.c[AGE[table.name]]
     key = list(table.primary_key.columns)
     deleted = 0
@@ -191,7 +190,7 @@ async def _delete(
 
 
 async def _excess(engine: AsyncEngine, table: Table, limit: Limit) -> int:
-    """How many of the oldest rows are beyond the limits of rows and bytes."""
+    """The number of rows beyond the limits of rows and bytes."""
     if limit.rows is None and limit.bytes is None:
         return 0
     async with engine.connect() as connection:
@@ -204,9 +203,9 @@ async def _excess(engine: AsyncEngine, table: Table, limit: Limit) -> int:
 
 
 async def _row_bytes(connection: AsyncConnection, table: Table, count: int) -> float:
-    """Bytes of a mean row and its index entries, from a sample that is spread over the whole table.
+    """Mean bytes of a row and its index entries, from a sample that is spread over the whole table.
 
-    A SQLite row that does not fit beside another one takes pages of its own: sizes are rounded up as the file has them.
+    A SQLite row of more than half a page takes pages of its own, so its size is rounded up to pages.
     """
     source: FromClause = table
     sample: ColumnElement[bool] = true()
@@ -226,7 +225,7 @@ async def _row_bytes(connection: AsyncConnection, table: Table, count: int) -> f
     for names in (table.primary_key.columns, *(index.columns for index in table.indexes)):
         content = content + _sum((sizes[column.name] for column in names), _ENTRY_BYTES)
     mean = (await connection.execute(select(func.avg(content)).select_from(source).where(sample))).scalar_one()
-    if mean is None:  # a sample of pages may meet no row: then all of the table is read
+    if mean is None:  # a sample of pages may have no row: then the whole table is read
         mean = (await connection.execute(select(func.avg(_content(table))))).scalar_one()
     return float(mean or _ROW_BYTES)
 

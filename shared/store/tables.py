@@ -90,7 +90,7 @@ loads = Table(
     Index("loads_time", "time_s"),
 )
 
-# What all instances did in each step of 10 s, a minute and ten minutes, by the monitor's life that saw it.
+# Loads of all instances in each step of 10 s, a minute and ten minutes, by the monitor's process that sampled them.
 load_steps = Table(
     "load_steps",
     metadata,
@@ -105,7 +105,7 @@ load_steps = Table(
     Index("load_steps_time", "time_s"),
 )
 
-# What requests that ended in each step of 10 s and a minute came to, by class and by the monitor's life that saw it.
+# Requests that ended in each step of 10 s and a minute, by class and by the monitor's process that counted them.
 served = Table(
     "served",
     metadata,
@@ -153,7 +153,7 @@ slo_windows = Table(
     Index("slo_windows_time", "time_s"),
 )
 
-# The audit of what people and programs did to instances: flips, drains and resumes.
+# The audit of operations on instances: flips, drains and resumes, by people and programs.
 flips = Table(
     "flips",
     metadata,
@@ -175,7 +175,7 @@ flips = Table(
     Index("flips_started", "started_s"),
 )
 
-# What happened to instances, and what was refused.
+# The log of the cluster.
 events = Table(
     "events",
     metadata,
@@ -192,7 +192,7 @@ events = Table(
     Index("events_instance", "instance_id", "time_s"),
 )
 
-# The policies in force; one row for the cluster. What changed when is among the events.
+# The policies in force; one row for the cluster. Changes are among the events.
 policies = Table(
     "policies",
     metadata,
@@ -203,7 +203,7 @@ policies = Table(
     Column("content", Text, nullable=False),  # JSON of services.cluster_monitor.policy_book.Kept
 )
 
-# Searches for plans that people asked for.
+# Searches for plans.
 plans = Table(
     "plans",
     metadata,
@@ -219,7 +219,7 @@ plans = Table(
     Index("plans_submitted", "submitted_s"),
 )
 
-# What the planner proposed for the running cluster, and what became of it.
+# Proposals of the planner for the running cluster, and their states.
 proposals = Table(
     "proposals",
     metadata,
@@ -230,7 +230,7 @@ proposals = Table(
     Index("proposals_made", "made_s"),
 )
 
-# Who acts, where several processes could and one is to: see shared.store.lease.
+# Leases: the acting one of several processes (shared.store.lease).
 leases = Table(
     "leases",
     metadata,
@@ -242,7 +242,7 @@ leases = Table(
     Column("length_s", Double, nullable=False),
 )
 
-# By which column a table's rows grow old.
+# The column of the age of a table's rows.
 AGE: dict[str, str] = {
     "requests": "arrived_s",
     "loads": "time_s",

@@ -1,4 +1,4 @@
-"""Writes that nobody waits for: a bounded queue in memory and one task that empties it into the database."""
+"""Write-behind: a bounded queue of rows in memory, and one task that writes them to the database."""
 
 import asyncio
 from collections import Counter
@@ -33,19 +33,19 @@ SOON_S = 0.2  # a transaction costs more than its rows
 
 
 class _Removed(Exception):
-    """What was written went to a file without a name."""
+    """Rows were written to a file that had been removed."""
 
 
 class Fenced(Exception):
-    """Another process acts by now: what this one has to write is not to be written."""
+    """Another process acts, so that this one may not write."""
 
 
 class WriteBehind:
-    """Rows to upsert, the newest of a key only. When the queue is full the oldest row is dropped and counted.
+    """Rows to upsert, the newest of each key. When the queue is full, the oldest row is dropped and counted.
 
-    `run` is the one writer, for a background task: it migrates first, then writes, and retries for ever. A SQLite file
-    that somebody removes is made again; connections to the old one would go on writing to no file at all. `fence`:
-    asked in each transaction whether this process may write; where it says no, rows wait until it says yes.
+    `run` is the only writer, for a background task: it migrates first, then writes, and retries without end. A SQLite
+    file that was removed is created again; connections to the old one would write to no file at all. `fence`: called in
+    each transaction, says whether this process may write; until it may, rows wait.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class WriteBehind:
         self._alarm = Alarm(self._wake.set)
         self._file: Identity | None = None
         self._statements: dict[str, Any] = {}
-        self.ready = asyncio.Event()  # the schema is there
+        self.ready = asyncio.Event()  # set once the schema is upgraded
         self.dropped: Counter[str] = Counter()
         self._dropped_total = PrometheusCounter(
             "polyphase_store_dropped", "Rows never written, by cause", ["cause"], registry=registry
@@ -81,10 +81,10 @@ class WriteBehind:
         self._queued.set_function(lambda: self.queued)
 
     def put(self, table: Table, row: Row, within_s: float | None = None) -> None:
-        """Queue a full row of `table`, to be written within so long, or soon. Never waits, never fails."""
+        """Queue a full row of `table`, to be written within `within_s`, or `soon_s`. It neither waits nor fails."""
         key = (table.name, *(str(row[column.name]) for column in table.primary_key))
         if key in self._rows:
-            del self._rows[key]  # it goes to the end: order of last change
+            del self._rows[key]  # it goes to the end: rows are in the order of their last change
         elif len(self._rows) >= self._capacity:
             del self._rows[next(iter(self._rows))]
             self._drop("queue_full", 1)
@@ -95,8 +95,8 @@ class WriteBehind:
         self._alarm.by(asyncio.get_running_loop().time() + wait_s)
 
     async def written(self, table: Table, row: Row, within_s: float) -> None:
-        """Queue a full row and wait until the database has it. Raises Unavailable when that takes too long, and the
-        row stays in the queue; or when the database refuses it.
+        """Queue a full row and wait until the database has it. Raises Unavailable when that takes longer than
+        `within_s` (the row stays in the queue), or when the database refuses the row.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._awaited[id(row)] = done
@@ -111,11 +111,11 @@ class WriteBehind:
 
     @property
     def queued(self) -> int:
-        """Rows not yet written, those of the transaction under way included."""
+        """Rows not yet written, including those of the transaction under way."""
         return len(self._rows) + self._writing
 
     async def run(self, *, migrated: bool = False) -> None:
-        """Write until cancelled; then make one last, short attempt. migrated: the schema is there already."""
+        """Write until cancelled, then make a last, short attempt. migrated: the schema is already upgraded."""
         try:
             if migrated:
                 self._begin()
@@ -129,7 +129,7 @@ class WriteBehind:
             await self._last_attempt()
 
     async def flush(self) -> None:
-        """Write all that is queued. On an error of the database what was not written stays queued."""
+        """Write all queued rows. On an error of the database, unwritten rows stay queued."""
         while self._rows:
             if identity(self._engine) != self._file:
                 await self._make_again()
@@ -149,7 +149,7 @@ class WriteBehind:
                 self._writing = 0
 
     async def _flush_whole(self) -> None:
-        """Flush; a cancellation lets the transaction end first, else it would hold SQLite's lock."""
+        """Flush. A cancellation lets the transaction end first, which would otherwise hold SQLite's lock."""
         writing = asyncio.ensure_future(self.flush())
         try:
             await asyncio.shield(writing)
@@ -167,8 +167,8 @@ class WriteBehind:
         self.ready.set()
 
     async def _make_again(self) -> None:
-        log.error("the database file is gone: it is made again", database=self._engine.url.database)
-        await self._engine.dispose()  # SQLite neither keeps nor clears up what is beside a file that was moved
+        log.error("the database file is gone: it is created again", database=self._engine.url.database)
+        await self._engine.dispose()  # SQLite leaves the files beside a removed file as they are
         await self._migrate()
 
     async def _until_done(self, what: str, step: Any) -> None:
@@ -176,7 +176,7 @@ class WriteBehind:
         while True:
             try:
                 await step()
-            except Exception as error:  # a boundary: whatever the driver raises, serving must go on
+            except Exception as error:  # a boundary: whatever the driver raises, serving goes on
                 self._failures.inc()
                 wait_s = RETRY_S[min(attempt, len(RETRY_S) - 1)]
                 log.error("database failed", step=what, error=_text(error), queued=self.queued, retry_s=wait_s)
@@ -204,7 +204,7 @@ class WriteBehind:
             await connection.rollback()
             if isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated:
                 raise
-            if len(rows) == 1:  # the row itself is bad: trying again would block all others for ever
+            if len(rows) == 1:  # the row itself is invalid: retrying it would block all other rows
                 log.error("row refused by the database", table=table.name, error=_text(error))
                 self._settle(rows[0], Unavailable(f"the database refuses it: {_text(error)}"))
                 self._drop("refused", 1)
@@ -260,10 +260,10 @@ def _text(error: Exception) -> str:
 
 
 def upsert(table: Table, dialect: str) -> Any:
-    """A statement to execute with a list of full rows; a row that exists by its primary key is replaced.
+    """A statement to execute with a list of full rows; an existing row with the same primary key is replaced.
 
-    A job in a final phase is never overwritten by a report that was overtaken on the way. That a job is lost, its
-    scheduler supposes: it stands only until somebody knows better, and never against what another scheduler wrote.
+    A report that was overtaken does not replace the row of a job in a final phase. The outcome "lost" is a scheduler's
+    assumption: any other final report replaces it, and it does not replace a row that another scheduler wrote.
     """
     insert: Any = (postgresql.insert if dialect == "postgresql" else sqlite.insert)(table)
     key = [column.name for column in table.primary_key]
@@ -271,9 +271,9 @@ def upsert(table: Table, dialect: str) -> Any:
     where: ClauseElement | None = None
     if table is requests:
         new = insert.excluded
-        supposed = and_(new.final.is_(True), new.outcome == LOST)
+        assumed = and_(new.final.is_(True), new.outcome == LOST)
         where = or_(
-            and_(supposed, requests.c.final.is_(False), requests.c.scheduler_id == new.scheduler_id),
-            and_(not_(supposed), or_(requests.c.final.is_(False), requests.c.outcome == LOST, new.final.is_(True))),
+            and_(assumed, requests.c.final.is_(False), requests.c.scheduler_id == new.scheduler_id),
+            and_(not_(assumed), or_(requests.c.final.is_(False), requests.c.outcome == LOST, new.final.is_(True))),
         )
     return insert.on_conflict_do_update(index_elements=key, set_=changed, where=where)

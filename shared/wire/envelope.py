@@ -1,8 +1,7 @@
-"""What one ZeroMQ message of the RPC helper holds: a short list of envelopes.
+"""The content of an RPC message: the sender's wire version (`shared.runtime.wire_version`) and a list of envelopes.
 
-Everything that is due to one peer in one turn of the event loop leaves as one message. So an engine step that
-yields tokens for fifty jobs of one gateway is one message, not fifty. In front of them is the version of the sender,
-see `shared.runtime.wire_version`.
+All envelopes that are due to one peer in one turn of the event loop leave as one message: an engine step that yields
+tokens for fifty jobs of one gateway is one message, not fifty.
 """
 
 from enum import IntEnum
@@ -15,7 +14,7 @@ from shared.runtime.wire_version import OURS, WireVersions
 
 
 class Kind(IntEnum):
-    """What an envelope does to its call."""
+    """The effect of an envelope on its call."""
 
     CALL = 0
     CANCEL = 1
@@ -23,16 +22,15 @@ class Kind(IntEnum):
     REPLY = 3
     ERROR = 4
     NOTIFY = 5
-    RESET = 6  # of call 0, from the server: each call up to the number in the body is given up, nothing follows
+    RESET = 6  # of call 0, from the server: it gives up all calls up to the number in the body
 
 
-ITEM = Kind.ITEM.value  # as a plain int: tokens are what there are many of
+ITEM = Kind.ITEM.value  # as a plain int, which is faster: most envelopes are items
 
 
 class Envelope(msgspec.Struct, array_like=True, gc=False):
-    """`body` stays encoded until the handler of the call asks for it.
-
-    `timeout_s` is the time the caller still has, relative, since clocks of hosts differ.
+    """One step of a call. `body` stays encoded until its call is found. `timeout_s` is the caller's remaining time,
+    relative because clocks of hosts differ.
     """
 
     kind: int
@@ -43,7 +41,7 @@ class Envelope(msgspec.Struct, array_like=True, gc=False):
 
 
 class ErrorBody(msgspec.Struct):
-    """An error as it travels; `code` names the class in `shared.errors`. retry_after_s: when to come again."""
+    """An error on the wire; `code` names its class in `shared.errors`."""
 
     code: str
     message: str
@@ -56,7 +54,7 @@ MAX_BODY_BYTES = MAX_MESSAGE_BYTES - 1024  # of one envelope to a server
 _BATCH_BYTES = 1 << 20
 ALL_CALLS = (1 << 63) - 1  # as the number of a RESET
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not what they should be."""
+"""The errors of msgspec for malformed bytes."""
 
 _encoder = msgspec.msgpack.Encoder()
 # A batch holds fewer: even empty ones take ten bytes each.
@@ -64,17 +62,17 @@ _decoder = msgspec.msgpack.Decoder(Annotated[list[Envelope], msgspec.Meta(max_le
 
 
 def encode_body(value: object) -> msgspec.Raw:
-    """A value as an opaque body."""
     return msgspec.Raw(_encoder.encode(value))
 
 
 def pack(envelopes: list[Envelope], wire: WireVersions = OURS) -> bytes:
-    """One message."""
     return wire.header + _encoder.encode(envelopes)
 
 
 def pack_batches(envelopes: list[Envelope], wire: WireVersions = OURS) -> list[tuple[list[Envelope], bytes]]:
-    """As one message, or as several where that would be a large one: together they may exceed what a peer takes."""
+    """The messages for envelopes, each with its envelopes: one, or several where one would be large and might exceed
+    the limit of the peer.
+    """
     message = pack(envelopes, wire)
     if len(message) <= _BATCH_BYTES or len(envelopes) == 1:
         return [(envelopes, message)]
@@ -83,7 +81,6 @@ def pack_batches(envelopes: list[Envelope], wire: WireVersions = OURS) -> list[t
 
 
 def reset(last_call: int) -> Envelope:
-    """Tells a peer that its calls up to this number are given up."""
     return Envelope(Kind.RESET, 0, "", 0.0, encode_body(last_call))
 
 

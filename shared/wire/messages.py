@@ -1,6 +1,8 @@
-"""Every message of the RPC and the broadcasts. Times are unix seconds, durations seconds, unless a suffix says else.
+"""The messages of the RPC and the broadcasts, the methods of the RPC, and the pages of a worker's step log.
 
-`trace` names the span that the work is done for, see `shared.runtime.otlp`; empty: it is not traced.
+Times are unix seconds and durations seconds. `trace` names the span of the caller (`shared.runtime.otlp`); empty: the
+work is not traced. A field that is added needs a default; a change that older processes cannot read raises the wire
+version (`shared.runtime.wire_version`).
 """
 
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from shared.timeline import RequestTimeline
 
 
 class PlaceRequest(msgspec.Struct):
-    """Ask for a route. `exclude` names instances that just failed this job."""
+    """Request a route. `exclude` names instances that just failed this job."""
 
     job: JobView
     exclude: tuple[str, ...] = ()
@@ -27,11 +29,11 @@ class PlaceRequest(msgspec.Struct):
 
 
 class JobReport(msgspec.Struct):
-    """What a gateway tells of one job, as often as its phase changes.
+    """A gateway's report of one job, for each change of its phase, with the timeline so far.
 
-    Each carries the timeline so far, the last one all of it and what was predicted of its answer's length. caller: the
-    name of its API key. asked: somebody was asked for that length. losses: the attempts that failed, oldest first.
-    longest_gap_s, gaps, gaps_over: see `shared.timeline.RequestTimeline`; None without a gap.
+    The last report also has the prediction of the answer's length. caller: the name of the API key. asked: whether the
+    prediction was requested. losses: the failed attempts, oldest first. longest_gap_s, gaps, gaps_over: see
+    `shared.timeline.RequestTimeline`; None without a gap.
     """
 
     job_id: str
@@ -60,7 +62,7 @@ class JobReport(msgspec.Struct):
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """Requests that a gateway turned away before they were jobs. It may come twice: `key` tells one from another."""
+    """Requests that a gateway refused before they became jobs. The message may come twice; `key` identifies it."""
 
     key: str
     slo: str
@@ -69,9 +71,9 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class JobReports(msgspec.Struct):
-    """Reports of one gateway, gathered over a short while; none at all says that it lives.
+    """Reports of one gateway, gathered over a short while; an empty message says that the gateway is alive.
 
-    `origin` names its process: a gateway that was started again is another one. leaving: it stops in good order.
+    `origin` identifies its process, also after a restart. leaving: the gateway is stopping.
     """
 
     reports: list[JobReport]
@@ -82,7 +84,9 @@ class JobReports(msgspec.Struct):
 
 
 class PredictRequest(msgspec.Struct):
-    """Ask for the length of an answer. prompt_token_ids: of `prompt_tokens`, see `shared.domain.job.ends_of`."""
+    """Request a prediction of an answer's length. prompt_token_ids: the ends of the prompt
+    (`shared.domain.job.ends_of`).
+    """
 
     prompt_token_ids: list[int]
     prompt_tokens: int
@@ -90,11 +94,11 @@ class PredictRequest(msgspec.Struct):
 
 
 class PrefillRequest(msgspec.Struct):
-    """Compute KV of the `prompt`, packed, and, if `want_token`, the first token.
+    """Compute KV of the packed `prompt` and, if `want_token`, the first token.
 
-    `export` says whether anybody will pull the KV. `decode` is set when placement chose it already; else the
-    dispatcher of the prefill instance does, by the policy `dispatch` of the route. `codec`: of the KV, if it is lossy;
-    else what the job's class allows. `saved`: prompt tokens whose KV the instance is known to hold.
+    `export`: whether an instance will pull the KV. `decode`: set when placement chose it; else the dispatcher of the
+    prefill instance chooses, by the policy `dispatch` of the route. `codec`: of the KV, if it is lossy; else by the
+    job's class. `saved`: prompt tokens whose KV the instance is known to hold.
     """
 
     job: JobView
@@ -115,12 +119,13 @@ class PrefillRequest(msgspec.Struct):
 
     @property
     def prompt_tokens(self) -> int:
-        """Its length."""
         return length(self.prompt)
 
 
 class PrefillStarted(msgspec.Struct):
-    """The first chunk is computed and the decode instance is known; the KV can be fetched while the rest follows."""
+    """The first chunk is computed and the decode instance is chosen: the KV can be pulled while the rest is
+    computed.
+    """
 
     decode: InstanceRef
     handle: KvHandle
@@ -128,8 +133,8 @@ class PrefillStarted(msgspec.Struct):
 
 
 class Reused(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Of a prompt, the first `tokens` that an engine did not compute, `imported` of them since another instance had
-    computed them for this request. created: tokens that it computed and put into its prefix cache.
+    """The first `tokens` of a prompt that an engine did not have to compute; `imported` of them were computed by
+    another instance for this request. created: tokens that the engine computed and put into its prefix cache.
     """
 
     tokens: int
@@ -140,8 +145,8 @@ class Reused(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class PrefillReply(msgspec.Struct):
     """The end of a prefill. `tokens` holds the first token, or nothing when it was not wanted.
 
-    A `handle` without a `decode`: no decode instance could be had, for the reasons given; the KV is staged and waits
-    for its lease. Neither of them: nothing is to be decoded.
+    A `handle` without a `decode`: no decode instance was available, for the given reasons; the KV stays staged for its
+    lease. Neither of them: there is nothing to decode.
     """
 
     tokens: list[int]
@@ -150,18 +155,18 @@ class PrefillReply(msgspec.Struct):
     finish_reason: str = ""  # "stop" when the first token ends the answer
     stop_reason: int | str | None = None
     logprobs: bytes = b""
-    queued_s: Finite = 0.0  # time at which the engine got it
+    queued_s: Finite = 0.0  # when the engine got it
     started_s: Finite = 0.0
     ended_s: Finite = 0.0
     reasons: tuple[Reason, ...] = ()
-    codec: Reason | None = None  # why the KV is coded as it is, where there was a choice
+    codec: Reason | None = None  # of the KV, where there was a choice
     reused: Reused | None = None
 
 
 class Predicted(msgspec.Struct):
-    """The length of an answer, predicted while its prompt is being computed or it decodes.
+    """The length of an answer, predicted while its prompt is computed or it decodes.
 
-    Unknown ones are ignored: transfers by a prefill instance, jobs by a decode instance.
+    Prefill instances find the job by its transfer, decode instances by its id; unknown ones are ignored.
     """
 
     transfer_id: str
@@ -170,16 +175,16 @@ class Predicted(msgspec.Struct):
 
 
 class ReleaseRequest(msgspec.Struct):
-    """Free what these transfers hold here, staged or prefetched; unknown ones are ignored."""
+    """Free the staged or prefetched KV of these transfers; unknown ones are ignored."""
 
     transfer_ids: list[str]
 
 
 class PrefetchRequest(msgspec.Struct):
-    """Start pulling a handle into host memory; answered once that has begun.
+    """Start pulling a handle into host memory; answered once the pull has started.
 
-    What comes is kept until its job's decode takes it, it is released, the caller is gone, or `keep_s` is over: what is
-    left of the job's time.
+    The KV is kept until the job's decode uses it, it is released, the caller is gone, or `keep_s`, the rest of the
+    job's time, is over.
     """
 
     handle: KvHandle
@@ -187,9 +192,9 @@ class PrefetchRequest(msgspec.Struct):
 
 
 class ExpectRequest(msgspec.Struct):
-    """A decode is bound to this instance and comes when its prompt is computed elsewhere: its load says so until then.
+    """Announce a decode that is bound to this instance while its prompt is computed elsewhere: the load shows it.
 
-    Forgotten when it comes, when the transfer is released, when the caller is gone, or when `keep_s` is over.
+    It is forgotten when the decode arrives, the transfer is released, the caller is gone, or `keep_s` is over.
     """
 
     transfer_id: str
@@ -198,12 +203,12 @@ class ExpectRequest(msgspec.Struct):
 
 
 class DecodeRequest(msgspec.Struct):
-    """Produce tokens after the `prompt`, packed, of which the KV of the first `handle.tokens` can be pulled.
+    """Produce tokens after the packed `prompt`; the KV of its first `handle.tokens` can be pulled.
 
-    `saved`: prompt tokens whose KV the instance is known to hold. `known`: the tokens that the client has of an answer
-    that cannot be carried, packed; the engine repeats them, and they are not among the items. tell_pauses: the caller
-    understands items that say that the job is paused. `if_room`: refuse with NoRoom where there is no KV memory for the
-    job to the end of its answer.
+    `saved`: prompt tokens whose KV the instance is known to hold. `known`: packed tokens that the client has of an
+    answer that cannot be carried; the engine repeats them, and they are not among the items. tell_pauses: the caller
+    understands items about pauses. `if_room`: refuse with NoRoom when there is no KV memory for the job to the end of
+    its answer.
     """
 
     job: JobView
@@ -222,14 +227,13 @@ class DecodeRequest(msgspec.Struct):
 
     @property
     def prompt_tokens(self) -> int:
-        """Its length."""
         return length(self.prompt)
 
 
 class Pause(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The blocks of a stream were taken back for others: its next token is expected after `expected_s`.
+    """A stream is paused because its blocks were taken back for others; its next token is expected after `expected_s`.
 
-    computing: it has blocks again, and its tokens are being computed.
+    computing: the stream has blocks again, and its tokens are being computed.
     """
 
     expected_s: Finite
@@ -237,12 +241,11 @@ class Pause(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class TokenStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Tokens that one engine step gave one job. The last step of a job carries its finish reason. Instead of tokens it
-    may say that the job is paused.
+    """The tokens of one job from one engine step, or a pause. The last step of a job carries its finish reason.
 
-    "abort", "error" and "refused" (with the cause as `stop_reason`) stay between an engine and its worker: a gateway
-    gets "stop", "length" or "repetition", or an error. `logprobs` and `prompt_logprobs` are opaque here. `reused` comes
-    with the first tokens.
+    A gateway gets the finish reasons "stop", "length" and "repetition"; "abort", "error" and "refused" (with the cause
+    as `stop_reason`) go from an engine to its worker, which turns them into errors. `logprobs` and `prompt_logprobs`
+    are opaque here. `reused` comes with the first tokens.
     """
 
     tokens: list[int]
@@ -255,7 +258,7 @@ class TokenStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class DecodeReply(msgspec.Struct):
-    """The end of a decode; all tokens and the finish reason came as items before it."""
+    """The end of a decode; its tokens and finish reason came as items before."""
 
     transfer: TransferReport
     queued_s: Finite = 0.0
@@ -264,13 +267,15 @@ class DecodeReply(msgspec.Struct):
 
 
 class PrefixesRequest(msgspec.Struct):
-    """Tell of the prefix cache, as `PrefixDelta` items: all of it, then each change, for as long as the call lasts."""
+    """Report the prefix cache as `PrefixDelta` items: the whole cache, then each change, for as long as the call
+    lasts.
+    """
 
 
 class DrainRequest(msgspec.Struct):
-    """Take no new work and answer when all that was accepted has ended, or after `timeout_s`.
+    """Accept no new work; answered when all accepted work has ended, or after `timeout_s`.
 
-    epoch, here and below: of the monitor that asks; one that is not the last any more is refused.
+    epoch, here and below: of the requesting monitor; an outdated one is refused.
     """
 
     timeout_s: Finite
@@ -278,7 +283,7 @@ class DrainRequest(msgspec.Struct):
 
 
 class DrainReply(msgspec.Struct):
-    """`drained` is False when work was left at the timeout; the instance goes on draining."""
+    """`drained` is False when work was left at the timeout; the instance continues to drain."""
 
     drained: bool
     duration_s: Finite
@@ -286,7 +291,7 @@ class DrainReply(msgspec.Struct):
 
 
 class ResumeRequest(msgspec.Struct):
-    """Take work again in the present role."""
+    """Accept work again in the present role."""
 
     epoch: int = 0
 
@@ -299,18 +304,18 @@ class FlipRequest(msgspec.Struct):
 
 
 class FlipReply(msgspec.Struct):
-    """How long the change itself took."""
+    """The new role, and the duration of the change itself."""
 
     role: Role
     duration_s: Finite
 
 
 class Heartbeat(msgspec.Struct, array_like=True):
-    """What each worker publishes: every 100 ms while anything of it changes, else three times a second. Its rates come
-    only when they have changed, and every few seconds.
+    """A worker's state, published every 100 ms while it changes, else three times a second; with the rates only after a
+    change and every few seconds.
 
-    policies_revision: of the policies that its engine goes by; policies_trouble: why not by newer ones. chunk_size: the
-    tokens of its steps at the moment; 0 says nothing. epoch: the highest of a monitor that it has obeyed.
+    policies_revision: of the policies that its engine follows; policies_trouble: why it does not follow newer ones.
+    chunk_size: current tokens of its steps; 0: not known. epoch: the highest of a monitor that it has obeyed.
     """
 
     instance_id: str
@@ -325,10 +330,6 @@ class Heartbeat(msgspec.Struct, array_like=True):
     epoch: int = 0
 
 
-# MERGED methods.py
-# Every method of the RPC and its types, in one place.
-
-
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 Item = TypeVar("Item")
@@ -336,7 +337,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Request, Reply, Item]):
-    """A method: what is asked, what is answered, and what may come in between."""
+    """A method of the RPC: its request, its reply, and the items that may come before the reply."""
 
     name: str
     request: type[Request]
@@ -371,15 +372,12 @@ DRAIN = Method("drain", DrainRequest, DrainReply, _Nothing)
 RESUME = Method("resume", ResumeRequest, _Nothing, _Nothing)
 FLIP = Method("flip", FlipRequest, FlipReply, _Nothing)
 
-# MERGED logprobs.py
-# Log probabilities on the wire: packed numbers, whose shape travels with them.
-
 
 class LogprobRows(msgspec.Struct, array_like=True, gc=False):
-    """One row a token position: candidate ids, their log probabilities, and the rank of the chosen one.
+    """Log probabilities, a row for each token position: candidate ids, their values, and the rank of the chosen token.
 
-    Little-endian: ids int32 and values float32 of shape [positions][candidates], ranks int32 [positions]. There may be
-    no positions: the prompt of one token has none.
+    Packed, little-endian: ids int32 and values float32 of shape [positions][candidates], ranks int32 [positions]. A
+    prompt of one token has no positions.
     """
 
     candidates: int
@@ -392,23 +390,18 @@ _decoder = msgspec.msgpack.Decoder(LogprobRows)
 
 
 def encode_rows(rows: LogprobRows) -> bytes:
-    """Rows as opaque bytes."""
     return msgspec.msgpack.encode(rows)
 
 
 def decode_rows(data: bytes) -> LogprobRows:
-    """Raises msgspec.MsgspecError on anything else."""
+    """Raises msgspec.MsgspecError for malformed bytes."""
     return _decoder.decode(data)
 
 
-# MERGED steps.py
-# What a worker tells of its engine's steps: raw material for calibration and for looking inside.
-
-
 class StepRecord(msgspec.Struct, frozen=True):
-    """One engine step that computed something.
+    """One engine step that computed tokens, for calibration and inspection.
 
-    `seconds` is from the start of the step, new requests taken in, until its tokens were on their way. `prefill`:
+    `seconds`: from the start of the step, its new requests accepted, until its tokens were on their way. `prefill`:
     (tokens computed now, tokens computed before) of each chunk; a single token after some context counts as a decode.
     `decode_context_tokens` is without the tokens under way.
     """
@@ -416,16 +409,15 @@ class StepRecord(msgspec.Struct, frozen=True):
     number: int  # counts up from 0 while the instance lives
     ended_s: Finite  # unix time
     seconds: Finite
-    cpu_s: Finite  # of it, what the engine's own thread computed; 0 where that says nothing (emulated, remote ranks)
+    cpu_s: Finite  # CPU time of the engine's own thread; 0 where it is not meaningful (emulated, remote ranks)
     prefill: tuple[tuple[int, int], ...]
     decode_count: int
     decode_context_tokens: int
 
 
 class StepPage(msgspec.Struct, frozen=True):
-    """Steps in order, from the number that was asked for. Ask for `next` to go on.
-
-    `lost` counts steps that were asked for and are forgotten by now.
+    """Steps in order, from the requested number on; continue with `next`. `lost` counts requested steps that are
+    already forgotten.
     """
 
     instance_id: str

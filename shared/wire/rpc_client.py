@@ -1,4 +1,6 @@
-"""The calling side: request, stream, cancel, deadline; a lost connection fails its calls at once."""
+"""The calling side of the RPC: requests, streams of items, cancellation, deadlines. A lost connection fails its calls
+at once. `RpcClients` keeps the clients of a process by address.
+"""
 
 import asyncio
 import itertools
@@ -41,7 +43,10 @@ Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 Item = TypeVar("Item")
 CONNECT_S = 2.0  # how long a call waits for the first connection
-RECONNECT_S = 0.5  # and for one that was lost, made again sooner if anybody is there
+RECONNECT_S = 0.5  # and for a lost one, which is made again sooner if the peer is there
+LOST_S = 30.0  # how long an unused client tries to reach an address without a peer
+IDLE_S = 600.0  # how long an unused client keeps its connection
+SWEEP_S = 5.0
 _RETRY_S = 0.01
 
 _error_decoder = msgspec.msgpack.Decoder(ErrorBody)
@@ -58,10 +63,8 @@ class _Pending:
 
 
 class RpcClient:
-    """One DEALER to one peer. Calls wait for its first connection for CONNECT_S, for one that was lost for
-    RECONNECT_S, then fail with NotConnected.
-
-    Raises zmq.ZMQError for an address that makes no sense.
+    """A DEALER socket to one peer. Calls wait for the first connection for `CONNECT_S`, for a lost one for
+    `RECONNECT_S`, then fail with NotConnected. The constructor raises zmq.ZMQError for an invalid address.
     """
 
     def __init__(self, sockets: Sockets, address: str) -> None:
@@ -76,8 +79,8 @@ class RpcClient:
         self._on_lost: list[Callable[[], None]] = []
         self._decoders: dict[str, tuple[msgspec.msgpack.Decoder[Any], msgspec.msgpack.Decoder[Any]]] = {}
         socket = sockets.unconnected(zmq.DEALER)
-        # Without a connection a message must wait here, where it can be withdrawn, not in libzmq's queue:
-        # a restarted peer would otherwise get calls that were given up long ago.
+        # Without a connection, messages wait here, where they can be withdrawn, and not in libzmq's queue: a restarted
+        # peer would otherwise get calls that were given up long ago.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         try:
             self._connection = Connection(socket, address, self._made_or_lost)
@@ -88,12 +91,11 @@ class RpcClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the peer is there, by the last event of the connection."""
+        """Whether there is a connection, by its last event."""
         return self._connection.made
 
     @property
     def busy(self) -> bool:
-        """Whether calls are under way."""
         return bool(self._pending or self._outgoing)
 
     def on_lost(self, callback: Callable[[], None]) -> None:
@@ -110,11 +112,11 @@ class RpcClient:
     ) -> Reply:
         """Call and wait for the reply; items arrive through `on_item`, in order, before it.
 
-        Cancelling the awaiting task cancels the call at the peer. Raises the peer's error, PeerLost when the
-        connection breaks, NotConnected when there is none, WireVersionMismatch, which is one of these, when the peer
-        has an incompatible version, DeadlineExceeded after `timeout_s`, InvalidRequest when the
-        request is too large. Whenever it raises anything but the last, or NotConnected, the call may have been carried
-        out all the same, its reply crossing ours: what it left at the peer is the caller's to free.
+        Cancelling the awaiting task cancels the call at the peer. The call has not been carried out when it raises
+        InvalidRequest because the request is too large, NotConnected because there is no connection, or
+        WireVersionMismatch, a NotConnected, because the peer has an incompatible version. It may have been carried out
+        when it raises PeerLost because the connection broke, DeadlineExceeded after `timeout_s`, an error of the peer,
+        or CancelledError: then the caller frees what the call left at the peer.
         """
         if timeout_s <= 0:
             raise DeadlineExceeded(f"{method.name}: no time left")
@@ -135,11 +137,11 @@ class RpcClient:
             return await pending.future  # type: ignore[no-any-return]
         finally:
             timer.cancel()
-            if self._pending.pop(number, None) is not None:  # not answered: cancelled, expired or lost
+            if self._pending.pop(number, None) is not None:  # without an answer: cancelled, expired or lost
                 self._withdraw(number)
 
     def notify(self, method: Method[Request, Any, Any], request: Request) -> None:
-        """Send without waiting for anything; lost if the peer is not there."""
+        """Send without an answer; the message is lost without a connection."""
         if self.connected:
             self._queue(Envelope(Kind.NOTIFY, 0, method.name, 30.0, encode_body(request)))
 
@@ -183,11 +185,11 @@ class RpcClient:
     def _receive(self, frames: list[bytes]) -> None:
         try:
             envelopes = unpack(frames[-1], self._wire, self.address)
-        except WireVersionMismatch as mismatch:  # which the peer has found, too: it has carried out nothing
+        except WireVersionMismatch as mismatch:  # the peer has found it, too, and has carried out nothing
             self._fail(lambda _, pending: pending.sent, mismatch)
             return
         except MALFORMED as error:
-            # Nobody knows what it held: perhaps the only reply to one of the calls.
+            # It may have held the only reply to any of the calls.
             self._fail_sent(ALL_CALLS, f"{self.address} sent a malformed message: {error}")
             return
         for envelope in envelopes:
@@ -208,7 +210,7 @@ class RpcClient:
             item = pending.item.decode(envelope.body)
             try:
                 pending.on_item(item)
-            except Exception as error:  # the caller's own: its call fails, and nobody else's
+            except Exception as error:  # of the caller's code: its call fails, and no other
                 if not pending.future.done():
                     pending.future.set_exception(error)
         elif envelope.kind == Kind.REPLY:
@@ -233,7 +235,7 @@ class RpcClient:
             self._flush()
             return
         self._fail_sent(ALL_CALLS, f"connection to {self.address} is lost")
-        # The others wait for another connection like calls that begin now, their deadlines being far perhaps.
+        # Calls that were not sent wait for another connection like new ones: their deadlines may be far.
         self._outgoing = [envelope for envelope in self._outgoing if envelope.kind == Kind.CALL]
         self._loop.call_later(self._connect_s, self._give_up_connecting, [each.call for each in self._outgoing])
         for callback in list(self._on_lost):
@@ -267,19 +269,10 @@ class RpcClient:
             self._socket.close()
 
 
-# MERGED rpc_clients.py
-# The clients of a process, by address: made on first use, closed when nobody uses them.
-
-
-LOST_S = 30.0  # how long an unused client tries to reach an address where nobody is
-IDLE_S = 600.0  # how long it keeps a connection that nobody uses
-SWEEP_S = 5.0
-
-
 class RpcClients:
-    """Clients by address, made on first use. Use as a context manager, and call `sweep` every SWEEP_S.
+    """Clients by address, created on first use. Use as a context manager, and call `sweep` every `SWEEP_S`.
 
-    Those of `keep` stay connected, used or not.
+    Clients of the addresses in `keep` stay connected, used or not.
     """
 
     def __init__(self, sockets: Sockets, keep: Collection[str] = ()) -> None:
@@ -301,8 +294,8 @@ class RpcClients:
         return len(self._clients)
 
     def to(self, address: str) -> RpcClient:
-        """The client of that address, to be used now: one that is kept may be closed some time. Raises Unavailable when
-        the address makes no sense.
+        """The client of an address, for immediate use: `sweep` may close it later. Raises Unavailable for an invalid
+        address.
         """
         self._used_s[address] = time.monotonic()
         client = self._clients.get(address)
@@ -315,7 +308,7 @@ class RpcClients:
         return client
 
     def sweep(self) -> None:
-        """Close clients that nobody has used for a while: instances come and go, each with addresses of its own."""
+        """Close clients that have been unused for a while: instances come and go, with new addresses."""
         now_s = time.monotonic()
         for address, client in list(self._clients.items()):
             unused_s = now_s - self._used_s[address]

@@ -1,9 +1,9 @@
-"""The serving side of a call: run the handler, send items and reply, cancel when the caller says so or is gone.
+"""The serving side of a call: run the handler, send items and the reply, cancel when the caller cancels or is gone.
 
-Who frees what. A caller that is gone, or given up as too slow, is told of by `on_peer_gone`; what calls of that peer
-left behind here is the handlers' to free then. A caller that lives may still never see a reply: one that crosses its
-cancellation or deadline is dropped where it arrives. So what a call leaves behind goes by a name of the caller's
-choosing, and the caller frees it whenever a call ends without its reply.
+Who frees what: when a caller is gone, or given up as too slow, `on_peer_gone` is called, and the handlers free what
+calls of that peer left behind. A caller that is alive may miss a reply, too: a reply that crosses the caller's
+cancellation or deadline is dropped where it arrives. So what a call leaves behind has a name chosen by the caller, and
+the caller frees it whenever a call ends without a reply.
 """
 
 import asyncio
@@ -38,42 +38,45 @@ from shared.wire.envelope import (
 from shared.wire.messages import Method
 from shared.wire.sockets import MAX_FRAME_BYTES, ConnectionWatch, LoopSocket, Sockets
 
-# MERGED router.py
-# The serving socket: who is connected to it, and what is due to each of them.
-#
-# How it knows that somebody is gone: libzmq tells of each connection that it accepted or lost by its descriptor, and
-# each message says by which descriptor it came. Its own thread finds lost connections, those of frozen peers by
-# heartbeats, so it takes neither a message to them nor time of our interpreter.
-
-
-BACKLOG_BYTES = 8 << 20  # what may wait for a peer that does not read, beyond what libzmq and the kernel hold
+log = get_log(__name__)
+Request = TypeVar("Request")
+BACKLOG_BYTES = 8 << 20  # queued for a peer that does not read, beyond the buffers of libzmq and the kernel
 RETRY_S = 0.01
+MAX_CALLS_A_PEER = 10_000
+_MAX_NUMBER = 1 << 53
+_MAX_TIMEOUT_S = 7 * 86_400.0
+_MAX_ANSWER_BYTES = MAX_FRAME_BYTES - 1024
+_MAX_ERROR_CHARACTERS = 4_000
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One connection. A peer that connects again is another one: the identity is the ROUTER's, never its own."""
+    """One connection. A peer that connects again is another peer: the identity is the ROUTER's."""
 
     identity: bytes
     calls: "dict[int, asyncio.Task[None]]" = field(default_factory=dict)
     notices: "set[asyncio.Task[None]]" = field(default_factory=set)
-    last_call: int = 0  # the highest number of a call that came
+    last_call: int = 0  # the highest number of a received call
     gone: bool = False
     due: list[Envelope] = field(default_factory=list)  # in this turn of the loop
     backlog: deque[bytes] = field(default_factory=deque)  # messages that could not be sent
     backlog_bytes: int = 0
-    refused: bool = False  # for its wire version, and the log has said so
+    refused: bool = False  # for its wire version, which has been logged
 
 
 class _Received(NamedTuple):
     identity: bytes
-    descriptor: int | None  # None: of a stranger that speaks a protocol older than ours
+    descriptor: int | None  # None: the peer speaks an older ZeroMQ protocol
     frames: list[bytes]
 
 
 class Router:
-    """One ROUTER. `on_message(peer, frames)` gets what comes; `on_lost(peer)` is called when a peer is `gone`, or given
-    up because it does not read; then its connection may live on.
+    """A ROUTER socket: its peers, and the envelopes that are due to each of them.
+
+    `on_message(peer, frames)` gets each message; `on_lost(peer)` is called when a peer is `gone`, or given up because
+    it does not read; then its connection may live on. libzmq reports each connection that it accepted or lost by its
+    descriptor, and each message names the descriptor by which it came. libzmq's own thread finds lost connections,
+    those of frozen peers by heartbeats, so that it needs neither a message to them nor time of this interpreter.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class Router:
             raise
 
     def queue(self, peer: Peer, envelope: Envelope) -> None:
-        """Send with all that is due to the peer in this turn of the loop."""
+        """Send an envelope, together with all others for the peer in this turn of the loop."""
         if peer.gone:
             return
         if not peer.due:
@@ -115,7 +118,6 @@ class Router:
         peer.due.append(envelope)
 
     def flush(self) -> None:
-        """Send what is due."""
         ready, self._due = self._due, []
         for peer in ready:
             envelopes, peer.due = peer.due, []
@@ -128,13 +130,12 @@ class Router:
                 self._give_up(peer)
 
     def close(self) -> None:
-        """Close the socket."""
         self._blocked.clear()
         self._watch.close()
         self._socket.close()
 
     def _send(self, peer: Peer, message: bytes) -> bool:
-        """Whether that is done with."""
+        """Send a message; False when it cannot be sent now."""
         if peer.gone:
             return True
         try:
@@ -166,7 +167,7 @@ class Router:
             self._loop.call_later(RETRY_S, self._retry)
 
     def _give_up(self, peer: Peer) -> None:
-        """It does not read: instead of what waits for it, tell it what it has lost, for when it does again."""
+        """Give up a peer that does not read: replace its backlog by a RESET, for when it reads again."""
         message = pack([reset(peer.last_call)], self._wire)
         peer.due.clear()
         peer.backlog = deque([message])
@@ -175,23 +176,23 @@ class Router:
         self._on_lost(peer)
 
     def _receive(self, message: _Received) -> None:
-        peer = self._peers.get(message.identity) or self._met(message)
+        peer = self._peers.get(message.identity) or self._new_peer(message)
         if peer is not None:
             self._on_message(peer, message.frames)
 
-    def _met(self, message: _Received) -> Peer | None:
+    def _new_peer(self, message: _Received) -> Peer | None:
         identity = message.identity
         if message.descriptor is None or len(identity) != 5 or identity[0]:
-            # Not an identity that the ROUTER gave. One that a peer brings, another could bring, and get its answers.
+            # The ROUTER did not assign this identity: another peer could choose the same one and get its answers.
             self._dropped["frame"] += 1
             return None
         self._watch.catch_up()
         sharing = self._connections.get(message.descriptor)
         if sharing is None:
-            self._dropped["peer_gone"] += 1  # its last words
+            self._dropped["peer_gone"] += 1  # a message from before its end
             return None
-        # A descriptor may have been reused before such last words are read. Then both share it: the one that is gone
-        # is found out when something is due to it, or with the other at the latest.
+        # A descriptor may have been reused before such a message is read. Then both peers share it: the one that is
+        # gone is found when something is due to it, or with the other at the latest.
         peer = self._peers[identity] = Peer(identity)
         sharing.append(peer)
         return peer
@@ -226,20 +227,8 @@ def _read(socket: zmq.Socket[bytes]) -> _Received:
     return _Received(first.bytes, descriptor, frames)
 
 
-log = get_log(__name__)
-Request = TypeVar("Request")
-MAX_CALLS_A_PEER = 10_000
-_MAX_NUMBER = 1 << 53
-_MAX_TIMEOUT_S = 7 * 86_400.0
-_MAX_ANSWER_BYTES = MAX_FRAME_BYTES - 1024
-_MAX_ERROR_CHARACTERS = 4_000
-
-
 class ServerCall:
-    """A call under way. `send` puts an item on its way to the caller; items keep their order.
-
-    `peer` names the connection that it came by, for as long as that lasts.
-    """
+    """A call under way. `peer` identifies the connection of its caller, for as long as that lasts."""
 
     def __init__(self, router: Router, peer: Peer, number: int, timeout_s: float) -> None:
         self._router = router
@@ -249,7 +238,7 @@ class ServerCall:
         self.peer = peer.identity
 
     def send(self, item: object) -> None:
-        """Queue one item; all items of one turn of the loop leave in one message."""
+        """Queue an item; items keep their order, and all items of one turn of the loop leave in one message."""
         body = encode_body(item)
         if len(body) > _MAX_ANSWER_BYTES:
             raise _too_large(body)
@@ -261,12 +250,12 @@ Handlers = Mapping[Method[Any, Any, Any], Handler]
 
 
 class RpcServer:
-    """One ROUTER socket and the methods behind it. Use as an async context manager.
+    """A ROUTER socket and the methods behind it. Use as an async context manager.
 
-    A handler that never waits is a plain function, and answers where its call is read, without a task.
-    Bad input never reaches a handler: it is dropped and counted in `dropped` by cause. `on_peer_gone(peer)` is called
-    when a peer's connection is lost (at once where the kernel knows, else by heartbeat), or when it is given up because
-    it does not read what is due to it. Its calls have been cancelled by then; their clean-up may still run.
+    A handler is a coroutine function, or a plain function that does not wait: then it answers where its call is read,
+    without a task. Malformed input is dropped and counted in `dropped` by cause. `on_peer_gone(peer)` is called when a
+    peer's connection is lost (at once where the kernel knows, else by heartbeat), or when the peer is given up because
+    it does not read. Its calls have been cancelled by then; their clean-up may still run.
     """
 
     def __init__(
@@ -299,7 +288,6 @@ class RpcServer:
 
     @property
     def calls(self) -> int:
-        """Calls under way."""
         return len(self._tasks)
 
     def _receive(self, peer: Peer, frames: list[bytes]) -> None:
@@ -316,8 +304,8 @@ class RpcServer:
                     log.warning("calls of a peer are refused", address=self._address, reason=error.message)
         if envelopes is None:
             self.dropped[cause] += 1
-            # There may have been calls in it, and nobody shall wait for them. A caller of an incompatible version reads
-            # no more of this than the header, which says why.
+            # The message may have held calls, and their callers must not wait for them. A caller of an incompatible
+            # version reads only the header of the answer, which says why.
             self._router.queue(peer, reset(ALL_CALLS))
             return
         for envelope in envelopes:
@@ -347,7 +335,7 @@ class RpcServer:
         self._start(peer, envelope, request)
 
     def _take_number(self, peer: Peer, number: int) -> None:
-        """A caller counts its calls, so that one whose number is not new is an old one that came again."""
+        """Check the number of a call: callers count their calls, so that an old number means a repeated call."""
         if not peer.last_call < number <= _MAX_NUMBER:
             self.dropped["repeated"] += 1
             raise InvalidRequest(f"call {number} came after call {peer.last_call}: it is not carried out again")
@@ -383,7 +371,6 @@ class RpcServer:
             task.add_done_callback(peer.notices.discard)
 
     def _answer(self, request: Any, call: ServerCall, envelope: Envelope) -> Envelope:
-        """What a plain function says."""
         number, method = envelope.call, envelope.method
         try:
             return _reply(number, self._handlers[method](request, call))
@@ -403,8 +390,8 @@ class RpcServer:
         except asyncio.CancelledError as cancelled:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
-            answer = _failure(number, method, cancelled)  # something that it waited for, not the call
-        except Exception as unknown:  # the boundary of the process: nothing a handler raises may vanish
+            answer = _failure(number, method, cancelled)  # something else was cancelled, not the call
+        except Exception as unknown:  # the boundary of the process
             if deadline.expired():
                 answer = _error(number, DeadlineExceeded(f"{method}: {envelope.timeout_s:.3f} s are over"))
             else:
@@ -427,7 +414,7 @@ def _reply(number: int, reply: Any) -> Envelope:
 
 
 def _too_large(body: msgspec.Raw) -> PolyphaseError:
-    """Libzmq would cut the connection, and with it all other calls."""
+    """Refused here: libzmq would cut the connection, and with it all other calls."""
     return PolyphaseError(f"an answer of {len(body)} bytes is too large to send")
 
 

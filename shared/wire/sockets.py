@@ -1,7 +1,7 @@
-"""ZeroMQ sockets on the event loop.
+"""ZeroMQ sockets on the event loop, and their connections.
 
-`zmq.asyncio` creates a future for every receive; a stream of tokens feels that. Here the loop watches the socket's
-descriptor and hands each message to a plain function.
+`zmq.asyncio` creates a future for every receive, which is too slow for streams of tokens. Here the loop watches the
+socket's descriptor and passes each message to a plain function.
 """
 
 import asyncio
@@ -21,29 +21,29 @@ from shared.runtime.wire_version import OURS, WireVersions
 
 log = get_log(__name__)
 Message = TypeVar("Message")
-MAX_FRAME_BYTES = 64 << 20  # libzmq cuts a connection that announces more
+MAX_FRAME_BYTES = 64 << 20  # libzmq cuts a connection that announces a larger frame
 _DRAIN = 128  # messages handled before other callbacks of the loop get their turn
 _BATCH = 32  # messages that are worth a wake-up
 _MAX_SOCKETS = 16_384  # of a context; libzmq's 1,023 are 341 clients, each a socket and two ends of a monitor
 _HEARTBEAT_MS = 1_000, 1_500  # between two, and for an answer
-_STATE = (zmq.PUB, zmq.SUB, zmq.XPUB)  # what is said over these is said again
+_STATE = (zmq.PUB, zmq.SUB, zmq.XPUB)  # sockets of state, which is sent again and again
 _STATE_HEARTBEAT_MS = 3_000, 2_000
-_BACKLOG = 4_096  # connections that nobody has accepted yet: after a restart all of a cluster comes within a second
+_BACKLOG = 4_096  # connections that are not accepted yet: after a restart a whole cluster connects within a second
 _MAX_FILES = 65_536  # a client takes four descriptors; the usual limit of 1,024 is reached at 250
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The cluster's CurveZMQ key pair (Z85). Whoever knows the public key may connect; traffic is encrypted."""
+    """The cluster's CurveZMQ key pair (Z85). Peers that know the public key may connect; traffic is encrypted."""
 
     public: str
     secret: str
 
 
 class Sockets:
-    """Makes sockets with the limits that every one of ours has. Owns the ZeroMQ context.
+    """Creates all ZeroMQ sockets of a process, with common limits and keys. Owns the ZeroMQ context.
 
-    `wire`: the version that all messages over these sockets state, and the versions that are taken.
+    `wire`: the version that messages over these sockets state, and the versions that are accepted.
     """
 
     def __init__(self, curve: Curve | None = None, wire: WireVersions = OURS) -> None:
@@ -56,7 +56,7 @@ class Sockets:
 
     @classmethod
     def of(cls, settings: ServiceSettings) -> Self:
-        """Of a process with these settings, with its keys. Raises InvalidRequest for a key file that cannot be used."""
+        """With the keys of a process's settings. Raises InvalidRequest for a key file that cannot be used."""
         pair = settings.curve_pair()
         return cls(Curve(*pair) if pair else None)
 
@@ -71,10 +71,10 @@ class Sockets:
         return socket
 
     def unbound(self, kind: int) -> zmq.Socket[bytes]:
-        """A socket to listen with, for whoever must do something before it is bound."""
+        """A listening socket that is not bound yet."""
         socket = self._new(kind)
         socket.setsockopt(zmq.BACKLOG, _BACKLOG)
-        if kind in _STATE:  # a monitor has two thousand of these; the other side asks, and the kernel does
+        if kind in _STATE:  # a monitor has thousands of connections; the other side and the kernel check them
             socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
             socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
             socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
@@ -97,11 +97,11 @@ class Sockets:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        # libzmq answers heartbeats in its own thread: a busy interpreter is not taken for a dead one.
+        # libzmq answers heartbeats in its own thread, so that a busy interpreter does not look dead.
         asks_ms, patience_ms = _STATE_HEARTBEAT_MS if kind in _STATE else _HEARTBEAT_MS
         socket.setsockopt(zmq.HEARTBEAT_IVL, asks_ms)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, patience_ms)
-        # Connections that come to nothing are given up: the other host is frozen, cut off, or does not speak ZMTP.
+        # Give up connection attempts to hosts that are frozen, cut off, or do not speak ZMTP.
         socket.setsockopt(zmq.CONNECT_TIMEOUT, 2_000)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -123,9 +123,9 @@ def _allow_files() -> None:
 class LoopSocket(Generic[Message]):
     """A socket whose messages arrive as calls of `on_message` on the running loop.
 
-    `read` takes one message off the socket or raises zmq.Again. What `on_message` raises is logged, and the next
-    message is handled: one that nobody foresaw must not leave those behind it unread. `gather_s`: how long messages may
-    wait for others where many come, so that the process wakes once for all of them; 0: each is handled as it comes.
+    `read` takes one message off the socket or raises zmq.Again. Errors of `on_message` are logged, and the next message
+    is handled. `gather_s`: how long messages may wait for others when many arrive, so that the process wakes once for
+    all of them; 0: each is handled on arrival.
     """
 
     def __init__(
@@ -142,19 +142,19 @@ class LoopSocket(Generic[Message]):
         self._fd = int(socket.getsockopt(zmq.FD))
         self._scheduled = False
         self._gather_s = gather_s
-        self._timer: asyncio.TimerHandle | None = None  # in the place of watching the descriptor
+        self._timer: asyncio.TimerHandle | None = None  # while set, the descriptor is not watched
         self._looked_mono = 0.0
         self._taken = 0
         self._loop.add_reader(self._fd, self._readable)
         self.look_again()
 
     def send(self, frames: list[bytes]) -> None:
-        """Send now or raise: zmq.Again when nobody can take it, EHOSTUNREACH when the peer is gone."""
+        """Send now. Raises zmq.Again when the message cannot be sent now, EHOSTUNREACH when the peer is gone."""
         self.look_again()
         self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def drain(self) -> None:
-        """Handle all that has arrived, now."""
+        """Handle all messages that have arrived."""
         while self._take(_DRAIN):
             pass
 
@@ -167,8 +167,8 @@ class LoopSocket(Generic[Message]):
             self._socket.close()
 
     def look_again(self) -> None:
-        """After anything else was done with the socket: the descriptor is edge-triggered, and that may swallow the
-        edge.
+        """Look for messages after any other use of the socket, which may have swallowed the edge of the edge-triggered
+        descriptor.
         """
         if not self._scheduled:
             self._scheduled = True
@@ -184,7 +184,9 @@ class LoopSocket(Generic[Message]):
         self._drain()
 
     def _look(self) -> None:
-        """Handle what has gathered; whether to wait for the descriptor or for a time again follows from how much."""
+        """Handle the gathered messages; then wait for the timer again when there were several, else for the
+        descriptor.
+        """
         now, before, taken = self._loop.time(), self._looked_mono, self._taken
         self._looked_mono = now
         self._drain()
@@ -192,7 +194,7 @@ class LoopSocket(Generic[Message]):
         if self._socket.closed:
             return
         if taken > 1:
-            for_a_batch_s = _BATCH * (now - before) / taken  # more of them at once would hold up all else
+            for_a_batch_s = _BATCH * (now - before) / taken  # more at once would delay other callbacks
             self._timer = self._loop.call_later(min(self._gather_s, for_a_batch_s), self._look)
         else:
             self._timer = None
@@ -205,7 +207,7 @@ class LoopSocket(Generic[Message]):
             self.look_again()
 
     def _take(self, most: int) -> bool:
-        """Handle so many messages; whether there may be more."""
+        """Handle up to `most` messages; returns whether there may be more."""
         for _ in range(most):
             if self._socket.closed:
                 return False
@@ -226,20 +228,14 @@ def whole_messages(socket: zmq.Socket[bytes]) -> Callable[[], list[bytes]]:
     return partial(socket.recv_multipart, zmq.NOBLOCK)
 
 
-# MERGED connections.py
-# Connections of ZeroMQ sockets: what becomes of them, and that a lost one is made again.
-
-
-RENEW_S = 0.25  # after a loss, for libzmq to say that it tries again
+RENEW_S = 0.25  # after a loss, for libzmq to report that it reconnects
 LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 TRYING = zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECTED
 
 
 class ConnectionWatch:
-    """Tells of a socket's connections: `on_event(event, value)`, where libzmq's meaning of `value` is a descriptor
-    for ACCEPTED and DISCONNECTED.
-
-    To miss nothing it must be there before the socket is bound or connected.
+    """Reports the events of a socket's connections: `on_event(event, value)`, where `value` is a descriptor for
+    ACCEPTED and DISCONNECTED. To miss no event, create it before the socket is bound or connected.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], events: int, on_event: Callable[[int, int], None]) -> None:
@@ -248,43 +244,42 @@ class ConnectionWatch:
         address = f"inproc://connections-{int(socket.getsockopt(zmq.FD))}"
         socket.monitor(address, events)
         pair: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
-        pair.setsockopt(zmq.RCVHWM, 0)  # at a bound libzmq's own thread would wait for us, heartbeats and all
+        pair.setsockopt(zmq.RCVHWM, 0)  # with a limit, libzmq's own thread would block on us, heartbeats included
         pair.connect(address)
         self._events = LoopSocket(pair, self._parse, whole_messages(pair))
 
     def catch_up(self) -> None:
-        """Tell of all that has happened by now."""
+        """Report all events until now."""
         self._events.drain()
 
     def _parse(self, frames: list[bytes]) -> None:
-        told = parse_monitor_message(frames)
-        self._on_event(int(told["event"]), int(told["value"]))
+        event = parse_monitor_message(frames)
+        self._on_event(int(event["event"]), int(event["value"]))
 
     def close(self) -> None:
-        """Stop watching. First the source of events: with nobody to take them they would pile up."""
         if not self._socket.closed:
-            self._socket.disable_monitor()
+            self._socket.disable_monitor()  # first the source: events that are not read would accumulate
         self._events.close()
 
 
 class Connection:
     """The one connection of a connecting socket. `on_change(made)` is called whenever it is made or lost.
 
-    libzmq makes a broken one again, but not one over which something came that makes no sense (bits that flipped, with
-    keys or without): its session is over then, which only its events tell. That one is made again here.
+    libzmq reconnects a broken connection, but not one over which malformed bytes came (flipped bits, with or without
+    keys): it ends the session, which only its events show. Such a connection is renewed here.
     """
 
     def __init__(
         self, socket: zmq.Socket[bytes], address: str, on_change: Callable[[bool], None] = lambda _: None
     ) -> None:
-        """Raises zmq.ZMQError for an address that makes no sense."""
+        """Raises zmq.ZMQError for an invalid address."""
         self.made = False
         self._socket = socket
         self._address = address
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
         self._renewal: asyncio.TimerHandle | None = None
-        self._watch = ConnectionWatch(socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | LOST | TRYING, self._happened)
+        self._watch = ConnectionWatch(socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | LOST | TRYING, self._on_event)
         try:
             socket.connect(address)
         except zmq.ZMQError:
@@ -294,11 +289,11 @@ class Connection:
     def close(self) -> None:
         """Stop watching; to be called before the socket is closed."""
         self.made = False
-        self._settle()
+        self._cancel_renewal()
         self._watch.close()
 
-    def _happened(self, event: int, _: int) -> None:
-        self._settle()
+    def _on_event(self, event: int, _: int) -> None:
+        self._cancel_renewal()
         if event & LOST:
             self._renewal = self._loop.call_later(RENEW_S, self._renew)
         if event & TRYING:
@@ -308,12 +303,12 @@ class Connection:
             self.made = made
             self._on_change(made)
 
-    def _settle(self) -> None:
+    def _cancel_renewal(self) -> None:
         if self._renewal is not None:
             self._renewal.cancel()
             self._renewal = None
 
     def _renew(self) -> None:
-        with suppress(zmq.ZMQError):  # libzmq may have let go of it
+        with suppress(zmq.ZMQError):  # libzmq may have dropped it
             self._socket.disconnect(self._address)
         self._socket.connect(self._address)

@@ -1,4 +1,4 @@
-"""JSON over HTTP between our services; failures come back as the errors of `shared.errors`."""
+"""JSON over HTTP between the services; failures are raised as the errors of `shared.errors`."""
 
 from collections.abc import Mapping
 from types import TracebackType
@@ -18,18 +18,18 @@ _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, http
 
 
 class JsonClient:
-    """One service's HTTP API. Use as an async context manager, or call `close`.
+    """A service's HTTP API. Use as an async context manager, or call `close`.
 
-    `token`: the cluster's secret, sent with calls that change something. `base_url`: one, or several as `several` reads
-    them, of processes of which one acts at a time: the next one is asked where one only stands by or is not there.
-    What may have been carried out already is not asked for again.
+    `token`: the cluster's secret, sent with calls that change something. `base_url`: one or several (see `several`), of
+    processes of which one acts at a time: when one is a standby or does not answer, the next one is called. A call that
+    may have been carried out is not repeated.
     """
 
     def __init__(self, base_url: str, *, token: str = "", transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.base_url = base_url
         self._secret = bearer(token)
         self._urls = several(base_url) or ("",)
-        self._turn = 0  # which of them is asked first: the one that answered last
+        self._turn = 0  # the URL that is called first: the one that answered last
         self._http = httpx.AsyncClient(transport=transport, timeout=TIMEOUT_S)
 
     async def __aenter__(self) -> Self:
@@ -41,7 +41,6 @@ class JsonClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     async def call(
@@ -54,15 +53,25 @@ class JsonClient:
         headers: dict[str, str] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Any:
-        """The JSON answer. Raises the peer's error, Unavailable or DeadlineExceeded."""
+        """The JSON answer, None without content. Raises the peer's error, Unavailable or DeadlineExceeded."""
         response = await self._answer(method, path, body, params, headers, timeout_s)
         try:
             return response.json() if response.content else None
         except ValueError as error:
             raise Unavailable(f"{method} {response.request.url}: the answer is not JSON: {error}") from error
 
+    async def object(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        """The JSON object that `call` returns."""
+        answer: dict[str, Any] = await self.call(method, path, **options)
+        return answer
+
+    async def rows(self, path: str, **options: Any) -> list[dict[str, Any]]:
+        """The JSON objects that a GET returns."""
+        answer: list[dict[str, Any]] = await self.call("GET", path, **options)
+        return answer
+
     async def text(self, path: str, *, timeout_s: float = TIMEOUT_S) -> str:
-        """What a GET brings, as text. Raises like `call`."""
+        """The text that a GET returns. Raises as `call` does."""
         return (await self._answer("GET", path, None, None, None, timeout_s)).text
 
     async def _answer(
@@ -74,16 +83,16 @@ class JsonClient:
         headers: dict[str, str] | None,
         timeout_s: float,
     ) -> httpx.Response:
-        shown = {**self._secret, **OURS.http} if method not in READING else {}
-        said = {**(headers or {}), **shown}
-        written = {key.encode(): value.encode() for key, value in said.items()}  # names of people need not be ASCII
+        secrets = {**self._secret, **OURS.http} if method not in READING else {}
+        sent = {**(headers or {}), **secrets}
+        encoded = {key.encode(): value.encode() for key, value in sent.items()}  # names of people need not be ASCII
         failures: list[PolyphaseError] = []
         first, count = self._turn, len(self._urls)
         for turn in range(first, first + count):
             self._turn = turn % count
             url = f"{self._urls[self._turn].rstrip('/')}{path}"
             try:
-                return await self._ask(method, url, body, params, written, timeout_s)
+                return await self._send(method, url, body, params, encoded, timeout_s)
             except (Unavailable, DeadlineExceeded) as error:
                 if not (isinstance(error, Standby) or unreached(error)):
                     raise
@@ -93,7 +102,7 @@ class JsonClient:
                     raise
         raise next((error for error in failures if isinstance(error, Standby)), failures[0])
 
-    async def _ask(
+    async def _send(
         self, method: str, url: str, body: Any, params: Any, headers: dict[bytes, bytes], timeout_s: float
     ) -> httpx.Response:
         try:
@@ -107,7 +116,7 @@ class JsonClient:
         except httpx.TimeoutException as error:
             raise DeadlineExceeded(f"{method} {url}: no answer in {timeout_s} s") from error
         except (httpx.HTTPError, AttributeError) as error:
-            # AttributeError: anyio's, on uvloop, when a connection is reset in the moment it is made.
+            # AttributeError: of anyio on uvloop, when a connection is reset while it is made.
             raise Unavailable(f"{method} {url}: {type(error).__name__}: {error}") from error
         if response.is_success:
             return response
@@ -115,12 +124,12 @@ class JsonClient:
 
 
 def unreached(error: PolyphaseError) -> bool:
-    """Whether no answer at all came."""
+    """Whether a call failed without any answer."""
     return isinstance(error.__cause__, httpx.HTTPError | AttributeError)
 
 
 def unanswered(error: PolyphaseError) -> bool:
-    """Whether a call that failed may have been carried out all the same: it was sent, and no answer came."""
+    """Whether a failed call may have been carried out: it was sent, and no answer came."""
     return isinstance(error.__cause__, httpx.HTTPError) and not isinstance(error.__cause__, _NEVER_SENT)
 
 
@@ -132,19 +141,14 @@ def _error_of(response: httpx.Response) -> PolyphaseError:
         return Unavailable(f"{response.request.url}: HTTP {response.status_code}: {response.text[:200]}")
 
 
-# MERGED worker.py
-# The HTTP API of one instance.
-
-
 class WorkerAdmin(JsonClient):
-    """Typed calls to one worker. All raise errors of `shared.errors`."""
+    """The HTTP API of an instance. All calls raise errors of `shared.errors`."""
 
     async def instance(self) -> dict[str, Any]:
-        """Who it is, what it does right now, and the settings of its speed."""
-        answer: dict[str, Any] = await self.call("GET", "/instance")
-        return answer
+        """The instance, its present work, and the settings of its speed."""
+        return await self.object("GET", "/instance")
 
     async def steps(self, since: int = -1, limit: int = 10_000) -> StepPage:
-        """The engine's steps from number `since` on; by default the newest ones."""
+        """The engine's steps from number `since` on; by default the newest."""
         answer = await self.call("GET", "/steps", params={"since": since, "limit": limit})
         return msgspec.convert(answer, StepPage)

@@ -14,46 +14,43 @@ from shared.runtime.actor import acting_as
 from shared.wire.api import SchedulerNews
 from shared.wire.clients.http import JsonClient, unanswered
 
-SLACK_S = 10.0  # what a flip takes beyond its drain, at most: with it, the deadline of an operation
+SLACK_S = 10.0  # of a flip beyond its drain; the deadline of an operation is their sum
 LEAVE_S = 1.0
 POLICIES_S = 10.0  # a change waits for the database
-ANSWER_S = 1.0  # for the answer that the deadline has passed
+ANSWER_S = 1.0  # for the answer, when the deadline has passed
 
 
 class MonitorClient(JsonClient):
-    """Typed calls to one monitor. All raise errors of `shared.errors`."""
+    """Calls to a monitor. They raise errors of `shared.errors`."""
 
     async def register(self, info: InstanceInfo, role: Role) -> dict[str, Any]:
-        """Join the cluster. Raises Incompatible naming what differs, Conflict when the id is taken."""
+        """Join the cluster. Raises Incompatible with the difference, Conflict when the id is taken."""
         body = {**msgspec.to_builtins(info), "role": role.value}
-        answer: dict[str, Any] = await self.call("POST", "/instances", body=body)
-        return answer
+        return await self.object("POST", "/instances", body=body)
 
     async def leave(self, info: InstanceInfo) -> None:
-        """Say that this process stops in good order. Raises NotFound, Conflict."""
+        """Report that this process stops. Raises NotFound, Conflict."""
         await self.call(
             "POST", f"/instances/{info.instance_id}/leave", body={"generation": info.generation}, timeout_s=LEAVE_S
         )
 
     async def instances(self) -> list[dict[str, Any]]:
         """All instances, dead ones included."""
-        answer: list[dict[str, Any]] = await self.call("GET", "/instances")
-        return answer
+        return await self.rows("/instances")
 
     async def instance(self, instance_id: str) -> dict[str, Any]:
         """One instance. Raises NotFound."""
-        answer: dict[str, Any] = await self.call("GET", f"/instances/{instance_id}")
-        return answer
+        return await self.object("GET", f"/instances/{instance_id}")
 
     async def drain(
         self, instance_id: str, *, force: bool = False, timeout_s: float, who: str = "", operation_id: str = ""
     ) -> dict[str, Any]:
-        """Stop giving it work and wait for what it has. Raises as `flip` does."""
+        """Give the instance no new work and wait for its accepted work. Raises as `flip` does."""
         body = {"force": force, "timeout_s": timeout_s}
         return await self._operate(instance_id, "drain", body, timeout_s, who, operation_id)
 
     async def resume(self, instance_id: str, *, who: str = "", operation_id: str = "") -> dict[str, Any]:
-        """Give it work again."""
+        """Give the instance work again."""
         return await self._operate(instance_id, "resume", {}, 0.0, who, operation_id)
 
     async def flip(
@@ -67,80 +64,71 @@ class MonitorClient(JsonClient):
         why: str | None = None,
         to: Role | None = None,
     ) -> dict[str, Any]:
-        """Change its role. Raises Conflict for the last ready instance of a role, unless forced, and for one that has
-        the role `to`, if that is given; OutcomeUnknown when no answer came: `operation` tells later.
+        """Change the role of the instance. Raises Conflict for the last ready instance of a role, unless forced, and
+        for an instance that has the role `to` already; OutcomeUnknown without an answer: `operation` returns the
+        outcome later.
         """
         body = {"force": force, "drain_timeout_s": drain_timeout_s, "why": why, "to_role": to}
         return await self._operate(instance_id, "flip", body, drain_timeout_s, who, operation_id)
 
     async def operation(self, operation_id: str) -> dict[str, Any]:
-        """How an operation stands. Raises NotFound for one that never arrived."""
-        answer: dict[str, Any] = await self.call("GET", f"/operations/{operation_id}")
-        return answer
+        """The state of an operation. Raises NotFound for one that did not arrive."""
+        return await self.object("GET", f"/operations/{operation_id}")
 
     async def forget(self, instance_id: str, *, who: str = "") -> None:
-        """Count a dead instance no longer. Raises NotFound, or Conflict while it lives."""
+        """Remove a dead instance. Raises NotFound, or Conflict while it is alive."""
         await self.call("DELETE", f"/instances/{instance_id}", headers=acting_as(who))
 
     async def flips(self, limit: int = 100) -> list[dict[str, Any]]:
         """The audit of flips, drains and resumes, newest first."""
-        answer: list[dict[str, Any]] = await self.call("GET", "/flips", params={"limit": limit})
-        return answer
+        return await self.rows("/flips", params={"limit": limit})
 
     async def events(self, *, limit: int = 100, since_s: float = 0.0, kind: str = "") -> list[dict[str, Any]]:
-        """What happened, newest first, later than `since_s`; of one kind only, if one is named."""
+        """Events after `since_s`, newest first; of one kind, if given."""
         params: dict[str, str | int | float] = {"limit": limit, "since": since_s, **({"kind": kind} if kind else {})}
-        answer: list[dict[str, Any]] = await self.call("GET", "/events", params=params)
-        return answer
+        return await self.rows("/events", params=params)
 
     async def happened(self, event: Mapping[str, str]) -> None:
-        """Tell of an event; repeating is safe. Raises InvalidRequest."""
+        """Report an event; repeating is safe. Raises InvalidRequest."""
         await self.call("POST", "/events", body=dict(event))
 
     async def demand(self) -> dict[str, Any]:
-        """What clients ask for: the profile, its last seconds and shifts, and the roles that would serve it best."""
-        answer: dict[str, Any] = await self.call("GET", "/demand")
-        return answer
+        """The demand: its profile, last seconds and shifts, and the roles that would serve it best."""
+        return await self.object("GET", "/demand")
 
     async def demand_profile(self) -> dict[str, Any]:
-        """The profile alone, as early as it can be told, and what people's flips forbid."""
-        answer: dict[str, Any] = await self.call("GET", "/demand/profile")
-        return answer
+        """The profile alone, as early as possible, and the flips that people's flips forbid."""
+        return await self.object("GET", "/demand/profile")
 
     async def policies(self) -> dict[str, Any]:
-        """The policies in force, what the cluster file says, who changed what, the choices, and who follows."""
-        answer: dict[str, Any] = await self.call("GET", "/policies")
-        return answer
+        """The policies in force and of the cluster file, their changes, the choices, and the processes that follow."""
+        return await self.object("GET", "/policies")
 
     async def set_policies(self, change: Mapping[str, PolicySpec | None], *, who: str = "") -> dict[str, Any]:
-        """Change the policies of some kinds; None: back to the cluster file's. Answers as `policies` does.
+        """Change the policies of some kinds; None: the cluster file's. Returns the same as `policies`.
 
-        Raises InvalidRequest that names the choices, or Unavailable when the database does not take it; nothing has
-        changed then.
+        Raises, without a change, InvalidRequest that names the choices, or Unavailable when the database does not
+        accept it.
         """
-        answer: dict[str, Any] = await self.call(
+        return await self.object(
             "PUT", "/policies", body=msgspec.to_builtins(change), headers=acting_as(who), timeout_s=POLICIES_S
         )
-        return answer
 
     async def scheduler_news(self, scheduler_id: str, news: SchedulerNews) -> dict[str, int]:
         """Report what a scheduler knows.
 
-        Answers how many seconds and outcomes were of use. Raises InvalidRequest; nothing of it was taken then.
+        Returns the numbers of accepted seconds and outcomes. Raises InvalidRequest, and accepts nothing then.
         """
         body = msgspec.to_builtins(news)
         answer: dict[str, int] = await self.call("POST", f"/schedulers/{scheduler_id}/news", body=body)
         return answer
 
     async def slo(self) -> list[dict[str, Any]]:
-        """Attainment by class and window."""
-        answer: list[dict[str, Any]] = await self.call("GET", "/slo")
-        return answer
+        return await self.rows("/slo")
 
     async def cluster(self) -> dict[str, Any]:
         """A summary for dashboards."""
-        answer: dict[str, Any] = await self.call("GET", "/cluster")
-        return answer
+        return await self.object("GET", "/cluster")
 
     async def _operate(
         self, instance_id: str, what: str, body: dict[str, Any], wait_s: float, who: str, operation_id: str

@@ -1,4 +1,4 @@
-"""The global schedulers: placement and reports over RPC, the status table over HTTP."""
+"""Clients of the global schedulers: placement and reports over RPC, the status table over HTTP."""
 
 import asyncio
 import uuid
@@ -15,14 +15,14 @@ from shared.wire.messages import PLACE, REPORT, JobReport, JobReports, PlaceRequ
 from shared.wire.rpc_client import RpcClient, RpcClients
 
 log = get_log(__name__)
-JOBS_KEPT = 100_000  # whose scheduler is remembered; the oldest are forgotten first
+JOBS_KEPT = 100_000  # whose scheduler is remembered; the oldest are forgotten
 
 
 class SchedulerClient:
-    """Calls whichever scheduler is there: connected ones in turn, the others only when none is connected.
+    """Calls the connected schedulers in turn, others only when none is connected.
 
-    A job stays with the scheduler that placed it first: later placements and all reports go there, since it counts the
-    job's work until it hears of the end. Only when that one is gone does another take over.
+    A job stays with the scheduler that placed it first: later placements and all reports go there, because it counts
+    the job's work until it receives the end. Only when that scheduler is gone does another one take over.
     """
 
     def __init__(self, clients: RpcClients, addresses: Sequence[str], gateway_id: str = "") -> None:
@@ -39,12 +39,11 @@ class SchedulerClient:
 
     @property
     def connected(self) -> bool:
-        """Whether any scheduler is there."""
         return any(self._clients.to(address).connected for address in self._addresses)
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one, each of which knows only its own placements at once."""
+        """Whether there are several schedulers, each of which learns of the others' placements only later."""
         return len(self._addresses) > 1
 
     async def place(self, job: JobView, *, exclude: tuple[str, ...] = (), timeout_s: float, trace: str = "") -> Route:
@@ -56,7 +55,7 @@ class SchedulerClient:
             except PeerLost as error:
                 lost = error
             except DeadlineExceeded:
-                self._home.pop(job.job_id, None)  # it hangs: the next try is another one's
+                self._home.pop(job.job_id, None)  # it hangs: the next attempt goes to another scheduler
                 raise
             else:
                 self._settle(job.job_id, client.address)
@@ -65,11 +64,11 @@ class SchedulerClient:
         raise lost
 
     async def report(self, reports: list[JobReport], *, timeout_s: float) -> list[JobReport]:
-        """Hand reports over, each to its job's scheduler; gives back those that nobody took. Repeating is safe."""
+        """Send reports, each to its job's scheduler; returns those that were not accepted. Repeating is safe."""
         return await self._hand_over(self._by_home(reports), timeout_s)
 
     async def refresh(self, open_jobs: list[JobReport], *, timeout_s: float) -> None:
-        """Tell each scheduler of its open jobs, and those that have none that this gateway lives."""
+        """Send each scheduler the reports of its open jobs; without any, an empty message: the gateway is alive."""
         by_home = self._by_home(open_jobs)
         for address in self._addresses:
             if self._clients.to(address).connected:
@@ -77,7 +76,7 @@ class SchedulerClient:
         await self._hand_over(by_home, timeout_s)
 
     async def refused(self, counts: list[Refused], *, timeout_s: float) -> bool:
-        """Tell one of them of requests that were turned away; whether it took that. Repeating is safe."""
+        """Report refused requests to one scheduler; returns whether one accepted it. Repeating is safe."""
         message = JobReports([], self._origin, self._gateway_id, counts)
         for client in self._in_order(self._next()):
             try:
@@ -88,13 +87,13 @@ class SchedulerClient:
         return False
 
     async def leave(self, *, timeout_s: float) -> None:
-        """Tell all that are there that this gateway stops in good order; whoever does not hear it finds out."""
+        """Report to all connected schedulers that this gateway stops; others find out by its silence."""
         there = [client for client in map(self._clients.to, self._addresses) if client.connected]
         message = JobReports([], self._origin, self._gateway_id, leaving=True)
         calls = (client.call(REPORT, message, timeout_s=timeout_s) for client in there)
         for client, error in zip(there, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(error, BaseException):
-                log.info("a leave was not heard", scheduler=client.address, reason=str(error))
+                log.info("a leave was not received", scheduler=client.address, reason=str(error))
 
     def _by_home(self, reports: list[JobReport]) -> dict[str, list[JobReport]]:
         gathered: dict[str, list[JobReport]] = {}
@@ -104,7 +103,7 @@ class SchedulerClient:
         return gathered
 
     async def _hand_over(self, by_home: dict[str, list[JobReport]], timeout_s: float) -> list[JobReport]:
-        # Together: one that hangs must not keep the others' reports.
+        # In parallel: a scheduler that hangs must not delay the reports to others.
         left = await asyncio.gather(*(self._tell(home, some, timeout_s) for home, some in by_home.items()))
         return [report for some in left for report in some]
 
@@ -114,8 +113,8 @@ class SchedulerClient:
                 await client.call(REPORT, JobReports(reports, self._origin, self._gateway_id), timeout_s=timeout_s)
             except PeerLost:
                 continue
-            except PolyphaseError as error:  # it hangs and may have taken them; once its connection ends it is gone
-                log.warning("reports not taken", scheduler=client.address, count=len(reports), reason=error.message)
+            except PolyphaseError as error:  # it hangs and may have accepted them; it is gone once its connection ends
+                log.warning("reports not accepted", scheduler=client.address, count=len(reports), reason=error.message)
                 return reports
             for report in reports:
                 if report.phase.final:
@@ -132,7 +131,7 @@ class SchedulerClient:
             self._home.popitem(last=False)
 
     def _next(self) -> str:
-        """Whose turn it is, among the connected ones if there are any."""
+        """The address whose turn it is, among the connected ones if there are any."""
         self._turn += 1
         start = self._turn % len(self._addresses)
         ordered = (*self._addresses[start:], *self._addresses[:start])
@@ -150,20 +149,16 @@ class SchedulerAdmin(JsonClient):
     async def requests(self, *, phase: str = "", limit: int = 100) -> list[dict[str, Any]]:
         """The newest rows of the status table."""
         params: dict[str, str | int] = {"limit": limit, **({"phase": phase} if phase else {})}
-        answer: list[dict[str, Any]] = await self.call("GET", "/requests", params=params)
-        return answer
+        return await self.rows("/requests", params=params)
 
     async def request(self, job_id: str) -> dict[str, Any]:
         """One row. Raises NotFound."""
-        answer: dict[str, Any] = await self.call("GET", f"/requests/{job_id}")
-        return answer
+        return await self.object("GET", f"/requests/{job_id}")
 
     async def timeline(self, job_id: str) -> dict[str, Any]:
-        """The RequestTimeline of a job, as far as it is known of one under way. Raises NotFound."""
-        answer: dict[str, Any] = await self.call("GET", f"/requests/{job_id}/timeline")
-        return answer
+        """The RequestTimeline of a job, so far. Raises NotFound."""
+        return await self.object("GET", f"/requests/{job_id}/timeline")
 
     async def policies(self) -> dict[str, Any]:
         """The policies that it follows."""
-        answer: dict[str, Any] = await self.call("GET", "/policies")
-        return answer
+        return await self.object("GET", "/policies")

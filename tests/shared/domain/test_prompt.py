@@ -1,12 +1,15 @@
 """Prompts as bytes: the same tokens come out, and what is no prompt is refused by name."""
 
+import subprocess
+import sys
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.domain.job import Generation, JobView
-from shared.domain.prompt import beginning, block_hashes, hashes_of, length, packed, unpacked
+from shared.domain.prompt import BLOCK_TOKENS, MAX_BLOCKS, beginning, block_hashes, hashes_of, length, packed, unpacked
 from shared.wire.messages import DecodeRequest, PrefillRequest
 
 tokens = st.lists(st.integers(0, (1 << 31) - 1), max_size=300)
@@ -40,3 +43,51 @@ def test_no_message_brings_such_bytes(kind: type[PrefillRequest | DecodeRequest]
     fields = {"job": JobView("j", 1, 1), "transfer_id": "t", "prompt": b"abc", "generation": Generation(b"", 0.0)}
     with pytest.raises(msgspec.ValidationError, match="3 bytes"):
         msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=kind)
+
+
+# Hashes of a prompt's blocks: what two prompts have in common, and nothing else
+prefix_tokens = st.lists(st.integers(0, 3), max_size=24)
+
+
+def common(one: list[int], other: list[int]) -> int:
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+@given(prefix_tokens, prefix_tokens, st.integers(1, 5))
+def test_two_prompts_share_the_hashes_of_the_whole_blocks_that_they_share(
+    a: list[int], b: list[int], size: int
+) -> None:
+    one, other = block_hashes(a, block_tokens=size), block_hashes(b, block_tokens=size)
+    assert len(one) == len(a) // size
+    shared = common(a, b) // size
+    assert one[:shared] == other[:shared]
+    assert not set(one[shared:]) & set(other[shared:])
+
+
+@given(prefix_tokens, st.text(max_size=3), st.text(max_size=3))
+def test_another_salt_shares_nothing(prompt: list[int], salt: str, other: str) -> None:
+    one, two = block_hashes(prompt, salt, block_tokens=2), block_hashes(prompt, other, block_tokens=2)
+    assert one == two if salt == other else not set(one) & set(two)
+
+
+def test_they_are_64_bits_and_bounded_in_number() -> None:
+    found = block_hashes(range(BLOCK_TOKENS * (MAX_BLOCKS + 7)))
+    assert len(found) == len(set(found)) == MAX_BLOCKS
+    assert all(0 <= one < 1 << 64 for one in found)
+    assert max(found) > 1 << 60
+
+
+def test_token_ids_beyond_32_bits_have_no_hashes() -> None:
+    assert block_hashes([1 << 40] * 200) == ()
+
+
+def test_they_are_the_same_in_every_process() -> None:
+    """And in every version: instances and gateways are not upgraded at one moment."""
+    said = "from shared.domain.prompt import block_hashes; print(block_hashes(range(130), 's'))"
+    out = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == str(block_hashes(range(130), "s")) == "(11241549196322108863, 4722872189300414374)"

@@ -8,16 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.domain.instance import InstanceView, Role
-from shared.domain.job import Slo
+from shared.domain.job import JobView, Slo
 from shared.domain.kv import Codec
 from shared.domain.rates import LinkRate
-from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
+from shared.policy.adaptive import (
+    HOLDERS_LOOKED_UP,
+    HOLDERS_PER_ROLE,
+    RANDOM_DECODES,
+    Adaptive,
+    AdaptiveDispatch,
+    AdaptiveSplit,
+)
 from shared.policy.answers import Answers, Lengths
 from shared.policy.assignment import assignments
 from shared.policy.dispatch import DispatchPolicy, LeastInterference
-from shared.policy.estimate import DecodeSide, PrefillSide, options
+from shared.policy.estimate import DecodeSide, JobContext, PrefillSide, options
 from shared.policy.index import ClusterIndex
 from shared.policy.placement import Policies, place
+from shared.policy.prefix_index import PrefixIndex
 from shared.policy.split import FractionSplit, FullSplit, NoSplit, Split
 from tests.shared.policy.adaptive_cases import ALL, TARGETS, asked, busy, d, p, rates, route, way
 from tests.shared.policy.views import index, job, view
@@ -57,7 +65,8 @@ def test_where_loss_is_allowed_the_transfer_counts_as_it_will_be_coded() -> None
     exact, to = asked(), d(**busy(64), rates=rates(link=LinkRate(5e5)))
     lossy = msgspec.structs.replace(exact, slo=msgspec.structs.replace(TARGETS, lossy_kv=Codec.INT4))
     own = Lengths(150.0, 140.0)
-    raw, coded = (DecodeSide.of(to, one, own, own).transfer_s(PrefillSide.of(p()), 800)[1] for one in (exact, lossy))
+    contexts = (JobContext(one, own, own, others=one.slo) for one in (exact, lossy))
+    raw, coded = (DecodeSide(to, context).transfer_s(PrefillSide(p()), 800)[1] for context in contexts)
     assert raw == pytest.approx(800 * p().info.kv_bytes_per_token / 5e5)
     assert raw > 1.0
     assert coded == pytest.approx(raw * 4.75 / 16)
@@ -164,9 +173,8 @@ def test_in_a_small_cluster_nothing_that_is_looked_at_is_better(views: list[Inst
     prefills = [each for each in views if each.role is Role.PREFILL]
     if not decodes:
         return
-    own, usual = answers.expected(one), answers.all
-    sides = [DecodeSide.of(each, one, own, usual) for each in decodes]
-    found = options(one, own, [PrefillSide.of(each) for each in prefills], sides)
+    context = JobContext(one, answers.expected(one), answers.all, others=one.slo)
+    found = options([PrefillSide(each) for each in prefills], [DecodeSide(each, context) for each in decodes])
     harm_of = route(one, *views).reasons[-1].figures["harm"]
     local = [option.total for option in found if option.prefill is None]
     assert float(harm_of) <= min(local) + 1e-5
@@ -179,3 +187,68 @@ def test_targets_decide() -> None:
     even = msgspec.structs.replace(asked(), slo=Slo("even", 10.0, 0.03))
     assert way(route(soon, *views))[1] == "decodes"
     assert way(route(even, *views))[1] == "queue"
+
+
+# At which instances `adaptive` looks, and what it makes of those that hold some of the prompt
+
+
+def test_a_prefix_draws_the_job_to_who_holds_it_unless_that_one_is_much_busier() -> None:
+    prefixes = PrefixIndex()
+    blocks = tuple(range(1, 11))  # 640 tokens of the 800
+    prefixes.replace("q", 1, blocks)
+    one = asked(prefix=blocks)
+
+    def chosen(*views: InstanceView) -> str:
+        found = ClusterIndex(view(*views), rng=Random(0), prefixes=prefixes)
+        routed = place(one, found, ALL, 0.0, Random(0))
+        return routed.prefill.instance_id if routed.prefill else ""
+
+    stalled = d(**busy(64))
+    assert chosen(p("p"), p("q"), stalled) == "q"
+    assert chosen(p("p"), p("q", queued_prefill_tokens=60_000, queued_prefill=60), stalled) == "p"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_where_all_serve_whole_jobs_the_one_that_would_be_through_first_is_looked_at(seed: int) -> None:
+    """It decodes a little more than the others: by its pressure it would be the last."""
+    queue = {"queued_prefill": 10, "queued_prefill_tokens": 20_000}
+    others = [d(f"{at:02}", **busy(3), **queue) for at in range(12)]
+    assert way(route(asked(), *others, d("short", **busy(4)), seed=seed)) == ("", "short", "none")
+
+
+def test_beside_those_that_hold_the_prompt_none_are_looked_at_at_random() -> None:
+    prefixes, blocks = PrefixIndex(), tuple(range(1, 11))
+    views = [p(), d("least", **busy(4)), *(d(f"{at:02}", **busy(8)) for at in range(12))]
+    found = ClusterIndex(view(*views), rng=Random(0), prefixes=prefixes)
+
+    def looked_at(asked_for: JobView, seed: int) -> float:
+        reasons = place(asked_for, found, ALL, 0.0, Random(seed)).reasons
+        figures = next(one for one in reasons if one.what == "placement:adaptive").figures
+        return float(figures["decode_candidates"])
+
+    assert max(looked_at(asked(), seed) for seed in range(8)) == 1 + RANDOM_DECODES
+    for name in ("03", "07"):
+        prefixes.replace(name, 1, blocks)
+    assert {looked_at(asked(prefix=blocks), seed) for seed in range(8)} == {1 + HOLDERS_PER_ROLE}
+
+
+def test_with_more_holders_than_are_looked_up_each_is_still_known_for_what_it_holds() -> None:
+    prefixes, blocks = PrefixIndex(), tuple(range(1, 11))
+    for at in range(HOLDERS_LOOKED_UP + 1):
+        prefixes.replace(f"{at:02}", 1, blocks)
+    last = f"{HOLDERS_LOOKED_UP:02}"
+    found = ClusterIndex(view(d("-"), d(last)), rng=Random(0), prefixes=prefixes)
+    assert way(place(asked(prefix=blocks), found, ALL, 0.0, Random(0))) == ("", last, "none")
+
+
+@pytest.mark.parametrize(("known", "chosen"), [(42, "holder"), (2, "other-0")])
+def test_where_all_serve_whole_jobs_a_holder_is_not_held_to_the_prompt_that_it_has_just_computed(
+    known: int, chosen: str
+) -> None:
+    """Nine in ten of its last steps computed prompts, of the others' four; a little that it holds is not worth that."""
+    prefixes, blocks = PrefixIndex(), tuple(range(1, 43))
+    prefixes.replace("holder", 1, blocks[:known])
+    others = [d(f"other-{at}", prefill_share=0.4, **busy(8)) for at in range(3)]
+    views = view(*others, d("holder", prefill_share=0.9, **busy(8)))
+    coupled = ClusterIndex(views, rng=Random(0), prefixes=prefixes)
+    assert way(place(asked(2_800, prefix=blocks), coupled, ALL, 0.0, Random(0))) == ("", chosen, "none")

@@ -8,7 +8,7 @@ from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView, LengthPrediction, Slo
 from shared.domain.rates import LinkRate, PartialPrefillCost, Rates, StepForm, StepRates
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
-from shared.policy.estimate import PrefillSide, usual_wait_s
+from shared.policy.estimate import PrefillSide, mean_wait_s
 from shared.policy.index import ClusterIndex
 from shared.policy.placement import Policies, place
 from shared.policy.prefix_index import PrefixIndex, saved_tokens
@@ -77,7 +77,7 @@ def plainly(job: JobView, index: ClusterIndex) -> tuple[Way, float]:
     def saved(one: InstanceView) -> int:
         return saved_tokens(index.prefixes, one, job) if job.prefix else 0
 
-    spread_s = usual_wait_s([PrefillSide.of(one) for one in index.prefill.views])
+    spread_s = mean_wait_s([PrefillSide(one) for one in index.prefill.views])
     prefills = [Prefill(one, saved(one)) for one in index.prefill.views]
     decodes = [Decode(one, saved(one), answers.expected(job), answers.all, spread_s) for one in index.decode.views]
     return min(((way, total(way, job)) for way in ways(job, prefills, decodes)), key=lambda one: one[1])

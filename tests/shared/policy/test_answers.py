@@ -49,7 +49,7 @@ def test_jobs_without_an_answer_leave_nothing_behind() -> None:
         answers.ended(f"{number}", 0)
     assert answers.all.mean == FIRST_TOKENS
     assert answers.expected(job(output=900, prediction=predicted(0, 200))) == pytest.approx(within(predicted(0, 200)))
-    assert not answers._said
+    assert not answers._open
     assert DOUBT > 1
 
 

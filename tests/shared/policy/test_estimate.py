@@ -5,8 +5,7 @@ from random import Random
 import pytest
 
 from shared.policy.answers import Lengths
-from shared.policy.estimate import EVEN, DecodeSide, PrefillSide, balanced, usual_wait_s
-from shared.policy.harm import harm
+from shared.policy.estimate import EVEN, DecodeSide, JobContext, PrefillSide, balanced, mean_wait_s, slo_cost
 from shared.policy.index import ClusterIndex
 from shared.policy.placement import place
 from tests.shared.policy.adaptive_cases import ALL, TARGETS, asked, busy, d, p
@@ -18,8 +17,9 @@ from tests.shared.policy.views import view
 def test_the_balanced_part_keeps_both_sides_equally_long(speed: float, queued: int, queued_there: int) -> None:
     """Source: Cronus 4.2."""
     one, own = asked(3000), Lengths(150.0, 140.0)
-    here = PrefillSide.of(p(speed=speed, queued_prefill_tokens=queued, queued_prefill=queued // 1000))
-    there = DecodeSide.of(d(queued_prefill_tokens=queued_there, queued_prefill=queued_there // 1000), one, own, own)
+    here = PrefillSide(p(speed=speed, queued_prefill_tokens=queued, queued_prefill=queued // 1000))
+    view_there = d(queued_prefill_tokens=queued_there, queued_prefill=queued_there // 1000)
+    there = DecodeSide(view_there, JobContext(one, own, own, others=one.slo))
     split = balanced(3000, here, there)
     if not 0 < split < 3000:
         assert abs(here.wait_s - there.wait_s) > 0.3  # one of them is through before the other can begin
@@ -27,13 +27,13 @@ def test_the_balanced_part_keeps_both_sides_equally_long(speed: float, queued: i
     assert here.part(split, TARGETS).ready_s == pytest.approx(there.terms(split).rest_s, rel=0.25)  # steps are whole
 
 
-def test_harm_is_convex_before_the_target_and_flat_beyond() -> None:
-    assert harm(0.0) == harm(-1.0) == 0.0
-    assert harm(1.0) == pytest.approx(0.5 + 0.1)
-    assert harm(0.3) == pytest.approx(0.008 + 0.03, abs=1e-3)
-    assert harm(4.0) - harm(3.8) < (harm(1.1) - harm(0.9)) / 3
-    assert all(harm(x / 10) < harm(x / 10 + 0.1) for x in range(40))
-    assert harm(20.0) - harm(10.0) == pytest.approx(2.0, abs=1e-3)  # later is worse, though both are missed
+def test_slo_cost_is_convex_before_the_target_and_flat_beyond() -> None:
+    assert slo_cost(0.0) == slo_cost(-1.0) == 0.0
+    assert slo_cost(1.0) == pytest.approx(0.5 + 0.1)
+    assert slo_cost(0.3) == pytest.approx(0.008 + 0.03, abs=1e-3)
+    assert slo_cost(4.0) - slo_cost(3.8) < (slo_cost(1.1) - slo_cost(0.9)) / 3
+    assert all(slo_cost(x / 10) < slo_cost(x / 10 + 0.1) for x in range(40))
+    assert slo_cost(20.0) - slo_cost(10.0) == pytest.approx(2.0, abs=1e-3)  # later is worse, though both are missed
 
 
 def test_decodes_on_their_way_count_until_they_come() -> None:
@@ -63,41 +63,42 @@ def test_decodes_that_come_one_by_one_are_never_all_there() -> None:
     load = busy(104, coming=100, coming_tokens=60_000, free_blocks=0, waiting_tokens=0)
 
     def side(spread_s: float, **more: object) -> DecodeSide:
-        return DecodeSide.of(d(max_seqs=64, **{**load, **more}), one, usual, usual, 0, spread_s=spread_s)
+        context = JobContext(one, usual, usual, others=one.slo, spread_s=spread_s)
+        return DecodeSide(d(max_seqs=64, **{**load, **more}), context)
 
     stays_s = 150 * (0.02 + 64 * 1e-4 + 64 * 600 * 2e-7)
     together, apart = side(0.9 * stays_s), side(10 * stays_s)
     assert (together.running, together.over) == (64, 40)
-    assert together == side(0.0)
+    assert together.terms(0) == side(0.0).terms(0)
     assert (apart.running, apart.over) == (4 + 10, 0)
     assert apart.step_s == pytest.approx(0.02 + 14 * 1e-4 + 14 * 600 * 2e-7)
     assert (together.room_s > 1.0, apart.room_s, apart.memory) == (True, 0.0, EVEN)
     assert side(10 * stays_s, coming=0).running == 64  # those that are there stay
 
 
-def test_the_usual_wait_is_that_of_the_jobs_that_wait() -> None:
-    idle, long = PrefillSide.of(p()), PrefillSide.of(p(queued_prefill_tokens=20_000, queued_prefill=20))
-    assert usual_wait_s([]) == usual_wait_s([idle]) == 0.0
-    assert usual_wait_s([idle, long]) == long.wait_s
-    half = PrefillSide.of(p(queued_prefill_tokens=10_000, queued_prefill=10))
-    assert usual_wait_s([half, long]) == pytest.approx((10 * half.wait_s + 20 * long.wait_s) / 30)
+def test_the_mean_wait_is_that_of_the_jobs_that_wait() -> None:
+    idle, long = PrefillSide(p()), PrefillSide(p(queued_prefill_tokens=20_000, queued_prefill=20))
+    assert mean_wait_s([]) == mean_wait_s([idle]) == 0.0
+    assert mean_wait_s([idle, long]) == long.wait_s
+    half = PrefillSide(p(queued_prefill_tokens=10_000, queued_prefill=10))
+    assert mean_wait_s([half, long]) == pytest.approx((10 * half.wait_s + 20 * long.wait_s) / 30)
 
 
 def test_terms_of_a_prefill_instance() -> None:
     queue = {"queued_prefill_tokens": 10_000, "queued_prefill": 10}
-    idle, busy_one = PrefillSide.of(p()).part(800, TARGETS), PrefillSide.of(p(**queue)).part(800, TARGETS)
+    idle, busy_one = PrefillSide(p()).part(800, TARGETS), PrefillSide(p(**queue)).part(800, TARGETS)
     assert idle.others == 0.0
     assert busy_one.ready_s > idle.ready_s + 1.0
-    wait_s = PrefillSide.of(p(**queue)).wait_s
-    assert busy_one.others == pytest.approx(10 * (harm(busy_one.ready_s / 2.0) - harm(wait_s / 2.0)))
-    assert PrefillSide.of(p(), saved=640).own_s(800) == pytest.approx(0.02 + 160 * (1e-4 + 1e-9 * (640 + 80)))
+    wait_s = PrefillSide(p(**queue)).wait_s
+    assert busy_one.others == pytest.approx(10 * (slo_cost(busy_one.ready_s / 2.0) - slo_cost(wait_s / 2.0)))
+    assert PrefillSide(p(), saved=640).own_s(800) == pytest.approx(0.02 + 160 * (1e-4 + 1e-9 * (640 + 80)))
 
 
 def test_terms_of_a_decode_instance() -> None:
     one, own = asked(), Lengths(150.0, 100.0)
 
     def side(saved: int = 0, **load: object) -> DecodeSide:
-        return DecodeSide.of(d(max_seqs=32, **load), one, own, own, saved)
+        return DecodeSide(d(max_seqs=32, **load), JobContext(one, own, own, others=one.slo), saved)
 
     assert side().terms(800).rest_s == 0.0
     assert side(saved=640).terms(0).rest_s == side().terms(640).rest_s < side().terms(0).rest_s / 2

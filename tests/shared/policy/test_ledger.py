@@ -74,7 +74,7 @@ def test_what_stays_is_not_looked_at_again() -> None:
     ledger = WorkloadLedger()
     for number in range(1000):
         ledger.add(job(job_id=f"j{number}"), route("d"), 100.0)
-    ledger._entries = watched = Watched(ledger._entries)  # type: ignore[assignment, arg-type]
+    ledger._work = watched = Watched(ledger._work)  # type: ignore[assignment, arg-type]
     ledger.settle(view(decode("d", inflight=1)), 200.0)
     assert (len(ledger), watched.reads) == (1000, 0)
     ledger.settle(view(decode("d", inflight=0)), 200.0)

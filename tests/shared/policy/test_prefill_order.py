@@ -1,9 +1,11 @@
+"""The decaying share of steps with prompts in them."""
+
 import pytest
 
 from shared.domain.job import JobView, Slo
 from shared.domain.rates import StepForm, StepRates
 from shared.errors import InvalidRequest
-from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf, WaitingJob
+from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, PrefillShare, Sjf, WaitingJob
 
 RATES = StepRates(StepForm(0.010, token_s=0.001, position_s=0.0001), StepForm(0.0), StepForm(0.0))
 
@@ -41,3 +43,31 @@ def test_what_is_computed_elsewhere_counts_for_what_it_costs_here_alone() -> Non
 def test_somebody_may_always_overtake(order: type[Sjf]) -> None:
     with pytest.raises(InvalidRequest, match=rf"{order.name}: window must be at least 1, not 0"):
         order(window=0)
+
+
+# The decaying share of steps with prompts in them
+
+
+def test_it_is_the_share_of_steps() -> None:
+    share = PrefillShare()
+    assert share.after() == 0.0
+    for _ in range(2000):
+        share.mixed()
+        share.plain(3)
+    assert share.after() == pytest.approx(0.25, abs=0.01)
+    assert share.after(64) < 0.12
+
+
+def test_many_steps_at_once_are_as_many_one_by_one() -> None:
+    one, many = PrefillShare(), PrefillShare()
+    for share in (one, many):
+        share.mixed()
+        share.mixed()
+    for _ in range(37):
+        one.plain()
+    assert many.after(37) == pytest.approx(one.after())
+    many.plain(37)
+    assert many.after() == pytest.approx(one.after())
+    one.mixed()
+    many.mixed()
+    assert many.after() == pytest.approx(one.after())

@@ -3,17 +3,16 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.domain.prompt import PrefixDelta, block_hashes
-from shared.policy.prefix_index import PrefixIndex, saved_tokens, wants_prefixes
+from shared.policy.prefix_index import PrefixIndex, ReachableBlocks, saved_tokens, wants_prefixes
 from tests.shared.policy import views
 
 TOKENS = 4
 PROMPTS = [block_hashes(list(text.encode()), block_tokens=1) for text in ("aaaaaa", "aaabbb", "aaabbc", "bbbbbb", "ab")]
 INSTANCES = ("i0", "i1", "i2")
-
 # Each step tells of one instance: prompts that it holds from now on, and to how many blocks it cuts one.
 steps = st.lists(
     st.tuples(st.sampled_from(INSTANCES), st.sampled_from(PROMPTS), st.integers(0, 6), st.sampled_from("+++--ls")),
@@ -194,3 +193,59 @@ def test_blocks_leave_with_what_engines_evict() -> None:
         assert index.apply("p", PrefixDelta(1, number, added, gone))
         assert len(index) == len(index._holders) == len(held)
     assert len(index) == capacity
+
+
+# What of a cache can be hit, against counting it anew each time
+BLOCKS = 7  # a binary tree: block n follows (n - 1) // 2, and 0 begins a prompt
+
+
+def parent(block: int) -> int | None:
+    return (block - 1) // 2 if block else None
+
+
+def reachable(held: set[int]) -> set[int]:
+    found: set[int] = set()
+    for block in sorted(held):
+        before = parent(block)
+        if before is None or before in found:
+            found.add(block)
+    return found
+
+
+kinds = st.sampled_from(["hold", "hold", "hold", "drop", "drop", "take", "clear"])
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(kinds, st.integers(0, BLOCKS - 1)), min_size=20, max_size=60))
+def test_a_block_counts_while_all_before_it_are_held(steps: list[tuple[str, int]]) -> None:
+    blocks, held, told = ReachableBlocks(), set[int](), set[int]()
+    for what, block in steps:
+        if what == "hold":
+            blocks.hold(block, parent(block))
+            held.add(block)
+        elif what == "drop":
+            blocks.drop(block)
+            held.discard(block)
+        elif what == "clear" and not block:
+            blocks.clear()
+            held.clear()
+        else:
+            _take(blocks, told)
+            assert told == reachable(held)
+        assert set(blocks.blocks) == reachable(held)
+        order = list(blocks.blocks)
+        assert all(parent(one) in (None, *order[:at]) for at, one in enumerate(order))
+    _take(blocks, told)
+    assert told == reachable(held)
+    assert not blocks.changed
+
+
+def _take(blocks: ReachableBlocks, told: set[int]) -> None:
+    """What somebody knows who only hears of changes; nothing is told that he knows."""
+    added, removed = blocks.take_changes()
+    assert not set(added) & told
+    assert set(removed) <= told
+    told.difference_update(removed)
+    for block in added:
+        assert parent(block) is None or parent(block) in told
+        told.add(block)

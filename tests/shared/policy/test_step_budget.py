@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from shared.domain.job import JobView, LengthPrediction, Slo
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.policy.answers import within
-from shared.policy.estimate import DecodeSide
+from shared.policy.estimate import DecodeSide, JobContext
 from shared.policy.step_budget import FLOOR_TOKENS, MARGIN, StepLoad, gap_target_s, prefill_tokens
 from tests.shared.policy.views import decode
 
@@ -86,7 +86,9 @@ def test_an_estimate_counts_with_the_steps_that_targets_allow() -> None:
         JobView("j", 4_000, 100, Slo("default", 2.0, 0.1)),
         within(LengthPrediction(0, 100, 100, 1.0, "classifier")),
     )
-    whole, limited = (DecodeSide.of(busy, asks, usual, usual, limited=each) for each in (False, True))
+    whole, limited = (
+        DecodeSide(busy, JobContext(asks, usual, usual, others=asks.slo, limited=each)) for each in (False, True)
+    )
     assert whole.budget == 1_998
     assert limited.budget == pytest.approx(MARGIN * 0.15 / 1e-4 - 250, abs=1)  # 25 ms are there anyhow
     assert whole.after_s + whole.beside_s > 0.2 > 0.1 > limited.after_s + limited.beside_s

@@ -1,15 +1,18 @@
 """A server that is woken seldom, and ends at once all the same."""
 
 import asyncio
+import gc
 import os
 import signal
 import time
 from typing import Any
 
 import httpx
+import psutil
+import pytest
 import uvicorn
 
-from shared.runtime.server import Server
+from shared.runtime.server import Server, trim
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -78,3 +81,21 @@ async def test_a_signal_waits_for_what_stands_around_the_server() -> None:
         assert heard == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# Memory that nothing uses goes back to the system
+BLOCKS, SIZE = 4_000, 32_000  # below the size from which glibc maps each block by itself
+
+
+def test_memory_between_what_is_in_use_is_given_back() -> None:
+    if not psutil.LINUX:
+        pytest.skip("the C library of this system gives memory back by itself, or not at all")
+    process = psutil.Process()
+    blocks = [bytearray(SIZE) for _ in range(BLOCKS)]
+    held = process.memory_info().rss
+    kept = blocks[::50]  # spread over the heap, so that its end does not become free
+    del blocks
+    gc.collect()
+    trim()
+    assert held - process.memory_info().rss > BLOCKS * SIZE / 2
+    assert len(kept) == BLOCKS // 50

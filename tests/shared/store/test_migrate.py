@@ -1,14 +1,15 @@
 import asyncio
+import sqlite3
 import sys
 from pathlib import Path
 
-from alembic.autogenerate import compare_metadata
-from alembic.runtime.migration import MigrationContext
-from sqlalchemy import Connection, inspect
+import pytest
+from sqlalchemy import inspect, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from shared.store.database import open_engine
-from shared.store.migrate import migrate
+from shared.errors import Conflict
+from shared.store.database import INITIAL, LAST_FORMER, open_engine, refused_file
+from shared.store.migrate import _differences, migrate
 from shared.store.tables import metadata
 
 _MIGRATE = """
@@ -24,20 +25,66 @@ async def tables(engine: AsyncEngine) -> set[str]:
         return set(await connection.run_sync(lambda c: inspect(c).get_table_names()))
 
 
+async def execute(engine: AsyncEngine, *statements: str) -> None:
+    async with engine.begin() as connection:
+        for statement in statements:
+            await connection.execute(text(statement))
+
+
+async def revision(engine: AsyncEngine) -> object:
+    async with engine.connect() as connection:
+        return (await connection.execute(text("SELECT version_num FROM alembic_version"))).scalar_one()
+
+
 async def test_all_tables_are_there_and_a_second_run_changes_nothing(engine: AsyncEngine) -> None:
     await migrate(engine)
     await migrate(engine)
     assert await tables(engine) == {*metadata.tables, "alembic_version"}
-
-
-async def test_the_migrations_lead_to_the_tables_of_the_code(engine: AsyncEngine) -> None:
-    await migrate(engine)
-
-    def differences(connection: Connection) -> list[object]:
-        return list(compare_metadata(MigrationContext.configure(connection), metadata))
-
     async with engine.connect() as connection:
-        assert await connection.run_sync(differences) == []
+        assert await connection.run_sync(_differences) == []
+
+
+async def test_the_last_former_revision_is_upgraded_and_keeps_its_rows(engine: AsyncEngine) -> None:
+    await migrate(engine)
+    await execute(
+        engine,
+        f"UPDATE alembic_version SET version_num = '{LAST_FORMER}'",
+        "INSERT INTO leases VALUES ('monitor', 'm', 'http://m', 1, 2, 3.0)",
+    )
+    await migrate(engine)
+    assert await revision(engine) == INITIAL
+    async with engine.connect() as connection:
+        assert (await connection.execute(text("SELECT holder FROM leases"))).scalar_one() == "m"
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "message"),
+    [
+        ("0007", "", f"schema revision 0007; .*upgrades {LAST_FORMER} and later .*polyphase migrate"),
+        ("later", "", "schema revision later, of a newer version"),
+        (LAST_FORMER, "ALTER TABLE flips DROP COLUMN why", "not those of its schema revision .*flips.*move it away"),
+    ],
+)
+async def test_a_database_that_cannot_be_upgraded_is_refused_and_left_as_it_is(
+    engine: AsyncEngine, number: str, change: str, message: str
+) -> None:
+    await migrate(engine)
+    await execute(engine, f"UPDATE alembic_version SET version_num = '{number}'", *filter(None, [change]))
+    with pytest.raises(Conflict, match=message) as caught:
+        await migrate(engine)
+    assert engine.url.render_as_string(hide_password=True) in caught.value.message
+    assert await revision(engine) == number
+
+
+@pytest.mark.parametrize(("number", "refused"), [("0009", True), (LAST_FORMER, False), (INITIAL, False)])
+def test_a_file_of_an_older_revision_is_known_before_it_is_opened(tmp_path: Path, number: str, refused: bool) -> None:
+    file = tmp_path / "store.db"
+    assert refused_file(file) == ""
+    with sqlite3.connect(file) as connection:
+        connection.execute("CREATE TABLE alembic_version (version_num TEXT)")
+        assert refused_file(file) == ""
+        connection.execute("INSERT INTO alembic_version VALUES (?)", (number,))
+    assert (f"{file} has schema revision {number}" in refused_file(file)) is refused
 
 
 async def test_many_at_once_in_one_process(url: str) -> None:

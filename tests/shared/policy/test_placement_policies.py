@@ -1,3 +1,6 @@
+"""Placement by what is not to be computed: worked examples, and that it stays least_load without knowledge."""
+
+from collections import Counter
 from math import e
 from random import Random
 from typing import Any
@@ -6,15 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.domain.instance import InstanceView
+from shared.domain.instance import InstanceState, InstanceView, Role
+from shared.domain.prompt import block_hashes
 from shared.domain.rates import HuaweiCost, Rates
 from shared.domain.route import Route
+from shared.errors import InvalidRequest
 from shared.policy import registry
 from shared.policy.dispatch import Choice
 from shared.policy.index import ClusterIndex
-from shared.policy.ledger import WorkloadLedger
+from shared.policy.ledger import WorkloadLedger, pair_key
 from shared.policy.placement import Policies, place
-from shared.policy.placement_policies import Memory, Penalty, Workload, batch_time_s
+from shared.policy.placement_policies import Memory, Penalty, PlanRoute, PlanRoutes, Workload, batch_time_s
+from shared.policy.prefix_index import wants_prefixes
+from tests.shared.policy import views
 from tests.shared.policy.views import decode, job, predicted, prefill, view
 
 FAST = HuaweiCost(1e-5, 0.0, 0.0, 0.01, 0.0, 1e-4, 0.0, 0.01)
@@ -165,3 +172,169 @@ def test_the_chosen_has_the_least_sum(
     for job_id in open_jobs:
         ledger.complete(job_id)
     assert not ledger.scores.any()
+
+
+# Placement by what is not to be computed: worked examples, and that it stays least_load without knowledge
+PROMPT = block_hashes(range(1024))
+RATE, BASE = 0.001, 0.01
+
+
+def choose(
+    cluster: list[InstanceView], held: dict[str, int], name: str = "prefix", exclude: tuple[str, ...] = ()
+) -> tuple[str, float]:
+    index = ClusterIndex(views.view(*cluster), rng=Random(0))
+    for instance_id, blocks in held.items():
+        index.prefixes.replace(instance_id, 1, PROMPT[:blocks])
+    job = views.job(1024, prefix=PROMPT)
+    choice = registry.placement(name).choose(job, index, exclude, 0.0, Random(0))
+    assert choice is not None
+    return choice.instance.instance_id, float(choice.reasons[0].figures["score"])
+
+
+def cluster(*queued: int, rate: float = RATE) -> list[InstanceView]:
+    return [
+        views.prefill(f"p{at}", rate=rate, base=BASE, queued_prefill_tokens=tokens, queued_prefill=bool(tokens))
+        for at, tokens in enumerate(queued)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("queued", "held", "chosen", "score"),
+    [
+        ((0, 0, 0, 0), {"p3": 10}, "p3", 0.384 + 0.01),  # no work anywhere: 640 tokens are saved
+        ((0, 0, 0, 400), {"p3": 10}, "p3", 0.41 + 0.384 + 0.01),
+        ((0, 0, 0, 700), {"p3": 10}, None, 1.024 + 0.01),  # what waits there takes longer than what is saved
+        ((0, 0, 0, 300), {"p3": 10, "p2": 4}, "p3", 0.31 + 0.384 + 0.01),
+        ((0, 0, 0, 500), {"p3": 10, "p2": 4}, "p2", 0.768 + 0.01),
+        ((0, 0, 0, 0), {"p3": 16}, "p3", 0.016 + 0.01),  # all of it: its last block of 16 is computed
+        ((0, 0, 0, 0), {}, None, 1.034),
+    ],
+)
+def test_worked_examples(queued: tuple[int, ...], held: dict[str, int], chosen: str | None, score: float) -> None:
+    found = choose(cluster(*queued), held)
+    assert found[1] == pytest.approx(score)
+    if chosen is not None:
+        assert found[0] == chosen
+    elif held:
+        assert found[0] not in held  # any of the idle ones
+
+
+def test_who_is_excluded_or_too_small_is_not_chosen() -> None:
+    some = [*cluster(0, 0), views.prefill("p9", rate=RATE, max_model_len=1000)]
+    assert choose(some, {"p1": 9, "p0": 3}, exclude=("p1",))[0] == "p0"
+    assert choose(some, {"p9": 9, "p0": 3})[0] == "p0"
+
+
+def test_in_a_coupled_cluster_it_chooses_among_all() -> None:
+    some = [views.instance(f"d{at}", Role.DECODE, rate=RATE, base=BASE) for at in range(3)]
+    assert choose(some, {"d2": 5})[0] == "d2"
+
+
+def test_the_decode_instances_prefixes_are_no_reason_for_a_prefill_instance() -> None:
+    some = [*cluster(0, 0), views.decode("d0", rate=RATE)]
+    assert choose(some, {"d0": 10})[1] == pytest.approx(1.034)
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=12), st.integers(0, 11), st.integers(0, 16))
+def test_it_never_finishes_later_than_least_load_would(queued: list[int], holder: int, blocks: int) -> None:
+    some = cluster(*queued)
+    held = {f"p{holder}": blocks} if blocks else {}
+    assert choose(some, held)[1] <= choose(some, {}, "least_load")[1] + 1e-9
+    assert choose(some, {}) == choose(some, {}, "least_load")
+
+
+def test_it_is_known_by_name_and_strict() -> None:
+    policy = registry.placement("prefix", {"holders": 2})
+    assert wants_prefixes(policy)
+    assert not wants_prefixes(registry.placement("least_load"))
+    with pytest.raises(InvalidRequest, match="at least 1"):
+        registry.placement("prefix", {"holders": 0})
+
+
+PLAN = PlanRoutes((PlanRoute("p", "d", 0.5), PlanRoute("p", "e", 0.25), PlanRoute("q", "e", 0.25)))
+ALL = [prefill("p"), prefill("q"), decode("d"), decode("e")]
+
+
+def run(plan: PlanRoutes, views: list[InstanceView], jobs: int, split: str = "full", prompt: int = 100) -> list[Route]:
+    policies = Policies(plan, registry.split(split), registry.dispatch("power_of_two"))
+    ledger, rng, routes = WorkloadLedger(), Random(0), []
+    for number in range(jobs):
+        cluster = ClusterIndex(view(*views), rng=rng, ledger=ledger)
+        routes.append(place(job(prompt, 10, job_id=f"j{number}"), cluster, policies, 0.0, rng))
+        ledger.add(job(job_id=f"j{number}"), routes[-1])
+    return routes
+
+
+def pairs(routes: list[Route]) -> Counter[str]:
+    return Counter(
+        pair_key(r.prefill.instance_id if r.prefill else "", r.decode.instance_id if r.decode else "") for r in routes
+    )
+
+
+def test_shares_and_both_instances() -> None:
+    routes = run(PLAN, ALL, 40)
+    assert pairs(routes) == {"p>d": 20, "p>e": 10, "q>e": 10}
+    assert {route.split for route in routes} == {100}
+    assert routes[0].reasons[1].what == "placement:plan"
+
+
+def test_a_pair_that_is_not_ready_leaves_its_share_to_the_others() -> None:
+    views = [prefill("p"), prefill("q", state=InstanceState.DRAINING), decode("d"), decode("e")]
+    assert pairs(run(PLAN, views, 30)) == {"p>d": 20, "p>e": 10}
+
+
+def test_a_pair_that_comes_back_does_not_catch_up() -> None:
+    policies = Policies(PLAN, registry.split("full"), registry.dispatch("power_of_two"))
+    ledger, rng = WorkloadLedger(), Random(0)
+
+    def place_some(views: list[InstanceView], count: int) -> Counter[str]:
+        routes = []
+        for number in range(count):
+            cluster = ClusterIndex(view(*views), rng=rng, ledger=ledger)
+            routes.append(place(job(job_id=f"{number}"), cluster, policies, 0.0, rng))
+            ledger.add(job(job_id=f"{number}"), routes[-1])
+        return pairs(routes)
+
+    place_some(ALL[:1] + ALL[2:], 1000)
+    assert place_some(ALL, 8) == {"p>d": 4, "p>e": 2, "q>e": 2}
+
+
+def test_the_split_is_decided_between_the_two_of_the_plan() -> None:
+    for route in run(PlanRoutes((PlanRoute("q", "e", 1.0),)), ALL, 5, split="fraction"):
+        assert (route.prefill and route.prefill.instance_id, route.split) == ("q", 50)
+        assert route.decode is not None
+        assert route.decode.instance_id == "e"
+
+
+def test_a_route_without_prefill_is_local() -> None:
+    plan = PlanRoutes((PlanRoute("", "d", 1.0), PlanRoute("p", "e", 1.0)))
+    routes = run(plan, ALL, 10)
+    assert pairs(routes) == {">d": 5, "p>e": 5}
+    assert {route.split for route in routes if route.prefill is None} == {0}
+    assert pairs(run(PlanRoutes((PlanRoute("", "d", 1.0),)), [decode("d"), decode("e")], 4)) == {">d": 4}
+
+
+def test_while_no_route_can_the_least_loaded_does() -> None:
+    lost = PlanRoutes((PlanRoute("x", "y", 1.0),))
+    (route,) = run(lost, ALL, 1)
+    assert route.prefill is not None
+    assert route.decode is None
+    assert any("none of its routes" in reason.what for reason in route.reasons)
+    short = [prefill("p", max_model_len=50), prefill("q"), decode("d"), decode("e")]
+    (route,) = run(PlanRoutes((PlanRoute("p", "d", 1.0),)), short, 1)
+    assert route.prefill is not None
+    assert route.prefill.instance_id == "q"
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(
+        st.tuples(st.sampled_from(["p", "q", ""]), st.sampled_from(["d", "e"])), st.floats(0.1, 5), min_size=1
+    ),
+    st.integers(1, 60),
+)
+def test_shares_are_kept(shares: dict[tuple[str, str], float], jobs: int) -> None:
+    plan = PlanRoutes(tuple(PlanRoute(*pair, share) for pair, share in shares.items()))
+    taken, total = pairs(run(plan, ALL, jobs)), sum(shares.values())
+    for pair, share in shares.items():
+        assert abs(taken[pair_key(*pair)] - jobs * share / total) <= len(shares) / 2 + 1e-6

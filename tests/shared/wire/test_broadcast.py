@@ -16,7 +16,7 @@ from shared.wire.sockets import Curve, Sockets
 from tests.ports import free_address
 from tests.services.control_plane import until
 from tests.shared.policy.views import prefill, view
-from tests.shared.wire.test_connections import keys
+from tests.shared.wire.test_sockets import keys
 
 
 @dataclass
@@ -262,4 +262,4 @@ async def test_a_monitor_that_is_alone_is_always_believed() -> None:
         await until(later, "the one that is alone")
         assert epochs[-1] == 0
         assert not feed.dropped["old monitor"]
-        assert [feed._speaks(epoch) for epoch in (5, 0, 4, 5)] == [True, True, False, True]  # it fences off as before
+        assert [feed._follows(epoch) for epoch in (5, 0, 4, 5)] == [True, True, False, True]  # it fences off as before
