@@ -1,6 +1,6 @@
-"""Recorded workloads from files: public traces in the forms that they come in, and a plain form of our own.
+"""Workloads from trace files: public traces in their own formats, and a plain format of ours.
 
-Every error names the file, the line and the key. Nothing is repaired in silence.
+Errors name the file, the line and the key. Faulty rows are refused unless the caller asks to sort or skip them.
 """
 
 import re
@@ -18,10 +18,6 @@ from shared.errors import InvalidRequest
 from shared.files.text import open_text, read_lines, read_records, shown
 from shared.sim.workload import Lengths, Times, Workload
 
-# MERGED trace_columns.py
-# Columns of a trace as arrays: checked all at once, and an error names the first line at fault.
-
-
 LONGEST_YEARS = 100  # of a trace
 _LONGEST_S = LONGEST_YEARS * 365.25 * 86400.0
 _LONGEST_TOKENS = 10**9
@@ -31,19 +27,20 @@ Column: TypeAlias = "pd.Series[Any]"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns as they were read, with the file and the line of each row."""
+    """Columns as they were read, with the file and the line of each row. Whole columns are checked at once."""
 
     where: str
     columns: Mapping[str, Column]
     lines: NDArray[np.int64]
 
     def refuse(self, bad: NDArray[np.bool_], key: str, why: str) -> None:
-        """Raise InvalidRequest that names the first bad row's line, key and value; nothing if none is bad."""
+        """Raise InvalidRequest that names the line, key and value of the first bad row, if any row is bad."""
         if bad.any():
             at = int(np.argmax(bad))
             value = self.columns[key].iloc[at]
-            said = "" if _missing(value) else f" {shown(value.item() if isinstance(value, np.generic) else value)}"
-            raise InvalidRequest(f"{self.where}:{int(self.lines[at])}: {key}{said} {why}")
+            missing = value is None or (isinstance(value, float) and np.isnan(value))
+            text = "" if missing else f" {shown(value.item() if isinstance(value, np.generic) else value)}"
+            raise InvalidRequest(f"{self.where}:{int(self.lines[at])}: {key}{text} {why}")
 
 
 def numbers_s(table: Table, key: str, ticks: float) -> Times:
@@ -52,7 +49,7 @@ def numbers_s(table: Table, key: str, ticks: float) -> Times:
 
 
 def numbers(table: Table, key: str) -> Lengths:
-    """Lengths in tokens: whole numbers, not negative."""
+    """Lengths in tokens: whole numbers of at least 0."""
     column = table.columns[key]
     if column.dtype == np.int64:
         whole = np.asarray(column, dtype=np.int64)
@@ -79,7 +76,7 @@ def dates_s(table: Table, key: str) -> Times:
 
 
 def too_long_after(times_s: Times, start_s: float) -> NDArray[np.bool_]:
-    """Which times are further from the start, in either direction, than any trace is long."""
+    """Which times are further from the start, in either direction, than a trace may be long."""
     return np.asarray(np.abs(times_s - start_s) > _LONGEST_S)
 
 
@@ -105,7 +102,7 @@ def _floats(table: Table, key: str) -> NDArray[np.float64]:
 
 
 def _float(value: object) -> float:
-    """A number, or text that is one in plain decimals; NaN for anything else, infinity beyond what a float holds."""
+    """A number, also as text in decimals; NaN for anything else, infinity beyond what a float holds."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return np.nan
     if isinstance(value, str) and not _NUMBER.fullmatch(value.strip()):
@@ -119,10 +116,6 @@ def _float(value: object) -> float:
 def _gaps(column: Column) -> NDArray[np.bool_]:
     gaps: NDArray[np.bool_] = column.isna().to_numpy(dtype=np.bool_)
     return gaps
-
-
-def _missing(value: object) -> bool:
-    return value is None or (isinstance(value, float) and np.isnan(value))
 
 
 def _is_ids(value: object) -> bool:

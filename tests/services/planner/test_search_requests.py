@@ -56,7 +56,7 @@ async def test_what_cannot_be_is_said_as_the_planner_says_it(
         ({"inventory": "x: " + "[" * 100_000}, "inventory"),  # nested, or not valid: YAML readers have limits, too
         ({"inventory": 3}, "body.inventory"),
         ({"model": "Llama-9-9B"}, "model: 'Llama-9-9B' is not bundled; there are"),
-        ({"workload": "luck"}, "workload: no made workload 'luck'"),
+        ({"workload": "luck"}, "workload: no synthetic workload 'luck'"),
         ({"workload": "prompt=0,output=1"}, "workload: prompt_tokens must be positive"),
         ({"workload": "prompt=1e300,output=1"}, "prompt must be at most"),
         ({"workload": []}, "body.workload.requests"),

@@ -136,7 +136,7 @@ def test_a_million_requests_take_seconds() -> None:
         (lambda: synthetic(1, 1, 1, prompt_cv=-0.1), "coefficient of variation"),
         (lambda: synthetic(1, 1, 1, longest_tokens=1), "longest_tokens"),
         (lambda: tetri("HP", 3), "unknown workload 'HP'; known: LPLD, LPHD, HPLD, HPHD, Mixed"),
-        (lambda: tetri("LPLD", 3, longest_tokens=600), "leaves no room"),
+        (lambda: tetri("LPLD", 3, longest_tokens=600), "must be at least 704"),
     ],
 )
 def test_errors(make, says: str) -> None:  # noqa: ANN001

@@ -20,7 +20,7 @@ def test_words_and_a_seed_say_it_all(words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("/etc/passwd", "no made workload '/etc/passwd'; there are azure-conv"),
+        ("/etc/passwd", "no synthetic workload '/etc/passwd'; known: azure-conv"),
         ("prompt=1e300,output=1", "prompt must be at most 1e\\+07"),
         ("prompt=nan,output=1", "prompt must be at most 1e\\+07, not nan"),
         ("prompt=1,output=1,prompt_cv=inf", "prompt_cv must be at most 100"),
