@@ -7,12 +7,12 @@ own; the results are the same.
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shared.cost.step import Batch, StepTimes
+from shared.cost.step import Batch, Segment, StepTimes
 from shared.domain.rates import StepRates
 from shared.policy.decode_admission import DecodeAdmission
 from shared.policy.prefill_order import PrefillShare
 from shared.sim.events import NEVER
-from shared.sim.group import Glide, Segment, without_first
+from shared.sim.group import Glide, without_first
 from shared.sim.memory import KvMemory
 from shared.sim.outcomes import Gaps
 from shared.sim.request import Leg

@@ -4,9 +4,8 @@ from bisect import bisect_left
 from heapq import heappop, heappush
 from math import ceil, floor, inf, sqrt
 
+from shared.cost.step import Segment
 from shared.sim.request import Leg
-
-Segment = tuple[int, float, float]  # steps, seconds of the first, seconds of the last: linear in between
 
 
 class DecodeGroup:
