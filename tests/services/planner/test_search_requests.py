@@ -21,8 +21,8 @@ ONE = {"nodes": [{"name": "n", "accelerator": "A10"}]}
     [
         ({"model": "Llama-2-70B", "method": "best"}, "GB are missing"),
         ({"model": "Llama-2-70B"}, "method coupled finds no deployment for Llama-2-70B"),
-        ({"slo": {"ttft_s": 0.001, "tpot_s": 0.0001}}, "the nearest that is possible here: TTFT"),
-        ({**SLOW, "inventory": ONE, "cheapest": True, "rate": 50}, "all that is on offer serves"),
+        ({"slo": {"ttft_s": 0.001, "tpot_s": 0.0001}}, "the nearest possible SLO: TTFT"),
+        ({**SLOW, "inventory": ONE, "cheapest": True, "rate": 50}, "the whole inventory serves"),
         ({"budget": 0.01}, "within 0.01 USD/h"),
     ],
 )

@@ -22,7 +22,7 @@ def test_what_is_lost_is_gone() -> None:
     left = inventory(*TWINS).without({("a", "A10"): 3, ("c", "A40"): 2})
     assert [str(pool) for pool in left.pools] == ["1 x A10 on a", "4 x A10 on b"]
     assert left.accelerators == 5
-    with pytest.raises(NotFound, match="no 3 x A40 on c: there are 4 x A10 on a"):
+    with pytest.raises(NotFound, match="no 3 x A40 on c; known: 4 x A10 on a"):
         inventory(*TWINS).without({("c", "A40"): 3})
 
 
@@ -31,7 +31,7 @@ def test_a_cut_network_is_named_with_its_parts() -> None:
     assert cut.islands() == (("a", "b"), ("c",))
     with pytest.raises(InvalidRequest, match=r"no link between the nodes 'a' and 'c'.* a, b \| c: plan each by itself"):
         cut.require_joined()
-    with pytest.raises(InvalidRequest, match="give each pair one"):
+    with pytest.raises(InvalidRequest, match="add a link"):
         inventory(*TWINS, a_c=0.0).require_joined()
 
 
@@ -87,10 +87,7 @@ NODES = "nodes: [{name: a, accelerator: A10}, {name: b, accelerator: A10}]"
         ("nodes: [{name: a}]", "give it an `accelerator`, or `devices`"),
         ("nodes: [{name: a, accelerator: A10, count: 0}]", r"nodes\.0\.count: must be greater than 0, not 0"),
         ("nodes: [{name: a, accelerator: A1O}]", r"yaml:1: nodes\.0\.accelerator: unknown .*did you mean A10"),
-        (
-            "nodes: [{name: a, accelerator: A10}, {name: a, accelerator: A10}]",
-            r":1: nodes\.1\.name: 'a' is there twice",
-        ),
+        ("nodes: [{name: a, accelerator: A10}, {name: a, accelerator: A10}]", r":1: nodes\.1\.name: 'a' is used twice"),
         (
             "nodes: [{name: a, accelerator: A10, replicas: 3}]\nnetwork: {pairs: [{nodes: [a-0, a-1], gbps: 1}]}",
             "yaml:2: network: no link between the nodes 'a-0' and 'a-2'",

@@ -28,8 +28,7 @@ from shared.sim.spec import EngineLimits, InstanceSpec, Loss, RunSpec
 from shared.sim.traces import read_trace
 from shared.sim.wires import Wires
 from shared.sim.workload import Workload
-from tests.shared.sim.cluster_runs import check, policies, workload
-from tests.shared.sim.clusters import Linear, instance
+from tests.shared.sim.clusters import Linear, check, instance, policies, workload
 
 LIMITS = EngineLimits(batched_tokens=256, sequences=64, prefix_cache=True)
 PROMPTS = ((1, 2, 3), (1, 2, 4, 5), (6, 7), (1, 8))
