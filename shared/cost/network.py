@@ -136,9 +136,7 @@ class PairEntry(LinkEntry):
     @model_validator(mode="after")
     def _two_nodes(self) -> Self:
         if self.nodes[0] == self.nodes[1]:
-            raise ValueError(
-                f"a pair needs two nodes, not {self.nodes[0]!r} twice: links inside a node go under `nodes`"
-            )
+            raise ValueError(f"a pair needs two nodes, not {self.nodes[0]!r} twice; `nodes` has links inside nodes")
         return self
 
 

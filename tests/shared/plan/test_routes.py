@@ -14,43 +14,43 @@ def joints(rows: list[list[float]], *ports: tuple[list[tuple[int, int, float]], 
     return Joints(np.array(rows), list(ports))
 
 
-P, D = [Capacity(4.0), Capacity(2.0)], [Capacity(9.0, 3.0, ((3.0, 3.0),)), Capacity(9.0, 5.0, ((5.0, 5.0),))]
+PREFILL, DECODE = [Capacity(4.0), Capacity(2.0)], [Capacity(9.0, 3.0, ((3.0, 3.0),)), Capacity(9.0, 5.0, ((5.0, 5.0),))]
 WIDE = [[np.inf, np.inf], [np.inf, np.inf]]
 
 
 def test_the_side_that_does_less_sets_the_rate() -> None:
-    flows = best_flows(P, D, joints(WIDE), local=False)
+    flows = best_flows(PREFILL, DECODE, joints(WIDE), local=False)
     assert flows.rate == pytest.approx(6.0)
     assert flows.sent.sum(axis=1) == pytest.approx([4.0, 2.0])
     assert (flows.sent.sum(axis=0) <= np.array([3.0, 5.0]) + 1e-9).all()
 
 
 def test_links_and_ports_bind() -> None:
-    assert best_flows(P, D, joints([[1.0, 0.5], [0.0, 1.0]]), local=False).rate == pytest.approx(2.5)
+    assert best_flows(PREFILL, DECODE, joints([[1.0, 0.5], [0.0, 1.0]]), local=False).rate == pytest.approx(2.5)
     leaving = ([(0, 0, 1.0), (0, 1, 1.0)], 1.5)
-    assert best_flows(P, D, joints(WIDE, leaving), local=False).rate == pytest.approx(3.5)
+    assert best_flows(PREFILL, DECODE, joints(WIDE, leaving), local=False).rate == pytest.approx(3.5)
     half = ([(0, 0, 0.5), (0, 1, 0.5)], 1.5)  # half of the KV stays on the node
-    assert best_flows(P, D, joints(WIDE, half), local=False).rate == pytest.approx(5.0)
+    assert best_flows(PREFILL, DECODE, joints(WIDE, half), local=False).rate == pytest.approx(5.0)
 
 
 def test_groups_that_decode_compute_what_is_left_over_of_their_time() -> None:
     # One more request costs the second group one decode and 5/9 of one for its prompt: 8 - 6 = 2 are left of 3 + 5.
-    flows = best_flows(P, D, joints(WIDE), local=True)
+    flows = best_flows(PREFILL, DECODE, joints(WIDE), local=True)
     assert flows.rate > 6.0
     assert flows.local.sum() == pytest.approx(flows.rate - 6.0)
-    assert best_flows([], D, Joints(np.zeros((0, 2))), local=True).rate == pytest.approx(
+    assert best_flows([], DECODE, Joints(np.zeros((0, 2))), local=True).rate == pytest.approx(
         3 / (1 + 1 / 3) + 5 / (1 + 5 / 9)
     )
 
 
 def test_worth_draws_requests_to_where_they_are_in_time() -> None:
     worth = np.array([[0.1, 1.0], [1.0, 0.1], [1.0, 1.0]])
-    flows = best_flows([Capacity(2.0), Capacity(2.0)], D, joints(WIDE), local=False, worth=worth)
+    flows = best_flows([Capacity(2.0), Capacity(2.0)], DECODE, joints(WIDE), local=False, worth=worth)
     assert flows.sent == pytest.approx(np.array([[0.0, 2.0], [2.0, 0.0]]))
 
 
 def test_nothing_to_decode_is_no_flow() -> None:
-    assert best_flows(P, [], Joints(np.zeros((2, 0)))).rate == 0.0
+    assert best_flows(PREFILL, [], Joints(np.zeros((2, 0)))).rate == 0.0
 
 
 def cost(batch: float) -> EngineCost:
