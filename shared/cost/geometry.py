@@ -112,19 +112,16 @@ class ModelGeometry:
 
     @property
     def kv_elements_per_token_layer(self) -> int:
-        """Elements of KV that one token takes in one layer."""
         if self.latent:
             return self.latent.kv_rank + self.latent.rope_dim
         return 2 * self.kv_heads * self.head_dim
 
     @property
     def qk_dim(self) -> int:
-        """Width of a query head."""
         return self.latent.nope_dim + self.latent.rope_dim if self.latent else self.head_dim
 
     @property
     def v_dim(self) -> int:
-        """Width of a value head."""
         return self.latent.v_dim if self.latent else self.head_dim
 
     def kv_geometry(self) -> KvGeometry:

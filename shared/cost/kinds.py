@@ -91,7 +91,6 @@ class Workshop:
         return found
 
     def kv_dtype(self, kind: EngineKind) -> str:
-        """The precision in which such an engine keeps KV."""
         times = self.times(kind)
         first = times.stages[0] if isinstance(times, Pipeline) else times
         assert isinstance(first, StepModel)
@@ -247,5 +246,4 @@ def slowdown_at(curve: Curve, others: Floats) -> Floats:
 
 
 def joined(parts: Sequence[Floats]) -> Floats:
-    """One array of several; an empty one of none."""
     return np.concatenate(parts) if parts else np.zeros(0)

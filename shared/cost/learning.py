@@ -95,7 +95,6 @@ class StepLearner:
         kind.add(np.array([terms[term] for term in kind.terms]), seconds, now)
 
     def rates(self, now: float) -> StepRates:
-        """What steps cost at `now`."""
         seen = [kind for kind in self._kinds.values() if kind.steps]
         level = median(kind.level for kind in seen) if seen else 1.0
         solved = {name: kind.solved(kind.level if kind.steps else level) for name, kind in self._kinds.items()}

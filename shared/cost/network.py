@@ -99,7 +99,6 @@ def pair_of(one: str, other: str) -> Pair:
 
 
 def rate_of(link: Link) -> float:
-    """Bytes a second that the link reaches."""
     return link.bandwidth_bytes_s * link.efficiency
 
 
@@ -129,8 +128,6 @@ class LinkEntry(_Part):
 
 
 class PairEntry(LinkEntry):
-    """The link between two nodes."""
-
     nodes: tuple[str, str]
 
     @model_validator(mode="after")

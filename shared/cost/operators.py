@@ -167,7 +167,6 @@ class Elementwise:
     memory: Memory
 
     def time_s(self, moved: Numeric, device: Device) -> Numeric:
-        """Seconds of one operator that moves that many bytes."""
         return self.overhead_s + self.memory.time_s(moved, device)
 
 
@@ -223,8 +222,6 @@ class ExpertMlp:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """A gated or plain MLP: product, activation, product."""
-
     gemm: Gemm
     activation: Elementwise
 
@@ -245,8 +242,6 @@ _LEAST_S = 1e-15
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention's shape on one rank."""
-
     query: int
     kv: int
     flops: float  # of one query against one position, over all query heads

@@ -111,8 +111,6 @@ class ControlPlane(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """The whole file."""
-
     date: str
     cluster: str  # a description of what was calibrated
     control: ControlPlane
@@ -148,7 +146,6 @@ class ScaledSteps:
     chunk_s: float = 0.0
 
     def times(self, factor: float) -> "ScaledSteps":
-        """The same step times, multiplied by another factor."""
         return ScaledSteps(self.model, self.factor * factor, self.chunk_s * factor)
 
     def step_time_s(self, batch: Batch) -> float:

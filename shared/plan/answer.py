@@ -60,7 +60,6 @@ class Wanted:
     seed: int = 1
 
     def check(self) -> None:
-        """Raises InvalidRequest that names the field and the choices."""
         if self.engine not in ENGINES:
             raise InvalidRequest(f"engine: {' or '.join(ENGINES)}, not {self.engine!r}")
         if self.codec not in list(Codec):
@@ -181,7 +180,6 @@ def nearest(problem: Problem, clock: Clock) -> str:
 
 
 def cluster_file(asked: Asked, chosen: Outcome) -> str:
-    """The text of the plan's cluster file."""
     emulated = asked.wanted.engine == "emulated"
     problem, estimator = asked.problem, Estimator(asked.problem)
     target = Target(

@@ -64,7 +64,6 @@ class Kind:
 
     @property
     def place(self) -> tuple[int, ...]:
-        """The classes of its accelerators."""
         return tuple(one for one, _ in self.uses)
 
 
@@ -86,7 +85,6 @@ class Programme:
         self._size = 2 * count + places * places
 
     def solved(self) -> list[int]:
-        """The number of groups of each kind."""
         self._pools()
         self._sides()
         self._ports()

@@ -42,7 +42,6 @@ class Group:
         return self.tensor_parallel * len(self.parts)
 
     def flipped(self) -> "Group":
-        """The same group in the other role."""
         return replace(self, role=self.role.other)
 
     def moved(self, pools: Mapping[int, int]) -> "Group":

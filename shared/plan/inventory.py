@@ -166,7 +166,6 @@ class NodeEntry(_Part):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the nodes that this entry describes."""
         return (self.name,) if self.replicas == 1 else tuple(f"{self.name}-{at}" for at in range(self.replicas))
 
     @property

@@ -232,12 +232,10 @@ class Curve:
 
     @property
     def highest(self) -> tuple[float, float]:
-        """The highest rate, and its attainment."""
         return max(self._points.items())
 
     @property
     def lowest(self) -> tuple[float, float]:
-        """The lowest rate, and its attainment."""
         return min(self._points.items())
 
     @property
@@ -305,7 +303,6 @@ class Scout:
         self._rate = rate
 
     def holds(self, plan: Plan) -> bool:
-        """Whether the plan meets the target at the rate."""
         return self._glimpsed(plan) >= self._judge.problem.target
 
     def led(self, plans: Sequence[Plan]) -> list[tuple[Plan, float]]:

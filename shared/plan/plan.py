@@ -36,7 +36,6 @@ class Plan:
 
     @cached_property
     def roles(self) -> Counter[Role]:
-        """Number of groups by role."""
         return Counter(group.role for group in self.groups)
 
     @cached_property

@@ -53,7 +53,6 @@ class Problem:
 
     @cached_property
     def sample(self) -> "Sample":
-        """Requests that represent the workload."""
         return Sample.of(self.workload)
 
     @cached_property
@@ -62,7 +61,6 @@ class Problem:
         return self.longest_tokens or int((self.workload.prompt_tokens + self.workload.output_tokens).max())
 
     def on(self, inventory: Inventory) -> "Problem":
-        """The same problem with another inventory."""
         return replace(self, inventory=inventory)
 
 

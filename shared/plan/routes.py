@@ -47,11 +47,9 @@ class EngineCost:
 
     @property
     def prefills_per_s(self) -> float:
-        """Prompts a second of an engine that does nothing else."""
         return self.lanes / float(self.prefill_s.mean())
 
     def decode_s(self, batch: float) -> float:
-        """Seconds of a step of so many decodes of a lane."""
         return self.base_s + self.more_s * batch
 
     def batch_within(self, step_s: float) -> float:
@@ -255,7 +253,6 @@ class _Table:
         self._bounds: list[float] = []
 
     def add(self, entries: Sequence[tuple[int, float]], most: float) -> None:
-        """Add a row of (variable, coefficient)."""
         for column, value in entries:
             self._rows.append(len(self._bounds))
             self._columns.append(column)

@@ -316,8 +316,6 @@ def _flipped(alike: Sequence[int], groups: Sequence[Group], fixed: frozenset[int
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """An instance should change its role."""
-
     instance_id: str
     from_role: Role
     to_role: Role
@@ -392,7 +390,6 @@ def surviving(views: Sequence[InstanceView], in_force: Sequence[PlanRoute]) -> t
 
 
 def named(views: Sequence[InstanceView], routes: Sequence[Route]) -> tuple[PlanRoute, ...]:
-    """The routes, with instance ids."""
     return tuple(
         PlanRoute(
             "" if route.prefill is None else views[route.prefill].instance_id,

@@ -57,7 +57,6 @@ class Helper:
         return found
 
     def close(self) -> None:
-        """End the process, whatever it does."""
         self._process.terminate()
         self._process.join(_CLOSE_S)
         self._here.close()
@@ -117,11 +116,9 @@ class Search:
         self.judge = Judge(self.problem, self.estimator, self.run, seed=self.seed)
 
     def over(self) -> bool:
-        """Whether the time is up."""
         return self.clock() >= self.until_s
 
     def rng(self) -> Random:
-        """A generator with the same draws for each method."""
         return Random(self.seed)
 
     def judged(self, plan: Plan, local: bool) -> Found:

@@ -155,7 +155,6 @@ class Engine:
         return leg.base + steps, leg.wanted - (leg.finish_step - steps)
 
     def prefill_share_at(self, now: float) -> float:
-        """See `InstanceLoad.prefill_share`."""
         glide = self._glide
         return self._share.after(min(glide.steps_done(now), self._glide_steps) if glide is not None else 0)
 

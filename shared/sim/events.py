@@ -34,7 +34,6 @@ class EventLoop:
         heappush(self._heap, (time_s, self._planned, handler, subject))
 
     def run(self, over: Callable[[], bool]) -> None:
-        """Handle events until there are none, or until `over`."""
         heap = self._heap
         while heap and not over():
             self.now_s, _, handler, subject = heappop(heap)

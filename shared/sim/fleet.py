@@ -52,12 +52,10 @@ class Fleet:
         self._dispatchers: dict[int, ClusterIndex] = {}
 
     def instance(self, position: int | None) -> SimInstance:
-        """The instance at a position, which must not be None."""
         assert position is not None
         return self.instances[position]
 
     def position(self, instance_id: str) -> int:
-        """The position of an instance. Raises KeyError."""
         return self._positions[instance_id]
 
     def index(self, now: float) -> ClusterIndex:
@@ -86,7 +84,6 @@ class Fleet:
         return self._dispatchers[position]
 
     def view(self, now: float) -> ClusterView:
-        """All instances as they are."""
         self._sequence += 1
         views = tuple(instance.view(now) for instance in self.instances)
         return ClusterView(self._sequence, now, views, policies=self._policies)

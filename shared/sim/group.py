@@ -26,7 +26,6 @@ class DecodeGroup:
         self.pauses = Pauses()
 
     def join(self, leg: Leg) -> None:
-        """The leg decodes from the next step on."""
         leg.base = leg.computed - self.steps
         leg.finish_step = self.steps + leg.left
         self._offsets[leg.base % self._block] += 1
@@ -63,7 +62,6 @@ class DecodeGroup:
         return done
 
     def steps_to_finish(self) -> int:
-        """Steps until the next member is done."""
         while True:
             finish_step, _, leg = self._finish[0]
             if leg.finish_step == finish_step:
@@ -109,7 +107,6 @@ class Glide:
         self.steps = segments[0][0] if len(segments) == 1 else sum(segment[0] for segment in segments)
 
     def end_s(self, steps: int) -> float:
-        """When so many of the steps are done."""
         at = self.start_s
         for length, first, last in self._segments:
             if steps <= length:
@@ -132,12 +129,10 @@ class Glide:
         return self.steps
 
     def steps_done(self, now: float) -> int:
-        """Steps that have ended by `now`."""
         begun = self.steps_begun(now)
         return begun if self.end_s(begun) <= now else begun - 1
 
     def runs(self, steps: int) -> tuple[Segment, ...]:
-        """The first `steps` steps as segments."""
         if steps == self.steps:
             return self._segments
         found: list[Segment] = []
@@ -228,7 +223,6 @@ def steps_over(run: Segment, target_s: float) -> int:
 
 
 def without_first(runs: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    """The steps after the first one."""
     length, first, last = runs[0]
     if length == 1:
         return runs[1:]

@@ -56,18 +56,15 @@ class SimInstance:
 
     @property
     def full(self) -> bool:
-        """Whether it accepts no more prompts for now."""
         most = self.spec.max_prefills
         return most is not None and self.prefills >= most
 
     def next_lane(self) -> int:
-        """The lane with the fewest requests."""
         if len(self.engines) == 1:
             return 0
         return min(range(len(self.engines)), key=lambda lane: self.engines[lane].scheduler.count)
 
     def view(self, now: float) -> InstanceView:
-        """What the monitor broadcasts about it."""
         if not self.requests:
             return self._idle_view()
         context = free = queued = tokens = running = waiting = unheld = begun = 0
@@ -164,7 +161,6 @@ class SimInstance:
         return lost
 
     def revive(self, now: float) -> None:
-        """Come back, empty, in the role that it had."""
         self.end_role(now)
         self.state = InstanceState.READY
         self.generation += 1

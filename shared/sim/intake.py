@@ -63,7 +63,6 @@ class Intake:
         self.held: deque[SimRequest] = deque()  # no instance can take them now
 
     def start(self) -> None:
-        """Plan the first arrivals; each of them plans the next."""
         if not self._run.concurrency:
             self._loop.at(self._record.placement_s(0), self._arrive, 0)
         for row in range(min(self._run.concurrency, self._record.count)):
@@ -306,7 +305,6 @@ class DelayedRequests:
         self._queues: dict[tuple[str, bool], _Queue] = {}  # by class, and whether it is of those that stepped aside
 
     def join(self, request: SimRequest, now: float) -> None:
-        """Queue the request; its turn may be now."""
         queue = self._queue(request)
         queue.requests.push(request, request.caller)
         self._run(queue, now)
@@ -328,7 +326,6 @@ class DelayedRequests:
         return queue.requests.remove(request, request.caller)
 
     def clear(self) -> list[SimRequest]:
-        """Remove and return all requests."""
         found = []
         for queue in self._queues.values():
             while (request := queue.requests.head()) is not None:
@@ -419,7 +416,6 @@ class Legs:
             self._enter((instance, leg), now)
 
     def kv_arrived(self, leg: Leg, now: float) -> None:
-        """All KV that a decode waits for is at its instance."""
         engine = self._engine(leg)
         engine.kv_arrived(leg, now)
         self._schedule(engine)
@@ -432,7 +428,6 @@ class Legs:
             self._schedule(engine)
 
     def leave(self, instance: SimInstance, request: SimRequest, now: float) -> None:
-        """The request has no leg on that instance any more."""
         if request not in instance.requests:
             return
         del instance.requests[request]
@@ -512,7 +507,6 @@ class AutoFlips:
         self.shifts: list[tuple[float, Shift]] = []
 
     def placed(self, request: SimRequest, route: Route, now: float) -> None:
-        """A request was placed for the first time."""
         index, job, first = self._fleet.index(now), request.job, route.prefill or route.decode
         assert first is not None
         held = 0
@@ -530,7 +524,6 @@ class AutoFlips:
         self._ordered.append((now, view.instance_id, view.role.other))
 
     def decide(self, now: float) -> FlipDecision | None:
-        """What the policy decides now."""
         self._unreported += self._counter.take(now)
         reported = [one for one in self._unreported if one.second + 1 + _DEMAND_DELAY_S <= now]
         del self._unreported[: len(reported)]

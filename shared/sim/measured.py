@@ -83,7 +83,6 @@ def specs_of(
 
 
 def with_control(run: RunSpec, control: ControlPlane) -> RunSpec:
-    """`run` with the measured latencies of the services."""
     return replace(run, gateway_s=control.gateway_s, hop_s=control.hop_s, token_s=control.token_s)
 
 

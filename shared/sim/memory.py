@@ -80,7 +80,6 @@ class KvMemory:
         self.free -= self.growth(group, steps)
 
     def growth(self, group: DecodeGroup, steps: int) -> int:
-        """Blocks that the next `steps` steps of the decodes take."""
         return 0 if self._reserves_output else group.blocks_for(steps)
 
     def release(self, leg: Leg) -> None:
@@ -184,11 +183,9 @@ class PrefixCache:
         return count
 
     def known(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
-        """The beginning of `prefix` that is held."""
         return tuple(takewhile(self._ids.__contains__, prefix))
 
     def shared(self, ids: tuple[int, ...]) -> int:
-        """Blocks of those among `ids` that a request uses."""
         return self._blocks_of_id * sum(at in self._users for at in ids)
 
     def use(self, ids: tuple[int, ...]) -> None:

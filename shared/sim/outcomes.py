@@ -17,8 +17,6 @@ _BINS_PER_E = 200.0  # a bin of `Gaps` is half a per cent wide
 
 
 class Status(IntEnum):
-    """How a request ended."""
-
     COMPLETED = 0
     REFUSED = 1  # too many requests waited before it, or no instance could take it within its patience
     IMPOSSIBLE = 2  # too long for every instance
@@ -54,7 +52,6 @@ class Outcomes:
 
     @classmethod
     def empty(cls, workload: Workload) -> "Outcomes":
-        """Outcomes of a run that has not begun."""
         n = len(workload)
         return cls(
             arrival_s=workload.arrival_s.copy(),
@@ -78,7 +75,6 @@ class Outcomes:
 
     @property
     def completed(self) -> NDArray[np.bool_]:
-        """Requests that got all of their tokens."""
         done: NDArray[np.bool_] = self.status == int(Status.COMPLETED)
         return done
 
@@ -117,7 +113,6 @@ class Outcomes:
         return met
 
     def met(self, slo: Slo) -> NDArray[np.bool_]:
-        """Requests that met all three targets."""
         return self.ttft_met(slo) & self.tpot_met(slo) & self.itl_met(slo)
 
 

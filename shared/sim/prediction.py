@@ -68,7 +68,6 @@ class Prediction:
         return self.answer_s <= self.wait_s
 
     def buckets_of(self, output_tokens: Lengths) -> NDArray[np.int64]:
-        """The true bucket of each answer."""
         true: NDArray[np.int64] = np.minimum(output_tokens // self.width_tokens, self.buckets - 1)
         return true
 

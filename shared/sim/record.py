@@ -36,11 +36,9 @@ class Record:
         self._buckets: list[int] = prediction.predict(workload.output_tokens, run.seed).tolist() if prediction else []
 
     def complete(self) -> bool:
-        """Whether every request has ended."""
         return self.ended == self.count
 
     def placement_s(self, row: int) -> float:
-        """When the request of a row is to be placed."""
         return self._placed_s[row]
 
     def send(self, row: int, now: float) -> float:
@@ -107,8 +105,6 @@ class Record:
 
 
 class Sampler:
-    """Samples the load of all instances."""
-
     def __init__(self, instances: Sequence[SimInstance]) -> None:
         self._instances = instances
         self._time_s: list[float] = []

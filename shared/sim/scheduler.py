@@ -119,7 +119,6 @@ class Scheduler:
                 self.fresh.append(leg)
 
     def join(self, leg: Leg) -> None:
-        """The prompt of a leg is computed: it decodes from now on."""
         self.group.join(leg)
         if self._limits.prefill_first:  # perhaps not at once
             self.fresh.append(leg)
@@ -383,7 +382,6 @@ class WaitingLegs:
         return len(self._line)
 
     def push(self, leg: Leg) -> None:
-        """Add a leg that has just come."""
         request = leg.request
         self._line.push(leg, WaitingJob(request.job, leg.missing, leg.computed, request.arrived_s, leg.started))
 
@@ -393,7 +391,6 @@ class WaitingLegs:
 
     @property
     def stream(self) -> Leg | None:
-        """The next stream; None where none waits."""
         return self._line.stream
 
     def started(self, leg: Leg) -> bool:
@@ -421,7 +418,6 @@ class WaitingLegs:
         return self._line.hold()
 
     def pop(self) -> Leg:
-        """Take the next leg."""
         return self._line.pop()
 
     def remove(self, leg: Leg) -> bool:

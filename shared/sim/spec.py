@@ -88,13 +88,10 @@ class InstanceSpec:
             raise InvalidRequest(f"{self.instance_id}: KV for {self.kv_tokens} tokens is less than one block")
 
     def renamed(self, instance_id: str, role: Role | None = None) -> "InstanceSpec":
-        """Another instance of the same kind."""
         return replace(self, instance_id=instance_id, role=role or self.role)
 
 
 class FirstToken(StrEnum):
-    """Which instance gives the first token."""
-
     PREFILL = "prefill"  # the prefill instance, before the KV transfer
     DECODE = "decode"  # the decode instance, after it (the papers' baselines count the transfer into TTFT)
 

@@ -81,7 +81,6 @@ def too_long_after(times_s: Times, start_s: float) -> NDArray[np.bool_]:
 
 
 def prefixes(table: Table, key: str) -> tuple[tuple[int, ...], ...]:
-    """The ids of each prompt's blocks."""
     column = table.columns[key]
     table.refuse(_gaps(column), key, "is missing")
     bad = np.fromiter((not _is_ids(value) for value in column), dtype=np.bool_, count=len(column))
@@ -130,7 +129,7 @@ _FASTEST_PER_S = 1000.0  # requests, of a trace whose times are milliseconds
 
 @dataclass(frozen=True, slots=True)
 class TraceFormat:
-    """The keys of one form of trace. arrival: "" where there are none, then all requests arrive at once.
+    """The keys of one trace format. arrival: empty where there are no times: then all requests arrive at once.
 
     ticks: units of `arrival` in a second, 0 for dates. from_first: times count from the first request's, not from 0.
     prefixes: key of the prompt's block ids.
@@ -147,7 +146,7 @@ class TraceFormat:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Those that every record must have."""
+        """Keys that each record must have."""
         return tuple(key for key in (self.arrival, self.prompt, self.output) if key)
 
 
@@ -175,15 +174,12 @@ def read_trace(
     """The requests of a trace, plain or gzip, in order of arrival; its name is the file's.
 
     format: a name of `FORMATS`; by default the one whose keys the file has. Further columns are ignored. Times of
-    public traces are counted from their first request.
-    sort: put requests whose times go backwards in order instead of refusing the file (rows of one time keep theirs).
-    skip_empty: leave out requests without prompt or output tokens (BurstGPT logs failures so) instead of refusing
-    the file; the name then says how many.
-    time_unit: "s" or "ms", of times that are numbers; by default the format's, and a trace of milliseconds whose times
-    can only be seconds, or may be, is refused.
-    block_tokens: tokens of a block of the prompt that `hash_ids` names.
-    Raises InvalidRequest that names file, line and key: a missing value, something that is not a number, a length
-    that is not a whole number of at least 1, a time that goes backwards, a file that is empty or of no known form.
+    public traces are counted from their first request. sort: put requests whose times go backwards in order instead of
+    refusing the file. skip_empty: leave out requests without prompt or output tokens (BurstGPT's failures) instead of
+    refusing the file; the name then says how many. time_unit: "s" or "ms", of times that are numbers; by default the
+    format's, and a trace of milliseconds whose times look like seconds is refused. block_tokens: tokens of a block that
+    `hash_ids` names. Raises InvalidRequest that names file, line and key for a missing value, a value that is not a
+    number, a length that is not a whole number of at least 1, a time that goes backwards, an empty or unknown file.
     """
     text = _Opened(path)
     chosen = _in_unit(_chosen(text, format), time_unit)
@@ -263,7 +259,7 @@ def _require_ms(table: Table, key: str) -> None:
 
 
 class _Opened:
-    """A trace file before its form is known: its first line that holds something."""
+    """A trace file before its format is known: its first line that is not empty."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -274,7 +270,7 @@ class _Opened:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of the CSV header, or of the first JSON object."""
+        """Keys of the CSV header, or of the first JSON object."""
         if not self.in_records:
             return tuple(key.strip().strip('"') for key in self.first.split(","))
         for line, record in read_records(self.path):
@@ -332,7 +328,7 @@ def _read_csv(text: _Opened, form: TraceFormat) -> Table:
 
 
 def _read_records(text: _Opened, form: TraceFormat) -> Table:
-    """Prefixes are read where any record has them: then each record must."""
+    """Prefixes are read where any record has them: then all records must have them."""
     keys = (*form.keys, *([form.prefixes] if form.prefixes else ()))
     values: dict[str, list[object]] = {key: [] for key in keys}
     lines = []

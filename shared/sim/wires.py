@@ -19,11 +19,9 @@ class Port:
         self.in_free_s = 0.0
 
     def out_bytes(self, now: float) -> int:
-        """Bytes still to leave."""
         return int(max(0.0, self.out_free_s - now) * self.rate)
 
     def in_bytes(self, now: float) -> int:
-        """Bytes still to come."""
         return int(max(0.0, self.in_free_s - now) * self.rate)
 
     def clear(self, now: float) -> None:
@@ -77,12 +75,10 @@ class Wires:
             inner.clear(now)
 
     def out_bytes(self, position: int, now: float) -> int:
-        """Bytes still to leave an instance, or its node."""
         inner = self._inner[position]
         return self.ports[position].out_bytes(now) + (inner.out_bytes(now) if inner is not None else 0)
 
     def in_bytes(self, position: int, now: float) -> int:
-        """Bytes still to come to an instance, or its node."""
         inner = self._inner[position]
         return self.ports[position].in_bytes(now) + (inner.in_bytes(now) if inner is not None else 0)
 

@@ -90,7 +90,6 @@ class Workload:
         )
 
     def with_arrivals(self, arrival_s: Times) -> "Workload":
-        """The same requests at other times."""
         return replace(self, arrival_s=np.asarray(arrival_s, dtype=np.float64))
 
     def at_once(self) -> "Workload":
@@ -112,7 +111,6 @@ HEAVY_PROMPT_TOKENS = 512  # a prompt of more is a heavy prefill (TetriInfer 5.1
 
 
 def evenly(workload: Workload, rate: float) -> Workload:
-    """The same requests, one every 1/rate seconds."""
     _require_positive(rate=rate)
     return workload.with_arrivals(np.arange(len(workload)) / rate)
 
@@ -349,7 +347,6 @@ def _of_lengths(words: str, count: int, seed: int) -> Workload:
 
 
 def of_class(workload: Workload, slo: Slo, caller: str = "") -> Workload:
-    """The same requests, all of one SLO class and one caller."""
     rows = np.zeros(len(workload), dtype=np.int64)
     return replace(workload, mix=Mix((slo,), rows, (caller,), rows))
 

@@ -30,7 +30,6 @@ _TURNS = 3  # rounds of small changes that the simulator judges
 
 
 def best(search: Search) -> Iterator[Found]:
-    """Ever better plans."""
     few = _all_of_few(search) if search.problem.inventory.accelerators <= FEW else None
     plans = [Plan(one) for one in few[:_RACED_OF_FEW]] if few is not None else _likely(search)
     if not plans:

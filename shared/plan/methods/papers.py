@@ -130,7 +130,6 @@ class Ratio:
 
     @property
     def rate(self) -> float:
-        """The rate of the slower phase."""
         return min(self.prefills * self.prefill.rate, self.decodes * self.decode.rate)
 
     @property
@@ -351,7 +350,6 @@ class _Walk:
         self._alike = search.problem.inventory.alike
 
     def finalists(self) -> list[tuple[Group, ...]]:
-        """The best deployments of the walk."""
         start = self._start()
         if start is None:
             return []
