@@ -73,7 +73,7 @@ def case_impossible() -> CaseResult:
     aims = {}
     for what, ask, want in (
         ("a model that fits nowhere", too_large, "GB are missing"),
-        ("an SLO that nothing meets", too_tight, "the nearest that is possible here: TTFT"),
+        ("an SLO that nothing meets", too_tight, "the nearest possible SLO: TTFT"),
         ("nodes without a link", apart, "no link between the nodes 'one' and 'two'"),
         ("an unknown accelerator", unknown, "did you mean"),
     ):

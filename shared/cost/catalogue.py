@@ -1,9 +1,13 @@
-"""The accelerators that the cost model knows, as data: memory, bandwidth, matrix rates, links, price, source."""
+"""The accelerators that the cost model knows, as data: memory, bandwidth, matrix rates, links, price, source.
+
+`accelerators.yaml` holds those that ship with the product; a user's file of the same form adds others.
+"""
 
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -29,7 +33,7 @@ _PRECISIONS: Mapping[str, str] = {
     "int8_wo": "int8",
 }
 _BYTES: Mapping[str, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5, "int4": 0.5}
-# What computes in place of a precision that the device's matrix unit lacks.
+# The precisions that compute in place of one that the device's matrix unit lacks.
 _FALLBACK: Mapping[str, tuple[str, ...]] = {
     "bf16": ("fp16", "fp32"),
     "fp16": ("bf16", "fp32"),
@@ -50,7 +54,7 @@ VISIBLE_BY: Mapping[str, str] = {
 
 
 def precision_of(dtype: str) -> str:
-    """The short name of a precision: `bfloat16` -> `bf16`. An unknown one is an error that names the known ones."""
+    """The short name of a precision: `bfloat16` -> `bf16`. Raises InvalidRequest that names the known ones."""
     short = _PRECISIONS.get(dtype, dtype)
     if short not in _BYTES:
         raise InvalidRequest(f"unknown precision {dtype!r}; known: {', '.join(sorted(_BYTES))}")
@@ -58,7 +62,6 @@ def precision_of(dtype: str) -> str:
 
 
 def bytes_of(dtype: str) -> float:
-    """Bytes of one element of that precision."""
     return _BYTES[precision_of(dtype)]
 
 
@@ -73,7 +76,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One accelerator. Rates are dense peaks from its source; efficiencies are kept apart, see `efficiency`."""
+    """One accelerator. Rates are dense peaks from its source; for what is reached of them see `efficiency`."""
 
     name: str
     vendor: str
@@ -89,17 +92,19 @@ class Accelerator:
     aliases: tuple[str, ...] = ()
     cache_bytes: float = 0.0  # of the last cache before the memory; 0: not known, counted as none
     unit_memory_bytes: float = 0.0  # shared memory of one compute unit; 0: not known, counted as one tile's
-    visible_by: str = (
-        ""  # the variable that tells a process which of a host's devices are its own; empty: there is none
-    )
+    visible_by: str = ""  # the variable that restricts a process to some of a host's devices; empty: there is none
 
     def flops(self, dtype: str) -> float:
-        """Dense peak, operations/s, of that precision or of the one that computes in its place (weight-only)."""
+        """Dense peak, operations/s, of the precision or of the one that computes in its place (weight-only)."""
         precision = precision_of(dtype)
         for candidate in (precision, *_FALLBACK[precision]):
             if candidate in self.matrix_flops:
                 return self.matrix_flops[candidate]
         raise InvalidRequest(f"accelerator {self.name!r} has no matrix rate for {dtype!r}")
+
+
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+_NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class _LinksEntry(msgspec.Struct, forbid_unknown_fields=True):
@@ -112,18 +117,18 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     """One entry of an accelerator file, in its units."""
 
     vendor: str
-    memory_gib: float
-    bandwidth_gb_s: float
-    compute_units: int
-    matrix_tflops: dict[str, float]
+    memory_gib: _Positive
+    bandwidth_gb_s: _Positive
+    compute_units: Annotated[int, msgspec.Meta(gt=0)]
+    matrix_tflops: Annotated[dict[str, _Positive], msgspec.Meta(min_length=1)]
     mode: str
     links: _LinksEntry
     price_usd_hour: float
     source: str
     price_source: str = ""
     aliases: list[str] = []
-    cache_mib: float = 0.0
-    unit_memory_kib: float = 0.0
+    cache_mib: _NotNegative = 0.0
+    unit_memory_kib: _NotNegative = 0.0
     visible_by: str | None = None
 
 
@@ -139,34 +144,27 @@ class Catalogue:
 
     @classmethod
     def built_in(cls) -> "Catalogue":
-        """The accelerators that ship with the product."""
         return cls(parse_accelerators(BUILT_IN.read_text(encoding="utf-8"), str(BUILT_IN.name)))
 
     def with_file(self, path: Path) -> "Catalogue":
-        """This catalogue and the user's file; an entry of the same name replaces ours."""
-        own = parse_accelerators(read_text(path), str(path))
-        return Catalogue((*self._by_name.values(), *own))
+        """This catalogue and a user's file, whose entries replace ours of the same name."""
+        return Catalogue((*self.all(), *parse_accelerators(read_text(path), str(path))))
 
     def get(self, name: str) -> Accelerator:
-        """The accelerator of that name or alias; an unknown name is an error that names the nearest ones."""
+        """The accelerator of that name or alias. Raises NotFound that suggests similar names."""
         found = name if name in self._by_name else self._index.get(_key(name))
-        if found is None:
-            raise NotFound(self._unknown(name))
-        return self._by_name[found]
-
-    def names(self) -> tuple[str, ...]:
-        """All names, in the order of the files."""
-        return tuple(self._by_name)
-
-    def all(self) -> tuple[Accelerator, ...]:
-        """All accelerators, in the order of the files."""
-        return tuple(self._by_name.values())
-
-    def _unknown(self, name: str) -> str:
+        if found is not None:
+            return self._by_name[found]
         near = difflib.get_close_matches(_key(name), list(self._index), n=4, cutoff=0.5)
         close = dict.fromkeys(self._index[key] for key in near)
         hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(self._by_name)}."
-        return f"unknown accelerator {name!r}; {hint} Add your own in a YAML file of the catalogue's form."
+        raise NotFound(f"unknown accelerator {name!r}; {hint} Add your own in a YAML file of the catalogue's form.")
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._by_name)
+
+    def all(self) -> tuple[Accelerator, ...]:
+        return tuple(self._by_name.values())
 
 
 def parse_accelerators(text: str, where: str) -> tuple[Accelerator, ...]:
@@ -179,19 +177,10 @@ def _accelerator(name: str, raw: object, where: str) -> Accelerator:
         entry = msgspec.convert(raw, _Entry, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{where}: accelerator {name!r}: {error}") from error
-    for key in ("memory_gib", "bandwidth_gb_s", "compute_units"):
-        if not getattr(entry, key) > 0:
-            raise InvalidRequest(f"{where}: accelerator {name!r}: {key} must be positive")
-    for key in ("cache_mib", "unit_memory_kib"):
-        if not getattr(entry, key) >= 0:
-            raise InvalidRequest(f"{where}: accelerator {name!r}: {key} must not be negative")
     try:
         rates = {precision_of(precision): rate * 1e12 for precision, rate in entry.matrix_tflops.items()}
     except InvalidRequest as error:
         raise InvalidRequest(f"{where}: accelerator {name!r}: matrix_tflops: {error.message}") from error
-    if not rates or not min(rates.values()) > 0:
-        raise InvalidRequest(f"{where}: accelerator {name!r}: matrix_tflops needs positive rates")
-    links = Links(entry.links.scale_up * 1e9, entry.links.pcie * 1e9, entry.links.network * 1e9)
     return Accelerator(
         name=name,
         vendor=entry.vendor,
@@ -200,7 +189,7 @@ def _accelerator(name: str, raw: object, where: str) -> Accelerator:
         compute_units=entry.compute_units,
         matrix_flops=rates,
         mode=entry.mode,
-        links=links,
+        links=Links(entry.links.scale_up * 1e9, entry.links.pcie * 1e9, entry.links.network * 1e9),
         price_usd_hour=entry.price_usd_hour,
         source=entry.source,
         price_source=entry.price_source,

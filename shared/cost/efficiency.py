@@ -1,4 +1,4 @@
-"""Fitted constants of every operator, by device: read from YAML, defaults where a device has no table."""
+"""Fitted constants of each operator, by device: read from YAML, with defaults where a device has no table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from shared.files.yaml_file import read_yaml
 T = TypeVar("T")
 BY_PRECISION = ("gemm", "experts", "decode", "varlen")  # operators with constants for each precision
 SHIPPED = Path(__file__).with_name("efficiencies.yaml")
-# Which precision's constants stand in for one that was not fitted.
+# The precisions whose constants stand in for one that was not fitted.
 _STAND_IN: Mapping[str, tuple[str, ...]] = {
     "fp16": ("bf16",),
     "fp32": ("bf16",),
@@ -28,18 +28,18 @@ _STAND_IN: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """Fitted constants of one device; mappings go from a precision (weights, or KV) to constants."""
+    """Fitted constants of one device. Mappings go from a precision, of weights or of KV, to constants."""
 
     gemm: Mapping[str, Gemm]
     decode: Mapping[str, DecodeAttention]
     varlen: Mapping[str, VarlenAttention]
     elementwise: Elementwise
-    collective: Collective  # over a link made for it (NVLink)
+    collective: Collective  # over a scale-up link (NVLink)
     pcie_collective: Collective  # over PCIe, through the host's memory
     step_s: float = 0.0  # what a step costs besides its kernels: scheduling, launches, sampling
     sequence_s: float = 0.0  # the same for each sequence
-    sources: tuple[str, ...] = ()  # tables that the constants come from; none: stand-ins
-    experts: Mapping[str, Gemm] = field(default_factory=dict)  # grouped products; none: as plain ones
+    sources: tuple[str, ...] = ()  # tables that the constants come from; empty for stand-ins
+    experts: Mapping[str, Gemm] = field(default_factory=dict)  # grouped products; empty: as plain products
 
     def gemm_for(self, precision: str) -> Gemm:
         """Constants of a matrix product with weights of that precision, as a checkpoint names it (`fp8_block`)."""
@@ -56,7 +56,7 @@ class Efficiencies:
         return _pick(self.decode, precision)
 
     def collective_over(self, links: Links) -> Collective:
-        """Constants of the link that joins accelerators: PCIe where nothing is faster."""
+        """Constants of the link that joins accelerators: PCIe where no link is faster."""
         return self.collective if links.scale_up > links.pcie else self.pcie_collective
 
     def varlen_for(self, precision: str) -> VarlenAttention:
@@ -65,7 +65,7 @@ class Efficiencies:
 
 
 class _Table(msgspec.Struct):
-    """A file of efficiencies, before the constants of a device are put together."""
+    """A file of efficiencies, before the constants of a device are merged."""
 
     date: Any = ""
     default: dict[str, Any] | None = None
@@ -74,10 +74,12 @@ class _Table(msgspec.Struct):
 
 
 class EfficiencyTable:
-    """Efficiencies of all devices. An operator that a device lacks is taken from a device like it, then by default."""
+    """Efficiencies of all devices. An operator that a device lacks comes from a similar device, else from the default.
+
+    Raises InvalidRequest that names `where` the table comes from and the key.
+    """
 
     def __init__(self, raw: Mapping[str, Any], where: str = "efficiencies") -> None:
-        """Raises InvalidRequest that names `where` it is and the key."""
         try:
             table = msgspec.convert(raw, _Table)
         except msgspec.ValidationError as error:
@@ -94,11 +96,11 @@ class EfficiencyTable:
         return cls(read_yaml(path), str(path))
 
     def fitted(self) -> tuple[str, ...]:
-        """Names of devices that have constants of their own."""
+        """Names of the devices that have constants of their own."""
         return tuple(self._devices)
 
     def for_device(self, name: str) -> Efficiencies:
-        """Constants of the accelerator of that (catalogue) name."""
+        """Constants of the accelerator of that catalogue name."""
         merged: dict[str, Any] = {}
         for layer in (self._default, *self._chain(name)):
             for key, value in layer.items():
@@ -117,7 +119,7 @@ class EfficiencyTable:
         return found
 
     def _chain(self, name: str) -> list[Mapping[str, Any]]:
-        """Constants of the device and of those it is like, the most general first."""
+        """Constants of the device and of the devices that it is like, the most general first."""
         layers: list[Mapping[str, Any]] = []
         seen: set[str] = set()
         while name and name not in seen:

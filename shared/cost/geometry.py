@@ -1,11 +1,10 @@
-"""The shape of a model and what follows from it: parameters, FLOPs and bytes of each phase, KV bytes per token."""
+"""The shape of a model and what follows from it: weight matrices, parameters, bytes of weights and KV, KV capacity."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from shared.cost.catalogue import Accelerator, bytes_of, precision_of
 from shared.domain.instance import KvGeometry
-from shared.errors import Incompatible
 
 Split = Literal["column", "row", "none"]
 
@@ -28,7 +27,7 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The mixture of experts that takes the place of the MLP in `layers` of the layers."""
+    """The mixture of experts that replaces the MLP in `layers` of the layers."""
 
     count: int
     per_token: int
@@ -49,17 +48,17 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSplit:
-    """How the accelerators that compute a model's experts together divide them.
+    """How accelerators that compute a model's experts together divide them.
 
-    ranks: parts into which the experts are dealt out whole (expert parallelism); what is left of the accelerators cuts
-    each expert's matrices. engines: data-parallel engines whose tokens meet in the experts.
+    ranks: parts among which whole experts are divided (expert parallelism); accelerators within a part cut each
+    expert's matrices. engines: data-parallel engines whose tokens meet in the experts.
     """
 
     ranks: int = 1
     engines: int = 1
 
     def cut(self, tensor_parallel: int) -> int:
-        """Accelerators that share one expert's matrices; each engine has `tensor_parallel` of them."""
+        """Accelerators that share one expert's matrices; each engine has `tensor_parallel` accelerators."""
         return max(1, tensor_parallel * self.engines // self.ranks)
 
 
@@ -76,7 +75,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """Everything about a decoder-only transformer that its cost depends on. Lengths are in elements, tokens, layers."""
+    """What the cost of a decoder-only transformer depends on. Lengths are in elements, tokens, layers."""
 
     name: str
     architecture: str
@@ -102,31 +101,27 @@ class ModelGeometry:
     latent: LatentAttention | None = None
 
     def part(self, layers: int) -> "ModelGeometry":
-        """So many of its layers, of each kind in proportion; with the embeddings and the output projection."""
+        """The model cut to so many layers, each kind in proportion, with embeddings and output projection."""
         share = layers / self.layers
         experts = replace(self.experts, layers=round(self.experts.layers * share)) if self.experts else None
         return replace(self, layers=layers, experts=experts, window_layers=round(self.window_layers * share))
 
     @property
     def dense_layers(self) -> int:
-        """Layers with an ordinary MLP."""
         return self.layers - (self.experts.layers if self.experts else 0)
 
     @property
     def kv_elements_per_token_layer(self) -> int:
-        """Elements of KV that one token takes in one layer."""
         if self.latent:
             return self.latent.kv_rank + self.latent.rope_dim
         return 2 * self.kv_heads * self.head_dim
 
     @property
     def qk_dim(self) -> int:
-        """Width of a query head."""
         return self.latent.nope_dim + self.latent.rope_dim if self.latent else self.head_dim
 
     @property
     def v_dim(self) -> int:
-        """Width of a value head."""
         return self.latent.v_dim if self.latent else self.head_dim
 
     def kv_geometry(self) -> KvGeometry:
@@ -136,11 +131,10 @@ class ModelGeometry:
         return KvGeometry(self.layers, self.kv_heads, self.head_dim)
 
     def kv_bytes_per_token(self, bytes_per_element: float = 2.0) -> float:
-        """KV bytes of one token over all layers and heads (FORMULAS: kappa), with n_kv_heads, not hidden size."""
+        """KV bytes of one token over all layers and KV heads."""
         return float(self.layers * self.kv_elements_per_token_layer) * bytes_per_element
 
     def attention_matmuls(self) -> tuple[Matmul, ...]:
-        """Weight matrices of one layer's attention."""
         if self.latent:
             return _latent_matmuls(self.hidden, self.heads, self.latent)
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -156,16 +150,11 @@ class ModelGeometry:
         )
 
     def lm_head(self) -> Matmul:
-        """The output projection; tied or not, it is computed once for each sampled sequence."""
+        """The output projection, computed once for each sampled sequence."""
         return Matmul("lm_head", self.vocab, self.hidden, "column")
 
     def parameters(self) -> int:
-        """All weights, as the checkpoint holds them."""
-        return self._embedding_parameters() + self._attention_parameters() + self._mlp_parameters(active=False)
-
-    def active_parameters(self) -> int:
-        """Weights that one token uses: of the experts only `per_token`."""
-        return self._embedding_parameters() + self._attention_parameters() + self._mlp_parameters(active=True)
+        return self._embedding_parameters() + self._attention_parameters() + self._mlp_parameters()
 
     def expert_parameters(self) -> int:
         """Weights of all routed experts; 0 without any."""
@@ -190,36 +179,6 @@ class ModelGeometry:
             total += e.layers * (one + shared + 2 * self.hidden * e.count)
         return float(total)
 
-    def attention_flops(self, tokens: int, context: int = 0) -> float:
-        """FLOPs of causal attention over all layers: `tokens` new tokens after `context` earlier ones.
-
-        Token i sees context + i + 1 positions; two multiply-adds for each (score and value) and head.
-        """
-        full = causal_positions(tokens, context)
-        windowed = causal_positions(tokens, context, self.window_tokens) if self.window_layers else full
-        positions = full * (self.layers - self.window_layers) + windowed * self.window_layers
-        return 2.0 * positions * self.heads * (self.qk_dim + self.v_dim)
-
-    def prefill_flops(self, tokens: int, context: int = 0) -> float:
-        """FLOPs of one prefill chunk, with one row of logits."""
-        return tokens * self.matmul_flops_per_token() + self.attention_flops(tokens, context) + self._logit_flops()
-
-    def decode_flops(self, context: int) -> float:
-        """FLOPs of one decode token whose sequence then has `context` + 1 positions."""
-        return self.prefill_flops(1, context)
-
-    def step_bytes(self, tokens: int, context_sum: int, bytes_per_element: float = 2.0) -> float:
-        """Bytes that a step of `tokens` tokens must read: weights in use once, and the KV of `context_sum` tokens."""
-        weights = float(self.parameters() - self.vocab * self.hidden * (0 if self.tied_embeddings else 1))
-        if self.experts:
-            idle = self.experts.count - self.experts.expected_active(tokens)
-            one = sum(m.n * m.k for m in self.mlp_matmuls(self.experts.intermediate))
-            weights -= idle * one * self.experts.layers
-        return weights * bytes_per_element + context_sum * self.kv_bytes_per_token(bytes_per_element)
-
-    def _logit_flops(self) -> float:
-        return 2.0 * self.vocab * self.hidden
-
     def _embedding_parameters(self) -> int:
         tables = 1 if self.tied_embeddings else 2
         return (tables * self.vocab + self.learned_positions) * self.hidden
@@ -238,27 +197,18 @@ class ModelGeometry:
             layer += self.latent.kv_rank + self.latent.q_rank
         return self.layers * layer + norm
 
-    def _mlp_parameters(self, *, active: bool) -> int:
+    def _mlp_parameters(self) -> int:
         dense = sum(m.n * m.k for m in self.mlp_matmuls())
         if self.all_bias:
             dense += self.intermediate + self.hidden
         total = self.dense_layers * dense
         if self.experts:
             e = self.experts
-            used = e.per_token if active else e.count
-            layer = used * sum(m.n * m.k for m in self.mlp_matmuls(e.intermediate))
+            layer = e.count * sum(m.n * m.k for m in self.mlp_matmuls(e.intermediate))
             layer += sum(m.n * m.k for m in self.mlp_matmuls(e.shared_intermediate))
             layer += self.hidden * (e.count + int(e.shared_gate)) + (e.count if e.router_bias else 0)
             total += e.layers * layer
         return total
-
-
-def causal_positions(tokens: int, context: int = 0, window: int = 0) -> float:
-    """Sum over `tokens` new tokens of the positions that each attends to, itself included; `window` caps each."""
-    if not window or context + tokens <= window:
-        return tokens * context + tokens * (tokens + 1) / 2.0
-    free = max(0, window - context)  # tokens that see less than a whole window
-    return free * context + free * (free + 1) / 2.0 + (tokens - free) * float(window)
 
 
 def _latent_matmuls(hidden: int, heads: int, latent: LatentAttention) -> tuple[Matmul, ...]:
@@ -279,11 +229,7 @@ def _latent_matmuls(hidden: int, heads: int, latent: LatentAttention) -> tuple[M
     )
 
 
-# MERGED memory.py
-# How much KV an instance holds, and whether a model fits it at all.
-
-
-# u and v of Huawei eq. 1, as vLLM sets them: share of the memory that the engine may use, and bytes of each
+# u and v of Huawei eq. 1, as vLLM sets them: the share of memory that the engine may use, and the bytes of each
 # accelerator for graphs and workspace.
 UTILISATION = 0.9
 RESERVE_BYTES = 1.25e9
@@ -303,9 +249,9 @@ def kv_capacity_tokens(
 ) -> int:
     """Tokens of KV that an instance holds; negative when the weights alone do not fit.
 
-    Source: Huawei eq. 1 (R): C_s = t·(u·m − v) − a·P, divided by kappa. KV that several ranks must each hold
-    (fewer KV heads than ranks, a latent) counts once for each copy. Data-parallel engines that compute the experts
-    together hold a share of them each.
+    Source: Huawei eq. 1 (R): C_s = t·(u·m − v) − a·P, divided by the KV bytes of a token. KV that several ranks must
+    each hold (fewer KV heads than ranks, a latent) counts once for each copy. Data-parallel engines that compute the
+    experts together hold a share of them each.
     """
     precision = precision_of(dtype or geometry.dtype)
     kv_precision = precision_of(kv_dtype or ("bf16" if bytes_of(precision) < 2 else precision))
@@ -315,37 +261,3 @@ def kv_capacity_tokens(
     space -= geometry.weight_bytes(bytes_of(precision))
     space += geometry.expert_parameters() * (1.0 - 1.0 / experts.engines) * bytes_of(precision)
     return int(space // (geometry.kv_bytes_per_token(bytes_of(kv_precision)) * copies))
-
-
-def require_fit(
-    accelerator: Accelerator,
-    geometry: ModelGeometry,
-    longest_tokens: int,
-    *,
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    dtype: str | None = None,
-    kv_dtype: str | None = None,
-    utilisation: float = UTILISATION,
-    reserve_bytes: float = RESERVE_BYTES,
-) -> int:
-    """The KV capacity in tokens, or an error when not one request of `longest_tokens` fits (Huawei eq. 2)."""
-    tokens = kv_capacity_tokens(
-        accelerator,
-        geometry,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        utilisation=utilisation,
-        reserve_bytes=reserve_bytes,
-    )
-    if tokens >= longest_tokens:
-        return tokens
-    ranks = tensor_parallel * pipeline_parallel
-    weights = geometry.weight_bytes(bytes_of(dtype or geometry.dtype)) / 1e9
-    room = ranks * utilisation * accelerator.memory_bytes / 1e9
-    raise Incompatible(
-        f"{geometry.name} does not fit {ranks} x {accelerator.name}: weights of {weights:.1f} GB in {room:.1f} GB "
-        f"leave KV for {max(0, tokens)} tokens, and one request needs {longest_tokens}"
-    )

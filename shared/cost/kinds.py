@@ -1,6 +1,7 @@
-"""Engines by how they are built: step times, KV capacity and rates of a kind, each made once.
+"""Kinds of engines, by how they are built: their step times, KV capacity and rates, each worked out once.
 
 The planner, `polyphase simulate` and the papers' testbeds make their instances here, so that all predict the same.
+Also here: how much slower steps get when several instances share a host's cores.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,11 @@ from shared.cost.library import Library
 from shared.cost.linear import rates_of
 from shared.cost.network import Link
 from shared.cost.pipeline import Pipeline
-from shared.cost.step import Batch, StepModel, StepTimes
+from shared.cost.step import Batch, Segment, StepModel, StepTimes
 from shared.domain.rates import Rates
 from shared.errors import Incompatible, InvalidRequest
 
-HOP_LATENCY_S = 1e-4  # of activations from stage to stage, where a file says nothing
+HOP_LATENCY_S = 1e-4  # default latency of activations from stage to stage
 _ACTIVATION_BYTES = 2.0  # of an element that goes from stage to stage
 
 
@@ -33,7 +34,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """An engine: its pipeline stages in order, `tensor_parallel` accelerators in each.
+    """An engine: its pipeline stages in order, with `tensor_parallel` accelerators and one batch in flight for each.
 
     hop: the path from a stage to the next; by default the first accelerator's scale-up link.
     """
@@ -46,12 +47,10 @@ class EngineKind:
 
     @property
     def lanes(self) -> int:
-        """Batches in flight: as many as there are stages."""
         return len(self.stages)
 
     @property
     def accelerators(self) -> int:
-        """In all stages."""
         return self.tensor_parallel * len(self.stages)
 
     def __str__(self) -> str:
@@ -61,7 +60,7 @@ class EngineKind:
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage as vLLM divides them: what is left over goes to the stages before the last."""
+    """Layers of each stage as vLLM divides them: the remainder goes to the stages before the last."""
     each, over = divmod(layers, stages)
     counts = [each] * stages
     for at in range(over):
@@ -70,7 +69,7 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
 
 
 class Workshop:
-    """Makes what engines of one model are simulated with, and keeps it: alike engines share their step times."""
+    """Makes and keeps what engines of one model are simulated with: equal engines share their step times."""
 
     def __init__(self, library: Library, geometry: ModelGeometry) -> None:
         self.library = library
@@ -80,7 +79,6 @@ class Workshop:
         self._rates: dict[tuple[object, ...], Rates] = {}
 
     def device(self, name: str) -> Accelerator:
-        """Of the catalogue. Raises NotFound that names the nearest."""
         return self.library.catalogue.get(name)
 
     def times(self, kind: EngineKind) -> StepModel | Pipeline:
@@ -93,7 +91,6 @@ class Workshop:
         return found
 
     def kv_dtype(self, kind: EngineKind) -> str:
-        """The precision in which such an engine keeps KV."""
         times = self.times(kind)
         first = times.stages[0] if isinstance(times, Pipeline) else times
         assert isinstance(first, StepModel)
@@ -102,7 +99,7 @@ class Workshop:
     def kv_tokens(
         self, kind: EngineKind, utilisation: float = UTILISATION, reserve_bytes: float = RESERVE_BYTES
     ) -> int:
-        """KV capacity: of the tightest stage, as each holds its layers of every token. Negative: weights do not fit."""
+        """KV capacity of the tightest stage, as each holds its layers of each token. Negative: weights do not fit."""
         return min(
             kv_capacity_tokens(
                 self.device(stage.accelerator),
@@ -135,22 +132,18 @@ class Workshop:
         )
 
     def rates(self, kind: EngineKind, chunk: int, price_per_hour: float = 0.0, weight: float = 1.0) -> Rates:
-        """What policies know of such an engine, in steps of `chunk` tokens.
-
-        A pipeline's decodes are spread over its lanes, so that one more costs a step a lane's share of it.
-        """
+        """What policies know about such an engine, in steps of `chunk` tokens."""
         key = (kind, chunk, price_per_hour, weight)
         if key not in self._rates:
             self._rates[key] = rates_of(self.spread(kind), chunk, price_per_hour, weight)
         return self._rates[key]
 
     def spread(self, kind: EngineKind) -> StepTimes:
-        """Step times by the decodes of the whole engine, of which each lane has its share."""
+        """Step times of a lane by the decodes of the whole engine, of which each lane has its share."""
         times = self.times(kind)
         return times if kind.lanes == 1 else _Spread(times, kind.lanes)
 
     def price_usd_hour(self, kind: EngineKind) -> float:
-        """Of all of its accelerators, by the catalogue."""
         return sum(kind.tensor_parallel * self.device(stage.accelerator).price_usd_hour for stage in kind.stages)
 
     def _check(self, kind: EngineKind) -> None:
@@ -184,8 +177,6 @@ class Workshop:
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """A pipeline's step by the decodes of all of its lanes."""
-
     times: StepTimes
     lanes: int
 
@@ -196,23 +187,19 @@ class _Spread:
     def decode_time_s(self, count: int, context_tokens: int) -> float:
         return self.times.decode_time_s(-(-count // self.lanes), context_tokens // self.lanes)
 
-    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
+    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[Segment, ...]:
         return self.times.decode_segments(-(-count // self.lanes), context_tokens // self.lanes, steps)
-
-
-# MERGED shared_host.py
-# Instances that share a host's cores: how much slower a step gets while others compute.
 
 
 Floats = NDArray[np.float64]
 Curve = tuple[float, ...]  # at [k]: how many times longer a step takes while k other instances of the host are busy
 
-NEAR = 0.25  # a step with so nearly k others busy says something of the curve at k
-_LEAST_STEPS = 20  # fewer say too little
+NEAR = 0.25  # a step counts for the curve at k if on average k others were busy, give or take so many
+_MIN_STEPS = 20  # of a point of the curve
 
 
 def others_busy(intervals: Mapping[str, tuple[Floats, Floats]]) -> dict[str, Floats]:
-    """For each step of each instance, how many others were busy on average while it ran.
+    """How many other instances were busy on average during each step of each instance.
 
     intervals: starts and ends of the instances' steps, shape [n] each, in order of time; one clock for all.
     """
@@ -228,7 +215,7 @@ def others_busy(intervals: Mapping[str, tuple[Floats, Floats]]) -> dict[str, Flo
 
 
 def _busy_until(starts: Floats, ends: Floats) -> tuple[Floats, Floats]:
-    """Seconds of work done by each start and end. Steps of one engine cannot overlap; clocks may say that they do."""
+    """Seconds of work done by each start and end. Steps of one engine do not overlap; their clocks may."""
     starts = np.maximum(starts, np.concatenate(([-np.inf], np.maximum.accumulate(ends)[:-1])))
     ends = np.maximum(ends, starts)
     moments = np.stack((starts, ends), axis=1).ravel()
@@ -237,21 +224,21 @@ def _busy_until(starts: Floats, ends: Floats) -> tuple[Floats, Floats]:
 
 
 def slowdown_curve(others: Floats, seconds: Floats, alone_s: Floats) -> Curve:
-    """The curve from steps, shape [n] each: how many others were busy, the time taken, and the time when alone.
+    """The curve that follows from steps, shape [n] each: other busy instances, the time taken, and the time alone.
 
-    Starts at 1, never falls, and ends at the most others that enough steps have seen.
+    It starts at 1, does not fall, and ends at the most other instances that enough steps have seen.
     """
     curve = [1.0]
     for count in range(1, int(others.max(initial=0.0) + NEAR) + 1):
         near = np.abs(others - count) <= NEAR
-        if near.sum() < _LEAST_STEPS:
+        if near.sum() < _MIN_STEPS:
             break
         curve.append(max(curve[-1], float(seconds[near].sum() / alone_s[near].sum())))
     return tuple(curve)
 
 
 def slowdown_at(curve: Curve, others: Floats) -> Floats:
-    """The curve at any number of others, shape [n]; beyond its end it goes on as steeply as it ended."""
+    """The curve at any number of other instances, shape [n]; beyond its end it continues with its last slope."""
     reach = len(curve) - 1
     slope = curve[-1] - curve[-2] if reach else 0.0
     within = np.asarray(np.interp(others, np.arange(reach + 1), curve), dtype=np.float64)
@@ -259,5 +246,4 @@ def slowdown_at(curve: Curve, others: Floats) -> Floats:
 
 
 def joined(parts: Sequence[Floats]) -> Floats:
-    """One array of several; of shape [0] for none."""
     return np.concatenate(parts) if parts else np.zeros(0)

@@ -1,4 +1,4 @@
-"""What a model's layers cost on one instance: its operators' times, summed as an engine runs them."""
+"""What a model's layers cost on one instance: the times of their operators, summed as an engine runs them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from shared.cost.operators import Device, Gemm, Heads, Numeric, device_of
 
 
 def _product_s(gemm: Gemm, rows: Numeric, n: int, k: int, width: float, device: Device) -> Numeric:
-    """Seconds of a product as an engine runs it. Arrays of rows are worked out once for pipelines cut anywhere."""
+    """Seconds of a product as an engine runs it. Arrays of rows are worked out once for all ways to cut a pipeline."""
     if isinstance(rows, np.ndarray) and rows.dtype == np.float64:
         return _products_s(gemm, rows.tobytes(), n, k, width, device)
     return gemm.time_s(rows, n, k, width, device, cold=True)
@@ -69,7 +69,7 @@ class LayerCost:
         self.decode_kinks: tuple[float, ...] = tuple(kinks)  # mean contexts at which the decode time bends
 
     def dense_s(self, tokens: Numeric) -> Numeric:
-        """All layers but attention, for `tokens` tokens: matrices, elementwise work, communication, step overhead."""
+        """All layers without attention, for `tokens` tokens: matrices, elementwise, communication, step overhead."""
         geometry, layers = self._geometry, self._geometry.layers
         total = layers * sum(self._gemm_s(m, tokens) for m in geometry.attention_matmuls())
         total = total + geometry.dense_layers * sum(self._gemm_s(m, tokens) for m in geometry.mlp_matmuls())
@@ -80,7 +80,7 @@ class LayerCost:
         return total + self._communication_s(tokens) + self._efficiencies.step_s
 
     def experts_s(self, tokens: Numeric) -> Numeric:
-        """All layers' routed experts on one rank, for `tokens` tokens of all engines together, and their way there.
+        """All layers' routed experts on one rank, for `tokens` tokens of all engines, with the tokens' transfer.
 
         Tokens of several engines are gathered before the experts, summed and scattered after. Source: vLLM's
         `allgather_reducescatter`, its default.
@@ -147,7 +147,7 @@ class LayerCost:
         return _product_s(self._gemm, tokens, n, k, self._width, self._device)
 
     def _own_experts_s(self, tokens: Numeric) -> Numeric:
-        """What an engine computes for its own tokens alone: router and shared experts."""
+        """Router and shared experts, which an engine computes for its own tokens alone."""
         geometry, experts = self._geometry, self._geometry.experts
         assert experts is not None
         total = self._gemm_s(Matmul("router", experts.count, geometry.hidden, "none"), tokens)
@@ -200,7 +200,7 @@ class LayerCost:
     def _mixed_layer_s(
         self, chunks: Sequence[tuple[int, int]], count: int, context_tokens: float, window: float
     ) -> float:
-        """One kernel for chunks and decodes; never less than the decodes alone. A latent keeps two kernels."""
+        """One kernel for chunks and decodes, at least the time of the decodes alone. A latent keeps two kernels."""
         one, heads = self._varlen, self._prefill_heads
         positions = moved = longest = tokens = 0.0
         for new, before in chunks:

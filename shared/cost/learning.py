@@ -1,4 +1,4 @@
-"""Step rates that follow what an instance measures of itself while it serves. Pure: told of steps, asked for rates."""
+"""Step and link rates that an instance learns from what it measures while it serves. Pure: time is an argument."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
@@ -14,19 +14,19 @@ from shared.cost.step_rates import NAMES, TERMS, profile_batches, terms_of
 from shared.domain.kv import Codec
 from shared.domain.rates import LinkRate, StepForm, StepRates
 
-HALF_LIFE_S = 60.0  # of what a step says of the shape of its kind
-RECENT_S = 4.0  # steps so old at most say how fast the instance is right now
-RECENT = 64  # of each kind, at most
-FEW = 5  # of a kind that has fewer, the steps of all kinds say it
-PRIOR_STEPS = 30.0  # steps that the start is worth
-OUTLIER = log(1.5)  # a step that is off by more from its like counts less, the more it is off
-TRUSTED = 3  # steps before outliers are told from others
+HALF_LIFE_S = 60.0  # of a step's weight in the shape of its kind
+RECENT_S = 4.0  # steps at most so old show how fast the instance is now
+RECENT = 64  # steps of each kind that are kept for that
+FEW = 5  # a kind with fewer recent steps uses the recent steps of all kinds
+PRIOR_STEPS = 30.0  # weight of the prior, in steps
+OUTLIER = log(1.5)  # a step that is off by more counts less, the more it is off
+TRUSTED = 3  # steps before outliers are recognised
 
 Array = NDArray[np.float64]
 
 
 class _Kind:
-    """Steps of one kind: weighed sums for least squares, and the last ratios of measured to started-from times."""
+    """Steps of one kind: weighted sums for least squares, and the last measured steps."""
 
     def __init__(self, name: str, prior: StepForm, profile: list[Batch]) -> None:
         self.terms = list(TERMS[name])
@@ -37,12 +37,11 @@ class _Kind:
         self.square: Array = np.zeros_like(self.before)
         self.target: Array = np.zeros(len(self.terms))
         self.steps = 0
-        self.level = 1.0  # measured over started-from times, lately
+        self.level = 1.0  # measured times over the prior's, lately
         self.added_s = 0.0
         self.recent: deque[tuple[float, Array, float]] = deque(maxlen=RECENT)
 
     def add(self, row: Array, seconds: float, now: float) -> None:
-        """A step of these terms took `seconds`."""
         expected = max(float(row @ self.prior), 1e-9)
         ratio, scaled = seconds / expected, row / expected
         off = abs(log(max(ratio, 1e-9) / self.level)) if self.steps >= TRUSTED else 0.0
@@ -57,7 +56,7 @@ class _Kind:
             self.level = median(took / max(float(one @ self.prior), 1e-9) for _, one, took in self.recent)
 
     def solved(self, level: float) -> Array:
-        """The terms' seconds: the steps seen, and the start at the level that was seen. None is negative."""
+        """The terms' seconds, none negative: from the steps measured, and the prior scaled to `level`."""
         scale = np.sqrt(np.maximum(np.diag(self.square + self.before), 1e-18))
         matrix = (self.square + self.before) / np.outer(scale, scale)
         target = (self.target + self.before @ (self.prior * level)) / scale
@@ -74,12 +73,12 @@ class _Kind:
 
 
 class StepLearner:
-    """Begins with `prior`, the catalogue's or a calibration's forms, and corrects them by each step that is added.
+    """Starts with `prior`, the forms of the catalogue or of a calibration, and corrects them by each step added.
 
-    Two speeds: the shape of each kind of step (prefill, decode, mixed) by least squares of relative errors, in which a
-    step counts half as much after a minute; and how much longer than that the last seconds' steps took, by their
-    median, so that an instance that slows down is seen within seconds. Single outliers hardly count in either.
-    `budget`, `decodes`: the most prompt tokens and decodes of a step.
+    It learns the shape of each kind of step (prefill, decode, mixed) by least squares of relative errors, in which a
+    step's weight halves in a minute; and, by a median, how much longer than that the steps of the last seconds took, so
+    that a slowdown shows within seconds. Single outliers hardly count in either. `budget`, `decodes`: the most prompt
+    tokens and decodes of a step.
     """
 
     def __init__(self, prior: StepRates, budget: int, decodes: int) -> None:
@@ -87,7 +86,7 @@ class StepLearner:
         self._kinds = {name: _Kind(name, getattr(prior, name), profile[name]) for name in TERMS}
 
     def add(self, batch: Batch, seconds: float, now: float) -> None:
-        """A step of `batch` took `seconds` and ended at `now`; times do not go back."""
+        """A step of `batch` took `seconds` and ended at `now`, which must not decrease."""
         if not seconds > 0.0:
             return
         name = "decode" if not batch.prefill else "mixed" if batch.decode_count else "prefill"
@@ -96,7 +95,6 @@ class StepLearner:
         kind.add(np.array([terms[term] for term in kind.terms]), seconds, now)
 
     def rates(self, now: float) -> StepRates:
-        """What steps cost, as it looks at `now`."""
         seen = [kind for kind in self._kinds.values() if kind.steps]
         level = median(kind.level for kind in seen) if seen else 1.0
         solved = {name: kind.solved(kind.level if kind.steps else level) for name, kind in self._kinds.items()}
@@ -117,15 +115,11 @@ class StepLearner:
         return msgspec.convert({"fixed_s": 0.0, **plain, "error": error, "steps": kind.steps}, StepForm)
 
 
-# MERGED transfers.py
-# How fast KV comes to an instance, learned from its imports, by where they come from and how they are coded.
-
-
-LARGE_BYTES = 1 << 20  # of an import that says something of the bandwidth; smaller ones say what it takes besides
-KEPT = 32  # imports from one exporter
-PEERS = 64  # exporters that are remembered, the latest
-TOLD = 16  # exporters whose own bandwidth is told
-APART = 1.5  # times by which it must differ
+LARGE_BYTES = 1 << 20  # imports of at least so many bytes show the bandwidth, smaller ones the latency
+KEPT = 32  # imports kept of one exporter
+PEERS = 64  # exporters kept, the latest
+TOLD = 16  # exporters whose own bandwidth is reported
+APART = 1.5  # factor by which it must be lower to be reported
 
 
 class _Peer:
@@ -138,12 +132,14 @@ class _Peer:
 
     @property
     def bytes_s(self) -> float:
-        """Of what came as it is."""
         return _typical(self.large)
 
 
 class LinkLearner:
-    """Imports in, a link rate out. `start`: what is taken until the first large one."""
+    """The link rate that follows from an instance's KV imports, by exporter and codec.
+
+    start: the rate until the first large import.
+    """
 
     def __init__(self, start: LinkRate | None) -> None:
         self._start = start
@@ -151,7 +147,7 @@ class LinkLearner:
         self.rate = start
 
     def add(self, exporter: str, codec: Codec, kv_bytes: float, wire_bytes: int, seconds: float) -> None:
-        """An import of so much KV, that many bytes on the wire, took so long."""
+        """An import of `kv_bytes` of KV as it is stored, `wire_bytes` on the wire, took `seconds`."""
         if seconds <= 0.0 or wire_bytes <= 0:
             return
         peer = self._peers.setdefault(exporter, _Peer())
@@ -160,7 +156,7 @@ class LinkLearner:
             self._peers.popitem(last=False)
         if wire_bytes < LARGE_BYTES:
             peer.small.append(seconds)
-        elif codec.lossy:  # coding may be what took so long: the link is as fast at least
+        elif codec.lossy:  # coding may have taken most of the time: the link is at least so fast
             peer.coded.setdefault(codec, deque(maxlen=KEPT)).append(kv_bytes / seconds)
             if peer.large and wire_bytes / seconds > peer.bytes_s:
                 peer.large.append(wire_bytes / seconds)
@@ -181,7 +177,7 @@ class LinkLearner:
         return LinkRate(usual, latency_s, dict(sorted(slow.items(), key=lambda item: item[1])[:TOLD]), coded)
 
     def _coded(self) -> dict[str, float]:
-        """By codec; and by codec and exporter, where that is much slower."""
+        """Bytes a second by codec, and by codec and exporter where that is much slower."""
         told: dict[str, float] = {}
         for codec in Codec:
             known = {name: _typical(peer.coded[codec]) for name, peer in self._peers.items() if codec in peer.coded}
@@ -194,6 +190,6 @@ class LinkLearner:
 
 
 def _typical(rates: Iterable[float]) -> float:
-    """Of the upper half: what is slower shared the way with others."""
+    """The median of the upper half: slower imports shared the link with others."""
     ordered = sorted(rates)
     return median(ordered[len(ordered) // 2 :])

@@ -1,4 +1,7 @@
-"""The cost model by name: catalogue, bundled models and shipped efficiencies in one place."""
+"""The cost model by name: catalogue, bundled models and shipped efficiencies in one place.
+
+A model's geometry is read from a Hugging Face `config.json`; a few well-known ones are in `models.yaml`.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,25 +17,54 @@ from shared.errors import InvalidRequest, NotFound
 from shared.files.text import read_json, shown
 from shared.files.yaml_file import read_yaml
 
-# MERGED models.py
-# Model geometry from a Hugging Face `config.json`, and a few well-known models that ship with the product.
-
-
-_MOST_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 BUNDLED = Path(__file__).with_name("models.yaml")
 
 Config = Mapping[str, Any]  # a foreign document: its values are what its author wrote
 
 
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What step models are made from. Instances of one kind should share one `StepModel`."""
+
+    catalogue: Catalogue
+    efficiencies: EfficiencyTable
+
+    @classmethod
+    def built_in(cls, accelerators: Path | None = None, efficiencies: Path | None = None) -> "Library":
+        """What ships with the product, with a user's own files on top."""
+        catalogue = Catalogue.built_in()
+        table = EfficiencyTable.from_file(efficiencies) if efficiencies else EfficiencyTable.from_file()
+        return cls(catalogue.with_file(accelerators) if accelerators else catalogue, table)
+
+    def geometry(self, model: str) -> ModelGeometry:
+        """A bundled model by name or hub id, or the path of a config.json (or of its folder)."""
+        path = Path(model)
+        return geometry_from_file(path) if path.exists() else bundled_geometry(model)
+
+    def step_model(
+        self,
+        accelerator: str,
+        model: str,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        dtype: str | None = None,
+        experts: ExpertSplit = ExpertSplit(),
+    ) -> StepModel:
+        device = self.catalogue.get(accelerator)
+        fitted = self.efficiencies.for_device(device.name)
+        geometry = self.geometry(model)
+        return StepModel(device, geometry, tensor_parallel, pipeline_parallel, dtype, fitted, experts=experts)
+
+
 def geometry_from_config(config: Config, name: str = "model") -> ModelGeometry:
-    """The geometry that a `config.json` describes. An architecture that we do not know is an error that lists ours."""
+    """The geometry that a `config.json` describes. Raises InvalidRequest for an unknown architecture or a bad value."""
     if isinstance(config.get("text_config"), Mapping):
         outer, config = config, config["text_config"]
         config = {**config, "architectures": config.get("architectures") or outer.get("architectures")}
     architecture = _architecture(config, name)
-    reader = _READERS[architecture]
-    extra = reader(config)
-    return ModelGeometry(**{**_common(config, name), "name": name, "architecture": architecture, **extra})
+    extra = _READERS[architecture](config)
+    return ModelGeometry(**{**_common(config), "name": name, "architecture": architecture, **extra})
 
 
 def geometry_from_file(path: Path) -> ModelGeometry:
@@ -60,7 +92,6 @@ def bundled_geometry(name: str) -> ModelGeometry:
 
 
 def bundled_names() -> tuple[str, ...]:
-    """Names of the models that ship with the product."""
     return tuple(_bundle())
 
 
@@ -72,24 +103,24 @@ def _architecture(config: Config, name: str) -> str:
     by_type = _MODEL_TYPES.get(str(config.get("model_type", "")))
     if by_type and not listed:
         return by_type
-    said = ", ".join(map(shown, listed)) or f"model_type {shown(config.get('model_type'))}"
-    raise InvalidRequest(f"{name}: unknown architecture {said}; known: {', '.join(_READERS)}")
+    stated = ", ".join(map(shown, listed)) or f"model_type {shown(config.get('model_type'))}"
+    raise InvalidRequest(f"{name}: unknown architecture {stated}; known: {', '.join(_READERS)}")
 
 
-def _need(config: Config, key: str, most: int = 10**12) -> int:
+def _need(config: Config, key: str, maximum: int = 10**12) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
-        raise InvalidRequest(f"model config: {key} must be a whole number from 1 to {most:,}, not {shown(value)}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= maximum:
+        raise InvalidRequest(f"model config: {key} must be a whole number from 1 to {maximum:,}, not {shown(value)}")
     return value
 
 
-def _optional(config: Config, key: str, otherwise: int = 0) -> int:
-    """A number that may be missing, null or 0."""
-    return _need(config, key) if config.get(key) not in (None, 0) else otherwise
+def _optional(config: Config, key: str, default: int = 0) -> int:
+    """A number that may be missing, null or 0, which all mean the default."""
+    return _need(config, key) if config.get(key) not in (None, 0) else default
 
 
 def _layers(config: Config) -> int:
-    return _need(config, "num_hidden_layers", _MOST_LAYERS)
+    return _need(config, "num_hidden_layers", _MAX_LAYERS)
 
 
 def _list(config: Config, key: str) -> list[Any]:
@@ -99,7 +130,7 @@ def _list(config: Config, key: str) -> list[Any]:
     return value
 
 
-def _common(config: Config, name: str) -> dict[str, Any]:
+def _common(config: Config) -> dict[str, Any]:
     hidden = _need(config, "hidden_size")
     heads = _need(config, "num_attention_heads")
     return {
@@ -129,20 +160,6 @@ def _dtype(config: Config) -> str:
     return {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}.get(str(stated), str(stated))
 
 
-def _plain(config: Config) -> dict[str, Any]:
-    return _window(config)
-
-
-def _qwen2(config: Config) -> dict[str, Any]:
-    window = _window(config) if config.get("use_sliding_window") else {}
-    return {"qkv_bias": True, **window}
-
-
-def _qwen3(config: Config) -> dict[str, Any]:
-    window = _window(config) if config.get("use_sliding_window") else {}
-    return {"qk_norm": True, **window}
-
-
 def _opt(config: Config) -> dict[str, Any]:
     positions = _optional(config, "max_position_embeddings", 2048)
     projected = _optional(config, "word_embed_proj_dim", _need(config, "hidden_size"))
@@ -152,22 +169,27 @@ def _opt(config: Config) -> dict[str, Any]:
         "intermediate": _need(config, "ffn_dim"),
         "gated_mlp": False,
         "all_bias": True,
-        "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
         "learned_positions": positions + 2,
+        **_tied(config),
     }
 
 
-def _gemma(config: Config) -> dict[str, Any]:
+def _tied(config: Config) -> dict[str, Any]:
+    """For architectures whose embeddings are tied unless the config says otherwise."""
     return {"tied_embeddings": bool(config.get("tie_word_embeddings", True))}
 
 
+def _qwen(config: Config) -> dict[str, Any]:
+    return _window(config) if config.get("use_sliding_window") else {}
+
+
 def _gemma2(config: Config) -> dict[str, Any]:
-    return {**_gemma(config), "norms_per_layer": 4, **_window(config, every=2)}
+    return {**_tied(config), "norms_per_layer": 4, **_window(config, every=2)}
 
 
 def _gemma3(config: Config) -> dict[str, Any]:
     every = _optional(config, "sliding_window_pattern", 6)
-    return {**_gemma(config), "norms_per_layer": 4, "qk_norm": True, **_window(config, every=every)}
+    return {**_tied(config), "norms_per_layer": 4, "qk_norm": True, **_window(config, every=every)}
 
 
 def _window(config: Config, every: int = 0) -> dict[str, Any]:
@@ -212,14 +234,6 @@ def _qwen_moe(config: Config) -> dict[str, Any]:
     return {"experts": experts}
 
 
-def _qwen2_moe(config: Config) -> dict[str, Any]:
-    return {"qkv_bias": True, **_qwen_moe(config)}
-
-
-def _qwen3_moe(config: Config) -> dict[str, Any]:
-    return {"qk_norm": True, **_qwen_moe(config)}
-
-
 def _deepseek(config: Config) -> dict[str, Any]:
     latent = LatentAttention(
         kv_rank=_need(config, "kv_lora_rank"),
@@ -243,19 +257,21 @@ def _deepseek(config: Config) -> dict[str, Any]:
     return {"latent": latent, "experts": experts}
 
 
+_QKV_BIAS, _QK_NORM = {"qkv_bias": True}, {"qk_norm": True}
+# What the config of an architecture says beyond `_common`.
 _READERS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
-    "LlamaForCausalLM": _plain,
-    "MistralForCausalLM": _plain,
-    "Qwen2ForCausalLM": _qwen2,
-    "Qwen3ForCausalLM": _qwen3,
+    "LlamaForCausalLM": _window,
+    "MistralForCausalLM": _window,
+    "Qwen2ForCausalLM": lambda config: _QKV_BIAS | _qwen(config),
+    "Qwen3ForCausalLM": lambda config: _QK_NORM | _qwen(config),
     "OPTForCausalLM": _opt,
-    "GemmaForCausalLM": _gemma,
+    "GemmaForCausalLM": _tied,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3,
     "MixtralForCausalLM": _mixtral,
-    "Qwen2MoeForCausalLM": _qwen2_moe,
-    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "Qwen2MoeForCausalLM": lambda config: _QKV_BIAS | _qwen_moe(config),
+    "Qwen3MoeForCausalLM": lambda config: _QK_NORM | _qwen_moe(config),
     "DeepseekV2ForCausalLM": _deepseek,
     "DeepseekV3ForCausalLM": _deepseek,
 }
@@ -292,38 +308,3 @@ def _index() -> dict[str, str]:
 
 def _key(name: str) -> str:
     return "".join(character for character in name.lower() if character.isalnum())
-
-
-@dataclass(frozen=True, slots=True)
-class Library:
-    """Everything that a step model is made from. Instances of one kind should share one `StepModel`."""
-
-    catalogue: Catalogue
-    efficiencies: EfficiencyTable
-
-    @classmethod
-    def built_in(cls, accelerators: Path | None = None, efficiencies: Path | None = None) -> "Library":
-        """What ships with the product, with the user's own files on top."""
-        catalogue = Catalogue.built_in()
-        table = EfficiencyTable.from_file(efficiencies) if efficiencies else EfficiencyTable.from_file()
-        return cls(catalogue.with_file(accelerators) if accelerators else catalogue, table)
-
-    def geometry(self, model: str) -> ModelGeometry:
-        """A bundled model by name or hub id, or the path of a config.json (or of its folder)."""
-        path = Path(model)
-        return geometry_from_file(path) if path.exists() else bundled_geometry(model)
-
-    def step_model(
-        self,
-        accelerator: str,
-        model: str,
-        tensor_parallel: int = 1,
-        pipeline_parallel: int = 1,
-        dtype: str | None = None,
-        experts: ExpertSplit = ExpertSplit(),
-    ) -> StepModel:
-        """The step model of `model` on accelerators of that name."""
-        device = self.catalogue.get(accelerator)
-        fitted = self.efficiencies.for_device(device.name)
-        geometry = self.geometry(model)
-        return StepModel(device, geometry, tensor_parallel, pipeline_parallel, dtype, fitted, experts=experts)

@@ -56,7 +56,7 @@ def chunked_of(model: StepTimes, budget: int = 512, decodes: int = 64, longest: 
 
 
 def rates_of(model: StepTimes, budget: int = 512, price_per_hour: float = 0.0, weight: float = 1.0) -> Rates:
-    """All that policies want to know of an instance that runs like `model`, in steps of `budget` tokens."""
+    """What policies know about an instance that runs like `model`, in steps of `budget` tokens."""
     partial = partial_prefill_of(model, chunk=budget)
     step, chunked = step_rates_of(model.step_time_s, budget), chunked_of(model, budget)
     return Rates(partial, chunked, huawei_of(model), step, price_per_hour=price_per_hour, weight=weight)
@@ -83,12 +83,11 @@ def rates_of_steps(step: StepRates, budget: int) -> Rates:
 def saturation_tokens(time_s: Callable[[int], float], share: float = 0.9, most: int = 16384) -> int:
     """The least power of two of prefill tokens per step that reaches `share` of the best throughput.
 
-    Sets ChunkSize (TetriInfer: 512 for OPT-13B on a V100): beyond it a longer chunk delays decodes and gains little.
+    This sets ChunkSize (TetriInfer: 512 for OPT-13B on a V100): longer chunks delay decodes and gain little.
     """
-    sizes = [1 << power for power in range(4, most.bit_length()) if 1 << power <= most]
-    rates = [size / time_s(size) for size in sizes]
-    best = max(rates)
-    return next(size for size, rate in zip(sizes, rates, strict=True) if rate >= share * best)
+    rates = {1 << power: (1 << power) / time_s(1 << power) for power in range(4, most.bit_length())}
+    best = max(rates.values())
+    return next(size for size, rate in rates.items() if rate >= share * best)
 
 
 def _chunks_s(model: StepTimes, tokens: int, chunk: int) -> float:

@@ -1,4 +1,4 @@
-"""Nodes and the links between them."""
+"""Links between instances and nodes: how long KV takes over them, and how a file describes them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,9 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from shared.cost.geometry import ModelGeometry
 from shared.domain.kv import GROUP_BYTES, TOKEN_GROUP, UNIT_BYTES, Codec, channel_group, coded_bytes
 from shared.errors import InvalidRequest
-
-# MERGED transfer.py
-# How long KV takes from one instance to another, by link and codec.
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +28,7 @@ class Link:
 
 
 def wire_bytes(geometry: ModelGeometry, tokens: int, codec: Codec = Codec.RAW, dtype_bytes: float = 2.0) -> float:
-    """Bytes that `tokens` tokens of KV take on the wire. RAW sends elements as they are stored; none sends more."""
+    """Bytes that `tokens` tokens of KV take on the wire. RAW sends elements as they are stored; no codec sends more."""
     raw = tokens * geometry.kv_bytes_per_token(dtype_bytes)
     if codec is Codec.RAW or tokens <= 0:
         return raw
@@ -63,25 +60,25 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What joins the nodes that instances stand on.
+    """The links of the nodes that instances stand on.
 
     inside: between two instances of a node, by node. between: from one node to the other, by pair of names, the lesser
-    first; the same both ways. Instances of one node share its port.
+    first; the same in both directions. Instances of one node share its port.
     """
 
     inside: Mapping[str, Link] = field(default_factory=dict)
     between: Mapping[Pair, Link] = field(default_factory=dict)
 
     def path(self, source: str, target: str) -> Link:
-        """From one node to another, or inside of one. Raises InvalidRequest where there is none."""
+        """The link from one node to another, or inside one. Raises InvalidRequest where there is none."""
         link = self.inside.get(source) if source == target else self.between.get(pair_of(source, target))
         if link is None:
-            where = f"inside of node {source!r}" if source == target else f"between the nodes {source!r} and {target!r}"
+            where = f"inside node {source!r}" if source == target else f"between the nodes {source!r} and {target!r}"
             raise InvalidRequest(f"network: no link {where}")
         return link
 
     def slower(self, factor: float) -> "Network":
-        """The same with every link so many times as slow."""
+        """The same network with all links slower by that factor."""
 
         def of(link: Link) -> Link:
             return replace(link, bandwidth_bytes_s=link.bandwidth_bytes_s / factor)
@@ -90,7 +87,7 @@ class Network:
         return Network(inside, {pair: of(link) for pair, link in self.between.items()})
 
     def port(self, node: str) -> Link:
-        """A node's own: as fast as the fastest path that leaves it, and without latency, which paths have."""
+        """A node's port: as fast as the fastest path that leaves the node; latency belongs to the paths."""
         leaving = [link for pair, link in self.between.items() if node in pair]
         fastest = max(leaving, key=rate_of, default=self.inside[node])
         return Link(fastest.bandwidth_bytes_s, 0.0, fastest.efficiency)
@@ -102,17 +99,12 @@ def pair_of(one: str, other: str) -> Pair:
 
 
 def rate_of(link: Link) -> float:
-    """Bytes a second that it reaches."""
     return link.bandwidth_bytes_s * link.efficiency
-
-
-# MERGED network_file.py
-# How a file says what joins nodes: classes of links with exceptions, or a matrix. Strict: errors name the key.
 
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-INSIDE_EFFICIENCY = 0.8  # of PCIe or NVLink, where a file says nothing
+INSIDE_EFFICIENCY = 0.8  # default of PCIe or NVLink
 
 
 class _Part(BaseModel):
@@ -120,7 +112,7 @@ class _Part(BaseModel):
 
 
 class LinkEntry(_Part):
-    """A link. `gbps`: nominal, 10^9 bits a second each way; `efficiency`: the share that is reached."""
+    """A link. gbps: nominal, 10^9 bits a second in each direction; efficiency: the share that is reached."""
 
     gbps: Positive
     latency_s: Seconds = 1e-3
@@ -128,29 +120,25 @@ class LinkEntry(_Part):
 
     @property
     def link(self) -> Link:
-        """As the cost model has it."""
         return Link(self.gbps * 1e9 / 8.0, self.latency_s, self.efficiency)
 
     @classmethod
     def of(cls, link: Link) -> "LinkEntry":
-        """As a file says it."""
         return cls(gbps=link.bandwidth_bytes_s * 8.0 / 1e9, latency_s=link.latency_s, efficiency=link.efficiency)
 
 
 class PairEntry(LinkEntry):
-    """The link between two nodes."""
-
     nodes: tuple[str, str]
 
     @model_validator(mode="after")
     def _two_nodes(self) -> Self:
         if self.nodes[0] == self.nodes[1]:
-            raise ValueError(f"{self.nodes[0]!r} to itself is no link between nodes: write it under `nodes`")
+            raise ValueError(f"a pair needs two nodes, not {self.nodes[0]!r} twice; `nodes` has links inside nodes")
         return self
 
 
 class MatrixEntry(_Part):
-    """Links between all nodes, both ways alike; on the diagonal those inside. gbps 0: no link."""
+    """Links between all nodes, symmetric, and inside them on the diagonal. gbps 0: no link."""
 
     nodes: tuple[str, ...] = Field(min_length=1)
     gbps: tuple[tuple[Seconds, ...], ...]
@@ -163,15 +151,15 @@ class MatrixEntry(_Part):
         if len(set(self.nodes)) < count:
             raise ValueError("matrix: a node is named twice")
         if len(self.gbps) != count or any(len(row) != count for row in self.gbps):
-            raise ValueError(f"matrix: gbps must have {count} rows of {count} numbers, as many as there are nodes")
+            raise ValueError(f"matrix: gbps must have {count} rows of {count} numbers, one for each node")
         for at, other in combinations(range(count), 2):
             if self.gbps[at][other] != self.gbps[other][at]:
-                raise ValueError(f"matrix: {self.nodes[at]} to {self.nodes[other]} is not as fast as back")
+                raise ValueError(f"matrix: {self.nodes[at]} to {self.nodes[other]} must be as fast as back")
         return self
 
 
 class NetworkEntry(_Part):
-    """inside: of every node; between: of any two; `nodes` and `pairs` are exceptions. Or a matrix of all."""
+    """inside: the link of each node; between: of any two nodes; `nodes`, `pairs`: exceptions. Or a `matrix` of all."""
 
     inside: LinkEntry | None = None
     between: LinkEntry | None = None
@@ -182,16 +170,16 @@ class NetworkEntry(_Part):
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         if self.matrix is not None and (self.inside or self.between or self.nodes or self.pairs):
-            raise ValueError("network: a matrix says it all: no inside, between, nodes or pairs beside it")
+            raise ValueError("network: a matrix excludes inside, between, nodes and pairs")
         seen: set[tuple[str, str]] = set()
         for index, pair in enumerate(self.pairs):
             if (nodes := pair_of(*pair.nodes)) in seen:
-                raise ValueError(f"pairs.{index}: {nodes[0]!r} and {nodes[1]!r} have a link already")
+                raise ValueError(f"pairs.{index}: the link of {nodes[0]!r} and {nodes[1]!r} is given twice")
             seen.add(nodes)
         return self
 
     def network(self, nodes: Sequence[str], inside: Mapping[str, Link]) -> Network:
-        """Of these nodes. inside: of a node of which the file says nothing. Pairs without a link have none.
+        """The network of these nodes. inside: links of nodes for which the file gives none.
 
         Raises InvalidRequest for names that no node has.
         """
@@ -200,7 +188,7 @@ class NetworkEntry(_Part):
         known = set(nodes)
         for name in (*self.nodes, *(name for pair in self.pairs for name in pair.nodes)):
             if name not in known:
-                raise InvalidRequest(f"network: no node {name!r}; there are {', '.join(nodes)}")
+                raise InvalidRequest(f"network: no node {name!r}; known: {', '.join(nodes)}")
         default = self.inside.link if self.inside else None
         own = {name: self.nodes[name].link if name in self.nodes else default or inside[name] for name in nodes}
         between = {pair_of(*pair): self.between.link for pair in combinations(nodes, 2) if self.between}
@@ -209,7 +197,7 @@ class NetworkEntry(_Part):
     def _of_matrix(self, matrix: MatrixEntry, nodes: Sequence[str], inside: Mapping[str, Link]) -> Network:
         missing = [name for name in nodes if name not in matrix.nodes]
         if missing:
-            raise InvalidRequest(f"network: matrix: node {missing[0]!r} is not in it")
+            raise InvalidRequest(f"network: matrix: node {missing[0]!r} is missing")
         at = {name: index for index, name in enumerate(matrix.nodes)}
 
         def link(one: str, other: str) -> Link | None:
@@ -222,9 +210,9 @@ class NetworkEntry(_Part):
 
 
 def entry_of(network: Network) -> NetworkEntry:
-    """A network as a file says it: the usual links as classes, the others as exceptions."""
-    inside = _most_usual(list(network.inside.values()))
-    between = _most_usual(list(network.between.values()))
+    """A network as a file describes it: the most frequent links as classes, the others as exceptions."""
+    inside = _most_frequent(list(network.inside.values()))
+    between = _most_frequent(list(network.between.values()))
     return NetworkEntry(
         inside=LinkEntry.of(inside) if inside else None,
         between=LinkEntry.of(between) if between else None,
@@ -237,5 +225,5 @@ def entry_of(network: Network) -> NetworkEntry:
     )
 
 
-def _most_usual(links: Sequence[Link]) -> Link | None:
+def _most_frequent(links: Sequence[Link]) -> Link | None:
     return max(links, key=links.count) if links else None

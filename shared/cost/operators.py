@@ -1,8 +1,8 @@
 """The time of each kind of operator on one device, as closed forms of a few fitted constants.
 
-Every form works on numbers and on arrays alike: `step` calls it with numbers, `fit` with whole tables.
-All are physical: FLOPs over an effective rate, bytes over an effective bandwidth, what a launch costs, and how work
-divides into tiles over the device's units. Source: FORMULAS section 1 for the smooth roofline; the rest is ours (F).
+The forms work on numbers and on arrays alike: step models call them with numbers, `polyphase fit` with whole tables.
+They are physical: FLOPs over an effective rate, bytes over an effective bandwidth, the cost of a launch, and how work
+divides into tiles over the device's units.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ _SIZES: tuple[float, ...] = tuple(2.0 / (1.0 / rows + 1.0 / columns) / 128.0 for
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The peaks that an operator's time is a share of."""
+    """The peaks of a device, of which operators reach a share."""
 
     flops: float  # operations/s of the operator's precision
     bandwidth: float  # bytes/s
@@ -47,7 +47,6 @@ class Device:
 
 
 def device_of(accelerator: Accelerator, precision: str) -> Device:
-    """The peaks of an accelerator in one precision."""
     return Device(
         accelerator.flops(precision),
         accelerator.bandwidth_bytes_s,
@@ -76,7 +75,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """Cost of quantising a matrix product's activations in a kernel of its own: rows over units, k elements each."""
+    """Cost of quantising a matrix product's activations in its own kernel: rows over units, k elements each."""
 
     launch_s: float
     element_s: float
@@ -85,14 +84,14 @@ class Quantisation:
     ramp: float
     spill_s_byte: float = 0.0  # beyond the cache
     spill_bytes: float = 1e9
-    fused: bool = True  # engines do it in the operator before; scales of blocks (fp8_block) take a kernel of their own
+    fused: bool = True  # engines do it in the operator before; scales of blocks (fp8_block) take their own kernel
 
     def time_s(self, m: Numeric, k: Numeric, units: int) -> Numeric:
         """Seconds for m rows of k elements, launched by themselves."""
         return self.launch_s + self.work_s(m, k, units)
 
     def work_s(self, m: Numeric, k: Numeric, units: int) -> Numeric:
-        """The same without the launch, which an engine's graphs hide."""
+        """The time without the launch, which an engine's graphs hide."""
         rows = (1.0 + (m / (units * self.rows_per_unit)) ** self.ramp) ** (1.0 / self.ramp)
         moved = 3.0 * m * k
         spilled = moved / (1.0 + (self.spill_bytes / moved) ** 8.0)
@@ -168,7 +167,6 @@ class Elementwise:
     memory: Memory
 
     def time_s(self, moved: Numeric, device: Device) -> Numeric:
-        """Seconds of one operator that moves that many bytes."""
         return self.overhead_s + self.memory.time_s(moved, device)
 
 
@@ -190,7 +188,7 @@ class Collective:
         return low(direct, self.ring_latency_s + crossing / self.ring_share)
 
     def gather_scatter_s(self, moved: Numeric, ranks: Numeric, link: float) -> Numeric:
-        """Seconds to gather `moved` bytes on every rank and, later, to sum and scatter as many.
+        """Seconds to gather `moved` bytes on each rank and, later, to sum and scatter as many.
 
         Two rings, each with half of an all-reduce's traffic and a ring's latency; no engine has a direct exchange here.
         """
@@ -224,8 +222,6 @@ class ExpertMlp:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """A gated or plain MLP: product, activation, product."""
-
     gemm: Gemm
     activation: Elementwise
 
@@ -238,10 +234,6 @@ class Mlp:
         return first + self.activation.time_s(tokens * (up + width) * 2.0, device) + second
 
 
-# MERGED attention.py
-# The time of attention on one device: decodes alone, and prefill chunks with or without decodes in one kernel.
-
-
 # Shared memory of one tile of 64 queries against 128 positions: queries, keys and values, 128 wide, in 16 bits.
 _TILE_BYTES = (64 + 2 * 128) * 128 * 2
 _CACHE_STEEPNESS = 4.0  # how abruptly contexts cease to fit the cache
@@ -250,8 +242,6 @@ _LEAST_S = 1e-15
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention's shape on one rank."""
-
     query: int
     kv: int
     flops: float  # of one query against one position, over all query heads
@@ -279,7 +269,7 @@ class DecodeAttention:
     memory: Memory
 
     def fixed_s(self, count: Numeric, heads: Heads, device: Device, low: Extremum) -> Numeric:
-        """What does not depend on the context."""
+        """The part that does not depend on the context."""
         items = count * heads.kv
         several = low(1.0, (items - low(items, 8.0)) / 8.0)
         grouped = low(1.0, heads.query - heads.kv) * low(1.0, heads.kv - 1.0) * several
@@ -304,7 +294,7 @@ class DecodeAttention:
         )
 
     def time_s(self, count: Numeric, context: Numeric, heads: Heads, device: Device) -> Numeric:
-        """Seconds of a table's row: `count` sequences of `context` positions each, KV in the cache where it fits."""
+        """Seconds for `count` sequences of `context` positions each, with KV in the cache where it fits."""
         total = self.fixed_s(count, heads, device, np.minimum) + self.long_s * (context > 128)
         total = total + self.depth_at(count, context, heads, np.minimum)
         positions = count * context
@@ -355,9 +345,9 @@ class VarlenAttention:
         Tiles start head by head, all sequences of one head before the next. Query heads of one KV head that run at the
         same time read its KV once, and so do later ones as long as the cache holds it. With n sequences and room for w
         tiles, w/n heads run at a time: the KV is read ⌈g·n/w⌉ times, g at most, where n contexts of one KV head exceed
-        the cache. Source: ours (F), from the mixed rows of LLMServingSim's tables: 128 contexts of 4096 and more draw
-        a fourth of the bandwidth on 128 units (g = 4), a third and a sixth on 188 (g = 4 and 8), 64 contexts a half;
-        and no more than one read where one head's contexts fit the 72 and 128 MiB of cache.
+        the cache. This follows from the mixed rows of LLMServingSim's tables: 128 contexts of 4096 and more draw a
+        fourth of the bandwidth on 128 units (g = 4), a third and a sixth on 188 (g = 4 and 8), 64 contexts a half; and
+        one read is enough where one head's contexts fit the 72 and 128 MiB of cache.
         """
         if self.packs_groups:
             return 1.0
@@ -375,7 +365,7 @@ class VarlenAttention:
         moved = contexts * heads.kv_bytes * self.decode_reads(count, contexts, heads, device, low, high)
         memory_s = (moved + count * heads.query_bytes) / (device.bandwidth * self.decode_share)
         p = self.decode_sharpness
-        # Of two powers of small times the greater is taken out, lest both vanish.
+        # The greater of the two times is factored out: powers of both small times would vanish.
         greater = high(compute_s, memory_s) + _LEAST_S
         both = ((compute_s / greater) ** p + (memory_s / greater) ** p) ** (1.0 / p)
         return self.decode_item_s * count * heads.query + greater * both
@@ -398,10 +388,7 @@ class VarlenAttention:
 
 
 def smooth_max(a: float, b: float, sharpness: float) -> float:
-    """(a^p + b^p)^(1/p) of two times: at least the greater, at most their sum; safe at any scale.
-
-    Source: FORMULAS section 1, `c + (t_compute^p + t_memory^p)^(1/p)`, p in 1…12.
-    """
+    """(a^p + b^p)^(1/p) of two times: at least the greater, at most their sum; safe at any scale."""
     if a < b:
         a, b = b, a
     if b <= 0.0:

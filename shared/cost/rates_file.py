@@ -1,4 +1,4 @@
-"""What a calibration found out, as a file: workers report its rates, the simulator takes its step times."""
+"""The file of a calibration: workers report its rates, and the simulator uses its step times."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ import msgspec
 import yaml
 
 from shared.cost.library import Library
-from shared.cost.step import Batch, StepModel, StepTimes
+from shared.cost.step import Batch, Segment, StepModel, StepTimes
 from shared.cost.step_rates import NAMES
 from shared.domain.instance import InstanceInfo
 from shared.domain.rates import Rates, StepForm, StepRates
@@ -24,7 +24,7 @@ _HEAD = (
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What instances must have in common to be alike in speed. `model`: its name, or its folder's."""
+    """What instances of equal speed have in common. `model`: its name, or its folder's."""
 
     engine: str
     accelerator: str
@@ -49,7 +49,7 @@ class Kind(msgspec.Struct, frozen=True):
 
 
 def geometry_name(info: InstanceInfo) -> str:
-    """Under which name the library finds the geometry of an instance's model."""
+    """The name under which the library finds the geometry of an instance's model."""
     fingerprint = info.compatibility.fingerprint
     return fingerprint.removeprefix(_EMULATED) if fingerprint.startswith(_EMULATED) else info.model
 
@@ -96,10 +96,11 @@ class CalibratedKind(msgspec.Struct, frozen=True):
 
 
 class ControlPlane(msgspec.Struct, frozen=True):
-    """What the services add, seconds. gateway_s: sending of a request to its placement; hop_s: from a decision to the
+    """What the services add, in seconds.
 
-    instance; token_s: from an engine's token to the client. link_latency_s and link_bytes_s: KV transfers; the
-    bandwidth is 0 where it is too great, or transfers were too few, to be seen.
+    gateway_s: from the sending of a request to its placement; hop_s: from a decision to the instance; token_s: from an
+    engine's token to the client. link_latency_s, link_bytes_s: of KV transfers; the bandwidth is 0 where it was too
+    high, or transfers were too few, to measure it.
     """
 
     gateway_s: float = 0.0
@@ -110,49 +111,44 @@ class ControlPlane(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """The whole file."""
-
     date: str
-    cluster: str  # what was calibrated, in words
+    cluster: str  # a description of what was calibrated
     control: ControlPlane
     kinds: tuple[CalibratedKind, ...]
 
     @classmethod
     def read(cls, path: Path) -> "Calibration":
-        """From a file. Raises InvalidRequest that names the file and what is wrong."""
+        """Raises InvalidRequest that names the file and what is wrong."""
         try:
             return msgspec.convert(read_yaml(path), cls)
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"{path}: {error}") from error
 
     def to_yaml(self) -> str:
-        """The text of the file."""
         plain = _rounded(msgspec.to_builtins(self))
         body = yaml.safe_dump(plain, sort_keys=False, width=118, default_flow_style=None, allow_unicode=True)
         return f"{_HEAD}{body}"
 
     def of(self, kind: Kind) -> CalibratedKind:
-        """What was found for instances of that kind. Raises NotFound that names those there are."""
+        """The calibration of that kind. Raises NotFound that names the calibrated kinds."""
         for one in self.kinds:
             if one.kind == kind:
                 return one
-        raise NotFound(f"not calibrated: {kind}; there are: {'; '.join(str(one.kind) for one in self.kinds)}")
+        raise NotFound(f"not calibrated: {kind}; calibrated: {'; '.join(str(one.kind) for one in self.kinds)}")
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledSteps:
-    """Step times of a model, all times `factor`, and `chunk_s` more for each prefill chunk."""
+    """Step times of a model, multiplied by `factor`, with `chunk_s` more for each prefill chunk."""
 
     model: StepTimes
     factor: float = 1.0
     chunk_s: float = 0.0
 
     def times(self, factor: float) -> "ScaledSteps":
-        """The same, longer by one more factor."""
         return ScaledSteps(self.model, self.factor * factor, self.chunk_s * factor)
 
     def step_time_s(self, batch: Batch) -> float:
-        """See StepModel."""
         return self.factor * self.model.step_time_s(batch) + self.chunk_s * len(batch.prefill)
 
     def prefill_time_s(self, tokens: int) -> float:
@@ -160,11 +156,9 @@ class ScaledSteps:
         return self.step_time_s(Batch(((tokens, 0),)))
 
     def decode_time_s(self, count: int, context_tokens: int) -> float:
-        """See StepModel."""
         return self.factor * self.model.decode_time_s(count, context_tokens)
 
-    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
-        """See StepModel."""
+    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[Segment, ...]:
         runs = self.model.decode_segments(count, context_tokens, steps)
         return tuple((taken, self.factor * first, self.factor * last) for taken, first, last in runs)
 
@@ -194,7 +188,7 @@ def scaled_rates(rates: Rates, factor: float, chunk_s: float = 0.0, chunk: int =
 
 
 def merged_rates(known: Rates, calibrated: Rates) -> Rates:
-    """Calibrated costs; price, weight and what coding costs as they were known."""
+    """Calibrated costs, with the price, weight and coding costs that were known before."""
     kept = {"price_per_hour": known.price_per_hour, "weight": known.weight, "codecs": known.codecs}
     return msgspec.structs.replace(calibrated, **kept)
 

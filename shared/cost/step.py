@@ -1,11 +1,12 @@
-"""The time of one engine step: any mix of prefill chunks and decodes, under tensor and pipeline parallelism."""
+"""The time of one engine step: any mix of prefill chunks and decodes, under tensor, pipeline and data parallelism."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shared.cost.catalogue import Accelerator, bytes_of, precision_of
 from shared.cost.efficiency import Efficiencies, EfficiencyTable
@@ -13,7 +14,9 @@ from shared.cost.geometry import ExpertSplit, ModelGeometry
 from shared.cost.layers import LayerCost
 from shared.errors import InvalidRequest
 
-_BLOCK = 512  # token counts priced at once
+_BLOCK = 512  # token counts whose times are worked out at once
+
+Segment = tuple[int, float, float]  # steps whose time grows linearly: how many, seconds of the first and of the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +44,23 @@ class Batch:
 
 
 class StepTimes(Protocol):
-    """What a batch costs on an instance; `StepModel` and `shared.cost.pipeline.Pipeline` are such."""
+    """What a batch costs on an instance, such as `StepModel` and `shared.cost.pipeline.Pipeline`."""
 
     def step_time_s(self, batch: Batch) -> float:
-        """Seconds of one step."""
+        """Seconds from the start of a step to its tokens; 0 for an empty batch."""
         ...
 
     def decode_time_s(self, count: int, context_tokens: int) -> float:
         """Seconds of a step of `count` decodes whose contexts sum to `context_tokens`."""
         ...
 
-    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
-        """The next `steps` decode steps as runs in which the step time grows linearly.
-
-        Each run is (steps in it, seconds of its first step, seconds of its last).
-        """
+    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[Segment, ...]:
+        """The next `steps` decode steps, each context longer by one token at each step."""
         ...
 
 
 class StepModel:
-    """Step times of one model on one instance: constants, and a memo of what depends on token counts alone.
-
-    Deterministic: equal arguments give equal times, in any order of calls.
-    """
+    """Step times of one model on one instance. Times that depend on token counts alone are kept."""
 
     def __init__(
         self,
@@ -100,11 +97,10 @@ class StepModel:
             self.efficiencies,
             experts,
         )
-        self._dense: dict[int, list[float]] = {}
-        self._heads: dict[int, list[float]] = {}
+        self._dense_s = _ByCount(self._layers.dense_s)
+        self._head_s = _ByCount(self._layers.head_s)
 
     def step_time_s(self, batch: Batch) -> float:
-        """Seconds from the start of a step to its tokens; 0 for an empty batch."""
         count, contexts = batch.decode_count, batch.decode_context_tokens
         if not batch.prefill:
             return self.decode_time_s(count, contexts)
@@ -113,25 +109,20 @@ class StepModel:
         return self._dense_s(tokens) + attention + self._head_s(count + len(batch.prefill))
 
     def decode_time_s(self, count: int, context_tokens: int) -> float:
-        """Seconds of a step of `count` decodes whose contexts sum to `context_tokens`."""
         if count == 0:
             return 0.0
         return self._dense_s(count) + self._head_s(count) + self._layers.decode_attention_s(count, context_tokens)
 
     def experts_time_s(self, tokens: int) -> float:
-        """Seconds of a step in routed experts, for `tokens` tokens of all engines that share them; see Lockstep."""
+        """Seconds of a step in routed experts, for `tokens` tokens of all engines that share them."""
         return float(self._layers.experts_s(float(max(1, tokens))))
 
     def prefill_time_s(self, tokens: int, context: int = 0) -> float:
         """Seconds of a step that computes one chunk of `tokens` after `context` earlier tokens."""
         return self.step_time_s(Batch(((tokens, context),)))
 
-    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
-        """The next `steps` decode steps, each context longer by one token at every step, as runs of linear growth.
-
-        Each run is (steps in it, seconds of its first step, seconds of its last). Exact, because the decode time is
-        piecewise linear in the context.
-        """
+    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[Segment, ...]:
+        """See `StepTimes`. Exact, because the decode time is piecewise linear in the context."""
         fixed = self._dense_s(count) + self._head_s(count)
         attention = self._layers.decode_attention_s
         runs = []
@@ -151,7 +142,7 @@ class StepModel:
         return sum(taken * (first + last) / 2.0 for taken, first, last in runs)
 
     def _kinks_after(self, mean_context: float, steps: int) -> list[int]:
-        """Steps, in order, at which the decode time may change its slope: segments in between are linear."""
+        """Steps, in order, at which the decode time may change its slope."""
         found: list[int] = []
         for kink in self._layers.decode_kinks:
             if mean_context - 2.0 < kink < mean_context + steps + 2.0:
@@ -160,67 +151,61 @@ class StepModel:
                 found.extend(step for step in range(before, before + 4) if 0 < step < steps)
         return sorted(set(found)) if found else found
 
-    def _dense_s(self, tokens: int) -> float:
-        block = tokens // _BLOCK
-        known = self._dense.get(block)
-        if known is None:
-            counts = np.arange(block * _BLOCK, (block + 1) * _BLOCK, dtype=np.float64)
-            known = self._dense[block] = [float(x) for x in self._layers.dense_s(np.maximum(counts, 1.0))]
-        return known[tokens % _BLOCK]
 
-    def _head_s(self, sequences: int) -> float:
-        block = sequences // _BLOCK
-        known = self._heads.get(block)
-        if known is None:
-            counts = np.arange(block * _BLOCK, (block + 1) * _BLOCK, dtype=np.float64)
-            known = self._heads[block] = [float(x) for x in self._layers.head_s(np.maximum(counts, 1.0))]
-        return known[sequences % _BLOCK]
+class _ByCount:
+    """A time by a token or sequence count, worked out for a block of counts at once and kept."""
 
+    __slots__ = ("_blocks", "_time_s")
 
-# MERGED lockstep.py
-# Data-parallel engines that share a mixture's experts: none starts a layer's experts before all are there.
+    def __init__(self, time_s: Callable[[NDArray[np.float64]], Iterable[float]]) -> None:
+        self._time_s = time_s
+        self._blocks: dict[int, list[float]] = {}
+
+    def __call__(self, count: int) -> float:
+        block = self._blocks.get(count // _BLOCK)
+        if block is None:
+            first = count // _BLOCK * _BLOCK
+            counts = np.maximum(np.arange(first, first + _BLOCK, dtype=np.float64), 1.0)
+            block = self._blocks[count // _BLOCK] = [float(x) for x in self._time_s(counts)]
+        return block[count % _BLOCK]
 
 
 @dataclass(frozen=True, slots=True)
 class Lockstep:
-    """Step times of a whole group of data-parallel engines, taken as one instance with all their requests.
+    """Step times of data-parallel engines that share a mixture's experts, taken as one instance with all requests.
 
-    model: one engine's step times, `model.experts.engines` of them in the group. Requests are dealt evenly; a step
-    takes what the engine with most to do takes besides the experts, and the experts once for the tokens of all.
-    Source: ours (F); vLLM's data-parallel engines meet at each mixture layer, idle ones with an empty batch.
+    model: the step times of each of the `model.experts.engines` engines. No engine starts a layer's experts before all
+    engines are there, idle ones with an empty batch (vLLM). Requests are divided evenly; a step takes what the engine
+    with most work takes besides the experts, and the experts once for the tokens of all.
     """
 
     model: StepModel
 
     def step_time_s(self, batch: Batch) -> float:
-        """Seconds of a step in which the group computes `batch`."""
         if not batch.prefill:
             return self.decode_time_s(batch.decode_count, batch.decode_context_tokens)
         engines = self.model.experts.engines
-        own_s = max(self._own_s(part) for part in _dealt(batch, engines) if part.tokens)
+        own_s = max(
+            self.model.step_time_s(part) - self.model.experts_time_s(part.tokens * engines)
+            for part in _dealt(batch, engines)
+            if part.tokens
+        )
         return own_s + self.model.experts_time_s(batch.tokens)
 
     def decode_time_s(self, count: int, context_tokens: int) -> float:
-        """Seconds of a step of `count` decodes, context_tokens in all, evenly over the engines."""
         return self.model.decode_time_s(*self._share(count, context_tokens)) if count else 0.0
 
-    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
-        """See StepModel: the next `steps` decode steps as runs of linear growth."""
+    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[Segment, ...]:
         return self.model.decode_segments(*self._share(count, context_tokens), steps)
 
-    def _own_s(self, part: Batch) -> float:
-        """What one engine takes for its part, experts apart."""
-        together = part.tokens * self.model.experts.engines
-        return self.model.step_time_s(part) - self.model.experts_time_s(together)
-
     def _share(self, count: int, context_tokens: int) -> tuple[int, int]:
-        """Decodes and context of the engine with most of them."""
+        """Decodes and context of the engine with most decodes."""
         most = -(-count // self.model.experts.engines)
         return most, context_tokens * most // count
 
 
 def _dealt(batch: Batch, engines: int) -> list[Batch]:
-    """The parts of the engines: the longest chunks first, each to the engine with the fewest tokens so far."""
+    """The engines' parts of a batch: the longest chunks first, each to the engine with the fewest tokens so far."""
     chunks: list[list[tuple[int, int]]] = [[] for _ in range(engines)]
     loads = [0] * engines
     for chunk in sorted(batch.prefill, reverse=True):

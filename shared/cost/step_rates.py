@@ -1,7 +1,7 @@
-"""Step times as three linear forms: of prefill chunks alone, of decodes alone, of both. Fitted to any step times.
+"""Step times as three linear forms: of prefill chunks alone, of decodes alone, and of both. Fitted to any step times.
 
-Sources: Cronus eq. 3 and Huawei eqs 3 and 4 are such forms; with a kind of step each they hold measured and modelled
-steps within some 10 %.
+Cronus eq. 3 and Huawei eqs 3 and 4 are such forms. One form for each kind of step is within some 10 % of measured and
+modelled steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ TERMS: dict[str, tuple[int, ...]] = {"prefill": (0, 1, 2), "decode": (0, 3, 4), 
 
 
 def step_rates_of(time_s: Callable[[Batch], float], budget: int = 512, decodes: int = 128) -> StepRates:
-    """The three linear forms of any step's time, over steps of up to `budget` tokens and `decodes` decodes."""
+    """The three linear forms of step times, over steps of up to `budget` tokens and `decodes` decodes."""
     batches = profile_batches(budget, decodes)
     forms = [fit_form(kind, [(batch, time_s(batch)) for batch in of_kind]) for kind, of_kind in batches.items()]
     return StepRates(*forms)
 
 
 def profile_batches(budget: int, decodes: int) -> dict[str, list[Batch]]:
-    """A light profile: batches by kind ("prefill", "decode", "mixed") that span what an engine meets."""
+    """A light profile: batches by kind ("prefill", "decode", "mixed") that span what an engine computes."""
     chunks = sorted({max(1, budget // part) for part in (16, 4, 2, 1)})
     counts = sorted({max(1, decodes // part) for part in (128, 32, 8, 4, 2, 1)})
     beside = sorted({max(1, min(decodes, budget // 2) // part) for part in (32, 4, 1)})
@@ -55,7 +55,7 @@ def terms_of(batch: Batch) -> tuple[float, float, float, float, float]:
 
 
 def fit_form(kind: str, samples: Sequence[tuple[Batch, float]]) -> StepForm:
-    """The form of one kind of step from (batch, seconds): least squares of relative errors, and no term negative."""
+    """The form of one kind of step from (batch, seconds): least squares of relative errors, without negative terms."""
     terms = TERMS[kind]
     table = np.array([terms_of(batch) for batch, _ in samples])[:, terms]
     seconds = checked_seconds([seconds for _, seconds in samples], len(terms), f"{kind} steps")
@@ -66,7 +66,7 @@ def fit_form(kind: str, samples: Sequence[tuple[Batch, float]]) -> StepForm:
 
 
 def checked_seconds(seconds: Sequence[float], columns: int, what: str) -> NDArray[np.float64]:
-    """As an array. Raises InvalidRequest for too few, and for times that are none."""
+    """The times as an array. Raises InvalidRequest for too few samples, and for times that are not positive."""
     if len(seconds) < columns or columns == 0:
         raise InvalidRequest(f"{what}: {len(seconds)} samples are too few for {columns or 'any'} coefficients")
     measured = np.asarray(seconds, dtype=np.float64)

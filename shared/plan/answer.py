@@ -1,4 +1,7 @@
-"""The planner's answer to what was asked: the plan, what it is compared with, why it won, and its cluster file."""
+"""From a request to the planner to its answer: the plan, what it is compared with, why it won, and its cluster file.
+
+The command line and the planner service use this module.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +16,7 @@ from shared.domain.instance import Role
 from shared.domain.job import Slo, default_itl_s
 from shared.domain.kv import Codec
 from shared.errors import Incompatible, InvalidRequest
-from shared.plan.compose import MARGINS, Composer, Margin
+from shared.plan.compose import MARGINS, Composer
 from shared.plan.estimate import Estimator
 from shared.plan.group import Group
 from shared.plan.inventory import Inventory
@@ -21,26 +24,25 @@ from shared.plan.methods.registry import QUICK, method
 from shared.plan.methods.simple import smallest
 from shared.plan.plan import TOKENIZER, Plan, Target, plan_text
 from shared.plan.problem import Clock, Problem
-from shared.plan.search import Found, Outcome, Search, Stopped, Tell, searched
+from shared.plan.search import Outcome, Search, Stopped, Tell, searched
 from shared.sim.spec import EngineLimits, RunSpec
 from shared.sim.workload import Workload
 
-# MERGED asked.py
-# What a person asks of the planner, whoever takes it: the command line or the planner's service.
-
-
 ENGINES = ("emulated", "vllm")
-MOST_SEQUENCES = 256  # that an engine runs at once
+MAX_SEQUENCES = 256  # that an engine runs at once
+# Spare capacity with which programmes are tried: the estimate knows no bursts, so the tightest may serve too little.
+SPARES = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
+_LOOSER = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 8.0)  # multiples of a lone request's times, tried as targets
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is wanted of a plan, and of the search for it, in a person's words; errors name the fields as they are here.
+    """What a plan and the search for it should be. Errors name the fields.
 
-    rate: requests a second to be served; 0: as many as can be. target: SLO attainment at which a rate counts as served.
-    budget: USD an hour that the accelerators used may cost. cheapest: the least USD an hour that serves `rate`.
-    compare: beside the other methods. seconds: after which nothing new is begun. engine: of the file. max_model_len:
-    tokens of a request; None: the model's own. chunk_size: tokens of a step.
+    rate: requests a second to be served; 0: as many as possible. target: SLO attainment at which a rate counts as
+    served. budget: USD an hour that the accelerators used may cost. cheapest: find the lowest price that serves `rate`.
+    compare: run the other quick methods, too. seconds: after which no new step begins. engine: of the cluster file.
+    max_model_len: tokens of a request; None: the model's own. chunk_size: tokens of a step.
     """
 
     rate: float = 0.0
@@ -58,7 +60,6 @@ class Wanted:
     seed: int = 1
 
     def check(self) -> None:
-        """Raises InvalidRequest that names the field and the choices."""
         if self.engine not in ENGINES:
             raise InvalidRequest(f"engine: {' or '.join(ENGINES)}, not {self.engine!r}")
         if self.codec not in list(Codec):
@@ -70,7 +71,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A problem, and how it is to be searched. name: the inventory's. model: by the name that it was asked for."""
+    """A problem, and how to search it. name: the inventory's. model: as it was named in the request."""
 
     problem: Problem
     wanted: Wanted
@@ -81,7 +82,7 @@ class Asked:
     def of(
         cls, wanted: Wanted, name: str, inventory: Inventory, model: str, shop: Workshop, workload: Workload, slo: Slo
     ) -> "Asked":
-        """Put together. Raises InvalidRequest that names what is wrong."""
+        """Raises InvalidRequest that names what is wrong."""
         wanted.check()
         problem = Problem(
             inventory,
@@ -90,7 +91,7 @@ class Asked:
             slo=slo,
             rate=wanted.rate,
             target=wanted.target,
-            limits=EngineLimits(batched_tokens=wanted.chunk_size, sequences=min(MOST_SEQUENCES, wanted.chunk_size)),
+            limits=EngineLimits(batched_tokens=wanted.chunk_size, sequences=min(MAX_SEQUENCES, wanted.chunk_size)),
             one_node=wanted.one_node or wanted.engine == "vllm",
             codec=Codec(wanted.codec),
             budget_usd_hour=inf if wanted.budget is None else wanted.budget,
@@ -99,8 +100,157 @@ class Asked:
         return cls(problem, wanted, name, model)
 
 
+def answered(asked: Asked, clock: Clock, tell: Tell, helped: bool = False) -> list[Outcome]:
+    """The requested plan, then those of the methods that it is compared with. helped: see `Search`.
+
+    Ctrl-C ends the search with the best plan so far, and the comparison with what is complete. Raises Incompatible that
+    says what is possible instead; Stopped where Ctrl-C came before there was a plan.
+    """
+    wanted, problem, began = asked.wanted, asked.problem, clock()
+
+    def search(helped: bool) -> Search:
+        # Emulated engines send KV when the whole prompt is computed.
+        run = RunSpec(streaming=wanted.engine != "emulated", step_budget=True)
+        return Search(problem, clock, run, began + wanted.seconds, wanted.seed, tell, helped)
+
+    if wanted.cheapest:
+        offers = search(helped=False)
+        plan = cheapest(offers)
+        promise = offers.judge.promise(plan, offers.judge.goodput(plan, problem.rate))
+        took_s = clock() - began
+        return [Outcome("cheapest", plan, promise, took_s, took_s, offers.judge.runs)]
+    try:
+        chosen = searched(wanted.method, method(wanted.method), search(helped))
+    except Incompatible as error:
+        if wanted.method != "best" or isinstance(error, Stopped):
+            raise
+        raise Incompatible(f"{error.message}\n{nearest(problem, clock)}") from error
+    if chosen.promise.goodput <= 0.0:
+        raise Incompatible(f"no deployment serves this within the SLO\n{nearest(problem, clock)}")
+    outcomes = [chosen]
+    for name in QUICK if wanted.compare and not chosen.stopped else ():
+        if name == wanted.method or clock() - began >= wanted.seconds:
+            continue
+        try:
+            other = searched(name, method(name), search(helped))
+        except (Stopped, KeyboardInterrupt):
+            break
+        except Incompatible:
+            continue
+        if other.stopped:  # an incomplete search is not compared
+            break
+        outcomes.append(other)
+    return outcomes
+
+
+def cheapest(search: Search) -> Plan:
+    """The plan with the lowest price that serves the problem's rate in the simulator.
+
+    Raises Incompatible that names the highest rate that the whole inventory serves, or says that the time was up;
+    Stopped after Ctrl-C: the first offer that serves the rate ends the search, so there is no best so far.
+    """
+    problem, composer, inventory = search.problem, Composer(search.estimator), search.problem.inventory
+    offers: dict[tuple[Group, ...], float] = {}  # deployments and their prices
+    try:
+        margins = [replace(side, rate=problem.rate * spare) for spare in SPARES for side in MARGINS[1:]]
+        priced = [composer.best(margin) for margin in margins]
+        whole = [*composer.candidates(), smallest(search, Role.DECODE)]
+        for groups in (*priced, *whole):
+            if groups:
+                offers.setdefault(groups, sum(group.price_usd_hour(inventory) for group in groups))
+        for groups, price in sorted(offers.items(), key=lambda offer: offer[1]):
+            if search.judge.attained(Plan(groups), problem.rate) >= problem.target:
+                search.tell(f"cheapest: {price:.2f} USD/h serves it", None)
+                return Plan(groups)
+            if search.over():
+                raise Incompatible("the time is up before an offer was found that serves the rate (seconds)")
+    except KeyboardInterrupt as error:
+        raise Stopped("stopped before an offer was found that serves the rate") from error
+    most = max((search.judged(Plan(groups), local=True)[1] for groups in whole), default=0.0)
+    raise Incompatible(
+        f"the whole inventory serves {most:.2f} requests/s of {problem.workload.name} within TTFT "
+        f"{problem.slo.ttft_s:g} s and TPOT {problem.slo.tpot_s:g} s, not {problem.rate:g}"
+    )
+
+
+def nearest(problem: Problem, clock: Clock) -> str:
+    """What is possible where the request is not: the memory that is missing, or the tightest SLO that can be met."""
+    missing = _missing_memory(problem)
+    return missing or _tightest_slo(problem, clock) or "no deployment serves any request in time"
+
+
+def cluster_file(asked: Asked, chosen: Outcome) -> str:
+    emulated = asked.wanted.engine == "emulated"
+    problem, estimator = asked.problem, Estimator(asked.problem)
+    target = Target(
+        f"{asked.name}: {problem.shop.geometry.name} for {problem.workload.name}",
+        TOKENIZER if emulated else asked.model,
+        asked.model,
+        "emulated" if emulated else "vllm",
+    )
+    head, promise = _head(asked, chosen), promised(chosen)
+    return plan_text(problem, chosen.plan, estimator.costs, estimator.places, target, head, promise)
+
+
+def promised(chosen: Outcome) -> dict[str, float]:
+    """The figures with which the planner service compares the running plan."""
+    promise, told = chosen.promise, chosen.promise.figures
+    found = {
+        "goodput": promise.goodput,
+        "rate": promise.rate,
+        "attainment": promise.attainment,
+        "ttft_mean_s": told["ttft_mean_s"],
+        "tpot_mean_s": told["tpot_mean_s"],
+    }
+    return {name: float(f"{value:.4g}") for name, value in found.items() if isfinite(value)}
+
+
+def _head(asked: Asked, chosen: Outcome) -> str:
+    problem, promise, figures = asked.problem, chosen.promise, chosen.promise.figures
+    slo = problem.slo
+    return (
+        f"A plan by `polyphase plan`, method {chosen.method}.\n"
+        f"{problem.shop.geometry.name}, {problem.workload.name}; SLO: TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s, "
+        f"ITL {slo.itl_s:g} s, for {100 * problem.target:g} % of the requests.\n"
+        f"Goodput {promise.goodput:.2f} requests/s. At {promise.rate:.2f} requests/s: mean TTFT "
+        f"{figures['ttft_mean_s']:.3f} s, mean TPOT {figures['tpot_mean_s']:.4f} s, attainment "
+        f"{100 * promise.attainment:.1f} %." + (f"\n{problem.inventory.assumed}" if problem.inventory.assumed else "")
+    )
+
+
+def figures(outcome: Outcome) -> dict[str, float]:
+    """What an outcome promises, by name and unit; figures that are not finite are left out."""
+    told = outcome.promise.figures
+    found = {
+        "goodput_requests_per_s": outcome.promise.goodput,
+        "attainment_share": outcome.promise.attainment,
+        "ttft_mean_s": told.get("ttft_mean_s"),
+        "tpot_mean_s": told.get("tpot_mean_s"),
+        "usd_per_million_tokens": outcome.promise.usd_per_million,
+        "took_s": outcome.took_s,
+    }
+    return {name: value for name, value in found.items() if value is not None and isfinite(value)}
+
+
+def why(outcomes: Sequence[Outcome]) -> str:
+    """Why the first outcome was chosen: how far ahead of the next one it is, and what differs."""
+    chosen, others = outcomes[0], outcomes[1:]
+    second = max(others, key=lambda one: one.promise.goodput)
+    ahead = chosen.promise.goodput / second.promise.goodput - 1.0 if second.promise.goodput > 0 else float("inf")
+    if ahead < 0:
+        more = -100 * ahead / (1 + ahead)
+        return f"{second.method} serves {more:.1f} % more than {chosen.method}, which was requested."
+    sizes = f"{len(chosen.plan.groups)} groups against {len(second.plan.groups)}"
+    roles = (
+        f"{chosen.plan.roles[Role.PREFILL]}:{chosen.plan.roles[Role.DECODE]} against "
+        f"{second.plan.roles[Role.PREFILL]}:{second.plan.roles[Role.DECODE]} prefill to decode"
+    )
+    much = f"{100 * ahead:.1f} % more goodput" if isfinite(ahead) else "goodput where the others have none"
+    return f"{chosen.method}: {much} than the next, {second.method} ({sizes}, {roles})."
+
+
 def fitting(workload: Workload, longest: int) -> Workload:
-    """The requests that a context of `longest` tokens holds. Raises InvalidRequest where none is left."""
+    """The requests that fit a context of `longest` tokens. Raises InvalidRequest where none does."""
     fits = workload.prompt_tokens + workload.output_tokens <= longest
     if not fits.any():
         raise InvalidRequest(f"{workload.name}: every request is longer than {longest} tokens (max_model_len)")
@@ -117,20 +267,7 @@ def fitting(workload: Workload, longest: int) -> Workload:
     )
 
 
-# MERGED advice.py
-# What is possible where what was asked is not: the memory that is missing, the tightest SLO that can be reached.
-
-
-_LOOSER = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 8.0)  # than a request that is alone
-
-
-def nearest(problem: Problem, clock: Clock) -> str:
-    """In words. Looks at memory first, then at targets, one at a time and both together."""
-    missing = missing_memory(problem)
-    return missing or tightest_slo(problem, clock) or "no deployment of it serves any request in time"
-
-
-def missing_memory(problem: Problem) -> str:
+def _missing_memory(problem: Problem) -> str:
     """Why the model fits nowhere; empty where it fits somewhere."""
     search = Search(problem, lambda: 0.0)
     if next(_holding(search), None) is not None:
@@ -147,8 +284,8 @@ def missing_memory(problem: Problem) -> str:
     need = (weights + kv) / 0.9
     if need <= room:
         return (
-            f"{geometry.name} would fit the {room / 1e9:.1f} GB that {where}, but no group of one type, or of two that "
-            f"give as many, holds it: give a node more accelerators of one type"
+            f"{geometry.name} would fit the {room / 1e9:.1f} GB that {where}, but no group of one type, or of two "
+            f"types with as many each, holds it: give a node more accelerators of one type"
         )
     return (
         f"{geometry.name} needs {weights / 1e9:.1f} GB of weights and {kv / 1e9:.2f} GB of KV for a request of "
@@ -157,8 +294,8 @@ def missing_memory(problem: Problem) -> str:
     )
 
 
-def tightest_slo(problem: Problem, clock: Clock) -> str:
-    """The tightest targets that a deployment keeps: what the fastest groups take alone, and then by steps more."""
+def _tightest_slo(problem: Problem, clock: Clock) -> str:
+    """The tightest targets that a deployment meets, in steps from what the fastest groups take for a lone request."""
     fastest = _fastest(Search(problem, clock))
     if fastest is None:
         return ""
@@ -168,15 +305,13 @@ def tightest_slo(problem: Problem, clock: Clock) -> str:
         wider = msgspec.structs.replace(slo, ttft_s=ttft_s, tpot_s=tpot_s, itl_s=max(slo.itl_s, default_itl_s(tpot_s)))
         found = _served(replace(problem, slo=wider, rate=0.0), clock)
         if found > 0.0:
-            return (
-                f"the nearest that is possible here: TTFT {ttft_s:.3g} s and TPOT {tpot_s:.3g} s, at up to "
-                f"{found:.2g} requests/s"
-            )
+            targets = f"TTFT {ttft_s:.3g} s and TPOT {tpot_s:.3g} s"
+            return f"the nearest possible SLO: {targets}, at up to {found:.2g} requests/s"
     return ""
 
 
 def _fastest(search: Search) -> tuple[float, float] | None:
-    """Seconds of a long prompt, and of a token, on the fastest group of each role with nothing else to do."""
+    """Seconds of a long prompt, and of a token, on the fastest idle group of each role."""
     layouts, share = search.estimator.layouts, search.problem.target
     costs = [layouts.cost(group) for group in _holding(search)]
     if not costs:
@@ -210,194 +345,3 @@ def _holding(search: Search) -> Iterator[Group]:
                 continue
             for size in range(1, min(first.count, pools[other].count) + 1):
                 yield from layouts.all({one: size, other: size}, Role.DECODE)
-
-
-# MERGED cheapest.py
-# The cheapest accelerators out of what is on offer that serve a rate within the SLO.
-
-
-# Spare capacity with which programmes are tried: the estimate knows no bursts, so the first may serve too little.
-SPARES = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
-_SIDES = MARGINS[1:]
-
-
-def cheapest(search: Search) -> Plan:
-    """The plan with the lowest price that serves the problem's rate in the simulator.
-
-    Raises Incompatible that names the highest rate that all that is on offer serves, or says that the time was up;
-    Stopped after Ctrl-C: an offer that serves the rate ends the search, so there is no best so far.
-    """
-    found = _first_that_serves(search)
-    if found is not None:
-        return found
-    most = max((goodput for _, goodput in _all_of_it(search)), default=0.0)
-    raise Incompatible(
-        f"all that is on offer serves {most:.2f} requests/s of {search.problem.workload.name} within TTFT "
-        f"{search.problem.slo.ttft_s:g} s and TPOT {search.problem.slo.tpot_s:g} s, not {search.problem.rate:g}"
-    )
-
-
-def _first_that_serves(search: Search) -> Plan | None:
-    """Of the offers, the cheapest first; None where none of them does."""
-    try:
-        for price, plan in _offers(search):
-            if search.judge.attained(plan, search.problem.rate) >= search.problem.target:
-                search.tell(f"cheapest: {price:.2f} USD/h serves it", None)
-                return plan
-            if search.over():
-                raise Incompatible("the time is up before an offer was found that serves the rate (seconds)")
-    except KeyboardInterrupt as error:
-        raise Stopped("stopped before an offer was found that serves the rate") from error
-    return None
-
-
-def _offers(search: Search) -> Iterator[tuple[float, Plan]]:
-    """Deployments and their prices, the cheapest of each programme; the tightest first."""
-    composer, inventory = Composer(search.estimator), search.problem.inventory
-    offers: dict[tuple[Group, ...], float] = {}
-    for spare in SPARES:
-        for side in _SIDES:
-            margin = Margin(side.prefill, side.decode, side.local, side.split, search.problem.rate * spare)
-            groups = composer.best(margin)
-            if groups:
-                offers[groups] = sum(group.price_usd_hour(inventory) for group in groups)
-    for groups in (*composer.candidates(), smallest(search, Role.DECODE)):
-        if groups:
-            offers.setdefault(groups, sum(group.price_usd_hour(inventory) for group in groups))
-    for groups, price in sorted(offers.items(), key=lambda one: one[1]):
-        yield price, Plan(groups)
-
-
-def _all_of_it(search: Search) -> Iterator[Found]:
-    for groups in (*Composer(search.estimator).candidates(), smallest(search, Role.DECODE)):
-        yield search.judged(Plan(groups), local=True)
-
-
-def answered(asked: Asked, clock: Clock, tell: Tell, helped: bool = False) -> list[Outcome]:
-    """The plan that was asked for, then those of the methods that it is compared with. helped: see `Search`.
-
-    After Ctrl-C it is the best so far, and compared with what was compared already. Raises Incompatible that says what
-    is the nearest that is possible; Stopped where Ctrl-C came before there was a plan.
-    """
-    wanted, problem, began = asked.wanted, asked.problem, clock()
-    if wanted.cheapest:
-        return [_cheapest(asked, clock, tell)]
-    try:
-        chosen = _searched(asked, wanted.method, clock, began, tell, helped)
-    except Incompatible as error:
-        if wanted.method != "best" or isinstance(error, Stopped):
-            raise
-        raise Incompatible(f"{error.message}\n{nearest(problem, clock)}") from error
-    if chosen.promise.goodput <= 0.0:
-        raise Incompatible(f"nothing serves this within the SLO\n{nearest(problem, clock)}")
-    if not wanted.compare or chosen.stopped:
-        return [chosen]
-    return [chosen, *_others(asked, clock, began, tell, helped)]
-
-
-def _others(asked: Asked, clock: Clock, began: float, tell: Tell, helped: bool) -> list[Outcome]:
-    """What the quick methods find in the time that is left; none of those that find nothing."""
-    found: list[Outcome] = []
-    for name in QUICK:
-        if name == asked.wanted.method or clock() - began >= asked.wanted.seconds:
-            continue
-        try:
-            found.append(_searched(asked, name, clock, began, tell, helped))
-        except (Stopped, KeyboardInterrupt):
-            break
-        except Incompatible:
-            continue
-        if found[-1].stopped:  # half a search is nothing to be compared with
-            found.pop()
-            break
-    return found
-
-
-def _searched(asked: Asked, name: str, clock: Clock, began: float, tell: Tell, helped: bool) -> Outcome:
-    return searched(name, method(name), _search(asked, clock, began, tell, helped))
-
-
-def _cheapest(asked: Asked, clock: Clock, tell: Tell) -> Outcome:
-    began = clock()
-    search = _search(asked, clock, began, tell)
-    plan = cheapest(search)
-    promise = search.judge.promise(plan, search.judge.goodput(plan, asked.problem.rate))
-    took_s = clock() - began
-    return Outcome("cheapest", plan, promise, took_s, took_s, search.judge.runs)
-
-
-def _search(asked: Asked, clock: Clock, began: float, tell: Tell, helped: bool = False) -> Search:
-    """Emulated engines send KV when the whole prompt is computed."""
-    run = RunSpec(streaming=asked.wanted.engine != "emulated", step_budget=True)
-    return Search(asked.problem, clock, run, began + asked.wanted.seconds, asked.wanted.seed, tell, helped)
-
-
-def cluster_file(asked: Asked, chosen: Outcome) -> str:
-    """The text of the cluster file that the plan is."""
-    emulated = asked.wanted.engine == "emulated"
-    problem, estimator = asked.problem, Estimator(asked.problem)
-    target = Target(
-        f"{asked.name}: {problem.shop.geometry.name} for {problem.workload.name}",
-        TOKENIZER if emulated else asked.model,
-        asked.model,
-        "emulated" if emulated else "vllm",
-    )
-    head, promise = _head(asked, chosen), promised(chosen)
-    return plan_text(problem, chosen.plan, estimator.costs, estimator.places, target, head, promise)
-
-
-def promised(chosen: Outcome) -> dict[str, float]:
-    """What the planner service compares the running plan with."""
-    promise, told = chosen.promise, chosen.promise.figures
-    found = {
-        "goodput": promise.goodput,
-        "rate": promise.rate,
-        "attainment": promise.attainment,
-        "ttft_mean_s": told["ttft_mean_s"],
-        "tpot_mean_s": told["tpot_mean_s"],
-    }
-    return {name: float(f"{value:.4g}") for name, value in found.items() if isfinite(value)}
-
-
-def _head(asked: Asked, chosen: Outcome) -> str:
-    problem, promise, figures = asked.problem, chosen.promise, chosen.promise.figures
-    slo = problem.slo
-    return (
-        f"A plan by `polyphase plan`, method {chosen.method}.\n"
-        f"{problem.shop.geometry.name}, {problem.workload.name}; SLO: TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s, "
-        f"ITL {slo.itl_s:g} s, for {100 * problem.target:g} % of the requests.\n"
-        f"Goodput {promise.goodput:.2f} requests/s. At {promise.rate:.2f} requests/s: mean TTFT "
-        f"{figures['ttft_mean_s']:.3f} s, mean TPOT {figures['tpot_mean_s']:.4f} s, attainment "
-        f"{100 * promise.attainment:.1f} %." + (f"\n{problem.inventory.assumed}" if problem.inventory.assumed else "")
-    )
-
-
-def figures(outcome: Outcome) -> dict[str, float]:
-    """What an outcome promises, by name and unit; what is not finite is left out."""
-    told = outcome.promise.figures
-    found = {
-        "goodput_requests_per_s": outcome.promise.goodput,
-        "attainment_share": outcome.promise.attainment,
-        "ttft_mean_s": told.get("ttft_mean_s"),
-        "tpot_mean_s": told.get("tpot_mean_s"),
-        "usd_per_million_tokens": outcome.promise.usd_per_million,
-        "took_s": outcome.took_s,
-    }
-    return {name: value for name, value in found.items() if value is not None and isfinite(value)}
-
-
-def why(outcomes: Sequence[Outcome]) -> str:
-    """Why the first of several is the one: how far ahead of the next it is, and what is different."""
-    chosen, others = outcomes[0], outcomes[1:]
-    second = max(others, key=lambda one: one.promise.goodput)
-    ahead = chosen.promise.goodput / second.promise.goodput - 1.0 if second.promise.goodput > 0 else float("inf")
-    if ahead < 0:
-        more = -100 * ahead / (1 + ahead)
-        return f"{second.method} serves {more:.1f} % more than {chosen.method}, which was asked for."
-    sizes = f"{len(chosen.plan.groups)} groups against {len(second.plan.groups)}"
-    roles = (
-        f"{chosen.plan.roles[Role.PREFILL]}:{chosen.plan.roles[Role.DECODE]} against "
-        f"{second.plan.roles[Role.PREFILL]}:{second.plan.roles[Role.DECODE]} prefill to decode"
-    )
-    much = f"{100 * ahead:.1f} % more goodput" if isfinite(ahead) else "goodput where none of them has any"
-    return f"{chosen.method}: {much} than the next, {second.method} ({sizes}, {roles})."

@@ -1,8 +1,8 @@
 """Deployments by integer programming: how many groups of which kind each pool gives, for the most requests a second.
 
-A kind is a way to use some accelerators: of one pool, or of two pools that share a pipeline. Alike pools are one class,
-so that a cluster of hundreds of accelerators is as small a programme as one of a few nodes. Capacities are those of the
-estimate, without its tails: several programmes with some to spare here or there give the candidates, and others judge.
+A kind is a way to use some accelerators: of one pool, or of two pools that share a pipeline. Equal pools are one class,
+so that hundreds of accelerators are as small a programme as a few nodes. Capacities are those of the estimate, without
+its tails, so several programmes with different margins give candidates, which are judged elsewhere.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,21 +22,19 @@ from shared.plan.estimate import Estimator
 from shared.plan.group import Group
 from shared.plan.routes import Capacity, decode_capacity, prefill_capacity
 
-# MERGED programme.py
-# The integer programme over kinds of groups: how many of each, for the most requests a second or the least money.
-
-
-# When a programme is solved well enough: (share that it may be off, nodes of its search tree), so that it ends at the
-# same place on any machine. For goodput others judge what it finds; a price is what it is.
+# When a programme is solved well enough: (relative gap, nodes of its search tree), so that it ends at the same solution
+# on any machine. Goodput is judged in the simulator afterwards; a price is not.
 WELL_FOR_GOODPUT, WELL_FOR_PRICE = (0.1, 1), (0.01, 20)
+_AT_ONCE = 2  # programmes
+_JOINT_STAGES = 4  # at most, of two pools in one pipeline, which give as many each
 
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """What a programme leaves: the share of the time that prompts and of the TPOT target that decodes may take.
+    """The share of the time that prompts may take, and of the TPOT target that decodes may take.
 
-    local: groups that decode may compute prompts. split: there are groups that only compute prompts. rate: requests a
-    second that are served as cheaply as can be; 0: as many as can be.
+    local: groups that decode may compute prompts. split: groups that only compute prompts are allowed. rate: requests a
+    second to be served at the lowest price; 0: as many as possible.
     """
 
     prefill: float = 1.0
@@ -58,7 +56,7 @@ MARGINS = (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Accelerators of each class that one such group takes, its layout on sample pools, and what it can do."""
+    """The accelerators of each class that such a group takes, its layout on sample pools, and its capacity."""
 
     uses: tuple[tuple[int, int], ...]  # (class, accelerators)
     group: Group
@@ -66,7 +64,6 @@ class Kind:
 
     @property
     def place(self) -> tuple[int, ...]:
-        """Classes that it stands on."""
         return tuple(one for one, _ in self.uses)
 
 
@@ -80,15 +77,14 @@ class Programme:
         self._classes = classes
         self._kinds = kinds
         self._margin = margin
-        self._rows: list[tuple[dict[int, float], float]] = []  # coefficients by variable, and the most of their sum
+        self._rows: list[tuple[dict[int, float], float]] = []  # coefficients by variable, and the bound of their sum
         self._places = sorted({kind.place for kind in kinds})
         count, places = len(kinds), len(self._places)
-        self._local = count  # first of the variables of prompts computed where they are decoded, one a kind
-        self._flow = 2 * count  # of flows from place to place
+        self._local = count  # first variable of prompts that are computed where they are decoded, one for each kind
+        self._flow = 2 * count  # first variable of flows from place to place
         self._size = 2 * count + places * places
 
     def solved(self) -> list[int]:
-        """Groups of each kind."""
         self._pools()
         self._sides()
         self._ports()
@@ -120,7 +116,7 @@ class Programme:
         return [round(float(x)) for x in found.x[: len(self._kinds)]]
 
     def _priced(self, gain: NDArray[np.float64]) -> NDArray[np.float64]:
-        """What is to be as small as can be: what is left unserved, or the price of what serves the rate."""
+        """The objective to minimise: the requests not served, or the price of what serves the rate."""
         problem, rate = self._estimator.problem, self._margin.rate
         prices = {at: kind.group.price_usd_hour(problem.inventory) for at, kind in enumerate(self._kinds)}
         if problem.budget_usd_hour < inf:
@@ -128,13 +124,13 @@ class Programme:
         if not rate:
             return gain
         self._rows.append(({int(at): float(gain[at]) for at in np.flatnonzero(gain)}, -rate))
-        spare = 1e-4 * max(prices.values()) / rate  # of equal prices the one that serves more
+        spare = 1e-4 * max(prices.values()) / rate  # of equal prices the deployment that serves more wins
         cost = spare * gain
         cost[: len(self._kinds)] = list(prices.values())
         return cost
 
     def _pools(self) -> None:
-        """Groups of a size or more take no more than the pools that have so many: in powers of two they pack."""
+        """Groups of at least a size take at most what pools of at least that size have: powers of two then pack."""
         pools = self._estimator.problem.inventory.pools
         for one, members in self._classes.items():
             sizes = sorted({size for kind in self._kinds for of, size in kind.uses if of == one})
@@ -148,7 +144,7 @@ class Programme:
                 self._rows.append((entries, float(room)))
 
     def _sides(self) -> None:
-        """Prompts leave a place as fast as they are computed there, and come to one as fast as they are decoded."""
+        """Prompts leave a place as fast as they are computed there, and arrive as fast as they are decoded."""
         for a, place in enumerate(self._places):
             leaving = {self._to(a, b): 1.0 for b in range(len(self._places))}
             coming = {self._to(b, a): 1.0 for b in range(len(self._places))}
@@ -161,26 +157,27 @@ class Programme:
                     leaving[at] = -kind.capacity.prefills
                     continue
                 self._rows.append(({self._local + at: 1.0, at: -kind.capacity.prefills}, 0.0))
-                for table, (most, slope) in zip(tables, _padded(kind.capacity.cuts, len(tables)), strict=True):
+                own = kind.capacity.cuts
+                for table, (most, slope) in zip(tables, [*own, *[own[-1]] * (len(tables) - len(own))], strict=True):
                     table[at] = -most
                     table[self._local + at] = 1.0 + slope / kind.capacity.prefills
             self._rows.append((leaving, 0.0))
             self._rows += [(table, 0.0) for table in tables]
 
     def _ports(self) -> None:
-        """What leaves and comes to the nodes of a class, in requests' KV a second."""
+        """What leaves and enters the nodes of a place, in requests' KV a second."""
         inventory, places = self._estimator.problem.inventory, self._estimator.places
         for a, place in enumerate(self._places):
-            nodes = {inventory.pools[pool].node for one in place for pool in self._classes[one]}
+            nodes = self._nodes(place)
             port = sum(rate_of(inventory.network.port(node)) for node in nodes) / places.kv_bytes
-            others = [b for b in range(len(self._places)) if b != a and not self._beside(place, self._places[b])]
+            others = [b for b, other in enumerate(self._places) if self._nodes(other) != nodes]
             if others:
                 out, into = {self._to(a, b): 1.0 for b in others}, {self._to(b, a): 1.0 for b in others}
                 self._rows += [(out, port), (into, port)]
-                own = port / len(nodes)  # and each group has no more than the ports of its own nodes
+                own = port / len(nodes)  # and each group has at most the ports of its own nodes
                 for table, role in ((out, Role.PREFILL), (into, Role.DECODE)):
                     groups = {
-                        at: -own * len(self._spans(kind))
+                        at: -own * len({inventory.pools[pool].node for pool in kind.group.uses})
                         for at, kind in enumerate(self._kinds)
                         if kind.place == place and kind.group.role is role
                     }
@@ -188,15 +185,6 @@ class Programme:
             for b in others:
                 link = self._between(place, self._places[b])
                 self._rows.append(({self._to(a, b): 1.0}, link * max(len(nodes), 1) / places.kv_bytes))
-
-    def _spans(self, kind: Kind) -> set[str]:
-        """Nodes of one such group."""
-        pools = self._estimator.problem.inventory.pools
-        return {pools[pool].node for pool in kind.group.uses}
-
-    def _beside(self, one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-        """Whether groups of both stand on the same nodes."""
-        return self._nodes(one) == self._nodes(other)
 
     def _nodes(self, place: tuple[int, ...]) -> set[str]:
         pools = self._estimator.problem.inventory.pools
@@ -211,16 +199,8 @@ class Programme:
         return self._flow + source * len(self._places) + target
 
 
-def _padded(cuts: Sequence[tuple[float, float]], count: int) -> list[tuple[float, float]]:
-    return [*cuts, *[cuts[-1]] * (count - len(cuts))]
-
-
-_AT_ONCE = 2  # programmes
-_JOINT_STAGES = 4  # of two pools in one pipeline, which give as much each
-
-
 class Composer:
-    """Programmes over the kinds of one problem."""
+    """Deployments of one problem: it makes the kinds, has programmes solved, and packs the groups on pools."""
 
     def __init__(self, estimator: Estimator) -> None:
         self._estimator = estimator
@@ -232,7 +212,7 @@ class Composer:
         self._layouts = [(uses, group) for role in Role for uses, group in self._all_layouts(role)]
 
     def candidates(self, margins: Sequence[Margin] = MARGINS) -> Iterator[tuple[Group, ...]]:
-        """Deployments, the best of each programme; none where nothing holds the model."""
+        """The best deployment of each programme; none where no group holds the model."""
         seen: set[tuple[Group, ...]] = set()
         with ThreadPoolExecutor(_AT_ONCE) as solvers:  # HiGHS lets go of the interpreter
             for found in solvers.map(self.best, margins):
@@ -263,7 +243,7 @@ class Composer:
         return found
 
     def _all_layouts(self, role: Role) -> Iterator[tuple[tuple[tuple[int, int], ...], Group]]:
-        """Single pools in sizes that are powers of two; pairs of pools on one node or, if groups may, on two."""
+        """Single pools in sizes that are powers of two; pairs of pools on one node or, if allowed, on two."""
         layouts, pools = self._estimator.layouts, self._problem.inventory.pools
         for one, members in self._classes.items():
             for size in _sizes(pools[members[0]].count):
@@ -276,11 +256,16 @@ class Composer:
                         yield ((pair[0], size), (pair[1], size)), group
 
     def _pairs(self) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-        """Classes whose pools may share a pipeline, and two such pools; a class with itself where it must."""
+        """Classes whose pools may share a pipeline, and two such pools. A class with itself only where no pool of it
+        holds the model alone.
+        """
         pools = self._problem.inventory.pools
         for one, other in combinations_with_replacement(sorted(self._classes), 2):
-            if one == other and self._holds(self._classes[one][0]):
-                continue
+            if one == other:
+                pool = self._classes[one][0]
+                layouts = self._estimator.layouts
+                if any(layouts.all({pool: size}, Role.DECODE) for size in _sizes(pools[pool].count)):
+                    continue
             ways = [(a, b) for a in self._classes[one] for b in self._classes[other] if a != b]
             if not ways:
                 continue
@@ -288,13 +273,8 @@ class Composer:
             if near or not self._problem.one_node:
                 yield (one, other), (near or ways)[0]
 
-    def _holds(self, pool: int) -> bool:
-        """Whether a pool alone holds the model."""
-        count = self._problem.inventory.pools[pool].count
-        return any(self._estimator.layouts.all({pool: size}, Role.DECODE) for size in _sizes(count))
-
     def _packed(self, kinds: Sequence[Kind], counts: Sequence[int]) -> tuple[Group, ...]:
-        """On concrete pools: large groups first, each on the pool with the most left, roles in turn."""
+        """Groups on concrete pools: large groups first, each on the pool with the most accelerators left."""
         pools = self._problem.inventory.pools
         left = [pool.count for pool in pools]
         wanted = [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
@@ -303,10 +283,10 @@ class Composer:
         for kind in wanted:
             places = self._places(kind, left)
             if places is None:
-                continue  # what two classes share may not be on one node any more
+                continue  # two classes may not have accelerators left on one node
             for (_, size), pool in zip(kind.uses, places, strict=True):
                 left[pool] -= size
-            made.append(_moved(kind.group, dict(zip(self._samples(kind), places, strict=True))))
+            made.append(kind.group.moved(dict(zip(self._samples(kind), places, strict=True))))
         return tuple(made)
 
     def _samples(self, kind: Kind) -> tuple[int, ...]:
@@ -336,7 +316,7 @@ class Composer:
 
 
 def _useful(kinds: Sequence[Kind]) -> list[Kind]:
-    """Of those that take the same accelerators in the same role: who does most, and who computes prompts fastest."""
+    """Of the kinds with the same accelerators and role, those that decode most, and that compute prompts fastest."""
     best: dict[tuple[object, ...], Kind] = {}
     for kind in kinds:
         capacity = kind.capacity
@@ -351,9 +331,3 @@ def _useful(kinds: Sequence[Kind]) -> list[Kind]:
 def _sizes(count: int) -> list[int]:
     """Powers of two, which pack well, and the whole pool."""
     return sorted({*(1 << power for power in range(count.bit_length()) if 1 << power <= count), count})
-
-
-def _moved(group: Group, to: Mapping[int, int]) -> Group:
-    """The same on other pools of the same kinds."""
-    parts = tuple(type(part)(to[part.pool], part.layers) for part in group.parts)
-    return Group(group.role, group.tensor_parallel, parts)

@@ -1,7 +1,7 @@
-"""What a deployment would serve, in closed form: cheap enough to look at thousands, right enough to leave most out.
+"""What a deployment would serve, in closed form: cheap enough for thousands, accurate enough to drop most of them.
 
-Flows by a linear programme; waiting for prefill as in a queue with several servers; decode batches by Little's law; the
-share of requests within their SLO from both, over a sample of the workload. The simulator judges what is left.
+Flows come from a linear programme, waits for prefill from a queue with several servers, decode batches from Little's
+law, and the share of requests within their SLO from these over a sample of the workload. The simulator judges the rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,6 @@ from shared.plan.routes import (
     EngineCost,
     EngineCosts,
     Flows,
-    Joints,
     Places,
     Route,
     best_flows,
@@ -37,19 +36,16 @@ from shared.plan.routes import (
 )
 from shared.sim.workload import Times
 
-# MERGED layouts.py
-# How accelerators of a group divide the model: tensor-parallel degree, stages in order, layers of each.
-#
-# Source: ThunderServe Algorithm 2, with FORMULAS' corrections: every (TP, PP) with TP times PP accelerators.
-
-
 _TP = (1, 2, 4, 8, 16)
-MOST_STAGES = 8
+MAX_STAGES = 8
 _BATCH = 16  # decodes of the step by which stages are compared
 
 
 class Layouts:
-    """Every way to divide the model over a set of accelerators, and the best one for a role. Each worked out once."""
+    """The ways to divide the model over a set of accelerators: tensor-parallel degree, order of stages, layers of each.
+
+    Source: ThunderServe Algorithm 2, with all (TP, PP) whose product is the number of accelerators.
+    """
 
     def __init__(self, problem: Problem, costs: EngineCosts) -> None:
         self._problem = problem
@@ -60,13 +56,12 @@ class Layouts:
         self._alike = problem.inventory.alike
 
     def cost(self, group: Group) -> EngineCost:
-        """Of a group that one of these made."""
         found = self._costs.of(group.kind(self._problem.inventory, self._problem.dtype))
         assert found is not None
         return found
 
     def all(self, uses: Mapping[int, int], role: Role) -> tuple[Group, ...]:
-        """Those that hold the model and the longest request; none where the memory is too small."""
+        """The layouts that hold the model and the longest request; none where the memory is too small."""
         key = (role, tuple(sorted(uses.items())))
         if key not in self._known:
             made = [group for degree in self._degrees(uses) for group in self._of(uses, degree, role)]
@@ -74,11 +69,11 @@ class Layouts:
         return self._known[key]
 
     def best(self, uses: Mapping[int, int], role: Role) -> Group | None:
-        """By the paper's rule: prefill groups by latency, decode groups by throughput within the TPOT target."""
+        """The best layout: for prefill by latency, for decode by throughput within the TPOT target."""
         return max(self.all(uses, role), key=self.worth, default=None)
 
     def worth(self, group: Group) -> float:
-        """What a role wants most: short prompts' time, or many decodes."""
+        """What is best for the group's role: a short time of prompts, or many decodes."""
         cost = self.cost(group)
         if group.role is Role.PREFILL:
             return -float(cost.prefill_s.mean())
@@ -86,13 +81,13 @@ class Layouts:
         return cost.lanes * batch / cost.decode_s(batch) if batch >= 1.0 else -cost.decode_s(1.0)
 
     def _degrees(self, uses: Mapping[int, int]) -> list[int]:
-        """Tensor parallelism stays inside one node and type: it divides what each pool gives."""
+        """Degrees of tensor parallelism, which stays inside one node and type: it divides what each pool gives."""
         heads = self._problem.shop.geometry.heads
         return [t for t in _TP if heads % t == 0 and all(count % t == 0 for count in uses.values())]
 
     def _of(self, uses: Mapping[int, int], degree: int, role: Role) -> list[Group]:
         pools = [pool for pool, count in sorted(uses.items()) for _ in range(count // degree)]
-        if len(pools) > min(MOST_STAGES, self._problem.shop.geometry.layers):
+        if len(pools) > min(MAX_STAGES, self._problem.shop.geometry.layers):
             return []
         ordered = self._ordered(pools)
         found = []
@@ -113,7 +108,7 @@ class Layouts:
         return tuple(pools[position] for position in widest_path(rates))
 
     def _weights(self, pools: Sequence[int], degree: int, role: Role) -> list[list[float]]:
-        """Layers in proportion to speed; for decode also to memory, which lets more requests in."""
+        """Layers in proportion to speed; for decode also to memory, which admits more requests."""
         names = [self._problem.inventory.pools[pool].accelerator.name for pool in pools]
         if len(set(names)) == 1:
             return [[1.0] * len(pools)]
@@ -124,7 +119,7 @@ class Layouts:
     def _layers(self, pools: Sequence[int], degree: int, weights: Sequence[float]) -> tuple[int, ...] | None:
         total = self._problem.shop.geometry.layers
         names = [self._problem.inventory.pools[pool].accelerator.name for pool in pools]
-        rooms = [self._most_layers(name, degree, len(pools)) for name in names]
+        rooms = [self._max_layers(name, degree, len(pools)) for name in names]
         if sum(rooms) < total or min(rooms) < 1:
             return None
         if len(set(weights)) == 1 and len(set(rooms)) == 1:
@@ -144,8 +139,8 @@ class Layouts:
             )
         return self._layer_s[key]
 
-    def _most_layers(self, name: str, degree: int, stages: int) -> int:
-        """Layers that a stage's memory holds beside the KV of the longest request in every lane."""
+    def _max_layers(self, name: str, degree: int, stages: int) -> int:
+        """Layers that a stage's memory holds beside the KV of the longest request in each lane."""
         key = (name, degree, stages)
         if key not in self._room:
             problem = self._problem
@@ -160,7 +155,7 @@ class Layouts:
 
 
 def proportional(total: int, weights: Sequence[float], rooms: Sequence[int]) -> tuple[int, ...]:
-    """`total` in whole numbers as the weights say, at least 1 each and none above its room; the rooms hold them all."""
+    """`total` divided into whole numbers in proportion to the weights, each from 1 to its room; the rooms suffice."""
     counts = [1] * len(weights)
     left = total - len(weights)
     while left:
@@ -179,10 +174,10 @@ def proportional(total: int, weights: Sequence[float], rooms: Sequence[int]) -> 
 
 @lru_cache(maxsize=4096)
 def widest_path(rates: tuple[tuple[float, ...], ...]) -> tuple[int, ...]:
-    """The order of stages whose slowest hop is fastest, and of those the one with the fastest hops in all.
+    """The order of stages whose slowest hop is fastest, and of several such orders the one with the fastest hops.
 
-    rates: bytes a second from one to the other, shape [n, n]. Source: ThunderServe Algorithm 2, a bitmask dynamic
-    programme over the stages that are in the path so far and the last of them.
+    rates: bytes a second from one stage to the other, shape [n, n]. Source: ThunderServe Algorithm 2, a bitmask dynamic
+    programme over the stages in the path so far and the last of them.
     """
     count = len(rates)
     best: dict[tuple[int, int], tuple[float, float, tuple[int, ...]]] = {
@@ -206,20 +201,16 @@ def widest_path(rates: tuple[tuple[float, ...], ...]) -> tuple[int, ...]:
     return max((best[full, last] for last in range(count)), key=lambda one: one[:2])[2]
 
 
-# MERGED waits.py
-# How long requests wait: for an engine that computes prompts, and for a seat among its decodes.
-
-
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """How long a prompt waits: not at all, or an exponential time. Source: Sakasegawa's form for M/G/c."""
+    """A prompt waits with `probability` an exponential time of `rate`, else not. Source: Sakasegawa's M/G/c form."""
 
     probability: float
     rate: float
 
     @classmethod
     def of(cls, costs: Sequence[EngineCost], flows: NDArray[np.float64]) -> "Wait":
-        """Where such flows come to such engines, each of which takes a prompt of those that wait when it is free."""
+        """The wait for engines to which these flows come, and which take waiting prompts when they are free."""
         used = [(cost, flow) for cost, flow in zip(costs, flows.tolist(), strict=True) if flow > 0.0]
         if not used:
             return cls(0.0, inf)
@@ -234,7 +225,7 @@ class Wait:
 
     @classmethod
     def for_seats(cls, taken: float, seats: float, life_s: float) -> "Wait":
-        """Where decodes of `life_s` take so many of the seats on average."""
+        """The wait for a seat where decodes of `life_s` take so many of the seats on average."""
         load = taken / seats
         if load >= 1.0:
             return cls(1.0, 0.0)
@@ -242,11 +233,10 @@ class Wait:
 
     @property
     def mean_s(self) -> float:
-        """Of all prompts."""
         return self.probability / self.rate if self.rate > 0.0 else inf
 
     def within(self, left_s: Times) -> NDArray[np.float64]:
-        """The probability that a prompt waits no longer than that, by request."""
+        """The probability that a prompt waits at most so long, by request."""
         if self.rate == inf or self.probability == 0.0:
             return (left_s >= 0.0).astype(np.float64)
         waits: NDArray[np.float64] = np.where(
@@ -255,17 +245,17 @@ class Wait:
         return waits
 
 
-_SPREAD = 0.7  # of a batch over a request's life, in square roots of it (instants are Poisson: 1)
-_BESIDE = 1.1  # times as long a prompt takes in steps that decode, too
+_SPREAD = 0.7  # deviation of a batch over a request's life, in square roots of the batch (a Poisson instant has 1)
+_BESIDE = 1.1  # factor of a prompt's time in steps that decode, too
 _HALVINGS = 9
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """goodput: requests a second at the target attainment. most: that any share of them could get through.
+    """goodput: requests a second at the target attainment. most: that get through, whatever they wait.
 
-    attainment, ttft_s, tpot_s: of requests at goodput, or at the rate that was asked for; means. flows: at that rate.
-    prefill, decode: the groups that the flows' rows and columns are, by position.
+    attainment, mean ttft_s and tpot_s, flows: at goodput, or at the requested rate. prefill, decode: the groups of the
+    flows' rows and columns, by position.
     """
 
     goodput: float
@@ -278,11 +268,11 @@ class Estimate:
     decode: tuple[int, ...]
 
 
-_Flowing = tuple[Flows, tuple[int, ...], tuple[int, ...]]  # and the groups of its rows and columns
+_Flowing = tuple[Flows, tuple[int, ...], tuple[int, ...]]  # flows with the groups of their rows and columns
 
 
 class Estimator:
-    """Estimates of one problem. costs: of its engines; the cost model's, where none are given."""
+    """Estimates of one problem. costs: of its engines; by default the cost model's."""
 
     def __init__(self, problem: Problem, costs: EngineCosts | None = None) -> None:
         self.problem = problem
@@ -296,11 +286,11 @@ class Estimator:
         self._known: dict[tuple[tuple[Group, ...], bool, float], Estimate] = {}
         contexts = sample.prompts + sample.outputs / 2.0
         self.crowded = False  # whether decodes wait for seats, as in bursts they do
-        self.unlike = 1.0 + float(contexts.var() / contexts.mean() ** 2)  # of contexts: so many fewer seats pool waits
+        self.unlike = 1.0 + float(contexts.var() / contexts.mean() ** 2)  # contexts that vary: fewer seats pool waits
         self._outputs = np.maximum(1, sample.outputs - 1).astype(np.float64)
 
     def cost(self, group: Group) -> EngineCost:
-        """Of a group. Raises Incompatible where it does not hold the model and the workload's longest request."""
+        """The cost of a group. Raises Incompatible where it does not hold the model and the longest request."""
         problem = self.problem
         found = self.costs.of(group.kind(problem.inventory, problem.dtype))
         if found is None:
@@ -311,7 +301,7 @@ class Estimator:
         return found
 
     def for_crowds(self) -> "Estimator":
-        """The same, with waits for seats in the batches of small groups. Too low where batches are large."""
+        """An estimator that counts waits for seats in the batches of small groups. Too low where batches are large."""
         other = copy(self)
         other.crowded, other._known = True, {}
         return other
@@ -328,24 +318,23 @@ class Estimator:
         rate: float = 0.0,
         worth: NDArray[np.float64] | None = None,
     ) -> Estimate:
-        """rate: at which latencies and attainment are told; at goodput if 0. worth: see `best_flows`."""
+        """rate: for latencies and attainment; 0: at goodput. worth: see `best_flows`."""
+        if worth is not None:
+            return self._estimated(groups, self._flows(groups, local, worth), rate)
         key = (tuple(groups), local, rate)
-        if worth is None and key in self._known:
-            return self._known[key]
-        found = self._made(groups, local, rate, worth)
-        if worth is None:
-            self._known[key] = found
-        return found
+        if key not in self._known:
+            self._known[key] = self._estimated(groups, self._flowing(groups, local), rate)
+        return self._known[key]
 
     def reaches(self, groups: Sequence[Group], rate: float) -> bool:
-        """Whether enough requests meet their SLO at that rate: sooner known than the highest such rate."""
+        """Whether enough requests meet their SLO at that rate: cheaper than the highest such rate."""
         flows, prefill, decode = self._flowing(groups, True)
         if flows.rate <= rate:
             return False
         return _Sides(self, groups, prefill, decode).met(flows.times(rate / flows.rate))[0] >= self.problem.target
 
     def along(self, groups: Sequence[Group], routes: Sequence[Route], *, rate: float = 0.0) -> Estimate:
-        """With the requests divided as the routes say, whatever would be better."""
+        """The estimate with the requests divided as the routes say."""
         best, prefill, decode = self._flowing(groups, True)
         sent, own = np.zeros((len(prefill), len(decode))), np.zeros(len(decode))
         for route in routes:
@@ -354,21 +343,23 @@ class Estimator:
                 own[j] += route.share
             else:
                 sent[prefill.index(route.prefill), j] += route.share
-        return self._told(groups, (Flows(sent, own).times(best.rate), prefill, decode), rate)
+        return self._estimated(groups, (Flows(sent, own).times(best.rate), prefill, decode), rate)
 
-    def _made(self, groups: Sequence[Group], local: bool, rate: float, worth: NDArray[np.float64] | None) -> Estimate:
-        flowing = self._flowing(groups, local) if worth is None else self._flows(groups, local, worth)
-        return self._told(groups, flowing, rate)
-
-    def _told(self, groups: Sequence[Group], flowing: _Flowing, rate: float) -> Estimate:
+    def _estimated(self, groups: Sequence[Group], flowing: _Flowing, rate: float) -> Estimate:
         flows, prefill, decode = flowing
-        side = _Sides(self, groups, prefill, decode)
-        most = flows.rate
-        goodput = most * self._factor(flows, side) if most > 0 else 0.0
+        sides, most = _Sides(self, groups, prefill, decode), flows.rate
+        low, high = 0.0, 1.0  # the largest factor of the flows at which enough requests meet their SLO
+        for _ in range(_HALVINGS if most > 0 else 0):
+            middle = (low + high) / 2.0
+            if sides.met(flows.times(middle))[0] >= self.problem.target:
+                low = middle
+            else:
+                high = middle
+        goodput = most * low
         at = (rate or goodput) / most if most > 0 else 0.0
-        told = flows.times(min(at, 1.0))
-        attained, ttft_s, tpot_s = side.met(told) if most > 0 and at > 0 else (0.0, inf, inf)
-        return Estimate(goodput, most, attained, ttft_s, tpot_s, told, prefill, decode)
+        flows = flows.times(min(at, 1.0))
+        attained, ttft_s, tpot_s = sides.met(flows) if most > 0 and at > 0 else (0.0, inf, inf)
+        return Estimate(goodput, most, attained, ttft_s, tpot_s, flows, prefill, decode)
 
     def _flowing(self, groups: Sequence[Group], local: bool) -> _Flowing:
         key = (tuple(groups), local)
@@ -382,25 +373,11 @@ class Estimator:
         tpot_s, output = self.problem.slo.tpot_s, self.problem.sample.output
         before = [prefill_capacity(self.cost(groups[at]), 1.0) for at in prefill]
         after = [decode_capacity(self.cost(groups[at]), tpot_s, output, 1.0) for at in decode]
-        joints = self._joints(groups, prefill, decode)
+        joints = self.places.joints([groups[at] for at in prefill], [groups[at] for at in decode])
         return best_flows(before, after, joints, local=local, worth=worth), prefill, decode
 
-    def _joints(self, groups: Sequence[Group], prefill: tuple[int, ...], decode: tuple[int, ...]) -> Joints:
-        return self.places.joints([groups[at] for at in prefill], [groups[at] for at in decode])
-
-    def _factor(self, flows: Flows, side: "_Sides") -> float:
-        """Of the flows, the most at which enough requests meet their SLO."""
-        low, high = 0.0, 1.0
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2.0
-            if side.met(flows.times(middle))[0] >= self.problem.target:
-                low = middle
-            else:
-                high = middle
-        return low
-
     def transfer_s(self, source: Group, target: Group) -> Times:
-        """Of each sampled request, from its first token to its decode: what is left when its prompt is computed."""
+        """Seconds from a request's first token to its decode, of each sampled request."""
         inventory = self.problem.inventory
         link = self.places.link(source.place(inventory), target.place(inventory))
         moved: Times = link.latency_s + self._sent / (link.bandwidth_bytes_s * link.efficiency)
@@ -408,12 +385,11 @@ class Estimator:
 
     @property
     def outputs(self) -> Times:
-        """Of each sampled request, the tokens after its first."""
         return self._outputs
 
 
 class _Sides:
-    """The groups of one deployment on either side, and what becomes of requests that flow through them."""
+    """The prefill and decode groups of one deployment, and what becomes of requests that flow through them."""
 
     def __init__(
         self, estimator: Estimator, groups: Sequence[Group], prefill: tuple[int, ...], decode: tuple[int, ...]
@@ -430,7 +406,7 @@ class _Sides:
         self._transfers: dict[tuple[int, int], Times] = {}
 
     def met(self, flows: Flows) -> tuple[float, float, float]:
-        """The share of requests within their SLO, and their mean TTFT and TPOT."""
+        """The share of requests within their SLO, and mean TTFT and TPOT."""
         slo = self._estimator.problem.slo
         step_s, spread_s, seats = self._decode_sides(flows)
         from_, to = np.nonzero(flows.sent)
@@ -442,19 +418,19 @@ class _Sides:
             [wait.within(slo.ttft_s - self._prefill_s)[from_], own.within(slo.ttft_s - self._local_s)[alone]]
         )
         waits_s = np.repeat([wait.mean_s, own.mean_s], [len(from_), len(alone)])
-        more_s = np.zeros_like(prefill_s)  # a token, for the way of the KV
+        more_s = np.zeros_like(prefill_s)  # for each token, for the transfer of the KV
         for row, (i, j) in enumerate(zip(from_.tolist(), to.tolist(), strict=True)):
             more_s[row] = self._more_s(i, j)
         at = np.concatenate([to, alone])
         token_s = step_s[at][:, None] + more_s
         steady = ndtr((slo.tpot_s - token_s) / spread_s[at])
         if self._estimator.crowded:
-            left_s = (slo.tpot_s - token_s) * self._estimator.outputs  # of its decode, for a seat
+            left_s = (slo.tpot_s - token_s) * self._estimator.outputs  # that a decode may wait for a seat
             steady *= np.array([seats[j].within(one) for j, one in zip(at.tolist(), left_s, strict=True)]).reshape(
                 steady.shape
             )
         weight = np.concatenate([flows.sent[from_, to], flows.local[alone]]) / flows.rate
-        weight[np.isinf(step_s[at])] = 0.0  # its queue grows without end: none of these is in time
+        weight[np.isinf(step_s[at])] = 0.0  # the queue grows without end: none of these requests is in time
         kept = weight > 0.0
         weight = weight[kept]
         met = weight @ (in_time * steady).mean(axis=1)[kept]
@@ -462,10 +438,8 @@ class _Sides:
         return float(met), float(ttft_s), float(weight @ token_s.mean(axis=1)[kept])
 
     def _decode_sides(self, flows: Flows) -> tuple[Times, Times, list[Wait]]:
-        """Of each group that decodes: seconds a token, shape [d], how they spread, by request, shape [d, n], and the
-        wait for a seat in a batch.
-
-        A token without end where its queue grows for ever.
+        """Seconds a token of each group that decodes, shape [d], their spread by request, shape [d, n], and the wait
+        for a seat in a batch. The seconds are infinite where the queue grows without end.
         """
         coming = (flows.sent.sum(axis=0) + flows.local).tolist()
         step_s, spread_s = np.full(len(self._after), inf), np.ones((len(self._after), len(self._estimator.outputs)))
@@ -481,7 +455,7 @@ class _Sides:
         return step_s, spread_s, seats
 
     def _decode_side(self, cost: EngineCost, rate: float, share: float) -> tuple[float, Times] | None:
-        """Seconds a token where `rate` requests a second decode, and how they spread, by request; None: too many."""
+        """Seconds a token where `rate` requests a second decode, and their spread by request; None: too many."""
         if share >= 1.0:
             return None
         output = self._estimator.problem.sample.output
@@ -498,7 +472,7 @@ class _Sides:
         return step_s, np.sqrt(crowd**2 + burst + (0.02 * step_s) ** 2)
 
     def _more_s(self, i: int, j: int) -> Times:
-        """Of each request, by how much the way of its KV lengthens each of its tokens."""
+        """By how much the transfer of its KV lengthens each token of each request."""
         if (i, j) not in self._transfers:
             source, target = self._groups[self._prefill[i]], self._groups[self._decode[j]]
             self._transfers[i, j] = self._estimator.transfer_s(source, target) / self._estimator.outputs

@@ -1,6 +1,7 @@
-"""A group: accelerators that serve one copy of the model together, and what they are there for."""
+"""A group: accelerators that together serve one copy of the model, and their role."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -22,7 +23,7 @@ class Part:
 class Group:
     """Pipeline stages in order, of `tensor_parallel` accelerators each.
 
-    A group that decodes may compute prompts, too: whether it does is a matter of routes and policies.
+    A group that decodes may compute prompts, too: routes and policies decide whether it does.
     """
 
     role: Role
@@ -31,7 +32,6 @@ class Group:
 
     @cached_property
     def uses(self) -> Counter[int]:
-        """Accelerators by pool."""
         found: Counter[int] = Counter()
         for part in self.parts:
             found[part.pool] += self.tensor_parallel
@@ -39,19 +39,17 @@ class Group:
 
     @property
     def accelerators(self) -> int:
-        """In all."""
         return self.tensor_parallel * len(self.parts)
 
     def flipped(self) -> "Group":
-        """The same in the other role."""
         return replace(self, role=self.role.other)
 
-    def as_role(self, role: Role) -> "Group":
-        """The same in that role."""
-        return self if role is self.role else self.flipped()
+    def moved(self, pools: Mapping[int, int]) -> "Group":
+        """The same group on other pools, by the present ones."""
+        return replace(self, parts=tuple(Part(pools[part.pool], part.layers) for part in self.parts))
 
     def kind(self, inventory: Inventory, dtype: str | None = None) -> EngineKind:
-        """As an engine. Between nodes activations take the path between them; the slowest of the hops counts."""
+        """The group as an engine. Between nodes activations take the path between them; the slowest hop counts."""
         pools = [inventory.pools[part.pool] for part in self.parts]
         stages = tuple(Stage(pool.accelerator.name, part.layers) for pool, part in zip(pools, self.parts, strict=True))
         hops = [inventory.network.path(one.node, other.node) for one, other in pairwise(pools)]
@@ -59,7 +57,7 @@ class Group:
         return EngineKind(stages, self.tensor_parallel, dtype, hop=hop)
 
     def place(self, inventory: Inventory) -> tuple[tuple[str, int], ...]:
-        """Where its layers' KV is: (node, layers) in the order of the stages, neighbours on one node joined."""
+        """Where the KV of its layers is: (node, layers) in the order of the stages, neighbours on one node joined."""
         found: list[tuple[str, int]] = []
         for part in self.parts:
             node = inventory.pools[part.pool].node
@@ -70,11 +68,10 @@ class Group:
         return tuple(found)
 
     def price_usd_hour(self, inventory: Inventory) -> float:
-        """Of its accelerators."""
         return sum(count * inventory.pools[pool].price_usd_hour for pool, count in self.uses.items())
 
     def words(self, inventory: Inventory) -> str:
-        """Such as `2 x A40 on a40`."""
+        """A description, such as `2 x A40 on a40`."""
         return " + ".join(
             f"{count} x {inventory.pools[pool].accelerator.name} on {inventory.pools[pool].node}"
             for pool, count in self.uses.items()
@@ -82,6 +79,6 @@ class Group:
 
     @property
     def layout(self) -> str:
-        """Such as `TP 2, PP 2 (26+34)`."""
+        """A description, such as `TP 2, PP 2 (26+34)`."""
         layers = "+".join(str(part.layers) for part in self.parts)
         return f"TP {self.tensor_parallel}" + (f", PP {len(self.parts)} ({layers})" if len(self.parts) > 1 else "")

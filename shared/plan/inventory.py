@@ -1,4 +1,7 @@
-"""What there is to serve with: nodes, the accelerators on them, and what joins them."""
+"""The inventory: nodes, the accelerators on them, and the links between them; and its file, in YAML.
+
+The file is strict: errors name file, line and key.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -37,7 +40,7 @@ class Pool:
 class Inventory:
     """Pools, in the order of the file, and the network between their nodes.
 
-    assumed: what is assumed of the links, for its user to correct; empty where they are given.
+    assumed: a note to the user on links that are assumed; empty where they are given.
     """
 
     pools: tuple[Pool, ...]
@@ -46,24 +49,21 @@ class Inventory:
 
     @property
     def accelerators(self) -> int:
-        """In all."""
         return sum(pool.count for pool in self.pools)
 
     @property
     def price_usd_hour(self) -> float:
-        """Of all of them, used or not."""
         return sum(pool.count * pool.price_usd_hour for pool in self.pools)
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names, each once."""
         return tuple(dict.fromkeys(pool.node for pool in self.pools))
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """Of each pool the number of its kind: pools of one kind can change places and nothing is different.
+        """The number of each pool's kind. Pools of one kind are interchangeable.
 
-        Nodes are told apart by what is on them and by their links to each other kind of node, until no more differ.
+        Nodes differ by their accelerators and by their links to each other kind of node, refined until nothing changes.
         """
         colours: Mapping[str, object] = {
             node: (
@@ -89,19 +89,19 @@ class Inventory:
         return tuple(sorted(around, key=repr))
 
     def without(self, losses: Mapping[tuple[str, str], int]) -> "Inventory":
-        """What is left when so many accelerators of (node, type) are gone. Raises NotFound for what is not there."""
+        """What is left after losses by (node, type). Raises NotFound for accelerators that do not exist."""
         known = {(pool.node, pool.accelerator.name): pool.count for pool in self.pools}
         for (node, name), count in losses.items():
             if known.get((node, name), 0) < count:
                 there = ", ".join(map(str, self.pools))
-                raise NotFound(f"no {count} x {name} on {node}: there are {there}")
+                raise NotFound(f"no {count} x {name} on {node}; known: {there}")
         left = [
             replace(pool, count=pool.count - losses.get((pool.node, pool.accelerator.name), 0)) for pool in self.pools
         ]
         return replace(self, pools=tuple(pool for pool in left if pool.count))
 
     def islands(self) -> tuple[tuple[str, ...], ...]:
-        """Nodes that are joined to each other, directly or not; more than one where the network is cut."""
+        """Nodes that are connected, directly or not; more than one tuple where the network is partitioned."""
         parent = {node: node for node in self.nodes}
 
         def root(node: str) -> str:
@@ -123,15 +123,11 @@ class Inventory:
             if pair_of(one, other) not in self.network.between:
                 parts = self.islands()
                 how = " | ".join(", ".join(part) for part in parts)
-                cut = f"they are cut into {how}: plan each by itself" if len(parts) > 1 else "give each pair one"
-                raise InvalidRequest(f"network: no link between the nodes {one!r} and {other!r}; {cut}")
+                hint = f"the network is partitioned into {how}: plan each part" if len(parts) > 1 else "add a link"
+                raise InvalidRequest(f"network: no link between the nodes {one!r} and {other!r}; {hint}")
 
 
-# MERGED inventory_file.py
-# The inventory file: nodes, devices and links, in YAML. Strict: errors name file, line and key.
-
-
-MOST_NODES = 512
+MAX_NODES = 512
 Count = Annotated[int, Field(gt=0, le=100_000)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -150,7 +146,7 @@ class DeviceEntry(_Part):
 
 
 class NodeEntry(_Part):
-    """One node, or `replicas` alike ones, named name-0, name-1, …: one type of accelerator, or `devices` of several."""
+    """One node, or `replicas` equal ones, named name-0, name-1, …: one type of accelerator, or `devices` of several."""
 
     name: Name
     replicas: Count = 1
@@ -162,26 +158,24 @@ class NodeEntry(_Part):
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         if bool(self.accelerator) == bool(self.devices):
-            raise ValueError("give it an `accelerator`, or `devices`, and not both")
+            raise ValueError("a node needs either `accelerator` or `devices`")
         kinds = [device.accelerator for device in self.devices]
         if len(set(kinds)) < len(kinds):
-            raise ValueError("`devices` name a type twice: give it their `count`")
+            raise ValueError("`devices` name a type twice: use `count`")
         return self
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the nodes that this entry stands for."""
         return (self.name,) if self.replicas == 1 else tuple(f"{self.name}-{at}" for at in range(self.replicas))
 
     @property
     def all_devices(self) -> tuple[DeviceEntry, ...]:
-        """However they were given."""
         single = DeviceEntry(accelerator=self.accelerator, count=self.count, price_usd_hour=self.price_usd_hour)
         return self.devices or (single,)
 
 
 class InventoryFile(_Part):
-    """The whole file. `accelerators`: catalogue entries of your own; a path beside it."""
+    """The whole file. accelerators: a file of further catalogue entries, relative to this file."""
 
     name: str = ""
     accelerators: Path | None = None
@@ -191,18 +185,18 @@ class InventoryFile(_Part):
     @model_validator(mode="after")
     def _names(self) -> Self:
         count = sum(entry.replicas for entry in self.nodes)
-        if count > MOST_NODES:
-            raise ValueError(f"nodes: {count} of them; at most {MOST_NODES} can be planned")
+        if count > MAX_NODES:
+            raise ValueError(f"nodes: at most {MAX_NODES} nodes can be planned, not {count}")
         seen: set[str] = set()
         for index, entry in enumerate(self.nodes):
             for name in entry.names:
                 if name in seen:
-                    raise ValueError(f"nodes.{index}.name: {name!r} is there twice")
+                    raise ValueError(f"nodes.{index}.name: {name!r} is used twice")
                 seen.add(name)
         return self
 
     def inventory(self, catalogue: Catalogue) -> Inventory:
-        """As the planner takes it. Raises NotFound or InvalidRequest, whose message begins with the key."""
+        """The inventory that the file describes. Raises NotFound or InvalidRequest; messages begin with the key."""
         pools = [
             Pool(
                 name,
@@ -228,7 +222,7 @@ class InventoryFile(_Part):
 
 
 def _with_assumed_links(inventory: Inventory) -> Inventory:
-    """With a link of every two nodes that is as wide as the catalogue's network of the slower one."""
+    """With a link between each two nodes that has the bandwidth of the slower one's network in the catalogue."""
     bytes_s = {
         node: sum(pool.accelerator.links.network * pool.count for pool in inventory.pools if pool.node == node)
         for node in inventory.nodes
@@ -271,7 +265,7 @@ def checked(document: Document) -> InventoryFile:
 
 
 def located(read: InventoryFile, catalogue: Catalogue, places: Places) -> Inventory:
-    """As `InventoryFile.inventory`, and what it raises names the file, and the line where the message has a key."""
+    """`InventoryFile.inventory`, with errors that name the file, and the line of the message's key."""
     try:
         return read.inventory(catalogue)
     except PolyphaseError as error:
@@ -279,7 +273,6 @@ def located(read: InventoryFile, catalogue: Catalogue, places: Places) -> Invent
 
 
 def write_inventory(inventory: Inventory, name: str) -> str:
-    """The text of an inventory file."""
     nodes = []
     for node in inventory.nodes:
         devices = [

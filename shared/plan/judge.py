@@ -1,4 +1,8 @@
-"""The simulator as the judge of plans: what a plan promises is what it does there."""
+"""The simulator as the judge of plans: a plan promises what it does there.
+
+`Judge` runs plans and finds their goodput, `race` finds the best of several plans in few runs, and `Scout` looks at
+many plans in short runs first, so that long runs are only for those that lead.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,27 +22,36 @@ from shared.sim.outcomes import Outcomes, SimResult
 from shared.sim.spec import RunSpec, with_words
 from shared.sim.workload import ARRIVALS, Times, Workload
 
-SPAN_S, LIVES = 30.0, 3.0  # of a run's arrivals: so long, and so many times as long as a request lasts, at least
-TOO_MUCH = 0.18  # a rate that is higher by so much than what can be served for ever must show
-FEWEST, ENOUGH, MOST = 250, 2000, 20_000  # requests of a run: at least, where more say nothing new, and at most
-GLIMPSE = 0.6  # of a run's requests that fill the cluster: a short run
-_LATER = 0.5  # of a run, from where on it counts: before, the cluster fills
-_STRIDE = 1.12  # from a rate to the next, at first
-_BESIDE = 1.05  # from the rate where a search begins to its first two
-_LEAST = 0.03  # of a rate, to the next, where the target is near
+SPAN_S, LIVES = 30.0, 3.0  # of a run's arrivals, at least: seconds, and multiples of a request's lifetime
+TOO_MUCH = 0.18  # a rate that exceeds what can be served without end by this share must show in a run
+FEWEST, ENOUGH, MOST = 250, 2000, 20_000  # requests of a run: at least, where more add nothing, and at most
+GLIMPSE = 0.6  # share of a full run's requests that a short run has
+_LATER = 0.5  # share of a run that does not count, because the cluster fills
+_STRIDE = 1.12  # factor from a rate to the next, at first
+_BESIDE = 1.05  # factor from the rate where a search begins to its first two
+_LEAST = 0.03  # relative step to the next rate, at least
 _LOOKS = 12  # rates, until one meets the target and a higher one misses it
-_POOR = 0.5  # attainment from which the next rate is much lower
-_ABOUT = (0.96, 1.04)  # of the crossing: further runs that make it more certain
-_NEAR = 1.2  # times the crossing: runs that say something of it
-_CLEARLY = 0.04  # attainment by which a plan must be worse to be out
+_POOR = 0.5  # attainment below which the next rate is much lower
+_ABOUT = (0.96, 1.04)  # factors of the crossing at which further runs make it more certain
+_NEAR = 1.2  # factor of the crossing within which runs count for it
+_CLEARLY = 0.04  # attainment by which a plan must be worse to be dropped
+
+_TELLS = (
+    -0.25,
+    0.05,
+)  # attainment relative to the target at which plans differ: below it all queues grow, above it none
+_SCOUT_STEP = 1.12  # factor from a rate to the next
+_SCOUT_RATES = 6  # rates that are tried until plans differ
+_ALIKE = 0.05  # attainment by which short runs differ by chance
+_LEADING = 2  # plans between which long runs decide
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
     """What a plan is expected to do. figures: `shared.sim.metrics.summary` of a run at `rate`.
 
-    goodput: requests a second, the highest rate at which enough requests meet the SLO. attainment: at `rate`, once the
-    cluster is full. usd_per_million: prompt and output tokens at goodput.
+    goodput: the highest rate, requests a second, at which enough requests meet the SLO. attainment: at `rate`, once the
+    cluster is full. usd_per_million: of prompt and output tokens at goodput.
     """
 
     goodput: float
@@ -50,7 +63,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A run: a plan at a rate. short: its order among plans at one rate is right, but too high where queues grow."""
+    """A run: a plan at a rate. short: it orders plans at one rate, but its attainment is too high where queues grow."""
 
     plan: Plan
     rate: float
@@ -58,36 +71,36 @@ class Ask:
 
 
 class Sharer(Protocol):
-    """Somebody who makes runs beside those of the judge itself."""
+    """A helper that takes over some of the judge's runs."""
 
     def share(self, asks: Sequence[Ask], own: Callable[[Ask], float]) -> dict[Ask, float]:
-        """What each of them shows. own: makes one here."""
+        """The attainment of each run. own: makes a run here."""
         ...
 
 
 class Judge:
-    """Runs plans of one problem in the simulator. The same plan at the same rate is run once.
+    """Runs plans of one problem in the simulator, each plan at each rate once.
 
     run: how clusters are run, before the plan's policies. arrivals: a name of `shared.sim.workload.ARRIVALS`. A run
-    lasts so long that the cluster is full, and that a queue which grows for ever has outgrown what the SLO allows.
+    lasts so long that the cluster is full, and that a queue which grows without end exceeds what the SLO allows.
     """
 
     def __init__(
         self, problem: Problem, estimator: Estimator, run: RunSpec = RunSpec(), arrivals: str = "poisson", seed: int = 1
     ) -> None:
         self.problem = problem
-        self.runs = 0  # that were needed
+        self.runs = 0  # runs that were needed
         self._estimator = estimator
         self.helper: Sharer | None = None
         self.run = replace(run, slo=problem.slo, codec=problem.codec)
         self.arrivals = arrivals
         self.seed = seed
         self._shown: dict[Ask, float] = {}
-        self._early: dict[Ask, float] = {}  # shown before anybody needed it
+        self._early: dict[Ask, float] = {}  # runs made before they were needed
         self._goodput: dict[Plan, float] = {}
 
     def workload(self, ask: Ask) -> Workload:
-        """What comes in a run: of the problem's requests the first so many, again and again."""
+        """The requests of a run: the first ones of the problem's workload, repeated where it has fewer."""
         problem, slo, rate = self.problem, self.problem.slo, ask.rate
         told = self._estimator.of(ask.plan.groups)
         life_s = told.ttft_s + told.tpot_s * problem.sample.output if told.goodput > 0 else 0.0
@@ -98,21 +111,19 @@ class Judge:
         return ARRIVALS[self.arrivals](repeated(problem.workload, count), rate, self.seed)
 
     def spec(self, plan: Plan) -> RunSpec:
-        """How the plan is run."""
         return with_words(self.run, plan.policies)
 
     def result(self, ask: Ask) -> SimResult:
-        """A run."""
         plan = ask.plan
         instances, network = deployed(self.problem, plan, self._estimator.costs, self._estimator.places)
         return simulate(self.workload(ask), instances, replace(self.spec(plan), network=network))
 
     def told(self, ask: Ask) -> float:
-        """What a run shows: the share of requests within the SLO, once the cluster is full."""
+        """Make a run. Returns the share of requests within the SLO, once the cluster is full."""
         return settled(self.result(ask).outcomes, self.problem)
 
     def attained(self, plan: Plan, rate: float, *, short: bool = False) -> float:
-        """The share of requests within the SLO at that rate, once the cluster is full; less where its queue grows."""
+        """The share of requests within the SLO at that rate, once the cluster is full."""
         ask = Ask(plan, rate, short)
         if ask not in self._shown:
             self.runs += 1
@@ -120,19 +131,19 @@ class Judge:
         return self._shown[ask]
 
     def ahead(self, asks: Iterable[Ask]) -> None:
-        """These will be needed, or most of them: where there is a helper they are shared with it. Changes no result."""
+        """Announce runs that are likely to be needed: a helper makes some of them. Changes no result."""
         fresh = [ask for ask in dict.fromkeys(asks) if ask not in self._shown and ask not in self._early]
         if self.helper is not None and len(fresh) > 1:
             try:
                 self._early |= self.helper.share(fresh, self.told)
             except (EOFError, OSError):
-                self.helper = None  # it is gone, and what it would have run is run here
+                self.helper = None  # it has ended, and its runs are made here
 
     def goodput(self, plan: Plan, near: float) -> float:
-        """Requests a second. near: where to look first.
+        """The highest rate, requests a second, that meets the target. near: where to look first.
 
-        Attainment rises and falls a little from rate to rate, as bursts fall on busy groups or not, so the rate that
-        meets the target is read off a line through several runs about there.
+        Attainment varies a little from rate to rate, as bursts fall on busy groups or not, so the goodput is read from
+        a line through several runs around it.
         """
         if plan not in self._goodput:
             self._goodput[plan] = self._searched(plan, near)
@@ -152,7 +163,7 @@ class Judge:
             step = step if curve.best else 1.0 / step
             self._look(plan, curve, [rate * step, rate * step * step])  # two at once where there is a helper
             stride *= _STRIDE if attained >= _POOR else 1.5
-            least *= 2.0  # where the curve is flat the target is farther than it seems
+            least *= 2.0  # where the curve is flat, the target is farther away than it seems
         if not curve.bracketed:
             return curve.best
         self._look(plan, curve, [curve.crossing * share for share in _ABOUT])
@@ -164,7 +175,7 @@ class Judge:
             curve.add(rate, self.attained(plan, rate))
 
     def promise(self, plan: Plan, goodput: float) -> Promise:
-        """What the plan does at the rate that is asked for, or at the highest up to goodput that met the target."""
+        """What the plan does at the problem's rate, or at the highest rate up to goodput that met the target."""
         problem = self.problem
         told = ((ask, share) for ask, share in self._shown.items() if ask.plan.runs_as(plan) and not ask.short)
         met = [ask.rate for ask, share in told if share >= problem.target]
@@ -180,7 +191,7 @@ class Judge:
 
 
 def repeated(workload: Workload, count: int) -> Workload:
-    """`count` of its requests, from the first on, all at once; from the first again where it has fewer."""
+    """The first `count` requests, all at time 0, repeated from the first where there are fewer."""
     at = np.arange(count) % len(workload)
     prefixes = workload.prefixes and tuple(workload.prefixes[i] for i in at.tolist())
     return replace(
@@ -199,7 +210,7 @@ def settled(outcomes: Outcomes, problem: Problem) -> float:
 
 
 def later(arrival_s: Times) -> NDArray[np.bool_]:
-    """Which requests of a run count as come to a full cluster. arrival_s: shape [n], in their order."""
+    """Which requests of a run count as arrived at a full cluster. arrival_s: shape [n], in their order."""
     found: NDArray[np.bool_] = arrival_s >= arrival_s[0] + _LATER * (arrival_s[-1] - arrival_s[0])
     return found
 
@@ -212,7 +223,6 @@ class Curve:
         self._points: dict[float, float] = {}
 
     def add(self, rate: float, attained: float) -> None:
-        """One run."""
         self._points[rate] = attained
 
     @property
@@ -222,12 +232,10 @@ class Curve:
 
     @property
     def highest(self) -> tuple[float, float]:
-        """The highest rate, and attainment there."""
         return max(self._points.items())
 
     @property
     def lowest(self) -> tuple[float, float]:
-        """The lowest rate, and attainment there."""
         return min(self._points.items())
 
     @property
@@ -238,7 +246,7 @@ class Curve:
 
     @property
     def crossing(self) -> float:
-        """Where a line through the runs near the target meets it; the middle of two of them where they make none."""
+        """Where a line through the runs near the target meets it; between two runs where there is no such line."""
         middle = self._middle()
         near = [(log(rate), met) for rate, met in self._points.items() if middle / _NEAR <= rate <= middle * _NEAR]
         if len(near) < 3:
@@ -250,7 +258,7 @@ class Curve:
         return float(np.clip(exp((self._target - at_0) / slope), middle / _NEAR, middle * _NEAR))
 
     def _middle(self) -> float:
-        """Between the two neighbouring rates that part those that meet the target from those that miss it best."""
+        """Between the two neighbouring rates that best separate those that meet the target from those that miss it."""
         points = sorted(self._points.items())
 
         def wrong(cut: int) -> int:
@@ -262,10 +270,10 @@ class Curve:
 
 
 def race(judge: Judge, plans: Iterable[tuple[Plan, float]], stop: Callable[[], bool]) -> Iterator[tuple[Plan, float]]:
-    """Plans with their estimated goodput in; the best so far and its simulated goodput, each time that it changes.
+    """Yields the best plan so far with its simulated goodput, each time that it changes. plans: with estimates.
 
-    The most promising first. Who is clearly worse at the best one's goodput is out after one run. After `stop` says so
-    nobody else is tried; the first is always finished.
+    The most promising plan comes first. A plan that is clearly worse at the best one's goodput is dropped after one
+    run. After `stop` no further plan is tried, but the first is finished.
     """
     best = 0.0
     order = sorted(plans, key=lambda one: -one[1])
@@ -282,22 +290,12 @@ def race(judge: Judge, plans: Iterable[tuple[Plan, float]], stop: Callable[[], b
             yield plan, found
 
 
-# MERGED scout.py
-# A first look at many plans, in short runs at one rate, so that the long runs are for those that lead.
-#
-# Short runs tell too high a goodput, but all plans about as much: their order is that of the long ones, within
-# `_ALIKE`.
-
-
-_TELLS = (-0.25, 0.05)  # attainment beside the target at which plans differ: lower all queues grow, higher none does
-_SCOUT_STEP = 1.12  # from a rate to the next
-_SCOUT_RATES = 6  # rates, until one tells
-_ALIKE = 0.05  # attainment by which runs that short differ by chance
-_LEADING = 2  # plans that long runs decide between
-
-
 class Scout:
-    """Looks at one rate, about where the best so far meets the target. rate: requests a second, where to begin."""
+    """Compares many plans in short runs at one rate, about where the best of them meets the target.
+
+    Short runs overestimate goodput, but about equally for all plans: their order is that of long runs, within `_ALIKE`.
+    rate: requests a second, where to begin.
+    """
 
     def __init__(self, judge: Judge, rate: float, stop: Callable[[], bool]) -> None:
         self._judge = judge
@@ -305,18 +303,17 @@ class Scout:
         self._rate = rate
 
     def holds(self, plan: Plan) -> bool:
-        """Whether the plan meets the target at the rate."""
         return self._glimpsed(plan) >= self._judge.problem.target
 
     def led(self, plans: Sequence[Plan]) -> list[tuple[Plan, float]]:
-        """Of the plans those that lead, expected to serve as much as they are ahead of each other."""
+        """The plans that lead, with an expected goodput according to how far ahead they are."""
         order = self._settled(plans)
         top = self._glimpsed(order[0])
         near = [(plan, self._glimpsed(plan)) for plan in order[:_LEADING]]
         return [(plan, self._rate * (1.0 + share - top)) for plan, share in near if share > top - _ALIKE]
 
     def beside(self, leader: Plan, plans: Sequence[Plan]) -> list[tuple[Plan, float]]:
-        """Of the plans those that may be better than the leader, with their attainment at a rate that tells."""
+        """The plans that may be better than the leader, with their attainment at a rate at which plans differ."""
         self._settled([leader])
         least = self._glimpsed(leader) - _ALIKE
         return [(plan, share) for share, plan in self._looked(plans) if share >= least]
@@ -334,7 +331,7 @@ class Scout:
         return order
 
     def _looked(self, plans: Sequence[Plan]) -> list[tuple[float, Plan]]:
-        """Attainment at the rate, the highest first; when the time is up, of the first plan alone."""
+        """Plans with their attainment at the rate, the highest first; when the time is up, the first plan alone."""
         self._judge.ahead(Ask(plan, self._rate, short=True) for plan in plans)
         found = [(self._glimpsed(plan), plan) for plan in plans[:1]]
         found += [(self._glimpsed(plan), plan) for plan in plans[1:] if not self._stop()]

@@ -1,4 +1,7 @@
-"""A plan: groups with their roles, routes between them, policies; and all of it as the simulator's instances."""
+"""A plan: groups with their roles, routes between them, and policies; as the simulator's instances, and as a file.
+
+The file is a cluster file, which `polyphase up --cluster` starts and `polyphase simulate` reads.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,7 +27,7 @@ LEAST_SHARE = 0.002  # of the requests; a route with less is rounding
 
 @dataclass(frozen=True)
 class Plan:
-    """What each accelerator does. policies: in words, as `polyphase simulate --policy` takes them."""
+    """What each accelerator does. policies: as `polyphase simulate --policy` reads them."""
 
     groups: tuple[Group, ...]
     routes: tuple[Route, ...] = ()
@@ -33,20 +36,18 @@ class Plan:
 
     @cached_property
     def roles(self) -> Counter[Role]:
-        """How many groups there are of either."""
         return Counter(group.role for group in self.groups)
 
     @cached_property
     def coupled(self) -> bool:
-        """Whether every group does whole requests."""
         return not self.roles[Role.PREFILL]
 
     def runs_as(self, other: "Plan") -> bool:
-        """Whether both do the same: under policies that decide request by request, routes only say what to expect."""
+        """Whether both do the same: policies that decide request by request ignore the routes."""
         return self.groups == other.groups and self.policies == other.policies
 
     def names(self, problem: Problem) -> tuple[str, ...]:
-        """Of the groups as instances: what they are made of, and a number."""
+        """Names of the groups as instances: their accelerators, and a number."""
         pools = problem.inventory.pools
         stems = [
             ".".join(
@@ -65,7 +66,7 @@ class Plan:
         return tuple(found)
 
     def routed(self, problem: Problem) -> str:
-        """Policies that send requests along the routes and nowhere else."""
+        """Policies that send requests along the routes only."""
         names = self.names(problem)
         rows = ",".join(
             f'["{"" if route.prefill is None else names[route.prefill]}","{names[route.decode]}",{route.share:.4g}]'
@@ -75,7 +76,7 @@ class Plan:
 
 
 def routes_of(estimate: Estimate) -> tuple[Route, ...]:
-    """The routes that an estimate's flows are, largest first, their shares summing to 1."""
+    """The routes of an estimate's flows, the largest first, with shares that sum to 1."""
     flows, total = estimate.flows, estimate.flows.rate
     if total <= 0.0:
         return ()
@@ -91,9 +92,8 @@ def routes_of(estimate: Estimate) -> tuple[Route, ...]:
 
 
 def canonical(groups: Sequence[Group], alike: Sequence[int]) -> tuple[object, ...]:
-    """The same for deployments that differ only in which of alike nodes does what, and in the order of groups.
-
-    alike: see `Inventory.alike`.
+    """A key that is equal for deployments that differ only in the order of groups and in which of several alike pools
+    each of them uses. alike: see `Inventory.alike`.
     """
 
     def shape(group: Group) -> tuple[object, ...]:
@@ -115,7 +115,7 @@ def canonical(groups: Sequence[Group], alike: Sequence[int]) -> tuple[object, ..
 def deployed(
     problem: Problem, plan: Plan, costs: EngineCosts, places: Places
 ) -> tuple[tuple[InstanceSpec, ...], Network]:
-    """The plan's groups as the simulator takes them, and the network between the places where they stand."""
+    """The plan's groups as instances of the simulator, and the network between their places."""
     shop, inventory, limits = problem.shop, problem.inventory, problem.limits
     made = []
     for name, group in zip(plan.names(problem), plan.groups, strict=True):
@@ -129,7 +129,7 @@ def deployed(
                 kv_tokens=shop.kv_tokens(kind),
                 kv_bytes_per_token=costs.kv_bytes,
                 limits=replace(limits, sequences=max(1, limits.sequences // kind.lanes), max_model_len=problem.longest),
-                link=Link(1.0),  # its place's paths count
+                link=Link(1.0),  # not used: the paths of its place count
                 node=place_name(group.place(inventory)),
                 accelerator="+".join(dict.fromkeys(stage.accelerator for stage in kind.stages)),
                 accelerators=group.accelerators,
@@ -141,10 +141,6 @@ def deployed(
     return tuple(made), places.network([group.place(inventory) for group in plan.groups])
 
 
-# MERGED plan_file.py
-# A plan as a file: the cluster file that `polyphase up --cluster` starts and `polyphase simulate` reads.
-
-
 TOKENIZER = "models/demo"  # of emulated engines: a folder of the project
 _HOSTS = """
 Before it starts: give each of `hosts` its address, and the file the lines of `polyphase keys curve` and `polyphase keys
@@ -154,7 +150,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the file is for. model: what `engine: vllm` loads; a tokenizer's folder for emulated engines.
+    """The engine and model of the file. model: what vLLM loads, or the tokenizer's folder of emulated engines.
 
     geometry: the name under which the cost model knows the model, or the path of its config.json.
     """
@@ -174,10 +170,10 @@ def plan_text(
     head: str = "",
     promise: Mapping[str, float] | None = None,
 ) -> str:
-    """The text of the file. head: lines of comment before it. promise: what the planner service compares with.
+    """The text of the plan's cluster file. head: comment at its top. promise: what the planner service compares with.
 
-    For `engine: vllm` it names each instance's devices, by their number in the order of the inventory, and its host,
-    where there are several: by the node's name, in the place of the address that the inventory does not say.
+    For `engine: vllm` the file names each instance's devices, by their number in the order of the inventory, and its
+    host where there are several: by the node's name, because the inventory has no addresses.
     """
     inventory, limits = problem.inventory, problem.limits
     spots = [group.place(inventory) for group in plan.groups]
@@ -219,8 +215,9 @@ def plan_text(
 
 
 def _devices(problem: Problem, groups: Sequence[Group]) -> list[tuple[int, ...]]:
-    """Of each group, in the order of its stages: the next of each pool, whose devices follow those of the pools before
-    it on its node. None where devices have no numbers.
+    """Numbers of each group's devices, in the order of its stages; empty where devices cannot be chosen.
+
+    The devices of a pool are numbered after those of the pools before it on its node.
     """
     pools = problem.inventory.pools
     before = [sum(other.count for other in pools[:at] if other.node == pool.node) for at, pool in enumerate(pools)]
@@ -238,7 +235,7 @@ def _devices(problem: Problem, groups: Sequence[Group]) -> list[tuple[int, ...]]
 
 
 def policies_of(words: str) -> dict[str, Any]:
-    """Policies in words as the `policies` of a file."""
+    """Policies as the `policies` section of a file."""
     found: dict[str, Any] = {}
     for part in words.split("+"):
         for kind, spec in from_words(part).items():
@@ -252,7 +249,7 @@ def _instance(problem: Problem, name: str, group: Group, costs: EngineCosts, tar
     geometry = shop.geometry
     copies = float(group.tensor_parallel) if geometry.latent else max(1.0, group.tensor_parallel / geometry.kv_heads)
     kv_bytes = int(shop.kv_tokens(kind) * costs.kv_bytes * copies)
-    if target.engine == "vllm":  # of a rank: the stage with the most layers is the first that is full
+    if target.engine == "vllm":  # of a rank: the stage with the most layers is full first
         most = max(part.layers for part in group.parts) / geometry.layers
         kv_bytes = int(kv_bytes * most / group.tensor_parallel)
     found: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What is asked of the planner."""
+"""The planner's question: an inventory, a model, a workload and an SLO."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,19 +15,19 @@ from shared.plan.inventory import Inventory
 from shared.sim.spec import EngineLimits
 from shared.sim.workload import Lengths, Workload
 
-SAMPLE = 48  # requests that stand for a workload where it is only estimated
+SAMPLE = 48  # requests that represent a workload in estimates
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """An inventory, a model (the workshop's), what clients ask for, and what they shall get.
+    """An inventory, a model (the workshop's), the requests of clients, and the SLO that they should get.
 
     workload: its lengths and the pattern of its arrivals. rate: requests a second that the plan must serve; 0: as many
-    as it can. target: SLO attainment at which a rate counts as served. limits: of every engine. one_node: no group
-    spans nodes, as engines that really exist need it. codec: in which KV travels. longest_tokens: that a request may
-    have, prompt and answer. budget_usd_hour: what the accelerators that are used may cost.
+    as possible. target: SLO attainment at which a rate counts as served. limits: of each engine. one_node: no group
+    spans nodes, which vLLM engines require. codec: of KV transfers. longest_tokens: of a request, prompt and answer.
+    budget_usd_hour: what the accelerators that are used may cost.
     """
 
     inventory: Inventory
@@ -45,7 +45,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.target < 1.0:
-            raise InvalidRequest(f"target must lie between 0 and 1, not {self.target}")
+            raise InvalidRequest(f"target must be between 0 and 1, not {self.target}")
         if self.rate < 0:
             raise InvalidRequest(f"rate must not be negative, not {self.rate}")
         if not self.budget_usd_hour > 0:
@@ -53,25 +53,22 @@ class Problem:
 
     @cached_property
     def sample(self) -> "Sample":
-        """Requests that stand for the workload."""
         return Sample.of(self.workload)
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of context that every group must hold: as asked for, else the workload's longest request."""
-        asked = int((self.workload.prompt_tokens + self.workload.output_tokens).max())
-        return self.longest_tokens or asked
+        """Tokens of context that each group must hold: `longest_tokens`, else the workload's longest request."""
+        return self.longest_tokens or int((self.workload.prompt_tokens + self.workload.output_tokens).max())
 
     def on(self, inventory: Inventory) -> "Problem":
-        """The same, asked of another inventory."""
         return replace(self, inventory=inventory)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Lengths that stand for a workload's, shape [n], the shortest prompt first; and its means.
+    """Lengths that represent a workload's, shape [n], the shortest prompt first; and its means.
 
-    output: mean output tokens. context: tokens that a decode has before it, averaged over all tokens that are decoded.
+    output: mean output tokens. context: mean context of a decode, over all tokens that are decoded.
     """
 
     prompts: Lengths
@@ -81,7 +78,7 @@ class Sample:
 
     @classmethod
     def of(cls, workload: Workload, count: int = SAMPLE) -> "Sample":
-        """At even distances in the order of their prompts."""
+        """Requests at even distances in the order of their prompts."""
         order = np.argsort(workload.prompt_tokens, kind="stable")
         picks = order[np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int)]
         prompts, outputs = workload.prompt_tokens, workload.output_tokens

@@ -1,7 +1,7 @@
-"""A running cluster as a problem of the planner: each instance on a place of its own, as fast as it was measured to be.
+"""A running cluster as a problem of the planner, and whether it should have other roles or routes.
 
-What an inventory's engines get from the cost model these get from what their instances have learned while serving:
-step times, links, memory. So roles and routes can be thought about for any engine, on accelerators that nobody listed.
+Each instance is a place of its own, with the step times, links and memory that it learned while serving. So roles and
+routes can be planned for any engine, also on accelerators that are not in the catalogue. No model is loaded again.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -19,7 +19,7 @@ from shared.cost.catalogue import Accelerator, Links, precision_of
 from shared.cost.geometry import ModelGeometry
 from shared.cost.kinds import EngineKind, Workshop
 from shared.cost.library import Library
-from shared.cost.network import Link, Network
+from shared.cost.network import Link, Network, pair_of
 from shared.domain.demand import Demand
 from shared.domain.instance import InstanceInfo, InstanceView, Role
 from shared.domain.job import Slo
@@ -36,17 +36,21 @@ from shared.policy.predictive_roles import Sort, sorted_out
 from shared.sim.spec import EngineLimits
 from shared.sim.workload import Lengths, Times, Workload
 
-REQUESTS = 480  # that stand for a demand
-_GOLDEN = (sqrt(5.0) - 1.0) / 2.0  # steps of it fall evenly: lengths of prompts and answers are paired without pattern
-_UNKNOWN = Link(1.25e9, 1e-3, 1.0)  # where no KV has gone yet: 10 Gb/s
-_LINK_CLASS = 0.25  # of a logarithm: links that differ by less are alike
+REQUESTS = 480  # that represent a demand
+_GOLDEN = (sqrt(5.0) - 1.0) / 2.0  # multiples of it are spread evenly: prompt and output lengths are paired at random
+_UNKNOWN = Link(1.25e9, 1e-3, 1.0)  # where no KV has been sent yet: 10 Gb/s
+_LINK_CLASS = 0.25  # difference of logarithms below which links count as equal
+LOOKED_AT = 4  # deployments within reach that are estimated in full: those that let most requests through
+STRIDES = (1, 2, 4, 8)  # flips of equal groups in one step of the climb, which goes on while it gains
+WORTH_IT = 1.1  # factor of goodput below which a change is not worth a drain, and is within the estimate's error
+ENOUGH = 1.1  # factor of the demand's rate at which goodput needs no change
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
     """What is expected of roles under a demand. goodput: the highest rate at which enough requests meet the SLO.
 
-    attainment, ttft_s, tpot_s: at `rate`, the demand's, requests a second; means, None where they grow without end.
+    attainment, mean ttft_s and tpot_s: at `rate`, the demand's, requests a second; None where they grow without end.
     """
 
     rate: float
@@ -57,16 +61,15 @@ class Expected:
 
     @classmethod
     def of(cls, estimate: Estimate, rate: float) -> "Expected":
-        """Of an estimate at that rate."""
         ttft_s, tpot_s = (one if isfinite(one) else None for one in (estimate.ttft_s, estimate.tpot_s))
         return cls(rate, estimate.goodput, estimate.attainment, ttft_s, tpot_s)
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Instances that may get work, under a demand. local: whether those that decode may compute prompts, too.
+    """Instances that may get work, under a demand. local: whether decode instances may compute prompts, too.
 
-    codec: in which KV travels between them. target: SLO attainment at which a rate counts as served.
+    codec: of KV transfers. target: SLO attainment at which a rate counts as served.
     """
 
     views: tuple[InstanceView, ...]
@@ -82,12 +85,10 @@ class Fleet:
 
     @cached_property
     def estimator(self) -> Estimator:
-        """Of these instances under this demand."""
         return Estimator(self.problem, _Measured(self))
 
     @cached_property
     def problem(self) -> Problem:
-        """As the planner's methods take it."""
         infos = [view.info for view in self.views]
         longest = min(min(one.max_model_len, self.lane_tokens(at)) for at, one in enumerate(infos))
         limits = EngineLimits(batched_tokens=max(one.chunk_size for one in infos))
@@ -106,29 +107,27 @@ class Fleet:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The instances, in their order."""
         layers = self.views[0].info.compatibility.geometry.layers
         return tuple(Group(view.role, 1, (Part(at, layers),)) for at, view in enumerate(self.views))
 
     @cached_property
     def sorts(self) -> tuple[list[Sort], dict[str, int]]:
-        """What instances are alike, and which one each is like."""
+        """Sorts of equal instances, and the number of each instance's sort."""
         return sorted_out(self.views)
 
     def lane_tokens(self, at: int) -> int:
-        """KV of a batch in flight of that instance."""
+        """KV tokens of each batch in flight of an instance."""
         info = self.views[at].info
         return max(1, info.total_blocks * info.block_size // info.pipeline_parallel)
 
     def estimate(self, groups: Sequence[Group] | None = None, routes: Sequence[Route] = ()) -> Estimate:
-        """At the demand's rate, with roles as they are or those of `groups`, along `routes` or else the best ones."""
+        """The estimate at the demand's rate, with the present roles or those of `groups`, along `routes` if given."""
         groups = groups or self.groups
         if routes:
             return self.estimator.along(groups, routes, rate=self.demand.rate)
         return self.estimator.of(groups, local=self.local, rate=self.demand.rate)
 
     def expected(self, groups: Sequence[Group] | None = None, routes: Sequence[Route] = ()) -> Expected:
-        """The same in five numbers."""
         return Expected.of(self.estimate(groups, routes), self.demand.rate)
 
     @cached_property
@@ -137,17 +136,14 @@ class Fleet:
             Pool(view.instance_id, _accelerator(view.info, self.sorts[1][view.instance_id]), 1, 0.0)
             for view in self.views
         )
-        inside = {view.instance_id: _UNKNOWN for view in self.views}  # nothing goes from an instance to itself
-        between = {}
-        for one, other in combinations([view.info for view in self.views], 2):
-            between[min(one.instance_id, other.instance_id), max(one.instance_id, other.instance_id)] = _link(
-                one, other
-            )
+        inside = {view.instance_id: _UNKNOWN for view in self.views}  # no KV goes from an instance to itself
+        pairs = combinations([view.info for view in self.views], 2)
+        between = {pair_of(one.instance_id, other.instance_id): _link(one, other) for one, other in pairs}
         return Inventory(pools, Network(inside, between))
 
 
 class _Measured:
-    """Engine costs by what instances have measured."""
+    """Engine costs from what instances have measured."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._known: dict[str, EngineCost] = {}
@@ -162,7 +158,6 @@ class _Measured:
         }
 
     def of(self, kind: EngineKind) -> EngineCost | None:
-        """See `EngineCosts`."""
         name = kind.stages[0].accelerator
         if name not in self._known:
             self._known[name] = self._engines[name].cost(self._sample, self._held)
@@ -181,7 +176,7 @@ class _Measured:
 
 
 def workload_of(demand: Demand, longest: int) -> Workload:
-    """Requests that are spread as the demand's are, all at once; those of more than `longest` tokens cut to it."""
+    """Requests with the demand's distribution of lengths, all at time 0, cut to `longest` tokens."""
     ranks: Times = (np.arange(REQUESTS) + 0.5) / REQUESTS
     prompts = _lengths(demand.prompt_tokens, demand.prompt_spread, ranks)
     mixed: Times = np.mod(np.arange(REQUESTS) * _GOLDEN + 0.5 / REQUESTS, 1.0)
@@ -192,7 +187,7 @@ def workload_of(demand: Demand, longest: int) -> Workload:
 
 
 def changed(demand: Demand, rate: float = 1.0, prompt: float = 1.0, output: float = 1.0) -> Demand:
-    """The demand with its rate and lengths so many times as much. Raises InvalidRequest for factors of 0 or less."""
+    """The demand with its rate and lengths multiplied. Raises InvalidRequest for factors of 0 or less."""
     if min(rate, prompt, output) <= 0.0:
         raise InvalidRequest("factors of rate and lengths must be positive")
     return msgspec.structs.replace(
@@ -214,7 +209,7 @@ def _lengths(mean: float, spread: float, ranks: Times) -> Lengths:
 
 
 def _link(one: InstanceInfo, other: InstanceInfo) -> Link:
-    """The slower of both directions, by what has come that way; in classes, so that alike pairs are alike."""
+    """The slower direction of both, as measured, rounded to classes so that similar pairs are equal."""
     known = [
         (rate.from_s(source.instance_id), rate.latency_s)
         for rate, source in ((one.rates.link, other), (other.rates.link, one))
@@ -227,13 +222,13 @@ def _link(one: InstanceInfo, other: InstanceInfo) -> Link:
 
 
 def _accelerator(info: InstanceInfo, sort: int) -> Accelerator:
-    """A name for what only its measured rates say something of."""
+    """An accelerator of which only measured rates are known: a name."""
     name = f"{info.accelerator} {info.tensor_parallel}x{info.pipeline_parallel} #{sort}"
     return Accelerator(name, "", 0.0, 0.0, 0, {}, "measured", Links(1.0, 1.0, 1.0), 0.0, "measured while serving")
 
 
 def _geometry(info: InstanceInfo) -> ModelGeometry:
-    """What is known of the model without its file: the shape of its KV."""
+    """What is known about the model without its file: the shape of its KV."""
     kv = info.compatibility.geometry
     width = kv.kv_heads * kv.head_dim
     return ModelGeometry(
@@ -241,22 +236,9 @@ def _geometry(info: InstanceInfo) -> ModelGeometry:
     )
 
 
-# MERGED reschedule.py
-# A running plan meets another workload, or loses groups: other roles and routes, and nothing is loaded anew.
-#
-# Source: ThunderServe 3.4: of the tabu search only flips of the phase, the layouts as they are, the orchestration
-# again. Ours: all deployments within a few flips of alike groups, by the estimate; so it takes milliseconds, not
-# seconds.
-
-
-LOOKED_AT = 4  # of the deployments within reach, those that can get most through: what they serve in time is estimated
-STRIDES = (1, 2, 4, 8)  # flips of alike groups in one step of a climb, which goes on while it gains
-WORTH_IT = 1.1  # times the goodput: less is not worth a drain, and less than the estimate can tell
-
-
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """New roles and routes of groups that stay. flips: their positions. before, after: what the estimate says."""
+    """New roles and routes of groups that stay. flips: positions of groups with another role."""
 
     plan: Plan
     flips: tuple[int, ...]
@@ -265,15 +247,16 @@ class Proposal:
 
     @property
     def changes(self) -> bool:
-        """Whether any role is another."""
         return bool(self.flips)
 
 
 def rescheduled(estimator: Estimator, running: Plan, fixed: Collection[int] = ()) -> Proposal:
-    """The roles that serve most of the problem's workload; those there are where no others are clearly better.
+    """The roles that serve most of the problem's workload; the present ones where no others are clearly better.
 
-    fixed: groups, by position, whose roles are not to change.
-    Raises Incompatible for a group whose memory does not hold that workload's longest request.
+    fixed: positions of groups whose roles must not change. Raises Incompatible for a group whose memory does not hold
+    the workload's longest request. Source: ThunderServe 3.4: of the tabu search only flips of the phase, with the
+    layouts as they are, and the orchestration again. Here deployments within a few flips of equal groups are compared
+    by the estimate, which takes milliseconds instead of seconds.
     """
     policies, problem = running.policies, estimator.problem
     local = not policies.startswith("plan:") or any(route.prefill is None for route in running.routes)
@@ -296,7 +279,7 @@ def rescheduled(estimator: Estimator, running: Plan, fixed: Collection[int] = ()
 
 
 def survivors(plan: Plan, lost: Sequence[int]) -> tuple[tuple[Group, ...], tuple[Route, ...]]:
-    """The groups that are left and the routes between them, in proportion."""
+    """The groups that are left and the routes between them, with shares in proportion."""
     kept = [at for at in range(len(plan.groups)) if at not in set(lost)]
     number = {at: new for new, at in enumerate(kept)}
     routes = [
@@ -310,7 +293,7 @@ def survivors(plan: Plan, lost: Sequence[int]) -> tuple[tuple[Group, ...], tuple
 
 
 def _flipped(alike: Sequence[int], groups: Sequence[Group], fixed: frozenset[int]) -> Iterator[tuple[Group, ...]]:
-    """`STRIDES` flips of alike groups in one direction, alike results once; one group decodes at least."""
+    """`STRIDES` flips of equal groups in one direction, equal results once; at least one group decodes."""
     seen = {canonical(groups, alike)}
     for role in Role:
         for at, group in enumerate(groups):
@@ -331,17 +314,8 @@ def _flipped(alike: Sequence[int], groups: Sequence[Group], fixed: frozenset[int
                     yield tuple(turned)
 
 
-# MERGED review.py
-# Whether a running cluster should have other roles or routes: what would change, what is expected, and why.
-
-
-ENOUGH = 1.1  # times the rate asked for: goodput that needs nothing more
-
-
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """An instance is to change its role."""
-
     instance_id: str
     from_role: Role
     to_role: Role
@@ -349,10 +323,10 @@ class Flip:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Roles and routes beside those that are.
+    """Proposed roles and routes.
 
-    now, then: what is expected of both. routes: along which requests would be sent then. changes_routes: whether they
-    take the place of those in force. why: in a sentence, also where nothing is to change.
+    now, then: what is expected of the present and of the proposed ones. routes: the proposed routes. changes_routes:
+    whether they replace those in force. why: a sentence, also where nothing should change.
     """
 
     flips: tuple[Flip, ...]
@@ -364,15 +338,14 @@ class Finding:
 
     @property
     def changes(self) -> bool:
-        """Whether there is anything to do."""
         return bool(self.flips) or self.changes_routes
 
 
 def reviewed(fleet: Fleet, in_force: Sequence[PlanRoute] = (), fixed: Collection[str] = ()) -> Finding:
-    """What would be best for the fleet's demand.
+    """The best roles and routes for the fleet's demand.
 
-    in_force: the routes of placement `plan`; none under another. fixed: instances whose roles are not to change.
-    Nothing is to change where the demand is served with something to spare, or nothing else is clearly better.
+    in_force: the routes of placement `plan`; empty under another. fixed: instances whose roles must not change. Nothing
+    changes where the demand is served with some spare capacity, or nothing else is clearly better.
     """
     routes = surviving(fleet.views, in_force)
     now = fleet.expected(routes=routes)
@@ -396,7 +369,7 @@ def reviewed(fleet: Fleet, in_force: Sequence[PlanRoute] = (), fixed: Collection
 
 
 def _as_it_is(fleet: Fleet, in_force: Sequence[PlanRoute], now: Expected, why: str) -> Finding:
-    """No other roles; and other routes only where nobody is left whom those in force join."""
+    """A finding without flips, and with other routes only where no route in force has its instances any more."""
     routes = surviving(fleet.views, in_force)
     dead = bool(in_force) and not routes
     here = named(fleet.views, routes or routes_of(fleet.estimate()))
@@ -404,7 +377,7 @@ def _as_it_is(fleet: Fleet, in_force: Sequence[PlanRoute], now: Expected, why: s
 
 
 def surviving(views: Sequence[InstanceView], in_force: Sequence[PlanRoute]) -> tuple[Route, ...]:
-    """Of the routes in force those whose instances are there in their roles, in proportion, by position."""
+    """The routes in force whose instances exist in their roles, by position, with shares in proportion."""
     at = {(view.instance_id, view.role): position for position, view in enumerate(views)}
     found = []
     for route in in_force:
@@ -417,7 +390,6 @@ def surviving(views: Sequence[InstanceView], in_force: Sequence[PlanRoute]) -> t
 
 
 def named(views: Sequence[InstanceView], routes: Sequence[Route]) -> tuple[PlanRoute, ...]:
-    """Routes by instance id."""
     return tuple(
         PlanRoute(
             "" if route.prefill is None else views[route.prefill].instance_id,

@@ -1,4 +1,4 @@
-"""A search for a plan: what every method works with, and who keeps the best so far."""
+"""A search for a plan: what methods work with, how the best plan is kept, and a second process that makes runs."""
 
 import signal
 from collections import deque
@@ -18,31 +18,30 @@ from shared.plan.plan import Plan
 from shared.plan.problem import Clock, Problem
 from shared.sim.spec import RunSpec
 
-# MERGED helper.py
-# A second process that makes some of the judge's runs. What it finds is what the first would have found itself.
-
-
 _CLOSE_S = 5.0
-_Task = tuple[Problem, RunSpec, str, int]  # what a judge is made of
+_Task = tuple[Problem, RunSpec, str, int]  # what the helper makes its judge from
 
 
 class Helper:
-    """One process, which has one run at a time. It ends with the process that made it, and leaves Ctrl-C to it."""
+    """A second process that makes some of the judge's runs, one at a time, with the results that the judge would get.
+
+    It ends with the process that started it, which alone handles Ctrl-C.
+    """
 
     def __init__(self, judge: Judge) -> None:
-        spawn = get_context("spawn")  # it starts while plans are still being composed
+        spawn = get_context("spawn")  # the process starts while plans are still being composed
         self._here, there = spawn.Pipe()
         self._process = spawn.Process(target=_serve, args=(there,), daemon=True)
         self._process.start()
         there.close()
         shop = judge.problem.shop
-        problem = replace(judge.problem, shop=Workshop(shop.library, shop.geometry))  # without what it has worked out
-        self._task: _Task | None = problem, judge.run, judge.arrivals, judge.seed  # until it is told
+        problem = replace(judge.problem, shop=Workshop(shop.library, shop.geometry))  # without what it has cached
+        self._task: _Task | None = problem, judge.run, judge.arrivals, judge.seed  # until it is sent
 
     def share(self, asks: Sequence[Ask], own: Callable[[Ask], float]) -> dict[Ask, float]:
-        """See `Sharer`. The process takes them from the end. Raises EOFError or OSError when it is gone."""
+        """See `Sharer`. The process takes runs from the end. Raises EOFError or OSError when it has ended."""
         if self._task is not None:
-            self._here.send(self._task)  # by now it reads: nobody waits for it to come up
+            self._here.send(self._task)  # late, so that no caller waits for the process to start
             self._task = None
         left, found = deque(asks), dict[Ask, float]()
         asked: Ask | None = None
@@ -58,7 +57,6 @@ class Helper:
         return found
 
     def close(self) -> None:
-        """End it, whatever it does."""
         self._process.terminate()
         self._process.join(_CLOSE_S)
         self._here.close()
@@ -66,7 +64,7 @@ class Helper:
 
 @contextmanager
 def helped(judge: Judge) -> Iterator[None]:
-    """The judge has a helper meanwhile."""
+    """Gives the judge a helper for the duration of the context."""
     judge.helper = helper = Helper(judge)
     try:
         yield
@@ -89,16 +87,16 @@ def _serve(asks: Connection) -> None:
 
 
 Found = tuple[Plan, float]  # a plan and its simulated goodput
-Tell = Callable[[str, Found | None], None]  # what goes on, and the best so far
+Tell = Callable[[str, Found | None], None]  # reports progress: a message, and the best plan so far
 
 
-def silent(what: str, best: Found | None) -> None:
-    """Tells nobody."""
+def silent(message: str, best: Found | None) -> None:
+    """Reports nothing."""
 
 
 @dataclass(slots=True)
 class Search:
-    """clock: seconds, from anywhere. until_s: on it, after which nothing new is begun. tell: who hears of progress.
+    """clock: seconds, from any origin. until_s: time of that clock after which no new step begins. tell: gets progress.
 
     helped: a second process makes some of the runs; the results are the same.
     """
@@ -118,11 +116,9 @@ class Search:
         self.judge = Judge(self.problem, self.estimator, self.run, seed=self.seed)
 
     def over(self) -> bool:
-        """Whether the time is up."""
         return self.clock() >= self.until_s
 
     def rng(self) -> Random:
-        """The same draws for every method."""
         return Random(self.seed)
 
     def judged(self, plan: Plan, local: bool) -> Found:
@@ -133,7 +129,7 @@ class Search:
 
 
 class Stopped(Incompatible):
-    """Ctrl-C came before there was a plan."""
+    """Ctrl-C ended the search before there was a plan."""
 
 
 Method = Callable[[Search], Iterator[Found]]
@@ -141,7 +137,7 @@ Method = Callable[[Search], Iterator[Found]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The best plan of a method. took_s: in all; found_s: until it had this plan. runs: of the simulator."""
+    """The best plan of a method. took_s: in all; found_s: until this plan was found. runs: of the simulator."""
 
     method: str
     plan: Plan
@@ -163,10 +159,11 @@ def searched(name: str, method: Method, search: Search) -> Outcome:
     try:
         with helped(search.judge) if search.helped else nullcontext():
             for plan, goodput in method(search):
-                if _price(search, plan) > search.problem.budget_usd_hour * (1.0 + 1e-9):
+                price = sum(group.price_usd_hour(search.problem.inventory) for group in plan.groups)
+                if price > search.problem.budget_usd_hour * (1.0 + 1e-9):
                     continue
                 better = best is None or goodput > best[1]
-                if best is None or goodput >= best[1]:  # as good: the same, and more is known of it
+                if best is None or goodput >= best[1]:  # of equal plans the later one says more, such as routes
                     best = plan, goodput
                 if better:
                     found_s = search.clock()
@@ -183,11 +180,7 @@ def searched(name: str, method: Method, search: Search) -> Outcome:
     plan, goodput = best
     try:
         promise = search.judge.promise(plan, goodput)
-    except KeyboardInterrupt:  # there is a plan: its last run is made from the start
+    except KeyboardInterrupt:  # there is a plan: its last run is made again
         stopped, promise = True, search.judge.promise(plan, goodput)
     took_s = search.clock() - began
     return Outcome(name, plan, promise, took_s, found_s - began, search.judge.runs - before, stopped)
-
-
-def _price(search: Search, plan: Plan) -> float:
-    return sum(group.price_usd_hour(search.problem.inventory) for group in plan.groups)

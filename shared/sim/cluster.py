@@ -1,8 +1,8 @@
-"""A run: requests through a cluster in virtual time, by the policies that serve them live.
+"""A run: a workload through a cluster in virtual time, under the policies that serve it live.
 
-One request's way: it arrives and is placed (`intake`), is computed on the prefill instance, handed over (`handover`:
-dispatch and KV transfer) and decoded to its end; a stream that is paused for want of KV blocks may go on elsewhere
-(`moves`). What happens to instances on the way (flips, losses) is in `changes`.
+A request arrives and is placed (`intake`), its prompt is computed on the prefill instance, `Handover` chooses the
+decode instance and sends the KV, and the request decodes to its end. A stream whose KV blocks were taken back may go on
+at another instance (`Moves`). `Changes` flips and loses instances on the way.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,63 +22,167 @@ from shared.policy.overload import MOVE_LEAST_S, PAUSE_NEWS_S
 from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet
 from shared.sim.instance import SimInstance
-from shared.sim.intake import AutoFlips, Intake, Legs, Patience
-from shared.sim.outcomes import Gaps, LoadTimeline, SimResult, Status
+from shared.sim.intake import AutoFlips, Context, Intake, Legs
+from shared.sim.outcomes import Gaps, SimResult, Status
 from shared.sim.record import Record, Sampler
 from shared.sim.request import Leg, SimRequest
 from shared.sim.spec import Flip, InstanceSpec, Loss, RunSpec
 from shared.sim.workload import Workload
 
-# MERGED handover.py
-# From the prefill instance to the decode instance: dispatch, reservation, KV transfer.
+_IDLE_FLIPS_S = 600.0  # how long a flip policy is asked while requests wait and no other event is planned
 
 
-class Handover:
-    """Takes a request over when its first chunk or its prefill is done, and brings it to a decode instance."""
+def simulate(
+    workload: Workload,
+    instances: Sequence[InstanceSpec],
+    run: RunSpec = RunSpec(),
+    progress: Callable[[int], None] | None = None,
+) -> SimResult:
+    """Run `workload` through `instances`. Deterministic: equal arguments give an equal result.
+
+    `progress` is called now and then with the number of requests that have ended. Raises InvalidRequest when the specs
+    make no sense; requests that no instance can hold end as IMPOSSIBLE.
+    """
+    return _Simulation(workload, instances, run, progress).result()
+
+
+class _Simulation:
+    """One run, put together. It receives the events of all engines (see `EngineEvents`)."""
 
     def __init__(
         self,
+        workload: Workload,
+        instances: Sequence[InstanceSpec],
         run: RunSpec,
-        loop: EventLoop,
-        fleet: Fleet,
-        legs: Legs,
-        record: Record,
-        intake: Intake,
-        patience: Patience,
-        rng: Random,
+        progress: Callable[[int], None] | None,
     ) -> None:
         self._run = run
-        self._loop = loop
-        self._fleet = fleet
-        self._legs = legs
-        self._record = record
-        self._intake = intake
-        self._patience = patience
-        self._rng = rng
-        self._fixed_share = wire_share(run.codec)
-        self._waiting: dict[SimRequest, None] = {}  # no decode instance can take them now; in order
-        self.kv_bytes = 0.0
+        self._workload_name = workload.name
+        rng = Random(run.seed)
+        prefix_tokens = workload.prefix_block_tokens if workload.prefixes is not None else 0
+        self._loop = EventLoop()
+        self._record = Record(workload, run, progress)
+        self._fleet = Fleet(instances, run, self, prefix_tokens, rng)
+        self._legs = Legs(run, self._loop, self._fleet, lambda instance, now: self._changes.left(instance, now))
+        context = Context(run, self._loop, self._fleet, self._legs, self._record, rng)
+        self._flips = AutoFlips(run, self._fleet, run.role_flip) if run.role_flip is not None else None
+        self._intake = Intake(context, self._flips)
+        self._handover = Handover(context, self._intake)
+        self._changes = Changes(context, self._intake, self._handover, self._flips)
+        self._moves = Moves(context, self._intake)
 
-    def retry(self, now: float) -> None:
-        """Requests that found no decode instance may try again, in order."""
-        for request in self.waiting:
-            self.dispatch(request, now)
+    def result(self) -> SimResult:
+        self._intake.start()
+        self._changes.start()
+        self._loop.run(self._record.complete)
+        now, instances, record, flips = self._loop.now_s, self._fleet.instances, self._record, self._flips
+        for instance in instances:
+            instance.end_role(now)
+        for request in (*self._intake.held, *self._intake.delayed.clear(), *self._handover.waiting):
+            record.end(request, Status.REFUSED, now)
+        outcomes, done = record.outcomes, record.outcomes.completed
+        begun = float(outcomes.arrival_s[0])
+        return SimResult(
+            workload=self._workload_name,
+            label=self._run.label,
+            outcomes=outcomes,
+            instances=tuple(instance.use() for instance in instances),
+            gaps=Gaps().merge(instance.gaps() for instance in instances),
+            duration_s=float(outcomes.last_token_s[done].max()) - begun if done.any() else now - begun,
+            events=self._loop.handled,
+            kv_bytes=self._handover.kv_bytes,
+            timeline=self._changes.sampler.timeline() if self._changes.sampler is not None else None,
+            role_flips=tuple(flips.made) if flips is not None else (),
+            shifts=tuple(flips.shifts) if flips is not None else (),
+        )
+
+    def admitted(self, leg: Leg, now: float) -> None:
+        self._handover.admitted(leg, now)
+
+    def chunk(self, leg: Leg, now: float) -> None:
+        if not leg.decodes and self._run.streaming:
+            if leg.request.decode_leg is None:
+                self._handover.dispatch(leg.request, now)
+            self._handover.send(leg.request, leg.computed, now)
+
+    def token(self, leg: Leg, now: float) -> None:
+        request = leg.request
+        if request.waits_prefill:
+            request.waits_prefill = False
+            instance = self._fleet.instance(request.decode if leg.decodes else request.prefill)
+            instance.prefills -= 1
+            self._intake.prompt_computed(instance)
+        if leg.decodes:
+            self._intake.unserved.remove(request)
+        else:
+            if not request.carried or (request.decode_tokens and request.job.slo.first_token is FirstTokenOut.SMOOTH):
+                return  # the client gets its first token from the decode instance
+            if request.decode_leg is not None:
+                request.decode_leg.last_token_s = now
+                self._legs.started(request.decode_leg, now)
+        request.last_token_s = now
+        request.waited_s = 0.0
+        if request.first_token_s < 0.0:
+            request.first_token_s = now
+            self._record.first_token(request, now)
+
+    def preempted(self, leg: Leg) -> None:
+        self._record.preempted(leg.request)
+        self._moves.preempted(leg)
+
+    def done(self, leg: Leg, now: float) -> None:
+        request = leg.request
+        if not leg.decodes:
+            request.prefill_done_s = now
+        if leg.decodes or request.decode_tokens == 0:
+            self._intake.end(request, Status.COMPLETED, now)
+            for position in (request.prefill, request.decode):
+                if position is not None:
+                    self._legs.leave(self._fleet.instances[position], request, now)
+            request.prefill_leg = request.decode_leg = None  # they and the request hold each other
+            return
+        if request.decode_leg is None:
+            self._handover.dispatch(request, now)
+        self._handover.send(request, request.split, now)
+
+
+class Handover:
+    """Brings a request to a decode instance, once its first chunk or its whole prompt is computed.
+
+    It chooses the instance, has that reserve memory, and sends the KV.
+    """
+
+    def __init__(self, context: Context, intake: Intake) -> None:
+        self._run = context.run
+        self._loop = context.loop
+        self._fleet = context.fleet
+        self._legs = context.legs
+        self._record = context.record
+        self._rng = context.rng
+        self._intake = intake
+        self._fixed_share = wire_share(context.run.codec)
+        self._waiting: dict[SimRequest, None] = {}  # no decode instance can take them now; in order
+        self.kv_bytes = 0.0  # on the wire, in all
 
     @property
     def waiting(self) -> list[SimRequest]:
-        """Requests that found no decode instance."""
+        """Requests that found no decode instance, in order."""
         return [request for request in self._waiting if not request.over]
 
+    def retry(self, now: float) -> None:
+        for request in self.waiting:
+            self.dispatch(request, now)
+
     def forget(self, request: SimRequest, now: float) -> None:
-        """The request waits for no decode instance any more."""
+        """The request does not wait for a decode instance any more."""
         self._waiting.pop(request, None)
-        self._patience.end(request, now)
+        self._intake.patience.end(request, now)
 
     def dispatch(self, request: SimRequest, now: float) -> None:
-        """Give the request its decode instance, and have that reserve memory."""
+        """Choose the request's decode instance and start its decode leg there, or let the request wait."""
         if request.decode_tokens == 0 or request.decode_leg is not None or request.prefill is None:
             return
-        request.hear(now)
+        request.receive_prediction(now)
         if request.decode is not None and self._fleet.instances[request.decode].state is InstanceState.DEAD:
             request.decode = None  # it was bound at placement and has died since
         if request.decode is None:
@@ -87,42 +191,31 @@ class Handover:
             try:
                 choice = choose_decode(self._run.policies.dispatch, request.job, index, without, now, self._rng)
             except Unavailable:
-                self._wait(request, now)
+                self._waiting[request] = None
+                if request.prefill_done_s >= 0.0:  # before that it loses no time, and its patience does not run
+                    self._intake.patience.begin(request, now, self._refuse)
                 return
             self.forget(request, now)
             chosen = choice.instance.instance_id
             request.decode = self._fleet.position(chosen)
             tokens, heavy = request.job.prompt_tokens, is_heavy(request.job)
             index.book(Assignment(chosen, now, decode_tokens=tokens, heavy=heavy))
-        request.wire_share = self._share(request, now)
-        request.decode_leg = _decode_leg(request)
+        request.wire_share = self._wire_share(request, now)
+        prompt, carried = request.job.prompt_tokens, request.carried
+        computed = prompt if carried else min(request.split, prompt - 1)
+        request.decode_leg = Leg(
+            request,
+            prompt + carried,
+            request.decode_tokens,
+            computed,
+            remote=computed > 0,
+            prefix=request.prefix,
+            last_token_s=request.last_token_s,
+        )
         self._legs.start(self._fleet.instances[request.decode], request.decode_leg, now)
 
-    def _share(self, request: SimRequest, now: float) -> float:
-        """Of the KV's bytes, what goes over the wire: by the run's codec, or as live by its class and the link."""
-        job, leg = request.job, request.prefill_leg
-        if self._run.codec.lossy or not job.slo.lossy_kv.lossy or request.decode is None:
-            return self._fixed_share
-        source = self._fleet.instance(request.prefill)
-        target = self._fleet.instance(request.decode).info.instance_id
-        receiver = self._fleet.index(now).decode.get(target)
-        if receiver is None:
-            return 1.0
-        left = leg.tokens - leg.computed if leg is not None and request.prefill_done_s < 0.0 else 0
-        return wire_share(choose_codec(job, request.split, left, source.info, receiver).codec)
-
-    def _wait(self, request: SimRequest, now: float) -> None:
-        """Without a decode instance: while its prompt is computed nothing is lost, then its patience runs."""
-        self._waiting[request] = None
-        if request.prefill_done_s >= 0.0:
-            self._patience.begin(request, now, self._give_up)
-
-    def _give_up(self, request: SimRequest, now: float) -> None:
-        del self._waiting[request]
-        self._intake.stop(request, Status.REFUSED, now)
-
     def admitted(self, leg: Leg, now: float) -> None:
-        """The decode instance has blocks for the KV (see `EngineEvents`)."""
+        """The decode instance has blocks for the KV."""
         request = leg.request
         request.admitted = True
         request.sent_tokens = min(leg.saved, request.split)
@@ -132,7 +225,7 @@ class Handover:
             self.send(request, request.prefill_leg.computed, now)
 
     def send(self, request: SimRequest, computed: int, now: float) -> None:
-        """Send what is computed, and neither sent yet nor held there, once there is room for it."""
+        """Send KV that is computed, not sent, and not at the decode instance, once that has blocks for it."""
         tokens, last = max(0, computed - request.sent_tokens), computed == request.split
         if not request.admitted or request.kv_sent or not (tokens or last):
             return
@@ -153,57 +246,50 @@ class Handover:
         self._legs.leave(self._fleet.instance(request.prefill), request, now)
         self._legs.kv_arrived(leg, now)
 
+    def _wire_share(self, request: SimRequest, now: float) -> float:
+        """Bytes on the wire over bytes of KV: by the run's codec, or as live by the request's class and the link."""
+        job, leg = request.job, request.prefill_leg
+        if self._run.codec.lossy or not job.slo.lossy_kv.lossy or request.decode is None:
+            return self._fixed_share
+        source = self._fleet.instance(request.prefill)
+        target = self._fleet.instance(request.decode).info.instance_id
+        receiver = self._fleet.index(now).decode.get(target)
+        if receiver is None:
+            return 1.0
+        left = leg.tokens - leg.computed if leg is not None and request.prefill_done_s < 0.0 else 0
+        return wire_share(choose_codec(job, request.split, left, source.info, receiver).codec)
 
-def _decode_leg(request: SimRequest) -> Leg:
-    prompt, left, last_token_s = request.job.prompt_tokens, request.decode_tokens, request.last_token_s
-    if request.carried:
-        return Leg(request, prompt + 1, left, prompt, remote=True, prefix=request.prefix, last_token_s=last_token_s)
-    computed = min(request.split, prompt - 1)
-    return Leg(request, prompt, left, computed, remote=computed > 0, prefix=request.prefix, last_token_s=last_token_s)
-
-
-# MERGED changes.py
-# What happens to instances during a run: role flips with their drains, losses, returns; and samples of the load.
-
-
-_LOOKS_ON_S = 600.0  # how long a flip policy may look on while requests wait and nothing else happens
+    def _refuse(self, request: SimRequest, now: float) -> None:
+        del self._waiting[request]
+        self._intake.stop(request, Status.REFUSED, now)
 
 
 class Changes:
-    """Carries out orders and policies that concern whole instances."""
+    """Changes to whole instances: role flips with their drains, losses, returns. Also samples the load."""
 
-    def __init__(
-        self,
-        run: RunSpec,
-        loop: EventLoop,
-        fleet: Fleet,
-        legs: Legs,
-        intake: Intake,
-        handover: Handover,
-        auto: AutoFlips | None,
-    ) -> None:
-        self._run = run
-        self._loop = loop
-        self._fleet = fleet
-        self._legs = legs
+    def __init__(self, context: Context, intake: Intake, handover: Handover, flips: AutoFlips | None) -> None:
+        self._run = context.run
+        self._loop = context.loop
+        self._fleet = context.fleet
+        self._legs = context.legs
         self._intake = intake
         self._handover = handover
-        self._auto = auto
-        self._periodic = 0
-        self._worked_s = 0.0
-        self._sampler = Sampler(fleet.instances) if self._run.sample_s > 0.0 else None
+        self._flips = flips
+        self._periodic = 0  # events of this class that come again and again
+        self._active_s = 0.0  # when other events were planned, at last
+        self.sampler = Sampler(context.fleet.instances) if context.run.sample_s > 0.0 else None
 
     def start(self) -> None:
-        """Plan what the spec orders. Raises InvalidRequest for an instance that is not there."""
+        """Plan what the spec orders. Raises InvalidRequest that names an instance which does not exist."""
         for loss in self._run.losses:
-            self._known(loss.instance_id, "loss")
+            self._instance(loss.instance_id, "loss")
             self._loop.at(loss.at_s, self._lose, loss)
         for flip in self._run.flips:
-            self._known(flip.instance_id, "flip")
-            self._loop.at(flip.at_s, self._order, flip)
-        if self._auto is not None:
-            self._again(self._run.role_flip_every_s, self._ask)
-        if self._sampler is not None:
+            self._instance(flip.instance_id, "flip")
+            self._loop.at(flip.at_s, self._flip_as_ordered, flip)
+        if self._flips is not None:
+            self._again(self._run.role_flip_every_s, self._decide_flip)
+        if self.sampler is not None:
             self._again(0.0, self._sample)
 
     def left(self, instance: SimInstance, now: float) -> None:
@@ -211,32 +297,28 @@ class Changes:
         if instance.state is InstanceState.DRAINING and not instance.requests:
             self._loop.at(now + self._run.flip_s, self._flipped, (instance, instance.drains))
 
-    def flip(self, instance: SimInstance, now: float) -> None:
-        """Give the instance no new work; once it has none, it takes the other role."""
+    def _flip(self, instance: SimInstance, now: float) -> None:
+        """Drain the instance: it takes no new work, and changes its role once it has none."""
         if instance.state is not InstanceState.READY:
             return
         instance.state = InstanceState.DRAINING
         instance.drains += 1
         self._fleet.changed()
         if self._run.drain_timeout_s != NEVER:
-            self._loop.at(now + self._run.drain_timeout_s, self._give_up, (instance, instance.drains))
+            self._loop.at(now + self._run.drain_timeout_s, self._give_up_drain, (instance, instance.drains))
         self.left(instance, now)
 
-    def timeline(self) -> LoadTimeline | None:
-        """The samples, if there are any."""
-        return self._sampler.timeline() if self._sampler is not None else None
-
-    def _known(self, instance_id: str, what: str) -> SimInstance:
+    def _instance(self, instance_id: str, order: str) -> SimInstance:
         try:
             return self._fleet.instance(self._fleet.position(instance_id))
         except KeyError:
-            raise InvalidRequest(f"{what}: there is no instance {instance_id!r}") from None
+            raise InvalidRequest(f"{order}: there is no instance {instance_id!r}") from None
 
-    def _order(self, flip: Flip, now: float) -> None:
-        instance = self._known(flip.instance_id, "flip")
-        if self._auto is not None:
-            self._auto.ordered(instance.view(now), now)
-        self.flip(instance, now)
+    def _flip_as_ordered(self, flip: Flip, now: float) -> None:
+        instance = self._instance(flip.instance_id, "flip")
+        if self._flips is not None:
+            self._flips.ordered(instance.view(now), now)
+        self._flip(instance, now)
 
     def _flipped(self, subject: tuple[SimInstance, int], now: float) -> None:
         instance, drain = subject
@@ -244,8 +326,8 @@ class Changes:
             instance.take_role(instance.role.other, now)
             self._ready(instance, now)
 
-    def _give_up(self, subject: tuple[SimInstance, int], now: float) -> None:
-        """The drain has taken too long: the instance goes on in the role that it has."""
+    def _give_up_drain(self, subject: tuple[SimInstance, int], now: float) -> None:
+        """The drain has taken too long: the instance keeps its role."""
         instance, drain = subject
         if instance.state is InstanceState.DRAINING and instance.drains == drain and instance.requests:
             self._ready(instance, now)
@@ -257,7 +339,8 @@ class Changes:
         self._intake.retry(now)
 
     def _lose(self, loss: Loss, now: float) -> None:
-        instance = self._known(loss.instance_id, "loss")
+        """The instance dies; its requests restart elsewhere with the tokens that their clients have."""
+        instance = self._instance(loss.instance_id, "loss")
         if instance.state is InstanceState.DEAD:
             return
         lost = instance.die(now)
@@ -265,78 +348,70 @@ class Changes:
         if loss.back_s is not None:
             self._loop.at(max(now, loss.back_s), self._return, instance)
         for request in lost:
-            self._restart(request, now)
-
-    def _restart(self, request: SimRequest, now: float) -> None:
-        """An instance that the request was on is lost: begin anew with the tokens that the client has."""
-        given = self._legs.drop(request, now)
-        self._handover.forget(request, now)
-        request.hear(now)
-        job = request.job
-        again = msgspec.structs.replace(
-            job, prompt_tokens=job.prompt_tokens + given, max_tokens=max(0, job.max_tokens - given)
-        )
-        request.begin(again, request.output_left - given)
-        request.attempt += 1
-        self._intake.admit(request, now)
+            given = self._legs.drop(request, now)
+            self._handover.forget(request, now)
+            request.receive_prediction(now)
+            job = request.job
+            prompt, left = job.prompt_tokens + given, max(0, job.max_tokens - given)
+            job = msgspec.structs.replace(job, prompt_tokens=prompt, max_tokens=left)
+            request.begin(job, request.output_left - given)
+            request.attempt += 1
+            self._intake.admit(request, now)
 
     def _return(self, instance: SimInstance, now: float) -> None:
         instance.revive(now)
         self._ready(instance, now)
 
-    def _ask(self, _: None, now: float) -> None:
+    def _decide_flip(self, _: None, now: float) -> None:
         self._periodic -= 1
-        assert self._auto is not None
-        decision = self._auto.ask(now)
+        assert self._flips is not None
+        decision = self._flips.decide(now)
         if decision is not None:
-            self.flip(self._known(decision.instance_id, "flip"), now)
-        if self._others_ahead():
-            self._worked_s = now
-        if now - self._worked_s < _LOOKS_ON_S:
-            self._again(now + self._run.role_flip_every_s, self._ask)
+            self._flip(self._instance(decision.instance_id, "flip"), now)
+        if self._others_planned():
+            self._active_s = now
+        if now - self._active_s < _IDLE_FLIPS_S:
+            self._again(now + self._run.role_flip_every_s, self._decide_flip)
 
     def _sample(self, _: None, now: float) -> None:
         self._periodic -= 1
-        assert self._sampler is not None
-        self._sampler.take(now)
-        if self._others_ahead():
+        assert self.sampler is not None
+        self.sampler.sample(now)
+        if self._others_planned():
             self._again(now + self._run.sample_s, self._sample)
 
     def _again(self, time_s: float, handler: Handler) -> None:
         self._periodic += 1
         self._loop.at(time_s, handler, None)
 
-    def _others_ahead(self) -> bool:
-        """Whether anything but this class's own clockwork is still to happen."""
+    def _others_planned(self) -> bool:
+        """Whether any event is planned that is not one of this class's periodic ones."""
         return self._loop.pending > self._periodic
 
 
-# MERGED moves.py
-# Streams whose KV blocks were taken back: as live, they go on at another instance where that is clearly sooner.
-
-
 class Moves:
-    """Looks for another place when a stream is paused, and again while that lasts."""
+    """Streams whose KV blocks were taken back: as live, they go on at another instance where that is clearly sooner."""
 
-    def __init__(self, run: RunSpec, loop: EventLoop, fleet: Fleet, intake: Intake) -> None:
-        self._most = run.moves
-        self._loop = loop
-        self._fleet = fleet
+    def __init__(self, context: Context, intake: Intake) -> None:
+        self._max_moves = context.run.moves
+        self._loop = context.loop
+        self._fleet = context.fleet
         self._intake = intake
         self._pauses = 0
 
     def preempted(self, leg: Leg) -> None:
-        """A leg has lost its blocks; the step that it lost them to is only being planned."""
+        """A leg has lost its blocks. The event follows the step that is being planned and takes them."""
         self._pauses += 1
         leg.pause = self._pauses
         if leg.decodes and leg.started:
             self._loop.at(self._loop.now_s, self._look, (leg, leg.pause))
 
     def _look(self, subject: tuple[Leg, int], now: float) -> None:
+        """Move the stream, or look again while its pause lasts."""
         leg, pause = subject
         request = leg.request
         paused = leg.pause == pause and not leg.blocks and not leg.cancelled
-        if not paused or request.over or leg.lane is None or request.moves >= self._most:
+        if not paused or request.over or leg.lane is None or request.moves >= self._max_moves:
             return
         instance = self._fleet.instance(request.decode)
         here_s = instance.pause_s(leg, now)
@@ -344,134 +419,3 @@ class Moves:
             return
         if instance.engines[leg.lane].due_s != NEVER:  # else nothing changes there
             self._loop.at(now + PAUSE_NEWS_S, self._look, subject)
-
-
-def simulate(
-    workload: Workload,
-    instances: Sequence[InstanceSpec],
-    run: RunSpec = RunSpec(),
-    progress: Callable[[int], None] | None = None,
-) -> SimResult:
-    """Run `workload` through `instances`. Deterministic: equal arguments give an equal result.
-
-    `progress` is called now and then with the number of requests that have ended. Raises InvalidRequest when the specs
-    make no sense; requests that no instance can hold end as IMPOSSIBLE.
-    """
-    return _Simulation(workload, instances, run, progress).result()
-
-
-class _Simulation:
-    """One run, put together; what engines tell (`EngineEvents`) goes on from here."""
-
-    def __init__(
-        self,
-        workload: Workload,
-        instances: Sequence[InstanceSpec],
-        run: RunSpec,
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        self._run = run
-        self._name = workload.name
-        rng = Random(run.seed)
-        prefix_tokens = workload.prefix_block_tokens if workload.prefixes is not None else 0
-        self._loop = loop = EventLoop()
-        self._record = record = Record(workload, run, progress)
-        self._fleet = fleet = Fleet(instances, run, self, prefix_tokens, rng)
-        self._legs = legs = Legs(run, loop, fleet, self._left)
-        patience = Patience(run, loop)
-        self._auto = auto = AutoFlips(run, fleet, run.role_flip) if run.role_flip is not None else None
-        self._intake = intake = Intake(run, loop, fleet, legs, record, patience, rng, auto)
-        self._handover = Handover(run, loop, fleet, legs, record, intake, patience, rng)
-        self._changes = Changes(run, loop, fleet, legs, intake, self._handover, auto)
-        self._moves = Moves(run, loop, fleet, intake)
-
-    def result(self) -> SimResult:
-        """Handle every event in order of time."""
-        self._intake.start()
-        self._changes.start()
-        self._loop.run(self._record.complete)
-        return self._report(self._loop.now_s)
-
-    def admitted(self, leg: Leg, now: float) -> None:
-        """See `EngineEvents`."""
-        self._handover.admitted(leg, now)
-
-    def chunk(self, leg: Leg, now: float) -> None:
-        """A chunk of a prompt is computed (see `EngineEvents`)."""
-        if not leg.decodes and self._run.streaming:
-            if leg.request.decode_leg is None:
-                self._handover.dispatch(leg.request, now)
-            self._handover.send(leg.request, leg.computed, now)
-
-    def token(self, leg: Leg, now: float) -> None:
-        """The first output token of a leg (see `EngineEvents`)."""
-        request = leg.request
-        if request.waits_prefill:
-            request.waits_prefill = False
-            instance = self._fleet.instance(request.decode if leg.decodes else request.prefill)
-            instance.prefills -= 1
-            self._intake.computed(instance)
-        if leg.decodes:
-            self._intake.decodes(request)
-        else:
-            if not request.carried or (request.decode_tokens and request.job.slo.first_token is FirstTokenOut.SMOOTH):
-                return
-            if request.decode_leg is not None:
-                request.decode_leg.last_token_s = now
-                self._legs.started(request.decode_leg, now)
-        request.last_token_s = now
-        request.waited_s = 0.0
-        if request.first_token_s < 0.0:
-            self._intake.first_token(request, now)
-
-    def preempted(self, leg: Leg) -> None:
-        """See `EngineEvents`."""
-        self._record.preempted(leg.request)
-        self._moves.preempted(leg)
-
-    def done(self, leg: Leg, now: float) -> None:
-        """A leg is over (see `EngineEvents`)."""
-        request = leg.request
-        if leg.decodes:
-            self._finish(request, now)
-            return
-        request.prefill_done_s = now
-        if request.decode_tokens == 0:
-            self._finish(request, now)
-            return
-        if request.decode_leg is None:
-            self._handover.dispatch(request, now)
-        self._handover.send(request, request.split, now)
-
-    def _left(self, instance: SimInstance, now: float) -> None:
-        self._changes.left(instance, now)
-
-    def _finish(self, request: SimRequest, now: float) -> None:
-        self._intake.end(request, Status.COMPLETED, now)
-        for position in (request.prefill, request.decode):
-            if position is not None:
-                self._legs.leave(self._fleet.instances[position], request, now)
-        request.prefill_leg = request.decode_leg = None  # they and the request hold each other
-
-    def _report(self, now: float) -> SimResult:
-        instances = self._fleet.instances
-        for instance in instances:
-            instance.end_role(now)
-        for request in (*self._intake.held, *self._intake.delayed(), *self._handover.waiting):
-            self._record.end(request, Status.REFUSED, now)
-        outcomes = self._record.outcomes
-        done = outcomes.completed
-        begun = float(outcomes.arrival_s[0])
-        return SimResult(
-            workload=self._name,
-            label=self._run.label,
-            outcomes=outcomes,
-            instances=tuple(instance.use() for instance in instances),
-            gaps=Gaps().merge(instance.gaps() for instance in instances),
-            duration_s=float(outcomes.last_token_s[done].max()) - begun if done.any() else now - begun,
-            events=self._loop.handled,
-            kv_bytes=self._handover.kv_bytes,
-            timeline=self._changes.timeline(),
-            role_flips=tuple(self._auto.made) if self._auto is not None else (),
-            shifts=tuple(self._auto.shifts) if self._auto is not None else (),
-        )

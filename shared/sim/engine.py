@@ -1,18 +1,18 @@
 """One engine in virtual time: when its steps begin and end, and what they bring.
 
-Decode steps between which nothing can change are one event (`Glide`); with `stepwise` every step is one, with the same
-results.
+Decode steps between which nothing can change are one event (`Glide`). With `stepwise` every step is an event of its
+own; the results are the same.
 """
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shared.cost.step import Batch, StepTimes
+from shared.cost.step import Batch, Segment, StepTimes
 from shared.domain.rates import StepRates
 from shared.policy.decode_admission import DecodeAdmission
 from shared.policy.prefill_order import PrefillShare
 from shared.sim.events import NEVER
-from shared.sim.group import Glide, Segment, without_first
+from shared.sim.group import Glide, without_first
 from shared.sim.memory import KvMemory
 from shared.sim.outcomes import Gaps
 from shared.sim.request import Leg
@@ -21,26 +21,26 @@ from shared.sim.spec import EngineLimits
 
 
 class EngineEvents(Protocol):
-    """What an engine tells its driver. `now` is the moment at which it is so."""
+    """What an engine reports to its driver, and when it happened."""
 
     def admitted(self, leg: Leg, now: float) -> None:
-        """Blocks are reserved for a leg that takes its KV from the network."""
+        """Blocks are reserved for a leg that receives its KV from the network."""
         ...
 
     def chunk(self, leg: Leg, now: float) -> None:
-        """A prefill chunk of it is computed, and more are to come."""
+        """A prefill chunk of a leg is computed, and more are to come."""
         ...
 
     def token(self, leg: Leg, now: float) -> None:
-        """Its first output token on this engine is there; told when the event ends, with the token's own time."""
+        """A leg has its first output token on this engine, at `now`; reported when the event ends."""
         ...
 
     def done(self, leg: Leg, now: float) -> None:
-        """It has given all of its tokens, and its blocks are free."""
+        """A leg has given all of its tokens, and its blocks are free."""
         ...
 
     def preempted(self, leg: Leg) -> None:
-        """It lost its blocks and waits to be computed again."""
+        """A leg lost its blocks and waits to be computed again."""
         ...
 
 
@@ -70,21 +70,21 @@ class Engine:
         self._started_s = 0.0
         self._glide: Glide | None = None  # instead of a step
         self._glide_steps = 0  # how many steps it has
-        self._look_steps = 0  # after how many of them the engine looks up; 0: it does not
+        self._look_steps = 0  # after how many of them the engine looks for changes; 0: it does not
         self.due_s = NEVER
-        self.booked_s = NEVER  # the driver's: for when it has an event
+        self.booked_s = NEVER  # the driver's: the time of its next event for this engine
         self.tally = Tally()
         self._share = PrefillShare()
 
     def add(self, leg: Leg, now: float) -> None:
-        """Queue a leg. KV that is to come begins to come at once, if there is room for it beside the step under way."""
+        """Queue a leg. A leg whose KV is to come is admitted at once if there is room beside the step under way."""
         self.scheduler.add(leg)
         glide = self._glide
         if leg.remote and glide is not None:
             steps = max(1, min(glide.steps_begun(now), self._glide_steps))
             if self.scheduler.admit_beside(steps, now) and self.scheduler.has_room(self._glide_steps):
                 return
-            if steps < self._glide_steps:  # the steps after the one under way may lack what it has taken
+            if steps < self._glide_steps:  # the steps after the one under way may lack the blocks that it has taken
                 self._glide_steps, self._look_steps = steps, 0
                 self.due_s = max(now, glide.end_s(steps))
             return
@@ -93,7 +93,6 @@ class Engine:
         self._disturb(now)
 
     def kv_arrived(self, leg: Leg, now: float) -> None:
-        """The KV of an admitted leg is here."""
         self.scheduler.kv_arrived(leg)
         self._disturb(now)
 
@@ -120,7 +119,7 @@ class Engine:
         self._begin(now)
 
     def cancel(self, leg: Leg, now: float) -> None:
-        """Forget a leg, wherever it is; a running one leaves at the end of the step under way."""
+        """Forget a leg; if it runs, it leaves at the end of the step under way."""
         if self.scheduler.cancel(leg) and self._glide is not None:
             self._disturb(now)
         elif self.due_s == NEVER:
@@ -156,16 +155,15 @@ class Engine:
         return leg.base + steps, leg.wanted - (leg.finish_step - steps)
 
     def prefill_share_at(self, now: float) -> float:
-        """See `InstanceLoad.prefill_share`."""
         glide = self._glide
         return self._share.after(min(glide.steps_done(now), self._glide_steps) if glide is not None else 0)
 
     def _disturb(self, now: float) -> None:
-        """Something has come: begin at once when idle, else at the end of the decode step under way."""
+        """Something has changed: begin at once when idle, else at the end of the decode step under way."""
         if self.due_s == NEVER:
             self._begin(now)
         elif self._glide is not None and not self._look_steps and self.scheduler.could_change():
-            # The engine looks up when the step under way ends. If it then only reserves blocks, the glide goes on.
+            # The engine looks when the step under way ends. If it then only reserves blocks, the glide goes on.
             steps = self._glide.steps_begun(now)
             if steps < self._glide_steps:
                 self._look_steps = steps
@@ -215,7 +213,7 @@ class Engine:
             self._end_chunk(leg, tokens, now)
 
     def _end_decodes(self, runs: tuple[Segment, ...], first_s: float, now: float) -> None:
-        """`runs`: the steps. `first_s`: the end of the first of them, which gives fresh legs their first token here."""
+        """`runs`: the steps. `first_s`: when the first of them ends and gives fresh legs their first token here."""
         scheduler = self.scheduler
         steps, pauses = sum(run[0] for run in runs), scheduler.group.pauses
         fresh, scheduler.fresh = scheduler.fresh, []
@@ -261,7 +259,7 @@ class Engine:
             gap_s = now - leg.last_token_s
             self.tally.gaps.add(gap_s)
             if not leg.cancelled:
-                leg.request.paused(gap_s, int(gap_s > leg.request.job.slo.itl_s))
+                leg.request.add_gaps(gap_s, int(gap_s > leg.request.job.slo.itl_s))
         leg.last_token_s = now
         if not leg.cancelled:
             self._events.token(leg, now)
@@ -278,7 +276,7 @@ class Engine:
 
 @dataclass(slots=True)
 class Tally:
-    """Running totals. `gaps` counts every gap between two tokens of a request once."""
+    """Running totals. `gaps` counts each gap between two tokens of a request once."""
 
     gaps: Gaps = field(default_factory=Gaps)
     busy_s: float = 0.0
@@ -305,5 +303,4 @@ class Tally:
             self.gaps.add((first + last) / 2.0, length * count)
 
     def peak(self, memory: KvMemory) -> None:
-        """Remember the most memory that was held."""
         self.peak_share = max(self.peak_share, 1.0 - memory.free / memory.total)

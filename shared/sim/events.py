@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen when."""
+"""Virtual time: planned events, in order."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -10,32 +10,30 @@ Handler = Callable[[Any, float], None]
 
 
 class EventLoop:
-    """Events in order of time. `now_s`: of the one that is being handled. `handled`: how many were."""
+    """Events in order of time. `now_s`: the time of the event that is being handled. `handled`: how many were."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.handled = 0
         self._heap: list[tuple[float, int, Handler, Any]] = []
-        self._made = 0
+        self._planned = 0
 
     @property
     def pending(self) -> int:
-        """Events to come."""
         return len(self._heap)
 
     def at(self, time_s: float, handler: Handler, subject: Any) -> None:
-        """Call `handler(subject, time_s)` then. Events of one moment come in the order in which they were made.
+        """Call `handler(subject, time_s)` at that time. Events of one time are handled in the order of their planning.
 
-        Raises RuntimeError for a time that is over: time only goes forward.
+        Raises RuntimeError for a time before `now_s`.
         """
         if not time_s >= self.now_s:
             what = getattr(handler, "__qualname__", repr(handler))
-            raise RuntimeError(f"{what}: an event for {time_s!r} s was made at {self.now_s!r} s")
-        self._made += 1
-        heappush(self._heap, (time_s, self._made, handler, subject))
+            raise RuntimeError(f"{what}: an event for {time_s!r} s was planned at {self.now_s!r} s")
+        self._planned += 1
+        heappush(self._heap, (time_s, self._planned, handler, subject))
 
     def run(self, over: Callable[[], bool]) -> None:
-        """Handle events until there are none, or until `over`."""
         heap = self._heap
         while heap and not over():
             self.now_s, _, handler, subject = heappop(heap)

@@ -1,4 +1,4 @@
-"""All instances of a run, and what decisions know of them: broadcasts, as old as the live services' are."""
+"""All instances of a run, and what decisions know about them: broadcasts, as old as those of the live services."""
 
 from collections.abc import Sequence
 from random import Random
@@ -16,59 +16,13 @@ from shared.sim.instance import SimInstance
 from shared.sim.spec import InstanceSpec, RunSpec
 from shared.sim.wires import Wires
 
-# MERGED prefixes.py
-# What instances of a run tell of their prefix caches, as old as it is when a decision looks at it.
-
-
-class PrefixNews:
-    """Feeds an index from the instances' caches, in blocks of the workload's prefix ids.
-
-    An instance with several lanes tells nothing: which of their caches a request will find is open.
-    """
-
-    def __init__(self, instances: Sequence[SimInstance], block_tokens: int) -> None:
-        self.index = PrefixIndex(block_tokens or BLOCK_TOKENS)
-        self._accounts = [_Account(instance) for instance in instances]
-        self.tell()
-
-    def tell(self) -> None:
-        """What has changed since."""
-        for account in self._accounts:
-            account.tell(self.index)
-
-
-class _Account:
-    """Of one instance, its engine of the moment."""
-
-    def __init__(self, instance: SimInstance) -> None:
-        self._instance = instance
-        self._engine: Engine | None = None
-        self._cache: ReachableBlocks | None = None
-        self._sequence = 0
-
-    def tell(self, index: PrefixIndex) -> None:
-        """Begin anew with each engine."""
-        instance, instance_id = self._instance, self._instance.spec.instance_id
-        engine = instance.engines[0] if len(instance.engines) == 1 else None
-        if instance.state is InstanceState.DEAD:
-            engine = None
-        if engine is not self._engine:
-            self._engine, self._sequence = engine, 0
-            self._cache = engine.scheduler.memory.watch_cache() if engine is not None else None
-            index.forget(instance_id)
-        if self._cache is not None and (self._cache.changed or not self._sequence):
-            added, removed = self._cache.take_changes()
-            starts = not self._sequence
-            index.apply(instance_id, PrefixDelta(instance.generation, self._sequence, added, removed, starts))
-            self._sequence += 1
-
 
 class Fleet:
-    """The instances; by id one has its position.
+    """The instances, and the index on which decisions are made.
 
-    Loads are taken when a decision needs them and the last ones are `broadcast_s` old, so a decision sees loads of at
-    most that age, as under a steady broadcast; instances that come, go or change their role are seen at once. What is
-    known of their prefix caches is as old as the loads.
+    Loads are read when a decision needs them and the last ones are `broadcast_s` old, so a decision sees loads of at
+    most that age, as under a steady broadcast. Instances that come, go or change their role are seen at once. What is
+    known about prefix caches is as old as the loads.
     """
 
     def __init__(
@@ -85,75 +39,114 @@ class Fleet:
         if len(self._positions) < len(specs):
             raise InvalidRequest(f"instance id {next(i for i in ids if ids.count(i) > 1)!r} is used twice")
         self.ledger = WorkloadLedger()
-        wanted = wants_prefixes(run.policies.placement)
-        self._prefixes = PrefixNews(self.instances, prefix_tokens) if wanted else None
+        self._prefixes = PrefixFeed(self.instances, prefix_tokens) if wants_prefixes(run.policies.placement) else None
         self._fresh_prefixes = run.fresh_prefixes
         self._broadcast_s = run.broadcast_s
         self._policies = PolicySet(step_budget=PolicySpec("on" if run.step_budget else "off"))
         self._rng = rng
         self._limited = any(spec.max_prefills is not None for spec in specs)
         self._index: ClusterIndex | None = None
-        self._taken_s = 0.0
+        self._index_s = 0.0  # when its loads were read
         self._sequence = 0
         self._turn = 0
         self._dispatchers: dict[int, ClusterIndex] = {}
 
     def instance(self, position: int | None) -> SimInstance:
-        """The instance at a position that must be one."""
         assert position is not None
         return self.instances[position]
 
     def position(self, instance_id: str) -> int:
-        """Where an instance is. Raises KeyError."""
         return self._positions[instance_id]
 
     def index(self, now: float) -> ClusterIndex:
-        """What the global scheduler decides on at `now`; book its decisions there."""
-        news, due = self._prefixes, self._index is None or now - self._taken_s >= self._broadcast_s
-        if news is not None and (due or self._fresh_prefixes):
-            news.tell()
+        """What the global scheduler decides on at `now`. Its decisions are booked there."""
+        prefixes, due = self._prefixes, self._index is None or now - self._index_s >= self._broadcast_s
+        if prefixes is not None and (due or self._fresh_prefixes):
+            prefixes.update()
         if self._index is None or due:
-            known = news.index if news is not None else None
-            turn = self._index.turn if self._index is not None else self._turn
-            coming = self.ledger.coming
             self._index = ClusterIndex(
-                self.view(now), coming, rng=self._rng, turn=turn, ledger=self.ledger, prefixes=known
+                self.view(now),
+                self.ledger.coming,
+                rng=self._rng,
+                turn=self._index.turn if self._index is not None else self._turn,
+                ledger=self.ledger,
+                prefixes=prefixes.index if prefixes is not None else None,
             )
-            self._taken_s = now
+            self._index_s = now
             self._dispatchers.clear()
         return self._index
 
     def dispatch_index(self, position: int, now: float) -> ClusterIndex:
         """What the dispatcher of the prefill instance there decides on: the broadcast, and its own decisions since."""
-        index = self.index(now)
-        own = self._dispatchers.get(position)
-        if own is None:
-            own = self._dispatchers[position] = index.for_dispatch()
-        return own
+        index = self.index(now)  # which may drop the dispatchers of the broadcast before
+        if position not in self._dispatchers:
+            self._dispatchers[position] = index.for_dispatch()
+        return self._dispatchers[position]
 
     def view(self, now: float) -> ClusterView:
-        """All instances as they are."""
         self._sequence += 1
         views = tuple(instance.view(now) for instance in self.instances)
         return ClusterView(self._sequence, now, views, policies=self._policies)
 
     def changed(self) -> None:
-        """An instance came, went or changed its role: the next decision is to know."""
+        """An instance came, went or changed its role: the next decision sees that."""
         if self._index is not None:
             self._turn = self._index.turn
         self._index = None
         self._dispatchers.clear()
 
     def full_ids(self) -> frozenset[str]:
-        """Instances that take no more prompts for now."""
+        """Instances that accept no more prompts for now."""
         if not self._limited:
             return frozenset()
         return frozenset(instance.spec.instance_id for instance in self.instances if instance.full)
 
     def all_full(self) -> bool:
-        """Whether every instance that computes prompts has as many as it takes: then prompts wait at the gateway."""
+        """Whether no instance that computes prompts accepts another one: then prompts wait at the gateway."""
         if not self._limited:
             return False
         ready = [i for i in self.instances if i.state is InstanceState.READY]
         takers = [i for i in ready if i.role is Role.PREFILL] or ready
         return bool(takers) and all(instance.full for instance in takers)
+
+
+class PrefixFeed:
+    """Feeds an index from the instances' caches, in blocks of the workload's prefix ids."""
+
+    def __init__(self, instances: Sequence[SimInstance], block_tokens: int) -> None:
+        self.index = PrefixIndex(block_tokens or BLOCK_TOKENS)
+        self._reports = [_Report(instance) for instance in instances]
+        self.update()
+
+    def update(self) -> None:
+        """Apply what has changed since the last update."""
+        for report in self._reports:
+            report.apply(self.index)
+
+
+class _Report:
+    """What one instance reports of its cache, from the start again with each new engine.
+
+    An instance with several lanes reports nothing: which of their caches a request will find is open.
+    """
+
+    def __init__(self, instance: SimInstance) -> None:
+        self._instance = instance
+        self._engine: Engine | None = None
+        self._cache: ReachableBlocks | None = None
+        self._sequence = 0
+
+    def apply(self, index: PrefixIndex) -> None:
+        instance, instance_id = self._instance, self._instance.spec.instance_id
+        engine = instance.engines[0] if len(instance.engines) == 1 else None
+        if instance.state is InstanceState.DEAD:
+            engine = None
+        if engine is not self._engine:
+            self._engine, self._sequence = engine, 0
+            self._cache = engine.scheduler.memory.watch_cache() if engine is not None else None
+            index.forget(instance_id)
+        if self._cache is not None and (self._cache.changed or not self._sequence):
+            added, removed = self._cache.take_changes()
+            starts = not self._sequence
+            index.apply(instance_id, PrefixDelta(instance.generation, self._sequence, added, removed, starts))
+            self._sequence += 1

@@ -1,22 +1,101 @@
-"""The requests of one engine that decode: advanced together, without touching each one."""
+"""The decodes of one engine, advanced together: no step touches a member of the batch."""
 
 from bisect import bisect_left
 from heapq import heappop, heappush
 from math import ceil, floor, inf, sqrt
 
+from shared.cost.step import Segment
 from shared.sim.request import Leg
 
-# MERGED glide.py
-# Several decode steps of one batch as one event: exact times of every step in between.
 
+class DecodeGroup:
+    """All decodes of an engine. A step adds one token to each; joining and leaving cost O(log n), a step O(1).
 
-Segment = tuple[int, float, float]  # steps, seconds of the first, seconds of the last: linear in between
+    The group counts its steps; a member's context is its `base` plus that count. A member needs a new block when its
+    context is a multiple of the block size, so a histogram of `base` by block offset says how many blocks a step takes.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block = block_tokens
+        self._offsets = [0] * block_tokens
+        self._finish: list[tuple[int, int, Leg]] = []
+        self._joined = 0
+        self.count = 0
+        self.context_tokens = 0
+        self.steps = 0
+        self.pauses = Pauses()
+
+    def join(self, leg: Leg) -> None:
+        leg.base = leg.computed - self.steps
+        leg.finish_step = self.steps + leg.left
+        self._offsets[leg.base % self._block] += 1
+        self.count += 1
+        self.context_tokens += leg.computed
+        self._joined += 1
+        heappush(self._finish, (leg.finish_step, self._joined, leg))
+        self.pauses.join(leg)
+
+    def leave(self, leg: Leg) -> None:
+        """Take a member out, and bring its own counts up to date."""
+        leg.computed = leg.base + self.steps
+        leg.left = leg.finish_step - self.steps
+        leg.tokens = leg.computed + 1
+        leg.finish_step = -1
+        self._offsets[leg.base % self._block] -= 1
+        self.count -= 1
+        self.context_tokens -= leg.computed
+        if not leg.cancelled:
+            self.pauses.leave(leg)
+        if not self.count:
+            self.pauses.clear()
+
+    def advance(self, steps: int) -> list[Leg]:
+        """Take steps, at most `steps_to_finish`. Members that are done leave, and are returned in order of joining."""
+        self.steps += steps
+        self.context_tokens += steps * self.count
+        done = []
+        while self._finish and self._finish[0][0] <= self.steps:
+            _, _, leg = heappop(self._finish)
+            if leg.finish_step == self.steps:  # else it left earlier, or joined again
+                self.leave(leg)
+                done.append(leg)
+        return done
+
+    def steps_to_finish(self) -> int:
+        while True:
+            finish_step, _, leg = self._finish[0]
+            if leg.finish_step == finish_step:
+                return finish_step - self.steps
+            heappop(self._finish)
+
+    def blocks_for(self, steps: int) -> int:
+        """New blocks that the next `steps` steps take."""
+        at = -self.steps % self._block  # the offset that needs a block in the next step; then the one below, and so on
+        if steps == 1:
+            return self._offsets[at]
+        rounds, rest = divmod(steps, self._block)
+        low = at - rest + 1
+        if low >= 0:
+            return rounds * self.count + sum(self._offsets[low : at + 1])
+        return rounds * self.count + sum(self._offsets[: at + 1]) + sum(self._offsets[low:])
+
+    def affordable(self, free_blocks: int, most: int) -> int:
+        """The most steps, up to `most`, whose blocks are free."""
+        if most * self.count <= free_blocks or self.blocks_for(most) <= free_blocks:
+            return most
+        rounds = free_blocks // self.count
+        steps, blocks = rounds * self._block, rounds * self.count
+        while True:
+            blocks += self._offsets[-(self.steps + steps) % self._block]
+            if blocks > free_blocks:
+                return steps
+            steps += 1
 
 
 class Glide:
-    """Decode steps from `start_s` on. Step times grow linearly within a segment, so sums and their inverse are closed.
+    """Several decode steps of one batch as one event, from `start_s` on; equal to single steps within rounding.
 
-    Equal to taking the steps one by one, within rounding.
+    Step times grow linearly within a segment, so sums of them, and their inverse, have closed forms.
     """
 
     __slots__ = ("_segments", "first_step_s", "start_s", "steps")
@@ -28,7 +107,6 @@ class Glide:
         self.steps = segments[0][0] if len(segments) == 1 else sum(segment[0] for segment in segments)
 
     def end_s(self, steps: int) -> float:
-        """When that many of the steps are done."""
         at = self.start_s
         for length, first, last in self._segments:
             if steps <= length:
@@ -51,12 +129,10 @@ class Glide:
         return self.steps
 
     def steps_done(self, now: float) -> int:
-        """Steps that have ended by `now`."""
         begun = self.steps_begun(now)
         return begun if self.end_s(begun) <= now else begun - 1
 
     def runs(self, steps: int) -> tuple[Segment, ...]:
-        """The first `steps` steps as segments."""
         if steps == self.steps:
             return self._segments
         found: list[Segment] = []
@@ -88,16 +164,13 @@ def _first_reaching(length: int, first: float, last: float, seconds: float) -> i
     return guess
 
 
-# MERGED pauses.py
-# Gaps between the tokens of each request, from counts of its engine's steps: no step touches a member of its batch.
-#
-# All requests that decode get a token with each step, so that a step is a gap of every one of them. The longest
-# step and the number of steps over a target, between a member's joining and its leaving, are read from what is kept
-# of all steps.
-
-
 class Pauses:
-    """The steps of one engine's batch. Adding steps costs O(targets), joining and leaving O(log n)."""
+    """Longest gap and gaps over the target of each member, from counts of its engine's steps.
+
+    Each member gets a token with each step, so a step is a gap of every member. What happened between a member's
+    joining and its leaving is read from what is kept of all steps. Adding steps costs O(targets), joining and leaving
+    O(log n).
+    """
 
     __slots__ = ("_added", "_least_s", "_longest", "_over")
 
@@ -109,7 +182,7 @@ class Pauses:
         self._longest: list[tuple[int, float]] = []
 
     def join(self, leg: Leg) -> None:
-        """Steps that are added from now on are gaps of it."""
+        """Steps that are added from now on are gaps of the leg."""
         target_s = leg.request.job.slo.itl_s
         if target_s not in self._over:
             self._over[target_s] = 0
@@ -117,14 +190,13 @@ class Pauses:
         leg.joined_at, leg.joined_over = self._added, self._over[target_s]
 
     def leave(self, leg: Leg) -> None:
-        """Its request has had all steps since it joined; others are none of its gaps."""
+        """Count the steps since the leg joined as gaps of its request."""
         at = bisect_left(self._longest, (leg.joined_at, -1.0))
         if at < len(self._longest):
             over = self._over[leg.request.job.slo.itl_s] - leg.joined_over
-            leg.request.paused(self._longest[at][1], over)
+            leg.request.add_gaps(self._longest[at][1], over)
 
     def add(self, runs: tuple[Segment, ...]) -> None:
-        """Steps of the batch, as they follow each other."""
         longest_s = max(max(first, last) for _, first, last in runs)
         kept = self._longest
         while kept and kept[-1][1] <= longest_s:
@@ -136,7 +208,6 @@ class Pauses:
                 self._over[target_s] += sum(steps_over(run, target_s) for run in runs)
 
     def clear(self) -> None:
-        """The batch is empty."""
         self._longest.clear()
 
 
@@ -147,99 +218,12 @@ def steps_over(run: Segment, target_s: float) -> int:
         return 0
     if min(first, last) > target_s or length == 1:
         return length
-    at = (target_s - first) * (length - 1) / (last - first)  # of the step that takes just so long, from 0
+    at = (target_s - first) * (length - 1) / (last - first)  # position of the step that takes just so long
     return length - 1 - floor(at) if last > first else ceil(at)
 
 
 def without_first(runs: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    """The steps after the first one."""
     length, first, last = runs[0]
     if length == 1:
         return runs[1:]
     return ((length - 1, first + (last - first) / (length - 1), last), *runs[1:])
-
-
-class DecodeGroup:
-    """All decodes of an engine. A step adds one token to each; joining and leaving cost O(log n), a step O(1).
-
-    The group counts its steps; a member's context is its `base` plus that count. A member needs a new block when its
-    context is a multiple of the block size, so a histogram of `base` by block offset says how many blocks a step takes.
-    """
-
-    def __init__(self, block_tokens: int) -> None:
-        self._block = block_tokens
-        self._offsets = [0] * block_tokens
-        self._finish: list[tuple[int, int, Leg]] = []
-        self._joined = 0
-        self.count = 0
-        self.context_tokens = 0
-        self.steps = 0
-        self.pauses = Pauses()
-
-    def join(self, leg: Leg) -> None:
-        """From the next step on it decodes."""
-        leg.base = leg.computed - self.steps
-        leg.finish_step = self.steps + leg.left
-        self._offsets[leg.base % self._block] += 1
-        self.count += 1
-        self.context_tokens += leg.computed
-        self._joined += 1
-        heappush(self._finish, (leg.finish_step, self._joined, leg))
-        self.pauses.join(leg)
-
-    def leave(self, leg: Leg) -> None:
-        """Take a member out; its own counts are brought up to date."""
-        leg.computed = leg.base + self.steps
-        leg.left = leg.finish_step - self.steps
-        leg.tokens = leg.computed + 1
-        leg.finish_step = -1
-        self._offsets[leg.base % self._block] -= 1
-        self.count -= 1
-        self.context_tokens -= leg.computed
-        if not leg.cancelled:
-            self.pauses.leave(leg)
-        if not self.count:
-            self.pauses.clear()
-
-    def advance(self, steps: int) -> list[Leg]:
-        """Take steps, at most `steps_to_finish`; who is done leaves, in order of joining."""
-        self.steps += steps
-        self.context_tokens += steps * self.count
-        done = []
-        while self._finish and self._finish[0][0] <= self.steps:
-            _, _, leg = heappop(self._finish)
-            if leg.finish_step == self.steps:  # else it left earlier, or joined again
-                self.leave(leg)
-                done.append(leg)
-        return done
-
-    def steps_to_finish(self) -> int:
-        """Steps until the next member is done."""
-        while True:
-            finish_step, _, leg = self._finish[0]
-            if leg.finish_step == finish_step:
-                return finish_step - self.steps
-            heappop(self._finish)
-
-    def blocks_for(self, steps: int) -> int:
-        """New blocks that the next `steps` steps take."""
-        at = -self.steps % self._block  # the offset that needs a block in the next step; then the one below, and so on
-        if steps == 1:
-            return self._offsets[at]
-        rounds, rest = divmod(steps, self._block)
-        low = at - rest + 1
-        if low >= 0:
-            return rounds * self.count + sum(self._offsets[low : at + 1])
-        return rounds * self.count + sum(self._offsets[: at + 1]) + sum(self._offsets[low:])
-
-    def affordable(self, free_blocks: int, most: int) -> int:
-        """The most steps, up to `most`, whose blocks are free."""
-        if most * self.count <= free_blocks or self.blocks_for(most) <= free_blocks:
-            return most
-        rounds = free_blocks // self.count
-        steps, blocks = rounds * self._block, rounds * self.count
-        while True:
-            blocks += self._offsets[-(self.steps + steps) % self._block]
-            if blocks > free_blocks:
-                return steps
-            steps += 1

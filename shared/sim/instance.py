@@ -1,4 +1,4 @@
-"""One simulated instance: its engines, its role, its counts, and what a broadcast says of it."""
+"""One simulated instance: its engines, its role, its counts, and what the monitor broadcasts about it."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -56,18 +56,15 @@ class SimInstance:
 
     @property
     def full(self) -> bool:
-        """Whether it takes no more prompts for now."""
         most = self.spec.max_prefills
         return most is not None and self.prefills >= most
 
     def next_lane(self) -> int:
-        """The lane with the fewest requests takes the next."""
         if len(self.engines) == 1:
             return 0
         return min(range(len(self.engines)), key=lambda lane: self.engines[lane].scheduler.count)
 
     def view(self, now: float) -> InstanceView:
-        """What the monitor broadcasts of it."""
         if not self.requests:
             return self._idle_view()
         context = free = queued = tokens = running = waiting = unheld = begun = 0
@@ -99,45 +96,36 @@ class SimInstance:
             inflight=len(self.requests),
             prefill_share=sum(engine.prefill_share_at(now) for engine in self.engines) / len(self.engines),
             kv_ahead=ahead_of(
-                self._decoding(now),
+                (self._held_and_left(leg, now) for leg in self._decodes()),
                 self.spec.limits.block_tokens,
                 own_part(used * self.spec.limits.block_tokens, context + begun),
             ),
         )
         return InstanceView(self.info, self.role, self.state, load)
 
-    def _decoding(self, now: float) -> Iterator[tuple[int, int]]:
-        """Of each that decodes here, or is to: the tokens that it holds, and those that its answer is expected to have
-        yet.
-        """
+    def _decodes(self) -> Iterator[Leg]:
+        """Legs that decode here, or are to."""
         for request in self.requests:
             leg = request.decode_leg
-            if leg is None or request.decode != self.index or leg.lane is None:
-                continue
-            yield self._ahead(request, leg, now)
+            if leg is not None and request.decode == self.index and leg.lane is not None:
+                yield leg
 
     def pause_s(self, leg: Leg, now: float) -> float:
         """Seconds until the next token of a leg that was paused here is expected, as a worker estimates it."""
-        spec, lane, inside, first = self.spec, leg.lane or 0, [], 0
-        for request in self.requests:
-            other = request.decode_leg
-            if other is None or other is leg or request.decode != self.index or other.lane != leg.lane:
-                continue
-            if other.blocks:
-                inside.append(self._ahead(request, other, now))
-            elif other.pause > leg.pause:
-                first += other.tokens
-        limits = spec.limits
-        room = self.engines[lane].scheduler.memory.total * limits.block_tokens - first
-        beside = Beside.of(inside, limits.block_tokens)
-        held, left = self._ahead(leg.request, leg, now)
-        return pause_s(beside, room, held, left, limits.block_tokens, spec.rates.step, limits.batched_tokens)
+        others = [other for other in self._decodes() if other is not leg and other.lane == leg.lane]
+        inside = [self._held_and_left(other, now) for other in others if other.blocks]
+        first = sum(other.tokens for other in others if not other.blocks and other.pause > leg.pause)
+        limits, block_tokens = self.spec.limits, self.spec.limits.block_tokens
+        room = self.engines[leg.lane or 0].scheduler.memory.total * block_tokens - first
+        beside = Beside.of(inside, block_tokens)
+        held, left = self._held_and_left(leg, now)
+        return pause_s(beside, room, held, left, block_tokens, self.spec.rates.step, limits.batched_tokens)
 
-    def _ahead(self, request: SimRequest, leg: Leg, now: float) -> tuple[int, int]:
-        """The tokens that it holds, and those that its answer is expected to have yet."""
+    def _held_and_left(self, leg: Leg, now: float) -> tuple[int, int]:
+        """The tokens that the leg holds, and those that its answer is expected to have yet."""
         held, given = self.engines[leg.lane or 0].progress(leg, now)
-        job = request.job
-        given += request.carried
+        job = leg.request.job
+        given += leg.request.carried
         return held, remaining_tokens(given, job.answer_tokens or job.max_tokens, job.max_tokens)
 
     def _idle_view(self) -> InstanceView:
@@ -149,19 +137,18 @@ class SimInstance:
         return seen
 
     def take_role(self, role: Role, now: float) -> None:
-        """Flip."""
         self.end_role(now)
         self.role = role
         self.flips += 1
 
     def end_role(self, now: float) -> None:
-        """Count the time in the present role up to now; a dead instance has none."""
+        """Count the time in the present role up to `now`; a dead instance has no role."""
         if self.state is not InstanceState.DEAD:
             self._role_s[self.role] += now - self._role_since_s
         self._role_since_s = now
 
     def die(self, now: float) -> list[SimRequest]:
-        """Everything here is lost. The requests that it concerns."""
+        """Lose all that is here. Returns the requests that were here."""
         self.end_role(now)
         self.state = InstanceState.DEAD
         for engine in self.engines:
@@ -174,7 +161,6 @@ class SimInstance:
         return lost
 
     def revive(self, now: float) -> None:
-        """Back, empty, in the role that it had."""
         self.end_role(now)
         self.state = InstanceState.READY
         self.generation += 1
@@ -183,7 +169,6 @@ class SimInstance:
         self.engines = self._make_engines()
 
     def use(self) -> InstanceUse:
-        """What it did in all."""
         tallies = [engine.tally for engine in (*self._gone, *self.engines)]
         return InstanceUse(
             instance_id=self.spec.instance_id,
@@ -201,7 +186,6 @@ class SimInstance:
         )
 
     def gaps(self) -> Gaps:
-        """All gaps between tokens that it made."""
         return Gaps().merge(engine.tally.gaps for engine in (*self._gone, *self.engines))
 
     def _make_engines(self) -> list[Engine]:

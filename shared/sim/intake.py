@@ -1,7 +1,8 @@
-"""From the arrival of a request to its first leg on an engine: the gateway and the global scheduler of a run."""
+"""From a request's arrival to its first leg on an engine: what the gateway and the global scheduler do live."""
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 
 import msgspec
@@ -29,121 +30,365 @@ from shared.sim.record import Record
 from shared.sim.request import Leg, SimRequest
 from shared.sim.spec import FirstToken, RunSpec
 
-# MERGED gate.py
-# The gateway of a run: how many requests it takes, and the lines of those that are delayed.
+_DEMAND_DELAY_S = 1.0  # from the end of a second until schedulers have reported its demand
 
 
-_ASIDE = "\0aside"  # after a class's name: its line of those that have stepped aside
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What all parts of a run work with."""
+
+    run: RunSpec
+    loop: EventLoop
+    fleet: Fleet
+    legs: "Legs"
+    record: Record
+    rng: Random
 
 
-class Queued:
-    """Requests that wait to be computed or decoded, of which the gateway takes so many, with so many prompt tokens."""
+class Intake:
+    """Lets requests in as the workload says, holds those that no instance can take now, and ends all of them."""
 
-    def __init__(self, run: RunSpec) -> None:
-        self._most, self._most_tokens = run.max_queued_jobs, run.max_queued_tokens
-        self._tokens: dict[SimRequest, int] = {}
-        self._sum = 0
+    def __init__(self, context: Context, flips: "AutoFlips | None") -> None:
+        self._run = context.run
+        self._loop = context.loop
+        self._fleet = context.fleet
+        self._legs = context.legs
+        self._record = context.record
+        self._rng = context.rng
+        self._flips = flips
+        self._shares = Shares()
+        self.patience = Patience(context.run.patience_s, context.loop)
+        self.unserved = Unserved(context.run)
+        self.delayed = DelayedRequests(context.loop, self._shares, self._try_place)
+        self.held: deque[SimRequest] = deque()  # no instance can take them now
 
-    def take(self, request: SimRequest) -> bool:
-        """Whether there is room for one more. One that nobody is before always has it."""
-        tokens = request.job.prompt_tokens
-        if self._most is not None and len(self._tokens) >= self._most:
+    def start(self) -> None:
+        if not self._run.concurrency:
+            self._loop.at(self._record.placement_s(0), self._arrive, 0)
+        for row in range(min(self._run.concurrency, self._record.count)):
+            self._loop.at(self._record.send(row, 0.0), self._arrive, row)
+
+    def admit(self, request: SimRequest, now: float) -> None:
+        """Place the request, or hold it until it can be placed."""
+        if not self._place(request, now):
+            self.held.append(request)
+            self.patience.begin(request, now, self._refuse_held)
+
+    def move(self, request: SimRequest, leg: Leg, pause_s: float, now: float) -> bool:
+        """Continue a stream elsewhere whose decode leg is paused for `pause_s` more; False where it stays."""
+        index, job, given = self._fleet.index(now), request.job, int(request.carried) + leg.given
+        here = self._fleet.instance(request.decode).spec.instance_id
+        prompt, left = job.prompt_tokens + given, max(0, job.max_tokens - given)
+        job = msgspec.structs.replace(job, prompt_tokens=prompt, max_tokens=left, pause_s=pause_s, started=True)
+        try:
+            route = decide(job, index, self._run.policies, now, self._rng, self._fleet.full_ids() | {here})
+        except PolyphaseError:
             return False
-        if self._most_tokens is not None and self._sum and self._sum + tokens > self._most_tokens:
-            return False
-        self._tokens[request] = tokens
-        self._sum += tokens
+        output_left = request.output_left - self._legs.drop(request, now)
+        request.begin(msgspec.structs.replace(job, pause_s=0.0), output_left)
+        request.moves += 1
+        request.moved_from = here
+        self._start(request, route, index, now)
         return True
 
-    def leave(self, request: SimRequest) -> None:
-        """It decodes, or never will."""
-        self._sum -= self._tokens.pop(request, 0)
+    def retry(self, now: float) -> None:
+        """Try to place held requests, in order: an instance has become free, or has come."""
+        while self.held and not self._fleet.all_full():
+            request = self.held.popleft()
+            if not self._place(request, now):
+                self.held.appendleft(request)
+                return
+            self.patience.end(request, now)
+
+    def prompt_computed(self, instance: SimInstance) -> None:
+        """An instance has computed a prompt: it may take another one."""
+        if self.held and not instance.full:
+            self._retry_soon()
+
+    def end(self, request: SimRequest, status: Status, now: float) -> None:
+        """The request is over. In a closed loop its client sends the next one."""
+        request.over = True
+        self.unserved.remove(request)
+        self._record.end(request, status, now)
+        answer = self._record.output_tokens(request.row) if status is Status.COMPLETED else 0
+        self._shares.charge(request.caller, 0, answer)
+        self._shares.left(request.caller, now)
+        self._fleet.ledger.complete(request.job.job_id, answer, self._met(request, status, now), now)
+        if self._flips is not None:
+            self._flips.ended(request.job.job_id, answer, now)
+        if (row := self._record.next_to_send()) is not None:
+            self._loop.at(self._record.send(row, now), self._arrive, row)
+
+    def stop(self, request: SimRequest, status: Status, now: float) -> None:
+        """End a request that has not got all of its tokens, wherever it is."""
+        self.patience.end(request, now)
+        self._legs.drop(request, now)
+        self.end(request, status, now)
+        if self.held:
+            self._retry_soon()
+
+    def _retry_soon(self) -> None:
+        self._loop.at(self._loop.now_s, lambda _, now: self.retry(now), None)
+
+    def _arrive(self, row: int, now: float) -> None:
+        if row + 1 < self._record.count and not self._run.concurrency:
+            self._loop.at(self._record.placement_s(row + 1), self._arrive, row + 1)
+        request = self._record.request(row)
+        self._shares.came(request.caller, now)
+        delayed = request.job.slo.when_full is WhenFull.DELAY
+        if not delayed and not self.unserved.add(request):
+            self.end(request, Status.REFUSED, now)
+            return
+        if self._run.job_timeout_s != NEVER:
+            self._loop.at(now + self._run.job_timeout_s, self._time_out, request)
+        if delayed:
+            self.delayed.join(request, now)
+            if self._run.delay_s != NEVER:
+                self._loop.at(now + self._run.delay_s, self._refuse_delayed, request)
+        else:
+            self._enter(request, now)
+
+    def _enter(self, request: SimRequest, now: float) -> None:
+        if request.over:  # it timed out before its client sent it again
+            return
+        if self.held or self._fleet.all_full():
+            self.held.append(request)
+            self.patience.begin(request, now, self._refuse_held)
+        elif self.delayed.others_wait(request):
+            self.delayed.join(request, now)
+        else:
+            try:
+                self.admit(request, now)
+            except Delayed as delay:
+                self.delayed.join_asleep(request, delay.retry_after_s or 0.0, now)
+
+    def _try_place(self, request: SimRequest, now: float) -> float | None:
+        """Place a delayed request, or hold it. Returns the seconds until it may try again, None if it need not."""
+        try:
+            self.admit(request, now)
+        except Delayed as delay:
+            return delay.retry_after_s or 0.0
+        return None
+
+    def _refuse_delayed(self, request: SimRequest, now: float) -> None:
+        if self.delayed.remove(request):
+            self.end(request, Status.REFUSED, now)
+
+    def _refuse_held(self, request: SimRequest, now: float) -> None:
+        self.held.remove(request)
+        self.stop(request, Status.REFUSED, now)
+
+    def _time_out(self, request: SimRequest, now: float) -> None:
+        if not request.over:
+            if request in self.held:
+                self.held.remove(request)
+            self.delayed.remove(request)
+            self.stop(request, Status.TIMED_OUT, now)
+
+    def _place(self, request: SimRequest, now: float) -> bool:
+        """Whether placement is decided: the request has a place, is refused, or never can have one.
+
+        Raises Delayed where a request of its class has to wait.
+        """
+        index = self._fleet.index(now)
+        over_share = self._shares.over(request.caller, now)
+        if over_share is not request.job.over_share:
+            request.job = msgspec.structs.replace(request.job, over_share=over_share)
+        if not request.job.begun:
+            request.job = msgspec.structs.replace(request.job, waited_s=now - request.arrived_s)
+        try:
+            route = decide(request.job, index, self._run.policies, now, self._rng, self._fleet.full_ids())
+        except InvalidRequest:
+            self.end(request, Status.IMPOSSIBLE, now)
+            return True
+        except Delayed:
+            raise
+        except Overloaded as refusal:
+            if request.returns < self._run.returns:  # its client sends it again at the time that it was given
+                request.returns += 1
+                self._loop.at(now + (refusal.retry_after_s or 0.0), self._enter, request)
+            else:
+                self.end(request, Status.REFUSED, now)
+            return True
+        except Unavailable:
+            return False
+        if not request.job.begun:
+            self._shares.charge(request.caller, request.job.prompt_tokens, 0)
+            request.job = msgspec.structs.replace(request.job, begun=True)
+        self._start(request, route, index, now)
+        if self._flips is not None and request.attempt == 1:
+            self._flips.placed(request, route, now)
+        return True
+
+    def _start(self, request: SimRequest, route: Route, index: ClusterIndex, now: float) -> None:
+        """Book the route, and start the first leg on it."""
+        job = request.job = msgspec.structs.replace(request.job, answer_tokens=route.answer_tokens)
+        self._fleet.ledger.add(job, route, now)
+        for assignment in assignments(job, route, now):
+            index.book(assignment)
+        request.split = route.split
+        request.carried = self._run.first_token is FirstToken.PREFILL and route.split == job.prompt_tokens
+        if route.decode is not None:
+            request.decode = self._fleet.position(route.decode.instance_id)
+        prefix, last_token_s = request.prefix, request.last_token_s
+        if route.prefill is None:
+            instance, saved = self._fleet.instance(request.decode), route.decode_saved
+            tokens, left = job.prompt_tokens, request.output_left
+            leg = Leg(request, tokens, left, prefix=prefix, saved=saved, last_token_s=last_token_s)
+            request.decode_leg = leg
+        else:
+            request.prefill = self._fleet.position(route.prefill.instance_id)
+            instance, saved = self._fleet.instance(request.prefill), route.prefill_saved
+            last_token_s = last_token_s if request.carried else -1.0
+            leg = Leg(request, request.split, 1, prefix=prefix, saved=saved, last_token_s=last_token_s)
+            request.prefill_leg = leg
+        request.waits_prefill = True
+        instance.prefills += 1
+        self._legs.start(instance, leg, now)
+
+    def _met(self, request: SimRequest, status: Status, now: float) -> bool | None:
+        """Whether the request met its targets; None if it never had a place."""
+        if not request.job.begun:
+            return None
+        slo, first_s, more = request.job.slo, request.first_token_s, self._record.output_tokens(request.row) - 1
+        in_time = status is Status.COMPLETED and first_s - request.arrived_s <= slo.ttft_s
+        steady = more < 1 or now - first_s <= slo.tpot_s * more
+        return in_time and steady and itl_met(max(0, more), request.gaps_over)
 
 
-class DelayLines:
-    """One line for each class. Only the head asks, when it was told to; the next follows at once. Those that step aside
-    (see `shared.policy.overload.steps_aside`) have a line of their own.
+class Unserved:
+    """Requests that do not decode yet, and the gateway's limits on their number and their prompt tokens."""
 
-    `ask(request, now)` gives the seconds until the request may ask again, or None once it waits no more.
+    def __init__(self, run: RunSpec) -> None:
+        self._max_requests, self._max_tokens = run.max_queued_jobs, run.max_queued_tokens
+        self._tokens_of: dict[SimRequest, int] = {}
+        self._tokens = 0
+
+    def add(self, request: SimRequest) -> bool:
+        """Count the request; False when a limit forbids it. The token limit never refuses the only request."""
+        tokens = request.job.prompt_tokens
+        if self._max_requests is not None and len(self._tokens_of) >= self._max_requests:
+            return False
+        if self._max_tokens is not None and self._tokens and self._tokens + tokens > self._max_tokens:
+            return False
+        self._tokens_of[request] = tokens
+        self._tokens += tokens
+        return True
+
+    def remove(self, request: SimRequest) -> None:
+        """The request decodes, or never will."""
+        self._tokens -= self._tokens_of.pop(request, 0)
+
+
+class _Queue:
+    """A fair queue whose head sleeps until it may try again."""
+
+    __slots__ = ("asleep", "requests")
+
+    def __init__(self, shares: Shares) -> None:
+        self.requests: FairLine[SimRequest] = FairLine(shares)
+        self.asleep = False
+
+
+class DelayedRequests:
+    """Requests of classes that wait while the cluster is full: a fair queue for each class.
+
+    Only the head of a queue tries to get a place, when it may; the next follows at once. Requests that step aside (see
+    `shared.policy.overload.steps_aside`) wait in a second queue of their class. `try_place(request, now)` gives the
+    seconds until the request may try again, or None once it waits no more.
     """
 
-    def __init__(self, loop: EventLoop, shares: Shares, ask: Callable[[SimRequest, float], float | None]) -> None:
+    def __init__(self, loop: EventLoop, shares: Shares, try_place: Callable[[SimRequest, float], float | None]) -> None:
         self._loop = loop
         self._shares = shares
-        self._ask = ask
-        self._lines: dict[str, FairLine[SimRequest]] = {}
-        self._asleep: set[str] = set()  # lines whose head was told when to ask again
-        self._aside: dict[SimRequest, None] = {}
+        self._try_place = try_place
+        self._queues: dict[tuple[str, bool], _Queue] = {}  # by class, and whether it is of those that stepped aside
 
     def join(self, request: SimRequest, now: float) -> None:
-        """The request waits for its turn, which may be now."""
-        self._push(request)
-        self._turns(self._name(request), now)
+        queue = self._queue(request)
+        queue.requests.push(request, request.caller)
+        self._run(queue, now)
 
     def join_asleep(self, request: SimRequest, again_s: float, now: float) -> None:
-        """The same for the first of a line, which has asked already and is to ask again in so many seconds."""
-        self._push(request)
-        name = self._name(request)
-        self._asleep.add(name)
-        self._loop.at(now + again_s, self._wake, name)
+        """Queue the first request of a queue, which has tried already and may try again in `again_s` seconds."""
+        queue = self._queue(request)
+        queue.requests.push(request, request.caller)
+        self._sleep(queue, now + again_s)
 
-    def waiting(self, request: SimRequest) -> bool:
-        """Whether others of its class wait."""
-        line = self._lines.get(self._name(request))
-        return line is not None and len(line) > 0
+    def others_wait(self, request: SimRequest) -> bool:
+        """Whether the queue that the request would join is not empty."""
+        return len(self._queue(request).requests) > 0
 
-    def _name(self, request: SimRequest) -> str:
-        name = request.job.slo.name
-        return name + _ASIDE if request in self._aside else name
-
-    def _push(self, request: SimRequest) -> None:
-        name = self._name(request)
-        line = self._lines.get(name)
-        if line is None:
-            line = self._lines[name] = FairLine(self._shares)
-        line.push(request, request.caller)
-
-    def leave(self, request: SimRequest) -> bool:
+    def remove(self, request: SimRequest) -> bool:
         """The request gives up; False when it does not wait here."""
-        line = self._lines.get(self._name(request))
-        self._aside.pop(request, None)
-        return line is not None and line.remove(request, request.caller)
+        queue = self._queue(request)
+        request.stepped_aside = False
+        return queue.requests.remove(request, request.caller)
 
-    def left(self) -> list[SimRequest]:
-        """Everybody who waits; they leave."""
+    def clear(self) -> list[SimRequest]:
         found = []
-        for line in self._lines.values():
-            while (request := line.head()) is not None:
-                line.remove(request, request.caller)
+        for queue in self._queues.values():
+            while (request := queue.requests.head()) is not None:
+                queue.requests.remove(request, request.caller)
                 found.append(request)
         return found
 
-    def _turns(self, name: str, now: float) -> None:
-        line = self._lines[name]
-        while name not in self._asleep and (request := line.head()) is not None:
-            again_s = self._ask(request, now)
+    def _queue(self, request: SimRequest) -> _Queue:
+        key = (request.job.slo.name, request.stepped_aside)
+        if key not in self._queues:
+            self._queues[key] = _Queue(self._shares)
+        return self._queues[key]
+
+    def _run(self, queue: _Queue, now: float) -> None:
+        while not queue.asleep and (request := queue.requests.head()) is not None:
+            again_s = self._try_place(request, now)
             if again_s is None:
-                line.remove(request, request.caller)
-                self._aside.pop(request, None)
-            elif request not in self._aside and steps_aside(request.job.slo, now - request.arrived_s, again_s):
-                line.remove(request, request.caller)
-                self._aside[request] = None
-                if self.waiting(request):
-                    self._push(request)
-                else:
-                    self.join_asleep(request, again_s, now)
+                queue.requests.remove(request, request.caller)
+                request.stepped_aside = False
+            elif not request.stepped_aside and steps_aside(request.job.slo, now - request.arrived_s, again_s):
+                queue.requests.remove(request, request.caller)
+                request.stepped_aside = True
+                aside = self._queue(request)
+                alone = not len(aside.requests)
+                aside.requests.push(request, request.caller)
+                if alone:
+                    self._sleep(aside, now + again_s)
             else:
-                self._asleep.add(name)
-                self._loop.at(now + again_s, self._wake, name)
-                return
+                self._sleep(queue, now + again_s)
 
-    def _wake(self, name: str, now: float) -> None:
-        self._asleep.discard(name)
-        self._turns(name, now)
+    def _sleep(self, queue: _Queue, until_s: float) -> None:
+        queue.asleep = True
+        self._loop.at(until_s, self._wake, queue)
+
+    def _wake(self, queue: _Queue, now: float) -> None:
+        queue.asleep = False
+        self._run(queue, now)
 
 
-# MERGED legs.py
-# The legs of requests on the engines of their instances: how they get there, step, and leave.
+class Patience:
+    """How long requests wait for an instance: `patience_s` in all since their last token."""
+
+    def __init__(self, patience_s: float, loop: EventLoop) -> None:
+        self._patience_s = patience_s
+        self._loop = loop
+
+    def begin(self, request: SimRequest, now: float, give_up: Handler) -> None:
+        """Start the wait, unless it runs; `give_up(request, then)` is called once the request has waited enough."""
+        if request.waits_from_s < 0.0:
+            request.waits_from_s = now
+            if self._patience_s != NEVER:
+                ends_s = max(now, now + (self._patience_s - request.waited_s))
+                self._loop.at(ends_s, self._over, (request, now, give_up))
+
+    def end(self, request: SimRequest, now: float) -> None:
+        if request.waits_from_s >= 0.0:
+            request.waited_s += now - request.waits_from_s
+            request.waits_from_s = -1.0
+
+    def _over(self, subject: tuple[SimRequest, float, Handler], now: float) -> None:
+        request, since_s, give_up = subject
+        if request.waits_from_s == since_s:
+            give_up(request, now)
 
 
 class Legs:
@@ -159,7 +404,7 @@ class Legs:
         self._left = left
 
     def start(self, instance: SimInstance, leg: Leg, now: float) -> None:
-        """Give an instance a leg of a request; it counts at once, and is there after `hop_s`."""
+        """Give an instance a leg; it counts there at once, and reaches an engine after `hop_s`."""
         instance.requests[leg.request] = None
         if leg.decodes:
             instance.decoding += 1
@@ -171,34 +416,33 @@ class Legs:
             self._enter((instance, leg), now)
 
     def kv_arrived(self, leg: Leg, now: float) -> None:
-        """All of the KV that a decode waits for is at its instance."""
         engine = self._engine(leg)
         engine.kv_arrived(leg, now)
-        self._wake(engine)
+        self._schedule(engine)
 
     def started(self, leg: Leg, now: float) -> None:
         """The client of a decode has its first token, from a prefill instance."""
         if leg.lane is not None:
             engine = self._engine(leg)
             engine.started(leg, now)
-            self._wake(engine)
+            self._schedule(engine)
 
     def leave(self, instance: SimInstance, request: SimRequest, now: float) -> None:
-        """The request has no leg on that instance any more."""
-        if request in instance.requests:
-            del instance.requests[request]
-            if instance.index == request.decode and request.decode_leg is not None:
-                instance.decoding -= 1
-                instance.heavy -= is_heavy(request.job)
-            leg = request.prefill_leg
-            if instance.index == request.prefill and leg is not None and leg.lane is not None:
-                engine = self._engine(leg)
-                engine.sent(leg, now)
-                self._wake(engine)
-            self._left(instance, now)
+        if request not in instance.requests:
+            return
+        del instance.requests[request]
+        if instance.index == request.decode and request.decode_leg is not None:
+            instance.decoding -= 1
+            instance.heavy -= is_heavy(request.job)
+        leg = request.prefill_leg
+        if instance.index == request.prefill and leg is not None and leg.lane is not None:
+            engine = self._engine(leg)
+            engine.sent(leg, now)
+            self._schedule(engine)
+        self._left(instance, now)
 
     def drop(self, request: SimRequest, now: float) -> int:
-        """Stop the request wherever it is. How many output tokens this attempt has given to the client."""
+        """Stop the request wherever it is. Returns how many output tokens this attempt has given to the client."""
         given = int(request.carried and request.prefill_done_s >= 0.0)
         computes = request.decode if request.prefill is None else request.prefill
         for leg, position in ((request.prefill_leg, request.prefill), (request.decode_leg, request.decode)):
@@ -212,7 +456,7 @@ class Legs:
                 if leg.lane is not None:
                     engine = self._engine(leg)
                     engine.cancel(leg, now)
-                    self._wake(engine)
+                    self._schedule(engine)
                 if request.waits_prefill and position == computes:
                     instance.prefills -= 1
             leg.cancelled = True
@@ -231,30 +475,23 @@ class Legs:
         leg.lane = instance.next_lane()
         engine = instance.engines[leg.lane]
         engine.add(leg, now)
-        self._wake(engine)
+        self._schedule(engine)
 
-    def _wake(self, engine: Engine) -> None:
-        """Have the engine run when its step is due."""
+    def _schedule(self, engine: Engine) -> None:
+        """Plan an event for when the engine's step is due."""
         if engine.due_s != engine.booked_s:
             engine.booked_s = engine.due_s
             if engine.due_s != NEVER:
                 self._loop.at(engine.due_s, self._step, engine)
 
     def _step(self, engine: Engine, now: float) -> None:
-        if engine.due_s == now:  # else it was cut short, or its instance is gone
+        if engine.due_s == now:  # else the step was cut short, or the instance is gone
             engine.run(now)
-            self._wake(engine)
-
-
-# MERGED auto_flips.py
-# Role flips that a policy decides in a run, from what the live monitor would know at that moment.
-
-
-TELL_S = 1.0  # schedulers tell of a second when it is over, once a second
+            self._schedule(engine)
 
 
 class AutoFlips:
-    """The policy with its state, and the profile of what clients ask for, as old as live."""
+    """Role flips that a policy decides, from what the live monitor would know at that moment."""
 
     def __init__(self, run: RunSpec, fleet: Fleet, policy: RoleFlip) -> None:
         self._run = run
@@ -264,17 +501,18 @@ class AutoFlips:
         self._counter = DemandCounter("scheduler", -1.0, pause_s=float("inf"))
         self._split = freedom(run.policies.split)
         self._book = DemandBook()
-        self._untold: list[DemandSecond] = []
+        self._unreported: list[DemandSecond] = []
         self._ordered: list[tuple[float, str, Role]] = []
         self.made: list[RoleFlipped] = []
         self.shifts: list[tuple[float, Shift]] = []
 
     def placed(self, request: SimRequest, route: Route, now: float) -> None:
-        """A request was placed for the first time."""
         index, job, first = self._fleet.index(now), request.job, route.prefill or route.decode
         assert first is not None
-        view = self._fleet.instance(self._fleet.position(first.instance_id)).view(now) if job.prefix else None
-        held = saved_tokens(index.prefixes, view, job) if view is not None else 0
+        held = 0
+        if job.prefix:
+            view = self._fleet.instance(self._fleet.position(first.instance_id)).view(now)
+            held = saved_tokens(index.prefixes, view, job)
         self._counter.add(job, held, self._fleet.ledger.answers.expected(job).mean, self._split, now)
 
     def ended(self, job_id: str, output_tokens: int, now: float) -> None:
@@ -282,291 +520,17 @@ class AutoFlips:
         self._counter.ended(job_id, output_tokens, now)
 
     def ordered(self, view: InstanceView, now: float) -> None:
-        """A flip that the run's spec orders, as a person would."""
+        """The run's spec orders a flip, as an operator would."""
         self._ordered.append((now, view.instance_id, view.role.other))
 
-    def ask(self, now: float) -> FlipDecision | None:
-        """What the policy decides now."""
-        self._untold += self._counter.take(now)
-        told = [one for one in self._untold if one.second + 1 + TELL_S <= now]
-        del self._untold[: len(told)]
-        self._book.take(told, now)
+    def decide(self, now: float) -> FlipDecision | None:
+        self._unreported += self._counter.take(now)
+        reported = [one for one in self._unreported if one.second + 1 + _DEMAND_DELAY_S <= now]
+        del self._unreported[: len(reported)]
+        self._book.take(reported, now)
         self.shifts += [(now, shift) for shift in self._book.advance(now)]
         seen = Seen.of(self._book.demand(now), self._ordered, now, self._run.role_flip_respects_s)
         self._state, decision = self._policy.step(self._state, self._fleet.view(now), now, seen)
         if decision is not None:
             self.made.append(RoleFlipped(now, decision.instance_id, decision.to.value, decision.reasons))
         return decision
-
-
-class Patience:
-    """How long requests wait for an instance: `patience_s` in all since their last token."""
-
-    def __init__(self, run: RunSpec, loop: EventLoop) -> None:
-        self._patience_s = run.patience_s
-        self._loop = loop
-
-    def begin(self, request: SimRequest, now: float, give_up: Handler) -> None:
-        """The request waits from now on, if it did not already; `give_up(request, then)` once it has waited enough."""
-        if request.waits_from_s < 0.0:
-            request.waits_from_s = now
-            if self._patience_s != NEVER:
-                ends_s = max(now, now + (self._patience_s - request.waited_s))
-                self._loop.at(ends_s, self._over, (request, now, give_up))
-
-    def end(self, request: SimRequest, now: float) -> None:
-        """It waits no more."""
-        if request.waits_from_s >= 0.0:
-            request.waited_s += now - request.waits_from_s
-            request.waits_from_s = -1.0
-
-    def _over(self, subject: tuple[SimRequest, float, Handler], now: float) -> None:
-        request, since_s, give_up = subject
-        if request.waits_from_s == since_s:
-            give_up(request, now)
-
-
-class Intake:
-    """Lets requests in as the workload says, keeps those that nobody can take, and sees all of them out."""
-
-    def __init__(
-        self,
-        run: RunSpec,
-        loop: EventLoop,
-        fleet: Fleet,
-        legs: Legs,
-        record: Record,
-        patience: Patience,
-        rng: Random,
-        auto: AutoFlips | None,
-    ) -> None:
-        self._run = run
-        self._loop = loop
-        self._fleet = fleet
-        self._legs = legs
-        self._record = record
-        self._patience = patience
-        self._rng = rng
-        self._auto = auto
-        self._queued = Queued(run)
-        self._shares = Shares()
-        self._lines = DelayLines(loop, self._shares, self._ask)
-        self.held: deque[SimRequest] = deque()  # no instance can take them now
-
-    def start(self) -> None:
-        """The first arrivals; each brings about the next."""
-        if not self._run.concurrency:
-            self._loop.at(self._record.arrival_s(0), self._arrive, 0)
-        for row in range(min(self._run.concurrency, self._record.count)):
-            self._loop.at(self._record.sent(row, 0.0), self._arrive, row)
-
-    def admit(self, request: SimRequest, now: float) -> None:
-        """Place the request, or let it wait until it can be."""
-        if not self._place(request, now):
-            self._hold(request, now)
-
-    def move(self, request: SimRequest, leg: Leg, pause_s: float, now: float) -> bool:
-        """Place a stream elsewhere whose decode leg is paused for `pause_s` more; False where it stays."""
-        index, job, given = self._fleet.index(now), request.job, int(request.carried) + leg.given
-        here = self._fleet.instance(request.decode).spec.instance_id
-        prompt, left = job.prompt_tokens + given, max(0, job.max_tokens - given)
-        job = msgspec.structs.replace(job, prompt_tokens=prompt, max_tokens=left, pause_s=pause_s, started=True)
-        try:
-            route = decide(job, index, self._run.policies, now, self._rng, self._fleet.full_ids() | {here})
-        except PolyphaseError:
-            return False
-        output_left = request.output_left - self._legs.drop(request, now)
-        request.begin(msgspec.structs.replace(job, pause_s=0.0), output_left)
-        request.moves += 1
-        request.moved_from = here
-        self._take_place(request, route, index, now)
-        return True
-
-    def retry(self, now: float) -> None:
-        """Something has become free, or an instance has come: who waits may try again, in order."""
-        while self.held and not self._fleet.all_full():
-            request = self.held.popleft()
-            if not self._place(request, now):
-                self.held.appendleft(request)
-                return
-            self._patience.end(request, now)
-
-    def delayed(self) -> list[SimRequest]:
-        """Those that wait in a line to its end."""
-        return self._lines.left()
-
-    def computed(self, instance: SimInstance) -> None:
-        """A prompt is computed there: another one may take its place."""
-        if self.held and not instance.full:
-            self._retry_soon()
-
-    def first_token(self, request: SimRequest, now: float) -> None:
-        """The client has its first token."""
-        request.first_token_s = now
-        self._record.first_token(request, now)
-
-    def decodes(self, request: SimRequest) -> None:
-        """It has a token of the instance that decodes it: it waits no more."""
-        self._queued.leave(request)
-
-    def end(self, request: SimRequest, status: Status, now: float) -> None:
-        """The request is over, one way or another: in a closed loop its client sends the next one."""
-        request.over = True
-        self._queued.leave(request)
-        self._record.end(request, status, now)
-        answer = self._record.output_tokens(request.row) if status is Status.COMPLETED else 0
-        self._shares.charge(request.caller, 0, answer)
-        self._shares.left(request.caller, now)
-        self._fleet.ledger.complete(request.job.job_id, answer, self._met(request, status, now), now)
-        if self._auto is not None:
-            self._auto.ended(request.job.job_id, answer, now)
-        if (row := self._record.next_to_send()) is not None:
-            self._loop.at(self._record.sent(row, now), self._arrive, row)
-
-    def stop(self, request: SimRequest, status: Status, now: float) -> None:
-        """End a request that has not got all of its tokens, wherever it is."""
-        self._patience.end(request, now)
-        self._legs.drop(request, now)
-        self.end(request, status, now)
-        if self.held:
-            self._retry_soon()
-
-    def _retry_soon(self) -> None:
-        self._loop.at(self._loop.now_s, lambda _, now: self.retry(now), None)
-
-    def _arrive(self, row: int, now: float) -> None:
-        if row + 1 < self._record.count and not self._run.concurrency:
-            self._loop.at(self._record.arrival_s(row + 1), self._arrive, row + 1)
-        request = self._record.request(row)
-        self._shares.came(request.caller, now)
-        delayed = request.job.slo.when_full is WhenFull.DELAY
-        if not delayed and not self._queued.take(request):
-            self.end(request, Status.REFUSED, now)
-            return
-        if self._run.job_timeout_s != NEVER:
-            self._loop.at(now + self._run.job_timeout_s, self._time_out, request)
-        if delayed:
-            self._lines.join(request, now)
-            if self._run.delay_s != NEVER:
-                self._loop.at(now + self._run.delay_s, self._waited_enough, request)
-        else:
-            self._come(request, now)
-
-    def _come(self, request: SimRequest, now: float) -> None:
-        if self.held or self._fleet.all_full():
-            self._hold(request, now)
-        elif self._lines.waiting(request):
-            self._lines.join(request, now)
-        else:
-            try:
-                self.admit(request, now)
-            except Delayed as delay:
-                self._lines.join_asleep(request, delay.retry_after_s or 0.0, now)
-
-    def _ask(self, request: SimRequest, now: float) -> float | None:
-        """A delayed request asks for its place; in how many seconds it is to ask again, None if it need not."""
-        try:
-            if not self._place(request, now):
-                self._hold(request, now)
-        except Delayed as delay:
-            return delay.retry_after_s or 0.0
-        return None
-
-    def _waited_enough(self, request: SimRequest, now: float) -> None:
-        if self._lines.leave(request):
-            self.end(request, Status.REFUSED, now)
-
-    def _come_again(self, request: SimRequest, now: float) -> None:
-        if not request.over:
-            self._come(request, now)
-
-    def _time_out(self, request: SimRequest, now: float) -> None:
-        if not request.over:
-            if request in self.held:
-                self.held.remove(request)
-            self._lines.leave(request)
-            self.stop(request, Status.TIMED_OUT, now)
-
-    def _hold(self, request: SimRequest, now: float) -> None:
-        self.held.append(request)
-        self._patience.begin(request, now, self._refuse)
-
-    def _refuse(self, request: SimRequest, now: float) -> None:
-        self.held.remove(request)
-        self.stop(request, Status.REFUSED, now)
-
-    def _place(self, request: SimRequest, now: float) -> bool:
-        """Whether the request has a place now, or never will have."""
-        index = self._fleet.index(now)
-        over_share = self._shares.over(request.caller, now)
-        if over_share is not request.job.over_share:
-            request.job = msgspec.structs.replace(request.job, over_share=over_share)
-        if not request.job.begun:
-            request.job = msgspec.structs.replace(request.job, waited_s=now - request.arrived_s)
-        try:
-            route = decide(request.job, index, self._run.policies, now, self._rng, self._fleet.full_ids())
-        except InvalidRequest:
-            self.end(request, Status.IMPOSSIBLE, now)
-            return True
-        except Delayed:
-            raise
-        except Overloaded as refusal:
-            self._refused(request, refusal.retry_after_s or 0.0, now)
-            return True
-        except Unavailable:
-            return False
-        if not request.job.begun:
-            self._shares.charge(request.caller, request.job.prompt_tokens, 0)
-            request.job = msgspec.structs.replace(request.job, begun=True)
-        self._take_place(request, route, index, now)
-        if self._auto is not None and request.attempt == 1:
-            self._auto.placed(request, route, now)
-        return True
-
-    def _take_place(self, request: SimRequest, route: Route, index: ClusterIndex, now: float) -> None:
-        request.job = msgspec.structs.replace(request.job, answer_tokens=route.answer_tokens)
-        self._fleet.ledger.add(request.job, route, now)
-        for assignment in assignments(request.job, route, now):
-            index.book(assignment)
-        self._begin(request, route, now)
-
-    def _refused(self, request: SimRequest, retry_after_s: float, now: float) -> None:
-        """Its client comes again when it was told to, or not at all."""
-        if request.returns < self._run.returns:
-            request.returns += 1
-            self._loop.at(now + retry_after_s, self._come_again, request)
-        else:
-            self.end(request, Status.REFUSED, now)
-
-    def _met(self, request: SimRequest, status: Status, now: float) -> bool | None:
-        """Whether it kept its targets; None if it never had a place."""
-        if not request.job.begun:
-            return None
-        slo, first_s, more = request.job.slo, request.first_token_s, self._record.output_tokens(request.row) - 1
-        in_time = status is Status.COMPLETED and first_s - request.arrived_s <= slo.ttft_s
-        steady = more < 1 or now - first_s <= slo.tpot_s * more
-        return in_time and steady and itl_met(max(0, more), request.gaps_over)
-
-    def _begin(self, request: SimRequest, route: Route, now: float) -> None:
-        job = request.job
-        request.split = route.split
-        request.carried = self._run.first_token is FirstToken.PREFILL and route.split == job.prompt_tokens
-        if route.decode is not None:
-            request.decode = self._fleet.position(route.decode.instance_id)
-        last_token_s = request.last_token_s
-        if route.prefill is None:
-            instance = self._fleet.instance(request.decode)
-            tokens, saved = job.prompt_tokens, route.decode_saved
-            leg = request.decode_leg = Leg(
-                request, tokens, request.output_left, prefix=request.prefix, saved=saved, last_token_s=last_token_s
-            )
-        else:
-            request.prefill = self._fleet.position(route.prefill.instance_id)
-            instance = self._fleet.instance(request.prefill)
-            last_token_s = last_token_s if request.carried else -1.0
-            saved = route.prefill_saved
-            leg = Leg(request, request.split, 1, prefix=request.prefix, saved=saved, last_token_s=last_token_s)
-            request.prefill_leg = leg
-        request.waits_prefill = True
-        instance.prefills += 1
-        self._legs.start(instance, leg, now)

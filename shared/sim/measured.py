@@ -1,4 +1,4 @@
-"""A calibrated cluster in the simulator: its instances as specs, and what neighbours on one host cost each other."""
+"""A calibrated cluster in the simulator: its instances as specs, and how instances of one host slow each other down."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,14 +15,14 @@ from shared.sim.outcomes import LoadTimeline, SimResult
 from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec
 from shared.sim.workload import Workload
 
-_UNSEEN_BYTES_S = 1e12  # of a link too fast to be measured
+_UNMEASURED_BYTES_S = 1e12  # of a link too fast to be measured
 _ROUNDS = 4
-_SAMPLES = 4000  # of who is busy, over the arrivals
+_SAMPLES = 4000  # of which instances are busy, over the arrivals
 
 
 @dataclass(frozen=True, slots=True)
 class LiveInstance:
-    """An instance as the monitor and its worker describe it. `host`: whose cores it uses."""
+    """An instance as the monitor and its worker describe it. `host`: the machine whose cores it uses."""
 
     info: InstanceInfo
     role: Role
@@ -32,13 +32,12 @@ class LiveInstance:
 
     @property
     def kind(self) -> Kind:
-        """What it shares with instances of equal speed."""
         return Kind.of(self.info, self.threads)
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Where an instance runs, and how much longer its steps take while others on that host are busy."""
+    """The host of an instance, and how much longer its steps take while other instances of that host are busy."""
 
     host: str
     slowdown: Curve
@@ -47,9 +46,13 @@ class Neighbours:
 def specs_of(
     instances: Sequence[LiveInstance], calibration: Calibration, library: Library
 ) -> tuple[tuple[InstanceSpec, ...], dict[str, Neighbours]]:
-    """Specs of running instances, each as if alone on its host, and their neighbourhoods by id. Raises NotFound."""
+    """Specs of running instances, each as if alone on its host, and their neighbours by instance id.
+
+    Raises NotFound for a kind of instance that is not calibrated.
+    """
     models: dict[Kind, ScaledSteps] = {}
-    link = _link(calibration.control)
+    control = calibration.control
+    link = Link(control.link_bytes_s or _UNMEASURED_BYTES_S, control.link_latency_s, 1.0)
     specs, neighbours = [], {}
     for one in instances:
         found = calibration.of(one.kind)
@@ -80,7 +83,6 @@ def specs_of(
 
 
 def with_control(run: RunSpec, control: ControlPlane) -> RunSpec:
-    """`run` with the measured latencies of the services."""
     return replace(run, gateway_s=control.gateway_s, hop_s=control.hop_s, token_s=control.token_s)
 
 
@@ -89,8 +91,8 @@ def simulate_on_hosts(
 ) -> SimResult:
     """A run in which instances of one host slow each other down, by how busy the run finds them to be.
 
-    In turn: simulate, and lengthen each instance's steps by the mean of its slowdown over the moments at which it
-    computes. Which neighbours compute at the same moments is in that; which of its steps they lengthen is not.
+    Repeats: simulate, and lengthen each instance's steps by the mean of its slowdown over the samples at which it
+    computes. That includes which neighbours compute at the same time, but not which of its steps they lengthen.
     """
     span_s = float(workload.arrival_s[-1] - workload.arrival_s[0])
     run = replace(run, sample_s=run.sample_s or max(span_s, 1.0) / _SAMPLES)
@@ -108,7 +110,7 @@ def simulate_on_hosts(
 def _slowdowns(
     names: Sequence[str], neighbours: Mapping[str, Neighbours], timeline: LoadTimeline | None
 ) -> dict[str, float]:
-    """For each instance the mean over the samples at which it is busy; an instance with work in it counts as busy."""
+    """The mean slowdown of each instance over the samples at which it is busy, which is when it has work."""
     assert timeline is not None
     busy = (timeline.decoding > 0) | (timeline.queued_prefill_tokens > 0)
     found = {}
@@ -126,7 +128,3 @@ def _slower(spec: InstanceSpec, factors: Mapping[str, float]) -> InstanceSpec:
         return spec
     steps = spec.model.times(factor) if isinstance(spec.model, ScaledSteps) else spec.model
     return replace(spec, model=steps)
-
-
-def _link(control: ControlPlane) -> Link:
-    return Link(control.link_bytes_s or _UNSEEN_BYTES_S, control.link_latency_s, 1.0)

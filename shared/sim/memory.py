@@ -1,4 +1,4 @@
-"""KV memory of one engine: who holds how many blocks, who may start to decode, which prefixes are still there."""
+"""KV memory of one engine: how many blocks each leg holds, which may start to decode, which prefixes are cached."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -31,9 +31,9 @@ class KvMemory:
         self.reserved = 0
 
     def could_start(self, leg: Leg) -> bool:
-        """Whether there is room for all that `leg`, which waits, has to compute now, the coming step of the decodes
-        left out. vLLM asks for it, too (`scheduler_reserve_full_isl`): one that starts with less would soon be
-        preempted again.
+        """Whether there is room for all that a waiting leg has to compute now, beside the decodes as they are.
+
+        vLLM requires this, too (`scheduler_reserve_full_isl`): a leg that starts with less is soon preempted again.
         """
         shared = self._cache.shared(self._cache.known(self._ids(leg))) if self._cache is not None and leg.prefix else 0
         return self._whole(leg) - shared <= self.free
@@ -42,20 +42,23 @@ class KvMemory:
         return min(-(-leg.tokens // self._block), self.total)
 
     def start(self, leg: Leg, tokens: int) -> bool:
-        """Blocks for what a leg has and its first chunk of `tokens` tokens, or for all that it will ever need.
+        """Take blocks for what a leg has and its first chunk of `tokens` tokens, or for its whole output as well.
 
-        False when there are too few for all that it has to compute now. Of a leg whose KV is to come `saved` tokens are
-        here already, be they of the part that comes or of the rest.
+        False when there are too few for all that it has to compute now. For a leg whose KV is to come, sets `saved`,
+        the tokens that are cached here, and `computed`, the tokens that it will have once its KV is here.
         """
         if leg.remote:
             leg.saved = self._cached(leg)
             leg.computed = min(max(leg.request.split, leg.saved), leg.tokens - 1)
-        used = self._used_prefix(leg)
+        used: tuple[int, ...] = ()
+        if self._cache is not None and leg.prefix:
+            held = leg.saved if leg.remote else leg.computed
+            used = self._cache.known(self._ids(leg)[: held // self._id_tokens])
         shared = self._cache.shared(used) if self._cache is not None else 0
         if self._whole(leg) - shared > self.free - self.reserved:
             return False
         leg.blocks = shared
-        if not self.hold(leg, self._first(leg, tokens)):
+        if not self.hold(leg, leg.tokens + leg.left if self._reserves_output else leg.computed + tokens):
             leg.blocks = 0
             return False
         if self._cache is not None:
@@ -63,18 +66,8 @@ class KvMemory:
             leg.used = used
         return True
 
-    def _used_prefix(self, leg: Leg) -> tuple[int, ...]:
-        """Ids of the blocks of its prompt that are here already, of which it uses those that are here."""
-        if self._cache is None or not leg.prefix:
-            return ()
-        held = leg.saved if leg.remote else leg.computed
-        return self._cache.known(self._ids(leg)[: held // self._id_tokens])
-
-    def _first(self, leg: Leg, tokens: int) -> int:
-        return leg.tokens + leg.left if self._reserves_output else leg.computed + tokens
-
     def hold(self, leg: Leg, tokens: int) -> bool:
-        """Blocks for `tokens` tokens in all; False, and nothing changes, when there are too few."""
+        """Take blocks until the leg holds `tokens` tokens; False, and nothing changes, when there are too few."""
         more = -(-tokens // self._block) - leg.blocks
         if more > 0:
             if more > self.free - self.reserved:
@@ -84,15 +77,13 @@ class KvMemory:
         return True
 
     def grow(self, group: DecodeGroup, steps: int) -> None:
-        """The decodes take what their next `steps` steps need."""
         self.free -= self.growth(group, steps)
 
     def growth(self, group: DecodeGroup, steps: int) -> int:
-        """Blocks that the next `steps` steps of the decodes take."""
         return 0 if self._reserves_output else group.blocks_for(steps)
 
     def release(self, leg: Leg) -> None:
-        """Everything that it holds is free, but for what others use, too."""
+        """Free the blocks of the leg that no other leg uses."""
         if not leg.blocks:
             return
         self.free += max(leg.blocks, -(-leg.computed // self._block))
@@ -102,7 +93,7 @@ class KvMemory:
             leg.used = ()
 
     def take_cached(self, leg: Leg) -> int:
-        """Count the prefix that is still here as computed; how many tokens that is."""
+        """Count the prefix that is still cached as computed. Returns its tokens."""
         if leg.computed:
             return 0
         leg.computed = min(self._cached(leg), leg.tokens - 1)
@@ -114,25 +105,26 @@ class KvMemory:
         return self._cache.matched(self._ids(leg), self.free) * self._id_tokens
 
     def keep_prefix(self, leg: Leg) -> None:
-        """Its prompt, or its part of that, is computed or has come: others may use it."""
+        """The leg's prompt, or its part of the prompt, is here: others may use it."""
         if self._cache is not None and leg.prefix:
             leg.used += self._cache.keep(self._ids(leg), self.free)
 
     def _ids(self, leg: Leg) -> tuple[int, ...]:
-        """Of its prompt; where a part of that is computed here, of the whole blocks in this part."""
+        """Ids of the leg's prompt; where only a part of it is computed here, of the whole blocks in that part."""
         part = leg.tokens < leg.request.job.prompt_tokens
         return leg.prefix[: leg.tokens // self._id_tokens] if part else leg.prefix
 
     def watch_cache(self) -> ReachableBlocks | None:
-        """Ids that can be hit, kept up to date from now on; None without a cache."""
+        """Ids that can be hit, kept up to date by the cache from now on; None without a cache."""
         return self._cache.watch() if self._cache is not None else None
 
 
 class AdmissionGate:
-    """Asks the policy about legs that are to decode here; prompts that are only computed here pass."""
+    """Lets legs that are to decode here start when the policy admits them; prompts that are only computed here pass."""
 
     def __init__(self, policy: DecodeAdmission, memory: KvMemory, group: DecodeGroup, block_tokens: int) -> None:
         self._policy = policy
+        self.needs_running = policy.needs_running  # whether decodes that go on may be enough to let another leg in
         self._memory = memory
         self._group = group
         self._block = block_tokens
@@ -152,12 +144,8 @@ class AdmissionGate:
         free = self._memory.free - self._memory.reserved
         return may_decode(self._policy, job, decoding, Blocks(free, self._memory.total, self._block), now)
 
-    def may_open_by_itself(self) -> bool:
-        """Whether decodes that go on may be enough to let another one in: its policy looks at how long they last."""
-        return self._policy.needs_running
-
     def _context(self, leg: Leg) -> int:
-        """Its prompt and its output, the newest token included."""
+        """Prompt and output of a leg, the newest token included."""
         if leg.finish_step > self._group.steps:
             return leg.base + self._group.steps + 1
         return leg.tokens
@@ -166,20 +154,20 @@ class AdmissionGate:
 class PrefixCache:
     """Ids of prompt blocks, the least recently used forgotten first.
 
-    Blocks that requests use, be they many, are held once. The others live in free memory, so the room for
-    them changes with the load: `room_blocks` is handed in. Requests that compute the same beginning at the same time
-    have it each for itself, as in vLLM.
+    Blocks that several requests use are held once. Unused blocks live in free memory, so the room for them changes with
+    the load and is an argument, `room_blocks`. Requests that compute the same prefix at the same time hold it once
+    each, as in vLLM.
     """
 
     def __init__(self, blocks_of_id: int) -> None:
         self._blocks_of_id = max(1, blocks_of_id)
         self._ids: OrderedDict[int, None] = OrderedDict()
-        self._users: dict[int, int] = {}  # of those that are used
+        self._users: dict[int, int] = {}  # how many requests use an id; without unused ids
         self._watched: ReachableBlocks | None = None
 
     def watch(self) -> ReachableBlocks:
-        """What is held, for whoever is to know: an id as long as all before it in its prompt are held, too."""
-        assert not self._ids, "it is watched from its beginning, or not at all"
+        """The ids that can be hit: an id as long as all ids before it in its prompt are held, too."""
+        assert not self._ids, "a cache can be watched only while it is empty"
         self._watched = ReachableBlocks()
         return self._watched
 
@@ -195,20 +183,18 @@ class PrefixCache:
         return count
 
     def known(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
-        """The beginning of `prefix` that is held."""
         return tuple(takewhile(self._ids.__contains__, prefix))
 
     def shared(self, ids: tuple[int, ...]) -> int:
-        """Blocks of those among `ids` that somebody uses."""
         return self._blocks_of_id * sum(at in self._users for at in ids)
 
     def use(self, ids: tuple[int, ...]) -> None:
-        """One more request uses these, which are held."""
+        """One more request uses these ids, which are held."""
         for at in ids:
             self._users[at] = self._users.get(at, 0) + 1
 
     def leave(self, ids: tuple[int, ...]) -> int:
-        """A request uses these no more; how many of their blocks others do."""
+        """A request does not use these ids any more. Returns how many of their blocks other requests use."""
         left = 0
         for at in ids:
             if self._users[at] > 1:
@@ -219,7 +205,7 @@ class PrefixCache:
         return self._blocks_of_id * left
 
     def keep(self, prefix: tuple[int, ...], room_blocks: int) -> tuple[int, ...]:
-        """Hold these from now on. Those that were not held before, which the request that has computed them uses."""
+        """Hold these ids from now on. Returns those that were not held before, which their request uses."""
         before, fresh = None, tuple(at for at in prefix if at not in self._ids)
         self.use(fresh)
         for at in prefix:
@@ -232,7 +218,7 @@ class PrefixCache:
         return fresh
 
     def _trim(self, room_blocks: int) -> None:
-        """Unused ones that have no room any more are forgotten, the oldest first."""
+        """Forget the oldest unused ids that have no room any more."""
         over = len(self._ids) - len(self._users) - room_blocks // self._blocks_of_id
         if over <= 0:
             return

@@ -1,10 +1,9 @@
-"""What a run amounts to, as figures; and the highest rate that a cluster serves within its SLO.
+"""A run in figures, and the highest rate that a cluster serves within its SLO.
 
-Definitions. TTFT: arrival to first token. TPOT: (last − first token's time) / (output tokens − 1), of a request with
-two tokens or more. JCT: arrival to last token. ITL: one gap between tokens. The four are of completed requests.
-A request meets a target if it completed and its time does not exceed it; with fewer than two tokens there is no TPOT to
-miss. It meets the target for ITL if at most one of its gaps in a hundred is longer. SLO attainment counts every request
-of the workload: refused, impossible and unfinished ones miss.
+TTFT, TPOT, JCT and ITL (see the glossary) are of completed requests. A request meets a target if it completed and its
+time does not exceed the target; with fewer than two tokens there is no TPOT to miss. It meets the ITL target if at most
+one in a hundred of its gaps is longer. SLO attainment counts every request of the workload: refused, impossible and
+unfinished requests miss.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ _DOUBLINGS = 40  # of the search for a rate that is too high
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """Shares of all requests, 0..1, that met the target of TTFT, of TPOT, of ITL, and all three."""
+    """Shares of all requests, 0..1, that met the target of TTFT, of TPOT, of ITL, and all three (`every`)."""
 
     ttft: float
     tpot: float
@@ -33,7 +32,6 @@ class Attainment:
 
 
 def attainment(outcomes: Outcomes, slo: Slo) -> Attainment:
-    """How many requests met their SLO."""
     ttft, tpot, itl = outcomes.ttft_met(slo), outcomes.tpot_met(slo), outcomes.itl_met(slo)
     return Attainment(*(float(met.mean()) for met in (ttft, tpot, itl, ttft & tpot & itl)))
 
@@ -42,30 +40,50 @@ def summary(result: SimResult, slo: Slo) -> dict[str, float]:
     """A run's figures by name; the suffix is the unit, shares are 0..1, and what does not exist is NaN.
 
     {ttft,tpot,jct,itl}_{mean,p50,p90,p99}_s; longest_gap_{mean,p50,p90,p99,max}_s, of each request's longest gap
-    between two tokens; requests and how they ended; requests_per_s, output_tokens_per_s and
-    tokens_per_s (prompts of completed requests included) over the run's duration; attainment_{ttft,tpot,itl}
-    and attainment (all three); utilisation of each instance (share of the duration with a step under way) and its mean;
-    cost and what it buys, see `_cost`; resource_s: busy seconds times accelerators, summed (TetriInfer's resource
-    usage time); what went over links, and how often requests were preempted, resumed and instances flipped.
+    between two tokens; requests and how they ended; requests_per_s, output_tokens_per_s and tokens_per_s (prompts of
+    completed requests included) over the run's duration; attainment_{ttft,tpot,itl} and attainment (all three);
+    utilisation of each instance (share of the duration with a step under way) and its mean; cost and what it buys, when
+    each instance is paid for the whole duration, busy or not; resource_s: busy seconds times accelerators, summed
+    (TetriInfer's resource usage time); bytes over links; and counts of preemptions, resumes and flips.
     """
-    met = attainment(result.outcomes, slo)
+    outcomes, instances, duration_s = result.outcomes, result.instances, result.duration_s
+    met = attainment(outcomes, slo)
+    done: NDArray[np.bool_] = outcomes.completed
+    requests, output = float(done.sum()), float(outcomes.output_tokens[done].sum())
+    tokens = output + float(outcomes.prompt_tokens[done].sum())
+    endings = np.bincount(outcomes.status, minlength=len(Status))
+    shares = {f"utilisation_{use.instance_id}": _ratio(use.busy_s, duration_s) for use in instances}
+    usd = sum(use.price_per_hour for use in instances) * duration_s / 3600.0
     return {
-        **_latencies(result),
-        **_endings(result.outcomes),
-        **_throughput(result),
+        **_latencies(result, done),
+        "requests": float(len(outcomes)),
+        **{status.name.lower(): float(endings[status]) for status in Status},
+        "resumed": float((outcomes.attempts > 1).sum()),
+        "preemptions": float(outcomes.preemptions.sum()),
+        "requests_per_s": _ratio(requests, duration_s),
+        "output_tokens_per_s": _ratio(output, duration_s),
+        "tokens_per_s": _ratio(tokens, duration_s),
         "attainment_ttft": met.ttft,
         "attainment_tpot": met.tpot,
         "attainment_itl": met.itl,
         "attainment": met.every,
-        **_use(result),
-        **_cost(result),
-        "duration_s": result.duration_s,
+        "utilisation_mean": float(np.mean(list(shares.values()))) if shares else float("nan"),
+        **shares,
+        "resource_s": sum(use.busy_s * use.accelerators for use in instances),
+        "flips": float(sum(use.flips for use in instances)),
+        "kv_gb": result.kv_bytes / 1e9,
+        "cost_usd": usd,
+        "usd_per_million_output_tokens": _ratio(usd, output / 1e6),
+        "usd_per_million_tokens": _ratio(usd, tokens / 1e6),
+        "requests_per_usd": _ratio(requests, usd),
+        "output_tokens_per_usd": _ratio(output, usd),
+        "duration_s": duration_s,
         "events": float(result.events),
     }
 
 
-def _latencies(result: SimResult) -> dict[str, float]:
-    done, outcomes = result.outcomes.completed, result.outcomes
+def _latencies(result: SimResult, done: NDArray[np.bool_]) -> dict[str, float]:
+    outcomes = result.outcomes
     tpot, gaps = outcomes.tpot_s[done], outcomes.longest_gap_s[np.isfinite(outcomes.longest_gap_s)]
     figures = {
         **_spread("ttft", outcomes.ttft_s[done]),
@@ -86,63 +104,16 @@ def _spread(name: str, values: Times) -> dict[str, float]:
     return dict(zip(keys, [float(values.mean()), *np.percentile(values, _PERCENTILES).tolist()], strict=True))
 
 
-def _endings(outcomes: Outcomes) -> dict[str, float]:
-    counts = np.bincount(outcomes.status, minlength=len(Status))
-    figures = {"requests": float(len(outcomes))}
-    figures |= {status.name.lower(): float(counts[status]) for status in Status}
-    return figures | {"resumed": float((outcomes.attempts > 1).sum()), "preemptions": float(outcomes.preemptions.sum())}
-
-
-def _throughput(result: SimResult) -> dict[str, float]:
-    requests, output, total = _served(result.outcomes)
-    return {
-        "requests_per_s": _ratio(requests, result.duration_s),
-        "output_tokens_per_s": _ratio(output, result.duration_s),
-        "tokens_per_s": _ratio(total, result.duration_s),
-    }
-
-
-def _use(result: SimResult) -> dict[str, float]:
-    shares = {f"utilisation_{use.instance_id}": _ratio(use.busy_s, result.duration_s) for use in result.instances}
-    return {
-        "utilisation_mean": float(np.mean(list(shares.values()))) if shares else float("nan"),
-        **shares,
-        "resource_s": sum(use.busy_s * use.accelerators for use in result.instances),
-        "flips": float(sum(use.flips for use in result.instances)),
-        "kv_gb": result.kv_bytes / 1e9,
-    }
-
-
-def _cost(result: SimResult) -> dict[str, float]:
-    """Every instance is paid for the whole duration, busy or not; tokens and requests are those of completed ones."""
-    requests, output, total = _served(result.outcomes)
-    usd = sum(use.price_per_hour for use in result.instances) * result.duration_s / 3600.0
-    return {
-        "cost_usd": usd,
-        "usd_per_million_output_tokens": _ratio(usd, output / 1e6),
-        "usd_per_million_tokens": _ratio(usd, total / 1e6),
-        "requests_per_usd": _ratio(requests, usd),
-        "output_tokens_per_usd": _ratio(output, usd),
-    }
-
-
-def _served(outcomes: Outcomes) -> tuple[float, float, float]:
-    """Completed requests, their output tokens, and those with their prompts' tokens."""
-    done: NDArray[np.bool_] = outcomes.completed
-    output = float(outcomes.output_tokens[done].sum())
-    return float(done.sum()), output, output + float(outcomes.prompt_tokens[done].sum())
-
-
 def _ratio(above: float, below: float) -> float:
     return above / below if below > 0 else float("nan")
 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The highest rate (requests a second) found to reach the target, its attainment, and all that was tried.
+    """The highest rate (requests a second) that was found to meet the target, its attainment, and all rates tried.
 
-    rate is 0 when even the lowest rate tried misses the target; attainment is then that rate's. bounded: whether a
-    rate that misses it was found; otherwise the true goodput may be higher.
+    rate is 0 when even the lowest rate tried misses the target; attainment is then that rate's. bounded: whether a rate
+    that misses the target was found; otherwise the true goodput may be higher.
     """
 
     rate: float
@@ -162,52 +133,41 @@ def goodput(
     """The highest rate of requests a second at which SLO attainment is at least `target`, by bisection.
 
     run: simulates a workload at a rate. low, high: rates to search between; without `high` the rate is doubled from
-    `low` until the target is missed. tolerance: relative width of the last interval, of which the lower end is given.
+    `low` until the target is missed. tolerance: relative width of the last interval, whose lower end is returned.
     Assumes that attainment does not rise with the rate. Where it does in places (small workloads; bursts that fall
-    otherwise), the answer is a rate that reaches the target just below one that misses it, not surely the highest.
-    A workload must be long enough: one that a cluster digests at any rate has no goodput, and is not `bounded`.
+    differently), the answer is a rate that meets the target just below one that misses it, perhaps not the highest.
+    The workload must be long enough: one that a cluster serves at any rate has no goodput, and is not `bounded`.
     """
     if not 0.0 < target <= 1.0 or not tolerance > 0 or not low > 0 or (high is not None and high < low):
         raise InvalidRequest(
             "goodput needs 0 < target <= 1, tolerance > 0 and 0 < low <= high, "
             f"not target {target}, tolerance {tolerance}, low {low}, high {high}"
         )
-    search = _Search(run, slo, target)
-    if not search.meets(low):
-        return search.found(0.0, search.tried[-1][1], bounded=True)
-    best, missed = search.bracket(low, high)
+    tried: dict[float, float] = {}
+
+    def meets(rate: float) -> bool:
+        tried[rate] = attainment(run(rate).outcomes, slo).every
+        return tried[rate] >= target
+
+    def found(rate: float, share: float, bounded: bool) -> Goodput:
+        return Goodput(rate, share, bounded, tuple(tried.items()))
+
+    if not meets(low):
+        return found(0.0, tried[low], bounded=True)
+    best, missed = low, high
+    if high is not None and meets(high):
+        return found(high, tried[high], bounded=False)
+    for _ in range(_DOUBLINGS if missed is None else 0):
+        if not meets(2.0 * best):
+            missed = 2.0 * best
+            break
+        best *= 2.0
     if missed is None:
-        return search.found(best, dict(search.tried)[best], bounded=False)
+        return found(best, tried[best], bounded=False)
     while missed - best > tolerance * missed:
         middle = (best + missed) / 2.0
-        if search.meets(middle):
+        if meets(middle):
             best = middle
         else:
             missed = middle
-    return search.found(best, dict(search.tried)[best], bounded=True)
-
-
-class _Search:
-    def __init__(self, run: Callable[[float], SimResult], slo: Slo, target: float) -> None:
-        self._run = run
-        self._slo = slo
-        self._target = target
-        self.tried: list[tuple[float, float]] = []
-
-    def meets(self, rate: float) -> bool:
-        share = attainment(self._run(rate).outcomes, self._slo).every
-        self.tried.append((rate, share))
-        return share >= self._target
-
-    def bracket(self, low: float, high: float | None) -> tuple[float, float | None]:
-        """A rate that meets the target and one that misses it, None if there is none."""
-        if high is not None:
-            return (high, None) if self.meets(high) else (low, high)
-        for _ in range(_DOUBLINGS):
-            if not self.meets(2.0 * low):
-                return low, 2.0 * low
-            low *= 2.0
-        return low, None
-
-    def found(self, rate: float, share: float, bounded: bool) -> Goodput:
-        return Goodput(rate, share, bounded, tuple(self.tried))
+    return found(best, tried[best], bounded=True)

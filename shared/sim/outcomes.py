@@ -1,4 +1,4 @@
-"""What happened in a run: one row a request, one record an instance, the gaps between tokens, the load over time."""
+"""What happened in a run: a row for each request, a record for each instance, gaps between tokens, load over time."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,24 +17,22 @@ _BINS_PER_E = 200.0  # a bin of `Gaps` is half a per cent wide
 
 
 class Status(IntEnum):
-    """How a request ended."""
-
     COMPLETED = 0
-    REFUSED = 1  # too many waited before it, or no instance could take it for longer than its patience
+    REFUSED = 1  # too many requests waited before it, or no instance could take it within its patience
     IMPOSSIBLE = 2  # too long for every instance
-    UNFINISHED = 3  # nothing more would happen, and it waits
+    UNFINISHED = 3  # it waits, and no event is left
     TIMED_OUT = 4  # stopped because it took longer than a job may
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """One row a request, in the order of the workload; shape [n] each. Times in seconds from the start of the run.
+    """One row for each request, in the order of the workload; shape [n] each. Times in seconds from the run's start.
 
-    A time that never came is NaN, an instance that never was is -1 (else its position in `SimResult.instances`).
+    A time that never came is NaN. Instances are positions in `SimResult.instances`, -1 where there was none.
     split_tokens: prompt tokens that the prefill instance computed. transfer_s: from the prefill's end until all KV was
-    at the decode instance. attempts: 1, plus one for each resume after a lost instance.
-    longest_gap_s: between two of its tokens, NaN with fewer. gaps_over: gaps longer than the target (`Slo.itl_s`) that
-    its class had in the run.
+    at the decode instance. attempts: 1, plus one for each resume after a lost instance. longest_gap_s: between two
+    tokens of the request, NaN with fewer than two. gaps_over: gaps longer than the target (`Slo.itl_s`) that the
+    request's class had in the run.
     """
 
     arrival_s: Times
@@ -54,7 +52,6 @@ class Outcomes:
 
     @classmethod
     def empty(cls, workload: Workload) -> "Outcomes":
-        """Rows in which nothing has happened yet."""
         n = len(workload)
         return cls(
             arrival_s=workload.arrival_s.copy(),
@@ -78,18 +75,15 @@ class Outcomes:
 
     @property
     def completed(self) -> NDArray[np.bool_]:
-        """Which requests got all of their tokens."""
         done: NDArray[np.bool_] = self.status == int(Status.COMPLETED)
         return done
 
     @property
     def ttft_s(self) -> Times:
-        """Arrival to first token."""
         return self.first_token_s - self.arrival_s
 
     @property
     def jct_s(self) -> Times:
-        """Arrival to last token."""
         return self.last_token_s - self.arrival_s
 
     @property
@@ -100,26 +94,25 @@ class Outcomes:
         return tpot
 
     def ttft_met(self, slo: Slo) -> NDArray[np.bool_]:
-        """Which completed with their first token in time."""
+        """Requests that completed with their first token in time."""
         met: NDArray[np.bool_] = self.completed & (self.ttft_s <= slo.ttft_s)
         return met
 
     def tpot_met(self, slo: Slo) -> NDArray[np.bool_]:
-        """Which completed within the mean gap; with fewer than two tokens there is none to miss."""
+        """Requests that completed within the TPOT target; with fewer than two tokens there is no TPOT to miss."""
         met: NDArray[np.bool_] = self.completed & ((self.tpot_s <= slo.tpot_s) | (self.output_tokens < 2))
         return met
 
     def itl_met(self, slo: Slo) -> NDArray[np.bool_]:
-        """Which completed with at most one gap in a hundred over the target that they had in the run (`gaps_over`).
+        """Requests that completed with at most one gap in a hundred over the target that they had in the run.
 
-        One whose longest gap is within the target of `slo` meets that in any case.
+        A request whose longest gap is within the target of `slo` meets the target in any case.
         """
         few = self.gaps_over * ITL_SPARED <= np.maximum(self.output_tokens - 1, 0)
         met: NDArray[np.bool_] = self.completed & (few | (self.longest_gap_s <= slo.itl_s))
         return met
 
     def met(self, slo: Slo) -> NDArray[np.bool_]:
-        """Which met all three targets."""
         return self.ttft_met(slo) & self.tpot_met(slo) & self.itl_met(slo)
 
 
@@ -139,7 +132,6 @@ class Gaps:
         self.total_s += gap_s * times
 
     def merge(self, others: Iterable["Gaps"]) -> "Gaps":
-        """This one and others, together."""
         merged = Gaps(dict(self.bins), self.count, self.total_s)
         for other in others:
             for at, times in other.bins.items():
@@ -150,7 +142,6 @@ class Gaps:
 
     @property
     def mean_s(self) -> float:
-        """NaN without any."""
         return self.total_s / self.count if self.count else float("nan")
 
     def percentile_s(self, share: float) -> float:
@@ -183,7 +174,7 @@ class InstanceUse:
 
 @dataclass(frozen=True, slots=True)
 class RoleFlipped:
-    """A flip that a policy decided, at that moment, and why."""
+    """A flip that a policy decided at `time_s`, and why."""
 
     time_s: float
     instance_id: str
@@ -193,7 +184,7 @@ class RoleFlipped:
 
 @dataclass(frozen=True, slots=True)
 class LoadTimeline:
-    """Samples of the load: `time_s` of shape [t], the others [t, instances]. role: 0 prefill, 1 decode, -1 gone."""
+    """Samples of the load: `time_s` has shape [t], the others [t, instances]. role: 0 prefill, 1 decode, -1 dead."""
 
     time_s: Times
     role: NDArray[np.int8]
@@ -204,9 +195,9 @@ class LoadTimeline:
 
 @dataclass(frozen=True, slots=True)
 class SimResult:
-    """A run. `duration_s`: from the first arrival to the last token. `events`: how many the driver handled.
+    """A run. duration_s: from the first arrival to the last token. events: how many were handled.
 
-    role_flips: decided by a policy. shifts: of what clients ask for, with the moment of their notice.
+    role_flips: those that a policy decided. shifts: of the demand, each with the time at which it was noticed.
     """
 
     workload: str

@@ -1,4 +1,4 @@
-"""A length predictor in the simulator: it knows the true length and says a bucket, as wrongly as a real one would."""
+"""A length predictor in the simulator: it knows the true length and predicts a bucket, with given errors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,15 +17,14 @@ Matrix = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Buckets of `width_tokens` output tokens, `buckets` of them, the last open-ended; and how often they are right.
+    """`buckets` buckets of `width_tokens` output tokens each, the last open-ended, and how often predictions are right.
 
-    accuracy: share of requests whose own bucket is said, alike in every bucket; the rest goes to the buckets just
-    below and above in equal parts (all of it to the one neighbour at either end). confusion: the whole matrix
-    instead, [true bucket, said bucket], each row summing to 1; `accuracy` then counts for nothing. Without either a
-    prediction is always right. prior: how common each true bucket is, for the probabilities that policies are told; by
-    default all alike. answer_s: how long the predictor takes. A placement waits for it, if it takes no longer
-    than `wait_s`; else the answer is for the dispatch, if that comes later, and for the decode instance.
-    Raises InvalidRequest that names what is wrong, for a matrix the row.
+    accuracy: share of requests whose true bucket is predicted, equal in each bucket; wrong predictions fall on the
+    buckets just below and above in equal parts (at either end all on the one neighbour). confusion: replaces `accuracy`
+    by a whole matrix [true bucket, predicted bucket], whose rows sum to 1. Without either predictions are right. prior:
+    how common each true bucket is, for the probabilities that policies see; by default equal. answer_s: how long the
+    predictor takes. A placement waits for it if it takes at most `wait_s`; else the prediction is for the dispatch, if
+    that comes later, and for the decode instance. Raises InvalidRequest that names what is wrong, for a matrix the row.
     """
 
     width_tokens: int = 200
@@ -36,7 +35,7 @@ class Prediction:
     answer_s: float = 0.0
     wait_s: float = 0.005
     _ends: NDArray[np.float64] = field(init=False, repr=False, compare=False)  # row i: i + cumulative shares
-    _said: tuple[LengthPrediction, ...] = field(init=False, repr=False, compare=False)
+    _predictions: tuple[LengthPrediction, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.width_tokens < 1 or self.buckets < 1:
@@ -54,38 +53,35 @@ class Prediction:
         rows = np.arange(self.buckets, dtype=np.float64)[:, None]
         cumulative = np.cumsum(shares, axis=1)
         object.__setattr__(self, "_ends", (cumulative / cumulative[:, -1:] + rows).ravel())
-        object.__setattr__(self, "_said", _predictions(self.width_tokens, shares, _weights(self.prior, self.buckets)))
+        predictions = _predictions(self.width_tokens, shares, _weights(self.prior, self.buckets))
+        object.__setattr__(self, "_predictions", predictions)
 
     @classmethod
     def from_matrix(cls, confusion: Sequence[Sequence[float]], width_tokens: int = 200) -> "Prediction":
-        """One with as many buckets as the matrix [true, said] has rows."""
+        """A predictor with as many buckets as the matrix [true, predicted] has rows."""
         rows = tuple(tuple(float(share) for share in row) for row in confusion)
         return cls(width_tokens=width_tokens, buckets=len(rows), confusion=rows)
 
     @property
     def at_placement(self) -> bool:
-        """Whether placements have it."""
+        """Whether placements wait for the prediction."""
         return self.answer_s <= self.wait_s
 
     def buckets_of(self, output_tokens: Lengths) -> NDArray[np.int64]:
-        """The true bucket of each answer."""
         true: NDArray[np.int64] = np.minimum(output_tokens // self.width_tokens, self.buckets - 1)
         return true
 
     def predict(self, output_tokens: Lengths, seed: int) -> NDArray[np.int64]:
-        """The bucket that is said of each answer, drawn from its row; same seed, same draws."""
+        """The predicted bucket of each answer, drawn from the row of its true one; same seed, same draws."""
         true = self.buckets_of(output_tokens)
         draws = np.random.default_rng(seed).random(len(true)) + true
-        said = np.searchsorted(self._ends, draws, side="right") - true * self.buckets
-        within: NDArray[np.int64] = np.minimum(said, self.buckets - 1).astype(np.int64)
+        predicted = np.searchsorted(self._ends, draws, side="right") - true * self.buckets
+        within: NDArray[np.int64] = np.minimum(predicted, self.buckets - 1).astype(np.int64)
         return within
 
     def as_prediction(self, bucket: int) -> LengthPrediction:
-        """What policies get to see of a bucket; one object a bucket.
-
-        Its confidence is the share of answers said to be in the bucket that are, were all buckets equally common.
-        """
-        return self._said[bucket]
+        """What policies see of a predicted bucket; one object for each bucket."""
+        return self._predictions[bucket]
 
 
 def _neighbours(buckets: int, accuracy: float) -> NDArray[np.float64]:

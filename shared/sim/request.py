@@ -1,8 +1,9 @@
-"""One request on its way through the cluster, and its legs on engines: state alone.
+"""A request on its way through the cluster, and its legs: the parts of it that run on one engine each. State alone.
 
-Instances are named by their position, as in `SimResult.instances`.
+Instances are named by their position, as in `SimResult.instances`. A time that has not come is -1.
 """
 
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -12,104 +13,81 @@ from shared.policy.preemption import Rank
 
 
 class LatePrediction(NamedTuple):
-    """A prediction of the answer's length that is not there yet."""
+    """A predicted output length that arrives after the placement, at `comes_s`."""
 
     prediction: LengthPrediction
     comes_s: float
 
 
+@dataclass(slots=True, eq=False)
 class SimRequest:
-    """State of a request between its arrival and its last token.
+    """A request between its arrival and its last token.
 
     `job` is what policies see of the present attempt: after a lost instance its prompt has grown by the tokens that the
-    client already has, and `output_left` has shrunk by them.
+    client already has, and `output_left` has shrunk by them. `last_token_s`, `longest_gap_s` and `gaps_over` lag while
+    the request decodes: its engine then knows better.
     """
 
-    __slots__ = (
-        "admitted",
-        "arrived_s",
-        "attempt",
-        "caller",
-        "carried",
-        "decode",
-        "decode_leg",
-        "first_token_s",
-        "gaps_over",
-        "job",
-        "kv_sent",
-        "last_token_s",
-        "late",
-        "longest_gap_s",
-        "moved_from",
-        "moves",
-        "output_left",
-        "over",
-        "prefill",
-        "prefill_done_s",
-        "prefill_leg",
-        "prefix",
-        "returns",
-        "row",
-        "sent_tokens",
-        "split",
-        "waited_s",
-        "waits_from_s",
-        "waits_prefill",
-        "wire_share",
-    )
+    row: int
+    job: JobView
+    output_left: int
+    prefix: tuple[int, ...]
+    arrived_s: float = 0.0  # when its client sent it
+    caller: str = ""
+    over: bool = False
+    attempt: int = 1
+    returns: int = 0  # how often its client sent it again after a refusal
+    moves: int = 0  # how often it went on at another instance because it was paused
+    stepped_aside: bool = False  # it waits in the queue of delayed requests that others may overtake
+    waits_from_s: float = -1.0  # since when it waits for an instance that can take it
+    waited_s: float = 0.0  # how long it waited so before, since its last token
+    first_token_s: float = -1.0
+    last_token_s: float = -1.0
+    longest_gap_s: float = 0.0  # between two of its tokens
+    gaps_over: int = 0  # gaps longer than its class's target
+    late: LatePrediction | None = None
 
-    def __init__(
-        self,
-        row: int,
-        job: JobView,
-        output_tokens: int,
-        prefix: tuple[int, ...],
-        arrived_s: float = 0.0,
-        caller: str = "",
-    ) -> None:
-        self.row = row
-        self.caller = caller
-        self.returns = 0  # how often it came again after it was refused
-        self.arrived_s = arrived_s  # when its client sent it
-        self.prefix = prefix
-        self.attempt = 1
-        self.moves = 0  # how often it went on elsewhere because it was paused
-        self.over = False
-        self.waits_from_s = -1.0  # for an instance that can take it; negative while it has one
-        self.waited_s = 0.0  # so, before that, since its last token
-        self.first_token_s = -1.0
-        self.last_token_s = -1.0  # as far as it is known: while it decodes, its engine knows better
-        self.longest_gap_s = 0.0  # between two of its tokens; while it decodes, its engine knows better
-        self.gaps_over = 0  # of those, longer than its class's target
-        self.late: LatePrediction | None = None
-        self.begin(job, output_tokens)
+    # Of the present attempt.
+    moved_from: str = field(init=False)  # the instance where it was paused, which is not to decode it now
+    split: int = field(init=False)
+    carried: bool = field(init=False)  # the prefill instance gives an output token, from which decode goes on
+    prefill: int | None = field(init=False)
+    decode: int | None = field(init=False)
+    prefill_leg: "Leg | None" = field(init=False)
+    decode_leg: "Leg | None" = field(init=False)
+    prefill_done_s: float = field(init=False)
+    sent_tokens: int = field(init=False)  # tokens of the split whose KV is sent, or was at the decode instance before
+    kv_sent: bool = field(init=False)  # the KV of the whole split is sent
+    admitted: bool = field(init=False)  # the decode instance has blocks for the KV
+    wire_share: float = field(init=False)  # bytes on the wire over bytes of its KV: by codec
+    waits_prefill: bool = field(init=False)  # counts among the prompts that its instance has yet to compute
+
+    def __post_init__(self) -> None:
+        self.begin(self.job, self.output_left)
 
     def begin(self, job: JobView, output_left: int) -> None:
-        """A new attempt, with nothing computed."""
+        """Start a new attempt, with nothing computed."""
         self.job = job
         self.output_left = output_left
-        self.moved_from = ""  # the instance where it was paused, and is not to decode now
+        self.moved_from = ""
         self.split = 0
-        self.carried = False  # the prefill instance gives an output token, from which decode goes on
-        self.prefill: int | None = None
-        self.decode: int | None = None
-        self.prefill_leg: Leg | None = None
-        self.decode_leg: Leg | None = None
+        self.carried = False
+        self.prefill = self.decode = None
+        self.prefill_leg = self.decode_leg = None
         self.prefill_done_s = -1.0
-        self.sent_tokens = 0  # of the split, on the wire or over it, or held there before
-        self.kv_sent = False  # all of that
-        self.admitted = False  # the decode instance has blocks for the KV
-        self.wire_share = 1.0  # of its KV's bytes: by codec
-        self.waits_prefill = False  # counts as a prompt that an instance has not computed yet
+        self.sent_tokens = 0
+        self.kv_sent = self.admitted = False
+        self.wire_share = 1.0
+        self.waits_prefill = False
 
-    def hear(self, now: float) -> None:
-        """Take a prediction in that has come after the placement."""
+    def receive_prediction(self, now: float) -> None:
+        """Apply the late prediction, if it has arrived by `now`."""
         if self.late is not None and self.late.comes_s <= now:
             self.job = msgspec.structs.replace(self.job, prediction=self.late.prediction)
             self.late = None
 
-    def paused(self, longest_s: float, over: int) -> None:
-        """It had gaps between tokens: the longest, and how many exceeded its class's target."""
+    def add_gaps(self, longest_s: float, over: int) -> None:
+        """Count gaps between tokens: the longest of them, and how many exceeded the target of the request's class."""
         self.longest_gap_s = max(self.longest_gap_s, longest_s)
         self.gaps_over += over
 
@@ -119,66 +97,37 @@ class SimRequest:
         return self.output_left - self.carried
 
 
+@dataclass(slots=True, eq=False)
 class Leg:
-    """One leg of a request on one engine.
+    """One part of a request, on one engine.
 
     tokens: tokens whose KV must be there before the next output token. computed: those that have it. left: output
     tokens to give here. remote: `computed` tokens come over the network, after blocks are reserved for all of `tokens`.
-    lane: which of its instance's engines has it; None on the way there.
+    saved: tokens that the instance is known to hold; once KV may come, tokens that it does hold.
     """
 
-    __slots__ = (
-        "base",
-        "blocks",
-        "cancelled",
-        "computed",
-        "finish_step",
-        "joined_at",
-        "joined_over",
-        "lane",
-        "last_token_s",
-        "left",
-        "pause",
-        "prefix",
-        "remote",
-        "request",
-        "saved",
-        "tokens",
-        "used",
-        "wanted",
-    )
+    request: SimRequest
+    tokens: int
+    left: int
+    computed: int = 0
+    _: KW_ONLY
+    remote: bool = False
+    prefix: tuple[int, ...] = ()
+    saved: int = 0
+    last_token_s: float = -1.0  # of the output token before
+    blocks: int = 0
+    used: tuple[int, ...] = ()  # ids of its prompt's blocks that it shares, or may share
+    base: int = 0  # while decoding: context less the group's steps
+    finish_step: int = 0  # while decoding: the group's step after which it is done
+    joined_at: int = 0  # with `joined_over`, what `Pauses` had counted when it joined
+    joined_over: int = 0
+    wanted: int = field(init=False)  # output tokens that it was to give at first
+    lane: int | None = None  # which of its instance's engines has it; None on the way there
+    cancelled: bool = False
+    pause: int = 0  # number of its last preemption in this run: of paused legs, the highest gets blocks first
 
-    def __init__(
-        self,
-        request: SimRequest,
-        tokens: int,
-        left: int,
-        computed: int = 0,
-        *,
-        remote: bool = False,
-        prefix: tuple[int, ...] = (),
-        saved: int = 0,
-        last_token_s: float = -1.0,
-    ) -> None:
-        self.request = request
-        self.tokens = tokens
-        self.left = left
-        self.computed = computed
-        self.remote = remote
-        self.prefix = prefix
-        self.saved = saved  # tokens that its instance is known to hold; once KV may come, that it does hold
-        self.last_token_s = last_token_s  # of the output token before; negative when there is none
-        self.blocks = 0
-        self.used: tuple[int, ...] = ()  # ids of its prompt's blocks that it shares, or may
-        self.base = 0  # while decoding: context less the group's steps
-        self.finish_step = 0  # while decoding: the group's step after which it is done
-        self.joined_at = self.joined_over = 0  # of `Pauses`
-        self.wanted = left
-        self.lane: int | None = None
-        self.cancelled = False
-        self.pause = (
-            0  # counts up over all legs of a run: the last one that was paused is the next to have blocks again
-        )
+    def __post_init__(self) -> None:
+        self.wanted = self.left
 
     @property
     def started(self) -> bool:
@@ -192,7 +141,7 @@ class Leg:
 
     @property
     def given(self) -> int:
-        """Output tokens that it has given here; while it decodes, its group knows better."""
+        """Output tokens given here; not up to date while it decodes."""
         return self.wanted - self.left
 
     @property
@@ -202,5 +151,5 @@ class Leg:
 
 
 def rank_of(leg: Leg) -> Rank:
-    """By which it is served, and keeps its blocks."""
+    """The rank by which the scheduler serves a leg and spares its blocks."""
     return leg.request.job.slo.weight, leg.started

@@ -1,6 +1,5 @@
-"""What is simulated: instances, how they are run, and what happens to them on the way."""
+"""What is simulated: instances, how they are run, under which policies, and what happens to them on the way."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -31,11 +30,10 @@ class EngineLimits:
     """An engine's limits and its order of work.
 
     batched_tokens: tokens of a step, prefill and decode together (chunk size). sequences: requests that run at once.
-    prefill_first: prefill in steps of its own, before any decode (vLLM before chunked prefill).
-    reserves_output: a request starts only when its whole output has room, so that none is preempted.
-    prefix_cache: blocks of finished prompts are kept while there is room, for workloads that name their prefixes.
-    step_budget: prompts give way to the TPOT targets of those that decode (`shared.policy.step_budget`), where prefill
-    shares its steps with them.
+    prefill_first: prefill in steps of its own, before any decode (vLLM before chunked prefill). reserves_output: a
+    request starts only when its whole output has room, so that none is preempted. prefix_cache: blocks of finished
+    prompts are kept while there is room, for workloads that name their prefixes. step_budget: prompts are limited for
+    the gap targets of requests that decode in the same steps (`shared.policy.step_budget`).
     """
 
     batched_tokens: int = 2048
@@ -59,14 +57,14 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class InstanceSpec:
-    """One instance. Alike ones should share one `model`, which remembers what it has computed.
+    """One instance. Equal instances should share one `model`, which caches what it has computed.
 
-    kv_tokens: KV capacity. kv_bytes_per_token: of its KV, as stored. link: its network port, for KV that comes or goes,
-    unless it stands on a `node` of the run's network, whose paths count then.
-    lanes: batches in flight at once, each with its share of requests and memory (pipeline parallelism; 1 else).
-    staging_tokens: the most tokens of prompts that are being computed for others or whose KV is not sent yet.
-    max_prefills: prompts that it takes before it has computed them (Cronus: two in the low-end instance); the rest
-    waits at the gateway. price_per_hour: USD for the whole instance. rates: what policies know of its speed.
+    kv_tokens: KV capacity. kv_bytes_per_token: of its KV, as stored. link: its network port for KV, unless it stands on
+    a `node` of the run's network, whose paths then count. lanes: batches in flight at once, each with its share of
+    requests and memory (pipeline stages). staging_tokens: the most tokens of prompts that are being computed for other
+    instances or whose KV is not sent yet. max_prefills: prompts that it accepts before it has computed them (Cronus:
+    two in the low-end instance); further prompts wait at the gateway. price_per_hour: USD for the whole instance.
+    rates: what policies know about its speed.
     """
 
     instance_id: str
@@ -90,13 +88,10 @@ class InstanceSpec:
             raise InvalidRequest(f"{self.instance_id}: KV for {self.kv_tokens} tokens is less than one block")
 
     def renamed(self, instance_id: str, role: Role | None = None) -> "InstanceSpec":
-        """One more of the same kind."""
         return replace(self, instance_id=instance_id, role=role or self.role)
 
 
 class FirstToken(StrEnum):
-    """Who gives the first token."""
-
     PREFILL = "prefill"  # the prefill instance, before the KV transfer
     DECODE = "decode"  # the decode instance, after it (the papers' baselines count the transfer into TTFT)
 
@@ -112,7 +107,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """An order to drain an instance and change its role."""
+    """An order to drain an instance and change its role, at `at_s`."""
 
     instance_id: str
     at_s: float
@@ -127,24 +122,22 @@ def plain_policies() -> Policies:
 class RunSpec:
     """How a cluster is run. Repeatable: the same spec and workload give the same result.
 
-    network: between instances that stand on nodes. broadcast_s: age at which the loads that decisions see are taken
-    anew. fresh_prefixes: what a placement knows of prefix caches is as they are, not as old as the loads: what
-    perfect knowledge would bring. gateway_s: from arrival to placement; hop_s: from a decision to the instance;
-    token_s: from an engine's token to the client. flip_s: a role flip, without its drain (TetriInfer: 5–7 ms).
-    step_budget: every engine has one, whatever its limits say. role_flip is asked every `role_flip_every_s`, and does
-    not undo what `flips` orders for `role_flip_respects_s`. streaming: KV leaves chunk by chunk while the prompt is
-    still being computed. patience_s: how long in all since its last token a request waits for an instance that can
-    take it, before its prefill or before its decode, until it is refused. job_timeout_s: from arrival to the last
-    token; what takes longer is stopped. max_queued_jobs, max_queued_tokens: requests without a first token, and their
-    prompt tokens, beyond which new ones are refused at once; those that are delayed for heavier classes are not among
-    them, and wait for `delay_s` at most. returns: how often a client that was told when to come again does so.
-    moves: how often at most a stream that is paused, because its KV blocks were taken back, goes on elsewhere.
-    drain_timeout_s: a flip whose drain takes longer is given up, and the instance keeps its role.
-    max_tokens: what clients ask for at most, all that policies know of a length that nobody predicts; None: what they
-    get.
-    concurrency: a closed loop of so many clients; the workload's arrivals count for nothing, a request is sent when one
-    has ended.
-    sample_s: spacing of the load timeline, 0 for none. stepwise: one event an engine step, for checking macro-steps.
+    step_budget: each engine has one, whatever its limits say. role_flip: the policy decides every `role_flip_every_s`,
+    and does not undo what `flips` orders for `role_flip_respects_s`. streaming: KV leaves chunk by chunk while the
+    prompt is still being computed. network: between instances that stand on nodes. broadcast_s: age at which the loads
+    that decisions see are read again. fresh_prefixes: placements see prefix caches as they are, not as old as the
+    loads, to show what perfect knowledge would bring. gateway_s: from arrival to placement; hop_s: from a decision to
+    the instance; token_s: from an engine's token to the client. flip_s: a role flip, without its drain (TetriInfer: 5–7
+    ms). patience_s: how long a request waits in all, since its last token, for an instance that can take it, before it
+    is refused. job_timeout_s: from arrival to the last token; requests that take longer are stopped. max_queued_jobs,
+    max_queued_tokens: requests that do not decode yet, and their prompt tokens, beyond which new requests are refused
+    at once; requests of classes that are delayed do not count, and wait for at most `delay_s`. returns: how often a
+    client sends a refused request again, at the time that it was given. moves: how often at most a stream goes on
+    elsewhere when its KV blocks were taken back. drain_timeout_s: a flip whose drain takes longer is given up, and the
+    instance keeps its role. max_tokens: the output limit that clients set at least, which is all that policies know of
+    a length without a prediction; None: the true length. concurrency: a closed loop of so many clients, which ignores
+    the workload's arrivals and sends a request when one has ended. sample_s: spacing of the load timeline, 0 for none.
+    stepwise: one event for each engine step, to check macro-steps.
     """
 
     label: str = "default"
@@ -184,10 +177,6 @@ class RunSpec:
     stepwise: bool = False
 
 
-# MERGED policy_words.py
-# The policies of a run: those of a file, and those of words such as `least_load+cronus+power_of_two`.
-
-
 _SETTINGS: dict[str, type[StrEnum]] = {"codec": Codec, "first_token": FirstToken}
 
 
@@ -201,28 +190,22 @@ def with_policies(run: RunSpec, policies: PolicySet) -> RunSpec:
 def with_words(run: RunSpec, words: str) -> RunSpec:
     """`run` with the policies that `words` name, and the words as its label.
 
-    words: parts joined by `+`, in any order; what they leave out stays as it is in `run`. A part is a policy as
-    `shared.policy.registry.from_words` reads it; `codec=int8` and `first_token=decode` are parts, too.
-    Raises InvalidRequest that names the part and the choices.
+    words: parts joined by `+`, in any order, such as `least_load+cronus+power_of_two`; what they leave out stays as it
+    is in `run`. A part is a policy as `shared.policy.registry.from_words` reads it; `codec=int8` and
+    `first_token=decode` are parts, too. Raises InvalidRequest that names the part and the choices.
     """
     given: set[str] = set()
-    for kind, said in _parts(words):
-        if kind in given:
-            raise InvalidRequest(f"policy {words!r}: two parts are of kind {kind}")
-        given.add(kind)
-        run = replace(run, **{kind: said}) if isinstance(said, StrEnum) else _under(run, kind, said)  # type: ignore[arg-type]
-    return replace(run, label=words)
-
-
-def _parts(words: str) -> Iterator[tuple[str, PolicySpec | StrEnum]]:
-    for part in words.split("+"):
-        kind, _, value = (piece.strip() for piece in part.partition("="))
-        if kind in _SETTINGS:
-            yield kind, _setting(kind, value)
-        elif part.strip():
-            yield from from_words(part.strip()).items()
-        else:
+    for part in map(str.strip, words.split("+")):
+        if not part:
             raise InvalidRequest(f"policy: an empty part; known: {known()}")
+        kind, _, value = (piece.strip() for piece in part.partition("="))
+        found = {kind: _setting(kind, value)} if kind in _SETTINGS else from_words(part)
+        for kind, chosen in found.items():
+            if kind in given:
+                raise InvalidRequest(f"policy {words!r}: two parts are of kind {kind}")
+            given.add(kind)
+            run = replace(run, **{kind: chosen}) if isinstance(chosen, StrEnum) else _under(run, kind, chosen)  # type: ignore[arg-type]
+    return replace(run, label=words)
 
 
 def _under(run: RunSpec, kind: str, spec: PolicySpec) -> RunSpec:

@@ -1,6 +1,6 @@
-"""Recorded workloads from files: public traces in the forms that they come in, and a plain form of our own.
+"""Workloads from trace files: public traces in their own formats, and a plain format of ours.
 
-Every error names the file, the line and the key. Nothing is repaired in silence.
+Errors name the file, the line and the key. Faulty rows are refused unless the caller asks to sort or skip them.
 """
 
 import re
@@ -18,10 +18,6 @@ from shared.errors import InvalidRequest
 from shared.files.text import open_text, read_lines, read_records, shown
 from shared.sim.workload import Lengths, Times, Workload
 
-# MERGED trace_columns.py
-# Columns of a trace as arrays: checked all at once, and an error names the first line at fault.
-
-
 LONGEST_YEARS = 100  # of a trace
 _LONGEST_S = LONGEST_YEARS * 365.25 * 86400.0
 _LONGEST_TOKENS = 10**9
@@ -31,19 +27,20 @@ Column: TypeAlias = "pd.Series[Any]"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns as they were read, with the file and the line of each row."""
+    """Columns as they were read, with the file and the line of each row. Whole columns are checked at once."""
 
     where: str
     columns: Mapping[str, Column]
     lines: NDArray[np.int64]
 
     def refuse(self, bad: NDArray[np.bool_], key: str, why: str) -> None:
-        """Raise InvalidRequest that names the first bad row's line, key and value; nothing if none is bad."""
+        """Raise InvalidRequest that names the line, key and value of the first bad row, if any row is bad."""
         if bad.any():
             at = int(np.argmax(bad))
             value = self.columns[key].iloc[at]
-            said = "" if _missing(value) else f" {shown(value.item() if isinstance(value, np.generic) else value)}"
-            raise InvalidRequest(f"{self.where}:{int(self.lines[at])}: {key}{said} {why}")
+            missing = value is None or (isinstance(value, float) and np.isnan(value))
+            text = "" if missing else f" {shown(value.item() if isinstance(value, np.generic) else value)}"
+            raise InvalidRequest(f"{self.where}:{int(self.lines[at])}: {key}{text} {why}")
 
 
 def numbers_s(table: Table, key: str, ticks: float) -> Times:
@@ -52,7 +49,7 @@ def numbers_s(table: Table, key: str, ticks: float) -> Times:
 
 
 def numbers(table: Table, key: str) -> Lengths:
-    """Lengths in tokens: whole numbers, not negative."""
+    """Lengths in tokens: whole numbers of at least 0."""
     column = table.columns[key]
     if column.dtype == np.int64:
         whole = np.asarray(column, dtype=np.int64)
@@ -79,12 +76,11 @@ def dates_s(table: Table, key: str) -> Times:
 
 
 def too_long_after(times_s: Times, start_s: float) -> NDArray[np.bool_]:
-    """Which times are further from the start, in either direction, than any trace is long."""
+    """Which times are further from the start, in either direction, than a trace may be long."""
     return np.asarray(np.abs(times_s - start_s) > _LONGEST_S)
 
 
 def prefixes(table: Table, key: str) -> tuple[tuple[int, ...], ...]:
-    """The ids of each prompt's blocks."""
     column = table.columns[key]
     table.refuse(_gaps(column), key, "is missing")
     bad = np.fromiter((not _is_ids(value) for value in column), dtype=np.bool_, count=len(column))
@@ -105,7 +101,7 @@ def _floats(table: Table, key: str) -> NDArray[np.float64]:
 
 
 def _float(value: object) -> float:
-    """A number, or text that is one in plain decimals; NaN for anything else, infinity beyond what a float holds."""
+    """A number, also as text in decimals; NaN for anything else, infinity beyond what a float holds."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return np.nan
     if isinstance(value, str) and not _NUMBER.fullmatch(value.strip()):
@@ -121,10 +117,6 @@ def _gaps(column: Column) -> NDArray[np.bool_]:
     return gaps
 
 
-def _missing(value: object) -> bool:
-    return value is None or (isinstance(value, float) and np.isnan(value))
-
-
 def _is_ids(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
@@ -137,7 +129,7 @@ _FASTEST_PER_S = 1000.0  # requests, of a trace whose times are milliseconds
 
 @dataclass(frozen=True, slots=True)
 class TraceFormat:
-    """The keys of one form of trace. arrival: "" where there are none, then all requests arrive at once.
+    """The keys of one trace format. arrival: empty where there are no times: then all requests arrive at once.
 
     ticks: units of `arrival` in a second, 0 for dates. from_first: times count from the first request's, not from 0.
     prefixes: key of the prompt's block ids.
@@ -154,7 +146,7 @@ class TraceFormat:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Those that every record must have."""
+        """Keys that each record must have."""
         return tuple(key for key in (self.arrival, self.prompt, self.output) if key)
 
 
@@ -182,15 +174,12 @@ def read_trace(
     """The requests of a trace, plain or gzip, in order of arrival; its name is the file's.
 
     format: a name of `FORMATS`; by default the one whose keys the file has. Further columns are ignored. Times of
-    public traces are counted from their first request.
-    sort: put requests whose times go backwards in order instead of refusing the file (rows of one time keep theirs).
-    skip_empty: leave out requests without prompt or output tokens (BurstGPT logs failures so) instead of refusing
-    the file; the name then says how many.
-    time_unit: "s" or "ms", of times that are numbers; by default the format's, and a trace of milliseconds whose times
-    can only be seconds, or may be, is refused.
-    block_tokens: tokens of a block of the prompt that `hash_ids` names.
-    Raises InvalidRequest that names file, line and key: a missing value, something that is not a number, a length
-    that is not a whole number of at least 1, a time that goes backwards, a file that is empty or of no known form.
+    public traces are counted from their first request. sort: put requests whose times go backwards in order instead of
+    refusing the file. skip_empty: leave out requests without prompt or output tokens (BurstGPT's failures) instead of
+    refusing the file; the name then says how many. time_unit: "s" or "ms", of times that are numbers; by default the
+    format's, and a trace of milliseconds whose times look like seconds is refused. block_tokens: tokens of a block that
+    `hash_ids` names. Raises InvalidRequest that names file, line and key for a missing value, a value that is not a
+    number, a length that is not a whole number of at least 1, a time that goes backwards, an empty or unknown file.
     """
     text = _Opened(path)
     chosen = _in_unit(_chosen(text, format), time_unit)
@@ -270,7 +259,7 @@ def _require_ms(table: Table, key: str) -> None:
 
 
 class _Opened:
-    """A trace file before its form is known: its first line that holds something."""
+    """A trace file before its format is known: its first line that is not empty."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -281,7 +270,7 @@ class _Opened:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of the CSV header, or of the first JSON object."""
+        """Keys of the CSV header, or of the first JSON object."""
         if not self.in_records:
             return tuple(key.strip().strip('"') for key in self.first.split(","))
         for line, record in read_records(self.path):
@@ -339,7 +328,7 @@ def _read_csv(text: _Opened, form: TraceFormat) -> Table:
 
 
 def _read_records(text: _Opened, form: TraceFormat) -> Table:
-    """Prefixes are read where any record has them: then each record must."""
+    """Prefixes are read where any record has them: then all records must have them."""
     keys = (*form.keys, *([form.prefixes] if form.prefixes else ()))
     values: dict[str, list[object]] = {key: [] for key in keys}
     lines = []

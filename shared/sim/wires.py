@@ -1,4 +1,4 @@
-"""Ports and paths while a run lasts: when KV that is sent has arrived, and what policies know of it."""
+"""Network ports and paths during a run: when sent KV arrives, and what policies know about the links."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,22 +19,20 @@ class Port:
         self.in_free_s = 0.0
 
     def out_bytes(self, now: float) -> int:
-        """Still to leave."""
         return int(max(0.0, self.out_free_s - now) * self.rate)
 
     def in_bytes(self, now: float) -> int:
-        """Still to come."""
         return int(max(0.0, self.in_free_s - now) * self.rate)
 
     def clear(self, now: float) -> None:
-        """Forget what was under way (the instance died)."""
+        """Forget what was under way: the instance died."""
         self.out_free_s = self.in_free_s = now
 
 
 class Wires:
     """The ports of all instances, by their positions, and the paths between them while a run lasts.
 
-    nodes: of each instance; one on no node ("") has its own of `links` for its port. known: see `known_rates`.
+    nodes: of each instance; an instance on no node ("") has its own one of `links` as its port.
     """
 
     def __init__(
@@ -51,8 +49,7 @@ class Wires:
     def send(self, source: int, target: int, wire_bytes: float, now: float) -> float:
         """When `wire_bytes` that are ready at `now` have arrived.
 
-        Inside of a node they take the way that both ends have there; else they pass both nodes' ports and the path
-        between them.
+        Inside a node they pass the ports that both ends have there; else both nodes' ports and the path between them.
         """
         one, other = self._nodes[source], self._nodes[target]
         if not one or not other:
@@ -70,7 +67,7 @@ class Wires:
         return max(passed, path.out_free_s) + path.link.latency_s
 
     def clear(self, position: int, now: float) -> None:
-        """An instance died: what was under way to and from it is forgotten, but for what its node shares."""
+        """An instance died: forget what was under way to and from it, except on the port that its node shares."""
         if not self._nodes[position]:
             self.ports[position].clear(now)
         inner = self._inner[position]
@@ -78,12 +75,10 @@ class Wires:
             inner.clear(now)
 
     def out_bytes(self, position: int, now: float) -> int:
-        """Still to leave an instance, or its node."""
         inner = self._inner[position]
         return self.ports[position].out_bytes(now) + (inner.out_bytes(now) if inner is not None else 0)
 
     def in_bytes(self, position: int, now: float) -> int:
-        """Still to come to an instance, or its node."""
         inner = self._inner[position]
         return self.ports[position].in_bytes(now) + (inner.in_bytes(now) if inner is not None else 0)
 
@@ -91,10 +86,10 @@ class Wires:
 def send(source: Port, target: Port, wire_bytes: float, now: float) -> float:
     """When `wire_bytes` that are ready at `now` have passed both ports.
 
-    Each port passes its transfers on in order at its own rate, and none waits for what goes on at the other end: a
-    fast port serves others while a slow peer sends. A transfer has arrived when both have passed it. So the slower port
-    sets the pace (ThunderServe eq. 1 with effective rates), ports carry what they can, and transfers end in order
-    instead of all late. The longer of the two latencies comes on top, which delays this transfer and nobody else.
+    Each port passes its transfers on in order at its own rate and does not wait for the other end: a fast port serves
+    others while a slow peer sends. A transfer has arrived when both ports have passed it. So the slower port sets the
+    pace (ThunderServe eq. 1 with effective rates), ports carry what they can, and transfers end in order instead of all
+    late. The longer of the two latencies is added, and delays this transfer alone.
     """
     source.out_free_s = max(now, source.out_free_s) + wire_bytes / source.rate
     target.in_free_s = max(now, target.in_free_s) + wire_bytes / target.rate
@@ -102,13 +97,13 @@ def send(source: Port, target: Port, wire_bytes: float, now: float) -> float:
 
 
 def known_rates(ids: Sequence[str], nodes: Sequence[str], links: Sequence[Link], network: Network) -> list[LinkRate]:
-    """What policies know of each instance's links: the best path's rate, and from whom KV comes slower than that."""
+    """What policies know about each instance's links: the best path's rate, and the peers whose KV comes slower."""
     standing = Counter(node for node in nodes if node)
     by_node: dict[str, LinkRate] = {}
     for node in standing:
         paths = {other: network.path(other, node) for other in standing}
         if standing[node] == 1 and len(standing) > 1:
-            del paths[node]  # nobody sends to it from its own
+            del paths[node]  # no other instance of its node sends to it
         best = max(paths.values(), key=rate_of)
         slower = {other for other, path in paths.items() if rate_of(path) < rate_of(best)}
         slow = {name: rate_of(paths[other]) for name, other in zip(ids, nodes, strict=True) if other in slower}

@@ -1,4 +1,7 @@
-"""What arrives: requests by their times and lengths, as arrays."""
+"""What arrives: requests by their times and lengths, as arrays. Synthetic ones follow from a seed.
+
+Synthetic workloads are made as whole arrays: a million requests take a fraction of a second.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +21,7 @@ Lengths = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Of which class each request is and who sent it: positions in `classes` and `callers`, shape [n] each."""
+    """Class and caller of each request: positions in `classes` and `callers`, shape [n] each."""
 
     classes: tuple[Slo, ...]
     class_of: Lengths
@@ -26,7 +29,6 @@ class Mix:
     caller_of: Lengths
 
     def head(self, count: int) -> "Mix":
-        """Of the first `count` requests."""
         return replace(self, class_of=self.class_of[:count], caller_of=self.caller_of[:count])
 
 
@@ -36,9 +38,8 @@ class Workload:
 
     arrival_s: seconds from the start, not decreasing, shape [n]. prompt_tokens, output_tokens: at least 1, shape [n].
     prefixes: for each request the ids of its prompt's blocks of `prefix_block_tokens` tokens, in order (equal ids at
-    the start of two prompts are equal text), or None where the source says nothing of it. mix: None where all are of
-    the run's one class.
-    Raises InvalidRequest that names the first request at fault.
+    the start of two prompts are equal text), or None where they are not known. mix: None where all requests are of the
+    run's one class. Raises InvalidRequest that names the first request at fault.
     """
 
     name: str
@@ -73,12 +74,11 @@ class Workload:
 
     @property
     def rate(self) -> float:
-        """Requests a second over the span of the arrivals; infinite when all come at once."""
+        """Requests a second over the span of the arrivals; infinite when all arrive at once."""
         span = float(self.arrival_s[-1] - self.arrival_s[0])
         return (len(self) - 1) / span if span > 0 else float("inf")
 
     def head(self, count: int) -> "Workload":
-        """The first `count` requests."""
         prefixes = self.prefixes[:count] if self.prefixes is not None else None
         return replace(
             self,
@@ -90,15 +90,14 @@ class Workload:
         )
 
     def with_arrivals(self, arrival_s: Times) -> "Workload":
-        """The same requests at other times."""
         return replace(self, arrival_s=np.asarray(arrival_s, dtype=np.float64))
 
     def at_once(self) -> "Workload":
-        """All at time 0: the way to measure the highest throughput."""
+        """All requests at time 0, to measure the highest throughput."""
         return self.with_arrivals(np.zeros(len(self)))
 
     def at_rate(self, rate: float) -> "Workload":
-        """The same pattern of arrivals, stretched to `rate` requests a second; evenly spaced if it has none."""
+        """The same pattern of arrivals, stretched to `rate` requests a second; even gaps where all arrive at once."""
         if not rate > 0:
             raise InvalidRequest(f"{self.name}: rate must be positive, not {rate}")
         span = float(self.arrival_s[-1] - self.arrival_s[0])
@@ -108,17 +107,10 @@ class Workload:
         return self.with_arrivals(shifted * ((len(self) - 1) / rate / span))
 
 
-# MERGED arrivals.py
-# Made workloads: when requests arrive, and how long they are. Everything follows from its seed.
-#
-# The first request arrives at time 0. Whole arrays at once: a million requests take a fraction of a second.
-
-
 HEAVY_PROMPT_TOKENS = 512  # a prompt of more is a heavy prefill (TetriInfer 5.1)
 
 
 def evenly(workload: Workload, rate: float) -> Workload:
-    """The same requests, one each 1/rate seconds."""
     _require_positive(rate=rate)
     return workload.with_arrivals(np.arange(len(workload)) / rate)
 
@@ -132,7 +124,7 @@ def poisson(workload: Workload, rate: float, seed: int = 0) -> Workload:
 def bursts(workload: Workload, rate: float, seed: int = 0, cv: float = 2.0) -> Workload:
     """The same requests with gamma-distributed gaps of mean 1/rate and coefficient of variation `cv`.
 
-    cv 1 is a Poisson process, less is more even, more is in bursts: at 2 the likeliest gap is none.
+    cv 1 is a Poisson process, less is more even, more is burstier: at 2 the likeliest gap is zero.
     """
     _require_positive(rate=rate, cv=cv)
     shape = 1.0 / cv**2
@@ -140,7 +132,7 @@ def bursts(workload: Workload, rate: float, seed: int = 0, cv: float = 2.0) -> W
 
 
 def on_off(workload: Workload, rate: float, seed: int = 0, on_s: float = 10.0, off_s: float = 10.0) -> Workload:
-    """The same requests, `on_s` seconds of Poisson arrivals and `off_s` of none in turn; `rate` over both."""
+    """The same requests, `on_s` seconds of Poisson arrivals and `off_s` without, in turn; `rate` is over both."""
     _require_positive(rate=rate, on_s=on_s)
     if off_s < 0:
         raise InvalidRequest(f"off_s must be at least 0, not {off_s}")
@@ -160,8 +152,8 @@ def synthetic(
 ) -> Workload:
     """`count` requests, all at time 0, with prompts and outputs of those mean lengths.
 
-    A coefficient of variation above 0 makes lengths log-normal, independent of each other; 0 makes all alike.
-    longest_tokens: bound of prompt + output; longer ones are cut, the prompt first (the means then come out lower).
+    A coefficient of variation above 0 makes lengths log-normal, independent of each other; 0 makes all lengths equal.
+    longest_tokens: bound of prompt + output; longer requests are cut, the prompt first, which lowers the means.
     """
     _require_positive(count=count, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
     rng = np.random.default_rng(seed)
@@ -190,11 +182,11 @@ def tetri(
 ) -> Workload:
     """`count` requests of one of TetriInfer's workloads, all at time 0.
 
-    With `lengths` (a table of ShareGPT's token counts): drawn from its requests of that kind, each at most once
-    while there are enough; Mixed from all of them. Only those of at most `longest_tokens` in all take part: the
-    paper's OPT-13B has 2048. Without a table: log-normal stand-ins, of which Mixed has a quarter each, see `_PROMPTS`.
-    Source: TetriInfer 5.1. Its table is not published: one whose prompts hold the conversation so far (the public
-    8k-filtered one) has longer light prompts than the paper's median of 18.
+    With `lengths` (a table of ShareGPT's token counts), requests are drawn from its requests of that kind, each at most
+    once while there are enough, and Mixed from all of them. Only requests of at most `longest_tokens` are drawn: the
+    paper's OPT-13B has 2048. Without a table, lengths are log-normal stand-ins (see `_PROMPTS`), of which Mixed has a
+    quarter each. Source: TetriInfer 5.1. Its table is not published: a table whose prompts hold the conversation so far
+    (the public 8k-filtered one) has longer light prompts than the paper's median of 18.
     """
     try:
         chosen = Tetri(kind)
@@ -216,15 +208,14 @@ def _drawn(kind: Tetri, count: int, rng: np.random.Generator, table: Workload, l
     if not len(pool):
         raise InvalidRequest(f"{table.name}: no request of {kind} with at most {longest} tokens")
     at = rng.choice(pool, count, replace=count > len(pool))
-    prefixes = None if table.prefixes is None else tuple(table.prefixes[row] for row in at.tolist())
-    drawn = replace(
+    return replace(
         table,
+        name=str(kind),
         arrival_s=np.zeros(count),
         prompt_tokens=table.prompt_tokens[at],
         output_tokens=table.output_tokens[at],
-        prefixes=prefixes,
+        prefixes=None if table.prefixes is None else tuple(table.prefixes[row] for row in at.tolist()),
     )
-    return replace(drawn, name=str(kind))
 
 
 # Median and spread (of the logarithm) of the stand-ins, light and heavy. TetriInfer gives a median of 18 tokens for
@@ -234,42 +225,38 @@ _OUTPUTS = ((50.0, 0.8), (280.0, 0.5))
 
 
 def _stand_in(kind: Tetri, count: int, rng: np.random.Generator, longest: int) -> Workload:
-    most_output = longest // 4
-    most_prompt = longest - most_output
-    if most_output <= HEAVY_TOKENS or most_prompt <= HEAVY_PROMPT_TOKENS:
-        raise InvalidRequest(f"longest_tokens {longest} leaves no room for heavy requests; use 704 at least")
-    prompt_ranges = ((1, HEAVY_PROMPT_TOKENS), (HEAVY_PROMPT_TOKENS + 1, most_prompt))
-    output_ranges = ((1, HEAVY_TOKENS), (HEAVY_TOKENS + 1, most_output))
+    max_output = longest // 4
+    max_prompt = longest - max_output
+    if max_output <= HEAVY_TOKENS or max_prompt <= HEAVY_PROMPT_TOKENS:
+        raise InvalidRequest(f"longest_tokens must be at least 704 to have room for heavy requests, not {longest}")
+    prompt_ranges = ((1, HEAVY_PROMPT_TOKENS), (HEAVY_PROMPT_TOKENS + 1, max_prompt))
+    output_ranges = ((1, HEAVY_TOKENS), (HEAVY_TOKENS + 1, max_output))
     if kind is Tetri.MIXED:
         kinds = rng.integers(0, 4, count)
         heavy = (kinds // 2 == 1, kinds % 2 == 1)
     else:
         heavy = (np.full(count, kind[0] == "H"), np.full(count, kind[2] == "H"))
-    prompts = _two_sorts(rng, heavy[0], _PROMPTS, prompt_ranges)
-    outputs = _two_sorts(rng, heavy[1], _OUTPUTS, output_ranges)
+    prompts = _light_and_heavy(rng, heavy[0], _PROMPTS, prompt_ranges)
+    outputs = _light_and_heavy(rng, heavy[1], _OUTPUTS, output_ranges)
     return Workload(f"{kind} (log-normal)", np.zeros(count), prompts, outputs)
 
 
-def _two_sorts(
+def _light_and_heavy(
     rng: np.random.Generator,
     heavy: NDArray[np.bool_],
     shapes: tuple[tuple[float, float], ...],
     ranges: tuple[tuple[int, int], ...],
 ) -> Lengths:
+    """Log-normal lengths, drawn again until they lie within the range of their sort."""
     lengths = np.empty(len(heavy), dtype=np.int64)
-    for sort, (median, spread) in enumerate(shapes):
-        of_it = heavy == bool(sort)
-        lengths[of_it] = _truncated(rng, int(of_it.sum()), median, spread, ranges[sort])
+    for sort, ((median, spread), (low, high)) in enumerate(zip(shapes, ranges, strict=True)):
+        here = heavy == bool(sort)
+        count, kept = int(here.sum()), np.empty(0, dtype=np.int64)
+        while len(kept) < count:
+            more = np.rint(rng.lognormal(math.log(median), spread, 2 * (count - len(kept)))).astype(np.int64)
+            kept = np.concatenate((kept, more[(more >= low) & (more <= high)]))
+        lengths[here] = kept[:count]
     return lengths
-
-
-def _truncated(rng: np.random.Generator, count: int, median: float, spread: float, within: tuple[int, int]) -> Lengths:
-    """Log-normal lengths, drawn again until they lie within."""
-    kept = np.empty(0, dtype=np.int64)
-    while len(kept) < count:
-        more = np.rint(rng.lognormal(math.log(median), spread, 2 * (count - len(kept)))).astype(np.int64)
-        kept = np.concatenate((kept, more[(more >= within[0]) & (more <= within[1])]))
-    return kept[:count]
 
 
 def _lengths(rng: np.random.Generator, count: int, mean: float, cv: float) -> Lengths:
@@ -303,27 +290,23 @@ ARRIVALS: dict[str, Arrivals] = {
     "on_off": on_off,
 }
 
-# MERGED made.py
-# Made workloads by their words: a name, or lengths such as `prompt=1000,output=200`.
-
-
 # Log-normal lengths with the means and variations of the public Azure traces of 2023 (all rows; CC-BY-4.0, Patel et
 # al., Splitwise, ISCA 2024): prompt, output, and their coefficients of variation.
 _LIKE = {"azure-conv": (1155.0, 211.0, 0.96, 0.77), "azure-code": (2048.0, 28.0, 0.96, 2.15)}
-# The most that each may be: beyond, drawn lengths outgrow the integers that hold them.
-_MOST = {"prompt": 1e7, "output": 1e7, "prompt_cv": 100.0, "output_cv": 100.0, "longest": 2e7}
+# Upper bounds: beyond them, drawn lengths outgrow the integers that hold them.
+_MAX = {"prompt": 1e7, "output": 1e7, "prompt_cv": 100.0, "output_cv": 100.0, "longest": 2e7}
 CHOICES = f"{', '.join((*_LIKE, *Tetri))}, or lengths such as prompt=1000,output=200"
 
 
 def is_made(words: str) -> bool:
-    """Whether `made` is who knows what these words mean, if anybody."""
+    """Whether the words name a synthetic workload, rather than a trace file."""
     return words in _LIKE or words in list(Tetri) or "=" in words
 
 
 def made(words: str, count: int, seed: int, lengths: Workload | None = None) -> Workload:
-    """`count` requests, all at time 0. lengths: token counts from which TetriInfer's workloads are drawn.
+    """The synthetic workload that the words name, or describe as `prompt=1000,output=200`: requests at time 0.
 
-    Raises InvalidRequest that names what is wrong and the choices.
+    lengths: token counts from which TetriInfer's workloads are drawn. Raises InvalidRequest that names the choices.
     """
     if words in _LIKE:
         prompt, output, prompt_cv, output_cv = _LIKE[words]
@@ -333,7 +316,7 @@ def made(words: str, count: int, seed: int, lengths: Workload | None = None) -> 
         return tetri(words, count, seed, lengths)
     if "=" in words:
         return _of_lengths(words, count, seed)
-    raise InvalidRequest(f"no made workload {words!r}; there are {CHOICES}")
+    raise InvalidRequest(f"no synthetic workload {words!r}; known: {CHOICES}")
 
 
 def _of_lengths(words: str, count: int, seed: int) -> Workload:
@@ -341,14 +324,14 @@ def _of_lengths(words: str, count: int, seed: int) -> Workload:
     for item in words.split(","):
         key, _, value = item.partition("=")
         key = key.strip()
-        if key not in _MOST:
-            raise InvalidRequest(f"workload {words!r}: no key {key!r}; known: {', '.join(_MOST)}")
+        if key not in _MAX:
+            raise InvalidRequest(f"workload {words!r}: no key {key!r}; known: {', '.join(_MAX)}")
         try:
             values[key] = float(value)
         except ValueError as error:
             raise InvalidRequest(f"workload {words!r}: {key} must be a number, not {value!r}") from error
-        if not values[key] <= _MOST[key]:
-            raise InvalidRequest(f"workload {words!r}: {key} must be at most {_MOST[key]:g}, not {value}")
+        if not values[key] <= _MAX[key]:
+            raise InvalidRequest(f"workload {words!r}: {key} must be at most {_MAX[key]:g}, not {value}")
     missing = [key for key in ("prompt", "output") if key not in values]
     if missing:
         raise InvalidRequest(f"workload {words!r}: {missing[0]} is missing")
@@ -363,20 +346,15 @@ def _of_lengths(words: str, count: int, seed: int) -> Workload:
     )
 
 
-# MERGED mix.py
-# Requests of several SLO classes and callers in one workload.
-
-
 def of_class(workload: Workload, slo: Slo, caller: str = "") -> Workload:
-    """The same requests, all of one class and one caller."""
     rows = np.zeros(len(workload), dtype=np.int64)
     return replace(workload, mix=Mix((slo,), rows, (caller,), rows))
 
 
 def together(workloads: Sequence[Workload]) -> Workload:
-    """All requests of several workloads, each with its mix, in order of arrival; their prefixes are left out.
+    """All requests of several workloads, each with its mix, in order of arrival, without prefixes.
 
-    Raises InvalidRequest where there is no mix.
+    Raises InvalidRequest for a workload without a mix.
     """
     mixes = [one.mix for one in workloads]
     classes: list[Slo] = []
@@ -389,16 +367,12 @@ def together(workloads: Sequence[Workload]) -> Workload:
         caller_of.append(mix.caller_of + len(callers))
         classes += mix.classes
         callers += mix.callers
-    order = np.argsort(np.concatenate([one.arrival_s for one in workloads]), kind="stable")
-
-    def joined(parts: Sequence[Lengths]) -> Lengths:
-        found: Lengths = np.concatenate(parts)[order]
-        return found
-
+    arrival_s = np.concatenate([one.arrival_s for one in workloads])
+    order = np.argsort(arrival_s, kind="stable")
     return Workload(
         " + ".join(one.name for one in workloads),
-        np.concatenate([one.arrival_s for one in workloads])[order],
-        joined([one.prompt_tokens for one in workloads]),
-        joined([one.output_tokens for one in workloads]),
-        mix=Mix(tuple(classes), joined(class_of), tuple(callers), joined(caller_of)),
+        arrival_s[order],
+        np.concatenate([one.prompt_tokens for one in workloads])[order],
+        np.concatenate([one.output_tokens for one in workloads])[order],
+        mix=Mix(tuple(classes), np.concatenate(class_of)[order], tuple(callers), np.concatenate(caller_of)[order]),
     )

@@ -1,8 +1,7 @@
-"""Ours: whatever mixture of groups wins, coupled ones and partial prefills beside split ones included.
+"""Our method: any mixture of groups, coupled ones and partial prefill included.
 
-Integer programmes compose candidates, the plain deployments and the other methods' ideas stand beside them, a walk over
-small changes improves the most promising by the estimate, and the simulator decides. Of a few accelerators every
-deployment is estimated instead.
+Candidates come from integer programmes, plain deployments and the papers' methods. Small changes improve the most
+promising ones by the estimate, and the simulator decides. For a few accelerators all deployments are estimated instead.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,19 +18,18 @@ from shared.plan.methods.simple import deployments, smallest
 from shared.plan.plan import Plan, canonical, routes_of
 from shared.plan.search import Found, Search
 
-FEW = 8  # accelerators of which every deployment is estimated
-_MOST_OF_FEW = 1500  # deployments, of unlike accelerators on many nodes
+FEW = 8  # accelerators for which all deployments are estimated
+_MAX_OF_FEW = 1500  # such deployments; unlike accelerators on many nodes may have more
 _RACED_OF_FEW = 24
 _CLIMBED = 2  # candidates that are improved
 _STEPS = 6  # changes of each
 _RACED = 6
-_CROWDED = 3  # more of them, where the first does not do what it promises
-_TURNED = 12  # changes of the best that are looked at
+_CROWDED = 3  # further candidates, where the first does not do what the estimate promises
+_TURNED = 12  # changes of the best plan that are judged
 _TURNS = 3  # rounds of small changes that the simulator judges
 
 
 def best(search: Search) -> Iterator[Found]:
-    """Ever better plans."""
     few = _all_of_few(search) if search.problem.inventory.accelerators <= FEW else None
     plans = [Plan(one) for one in few[:_RACED_OF_FEW]] if few is not None else _likely(search)
     if not plans:
@@ -63,14 +61,13 @@ def _expected(search: Search, plan: Plan) -> float:
 
 
 def _likely(search: Search) -> list[Plan]:
-    """Composed and improved, the most promising first."""
     return [Plan(one) for one in _climbed(search, search.estimator, _composed(search))[:_RACED]]
 
 
 def _leading(search: Search, scout: Scout, plans: Sequence[Plan]) -> list[Found]:
-    """Those that long runs decide between: the first where it does what it promises, as no other promises more.
+    """Plans between which long runs decide: only the first where it keeps its promise, as no other promises more.
 
-    Where it does not, also what becomes of them by small changes when crowded batches count.
+    Where it does not, also what small changes make of the plans when the estimate counts crowded batches.
     """
     if scout.holds(plans[0]):
         return [(plans[0], _expected(search, plans[0]))]
@@ -79,11 +76,11 @@ def _leading(search: Search, scout: Scout, plans: Sequence[Plan]) -> list[Found]
 
 
 def _all_of_few(search: Search) -> list[tuple[Group, ...]] | None:
-    """Every deployment within the budget, the most promising first; None where they are too many after all."""
+    """All deployments within the budget, the most promising first; None where they are too many."""
     inventory, budget = search.problem.inventory, search.problem.budget_usd_hour * (1.0 + 1e-9)
     made = []
     for at, groups in enumerate(deployments(search, whole=budget == inf)):
-        if at == _MOST_OF_FEW or search.over():
+        if at == _MAX_OF_FEW or search.over():
             return None
         if sum(group.price_usd_hour(inventory) for group in groups) <= budget:
             search.estimator.of(groups)
@@ -111,7 +108,7 @@ def _composed(search: Search) -> list[tuple[Group, ...]]:
 
 
 def _climbed(search: Search, estimator: Estimator, candidates: Sequence[tuple[Group, ...]]) -> list[tuple[Group, ...]]:
-    """Candidates, and what the most promising of them became by small changes, as long as the estimate rose."""
+    """Candidates, with what small changes made of the most promising ones as long as the estimate rose."""
     candidates = sorted(candidates, key=lambda groups: -estimator.of(groups).goodput)
     alike = search.problem.inventory.alike
     known = {canonical(groups, alike): groups for groups in candidates}
@@ -131,7 +128,7 @@ def _climbed(search: Search, estimator: Estimator, candidates: Sequence[tuple[Gr
 def _highest(
     search: Search, estimator: Estimator, here: Sequence[Group], worth: float
 ) -> tuple[tuple[Group, ...] | None, float]:
-    """The change with the highest estimate, and that; None where none is above `worth`."""
+    """The change with the highest estimate, and its estimate; None where none is above `worth`."""
     found: tuple[Group, ...] | None = None
     for groups in changes(search, here):
         if estimator.reaches(groups, worth) and (value := estimator.of(groups).goodput) > worth:
@@ -140,8 +137,9 @@ def _highest(
 
 
 def changes(search: Search, groups: Sequence[Group]) -> Iterator[tuple[Group, ...]]:
-    """Deployments a step away: a group turned, cut in two, or joined with another. Alike ones once."""
+    """Deployments one step away: a group flipped, cut in two, or joined with another one. Equal results once."""
     layouts, alike = search.estimator.layouts, search.problem.inventory.alike
+    pools = search.problem.inventory.pools
     seen = {canonical(groups, alike)}
 
     def fresh(made: tuple[Group, ...]) -> bool:
@@ -165,19 +163,14 @@ def changes(search: Search, groups: Sequence[Group]) -> Iterator[tuple[Group, ..
                         yield made
         for other_at in range(at + 1, len(groups)):
             other = groups[other_at]
-            if len({*group.uses, *other.uses}) > 2 or not _may_join(search, group, other):
+            nodes = {pools[pool].node for pool in (*group.uses, *other.uses)}
+            if len({*group.uses, *other.uses}) > 2 or (search.problem.one_node and len(nodes) > 1):
                 continue
             left = tuple(one for i, one in enumerate(groups) if i not in (at, other_at))
             for role in Role:
                 joined = layouts.best(group.uses + other.uses, role)
                 if joined is not None and fresh(made := (*left, joined)):
                     yield made
-
-
-def _may_join(search: Search, one: Group, other: Group) -> bool:
-    pools = search.problem.inventory.pools
-    nodes = {pools[pool].node for pool in (*one.uses, *other.uses)}
-    return not search.problem.one_node or len(nodes) == 1
 
 
 def _around(search: Search, plan: Plan) -> list[Plan]:
@@ -193,7 +186,7 @@ def _around(search: Search, plan: Plan) -> list[Plan]:
 
 
 def _routed(search: Search, found: Found) -> Iterator[Found]:
-    """The same groups along routes, where that serves more than deciding request by request."""
+    """The same groups along routes, where that serves more than decisions request by request."""
     plan, goodput = found
     estimate = search.estimator.of(plan.groups)
     along = Plan(plan.groups, routes_of(estimate))

@@ -1,7 +1,7 @@
-"""Huawei's deployment search: the tensor-parallel degree of each machine, by an estimate of its throughput.
+"""The planners of three papers: `exhaustive` (Huawei), `joint` (ZTE) and `tabu` (ThunderServe).
 
-Source: Huawei Algorithm 1 and eqs 1-4 (R). Machines are independent: each takes its own best degree, and every instance
-does whole requests, which the paper's workload mapper spreads.
+Where a paper leaves something open or contradicts itself, a comment says what is done here. Layouts, the estimate and
+the simulator are those that all methods share.
 """
 
 from collections import Counter, deque
@@ -37,14 +37,17 @@ Pairs = Sequence[tuple[int, int]]  # prompt and output tokens of requests
 
 
 def exhaustive(search: Search) -> Iterator[Found]:
-    """One plan: the best degree of every machine that holds the model."""
+    """One plan: the best tensor-parallel degree of each machine that holds the model, by its estimated throughput.
+
+    Source: Huawei Algorithm 1 and eqs 1-4. Machines are independent, and each instance serves whole requests, which the
+    paper's workload mapper spreads.
+    """
     groups = exhaustive_groups(search)
     if groups:
         yield search.judged(Plan(groups, policies=POLICIES), local=True)
 
 
 def exhaustive_groups(search: Search) -> tuple[Group, ...]:
-    """Its groups."""
     problem = search.problem
     groups: list[Group] = []
     workload = problem.workload
@@ -74,7 +77,7 @@ def machine_throughputs(search: Search, accelerator: str, count: int, pairs: Pai
 
 
 def estimated_throughput(cost: HuaweiCost, capacity_tokens: int, requests: Pairs) -> float:
-    """Tokens a second of one instance. Source: Algorithm 1 (R): batches are timed at their longest lengths."""
+    """Tokens a second of one instance. Source: Huawei Algorithm 1: batches are timed at their longest lengths."""
     seconds = 0.0
     for batch in packed(capacity_tokens, requests):
         prompt, output = max(p for p, _ in batch), max(o for _, o in batch)
@@ -83,9 +86,9 @@ def estimated_throughput(cost: HuaweiCost, capacity_tokens: int, requests: Pairs
 
 
 def packed(capacity_tokens: int, requests: Pairs) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The requests in order, in batches as large as the KV holds when each is padded to the longest.
+    """The requests in order, in batches as large as the KV holds when each request is padded to the longest.
 
-    One more joins while (b + 1)·(max S + max O) <= capacity; a batch has at least one request.
+    A request joins while (b + 1)·(max S + max O) <= capacity; a batch has at least one request.
     """
     batch: list[tuple[int, int]] = []
     for request in requests:
@@ -99,18 +102,9 @@ def packed(capacity_tokens: int, requests: Pairs) -> Iterator[tuple[tuple[int, i
         yield tuple(batch)
 
 
-# MERGED joint.py
-# ZTE's joint optimisation: a parallel strategy for either phase, then how many instances of each.
-#
-# Source: ZTE III.C (P): equation 1 maximises prefill throughput per accelerator under TTFT and memory, equation 4 the
-# throughput of a decode instance under TPOT and memory. F: what links them to demand (prefill meets the rate, decode
-# meets prefill, ties by throughput per accelerator), and that the decode instance leaves accelerators for a prefill
-# instance. Data and expert parallelism, which the paper also varies, are not among the layouts.
-
-
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """An instance of one phase on accelerators of one type. rate: requests a second within its target."""
+    """An instance of one phase on accelerators of one type. rate: requests a second within the phase's target."""
 
     accelerator: str
     group: Group
@@ -118,18 +112,16 @@ class Strategy:
 
     @property
     def size(self) -> int:
-        """Accelerators of an instance."""
         return self.group.accelerators
 
     @property
     def each(self) -> float:
-        """Requests a second and accelerator."""
         return self.rate / self.size
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """So many instances of either phase, and the requests a second that they serve together."""
+    """Numbers of prefill and decode instances, and the requests a second that they serve together."""
 
     prefill: Strategy
     decode: Strategy
@@ -138,29 +130,33 @@ class Ratio:
 
     @property
     def rate(self) -> float:
-        """Of the phase that does less."""
         return min(self.prefills * self.prefill.rate, self.decodes * self.decode.rate)
 
     @property
     def accelerators(self) -> int:
-        """Of both phases."""
         return self.prefills * self.prefill.size + self.decodes * self.decode.size
 
     @property
     def each(self) -> tuple[float, float]:
-        """Throughput per accelerator, which decides ties: of both phases together, then of either by itself."""
+        """Throughput per accelerator, which decides ties: of both phases together, then of each phase."""
         return self.rate / self.accelerators, self.prefill.each + self.decode.each
 
 
 def joint(search: Search) -> Iterator[Found]:
-    """One plan: the two types and strategies that serve the rate, or the most, with the most for each accelerator."""
+    """One plan: a parallel strategy and an accelerator type for each phase, and the number of instances of each.
+
+    Source: ZTE III.C: equation 1 maximises prefill throughput per accelerator under TTFT and memory, equation 4 the
+    throughput of a decode instance under TPOT and memory. The paper does not say how they meet the demand: here prefill
+    meets the rate, decode meets prefill, throughput per accelerator decides ties, and decode leaves accelerators for a
+    prefill instance. Data and expert parallelism, which the paper also varies, are not among the layouts.
+    """
     groups = joint_groups(search)
     if groups:
         yield search.judged(Plan(groups, policies=SPLIT), local=False)
 
 
 def joint_groups(search: Search, per_accelerator: bool = False) -> tuple[Group, ...]:
-    """Its groups; none where no ratio is possible. per_accelerator: see `recommended`."""
+    """The groups of `joint`; empty where no ratio is possible. per_accelerator: see `recommended`."""
     ratio = recommended(search, per_accelerator)
     if ratio is None:
         return ()
@@ -169,10 +165,9 @@ def joint_groups(search: Search, per_accelerator: bool = False) -> tuple[Group, 
 
 
 def recommended(search: Search, per_accelerator: bool = False) -> Ratio | None:
-    """The ratio for the rate that is asked for, else for the highest that can be served; None where none can.
+    """The ratio for the problem's rate, else for the highest rate that can be served; None where there is none.
 
-    per_accelerator: decode instances, too, are chosen by throughput per accelerator instead of per instance (ours, a
-    start of `best`).
+    per_accelerator: choose decode instances by throughput per accelerator, too (not in the paper; a start of `best`).
     """
     problem = search.problem
     counts = _counts(problem)
@@ -192,7 +187,7 @@ def recommended(search: Search, per_accelerator: bool = False) -> Ratio | None:
 
 
 def strategies(search: Search, role: Role) -> list[Strategy]:
-    """All that keep the phase's target, on one accelerator type each."""
+    """All strategies that meet the phase's target, each on one accelerator type."""
     problem, layouts = search.problem, search.estimator.layouts
     slo, output = problem.slo, problem.sample.output
     found: list[Strategy] = []
@@ -226,7 +221,7 @@ def _counts(problem: Problem) -> dict[str, list[int]]:
 
 
 def _ratio(prefill: Strategy, decode: Strategy, counts: dict[str, list[int]], rate: float) -> Ratio | None:
-    """N_P = ceil(QPS / T_p), then the least Y with Y·T_d >= min(QPS, N_P·T_p); all there is without a rate."""
+    """N_P = ceil(QPS / T_p), then the least Y with Y·T_d >= min(QPS, N_P·T_p); all accelerators without a rate."""
     most_p = sum(count // prefill.size for count in counts[prefill.accelerator])
     most_d = sum(count // decode.size for count in counts[decode.accelerator])
     if prefill.accelerator != decode.accelerator:
@@ -248,7 +243,7 @@ def _ratio(prefill: Strategy, decode: Strategy, counts: dict[str, list[int]], ra
 
 
 def _placed(search: Search, strategy: Strategy, count: int, beside: Ratio | None = None) -> list[Group]:
-    """On the pools of its type in turn; after the prefill instances where both phases share the type."""
+    """Groups on the pools of the strategy's type; after the prefill instances where both phases share the type."""
     pools = search.problem.inventory.pools
     left = {pool: entry.count for pool, entry in enumerate(pools) if entry.accelerator.name == strategy.accelerator}
     if beside is not None and beside.prefill.accelerator == strategy.accelerator:
@@ -266,19 +261,16 @@ def _placed(search: Search, strategy: Strategy, count: int, beside: Ratio | None
     return made
 
 
-# MERGED orchestrate.py
-# Routes for given groups: the linear programme and the simulator in turn, a few damped rounds.
-#
-# Source: ThunderServe 3.3. F: D depends on the load, so what a run shows of a route is its worth in the next programme.
-
-
 ROUNDS = 3
-_DAMPING = 0.5  # of the new routes in the mixture with the old
+_DAMPING = 0.5  # share of the new routes in the mixture with the old
 _UNSEEN = 0.95  # worth of a route that no request took
 
 
 def orchestrated(search: Search, groups: Sequence[Group]) -> Iterator[Found]:
-    """The groups under routes, the first and those after each round."""
+    """The groups under routes: the linear programme and the simulator in turn, a few damped rounds.
+
+    Source: ThunderServe 3.3. As D depends on the load, what a run shows of a route is its worth in the next round.
+    """
     estimate = search.estimator.of(groups, local=False)
     plan = _along(search, groups, routes_of(estimate))
     if plan is None:
@@ -307,7 +299,7 @@ def _along(search: Search, groups: Sequence[Group], routes: tuple[Route, ...]) -
 
 
 def _worth(search: Search, result: SimResult, estimate: Estimate) -> NDArray[np.float64]:
-    """The share of each pair's requests within the SLO in a run: D, shape [p + 1, d]."""
+    """D, the share of each pair's requests within the SLO in a run, shape [p + 1, d]."""
     out = result.outcomes
     met = out.met(search.problem.slo)
     worth = np.full((len(estimate.prefill) + 1, len(estimate.decode)), _UNSEEN)
@@ -328,16 +320,8 @@ def _mixed(old: tuple[Route, ...], new: tuple[Route, ...]) -> tuple[Route, ...]:
     return tuple(Route(prefill, decode, share) for (prefill, decode), share in shares.items())
 
 
-# MERGED tabu.py
-# ThunderServe's tabu search over group construction and phases, with its orchestration.
-#
-# Source: ThunderServe Algorithms 1 and 2 and section 3.3. F: deployments without a side are rejected; a deployment is
-# tabu by its canonical form; what was evaluated is remembered. The objective is the estimate; the best few are
-# orchestrated by the linear programme and the simulator in turn.
-
-
 STEPS, NEIGHBOURS, MEMORY = 100, 10, 5  # N_step, N_neigh, N_mem
-_TRIES = 4  # draws for a neighbour that is one
+_TRIES = 4  # draws until a neighbour is valid
 _FINALISTS = 2
 
 Cell = tuple[Role, tuple[tuple[int, int], ...]]  # a group before its layout: phase, and accelerators by pool
@@ -345,7 +329,11 @@ Cells = tuple[Cell, ...]
 
 
 def tabu(search: Search) -> Iterator[Found]:
-    """The finalists of the search, each orchestrated."""
+    """A tabu search over the construction and the phases of groups; the best few deployments are orchestrated.
+
+    Source: ThunderServe Algorithms 1 and 2 and section 3.3. Deployments need both phases, are tabu by their canonical
+    form, and are evaluated once, by the estimate.
+    """
     walk = _Walk(search)
     for groups in walk.finalists():
         yield from orchestrated(search, groups)
@@ -362,7 +350,6 @@ class _Walk:
         self._alike = search.problem.inventory.alike
 
     def finalists(self) -> list[tuple[Group, ...]]:
-        """The best deployments that the walk comes by."""
         start = self._start()
         if start is None:
             return []
@@ -383,7 +370,7 @@ class _Walk:
         return [groups for worth, groups in best[:_FINALISTS] if worth > 0.0]
 
     def _start(self) -> Cells | None:
-        """Clusters of well-joined accelerators, merged until each holds the model; phases at random, both there."""
+        """Clusters of well-connected accelerators, merged until each holds the model; random phases, both present."""
         clusters = _clusters(self._search)
         kept: list[Counter[int]] = []
         loose: Counter[int] = Counter()
@@ -456,7 +443,7 @@ class _Walk:
         return self._rng.choice(list(Role))
 
     def _holds(self, uses: Counter[int]) -> bool:
-        """The early check: the memory holds a copy of the model."""
+        """The paper's early check: the memory holds a copy of the model."""
         problem = self._search.problem
         room = sum(problem.inventory.pools[pool].accelerator.memory_bytes * count for pool, count in uses.items())
         if problem.one_node and len({problem.inventory.pools[pool].node for pool in uses}) > 1:
@@ -469,20 +456,17 @@ class _Walk:
         )
 
     def _value(self, cells: Cells) -> float:
-        """f of Algorithm 1: the best layout of each group, and what the estimate says of all."""
-        groups = self._groups(cells)
+        """f of Algorithm 1: the estimate of the best layouts of all groups."""
+        layouts = (self._layouts.best(dict(uses), role) for role, uses in cells)
+        groups = tuple(group for group in layouts if group is not None)
         key = canonical(groups, self._alike)
         if key not in self._worth:
             self._worth[key] = (self._search.estimator.of(groups, local=False).goodput, groups)
         return self._worth[key][0]
 
-    def _groups(self, cells: Cells) -> tuple[Group, ...]:
-        found = (self._layouts.best(dict(uses), role) for role, uses in cells)
-        return tuple(group for group in found if group is not None)
-
 
 def _clusters(search: Search) -> list[Counter[int]]:
-    """Accelerators by hierarchical clustering of their bandwidths, cut where one node ends and the next begins."""
+    """Accelerators by hierarchical clustering of their bandwidths, cut between nodes."""
     inventory = search.problem.inventory
     devices = [pool for pool, entry in enumerate(inventory.pools) for _ in range(entry.count)]
     if len(devices) == 1:

@@ -1,6 +1,6 @@
-"""Plain deployments, to compare with: all coupled, thirds, the best single type."""
+"""Plain deployments to compare with: all coupled, thirds, the best single type; and all of a small inventory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 
 from shared.domain.instance import Role
@@ -14,10 +14,13 @@ from shared.plan.search import Found, Search
 
 COUPLED = "least_load+split=none+dispatch=random"
 SPLIT = "least_load+split=full+power_of_two"
+MAX_DEPLOYMENTS = 60_000
+_BEHIND = 0.75  # of the best estimate: deployments below are not simulated
+_JUDGED = 60
 
 
 def coupled(search: Search) -> Iterator[Found]:
-    """Every group does whole requests, each pool cut into the groups that decode most."""
+    """Each group serves whole requests; each pool is cut into the groups that decode most."""
     groups = smallest(search, Role.DECODE)
     if groups:
         yield search.judged(Plan(groups, policies=COUPLED), local=True)
@@ -25,11 +28,13 @@ def coupled(search: Search) -> Iterator[Found]:
 
 def thirds(search: Search) -> Iterator[Found]:
     """Every third group computes prompts, the others decode; adaptive policies let those compute some, too."""
-    decode = smallest(search, Role.DECODE)
-    if len(decode) < 2:
+    groups = list(smallest(search, Role.DECODE))
+    if len(groups) < 2:
         return
-    turned = [_as(search, group, Role.PREFILL) if at % 3 == 0 else group for at, group in enumerate(decode)]
-    yield search.judged(Plan(tuple(turned)), local=True)
+    for at, group in enumerate(groups):
+        if at % 3 == 0:
+            groups[at] = search.estimator.layouts.best(group.uses, Role.PREFILL) or group.flipped()
+    yield search.judged(Plan(tuple(groups)), local=True)
 
 
 def single_type(search: Search) -> Iterator[Found]:
@@ -38,15 +43,15 @@ def single_type(search: Search) -> Iterator[Found]:
     for name in sorted({pool.accelerator.name for pool in inventory.pools}):
         kept = Inventory(tuple(pool for pool in inventory.pools if pool.accelerator.name == name), inventory.network)
         part = Search(search.problem.on(kept), search.clock, search.run, search.until_s, search.seed)
-        at = [inventory.pools.index(pool) for pool in kept.pools]
+        pools = dict(enumerate(inventory.pools.index(pool) for pool in kept.pools))
         for margin in (Margin(), Margin(split=False)):
             groups = Composer(part.estimator).best(margin)
             if groups:
-                yield search.judged(Plan(_moved(groups, at)), local=True)
+                yield search.judged(Plan(tuple(group.moved(pools) for group in groups)), local=True)
 
 
 def smallest(search: Search, role: Role) -> tuple[Group, ...]:
-    """Each pool cut into alike groups, as many as hold the model, in the layout that does most."""
+    """Each pool cut into as many equal groups as hold the model, in the best layout."""
     layouts, found = search.estimator.layouts, []
     for pool, entry in enumerate(search.problem.inventory.pools):
         for size in range(1, entry.count + 1):
@@ -57,32 +62,11 @@ def smallest(search: Search, role: Role) -> tuple[Group, ...]:
     return tuple(found)
 
 
-def _as(search: Search, group: Group, role: Role) -> Group:
-    best = search.estimator.layouts.best(group.uses, role)
-    return best or group.as_role(role)
-
-
-def _moved(groups: Sequence[Group], at: Sequence[int]) -> tuple[Group, ...]:
-    """Groups of a part of the inventory as groups of all of it."""
-    return tuple(
-        Group(group.role, group.tensor_parallel, tuple(type(p)(at[p.pool], p.layers) for p in group.parts))
-        for group in groups
-    )
-
-
-# MERGED bruteforce.py
-# Every deployment of a small inventory: the oracle.
-#
-# All are estimated; those that the estimate does not put far behind its best are judged in the simulator.
-
-
-MOST = 60_000  # deployments
-_BEHIND = 0.75  # of the best estimate: what is estimated at less is not simulated
-_JUDGED = 60
-
-
 def bruteforce(search: Search) -> Iterator[Found]:
-    """The best of all, under adaptive policies. Raises Incompatible for an inventory with too many deployments."""
+    """The best of all deployments of a small inventory, under adaptive policies: the oracle.
+
+    All are estimated; those not far behind the best estimate are simulated. Raises Incompatible for too many.
+    """
     estimated: list[tuple[Plan, float]] = []
     for groups in deployments(search):
         estimated.append((Plan(groups), search.estimator.of(groups).goodput))
@@ -96,9 +80,9 @@ def bruteforce(search: Search) -> Iterator[Found]:
 
 
 def deployments(search: Search, whole: bool = True) -> Iterator[tuple[Group, ...]]:
-    """Every way to cut the inventory into groups, with every phase and its best layouts; of symmetrical ones, one.
+    """Each way to cut the inventory into groups, with each role and its best layouts; of symmetrical ones, one.
 
-    whole: none is left over that would make a group; else also those that use less.
+    whole: only deployments that leave no accelerators which would make another group.
     """
     pools = search.problem.inventory.pools
     groups = _groups(search)
@@ -116,8 +100,8 @@ def deployments(search: Search, whole: bool = True) -> Iterator[tuple[Group, ...
             key = canonical(chosen, alike)
             if key not in seen:
                 seen.add(key)
-                if len(seen) > MOST:
-                    raise Incompatible(f"bruteforce: more than {MOST} deployments: take another method, such as best")
+                if len(seen) > MAX_DEPLOYMENTS:
+                    raise Incompatible(f"bruteforce: more than {MAX_DEPLOYMENTS} deployments; use method best")
                 yield chosen
         for at in range(first, len(groups)):
             if all(left[pool] >= count for pool, count in uses[at].items()):
@@ -128,7 +112,7 @@ def deployments(search: Search, whole: bool = True) -> Iterator[tuple[Group, ...
 
 
 def _groups(search: Search) -> list[Group]:
-    """Every set of accelerators of one or two pools, in either phase, in the layouts that may be best."""
+    """Each set of accelerators of one or two pools, in either role, in the layouts that may be best."""
     problem, layouts = search.problem, search.estimator.layouts
     pools = problem.inventory.pools
     sets = [{pool: size} for pool, entry in enumerate(pools) for size in range(1, entry.count + 1)]

@@ -76,7 +76,7 @@ def test_the_cheapest_that_serves_a_rate(tmp_path: Path) -> None:
         (["--model", "Llama-3-8B", "--cheapest"], "cheapest needs the rate"),
         (["--model", "Llama-3-8B", "--max-model-len", "20"], "every request is longer than 20 tokens"),
         (["--model", "Llama-2-70B"], r"GB are missing"),
-        (["--model", "Llama-3-8B", "--slo", "ttft=0.001,tpot=0.0001"], "the nearest that is possible here: TTFT"),
+        (["--model", "Llama-3-8B", "--slo", "ttft=0.001,tpot=0.0001"], "the nearest possible SLO: TTFT"),
     ],
 )
 def test_what_cannot_be_is_named(tmp_path: Path, more: list[str], message: str) -> None:

@@ -202,7 +202,7 @@ def test_policies_know_what_instances_report_of_their_speed(tmp_path: Path) -> N
         assert spec.model.decode_time_s(4, 1000) == measured.decode_time_s(4, 1000)
     another = {**real, "rates_file": calibration(tmp_path, kinds[1])}
     with pytest.raises(
-        NotFound, match=r"c\.yaml:\d+: instance_defaults\.rates_file: not calibrated: .* are: .*threads 4"
+        NotFound, match=r"c\.yaml:\d+: instance_defaults\.rates_file: not calibrated: .*; calibrated: .*threads 4"
     ):
         load_deployment(write(tmp_path, **model, instance_defaults=another))
 

@@ -180,11 +180,11 @@ BAD: dict[str, tuple[str, str]] = {  # "Known: …" stands for a list that grows
     "number_as_key": (HEAD + "gateway: {1: x}\n" + TAIL, "c.yaml:3: gateway.1: a key must be text: write it in quotes"),
     "link_to_itself": (
         HEAD + "network: {pairs: [{nodes: [a, a], gbps: 1}]}\n" + TAIL,
-        "c.yaml:3: network.pairs.0: 'a' to itself is no link between nodes: write it under `nodes`",
+        "c.yaml:3: network.pairs.0: a pair needs two nodes, not 'a' twice; `nodes` has links inside nodes",
     ),
     "link_twice": (
         HEAD + "network: {pairs: [{nodes: [a, b], gbps: 1}, {nodes: [b, a], gbps: 1}]}\n" + TAIL,
-        "c.yaml:3: network.pairs.1: 'a' and 'b' have a link already",
+        "c.yaml:3: network.pairs.1: the link of 'a' and 'b' is given twice",
     ),
     "vllm_args": (
         HEAD + "gateway:\n  vllm_args:\n    no_such_option: 1\n    tool_call_parser: hermess\n    seed: [1]\n" + TAIL,

@@ -288,8 +288,8 @@ LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
     [
         ({"model": "Llama-2-70B", "method": "best"}, "GB are missing"),
         ({"model": "Llama-2-70B"}, "method coupled finds no deployment for Llama-2-70B"),
-        ({"slo": {"ttft_s": 0.001, "tpot_s": 0.0001}}, "the nearest that is possible here: TTFT"),
-        ({**SLOW, "inventory": ONE, "cheapest": True, "rate": 50}, "all that is on offer serves"),
+        ({"slo": {"ttft_s": 0.001, "tpot_s": 0.0001}}, "the nearest possible SLO: TTFT"),
+        ({**SLOW, "inventory": ONE, "cheapest": True, "rate": 50}, "the whole inventory serves"),
         ({"budget": 0.01}, "within 0.01 USD/h"),
     ],
 )
@@ -323,7 +323,7 @@ async def test_what_cannot_be_is_said_as_the_planner_says_it(
         ({"inventory": "x: " + "[" * 100_000}, "inventory"),  # nested, or not valid: YAML readers have limits, too
         ({"inventory": 3}, "body.inventory"),
         ({"model": "Llama-9-9B"}, "model: 'Llama-9-9B' is not bundled; there are"),
-        ({"workload": "luck"}, "workload: no made workload 'luck'"),
+        ({"workload": "luck"}, "workload: no synthetic workload 'luck'"),
         ({"workload": "prompt=0,output=1"}, "workload: prompt_tokens must be positive"),
         ({"workload": "prompt=1e300,output=1"}, "prompt must be at most"),
         ({"workload": []}, "body.workload.requests"),

@@ -106,7 +106,7 @@ def test_cache_and_shared_memory_may_be_left_out(catalogue: Catalogue, tmp_path:
     path.write_text(ENTRY, encoding="utf-8")
     assert catalogue.with_file(path).get("Mine").cache_bytes == 0.0
     path.write_text(ENTRY + "  cache_mib: -1\n", encoding="utf-8")
-    with pytest.raises(InvalidRequest, match="'Mine': cache_mib must not be negative"):
+    with pytest.raises(InvalidRequest, match=r"'Mine': Expected `float` >= 0.0 - at `\$.cache_mib`"):
         catalogue.with_file(path)
 
 
@@ -175,8 +175,8 @@ def test_users_add_and_replace(catalogue: Catalogue, tmp_path: Path) -> None:
     ("change", "said"),
     [
         (("  memory_gib: 16\n", ""), r"own.yaml: accelerator 'Mine': .*memory_gib"),
-        (("memory_gib: 16", "memory_gib: -1"), r"accelerator 'Mine': memory_gib must be positive"),
-        (("fp16: 50", "fp16: 0"), r"accelerator 'Mine': matrix_tflops needs positive rates"),
+        (("memory_gib: 16", "memory_gib: -1"), r"accelerator 'Mine': Expected `float` > 0.0 - at `\$.memory_gib`"),
+        (("fp16: 50", "fp16: 0"), r"accelerator 'Mine': Expected `float` > 0.0 - at `\$.matrix_tflops\[...\]`"),
         (("fp16: 50", "fp17: 50"), r"unknown precision 'fp17'"),
         (("vendor", "vendr"), r"accelerator 'Mine': .*vend"),
         (("{fp16: 50}", "{fp16: 50"), r"own.yaml:\d+: not valid YAML"),

@@ -65,7 +65,7 @@ def test_a_kind_is_found_by_what_an_instance_is() -> None:
     calibration = Calibration("d", "c", ControlPlane(), (calibrated(),))
     assert Kind.of(info(), 1) == KIND
     assert calibration.of(Kind.of(info(), 1)).samples == 100
-    with pytest.raises(NotFound, match=r"not calibrated: .*threads 4; there are: .*threads 1"):
+    with pytest.raises(NotFound, match=r"not calibrated: .*threads 4; calibrated: .*threads 1"):
         calibration.of(Kind.of(info(), 4))
 
 

@@ -1,14 +1,17 @@
-"""The simulator as the judge: goodput off a noisy curve, runs that are long enough, a race."""
+"""Plans judged by the simulator, in long runs and in short ones."""
 
 from random import Random
+from time import perf_counter
 
 import pytest
 
 from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.plan.group import Group, Part
-from shared.plan.judge import TOO_MUCH, Ask, Curve, race, repeated
+from shared.plan.judge import TOO_MUCH, Ask, Curve, Scout, race, repeated
+from shared.plan.methods.best import best
 from shared.plan.plan import Plan
+from shared.plan.search import Helper, Search, helped, searched
 from tests.shared.plan.problems import inventory, problem, search
 
 
@@ -90,3 +93,52 @@ def test_a_fast_cluster_is_judged_by_runs_that_fill_it() -> None:
     workload = search(fast).judge.workload(Ask(plan, 400.0))
     assert len(workload) > 2000
     assert workload.arrival_s[-1] > 0.9 * fast.slo.ttft_s / TOO_MUCH
+
+
+ON_FOUR = problem(inventory(("a", "A10", 4)))
+ONE = Group(Role.DECODE, 1, (Part(0, 32),))
+FOUR, THREE, LONE = (Plan((ONE,) * count) for count in (4, 3, 1))
+
+
+def test_short_runs_find_who_leads() -> None:
+    found = search(ON_FOUR)
+    scout = Scout(found.judge, found.estimator.of(FOUR.groups).goodput, lambda: False)
+    led = scout.led([LONE, THREE, FOUR])
+    assert led[0][0] == FOUR
+    assert LONE not in [plan for plan, _ in led]
+    assert [plan for plan, _ in scout.beside(FOUR, [LONE])] == []
+    assert [plan for plan, _ in scout.beside(LONE, [FOUR])] == [FOUR]
+
+
+def test_a_short_run_has_fewer_requests_than_a_long_one() -> None:
+    judge = search(ON_FOUR).judge
+    assert len(judge.workload(Ask(FOUR, 4.0, short=True))) < len(judge.workload(Ask(FOUR, 4.0)))
+
+
+def test_a_helper_finds_what_the_judge_finds_itself() -> None:
+    judge, alone = search(ON_FOUR).judge, search(ASKED).judge
+    asks = [Ask(FOUR, 3.0), Ask(THREE, 3.0), Ask(LONE, 3.0, short=True)]
+    with helped(judge):
+        judge.ahead(asks)
+        assert judge.runs == 0  # none was needed yet
+        shown = [judge.attained(ask.plan, ask.rate, short=ask.short) for ask in asks]
+    assert judge.helper is None
+    assert shown == [alone.told(ask) for ask in asks]
+
+
+def test_without_its_helper_the_judge_goes_on_alone() -> None:
+    judge = search(ON_FOUR).judge
+    judge.helper = gone = Helper(judge)
+    gone.close()
+    judge.ahead([Ask(FOUR, 3.0), Ask(THREE, 3.0)])
+    assert judge.helper is None
+    assert judge.attained(FOUR, 3.0) == search(ON_FOUR).judge.attained(FOUR, 3.0)
+
+
+def test_a_search_is_the_same_with_a_helper_and_without() -> None:
+    asked = problem(inventory(("a", "A10", 6), ("b", "L4", 6)))
+    plans = []
+    for with_helper in (False, True):
+        found = searched("best", best, Search(asked, perf_counter, helped=with_helper))
+        plans.append((found.plan, found.promise.goodput, found.runs))
+    assert plans[0] == plans[1]

@@ -23,8 +23,7 @@ from shared.sim.cluster import simulate
 from shared.sim.outcomes import Status
 from shared.sim.prediction import Prediction
 from shared.sim.spec import EngineLimits, FirstToken, Flip, InstanceSpec, Loss, RunSpec
-from tests.shared.sim.cluster_runs import check, drawn, policies, with_split, workload
-from tests.shared.sim.clusters import Linear, instance, pair, several
+from tests.shared.sim.clusters import Linear, check, drawn, instance, pair, policies, several, with_split, workload
 
 
 def test_one_request_by_hand() -> None:

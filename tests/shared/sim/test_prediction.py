@@ -11,8 +11,7 @@ from shared.policy.placement import LeastLoad
 from shared.sim.cluster import simulate
 from shared.sim.prediction import Prediction
 from shared.sim.spec import RunSpec
-from tests.shared.sim.cluster_runs import policies, workload
-from tests.shared.sim.clusters import pair
+from tests.shared.sim.clusters import pair, policies, workload
 
 LENGTHS = np.array([1, 199, 200, 401, 5000], dtype=np.int64)
 

@@ -18,7 +18,7 @@ from shared.policy.prefix_index import PrefixIndex
 from shared.policy.split import SplitChoice
 from shared.sim.cluster import simulate
 from shared.sim.engine import EngineEvents
-from shared.sim.fleet import PrefixNews
+from shared.sim.fleet import PrefixFeed
 from shared.sim.instance import SimInstance
 from shared.sim.memory import KvMemory, PrefixCache
 from shared.sim.metrics import attainment
@@ -28,8 +28,7 @@ from shared.sim.spec import EngineLimits, InstanceSpec, Loss, RunSpec
 from shared.sim.traces import read_trace
 from shared.sim.wires import Wires
 from shared.sim.workload import Workload
-from tests.shared.sim.cluster_runs import check, policies, workload
-from tests.shared.sim.clusters import Linear, instance
+from tests.shared.sim.clusters import Linear, check, instance, policies, workload
 
 LIMITS = EngineLimits(batched_tokens=256, sequences=64, prefix_cache=True)
 PROMPTS = ((1, 2, 3), (1, 2, 4, 5), (6, 7), (1, 8))
@@ -165,22 +164,22 @@ def test_each_life_of_an_instance_is_an_account_of_its_own() -> None:
     spec = cluster(1)[0]
     wires = Wires([spec.instance_id], [""], [spec.link])
     one = SimInstance(0, spec, RunSpec(), cast(EngineEvents, SimpleNamespace(admitted=None)), 64, wires)
-    news = PrefixNews([one], 64)
+    news = PrefixFeed([one], 64)
 
     def keep(*prompt: int) -> list[int]:
         cache = one.engines[0].scheduler.memory._cache
         assert cache is not None
         cache.keep(prompt, 1000)
-        news.tell()
+        news.update()
         return [news.index.held_tokens("p0", ids) // 64 for ids in ((1, 2, 3), (1, 2, 4))]
 
     assert keep(1, 2) == [2, 2]
     assert keep(1, 2, 4) == [2, 3]
     one.die(1.0)
-    news.tell()
+    news.update()
     assert news.index.held_tokens("p0", (1, 2, 3)) == 0
     one.revive(2.0)
-    news.tell()  # as before any decision that could send a prompt there
+    news.update()  # as before any decision that could send a prompt there
     assert keep(1) == [1, 1]
 
 
@@ -191,7 +190,7 @@ def test_an_instance_of_several_lanes_tells_nothing() -> None:
 
 def test_nobody_is_told_where_no_policy_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[PrefixIndex] = []
-    monkeypatch.setattr(PrefixNews, "tell", lambda self: told.append(self.index))
+    monkeypatch.setattr(PrefixFeed, "update", lambda self: told.append(self.index))
     work = replace(workload((0.0, 64, 2)), prefixes=((1,),), prefix_block_tokens=64)
     run(work, cluster(1), "least_load")
     assert not told

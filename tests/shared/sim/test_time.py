@@ -47,7 +47,7 @@ def watched() -> Iterator[list[float]]:
 def test_an_event_in_the_past_is_refused() -> None:
     loop = EventLoop()
     loop.at(2.0, lambda subject, now: loop.at(1.0, print, None), None)
-    with pytest.raises(RuntimeError, match=r"print.* for 1\.0 s was made at 2\.0 s"):
+    with pytest.raises(RuntimeError, match=r"print.* for 1\.0 s was planned at 2\.0 s"):
         loop.run(lambda: False)
 
 

@@ -1,4 +1,4 @@
-"""What waits at an engine: as a worker's own engine takes it, and in which order."""
+"""Legs that wait at one engine, as at a worker's."""
 
 import pytest
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""Synthetic workloads: arrivals, lengths, and their names."""
+
 from pathlib import Path
 from time import perf_counter
 
@@ -6,7 +8,19 @@ import pytest
 
 from shared.errors import InvalidRequest
 from shared.sim.traces import read_trace
-from shared.sim.workload import ARRIVALS, Tetri, Workload, bursts, evenly, on_off, poisson, synthetic, tetri
+from shared.sim.workload import (
+    ARRIVALS,
+    Tetri,
+    Workload,
+    bursts,
+    evenly,
+    is_made,
+    made,
+    on_off,
+    poisson,
+    synthetic,
+    tetri,
+)
 
 MANY = synthetic(50_000, 1000, 200)
 
@@ -136,9 +150,35 @@ def test_a_million_requests_take_seconds() -> None:
         (lambda: synthetic(1, 1, 1, prompt_cv=-0.1), "coefficient of variation"),
         (lambda: synthetic(1, 1, 1, longest_tokens=1), "longest_tokens"),
         (lambda: tetri("HP", 3), "unknown workload 'HP'; known: LPLD, LPHD, HPLD, HPHD, Mixed"),
-        (lambda: tetri("LPLD", 3, longest_tokens=600), "leaves no room"),
+        (lambda: tetri("LPLD", 3, longest_tokens=600), "must be at least 704"),
     ],
 )
 def test_errors(make, says: str) -> None:  # noqa: ANN001
     with pytest.raises(InvalidRequest, match=says):
         make()
+
+
+@pytest.mark.parametrize(
+    "words", ["azure-conv", "LPHD", "Mixed", "prompt=100,output=20", "prompt=9,output=9,longest=12"]
+)
+def test_words_and_a_seed_say_it_all(words: str) -> None:
+    one, other = made(words, 30, 7), made(words, 30, 7)
+    assert is_made(words)
+    assert len(one) == 30
+    assert not one.arrival_s.any()
+    assert (one.prompt_tokens == other.prompt_tokens).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("/etc/passwd", "no synthetic workload '/etc/passwd'; known: azure-conv"),
+        ("prompt=1e300,output=1", "prompt must be at most 1e\\+07"),
+        ("prompt=nan,output=1", "prompt must be at most 1e\\+07, not nan"),
+        ("prompt=1,output=1,prompt_cv=inf", "prompt_cv must be at most 100"),
+        ("prompt=1,output=1,longest=-inf", "longest_tokens must be at least 2"),
+    ],
+)
+def test_what_nobody_can_make(words: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        made(words, 30, 1)

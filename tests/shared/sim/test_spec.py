@@ -1,4 +1,4 @@
-"""Policies as a person writes them."""
+"""The policies of a run, from words."""
 
 import pytest
 

@@ -1,3 +1,5 @@
+"""Models from their configs, and the bundled ones."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -56,16 +58,15 @@ def test_a_tiny_llama_by_hand() -> None:
     assert g.kv_bytes_per_token() == 2 * 2 * 2 * 16 * 2  # K and V, layers, heads, width, bytes
 
 
-def test_active_parameters_of_a_mixture() -> None:
+def test_experts_that_tokens_reach() -> None:
     g = bundled_geometry("Mixtral-8x7B")
-    assert g.active_parameters() == 12_879_925_248
     assert g.experts is not None
     assert g.experts.expected_active(1) == pytest.approx(2.0)
     assert g.experts.expected_active(1000) == pytest.approx(8.0)
 
 
 def test_grouped_queries_not_hidden_size() -> None:
-    # FORMULAS: taking kappa from the hidden size makes it 4 times too big for Llama-3-8B.
+    # From the hidden size it would be 4 times too large for Llama-3-8B.
     g = bundled_geometry("Llama-3-8B")
     assert g.kv_bytes_per_token() == 131_072
     assert 2 * g.layers * g.hidden * 2 == 4 * 131_072
@@ -94,8 +95,7 @@ def test_hub_ids_and_loose_names(name: str) -> None:
 def test_every_bundled_model_reads() -> None:
     for name in bundled_names():
         g = bundled_geometry(name)
-        assert g.active_parameters() <= g.parameters()
-        assert g.decode_flops(100) > 2 * 0.5 * (g.active_parameters() - g.vocab * g.hidden)
+        assert g.parameters() > 2 * g.vocab * g.hidden * 0.5
 
 
 def test_an_unknown_model_lists_the_bundled_ones() -> None:

@@ -1,26 +1,30 @@
-"""Many steps as one event give what single steps give, whatever holds requests back at an engine's door."""
+"""Macro-steps are exact under each policy, and the load that an instance reports is right."""
 
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.domain.instance import Role
+from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView, Slo
 from shared.domain.rates import Rates, StepForm, StepRates
+from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
 from shared.policy.dispatch import Choice, PowerOfTwo
 from shared.policy.index import ClusterIndex
 from shared.policy.placement import LeastLoad, Policies
 from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
-from shared.policy.split import FullSplit, NoSplit, RandomSplit, Split
+from shared.policy.split import FractionSplit, FullSplit, NoSplit, RandomSplit, Split
 from shared.sim.cluster import simulate
+from shared.sim.instance import SimInstance
 from shared.sim.prediction import Prediction
-from shared.sim.spec import EngineLimits, RunSpec
-from tests.shared.sim.clusters import Linear, instance
+from shared.sim.spec import EngineLimits, RunSpec, plain_policies
+from shared.sim.workload import Workload
+from tests.shared.sim.clusters import Linear, instance, several
 from tests.shared.sim.test_time import workload
 
 # The contexts of those that decode weigh: what a chunk may have shrinks from step to step.
@@ -112,3 +116,49 @@ def test_a_prompt_does_not_start_before_all_of_it_fits() -> None:
     assert macro.outcomes.first_token_s == pytest.approx(steps.outcomes.first_token_s)
     assert macro.instances[0].preemptions == steps.instances[0].preemptions == 0
     assert macro.outcomes.first_token_s[1] > macro.outcomes.last_token_s[0]
+
+
+def test_queued_tokens_are_without_what_the_instance_is_known_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    view = SimInstance.view
+
+    def watched(self: SimInstance, now: float) -> InstanceView:
+        found = view(self, now)
+        seen.append(found.load.queued_prefill_tokens)
+        return found
+
+    monkeypatch.setattr(SimInstance, "view", watched)
+    work = Workload(
+        "two turns, and one after them",
+        np.array([0.0, 50.0, 50.001, 50.2, 100.0]),
+        np.array([2048, 2560, 2560, 16, 16]),
+        np.full(5, 2),
+        prefixes=((1, 2, 3, 4), (1, 2, 3, 4, 5), (1, 2, 3, 4, 5), (), ()),
+        prefix_block_tokens=512,
+    )
+    limits = EngineLimits(512, 8, 16, prefix_cache=True)
+    specs = [instance("d", Role.DECODE, kv_tokens=20_000, limits=limits)]
+    adaptive = Policies(Adaptive(), AdaptiveSplit(), AdaptiveDispatch())
+    simulate(work, specs, RunSpec(policies=adaptive, broadcast_s=0.0))
+    assert max(seen) == 2 * 512, "of each second turn one block is new"
+
+
+@pytest.mark.parametrize("split", [FullSplit(), NoSplit(), FractionSplit(fraction=0.5)], ids=lambda one: one.name)
+def test_queued_tokens_are_those_of_queued_jobs(monkeypatch: pytest.MonkeyPatch, split: Split) -> None:
+    """As live (services.worker.jobs.prefill_queue): jobs whose prefill is not done, in the engine or not yet."""
+    seen: list[tuple[int, int]] = []
+    view = SimInstance.view
+
+    def watched(self: SimInstance, now: float) -> InstanceView:
+        found = view(self, now)
+        seen.append((found.load.queued_prefill, found.load.queued_prefill_tokens))
+        return found
+
+    monkeypatch.setattr(SimInstance, "view", watched)
+    rng = np.random.default_rng(3)
+    arrivals = np.cumsum(rng.exponential(0.02, 200))
+    work = Workload("drawn", arrivals, rng.integers(200, 900, 200), rng.integers(1, 40, 200))
+    policies = msgspec.structs.replace(plain_policies(), split=split)
+    simulate(work, several(2, 2), RunSpec(policies=policies))
+    assert max(jobs for jobs, _ in seen) > 5
+    assert [pair for pair in seen if bool(pair[0]) is not bool(pair[1])] == []

@@ -1,4 +1,4 @@
-"""A plan's file: what it promises is what `simulate` finds, and what the launcher starts."""
+"""Plans as cluster files."""
 
 import json
 from dataclasses import replace
