@@ -74,7 +74,7 @@ def _floats(kind: Any) -> Iterator[FloatType]:
                     yield from _floats(inner)
 
 
-@pytest.mark.parametrize("module", ["wire.messages", "wire.envelope", "wire.steps", "domain.job"])
+@pytest.mark.parametrize("module", ["wire.messages", "wire.envelope", "domain.job"])
 def test_no_struct_of_the_wire_takes_it(module: str) -> None:
     whole = importlib.import_module(f"shared.{module}")
     kinds = [
