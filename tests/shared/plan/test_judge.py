@@ -116,7 +116,7 @@ def test_a_short_run_has_fewer_requests_than_a_long_one() -> None:
 
 
 def test_a_helper_finds_what_the_judge_finds_itself() -> None:
-    judge, alone = search(ON_FOUR).judge, search(ASKED).judge
+    judge, alone = search(ON_FOUR).judge, search(ON_FOUR).judge
     asks = [Ask(FOUR, 3.0), Ask(THREE, 3.0), Ask(LONE, 3.0, short=True)]
     with helped(judge):
         judge.ahead(asks)
