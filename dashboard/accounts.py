@@ -1,4 +1,6 @@
-"""Keys of people, out of the file that the gateway reads, too."""
+"""Who may use the dashboard: accounts from the gateway's keys file, and the tickets that keep a browser logged in
+across tabs.
+"""
 
 import secrets
 import threading
@@ -70,10 +72,6 @@ class KeyFile:
             if self._read is None or self._read[0] != version:
                 self._read = version, {key.digest: key for key in load_keys(self._file)}
             return self._read[1]
-
-
-# MERGED tickets.py
-# Tickets: what a browser holds after a login, so that a link in a new tab asks for no key again.
 
 
 HOURS = 12

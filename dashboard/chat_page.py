@@ -1,4 +1,6 @@
-"""The page Try it: a chat through the gateway's API, with its own TTFT, and its waterfall as soon as it has ended."""
+"""The Try it page: a chat through the gateway's API with its own TTFT and waterfall. A thread reads each answer
+while the page refreshes.
+"""
 
 import asyncio
 import json
@@ -17,10 +19,6 @@ from dashboard import frame, look, units
 from dashboard.console import Console
 from dashboard.reads import Read
 from dashboard.requests_page import draw
-
-# MERGED chat.py
-# One answer through the API, as it comes: read in a thread of its own, so that the page goes on meanwhile.
-
 
 Message = dict[str, str]
 MOST_SAID = 300  # characters of an error

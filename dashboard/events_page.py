@@ -1,4 +1,6 @@
-"""The page Events: what happened, the audit of operations, and how one operation stands."""
+"""The Events page: the event log, the audit of operations, and the progress of one operation. Other pages reuse its
+tables of events.
+"""
 
 import time
 from collections.abc import Sequence
@@ -13,10 +15,6 @@ from dashboard.console import INSTANCE, OPERATION, Console, addressed
 from dashboard.frame import clickable, clicked
 from dashboard.reads import Read
 from dashboard.records import AuditEntry, EventRow
-
-# MERGED rows.py
-# Events and operations as rows that lead to what they concern.
-
 
 TROUBLE = (
     "death",

@@ -1,4 +1,6 @@
-"""What stands on every page: the name, whether each service answers, a clock that tells when nothing is refreshed."""
+"""The parts that all pages share: the header with the state of the services, the clock, outage messages,
+confirmation dialogs with their results, and tables with clickable rows.
+"""
 
 import time
 import uuid
@@ -118,10 +120,6 @@ def _dot(service: Service) -> str:
     return look.dot(said, look.BAD if error else look.GOOD, error or "answers")
 
 
-# MERGED confirm.py
-# The question before each action, and the result after it.
-
-
 NOTHING: Mapping[str, int] = {}
 
 
@@ -198,10 +196,6 @@ def _act(session: Session, console: Console, asked: Intent, wanted: Intent) -> N
 def _last(intent: Intent) -> str:
     said = f"{intent.instance_id} is the last ready {intent.role.value} instance: without it requests wait or fail."
     return f"{said} The monitor refuses to {intent.action} it unless forced."
-
-
-# MERGED tables.py
-# Tables in which a click on a row opens something.
 
 
 ROW_PX, HEAD_PX = 35, 38

@@ -1,4 +1,6 @@
-"""One instance: what it does, how that changed, what it tells of itself, what happened to it, its log."""
+"""One instance: its card with actions, its history, its recent steps against the step cost, its reported details
+and its log.
+"""
 
 import json
 import time
@@ -20,9 +22,6 @@ from dashboard.reads import Read
 from dashboard.records import POINTS, RANGES, InstanceColumns, InstanceHistory, InstanceRow
 from shared import palette
 from shared.domain.instance import InstanceState, Role
-
-# MERGED cards.py
-# An instance as a card, and the buttons that act on it.
 
 
 def card(row: InstanceRow, rows: Sequence[InstanceRow], console: Console, session: Session, stale: bool) -> None:
@@ -92,10 +91,6 @@ def buttons(row: InstanceRow, rows: Sequence[InstanceRow], console: Console, ses
         )
 
 
-# MERGED past.py
-# One instance over time: its role and state, KV, jobs, tokens that wait.
-
-
 COLUMNS = 3
 
 
@@ -153,10 +148,6 @@ def _role_and_state(found: InstanceHistory, columns: InstanceColumns, zone: str)
 def _role_key() -> str:
     keys = (("■ prefill", look.PREFILL), ("■ decode", look.DECODE), ("■ gone", look.IDLE))
     return " ".join(f'<span style="color:{colour}">{said}</span>' for said, colour in keys)
-
-
-# MERGED steps.py
-# An instance's newest steps beside what its cost model and what it has learned expect of them.
 
 
 NEAR = (0.8, 1.25)  # times of what was expected: as it should be
@@ -263,10 +254,6 @@ def _beside(measured_s: float, expected: Sequence[float | None]) -> str:
     return f"{look.text(units.duration(middle))} {mark}"
 
 
-# MERGED details.py
-# What an instance tells of itself, whatever that is: figures in a line, lists as tables, units by their names.
-
-
 ROWS = 24  # of a table
 _KNOWN = ("known", "instance_id", "started_s", "steps")  # told elsewhere on the page
 
@@ -348,10 +335,6 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     made = [[look.text(figure(name, row.get(name))) for name in names] for row in rows[:ROWS]]
     more = look.soft(f"and {len(rows) - ROWS} more") if len(rows) > ROWS else ""
     return look.narrow(look.table(heads, made)) + more
-
-
-# MERGED log_lines.py
-# Lines of our logs for people.
 
 
 _FIRST = ("timestamp", "level", "event", "service")

@@ -1,4 +1,6 @@
-"""Actions on instances: what is asked before, what runs meanwhile, what is said after."""
+"""Actions on instances: the confirmation text, the running operation, its outcome, and what a browser session
+remembers of them. Other pages reuse the session classes.
+"""
 
 import time
 import uuid
@@ -146,9 +148,6 @@ def _jobs(count: int) -> str:
 
 
 _DOING = {Action.DRAIN: "Draining", Action.RESUME: "Resuming", Action.FLIP: "Flipping"}
-
-# MERGED session.py
-# What one browser session remembers between runs of the page.
 
 
 KEPT_OPERATIONS = 5

@@ -1,4 +1,6 @@
-"""The cluster over time: rates, latencies against their targets, attainment, failures, load; with what happened."""
+"""The figures of the overview over time: rates, latencies against their targets, attainment, failures and load; and
+a heat map of the role, jobs and KV of every instance.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -155,10 +157,6 @@ def graphs_figure(found: History, zone: str, goal: float) -> go.Figure:
     figures.name_panels(drawn, titles)
     figures.mark(drawn, found.marks, zone, COLUMNS)
     return drawn
-
-
-# MERGED heat.py
-# Role, jobs and KV of every instance over time, in the simulator's colours.
 
 
 MANY = 48  # instances; of more than these fewer moments are drawn

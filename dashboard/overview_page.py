@@ -1,4 +1,6 @@
-"""The page Overview from top to bottom: the verdict first, then what it rests on."""
+"""The Overview page: the verdict with its problems, the chain of services that requests pass, SLO attainment by
+class, and the demand.
+"""
 
 import time
 from collections.abc import Sequence
@@ -17,10 +19,6 @@ from shared.domain.demand import AskedSecond, RolesWanted
 from shared.domain.instance import InstanceState, Role
 from shared.domain.verdict import Count, Level, Link, Problem, Stage, Verdict
 from shared.policy.slo import SloReport
-
-# MERGED verdict.py
-# The verdict in words, its problems, the chain that requests pass, and the instances that should be there.
-
 
 STAGES = {
     Stage.QUEUE: ("Queue", look.IDLE),
@@ -137,10 +135,6 @@ def _targets(cluster: Read[ClusterSummary], found: Verdict) -> str:
     return look.tile("Targets", goal, f"of requests: {said}{' …' if len(known) > 2 else ''}")
 
 
-# MERGED slo.py
-# SLO attainment of each class over each window, with percentiles.
-
-
 _PERCENTILES = ("p50", "p90", "p99")
 
 
@@ -183,10 +177,6 @@ def _slo_row(report: SloReport, goal: float) -> list[str]:
     )
     about = (units.duration(report.window_s), units.count(report.requests), targets)
     return [look.strong(report.slo), *(look.text(value) for value in about), *met, *percentiles]
-
-
-# MERGED asked.py
-# What clients ask for, which roles would serve it best, and which classes of them wait or are refused.
 
 
 _HEIGHT_PX = 150

@@ -1,4 +1,6 @@
-"""The page Policies: those in force, who chose them, what else there is, who follows; and a form to change one."""
+"""The Policies page: the policies in force, their alternatives and followers, and the form that changes one of
+them.
+"""
 
 import time
 import uuid
@@ -21,10 +23,6 @@ from shared.domain.policies import ENGINE, ROUTING
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.files.yaml_file import parse_yaml
-
-# MERGED change.py
-# A change of one policy: the form, the question, and what became of it.
-
 
 FILE = "as the cluster file says"
 

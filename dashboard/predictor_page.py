@@ -1,4 +1,6 @@
-"""The page Predictor."""
+"""The Predictor page: the source of output length predictions and the reason for it, and how predictions compare
+with actual lengths.
+"""
 
 from collections.abc import Sequence
 
@@ -9,10 +11,6 @@ from dashboard import frame, look, units
 from dashboard.console import Console
 from dashboard.reads import Read
 from dashboard.records import CLASSIFIER, CheckpointStatus, LengthSource, Reality
-
-# MERGED output_lengths.py
-# Who predicts output lengths and why, and how the predictions compare with what the answers became.
-
 
 _HEIGHT_PX = 320
 _SOURCES = {CLASSIFIER: "The classifier", "observed": "Observed lengths"}

@@ -1,4 +1,6 @@
-"""Reading over HTTP: a read never raises, it brings a value, old or new, or a reason."""
+"""Reads over HTTP. A read never raises: it returns a value, fresh or stale, or a reason. All sessions share one
+event loop in its own thread and the clients of the services.
+"""
 
 import asyncio
 import ssl
@@ -68,10 +70,6 @@ class Reader:
         return replace(self._last.get(name) or Read(None), error=error)
 
 
-# MERGED service_clients.py
-# The clients of the services: the one place where they are made.
-
-
 class Clients:
     """One of each service, kept open; of one event loop. Raises KeyError for a URL that is not configured."""
 
@@ -104,9 +102,6 @@ class Clients:
         # Of our own, so that no proxy of the environment comes between us and the cluster.
         return httpx.AsyncHTTPTransport(verify=self._tls)
 
-
-# MERGED hub.py
-# One event loop in a thread of its own, through which all sessions read: each thing once a period, not once each.
 
 STOP_S = 2.0
 AGAIN_S = 0.5

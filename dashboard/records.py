@@ -1,4 +1,6 @@
-"""What the services answer, as types. Fields that the page does not use are ignored."""
+"""The types of the services' answers: current state, time series, found requests, and the per-class counts read
+from the gateways' metrics. Fields that the pages do not use are ignored.
+"""
 
 from collections import defaultdict
 from typing import Any
@@ -196,10 +198,6 @@ class LengthSource(msgspec.Struct, frozen=True):
         return self.source != CLASSIFIER and (bool(self.why) or self.checkpoint.state in ("loaded", "broken"))
 
 
-# MERGED history.py
-# What the services tell of the past, as types: columns of equal length, None where nothing is known.
-
-
 Column = list[float | None]
 RANGES = {"5 min": 5, "15 min": 15, "1 h": 60, "6 h": 360, "24 h": 1440}  # minutes
 POINTS = 120
@@ -275,10 +273,6 @@ class Found(msgspec.Struct, frozen=True):
 
     rows: list[FoundRow]
     more: bool = False
-
-
-# MERGED gateway_classes.py
-# What the gateway counts of each SLO class, read from its metrics.
 
 
 _WAITING, _DELAYED, _REFUSED = "polyphase_gateway_delayed_jobs", "polyphase_delayed_total", "polyphase_refused_total"

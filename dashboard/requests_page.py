@@ -1,4 +1,6 @@
-"""The page Requests: a search over all of them, the worst first; or one request by its address."""
+"""The Requests page: a search over requests, and one request in full with its story, waterfall and figures. The
+chat page reuses the view of one request.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,9 +20,6 @@ from shared.domain.job import Phase
 from shared.explain import Sentence, explain
 from shared.timeline import RequestTimeline, Span, SpanRecord
 from shared.wire.messages import JobReport
-
-# MERGED story.py
-# A request's story as HTML: a sentence a step, its figures on demand.
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +49,6 @@ def _figure(value: float | str) -> str:
     if isinstance(value, str):
         return value
     return f"{value:.0f}" if value == round(value) else f"{value:.4g}"
-
-
-# MERGED waterfall.py
-# One request's time as a waterfall.
 
 
 _NAMES = {Span.DECODE_QUEUE: "decode queue"}
@@ -125,10 +120,6 @@ def _bar(place: int, span: SpanRecord, arrived_s: float) -> go.Bar:
 
 def _ms(moment_s: float, arrived_s: float) -> float:
     return (moment_s - arrived_s) * 1000
-
-
-# MERGED one.py
-# One request in full: its story in sentences, its waterfall, its figures; of one under way as far as it is known.
 
 
 def one(console: Console, job_id: str) -> None:

@@ -1,4 +1,6 @@
-"""The predictor's HTTP interface."""
+"""The predictor's interfaces: HTTP with validated and size-limited bodies, RPC for gateways, and Prometheus
+metrics. Importing the module loads neither torch, transformers nor numpy.
+"""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -26,10 +28,6 @@ from shared.runtime.tasks import background
 from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
-
-# MERGED bodies.py
-# What callers send, checked strictly.
-
 
 MAX_OBSERVATIONS = 10_000
 MAX_TOKENS = 2**31 - 2
@@ -102,10 +100,6 @@ def _require_unicode(text: str) -> None:
         raise ValueError("prompt is not valid Unicode") from error
 
 
-# MERGED limit.py
-# A bound on the size of request bodies.
-
-
 class BodyLimit:
     """Answers 413 to a body of more than `max_bytes`, declared or not, without keeping it."""
 
@@ -139,10 +133,6 @@ class BodyLimit:
         response = error_response(StarletteRequest(scope), InvalidRequest(f"body of more than {self._max_bytes} bytes"))
         response.status_code = 413
         await response(scope, receive, send)
-
-
-# MERGED metrics.py
-# The predictor's metrics.
 
 
 LATENCY_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -202,10 +192,6 @@ async def timed(predictor: Predictor, metrics: Metrics, query: Query) -> tuple[L
     latency_s = perf_counter() - started_s
     metrics.latency_s.labels(found.source).observe(latency_s)
     return found, latency_s
-
-
-# MERGED rpc.py
-# The predictor's RPC, for gateways: an HTTP call costs them a millisecond of their loop for each request.
 
 
 _OURS = 0.9  # of a call's time: the rest is for the way back, so that its caller hears why

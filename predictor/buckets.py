@@ -1,7 +1,8 @@
-"""Length buckets: fixed-size classes of output length, and how a distribution over them becomes a prediction.
+"""Length buckets, which are fixed-size classes of output length, and the prediction from recently observed lengths:
+a decayed histogram for each band of prompt lengths. Pure; age is counted in observations.
 
-TetriInfer section 3.3.2: with a granularity of 200, answers of 0 to 200 tokens are labelled 0, 200 to 400
-are 1, and so on (the paper's "granularity of 100" there is a slip).
+Observed lengths are used while there is no trained classifier, and are the baseline that a classifier has to beat.
+Their age is counted in observations, not in time.
 """
 
 from bisect import bisect_right
@@ -58,13 +59,6 @@ def no_prediction(max_tokens: int | None, source: str) -> LengthPrediction:
 
 def _fold(probabilities: Sequence[float], last: int) -> list[float]:
     return [*probabilities[:last], sum(probabilities[last:])]
-
-
-# MERGED observed.py
-# Output length from what was observed lately: a decayed histogram for each band of prompt lengths.
-#
-# It answers while there is no trained classifier, and is the baseline that a classifier has to beat. Pure: no
-# clock; age is counted in observations, so a quiet night forgets nothing.
 
 
 SOURCE = "observed"

@@ -1,4 +1,6 @@
-"""A checkpoint's own metadata: what it predicts, what it was trained on, how good it was. No torch here."""
+"""A checkpoint's metadata and the measures of its quality: scores of predictions, the baselines that a classifier
+has to beat, and the noise ceiling. Does not import torch.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,10 +13,6 @@ import msgspec
 from predictor.buckets import Buckets, ObservedLengths
 from predictor.data.examples import Example
 from shared.errors import Unavailable
-
-# MERGED scores.py
-# How good predictions were: accuracy, error in tokens, confusion, calibration. Pure.
-
 
 CALIBRATION_BINS = 10
 
@@ -106,10 +104,6 @@ def _calibrate(confidences: Sequence[float], hits: Sequence[bool]) -> list[Calib
         for index, members in enumerate(bins)
         if members
     ]
-
-
-# MERGED baselines.py
-# What a classifier has to beat, and what nobody can: the commonest bucket, the prompt's length, the noise. Pure.
 
 
 class Ceiling(msgspec.Struct, frozen=True):

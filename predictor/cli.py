@@ -1,4 +1,6 @@
-"""`polyphase predictor`: prompts with answers, a classifier of their lengths, and how good it is."""
+"""The `polyphase predictor` commands: `dataset`, `train` and `evaluate`. `services.launcher.cli` loads the module
+by name.
+"""
 
 import asyncio
 import json
@@ -17,9 +19,6 @@ from predictor.progress import progress_bar
 from predictor.served import load_served
 from predictor.train import NOT_GOOD_ENOUGH, train
 from shared.errors import PolyphaseError
-
-# MERGED evaluate_command.py
-# `polyphase predictor evaluate`.
 
 
 class Split(StrEnum):
@@ -73,10 +72,6 @@ def evaluate_command(
         if out is not None:
             typer.echo(f"Written: {out / PAGE} with plots, {out / PREDICTION} for `polyphase simulate --prediction`")
     raise typer.Exit(0 if report["ok"] else NOT_GOOD_ENOUGH)
-
-
-# MERGED command.py
-# `polyphase predictor dataset`.
 
 
 KEY_VARIABLE = "OPENAI_API_KEY"

@@ -1,4 +1,9 @@
-"""Score a checkpoint: accuracy, error, calibration, latency, beside the baselines that it has to beat and the noise."""
+"""Evaluates a checkpoint on labelled examples: scores, latency, findings and the tables that the commands print.
+The module also chooses the width and number of buckets that a dataset supports.
+
+TetriInfer uses 200 tokens per bucket, found by trial for ShareGPT's answers; other models and prompts need other
+widths.
+"""
 
 import math
 from collections import Counter
@@ -18,12 +23,6 @@ from predictor.data.examples import Example, labels
 from predictor.loading import TextClassifier
 from predictor.progress import OnProgress, silent
 from shared.errors import InvalidRequest
-
-# MERGED granularity.py
-# Which granularity the lengths of answers can teach: the tokens of a bucket, and the number of buckets. Pure.
-#
-# TetriInfer takes 200 tokens by trial, of ShareGPT's answers; other models and prompts need another one.
-
 
 WIDTHS = (5, 10, 25, 50, 100, 200, 400, 800, 1600, 3200)  # tokens; one of them is chosen
 LARGEST_SHARE = 0.5  # of the answers, that one bucket may hold
@@ -237,10 +236,6 @@ def _standard_error(truth: Sequence[int], rows: Sequence[Sequence[float]], other
     pairs = zip(truth, map(likeliest, rows), map(likeliest, others), strict=True)
     unlike = sum((own == label) != (other == label) for label, own, other in pairs)
     return math.sqrt(unlike) / len(truth)
-
-
-# MERGED tables.py
-# What `train` and `evaluate` print for people: scores beside the baselines, answers per bucket, warnings.
 
 
 def print_evaluation(console: Console, title: str, found: Evaluation) -> None:

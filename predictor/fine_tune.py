@@ -1,4 +1,6 @@
-"""Fine-tuning of the classifier with the Hugging Face Trainer. Imports torch."""
+"""Fine-tunes the classifier with the Hugging Face Trainer, from a base model or from a small OPT network that is
+created here. Imports torch and transformers.
+"""
 
 import math
 from collections import Counter
@@ -32,10 +34,6 @@ from predictor.data.examples import Example, labels
 from predictor.model import encode_ends
 from predictor.progress import OnProgress, silent
 from shared.errors import InvalidRequest
-
-# MERGED scratch.py
-# A small OPT classifier from nothing, for machines without a model hub. Imports torch.
-
 
 # layers, hidden size, heads, vocabulary
 SIZES = {

@@ -1,4 +1,6 @@
-"""Brings a checkpoint into service: device, precision, and how much of a prompt it can look at by the deadline."""
+"""Loads a checkpoint into service: device, precision, and how much of a prompt the classifier can read within the
+deadline. torch is imported when a checkpoint is loaded. `Query` is one prediction to make.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +19,6 @@ from shared.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from predictor.model import LengthClassifier
-
-# MERGED query.py
-# One prediction to make.
 
 
 @dataclass(frozen=True, slots=True)

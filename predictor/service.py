@@ -1,4 +1,11 @@
-"""Who answers: the checkpoint's classifier while it can and is to be believed, else what was observed."""
+"""Answers predictions with the checkpoint's classifier, or with the observed lengths while the classifier is absent
+or measurably worse. Prompts are batched and answered by their deadline; a rolling window of finished requests
+compares the classifier with the baselines.
+
+Micro-batches follow TetriInfer 5.2.2: prompts are computed together, padded to the longest of them, and a prompt
+beyond 512 tokens runs alone. Beyond the paper, a batch has at most `batch_tokens` with padding, because on a busy
+processor more tokens take longer in proportion, and fewer where the oldest prompt would otherwise be late.
+"""
 
 import asyncio
 from collections import Counter, deque
@@ -21,13 +28,6 @@ from predictor.settings import PredictorSettings
 from shared.domain.job import LengthPrediction
 from shared.errors import Busy, DeadlineExceeded, Unavailable
 from shared.runtime.logs import get_log
-
-# MERGED reality.py
-# Whether the classifier is right: rolling, beside who says the commonest bucket and who looks at the prompt's length.
-#
-# Pure: no clock; each finished answer comes with what the classifier had said of it, so that several predictors that
-# hear of the same answers judge alike, and none has to remember whom it told what.
-
 
 WINDOW = 500  # answers that it is judged by
 FEWEST = 200  # before so many, nothing is said against it
@@ -136,14 +136,6 @@ class Reality:
             self.believed, self.why = True, ""
         return self.believed is not before
 
-
-# MERGED batcher.py
-# Micro-batches of prompts for the classifier: an answer by the deadline or an error, never a late answer.
-#
-# Source: TetriInfer 5.2.2: prompts are computed together, padded to the longest of them; one beyond the cutting
-# limit of 512 tokens runs alone. Ours: a batch has at most `batch_tokens` with padding, because on a processor that
-# is busy with one prompt more tokens take longer in proportion; and fewer where the oldest would come too late
-# otherwise.
 
 CUTTING_TOKENS = 512
 BATCH_TOKENS = 512

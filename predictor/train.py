@@ -1,4 +1,6 @@
-"""Train a length classifier on prompts and their answers (TetriInfer figure 8)."""
+"""The `polyphase predictor train` command: splits the examples, fine-tunes the classifier, calibrates and evaluates
+it, and writes the checkpoint with its model card. torch is imported when training starts.
+"""
 
 import json
 import time
@@ -19,10 +21,6 @@ from predictor.evaluate import Evaluation, choose_buckets, evaluate, print_evalu
 from predictor.progress import OnProgress, progress_bar, silent
 from predictor.served import load_served
 from shared.errors import InvalidRequest
-
-# MERGED card.py
-# The model card of a checkpoint: what it was made of and how good it is, for people.
-
 
 FILE = "README.md"
 

@@ -1,4 +1,6 @@
-"""The plan in force: what it consists of, and whether it does what was expected of it."""
+"""The plan in force and the comparison of expected, measured and promised figures, with the size of their deviation
+in words.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,10 +12,6 @@ from dashboard import look, units
 from dashboard.plan.picture import GROUPED_ABOVE, LEGEND, graph, picture
 from dashboard.plan.records import Expected, Fleet, Measured, Promise, Route
 from dashboard.reads import Read
-
-# MERGED figures.py
-# Expected, measured and promised figures beside each other, and how far they are apart, in words.
-
 
 CLOSE = 0.1  # of a figure: nearer than this is as expected
 FAR = 0.2  # worse by more than this is trouble

@@ -1,4 +1,6 @@
-"""What can be asked of the planner: the question before, what runs meanwhile, what is said after."""
+"""Actions on the planner: the client of its HTTP API, the confirmation, the running operation and its outcome, and
+what a browser session remembers of the Plan page.
+"""
 
 import time
 import uuid
@@ -156,9 +158,6 @@ _WORDS = {
     ),
 }
 
-# MERGED plan_session.py
-# What one browser session remembers of the page Plan.
-
 
 @dataclass(frozen=True, slots=True)
 class Supposed:
@@ -199,10 +198,6 @@ class PlanSession(Acting[Wish, Deed]):
     @search.setter
     def search(self, value: PlanSearch) -> None:
         st.session_state["plan_search"] = value
-
-
-# MERGED planner.py
-# All that the page Plan reads and does, over the planner's HTTP API.
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,10 +259,6 @@ class Planner:
                 await client.cancel(wish.target, who=name)
             case Act.SUBMIT:
                 await client.submit(wish.body, who=name)
-
-
-# MERGED question.py
-# The question before the planner is told to do something.
 
 
 def ask(session: PlanSession, planner: Planner, console: Console) -> None:

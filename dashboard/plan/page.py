@@ -1,4 +1,6 @@
-"""The page Plan from top to bottom. All of it refreshes itself, but for an open question."""
+"""The Plan page from top to bottom, with the what-if form for lost or added instances and changed demand. The page
+refreshes itself unless a confirmation is open.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,10 +20,6 @@ from dashboard.plan.searches import searches
 from dashboard.reads import Read
 from shared.domain.instance import Role
 from shared.errors import PolyphaseError
-
-# MERGED what_if.py
-# What would be if instances were lost or added, or the demand were another.
-
 
 FACTORS = {"rate_factor": "Request rate ×", "prompt_factor": "Prompt length ×", "output_factor": "Output length ×"}
 

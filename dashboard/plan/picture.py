@@ -1,4 +1,6 @@
-"""The plan in force as a picture: prefill instances left, decode instances right, routes as bands between them."""
+"""The picture of a plan: instances or groups of like instances as nodes, routes as links, their layout, and the
+Plotly figure.
+"""
 
 import re
 from collections import defaultdict
@@ -10,10 +12,6 @@ import plotly.graph_objects as go
 from dashboard import look, units
 from dashboard.plan.records import FleetInstance, Route
 from shared.domain.instance import Role
-
-# MERGED nodes.py
-# What the picture of a plan consists of: instances, or groups of alike ones, and the routes between them.
-
 
 GROUPED_ABOVE = 40  # instances
 
@@ -117,10 +115,6 @@ def _groups(
         alike = (one.role, hardware(one), one.state, one.instance_id in own)
         groups[alike if together else (one.instance_id,)].append(one)
     return groups.values()
-
-
-# MERGED places.py
-# Where the parts of a plan's picture stand, in pixels from above and in shares of its width.
 
 
 CARD_WIDTH = 0.29  # of the picture's

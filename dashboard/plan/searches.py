@@ -1,4 +1,4 @@
-"""Searches for plans: what runs, what was found, and its file."""
+"""Searches for plans: the form that starts one, running searches, and their results."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +11,6 @@ from dashboard.plan.operations import Act, Planner, PlanSession, Wish, cancel
 from dashboard.plan.records import PlanSearch, Promise, Result
 from dashboard.reads import Read
 from shared.domain.job import tight_gaps
-
-# MERGED search_form.py
-# The form that has a plan searched for.
-
 
 # As in shared/plan/methods/registry.py, which would bring the planner's whole code into the dashboard's process.
 METHODS = ("best", "tabu", "joint", "exhaustive", "coupled", "thirds", "single_type", "bruteforce")

@@ -1,4 +1,6 @@
-"""Builds a dataset: prompts out of files, answers from the model that is served; goes on where it was killed."""
+"""Builds a dataset: reads prompts, requests answers from the served model over the OpenAI API, journals each answer
+so that an interrupted build resumes, and writes a Parquet file with the settings that produced it.
+"""
 
 import asyncio
 import json
@@ -16,10 +18,6 @@ import msgspec
 
 from predictor.data.examples import hash_of, prompt_of, records_in, split_of
 from shared.errors import Conflict, InvalidRequest, PolyphaseError, Unavailable
-
-# MERGED endpoint.py
-# Asks a running model for answers, over the OpenAI API, and learns how long they get.
-
 
 CONNECT_S = 10.0
 TRIES = 5  # of one answer, before the endpoint counts as away
@@ -168,10 +166,6 @@ def _error_of(response: httpx.Response) -> str:
         return response.text[:_SAID]
 
 
-# MERGED journal.py
-# What a dataset builder has so far, in a file that outlives its process: one line an answer, each written whole.
-
-
 JOURNAL_FILE, SETTINGS = "answers.jsonl", "settings.json"
 
 
@@ -261,10 +255,6 @@ def _agree(path: Path, settings: dict[str, Any]) -> None:
     if differ:
         said = ", ".join(f"{key} was {known.get(key)!r} and is {settings.get(key)!r}" for key in differ)
         raise Conflict(f"{path.parent} was begun under other settings: {said}. Take another folder, or those.")
-
-
-# MERGED table.py
-# A dataset as a Parquet file: prompts, lengths and splits, with the settings that it was made under.
 
 
 TABLE_FILE = "dataset.parquet"

@@ -1,4 +1,6 @@
-"""What a checkpoint learns from: prompts as the service will see them, and how long their answers are."""
+"""Training examples: prompts as the service will see them and the lengths of their answers, read from Parquet,
+JSON, JSONL or text files, with a deterministic split by hash.
+"""
 
 import hashlib
 import json
@@ -11,10 +13,6 @@ from predictor.buckets import Buckets
 from predictor.served import ServedTokenizer
 from shared.errors import InvalidRequest
 from shared.files.text import GZIP, format_of, read_lines, read_records, shown
-
-# MERGED records.py
-# Files of prompts, or of prompts with answers, record by record.
-
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
 _PARTS = ("instruction", "input")  # of a prompt, in Alpaca's form
