@@ -37,7 +37,7 @@ async def test_paused_streams_move_to_an_instance_that_has_room(
                 made = [make_job([7] * PROMPT, ANSWER) for _ in range(STREAMS)]
                 running = asyncio.gather(*(gateway.run(job) for job, _ in made))
                 await until(lambda: small.engine.stats().preemptions > 0, "KV runs short", timeout_s=30)
-                await until(lambda: any(job.paused is not None for job, _ in made), "the gateway hears of it")
+                await until(lambda: any(job.call.paused is not None for job, _ in made), "the gateway hears of it")
                 assert not any(job.moves for job, _ in made), "there is no other place yet"
                 await monitor.resume("d1")
                 await asyncio.wait_for(running, 60)

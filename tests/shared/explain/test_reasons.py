@@ -25,7 +25,7 @@ PUT_TOGETHER: dict[tuple[str, str], list[str]] = {
     ("shared/policy/split.py", "f'split:{self.name}, full'"): ["split:cronus, full", "split:balanced, full"],
     ("shared/policy/placement_policies.py", "f'placement:{self.name}'"): ["placement:workload", "placement:memory"],
     ("shared/policy/placement.py", "f'local: {why.message}'"): ["local: no prefill instance is ready (1 dead)"],
-    ("gateway/job.py", "found.source"): ["classifier", "observed"],
+    ("gateway/job.py", "prediction.source"): ["classifier", "observed"],
 }
 # Words of an error go as they are: what they say changes with every case.
 ERRORS = {

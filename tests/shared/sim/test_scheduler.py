@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.engines.admission_queue import Entrance
+from services.worker.engines.admission_queue import AdmissionQueue
 from services.worker.engines.base import EnginePolicies, EngineRequest
 from services.worker.kv.port import ExportLedger
 from shared.domain.instance import Role
@@ -78,7 +78,7 @@ def simulated(order: PrefillOrder, staging: int, steps: list[Step]) -> list[int]
 def live(order: PrefillOrder, staging: int, steps: list[Step]) -> list[int]:
     """The same at the door of a worker's engine, with its ledger."""
     ledger, asked = ExportLedger(staging, 1), dict[int, EngineRequest]()
-    entrance = Entrance[int](
+    queue = AdmissionQueue[int](
         EnginePolicies(order), lambda: None, asked.__getitem__, lambda number: 0, list, lambda: Blocks(0, 0, 1)
     )
     waiting, inside, staged = list[int](), list[int](), list[int]()
@@ -98,7 +98,7 @@ def live(order: PrefillOrder, staging: int, steps: list[Step]) -> list[int]:
             has_room=lambda: ledger.reserve(name),
         )
         waiting.append(number)
-        entrance.add(number)
+        queue.add(number)
 
     def stream(number: int, prompt: int) -> None:
         view = JobView(str(number), prompt, 2, started=True)
@@ -107,7 +107,7 @@ def live(order: PrefillOrder, staging: int, steps: list[Step]) -> list[int]:
             str(number), view, [1] * prompt, Generation(b"", float(number)), 1, import_from=kv
         )
         waiting.append(number)
-        entrance.add(number)
+        queue.add(number)
 
     for number, (what, value) in enumerate(steps):
         if what == "come":
@@ -116,12 +116,12 @@ def live(order: PrefillOrder, staging: int, steps: list[Step]) -> list[int]:
             stream(number, value)
         elif what == "back" and inside:
             waiting.append(inside.pop())
-            entrance.put_back(waiting[-1])
+            queue.put_back(waiting[-1])
         elif what == "enter":
-            if entrance.next() is None:
+            if queue.next() is None:
                 entered.append(-1)
                 continue
-            inside.append(entrance.take())
+            inside.append(queue.pop())
             waiting.remove(inside[-1])
             entered.append(inside[-1])
         elif what == "end" and inside:
@@ -130,7 +130,7 @@ def live(order: PrefillOrder, staging: int, steps: list[Step]) -> list[int]:
             ledger.end(str(staged.pop(value % len(staged))))
         elif what == "leave" and waiting:
             left = waiting.pop(value % len(waiting))
-            entrance.remove(left)
+            queue.remove(left)
             ledger.end(str(left))
     return entered
 
