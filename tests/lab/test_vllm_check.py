@@ -52,8 +52,12 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for package in (folder, folder.parent, folder.parents[1]):
         (package / "__init__.py").touch()
     (folder / "test_some.py").write_text(TESTS)
-    monkeypatch.setattr(vllm_check, "listed_tests", lambda: [f"{vllm_check.FOLDER}/test_some.py::{name}" for name in NAMES])
+    monkeypatch.setattr(vllm_check, "listed_tests", lambda: paths(NAMES))
     return tmp_path
+
+
+def paths(names: list[str]) -> list[str]:
+    return [f"{vllm_check.FOLDER}/test_some.py::{name}" for name in names]
 
 
 async def test_failures_are_named_and_one_by_chance_is_tried_again(work: Path) -> None:
@@ -73,7 +77,7 @@ async def test_failures_are_named_and_one_by_chance_is_tried_again(work: Path) -
 
 async def test_all_pass(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), width=200)
-    monkeypatch.setattr(vllm_check, "listed_tests", lambda: [f"{vllm_check.FOLDER}/test_some.py::{n}" for n in NAMES[:2]])
+    monkeypatch.setattr(vllm_check, "listed_tests", lambda: paths(NAMES[:2]))
     assert await vllm_check.check("http://127.0.0.1:9", vllm_check.LOCAL, work, console) == 0
     assert "2 of 2 pass" in console.file.getvalue()  # type: ignore[attr-defined]
 
