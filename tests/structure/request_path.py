@@ -18,11 +18,11 @@ from pathlib import Path
 
 import httpx
 
+from services.launcher.ports import free_range
 from tests.structure.measure import ROOT
 
 TRACE = Path(__file__).parent / "path_trace"
-PORT = 29240
-URL = f"http://127.0.0.1:{PORT}"
+LAPTOP = ROOT / "services/launcher/clusters/laptop.yaml"
 REQUESTS = {"chat": 12, "flip": 4}
 SHARE = 0.75
 START_S = 400.0
@@ -38,7 +38,12 @@ def files_on_path(kind: str) -> dict[str, dict[str, list[str]]]:
 class _Suite:
     def __init__(self, folder: Path) -> None:
         self._data, self._out, self._flag = folder / "data", folder / "out", folder / "flag"
-        self._log = folder / "log"
+        self._log, self._cluster = folder / "log", folder / "cluster.yaml"
+        base = free_range()
+        self._url = f"http://127.0.0.1:{base + 240}"
+        self._cluster.write_text(
+            LAPTOP.read_text().replace("gateway:\n", f"ports: {base}\ngateway:\n  port: {base + 240}\n")
+        )
         self._out.mkdir()
         self._flag.write_bytes(b"\0")
         self._environment = os.environ | {
@@ -49,7 +54,7 @@ class _Suite:
         }
 
     def trace(self, kind: str) -> dict[str, dict[str, list[str]]]:
-        arguments = ["up", "--no-dashboard", "--port", str(PORT)]
+        arguments = ["up", "--no-dashboard", "--cluster", str(self._cluster)]
         with self._log.open("w") as log:
             suite = subprocess.Popen(self._command(*arguments), cwd=ROOT, env=self._environment, stdout=log, stderr=log)
             try:
@@ -118,7 +123,7 @@ class _Suite:
             "stream": True,
             "ignore_eos": True,
         }
-        with httpx.stream("POST", f"{URL}/v1/chat/completions", json=body, timeout=120.0) as answer:
+        with httpx.stream("POST", f"{self._url}/v1/chat/completions", json=body, timeout=120.0) as answer:
             answer.raise_for_status()
             for _ in answer.iter_lines():
                 pass
