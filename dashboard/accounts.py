@@ -79,7 +79,7 @@ KEPT = 1_000
 
 
 class Tickets:
-    """In memory only: with the process, all are void. A ticket is told by its digest, a key is kept for its holder."""
+    """In memory only: tickets end with the process. Each is stored as its digest, with its holder's key."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -205,7 +205,7 @@ def _begin(question: str, most: int, secret: str, console: Console) -> None:
 
 
 def _clear() -> None:
-    """Nobody sees the rest of an answer that still comes."""
+    """The browser discards the rest of an answer that is still being received."""
     turns = _turns()
     for turn in turns:
         turn.stop.set()

@@ -56,7 +56,7 @@ def keep() -> None:
 
 
 def leave_button(account: Account) -> None:
-    """Whose login it is, and the way out; nothing where nobody logs in."""
+    """The user's name and the logout button; nothing where the login is off."""
     if account is ANYBODY:
         return
     with st.popover(f"{account.name} ({account.role})", icon=":material/person:", type="tertiary", key="account"):

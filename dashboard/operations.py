@@ -212,7 +212,7 @@ class Acting(Generic[W, S]):
         return True
 
     def drop_intent(self) -> None:
-        """Nobody wants anything any more."""
+        """Clear the pending action."""
         st.session_state.pop(f"{self._name}intent", None)
         self.asking = False
 

@@ -164,7 +164,7 @@ class ObservedStatus(msgspec.Struct, frozen=True):
 
 
 class RollingAccuracy(msgspec.Struct, frozen=True):
-    """Shares of the last answers whose bucket was named rightly; None where nobody knows."""
+    """Shares of the last answers whose bucket was predicted correctly; None if unknown."""
 
     classifier: float | None = None
     commonest: float | None = None

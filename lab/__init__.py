@@ -1,1 +1,1 @@
-"""What nobody serves with: benches, the papers, the demonstration, simulation, calibration, fitting."""
+"""Tools beside the serving processes: benchmarks, paper reproductions, the demo, simulation, calibration, fitting."""

@@ -53,7 +53,7 @@ def predict(probabilities: Sequence[float], buckets: Buckets, max_tokens: int | 
 
 
 def no_prediction(max_tokens: int | None, source: str) -> LengthPrediction:
-    """What is said when nothing is known: any length at all, with confidence 0. Its bucket means nothing."""
+    """The prediction without information: every length is possible, with confidence 0. Its bucket has no meaning."""
     return LengthPrediction(0, 0, OPEN_END if max_tokens is None else max_tokens + 1, 0.0, source)
 
 

@@ -119,7 +119,7 @@ class Ceiling(msgspec.Struct, frozen=True):
 
 
 def commonest(train: Iterable[Example], buckets: Buckets) -> list[float]:
-    """Shares of the buckets: what is said of every prompt by who looks at none."""
+    """Shares of the buckets: the prediction that does not look at the prompt."""
     seen = Counter(buckets.of(example.output_tokens) for example in train)
     return [seen[bucket] / seen.total() for bucket in range(buckets.count)]
 

@@ -33,7 +33,7 @@ class Query:
 
     @property
     def length(self) -> int:
-        """Tokens of the whole prompt, estimated where nobody counted them."""
+        """Tokens of the whole prompt, estimated if the caller did not count them."""
         if self.prompt_tokens is not None:
             return self.prompt_tokens
         return len(self.token_ids) if self.text is None else estimate_tokens(self.text)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from shared.domain.job import ends_of
 from shared.errors import InvalidRequest
 
-# Assumed where nobody counted: OpenAI's rule of thumb for English text.
+# Assumed for texts without a token count: OpenAI's rule of thumb for English text.
 BYTES_PER_TOKEN = 4
 
 
@@ -53,7 +53,7 @@ def load_served(model: str, *, with_template: bool = False) -> ServedTokenizer:
 
 
 def estimate_tokens(text: str) -> int:
-    """A rough length of a text that nobody has tokenised."""
+    """A rough token count of a text that is not tokenised."""
     return -(-len(text.encode()) // BYTES_PER_TOKEN)
 
 

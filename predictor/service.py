@@ -30,7 +30,7 @@ from shared.errors import Busy, DeadlineExceeded, Unavailable
 from shared.runtime.logs import get_log
 
 WINDOW = 500  # answers that it is judged by
-FEWEST = 200  # before so many, nothing is said against it
+FEWEST = 200  # answers, before which the classifier is not judged
 MARGIN = 0.02  # by so much it has to be better than the commonest bucket to be believed again
 RECENT = 200  # pairs that are shown
 

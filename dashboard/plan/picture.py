@@ -37,7 +37,7 @@ class Node:
 
     @property
     def load(self) -> float | None:
-        """Mean, 0..1; None where nobody told any."""
+        """Mean, 0..1; None if no instance reports it."""
         told = [one.load for one in self.members if one.load is not None]
         return min(1.0, max(0.0, sum(told) / len(told))) if told else None
 
@@ -66,7 +66,7 @@ class Graph:
 def graph(instances: Sequence[FleetInstance], routes: Sequence[Route], grouped_above: int = GROUPED_ABOVE) -> Graph:
     """One node an instance; of more than `grouped_above`, one for all that are alike.
 
-    Ids that routes name and nobody has are drawn as lost. Shares are made to sum to one.
+    Ids in routes without an instance are drawn as lost. Shares are made to sum to one.
     """
     routes = [route for route in routes if route.share > 0.0]
     total = sum(route.share for route in routes) or 1.0

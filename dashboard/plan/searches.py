@@ -24,7 +24,7 @@ network:
 
 
 def search_form(session: PlanSession, stale: bool) -> None:
-    """Behind a fold: few visitors want it. What is missing is said beside it."""
+    """Collapsed, since few visitors use it. Missing fields are named beside it."""
     with st.expander("Search for a plan"), st.form("search", border=False):
         left, right = st.columns([3, 2], gap="medium")
         left.text_area("Inventory (YAML)", key="wanted_inventory", height=300, placeholder=EXAMPLE)

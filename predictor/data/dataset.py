@@ -97,7 +97,7 @@ class Endpoint:
     async def model(self) -> str:
         """The model that is asked: the one that was named, or the only one that is served.
 
-        Raises Unavailable where nobody answers, InvalidRequest for a model that is not there.
+        Raises Unavailable if the endpoint does not answer, InvalidRequest for a model that is not there.
         """
         response = await self._sent("GET", "/models", None)
         try:

@@ -1,7 +1,7 @@
 """The monitor's ZeroMQ traffic: heartbeats in, broadcasts of what has changed in the cluster out.
 
 Changes of a state or a policy are broadcast at once, loads up to every 100 ms. `Wires` holds the bound sockets for the
-life of the process: they are there while a monitor is a standby, too, so that nobody has to connect after a takeover.
+life of the process: they are there while a monitor is a standby, too, so that no peer has to connect after a takeover.
 `Heartbeats` and `Broadcaster` exist while the monitor acts.
 """
 

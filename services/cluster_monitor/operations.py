@@ -190,7 +190,7 @@ class Operations:
             ended.set()
 
     def _unknown_after_turn(self, operation: Operation) -> OutcomeUnknown | None:
-        """Where this monitor's turn is over, nobody knows what became of the operation."""
+        """If this monitor's turn is over, the outcome of the operation is unknown."""
         try:
             self._turn.check()
         except Standby as over:

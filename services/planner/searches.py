@@ -50,8 +50,8 @@ OPEN = (SearchState.WAITING, SearchState.RUNNING)
 class SearchRecord:
     """A search in memory. request: JSON of `edge.SearchIn`. Times are unix seconds.
 
-    attempts: how many processes were started for it; begun_s: when the last one was. cancelled_by: who wants it to end;
-    "" if nobody does. result: see `search_answer.result`.
+    attempts: how many processes were started for it; begun_s: when the last one was. cancelled_by: the caller who
+    cancelled it; "" if no caller did. result: see `search_answer.result`.
     """
 
     plan_id: str

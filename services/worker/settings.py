@@ -76,7 +76,7 @@ class WorkerSettings(TracedSettings):
     inbox_bytes: int = Field(256 << 20, gt=0)
     # nixl: between instances that both say so, KV is read from the exporter's memory; with all others it goes over TCP.
     kv_transport: Literal["tcp", "nixl"] = "tcp"
-    kv_nixl_trusted: bool = False  # the networks that UCX uses reach nobody but this cluster: NIXL between hosts
+    kv_nixl_trusted: bool = False  # the networks that UCX uses reach this cluster alone: NIXL between hosts
     kv_connections: int = Field(1, ge=1, le=16)  # to each exporter's rank, for imports of 8 MB and more
     lease_s: float = Field(30.0, gt=0)  # staged KV that no decode instance pulls, or waits to pull, is kept for so long
     lease_renewals: int = Field(120, ge=0)  # of one transfer's lease, a third of it apart, while its decode waits

@@ -168,7 +168,7 @@ class PinnedMemory:
 
     @property
     def free_tokens(self) -> int:
-        """Places that nobody has."""
+        """Free places."""
         return self._arena.free
 
     def take(self, tokens: int) -> list[torch.Tensor]:
