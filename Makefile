@@ -66,16 +66,16 @@ gpu-check: ## The checks that need one GPU, or two; docs/gpu.md. GPU_PYTHON=pyth
 
 # pip fetches vLLM's source package (20 MB) once, into .polyphase/vllm-check.
 vllm-check: setup ## vLLM's own entrypoint tests, those that pass on plain vLLM, against a suite of the demo model; ARGS='--url … --model …'.
-	$(BIN)/python -m lab.vllm_check $(ARGS)
+	$(BIN)/python -m benchmarks.vllm_check $(ARGS)
 
 ray-check: setup ## A suite on three Ray nodes of this machine: lose an instance, lose a node, add two.
-	$(BIN)/python -m lab.deploy.ray_check
+	$(BIN)/python -m benchmarks.deploy.ray_check
 
 compose-check: setup ## Build the images and try compose.yaml with Docker, some ten minutes; ARGS=--keep. docs/compose.md.
-	$(BIN)/python -m lab.deploy.compose_check $(ARGS)
+	$(BIN)/python -m benchmarks.deploy.compose_check $(ARGS)
 
 pods-check: setup ## Rendered Kubernetes pods as containers, after compose-check; ARGS='--cluster …'. docs/kubernetes.md.
-	$(BIN)/python -m lab.deploy.pods_check $(ARGS)
+	$(BIN)/python -m benchmarks.deploy.pods_check $(ARGS)
 
 lint: setup ruff ## ruff (rules and format) and mypy.
 	$(BIN)/mypy

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOP = ("services", "gateway", "predictor", "dashboard", "shared", "lab")
+TOP = ("services", "gateway", "predictor", "dashboard", "shared", "tools", "benchmarks")
 FILES = sorted(file for package in TOP for file in (ROOT / package).rglob("*.py"))
 
 # What each part of shared may import of shared; itself is always allowed.
@@ -37,7 +37,7 @@ VLLM = {
     "gateway/fast_path.py",
     "gateway/vllm_patches.py",
     "gateway/plain_stream.py",
-    "lab/vllm_check/plugin.py",
+    "benchmarks/vllm_check/plugin.py",
     "services/worker/engines/vllm.py",
     "services/worker/engines/vllm_observers.py",
     "services/worker/engines/vllm_patches.py",
@@ -46,6 +46,7 @@ VLLM = {
     "services/worker/engines/vllm_start.py",
 }
 TORCH = {"gateway/core.py", "services/worker/engines/vllm_cpu_worker.py"}
+COMMAND = "services/launcher/cli.py"  # the `polyphase` command is composed of all groups of commands
 LAUNCHER = "services/launcher/"  # composes the suite: it may know every process's settings, and nothing else of them
 LAUNCHER_MAY = {"gateway.auth", "gateway.table"}  # and makes what the processes share
 
@@ -75,7 +76,7 @@ def test_import_law(file: Path) -> None:
             assert name in VLLM or name.startswith("services/worker/kv/vllm/"), f"{name} imports vLLM"
         elif top == "torch":
             allowed = name in TORCH or name.startswith(("services/worker/kv/", "predictor/"))
-            assert allowed or name == "lab/bench/kv.py", f"{name} imports torch"
+            assert allowed or name == "benchmarks/kv.py", f"{name} imports torch"
         elif top in TOP:
             _check_own(name, module)
         elif top in IMPURE and name.startswith(tuple(f"shared/{part}/" for part in PURE)):
@@ -84,9 +85,11 @@ def test_import_law(file: Path) -> None:
 
 def _check_own(name: str, module: str) -> None:
     parts, mine = module.split("."), name.removesuffix(".py").split("/")
-    if mine[0] == "lab":  # what nobody serves with may look at everything
+    if mine[0] == "benchmarks" or (name == COMMAND and parts[0] in ("tools", "benchmarks")):
         return
-    assert parts[0] != "lab", f"{name} imports {module}: nothing that serves imports lab; the command loads it by name"
+    if mine[0] == "tools":
+        assert parts[0] != "benchmarks", f"{name} imports {module}: product commands do not need benchmarks"
+        return
     if parts[0] == "shared":
         if mine[0] == "shared":
             allowed = SHARED[mine[1]] | {mine[1]}

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from sqlalchemy.exc import SQLAlchemyError
 
+from benchmarks.cli import bench_app
 from services.launcher import cli_common, cluster_keys
-from services.launcher.cli_bench import bench_app
 from services.launcher.cli_common import DATA_DIR, DataDir, Json
 from services.launcher.cli_look import look_app
 from services.launcher.cli_operate import operate_app
@@ -23,6 +23,9 @@ from shared.errors import PolyphaseError, Unavailable
 from shared.runtime.keys import new_token
 from shared.store.database import open_engine
 from shared.store.migrate import migrate
+from tools.calibrate.command import calibrate_app
+from tools.plan.command import plan_app
+from tools.simulate.command import simulate_command
 
 SERVE, MEASURE = "Serve", "Plan and measure"
 app = typer.Typer(
@@ -36,8 +39,8 @@ app.add_typer(operate_app)
 app.add_typer(keys_app, name="keys", rich_help_panel=SERVE)
 app.add_typer(render_app, name="render", rich_help_panel=SERVE)
 app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
-app.add_typer(cli_common.from_lab("calibrate.command", "calibrate_app"), name="calibrate", rich_help_panel=MEASURE)
-app.add_typer(cli_common.from_lab("plan.command", "plan_app"), name="plan", rich_help_panel=MEASURE)
+app.add_typer(calibrate_app, name="calibrate", rich_help_panel=MEASURE)
+app.add_typer(plan_app, name="plan", rich_help_panel=MEASURE)
 
 ClusterFile = Annotated[
     Path,
@@ -119,7 +122,8 @@ def demo_command(
     ] = None,
 ) -> None:
     """Start a suite on free ports, demonstrate its features one by one, and report the results."""
-    demo = cli_common.from_lab("demo.run", "demo")
+    from benchmarks.demo.run import demo
+
     options = UpOptions(cluster, model)
     if not asyncio.run(demo(options, data_dir, Console(), as_json=as_json, keep=keep)):
         raise typer.Exit(1)
@@ -196,7 +200,7 @@ async def migrate_url(url: str, wait_s: float) -> None:
         await asyncio.sleep(_RETRY_S)
 
 
-app.command("simulate", rich_help_panel=MEASURE)(cli_common.from_lab("simulate.command", "simulate_command"))
+app.command("simulate", rich_help_panel=MEASURE)(simulate_command)
 
 
 @app.command("predictor", rich_help_panel=MEASURE, context_settings=_PASS_ON)

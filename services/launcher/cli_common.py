@@ -3,9 +3,8 @@
 Completion reads local files only.
 """
 
-import importlib
 import json
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
@@ -102,51 +101,7 @@ def until_interrupted(work: Coroutine[Any, Any, Result]) -> Result | None:
         return None
 
 
-# name → module and function. Each returns {"figures": {name_unit: number}, "aims": {name: {want, got, met}}}, and
-# optionally "tables": {title: rows} and "notes": [text].
-BENCHES: dict[str, tuple[str, str]] = {
-    "overhead": ("bench.overhead", "run_overhead_bench"),
-    "kv": ("bench.kv", "run_kv_bench"),
-    "soak": ("bench.soak", "run_soak_bench"),
-    "growth": ("bench.growth", "run_growth_bench"),
-    "streams": ("bench.streams", "run_streams_bench"),
-    "kv_engines": ("bench.kv_engines", "run_kv_engines_bench"),
-    "kv_quality": ("bench.kv_quality", "run_kv_quality_bench"),
-    "control": ("bench.control", "run_control_bench"),
-    "console": ("bench.console", "run_console_bench"),
-    "dashboard": ("bench.dashboard", "run_dashboard_bench"),
-    "policy": ("bench.policy", "run_policy_bench"),
-    "policies": ("bench.policies", "run_policies_bench"),
-    "policies_live": ("bench.policies_live", "run_policies_live"),
-    "roles": ("bench.roles", "run_roles_bench"),
-    "roles_live": ("bench.roles", "run_live"),
-    "overload": ("bench.overload", "run_overload_bench"),
-    "cost": ("bench.cost", "run_cost_bench"),
-    "mixed": ("bench.mixed", "run_mixed_bench"),
-    "prefix": ("bench.prefix", "run_prefix_bench"),
-    "learning": ("bench.learning", "run_learning_bench"),
-    "engine": ("bench.engine", "run_engine_bench"),
-    "live": ("bench.live", "run_live_bench"),
-    "traces": ("bench.traces", "run_traces_bench"),
-    "sim": ("bench.sim", "run_sim_bench"),
-    "plan": ("bench.plan", "run_plan_bench"),
-    "predictor": ("bench.predictor", "run_predictor_bench"),
-    "papers": ("papers", "run_papers_bench"),
-    "troubles": ("bench.troubles", "run_troubles_bench"),
-    "chaos": ("chaos.run", "run_chaos_bench"),
-}
 _WORDS = ("scenario", "policy", "run")  # columns of text
-Bench = Callable[..., dict[str, Any]]
-
-
-def from_lab(module: str, name: str) -> Any:
-    """`name` of a module of `lab`, loaded by name: serving code does not import measuring code."""
-    return getattr(importlib.import_module(f"lab.{module}"), name)
-
-
-def find_bench(name: str) -> Bench:
-    bench: Bench = from_lab(*BENCHES[name])
-    return bench
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:

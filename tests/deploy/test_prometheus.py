@@ -17,7 +17,7 @@ import pytest_asyncio
 import yaml
 from rich.console import Console
 
-from lab.suite import on_free_ports
+from benchmarks.suite import on_free_ports
 from services.launcher.cluster_file import load_cluster
 from services.launcher.suite import until
 from services.launcher.up import RunningSuite, running_suite

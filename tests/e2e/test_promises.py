@@ -7,9 +7,9 @@ import pytest
 import pytest_asyncio
 from rich.console import Console
 
-from lab.demo import run
-from lab.demo.client import ApiClient, Prompts
-from lab.suite import on_free_ports
+from benchmarks.demo import run
+from benchmarks.demo.client import ApiClient, Prompts
+from benchmarks.suite import on_free_ports
 from services.launcher.up import UpOptions, cluster_of, running_suite
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]

@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 from rich.console import Console
 
-from lab.bench.trace_collector import Collector, Seen, collecting
-from lab.bench.traces import faults, wait
-from lab.suite import on_free_ports
+from benchmarks.suite import on_free_ports
+from benchmarks.trace_collector import Collector, Seen, collecting
+from benchmarks.traces import faults, wait
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.up import RunningSuite, running_suite

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
+from benchmarks.trace_collector import Collector, Seen, collecting
 from gateway.job import Job
 from gateway.settings import GatewaySettings
 from gateway.tracing import TRACE, RequestTrace, TracedRequests
-from lab.bench.trace_collector import Collector, Seen, collecting
 from services.worker.settings import WorkerSettings
 from shared.domain.kv import TransferOutcome, TransferReport
 from shared.errors import EngineFailed, PolyphaseError

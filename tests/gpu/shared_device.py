@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
-from lab.demo.client import ApiClient, Ask
-from lab.demo.jobs import records
-from lab.suite import on_free_ports
+from benchmarks.demo.client import ApiClient, Ask
+from benchmarks.demo.jobs import records
+from benchmarks.suite import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import resolve_model
 from services.launcher.up import running_suite

@@ -61,7 +61,7 @@ def test_the_card_says_what_was_made_of_what(folder: Path) -> None:
 
 
 def test_an_evaluation_is_what_a_simulation_reads(folder: Path, tmp_path: Path) -> None:
-    from lab.simulate.sim_file import load_prediction
+    from tools.simulate.sim_file import load_prediction
 
     arguments = (
         f"--checkpoint {folder}/checkpoint --data {folder}/data.jsonl --out {tmp_path} --aim-p99-ms 20000 --json"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from lab.bench.predictor_bayes import Generator
-from lab.bench.predictor_full_size import PARAMETERS, make_base
-from lab.bench.predictor_latency import SERVED
+from benchmarks.predictor_bayes import Generator
+from benchmarks.predictor_full_size import PARAMETERS, make_base
+from benchmarks.predictor_latency import SERVED
 from predictor.checkpoint import read_meta
 from predictor.model import WEIGHTS_FILE
 from predictor.settings import PredictorSettings

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TOP = ("services", "gateway", "predictor", "dashboard", "shared", "lab")
-LOADED_BY_NAME = re.compile(r"""["']((?:services|gateway|predictor|dashboard|shared|lab)(?:\.\w+)+)(?::\w+)?["']""")
+TOP = ("services", "gateway", "predictor", "dashboard", "shared", "tools", "benchmarks")
+LOADED_BY_NAME = re.compile(
+    r"""["']((?:services|gateway|predictor|dashboard|shared|tools|benchmarks)(?:\.\w+)+)(?::\w+)?["']"""
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +82,11 @@ def _imported(text: str, modules: dict[str, str]) -> set[str]:
 def main() -> None:
     """Print the measures, the longest files and the folders."""
     found = structure()
-    lab = {path: lines for path, lines in found.files.items() if path.startswith("lab/")}
+    benchmarks = {path: lines for path, lines in found.files.items() if path.startswith("benchmarks/")}
     single = found.single
     print(f"code: {sum(found.files.values()):,} lines in {len(found.files)} files")
     print(f"tests: {sum(found.test_files.values()):,} lines in {len(found.test_files)} files")
-    print(f"lab: {sum(lab.values()):,} lines in {len(lab)} files")
+    print(f"benchmarks: {sum(benchmarks.values()):,} lines in {len(benchmarks)} files")
     print(f"files with one importer: {len(single)} ({len(single) / len(found.files):.1%})")
     print(f"dict[str, Any]: {found.any_dicts}")
     print("longest files:")

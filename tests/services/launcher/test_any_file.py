@@ -11,8 +11,6 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lab.simulate.deployment import load_deployment
-from lab.simulate.sim_file import load_prediction
 from services.launcher.cluster_file import load_cluster
 from services.launcher.plan import make_plan
 from services.launcher.preflight import preflight
@@ -24,6 +22,8 @@ from shared.cost.rates_file import Calibration
 from shared.errors import PolyphaseError
 from shared.plan.inventory import read_inventory
 from shared.runtime.keys import digest_of, load_keys
+from tools.simulate.deployment import load_deployment
+from tools.simulate.sim_file import load_prediction
 
 ROOT = Path(__file__).parents[3]
 

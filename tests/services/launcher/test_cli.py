@@ -17,6 +17,7 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
+import benchmarks.cli
 from services.launcher import cli, cli_common, operate, state_file
 from services.launcher.cli import migrate_url
 from services.launcher.spec import Plan
@@ -131,7 +132,7 @@ def test_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("met", "code"), [(True, 0), (False, 1)])
 def test_a_bench_exits_0_iff_its_aims_are_met(monkeypatch: pytest.MonkeyPatch, met: bool, code: int) -> None:
     answer = {"figures": {"a_ms": 1.0}, "aims": {"a": {"want": 1, "got": 1, "met": met}}}
-    monkeypatch.setattr(cli_common, "find_bench", lambda name: lambda: answer)
+    monkeypatch.setattr(benchmarks.cli, "find_bench", lambda name: lambda: answer)
     result = RUN.invoke(cli.app, ["bench", "kv", "--json"])
     assert result.exit_code == code
     assert json.loads(result.stdout.splitlines()[-1])["ok"] is met
@@ -239,9 +240,9 @@ def test_ok_iff_every_aim_is_met(
     assert "x_ms" in text.getvalue()
 
 
-@pytest.mark.parametrize("name", sorted(cli_common.BENCHES))
+@pytest.mark.parametrize("name", sorted(benchmarks.cli.BENCHES))
 def test_every_bench_is_there(name: str) -> None:
-    assert callable(cli_common.find_bench(name))
+    assert callable(benchmarks.cli.find_bench(name))
 
 
 def tables(file: Path) -> set[str]:

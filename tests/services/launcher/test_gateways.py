@@ -11,8 +11,8 @@ import pytest
 import yaml
 from rich.console import Console
 
+from benchmarks.suite import on_free_ports
 from gateway.auth import ApiKey, create_key
-from lab.suite import on_free_ports
 from services.launcher.cluster_file import load_cluster
 from services.launcher.suite import Suite, until
 from services.launcher.up import running_suite

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from lab.bench.trace_collector import Collector, Seen, collecting
+from benchmarks.trace_collector import Collector, Seen, collecting
 from services.worker.rpc import traced
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.cost import run_errors, silicon_errors
-from lab.fit.efficiencies import fit_table
-from lab.fit.profilers import Table, read_tables
+from benchmarks.cost import run_errors, silicon_errors
 from shared.cost.library import Library
+from tools.fit.efficiencies import fit_table
+from tools.fit.profilers import Table, read_tables
 
 AIMS = {"gemm": 0.15, "mlp": 0.08, "decode": 0.12, "prefill": 0.18}
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lab.simulate.deployment import load_deployment
 from services.launcher.cluster_file import load_cluster
 from services.launcher.devices import assign
 from services.launcher.model_source import PROJECT
@@ -22,6 +21,7 @@ from shared.plan.routes import Route
 from shared.plan.search import Search
 from shared.sim.cluster import simulate
 from tests.shared.plan.problems import inventory, problem, search
+from tools.simulate.deployment import load_deployment
 
 P, D = Role.PREFILL, Role.DECODE
 STOCK = inventory(("near", "A100-SXM-80", 2), ("far", "A10", 4), gbps=8.0)

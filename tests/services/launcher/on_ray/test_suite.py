@@ -6,8 +6,8 @@ import pytest
 import pytest_asyncio
 from rich.console import Console
 
-from lab.deploy import ray_check
-from lab.deploy.ray_check import FILE, STEPS, Place, standing
+from benchmarks.deploy import ray_check
+from benchmarks.deploy.ray_check import FILE, STEPS, Place, standing
 from services.launcher.cluster_file import load_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from lab.chaos.framing import KvSplitter, Message
+from benchmarks.chaos.framing import KvSplitter, Message
 from services.worker.kv.wire.nixl_agent import Offer, decode_nixl
 from services.worker.kv.wire.protocol import checksum, decode_reply, decode_request
 from services.worker.kv.wire.tcp_framing import DIGEST_BYTES, PREFIX, prefix

@@ -1,0 +1,1 @@
+"""`polyphase bench …` (one module per command), fault injection, paper reproductions, the demo, deployment checks."""

@@ -1,0 +1,228 @@
+"""The clusters that scenarios run on, with the load of each."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.chaos.proxy import ALL_LINKS
+from services.launcher import ports
+from services.launcher.cluster_file import Cluster
+from services.launcher.cluster_keys import curve_pair
+from services.launcher.model_source import PROJECT
+
+MODEL = PROJECT / "models" / "demo"
+_SECOND_GATEWAY, _GATEWAY, _DASHBOARD = 239, 240, 241  # offsets in a range of free ports
+_MIB = 1 << 20
+MEMORY_BYTES = 64 * _MIB  # growth that the arenas of an allocator and filling rings explain
+
+# Each job is computed by an instance of either role, because the hand-over is what scenarios disturb.
+SPLIT = {"placement": "least_load", "split": "full", "dispatch": "power_of_two"}
+# Steps that are slow enough for two cores to run the bench beside them, and blocks for all users at once.
+EMULATED_ENGINE = {
+    "engine": "emulated",
+    "accelerator": "A100-SXM-80",
+    "emulated_step_s": 0.04,
+    "emulated_prefill_s_per_token": 0.0002,
+    "chunk_size": 128,
+    "kv_cache_bytes": 2048 * _MIB,
+}
+REAL_ENGINE = {
+    "engine": "vllm",
+    "accelerator": "cpu",
+    "dtype": "float32",
+    "kv_cache_bytes": 192 * _MIB,
+    "staging_bytes": 128 * _MIB,
+    "inbox_bytes": 128 * _MIB,
+    "threads": 1,
+    "chunk_size": 256,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Testbed:
+    """A cluster and its load. `prompts` are lengths in tokens; some take several chunks.
+
+    absent: instances of the file that are not started. host_key: with the key of one host, as under `polyphase up`;
+    without it scenarios show what the messages themselves withstand. proxied: purposes of the links with a proxy.
+    api_keys: names of the gateways' keys; the steady users have the first. timed: the times of the gateways' event
+    loops are measured (`arena.LoopTimes`). memory_bytes: the growth of a process that counts as nothing left behind.
+    """
+
+    name: str
+    title: str
+    cluster: dict[str, Any]
+    prompts: tuple[int, ...]
+    answer_tokens: int
+    users: int
+    gateways: int = 2
+    curve: bool = False
+    host_key: bool = True
+    kv_transport: str = "tcp"
+    absent: frozenset[str] = frozenset()
+    proxied: frozenset[str] = ALL_LINKS
+    api_keys: tuple[str, ...] = ()
+    timed: bool = False
+    memory_bytes: int = MEMORY_BYTES
+
+    def build(self) -> Cluster:
+        """The cluster on ports that no process uses."""
+        base = ports.free_range()
+        keys = curve_pair() if self.curve else {}
+        fixed = {
+            "name": f"chaos {self.name}",
+            "model": str(MODEL),
+            "served_model_name": "demo",
+            "max_model_len": 2048,
+            "ports": base,
+            "dashboard": {"enabled": False, "port": base + _DASHBOARD},
+            **keys,
+        }
+        gateway = {"port": base + _GATEWAY, **self.cluster.get("gateway", {})}
+        defaults = {"kv_transport": self.kv_transport, **self.cluster.get("instance_defaults", {})}
+        return Cluster.model_validate({**fixed, **self.cluster, "gateway": gateway, "instance_defaults": defaults})
+
+
+def secret_of(name: str) -> str:
+    """The secret of a testbed's API key; empty for no key."""
+    return f"pp-chaos-{name}" if name else ""
+
+
+def second_gateway_port(cluster: Cluster) -> int:
+    return cluster.ports + _SECOND_GATEWAY
+
+
+EMULATED = Testbed(
+    name="emulated",
+    title="two gateways, two schedulers, 2 prefill and 3 decode instances; EMULATED engines",
+    cluster={
+        "gateway": {"write_timeout_s": 4.0, "max_held_bytes": 64 * _MIB},
+        "scheduler": {"count": 2},
+        "policies": SPLIT,
+        "instance_defaults": EMULATED_ENGINE,
+        "instances": [{"id": "prefill", "count": 2, "role": "prefill"}, {"id": "decode", "count": 3, "role": "decode"}],
+    },
+    prompts=(8, 90, 300, 900),
+    answer_tokens=24,
+    users=8,
+)
+
+PAIR = replace(
+    EMULATED,
+    name="pair",
+    title="two monitors, gateways and schedulers, 2 prefill and 3 decode instances; EMULATED engines",
+    cluster={**EMULATED.cluster, "monitors": 2},
+)
+
+KEYED = Testbed(
+    name="keyed",
+    title="one gateway, one scheduler, 1 prefill and 2 decode instances, CurveZMQ keys; EMULATED engines",
+    cluster={
+        "policies": SPLIT,
+        "predictor": {"enabled": False},
+        "planner": {"enabled": False},
+        "instance_defaults": EMULATED_ENGINE,
+        "instances": [{"id": "prefill", "role": "prefill"}, {"id": "decode", "count": 2, "role": "decode"}],
+    },
+    prompts=(8, 90, 300, 900),
+    answer_tokens=24,
+    users=6,
+    gateways=1,
+    curve=True,
+)
+
+REAL = Testbed(
+    name="real",
+    title="one gateway, one scheduler, 2 prefill and 2 decode instances; vLLM on the CPU, unlike block sizes",
+    cluster={
+        "gateway": {"dtype": "float32"},
+        "policies": SPLIT,
+        "predictor": {"enabled": False},
+        "planner": {"enabled": False},
+        "instance_defaults": REAL_ENGINE,
+        "instances": [
+            {"id": "prefill-0", "role": "prefill", "block_size": 32},
+            {"id": "prefill-1", "role": "prefill", "block_size": 128},
+            {"id": "decode-0", "role": "decode", "block_size": 128},
+            {"id": "decode-1", "role": "decode", "block_size": 32},
+        ],
+    },
+    prompts=(12, 200, 600, 1000),
+    answer_tokens=24,
+    users=4,
+    gateways=1,
+)
+
+LEASE_S = 2.0
+# Blocks for one long prompt, an inbox too small for a prefetch, and a short lease: decodes wait for blocks, with their
+# KV staged at the prefill instance.
+NARROW = Testbed(
+    name="narrow",
+    title="one gateway, one scheduler, 1 prefill and 1 decode instance with few blocks; vLLM on the CPU",
+    cluster={
+        "gateway": {"dtype": "float32"},
+        "policies": SPLIT,
+        "predictor": {"enabled": False},
+        "planner": {"enabled": False},
+        "instance_defaults": {**REAL_ENGINE, "inbox_bytes": _MIB, "lease_s": LEASE_S},
+        "instances": [
+            {"id": "prefill", "role": "prefill"},
+            {"id": "decode", "role": "decode", "kv_cache_bytes": 14 * _MIB},
+        ],
+    },
+    prompts=(12, 200, 600, 1500),
+    answer_tokens=24,
+    users=2,
+    gateways=1,
+)
+
+OPEN = replace(EMULATED, name="open", title=f"{EMULATED.title}, without keys", host_key=False)
+OPEN_PAIR = replace(PAIR, name="open-pair", title=f"{PAIR.title}, without keys", host_key=False)
+
+QUEUED_TOKENS = 16_384  # at each gateway; half of it for a key
+CALLERS = replace(
+    EMULATED,
+    name="callers",
+    title="two gateways with two API keys, two schedulers, 2 prefill and 3 decode instances; EMULATED engines",
+    cluster={
+        **EMULATED.cluster,
+        "gateway": {**EMULATED.cluster["gateway"], "max_queued_tokens": QUEUED_TOKENS},
+        "instance_defaults": {**EMULATED_ENGINE, "chunk_size": 1_024},
+    },
+    api_keys=("users", "greedy"),
+)
+
+CONTEXT = 131_072
+# Only the gateway is measured: engines compute a prompt of the whole context in a few steps, and send no KV.
+LONG_CONTEXT = Testbed(
+    name="long-context",
+    title=f"one gateway whose event loop is timed, a context of {CONTEXT:,} tokens; EMULATED engines",
+    cluster={
+        "max_model_len": CONTEXT,
+        "policies": {"placement": "least_load", "split": "none", "dispatch": "power_of_two"},
+        "predictor": {"enabled": False},
+        "planner": {"enabled": False},
+        "instance_defaults": {**EMULATED_ENGINE, "chunk_size": 65_536, "emulated_prefill_s_per_token": 1e-7},
+        "instances": [{"id": "prefill", "role": "prefill"}, {"id": "decode", "count": 2, "role": "decode"}],
+    },
+    prompts=(8, 90, 300),
+    answer_tokens=24,
+    users=16,
+    gateways=1,
+    proxied=frozenset(),
+    timed=True,
+    memory_bytes=256 * _MIB,  # the allocator's arenas for bodies of 4 MB and of 131,072 tokens
+)
+
+KEPT_ROWS = 2_000
+BACKLOG = replace(
+    EMULATED,
+    name="backlog",
+    title=f"{EMULATED.title}; the database keeps {KEPT_ROWS:,} requests",
+    cluster={**EMULATED.cluster, "scheduler": {"count": 2, "retention_rows": KEPT_ROWS, "prune_period_s": 2.0}},
+)
+
+LOGPROBS = replace(
+    REAL, name="logprobs", title=f"{REAL.title}; 16 users", users=16, timed=True, memory_bytes=256 * _MIB
+)
+
+_BEDS = (EMULATED, PAIR, KEYED, REAL, NARROW, OPEN, OPEN_PAIR, CALLERS, LONG_CONTEXT, BACKLOG, LOGPROBS)
+TESTBEDS: dict[str, Testbed] = {bed.name: bed for bed in _BEDS}

@@ -1,0 +1,239 @@
+"""Steady users of the API: each sends a request as soon as the previous one is answered.
+
+`judge` compares each answer token by token with the right one, which `learn` obtains while nothing disturbs the suite.
+"""
+
+import asyncio
+import uuid
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from random import Random
+from typing import Any
+
+from shared.errors import Unavailable
+from tools.client import CHAT, COMPLETIONS, HUNG_S, Address, Ending, Request, Response, completion_body, send
+
+_RETRY_S = 0.2  # between an error and the user's next request
+_KEPT = 20_000  # answers and tokens whose times are remembered
+_BUSY = (429, 503, 504)  # statuses that are allowed when the cluster cannot serve a request
+_WINDOW = 6  # tokens that identify a position in the right answer
+
+
+class Verdict(StrEnum):
+    """The verdict on one answer. Clients are promised `WHOLE` or `ERROR`."""
+
+    WHOLE = "whole"
+    ERROR = "error"  # a typed error with Retry-After, after right tokens or none
+    LOST = "lost"  # tokens are missing
+    DOUBLED = "doubled"  # tokens came twice
+    WRONG = "wrong"  # tokens or text that are not of this answer
+    CUT = "cut"  # the connection ended without an error
+    HUNG = "hung"
+    CRASH = "crash"  # an error without a type, such as 500, or 503 without Retry-After
+    UNREACHABLE = "unreachable"
+
+
+HARM = (Verdict.LOST, Verdict.DOUBLED, Verdict.WRONG)
+UNCLEAN = (Verdict.HUNG, Verdict.CRASH)
+BROKEN = (Verdict.CUT, Verdict.UNREACHABLE)
+_BY_ENDING = {Ending.HUNG: Verdict.HUNG, Ending.CUT: Verdict.CUT, Ending.UNREACHABLE: Verdict.UNREACHABLE}
+
+
+@dataclass(frozen=True, slots=True)
+class RightAnswer:
+    """The right answer to one kind of request, and the time that it takes when nothing disturbs it."""
+
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: str
+    took_s: float
+
+
+def judge(right: RightAnswer, response: Response) -> Verdict:
+    """The verdict on an answer. Wrong tokens outweigh the way in which the answer ended."""
+    if (difference := compare(right.tokens, response.tokens)) is not None:
+        return difference
+    if not right.text.startswith(response.text):
+        return Verdict.WRONG
+    if response.ending is Ending.ERROR:
+        return Verdict.ERROR if _is_typed_error(response) else Verdict.CRASH
+    if response.ending is not Ending.DONE:
+        return _BY_ENDING[response.ending]
+    if len(response.tokens) < len(right.tokens):
+        return Verdict.LOST
+    same = (response.text, response.finish_reason) == (right.text, right.finish_reason)
+    counted = response.completion_tokens in (None, len(right.tokens))
+    return Verdict.WHOLE if same and counted else Verdict.WRONG
+
+
+def compare(right: tuple[int, ...], got: list[int]) -> Verdict | None:
+    """What is wrong with the tokens so far; None for a right beginning.
+
+    The tokens from the first difference on are searched in the right answer. Found later, tokens are missing; found
+    earlier, tokens came twice. Of several places the nearest counts.
+    """
+    if list(right[: len(got)]) == got:
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(right, got, strict=False)) if a != b), len(right))
+    rest = tuple(got[at : at + _WINDOW])
+    if not rest:
+        return None
+    found = [i for i in range(len(right)) if right[i : i + len(rest)] == rest]
+    if not found:
+        return Verdict.WRONG
+    nearest = min(found, key=lambda i: abs(i - at))
+    return Verdict.LOST if nearest > at else Verdict.DOUBLED
+
+
+def _is_typed_error(response: Response) -> bool:
+    """Whether the error has a code and a message and, before the stream began, a Retry-After."""
+    if not response.code or not response.error:
+        return False
+    if response.status == 200:
+        return response.code != "500"
+    return response.status in _BUSY and (response.retry_after or response.status == 504)
+
+
+@dataclass(slots=True)
+class Tally:
+    """The verdicts on the answers of a period."""
+
+    counts: Counter[Verdict] = field(default_factory=Counter)
+    longest_gap_s: float = 0.0
+    examples: dict[Verdict, str] = field(default_factory=dict)
+
+    def add(self, verdict: Verdict, gap_s: float, example: str) -> None:
+        self.counts[verdict] += 1
+        if verdict in (Verdict.WHOLE, Verdict.ERROR):  # the waits of other answers have other causes
+            self.longest_gap_s = max(self.longest_gap_s, gap_s)
+        if verdict is not Verdict.WHOLE:
+            self.examples.setdefault(verdict, example)
+
+    def count(self, *verdicts: Verdict) -> int:
+        return sum(self.counts[verdict] for verdict in verdicts)
+
+
+def request_kinds(prompts: Sequence[list[int]], max_tokens: int) -> tuple[Request, ...]:
+    """The kinds of requests of the load, which differ in prompt length, API, streaming, and in what may be resumed."""
+
+    def request(key: str, path: str, **more: Any) -> Request:
+        more |= {"return_token_ids": True, "stream_options": {"include_usage": True}}
+        body = completion_body(more.pop("prompt", []), max_tokens, **more)
+        if path == CHAT:
+            del body["prompt"]
+        return Request(path, body, key=key)
+
+    _, middle, *_ = prompts = sorted(prompts, key=len)
+    completions = [request(f"prompt of {len(prompt)}", COMPLETIONS, prompt=prompt) for prompt in prompts]
+    chat = request("chat", CHAT, messages=[{"role": "user", "content": "Tell me a short story about a fox."}])
+    # A penalty makes tokens depend on more than the context: an interrupted answer is computed again from its start.
+    penalised = request("penalised", COMPLETIONS, prompt=middle, presence_penalty=0.1)
+    unary = [replace(each, key=f"{each.key}, in one piece", body=unstreamed(each)) for each in (completions[0], chat)]
+    return (*completions, chat, penalised, *unary)
+
+
+def unstreamed(request: Request) -> dict[str, Any]:
+    """The body of the same request without streaming."""
+    return {key: value for key, value in request.body.items() if key not in ("stream", "stream_options")}
+
+
+def fresh(request: Request) -> Request:
+    """The same request under a new request id and cache salt, so that no prefix cache replaces a KV transfer."""
+    name = f"chaos-{uuid.uuid4().hex[:12]}"
+    return replace(request, body={**request.body, "request_id": name, "cache_salt": name})
+
+
+async def learn(address: Address, requests: Sequence[Request]) -> dict[str, RightAnswer]:
+    """The right answers by key: each request is sent alone. Raises Unavailable when one fails."""
+    right: dict[str, RightAnswer] = {}
+    for request in requests:
+        got = await send(address, fresh(request))
+        if got.ending is not Ending.DONE or len(got.tokens) != request.body["max_tokens"]:
+            raise Unavailable(f"without a fault, {request.key!r} ended as {got.ending}: {got.status} {got.error}")
+        right[request.key] = RightAnswer(tuple(got.tokens), got.text, got.finish_reason, got.took_s)
+    return right
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One answer of the load. Times are on the monotonic clock."""
+
+    began_s: float
+    ended_s: float
+    verdict: Verdict
+
+
+@dataclass(slots=True)
+class Load:
+    """Users of some gateways. Use as an async context manager; at its end all requests under way are waited for."""
+
+    addresses: Sequence[Address]
+    requests: Sequence[Request]
+    right: dict[str, RightAnswer]
+    users: int
+    seed: int
+    hung_s: float = HUNG_S
+    tally: Tally = field(default_factory=Tally)
+    answered: deque[Answered] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _token_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _waiting: set[int] = field(default_factory=set)  # users without an answer so far
+    _all_answered: asyncio.Event = field(default_factory=asyncio.Event)
+    _users: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def __aenter__(self) -> "Load":
+        self._waiting = set(range(self.users))
+        self._users = [asyncio.create_task(self._user(number)) for number in range(self.users)]
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stop.set()
+        if kind is not None:
+            for user in self._users:
+                user.cancel()
+        await asyncio.gather(*self._users, return_exceptions=kind is not None)
+
+    async def warm(self, bound_s: float) -> None:
+        """Wait until each user has had an answer. Raises TimeoutError."""
+        async with asyncio.timeout(bound_s):
+            await self._all_answered.wait()
+
+    def rate(self, begin_s: float, end_s: float) -> float:
+        """Tokens per second between two moments of the monotonic clock."""
+        return sum(begin_s <= time_s < end_s for time_s in self._token_times_s) / (end_s - begin_s)
+
+    def served_since(self, begin_s: float) -> bool:
+        """Whether a request that was sent after this moment has a whole answer."""
+        return any(each.began_s > begin_s and each.verdict is Verdict.WHOLE for each in self.answered)
+
+    async def _user(self, number: int) -> None:
+        rng, turn = Random(self.seed * 1000 + number), number
+        while not self._stop.is_set():
+            turn += 1
+            request = self.requests[rng.randrange(len(self.requests))]
+            verdict = await self._send(request, self.addresses[turn % len(self.addresses)])
+            self._waiting.discard(number)
+            if not self._waiting:
+                self._all_answered.set()
+            if verdict is not Verdict.WHOLE:
+                await asyncio.sleep(_RETRY_S)
+
+    async def _send(self, request: Request, address: Address) -> Verdict:
+        got = await send(address, fresh(request), self.hung_s)
+        right = self.right[request.key]
+        verdict = judge(right, got)
+        # Without streaming the client sees nothing until the end: only the time beyond the usual one is a wait.
+        gap_s = got.longest_gap_s - (0.0 if request.streams else right.took_s)
+        self.tally.add(verdict, gap_s, f"{request.key}: {describe(got)}")
+        self.answered.append(Answered(got.began_s, got.ended_s, verdict))
+        self._token_times_s.extend(got.token_times_s if request.streams else [got.ended_s] * len(got.tokens))
+        return verdict
+
+
+def describe(response: Response) -> str:
+    """An answer in one line, for a report."""
+    line = f"{response.ending} after {response.took_s:.1f} s and {len(response.tokens)} tokens"
+    details = " ".join(str(part) for part in (response.status or "", response.code, response.error) if part)
+    return f"{line}: {details}" if details else line

@@ -1,0 +1,397 @@
+"""TCP proxies between the processes of a suite, with the faults of a bad network.
+
+A proxy forwards bytes and ends of connections. `cut`, `stall`, `slow`, `corrupt`, `lose`, `swap` and `replay` change
+that until `heal`. Which proxies a suite needs follows from the ports of its plan (`wired`). A process's own addresses
+stay as they are; a proxy answers for the addresses that the process connects to. ZeroMQ and KV addresses are replaced
+when a process connects (`inject/sitecustomize.py`), because some of them travel in messages; HTTP addresses are
+replaced in the environment of the processes.
+"""
+
+import asyncio
+import json
+import socket
+import struct
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from random import Random
+
+from benchmarks.chaos.framing import Framing, KvSplitter, Piece, RawSplitter, ZmtpSplitter
+from services.launcher.spec import Plan, ProcessSpec
+
+_READ_BYTES = 1 << 16
+_QUEUED_PIECES = 64  # in one direction; beyond that the sender has to wait
+_REPLAYED_MESSAGES = 64  # messages remembered for a replay
+_REPLAYED_BYTES = 1 << 16  # longer messages are not remembered
+
+
+class Proxy:
+    """One link: a connection to `port` is forwarded to `target`. Use as an async context manager.
+
+    `framing` finds whole messages in the bytes, so that messages can be corrupted, lost, swapped and replayed.
+    """
+
+    def __init__(self, target: tuple[str, int], rng: Random, framing: Framing = ZmtpSplitter) -> None:
+        self.target = target
+        self.port = 0
+        self.rng = rng
+        self.framing = framing
+        # How many messages each fault has changed so far.
+        self.corrupted = self.replayed = self.lost = self.swapped = 0
+        # The faults of the moment: what share of messages is hit, and how the link behaves.
+        self.corrupt_share = self.lose_share = self.swap_share = 0.0
+        self.latency_s = 0.0
+        self.bytes_per_s = 0.0  # 0: unlimited
+        self.flowing = asyncio.Event()  # clear: nothing moves, and neither side is notified
+        self.flowing.set()
+        self._refusing = False
+        self._pipes: set[_Pipe] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> "Proxy":
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=_READ_BYTES)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def connections(self) -> int:
+        return len(self._pipes) // 2
+
+    def cut(self, *, refuse: bool = False) -> None:
+        """Reset all connections; with `refuse` reset new ones too, until `heal`."""
+        self._refusing = refuse
+        for pipe in list(self._pipes):
+            pipe.reset()
+
+    def stall(self) -> None:
+        """Forward nothing, as a network that drops all packets."""
+        self.flowing.clear()
+
+    def slow(self, *, latency_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
+        """Delay each piece, and limit the rate of each direction."""
+        self.latency_s, self.bytes_per_s = latency_s, bytes_per_s
+
+    def corrupt(self, share: float) -> None:
+        """Flip one bit in this share of the messages, in both directions."""
+        self.corrupt_share = share
+
+    def lose(self, share: float) -> None:
+        """Drop this share of the messages, in both directions."""
+        self.lose_share = share
+
+    def swap(self, share: float) -> None:
+        """Forward this share of the messages after the message that follows, in both directions."""
+        self.swap_share = share
+
+    def replay(self, *, back: bool = True, changed: Callable[[bytes], bytes] = bytes) -> int:
+        """Send the recent messages to the target again, in order, and with `back` also those from the target.
+
+        `changed` maps each message, framing included. Returns the number of messages.
+        """
+        count = sum(pipe.replay(changed) for pipe in list(self._pipes) if back or pipe.onward)
+        self.replayed += count
+        return count
+
+    def heal(self) -> None:
+        """End all faults. Connections that were cut stay cut: their clients connect again."""
+        self._refusing = False
+        self.latency_s = self.bytes_per_s = 0.0
+        self.corrupt_share = self.lose_share = self.swap_share = 0.0
+        self.flowing.set()
+
+    def hits(self, share: float) -> bool:
+        """Whether a fault of this share hits the present message."""
+        return share > 0.0 and self.rng.random() < share
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._forward(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self.flowing.wait()
+            if self._refusing:
+                _reset(writer)
+                return
+            target_reader, target_writer = await asyncio.open_connection(*self.target, limit=_READ_BYTES)
+            there = _Pipe(reader, target_writer, self, onward=True)
+            back = _Pipe(target_reader, writer, self, onward=False)
+            self._pipes |= {there, back}
+            try:
+                await _until_first_ends(there.run(), back.run(), then=self.flowing.wait)  # a stall hides an end, too
+            finally:
+                self._pipes -= {there, back}
+                target_writer.close()
+        except OSError:  # the target does not listen
+            _reset(writer)
+        finally:
+            writer.close()
+
+
+class _Pipe:
+    """One direction of one connection."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, proxy: Proxy, *, onward: bool
+    ) -> None:
+        self.onward = onward  # towards the proxy's target
+        self._reader = reader
+        self._writer = writer
+        self._proxy = proxy
+        self._splitter = proxy.framing()
+        self._due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED_PIECES)
+        self._recent: deque[bytes] = deque(maxlen=_REPLAYED_MESSAGES)
+        self._parts: list[Piece] = []  # of a message that is not complete yet
+        self._swapped = b""  # a message that goes after the next one
+
+    async def run(self) -> None:
+        """Forward until one side ends."""
+        reading, writing = asyncio.ensure_future(self._read()), asyncio.ensure_future(self._write())
+
+        async def drained() -> None:
+            if reading.done() and not writing.done():
+                await self._due.join()
+
+        await _until_first_ends(reading, writing, then=drained)
+
+    def reset(self) -> None:
+        _reset(self._writer)
+
+    def replay(self, changed: Callable[[bytes], bytes]) -> int:
+        """Send the remembered messages again, between two others; returns their number."""
+        if self._due.full():
+            return 0
+        again = b"".join(changed(message) for message in self._recent)
+        if again:
+            self._due.put_nowait((0.0, again))
+        return len(self._recent)
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        with suppress(OSError):
+            while data := await self._reader.read(_READ_BYTES):
+                greeting, pieces = self._splitter.feed(data)
+                if out := greeting + b"".join(self._forwarded(piece) for piece in pieces):
+                    await self._due.put((loop.time() + self._proxy.latency_s, out))
+
+    def _forwarded(self, piece: Piece) -> bytes:
+        """The bytes that go out now that this piece has come."""
+        if piece.is_command:
+            return piece.encode() + self._take_swapped()
+        self._parts.append(piece)
+        if not piece.ends_message:
+            return b""
+        parts, self._parts = self._parts, []
+        message = b"".join(part.encode() for part in parts)
+        if len(message) <= _REPLAYED_BYTES:
+            self._recent.append(message)
+        proxy = self._proxy
+        if proxy.hits(proxy.lose_share):
+            proxy.lost += 1
+            return b""
+        out = b"".join(self._corrupted(part).encode() for part in parts)
+        if not self._swapped and proxy.hits(proxy.swap_share):
+            proxy.swapped += 1
+            self._swapped = out
+            return b""
+        return out + self._take_swapped()
+
+    def _corrupted(self, piece: Piece) -> Piece:
+        if not self._proxy.hits(self._proxy.corrupt_share):
+            return piece
+        self._proxy.corrupted += 1
+        return piece.flipped(self._proxy.rng)
+
+    def _take_swapped(self) -> bytes:
+        swapped, self._swapped = self._swapped, b""
+        return swapped
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        with suppress(OSError):
+            while True:
+                due_s, data = await self._due.get()
+                try:
+                    await asyncio.sleep(max(0.0, due_s - loop.time()))
+                    await self._proxy.flowing.wait()
+                    rate = self._proxy.bytes_per_s
+                    step = max(1, int(rate / 20)) if rate else len(data)
+                    for start in range(0, len(data), step):
+                        self._writer.write(data[start : start + step])
+                        await self._writer.drain()
+                        if rate:
+                            await asyncio.sleep(step / rate)
+                finally:
+                    self._due.task_done()
+
+
+async def _until_first_ends(*work: Awaitable[None], then: Callable[[], Awaitable[object]]) -> None:
+    """Run all until one ends, wait for `then`, and cancel the others."""
+    running = {asyncio.ensure_future(each) for each in work}
+    try:
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        await then()
+    finally:
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Close with a RST in place of a FIN."""
+    raw = writer.get_extra_info("socket")
+    if raw is not None:
+        with suppress(OSError):
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+_SERVICES = {
+    "gateway": "gateway",
+    "services.cluster_monitor": "monitor",
+    "services.global_scheduler": "scheduler",
+    "services.worker": "worker",
+    "services.planner": "planner",
+    "predictor": "predictor",
+}
+_PORTS = {  # the purposes of a service's ports, in the order of the plan
+    "gateway": ("http",),
+    "monitor": ("http", "heartbeats", "broadcasts"),
+    "scheduler": ("http", "rpc"),
+    "worker": ("rpc", "http", "kv"),
+    "planner": ("http",),
+    "predictor": ("http",),
+}
+_LINKS = {  # (client, server) → purposes of the connections
+    ("gateway", "scheduler"): ("rpc",),
+    ("gateway", "worker"): ("rpc",),
+    ("monitor", "worker"): ("rpc",),
+    ("worker", "monitor"): ("http", "heartbeats", "broadcasts"),
+    ("worker", "worker"): ("kv",),
+    ("scheduler", "monitor"): ("http", "broadcasts"),
+    ("planner", "monitor"): ("http", "broadcasts"),
+    ("worker", "predictor"): ("http",),
+    ("scheduler", "predictor"): ("http",),
+}
+ALL_LINKS = frozenset(purpose for purposes in _LINKS.values() for purpose in purposes)
+_FRAMINGS: dict[str, Framing] = {"http": RawSplitter, "tcp": ZmtpSplitter, "kv": KvSplitter}  # by scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A port that a process of the plan listens on."""
+
+    process: str
+    service: str
+    purpose: str  # "http", "rpc", "kv", "heartbeats", "broadcasts"
+    host: str
+    port: int
+    scheme: str = "tcp"  # the protocol: "http", "tcp" (ZeroMQ), "kv"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """The link from one process to a port of another."""
+
+    source: str
+    port: Port
+    proxy: Proxy
+
+    @property
+    def name(self) -> str:
+        return f"{self.source} → {self.port.process} ({self.port.purpose})"
+
+
+class Wires:
+    """All links between the processes of a plan."""
+
+    def __init__(self, wires: Iterable[Wire]) -> None:
+        self.all = tuple(wires)
+
+    def between(self, source: str = "", target: str = "", purpose: str = "") -> tuple[Wire, ...]:
+        """Links from `source` to `target` for `purpose`; an empty word matches any. Raises LookupError if none."""
+        found = tuple(
+            wire
+            for wire in self.all
+            if source in ("", wire.source) and target in ("", wire.port.process) and purpose in ("", wire.port.purpose)
+        )
+        if not found:
+            raise LookupError(f"no link from {source or 'any'} to {target or 'any'} ({purpose or 'any'})")
+        return found
+
+    def touching(self, process: str) -> tuple[Wire, ...]:
+        """Links from or to a process."""
+        return tuple(wire for wire in self.all if process in (wire.source, wire.port.process))
+
+    def heal(self) -> None:
+        for wire in self.all:
+            wire.proxy.heal()
+
+
+async def disturb(wires: Iterable[Wire], change: Callable[[Proxy], object], seconds: float) -> None:
+    """Apply a fault to the proxies of these links, for some seconds."""
+    proxies = [wire.proxy for wire in wires]
+    for proxy in proxies:
+        change(proxy)
+    await asyncio.sleep(seconds)
+    for proxy in proxies:
+        proxy.heal()
+
+
+def service_of(spec: ProcessSpec) -> str:
+    """The service of a process of the plan, such as "gateway" or "worker"; "other" for the dashboard."""
+    return _SERVICES.get(spec.argv[-1], "other")
+
+
+def ports_of(plan: Plan) -> tuple[Port, ...]:
+    """All ports that processes of the plan listen on."""
+    found = []
+    for spec in plan.processes:
+        service = service_of(spec)
+        purposes = _PORTS.get(service, ())
+        for number, use in enumerate(spec.ports):
+            purpose = purposes[min(number, len(purposes) - 1)]  # an instance has one KV port per rank
+            scheme = purpose if purpose in ("kv", "http") else "tcp"
+            found.append(Port(spec.name, service, purpose, use.host, use.port, scheme))
+    return tuple(found)
+
+
+@asynccontextmanager
+async def wired(plan: Plan, rng: Random, purposes: frozenset[str] = ALL_LINKS) -> AsyncIterator[tuple[Plan, Wires]]:
+    """The plan with a proxy on each link of these purposes, for the block's length."""
+    async with AsyncExitStack() as stack:
+        ports, wires, specs = ports_of(plan), list[Wire](), []
+        for spec in plan.processes:
+            env, links = spec.env, {}
+            for port in ports:
+                linked = _LINKS.get((service_of(spec), port.service), ())
+                if port.process == spec.name or port.purpose not in purposes or port.purpose not in linked:
+                    continue
+                proxy = Proxy(port.address, Random(rng.getrandbits(64)), _FRAMINGS[port.scheme])
+                wires.append(Wire(spec.name, port, await stack.enter_async_context(proxy)))
+                proxied = replace(port, port=proxy.port).url
+                if port.purpose == "http":
+                    env = {key: value.replace(port.url, proxied) for key, value in env.items()}
+                else:
+                    links[port.url] = proxied
+            specs.append(replace(spec, env={**env, "CHAOS_LINKS": json.dumps(links)}))
+        yield replace(plan, processes=tuple(specs)), Wires(wires)

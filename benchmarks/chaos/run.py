@@ -1,0 +1,216 @@
+"""`polyphase bench chaos`: runs the chosen scenarios, each on a healthy suite, and reports the results.
+
+The report is a line for each scenario, a table, JSON figures and aims, and a page of the documentation.
+"""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.chaos.arena import running_arena
+from benchmarks.chaos.clusters import Testbed
+from benchmarks.chaos.load import BROKEN, HARM, UNCLEAN, Verdict
+from benchmarks.chaos.monkey import random_run
+from benchmarks.chaos.scenario import RECOVER_S, Outcome, Scenario, calm, run_scenario
+from benchmarks.chaos.scenarios import FAMILIES, SCENARIOS
+from services.launcher.up import until_stopped
+from shared.errors import InvalidRequest, PolyphaseError
+
+PAGE = "reliability.md"
+_COLUMNS = ("whole", "clean error", "lost", "doubled", "wrong", "cut", "hung", "longest wait", "back after")
+_PAGE_HEAD = Path(__file__).parent / "reliability_head.md"
+_INTERRUPTED = {
+    "figures": {},
+    "aims": {"the bench ran to its end": {"want": "yes", "got": "interrupted", "met": False}},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosOptions:
+    """only: names, or parts of names; empty: all scenarios."""
+
+    only: tuple[str, ...] = ()
+    seed: int = 1
+    random_minutes: float = 0.0
+    write_docs: Path | None = None
+    keep_logs: Path | None = None
+    kv_transport: str = "tcp"
+
+
+def run_chaos_bench(options: ChaosOptions, console: Console) -> dict[str, Any]:
+    """Returns figures and aims. Raises InvalidRequest when `only` names no scenario."""
+    if options.random_minutes:
+        return asyncio.run(_random(options, console))
+    chosen = choose(options.only)
+    bench = _Bench(options, console, len(chosen))
+    finished = asyncio.run(until_stopped(bench.run(chosen), console)) is not None
+    console.print(table(bench.outcomes))
+    if options.write_docs is not None and finished:
+        write_docs(options.write_docs, bench.outcomes, options.seed)
+    return as_result(bench.outcomes, bench.took_s, finished)
+
+
+def choose(only: Sequence[str]) -> tuple[Scenario, ...]:
+    """Scenarios whose name is one of the words, or contains one. Raises InvalidRequest that lists the names."""
+    exact = {scenario.name for scenario in SCENARIOS} & set(only)
+    chosen = tuple(
+        s for s in SCENARIOS if not only or s.name in exact or any(word in s.name for word in set(only) - exact)
+    )
+    if not chosen:
+        raise InvalidRequest(f"no scenario named {', '.join(only)}; known: {', '.join(s.name for s in SCENARIOS)}")
+    return chosen
+
+
+def show_scenarios(options: ChaosOptions, console: Console) -> None:
+    for scenario in choose(options.only):
+        line = f"{scenario.name:24} {scenario.does} [dim]({scenario.bed.name})[/]"
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+async def _random(options: ChaosOptions, console: Console) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="polyphase-chaos-") as folder:
+        found = await until_stopped(
+            random_run(options.keep_logs or Path(folder), options.random_minutes * 60.0, options.seed, console), console
+        )
+    return _INTERRUPTED if found is None else found
+
+
+@dataclass(slots=True)
+class _Bench:
+    """Runs scenarios one after the other; a suite serves those of its testbed until one of them leaves it unwell."""
+
+    options: ChaosOptions
+    console: Console
+    total: int
+    outcomes: list[Outcome] = field(default_factory=list)
+    took_s: float = 0.0
+    suites: int = 0
+
+    async def run(self, chosen: Sequence[Scenario]) -> bool:
+        """Returns True when each scenario has an outcome."""
+        began = time.monotonic()
+        beds = {scenario.bed.name: scenario.bed for scenario in chosen}
+        try:
+            with tempfile.TemporaryDirectory(prefix="polyphase-chaos-") as folder:
+                for bed in beds.values():
+                    mine = [scenario for scenario in chosen if scenario.bed is bed]
+                    await self._run_on(bed, mine, self.options.keep_logs or Path(folder))
+        finally:
+            order = [scenario.name for scenario in chosen]
+            self.outcomes.sort(key=lambda outcome: order.index(outcome.scenario.name))
+            self.took_s = time.monotonic() - began
+        return True
+
+    async def _run_on(self, bed: Testbed, waiting: list[Scenario], folder: Path) -> None:
+        bed = replace(bed, kv_transport=self.options.kv_transport)
+        seed = self.options.seed
+        while waiting:
+            self.suites += 1
+            try:
+                async with running_arena(bed, folder / f"suite-{self.suites}", self.console, seed) as arena:
+                    before = await calm(arena, seed)
+                    while waiting:
+                        outcome = await run_scenario(arena, waiting.pop(0), before, seed)
+                        self._add(outcome)
+                        if outcome.broke or outcome.recovery.recovered_s is None or outcome.recovery.left:
+                            break  # the next scenario gets a fresh suite
+            except (PolyphaseError, TimeoutError) as error:
+                if waiting:  # the suite did not start, or does not serve
+                    self._add(Outcome(waiting.pop(0), seed, broke=f"the suite: {error}"))
+
+    def _add(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self.console.print(line(outcome, len(self.outcomes), self.total))
+
+
+def line(outcome: Outcome, number: int, total: int) -> str:
+    """A result in the markup of the console."""
+    mark = "[green]✔[/]" if outcome.ok else "[red]✘[/]"
+    cells = cells_of(outcome)
+    text = f"{mark} {number}/{total} [bold]{outcome.scenario.name}[/] [dim]{escape(outcome.scenario.does)}: "
+    text += f"{cells[0]} whole, {cells[1]} clean errors, longest wait {cells[7]}, back after {cells[8]}, "
+    text += f"took {outcome.took_s:.0f} s{''.join(f', {note}' for note in outcome.notes)}[/]"
+    for fault in outcome.faults:
+        text += f"\n    [red]{escape(fault)}[/]"
+    for verdict, example in outcome.tally.examples.items():
+        text += f"\n    [dim]{verdict}: {escape(example)}[/]"
+    return text
+
+
+def cells_of(outcome: Outcome) -> tuple[str, ...]:
+    """The cells of a row, in the order of _COLUMNS."""
+    tally, recovered = outcome.tally, outcome.recovery.recovered_s
+    counts = [tally.count(Verdict.WHOLE), tally.count(Verdict.ERROR), *(tally.count(v) for v in HARM)]
+    counts += [tally.count(*BROKEN), tally.count(*UNCLEAN)]
+    back = "never" if recovered is None else f"{recovered:.1f} s"
+    return (*map(str, counts), f"{tally.longest_gap_s:.1f} s of {outcome.allowed_gap_s:.1f}", back)
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    grid = Table(box=None, padding=(0, 1), header_style="dim")
+    grid.add_column("")
+    grid.add_column("scenario", no_wrap=True)
+    for name in _COLUMNS:
+        grid.add_column(name, justify="right")
+    for outcome in outcomes:
+        mark = "[green]✔[/]" if outcome.ok else "[red]✘[/]"
+        grid.add_row(mark, outcome.scenario.name, *cells_of(outcome))
+    return grid
+
+
+def as_result(outcomes: Sequence[Outcome], took_s: float, finished: bool) -> dict[str, Any]:
+    """Figures and aims of the JSON line: one aim for each scenario."""
+    aims = {outcome.scenario.name: _aim(outcome) for outcome in outcomes}
+    if not finished:
+        aims |= _INTERRUPTED["aims"]
+    figures: dict[str, float] = {
+        "scenarios": len(outcomes),
+        "passed": sum(outcome.ok for outcome in outcomes),
+        "took_s": round(took_s, 1),
+        "answers": sum(outcome.tally.counts.total() for outcome in outcomes),
+        **{f"{verdict}_answers": sum(o.tally.count(verdict) for o in outcomes) for verdict in Verdict},
+        "longest_wait_s": round(max((o.tally.longest_gap_s for o in outcomes), default=0.0), 3),
+        "slowest_recovery_s": round(max((o.recovery.recovered_s or 0.0 for o in outcomes), default=0.0), 3),
+    }
+    return {"figures": figures, "aims": aims}
+
+
+def _aim(outcome: Outcome) -> dict[str, Any]:
+    want = f"whole, no wait over {outcome.allowed_gap_s:.1f} s, back within {RECOVER_S:.0f} s, nothing left behind"
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in outcome.tally.counts.items())
+    got = "; ".join(outcome.faults) or ", ".join((counts, *outcome.notes))
+    return {"want": want, "got": got, "met": outcome.ok}
+
+
+def write_docs(folder: Path, outcomes: Sequence[Outcome], seed: int) -> None:
+    """Write the page: the part that is written by hand, then the tables of this run."""
+    by_name = {outcome.scenario.name: outcome for outcome in outcomes}
+    command = f"polyphase bench chaos --seed {seed} --write-docs docs"
+    text = [_PAGE_HEAD.read_text().rstrip(), "", f"Written by `{command}`.", ""]
+    for family, scenarios in FAMILIES.items():
+        rows = [by_name[scenario.name] for scenario in scenarios if scenario.name in by_name]
+        if rows:
+            text += [f"### {family[0].upper()}{family[1:]}", "", *_markdown(rows), ""]
+    failed = [outcome for outcome in outcomes if not outcome.ok]
+    text += ["### What did not pass", ""]
+    text += [f"- `{o.scenario.name}`: {'; '.join(o.faults)}" for o in failed] or ["Nothing."]
+    (folder / PAGE).write_text("\n".join(text) + "\n")
+
+
+def _markdown(rows: Sequence[Outcome]) -> list[str]:
+    head = ("scenario", "what is done", "engines", *_COLUMNS, "passed")
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for outcome in rows:
+        scenario = outcome.scenario
+        passed = "yes" if outcome.ok else "**no**"
+        cells = (f"`{scenario.name}`", scenario.does, scenario.bed.name, *cells_of(outcome), passed)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines

@@ -1,0 +1,317 @@
+"""A scenario (a fault, and what it may cost clients), its run, and the check that the suite is as it was before.
+
+A run has load, the fault, and recovery. Afterwards processes, roles and the rate of tokens must be as before, and
+without users nothing may be left behind: no KV, job, row, memory, open file or process.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from benchmarks.chaos.arena import RUN, Arena, stall_watch
+from benchmarks.chaos.clusters import EMULATED, Testbed
+from benchmarks.chaos.faults import Fault
+from benchmarks.chaos.load import BROKEN, HARM, UNCLEAN, Load, Tally, Verdict
+from services.launcher.supervisor import State
+from shared.domain.instance import InstanceState
+from shared.domain.job import Phase
+from shared.errors import PolyphaseError
+
+HANG_S = 1.0  # a wait beyond the scenario's outage that passes
+RECOVER_S = 10.0
+WARM_S = 30.0
+CALM_S = 3.0
+BEFORE_S = 1.0  # the machine's speed may have changed since: the rate just before the fault counts too
+_POLL_S = 0.1
+_RATE_SHARE = 0.6  # of the calm rate, over _WINDOW_S: with few users chance alone moves it by a fifth or so
+_WINDOW_S = 1.0
+_FILES = 12  # growth that passes: kept-alive HTTP connections come and go
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What each process of the plan holds, and how often it was restarted."""
+
+    restarts: dict[str, int]
+    memory_bytes: dict[str, int]
+    files: dict[str, int]
+    helpers: frozenset[int]  # processes of the run that are not in the plan, such as the fork server
+
+
+@dataclass(slots=True)
+class Recovery:
+    """Empty lists: the suite is as it was."""
+
+    recovered_s: float | None = None  # None: not within the bound
+    missing: list[str] = field(default_factory=list)  # what was not back within the bound
+    left: list[str] = field(default_factory=list)  # what was left behind
+    ghosts: list[str] = field(default_factory=list)  # jobs that never end according to a status table
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One fault under load.
+
+    outage_s: the time for which the fault keeps clients waiting, beside the time that the fault itself measures with
+    `Arena.outage`. errors: clients may get typed errors. breaks: the fault takes a gateway away, and with it the
+    connections of its clients. bound_s: the longest time of the fault itself; a scenario that exceeds it has failed.
+    """
+
+    name: str
+    does: str
+    fault: Fault
+    bed: Testbed = EMULATED
+    outage_s: float = 0.0
+    errors: bool = False
+    breaks: bool = False
+    bound_s: float = 40.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The result of one run of a scenario."""
+
+    scenario: Scenario
+    seed: int
+    tally: Tally = field(default_factory=Tally)
+    outage_s: float = 0.0
+    calm_gap_s: float = 0.0  # the longest wait without a fault, on this machine
+    stalled_s: float = 0.0  # the longest time for which the machine kept the bench from running
+    recovery: Recovery = field(default_factory=Recovery)
+    died: list[str] = field(default_factory=list)  # processes that ended and were not the fault's targets
+    broke: str = ""  # why the fault could not be carried out, or what it found
+    took_s: float = 0.0
+    notes: list[str] = field(default_factory=list)  # measurements of the fault
+
+    @property
+    def allowed_gap_s(self) -> float:
+        """The longest wait between two signs of life that passes."""
+        return max(self.outage_s, self.scenario.outage_s) + HANG_S + self.calm_gap_s + self.stalled_s
+
+    @property
+    def faults(self) -> list[str]:
+        found = [f"{self.tally.count(v)} {v}" for v in (*HARM, *UNCLEAN) if self.tally.count(v)]
+        if not self.scenario.errors and (count := self.tally.count(Verdict.ERROR)):
+            found.append(f"{count} refused or failed")
+        if not self.scenario.breaks:
+            found += [f"{self.tally.count(v)} {v}" for v in BROKEN if self.tally.count(v)]
+        if self.tally.longest_gap_s > self.allowed_gap_s:
+            found.append(f"a wait of {self.tally.longest_gap_s:.1f} s, {self.allowed_gap_s:.1f} s allowed")
+        if self.recovery.recovered_s is None:
+            found.append(f"not back after {RECOVER_S:.0f} s: {'; '.join(self.recovery.missing)}")
+        if self.recovery.left:
+            found.append(f"left behind: {'; '.join(self.recovery.left)}")
+        found += self.recovery.ghosts
+        return [*([self.broke] if self.broke else []), *self.died, *found]
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults
+
+
+@dataclass(frozen=True, slots=True)
+class Calm:
+    """The undisturbed suite, with which the suite after a fault is compared."""
+
+    rate: float  # tokens per second
+    gap_s: float
+    footprint: Footprint
+
+
+async def calm(arena: Arena, seed: int) -> Calm:
+    """Load the suite for some seconds. Raises TimeoutError when it does not serve."""
+    async with arena.users(seed) as load:
+        await load.warm(WARM_S)
+        began = time.monotonic()
+        await asyncio.sleep(CALM_S)
+        rate = load.rate(began, time.monotonic())
+    await check_left_behind(arena, footprint(arena), Recovery(), time.time())
+    return Calm(rate, load.tally.longest_gap_s, footprint(arena))
+
+
+async def run_scenario(arena: Arena, scenario: Scenario, before: Calm, seed: int) -> Outcome:
+    """Run a scenario on a suite that is well. Failures are in the outcome."""
+    outcome = Outcome(scenario, seed, calm_gap_s=before.gap_s)
+    began, arena.outage_s, now = time.monotonic(), 0.0, footprint(arena)
+    arena.notes = outcome.notes
+    arena.processes.touched.clear()
+    since_s = time.time()
+    async with stall_watch() as stalled:
+        async with arena.users(seed) as load:
+            arena.load, outcome.tally = load, load.tally
+            try:
+                await load.warm(WARM_S)
+            except TimeoutError:
+                outcome.broke = f"before the fault, not every user was answered within {WARM_S:.0f} s"
+            await asyncio.sleep(BEFORE_S)
+            rate = load.rate(time.monotonic() - BEFORE_S, time.monotonic())
+            await _fault(arena, scenario, outcome)
+            healed = time.monotonic()
+            outcome.recovery = await recovered(arena, load, min(rate, before.rate), healed)
+        await check_left_behind(arena, before.footprint, outcome.recovery, since_s)
+    outcome.died = died(arena, now)
+    outcome.stalled_s, outcome.outage_s = stalled[0], arena.outage_s
+    outcome.took_s = time.monotonic() - began
+    return outcome
+
+
+async def _fault(arena: Arena, scenario: Scenario, outcome: Outcome) -> None:
+    try:
+        async with asyncio.timeout(scenario.bound_s):
+            await scenario.fault(arena)
+    except TimeoutError:
+        outcome.broke = f"the fault did not end within {scenario.bound_s:.0f} s"
+    except Exception as error:  # a boundary: a scenario that breaks must not end the bench
+        outcome.broke = f"{type(error).__name__}: {error}"
+    finally:
+        await arena.restore()
+
+
+def footprint(arena: Arena) -> Footprint:
+    memory: dict[str, int] = {}
+    files: Counter[str] = Counter()
+    monitors = arena.named("monitor")  # counted together: the acting monitor has more files, and may be another one
+    restarts = {name: status.restarts for name, status in arena.processes.statuses.items()}
+    for name, status in arena.processes.statuses.items():
+        with suppress(psutil.Error):
+            process = psutil.Process(status.pid)
+            memory[name] = process.memory_info().rss
+            files["monitor" if name in monitors else name] += process.num_fds()
+    return Footprint(restarts, memory, files, frozenset(pid for pid, _ in _unknown(arena)))
+
+
+async def recovered(arena: Arena, load: Load, calm_rate: float, since_s: float) -> Recovery:
+    """Wait until all processes serve and users get tokens at the former rate; RECOVER_S and a window at most."""
+    found, missing, whole_s = Recovery(), ["not checked"], 0.0
+    while time.monotonic() < since_s + RECOVER_S + _WINDOW_S:
+        missing = await _missing(arena)
+        now = time.monotonic()
+        whole_s = 0.0 if missing else whole_s or now
+        enough = load.rate(now - _WINDOW_S, now) >= _RATE_SHARE * calm_rate and load.served_since(since_s)
+        if whole_s and enough and now - _WINDOW_S >= since_s:
+            found.recovered_s = max(whole_s, now - _WINDOW_S) - since_s
+            return found
+        if not missing and not enough:
+            missing = [f"{load.rate(now - _WINDOW_S, now):.0f} tokens/s of {calm_rate:.0f}"]
+        await asyncio.sleep(_POLL_S)
+    found.missing = missing
+    return found
+
+
+async def _missing(arena: Arena) -> list[str]:
+    """Processes and instances that do not run or serve as before."""
+    missing = [
+        f"{name} is {status.state.value}"
+        for name, status in arena.processes.statuses.items()
+        if status.state is not State.READY
+    ]
+    try:
+        found = await arena.suite.instances()
+    except PolyphaseError as error:
+        return [*missing, f"monitor: {error.message}"]
+    for name, role in arena.roles.first.items():
+        entry = found.get(name)
+        if entry is None:
+            missing.append(f"{name} is not registered")
+        elif entry["state"] != InstanceState.READY.value or entry["role"] != role.value:
+            missing.append(f"{name} is {entry['state']} as {entry['role']}")
+    return missing
+
+
+def died(arena: Arena, before: Footprint) -> list[str]:
+    """Processes that ended and were not targets of the fault."""
+    return [
+        f"{name} died by itself: {status.note or 'it was restarted'}"
+        for name, status in arena.processes.statuses.items()
+        if status.restarts > before.restarts[name] and name not in arena.processes.touched
+    ]
+
+
+async def check_left_behind(arena: Arena, before: Footprint, recovery: Recovery, since_s: float) -> None:
+    """Without users: wait up to RECOVER_S until nothing is held any more, and note what is left.
+
+    Of the status tables jobs that arrived after the Unix time `since_s` count.
+    """
+    give_up = time.monotonic() + RECOVER_S
+    while time.monotonic() < give_up:
+        recovery.left = [*await _held(arena), *_grown(arena, before), *_orphans(arena, before)]
+        recovery.ghosts = await _ghosts(arena, since_s)
+        if not recovery.left and not recovery.ghosts:
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+async def _held(arena: Arena) -> list[str]:
+    """KV and jobs, without users."""
+    held = []
+    try:
+        for name, entry in (await arena.suite.instances()).items():
+            if entry["state"] == InstanceState.DEAD.value:  # its last report
+                continue
+            load, total = entry["load"], entry["info"]["total_blocks"]
+            held += [f"{name}: {load[key]} {key}" for key in ("inflight", "staged_bytes", "waiting") if load[key]]
+            if load["free_blocks"] < total:
+                held.append(f"{name}: {total - load['free_blocks']} KV blocks")
+    except PolyphaseError as error:
+        held.append(error.message)
+    return held
+
+
+async def _ghosts(arena: Arena, since_s: float) -> list[str]:
+    ghosts = []
+    for scheduler in arena.suite.schedulers():
+        async with scheduler:
+            try:
+                rows = await scheduler.requests(limit=5_000)
+            except PolyphaseError as error:
+                ghosts.append(error.message)
+                continue
+        late = [row for row in rows if row["arrived_s"] >= since_s and not Phase(row["phase"]).final]
+        if late:
+            ghosts.append(f"{len(late)} jobs that do not end at {scheduler.base_url}")
+    return ghosts
+
+
+def _grown(arena: Arena, before: Footprint) -> list[str]:
+    now, grown = footprint(arena), []
+    for name, size in now.memory_bytes.items():
+        if size > before.memory_bytes.get(name, size) + arena.bed.memory_bytes:
+            grown.append(f"{name}: {(size - before.memory_bytes[name]) >> 20} MiB more memory")
+    for name, count in now.files.items():
+        if count > before.files.get(name, count) + _FILES:
+            grown.append(f"{name}: {count - before.files[name]} more open files")
+    return grown
+
+
+def _orphans(arena: Arena, before: Footprint) -> list[str]:
+    return [f"orphan {pid} ({name})" for pid, name in _unknown(arena) if pid not in before.helpers]
+
+
+def _unknown(arena: Arena) -> list[tuple[int, str]]:
+    """Processes of this run that are neither in the launcher's list nor descend from a process in it."""
+    known = {status.pid for status in arena.processes.statuses.values()}
+    return [(pid, name) for pid, name in of_run(arena.run) if not known & _with_ancestors(pid)]
+
+
+def _with_ancestors(pid: int) -> set[int]:
+    try:
+        process = psutil.Process(pid)
+        return {pid, *(parent.pid for parent in process.parents())}
+    except psutil.Error:  # it has ended
+        return set()
+
+
+def of_run(run: str) -> list[tuple[int, str]]:
+    """All living processes that were started for that run, as (process id, name)."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            mine = f"{RUN}={run}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
+            if mine and process.status() != psutil.STATUS_ZOMBIE:
+                found.append((process.pid, process.name()))
+    return found

@@ -1,0 +1,198 @@
+"""Clusters and workloads of the policy benchmarks: clusters of unequal instances under three kinds of requests, and
+workloads that turn from conversation to code and back."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.cost.learning import StepLearner
+from shared.cost.linear import rates_of_steps
+from shared.cost.step_rates import profile_batches
+from shared.domain.job import Slo
+from shared.domain.rates import StepForm, StepRates
+from shared.sim.cluster import simulate
+from shared.sim.metrics import attainment
+from shared.sim.outcomes import Outcomes, SimResult
+from shared.sim.prediction import Prediction
+from shared.sim.spec import InstanceSpec, RunSpec, with_words
+from shared.sim.workload import Workload
+from tools.simulate.deployment import load_deployment
+from tools.simulate.workloads import WorkloadOptions, at_rate, make_workload
+
+CLUSTERS = ("equal", "fast_slow", "prefill_heavy", "mixed_32")
+KINDS = {"conversation": "azure-conv", "code": "azure-code", "mixed": "Mixed"}
+SLO = Slo(ttft_s=2.0, tpot_s=0.1)
+TARGET = 0.9  # attainment at which a rate counts as served
+MAX_TOKENS = 1024  # max_tokens of all requests
+SEED = 1
+# What is known live of speeds: learned from so many steps, which vary so much, by a start that was so much off.
+LEARNED_STEPS, NOISE, START_OFF = 400, 0.05, 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A cluster and a kind of requests; `seed` draws the requests."""
+
+    cluster: str
+    kind: str
+    seed: int = SEED
+
+    @property
+    def name(self) -> str:
+        return f"{self.cluster}_{self.kind}"
+
+    def attained(self, policy: str, rate: float, requests: int, head: int | None = None) -> float:
+        """The share of requests within their SLO: `requests` of them at `rate` a second, under policies in words.
+
+        head: only the first so many of them are sent, and counted.
+        """
+        return attainment(self.result(policy, rate, requests, head).outcomes, SLO).every
+
+    def result(self, policy: str, rate: float, requests: int, head: int | None = None) -> SimResult:
+        run, workload = with_words(run_of(self.cluster), policy), self.workload(rate, requests)
+        return simulate(workload if head is None else workload.head(head), instances(self.cluster), run)
+
+    def workload(self, rate: float, requests: int) -> Workload:
+        options = WorkloadOptions(KINDS[self.kind], requests=requests, seed=self.seed, arrivals="poisson")
+        return at_rate(_requests(self.kind, requests, self.seed), options, rate)
+
+
+def all_scenarios(seed: int = SEED) -> Iterator[Scenario]:
+    """Every cluster with every kind of requests."""
+    return (Scenario(cluster, kind, seed) for cluster in CLUSTERS for kind in KINDS)
+
+
+@cache
+def _requests(kind: str, requests: int, seed: int) -> Workload:
+    return make_workload(WorkloadOptions(KINDS[kind], requests=requests, seed=seed))
+
+
+@cache
+def run_of(cluster: str) -> RunSpec:
+    """As live: loads are as old as broadcasts, lengths are predicted correctly three times in four."""
+    run = load_deployment(_file(cluster)).run
+    prediction = Prediction(width_tokens=200, buckets=10, accuracy=0.75)
+    return replace(run, slo=SLO, prediction=prediction, max_tokens=MAX_TOKENS, seed=SEED)
+
+
+@cache
+def instances(cluster: str) -> tuple[InstanceSpec, ...]:
+    """The instances, each with the rates that it would have learned of itself."""
+    rng = Random(SEED)
+    return tuple(learned(one, rng) for one in load_deployment(_file(cluster)).instances)
+
+
+def _file(cluster: str) -> Path:
+    return Path(__file__).with_name("clusters") / f"{cluster}.yaml"
+
+
+def learned(spec: InstanceSpec, rng: Random, noise: float = NOISE, start_off: float = START_OFF) -> InstanceSpec:
+    """It with the rates that it would have learned of itself, from steps that vary so much, and by such a start."""
+    start, budget, seats = spec.rates.step, spec.limits.batched_tokens, spec.limits.sequences
+    assert start is not None
+    learner = StepLearner(_times(start, start_off), budget, seats)
+    batches = [batch for of_kind in profile_batches(budget, seats).values() for batch in of_kind]
+    now = 0.0
+    for _ in range(LEARNED_STEPS):
+        batch = rng.choice(batches)
+        seconds = spec.model.step_time_s(batch) * rng.lognormvariate(0.0, noise)
+        now += seconds
+        learner.add(batch, seconds, now)
+    rates = rates_of_steps(learner.rates(now), budget)
+    known = spec.rates
+    rates = msgspec.structs.replace(rates, price_per_hour=known.price_per_hour, weight=known.weight)
+    return replace(spec, rates=rates)
+
+
+def _times(step: StepRates, factor: float) -> StepRates:
+    def longer(form: StepForm) -> StepForm:
+        plain = {name: value * factor for name, value in msgspec.structs.asdict(form).items() if name != "steps"}
+        return StepForm(**plain)
+
+    return StepRates(longer(step.prefill), longer(step.decode), longer(step.mixed))
+
+
+# Workloads that turn from conversation to code and back.
+
+TRACES = {"conversation": "AzureLLMInferenceTrace_conv.csv", "code": "AzureLLMInferenceTrace_code.csv"}
+MADE = {"conversation": "azure-conv", "code": "azure-code"}  # of the same means, where a trace is missing
+SPARE = 1.5  # requests that are made for each that is wanted: some are too long
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """So many seconds of one kind of requests. arrivals: a name of `shared.sim.workload.ARRIVALS`."""
+
+    kind: str
+    rate: float
+    seconds: float
+    arrivals: str = "poisson"
+
+
+def turning(phases: Sequence[Phase], longest_tokens: int, seed: int, data: Path | None = None) -> Workload:
+    """One phase after the other. Lengths are those of Azure's traces in `data`, from another place for each seed, where
+    they are there; prompt and answer are `longest_tokens` together at most.
+    """
+    parts, start_s = [], 0.0
+    for number, phase in enumerate(phases):
+        part = _part(phase, longest_tokens, seed + 100 * number, data)
+        parts.append(part.with_arrivals(start_s + part.arrival_s - part.arrival_s[0]))
+        start_s += phase.seconds
+    return Workload(
+        "turning",
+        np.concatenate([part.arrival_s for part in parts]),
+        np.concatenate([part.prompt_tokens for part in parts]),
+        np.concatenate([part.output_tokens for part in parts]),
+    )
+
+
+def _part(phase: Phase, longest_tokens: int, seed: int, data: Path | None) -> Workload:
+    wanted = max(2, round(phase.rate * phase.seconds))
+    found = lengths(phase.kind, round(SPARE * wanted) + 50, longest_tokens, seed, data)
+    options = WorkloadOptions(phase.kind, seed=seed, arrivals=phase.arrivals)
+    timed = at_rate(found.head(wanted).at_once(), options, phase.rate)
+    return timed.head(int(np.searchsorted(timed.arrival_s - timed.arrival_s[0], phase.seconds)))
+
+
+def trace_of(kind: str, data: Path | None) -> Path | None:
+    """The trace of that kind below `data`, where it is there."""
+    trace = data / "traces" / "azure2023" / TRACES[kind] if data is not None else None
+    return trace if trace is not None and trace.exists() else None
+
+
+def lengths(kind: str, count: int, longest_tokens: int, seed: int, data: Path | None) -> Workload:
+    """So many requests of that kind less those that are too long, all at once: of Azure's trace, else made."""
+    if (trace := trace_of(kind, data)) is not None:
+        whole = make_workload(WorkloadOptions(str(trace)))
+        rows = (seed * 997 + np.arange(count)) % len(whole)  # as they follow each other there
+    else:
+        whole = make_workload(WorkloadOptions(MADE[kind], requests=count, seed=seed))
+        rows = np.arange(count)
+    rows = rows[(whole.prompt_tokens + whole.output_tokens)[rows] <= longest_tokens]
+    times = np.zeros(len(rows))
+    return replace(
+        whole, arrival_s=times, prompt_tokens=whole.prompt_tokens[rows], output_tokens=whole.output_tokens[rows]
+    )
+
+
+def attained(outcomes: Outcomes, slo: Slo, phases: Sequence[Phase], settle_s: float = 0.0) -> list[float]:
+    """By phase the share of its requests within the SLO, those of its first `settle_s` left out."""
+    return shares(outcomes.arrival_s - outcomes.arrival_s[0], outcomes.met(slo), phases, settle_s)
+
+
+def shares(
+    at_s: NDArray[np.float64], met: NDArray[np.bool_], phases: Sequence[Phase], settle_s: float = 0.0
+) -> list[float]:
+    """The same of any rows: when each arrived, shape [n], and whether it met its targets, shape [n]."""
+    found, start_s = [], 0.0
+    for phase in phases:
+        inside = (at_s >= start_s + settle_s) & (at_s < start_s + phase.seconds)
+        found.append(float(met[inside].mean()) if inside.any() else float("nan"))
+        start_s += phase.seconds
+    return found

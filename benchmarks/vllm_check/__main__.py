@@ -1,0 +1,173 @@
+"""`make vllm-check`: runs those of vLLM's entrypoint tests that pass on plain vLLM against a suite.
+
+Run as `python -m benchmarks.vllm_check [--url URL --model FOLDER]`. The tests are in vLLM's source package, which pip
+fetches into the work folder; tests.txt names those that pass on plain vLLM with the demo model. Without --url a suite
+is started on free ports. Exit code 1: a test failed each time; 2: the tests could not be run.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import requires
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.suite import on_free_ports
+from services.launcher.cluster_file import load_cluster
+from services.launcher.up import running_suite
+from shared.errors import NotFound, PolyphaseError
+
+HERE = Path(__file__).parent
+FOLDER = "tests/entrypoints/openai"  # of the tests that tests.txt names
+LOCAL = Path("models/demo")
+WORK = Path(".polyphase/vllm-check")
+FETCH_S, TEST_S, ALL_S = 600, 120, 1800
+# Answers are sampled, and one in ten of the demo model's to a JSON schema is white space up to the end of its context,
+# on plain vLLM as here: a test has failed when it fails each time.
+TRIES = 4
+_MODEL_NAME = re.compile(r"^MODEL_NAME = .*$", re.MULTILINE)
+
+
+def listed_tests() -> list[str]:
+    """The tests, by their names in pytest."""
+    return [f"{FOLDER}/{line}" for line in (HERE / "tests.txt").read_text(encoding="utf-8").splitlines()]
+
+
+def version() -> str:
+    """The release of vLLM that this project requires."""
+    return next(each.split("==")[1].split(";")[0] for each in requires("polyphase") or () if each.startswith("vllm=="))
+
+
+async def fetch(release: str, work: Path) -> Path:
+    """The folder with vLLM's tests of that release, made ready for the model `demo`. Raises NotFound."""
+    root = work / f"vllm-{release}"
+    if (root / FOLDER).is_dir():
+        return root
+    work.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        output = await _download(release, folder)
+        found = next(Path(folder).glob("pip-*/vllm_*/tests/entrypoints"), None)
+        if found is None:
+            raise NotFound(f"pip has no source package of vLLM {release}; the end of its output: {output[-500:]}")
+        tree = Path(folder) / "tree"
+        shutil.copytree(found, tree / "tests" / "entrypoints")
+        (tree / "tests" / "__init__.py").touch()
+        for file in (tree / FOLDER).rglob("test_*.py"):
+            file.write_text(_MODEL_NAME.sub('MODEL_NAME = "demo"', file.read_text(encoding="utf-8")), encoding="utf-8")
+        tree.rename(root)
+    return root
+
+
+async def _download(release: str, folder: str) -> str:
+    """Let pip unpack the source package in `folder`; returns its output. That its build of vLLM fails is no matter."""
+    options = ("--no-deps", "--no-binary=:all:", "--no-clean", "--no-build-isolation", "-q", "-d", folder)
+    command = (sys.executable, "-m", "pip", "download", *options, f"vllm=={release}")
+    env = {**os.environ, "TMPDIR": folder}
+    pip = await asyncio.create_subprocess_exec(
+        *command, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    try:
+        async with asyncio.timeout(FETCH_S):
+            output, _ = await pip.communicate()
+    except TimeoutError:
+        pip.kill()
+        await pip.wait()
+        raise NotFound(f"vLLM's source package was not downloaded within {FETCH_S} s") from None
+    return output.decode(errors="replace")
+
+
+async def failures(root: Path, tests: Sequence[str], url: str, model: Path) -> dict[str, str]:
+    """The tests that do not pass, with the reasons. Raises NotFound when pytest ran no test."""
+    with tempfile.TemporaryDirectory() as folder:
+        results, log = Path(folder) / "results.jsonl", Path(folder) / "log"
+        env = {
+            **os.environ,
+            "VLLM_CHECK_URL": url,
+            "VLLM_CHECK_MODEL": str(model.resolve()),
+            "VLLM_CHECK_RESULTS": str(results),
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        settings = root / "pytest.ini"
+        settings.write_text(f"[pytest]\nasyncio_mode = strict\ntimeout = {TEST_S}\n", encoding="utf-8")
+        options = (
+            "-q",
+            "-c",
+            str(settings),
+            "--rootdir",
+            str(root),
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "benchmarks.vllm_check.plugin",
+        )
+        with log.open("wb") as output:
+            command = (sys.executable, "-m", "pytest", *options, *tests)
+            pytest = await asyncio.create_subprocess_exec(*command, cwd=root, env=env, stdout=output, stderr=output)
+            try:
+                async with asyncio.timeout(ALL_S):
+                    await pytest.wait()
+            finally:
+                if pytest.returncode is None:
+                    pytest.kill()
+                    await pytest.wait()
+        if not results.exists():
+            raise NotFound(f"pytest ran no test: {log.read_text(encoding='utf-8', errors='replace')[-2000:]}")
+        results_of = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    passed = {each["test"] for each in results_of if each["outcome"] == "passed"}
+    why = {each["test"]: each["why"] for each in results_of if each["outcome"] != "passed"}
+    return {test: why.get(test, "not run") for test in tests if test not in passed or test in why}
+
+
+async def check(url: str, model: Path, work: Path, console: Console) -> int:
+    """Run all tests against the server; returns the exit code."""
+    with console.status("fetching vLLM's source package …"):
+        root = await fetch(version(), work.resolve())
+    tests = listed_tests()
+    failed = dict.fromkeys(tests, "")
+    for attempt in range(1, TRIES + 1):
+        before, word = len(failed), "tests" if len(failed) > 1 else "test"
+        with console.status(f"{before} {word}, try {attempt} …"):
+            failed = await failures(root, list(failed), url, model)
+        if not failed:
+            break
+        if attempt > 1 and len(failed) < before:
+            console.print(f"{before - len(failed)} passed at try {attempt}")
+    for test, why in failed.items():
+        console.print(f"✘ {test}", style="red", markup=False, highlight=False)
+        console.print(why, style="dim", markup=False, highlight=False)
+    console.print(f"vLLM {version()}, its entrypoint tests: {len(tests) - len(failed)} of {len(tests)} pass")
+    return int(bool(failed))
+
+
+async def run(options: argparse.Namespace, console: Console) -> int:
+    """Check the given server, or a suite that is started for this."""
+    if options.url:
+        return await check(options.url.rstrip("/"), options.model, options.work, console)
+    cluster = on_free_ports(load_cluster(HERE / "cluster.yaml"))
+    async with running_suite(cluster, options.work / "suite", console, where="cluster file"):
+        return await check(f"http://127.0.0.1:{cluster.gateway.port}", options.model, options.work, console)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_check", description=__doc__)
+    parser.add_argument("--url", default="", help="a server that serves --model as `demo`; default: start a suite")
+    parser.add_argument("--model", type=Path, default=LOCAL, help="the folder of the model, for its tokenizer")
+    parser.add_argument("--work", type=Path, default=WORK, help="folder for vLLM's tests and the suite's data")
+    console = Console()
+    try:
+        return asyncio.run(run(parser.parse_args(), console))
+    except PolyphaseError as error:
+        console.print(error.message, style="red", markup=False)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""What `polyphase bench …` measures."""

@@ -1,0 +1,1 @@
+"""Commands of `polyphase` beside serving: simulation, planning, calibration."""

@@ -1,0 +1,283 @@
+"""Client of the OpenAI API for measurements and fault tests.
+
+Each request has a connection of its own, so that a fault of one request cannot reach another. `send` reads whole
+answers with their tokens and never raises what the server or the network does. `stream_completion` only notes the times
+of a stream's events: parsing every event would cost more than what is measured.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any
+
+from shared.domain.job import itl_met
+
+Address = tuple[str, int]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HUNG_S = 30.0  # a server that sends no byte for so long has hung
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One POST request. slo: its class, "" for the default. key: names its kind; one right answer belongs to a key."""
+
+    path: str
+    body: dict[str, Any]
+    slo: str = ""
+    api_key: str = ""
+    key: str = ""
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    def encode(self) -> bytes:
+        """The request as bytes of HTTP/1.1."""
+        payload = json.dumps(self.body).encode()
+        head = f"POST {self.path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head += f"X-Polyphase-SLO: {self.slo}\r\n" if self.slo else ""
+        head += f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
+        return f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload
+
+
+def completion_body(prompt: str | list[int], max_tokens: int, model: str = "demo", **more: Any) -> dict[str, Any]:
+    """A greedy, streamed completion of exactly `max_tokens` tokens; `more` overrides any field."""
+    fixed = {"model": model, "prompt": prompt, "max_tokens": max_tokens}
+    return {**fixed, "temperature": 0, "ignore_eos": True, "stream": True, **more}
+
+
+def chat_body(
+    content: str | Sequence[Mapping[str, str]], max_tokens: int, model: str = "demo", **more: Any
+) -> dict[str, Any]:
+    """The same as a chat. content: messages, or the text of a single one."""
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    fixed = {"model": model, "messages": messages, "max_tokens": max_tokens}
+    return {**fixed, "temperature": 0, "ignore_eos": True, "stream": True, **more}
+
+
+class Ending(StrEnum):
+    """How an answer ended at the level of HTTP."""
+
+    DONE = "done"
+    ERROR = "error"  # a status of 4xx or 5xx, or an error event in a stream
+    CUT = "cut"  # the connection ended without an error or an end of the answer
+    HUNG = "hung"
+    UNREACHABLE = "unreachable"  # no connection
+
+
+@dataclass(slots=True)
+class Response:
+    """What came back. Times are on the monotonic clock. code: of an error."""
+
+    ending: Ending = Ending.CUT
+    status: int = 0
+    error: str = ""
+    code: str = ""
+    retry_after: bool = False
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    token_times_s: list[float] = field(default_factory=list)
+
+    @property
+    def completion_tokens(self) -> int | None:
+        """By the server's own count."""
+        return self.usage.get("completion_tokens")
+
+    @property
+    def longest_gap_s(self) -> float:
+        """The longest time without a token, from the sending of the request to its end."""
+        times = [self.began_s, *self.token_times_s, self.ended_s]
+        return max(after - before for before, after in pairwise(times))
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Sending to first token."""
+        return self.token_times_s[0] - self.began_s if self.token_times_s else None
+
+    @property
+    def took_s(self) -> float:
+        return self.ended_s - self.began_s
+
+
+async def send(
+    address: Address, request: Request, hung_s: float = HUNG_S, on_tokens: Callable[[Response], object] | None = None
+) -> Response:
+    """One request, to its end. `on_tokens` is called with the answer so far after each event with tokens."""
+    response = Response(began_s=time.monotonic())
+    writer = None
+    try:
+        async with asyncio.timeout(hung_s):
+            reader, writer = await asyncio.open_connection(*address, limit=1 << 20)
+            writer.write(request.encode())
+            await writer.drain()
+        await _read(reader, request, response, hung_s, on_tokens)
+    except TimeoutError:
+        response.ending = Ending.HUNG
+    except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+        if response.ending is not Ending.ERROR:  # the connection may end after an error event
+            response.ending = Ending.CUT if writer is not None else Ending.UNREACHABLE
+            response.error = f"{type(error).__name__}: {error}"
+    finally:
+        if writer is not None:
+            writer.close()
+    response.ended_s = time.monotonic()
+    return response
+
+
+async def _read(
+    reader: asyncio.StreamReader,
+    request: Request,
+    response: Response,
+    hung_s: float,
+    on_tokens: Callable[[Response], object] | None,
+) -> None:
+    async with asyncio.timeout(hung_s):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+    response.status = int(head.split(" ", 2)[1])
+    response.retry_after = "\r\nretry-after:" in head
+    pieces = _body(reader, head, hung_s)
+    if response.status >= 300 or not request.streams:
+        data = json.loads(b"".join([piece async for piece in pieces]))
+        if response.status >= 300:
+            _add_error(data, response)
+        else:
+            response.ending = Ending.DONE
+            _add(data, response)
+        return
+    rest = b""
+    async for piece in pieces:
+        *events, rest = (rest + piece).split(b"\n\n")
+        for event in events:
+            seen = len(response.tokens)
+            _add_event(event.strip(), response)
+            if on_tokens is not None and len(response.tokens) > seen:
+                on_tokens(response)
+
+
+async def _body(reader: asyncio.StreamReader, head: str, hung_s: float) -> AsyncIterator[bytes]:
+    """The body in pieces. Raises EOFError when the connection ends too early."""
+    if "transfer-encoding: chunked" not in head:
+        _, _, length = head.partition("content-length:")
+        async with asyncio.timeout(hung_s):
+            yield await reader.readexactly(int(length.split("\r\n")[0]))
+        return
+    while True:
+        async with asyncio.timeout(hung_s):
+            size = int(await reader.readuntil(b"\r\n"), 16)
+            piece = (await reader.readexactly(size + 2))[:-2]
+        if not size:
+            return
+        yield piece
+
+
+def _add_event(event: bytes, response: Response) -> None:
+    if not event.startswith(b"data:"):
+        return
+    text = event[5:].strip()
+    if text == b"[DONE]":
+        if response.ending is not Ending.ERROR:
+            response.ending = Ending.DONE
+        return
+    data = json.loads(text)
+    if "error" in data:
+        _add_error(data, response)
+    else:
+        _add(data, response)
+
+
+def _add(data: dict[str, Any], response: Response) -> None:
+    response.usage = data.get("usage") or response.usage
+    for choice in data.get("choices", ()):
+        part = choice.get("delta") or choice.get("message") or choice
+        tokens = choice.get("token_ids") or ()
+        response.text += part.get("content") or part.get("text") or ""
+        response.tokens += tokens
+        response.finish_reason = choice.get("finish_reason") or response.finish_reason
+        if tokens:
+            response.token_times_s.append(time.monotonic())
+
+
+def _add_error(data: dict[str, Any], response: Response) -> None:
+    response.ending = Ending.ERROR
+    error = data["error"] if isinstance(data.get("error"), dict) else {}
+    response.error = str(error.get("message", data))[:300]
+    response.code = str(error.get("code") or error.get("type") or "")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamResult:
+    """Times of one stream, in seconds from its sending."""
+
+    ttft_s: float
+    total_s: float
+    chunks: int  # events that carried tokens
+    last_s: float = 0.0  # the last of these events
+    gaps_s: tuple[float, ...] = ()  # between an event and the next
+
+    def gaps_met(self, itl_s: float) -> bool:
+        """Whether at most one gap in a hundred exceeds the target."""
+        return itl_met(len(self.gaps_s), sum(gap_s > itl_s for gap_s in self.gaps_s))
+
+
+class StreamFailed(Exception):
+    """The server answered something else than a complete stream."""
+
+
+class Refused(StreamFailed):
+    """The server was too busy (429)."""
+
+
+async def stream_completion(
+    host: str, port: int, body: dict[str, Any], api_key: str = "", slo: str = "", path: str = COMPLETIONS
+) -> StreamResult:
+    """Send one streaming request and read the stream to its end. Raises Refused, StreamFailed, OSError."""
+    request = Request(path, body, slo, api_key).encode()
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        began = time.perf_counter()
+        writer.write(request)
+        status = await reader.readline()
+        if b" 429 " in status:
+            raise Refused(f"{status!r}")
+        if b" 200 " not in status:
+            raise StreamFailed(f"{status!r}: {(await reader.read(2000))[-500:]!r}")
+        first, last, gaps = 0.0, 0.0, list[float]()
+        while line := await reader.readline():
+            if line.startswith(b"data: {"):
+                if line.startswith(b'data: {"error"'):
+                    raise StreamFailed(line.decode())
+                now = time.perf_counter() - began
+                if first:
+                    gaps.append(now - last)
+                first, last = first or now, now
+            elif line.startswith(b"data: [DONE]"):
+                return StreamResult(first, time.perf_counter() - began, len(gaps) + bool(first), last, tuple(gaps))
+        raise StreamFailed("the stream ended without [DONE]")
+    finally:
+        writer.close()
+
+
+async def run_load(
+    host: str, port: int, bodies: Sequence[dict[str, Any]], concurrency: int, path: str = COMPLETIONS
+) -> list[StreamResult]:
+    """All requests, `concurrency` at a time, in order of their sending."""
+    pending = list(enumerate(bodies))[::-1]
+    results: dict[int, StreamResult] = {}
+
+    async def worker() -> None:
+        while pending:
+            index, body = pending.pop()
+            results[index] = await stream_completion(host, port, body, path=path)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(worker())
+    return [results[index] for index in range(len(bodies))]

@@ -1,0 +1,237 @@
+"""A run of `polyphase plan`: reads the files, searches, compares, writes the cluster file, and prints the plan."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from os import cpu_count
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+from shared.cost.catalogue import Catalogue
+from shared.cost.kinds import Workshop
+from shared.domain.instance import Role
+from shared.domain.job import Slo, tight_gaps
+from shared.errors import InvalidRequest
+from shared.plan.answer import Asked, Wanted, answered, cluster_file, figures, why
+from shared.plan.inventory import read_inventory
+from shared.plan.plan import Plan
+from shared.plan.problem import Problem
+from shared.plan.search import Found, Outcome
+from tools.simulate.workloads import WorkloadOptions, make_workload
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """Options of the command line. slo: `ttft=…,tpot=…,itl=…` in seconds."""
+
+    inventory: Path
+    model: str
+    workload: str = "azure-conv"
+    slo: str = "ttft=2,tpot=0.1"
+    requests: int = 3000
+    wanted: Wanted = field(default_factory=Wanted)
+    out: Path = Path("plan.yaml")
+
+
+def run_plan(options: PlanOptions, console: Console) -> dict[str, Any]:
+    """Plan and report. Returns {"figures": {name_unit: number}}.
+
+    Raises InvalidRequest, NotFound or Incompatible, with the nearest alternative that is possible.
+    """
+    asked = read_asked(options)
+    if assumed := asked.problem.inventory.assumed:
+        console.print(assumed, style="yellow", markup=False)
+    with Console(stderr=True).status("planning") as status:
+        progress = _progress(status, perf_counter())
+        outcomes = answered(asked, perf_counter, progress, helped=(cpu_count() or 1) > 1)
+    text = cluster_file(asked, outcomes[0])
+    show(console, asked.problem, outcomes)
+    try:
+        options.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {options.out}: {error.strerror}") from error
+    _show_next_steps(console, options, asked, outcomes[0].promise.rate)
+    return {"figures": _figures(outcomes)}
+
+
+def read_asked(options: PlanOptions) -> Asked:
+    """The planning problem of the options, with the files that they name."""
+    if not options.model:
+        raise InvalidRequest("--model is missing: a bundled name, or a config.json or its folder")
+    if options.inventory == Path():
+        raise InvalidRequest("--inventory is missing: `polyphase plan inventory` writes a file for this machine")
+    options.wanted.check()
+    inventory, library, name = read_inventory(options.inventory)
+    shop = Workshop(library, library.geometry(options.model))
+    words = WorkloadOptions(options.workload, requests=options.requests, seed=options.wanted.seed)
+    return Asked.of(options.wanted, name, inventory, options.model, shop, make_workload(words), read_slo(options.slo))
+
+
+def read_slo(text: str) -> Slo:
+    """Targets from `ttft=…,tpot=…,itl=…`. Raises InvalidRequest."""
+    values: dict[str, float] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        if key.strip() not in ("ttft", "tpot", "itl"):
+            raise InvalidRequest(f"--slo {text!r}: unknown target {key.strip()!r}; known: ttft, tpot, itl")
+        try:
+            values[key.strip()] = float(value)
+        except ValueError as error:
+            raise InvalidRequest(f"--slo {text!r}: {key.strip()} must be seconds, got {value!r}") from error
+        if not 0 < values[key.strip()] < inf:
+            raise InvalidRequest(f"--slo {text!r}: {key.strip()} must be positive")
+    default = Slo()
+    slo = Slo(
+        ttft_s=values.get("ttft", default.ttft_s),
+        tpot_s=values.get("tpot", default.tpot_s),
+        itl_s=values.get("itl", 0.0),
+    )
+    if wrong := tight_gaps(slo.itl_s, slo.tpot_s):
+        raise InvalidRequest(f"--slo {text!r}: {wrong}")
+    return slo
+
+
+def _progress(status: Status, begin: float) -> Callable[[str, Found | None], None]:
+    best = 0.0
+
+    def progress(what: str, found: Found | None) -> None:
+        nonlocal best
+        best = max(best, found[1] if found else 0.0)
+        so_far = f", best so far {best:.2f} requests/s" if best else ""
+        status.update(f"{what}{so_far} ({perf_counter() - begin:.0f} s; Ctrl-C: use the best so far)")
+
+    return progress
+
+
+def _show_next_steps(console: Console, options: PlanOptions, asked: Asked, rate: float) -> None:
+    """Print the path of the plan, and commands that use it."""
+    shipped = Catalogue.built_in().names()
+    own = sorted({pool.accelerator.name for pool in asked.problem.inventory.pools} - set(shipped))
+    if own:
+        note = f"the cluster file cannot be started: {', '.join(own)} are not in the built-in catalogue"
+        console.print(note, style="yellow", markup=False)
+    console.print(f"\nWritten: {options.out}", markup=False)
+    console.print(f"  polyphase up --cluster {options.out}", style="dim", markup=False)
+    trace = f"--trace {options.workload} --requests {options.requests} --rate {rate:.3g}"
+    console.print(f"  polyphase simulate {options.out} {trace}", style="dim", markup=False, soft_wrap=True)
+
+
+def _figures(outcomes: list[Outcome]) -> dict[str, float]:
+    found = figures(outcomes[0])
+    for one in outcomes[1:]:
+        found |= {f"{one.method}/{name}": value for name, value in figures(one).items()}
+    return found
+
+
+def show(console: Console, problem: Problem, outcomes: Sequence[Outcome]) -> None:
+    """Print groups, routes and promise of the first outcome, the comparison of all, and why the first won."""
+    chosen = outcomes[0]
+    inventory, slo = problem.inventory, problem.slo
+    pools = ", ".join(map(str, inventory.pools))
+    console.print(f"{problem.shop.geometry.name} on {pools}", markup=False)
+    console.print(
+        f"{problem.workload.name}: {problem.workload.prompt_tokens.mean():,.0f} + "
+        f"{problem.workload.output_tokens.mean():,.0f} tokens on average; SLO: TTFT {slo.ttft_s:g} s, TPOT "
+        f"{1000 * slo.tpot_s:g} ms, ITL {1000 * slo.itl_s:g} ms for {100 * problem.target:g} % of the requests",
+        markup=False,
+    )
+    console.print(_groups(problem, chosen))
+    console.print(_promise(problem, chosen))
+    if chosen.plan.routes:
+        console.print(_routes(problem, chosen.plan))
+    if len(outcomes) > 1:
+        console.print(_compared(problem, outcomes))
+        console.print(why(outcomes), markup=False)
+    if chosen.promise.rate > chosen.promise.goodput:
+        console.print(
+            f"{chosen.promise.rate:.2f} requests/s exceed the goodput of {chosen.promise.goodput:.2f} requests/s",
+            style="yellow",
+        )
+    if chosen.stopped:
+        console.print("stopped: this is the best plan so far", style="yellow")
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=None, padding=(0, 1))
+
+
+def _groups(problem: Problem, chosen: Outcome) -> Table:
+    table = _table(f"Plan ({chosen.method}, policies {_short(chosen.plan.policies)})")
+    for column in ("group", "role", "accelerators", "layout"):
+        table.add_column(column, no_wrap=column == "group")
+    for column in ("busy", "USD/h"):
+        table.add_column(column, justify="right")
+    figures = chosen.promise.figures
+    for name, group in zip(chosen.plan.names(problem), chosen.plan.groups, strict=True):
+        busy = figures.get(f"utilisation_{name}")
+        role = group.role.value if not chosen.plan.coupled else "both"
+        price = group.price_usd_hour(problem.inventory)
+        words = group.words(problem.inventory)
+        table.add_row(name, role, words, group.layout, "–" if busy is None else f"{100 * busy:.0f} %", f"{price:.2f}")
+    return table
+
+
+def _promise(problem: Problem, chosen: Outcome) -> Table:
+    promise, told = chosen.promise, chosen.promise.figures
+    price = sum(group.price_usd_hour(problem.inventory) for group in chosen.plan.groups)
+    table = _table(f"Expected at {promise.rate:.2f} requests/s (simulated)")
+    table.add_column("")
+    table.add_column("", justify="right")
+    rows = (
+        ("goodput", f"{promise.goodput:.2f} requests/s"),
+        ("SLO attainment", f"{100 * promise.attainment:.1f} %"),
+        ("TTFT, mean and p90", f"{told['ttft_mean_s']:.3f} s, {told['ttft_p90_s']:.3f} s"),
+        ("TPOT, mean and p90", f"{1000 * told['tpot_mean_s']:.1f} ms, {1000 * told['tpot_p90_s']:.1f} ms"),
+        ("longest gap of a stream, p90", f"{1000 * told['longest_gap_p90_s']:.0f} ms"),
+        ("mean utilisation", f"{100 * told['utilisation_mean']:.0f} %"),
+        ("price", f"{price:.2f} USD/h, {promise.usd_per_million:.3f} USD for a million tokens at goodput"),
+    )
+    for title, value in rows:
+        table.add_row(title, value)
+    return table
+
+
+def _routes(problem: Problem, plan: Plan) -> Table:
+    followed = "plan:" in plan.policies
+    title = "Routes" if followed else "Routes (what the plan expects; adaptive decides request by request)"
+    table = _table(title)
+    for column in ("prompts computed by", "decoded by"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("share of requests", justify="right")
+    names = plan.names(problem)
+    for route in plan.routes:
+        source = "the same" if route.prefill is None else names[route.prefill]
+        table.add_row(source, names[route.decode], f"{100 * route.share:.1f} %")
+    return table
+
+
+def _compared(problem: Problem, outcomes: Sequence[Outcome]) -> Table:
+    table = _table("Compared with")
+    table.add_column("method")
+    for column in ("prefill", "decode", "goodput", "TTFT s", "TPOT ms", "USD/h", "USD/M tokens", "found in s"):
+        table.add_column(column, justify="right")
+    for one in outcomes:
+        told, roles = one.promise.figures, one.plan.roles
+        price = sum(group.price_usd_hour(problem.inventory) for group in one.plan.groups)
+        usd = one.promise.usd_per_million
+        table.add_row(
+            one.method,
+            str(roles[Role.PREFILL]),
+            str(roles[Role.DECODE]),
+            f"{one.promise.goodput:.2f}",
+            f"{told['ttft_mean_s']:.2f}" if told else "–",
+            f"{1000 * told['tpot_mean_s']:.0f}" if told else "–",
+            f"{price:.2f}",
+            f"{usd:.3f}" if isfinite(usd) else "–",
+            f"{one.found_s:.1f}",
+        )
+    return table
+
+
+def _short(policies: str) -> str:
+    return "along routes" if policies.startswith("plan:") else policies
