@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -29,10 +29,13 @@ START_S = 400.0
 IDLE, BUSY, WRITE = 1, 2, 9
 
 
-def files_on_path(kind: str) -> dict[str, dict[str, list[str]]]:
-    """The functions on the path, by file, by process (program and process id)."""
+Functions = dict[str, dict[str, list[str]]]  # functions by file, by process (program and process id)
+
+
+def files_on_paths(*kinds: str) -> dict[str, Functions]:
+    """The functions on the path of each kind of request, all traced on one suite."""
     with tempfile.TemporaryDirectory(prefix="polyphase-path-") as folder:
-        return _Suite(Path(folder)).trace(kind)
+        return _Suite(Path(folder)).trace(kinds)
 
 
 class _Suite:
@@ -53,13 +56,13 @@ class _Suite:
             "PATHTRACE_OUT": str(self._out),
         }
 
-    def trace(self, kind: str) -> dict[str, dict[str, list[str]]]:
+    def trace(self, kinds: Sequence[str]) -> dict[str, Functions]:
         arguments = ["up", "--no-dashboard", "--cluster", str(self._cluster)]
         with self._log.open("w") as log:
             suite = subprocess.Popen(self._command(*arguments), cwd=ROOT, env=self._environment, stdout=log, stderr=log)
             try:
                 self._wait_until_serving(suite)
-                return self._trace(kind)
+                return {kind: self._trace(kind) for kind in kinds}
             finally:
                 suite.send_signal(signal.SIGINT)
                 try:
@@ -67,7 +70,9 @@ class _Suite:
                 except subprocess.TimeoutExpired:
                     suite.kill()
 
-    def _trace(self, kind: str) -> dict[str, dict[str, list[str]]]:
+    def _trace(self, kind: str) -> Functions:
+        for file in self._out.glob("*.json"):
+            file.unlink()  # of another kind
         send = {"chat": self._chat, "flip": self._flip}[kind]
         send(0)
         time.sleep(3.0)
@@ -77,7 +82,8 @@ class _Suite:
         idle_s = self._window(IDLE, lambda: time.sleep(busy_s))
         self._set(WRITE)
         time.sleep(3.0)
-        found: dict[str, dict[str, list[str]]] = {}
+        self._set(0)
+        found: Functions = {}
         for file in self._out.glob("*.json"):
             written = json.loads(file.read_text())
             calls = {(window, *function): count for window, *function, count in written["rows"]}
@@ -140,7 +146,7 @@ def main() -> None:
     kind = sys.argv[1] if len(sys.argv) > 1 else ""
     if kind not in REQUESTS:
         sys.exit(f"usage: python -m tests.structure.request_path {'|'.join(REQUESTS)}")
-    found = files_on_path(kind)
+    found = files_on_paths(kind)[kind]
     for process, files in sorted(found.items()):
         print(f"{process}: {len(files)} files")
         for name in sorted(files):

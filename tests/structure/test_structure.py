@@ -3,7 +3,7 @@
 import pytest
 
 from tests.structure.measure import structure
-from tests.structure.request_path import files_on_path
+from tests.structure.request_path import files_on_paths
 
 SINGLE_IMPORTERS = 0.18  # of the files
 CHAT, CHAT_GATEWAY, FLIP = 125, 15, 70
@@ -17,9 +17,11 @@ def test_few_files_have_a_single_importer() -> None:
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize(("kind", "most", "most_of_gateway"), [("chat", CHAT, CHAT_GATEWAY), ("flip", FLIP, 0)])
-def test_a_request_enters_few_files(kind: str, most: int, most_of_gateway: int) -> None:
-    files = {name for process in files_on_path(kind).values() for name in process}
-    assert "shared/wire/rpc_server.py" in files  # the trace works
-    assert len(files) <= most, sorted(files)
-    assert sum(name.startswith("gateway/") for name in files) <= most_of_gateway
+def test_a_chat_stream_and_a_flip_enter_few_files() -> None:
+    paths = files_on_paths("chat", "flip")
+    for kind, limit in (("chat", CHAT), ("flip", FLIP)):
+        files = {name for process in paths[kind].values() for name in process}
+        assert "shared/wire/rpc_server.py" in files  # the trace works
+        assert len(files) <= limit, sorted(files)
+        if kind == "chat":
+            assert sum(name.startswith("gateway/") for name in files) <= CHAT_GATEWAY

@@ -50,9 +50,13 @@ def _install() -> None:
         os.rename(path + ".tmp", path)
 
     def poll() -> None:
-        while state[0] != WRITE:
+        written = False
+        while True:
             time.sleep(0.1)
-        write()
+            if (writing := state[0] == WRITE) and not written:
+                write()
+                counts.clear()
+            written = writing
 
     def start() -> None:
         threading.Thread(target=poll, daemon=True, name="path-trace").start()
