@@ -30,6 +30,7 @@ from shared.sim.workload import Workload
 
 ENGINES = ("emulated", "vllm")
 MAX_SEQUENCES = 256  # that an engine runs at once
+BEYOND = 2.0  # a rate at so many times the estimated capacity is not simulated: its queue grows without end
 # Spare capacity with which programmes are tried: the estimate knows no bursts, so the tightest may serve too little.
 SPARES = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
 _LOOSER = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 8.0)  # multiples of a lone request's times, tried as targets
@@ -159,6 +160,8 @@ def cheapest(search: Search) -> Plan:
             if groups:
                 offers.setdefault(groups, sum(group.price_usd_hour(inventory) for group in groups))
         for groups, price in sorted(offers.items(), key=lambda offer: offer[1]):
+            if BEYOND * search.estimator.of(groups).most < problem.rate:
+                continue
             if search.judge.attained(Plan(groups), problem.rate) >= problem.target:
                 search.tell(f"cheapest: {price:.2f} USD/h serves it", None)
                 return Plan(groups)
