@@ -24,7 +24,7 @@ from shared.policy.served import STEPS_S as SERVED_STEPS_S
 from shared.policy.served import Ended, How, Served
 from shared.policy.verdict import judge
 from shared.store.database import open_engine
-from shared.store.reading import Order, Wanted, search_requests
+from shared.store.reading import Order, RequestSearch, search_requests
 from shared.store.tables import load_steps, requests, served
 from shared.store.write_behind import WriteBehind
 
@@ -98,17 +98,17 @@ def _reads(engine: AsyncEngine, now: float) -> dict[str, Callable[[], Awaitable[
         found[f"instances_{minutes}"] = partial(instances_over_time, engine, grid)
         found[f"instance_{minutes}"] = partial(instances_over_time, engine, grid, "decode-7")
     for order in Order:
-        found[f"search_{order.value}"] = partial(search_requests, engine, Wanted(order=order))
+        found[f"search_{order.value}"] = partial(search_requests, engine, RequestSearch(order=order))
     for name, wanted in {
-        "caller": Wanted(caller="key-3"),
-        "instance": Wanted(instance="decode-7"),
-        "instance_ttft": Wanted(instance="decode-7", order=Order.SLOWEST_TTFT),
-        "class_missed": Wanted(slo="batch", missed=True),
-        "job": Wanted(job="job-0777"),
-        "rare": Wanted(outcome="peer_lost"),
-        "nothing": Wanted(slo="none"),
-        "hour_longest": Wanted(since_s=now - 3_600, order=Order.LONGEST),
-        "far": Wanted(offset=50_000),
+        "caller": RequestSearch(caller="key-3"),
+        "instance": RequestSearch(instance="decode-7"),
+        "instance_ttft": RequestSearch(instance="decode-7", order=Order.SLOWEST_TTFT),
+        "class_missed": RequestSearch(slo="batch", missed=True),
+        "job": RequestSearch(job="job-0777"),
+        "rare": RequestSearch(outcome="peer_lost"),
+        "nothing": RequestSearch(slo="none"),
+        "hour_longest": RequestSearch(since_s=now - 3_600, order=Order.LONGEST),
+        "far": RequestSearch(offset=50_000),
     }.items():
         found[f"search_{name}"] = partial(search_requests, engine, wanted)
     return found

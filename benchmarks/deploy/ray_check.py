@@ -41,11 +41,11 @@ class Place:
     prompts: Prompts
 
     def status(self, name: str) -> Status:
-        return next(each for each in self.running.elsewhere.statuses if each.name == name)
+        return next(each for each in self.running.remote.statuses if each.name == name)
 
     def node_of(self, name: str) -> str:
         """The Ray node that an instance is on."""
-        return self.running.elsewhere.node_of(name)
+        return self.running.remote.node_of(name)
 
     async def until_ready(self, *names: str) -> float:
         """Wait until the monitor reports them as ready; returns the seconds that it took."""
@@ -60,7 +60,7 @@ Step = Callable[[Place], Coroutine[Any, Any, Section]]
 async def starts(place: Place) -> Section:
     section = Section("The suite starts on three nodes")
     section.figures["up_s"] = place.running.took_s
-    where = {status.name: status for status in place.running.elsewhere.statuses}
+    where = {status.name: status for status in place.running.remote.statuses}
     waiting = [status for status in where.values() if status.state is State.WAITING]
     section.lines += [f"{name}: {status.state.value} {status.note}" for name, status in where.items()]
     section.equal("instances ready", 3, sum(status.state is State.READY for status in where.values()))
@@ -114,7 +114,7 @@ async def a_node_dies(place: Place) -> Section:
 async def nodes_join(place: Place) -> Section:
     """Instances that wait for a node start on the new ones, and get work."""
     section = Section("Two nodes join while it serves")
-    waiting = [s.name for s in place.running.elsewhere.statuses if s.state is State.WAITING]
+    waiting = [s.name for s in place.running.remote.statuses if s.state is State.WAITING]
     (ask,) = asks([place.prompts.of_length(100, seed=61)], LONG_TOKENS)
     stream = asyncio.create_task(place.api.stream(ask))
     for _ in waiting:

@@ -12,7 +12,7 @@ from services.global_scheduler.reports import Reports, plain
 from shared.domain.job import Phase, job_name
 from shared.domain.policies import ROUTING
 from shared.errors import NotFound
-from shared.store.reading import Order, Wanted, read_request, read_requests, search_requests
+from shared.store.reading import Order, RequestSearch, read_request, read_requests, search_requests
 from shared.store.write_behind import WriteBehind
 
 
@@ -70,8 +70,10 @@ async def search(
     was sent; instance: of either phase; missed: whether it missed a target; since, until: unix seconds of the arrival.
     """
     named = phase.value if phase else ""
-    wanted = Wanted(job_name(job), caller, slo, instance, outcome, named, missed, since, until, order, limit, offset)
-    rows, more = await search_requests(scheduler.engine, wanted)
+    search = RequestSearch(
+        job_name(job), caller, slo, instance, outcome, named, missed, since, until, order, limit, offset
+    )
+    rows, more = await search_requests(scheduler.engine, search)
     return {"rows": rows, "more": more}
 
 

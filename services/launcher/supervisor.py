@@ -1,7 +1,7 @@
 """Keeps processes running: starts a few at a time, restarts those that die or hang after a growing delay, stops all.
 
 On a host without accelerators a fork server starts the processes that import the engine; it only saves time: without it
-they are started as programs. `Elsewhere` is the interface to instances that another system runs.
+they are started as programs. `RemoteInstances` is the interface to instances that another system runs.
 """
 
 import asyncio
@@ -208,7 +208,7 @@ class Starter:
         return await spawn(spec.argv, spec.env, log)
 
 
-class Keeper:
+class SupervisedProcess:
     """Keeps one process running. The suite also starts without a process that is not `vital`."""
 
     def __init__(
@@ -338,24 +338,24 @@ class Supervisor:
         self._forks = forks
         self._stop_s = limits.stop_s
         starter = Starter(asyncio.Semaphore(limits.at_once), forks)
-        self._keepers: dict[str, Keeper] = {}
+        self._processes: dict[str, SupervisedProcess] = {}
         for spec in specs:
             health = HttpHealth(spec.health_url) if spec.health_url else None
-            self._keepers[spec.name] = Keeper(spec, logs, changed, limits, starter, health)
+            self._processes[spec.name] = SupervisedProcess(spec, logs, changed, limits, starter, health)
         if forks is not None:
-            keeper = Keeper(forks.spec, logs, changed, limits, starter, forks, vital=False)
-            self._keepers[forks.spec.name] = keeper
+            process = SupervisedProcess(forks.spec, logs, changed, limits, starter, forks, vital=False)
+            self._processes[forks.spec.name] = process
         self._keeping = asyncio.create_task(self._keep_all())
 
     @property
     def statuses(self) -> tuple[Status, ...]:
         """All processes in the order of the plan, then the fork server."""
-        return tuple(keeper.status for keeper in self._keepers.values())
+        return tuple(process.status for process in self._processes.values())
 
     @property
     def late(self) -> tuple[str, ...]:
         """Processes whose start exceeded the time limit while the suite serves without them."""
-        return tuple(each.status.name for each in self._keepers.values() if each.late)
+        return tuple(each.status.name for each in self._processes.values() if each.late)
 
     async def started(self) -> None:
         """Wait until each process was healthy once, or is late while others serve. Raises StartFailed."""
@@ -374,34 +374,34 @@ class Supervisor:
 
     async def restart(self, name: str, env: dict[str, str] | None = None) -> None:
         """Kill a process and restart it immediately with additional variables. Raises NotFound."""
-        keeper = self._keepers.get(name)
-        if keeper is None:
-            raise NotFound(f"no process {name!r}; known: {', '.join(self._keepers)}")
-        await keeper.restart(env or {})
+        process = self._processes.get(name)
+        if process is None:
+            raise NotFound(f"no process {name!r}; known: {', '.join(self._processes)}")
+        await process.restart(env or {})
 
     async def close(self) -> None:
         """Stop all processes. Raises Unavailable that names those which survive SIGKILL."""
         self._keeping.cancel()
         await asyncio.gather(self._keeping, return_exceptions=True)
-        left = await stop_all([k.child for k in self._keepers.values() if k.child is not None], self._stop_s)
-        for keeper in self._keepers.values():
-            keeper.stopped()
+        left = await stop_all([k.child for k in self._processes.values() if k.child is not None], self._stop_s)
+        for process in self._processes.values():
+            process.stopped()
         if left:
             raise Unavailable(f"processes {', '.join(map(str, left))} hang in the kernel and survive SIGKILL")
 
     async def _all_ready(self) -> None:
-        for keeper in self._keepers.values():
-            if keeper.vital:
-                await keeper.settled.wait()
-        for role in {keeper.role for keeper in self._keepers.values()} - {""}:
-            alike = [keeper for keeper in self._keepers.values() if keeper.role == role]
-            if all(keeper.late for keeper in alike):
+        for process in self._processes.values():
+            if process.vital:
+                await process.settled.wait()
+        for role in {process.role for process in self._processes.values()} - {""}:
+            alike = [process for process in self._processes.values() if process.role == role]
+            if all(process.late for process in alike):
                 raise StartFailed(alike[0].failure(alike[0].status.fault))
 
     async def _keep_all(self) -> None:
         async with asyncio.TaskGroup() as group:
-            for keeper in self._keepers.values():
-                group.create_task(keeper.keep(), name=f"keep {keeper.status.name}")
+            for process in self._processes.values():
+                group.create_task(process.keep(), name=f"keep {process.status.name}")
 
 
 @asynccontextmanager
@@ -433,7 +433,7 @@ def _raise_first(task: asyncio.Task[None]) -> NoReturn:
     raise error or RuntimeError("the supervisor ended unexpectedly")
 
 
-class Elsewhere(Protocol):
+class RemoteInstances(Protocol):
     """Instances that another system runs for the launcher."""
 
     @property
@@ -452,10 +452,10 @@ class Elsewhere(Protocol):
         ...
 
 
-Running = Callable[[Changed], AbstractAsyncContextManager[Elsewhere]]
+Running = Callable[[Changed], AbstractAsyncContextManager[RemoteInstances]]
 
 
-class Nowhere:
+class LocalInstances:
     """For a suite whose instances are all processes of this launcher."""
 
     statuses: tuple[Status, ...] = ()
@@ -473,5 +473,5 @@ class Nowhere:
         raise NotFound(f"{name!r} runs on this host")
 
 
-def nowhere(names: tuple[str, ...]) -> Running:
-    return lambda _: nullcontext(Nowhere(names))
+def local_instances(names: tuple[str, ...]) -> Running:
+    return lambda _: nullcontext(LocalInstances(names))

@@ -29,7 +29,15 @@ from services.launcher.plan import make_plan
 from services.launcher.ports import check_free
 from services.launcher.spec import Plan
 from services.launcher.suite import Suite
-from services.launcher.supervisor import Elsewhere, Running, State, Status, Supervisor, nowhere, supervising
+from services.launcher.supervisor import (
+    RemoteInstances,
+    Running,
+    State,
+    Status,
+    Supervisor,
+    local_instances,
+    supervising,
+)
 from shared.errors import InvalidRequest
 
 Result = TypeVar("Result")
@@ -67,7 +75,7 @@ class RunningSuite:
     suite: Suite
     plan: Plan
     supervisor: Supervisor
-    elsewhere: Elsewhere
+    remote: RemoteInstances
     took_s: float
 
 
@@ -122,7 +130,7 @@ async def running_suite(
         preflight(cluster, plan, where, places_instances=ray is None)
         stack.enter_context(state_file.owning(data_dir))
         start_s = plan.start_s
-        plan, others = (plan, nowhere(plan.instance_ids)) if ray is None else divide(cluster, plan)
+        plan, others = (plan, local_instances(plan.instance_ids)) if ray is None else divide(cluster, plan)
         check_free(plan.port_uses)
         cluster_keys.keep_token(cluster, data_dir)
         cluster_keys.keep_curve_key(cluster, data_dir)
@@ -141,11 +149,11 @@ async def _running(
     logs = data_dir / "logs"
     async with (
         supervising(plan.processes, logs, listener.changed, limits, plan.fork_env, plan.preload) as supervisor,
-        others(listener.changed) as elsewhere,
+        others(listener.changed) as remote,
     ):
 
         def save() -> None:
-            state_file.write(data_dir, state_file.describe(plan, (*supervisor.statuses, *elsewhere.statuses)))
+            state_file.write(data_dir, state_file.describe(plan, (*supervisor.statuses, *remote.statuses)))
 
         listener.save = save
         save()
@@ -153,15 +161,15 @@ async def _running(
         try:
             suite = Suite(data_dir)
             with StartDisplay(console, f"Starting {cluster.name}") as progress:
-                progress.expect((*supervisor.statuses, *elsewhere.statuses))
+                progress.expect((*supervisor.statuses, *remote.statuses))
                 listener.show = progress.update
                 await supervisor.started()
-                names = await supervisor.during(elsewhere.started(start_s))
+                names = await supervisor.during(remote.started(start_s))
                 in_time = [name for name in names if name not in supervisor.late]
                 if in_time:
                     await supervisor.during(suite.wait_ready(in_time, REGISTER_S))
             listener.show = lambda status: announce(console, status)
-            yield RunningSuite(suite, plan, supervisor, elsewhere, time.monotonic() - began)
+            yield RunningSuite(suite, plan, supervisor, remote, time.monotonic() - began)
         finally:
             listener.save = None
             state_file.remove(data_dir)
@@ -196,7 +204,7 @@ async def _serve(options: UpOptions, console: Console) -> None:
     async with running_suite(cluster, data_dir, console, host_name=host, where=where, ray=options.ray) as running:
         welcome(console, running.plan, running.took_s, running.suite.memory_bytes())
         late(console, running.supervisor.late)
-        await running.supervisor.during(running.elsewhere.kept())
+        await running.supervisor.during(running.remote.kept())
 
 
 class _Listener:

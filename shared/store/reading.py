@@ -101,7 +101,7 @@ class Order(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequestSearch:
     """A search for requests; empty and None: any. job: prefix of the id. instance: of either phase. Unix seconds."""
 
     job: str = ""
@@ -118,35 +118,35 @@ class Wanted:
     offset: int = 0
 
 
-async def search_requests(engine: AsyncEngine, wanted: Wanted) -> tuple[list[dict[str, Any]], bool]:
+async def search_requests(engine: AsyncEngine, search: RequestSearch) -> tuple[list[dict[str, Any]], bool]:
     """Rows without timelines, and whether there are more. Raises Unavailable when the database fails."""
-    found = await rows_of(engine, query_of(wanted))
-    return found[: wanted.limit], len(found) > wanted.limit
+    found = await rows_of(engine, query_of(search))
+    return found[: search.limit], len(found) > search.limit
 
 
-def query_of(wanted: Wanted) -> Select[Any]:
-    """The search as SQL, with one row more than wanted."""
-    query = select(*SHOWN).where(*_conditions(wanted))
-    return query.order_by(*_order(wanted.order)).limit(wanted.limit + 1).offset(wanted.offset)
+def query_of(search: RequestSearch) -> Select[Any]:
+    """The search as SQL, with one row more than `search.limit`."""
+    query = select(*SHOWN).where(*_conditions(search))
+    return query.order_by(*_order(search.order)).limit(search.limit + 1).offset(search.offset)
 
 
-def _conditions(wanted: Wanted) -> list[ColumnElement[bool]]:
+def _conditions(search: RequestSearch) -> list[ColumnElement[bool]]:
     found: list[ColumnElement[bool]] = []
     for name in ("caller", "slo", "outcome", "phase"):
-        if value := getattr(wanted, name):
+        if value := getattr(search, name):
             found.append(requests.c[name] == value)
-    if wanted.job:
-        found += [requests.c.job_id >= wanted.job, requests.c.job_id < wanted.job + LAST]
-    if wanted.instance:
-        its = wanted.instance
+    if search.job:
+        found += [requests.c.job_id >= search.job, requests.c.job_id < search.job + LAST]
+    if search.instance:
+        its = search.instance
         found.append(or_(requests.c.prefill_instance == its, requests.c.decode_instance == its))
-    if wanted.missed is not None:
-        found.append(requests.c.slo_met.is_(not wanted.missed))
-    if wanted.since_s is not None:
-        found.append(requests.c.arrived_s >= wanted.since_s)
-    if wanted.until_s is not None:
-        found.append(requests.c.arrived_s < wanted.until_s)
-    match wanted.order:
+    if search.missed is not None:
+        found.append(requests.c.slo_met.is_(not search.missed))
+    if search.since_s is not None:
+        found.append(requests.c.arrived_s >= search.since_s)
+    if search.until_s is not None:
+        found.append(requests.c.arrived_s < search.until_s)
+    match search.order:
         case Order.SLOWEST_TTFT:
             found.append(requests.c.ttft_s.is_not(None))
         case Order.SLOWEST_TPOT:

@@ -6,7 +6,7 @@ from sqlalchemy import text
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from shared.store.reading import Order, Wanted, query_of, search_requests
+from shared.store.reading import Order, RequestSearch, query_of, search_requests
 from shared.store.tables import requests
 from shared.store.write_behind import WriteBehind
 from tests.shared.store.rows import request_row
@@ -38,50 +38,50 @@ async def filled(engine: AsyncEngine) -> AsyncEngine:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "jobs"),
+    ("search", "jobs"),
     [
-        (Wanted(), ["b-1", "a-2", "a-1"]),
-        (Wanted(job="a"), ["a-2", "a-1"]),
-        (Wanted(caller="anna", since_s=2.0), ["b-1"]),
-        (Wanted(until_s=2.0), ["a-1"]),
-        (Wanted(instance="d0"), ["b-1"]),
-        (Wanted(outcome="peer_lost"), ["b-1"]),
-        (Wanted(missed=True), ["a-2"]),
-        (Wanted(missed=False), ["a-1"]),
-        (Wanted(order=Order.SLOWEST_TTFT), ["a-2", "a-1"]),
-        (Wanted(order=Order.SLOWEST_TPOT), ["a-1"]),
-        (Wanted(order=Order.LONGEST_GAP), ["b-1", "a-1"]),
-        (Wanted(order=Order.LONGEST, limit=1), ["a-1"]),
+        (RequestSearch(), ["b-1", "a-2", "a-1"]),
+        (RequestSearch(job="a"), ["a-2", "a-1"]),
+        (RequestSearch(caller="anna", since_s=2.0), ["b-1"]),
+        (RequestSearch(until_s=2.0), ["a-1"]),
+        (RequestSearch(instance="d0"), ["b-1"]),
+        (RequestSearch(outcome="peer_lost"), ["b-1"]),
+        (RequestSearch(missed=True), ["a-2"]),
+        (RequestSearch(missed=False), ["a-1"]),
+        (RequestSearch(order=Order.SLOWEST_TTFT), ["a-2", "a-1"]),
+        (RequestSearch(order=Order.SLOWEST_TPOT), ["a-1"]),
+        (RequestSearch(order=Order.LONGEST_GAP), ["b-1", "a-1"]),
+        (RequestSearch(order=Order.LONGEST, limit=1), ["a-1"]),
     ],
     ids=str,
 )
-async def test_what_is_found(filled: AsyncEngine, wanted: Wanted, jobs: list[str]) -> None:
-    rows, more = await search_requests(filled, wanted)
+async def test_what_is_found(filled: AsyncEngine, search: RequestSearch, jobs: list[str]) -> None:
+    rows, more = await search_requests(filled, search)
     assert [row["job_id"] for row in rows] == jobs
-    assert more == (wanted.limit == 1)
+    assert more == (search.limit == 1)
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "search",
     [
-        Wanted(),
-        Wanted(caller="anna"),
-        Wanted(slo="chat"),
-        Wanted(instance="d0"),
-        Wanted(outcome="stop"),
-        Wanted(phase="decode"),
-        Wanted(job="a"),
-        Wanted(order=Order.SLOWEST_TTFT),
-        Wanted(order=Order.SLOWEST_TPOT),
-        Wanted(order=Order.LONGEST_GAP),
-        Wanted(order=Order.LONGEST),
+        RequestSearch(),
+        RequestSearch(caller="anna"),
+        RequestSearch(slo="chat"),
+        RequestSearch(instance="d0"),
+        RequestSearch(outcome="stop"),
+        RequestSearch(phase="decode"),
+        RequestSearch(job="a"),
+        RequestSearch(order=Order.SLOWEST_TTFT),
+        RequestSearch(order=Order.SLOWEST_TPOT),
+        RequestSearch(order=Order.LONGEST_GAP),
+        RequestSearch(order=Order.LONGEST),
     ],
     ids=str,
 )
-async def test_an_index_is_used(filled: AsyncEngine, wanted: Wanted) -> None:
+async def test_an_index_is_used(filled: AsyncEngine, search: RequestSearch) -> None:
     if filled.dialect.name != "sqlite":
         pytest.skip("PostgreSQL chooses by what a table holds: a small one it reads whole")
-    query = str(query_of(wanted).compile(dialect=sqlite.dialect(), compile_kwargs={"literal_binds": True}))
+    query = str(query_of(search).compile(dialect=sqlite.dialect(), compile_kwargs={"literal_binds": True}))
     async with filled.connect() as connection:
         plan = [row[-1] for row in await connection.execute(text(f"EXPLAIN QUERY PLAN {query}"))]
     assert any("USING INDEX" in step for step in plan), plan
