@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import zmq
 
-from benchmarks.chaos.framing import kv_message
-from benchmarks.chaos.proxy import Port
+from benchmarks.chaos.load import fresh
+from benchmarks.chaos.proxy import Port, reset
 from services.worker.kv import rank_links
 from services.worker.kv.wire import protocol
-from services.worker.kv.wire.tcp_framing import HEARTBEAT
+from services.worker.kv.wire.tcp_framing import DIGEST_BYTES, HEARTBEAT, prefix
 from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import InstanceLoad, Role
 from shared.domain.kv import Codec
@@ -36,11 +36,21 @@ async def leave(address: Address, request: Request, after_s: float) -> None:
     """Send a request, and reset the connection after a while."""
     with suppress(OSError):
         _, writer = await asyncio.open_connection(*address)
-        raw = writer.get_extra_info("socket")
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.write(request.encode())
         await asyncio.sleep(after_s)
-        writer.transport.abort()
+        reset(writer)
+
+
+async def leaving_clients(
+    addresses: Sequence[Address], requests: Sequence[Request], count: int, seconds: float, rng: Random
+) -> None:
+    """Clients that come within some seconds, and leave while their requests are queued, computed or transferred."""
+
+    async def client(number: int) -> None:
+        await asyncio.sleep(rng.uniform(0.0, seconds))
+        await leave(addresses[number % len(addresses)], fresh(rng.choice(requests)), rng.uniform(0.0, 0.8))
+
+    await crowd(count, client)
 
 
 async def never_read(address: Address, request: Request, seconds: float) -> None:
@@ -200,8 +210,9 @@ def _send_by_tcp(addresses: list[Address], invalid: list[list[bytes]]) -> None:
     for address in addresses:
         for parts in invalid:
             header, payload = (*parts, b"")[0], b"".join(parts[1:])
+            digest = protocol.checksum(payload).to_bytes(DIGEST_BYTES, "little") if payload else b""
             with suppress(OSError), socket.create_connection(address, timeout=2.0) as peer:  # emulated: no KV port
-                peer.sendall(HEARTBEAT + kv_message(header, payload))
+                peer.sendall(HEARTBEAT + prefix(len(header), len(payload)) + header + payload + digest)
                 peer.shutdown(socket.SHUT_WR)
                 while peer.recv(4096):
                     pass

@@ -19,15 +19,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from benchmarks.chaos import hostile
-from benchmarks.chaos.arena import Arena, running_arena
-from benchmarks.chaos.clusters import OPEN
+from benchmarks.chaos.faults import DATABASE_FAULTS, broken_database, disturbed, frozen, garbage, state_links
 from benchmarks.chaos.load import BROKEN, HARM, UNCLEAN, Tally, Verdict, fresh
-from benchmarks.chaos.proxy import Proxy, Wire, disturb
+from benchmarks.chaos.proxy import Proxy, Wire
 from benchmarks.chaos.scenario import WARM_S, Calm, calm, check_left_behind, died, footprint, recovered
+from benchmarks.chaos.testbeds import OPEN
+from benchmarks.chaos.under_test import Processes, SuiteUnderTest, running_suite_under_test
 from shared.errors import PolyphaseError
 
 MEAN_PAUSE_S = 3.0  # between two draws; faults that last longer overlap
-Act = Callable[[Arena, Random, float], Awaitable[str]]  # a fault of that many seconds; returns what it hit
+Act = Callable[[SuiteUnderTest, Random, float], Awaitable[str]]  # a fault of that many seconds; returns what it hit
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,68 +46,59 @@ class Draw:
 def draw(seed: int, number: int) -> Draw:
     """The draw with this number."""
     rng = Random(f"{seed}/{number}")
-    name = rng.choices([n for n, _, _, _ in FAULTS], [weight for _, weight, _, _ in FAULTS])[0]
-    _, _, longest_s, act = next(fault for fault in FAULTS if fault[0] == name)
+    name = rng.choices(list(FAULTS), [weight for weight, _, _ in FAULTS.values()])[0]
+    _, longest_s, act = FAULTS[name]
     return Draw(number, name, rng.expovariate(1.0 / MEAN_PAUSE_S), rng.uniform(0.2, longest_s), act, rng)
 
 
-def _process(arena: Arena, rng: Random) -> str:
-    return rng.choice([spec.name for spec in arena.plan.processes])
+def _process(suite: SuiteUnderTest, rng: Random) -> str:
+    return rng.choice([spec.name for spec in suite.plan.processes])
 
 
-async def _kill(arena: Arena, rng: Random, _: float) -> str:
-    name = _process(arena, rng)
-    arena.processes.kill(name)
+def _signal(send: Callable[..., object], count: int = 1) -> Act:
+    async def act(suite: SuiteUnderTest, rng: Random, _: float) -> str:
+        names = rng.sample([spec.name for spec in suite.plan.processes], count)
+        send(suite.processes, *names)
+        return ", ".join(names)
+
+    return act
+
+
+async def _freeze(suite: SuiteUnderTest, rng: Random, seconds: float) -> str:
+    name = _process(suite, rng)
+    async with frozen(suite, name):
+        await asyncio.sleep(seconds)
     return name
 
 
-async def _kill_several(arena: Arena, rng: Random, _: float) -> str:
-    names = rng.sample([spec.name for spec in arena.plan.processes], 3)
-    arena.processes.kill(*names)
-    return ", ".join(names)
-
-
-async def _stop(arena: Arena, rng: Random, _: float) -> str:
-    name = _process(arena, rng)
-    arena.processes.stop(name)
-    return name
-
-
-async def _freeze(arena: Arena, rng: Random, seconds: float) -> str:
-    name = _process(arena, rng)
-    arena.processes.freeze(name)
-    await asyncio.sleep(seconds)
-    arena.processes.thaw(name)
-    return name
-
-
-async def _drain(arena: Arena, rng: Random, seconds: float) -> str:
-    name = rng.choice([*arena.roles.first])
+async def _drain(suite: SuiteUnderTest, rng: Random, seconds: float) -> str:
+    name = rng.choice([*suite.roles])
     with suppress(PolyphaseError):
-        await arena.roles.drain(name, timeout_s=seconds)
-        await arena.roles.resume(name)
+        await suite.drain(name, timeout_s=seconds)
+        await suite.resume(name)
     return name
 
 
-async def _flip(arena: Arena, rng: Random, seconds: float) -> str:
-    name = rng.choice([*arena.roles.first])
+async def _flip(suite: SuiteUnderTest, rng: Random, seconds: float) -> str:
+    name = rng.choice([*suite.roles])
     with suppress(PolyphaseError):
-        await arena.roles.flip(name, timeout_s=seconds)
+        await suite.flip(name, timeout_s=seconds)
     return name
 
 
 def _on_links(change: Callable[[Proxy, Random], object]) -> Act:
     """A fault of one link, of all links of a process, or of a fifth of all links."""
 
-    async def act(arena: Arena, rng: Random, seconds: float) -> str:
+    async def act(suite: SuiteUnderTest, rng: Random, seconds: float) -> str:
         kind = rng.randrange(3)
         if kind == 0:
-            wires: tuple[Wire, ...] = (rng.choice(arena.wires.all),)
+            wires: tuple[Wire, ...] = (rng.choice(suite.wires.all),)
         elif kind == 1:
-            wires = arena.wires.touching(_process(arena, rng))
+            wires = suite.wires.touching(_process(suite, rng))
         else:
-            wires = tuple(rng.sample(arena.wires.all, len(arena.wires.all) // 5))
-        await disturb(wires, lambda proxy: change(proxy, rng), seconds)
+            wires = tuple(rng.sample(suite.wires.all, len(suite.wires.all) // 5))
+        async with disturbed(wires, lambda proxy: change(proxy, rng)):
+            await asyncio.sleep(seconds)
         return wires[0].name if len(wires) == 1 else f"{len(wires)} links"
 
     return act
@@ -116,90 +108,70 @@ def _slow(proxy: Proxy, rng: Random) -> None:
     proxy.slow(latency_s=rng.uniform(0.0, 0.3), bytes_per_s=rng.uniform(50_000, 1_000_000))
 
 
-def _state_links(arena: Arena) -> tuple[Wire, ...]:
-    return (*arena.wires.between(purpose="heartbeats"), *arena.wires.between(purpose="broadcasts"))
-
-
-async def _corrupt(arena: Arena, rng: Random, seconds: float) -> str:
-    await disturb(_state_links(arena), lambda proxy: proxy.corrupt(rng.uniform(0.0, 0.5)), seconds)
+async def _corrupt(suite: SuiteUnderTest, rng: Random, seconds: float) -> str:
+    async with disturbed(state_links(suite), lambda proxy: proxy.spoil("corrupted", rng.uniform(0.0, 0.5))):
+        await asyncio.sleep(seconds)
     return "heartbeats and broadcasts"
 
 
-async def _replay(arena: Arena, rng: Random, _: float) -> str:
-    for wire in _state_links(arena):
+async def _replay(suite: SuiteUnderTest, rng: Random, _: float) -> str:
+    for wire in state_links(suite):
         wire.proxy.replay()
     return "heartbeats and broadcasts"
 
 
-async def _garbage(arena: Arena, rng: Random, _: float) -> str:
-    port = rng.choice(arena.ports)
-    await hostile.make_noise([port], rng)
-    if port.purpose != "http":
-        await hostile.send_messages([port], rng)
+async def _garbage(suite: SuiteUnderTest, rng: Random, _: float) -> str:
+    port = rng.choice(suite.ports)
+    await garbage(lambda _: [port])(suite)
     return f"{port.process} ({port.purpose})"
 
 
-async def _clock(arena: Arena, rng: Random, seconds: float) -> str:
-    name, offset_s = _process(arena, rng), rng.choice((-1, 1)) * rng.choice((2.0, 60.0, 3600.0))
-    arena.switches.clock(offset_s, name)
+async def _clock(suite: SuiteUnderTest, rng: Random, seconds: float) -> str:
+    name, offset_s = _process(suite, rng), rng.choice((-1, 1)) * rng.choice((2.0, 60.0, 3600.0))
+    suite.switches.clock(offset_s, name)
     await asyncio.sleep(seconds)
-    arena.switches.clock(0.0, name)
+    suite.switches.clock(0.0, name)
     return f"{name} by {offset_s:+.0f} s"
 
 
-async def _database(arena: Arena, rng: Random, seconds: float) -> str:
-    kind = rng.choice(("locked", "read-only", "full", "gone"))
-    if kind == "locked":
-        async with arena.database.locked():
-            await asyncio.sleep(seconds)
-        return kind
-    if kind == "gone":
-        arena.database.remove()
-    elif kind == "full":
-        arena.database.fill_disk()
-    else:
-        arena.switches.read_only(*arena.database.users)
-    await asyncio.sleep(seconds)
-    arena.database.restore()
-    arena.switches.writable(*arena.database.users)
+async def _database(suite: SuiteUnderTest, rng: Random, seconds: float) -> str:
+    kind = rng.choice(DATABASE_FAULTS)
+    async with broken_database(suite, kind):
+        await asyncio.sleep(seconds)
     return kind
 
 
-async def _leaving_clients(arena: Arena, rng: Random, seconds: float) -> str:
-    async def client(number: int) -> None:
-        await asyncio.sleep(rng.uniform(0.0, seconds))
-        await hostile.leave(arena.gateway(number), fresh(rng.choice(arena.requests)), rng.uniform(0.0, 0.8))
-
-    await hostile.crowd(30, client)
+async def _leaving_clients(suite: SuiteUnderTest, rng: Random, seconds: float) -> str:
+    await hostile.leaving_clients(suite.gateways, suite.requests, 30, seconds, rng)
     return "30 clients"
 
 
-async def _slow_readers(arena: Arena, rng: Random, seconds: float) -> str:
-    request = hostile.changed(arena.requests[0], max_tokens=100)
-    await hostile.crowd(8, lambda number: hostile.never_read(arena.gateway(number), fresh(request), seconds))
+async def _slow_readers(suite: SuiteUnderTest, rng: Random, seconds: float) -> str:
+    request = hostile.changed(suite.requests[0], max_tokens=100)
+    await hostile.crowd(8, lambda number: hostile.never_read(suite.gateway(number), fresh(request), seconds))
     return "8 clients"
 
 
-# name, weight, longest duration in seconds, fault
-FAULTS: tuple[tuple[str, float, float, Act], ...] = (
-    ("kill", 5.0, 1.0, _kill),
-    ("kill several", 1.0, 1.0, _kill_several),
-    ("stop", 2.0, 1.0, _stop),
-    ("freeze", 4.0, 6.0, _freeze),
-    ("drain", 2.0, 5.0, _drain),
-    ("flip", 3.0, 5.0, _flip),
-    ("silent link", 3.0, 6.0, _on_links(lambda proxy, _: proxy.stall())),
-    ("refused link", 2.0, 6.0, _on_links(lambda proxy, _: proxy.cut(refuse=True))),
-    ("cut link", 3.0, 1.0, _on_links(lambda proxy, _: proxy.cut())),
-    ("slow link", 2.0, 6.0, _on_links(_slow)),
-    ("corrupt state", 1.0, 4.0, _corrupt),
-    ("replayed state", 1.0, 1.0, _replay),
-    ("garbage", 2.0, 1.0, _garbage),
-    ("clock", 2.0, 5.0, _clock),
-    ("database", 2.0, 5.0, _database),
-    ("leaving clients", 2.0, 3.0, _leaving_clients),
-    ("slow readers", 1.0, 5.0, _slow_readers),
-)
+# name: weight, longest duration in seconds, fault
+FAULTS: dict[str, tuple[float, float, Act]] = {
+    "kill": (5.0, 1.0, _signal(Processes.kill)),
+    "kill several": (1.0, 1.0, _signal(Processes.kill, 3)),
+    "stop": (2.0, 1.0, _signal(Processes.stop)),
+    "freeze": (4.0, 6.0, _freeze),
+    "drain": (2.0, 5.0, _drain),
+    "flip": (3.0, 5.0, _flip),
+    "silent link": (3.0, 6.0, _on_links(lambda proxy, _: proxy.stall())),
+    "refused link": (2.0, 6.0, _on_links(lambda proxy, _: proxy.cut(refuse=True))),
+    "cut link": (3.0, 1.0, _on_links(lambda proxy, _: proxy.cut())),
+    "slow link": (2.0, 6.0, _on_links(_slow)),
+    "corrupt state": (1.0, 4.0, _corrupt),
+    "replayed state": (1.0, 1.0, _replay),
+    "garbage": (2.0, 1.0, _garbage),
+    "clock": (2.0, 5.0, _clock),
+    "database": (2.0, 5.0, _database),
+    "leaving clients": (2.0, 3.0, _leaving_clients),
+    "slow readers": (1.0, 5.0, _slow_readers),
+}
 
 ROUND = 12
 _END_S = 30.0  # the longest time that a fault may take to end
@@ -234,34 +206,34 @@ async def random_run(folder: Path, seconds: float, seed: int, console: Console, 
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         found.suites += 1
-        async with running_arena(OPEN, folder / f"suite-{found.suites}", console, seed) as arena:
-            before, well = await calm(arena, seed), True
+        async with running_suite_under_test(OPEN, folder / f"suite-{found.suites}", console, seed) as suite:
+            before, well = await calm(suite, seed), True
             while well and time.monotonic() < end_s:
-                well = await _round(arena, before, found, number)
+                well = await _round(suite, before, found, number)
                 number += ROUND
     found.log(f"{number - first} faults in {found.rounds} rounds; {len(found.violations)} violations")
     return _result(found, number - first)
 
 
-async def _round(arena: Arena, before: Calm, found: Findings, first: int) -> bool:
+async def _round(suite: SuiteUnderTest, before: Calm, found: Findings, first: int) -> bool:
     """ROUND faults and recovery; returns whether the suite is well."""
-    arena.processes.touched.clear()
-    now, since_s = footprint(arena), time.time()
-    async with arena.users(found.seed + first) as load:
+    suite.processes.touched.clear()
+    now, since_s = footprint(suite), time.time()
+    async with suite.users(found.seed + first) as load:
         load.tally = Tally()
         try:
             await load.warm(WARM_S)
         except TimeoutError:
             found.violate(first, f"not every user was answered within {WARM_S:.0f} s without a fault")
             return False
-        await _faults(arena, found, first)
-        await arena.restore()
+        await _faults(suite, found, first)
+        await suite.restore()
         healed_s = time.monotonic()
-        resetting = asyncio.create_task(arena.roles.reset(_END_S))
-        recovery = await recovered(arena, load, before.rate, healed_s)
+        resetting = asyncio.create_task(suite.reset_roles(_END_S))
+        recovery = await recovered(suite, load, before.rate, healed_s)
         await asyncio.gather(resetting, return_exceptions=True)
-    await check_left_behind(arena, before.footprint, recovery, since_s)
-    left = [*recovery.left, *recovery.ghosts, *died(arena, now)]
+    await check_left_behind(suite, before.footprint, recovery, since_s)
+    left = [*recovery.left, *recovery.ghosts, *died(suite, now)]
     tally = load.tally
     for verdict in (*HARM, *UNCLEAN):
         if count := tally.count(verdict):
@@ -280,14 +252,14 @@ async def _round(arena: Arena, before: Calm, found: Findings, first: int) -> boo
     return recovery.recovered_s is not None and not recovery.left
 
 
-async def _faults(arena: Arena, found: Findings, first: int) -> None:
+async def _faults(suite: SuiteUnderTest, found: Findings, first: int) -> None:
     """Each fault begins after its pause, also when the previous fault has not ended."""
     running: list[asyncio.Task[None]] = []
     try:
         for number in range(first, first + ROUND):
             drawn = draw(found.seed, number)
             await asyncio.sleep(drawn.pause_s)
-            running.append(asyncio.create_task(_act(arena, drawn, found, first)))
+            running.append(asyncio.create_task(_act(suite, drawn, found, first)))
         await asyncio.wait(running, timeout=_END_S)
     finally:
         for task in running:
@@ -295,11 +267,11 @@ async def _faults(arena: Arena, found: Findings, first: int) -> None:
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _act(arena: Arena, drawn: Draw, found: Findings, first: int) -> None:
+async def _act(suite: SuiteUnderTest, drawn: Draw, found: Findings, first: int) -> None:
     found.drawn[drawn.name] += 1
     began = time.monotonic()
     try:
-        target = await drawn.act(arena, drawn.rng, drawn.seconds)
+        target = await drawn.act(suite, drawn.rng, drawn.seconds)
     except Exception as error:  # a boundary: a fault that fails is a finding, and the run goes on
         target = f"failed: {type(error).__name__}: {error}"
         found.violate(first, f"{drawn.name} {target}")

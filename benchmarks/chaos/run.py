@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.chaos.arena import running_arena
-from benchmarks.chaos.clusters import Testbed
 from benchmarks.chaos.load import BROKEN, HARM, UNCLEAN, Verdict
 from benchmarks.chaos.monkey import random_run
-from benchmarks.chaos.scenario import RECOVER_S, Outcome, Scenario, calm, run_scenario
-from benchmarks.chaos.scenarios import FAMILIES, SCENARIOS
+from benchmarks.chaos.scenario import FAMILIES, RECOVER_S, Outcome, Scenario, calm, run_scenario
+from benchmarks.chaos.scenarios import SCENARIOS
+from benchmarks.chaos.testbeds import Testbed
+from benchmarks.chaos.under_test import running_suite_under_test
 from services.launcher.up import until_stopped
 from shared.errors import InvalidRequest, PolyphaseError
 
@@ -115,10 +115,11 @@ class _Bench:
         while waiting:
             self.suites += 1
             try:
-                async with running_arena(bed, folder / f"suite-{self.suites}", self.console, seed) as arena:
-                    before = await calm(arena, seed)
+                logs = folder / f"suite-{self.suites}"
+                async with running_suite_under_test(bed, logs, self.console, seed) as suite:
+                    before = await calm(suite, seed)
                     while waiting:
-                        outcome = await run_scenario(arena, waiting.pop(0), before, seed)
+                        outcome = await run_scenario(suite, waiting.pop(0), before, seed)
                         self._add(outcome)
                         if outcome.broke or outcome.recovery.recovered_s is None or outcome.recovery.left:
                             break  # the next scenario gets a fresh suite

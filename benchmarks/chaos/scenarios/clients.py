@@ -8,13 +8,14 @@ import asyncio
 import json
 import socket
 from contextlib import suppress
+from functools import partial
 from random import Random
 from typing import Any
 
 from benchmarks.chaos import hostile
-from benchmarks.chaos.arena import Arena
 from benchmarks.chaos.load import fresh, unstreamed
-from benchmarks.chaos.scenario import Scenario
+from benchmarks.chaos.scenario import scenario
+from benchmarks.chaos.under_test import SuiteUnderTest
 from tools.client import CHAT, COMPLETIONS, Address, Ending, Request, Response
 
 STORM, SLOW, FLOOD, SLOW_HEADS = 150, 24, 800, 200
@@ -22,74 +23,76 @@ _SLOW_S = 5.0
 _BIG_S = 6.0  # the client of a huge body leaves after this time
 _HEAD_BYTES = 8 << 20
 
-
-async def _disconnect_storm(arena: Arena) -> None:
-    """Clients leave while their requests are queued, in prefill, in transfer or in decode."""
-    rng = Random(arena.rng.getrandbits(32))
-
-    async def client(number: int) -> None:
-        await asyncio.sleep(rng.uniform(0.0, 3.0))
-        request = fresh(arena.requests[number % len(arena.requests)])
-        await hostile.leave(arena.gateway(number), request, rng.uniform(0.0, 0.8))
-
-    await hostile.crowd(STORM, client)
+client = partial(scenario, "clients")
+body = partial(scenario, "bodies")
+connection = partial(scenario, "connections")
 
 
-async def _slow_readers(arena: Arena) -> None:
-    request = hostile.changed(arena.requests[0], max_tokens=200)
-    await hostile.crowd(SLOW, lambda n: hostile.never_read(arena.gateway(n), fresh(request), _SLOW_S))
+@client("disconnect-storm", f"{STORM} clients ask and leave at any moment")
+async def _disconnect_storm(suite: SuiteUnderTest) -> None:
+    rng = Random(suite.rng.getrandbits(32))
+    await hostile.leaving_clients(suite.gateways, suite.requests, STORM, 3.0, rng)
 
 
-async def _flood(arena: Arena) -> None:
+@client("slow-readers", f"{SLOW} streams of 200 tokens that nobody reads for 5 s")
+async def _slow_readers(suite: SuiteUnderTest) -> None:
+    request = hostile.changed(suite.requests[0], max_tokens=200)
+    await hostile.crowd(SLOW, lambda n: hostile.never_read(suite.gateway(n), fresh(request), _SLOW_S))
+
+
+@client("flood", f"{FLOOD} requests at once", errors=True)
+async def _flood(suite: SuiteUnderTest) -> None:
     """More requests at once than may queue: the gateway refuses some, with Retry-After."""
     answers: list[Response | None] = []
 
-    async def client(number: int) -> None:
-        request = fresh(hostile.changed(arena.requests[0], max_tokens=2))
-        answers.append(await hostile.body_of(arena.gateway(number), request, 30.0))
+    async def send(number: int) -> None:
+        request = fresh(hostile.changed(suite.requests[0], max_tokens=2))
+        answers.append(await hostile.body_of(suite.gateway(number), request, 30.0))
 
-    with arena.outage():
-        await hostile.crowd(FLOOD, client)
+    with suite.outage():
+        await hostile.crowd(FLOOD, send)
     wrong = [r for r in answers if r is None or r.status not in (200, 429, 503) or r.ending is Ending.HUNG]
     if wrong:
         raise AssertionError(f"{len(wrong)} of {len(answers)} requests had no answer or a wrong one: {wrong[0]}")
 
 
-async def _thousand_prompts(arena: Arena) -> None:
-    await _send_expensive(arena, prompt=["Hello"] * 1000)
-
-
-async def _many_choices(arena: Arena) -> None:
-    await _send_expensive(arena, n=5000, temperature=0.5)
-
-
-async def _costly_grammar(arena: Arena) -> None:
-    await _send_expensive(arena, structured_outputs={"regex": "((((a{1,60}){1,60}){1,60})b){1,60}"})
-
-
-async def _send_expensive(arena: Arena, **more: Any) -> None:
-    request = Request(COMPLETIONS, {**unstreamed(arena.requests[0]), "stream": False, **more})
-    answer = await hostile.body_of(arena.gateways[0], request, _BIG_S)
+async def _send_expensive(more: dict[str, Any], suite: SuiteUnderTest) -> None:
+    request = Request(COMPLETIONS, {**unstreamed(suite.requests[0]), "stream": False, **more})
+    answer = await hostile.body_of(suite.gateways[0], request, _BIG_S)
     if answer is not None and answer.status >= 500:
         size = len(json.dumps(request.body))
         raise AssertionError(f"a body of {size} bytes was answered by {answer.status}: {answer.error}")
 
 
-async def _slow_heads(arena: Arena) -> None:
-    await hostile.crowd(SLOW_HEADS, lambda n: hostile.drip(arena.gateway(n), _SLOW_S))
+client("thousand-prompts", "a body with 1,000 prompts, whose client leaves after 6 s")(
+    partial(_send_expensive, {"prompt": ["Hello"] * 1000})
+)
+client("many-choices", "a body with n = 5,000, whose client leaves after 6 s")(
+    partial(_send_expensive, {"n": 5000, "temperature": 0.5})
+)
+client("costly-grammar", "a short regex that takes minutes to compile")(
+    partial(_send_expensive, {"structured_outputs": {"regex": "((((a{1,60}){1,60}){1,60})b){1,60}"}})
+)
 
 
-async def _long_heads(arena: Arena) -> None:
+@client("slow-heads", f"{SLOW_HEADS} requests that come a byte a tenth of a second")
+async def _slow_heads(suite: SuiteUnderTest) -> None:
+    await hostile.crowd(SLOW_HEADS, lambda n: hostile.drip(suite.gateway(n), _SLOW_S))
+
+
+@client("long-heads", "request heads of 8 MiB")
+async def _long_heads(suite: SuiteUnderTest) -> None:
     """Gateways and the monitor must close the connection before the whole head has come."""
-    for address in (*arena.gateways, arena.ports_for("monitor", "http")[0].address):
+    for address in (*suite.gateways, suite.ports_for("monitor", "http")[0].address):
         accepted = await asyncio.gather(*(hostile.long_head(address, _HEAD_BYTES) for _ in range(4)))
         if max(accepted) >= _HEAD_BYTES:
             raise AssertionError(f"{address[0]}:{address[1]} accepted {max(accepted) >> 20} MiB of headers")
 
 
-async def _odd_bodies(arena: Arena) -> None:
+@client("odd-bodies", "well-formed bodies with senseless wishes")
+async def _odd_bodies(suite: SuiteUnderTest) -> None:
     """Senseless parameters are the client's fault: no 5xx."""
-    plain = unstreamed(arena.requests[0])
+    plain = unstreamed(suite.requests[0])
     odd: tuple[dict[str, Any], ...] = (
         {"vllm_xargs": {"kv_transfer_params": "x"}},
         {"kv_transfer_params": {"do_remote_prefill": True}},
@@ -105,24 +108,12 @@ async def _odd_bodies(arena: Arena) -> None:
     )
     wrong = []
     for parameters in odd:
-        answer = await hostile.body_of(arena.gateways[0], Request(COMPLETIONS, {**plain, **parameters}), 5.0)
+        answer = await hostile.body_of(suite.gateways[0], Request(COMPLETIONS, {**plain, **parameters}), 5.0)
         if answer is None or not 0 < answer.status < 500:
             wrong.append(f"{parameters}: {f'{answer.status} {answer.error[:80]}' if answer else 'no answer'}")
     if wrong:
         raise AssertionError(f"{len(wrong)} odd bodies: {'; '.join(wrong)}")
 
-
-CLIENTS = (
-    Scenario("disconnect-storm", f"{STORM} clients ask and leave at any moment", _disconnect_storm),
-    Scenario("slow-readers", f"{SLOW} streams of 200 tokens that nobody reads for 5 s", _slow_readers),
-    Scenario("flood", f"{FLOOD} requests at once", _flood, errors=True),
-    Scenario("thousand-prompts", "a body with 1,000 prompts, whose client leaves after 6 s", _thousand_prompts),
-    Scenario("many-choices", "a body with n = 5,000, whose client leaves after 6 s", _many_choices),
-    Scenario("costly-grammar", "a short regex that takes minutes to compile", _costly_grammar),
-    Scenario("slow-heads", f"{SLOW_HEADS} requests that come a byte a tenth of a second", _slow_heads),
-    Scenario("long-heads", "request heads of 8 MiB", _long_heads),
-    Scenario("odd-bodies", "well-formed bodies with senseless wishes", _odd_bodies),
-)
 
 # Bodies, answers and scrapes that are within every limit, and whose sum could harm other clients: each is charged.
 
@@ -140,11 +131,12 @@ async def _post(address: Address, path: str, **body: Any) -> Response:
     return answer
 
 
-async def _many_items(arena: Arena) -> None:
+@body("many-items", f"bodies of {INPUT_ITEMS:,} and {ITEMS:,} tiny items, and of as many as pass")
+async def _many_items(suite: SuiteUnderTest) -> None:
     """Bodies of tiny items: more than the limit are refused, and as many as the limit allows disturb no stream."""
     tool = {"type": "function", "function": {"name": "a"}}
     message = [{"role": "user", "content": "a"}]
-    for address in arena.gateways:
+    for address in suite.gateways:
         for path, body in (
             ("/v1/responses", {"input": message * INPUT_ITEMS}),
             ("/v1/responses", {"input": [{"a": 1}] * INPUT_ITEMS}),
@@ -159,25 +151,27 @@ async def _many_items(arena: Arena) -> None:
         await _post(address, CHAT, messages=message * LEGAL_ITEMS, max_tokens=1)
 
 
-async def _huge_tokenize(arena: Arena) -> None:
+@body("huge-tokenize", "six texts of 4 MB to tokenise at once")
+async def _huge_tokenize(suite: SuiteUnderTest) -> None:
     """Texts of four megabytes, none of which fits the model."""
 
-    async def client(number: int) -> None:
-        answer = await _post(arena.gateway(number), "/tokenize", prompt="word " * (TEXT_BYTES // 5 - 100))
+    async def send(number: int) -> None:
+        answer = await _post(suite.gateway(number), "/tokenize", prompt="word " * (TEXT_BYTES // 5 - 100))
         if answer.status != 400:
             raise AssertionError(f"a text that cannot fit the model: {answer.status}")
 
-    await hostile.crowd(6, client)
+    await hostile.crowd(6, send)
 
 
-async def _unread_answers(arena: Arena) -> None:
+@body("unread-answers", "clients that ask on one connection and read nothing")
+async def _unread_answers(suite: SuiteUnderTest) -> None:
     """Clients that send requests on one connection and read nothing: the gateway must close the connection."""
 
-    async def client(number: int) -> None:
+    async def send(number: int) -> None:
         loop = asyncio.get_running_loop()
         with socket.socket() as raw:
             raw.setblocking(False)
-            await loop.sock_connect(raw, arena.gateway(number))
+            await loop.sock_connect(raw, suite.gateway(number))
             try:
                 async with asyncio.timeout(_SECONDS):
                     await loop.sock_sendall(raw, b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n" * PIPELINED)
@@ -190,29 +184,23 @@ async def _unread_answers(arena: Arena) -> None:
             except ConnectionError:
                 return
 
-    await hostile.crowd(4, client)
+    await hostile.crowd(4, send)
 
 
-async def _hammered_metrics(arena: Arena) -> None:
+@body("hammered-metrics", f"{SCRAPERS} clients that ask for /metrics {SCRAPES} times each")
+async def _hammered_metrics(suite: SuiteUnderTest) -> None:
     """Clients without a key that request /metrics without a pause."""
 
-    async def client(number: int) -> None:
-        reader, writer = await asyncio.open_connection(*arena.gateway(number))
+    async def send(number: int) -> None:
+        reader, writer = await asyncio.open_connection(*suite.gateway(number))
         for _ in range(SCRAPES):
             writer.write(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
             await reader.readexactly(int(head.partition("content-length:")[2].split("\r\n")[0]))
         writer.close()
 
-    await hostile.crowd(SCRAPERS, client)
+    await hostile.crowd(SCRAPERS, send)
 
-
-BODIES = (
-    Scenario("many-items", f"bodies of {INPUT_ITEMS:,} and {ITEMS:,} tiny items, and of as many as pass", _many_items),
-    Scenario("huge-tokenize", "six texts of 4 MB to tokenise at once", _huge_tokenize),
-    Scenario("unread-answers", "clients that ask on one connection and read nothing", _unread_answers),
-    Scenario("hammered-metrics", f"{SCRAPERS} clients that ask for /metrics {SCRAPES} times each", _hammered_metrics),
-)
 
 SILENT = 2000
 ENDLESS_HEADS = 100
@@ -220,18 +208,9 @@ HEAD_S = 10.0  # the default of `head_timeout_s`
 _PATIENCE_S = 15.0  # beyond HEAD_S
 
 
-async def _silent(arena: Arena) -> None:
-    """Each connection must be closed, while clients are served."""
-    await _require_closed(arena, SILENT, b"")
-
-
-async def _endless_heads(arena: Arena) -> None:
-    """Each connection must be closed, although bytes keep coming."""
-    await _require_closed(arena, ENDLESS_HEADS, b"POST /v1/completions HTTP/1.1\r\nX-Slow: ")
-
-
-async def _require_closed(arena: Arena, count: int, head: bytes) -> None:
-    closed = await asyncio.gather(*(_until_closed(arena.gateway(number), head) for number in range(count)))
+async def _require_closed(count: int, head: bytes, suite: SuiteUnderTest) -> None:
+    """Each connection must be closed, also when bytes of its head keep coming, while clients are served."""
+    closed = await asyncio.gather(*(_until_closed(suite.gateway(number), head) for number in range(count)))
     if still_open := closed.count(False):
         raise AssertionError(f"{still_open} of {count} connections were open after {HEAD_S + _PATIENCE_S:g} s")
 
@@ -256,30 +235,40 @@ async def _until_closed(address: Address, head: bytes) -> bool:
     return True
 
 
-async def _drained_gateway(arena: Arena) -> None:
+connection("silent-connections", f"{SILENT} connections that send nothing", bound_s=60.0)(
+    partial(_require_closed, SILENT, b"")
+)
+connection("endless-heads", f"{ENDLESS_HEADS} request heads that never end", bound_s=60.0)(
+    partial(_require_closed, ENDLESS_HEADS, b"POST /v1/completions HTTP/1.1\r\nX-Slow: ")
+)
+
+
+@connection("gateway-drain", "SIGTERM to a gateway with streams", errors=True, breaks=True)
+async def _drained_gateway(suite: SuiteUnderTest) -> None:
     """After SIGTERM the gateway must finish the streams that have begun."""
-    (name, *_), address = arena.named("gateway"), arena.gateways[0]
-    request = fresh(hostile.changed(arena.requests[0], max_tokens=30))
+    (name, *_), address = suite.named("gateway"), suite.gateways[0]
+    request = fresh(hostile.changed(suite.requests[0], max_tokens=30))
     streams = [asyncio.ensure_future(hostile.body_of(address, request, 30.0)) for _ in range(4)]
     await asyncio.sleep(0.2)
-    old = arena.processes.stop(name)
+    old = suite.processes.stop(name)
     answers = await asyncio.gather(*streams)
     broken = [answer for answer in answers if answer is None or answer.status != 200 or not answer.finish_reason]
-    await arena.processes.back(old)
+    await suite.processes.back(old)
     if broken:
         raise AssertionError(f"{len(broken)} of {len(streams)} streams did not end: {broken[0]}")
 
 
-async def _infinite_numbers(arena: Arena) -> None:
+@connection("infinite-numbers", "NaN and infinity in bodies")
+async def _infinite_numbers(suite: SuiteUnderTest) -> None:
     """NaN and infinity in bodies of clients and of operators get a 4xx."""
-    plain, gateway = unstreamed(arena.requests[0]), arena.gateways[0]
+    plain, gateway = unstreamed(suite.requests[0]), suite.gateways[0]
     placement = {"placement": {"name": "adaptive", "parameters": {"x": float("inf")}}}
     wrong = []
     for address, method, path, body in (
         (gateway, "POST", COMPLETIONS, {**plain, "temperature": float("inf")}),
         (gateway, "POST", COMPLETIONS, {**plain, "temperature": float("nan")}),
         (gateway, "POST", COMPLETIONS, {**plain, "repetition_penalty": float("nan")}),
-        (arena.ports_for("monitor", "http")[0].address, "PUT", "/policies", placement),
+        (suite.ports_for("monitor", "http")[0].address, "PUT", "/policies", placement),
     ):
         status = await _status_of(address, method, path, json.dumps(body).encode())
         if not 400 <= status < 500:
@@ -297,11 +286,3 @@ async def _status_of(address: Address, method: str, path: str, body: bytes) -> i
             return int((await reader.readline()).split()[1])
         finally:
             writer.transport.abort()
-
-
-CONNECTIONS = (
-    Scenario("silent-connections", f"{SILENT} connections that send nothing", _silent, bound_s=60.0),
-    Scenario("endless-heads", f"{ENDLESS_HEADS} request heads that never end", _endless_heads, bound_s=60.0),
-    Scenario("gateway-drain", "SIGTERM to a gateway with streams", _drained_gateway, errors=True, breaks=True),
-    Scenario("infinite-numbers", "NaN and infinity in bodies", _infinite_numbers),
-)

@@ -6,13 +6,15 @@ that must not be affected.
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from benchmarks.chaos import hostile
-from benchmarks.chaos.arena import Arena
-from benchmarks.chaos.clusters import CALLERS, CONTEXT, LOGPROBS, LONG_CONTEXT, MEMORY_BYTES, QUEUED_TOKENS, secret_of
 from benchmarks.chaos.load import fresh, learn
-from benchmarks.chaos.scenario import Scenario, footprint
+from benchmarks.chaos.scenario import footprint, scenario
+from benchmarks.chaos.testbeds import CALLERS, CONTEXT, LOGPROBS, LONG_CONTEXT, MEMORY_BYTES, QUEUED_TOKENS, secret_of
+from benchmarks.chaos.under_test import SuiteUnderTest
+from benchmarks.suite import find_row
 from services.launcher.suite import until
 from shared.errors import InstancesLost, PolyphaseError
 from tools.client import CHAT, COMPLETIONS, Address, Ending, Request, Response, send
@@ -23,81 +25,73 @@ PENALISED_LOSSES = 2
 _POLL_S = 0.02
 _REPORT_S = 10.0
 
+loss = partial(scenario, "losses")
+one_request = partial(scenario, "one request")
 
-async def _decode_instance(arena: Arena, request: Request) -> str:
+
+async def _decode_instance(suite: SuiteUnderTest, request: Request) -> str:
     """The instance that decodes the request, according to the schedulers; "" when none does."""
-    for scheduler in arena.suite.schedulers():
-        async with scheduler:
-            try:
-                rows = await scheduler.requests(phase="decode")
-            except PolyphaseError:
-                continue
-        for row in rows:
-            if request.body["request_id"] in row["job_id"]:
-                return str(row["decode_instance"])
-    return ""
+    try:
+        return str((await find_row(suite, request.body["request_id"], phase="decode"))["decode_instance"])
+    except PolyphaseError:
+        return ""
 
 
-async def _killer(arena: Arena) -> None:
+@loss("killer-request", "a request whose every decode instance is killed as soon as it decodes")
+async def _killer(suite: SuiteUnderTest) -> None:
     """Kill each instance that decodes the request: the gateway must refuse it before many instances are lost."""
-    request = fresh(hostile.changed(arena.requests[0], max_tokens=KILLER_TOKENS))
-    reading = asyncio.create_task(send(arena.gateways[0], request))
+    request = fresh(hostile.changed(suite.requests[0], max_tokens=KILLER_TOKENS))
+    reading = asyncio.create_task(send(suite.gateways[0], request))
     killed: list[str] = []
     pids: dict[str, int] = {}
-    with arena.outage():
+    with suite.outage():
         while not reading.done():
-            name = await _decode_instance(arena, request)
+            name = await _decode_instance(suite, request)
             if name and killed[-1:] != [name]:
                 killed.append(name)
-                pids |= arena.processes.kill(name)
+                pids |= suite.processes.kill(name)
             await asyncio.sleep(_POLL_S)
-        await arena.processes.back(pids)
-        await arena.roles.ready(*arena.decode)
+        await suite.processes.back(pids)
+        await suite.until_ready(*suite.decode)
     answer = await reading
-    arena.notes.append(f"{len(killed)} instances killed")
+    suite.notes.append(f"{len(killed)} instances killed")
     if answer.ending is not Ending.ERROR:
         raise AssertionError(f"the request ended as {answer.ending} after {len(killed)} deaths")
     if len(killed) > MAX_DEATHS:
         raise AssertionError(f"one request ended {len(killed)} instances: {', '.join(killed)}")
 
     async def reported() -> bool:
-        async with arena.suite.monitor() as monitor:
+        async with suite.monitor() as monitor:
             found = await monitor.events(kind="request_refused")
         return any(request.body["request_id"] in event["job_id"] for event in found)
 
     await until(reported, _REPORT_S, f"an event {InstancesLost.code}")
 
 
-async def _penalised(arena: Arena) -> None:
+@loss("lose-penalised", f"a penalised request loses its instance {PENALISED_LOSSES} times", bound_s=80.0)
+async def _penalised(suite: SuiteUnderTest) -> None:
     """A penalised request, which an engine has to compute again from its start, loses its instance twice."""
-    kind = next(request for request in arena.requests if request.key == "penalised")
+    kind = next(request for request in suite.requests if request.key == "penalised")
     longer = Request(kind.path, {**kind.body, "max_tokens": PENALISED_TOKENS}, key="penalised, long")
-    right = (await learn(arena.gateways[0], [longer]))[longer.key]
+    right = (await learn(suite.gateways[0], [longer]))[longer.key]
     request = fresh(longer)
-    reading = asyncio.create_task(send(arena.gateways[0], request))
+    reading = asyncio.create_task(send(suite.gateways[0], request))
     for number in range(PENALISED_LOSSES):
         found: list[str] = []
 
         async def decoding(found: list[str] = found) -> bool:
-            found[:] = [await _decode_instance(arena, request)]
+            found[:] = [await _decode_instance(suite, request)]
             return bool(found[0]) or reading.done()
 
         await until(decoding, _REPORT_S, "the request to be decoded")
         if reading.done():
             raise AssertionError(f"the request ended after {number} of {PENALISED_LOSSES} losses")
-        await arena.processes.back(arena.processes.kill(found[0]))
-        await arena.roles.ready(found[0])
+        await suite.until_back(found[0])
+        await suite.until_ready(found[0])
     answer = await reading
     if tuple(answer.tokens) != right.tokens:
         raise AssertionError(f"{len(answer.tokens)} tokens differ from the right {len(right.tokens)}: {answer.error}")
 
-
-LOSSES = (
-    Scenario("killer-request", "a request whose every decode instance is killed as soon as it decodes", _killer),
-    Scenario(
-        "lose-penalised", f"a penalised request loses its instance {PENALISED_LOSSES} times", _penalised, bound_s=80.0
-    ),
-)
 
 _ROUNDS = 20
 _ANSWER_S = 10.0
@@ -117,28 +111,31 @@ _LOGPROBS_S = 2.0  # the time for which they occupy an instance on a CPU, whose 
 _WORD = " fox"  # a token of the demo's model
 
 
-async def _require_refused(arena: Arena, path: str, body: dict[str, Any], reason: str) -> None:
+async def _require_refused(suite: SuiteUnderTest, path: str, body: dict[str, Any], reason: str) -> None:
     """Every gateway answers this body with a 400 that gives the reason, each time."""
     for number in range(_ROUNDS):
-        answer = await hostile.body_of(arena.gateway(number), Request(path, {"model": "demo", **body}), _ANSWER_S)
+        answer = await hostile.body_of(suite.gateway(number), Request(path, {"model": "demo", **body}), _ANSWER_S)
         if answer is None or answer.status != 400 or reason not in answer.error:
             got = answer and (answer.status, answer.error)
             raise AssertionError(f"{path} was answered by {got}, not by a 400 with {reason!r}")
 
 
-async def _one_token_prompt_logprobs(arena: Arena) -> None:
+@one_request("one-token-prompt-logprobs", "log probabilities of a prompt of one token")
+async def _one_token_prompt_logprobs(suite: SuiteUnderTest) -> None:
     """Log probabilities of a prompt of one token do not exist, and emulated engines have none."""
     body = {"prompt": "World", "max_tokens": 1}
-    await _require_refused(arena, COMPLETIONS, {**body, "prompt_logprobs": 1}, "no log probabilities")
-    await _require_refused(arena, COMPLETIONS, {**body, "echo": True, "logprobs": 1}, "no log probabilities")
+    await _require_refused(suite, COMPLETIONS, {**body, "prompt_logprobs": 1}, "no log probabilities")
+    await _require_refused(suite, COMPLETIONS, {**body, "echo": True, "logprobs": 1}, "no log probabilities")
 
 
-async def _many_prompt_logprobs(arena: Arena) -> None:
+@one_request("many-prompt-logprobs", "294,000 log probabilities of prompts in a body")
+async def _many_prompt_logprobs(suite: SuiteUnderTest) -> None:
     body = {"prompt": [[400] * 1000] * 14, "max_tokens": 1, "prompt_logprobs": 20}
-    await _require_refused(arena, COMPLETIONS, body, "the limit is")
+    await _require_refused(suite, COMPLETIONS, body, "the limit is")
 
 
-async def _images(arena: Arena) -> None:
+@one_request("images", "pictures on the three APIs that take them")
+async def _images(suite: SuiteUnderTest) -> None:
     text, url = {"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": _PICTURE}}
     image = {"type": "input_image", "image_url": _PICTURE, "detail": "auto"}
     source = {"type": "base64", "media_type": "image/png", "data": "aGVsbG8="}
@@ -148,14 +145,20 @@ async def _images(arena: Arena) -> None:
         (_RESPONSES, {"input": [{"role": "user", "content": [image]}]}),
         ("/v1/messages", {"messages": message, "max_tokens": 5}),
     ):
-        await _require_refused(arena, path, body, "text alone")
+        await _require_refused(suite, path, body, "text alone")
 
 
-async def _long_prompts_of_a_key(arena: Arena) -> None:
+@one_request(
+    "key-long-prompts",
+    "one API key sends long prompts, as many as fit its share and far more",
+    CALLERS,
+    outage_s=_SHARE_S,
+)
+async def _long_prompts_of_a_key(suite: SuiteUnderTest) -> None:
     """One key sends long prompts to each gateway at once: as many as fit its share of the queue, and many more."""
     served = 0
     for _ in range(GREEDY_ROUNDS):
-        for answers in await asyncio.gather(*(_greedy(address) for address in arena.gateways)):
+        for answers in await asyncio.gather(*(_greedy(address) for address in suite.gateways)):
             refused = [answer for answer in answers if answer.ending is not Ending.DONE]
             for answer in refused:
                 if answer.status != 429 or not answer.retry_after:
@@ -166,8 +169,8 @@ async def _long_prompts_of_a_key(arena: Arena) -> None:
                     f"{done} of {len(answers)} long prompts of a key were served; {_FIT} fit its share"
                 )
             served += done
-    sent = GREEDY_ROUNDS * len(arena.gateways) * (_FIT + GREEDY_MORE)
-    arena.notes.append(f"{served} of {sent} prompts of the greedy key served, the others refused with 429")
+    sent = GREEDY_ROUNDS * len(suite.gateways) * (_FIT + GREEDY_MORE)
+    suite.notes.append(f"{served} of {sent} prompts of the greedy key served, the others refused with 429")
 
 
 async def _greedy(address: Address) -> list[Response]:
@@ -182,7 +185,8 @@ async def _greedy(address: Address) -> list[Response]:
     return in_time
 
 
-async def _held_loop(arena: Arena) -> None:
+@one_request("held-loop", "the largest bodies that are allowed, beside 16 streams", LONG_CONTEXT, bound_s=90.0)
+async def _held_loop(suite: SuiteUnderTest) -> None:
     """The largest bodies within the limits, and some beyond them, one at a time beside the streams."""
     message = {"role": "user", "content": "a"}
     part, tool = {"type": "text", "text": "a"}, {"type": "function", "function": {"name": "a"}}
@@ -192,7 +196,7 @@ async def _held_loop(arena: Arena) -> None:
     schema = _schema({"type": "object", "properties": properties, "required": list(properties)})
     expensive = _schema({"type": "string", "pattern": r"^(\w{1,9999}-){1,9999}$"})
     await _hold(
-        arena,
+        suite,
         {
             f"{MESSAGES:,} messages": (CHAT, {"messages": [message] * MESSAGES, "max_tokens": 1}, 200),
             f"{PARTS:,} content parts": (CHAT, {"messages": parts, "max_tokens": 1}, 200),
@@ -220,41 +224,48 @@ async def _held_loop(arena: Arena) -> None:
     )
 
 
-async def _held_loop_by_logprobs(arena: Arena) -> None:
+@one_request(
+    "held-loop-logprobs",
+    "the most prompt log probabilities of a body, beside 16 streams",
+    LOGPROBS,
+    outage_s=_LOGPROBS_S,
+    bound_s=90.0,
+)
+async def _held_loop_by_logprobs(suite: SuiteUnderTest) -> None:
     """The most log probabilities of prompts that a body may ask for."""
     body = {"prompt": [400] * _TOKENS_OF_LOGPROBS, "prompt_logprobs": 20, "max_tokens": 1}
-    await _hold(arena, {"prompt log probabilities": (COMPLETIONS, body, 200)})
+    await _hold(suite, {"prompt log probabilities": (COMPLETIONS, body, 200)})
 
 
 def _schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-async def _hold(arena: Arena, bodies: Mapping[str, tuple[str, dict[str, Any], int]]) -> None:
+async def _hold(suite: SuiteUnderTest, bodies: Mapping[str, tuple[str, dict[str, Any], int]]) -> None:
     """Send each body (path, body, expected status) and note for how long it held the event loop.
 
     Raises AssertionError that names the bodies beyond HELD_MAX_S.
     """
-    times = arena.loop_times
+    times = suite.loop_times
     times.reset()
     await asyncio.sleep(_CALM_S)
-    arena.notes.append(f"CPU time that the event loop was held: {_ms(times.longest_s)} by the streams alone")
+    suite.notes.append(f"CPU time that the event loop was held: {_ms(times.longest_s)} by the streams alone")
     longest_s = dict.fromkeys(bodies, 0.0)
     memory_bytes = []
     for _ in range(_HELD_ROUNDS):
         for name, (path, body, status) in bodies.items():
             times.reset()
             request = Request(path, {"model": "demo", **body})
-            answer = await hostile.body_of(arena.gateways[0], request, _HELD_ANSWER_S)
+            answer = await hostile.body_of(suite.gateways[0], request, _HELD_ANSWER_S)
             if answer is None or answer.status != status:
                 raise AssertionError(f"{name}: {answer and (answer.status, answer.error)}; expected {status}")
             longest_s[name] = max(longest_s[name], times.longest_s)
-        memory_bytes.append(footprint(arena).memory_bytes[arena.named("gateway")[0]])
+        memory_bytes.append(footprint(suite).memory_bytes[suite.named("gateway")[0]])
     lines = {name: f"{_ms(longest_s[name])} by {name} ({status})" for name, (_, _, status) in bodies.items()}
-    arena.notes += lines.values()
+    suite.notes += lines.values()
     if over_aim := [name for name, seconds in longest_s.items() if seconds > HELD_AIM_S]:
-        arena.notes.append(f"beyond the aim of {_ms(HELD_AIM_S)}: {', '.join(over_aim)}")
-    arena.notes.append(f"memory after each round {', '.join(str(size >> 20) for size in memory_bytes)} MiB")
+        suite.notes.append(f"beyond the aim of {_ms(HELD_AIM_S)}: {', '.join(over_aim)}")
+    suite.notes.append(f"memory after each round {', '.join(str(size >> 20) for size in memory_bytes)} MiB")
     # The allocator's arenas grow in the first rounds.
     if (more := memory_bytes[-1] - memory_bytes[_HELD_ROUNDS // 2]) > MEMORY_BYTES:
         raise AssertionError(f"with the same bodies in each round the gateway has {more >> 20} MiB more memory")
@@ -264,28 +275,3 @@ async def _hold(arena: Arena, bodies: Mapping[str, tuple[str, dict[str, Any], in
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms"
-
-
-ONE_REQUEST = (
-    Scenario("one-token-prompt-logprobs", "log probabilities of a prompt of one token", _one_token_prompt_logprobs),
-    Scenario("many-prompt-logprobs", "294,000 log probabilities of prompts in a body", _many_prompt_logprobs),
-    Scenario("images", "pictures on the three APIs that take them", _images),
-    Scenario(
-        "key-long-prompts",
-        "one API key sends long prompts, as many as fit its share and far more",
-        _long_prompts_of_a_key,
-        CALLERS,
-        outage_s=_SHARE_S,
-    ),
-    Scenario(
-        "held-loop", "the largest bodies that are allowed, beside 16 streams", _held_loop, LONG_CONTEXT, bound_s=90.0
-    ),
-    Scenario(
-        "held-loop-logprobs",
-        "the most prompt log probabilities of a body, beside 16 streams",
-        _held_loop_by_logprobs,
-        LOGPROBS,
-        outage_s=_LOGPROBS_S,
-        bound_s=90.0,
-    ),
-)

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.chaos.arena import INJECT, LoopTimes, Switches
+from benchmarks.chaos.under_test import INJECT, LoopTimes, Switches
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,7 +27,7 @@ def run(code: str, env: dict[str, str]) -> str:
 
 def test_without_a_word_nothing_changes(tmp_path: Path) -> None:
     code = "import time; print(time.time(), time.time_ns())"
-    for environment in ({}, {"CHAOS_SWITCHES": str(Switches(tmp_path, ["it"]).file("it"))}):
+    for environment in ({}, {"CHAOS_SWITCHES": str(Switches(tmp_path, ["it"]).files["it"])}):
         seconds, nanoseconds = map(float, run(code, environment).split())
         assert abs(seconds - time.time()) < 60
         assert abs(nanoseconds * 1e-9 - time.time()) < 60
@@ -36,7 +36,7 @@ def test_without_a_word_nothing_changes(tmp_path: Path) -> None:
 def test_a_clock_jumps_while_the_process_runs(tmp_path: Path) -> None:
     switches = Switches(tmp_path, ["it"])
     code = "import sys, time; print(time.time(), flush=True); input(); print(time.time(), time.time_ns())"
-    env = {**os.environ, "PYTHONPATH": str(INJECT), "CHAOS_SWITCHES": str(switches.file("it"))}
+    env = {**os.environ, "PYTHONPATH": str(INJECT), "CHAOS_SWITCHES": str(switches.files["it"])}
     with subprocess.Popen(
         [sys.executable, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -63,7 +63,7 @@ try:
 except sqlite3.OperationalError as error:
     print(error)
 """
-    env = {"CHAOS_SWITCHES": str(switches.file("it"))}
+    env = {"CHAOS_SWITCHES": str(switches.files["it"])}
     switches.read_only("it")
     assert run(code, env) == "attempt to write a readonly database"
     switches.writable("it")
@@ -85,7 +85,7 @@ except sqlite3.OperationalError as error:
 print(cursor.execute("SELECT renewals FROM leases").fetchone()[0])
 """
     switches.lose_answers("it")
-    assert run(code, {"CHAOS_SWITCHES": str(switches.file("it"))}).splitlines() == ["disk I/O error", "2"]
+    assert run(code, {"CHAOS_SWITCHES": str(switches.files["it"])}).splitlines() == ["disk I/O error", "2"]
 
 
 def test_the_longest_time_that_a_loop_is_held(tmp_path: Path) -> None:
