@@ -31,13 +31,14 @@ TIMEOUT_S = 120.0  # the same for ApiClient
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One POST request. slo: its class, "" for the default. key: names its kind; one right answer belongs to a key."""
+    """One request. slo: its class, "" for the default. key: names its kind; one right answer belongs to a key."""
 
     path: str
     body: dict[str, Any]
     slo: str = ""
     api_key: str = ""
     key: str = ""
+    method: str = "POST"
 
     @property
     def streams(self) -> bool:
@@ -46,7 +47,8 @@ class Request:
     def encode(self) -> bytes:
         """The request as bytes of HTTP/1.1."""
         payload = json.dumps(self.body).encode()
-        head = f"POST {self.path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head = f"{self.method} {self.path} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n"
+        head += "Content-Type: application/json\r\n"
         head += f"X-Polyphase-SLO: {self.slo}\r\n" if self.slo else ""
         head += f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
         return f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload

@@ -5,14 +5,16 @@ function of the suite under test.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from typing import Any
 
 from benchmarks.chaos import hostile
 from benchmarks.chaos.proxy import Port, Proxy, Wire
 from benchmarks.chaos.under_test import SuiteUnderTest
 from services.launcher.suite import until
 from services.launcher.supervisor import State
+from tools.client import Request
 
 Fault = Callable[[SuiteUnderTest], Awaitable[None]]
 Targets = Callable[[SuiteUnderTest], Sequence[str]]  # names of processes
@@ -189,6 +191,25 @@ def garbage(ports: Callable[[SuiteUnderTest], Sequence[Port]]) -> Fault:
         chosen = ports(suite)
         await hostile.make_noise(chosen, suite.rng)
         await hostile.send_messages([port for port in chosen if port.purpose != "http"], suite.rng)
+
+    return fault
+
+
+def bodies(
+    cases: Callable[[SuiteUnderTest], Iterable[tuple[str, dict[str, Any]]]],
+    statuses: Container[int],
+    reason: str = "",
+    *,
+    rounds: int = 1,
+    seconds: float = 15.0,
+) -> Fault:
+    """Send requests (path, body) one after the other, in each round to another gateway (`hostile.require`)."""
+
+    async def fault(suite: SuiteUnderTest) -> None:
+        for number in range(rounds):
+            for path, body in cases(suite):
+                request = Request(path, {"model": "demo", **body})
+                await hostile.require(suite.gateway(number), request, statuses, reason, seconds)
 
     return fault
 

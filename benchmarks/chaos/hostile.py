@@ -8,7 +8,7 @@ import asyncio
 import socket
 import struct
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -27,7 +27,7 @@ from shared.domain.kv import Codec
 from shared.wire.broadcast import sealed
 from shared.wire.envelope import Envelope, Kind, encode_body, pack
 from shared.wire.messages import Heartbeat
-from tools.client import COMPLETIONS, Address, Request, Response, send
+from tools.client import COMPLETIONS, Address, Ending, Request, Response, send
 
 _RECV_BYTES = 4096
 
@@ -97,13 +97,27 @@ def changed(request: Request, **more: Any) -> Request:
     return Request(COMPLETIONS, {**request.body, **more}, key="hostile")
 
 
-async def body_of(address: Address, request: Request, seconds: float) -> Response | None:
-    """The answer; None when there was none in that time, after which the client leaves."""
+async def body_of(address: Address, request: Request, seconds: float) -> Response:
+    """The answer; one that has hung when it did not end in that time, after which the client leaves."""
     try:
         async with asyncio.timeout(seconds):
             return await send(address, request, hung_s=seconds + 1.0)
     except TimeoutError:
-        return None
+        return Response(Ending.HUNG)
+
+
+async def require(
+    address: Address, request: Request, statuses: Container[int], reason: str = "", seconds: float = 15.0
+) -> None:
+    """Send a request and leave after that time. Raises AssertionError unless the answer has one of the statuses.
+
+    0 stands for no answer. An answer with status 400 has to give the reason.
+    """
+    answer = await body_of(address, request, seconds)
+    status = answer.status if answer.ending in (Ending.DONE, Ending.ERROR) else 0
+    if status not in statuses or (status == 400 and reason not in answer.error):
+        got = f"{answer.status or answer.ending} {answer.error[:200]}"
+        raise AssertionError(f"{request.method} {request.path} of {str(request.body)[:80]}… was answered by {got}")
 
 
 async def crowd(count: int, client: Callable[[int], Coroutine[Any, Any, Any]]) -> None:

@@ -44,16 +44,6 @@ class Footprint:
     helpers: frozenset[int]  # processes of the run that are not in the plan, such as the fork server
 
 
-@dataclass(slots=True)
-class Recovery:
-    """Empty lists: the suite is as it was."""
-
-    recovered_s: float | None = None  # None: not within the bound
-    missing: list[str] = field(default_factory=list)  # what was not back within the bound
-    left: list[str] = field(default_factory=list)  # what was left behind
-    ghosts: list[str] = field(default_factory=list)  # jobs that never end according to a status table
-
-
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """One fault under load.
@@ -61,6 +51,7 @@ class Scenario:
     outage_s: the time for which the fault keeps clients waiting, beside the time that the fault itself measures with
     `Arena.outage`. errors: clients may get typed errors. breaks: the fault takes a gateway away, and with it the
     connections of its clients. bound_s: the longest time of the fault itself; a scenario that exceeds it has failed.
+    resets: roles are put right afterwards; otherwise the suite has to recover without help.
     """
 
     name: str
@@ -71,6 +62,7 @@ class Scenario:
     errors: bool = False
     breaks: bool = False
     bound_s: float = 40.0
+    resets: bool = False
 
 
 # All scenarios by family, in the order of the report. The modules of `scenarios` fill them.
@@ -92,12 +84,13 @@ class Outcome:
     """The result of one run of a scenario."""
 
     scenario: Scenario
-    seed: int
     tally: Tally = field(default_factory=Tally)
     outage_s: float = 0.0
     calm_gap_s: float = 0.0  # the longest wait without a fault, on this machine
     stalled_s: float = 0.0  # the longest time for which the machine kept the bench from running
-    recovery: Recovery = field(default_factory=Recovery)
+    recovered_s: float | None = None  # None: not within the bound
+    missing: list[str] = field(default_factory=list)  # what was not back within the bound
+    left: list[str] = field(default_factory=list)  # what was left behind, without users
     died: list[str] = field(default_factory=list)  # processes that ended and were not the fault's targets
     broke: str = ""  # why the fault could not be carried out, or what it found
     took_s: float = 0.0
@@ -117,16 +110,20 @@ class Outcome:
             found += [f"{self.tally.count(v)} {v}" for v in BROKEN if self.tally.count(v)]
         if self.tally.longest_gap_s > self.allowed_gap_s:
             found.append(f"a wait of {self.tally.longest_gap_s:.1f} s, {self.allowed_gap_s:.1f} s allowed")
-        if self.recovery.recovered_s is None:
-            found.append(f"not back after {RECOVER_S:.0f} s: {'; '.join(self.recovery.missing)}")
-        if self.recovery.left:
-            found.append(f"left behind: {'; '.join(self.recovery.left)}")
-        found += self.recovery.ghosts
+        if self.recovered_s is None:
+            found.append(f"not back after {RECOVER_S:.0f} s: {'; '.join(self.missing)}")
+        if self.left:
+            found.append(f"left behind: {'; '.join(self.left)}")
         return [*([self.broke] if self.broke else []), *self.died, *found]
 
     @property
     def ok(self) -> bool:
         return not self.faults
+
+    @property
+    def well(self) -> bool:
+        """Whether the next scenario can use the suite."""
+        return self.recovered_s is not None and not (self.broke or self.left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +142,13 @@ async def calm(suite: SuiteUnderTest, seed: int) -> Calm:
         began = time.monotonic()
         await asyncio.sleep(CALM_S)
         rate = load.rate(began, time.monotonic())
-    await check_left_behind(suite, footprint(suite), Recovery(), time.time())
+    await left_behind(suite, footprint(suite), time.time())
     return Calm(rate, load.tally.longest_gap_s, footprint(suite))
 
 
 async def run_scenario(suite: SuiteUnderTest, scenario: Scenario, before: Calm, seed: int) -> Outcome:
     """Run a scenario on a suite that is well. Failures are in the outcome."""
-    outcome = Outcome(scenario, seed, calm_gap_s=before.gap_s)
+    outcome = Outcome(scenario, calm_gap_s=before.gap_s)
     began, suite.outage_s, now = time.monotonic(), 0.0, footprint(suite)
     suite.notes = outcome.notes
     suite.processes.touched.clear()
@@ -166,10 +163,15 @@ async def run_scenario(suite: SuiteUnderTest, scenario: Scenario, before: Calm, 
             await asyncio.sleep(BEFORE_S)
             rate = load.rate(time.monotonic() - BEFORE_S, time.monotonic())
             await _fault(suite, scenario, outcome)
-            healed = time.monotonic()
-            outcome.recovery = await recovered(suite, load, min(rate, before.rate), healed)
-        await check_left_behind(suite, before.footprint, outcome.recovery, since_s)
-    outcome.died = died(suite, now)
+            resetting = [asyncio.create_task(suite.reset_roles())] if scenario.resets else []
+            await _recover(suite, load, min(rate, before.rate), outcome)
+            await asyncio.gather(*resetting, return_exceptions=True)
+        outcome.left = await left_behind(suite, before.footprint, since_s)
+    outcome.died = [
+        f"{name} died by itself: {status.note or 'it was restarted'}"
+        for name, status in suite.processes.statuses.items()
+        if status.restarts > now.restarts[name] and name not in suite.processes.touched
+    ]
     outcome.stalled_s, outcome.outage_s = stalled[0], suite.outage_s
     outcome.took_s = time.monotonic() - began
     return outcome
@@ -200,22 +202,21 @@ def footprint(suite: SuiteUnderTest) -> Footprint:
     return Footprint(restarts, memory, files, frozenset(pid for pid, _ in _unknown(suite)))
 
 
-async def recovered(suite: SuiteUnderTest, load: Load, calm_rate: float, since_s: float) -> Recovery:
+async def _recover(suite: SuiteUnderTest, load: Load, calm_rate: float, outcome: Outcome) -> None:
     """Wait until all processes serve and users get tokens at the former rate; RECOVER_S and a window at most."""
-    found, missing, whole_s = Recovery(), ["not checked"], 0.0
+    since_s, whole_s = time.monotonic(), 0.0
     while time.monotonic() < since_s + RECOVER_S + _WINDOW_S:
-        missing = await _missing(suite)
+        outcome.missing = await _missing(suite)
         now = time.monotonic()
-        whole_s = 0.0 if missing else whole_s or now
-        enough = load.rate(now - _WINDOW_S, now) >= _RATE_SHARE * calm_rate and load.served_since(since_s)
+        whole_s = 0.0 if outcome.missing else whole_s or now
+        rate = load.rate(now - _WINDOW_S, now)
+        enough = rate >= _RATE_SHARE * calm_rate and load.served_since(since_s)
         if whole_s and enough and now - _WINDOW_S >= since_s:
-            found.recovered_s = max(whole_s, now - _WINDOW_S) - since_s
-            return found
-        if not missing and not enough:
-            missing = [f"{load.rate(now - _WINDOW_S, now):.0f} tokens/s of {calm_rate:.0f}"]
+            outcome.recovered_s = max(whole_s, now - _WINDOW_S) - since_s
+            return
+        if whole_s and not enough:
+            outcome.missing = [f"{rate:.0f} tokens/s of {calm_rate:.0f}"]
         await asyncio.sleep(_POLL_S)
-    found.missing = missing
-    return found
 
 
 async def _missing(suite: SuiteUnderTest) -> list[str]:
@@ -235,26 +236,13 @@ async def _missing(suite: SuiteUnderTest) -> list[str]:
     ]
 
 
-def died(suite: SuiteUnderTest, before: Footprint) -> list[str]:
-    """Processes that ended and were not targets of the fault."""
-    return [
-        f"{name} died by itself: {status.note or 'it was restarted'}"
-        for name, status in suite.processes.statuses.items()
-        if status.restarts > before.restarts[name] and name not in suite.processes.touched
-    ]
-
-
-async def check_left_behind(suite: SuiteUnderTest, before: Footprint, recovery: Recovery, since_s: float) -> None:
-    """Without users: wait up to RECOVER_S until nothing is held any more, and note what is left.
-
-    Of the status tables jobs that arrived after the Unix time `since_s` count.
-    """
+async def left_behind(suite: SuiteUnderTest, before: Footprint, since_s: float) -> list[str]:
+    """What is held without users after RECOVER_S at most; of jobs those that arrived after the Unix time `since_s`."""
     give_up = time.monotonic() + RECOVER_S
-    while time.monotonic() < give_up:
-        recovery.left = [*await _held(suite), *_grown(suite, before), *_orphans(suite, before)]
-        recovery.ghosts = await _ghosts(suite, since_s)
-        if not recovery.left and not recovery.ghosts:
-            return
+    while True:
+        left = [*await _held(suite), *_grown(suite, before), *_orphans(suite, before), *await _unended(suite, since_s)]
+        if not left or time.monotonic() > give_up:
+            return left
         await asyncio.sleep(_POLL_S)
 
 
@@ -274,19 +262,19 @@ async def _held(suite: SuiteUnderTest) -> list[str]:
     return held
 
 
-async def _ghosts(suite: SuiteUnderTest, since_s: float) -> list[str]:
-    ghosts = []
+async def _unended(suite: SuiteUnderTest, since_s: float) -> list[str]:
+    """Jobs that do not end, according to the status tables."""
+    found = []
     for scheduler in suite.schedulers():
         async with scheduler:
             try:
                 rows = await scheduler.requests(limit=5_000)
             except PolyphaseError as error:
-                ghosts.append(error.message)
+                found.append(error.message)
                 continue
         late = [row for row in rows if row["arrived_s"] >= since_s and not Phase(row["phase"]).final]
-        if late:
-            ghosts.append(f"{len(late)} jobs that do not end at {scheduler.base_url}")
-    return ghosts
+        found += [f"{len(late)} jobs that do not end at {scheduler.base_url}"] if late else []
+    return found
 
 
 def _grown(suite: SuiteUnderTest, before: Footprint) -> list[str]:

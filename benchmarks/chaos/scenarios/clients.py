@@ -5,20 +5,24 @@ thousands of answers, and connections that send nothing or too little.
 """
 
 import asyncio
-import json
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from random import Random
 from typing import Any
 
+import httpx
+
 from benchmarks.chaos import hostile
+from benchmarks.chaos.faults import bodies
 from benchmarks.chaos.load import fresh, unstreamed
 from benchmarks.chaos.scenario import scenario
 from benchmarks.chaos.under_test import SuiteUnderTest
 from tools.client import CHAT, COMPLETIONS, Address, Ending, Request, Response
 
 STORM, SLOW, FLOOD, SLOW_HEADS = 150, 24, 800, 200
+RESPONSES = "/v1/responses"
 _SLOW_S = 5.0
 _BIG_S = 6.0  # the client of a huge body leaves after this time
 _HEAD_BYTES = 8 << 20
@@ -43,7 +47,7 @@ async def _slow_readers(suite: SuiteUnderTest) -> None:
 @client("flood", f"{FLOOD} requests at once", errors=True)
 async def _flood(suite: SuiteUnderTest) -> None:
     """More requests at once than may queue: the gateway refuses some, with Retry-After."""
-    answers: list[Response | None] = []
+    answers: list[Response] = []
 
     async def send(number: int) -> None:
         request = fresh(hostile.changed(suite.requests[0], max_tokens=2))
@@ -51,28 +55,25 @@ async def _flood(suite: SuiteUnderTest) -> None:
 
     with suite.outage():
         await hostile.crowd(FLOOD, send)
-    wrong = [r for r in answers if r is None or r.status not in (200, 429, 503) or r.ending is Ending.HUNG]
+    wrong = [answer for answer in answers if answer.status not in (200, 429, 503) or answer.ending is Ending.HUNG]
     if wrong:
         raise AssertionError(f"{len(wrong)} of {len(answers)} requests had no answer or a wrong one: {wrong[0]}")
 
 
-async def _send_expensive(more: dict[str, Any], suite: SuiteUnderTest) -> None:
-    request = Request(COMPLETIONS, {**unstreamed(suite.requests[0]), "stream": False, **more})
-    answer = await hostile.body_of(suite.gateways[0], request, _BIG_S)
-    if answer is not None and answer.status >= 500:
-        size = len(json.dumps(request.body))
-        raise AssertionError(f"a body of {size} bytes was answered by {answer.status}: {answer.error}")
+def _plain_with(*changes: dict[str, Any]) -> Callable[[SuiteUnderTest], list[tuple[str, dict[str, Any]]]]:
+    """A steady user's completion in one piece, with other fields."""
+    return lambda suite: [(COMPLETIONS, {**unstreamed(suite.requests[0]), **change}) for change in changes]
 
 
-client("thousand-prompts", "a body with 1,000 prompts, whose client leaves after 6 s")(
-    partial(_send_expensive, {"prompt": ["Hello"] * 1000})
-)
-client("many-choices", "a body with n = 5,000, whose client leaves after 6 s")(
-    partial(_send_expensive, {"n": 5000, "temperature": 0.5})
-)
-client("costly-grammar", "a short regex that takes minutes to compile")(
-    partial(_send_expensive, {"structured_outputs": {"regex": "((((a{1,60}){1,60}){1,60})b){1,60}"}})
-)
+def _expensive(name: str, does: str, **fields: Any) -> None:
+    """The gateway must answer it without a 5xx, or not before its client leaves."""
+    client(name, does)(bodies(_plain_with(fields), range(500), seconds=_BIG_S))
+
+
+_expensive("thousand-prompts", "a body with 1,000 prompts, whose client leaves after 6 s", prompt=["Hello"] * 1000)
+_expensive("many-choices", "a body with n = 5,000, whose client leaves after 6 s", n=5000, temperature=0.5)
+_GRAMMAR = {"regex": "((((a{1,60}){1,60}){1,60})b){1,60}"}
+_expensive("costly-grammar", "a short regex that takes minutes to compile", structured_outputs=_GRAMMAR)
 
 
 @client("slow-heads", f"{SLOW_HEADS} requests that come a byte a tenth of a second")
@@ -89,31 +90,21 @@ async def _long_heads(suite: SuiteUnderTest) -> None:
             raise AssertionError(f"{address[0]}:{address[1]} accepted {max(accepted) >> 20} MiB of headers")
 
 
-@client("odd-bodies", "well-formed bodies with senseless wishes")
-async def _odd_bodies(suite: SuiteUnderTest) -> None:
-    """Senseless parameters are the client's fault: no 5xx."""
-    plain = unstreamed(suite.requests[0])
-    odd: tuple[dict[str, Any], ...] = (
-        {"vllm_xargs": {"kv_transfer_params": "x"}},
-        {"kv_transfer_params": {"do_remote_prefill": True}},
-        {"logit_bias": {"99999999": 5}},
-        {"stop": [""] * 500},
-        {"prompt": []},
-        {"prompt": [[]]},
-        {"priority": 10**30},
-        {"cache_salt": ""},
-        {"prompt_logprobs": 10**6},
-        {"min_tokens": 10**9},
-        {"stop_token_ids": [-1]},
-    )
-    wrong = []
-    for parameters in odd:
-        answer = await hostile.body_of(suite.gateways[0], Request(COMPLETIONS, {**plain, **parameters}), 5.0)
-        if answer is None or not 0 < answer.status < 500:
-            wrong.append(f"{parameters}: {f'{answer.status} {answer.error[:80]}' if answer else 'no answer'}")
-    if wrong:
-        raise AssertionError(f"{len(wrong)} odd bodies: {'; '.join(wrong)}")
-
+# Senseless parameters are the client's fault: no 5xx.
+_ODD: tuple[dict[str, Any], ...] = (
+    {"vllm_xargs": {"kv_transfer_params": "x"}},
+    {"kv_transfer_params": {"do_remote_prefill": True}},
+    {"logit_bias": {"99999999": 5}},
+    {"stop": [""] * 500},
+    {"prompt": []},
+    {"prompt": [[]]},
+    {"priority": 10**30},
+    {"cache_salt": ""},
+    {"prompt_logprobs": 10**6},
+    {"min_tokens": 10**9},
+    {"stop_token_ids": [-1]},
+)
+client("odd-bodies", "well-formed bodies with senseless wishes")(bodies(_plain_with(*_ODD), range(1, 500), seconds=5.0))
 
 # Bodies, answers and scrapes that are within every limit, and whose sum could harm other clients: each is charged.
 
@@ -121,46 +112,33 @@ ITEMS, INPUT_ITEMS, LEGAL_ITEMS, LEGAL_INPUT_ITEMS = 60_000, 110_000, 1_300, 1_0
 TEXT_BYTES = 4 << 20
 SCRAPES, SCRAPERS, PIPELINED = 40, 20, 400
 _SECONDS = 15.0
-
-
-async def _post(address: Address, path: str, **body: Any) -> Response:
-    """The answer. Raises AssertionError where there is none, and for a 5xx."""
-    answer = await hostile.body_of(address, Request(path, {"model": "demo", **body}), _SECONDS)
-    if answer is None or not 0 < answer.status < 500 or answer.ending not in (Ending.DONE, Ending.ERROR):
-        raise AssertionError(f"a large body to {path} got {answer.status if answer else 'no answer'}")
-    return answer
+_MESSAGE, _NOTHING = [{"role": "user", "content": "a"}], [{"a": 1}]
+_TOOL = {"type": "function", "function": {"name": "a"}}
 
 
 @body("many-items", f"bodies of {INPUT_ITEMS:,} and {ITEMS:,} tiny items, and of as many as pass")
 async def _many_items(suite: SuiteUnderTest) -> None:
     """Bodies of tiny items: more than the limit are refused, and as many as the limit allows disturb no stream."""
-    tool = {"type": "function", "function": {"name": "a"}}
-    message = [{"role": "user", "content": "a"}]
-    for address in suite.gateways:
-        for path, body in (
-            ("/v1/responses", {"input": message * INPUT_ITEMS}),
-            ("/v1/responses", {"input": [{"a": 1}] * INPUT_ITEMS}),
-            (CHAT, {"messages": message * ITEMS}),
-            (CHAT, {"messages": message, "tools": [tool] * ITEMS}),
-        ):
-            answer = await _post(address, path, **body)
-            if answer.status not in (400, 413) or (answer.status == 400 and "max_items_per_body" not in answer.error):
-                raise AssertionError(f"too many items: {answer.status} {answer.error}")
-        await _post(address, "/v1/responses", input=[{"a": 1}] * LEGAL_INPUT_ITEMS)
-        await _post(address, "/v1/responses", input=message * LEGAL_INPUT_ITEMS, max_output_tokens=1)
-        await _post(address, CHAT, messages=message * LEGAL_ITEMS, max_tokens=1)
+    too_many: list[tuple[str, dict[str, Any]]] = [
+        (RESPONSES, {"input": _MESSAGE * INPUT_ITEMS}),
+        (RESPONSES, {"input": _NOTHING * INPUT_ITEMS}),
+        (CHAT, {"messages": _MESSAGE * ITEMS}),
+        (CHAT, {"messages": _MESSAGE, "tools": [_TOOL] * ITEMS}),
+    ]
+    legal: list[tuple[str, dict[str, Any]]] = [
+        (RESPONSES, {"input": _NOTHING * LEGAL_INPUT_ITEMS}),
+        (RESPONSES, {"input": _MESSAGE * LEGAL_INPUT_ITEMS, "max_output_tokens": 1}),
+        (CHAT, {"messages": _MESSAGE * LEGAL_ITEMS, "max_tokens": 1}),
+    ]
+    await bodies(lambda _: too_many, (400, 413), "max_items_per_body", rounds=len(suite.gateways))(suite)
+    await bodies(lambda _: legal, range(1, 500), rounds=len(suite.gateways))(suite)
 
 
 @body("huge-tokenize", "six texts of 4 MB to tokenise at once")
 async def _huge_tokenize(suite: SuiteUnderTest) -> None:
     """Texts of four megabytes, none of which fits the model."""
-
-    async def send(number: int) -> None:
-        answer = await _post(suite.gateway(number), "/tokenize", prompt="word " * (TEXT_BYTES // 5 - 100))
-        if answer.status != 400:
-            raise AssertionError(f"a text that cannot fit the model: {answer.status}")
-
-    await hostile.crowd(6, send)
+    request = Request("/tokenize", {"model": "demo", "prompt": "word " * (TEXT_BYTES // 5 - 100)})
+    await hostile.crowd(6, lambda number: hostile.require(suite.gateway(number), request, (400,)))
 
 
 @body("unread-answers", "clients that ask on one connection and read nothing")
@@ -191,15 +169,13 @@ async def _unread_answers(suite: SuiteUnderTest) -> None:
 async def _hammered_metrics(suite: SuiteUnderTest) -> None:
     """Clients without a key that request /metrics without a pause."""
 
-    async def send(number: int) -> None:
-        reader, writer = await asyncio.open_connection(*suite.gateway(number))
-        for _ in range(SCRAPES):
-            writer.write(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-            await reader.readexactly(int(head.partition("content-length:")[2].split("\r\n")[0]))
-        writer.close()
+    async def scrape(number: int) -> None:
+        host, port = suite.gateway(number)
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=_SECONDS, trust_env=False) as http:
+            for _ in range(SCRAPES):
+                await http.get("/metrics")
 
-    await hostile.crowd(SCRAPERS, send)
+    await hostile.crowd(SCRAPERS, scrape)
 
 
 SILENT = 2000
@@ -252,7 +228,7 @@ async def _drained_gateway(suite: SuiteUnderTest) -> None:
     await asyncio.sleep(0.2)
     old = suite.processes.stop(name)
     answers = await asyncio.gather(*streams)
-    broken = [answer for answer in answers if answer is None or answer.status != 200 or not answer.finish_reason]
+    broken = [answer for answer in answers if answer.status != 200 or not answer.finish_reason]
     await suite.processes.back(old)
     if broken:
         raise AssertionError(f"{len(broken)} of {len(streams)} streams did not end: {broken[0]}")
@@ -261,28 +237,9 @@ async def _drained_gateway(suite: SuiteUnderTest) -> None:
 @connection("infinite-numbers", "NaN and infinity in bodies")
 async def _infinite_numbers(suite: SuiteUnderTest) -> None:
     """NaN and infinity in bodies of clients and of operators get a 4xx."""
-    plain, gateway = unstreamed(suite.requests[0]), suite.gateways[0]
-    placement = {"placement": {"name": "adaptive", "parameters": {"x": float("inf")}}}
-    wrong = []
-    for address, method, path, body in (
-        (gateway, "POST", COMPLETIONS, {**plain, "temperature": float("inf")}),
-        (gateway, "POST", COMPLETIONS, {**plain, "temperature": float("nan")}),
-        (gateway, "POST", COMPLETIONS, {**plain, "repetition_penalty": float("nan")}),
-        (suite.ports_for("monitor", "http")[0].address, "PUT", "/policies", placement),
-    ):
-        status = await _status_of(address, method, path, json.dumps(body).encode())
-        if not 400 <= status < 500:
-            wrong.append(f"{method} {path}: {status}")
-    if wrong:
-        raise AssertionError("; ".join(wrong))
-
-
-async def _status_of(address: Address, method: str, path: str, body: bytes) -> int:
-    async with asyncio.timeout(10.0):
-        reader, writer = await asyncio.open_connection(*address)
-        try:
-            head = f"{method} {path} HTTP/1.1\r\nhost: chaos\r\ncontent-type: application/json\r\n"
-            writer.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
-            return int((await reader.readline()).split()[1])
-        finally:
-            writer.transport.abort()
+    endless, nan = float("inf"), float("nan")
+    odd = ({"temperature": endless}, {"temperature": nan}, {"repetition_penalty": nan})
+    await bodies(_plain_with(*odd), range(400, 500), seconds=10.0)(suite)
+    placement = {"placement": {"name": "adaptive", "parameters": {"x": endless}}}
+    monitor = suite.ports_for("monitor", "http")[0].address
+    await hostile.require(monitor, Request("/policies", placement, method="PUT"), range(400, 500))

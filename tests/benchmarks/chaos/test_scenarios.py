@@ -10,10 +10,10 @@ from rich.console import Console
 
 from benchmarks.chaos import testbeds
 from benchmarks.chaos.load import HARM, UNCLEAN, Verdict
-from benchmarks.chaos.monkey import FAULTS, draw
 from benchmarks.chaos.proxy import ZmtpSplitter, ports_of
+from benchmarks.chaos.random_mode import FAULTS, draw
 from benchmarks.chaos.run import as_result, cells_of, choose
-from benchmarks.chaos.scenario import FAMILIES, Outcome, Recovery, Scenario, calm, of_run, run_scenario
+from benchmarks.chaos.scenario import FAMILIES, Outcome, Scenario, calm, of_run, run_scenario
 from benchmarks.chaos.scenarios import SCENARIOS
 from benchmarks.chaos.scenarios.failover import of_epoch
 from benchmarks.chaos.under_test import SuiteUnderTest, running_suite_under_test
@@ -31,7 +31,7 @@ async def nothing(_: object) -> None:
 
 
 def outcome(**changes: object) -> Outcome:
-    made = Outcome(Scenario("nothing", "nothing is done", nothing), 1, recovery=Recovery(0.5))
+    made = Outcome(Scenario("nothing", "nothing is done", nothing), recovered_s=0.5)
     made.tally.add(Verdict.WHOLE, 0.4, "")
     for name, value in changes.items():
         setattr(made, name, value)
@@ -67,8 +67,8 @@ def test_one_bad_answer_fails_a_scenario(verdict: Verdict) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"recovery": Recovery(None, ["decode-0 is dead"])},
-        {"recovery": Recovery(1.0, left=["2 open rows"])},
+        {"recovered_s": None, "missing": ["decode-0 is dead"]},
+        {"left": ["2 open rows"]},
         {"broke": "it did not end"},
         {"died": ["prefill-0 died by itself"]},
     ],
