@@ -1,9 +1,11 @@
-"""Suites and processes that benchmarks start on this machine: cluster files, free ports, start and stop; and the
-records that a suite keeps of requests, found by the client's request id.
+"""Suites and processes that benchmarks start on this machine: cluster files, free ports, start and stop, commands;
+and the records that a suite keeps of requests, found by the client's request id.
 """
 
 import multiprocessing
+import os
 import re
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -22,7 +24,7 @@ from services.launcher.suite import Suite, until
 from services.launcher.up import RunningSuite, running_suite
 from shared.domain.job import Phase
 from shared.domain.kv import TransferOutcome
-from shared.errors import DeadlineExceeded, NotFound, Unavailable
+from shared.errors import DeadlineExceeded, NotFound, PolyphaseError, Unavailable
 from shared.timeline import RequestTimeline
 
 DEMO_MODEL = PROJECT / "models" / "demo"
@@ -86,6 +88,33 @@ async def measured(
     """The result of `work` on a suite of that cluster; ends early if a process of the suite fails for good."""
     async with started(cluster, folder) as running:
         return await running.supervisor.during(work(running))
+
+
+class CommandFailed(PolyphaseError):
+    """A command ended with an error."""
+
+
+def run_command(
+    words: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = 600.0, folder: Path = PROJECT
+) -> str:
+    """The output of a command. Raises CommandFailed with the end of it, also when it takes too long."""
+    try:
+        done = subprocess.run(
+            words,
+            env={**os.environ, **(env or {})},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CommandFailed(f"{' '.join(words)} did not end within {timeout_s:.0f} s") from error
+    if done.returncode:
+        output = (done.stdout + done.stderr).strip()[-2000:]
+        raise CommandFailed(f"{' '.join(words)} ended with code {done.returncode}:\n{output}")
+    return done.stdout
 
 
 def metric(exposition: str, name: str) -> float:

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from benchmarks.demo.checks import under_load
 from benchmarks.demo.report import Check, Report, Section
-from benchmarks.deploy.containers import MONITOR, TOKEN, Project, compose_command, postgres_image, run
+from benchmarks.deploy.containers import MONITOR, TOKEN, Project, compose_command, postgres_image
+from benchmarks.suite import run_command
 from services.launcher.ports import free_range
 from services.launcher.suite import until
 from shared.errors import NotFound
@@ -57,7 +58,7 @@ async def build(place: Place, section: Section) -> None:
     given = [word for name in PIP if os.environ.get(name) for word in ("--build-arg", f"{name}={os.environ[name]}")]
     place.project.compose("build", *given, "gateway", timeout_s=3600)
     for name in (IMAGE, place.project.env["POSTGRES_IMAGE"]):
-        size = int(run(["docker", "image", "inspect", "-f", "{{.Size}}", name]))
+        size = int(run_command(["docker", "image", "inspect", "-f", "{{.Size}}", name]))
         section.lines.append(f"{name} {size / 1e9:.2f} GB")
 
 
@@ -106,15 +107,15 @@ async def flip(place: Place, section: Section) -> None:
 
 async def kill(place: Place, section: Section) -> None:
     """`docker kill` of the instance that decodes an answer: the answer is the same as before."""
-    await _in_mid_stream(place, section, lambda container: run(["docker", "kill", container]))
+    await _in_mid_stream(place, section, lambda container: run_command(["docker", "kill", container]))
 
 
 async def drain(place: Place, section: Section) -> None:
     """`docker stop` of the instance that decodes an answer: it finishes the answer and ends with code 0."""
 
     def stop(container: str) -> None:
-        run(["docker", "stop", "-t", "80", container])
-        code = run(["docker", "inspect", "-f", "{{.State.ExitCode}}", container]).strip()
+        run_command(["docker", "stop", "-t", "80", container])
+        code = run_command(["docker", "inspect", "-f", "{{.State.ExitCode}}", container]).strip()
         section.equal("exit code after `docker stop`", "0", code)
 
     await _in_mid_stream(place, section, stop)
@@ -138,14 +139,14 @@ async def _in_mid_stream(place: Place, section: Section, act: Callable[[str], ob
     section.lines.append(f"{busy}: gone after {time.monotonic() - began:.1f} s")
     answer = await stream
     section.check("the answer is the same", answer.text == place.reference, place.reference, answer.text)
-    run(["docker", "start", container])
+    run_command(["docker", "start", container])
     await place.project.until_ready(prefill=1, decode=3)
 
 
 async def hang(place: Place, section: Section) -> None:
     """A container whose service is frozen ends and is restarted, under the same id."""
     (container, *_) = place.project.containers("prefill")
-    run(["docker", "exec", container["Id"], "python3", "-c", _FREEZE_WORKER])
+    run_command(["docker", "exec", container["Id"], "python3", "-c", _FREEZE_WORKER])
     began = time.monotonic()
 
     def again() -> bool:
@@ -174,9 +175,9 @@ async def down(place: Place, section: Section) -> None:
     """No container or volume is left."""
     name = place.project.name
     place.project.compose("down", "-v", "--remove-orphans", timeout_s=300)
-    containers = run(["docker", "ps", "-aq", "--filter", f"label=com.docker.compose.project={name}"])
+    containers = run_command(["docker", "ps", "-aq", "--filter", f"label=com.docker.compose.project={name}"])
     section.equal("containers left", [], containers.split())
-    volumes = run(["docker", "volume", "ls", "-q", "--filter", f"name={name}_"])
+    volumes = run_command(["docker", "volume", "ls", "-q", "--filter", f"name={name}_"])
     section.equal("volumes left", [], volumes.split())
 
 
@@ -216,7 +217,7 @@ def main() -> None:
     except NotFound as error:
         print(f"compose-check: {error.message}", file=sys.stderr)
         sys.exit(2)
-    print(f"with {' '.join(command)}, Docker {run(['docker', 'version', '-f', '{{.Server.Version}}']).strip()}")
+    print(f"with {' '.join(command)}, Docker {run_command(['docker', 'version', '-f', '{{.Server.Version}}']).strip()}")
     # float32, because answers are compared letter by letter.
     env = {"POLYPHASE_IMAGE": IMAGE, "POLYPHASE_DTYPE": "float32", "POSTGRES_IMAGE": postgres_image()}
     report = Report(Console())

@@ -2,17 +2,14 @@
 
 import asyncio
 import json
-import os
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from benchmarks.suite import CommandFailed, run_command
 from services.launcher.suite import until
-from shared.errors import NotFound, PolyphaseError
+from shared.errors import NotFound
 
-ROOT = Path(__file__).parents[2]
 POSTGRES, STAND_IN = "postgres:16", "polyphase-check-postgres:15"
 MONITOR = "http://127.0.0.1:8200"  # within its container
 TOKEN = ("-e", "POLYPHASE_CLUSTER_TOKEN_FILE=/keys/cluster-token")  # for commands that change something
@@ -22,33 +19,9 @@ _HOW = (
 )
 
 
-class CommandFailed(PolyphaseError):
-    """A command ended with an error."""
-
-
-def run(words: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = 600.0) -> str:
-    """The output of a command. Raises CommandFailed with the end of it, also when it takes too long."""
-    try:
-        done = subprocess.run(
-            words,
-            env={**os.environ, **(env or {})},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout_s,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise CommandFailed(f"{' '.join(words)} did not end within {timeout_s:.0f} s") from error
-    if done.returncode:
-        output = (done.stdout + done.stderr).strip()[-2000:]
-        raise CommandFailed(f"{' '.join(words)} ended with code {done.returncode}:\n{output}")
-    return done.stdout
-
-
 def succeeds(*words: str) -> bool:
     try:
-        run(words)
+        run_command(words)
     except CommandFailed:
         return False
     return True
@@ -59,7 +32,7 @@ def compose_command() -> list[str]:
     if shutil.which("docker") is None:
         raise NotFound(f"`docker` is not installed. {_HOW}")
     try:
-        run(["docker", "info"])
+        run_command(["docker", "info"])
     except CommandFailed as error:
         raise NotFound(f"Docker's engine does not answer: {error.message[-200:]}. {_HOW}") from error
     if succeeds("docker", "compose", "version"):
@@ -73,7 +46,7 @@ def postgres_image() -> str:
     """The official image; where it cannot be pulled, a stand-in with Debian's server."""
     if succeeds("docker", "image", "inspect", POSTGRES) or succeeds("docker", "pull", "-q", POSTGRES):
         return POSTGRES
-    run(["docker", "build", "-q", "-t", STAND_IN, "benchmarks/deploy/postgres"], timeout_s=900)
+    run_command(["docker", "build", "-q", "-t", STAND_IN, "benchmarks/deploy/postgres"], timeout_s=900)
     print(f"{POSTGRES} cannot be pulled here: {STAND_IN}, Debian's PostgreSQL, stands in for it")
     return STAND_IN
 
@@ -88,7 +61,7 @@ class Project:
 
     def compose(self, *words: str, timeout_s: float = 600.0) -> str:
         """`compose WORDS`. Raises CommandFailed."""
-        return run([*self._words, *words], self.env, timeout_s)
+        return run_command([*self._words, *words], self.env, timeout_s)
 
     def containers(self, service: str = "", *, stopped: bool = True) -> list[dict[str, Any]]:
         """`docker inspect` of the project's containers, or of those of a service."""
@@ -96,8 +69,8 @@ class Project:
         if service:
             labels.append(f"label=com.docker.compose.service={service}")
         filters = [word for label in labels for word in ("--filter", label)]
-        ids = run(["docker", "ps", "-q", *(["-a"] if stopped else []), *filters]).split()
-        found: list[dict[str, Any]] = json.loads(run(["docker", "inspect", *ids])) if ids else []
+        ids = run_command(["docker", "ps", "-q", *(["-a"] if stopped else []), *filters]).split()
+        found: list[dict[str, Any]] = json.loads(run_command(["docker", "inspect", *ids])) if ids else []
         return found
 
     def all_healthy(self) -> bool:

@@ -24,7 +24,8 @@ from rich.console import Console
 
 from benchmarks.demo.report import Check, Report, Section
 from benchmarks.deploy.compose_check import PROMPT
-from benchmarks.deploy.containers import compose_command, postgres_image, run, succeeds
+from benchmarks.deploy.containers import compose_command, postgres_image, succeeds
+from benchmarks.suite import run_command
 from services.launcher.cluster_file import CLUSTERS, Cluster, load_cluster
 from services.launcher.cluster_keys import add_key, curve_pair
 from services.launcher.render.groups import Manifest
@@ -72,21 +73,21 @@ class Pods:
 
     def start(self) -> None:
         """Start the network, then all pods, each after its init containers."""
-        run(["docker", "network", "create", "--subnet", f"{_SUBNET}.0.0/16", self._mark])
+        run_command(["docker", "network", "create", "--subnet", f"{_SUBNET}.0.0/16", self._mark])
         for pod in self.pods:
             for container in pod.spec.get("initContainers", []):
                 command = (container["image"], *container["command"][1:])
-                run(["docker", "run", "--rm", *self._options(pod, container), *command], timeout_s=150)
+                run_command(["docker", "run", "--rm", *self._options(pod, container), *command], timeout_s=150)
             words = ["--name", f"{self._mark}-{pod.name}", "--ip", pod.address]
             words += [word for each in pod.aliases for word in ("--network-alias", each)]
             command = (pod.container["image"], *pod.container.get("command", [""])[1:])
-            run(["docker", "run", "-d", *words, *self._options(pod, pod.container), *command])
+            run_command(["docker", "run", "-d", *words, *self._options(pod, pod.container), *command])
 
     def ready(self, pod: Pod) -> bool:
         """The result of the readiness probe. Raises AssertionError when the pod has ended."""
-        state = json.loads(run(["docker", "inspect", f"{self._mark}-{pod.name}"]))[0]["State"]
+        state = json.loads(run_command(["docker", "inspect", f"{self._mark}-{pod.name}"]))[0]["State"]
         if not state["Running"]:
-            log = run(["sh", "-c", f"docker logs --tail 20 {self._mark}-{pod.name} 2>&1"])
+            log = run_command(["sh", "-c", f"docker logs --tail 20 {self._mark}-{pod.name} 2>&1"])
             raise AssertionError(f"{pod.name} ended with code {state['ExitCode']}: {log[-3000:]}")
         probe = pod.container["readinessProbe"]
         if "exec" in probe:
@@ -99,15 +100,15 @@ class Pods:
     def stop(self, pod: Pod) -> tuple[float, int]:
         """Stop a pod as Kubernetes does; returns the seconds that it took, and its exit code."""
         began, name = time.monotonic(), f"{self._mark}-{pod.name}"
-        run(["docker", "stop", "-t", str(pod.spec["terminationGracePeriodSeconds"]), name])
-        code = int(run(["docker", "inspect", "-f", "{{.State.ExitCode}}", name]))
+        run_command(["docker", "stop", "-t", str(pod.spec["terminationGracePeriodSeconds"]), name])
+        code = int(run_command(["docker", "inspect", "-f", "{{.State.ExitCode}}", name]))
         return time.monotonic() - began, code
 
     def remove(self) -> None:
-        found = run(["docker", "ps", "-aq", "--filter", f"name={self._mark}-"]).split()
+        found = run_command(["docker", "ps", "-aq", "--filter", f"name={self._mark}-"]).split()
         if found:
-            run(["docker", "rm", "-f", "-v", *found])
-        run(["docker", "network", "rm", self._mark])
+            run_command(["docker", "rm", "-f", "-v", *found])
+        run_command(["docker", "network", "rm", self._mark])
 
     def _all(self) -> Iterator[Pod]:
         number = 0

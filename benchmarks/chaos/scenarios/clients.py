@@ -12,8 +12,6 @@ from functools import partial
 from random import Random
 from typing import Any
 
-import httpx
-
 from benchmarks.chaos import hostile
 from benchmarks.chaos.faults import bodies
 from benchmarks.chaos.load import fresh, unstreamed
@@ -170,10 +168,12 @@ async def _hammered_metrics(suite: SuiteUnderTest) -> None:
     """Clients without a key that request /metrics without a pause."""
 
     async def scrape(number: int) -> None:
-        host, port = suite.gateway(number)
-        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=_SECONDS, trust_env=False) as http:
-            for _ in range(SCRAPES):
-                await http.get("/metrics")
+        reader, writer = await asyncio.open_connection(*suite.gateway(number))
+        for _ in range(SCRAPES):
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+            await reader.readexactly(int(head.partition("content-length:")[2].split("\r\n")[0]))
+        writer.close()
 
     await hostile.crowd(SCRAPERS, scrape)
 

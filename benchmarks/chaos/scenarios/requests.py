@@ -141,7 +141,7 @@ _refused(
 _refused(
     "images",
     "pictures on the three APIs that take them",
-    "text alone",
+    "only text",
     (CHAT, {"messages": [{"role": "user", "content": [_TEXT, _URL]}]}),
     (RESPONSES, {"input": [{"role": "user", "content": [_IMAGE]}]}),
     ("/v1/messages", {"messages": [{"role": "user", "content": [_PART]}], "max_tokens": 5}),
