@@ -102,7 +102,7 @@ def kill(targets: Targets, *, outage: bool = False) -> Fault:
 
     async def fault(suite: SuiteUnderTest) -> None:
         with suite.outage() if outage else nullcontext():
-            await suite.until_back(*targets(suite))
+            await suite.kill_until_back(*targets(suite))
             if outage:
                 await suite.until_ready()
 
@@ -114,7 +114,7 @@ def kill_in_turn(targets: Targets) -> Fault:
 
     async def fault(suite: SuiteUnderTest) -> None:
         for name in targets(suite):
-            await suite.until_back(name)
+            await suite.kill_until_back(name)
             await asyncio.sleep(0.5)
 
     return fault

@@ -49,8 +49,8 @@ class Scenario:
     """One fault under load.
 
     outage_s: the time for which the fault keeps clients waiting, beside the time that the fault itself measures with
-    `Arena.outage`. errors: clients may get typed errors. breaks: the fault takes a gateway away, and with it the
-    connections of its clients. bound_s: the longest time of the fault itself; a scenario that exceeds it has failed.
+    `SuiteUnderTest.outage`. errors: clients may get typed errors. breaks: the fault takes a gateway away, and with it
+    the connections of its clients. bound_s: the longest time of the fault itself; beyond it the scenario fails.
     resets: roles are put right afterwards; otherwise the suite has to recover without help.
     """
 

@@ -284,8 +284,8 @@ class SuiteUnderTest(Suite):
         """Wait until the monitor reports these as ready, by default all instances. Raises DeadlineExceeded."""
         await self.wait_ready(names or tuple(self.roles), timeout_s)
 
-    async def until_back(self, *names: str) -> None:
-        """SIGKILL to these, and wait until the launcher has restarted them. Raises DeadlineExceeded."""
+    async def kill_until_back(self, *names: str) -> None:
+        """SIGKILL to these; returns when the launcher has restarted them. Raises DeadlineExceeded."""
         await self.processes.back(self.processes.kill(*names))
 
     async def wrong_roles(self) -> dict[str, dict[str, Any] | None]:

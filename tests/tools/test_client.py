@@ -85,22 +85,26 @@ async def response_to(*pieces: "bytes | float", request: Request = STREAM, hung_
         return await send(address, request, hung_s)
 
 
-def test_a_request_carries_its_api_key() -> None:
+def test_requests_have_what_the_caller_set() -> None:
     assert b"\r\nAuthorization: Bearer secret\r\n" in Request("/", {}, api_key="secret").encode()
     assert b"Authorization" not in STREAM.encode()
+    body = ASK.request("m", stream=True).body
+    assert (body["temperature"], body["return_token_ids"], body["cache_salt"]) == (0, True, "salt")
+    assert body["stream_options"] == {"include_usage": True}
+    assert "cache_salt" not in Ask([1], 1, "x").request("m", stream=False).body
 
 
-async def test_a_stream_that_ends_well() -> None:
+async def test_answers_that_end_well() -> None:
     usage = chunk({"choices": [], "usage": {"completion_tokens": 2}})
     got = await response_to(HEAD, A, LAST, usage, DONE)
     assert (got.ending, got.tokens, got.text, got.finish_reason) == (Ending.DONE, [97, 98], "ab", "length")
     assert (got.completion_tokens, len(got.token_times_s)) == (2, 2)
-
-
-async def test_a_chat_stream() -> None:
     delta = {"choices": [{"delta": {"content": "hi"}, "token_ids": [5], "finish_reason": "length"}]}
     got = await response_to(HEAD, chunk(delta), DONE)
     assert (got.ending, got.tokens, got.text) == (Ending.DONE, [5], "hi")
+    got = await response_to(answer(ONE_PIECE), request=WHOLE)
+    assert (got.ending, got.tokens, got.text, got.completion_tokens) == (Ending.DONE, [97], "a", 1)
+    assert (await response_to(answer(ONE_PIECE)[:-5], request=WHOLE)).ending is Ending.CUT
 
 
 @pytest.mark.parametrize(
@@ -134,12 +138,6 @@ async def test_no_server() -> None:
     async with serving() as (address, _):
         pass
     assert (await send(address, STREAM)).ending is Ending.UNREACHABLE
-
-
-async def test_an_answer_in_one_piece() -> None:
-    got = await response_to(answer(ONE_PIECE), request=WHOLE)
-    assert (got.ending, got.tokens, got.text, got.completion_tokens) == (Ending.DONE, [97], "a", 1)
-    assert (await response_to(answer(ONE_PIECE)[:-5], request=WHOLE)).ending is Ending.CUT
 
 
 PLAIN_HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
@@ -177,6 +175,8 @@ async def test_an_api_client_raises_errors_and_missing_answers() -> None:
             await api.stream(ASK)
     async with api_to(HEAD, A) as (api, _):
         assert (await api.stream(ASK)).error
+    async with api_to(HEAD, A, DONE) as (api, _):  # a stream that ends early has begun
+        assert (await (await api.begin(ASK, tokens=5))).tokens == [97]
 
 
 @pytest.mark.parametrize("tokens", [2, 9])  # a client that waits for its tokens may leave, too
@@ -190,11 +190,6 @@ async def test_cancelling_a_stream_that_has_begun_disconnects(tokens: int) -> No
         await asyncio.wait_for(left.wait(), 5.0)
 
 
-async def test_a_stream_that_ends_early_has_begun() -> None:
-    async with api_to(HEAD, A, DONE) as (api, _):
-        assert (await (await api.begin(ASK, tokens=5))).tokens == [97]
-
-
 async def test_ended_jobs_are_counted_over_all_outcomes() -> None:
     body = (
         b"# TYPE polyphase_jobs_total counter\n"
@@ -204,13 +199,6 @@ async def test_ended_jobs_are_counted_over_all_outcomes() -> None:
     )
     async with api_to(answer(body)) as (api, _):
         assert await api.jobs_ended() == 5
-
-
-def test_an_ask_is_greedy_and_has_its_salt() -> None:
-    body = ASK.request("m", stream=True).body
-    assert (body["temperature"], body["return_token_ids"], body["cache_salt"]) == (0, True, "salt")
-    assert body["stream_options"] == {"include_usage": True}
-    assert "cache_salt" not in Ask([1], 1, "x").request("m", stream=False).body
 
 
 def test_prompts_have_the_lengths_that_are_wanted() -> None:

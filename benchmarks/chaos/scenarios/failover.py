@@ -39,28 +39,26 @@ def _client(suite: SuiteUnderTest, name: str) -> MonitorClient:
     return MonitorClient(url, token=cluster_keys.kept_token(suite.data_dir))
 
 
+async def _instances(suite: SuiteUnderTest, name: str) -> int | PolyphaseError:
+    """How many instances this monitor lists, or its error, which is Standby when it does not act."""
+    async with _client(suite, name) as monitor:
+        try:
+            return len(await monitor.call("GET", "/instances", timeout_s=0.5))
+        except PolyphaseError as error:
+            return error
+
+
 async def _acts(suite: SuiteUnderTest, name: str) -> bool:
     """Whether this monitor acts, and knows all instances."""
-    async with _client(suite, name) as monitor:
-        try:
-            return len(await monitor.call("GET", "/instances", timeout_s=0.5)) >= len(suite.roles)
-        except PolyphaseError:
-            return False
-
-
-async def _is_standby(suite: SuiteUnderTest, name: str) -> bool:
-    async with _client(suite, name) as monitor:
-        try:
-            await monitor.call("GET", "/instances", timeout_s=0.5)
-        except Standby:
-            return True
-        except PolyphaseError:
-            return False
-    return False
+    found = await _instances(suite, name)
+    return isinstance(found, int) and found >= len(suite.roles)
 
 
 async def _until_standby(suite: SuiteUnderTest, name: str, timeout_s: float = TAKEN_OVER_S) -> None:
-    await until(partial(_is_standby, suite, name), timeout_s, f"{name} to stand by")
+    async def is_standby() -> bool:
+        return isinstance(await _instances(suite, name), Standby)
+
+    await until(is_standby, timeout_s, f"{name} to stand by")
 
 
 async def _require_acting(suite: SuiteUnderTest, name: str) -> None:
@@ -128,7 +126,7 @@ async def _clock(suite: SuiteUnderTest) -> None:
 @failover("monitor-failover-both", "kill -9 of both monitors at once")
 async def _both(suite: SuiteUnderTest) -> None:
     """Without a monitor schedulers use the last state that they received; the monitor that is back first acts."""
-    await suite.until_back(*suite.named("monitor"))
+    await suite.kill_until_back(*suite.named("monitor"))
     await _monitors(suite)
 
 

@@ -85,7 +85,7 @@ control_plane("either-gateway", "kill -9 of one gateway, then of the other", bre
 @control_plane("monitor-and-decode", "kill -9 of the monitor and of a decode instance together")
 async def _monitor_and_decode(suite: SuiteUnderTest) -> None:
     """While no monitor can report the loss, jobs are still placed on the instance, and wait for a connection."""
-    await suite.until_back(*suite.named("monitor"), suite.decode[0])
+    await suite.kill_until_back(*suite.named("monitor"), suite.decode[0])
     await suite.until_ready()
 
 
@@ -103,7 +103,7 @@ async def _restart_with_clock_behind(suite: SuiteUnderTest) -> None:
     """The restarted instance looks older than its predecessor."""
     name = suite.decode[0]
     suite.switches.clock(-HOUR_S, name)
-    await suite.until_back(name)
+    await suite.kill_until_back(name)
     await suite.until_ready(name, timeout_s=10.0)
 
 
@@ -153,7 +153,7 @@ async def _backlog(suite: SuiteUnderTest) -> None:
 async def _gone_and_restarted(suite: SuiteUnderTest) -> None:
     suite.database.remove()
     with suite.outage():
-        await suite.until_back(*suite.database.writers)
+        await suite.kill_until_back(*suite.database.writers)
     await _written_again(suite)
 
 
