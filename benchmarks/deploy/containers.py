@@ -34,7 +34,7 @@ def compose_command() -> list[str]:
     try:
         run_command(["docker", "info"])
     except CommandFailed as error:
-        raise NotFound(f"Docker's engine does not answer: {error.message[-200:]}. {_HOW}") from error
+        raise NotFound(f"Docker's engine does not answer: {error.message.splitlines()[-1]} {_HOW}") from error
     if succeeds("docker", "compose", "version"):
         return ["docker", "compose"]
     if shutil.which("docker-compose") is None:
