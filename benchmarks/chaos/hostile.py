@@ -64,15 +64,27 @@ async def never_read(address: Address, request: Request, seconds: float) -> None
         await asyncio.sleep(seconds)
 
 
-async def drip(address: Address, seconds: float) -> None:
-    """Send a request head of ten bytes a second that does not end."""
+async def hold_open(address: Address, head: bytes, seconds: float, beat_s: float = 0.5) -> bool:
+    """Send the beginning of a request head, and a byte more each beat; without a head nothing.
+
+    Returns whether the server closed the connection in that time.
+    """
     with suppress(OSError):
-        _, writer = await asyncio.open_connection(*address)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nX-Slow: ")
-        for _ in range(int(seconds / 0.1)):
-            writer.write(b"a")
-            await asyncio.sleep(0.1)
-        writer.transport.abort()
+        reader, writer = await asyncio.open_connection(*address)
+        gone = asyncio.ensure_future(reader.read())
+        try:
+            async with asyncio.timeout(seconds):
+                writer.write(head)
+                while not gone.done():
+                    writer.write(b"a" if head else b"")
+                    await asyncio.wait([gone], timeout=beat_s)
+        except TimeoutError:
+            return False
+        finally:
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+            writer.transport.abort()
+    return True
 
 
 async def long_head(address: Address, size_bytes: int) -> int:

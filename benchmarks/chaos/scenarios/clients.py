@@ -29,6 +29,7 @@ RESPONSES = "/v1/responses"
 _SLOW_S = 5.0
 _BIG_S = 6.0  # the client of a huge body leaves after this time
 _HEAD_BYTES = 8 << 20
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nX-Slow: "
 
 client = partial(scenario, "clients")
 body = partial(scenario, "bodies")
@@ -81,7 +82,7 @@ _expensive("costly-grammar", "a short regex that takes minutes to compile", stru
 
 @client("slow-heads", f"{SLOW_HEADS} requests that come a byte a tenth of a second")
 async def _slow_heads(suite: SuiteUnderTest) -> None:
-    await hostile.crowd(SLOW_HEADS, lambda n: hostile.drip(suite.gateway(n), _SLOW_S))
+    await hostile.crowd(SLOW_HEADS, lambda n: hostile.hold_open(suite.gateway(n), _HEAD, _SLOW_S, beat_s=0.1))
 
 
 @client("long-heads", "request heads of 8 MiB")
@@ -191,36 +192,16 @@ _PATIENCE_S = 15.0  # beyond HEAD_S
 
 async def _require_closed(count: int, head: bytes, suite: SuiteUnderTest) -> None:
     """Each connection must be closed, also when bytes of its head keep coming, while clients are served."""
-    closed = await asyncio.gather(*(_until_closed(suite.gateway(number), head) for number in range(count)))
-    if still_open := closed.count(False):
+    held = (hostile.hold_open(suite.gateway(number), head, HEAD_S + _PATIENCE_S) for number in range(count))
+    if still_open := (await asyncio.gather(*held)).count(False):
         raise AssertionError(f"{still_open} of {count} connections were open after {HEAD_S + _PATIENCE_S:g} s")
-
-
-async def _until_closed(address: Address, head: bytes) -> bool:
-    with suppress(OSError):
-        reader, writer = await asyncio.open_connection(*address)
-        gone = asyncio.ensure_future(reader.read())
-        try:
-            async with asyncio.timeout(HEAD_S + _PATIENCE_S):
-                writer.write(head)
-                while not gone.done():
-                    if head:
-                        writer.write(b"a")
-                    await asyncio.wait([gone], timeout=0.5)
-        except TimeoutError:
-            return False
-        finally:
-            gone.cancel()
-            await asyncio.gather(gone, return_exceptions=True)
-            writer.transport.abort()
-    return True
 
 
 connection("silent-connections", f"{SILENT} connections that send nothing", bound_s=60.0)(
     partial(_require_closed, SILENT, b"")
 )
 connection("endless-heads", f"{ENDLESS_HEADS} request heads that never end", bound_s=60.0)(
-    partial(_require_closed, ENDLESS_HEADS, b"POST /v1/completions HTTP/1.1\r\nX-Slow: ")
+    partial(_require_closed, ENDLESS_HEADS, _HEAD)
 )
 
 
