@@ -212,17 +212,27 @@ class SuiteUnderTest(Suite):
     `drain`, `resume` and `flip` go through the monitor and raise what it answers.
     """
 
-    def __init__(self, bed: Testbed, folder: Path, plan: Plan, supervisor: Supervisor, run: str, rng: Random) -> None:
+    def __init__(
+        self,
+        bed: Testbed,
+        plan: Plan,
+        supervisor: Supervisor,
+        *,
+        folder: Path,
+        roles: dict[str, Role],
+        run: str,
+        rng: Random,
+        wires: Wires,
+        switches: Switches,
+        loop_times: LoopTimes,
+    ) -> None:
         started = _without(plan, bed.absent)
         super().__init__(folder, lambda: state_file.describe(started, supervisor.statuses))
-        self.bed, self.plan, self.run, self.rng = bed, plan, run, rng
+        self.bed, self.plan, self.roles, self.run, self.rng = bed, plan, roles, run, rng
+        self.wires, self.switches, self.loop_times = wires, switches, loop_times
         self.ports = ports_of(plan)
         self.processes = Processes(supervisor)
         self.database = Database(folder / "polyphase.db", self.processes, self.named("monitor", "scheduler"))
-        self.wires: Wires
-        self.switches: Switches
-        self.loop_times: LoopTimes
-        self.roles: dict[str, Role] = {}
         self.gateways: tuple[Address, ...] = tuple(port.address for port in self.ports if port.service == "gateway")
         self.requests: tuple[Request, ...] = ()
         self.right: dict[str, RightAnswer] = {}
@@ -372,9 +382,18 @@ async def started_suite_under_test(
         supervisor = await stack.enter_async_context(
             supervising(started.processes, logs, lambda _: None, limits, plan.fork_env, plan.preload)
         )
-        suite = SuiteUnderTest(bed, folder, plan, supervisor, run, rng)
-        suite.wires, suite.switches, suite.loop_times = wires, switches, loop_times
-        suite.roles = {name: entry.role for entry in cluster.instances for name in entry.ids}
+        suite = SuiteUnderTest(
+            bed,
+            plan,
+            supervisor,
+            folder=folder,
+            roles={name: entry.role for entry in cluster.instances for name in entry.ids},
+            run=run,
+            rng=rng,
+            wires=wires,
+            switches=switches,
+            loop_times=loop_times,
+        )
         with console.status(f"starting {bed.name}: {bed.title}"):
             await supervisor.started()
             await supervisor.during(suite.wait_ready(started.instance_ids, START_S))
