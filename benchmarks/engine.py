@@ -18,7 +18,6 @@ from typing import Any
 
 import httpx
 
-from benchmarks.demo.client import ApiClient, Ask
 from benchmarks.experiment import WHO, Session, measured
 from benchmarks.real_engines import LlamaShape, make_llama
 from benchmarks.results import Result, at_least, at_most, merged, progress, result, rotated
@@ -29,7 +28,7 @@ from shared.errors import Unavailable
 from shared.policy.prefill_order import WINDOW
 from shared.timeline import RequestTimeline
 from tools.calibrate.host_watch import HostWatch
-from tools.client import Response
+from tools.client import ApiClient, Ask, Response
 
 ENGINE = "engine"
 # 26 million parameters: computing a burst of prompts takes seconds, beside which what the services add is small.

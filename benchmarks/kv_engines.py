@@ -15,15 +15,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.demo.client import ApiClient, Ask
-from benchmarks.demo.jobs import records
 from benchmarks.real_engines import LlamaShape, cluster_file, make_llama
-from benchmarks.suite import started
+from benchmarks.suite import records, started
 from services.launcher.model_source import PROJECT
 from services.launcher.up import RunningSuite
 from shared.domain.instance import Role
 from shared.domain.route import PolicySpec
 from shared.errors import Unavailable
+from tools.client import ApiClient, Ask
 
 TRANSPORTS = ("tcp", "nixl") if find_spec("nixl") else ("tcp",)
 # Much KV and little to compute: 32 KiB a token in float32.

@@ -16,7 +16,6 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from benchmarks.demo.client import ApiClient, Ask, Prompts
 from benchmarks.predictor_bayes import run_bayes
 from benchmarks.predictor_full_size import run_full_size
 from benchmarks.predictor_latency import run_latency
@@ -25,6 +24,7 @@ from benchmarks.results import merged
 from benchmarks.suite import started
 from services.launcher.cluster_file import Cluster, load_cluster
 from shared.errors import InvalidRequest
+from tools.client import ApiClient, Ask, Prompts
 
 # The TTFT cost of a prediction, with real engines and a real classifier on this machine's CPU. TetriInfer, section
 # 3.3.2 and figure 17: in parallel a prefill takes 10 % longer under stress, and less otherwise.

@@ -1,25 +1,36 @@
-"""Suites and processes that benchmarks start on this machine: cluster files, free ports, start and stop."""
+"""Suites and processes that benchmarks start on this machine: cluster files, free ports, start and stop, commands;
+and the records that a suite keeps of requests, found by the client's request id.
+"""
 
 import multiprocessing
+import os
 import re
+import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from rich.console import Console
 
 from services.launcher import ports
 from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.model_source import PROJECT
+from services.launcher.suite import Suite, until
 from services.launcher.up import RunningSuite, running_suite
-from shared.errors import Unavailable
+from shared.domain.job import Phase
+from shared.domain.kv import TransferOutcome
+from shared.errors import DeadlineExceeded, NotFound, PolyphaseError, Unavailable
+from shared.timeline import RequestTimeline
 
 DEMO_MODEL = PROJECT / "models" / "demo"
 _GATEWAY, _DASHBOARD = 240, 241  # offsets in a range of free ports
 _MIB = 1 << 20
+_RECORDED_S = 10.0  # the longest time until a job that has ended is recorded
 Found = TypeVar("Found")
 
 # Services that are not measured would take cores from those that are.
@@ -79,6 +90,33 @@ async def measured(
         return await running.supervisor.during(work(running))
 
 
+class CommandFailed(PolyphaseError):
+    """A command ended with an error."""
+
+
+def run_command(
+    words: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = 600.0, folder: Path = PROJECT
+) -> str:
+    """The output of a command. Raises CommandFailed with the end of it, also when it takes too long."""
+    try:
+        done = subprocess.run(
+            words,
+            env={**os.environ, **(env or {})},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CommandFailed(f"{' '.join(words)} did not end within {timeout_s:.0f} s") from error
+    if done.returncode:
+        output = (done.stdout + done.stderr).strip()[-2000:]
+        raise CommandFailed(f"{' '.join(words)} ended with code {done.returncode}:\n{output}")
+    return done.stdout
+
+
 def metric(exposition: str, name: str) -> float:
     """The sum of a metric's series in the text of a `/metrics`. Raises Unavailable where there is none."""
     found = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", exposition, re.MULTILINE)
@@ -103,3 +141,63 @@ def spawned(target: Callable[..., None], *arguments: object, end_s: float = 10.0
         if child.is_alive():
             child.kill()
             child.join()
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """One job, as its scheduler knows it."""
+
+    row: dict[str, Any]
+    timeline: RequestTimeline
+
+    @property
+    def split(self) -> int:
+        """Prompt tokens that the prefill instance computed."""
+        return int(self.row["split"])
+
+    @property
+    def outcomes(self) -> list[str]:
+        """How each of its KV imports ended."""
+        return [transfer.outcome.value for transfer in self.timeline.transfers]
+
+    @property
+    def pulled(self) -> bool:
+        """Whether it had a single import, which was pulled whole."""
+        return self.outcomes == [TransferOutcome.PULLED.value]
+
+    @property
+    def attempts(self) -> int:
+        return max((span.attempt for span in self.timeline.spans), default=0)
+
+
+async def find_row(suite: Suite, request_id: str, phase: str = "") -> dict[str, Any]:
+    """The newest row of a request, if it is in that phase. Raises NotFound."""
+    for scheduler in suite.schedulers():
+        async with scheduler:
+            for row in await scheduler.requests(limit=2_000, phase=phase):
+                if request_id in row["job_id"]:
+                    return row
+    raise NotFound(f"no scheduler knows of {request_id}")
+
+
+async def records(suite: Suite, request_ids: Sequence[str], at_least: int | None = None) -> list[JobRecord]:
+    """The ended jobs of these requests, in their order. Raises DeadlineExceeded when some do not show up.
+
+    at_least: return once there are so many, and those that there are when they stay fewer: a client may leave before
+    its job has begun.
+    """
+    found: dict[str, JobRecord] = {}
+
+    async def recorded() -> bool:
+        for scheduler in suite.schedulers():
+            async with scheduler:
+                for row in await scheduler.requests(limit=5_000):
+                    name = next((one for one in request_ids if one not in found and one in row["job_id"]), None)
+                    if name is not None and Phase(row["phase"]).final:
+                        timeline = msgspec.convert(await scheduler.timeline(row["job_id"]), RequestTimeline)
+                        found[name] = JobRecord(row, timeline)
+        return len(found) >= (len(request_ids) if at_least is None else at_least)
+
+    with suppress(*(() if at_least is None else (DeadlineExceeded,))):
+        await until(recorded, _RECORDED_S, f"the records of {len(request_ids)} jobs")
+    return [found[request_id] for request_id in request_ids if request_id in found]

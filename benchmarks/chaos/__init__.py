@@ -1,27 +1,17 @@
 """`polyphase bench chaos`: faults under load, one after the other or drawn at random, and a judge of every token.
 
-A *testbed* (`clusters`) is a cluster on free ports of this machine: "emulated" (all services real, the engines
-emulated; two gateways and two schedulers), "keyed" (smaller, with CurveZMQ keys), "real" (vLLM on the CPU, with
-different block sizes), and variants. One running suite serves all scenarios of its testbed in turn; a scenario that
-leaves the suite unwell is followed by a fresh one.
+*No code of the product takes part.* A suite (`under_test`) runs the plan of `polyphase up` on the cluster of a testbed
+(`testbeds`), with more environment variables and `inject/` on the PYTHONPATH of its processes. Through these
 
-*No code of the product takes part.* A suite runs the plan of `polyphase up`, with three more environment variables and
-`inject/` on the PYTHONPATH of its processes. Through these
-
-- each connection between two processes passes a proxy of its own (`proxy`), which can cut, stall, slow, corrupt, lose,
-  swap and replay. It knows the framing of ZeroMQ and of KV over TCP (`framing`): a flipped bit arrives in a well-framed
-  message;
+- each connection between two processes passes a proxy of its own (`proxy`), which can cut, stall, slow, spoil and
+  replay messages;
 - the wall clock of a process can jump, and its SQLite can refuse writes or lose the answers to them, while it runs; an
   instance or gateway can claim another wire version;
 - the longest CPU time for which a gateway's event loop is held is measured.
 
 Other faults come from outside: signals, the monitor's API, a second connection that locks the database, a limit on file
-sizes for a full disk (the kernel refuses the writes), hostile clients, and garbage on all ports (`hostile`).
-
-A *scenario* (`scenario`, `scenarios/`) has a name, a sentence, a testbed, a fault (an async function of an
-`arena.Arena`; `faults` has common ones), and what the fault may cost: how long clients may have to wait (given, or
-measured by the fault with `Arena.outage`), whether they may get typed errors, and whether the fault takes a gateway and
-its connections away. The fault is bounded in time, and what it left undone is undone.
+sizes for a full disk (the kernel refuses the writes), hostile clients, and garbage on all ports (`hostile`). `faults`
+has the faults that scenarios, the random mode (`random_mode`) and `bench troubles` share.
 
 The *load* (`load`) are steady users: chat and completions, streamed and in one piece, prompts of a few tokens and of
 many chunks, tokens that can be carried to another engine and tokens that cannot. Each kind of request has one right
@@ -30,12 +20,10 @@ engine from greedy sampling in float32. Each answer is compared with it token by
 
     whole | clean error (typed, with Retry-After) | lost | doubled | wrong | cut | hung | crash (500, …)
 
-*A scenario passes* when no token is lost, doubled or wrong and no client hangs; when no wait between two signs of life
-is longer than the scenario's outage, plus one second, plus the longest wait without a fault, plus the time for which
-the machine kept the bench from running; when only targets of the fault ended; when within 10 s, without help, all
-processes and instances are back in their roles and users get tokens at the former rate; and when without users no KV,
-job, row, memory, open file or process is left behind.
-
-The *random mode* (`monkey`) draws overlapping faults from a seed under load. Every twelve draws the suite must recover,
-with nothing left behind. A draw follows from the seed and its number alone.
+A *scenario* (`scenario`, `scenarios/`) is a fault and what it may cost clients. It passes when no token is lost,
+doubled or wrong and no client hangs; when no wait between two signs of life is longer than the scenario's outage, plus
+one second, plus the longest wait without a fault, plus the time for which the machine kept the bench from running; when
+only targets of the fault ended; when within 10 s, without help, all processes and instances are back in their roles and
+users get tokens at the former rate; and when without users no KV, job, row, memory, open file or process is left
+behind. One suite serves all scenarios of its testbed, until one leaves it unwell (`run`).
 """

@@ -1,21 +1,97 @@
-"""Faults that many scenarios share. Each function returns a fault: an async function of the running suite."""
+"""Faults that scenarios, the random mode and `bench troubles` share.
+
+A context manager holds a fault for its block's length. The functions below return a fault of a scenario: an async
+function of the suite under test.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from typing import Any
 
-from benchmarks.chaos.arena import Arena
-from benchmarks.chaos.proxy import Proxy, Wire, disturb
+from benchmarks.chaos import hostile
+from benchmarks.chaos.proxy import Port, Proxy, Wire
+from benchmarks.chaos.under_test import SuiteUnderTest
+from services.launcher.suite import until
+from services.launcher.supervisor import State
+from tools.client import Request
 
-Fault = Callable[[Arena], Awaitable[None]]
-Targets = Callable[[Arena], Sequence[str]]  # names of processes
-Links = Callable[[Arena], Iterable[Wire]]
+Fault = Callable[[SuiteUnderTest], Awaitable[None]]
+Targets = Callable[[SuiteUnderTest], Sequence[str]]  # names of processes
+Links = Callable[[SuiteUnderTest], Iterable[Wire]]
 
 # A frozen process cannot be told from a slow one before its heartbeats, two a second, are missed for two seconds.
 NOTICED_S = 2.5
 FAULT_S = 4.0
 HOUR_S = 3600.0
+DATABASE_FAULTS = ("locked", "read-only", "disk-full", "gone")
 _CLOCK_S = 1.5
+_KILL_AGAIN_S = 0.1
+
+
+@asynccontextmanager
+async def frozen(suite: SuiteUnderTest, *names: str) -> AsyncIterator[None]:
+    """SIGSTOP, and SIGCONT at the end."""
+    suite.processes.freeze(*names)
+    try:
+        yield
+    finally:
+        suite.processes.thaw(*names)
+
+
+@asynccontextmanager
+async def kept_dead(suite: SuiteUnderTest, *names: str) -> AsyncIterator[None]:
+    """SIGKILL, again after every restart by the launcher; afterwards, wait until the processes are back."""
+
+    async def kill() -> None:
+        while True:
+            suite.processes.kill(*names)
+            await asyncio.sleep(_KILL_AGAIN_S)
+
+    def back(name: str) -> bool:
+        status = suite.processes.statuses[name]
+        return status.state is State.READY and bool(status.pid)
+
+    task = asyncio.create_task(kill())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: all(map(back, names)), 60.0, f"{', '.join(names)} to be back")
+
+
+@asynccontextmanager
+async def disturbed(wires: Iterable[Wire], change: Callable[[Proxy], object]) -> AsyncIterator[None]:
+    """A fault of these links."""
+    wires = tuple(wires)
+    for wire in wires:
+        change(wire.proxy)
+    try:
+        yield
+    finally:
+        for wire in wires:
+            wire.proxy.heal()
+
+
+@asynccontextmanager
+async def broken_database(suite: SuiteUnderTest, kind: str) -> AsyncIterator[None]:
+    """kind: one of DATABASE_FAULTS."""
+    if kind == "locked":
+        async with suite.database.locked():
+            yield
+        return
+    if kind == "gone":
+        suite.database.remove()
+    elif kind == "disk-full":
+        suite.database.fill_disk()
+    else:
+        suite.switches.read_only(*suite.database.writers)
+    try:
+        yield
+    finally:
+        suite.database.restore()
+        suite.switches.writable(*suite.database.writers)
 
 
 def kill(targets: Targets, *, outage: bool = False) -> Fault:
@@ -24,23 +100,11 @@ def kill(targets: Targets, *, outage: bool = False) -> Fault:
     outage: no other process can do their work, so clients may wait for as long as the restart takes.
     """
 
-    async def fault(arena: Arena) -> None:
-        with arena.outage() if outage else nullcontext():
-            await arena.processes.back(arena.processes.kill(*targets(arena)))
+    async def fault(suite: SuiteUnderTest) -> None:
+        with suite.outage() if outage else nullcontext():
+            await suite.kill_until_back(*targets(suite))
             if outage:
-                await arena.roles.ready(*arena.roles.first)
-
-    return fault
-
-
-def freeze(targets: Targets, *, outage: bool = False) -> Fault:
-    """SIGSTOP to the targets for FAULT_S."""
-
-    async def fault(arena: Arena) -> None:
-        with arena.outage() if outage else nullcontext():
-            arena.processes.freeze(*targets(arena))
-            await asyncio.sleep(FAULT_S)
-            arena.processes.thaw()
+                await suite.until_ready()
 
     return fault
 
@@ -48,10 +112,21 @@ def freeze(targets: Targets, *, outage: bool = False) -> Fault:
 def kill_in_turn(targets: Targets) -> Fault:
     """SIGKILL to one target after the other, each restarted before the next."""
 
-    async def fault(arena: Arena) -> None:
-        for name in targets(arena):
-            await arena.processes.back(arena.processes.kill(name))
+    async def fault(suite: SuiteUnderTest) -> None:
+        for name in targets(suite):
+            await suite.kill_until_back(name)
             await asyncio.sleep(0.5)
+
+    return fault
+
+
+def freeze(targets: Targets, *, outage: bool = False) -> Fault:
+    """SIGSTOP to the targets for FAULT_S."""
+
+    async def fault(suite: SuiteUnderTest) -> None:
+        with suite.outage() if outage else nullcontext():
+            async with frozen(suite, *targets(suite)):
+                await asyncio.sleep(FAULT_S)
 
     return fault
 
@@ -59,21 +134,33 @@ def kill_in_turn(targets: Targets) -> Fault:
 def clock_jump(targets: Targets) -> Fault:
     """The wall clocks of the targets jump an hour ahead, an hour behind, and back."""
 
-    async def fault(arena: Arena) -> None:
+    async def fault(suite: SuiteUnderTest) -> None:
         for offset_s in (HOUR_S, -HOUR_S, 0.0):
-            arena.switches.clock(offset_s, *targets(arena))
+            suite.switches.clock(offset_s, *targets(suite))
             await asyncio.sleep(_CLOCK_S)
 
     return fault
 
 
-def link_fault(links: Links, change: Callable[[Proxy], object], counter: str = "") -> Fault:
-    """Disturb links for FAULT_S. `counter`: the proxies' count that must not stay 0, or the scenario fails."""
+def link_fault(links: Links, change: Callable[[Proxy], object], outage_s: float | None = None) -> Fault:
+    """Disturb links for FAULT_S. outage_s: clients may have to wait for so much longer; None: for no time."""
 
-    async def fault(arena: Arena) -> None:
-        wires = tuple(links(arena))
-        await disturb(wires, change, FAULT_S)
-        _require_effect(wires, counter)
+    async def fault(suite: SuiteUnderTest) -> None:
+        with nullcontext() if outage_s is None else suite.outage(outage_s):
+            async with disturbed(links(suite), change):
+                await asyncio.sleep(FAULT_S)
+
+    return fault
+
+
+def spoil(links: Links, kind: str, share: float) -> Fault:
+    """Spoil this share of messages for FAULT_S (`Proxy.spoil`). The scenario fails when it hit no message."""
+
+    async def fault(suite: SuiteUnderTest) -> None:
+        wires = tuple(links(suite))
+        async with disturbed(wires, lambda proxy: proxy.spoil(kind, share)):
+            await asyncio.sleep(FAULT_S)
+        _require_effect(wires, kind)
 
     return fault
 
@@ -81,8 +168,8 @@ def link_fault(links: Links, change: Callable[[Proxy], object], counter: str = "
 def replay(links: Links, period_s: float, *, back: bool = True) -> Fault:
     """Send recent messages again and again for FAULT_S; without `back` only those of the side that connected."""
 
-    async def fault(arena: Arena) -> None:
-        wires = tuple(links(arena))
+    async def fault(suite: SuiteUnderTest) -> None:
+        wires = tuple(links(suite))
         for _ in range(int(FAULT_S / period_s)):
             for wire in wires:
                 wire.proxy.replay(back=back)
@@ -92,6 +179,54 @@ def replay(links: Links, period_s: float, *, back: bool = True) -> Fault:
     return fault
 
 
-def _require_effect(wires: Iterable[Wire], counter: str) -> None:
-    if counter and not sum(getattr(wire.proxy, counter) for wire in wires):
-        raise AssertionError(f"no message was {counter}: the scenario shows nothing")
+def _require_effect(wires: Iterable[Wire], kind: str) -> None:
+    if not sum(wire.proxy.counts[kind] for wire in wires):
+        raise AssertionError(f"no message was {kind}: the scenario shows nothing")
+
+
+def garbage(ports: Callable[[SuiteUnderTest], Sequence[Port]]) -> Fault:
+    """Noise on these ports, and well-framed messages without sense on those that are not HTTP."""
+
+    async def fault(suite: SuiteUnderTest) -> None:
+        chosen = ports(suite)
+        await hostile.make_noise(chosen, suite.rng)
+        await hostile.send_messages([port for port in chosen if port.purpose != "http"], suite.rng)
+
+    return fault
+
+
+def bodies(
+    cases: Callable[[SuiteUnderTest], Iterable[tuple[str, dict[str, Any]]]],
+    statuses: Container[int],
+    reason: str = "",
+    *,
+    rounds: int = 1,
+    seconds: float = 15.0,
+) -> Fault:
+    """Send requests (path, body) one after the other, in each round to another gateway (`hostile.require`)."""
+
+    async def fault(suite: SuiteUnderTest) -> None:
+        for number in range(rounds):
+            for path, body in cases(suite):
+                request = Request(path, {"model": "demo", **body})
+                await hostile.require(suite.gateway(number), request, statuses, reason, seconds)
+
+    return fault
+
+
+async def drain_all_decode(suite: SuiteUnderTest) -> None:
+    """Jobs wait until an instance is back."""
+    with suite.outage():
+        for name in suite.decode:
+            await suite.drain(name, force=True)
+        await asyncio.sleep(2.0)
+        await suite.reset_roles()
+
+
+def state_links(suite: SuiteUnderTest) -> tuple[Wire, ...]:
+    return suite.wires.between("", "", "heartbeats", "broadcasts")
+
+
+def services(*names: str) -> Targets:
+    """All processes of these services."""
+    return lambda suite: suite.named(*names)

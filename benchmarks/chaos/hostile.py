@@ -8,7 +8,7 @@ import asyncio
 import socket
 import struct
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -16,18 +16,18 @@ from typing import Any
 import msgspec
 import zmq
 
-from benchmarks.chaos.framing import kv_message
-from benchmarks.chaos.proxy import Port
+from benchmarks.chaos.load import fresh
+from benchmarks.chaos.proxy import Port, reset
 from services.worker.kv import rank_links
 from services.worker.kv.wire import protocol
-from services.worker.kv.wire.tcp_framing import HEARTBEAT
+from services.worker.kv.wire.tcp_framing import DIGEST_BYTES, HEARTBEAT, prefix
 from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import InstanceLoad, Role
 from shared.domain.kv import Codec
 from shared.wire.broadcast import sealed
 from shared.wire.envelope import Envelope, Kind, encode_body, pack
 from shared.wire.messages import Heartbeat
-from tools.client import COMPLETIONS, Address, Request, Response, send
+from tools.client import COMPLETIONS, Address, Ending, Request, Response, send
 
 _RECV_BYTES = 4096
 
@@ -36,11 +36,21 @@ async def leave(address: Address, request: Request, after_s: float) -> None:
     """Send a request, and reset the connection after a while."""
     with suppress(OSError):
         _, writer = await asyncio.open_connection(*address)
-        raw = writer.get_extra_info("socket")
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.write(request.encode())
         await asyncio.sleep(after_s)
-        writer.transport.abort()
+        reset(writer)
+
+
+async def leaving_clients(
+    addresses: Sequence[Address], requests: Sequence[Request], count: int, seconds: float, rng: Random
+) -> None:
+    """Clients that come within some seconds, and leave while their requests are queued, computed or transferred."""
+
+    async def client(number: int) -> None:
+        await asyncio.sleep(rng.uniform(0.0, seconds))
+        await leave(addresses[number % len(addresses)], fresh(rng.choice(requests)), rng.uniform(0.0, 0.8))
+
+    await crowd(count, client)
 
 
 async def never_read(address: Address, request: Request, seconds: float) -> None:
@@ -54,15 +64,27 @@ async def never_read(address: Address, request: Request, seconds: float) -> None
         await asyncio.sleep(seconds)
 
 
-async def drip(address: Address, seconds: float) -> None:
-    """Send a request head of ten bytes a second that does not end."""
+async def hold_open(address: Address, head: bytes, seconds: float, beat_s: float = 0.5) -> bool:
+    """Send the beginning of a request head, and a byte more each beat; without a head nothing.
+
+    Returns whether the server closed the connection in that time.
+    """
     with suppress(OSError):
-        _, writer = await asyncio.open_connection(*address)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nX-Slow: ")
-        for _ in range(int(seconds / 0.1)):
-            writer.write(b"a")
-            await asyncio.sleep(0.1)
-        writer.transport.abort()
+        reader, writer = await asyncio.open_connection(*address)
+        gone = asyncio.ensure_future(reader.read())
+        try:
+            async with asyncio.timeout(seconds):
+                writer.write(head)
+                while not gone.done():
+                    writer.write(b"a" if head else b"")
+                    await asyncio.wait([gone], timeout=beat_s)
+        except TimeoutError:
+            return False
+        finally:
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+            writer.transport.abort()
+    return True
 
 
 async def long_head(address: Address, size_bytes: int) -> int:
@@ -87,13 +109,27 @@ def changed(request: Request, **more: Any) -> Request:
     return Request(COMPLETIONS, {**request.body, **more}, key="hostile")
 
 
-async def body_of(address: Address, request: Request, seconds: float) -> Response | None:
-    """The answer; None when there was none in that time, after which the client leaves."""
+async def body_of(address: Address, request: Request, seconds: float) -> Response:
+    """The answer; one that has hung when it did not end in that time, after which the client leaves."""
     try:
         async with asyncio.timeout(seconds):
             return await send(address, request, hung_s=seconds + 1.0)
     except TimeoutError:
-        return None
+        return Response(Ending.HUNG)
+
+
+async def require(
+    address: Address, request: Request, statuses: Container[int], reason: str = "", seconds: float = 15.0
+) -> None:
+    """Send a request and leave after that time. Raises AssertionError unless the answer has one of the statuses.
+
+    0 stands for no answer. An answer with status 400 has to give the reason.
+    """
+    answer = await body_of(address, request, seconds)
+    status = answer.status if answer.ending in (Ending.DONE, Ending.ERROR) else 0
+    if status not in statuses or (status == 400 and reason not in answer.error):
+        got = f"{answer.status or answer.ending} {answer.error[:200]}"
+        raise AssertionError(f"{request.method} {request.path} of {str(request.body)[:80]}… was answered by {got}")
 
 
 async def crowd(count: int, client: Callable[[int], Coroutine[Any, Any, Any]]) -> None:
@@ -200,8 +236,9 @@ def _send_by_tcp(addresses: list[Address], invalid: list[list[bytes]]) -> None:
     for address in addresses:
         for parts in invalid:
             header, payload = (*parts, b"")[0], b"".join(parts[1:])
+            digest = protocol.checksum(payload).to_bytes(DIGEST_BYTES, "little") if payload else b""
             with suppress(OSError), socket.create_connection(address, timeout=2.0) as peer:  # emulated: no KV port
-                peer.sendall(HEARTBEAT + kv_message(header, payload))
+                peer.sendall(HEARTBEAT + prefix(len(header), len(payload)) + header + payload + digest)
                 peer.shutdown(socket.SHUT_WR)
                 while peer.recv(4096):
                     pass

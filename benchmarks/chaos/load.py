@@ -10,10 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import Random
-from typing import Any
+from typing import Any, Self
 
 from shared.errors import Unavailable
-from tools.client import CHAT, COMPLETIONS, HUNG_S, Address, Ending, Request, Response, completion_body, send
+from tools.client import (
+    CHAT,
+    COMPLETIONS,
+    HUNG_S,
+    Address,
+    Ending,
+    Request,
+    Response,
+    chat_body,
+    completion_body,
+    send,
+    users,
+)
 
 _RETRY_S = 0.2  # between an error and the user's next request
 _KEPT = 20_000  # answers and tokens whose times are remembered
@@ -117,19 +129,16 @@ class Tally:
 
 def request_kinds(prompts: Sequence[list[int]], max_tokens: int) -> tuple[Request, ...]:
     """The kinds of requests of the load, which differ in prompt length, API, streaming, and in what may be resumed."""
+    more: dict[str, Any] = {"return_token_ids": True, "stream_options": {"include_usage": True}}
 
-    def request(key: str, path: str, **more: Any) -> Request:
-        more |= {"return_token_ids": True, "stream_options": {"include_usage": True}}
-        body = completion_body(more.pop("prompt", []), max_tokens, **more)
-        if path == CHAT:
-            del body["prompt"]
-        return Request(path, body, key=key)
+    def completion(key: str, prompt: list[int], **others: Any) -> Request:
+        return Request(COMPLETIONS, completion_body(prompt, max_tokens, **more, **others), key=key)
 
     _, middle, *_ = prompts = sorted(prompts, key=len)
-    completions = [request(f"prompt of {len(prompt)}", COMPLETIONS, prompt=prompt) for prompt in prompts]
-    chat = request("chat", CHAT, messages=[{"role": "user", "content": "Tell me a short story about a fox."}])
+    completions = [completion(f"prompt of {len(prompt)}", prompt) for prompt in prompts]
+    chat = Request(CHAT, chat_body("Tell me a short story about a fox.", max_tokens, **more), key="chat")
     # A penalty makes tokens depend on more than the context: an interrupted answer is computed again from its start.
-    penalised = request("penalised", COMPLETIONS, prompt=middle, presence_penalty=0.1)
+    penalised = completion("penalised", middle, presence_penalty=0.1)
     unary = [replace(each, key=f"{each.key}, in one piece", body=unstreamed(each)) for each in (completions[0], chat)]
     return (*completions, chat, penalised, *unary)
 
@@ -165,35 +174,33 @@ class Answered:
     verdict: Verdict
 
 
-@dataclass(slots=True)
 class Load:
-    """Users of some gateways. Use as an async context manager; at its end all requests under way are waited for."""
+    """Steady users of some gateways. Use as an async context manager; at its end requests under way are waited for."""
 
-    addresses: Sequence[Address]
-    requests: Sequence[Request]
-    right: dict[str, RightAnswer]
-    users: int
-    seed: int
-    hung_s: float = HUNG_S
-    tally: Tally = field(default_factory=Tally)
-    answered: deque[Answered] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _token_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _stop: asyncio.Event = field(default_factory=asyncio.Event)
-    _waiting: set[int] = field(default_factory=set)  # users without an answer so far
-    _all_answered: asyncio.Event = field(default_factory=asyncio.Event)
-    _users: list[asyncio.Task[None]] = field(default_factory=list)
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        requests: Sequence[Request],
+        right: dict[str, RightAnswer],
+        count: int,
+        seed: int,
+        hung_s: float = HUNG_S,
+    ) -> None:
+        self.tally = Tally()
+        self.answered: deque[Answered] = deque(maxlen=_KEPT)
+        self._addresses, self._requests, self._right, self._hung_s = addresses, requests, right, hung_s
+        self._token_times_s: deque[float] = deque(maxlen=_KEPT)
+        self._rngs = [Random(seed * 1000 + number) for number in range(count)]
+        self._waiting = set(range(count))  # users without an answer so far
+        self._all_answered = asyncio.Event()
+        self._users = users(count, self._request, _RETRY_S)
 
-    async def __aenter__(self) -> "Load":
-        self._waiting = set(range(self.users))
-        self._users = [asyncio.create_task(self._user(number)) for number in range(self.users)]
+    async def __aenter__(self) -> Self:
+        await self._users.__aenter__()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._stop.set()
-        if kind is not None:
-            for user in self._users:
-                user.cancel()
-        await asyncio.gather(*self._users, return_exceptions=kind is not None)
+    async def __aexit__(self, *error: Any) -> None:
+        await self._users.__aexit__(*error)
 
     async def warm(self, bound_s: float) -> None:
         """Wait until each user has had an answer. Raises TimeoutError."""
@@ -208,28 +215,20 @@ class Load:
         """Whether a request that was sent after this moment has a whole answer."""
         return any(each.began_s > begin_s and each.verdict is Verdict.WHOLE for each in self.answered)
 
-    async def _user(self, number: int) -> None:
-        rng, turn = Random(self.seed * 1000 + number), number
-        while not self._stop.is_set():
-            turn += 1
-            request = self.requests[rng.randrange(len(self.requests))]
-            verdict = await self._send(request, self.addresses[turn % len(self.addresses)])
-            self._waiting.discard(number)
-            if not self._waiting:
-                self._all_answered.set()
-            if verdict is not Verdict.WHOLE:
-                await asyncio.sleep(_RETRY_S)
-
-    async def _send(self, request: Request, address: Address) -> Verdict:
-        got = await send(address, fresh(request), self.hung_s)
-        right = self.right[request.key]
+    async def _request(self, user: int, turn: int) -> bool:
+        request = self._rngs[user].choice(self._requests)
+        got = await send(self._addresses[(user + turn) % len(self._addresses)], fresh(request), self._hung_s)
+        right = self._right[request.key]
         verdict = judge(right, got)
         # Without streaming the client sees nothing until the end: only the time beyond the usual one is a wait.
         gap_s = got.longest_gap_s - (0.0 if request.streams else right.took_s)
         self.tally.add(verdict, gap_s, f"{request.key}: {describe(got)}")
         self.answered.append(Answered(got.began_s, got.ended_s, verdict))
         self._token_times_s.extend(got.token_times_s if request.streams else [got.ended_s] * len(got.tokens))
-        return verdict
+        self._waiting.discard(user)
+        if not self._waiting:
+            self._all_answered.set()
+        return verdict is Verdict.WHOLE
 
 
 def describe(response: Response) -> str:

@@ -1,7 +1,8 @@
 """TCP proxies between the processes of a suite, with the faults of a bad network.
 
-A proxy forwards bytes and ends of connections. `cut`, `stall`, `slow`, `corrupt`, `lose`, `swap` and `replay` change
-that until `heal`. Which proxies a suite needs follows from the ports of its plan (`wired`). A process's own addresses
+A proxy forwards bytes and ends of connections. `cut`, `stall`, `slow`, `spoil` and `replay` change that until `heal`. A
+splitter finds the messages in the bytes of ZeroMQ (ZMTP 3) and of KV over TCP, so that a flipped bit arrives in a
+well-framed message. Which proxies a suite needs follows from the ports of its plan (`wired`). A process's own addresses
 stay as they are; a proxy answers for the addresses that the process connects to. ZeroMQ and KV addresses are replaced
 when a process connects (`inject/sitecustomize.py`), because some of them travel in messages; HTTP addresses are
 replaced in the environment of the processes.
@@ -11,46 +12,140 @@ import asyncio
 import json
 import socket
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Self
 
-from benchmarks.chaos.framing import Framing, KvSplitter, Piece, RawSplitter, ZmtpSplitter
 from services.launcher.spec import Plan, ProcessSpec
+from services.worker.kv.wire.tcp_framing import DIGEST_BYTES, PREFIX, prefix
 
 _READ_BYTES = 1 << 16
 _QUEUED_PIECES = 64  # in one direction; beyond that the sender has to wait
 _REPLAYED_MESSAGES = 64  # messages remembered for a replay
 _REPLAYED_BYTES = 1 << 16  # longer messages are not remembered
+GREETING_BYTES = 64  # of ZMTP
+_MORE, _LONG, _COMMAND = 1, 2, 4  # flags of a ZMTP frame
+_KV_MARK = prefix(0, 0)[:4]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A whole message, or a part of one. head: the bytes that frame the body.
+
+    is_command: the piece belongs to the connection and not to a message: a handshake, a heartbeat.
+    """
+
+    head: bytes
+    body: bytes
+    is_command: bool = False
+    ends_message: bool = True
+
+    def encode(self) -> bytes:
+        return self.head + self.body
+
+    def flipped(self, rng: Random) -> "Piece":
+        """The piece with one bit of its body flipped, and correctly framed."""
+        if not self.body:
+            return self
+        body = bytearray(self.body)
+        body[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
+        return replace(self, body=bytes(body))
+
+
+class Splitter:
+    """One direction of a connection, in pieces. This one knows no protocol: each read of the socket is a message."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Piece]:
+        """The pieces that are complete."""
+        self._buffer += data
+        pieces = []
+        while self._buffer and (piece := self._next()) is not None:
+            pieces.append(piece)
+        return pieces
+
+    def _next(self) -> Piece | None:
+        return Piece(b"", self._take(len(self._buffer)))
+
+    def _take(self, size: int) -> bytes:
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return taken
+
+
+class ZmtpSplitter(Splitter):
+    """ZeroMQ. The greeting passes at once, because each side waits for the other side's; then come frames."""
+
+    def __init__(self, greeting_bytes: int = GREETING_BYTES) -> None:
+        super().__init__()
+        self._greeting_bytes = greeting_bytes  # still to come
+
+    def _next(self) -> Piece | None:
+        if self._greeting_bytes:
+            greeting = self._take(self._greeting_bytes)
+            self._greeting_bytes -= len(greeting)
+            return Piece(greeting, b"", is_command=True)
+        flags = self._buffer[0]
+        head = 9 if flags & _LONG else 2
+        if len(self._buffer) < head:
+            return None
+        size = int.from_bytes(self._buffer[1:head], "big")
+        if len(self._buffer) < head + size:
+            return None
+        return Piece(self._take(head), self._take(size), bool(flags & _COMMAND), not flags & _MORE)
+
+
+class KvSplitter(Splitter):
+    """Messages of KV over TCP, whose body is header, payload and digest; a heartbeat has no body.
+
+    From the first byte that does not fit the framing (TLS, say) all bytes pass as read, without a head.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unknown = False
+
+    def _next(self) -> Piece | None:
+        self._unknown = self._unknown or not _KV_MARK.startswith(bytes(self._buffer[: len(_KV_MARK)]))
+        if self._unknown:
+            return super()._next()
+        if len(self._buffer) < PREFIX.size:
+            return None
+        _, header, payload, _ = PREFIX.unpack_from(self._buffer)
+        size = header + payload + (DIGEST_BYTES if payload else 0)
+        if len(self._buffer) < PREFIX.size + size:
+            return None
+        return Piece(self._take(PREFIX.size), self._take(size), is_command=not header)
 
 
 class Proxy:
     """One link: a connection to `port` is forwarded to `target`. Use as an async context manager.
 
-    `framing` finds whole messages in the bytes, so that messages can be corrupted, lost, swapped and replayed.
+    counts: how many messages were "corrupted", "lost", "swapped" and "replayed" so far.
     """
 
-    def __init__(self, target: tuple[str, int], rng: Random, framing: Framing = ZmtpSplitter) -> None:
+    def __init__(self, target: tuple[str, int], rng: Random, splitter: Callable[[], Splitter] = ZmtpSplitter) -> None:
         self.target = target
         self.port = 0
         self.rng = rng
-        self.framing = framing
-        # How many messages each fault has changed so far.
-        self.corrupted = self.replayed = self.lost = self.swapped = 0
-        # The faults of the moment: what share of messages is hit, and how the link behaves.
-        self.corrupt_share = self.lose_share = self.swap_share = 0.0
+        self.splitter = splitter
+        self.counts: Counter[str] = Counter()
         self.latency_s = 0.0
         self.bytes_per_s = 0.0  # 0: unlimited
         self.flowing = asyncio.Event()  # clear: nothing moves, and neither side is notified
         self.flowing.set()
+        self._shares: dict[str, float] = {}  # of the messages that each fault hits
         self._refusing = False
         self._pipes: set[_Pipe] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
-    async def __aenter__(self) -> "Proxy":
+    async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=_READ_BYTES)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
@@ -71,7 +166,7 @@ class Proxy:
         """Reset all connections; with `refuse` reset new ones too, until `heal`."""
         self._refusing = refuse
         for pipe in list(self._pipes):
-            pipe.reset()
+            reset(pipe.writer)
 
     def stall(self) -> None:
         """Forward nothing, as a network that drops all packets."""
@@ -81,17 +176,12 @@ class Proxy:
         """Delay each piece, and limit the rate of each direction."""
         self.latency_s, self.bytes_per_s = latency_s, bytes_per_s
 
-    def corrupt(self, share: float) -> None:
-        """Flip one bit in this share of the messages, in both directions."""
-        self.corrupt_share = share
+    def spoil(self, fault: str, share: float) -> None:
+        """Hit this share of the messages, in both directions.
 
-    def lose(self, share: float) -> None:
-        """Drop this share of the messages, in both directions."""
-        self.lose_share = share
-
-    def swap(self, share: float) -> None:
-        """Forward this share of the messages after the message that follows, in both directions."""
-        self.swap_share = share
+        fault: "corrupted" (one bit flips), "lost", or "swapped" (forwarded after the message that follows).
+        """
+        self._shares[fault] = share
 
     def replay(self, *, back: bool = True, changed: Callable[[bytes], bytes] = bytes) -> int:
         """Send the recent messages to the target again, in order, and with `back` also those from the target.
@@ -99,19 +189,22 @@ class Proxy:
         `changed` maps each message, framing included. Returns the number of messages.
         """
         count = sum(pipe.replay(changed) for pipe in list(self._pipes) if back or pipe.onward)
-        self.replayed += count
+        self.counts["replayed"] += count
         return count
 
     def heal(self) -> None:
         """End all faults. Connections that were cut stay cut: their clients connect again."""
         self._refusing = False
         self.latency_s = self.bytes_per_s = 0.0
-        self.corrupt_share = self.lose_share = self.swap_share = 0.0
+        self._shares.clear()
         self.flowing.set()
 
-    def hits(self, share: float) -> bool:
-        """Whether a fault of this share hits the present message."""
-        return share > 0.0 and self.rng.random() < share
+    def hits(self, fault: str) -> bool:
+        """Whether the fault hits the present message, which is counted then."""
+        share = self._shares.get(fault, 0.0)
+        hit = share > 0.0 and self.rng.random() < share
+        self.counts[fault] += hit
+        return hit
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.get_running_loop().create_task(self._forward(reader, writer))
@@ -122,7 +215,7 @@ class Proxy:
         try:
             await self.flowing.wait()
             if self._refusing:
-                _reset(writer)
+                reset(writer)
                 return
             target_reader, target_writer = await asyncio.open_connection(*self.target, limit=_READ_BYTES)
             there = _Pipe(reader, target_writer, self, onward=True)
@@ -134,22 +227,22 @@ class Proxy:
                 self._pipes -= {there, back}
                 target_writer.close()
         except OSError:  # the target does not listen
-            _reset(writer)
+            reset(writer)
         finally:
             writer.close()
 
 
 class _Pipe:
-    """One direction of one connection."""
+    """One direction of one connection; `onward` is the direction of the proxy's target."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, proxy: Proxy, *, onward: bool
     ) -> None:
-        self.onward = onward  # towards the proxy's target
+        self.onward = onward
+        self.writer = writer
         self._reader = reader
-        self._writer = writer
         self._proxy = proxy
-        self._splitter = proxy.framing()
+        self._splitter = proxy.splitter()
         self._due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED_PIECES)
         self._recent: deque[bytes] = deque(maxlen=_REPLAYED_MESSAGES)
         self._parts: list[Piece] = []  # of a message that is not complete yet
@@ -165,15 +258,11 @@ class _Pipe:
 
         await _until_first_ends(reading, writing, then=drained)
 
-    def reset(self) -> None:
-        _reset(self._writer)
-
     def replay(self, changed: Callable[[bytes], bytes]) -> int:
         """Send the remembered messages again, between two others; returns their number."""
         if self._due.full():
             return 0
-        again = b"".join(changed(message) for message in self._recent)
-        if again:
+        if again := b"".join(changed(message) for message in self._recent):
             self._due.put_nowait((0.0, again))
         return len(self._recent)
 
@@ -181,8 +270,7 @@ class _Pipe:
         loop = asyncio.get_running_loop()
         with suppress(OSError):
             while data := await self._reader.read(_READ_BYTES):
-                greeting, pieces = self._splitter.feed(data)
-                if out := greeting + b"".join(self._forwarded(piece) for piece in pieces):
+                if out := b"".join(self._forwarded(piece) for piece in self._splitter.feed(data)):
                     await self._due.put((loop.time() + self._proxy.latency_s, out))
 
     def _forwarded(self, piece: Piece) -> bytes:
@@ -197,21 +285,13 @@ class _Pipe:
         if len(message) <= _REPLAYED_BYTES:
             self._recent.append(message)
         proxy = self._proxy
-        if proxy.hits(proxy.lose_share):
-            proxy.lost += 1
+        if proxy.hits("lost"):
             return b""
-        out = b"".join(self._corrupted(part).encode() for part in parts)
-        if not self._swapped and proxy.hits(proxy.swap_share):
-            proxy.swapped += 1
+        out = b"".join((part.flipped(proxy.rng) if proxy.hits("corrupted") else part).encode() for part in parts)
+        if not self._swapped and proxy.hits("swapped"):
             self._swapped = out
             return b""
         return out + self._take_swapped()
-
-    def _corrupted(self, piece: Piece) -> Piece:
-        if not self._proxy.hits(self._proxy.corrupt_share):
-            return piece
-        self._proxy.corrupted += 1
-        return piece.flipped(self._proxy.rng)
 
     def _take_swapped(self) -> bytes:
         swapped, self._swapped = self._swapped, b""
@@ -228,8 +308,8 @@ class _Pipe:
                     rate = self._proxy.bytes_per_s
                     step = max(1, int(rate / 20)) if rate else len(data)
                     for start in range(0, len(data), step):
-                        self._writer.write(data[start : start + step])
-                        await self._writer.drain()
+                        self.writer.write(data[start : start + step])
+                        await self.writer.drain()
                         if rate:
                             await asyncio.sleep(step / rate)
                 finally:
@@ -248,7 +328,7 @@ async def _until_first_ends(*work: Awaitable[None], then: Callable[[], Awaitable
         await asyncio.gather(*running, return_exceptions=True)
 
 
-def _reset(writer: asyncio.StreamWriter) -> None:
+def reset(writer: asyncio.StreamWriter) -> None:
     """Close with a RST in place of a FIN."""
     raw = writer.get_extra_info("socket")
     if raw is not None:
@@ -285,7 +365,7 @@ _LINKS = {  # (client, server) → purposes of the connections
     ("scheduler", "predictor"): ("http",),
 }
 ALL_LINKS = frozenset(purpose for purposes in _LINKS.values() for purpose in purposes)
-_FRAMINGS: dict[str, Framing] = {"http": RawSplitter, "tcp": ZmtpSplitter, "kv": KvSplitter}  # by scheme
+_SPLITTERS: dict[str, Callable[[], Splitter]] = {"http": Splitter, "tcp": ZmtpSplitter, "kv": KvSplitter}  # by scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,34 +407,22 @@ class Wires:
     def __init__(self, wires: Iterable[Wire]) -> None:
         self.all = tuple(wires)
 
-    def between(self, source: str = "", target: str = "", purpose: str = "") -> tuple[Wire, ...]:
-        """Links from `source` to `target` for `purpose`; an empty word matches any. Raises LookupError if none."""
+    def between(self, source: str = "", target: str = "", *purposes: str) -> tuple[Wire, ...]:
+        """Links from `source` to `target` for these purposes; "" and no purpose match any. Raises LookupError."""
         found = tuple(
             wire
             for wire in self.all
-            if source in ("", wire.source) and target in ("", wire.port.process) and purpose in ("", wire.port.purpose)
+            if source in ("", wire.source)
+            and target in ("", wire.port.process)
+            and (not purposes or wire.port.purpose in purposes)
         )
         if not found:
-            raise LookupError(f"no link from {source or 'any'} to {target or 'any'} ({purpose or 'any'})")
+            raise LookupError(f"no link from {source or 'any'} to {target or 'any'} ({purposes or 'any'})")
         return found
 
     def touching(self, process: str) -> tuple[Wire, ...]:
         """Links from or to a process."""
         return tuple(wire for wire in self.all if process in (wire.source, wire.port.process))
-
-    def heal(self) -> None:
-        for wire in self.all:
-            wire.proxy.heal()
-
-
-async def disturb(wires: Iterable[Wire], change: Callable[[Proxy], object], seconds: float) -> None:
-    """Apply a fault to the proxies of these links, for some seconds."""
-    proxies = [wire.proxy for wire in wires]
-    for proxy in proxies:
-        change(proxy)
-    await asyncio.sleep(seconds)
-    for proxy in proxies:
-        proxy.heal()
 
 
 def service_of(spec: ProcessSpec) -> str:
@@ -386,7 +454,7 @@ async def wired(plan: Plan, rng: Random, purposes: frozenset[str] = ALL_LINKS) -
                 linked = _LINKS.get((service_of(spec), port.service), ())
                 if port.process == spec.name or port.purpose not in purposes or port.purpose not in linked:
                     continue
-                proxy = Proxy(port.address, Random(rng.getrandbits(64)), _FRAMINGS[port.scheme])
+                proxy = Proxy(port.address, Random(rng.getrandbits(64)), _SPLITTERS[port.scheme])
                 wires.append(Wire(spec.name, port, await stack.enter_async_context(proxy)))
                 proxied = replace(port, port=proxy.port).url
                 if port.purpose == "http":

@@ -4,10 +4,12 @@ The report is a line for each scenario, a table, JSON figures and aims, and a pa
 """
 
 import asyncio
+import itertools
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +17,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.chaos.arena import running_arena
-from benchmarks.chaos.clusters import Testbed
 from benchmarks.chaos.load import BROKEN, HARM, UNCLEAN, Verdict
-from benchmarks.chaos.monkey import random_run
-from benchmarks.chaos.scenario import RECOVER_S, Outcome, Scenario, calm, run_scenario
-from benchmarks.chaos.scenarios import FAMILIES, SCENARIOS
+from benchmarks.chaos.random_mode import ROUND, random_round
+from benchmarks.chaos.scenario import FAMILIES, RECOVER_S, Outcome, Scenario, calm, run_scenario
+from benchmarks.chaos.scenarios import SCENARIOS
+from benchmarks.chaos.testbeds import OPEN, Testbed
+from benchmarks.chaos.under_test import running_suite_under_test
 from services.launcher.up import until_stopped
 from shared.errors import InvalidRequest, PolyphaseError
 
 PAGE = "reliability.md"
 _COLUMNS = ("whole", "clean error", "lost", "doubled", "wrong", "cut", "hung", "longest wait", "back after")
 _PAGE_HEAD = Path(__file__).parent / "reliability_head.md"
-_INTERRUPTED = {
-    "figures": {},
-    "aims": {"the bench ran to its end": {"want": "yes", "got": "interrupted", "met": False}},
-}
+_INTERRUPTED = {"the bench ran to its end": {"want": "yes", "got": "interrupted", "met": False}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +46,12 @@ class ChaosOptions:
 
 def run_chaos_bench(options: ChaosOptions, console: Console) -> dict[str, Any]:
     """Returns figures and aims. Raises InvalidRequest when `only` names no scenario."""
-    if options.random_minutes:
-        return asyncio.run(_random(options, console))
-    chosen = choose(options.only)
+    chosen = () if options.random_minutes else choose(options.only)
     bench = _Bench(options, console, len(chosen))
-    finished = asyncio.run(until_stopped(bench.run(chosen), console)) is not None
+    work = bench.run_random() if options.random_minutes else bench.run(chosen)
+    finished = asyncio.run(until_stopped(work, console)) is not None
+    if options.random_minutes:
+        return bench.random_result(finished)
     console.print(table(bench.outcomes))
     if options.write_docs is not None and finished:
         write_docs(options.write_docs, bench.outcomes, options.seed)
@@ -75,67 +75,99 @@ def show_scenarios(options: ChaosOptions, console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-async def _random(options: ChaosOptions, console: Console) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="polyphase-chaos-") as folder:
-        found = await until_stopped(
-            random_run(options.keep_logs or Path(folder), options.random_minutes * 60.0, options.seed, console), console
-        )
-    return _INTERRUPTED if found is None else found
-
-
-@dataclass(slots=True)
 class _Bench:
     """Runs scenarios one after the other; a suite serves those of its testbed until one of them leaves it unwell."""
 
-    options: ChaosOptions
-    console: Console
-    total: int
-    outcomes: list[Outcome] = field(default_factory=list)
-    took_s: float = 0.0
-    suites: int = 0
+    def __init__(self, options: ChaosOptions, console: Console, total: int) -> None:
+        self.outcomes: list[Outcome] = []
+        self._options = options
+        self._console = console
+        self._total = total
+        self._began = time.monotonic()
+        self._suites = 0
+        self._drawn: Counter[str] = Counter()
+
+    @property
+    def took_s(self) -> float:
+        return time.monotonic() - self._began
 
     async def run(self, chosen: Sequence[Scenario]) -> bool:
         """Returns True when each scenario has an outcome."""
-        began = time.monotonic()
-        beds = {scenario.bed.name: scenario.bed for scenario in chosen}
         try:
-            with tempfile.TemporaryDirectory(prefix="polyphase-chaos-") as folder:
-                for bed in beds.values():
-                    mine = [scenario for scenario in chosen if scenario.bed is bed]
-                    await self._run_on(bed, mine, self.options.keep_logs or Path(folder))
+            for bed in {scenario.bed.name: scenario.bed for scenario in chosen}.values():
+                await self._run_on(bed, (scenario for scenario in chosen if scenario.bed is bed))
         finally:
-            order = [scenario.name for scenario in chosen]
-            self.outcomes.sort(key=lambda outcome: order.index(outcome.scenario.name))
-            self.took_s = time.monotonic() - began
+            self.outcomes.sort(key=lambda outcome: chosen.index(outcome.scenario))
         return True
 
-    async def _run_on(self, bed: Testbed, waiting: list[Scenario], folder: Path) -> None:
-        bed = replace(bed, kv_transport=self.options.kv_transport)
-        seed = self.options.seed
-        while waiting:
-            self.suites += 1
-            try:
-                async with running_arena(bed, folder / f"suite-{self.suites}", self.console, seed) as arena:
-                    before = await calm(arena, seed)
-                    while waiting:
-                        outcome = await run_scenario(arena, waiting.pop(0), before, seed)
-                        self._add(outcome)
-                        if outcome.broke or outcome.recovery.recovered_s is None or outcome.recovery.left:
-                            break  # the next scenario gets a fresh suite
-            except (PolyphaseError, TimeoutError) as error:
-                if waiting:  # the suite did not start, or does not serve
-                    self._add(Outcome(waiting.pop(0), seed, broke=f"the suite: {error}"))
+    async def run_random(self) -> bool:
+        """Rounds of random faults until the time is over."""
+
+        def log(text: str) -> None:
+            self._console.print(f"[dim]{self.took_s:7.1f} s[/]  {escape(text)}", highlight=False, soft_wrap=True)
+
+        def rounds() -> Iterator[Scenario]:
+            for first in itertools.count(0, ROUND):
+                if self.took_s > self._options.random_minutes * 60.0:
+                    return
+                yield random_round(self._options.seed, first, self._drawn, log)
+
+        await self._run_on(OPEN, rounds())
+        return True
+
+    async def _run_on(self, bed: Testbed, scenarios: Iterable[Scenario]) -> None:
+        bed = replace(bed, kv_transport=self._options.kv_transport)
+        waiting = iter(scenarios)
+        scenario = next(waiting, None)
+        with tempfile.TemporaryDirectory(prefix="polyphase-chaos-") as temporary:
+            while scenario is not None:
+                self._suites += 1
+                folder = (self._options.keep_logs or Path(temporary)) / f"suite-{self._suites}"
+                seed, well = self._options.seed, True
+                try:
+                    async with running_suite_under_test(bed, folder, self._console, seed) as suite:
+                        before = await calm(suite, seed)
+                        while well and scenario is not None:
+                            users_seed = seed + (len(self.outcomes) if self._options.random_minutes else 0)
+                            outcome = await run_scenario(suite, scenario, before, users_seed)
+                            scenario, well = next(waiting, None), outcome.well
+                            self._add(outcome)
+                except (PolyphaseError, TimeoutError) as error:
+                    if scenario is not None:  # the suite did not start, or does not serve
+                        self._add(Outcome(scenario, broke=f"the suite: {error}"))
+                        scenario = next(waiting, None)
 
     def _add(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
-        self.console.print(line(outcome, len(self.outcomes), self.total))
+        number = f"{len(self.outcomes)}/{self._total}" if self._total else f"round {len(self.outcomes)}"
+        self._console.print(line(outcome, number))
+
+    def random_result(self, finished: bool) -> dict[str, Any]:
+        """Figures and aims of the random mode."""
+        found = as_result(self.outcomes, self.took_s, finished)["figures"]
+        violations = [f"{each.scenario.name}: {fault}" for each in self.outcomes for fault in each.faults]
+        figures = {
+            "minutes": round(self.took_s / 60.0, 1),
+            "faults": self._drawn.total(),
+            "rounds": len(self.outcomes),
+            "suites": self._suites,
+            **{name: value for name, value in found.items() if name.endswith("_answers")},
+            "longest_wait_s": found["longest_wait_s"],
+            "slowest_recovery_s": found["slowest_recovery_s"],
+            **{f"drawn_{name.replace(' ', '_')}": count for name, count in sorted(self._drawn.items())},
+        }
+        broken = sum(each.tally.count(*BROKEN) for each in self.outcomes)
+        got = "; ".join(violations) or f"{found['whole_answers']} whole, {broken} lost with their gateway"
+        aim = {"want": "no violation", "got": got, "met": not violations}
+        aims = {"every answer whole or clean, every round recovered": aim}
+        return {"figures": figures, "aims": aims if finished else {**aims, **_INTERRUPTED}}
 
 
-def line(outcome: Outcome, number: int, total: int) -> str:
+def line(outcome: Outcome, number: str) -> str:
     """A result in the markup of the console."""
     mark = "[green]✔[/]" if outcome.ok else "[red]✘[/]"
     cells = cells_of(outcome)
-    text = f"{mark} {number}/{total} [bold]{outcome.scenario.name}[/] [dim]{escape(outcome.scenario.does)}: "
+    text = f"{mark} {number} [bold]{outcome.scenario.name}[/] [dim]{escape(outcome.scenario.does)}: "
     text += f"{cells[0]} whole, {cells[1]} clean errors, longest wait {cells[7]}, back after {cells[8]}, "
     text += f"took {outcome.took_s:.0f} s{''.join(f', {note}' for note in outcome.notes)}[/]"
     for fault in outcome.faults:
@@ -147,7 +179,7 @@ def line(outcome: Outcome, number: int, total: int) -> str:
 
 def cells_of(outcome: Outcome) -> tuple[str, ...]:
     """The cells of a row, in the order of _COLUMNS."""
-    tally, recovered = outcome.tally, outcome.recovery.recovered_s
+    tally, recovered = outcome.tally, outcome.recovered_s
     counts = [tally.count(Verdict.WHOLE), tally.count(Verdict.ERROR), *(tally.count(v) for v in HARM)]
     counts += [tally.count(*BROKEN), tally.count(*UNCLEAN)]
     back = "never" if recovered is None else f"{recovered:.1f} s"
@@ -168,9 +200,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 def as_result(outcomes: Sequence[Outcome], took_s: float, finished: bool) -> dict[str, Any]:
     """Figures and aims of the JSON line: one aim for each scenario."""
-    aims = {outcome.scenario.name: _aim(outcome) for outcome in outcomes}
-    if not finished:
-        aims |= _INTERRUPTED["aims"]
+    aims = {outcome.scenario.name: _aim(outcome) for outcome in outcomes} | ({} if finished else _INTERRUPTED)
     figures: dict[str, float] = {
         "scenarios": len(outcomes),
         "passed": sum(outcome.ok for outcome in outcomes),
@@ -178,7 +208,7 @@ def as_result(outcomes: Sequence[Outcome], took_s: float, finished: bool) -> dic
         "answers": sum(outcome.tally.counts.total() for outcome in outcomes),
         **{f"{verdict}_answers": sum(o.tally.count(verdict) for o in outcomes) for verdict in Verdict},
         "longest_wait_s": round(max((o.tally.longest_gap_s for o in outcomes), default=0.0), 3),
-        "slowest_recovery_s": round(max((o.recovery.recovered_s or 0.0 for o in outcomes), default=0.0), 3),
+        "slowest_recovery_s": round(max((o.recovered_s or 0.0 for o in outcomes), default=0.0), 3),
     }
     return {"figures": figures, "aims": aims}
 

@@ -7,16 +7,17 @@ without users nothing may be left behind: no KV, job, row, memory, open file or 
 import asyncio
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from benchmarks.chaos.arena import RUN, Arena, stall_watch
-from benchmarks.chaos.clusters import EMULATED, Testbed
-from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.load import BROKEN, HARM, UNCLEAN, Load, Tally, Verdict
+from benchmarks.chaos.testbeds import EMULATED, Testbed
+from benchmarks.chaos.under_test import RUN, SuiteUnderTest
 from services.launcher.supervisor import State
 from shared.domain.instance import InstanceState
 from shared.domain.job import Phase
@@ -43,33 +44,39 @@ class Footprint:
     helpers: frozenset[int]  # processes of the run that are not in the plan, such as the fork server
 
 
-@dataclass(slots=True)
-class Recovery:
-    """Empty lists: the suite is as it was."""
-
-    recovered_s: float | None = None  # None: not within the bound
-    missing: list[str] = field(default_factory=list)  # what was not back within the bound
-    left: list[str] = field(default_factory=list)  # what was left behind
-    ghosts: list[str] = field(default_factory=list)  # jobs that never end according to a status table
-
-
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """One fault under load.
 
     outage_s: the time for which the fault keeps clients waiting, beside the time that the fault itself measures with
-    `Arena.outage`. errors: clients may get typed errors. breaks: the fault takes a gateway away, and with it the
-    connections of its clients. bound_s: the longest time of the fault itself; a scenario that exceeds it has failed.
+    `SuiteUnderTest.outage`. errors: clients may get typed errors. breaks: the fault takes a gateway away, and with it
+    the connections of its clients. bound_s: the longest time of the fault itself; beyond it the scenario fails.
+    resets: roles are put right afterwards; otherwise the suite has to recover without help.
     """
 
     name: str
     does: str
-    fault: Fault
+    fault: Callable[[SuiteUnderTest], Awaitable[None]]
     bed: Testbed = EMULATED
     outage_s: float = 0.0
     errors: bool = False
     breaks: bool = False
     bound_s: float = 40.0
+    resets: bool = False
+
+
+# All scenarios by family, in the order of the report. The modules of `scenarios` fill them.
+_ORDER = "processes, roles, links, frames, clients, bodies, connections, database, control plane, failover, losses"
+FAMILIES: dict[str, list[Scenario]] = {
+    name: [] for name in f"{_ORDER}, clocks, versions, strangers, KV, one request".split(", ")
+}
+
+
+def scenario(
+    family: str, name: str, does: str, bed: Testbed = EMULATED, **costs: Any
+) -> Callable[[Callable[[SuiteUnderTest], Awaitable[None]]], None]:
+    """Add a fault to a family, also as a decorator. costs: `outage_s`, `errors`, `breaks`, `bound_s` of `Scenario`."""
+    return lambda fault: FAMILIES[family].append(Scenario(name, does, fault, bed, **costs))
 
 
 @dataclass(slots=True)
@@ -77,12 +84,13 @@ class Outcome:
     """The result of one run of a scenario."""
 
     scenario: Scenario
-    seed: int
     tally: Tally = field(default_factory=Tally)
     outage_s: float = 0.0
     calm_gap_s: float = 0.0  # the longest wait without a fault, on this machine
     stalled_s: float = 0.0  # the longest time for which the machine kept the bench from running
-    recovery: Recovery = field(default_factory=Recovery)
+    recovered_s: float | None = None  # None: not within the bound
+    missing: list[str] = field(default_factory=list)  # what was not back within the bound
+    left: list[str] = field(default_factory=list)  # what was left behind, without users
     died: list[str] = field(default_factory=list)  # processes that ended and were not the fault's targets
     broke: str = ""  # why the fault could not be carried out, or what it found
     took_s: float = 0.0
@@ -102,16 +110,20 @@ class Outcome:
             found += [f"{self.tally.count(v)} {v}" for v in BROKEN if self.tally.count(v)]
         if self.tally.longest_gap_s > self.allowed_gap_s:
             found.append(f"a wait of {self.tally.longest_gap_s:.1f} s, {self.allowed_gap_s:.1f} s allowed")
-        if self.recovery.recovered_s is None:
-            found.append(f"not back after {RECOVER_S:.0f} s: {'; '.join(self.recovery.missing)}")
-        if self.recovery.left:
-            found.append(f"left behind: {'; '.join(self.recovery.left)}")
-        found += self.recovery.ghosts
+        if self.recovered_s is None:
+            found.append(f"not back after {RECOVER_S:.0f} s: {'; '.join(self.missing)}")
+        if self.left:
+            found.append(f"left behind: {'; '.join(self.left)}")
         return [*([self.broke] if self.broke else []), *self.died, *found]
 
     @property
     def ok(self) -> bool:
         return not self.faults
+
+    @property
+    def well(self) -> bool:
+        """Whether the next scenario can use the suite."""
+        return self.recovered_s is not None and not (self.broke or self.left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,134 +135,122 @@ class Calm:
     footprint: Footprint
 
 
-async def calm(arena: Arena, seed: int) -> Calm:
+async def calm(suite: SuiteUnderTest, seed: int) -> Calm:
     """Load the suite for some seconds. Raises TimeoutError when it does not serve."""
-    async with arena.users(seed) as load:
+    async with suite.users(seed) as load:
         await load.warm(WARM_S)
         began = time.monotonic()
         await asyncio.sleep(CALM_S)
         rate = load.rate(began, time.monotonic())
-    await check_left_behind(arena, footprint(arena), Recovery(), time.time())
-    return Calm(rate, load.tally.longest_gap_s, footprint(arena))
+    await left_behind(suite, footprint(suite), time.time())
+    return Calm(rate, load.tally.longest_gap_s, footprint(suite))
 
 
-async def run_scenario(arena: Arena, scenario: Scenario, before: Calm, seed: int) -> Outcome:
+async def run_scenario(suite: SuiteUnderTest, scenario: Scenario, before: Calm, seed: int) -> Outcome:
     """Run a scenario on a suite that is well. Failures are in the outcome."""
-    outcome = Outcome(scenario, seed, calm_gap_s=before.gap_s)
-    began, arena.outage_s, now = time.monotonic(), 0.0, footprint(arena)
-    arena.notes = outcome.notes
-    arena.processes.touched.clear()
+    outcome = Outcome(scenario, calm_gap_s=before.gap_s)
+    began, suite.outage_s, now = time.monotonic(), 0.0, footprint(suite)
+    suite.notes = outcome.notes
+    suite.processes.touched.clear()
     since_s = time.time()
     async with stall_watch() as stalled:
-        async with arena.users(seed) as load:
-            arena.load, outcome.tally = load, load.tally
+        async with suite.users(seed) as load:
+            suite.load, outcome.tally = load, load.tally
             try:
                 await load.warm(WARM_S)
             except TimeoutError:
                 outcome.broke = f"before the fault, not every user was answered within {WARM_S:.0f} s"
             await asyncio.sleep(BEFORE_S)
             rate = load.rate(time.monotonic() - BEFORE_S, time.monotonic())
-            await _fault(arena, scenario, outcome)
-            healed = time.monotonic()
-            outcome.recovery = await recovered(arena, load, min(rate, before.rate), healed)
-        await check_left_behind(arena, before.footprint, outcome.recovery, since_s)
-    outcome.died = died(arena, now)
-    outcome.stalled_s, outcome.outage_s = stalled[0], arena.outage_s
+            await _fault(suite, scenario, outcome)
+            resetting = [asyncio.create_task(suite.reset_roles())] if scenario.resets else []
+            await _recover(suite, load, min(rate, before.rate), outcome)
+            await asyncio.gather(*resetting, return_exceptions=True)
+        outcome.left = await left_behind(suite, before.footprint, since_s)
+    outcome.died = [
+        f"{name} died by itself: {status.note or 'it was restarted'}"
+        for name, status in suite.processes.statuses.items()
+        if status.restarts > now.restarts[name] and name not in suite.processes.touched
+    ]
+    outcome.stalled_s, outcome.outage_s = stalled[0], suite.outage_s
     outcome.took_s = time.monotonic() - began
     return outcome
 
 
-async def _fault(arena: Arena, scenario: Scenario, outcome: Outcome) -> None:
+async def _fault(suite: SuiteUnderTest, scenario: Scenario, outcome: Outcome) -> None:
     try:
         async with asyncio.timeout(scenario.bound_s):
-            await scenario.fault(arena)
+            await scenario.fault(suite)
     except TimeoutError:
         outcome.broke = f"the fault did not end within {scenario.bound_s:.0f} s"
     except Exception as error:  # a boundary: a scenario that breaks must not end the bench
         outcome.broke = f"{type(error).__name__}: {error}"
     finally:
-        await arena.restore()
+        await suite.restore()
 
 
-def footprint(arena: Arena) -> Footprint:
+def footprint(suite: SuiteUnderTest) -> Footprint:
     memory: dict[str, int] = {}
     files: Counter[str] = Counter()
-    monitors = arena.named("monitor")  # counted together: the acting monitor has more files, and may be another one
-    restarts = {name: status.restarts for name, status in arena.processes.statuses.items()}
-    for name, status in arena.processes.statuses.items():
+    monitors = suite.named("monitor")  # counted together: the acting monitor has more files, and may be another one
+    restarts = {name: status.restarts for name, status in suite.processes.statuses.items()}
+    for name, status in suite.processes.statuses.items():
         with suppress(psutil.Error):
             process = psutil.Process(status.pid)
             memory[name] = process.memory_info().rss
             files["monitor" if name in monitors else name] += process.num_fds()
-    return Footprint(restarts, memory, files, frozenset(pid for pid, _ in _unknown(arena)))
+    return Footprint(restarts, memory, files, frozenset(pid for pid, _ in _unknown(suite)))
 
 
-async def recovered(arena: Arena, load: Load, calm_rate: float, since_s: float) -> Recovery:
+async def _recover(suite: SuiteUnderTest, load: Load, calm_rate: float, outcome: Outcome) -> None:
     """Wait until all processes serve and users get tokens at the former rate; RECOVER_S and a window at most."""
-    found, missing, whole_s = Recovery(), ["not checked"], 0.0
+    since_s, whole_s = time.monotonic(), 0.0
     while time.monotonic() < since_s + RECOVER_S + _WINDOW_S:
-        missing = await _missing(arena)
+        outcome.missing = await _missing(suite)
         now = time.monotonic()
-        whole_s = 0.0 if missing else whole_s or now
-        enough = load.rate(now - _WINDOW_S, now) >= _RATE_SHARE * calm_rate and load.served_since(since_s)
+        whole_s = 0.0 if outcome.missing else whole_s or now
+        rate = load.rate(now - _WINDOW_S, now)
+        enough = rate >= _RATE_SHARE * calm_rate and load.served_since(since_s)
         if whole_s and enough and now - _WINDOW_S >= since_s:
-            found.recovered_s = max(whole_s, now - _WINDOW_S) - since_s
-            return found
-        if not missing and not enough:
-            missing = [f"{load.rate(now - _WINDOW_S, now):.0f} tokens/s of {calm_rate:.0f}"]
+            outcome.recovered_s = max(whole_s, now - _WINDOW_S) - since_s
+            return
+        if whole_s and not enough:
+            outcome.missing = [f"{rate:.0f} tokens/s of {calm_rate:.0f}"]
         await asyncio.sleep(_POLL_S)
-    found.missing = missing
-    return found
 
 
-async def _missing(arena: Arena) -> list[str]:
+async def _missing(suite: SuiteUnderTest) -> list[str]:
     """Processes and instances that do not run or serve as before."""
     missing = [
         f"{name} is {status.state.value}"
-        for name, status in arena.processes.statuses.items()
+        for name, status in suite.processes.statuses.items()
         if status.state is not State.READY
     ]
     try:
-        found = await arena.suite.instances()
+        wrong = await suite.wrong_roles()
     except PolyphaseError as error:
         return [*missing, f"monitor: {error.message}"]
-    for name, role in arena.roles.first.items():
-        entry = found.get(name)
-        if entry is None:
-            missing.append(f"{name} is not registered")
-        elif entry["state"] != InstanceState.READY.value or entry["role"] != role.value:
-            missing.append(f"{name} is {entry['state']} as {entry['role']}")
-    return missing
-
-
-def died(arena: Arena, before: Footprint) -> list[str]:
-    """Processes that ended and were not targets of the fault."""
-    return [
-        f"{name} died by itself: {status.note or 'it was restarted'}"
-        for name, status in arena.processes.statuses.items()
-        if status.restarts > before.restarts[name] and name not in arena.processes.touched
+    return missing + [
+        f"{name} is {entry['state']} as {entry['role']}" if entry else f"{name} is not registered"
+        for name, entry in wrong.items()
     ]
 
 
-async def check_left_behind(arena: Arena, before: Footprint, recovery: Recovery, since_s: float) -> None:
-    """Without users: wait up to RECOVER_S until nothing is held any more, and note what is left.
-
-    Of the status tables jobs that arrived after the Unix time `since_s` count.
-    """
+async def left_behind(suite: SuiteUnderTest, before: Footprint, since_s: float) -> list[str]:
+    """What is held without users after RECOVER_S at most; of jobs those that arrived after the Unix time `since_s`."""
     give_up = time.monotonic() + RECOVER_S
-    while time.monotonic() < give_up:
-        recovery.left = [*await _held(arena), *_grown(arena, before), *_orphans(arena, before)]
-        recovery.ghosts = await _ghosts(arena, since_s)
-        if not recovery.left and not recovery.ghosts:
-            return
+    while True:
+        left = [*await _held(suite), *_grown(suite, before), *_orphans(suite, before), *await _unended(suite, since_s)]
+        if not left or time.monotonic() > give_up:
+            return left
         await asyncio.sleep(_POLL_S)
 
 
-async def _held(arena: Arena) -> list[str]:
+async def _held(suite: SuiteUnderTest) -> list[str]:
     """KV and jobs, without users."""
     held = []
     try:
-        for name, entry in (await arena.suite.instances()).items():
+        for name, entry in (await suite.instances()).items():
             if entry["state"] == InstanceState.DEAD.value:  # its last report
                 continue
             load, total = entry["load"], entry["info"]["total_blocks"]
@@ -262,25 +262,25 @@ async def _held(arena: Arena) -> list[str]:
     return held
 
 
-async def _ghosts(arena: Arena, since_s: float) -> list[str]:
-    ghosts = []
-    for scheduler in arena.suite.schedulers():
+async def _unended(suite: SuiteUnderTest, since_s: float) -> list[str]:
+    """Jobs that do not end, according to the status tables."""
+    found = []
+    for scheduler in suite.schedulers():
         async with scheduler:
             try:
                 rows = await scheduler.requests(limit=5_000)
             except PolyphaseError as error:
-                ghosts.append(error.message)
+                found.append(error.message)
                 continue
         late = [row for row in rows if row["arrived_s"] >= since_s and not Phase(row["phase"]).final]
-        if late:
-            ghosts.append(f"{len(late)} jobs that do not end at {scheduler.base_url}")
-    return ghosts
+        found += [f"{len(late)} jobs that do not end at {scheduler.base_url}"] if late else []
+    return found
 
 
-def _grown(arena: Arena, before: Footprint) -> list[str]:
-    now, grown = footprint(arena), []
+def _grown(suite: SuiteUnderTest, before: Footprint) -> list[str]:
+    now, grown = footprint(suite), []
     for name, size in now.memory_bytes.items():
-        if size > before.memory_bytes.get(name, size) + arena.bed.memory_bytes:
+        if size > before.memory_bytes.get(name, size) + suite.bed.memory_bytes:
             grown.append(f"{name}: {(size - before.memory_bytes[name]) >> 20} MiB more memory")
     for name, count in now.files.items():
         if count > before.files.get(name, count) + _FILES:
@@ -288,14 +288,14 @@ def _grown(arena: Arena, before: Footprint) -> list[str]:
     return grown
 
 
-def _orphans(arena: Arena, before: Footprint) -> list[str]:
-    return [f"orphan {pid} ({name})" for pid, name in _unknown(arena) if pid not in before.helpers]
+def _orphans(suite: SuiteUnderTest, before: Footprint) -> list[str]:
+    return [f"orphan {pid} ({name})" for pid, name in _unknown(suite) if pid not in before.helpers]
 
 
-def _unknown(arena: Arena) -> list[tuple[int, str]]:
+def _unknown(suite: SuiteUnderTest) -> list[tuple[int, str]]:
     """Processes of this run that are neither in the launcher's list nor descend from a process in it."""
-    known = {status.pid for status in arena.processes.statuses.values()}
-    return [(pid, name) for pid, name in of_run(arena.run) if not known & _with_ancestors(pid)]
+    known = {status.pid for status in suite.processes.statuses.values()}
+    return [(pid, name) for pid, name in of_run(suite.run) if not known & _with_ancestors(pid)]
 
 
 def _with_ancestors(pid: int) -> set[int]:
@@ -315,3 +315,25 @@ def of_run(run: str) -> list[tuple[int, str]]:
             if mine and process.status() != psutil.STATUS_ZOMBIE:
                 found.append((process.pid, process.name()))
     return found
+
+
+@asynccontextmanager
+async def stall_watch(beat_s: float = 0.02) -> AsyncIterator[list[float]]:
+    """Measures how long this process was kept from running: a list whose only element is the longest time in seconds.
+
+    Such a time is the machine's, and no fault of the suite.
+    """
+    longest_s = [0.0]
+
+    async def watch() -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(beat_s)
+            longest_s[0] = max(longest_s[0], time.monotonic() - began - beat_s)
+
+    task = asyncio.create_task(watch())
+    try:
+        yield longest_s
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

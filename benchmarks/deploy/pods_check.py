@@ -7,6 +7,7 @@ Run as `python -m benchmarks.deploy.pods_check [--image polyphase:check]`.
 """
 
 import argparse
+import asyncio
 import json
 import re
 import secrets
@@ -15,19 +16,25 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import SecretStr
+from rich.console import Console
 
-from benchmarks.deploy.compose_check import postgres_image
-from benchmarks.deploy.containers import Client, compose_command, run, until
+from benchmarks.demo.report import Check, Report, Section
+from benchmarks.deploy.compose_check import PROMPT
+from benchmarks.deploy.containers import compose_command, postgres_image, succeeds
+from benchmarks.suite import run_command
 from services.launcher.cluster_file import CLUSTERS, Cluster, load_cluster
 from services.launcher.cluster_keys import add_key, curve_pair
 from services.launcher.render.groups import Manifest
 from services.launcher.render.manifests import render
 from services.launcher.render.options import RenderOptions
-from shared.errors import NotFound, PolyphaseError
+from services.launcher.suite import until
+from shared.errors import NotFound
 from shared.runtime.keys import new_token
+from tools.client import ApiClient, Ask
 
 _SUBNET = "10.213"  # a private network that is rarely in use
 
@@ -54,9 +61,10 @@ class Pod:
 
 
 class Pods:
-    """The rendered pods as containers of one network."""
+    """The rendered pods as containers of one network. key: an API key of the gateway."""
 
-    def __init__(self, objects: list[Manifest], secret: dict[str, str], folder: Path) -> None:
+    def __init__(self, objects: list[Manifest], secret: dict[str, str], folder: Path, key: str) -> None:
+        self.key = key
         self._objects = objects
         self._secret = secret
         self._folder = folder
@@ -65,61 +73,42 @@ class Pods:
 
     def start(self) -> None:
         """Start the network, then all pods, each after its init containers."""
-        run(["docker", "network", "create", "--subnet", f"{_SUBNET}.0.0/16", self._mark])
+        run_command(["docker", "network", "create", "--subnet", f"{_SUBNET}.0.0/16", self._mark])
         for pod in self.pods:
             for container in pod.spec.get("initContainers", []):
-                run(
-                    [
-                        "docker",
-                        "run",
-                        "--rm",
-                        *self._options(pod, container),
-                        container["image"],
-                        *container["command"][1:],
-                    ],
-                    timeout_s=150,
-                )
-            name = ["--name", f"{self._mark}-{pod.name}", "--ip", pod.address]
-            alias = [word for each in pod.aliases for word in ("--network-alias", each)]
-            words = [
-                *name,
-                *alias,
-                *self._options(pod, pod.container),
-                pod.container["image"],
-                *pod.container.get("command", [""])[1:],
-            ]
-            run(["docker", "run", "-d", *words])
+                command = (container["image"], *container["command"][1:])
+                run_command(["docker", "run", "--rm", *self._options(pod, container), *command], timeout_s=150)
+            words = ["--name", f"{self._mark}-{pod.name}", "--ip", pod.address]
+            words += [word for each in pod.aliases for word in ("--network-alias", each)]
+            command = (pod.container["image"], *pod.container.get("command", [""])[1:])
+            run_command(["docker", "run", "-d", *words, *self._options(pod, pod.container), *command])
 
     def ready(self, pod: Pod) -> bool:
-        """The result of the readiness probe. Raises NotFound when the pod has ended."""
-        state = json.loads(run(["docker", "inspect", f"{self._mark}-{pod.name}"]))[0]["State"]
+        """The result of the readiness probe. Raises AssertionError when the pod has ended."""
+        state = json.loads(run_command(["docker", "inspect", f"{self._mark}-{pod.name}"]))[0]["State"]
         if not state["Running"]:
-            log = run(["sh", "-c", f"docker logs --tail 20 {self._mark}-{pod.name} 2>&1"])
-            raise NotFound(f"{pod.name} ended with code {state['ExitCode']}: {log[-3000:]}")
+            log = run_command(["sh", "-c", f"docker logs --tail 20 {self._mark}-{pod.name} 2>&1"])
+            raise AssertionError(f"{pod.name} ended with code {state['ExitCode']}: {log[-3000:]}")
         probe = pod.container["readinessProbe"]
         if "exec" in probe:
             words = probe["exec"]["command"]
         else:
             url = f"http://127.0.0.1:{pod.http_port}{probe['httpGet']['path']}"
             words = ["python3", "-S", "-c", f"import urllib.request as u; u.urlopen({url!r}, timeout=2)"]
-        try:
-            run(["docker", "exec", f"{self._mark}-{pod.name}", *words])
-        except PolyphaseError:
-            return False
-        return True
+        return succeeds("docker", "exec", f"{self._mark}-{pod.name}", *words)
 
     def stop(self, pod: Pod) -> tuple[float, int]:
         """Stop a pod as Kubernetes does; returns the seconds that it took, and its exit code."""
         began, name = time.monotonic(), f"{self._mark}-{pod.name}"
-        run(["docker", "stop", "-t", str(pod.spec["terminationGracePeriodSeconds"]), name])
-        code = int(run(["docker", "inspect", "-f", "{{.State.ExitCode}}", name]))
+        run_command(["docker", "stop", "-t", str(pod.spec["terminationGracePeriodSeconds"]), name])
+        code = int(run_command(["docker", "inspect", "-f", "{{.State.ExitCode}}", name]))
         return time.monotonic() - began, code
 
     def remove(self) -> None:
-        found = run(["docker", "ps", "-aq", "--filter", f"name={self._mark}-"]).split()
+        found = run_command(["docker", "ps", "-aq", "--filter", f"name={self._mark}-"]).split()
         if found:
-            run(["docker", "rm", "-f", "-v", *found])
-        run(["docker", "network", "rm", self._mark])
+            run_command(["docker", "rm", "-f", "-v", *found])
+        run_command(["docker", "network", "rm", self._mark])
 
     def _all(self) -> Iterator[Pod]:
         number = 0
@@ -180,6 +169,31 @@ def cluster_for(folder: Path, file: Path) -> Cluster:
     return cluster.model_copy(update={**curve_pair(), "gateway": gateway, "cluster_token": SecretStr(new_token())})
 
 
+async def start(pods: Pods, section: Section) -> None:
+    """The processes start as rendered, and find each other by the names of Services."""
+    began = time.monotonic()
+    pods.start()
+    for pod in pods.pods:
+        await until(partial(pods.ready, pod), 300, f"{pod.name} to be ready", poll_s=0.5)
+        section.lines.append(f"{pod.name:14} ready after {time.monotonic() - began:5.1f} s")
+
+
+async def answer(pods: Pods, section: Section) -> None:
+    gateway = next(pod for pod in pods.pods if pod.name.startswith("gateway"))
+    async with ApiClient(f"http://{gateway.address}:{gateway.http_port}", "demo", pods.key) as api:
+        response = await api.stream(Ask(PROMPT, 48, "pods-check"))
+    section.equal("tokens of an answer", (48, ""), (len(response.tokens), response.error))
+
+
+async def stop(pods: Pods, section: Section) -> None:
+    for pod in reversed(pods.pods):
+        took_s, code = pods.stop(pod)
+        section.check(f"{pod.name} ended", code in (0, 143), "code 0 or 143", f"code {code} after {took_s:.1f} s")
+
+
+CHECKS: dict[str, Check[Pods]] = {"All pods become ready": start, "They answer": answer, "They end in order": stop}
+
+
 def main() -> None:
     """Exit code 1: a step failed; 2: there is no Docker."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -191,6 +205,7 @@ def main() -> None:
     except NotFound as error:
         print(f"pods-check: {error.message}", file=sys.stderr)
         sys.exit(2)
+    report = Report(Console())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         key = add_key(folder / "keys.yaml", "check")
@@ -199,30 +214,13 @@ def main() -> None:
         chosen = RenderOptions(image=given.image, postgres={"enabled": True, "image": postgres_image()})
         rendered = render(cluster_for(folder, given.cluster), chosen, str(given.cluster), with_secrets=True)
         (secret,) = (each for each in rendered.objects if each["kind"] == "Secret")
-        pods = Pods(rendered.objects, secret["stringData"], folder)
+        pods = Pods(rendered.objects, secret["stringData"], folder, key)
         try:
-            _check(pods, key)
-        except PolyphaseError as error:
-            print(f"✘ {error}", file=sys.stderr)
-            sys.exit(1)
+            asyncio.run(report.run(CHECKS, pods, stop=True))
         finally:
             pods.remove()
-
-
-def _check(pods: Pods, key: str) -> None:
-    began = time.monotonic()
-    pods.start()
-    for pod in pods.pods:
-        until(lambda pod=pod: pods.ready(pod), 300, f"{pod.name} to be ready")
-        print(f"✔ {pod.name:14} ready after {time.monotonic() - began:5.1f} s", flush=True)
-    gateway = next(pod for pod in pods.pods if pod.name.startswith("gateway"))
-    client = Client(f"http://{gateway.address}:{gateway.http_port}", key)
-    print(f"✔ an answer of {len(client.stream(48))} characters", flush=True)
-    for pod in reversed(pods.pods):
-        took_s, code = pods.stop(pod)
-        if code not in (0, 143):
-            raise NotFound(f"{pod.name}: after `docker stop` it ended with code {code}")
-        print(f"✔ {pod.name:14} ended after {took_s:5.1f} s", flush=True)
+    report.summarise()
+    sys.exit(0 if report.ok else 1)
 
 
 if __name__ == "__main__":

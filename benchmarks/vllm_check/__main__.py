@@ -13,15 +13,13 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import requires
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.suite import on_free_ports
-from services.launcher.cluster_file import load_cluster
-from services.launcher.up import running_suite
+from benchmarks.suite import CommandFailed, run_command, started
 from shared.errors import NotFound, PolyphaseError
 
 HERE = Path(__file__).parent
@@ -52,7 +50,9 @@ async def fetch(release: str, work: Path) -> Path:
         return root
     work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        output = await _download(release, folder)
+        options = ("--no-deps", "--no-binary=:all:", "--no-clean", "--no-build-isolation", "-q", "-d", folder)
+        command = (sys.executable, "-m", "pip", "download", *options, f"vllm=={release}")
+        output = await _output(command, {"TMPDIR": folder}, FETCH_S)  # its build of vLLM fails, which is no matter
         found = next(Path(folder).glob("pip-*/vllm_*/tests/entrypoints"), None)
         if found is None:
             raise NotFound(f"pip has no source package of vLLM {release}; the end of its output: {output[-500:]}")
@@ -65,61 +65,31 @@ async def fetch(release: str, work: Path) -> Path:
     return root
 
 
-async def _download(release: str, folder: str) -> str:
-    """Let pip unpack the source package in `folder`; returns its output. That its build of vLLM fails is no matter."""
-    options = ("--no-deps", "--no-binary=:all:", "--no-clean", "--no-build-isolation", "-q", "-d", folder)
-    command = (sys.executable, "-m", "pip", "download", *options, f"vllm=={release}")
-    env = {**os.environ, "TMPDIR": folder}
-    pip = await asyncio.create_subprocess_exec(
-        *command, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
+async def _output(words: Sequence[str], env: Mapping[str, str], timeout_s: float, folder: Path = Path()) -> str:
+    """What a command prints, or the end of it for one that fails or takes too long."""
     try:
-        async with asyncio.timeout(FETCH_S):
-            output, _ = await pip.communicate()
-    except TimeoutError:
-        pip.kill()
-        await pip.wait()
-        raise NotFound(f"vLLM's source package was not downloaded within {FETCH_S} s") from None
-    return output.decode(errors="replace")
+        return await asyncio.to_thread(run_command, words, env, timeout_s, folder)
+    except CommandFailed as error:
+        return error.message
 
 
 async def failures(root: Path, tests: Sequence[str], url: str, model: Path) -> dict[str, str]:
     """The tests that do not pass, with the reasons. Raises NotFound when pytest ran no test."""
     with tempfile.TemporaryDirectory() as folder:
-        results, log = Path(folder) / "results.jsonl", Path(folder) / "log"
+        results, settings = Path(folder) / "results.jsonl", root / "pytest.ini"
         env = {
-            **os.environ,
             "VLLM_CHECK_URL": url,
             "VLLM_CHECK_MODEL": str(model.resolve()),
             "VLLM_CHECK_RESULTS": str(results),
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join(sys.path),
         }
-        settings = root / "pytest.ini"
         settings.write_text(f"[pytest]\nasyncio_mode = strict\ntimeout = {TEST_S}\n", encoding="utf-8")
-        options = (
-            "-q",
-            "-c",
-            str(settings),
-            "--rootdir",
-            str(root),
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "benchmarks.vllm_check.plugin",
-        )
-        with log.open("wb") as output:
-            command = (sys.executable, "-m", "pytest", *options, *tests)
-            pytest = await asyncio.create_subprocess_exec(*command, cwd=root, env=env, stdout=output, stderr=output)
-            try:
-                async with asyncio.timeout(ALL_S):
-                    await pytest.wait()
-            finally:
-                if pytest.returncode is None:
-                    pytest.kill()
-                    await pytest.wait()
+        options = ("-q", "-c", str(settings), "--rootdir", str(root), "-p", "no:cacheprovider")
+        command = (sys.executable, "-m", "pytest", *options, "-p", "benchmarks.vllm_check.plugin", *tests)
+        output = await _output(command, env, ALL_S, root)
         if not results.exists():
-            raise NotFound(f"pytest ran no test: {log.read_text(encoding='utf-8', errors='replace')[-2000:]}")
+            raise NotFound(f"pytest ran no test: {output[-2000:]}")
         results_of = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     passed = {each["test"] for each in results_of if each["outcome"] == "passed"}
     why = {each["test"]: each["why"] for each in results_of if each["outcome"] != "passed"}
@@ -151,9 +121,8 @@ async def run(options: argparse.Namespace, console: Console) -> int:
     """Check the given server, or a suite that is started for this."""
     if options.url:
         return await check(options.url.rstrip("/"), options.model, options.work, console)
-    cluster = on_free_ports(load_cluster(HERE / "cluster.yaml"))
-    async with running_suite(cluster, options.work / "suite", console, where="cluster file"):
-        return await check(f"http://127.0.0.1:{cluster.gateway.port}", options.model, options.work, console)
+    async with started(HERE / "cluster.yaml", options.work / "suite", console) as running:
+        return await check(running.plan.api_url, options.model, options.work, console)
 
 
 def main() -> int:

@@ -7,53 +7,33 @@ import pytest
 import pytest_asyncio
 from rich.console import Console
 
-from benchmarks.demo import run
-from benchmarks.demo.client import ApiClient, Prompts
-from benchmarks.suite import on_free_ports
-from services.launcher.up import UpOptions, cluster_of, running_suite
+from benchmarks.demo.checks import CHECKS, Place
+from benchmarks.demo.report import Section
+from benchmarks.suite import started
+from services.launcher.up import UpOptions, cluster_of
+from tools.client import ApiClient, Prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
-# In the order of `run.steps`; the length is compared below, so that none can be forgotten.
-PROMISES = (
-    "it_starts",
-    "it_answers",
-    "answer_lengths_are_predicted",
-    "tokens_are_identical",
-    "any_split_is_identical",
-    "zeroed_kv_is_noticed",
-    "the_first_token_does_not_wait_for_the_transfer",
-    "a_client_that_leaves_frees_everything",
-    "roles_flip_under_load",
-    "a_lost_decode_instance_costs_nothing",
-    "a_lost_prefill_instance_costs_nothing",
-    "the_control_plane_may_die",
-    "bad_input_is_refused",
-)
-
-# The demo's to judge: a test says nothing of speed on a shared machine.
+# For the demo to judge: a test says nothing of speed on a shared machine.
 TIMED = {"ready to serve", "answered by the classifier in time"}
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def steps(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[run.Step, ...]]:
+async def place(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Place]:
     """One running suite for all tests of this file."""
-    cluster = on_free_ports(cluster_of(UpOptions(Path("demo"), dashboard=False)))
-    folder = tmp_path_factory.mktemp("suite")
+    cluster = cluster_of(UpOptions(Path("demo"), dashboard=False))
     async with (
-        running_suite(cluster, folder, Console(stderr=True)) as running,
+        started(cluster, tmp_path_factory.mktemp("suite"), Console(stderr=True)) as running,
         ApiClient(running.plan.api_url, running.plan.model) as api,
     ):
-        yield run.steps(running, api, await Prompts.of(api))
+        yield Place(running, api, await Prompts.of(api))
 
 
-async def test_every_promise_has_its_test(steps: tuple[run.Step, ...]) -> None:
-    assert len(steps) == len(PROMISES)
-
-
-@pytest.mark.parametrize("number", range(len(PROMISES)), ids=PROMISES)
-async def test_promise(steps: tuple[run.Step, ...], number: int) -> None:
-    section = await steps[number]()
-    assert section.checks, f"{section.title}: nothing was checked"
-    failures = [check for check in section.failures if check.name not in TIMED]
-    assert not failures, "\n".join(f"{check.name}: want {check.want}, got {check.got}" for check in failures)
+@pytest.mark.parametrize("title", CHECKS)
+async def test_promise(place: Place, title: str) -> None:
+    section = Section(title)
+    await CHECKS[title](place, section)
+    assert section.findings, f"{title}: nothing was checked"
+    failures = [finding for finding in section.failures if finding.name not in TIMED]
+    assert not failures, "\n".join(f"{each.name}: want {each.want}, got {each.got}" for each in failures)

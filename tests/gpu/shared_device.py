@@ -6,13 +6,12 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.demo.client import ApiClient, Ask
-from benchmarks.demo.jobs import records
-from benchmarks.suite import on_free_ports
+from benchmarks.suite import on_free_ports, records
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import resolve_model
 from services.launcher.up import running_suite
 from shared.domain.route import PolicySpec
+from tools.client import ApiClient, Ask
 
 POLICIES = {"placement": PolicySpec("least_load"), "split": PolicySpec("full"), "dispatch": PolicySpec("power_of_two")}
 PROMPTS = [list(range(10, 10 + length)) for length in (20, 150, 600)]

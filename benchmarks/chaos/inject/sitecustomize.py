@@ -30,37 +30,31 @@ LOOP_TIME = struct.Struct("<d")  # CPU seconds
 LOOP_BEAT_S = 0.002
 
 
-class _Switches:
+_mapped: dict[str, mmap.mmap] = {}  # the process's file of switches; the path of a forked process may differ
+
+
+def _switches() -> tuple[float, int]:
     """The present values in the process's file; all off without one."""
-
-    def __init__(self) -> None:
-        self._path = ""
-        self._map: mmap.mmap | None = None
-
-    def read(self) -> tuple[float, int]:
-        path = os.environ.get("CHAOS_SWITCHES", "")
-        if path != self._path:
-            self._path, self._map = path, None
-            if path:
-                with Path(path).open("rb") as file:
-                    self._map = mmap.mmap(file.fileno(), SWITCHES.size, access=mmap.ACCESS_READ)
-        if self._map is None:
-            return 0.0, 0
-        offset_s, read_only = SWITCHES.unpack_from(self._map)
-        return offset_s, read_only
+    path = os.environ.get("CHAOS_SWITCHES", "")
+    if not path:
+        return 0.0, 0
+    if path not in _mapped:
+        with Path(path).open("rb") as file:
+            _mapped[path] = mmap.mmap(file.fileno(), SWITCHES.size, access=mmap.ACCESS_READ)
+    offset_s, database = SWITCHES.unpack_from(_mapped[path])
+    return offset_s, database
 
 
-_switches = _Switches()
 _time, _time_ns, _connect = time.time, time.time_ns, zmq.Socket.connect
 _connect_ex = socket.socket.connect_ex
 
 
 def _wrong_time() -> float:
-    return _time() + _switches.read()[0]
+    return _time() + _switches()[0]
 
 
 def _wrong_time_ns() -> int:
-    return _time_ns() + int(_switches.read()[0] * 1e9)
+    return _time_ns() + int(_switches()[0] * 1e9)
 
 
 def _connect_by_proxy(made: Any, address: str) -> Any:
@@ -84,7 +78,7 @@ class _Cursor(sqlite3.Cursor):
     """Makes SQLite itself refuse writes, with its own error, while the switch says so."""
 
     def execute(self, *arguments: Any) -> Any:
-        mode = _switches.read()[1]
+        mode = _switches()[1]
         super().execute(f"PRAGMA query_only={int(mode == READ_ONLY)}")
         done = super().execute(*arguments)
         if mode == LOST and arguments[0].lstrip().upper().startswith("UPDATE LEASES"):
@@ -92,7 +86,7 @@ class _Cursor(sqlite3.Cursor):
         return done
 
     def executemany(self, *arguments: Any) -> Any:
-        super().execute(f"PRAGMA query_only={int(_switches.read()[1] == READ_ONLY)}")
+        super().execute(f"PRAGMA query_only={int(_switches()[1] == READ_ONLY)}")
         return super().executemany(*arguments)
 
 

@@ -6,9 +6,11 @@ the same, of a compatible or of an incompatible version.
 
 import asyncio
 from collections.abc import Awaitable
+from functools import partial
 
-from benchmarks.chaos.arena import Arena
-from benchmarks.chaos.scenario import Scenario
+from benchmarks.chaos.faults import drain_all_decode
+from benchmarks.chaos.scenario import scenario
+from benchmarks.chaos.under_test import SuiteUnderTest
 from services.launcher.child_process import Child
 from services.launcher.ports import free_range
 from services.launcher.suite import until
@@ -18,85 +20,88 @@ from shared.runtime.wire_version import OURS
 from shared.wire.clients.http import WorkerAdmin
 from tools.client import Ending, Response, send
 
-
-async def _drain_in_turn(arena: Arena) -> None:
-    for name in (*arena.decode, *arena.prefill):
-        await arena.roles.drain(name)
-        await arena.roles.resume(name)
+roles = partial(scenario, "roles")
+version = partial(scenario, "versions")
 
 
-async def _drain_last(arena: Arena) -> None:
+@roles("drain-in-turn", "every instance drains and resumes, one after the other")
+async def _drain_in_turn(suite: SuiteUnderTest) -> None:
+    for name in (*suite.decode, *suite.prefill):
+        await suite.drain(name)
+        await suite.resume(name)
+
+
+@roles("drain-last", "all decode instances but one drain; the last one is asked to")
+async def _drain_last(suite: SuiteUnderTest) -> None:
     """The monitor must refuse to drain the last ready decode instance."""
-    *others, last = arena.decode
+    *others, last = suite.decode
     for name in others:
-        await arena.roles.drain(name)
+        await suite.drain(name)
     try:
-        with arena.outage():  # should the monitor carry it out after all
-            await arena.roles.drain(last, timeout_s=3.0)
+        with suite.outage():  # should the monitor carry it out after all
+            await suite.drain(last, timeout_s=3.0)
     except Conflict:
         return
     finally:
-        await arena.roles.reset()
+        await suite.reset_roles()
     raise AssertionError("the last ready decode instance was drained without being forced")
 
 
-async def _drain_all_forced(arena: Arena) -> None:
-    """Jobs wait until an instance is back."""
-    with arena.outage():
-        for name in arena.decode:
-            await arena.roles.drain(name, force=True)
-        await asyncio.sleep(2.0)
-        await arena.roles.reset()
+roles("drain-all", "every decode instance drains by force, and resumes")(drain_all_decode)
 
 
-async def _flip_race(arena: Arena) -> None:
+@roles("flip-race", "flips and drains of all instances at once, three times")
+async def _flip_race(suite: SuiteUnderTest) -> None:
     """The monitor refuses some of the operations. Instances of both roles must remain."""
-    names = (*arena.decode, *arena.prefill)
+    names = (*suite.decode, *suite.prefill)
     for _ in range(3):
-        await _together(*(arena.roles.flip(name) for name in names), *(arena.roles.drain(name) for name in names))
-        await _together(*(arena.roles.resume(name) for name in names))
-        ready = {entry["role"] for entry in (await arena.suite.instances()).values() if entry["state"] == "ready"}
+        await _together(*(suite.flip(name) for name in names), *(suite.drain(name) for name in names))
+        await _together(*(suite.resume(name) for name in names))
+        ready = {entry["role"] for entry in (await suite.instances()).values() if entry["state"] == "ready"}
         if ready != {"prefill", "decode"}:
             raise AssertionError(f"after a race of flips and drains only these roles are ready: {sorted(ready)}")
-    await arena.roles.reset()
+    await suite.reset_roles()
 
 
-async def _flip_and_kill(arena: Arena) -> None:
-    flipping = asyncio.create_task(arena.roles.flip(arena.decode[0]))
-    draining = asyncio.create_task(arena.roles.drain(arena.decode[1]))
+@roles("flip-and-kill", "instances die in the middle of a flip and of a drain")
+async def _flip_and_kill(suite: SuiteUnderTest) -> None:
+    flipping = asyncio.create_task(suite.flip(suite.decode[0]))
+    draining = asyncio.create_task(suite.drain(suite.decode[1]))
     await asyncio.sleep(0.1)
-    old = arena.processes.kill(arena.decode[0], arena.decode[1])
+    old = suite.processes.kill(suite.decode[0], suite.decode[1])
     await _together(flipping, draining)
-    await arena.processes.back(old)
-    await arena.roles.reset()
+    await suite.processes.back(old)
+    await suite.reset_roles()
 
 
-async def _monitor_dies_in_flips(arena: Arena) -> None:
+@roles("flip-monitor-dies", "the monitor dies in the middle of three flips")
+async def _monitor_dies_in_flips(suite: SuiteUnderTest) -> None:
     """After each restart the monitor must be able to put all roles right."""
-    (monitor,) = arena.named("monitor")
-    for name in (arena.decode[0], arena.prefill[0], arena.decode[1]):
-        flipping = asyncio.create_task(arena.roles.flip(name))
+    (monitor,) = suite.named("monitor")
+    for name in (suite.decode[0], suite.prefill[0], suite.decode[1]):
+        flipping = asyncio.create_task(suite.flip(name))
         await asyncio.sleep(0.15)
-        old = arena.processes.kill(monitor)
+        old = suite.processes.kill(monitor)
         await _together(flipping)
-        await arena.processes.back(old)
-        await arena.roles.reset()
+        await suite.processes.back(old)
+        await suite.reset_roles()
 
 
-async def _monitor_frozen_in_drain(arena: Arena) -> None:
+@roles("drain-monitor-frozen", "a drain is asked of a monitor that stands still for 4 s")
+async def _monitor_frozen_in_drain(suite: SuiteUnderTest) -> None:
     """The monitor wakes when its client has long given up; the operation must come to an end."""
-    (monitor,), name = arena.named("monitor"), arena.decode[0]
-    arena.processes.freeze(monitor)
-    draining = asyncio.create_task(arena.roles.drain(name, timeout_s=1.0))
+    (monitor,), name = suite.named("monitor"), suite.decode[0]
+    suite.processes.freeze(monitor)
+    draining = asyncio.create_task(suite.drain(name, timeout_s=1.0))
     await asyncio.sleep(4.0)
-    arena.processes.thaw(monitor)
+    suite.processes.thaw(monitor)
     await _together(draining)
-    await until(lambda: _no_operation(arena), 10.0, "the operation to end")
-    await arena.roles.reset()
 
+    async def no_operation() -> bool:
+        return not any(entry["operation"] for entry in (await suite.instances()).values())
 
-async def _no_operation(arena: Arena) -> bool:
-    return not any(entry["operation"] for entry in (await arena.suite.instances()).values())
+    await until(no_operation, 10.0, "the operation to end")
+    await suite.reset_roles()
 
 
 async def _together(*operations: Awaitable[None]) -> None:
@@ -106,57 +111,66 @@ async def _together(*operations: Awaitable[None]) -> None:
             raise result
 
 
-ROLES = (
-    Scenario("drain-in-turn", "every instance drains and resumes, one after the other", _drain_in_turn),
-    Scenario("drain-last", "all decode instances but one drain; the last one is asked to", _drain_last),
-    Scenario("drain-all", "every decode instance drains by force, and resumes", _drain_all_forced),
-    Scenario("flip-race", "flips and drains of all instances at once, three times", _flip_race),
-    Scenario("flip-and-kill", "instances die in the middle of a flip and of a drain", _flip_and_kill),
-    Scenario("flip-monitor-dies", "the monitor dies in the middle of three flips", _monitor_dies_in_flips),
-    Scenario(
-        "drain-monitor-frozen", "a drain is asked of a monitor that stands still for 4 s", _monitor_frozen_in_drain
-    ),
-)
-
 # An instance that is refused must not be listed, and one that joined stays listed when it is gone: two names.
 _REFUSED, _NEWCOMER = "stranger", "newcomer"
 _OTHER_WIRE = "200"
 _JOIN_S = 15.0
 
 
-async def _rolling(arena: Arena) -> None:
-    for name in (*arena.decode, *arena.prefill):
-        await arena.roles.drain(name)
-        await arena.processes.back(arena.processes.stop(name))
-        await arena.roles.ready(name)
-    for service in ("predictor", "scheduler", "monitor"):
-        for name in arena.named(service):
-            await arena.processes.back(arena.processes.stop(name))
+@version("rolling", "every process but the gateways is replaced, instances drained first", bound_s=90.0)
+async def _rolling(suite: SuiteUnderTest) -> None:
+    for name in (*suite.decode, *suite.prefill):
+        await suite.drain(name)
+        await suite.processes.back(suite.processes.stop(name))
+        await suite.until_ready(name)
+    await _replace(suite, "predictor", "scheduler", "monitor")
 
 
-async def _rolling_gateways(arena: Arena) -> None:
+@version("rolling-gateways", "both gateways are replaced, one at a time", errors=True, breaks=True, bound_s=60.0)
+async def _rolling_gateways(suite: SuiteUnderTest) -> None:
     """A gateway that ends refuses new clients, and finishes the answers under way."""
-    for name in arena.named("gateway"):
-        await arena.processes.back(arena.processes.stop(name))
+    await _replace(suite, "gateway")
 
 
-async def _other_wire(arena: Arena) -> None:
-    await _require_refused(arena, {"CHAOS_WIRE_VERSION": _OTHER_WIRE}, "wire_version")
+async def _replace(suite: SuiteUnderTest, *services: str) -> None:
+    for name in suite.named(*services):
+        await suite.processes.back(suite.processes.stop(name))
 
 
-async def _other_model(arena: Arena) -> None:
-    await _require_refused(arena, {"POLYPHASE_WORKER_EMULATED_MODEL": "Llama-2-13B"}, "fingerprint")
+async def _require_refused(env: dict[str, str], reason: str, suite: SuiteUnderTest) -> None:
+    """An instance reports why it was refused, and the monitor does not know it."""
+    _, admin = await _start(suite, _REFUSED, env)
+
+    async def reports() -> bool:
+        return reason in (await admin.instance())["refused"]
+
+    async with admin:
+        await until(reports, _JOIN_S, f"the refusal to name {reason}")
+    if _REFUSED in await suite.instances():
+        raise AssertionError("an instance that was refused is in the list")
+    async with suite.monitor() as monitor:
+        try:
+            await monitor.instance(_REFUSED)
+        except NotFound:
+            return
+    raise AssertionError("the monitor knows an instance that it refused")
 
 
-async def _other_wire_gateway(arena: Arena) -> None:
+version("other-wire", "an instance of another wire version wants to join")(
+    partial(_require_refused, {"CHAOS_WIRE_VERSION": _OTHER_WIRE}, "wire_version")
+)
+
+
+@version("other-wire-gateway", "a gateway of another wire version wants to serve")
+async def _other_wire_gateway(suite: SuiteUnderTest) -> None:
     """The gateway reaches no scheduler. Its clients must get a 503, and not an error that blames their requests."""
-    spec, port = arena.spec(arena.named("gateway")[0]), free_range(size=1)
+    spec, port = suite.spec(suite.named("gateway")[0]), free_range(size=1)
     env = {**spec.env, "POLYPHASE_GATEWAY_PORT": str(port), "POLYPHASE_GATEWAY_GATEWAY_ID": _REFUSED}
-    await arena.strangers.start(_REFUSED, spec.argv, {**env, "CHAOS_WIRE_VERSION": _OTHER_WIRE})
+    await suite.start_stranger(_REFUSED, spec.argv, {**env, "CHAOS_WIRE_VERSION": _OTHER_WIRE})
     answers: list[Response] = []
 
     async def answered() -> bool:
-        answers.append(await send(("127.0.0.1", port), arena.requests[0]))
+        answers.append(await send(("127.0.0.1", port), suite.requests[0]))
         return answers[-1].ending is not Ending.UNREACHABLE
 
     await until(answered, _JOIN_S, "the gateway to answer")
@@ -166,76 +180,34 @@ async def _other_wire_gateway(arena: Arena) -> None:
         raise AssertionError(f"a gateway of another wire version answers {answer.status} {answer.code}: {answer.error}")
 
 
-async def _next_wire(arena: Arena) -> None:
-    """The next wire version, of a process that still supports the present one."""
-    await _require_joins(
-        arena, {"CHAOS_WIRE_VERSION": str(OURS.version + 1), "CHAOS_MIN_WIRE_VERSION": str(OURS.version)}
-    )
-
-
-async def _newcomer(arena: Arena) -> None:
-    await _require_joins(arena, {})
-
-
-async def _require_joins(arena: Arena, env: dict[str, str]) -> None:
+async def _require_joins(env: dict[str, str], suite: SuiteUnderTest) -> None:
     """An instance joins, gets work, and is killed."""
-    child, admin = await _start(arena, _NEWCOMER, env)
+    child, admin = await _start(suite, _NEWCOMER, env)
 
     async def decodes() -> bool:
         return bool((await admin.instance())["load"]["decoding"])
 
     async with admin:
-        await arena.roles.ready(_NEWCOMER, timeout_s=_JOIN_S)
+        await suite.until_ready(_NEWCOMER, timeout_s=_JOIN_S)
         await until(decodes, _JOIN_S, "the newcomer to get work")
     child.kill()
     await child.wait()
 
 
-async def _require_refused(arena: Arena, env: dict[str, str], reason: str) -> None:
-    """An instance reports why it was refused, and the monitor does not know it."""
-    _, admin = await _start(arena, _REFUSED, env)
-
-    async def reports() -> bool:
-        return reason in (await admin.instance())["refused"]
-
-    async with admin:
-        await until(reports, _JOIN_S, f"the refusal to name {reason}")
-    if _REFUSED in await arena.suite.instances():
-        raise AssertionError("an instance that was refused is in the list")
-    async with arena.suite.monitor() as monitor:
-        try:
-            await monitor.instance(_REFUSED)
-        except NotFound:
-            return
-    raise AssertionError("the monitor knows an instance that it refused")
-
-
-async def _start(arena: Arena, name: str, env: dict[str, str]) -> tuple[Child, WorkerAdmin]:
-    spec, port = arena.spec(arena.decode[0]), free_range(size=3)
-    own = {
-        "POLYPHASE_WORKER_INSTANCE_ID": name,
-        "POLYPHASE_WORKER_ROLE": Role.DECODE.value,
-        "POLYPHASE_WORKER_RPC_PORT": str(port),
-        "POLYPHASE_WORKER_HTTP_PORT": str(port + 1),
-        "POLYPHASE_WORKER_KV_PORT": str(port + 2),
-    }
-    child = await arena.strangers.start(name, spec.argv, {**spec.env, **own, **env})
+async def _start(suite: SuiteUnderTest, name: str, env: dict[str, str]) -> tuple[Child, WorkerAdmin]:
+    spec, port = suite.spec(suite.decode[0]), free_range(size=3)
+    own = {"INSTANCE_ID": name, "ROLE": Role.DECODE.value, "RPC_PORT": port, "HTTP_PORT": port + 1, "KV_PORT": port + 2}
+    own_env = {f"POLYPHASE_WORKER_{key}": str(value) for key, value in own.items()}
+    child = await suite.start_stranger(name, spec.argv, {**spec.env, **own_env, **env})
     return child, WorkerAdmin(f"http://127.0.0.1:{port + 1}")
 
 
-VERSIONS = (
-    Scenario("rolling", "every process but the gateways is replaced, instances drained first", _rolling, bound_s=90.0),
-    Scenario(
-        "rolling-gateways",
-        "both gateways are replaced, one at a time",
-        _rolling_gateways,
-        errors=True,  # one that is about to end turns new requests away
-        breaks=True,
-        bound_s=60.0,
-    ),
-    Scenario("other-wire", "an instance of another wire version wants to join", _other_wire),
-    Scenario("other-wire-gateway", "a gateway of another wire version wants to serve", _other_wire_gateway),
-    Scenario("next-wire", "an instance of the next wire version joins, gets work, and is killed", _next_wire),
-    Scenario("other-model", "an instance of another model wants to join", _other_model),
-    Scenario("newcomer", "one more instance joins, gets work, and is killed", _newcomer),
+# A process of the next wire version that still supports the present one.
+_NEXT_WIRE = {"CHAOS_WIRE_VERSION": str(OURS.version + 1), "CHAOS_MIN_WIRE_VERSION": str(OURS.version)}
+version("next-wire", "an instance of the next wire version joins, gets work, and is killed")(
+    partial(_require_joins, _NEXT_WIRE)
 )
+version("other-model", "an instance of another model wants to join")(
+    partial(_require_refused, {"POLYPHASE_WORKER_EMULATED_MODEL": "Llama-2-13B"}, "fingerprint")
+)
+version("newcomer", "one more instance joins, gets work, and is killed")(partial(_require_joins, {}))

@@ -6,8 +6,8 @@ import pytest
 import pytest_asyncio
 from rich.console import Console
 
-from benchmarks.deploy import ray_check
-from benchmarks.deploy.ray_check import FILE, STEPS, Place, standing
+from benchmarks.demo.report import Section
+from benchmarks.deploy.ray_check import CHECKS, FILE, Place, place_on_ray
 from services.launcher.cluster_file import load_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -19,12 +19,13 @@ async def place() -> AsyncIterator[Place]:
     """One for all tests of this file, which are in the order of what happens to it."""
     cluster = load_cluster(FILE)
     instances = tuple(type(one).model_validate({**one.model_dump(), **EMULATED}) for one in cluster.instances)
-    async with standing(Console(stderr=True), {}, cluster.model_copy(update={"instances": instances})) as found:
+    async with place_on_ray(Console(stderr=True), cluster.model_copy(update={"instances": instances})) as found:
         yield found
 
 
-@pytest.mark.parametrize("number", range(len(STEPS)), ids=[step.__name__ for step in STEPS])
-async def test_step(place: Place, number: int) -> None:
-    section = await ray_check.STEPS[number](place)
-    assert section.checks, f"{section.title}: nothing was checked"
-    assert section.ok, [f"{check.name}: want {check.want}, got {check.got}" for check in section.failures]
+@pytest.mark.parametrize("title", CHECKS)
+async def test_check(place: Place, title: str) -> None:
+    section = Section(title)
+    await CHECKS[title](place, section)
+    assert section.findings, f"{title}: nothing was checked"
+    assert section.ok, [f"{finding.name}: want {finding.want}, got {finding.got}" for finding in section.failures]

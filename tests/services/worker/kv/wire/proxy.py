@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 
-from benchmarks.chaos.framing import KvSplitter, Message
+from benchmarks.chaos.proxy import KvSplitter
 from services.worker.kv.wire.nixl_agent import Offer, decode_nixl
 from services.worker.kv.wire.protocol import checksum, decode_reply, decode_request
 from services.worker.kv.wire.tcp_framing import DIGEST_BYTES, PREFIX, prefix
@@ -40,11 +41,14 @@ class _KvMessages:
 
     def feed(self, data: bytes) -> list[tuple[bytes, Parts]]:
         """What can be passed on: as it came, and what it says."""
-        _, pieces = self._splitter.feed(data)
         found = []
-        for each in pieces:
-            said = (each.header, each.payload, each.digest) if isinstance(each, Message) else ()  # it may be TLS
-            found.append((each.encode(), [part for part in said if part]))
+        for piece in self._splitter.feed(data):
+            parts = []
+            if piece.head:  # it may be TLS
+                _, header, payload, _ = PREFIX.unpack(piece.head)
+                ends = (0, header, header + payload, len(piece.body))
+                parts = [piece.body[start:end] for start, end in pairwise(ends) if start < end]
+            found.append((piece.encode(), parts))
         return found
 
     def framed(self, parts: Parts) -> bytes:

@@ -4,13 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.chaos.proxy import ALL_LINKS
-from services.launcher import ports
+from benchmarks.suite import CPU_ENGINE, DEMO_MODEL, on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.cluster_keys import curve_pair
-from services.launcher.model_source import PROJECT
 
-MODEL = PROJECT / "models" / "demo"
-_SECOND_GATEWAY, _GATEWAY, _DASHBOARD = 239, 240, 241  # offsets in a range of free ports
 _MIB = 1 << 20
 MEMORY_BYTES = 64 * _MIB  # growth that the arenas of an allocator and filling rings explain
 
@@ -25,16 +22,8 @@ EMULATED_ENGINE = {
     "chunk_size": 128,
     "kv_cache_bytes": 2048 * _MIB,
 }
-REAL_ENGINE = {
-    "engine": "vllm",
-    "accelerator": "cpu",
-    "dtype": "float32",
-    "kv_cache_bytes": 192 * _MIB,
-    "staging_bytes": 128 * _MIB,
-    "inbox_bytes": 128 * _MIB,
-    "threads": 1,
-    "chunk_size": 256,
-}
+REAL_ENGINE = {**CPU_ENGINE, "chunk_size": 256}
+ALONE = {"policies": SPLIT, "predictor": {"enabled": False}, "planner": {"enabled": False}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +33,15 @@ class Testbed:
     absent: instances of the file that are not started. host_key: with the key of one host, as under `polyphase up`;
     without it scenarios show what the messages themselves withstand. proxied: purposes of the links with a proxy.
     api_keys: names of the gateways' keys; the steady users have the first. timed: the times of the gateways' event
-    loops are measured (`arena.LoopTimes`). memory_bytes: the growth of a process that counts as nothing left behind.
+    loops are measured (`LoopTimes`). memory_bytes: the growth of a process that counts as nothing left behind.
     """
 
     name: str
     title: str
     cluster: dict[str, Any]
-    prompts: tuple[int, ...]
-    answer_tokens: int
-    users: int
+    prompts: tuple[int, ...] = (8, 90, 300, 900)
+    users: int = 8
+    answer_tokens: int = 24
     gateways: int = 2
     curve: bool = False
     host_key: bool = True
@@ -65,20 +54,16 @@ class Testbed:
 
     def build(self) -> Cluster:
         """The cluster on ports that no process uses."""
-        base = ports.free_range()
-        keys = curve_pair() if self.curve else {}
         fixed = {
             "name": f"chaos {self.name}",
-            "model": str(MODEL),
+            "model": str(DEMO_MODEL),
             "served_model_name": "demo",
             "max_model_len": 2048,
-            "ports": base,
-            "dashboard": {"enabled": False, "port": base + _DASHBOARD},
-            **keys,
+            "dashboard": {"enabled": False},
+            **(curve_pair() if self.curve else {}),
         }
-        gateway = {"port": base + _GATEWAY, **self.cluster.get("gateway", {})}
         defaults = {"kv_transport": self.kv_transport, **self.cluster.get("instance_defaults", {})}
-        return Cluster.model_validate({**fixed, **self.cluster, "gateway": gateway, "instance_defaults": defaults})
+        return on_free_ports(Cluster.model_validate({**fixed, **self.cluster, "instance_defaults": defaults}))
 
 
 def secret_of(name: str) -> str:
@@ -86,8 +71,8 @@ def secret_of(name: str) -> str:
     return f"pp-chaos-{name}" if name else ""
 
 
-def second_gateway_port(cluster: Cluster) -> int:
-    return cluster.ports + _SECOND_GATEWAY
+def instances(prefill: int, decode: int) -> list[dict[str, Any]]:
+    return [{"id": "prefill", "count": prefill, "role": "prefill"}, {"id": "decode", "count": decode, "role": "decode"}]
 
 
 EMULATED = Testbed(
@@ -98,11 +83,8 @@ EMULATED = Testbed(
         "scheduler": {"count": 2},
         "policies": SPLIT,
         "instance_defaults": EMULATED_ENGINE,
-        "instances": [{"id": "prefill", "count": 2, "role": "prefill"}, {"id": "decode", "count": 3, "role": "decode"}],
+        "instances": instances(2, 3),
     },
-    prompts=(8, 90, 300, 900),
-    answer_tokens=24,
-    users=8,
 )
 
 PAIR = replace(
@@ -115,15 +97,7 @@ PAIR = replace(
 KEYED = Testbed(
     name="keyed",
     title="one gateway, one scheduler, 1 prefill and 2 decode instances, CurveZMQ keys; EMULATED engines",
-    cluster={
-        "policies": SPLIT,
-        "predictor": {"enabled": False},
-        "planner": {"enabled": False},
-        "instance_defaults": EMULATED_ENGINE,
-        "instances": [{"id": "prefill", "role": "prefill"}, {"id": "decode", "count": 2, "role": "decode"}],
-    },
-    prompts=(8, 90, 300, 900),
-    answer_tokens=24,
+    cluster={**ALONE, "instance_defaults": EMULATED_ENGINE, "instances": instances(1, 2)},
     users=6,
     gateways=1,
     curve=True,
@@ -133,10 +107,8 @@ REAL = Testbed(
     name="real",
     title="one gateway, one scheduler, 2 prefill and 2 decode instances; vLLM on the CPU, unlike block sizes",
     cluster={
+        **ALONE,
         "gateway": {"dtype": "float32"},
-        "policies": SPLIT,
-        "predictor": {"enabled": False},
-        "planner": {"enabled": False},
         "instance_defaults": REAL_ENGINE,
         "instances": [
             {"id": "prefill-0", "role": "prefill", "block_size": 32},
@@ -146,7 +118,6 @@ REAL = Testbed(
         ],
     },
     prompts=(12, 200, 600, 1000),
-    answer_tokens=24,
     users=4,
     gateways=1,
 )
@@ -158,10 +129,8 @@ NARROW = Testbed(
     name="narrow",
     title="one gateway, one scheduler, 1 prefill and 1 decode instance with few blocks; vLLM on the CPU",
     cluster={
+        **ALONE,
         "gateway": {"dtype": "float32"},
-        "policies": SPLIT,
-        "predictor": {"enabled": False},
-        "planner": {"enabled": False},
         "instance_defaults": {**REAL_ENGINE, "inbox_bytes": _MIB, "lease_s": LEASE_S},
         "instances": [
             {"id": "prefill", "role": "prefill"},
@@ -169,7 +138,6 @@ NARROW = Testbed(
         ],
     },
     prompts=(12, 200, 600, 1500),
-    answer_tokens=24,
     users=2,
     gateways=1,
 )
@@ -196,15 +164,13 @@ LONG_CONTEXT = Testbed(
     name="long-context",
     title=f"one gateway whose event loop is timed, a context of {CONTEXT:,} tokens; EMULATED engines",
     cluster={
+        **ALONE,
         "max_model_len": CONTEXT,
-        "policies": {"placement": "least_load", "split": "none", "dispatch": "power_of_two"},
-        "predictor": {"enabled": False},
-        "planner": {"enabled": False},
+        "policies": {**SPLIT, "split": "none"},
         "instance_defaults": {**EMULATED_ENGINE, "chunk_size": 65_536, "emulated_prefill_s_per_token": 1e-7},
-        "instances": [{"id": "prefill", "role": "prefill"}, {"id": "decode", "count": 2, "role": "decode"}],
+        "instances": instances(1, 2),
     },
     prompts=(8, 90, 300),
-    answer_tokens=24,
     users=16,
     gateways=1,
     proxied=frozenset(),
@@ -223,6 +189,3 @@ BACKLOG = replace(
 LOGPROBS = replace(
     REAL, name="logprobs", title=f"{REAL.title}; 16 users", users=16, timed=True, memory_bytes=256 * _MIB
 )
-
-_BEDS = (EMULATED, PAIR, KEYED, REAL, NARROW, OPEN, OPEN_PAIR, CALLERS, LONG_CONTEXT, BACKLOG, LOGPROBS)
-TESTBEDS: dict[str, Testbed] = {bed.name: bed for bed in _BEDS}
