@@ -260,7 +260,6 @@ PLANNER_DRAIN_S = 30.0  # in the accelerators' time
 TAIL_S = 60.0  # on this machine's clock, for what is still being applied
 BROKEN = {"POLYPHASE_WORKER_ENGINE": "gone"}  # with it no worker starts: each restart by the launcher fails
 _ENDED = ("applied", "failed", "refused", "withdrawn")
-Kinds = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -283,9 +282,11 @@ def shift(data: Path | None) -> Change:
     """Clients turn from conversation to code."""
     one, search = _started(data), search_for("code", data, FOLLOWED_NODES, FOLLOWED_GBPS)
     before, after = _goodputs(search, one.plan, rescheduled_roles(search.estimator, one.plan))
-    rates = AT_FIRST * one.outcome.promise.goodput, SHARE * after
-    outputs = tuple(float(each.problem.workload.output_tokens.mean()) for each in (one.search, search))
-    return _change("shift", one, ("conversation", "code"), rates, outputs, "", before, after)
+    first, then = (float(each.problem.workload.output_tokens.mean()) for each in (one.search, search))
+    factor, phases = paced(
+        ("conversation", AT_FIRST * one.outcome.promise.goodput, first), ("code", SHARE * after, then)
+    )
+    return Change("shift", one, phases, factor, "", before, after)
 
 
 def loss(data: Path | None) -> Change:
@@ -301,26 +302,22 @@ def loss(data: Path | None) -> Change:
     lost, left, proposal = max(candidates, key=lambda row: row[2].after.goodput / row[2].before.goodput)
     before, after = _goodputs(one.search, left, proposal)
     rate = SHARE * min(one.outcome.promise.goodput, after)
-    output = float(one.problem.workload.output_tokens.mean())
-    kinds = "conversation", "conversation"
-    return _change("loss", one, kinds, (rate, rate), (output, output), one.names[lost], before, after)
+    demand = "conversation", rate, float(one.problem.workload.output_tokens.mean())
+    factor, phases = paced(demand, demand)
+    return Change("loss", one, phases, factor, one.names[lost], before, after)
 
 
-def _change(
-    name: str,
-    one: Planned,
-    kinds: Kinds,
-    rates: Sequence[float],
-    outputs: Sequence[float],
-    lost: str,
-    before: float,
-    after: float,
-) -> Change:
-    """outputs: mean tokens of an answer in each phase."""
-    tokens_per_s = max(rate * output for rate, output in zip(rates, outputs, strict=True))
-    factor = factor_for(tokens_per_s, FOLLOWED_TOKENS_PER_S)
-    first = Phase(kinds[0], rates[0], BEFORE_S / factor)
-    return Change(name, one, (first, Phase(kinds[1], rates[1], AFTER_S / factor)), factor, lost, before, after)
+def paced(*demands: tuple[str, float, float]) -> tuple[float, tuple[Phase, Phase]]:
+    """How slow the cluster has to be, and the phases before and after the change.
+
+    demands: of each phase its kind, requests a second and mean tokens of an answer.
+    """
+    factor = factor_for(max(rate * output for _, rate, output in demands), FOLLOWED_TOKENS_PER_S)
+    before, after = (
+        Phase(kind, rate, seconds / factor)
+        for (kind, rate, _), seconds in zip(demands, (BEFORE_S, AFTER_S), strict=True)
+    )
+    return factor, (before, after)
 
 
 def by_roles(groups: tuple[Group, ...]) -> Plan:

@@ -49,11 +49,11 @@ class LlamaShape:
         return self.num_hidden_layers * 2 * self.num_key_value_heads * self.head_dim * 4
 
 
-def make_llama(folder: Path, shape: LlamaShape, tokenizer_of: Path = DEMO_MODEL, seed: int = 0) -> Path:
-    """Write a model with random float16 weights into `folder`, with the tokenizer of the model in `tokenizer_of`."""
+def make_llama(folder: Path, shape: LlamaShape) -> Path:
+    """Write a model with random float16 weights and the demo model's tokenizer into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tokenizer_of / name, folder / name)
+        shutil.copy(DEMO_MODEL / name, folder / name)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -83,7 +83,7 @@ def make_llama(folder: Path, shape: LlamaShape, tokenizer_of: Path = DEMO_MODEL,
     for number in range(shape.num_hidden_layers):
         sizes |= {f"model.layers.{number}.{name}.weight": size for name, size in layer.items()}
     sizes["model.norm.weight"] = (hidden,)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     weights = {
         name: (np.ones(size) if len(size) == 1 else rng.standard_normal(size, np.float32) * 0.02).astype(np.float16)
         for name, size in sizes.items()

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from benchmarks.experiment import shots_of
+from benchmarks.papers.thunderserve import TRACES
 from benchmarks.plan import (
     FOLLOWED_GBPS,
     FOLLOWED_NODES,
@@ -36,7 +37,7 @@ from benchmarks.plan import (
     search_for,
     settled_shares,
 )
-from benchmarks.plan_cases import FILE, TRACES, case_zte, drawn, losing, table_3
+from benchmarks.plan_cases import FILE, case_zte, drawn, losing, table_3
 from benchmarks.scenarios import Phase
 from services.launcher.cluster_file import load_cluster
 from shared.cost.step import Batch
