@@ -218,7 +218,7 @@ def bench_plan(
 @bench_app.command("papers")
 def bench_papers(
     data: DataFolder = DATA,
-    write_docs: Annotated[Path | None, typer.Option(help="Write papers.md and its charts into this folder.")] = None,
+    write_docs: Annotated[Path | None, typer.Option(help="Write papers.md into this folder.")] = None,
     as_json: Json = False,
 ) -> None:
     """The simulator compared with the results of the papers."""

@@ -7,7 +7,8 @@ that were overtaken.
 
 import asyncio
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -19,16 +20,15 @@ from typing import Any
 import httpx
 
 from benchmarks.experiment import WHO, Session, measured
-from benchmarks.real_engines import LlamaShape, make_llama
-from benchmarks.results import Result, at_least, at_most, merged, progress, result, rotated
-from benchmarks.suite import DEMO_MODEL, metric
+from benchmarks.real_engines import LlamaShape, cluster_file, make_llama
+from benchmarks.results import Aim, Result, at_least, at_most, merged, progress, result, rotated
+from benchmarks.suite import metric
 from shared.domain.instance import Role
 from shared.domain.route import PolicySpec
 from shared.errors import Unavailable
 from shared.policy.prefill_order import WINDOW
-from shared.timeline import RequestTimeline
 from tools.calibrate.host_watch import HostWatch
-from tools.client import ApiClient, Ask, Response
+from tools.client import ApiClient, Ask
 
 ENGINE = "engine"
 # 26 million parameters: computing a burst of prompts takes seconds, beside which what the services add is small.
@@ -36,36 +36,18 @@ SHAPE = LlamaShape(4096, 512, 1408, 8, 8, 4, 4096)
 MAX_MODEL_LEN, CHUNK, SEATS = 1024, 256, 32
 KV_TOKENS, BLOCK = 4096, 32
 PATIENT = "patient"
-_FLOAT32_BYTES = 4
-_PREEMPTIONS = "vllm:num_preemptions_total"
+SEED = 21
 
 
 def cluster_of(model: Path) -> dict[str, Any]:
-    """The cluster file.
-
-    The only instance decodes, so it computes whole requests: order and admission meet in one engine, and neither
-    placement nor KV transfers have a part in what is measured.
-    """
-    head_bytes = 2 * SHAPE.num_key_value_heads * SHAPE.head_dim * _FLOAT32_BYTES
+    """The only instance decodes, so it computes whole requests: no placement and no KV transfer is measured."""
+    sizes = {"chunk_size": CHUNK, "max_seqs": SEATS, "block_size": BLOCK}
+    memory = (KV_TOKENS + BLOCK) * SHAPE.kv_bytes_per_token  # a block is vLLM's own
+    instances = [{"id": ENGINE, "role": Role.DECODE.value}]
     return {
-        "name": "bench engine",
-        "model": str(model),
-        "served_model_name": "engine",
-        "max_model_len": MAX_MODEL_LEN,
+        **cluster_file("engine", model, instances, MAX_MODEL_LEN, kv_cache_bytes=memory, **sizes),
         "gateway": {"dtype": "float32", "slo": {PATIENT: {"ttft_s": 30.0, "tpot_s": 1.0}}},
         "predictor": {"bucket_tokens": 32, "bucket_count": 16},
-        "dashboard": {"enabled": False},
-        "instance_defaults": {"engine": "vllm", "accelerator": "cpu", "dtype": "float32", "threads": 1},
-        "instances": [
-            {
-                "id": ENGINE,
-                "role": Role.DECODE.value,
-                "chunk_size": CHUNK,
-                "max_seqs": SEATS,
-                "block_size": BLOCK,
-                "kv_cache_bytes": (KV_TOKENS + BLOCK) * SHAPE.num_hidden_layers * head_bytes,  # a block is vLLM's own
-            }
-        ],
     }
 
 
@@ -74,15 +56,15 @@ def cluster_of(model: Path) -> dict[str, Any]:
 PROMPTS = (24, 48, 96, 192, 384, 768)  # tokens of a burst's prompts
 BURST, BURST_OUTPUT = 36, 4
 APART_S = 0.01  # between one request and the next: their order is that of the list
-# Prompts and answers of the requests that outgrow the KV: what is predicted of an answer rests on its prompt's length.
-SORTS = (((20, 31), (34, 62)), ((64, 120), (130, 158)), ((140, 250), (290, 318)))
+# Prompts and answers of the requests that outgrow the KV: the prediction of an answer rests on its prompt's length.
+KINDS = (((20, 31), (34, 62)), ((64, 120), (130, 158)), ((140, 250), (290, 318)))
 PRESSING = 33
 _VOCABULARY = range(300, SHAPE.vocab_size)  # without special tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A request to send. slo: its class, "" for the default."""
+class Request:
+    """slo: its class, "" for the default."""
 
     prompt: tuple[int, ...]
     output_tokens: int
@@ -91,10 +73,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A request that was. sent_s: after the first was sent; ttft_s, jct_s: from then on."""
+    """sent_s: after the first request was sent; ttft_s, jct_s: from then on."""
 
-    wanted: Wanted
-    request_id: str
+    request: Request
     sent_s: float
     ttft_s: float
     jct_s: float
@@ -105,63 +86,50 @@ class Served:
         return self.sent_s + self.ttft_s
 
 
-def burst(seed: int) -> list[Wanted]:
-    """As many prompts of each length, in a drawn order; every second request is of the patient class."""
+def burst(seed: int) -> list[Request]:
+    """As many prompts of each length, in a random order; every second request is of the patient class."""
     rng = Random(seed)
     lengths = list(PROMPTS) * (BURST // len(PROMPTS))
     rng.shuffle(lengths)
-    classes = ("", PATIENT)
     return [
-        Wanted(tuple(rng.choices(_VOCABULARY, k=length)), BURST_OUTPUT, classes[at % 2])
+        Request(tuple(rng.choices(_VOCABULARY, k=length)), BURST_OUTPUT, ("", PATIENT)[at % 2])
         for at, length in enumerate(lengths)
     ]
 
 
-def pressing(seed: int) -> list[Wanted]:
-    """As many of each of the `SORTS`, in any order."""
+def pressing(seed: int) -> list[Request]:
+    """As many of each of the `KINDS`, in a random order."""
     rng = Random(seed)
-    sorts = list(SORTS) * (PRESSING // len(SORTS))
-    rng.shuffle(sorts)
+    kinds = list(KINDS) * (PRESSING // len(KINDS))
+    rng.shuffle(kinds)
     return [
-        Wanted(tuple(rng.choices(_VOCABULARY, k=rng.randint(*prompt))), rng.randint(*output))
-        for prompt, output in sorts
+        Request(tuple(rng.choices(_VOCABULARY, k=rng.randint(*prompt))), rng.randint(*output))
+        for prompt, output in kinds
     ]
 
 
-async def send(api: ApiClient, wanted: Sequence[Wanted], label: str, at_once: int = 0) -> list[Served]:
-    """One after the other, `APART_S` apart; with `at_once`, never more than so many. In the order of `wanted`.
+async def send(api: ApiClient, requests: Sequence[Request], label: str, at_once: int = 0) -> list[Served]:
+    """One after the other, `APART_S` apart; with `at_once`, at most so many at a time. In the order of `requests`.
 
-    `label` is of the run: a prompt that is sent again under another one is found in no prefix cache. Raises Unavailable
-    when one fails.
+    label: of the run, so that no prefix cache knows a prompt of another run. Raises Unavailable when one fails.
     """
     loop = asyncio.get_running_loop()
-    seats, began_s = asyncio.Semaphore(at_once or len(wanted)), loop.time()
+    seats, began_s = asyncio.Semaphore(at_once or len(requests)), loop.time()
 
-    async def one(at: int, request: Wanted) -> Served:
+    async def send_one(at: int, request: Request) -> Served:
         await asyncio.sleep(began_s + at * APART_S - loop.time())
         async with seats:
             sent_s, name = loop.time() - began_s, f"{label}n{at}"
             ask = Ask(list(request.prompt), request.output_tokens, name, salt=name, slo=request.slo)
             answer = await api.stream(ask)
-        _check(answer, request)
-        return Served(request, name, sent_s, answer.ttft_s or 0.0, answer.took_s, tuple(answer.tokens))
+        if answer.error or len(answer.tokens) != request.output_tokens:
+            got = answer.error or f"{len(answer.tokens)} of {request.output_tokens} tokens"
+            raise Unavailable(f"a request failed: {got}")
+        return Served(request, sent_s, answer.ttft_s or 0.0, answer.took_s, tuple(answer.tokens))
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(at, request)) for at, request in enumerate(wanted)]
+        tasks = [group.create_task(send_one(at, request)) for at, request in enumerate(requests)]
     return [task.result() for task in tasks]
-
-
-def predicted_in_time(timeline: RequestTimeline) -> bool:
-    """Whether the length of its answer was predicted before its first token."""
-    predicted_s = [decision.time_s for decision in timeline.decisions if decision.kind == "prediction"]
-    return bool(predicted_s) and predicted_s[0] <= timeline.first_token_s
-
-
-def _check(answer: Response, request: Wanted) -> None:
-    if answer.error or len(answer.tokens) != request.output_tokens:
-        raise Unavailable(
-            f"a request failed: {answer.error or f'{len(answer.tokens)} of {request.output_tokens} tokens'}"
-        )
 
 
 # The report.
@@ -169,7 +137,7 @@ def _check(answer: Response, request: Wanted) -> None:
 FCFS, SJF = "fcfs", "sjf"
 GREEDY, STATIC, DYNAMIC = "greedy", "reserve_static", "reserve_dynamic"
 ALONE = "alone"  # a run of few requests at once, for the reference tokens
-JCT_SHARE = 1.02  # of greedy's, at most: what counts as no longer
+JCT_SHARE = 1.02  # of greedy's, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +146,21 @@ class Run:
     policy: str
     served: Sequence[Served]
     preemptions: int = 0
-    predicted: float = 0.0  # share of the requests whose length was predicted in time
+
+    def mean(self, value: Callable[[Served], float]) -> float:
+        return fmean(map(value, self.served))
 
 
-def passed(served: Sequence[Served]) -> list[int]:
-    """For each request, in the order of sending, by how many that came later its first token was preceded."""
+def ttft_s(one: Served) -> float:
+    return one.ttft_s
+
+
+def jct_s(one: Served) -> float:
+    return one.jct_s
+
+
+def overtaken(served: Sequence[Served]) -> list[int]:
+    """For each request, in the order of sending, how many later ones had their first token earlier."""
     return [sum(later.first_s < one.first_s for later in served[at + 1 :]) for at, one in enumerate(served)]
 
 
@@ -199,77 +177,75 @@ def different_tokens(runs: Sequence[Run]) -> list[str]:
 
 
 def report(orders: Sequence[Run], admissions: Sequence[Run]) -> Result:
-    figures, aims = _of_orders(_by_policy(orders))
-    more, wanted = _of_admissions(_by_policy(admissions))
     found = [*different_tokens(orders), *different_tokens(admissions)]
     answers = sum(len(run.served) for run in (*orders, *admissions))
-    aims |= wanted
-    aims["answers_with_other_tokens"] = {"want": 0, "got": "; ".join(found[:5]) or 0, "met": not found}
-    return {"figures": figures | more | {"answers_compared": float(answers)}, "aims": aims, "notes": []}
+    same = {"want": 0, "got": "; ".join(found[:5]) or 0, "met": not found}
+    compared = result({"answers_compared": float(answers)}, {"answers_with_other_tokens": same})
+    return merged(_of_orders(_by_policy(orders)), _of_admissions(_by_policy(admissions)), compared)
 
 
-def _by_policy(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    found: dict[str, list[Run]] = {}
+def _by_policy(runs: Sequence[Run]) -> Mapping[str, list[Run]]:
+    found: defaultdict[str, list[Run]] = defaultdict(list)
     for run in runs:
         if run.policy != ALONE:
-            found.setdefault(run.policy, []).append(run)
+            found[run.policy].append(run)
     return found
 
 
-def _of_orders(runs: Mapping[str, Sequence[Run]]) -> tuple[dict[str, float], Result]:
+def _of_orders(runs: Mapping[str, Sequence[Run]]) -> Result:
     figures: dict[str, float] = {}
     for policy, rounds in runs.items():
-        tight = [[one for one in run.served if not one.wanted.slo] for run in rounds]
         figures |= {
-            f"{policy}_ttft_mean_s": median(fmean(one.ttft_s for one in run.served) for run in rounds),
-            f"{policy}_ttft_max_s": median(max(one.ttft_s for one in run.served) for run in rounds),
-            f"{policy}_tight_ttft_mean_s": median(fmean(one.ttft_s for one in some) for some in tight),
-            f"{policy}_passed_by_at_most": float(max(max(passed(run.served)) for run in rounds)),
+            f"{policy}_ttft_mean_s": median(run.mean(ttft_s) for run in rounds),
+            f"{policy}_ttft_max_s": median(max(map(ttft_s, run.served)) for run in rounds),
+            f"{policy}_tight_ttft_mean_s": median(
+                fmean(one.ttft_s for one in run.served if not one.request.slo) for run in rounds
+            ),
+            f"{policy}_passed_by_at_most": float(max(max(overtaken(run.served)) for run in rounds)),
         }
     ratio = figures[f"{SJF}_ttft_mean_s"] / figures[f"{FCFS}_ttft_mean_s"]
     figures["sjf_ttft_mean_over_fcfs"] = ratio
     most = max(figures[f"{policy}_passed_by_at_most"] for policy in runs)
-    return figures, {
+    aims: dict[str, Aim] = {
         "sjf_ttft_mean_over_fcfs": {"want": "< 1", "got": round(ratio, 3), "met": ratio < 1.0},
         "passed_by_at_most": at_most(WINDOW, most),
     }
+    return result(figures, aims)
 
 
-def _of_admissions(runs: Mapping[str, Sequence[Run]]) -> tuple[dict[str, float], Result]:
+def _of_admissions(runs: Mapping[str, Sequence[Run]]) -> Result:
     figures: dict[str, float] = {}
     for policy, rounds in runs.items():
         figures |= {
             f"{policy}_preemptions": median(run.preemptions for run in rounds),
-            f"{policy}_jct_mean_s": median(fmean(one.jct_s for one in run.served) for run in rounds),
-            f"{policy}_ttft_under_pressure_mean_s": median(fmean(one.ttft_s for one in run.served) for run in rounds),
-            f"{policy}_predicted_share": min(run.predicted for run in rounds),
+            f"{policy}_jct_mean_s": median(run.mean(jct_s) for run in rounds),
+            f"{policy}_ttft_under_pressure_mean_s": median(run.mean(ttft_s) for run in rounds),
         }
     for policy in (STATIC, DYNAMIC):
-        ratios = [
-            fmean(one.jct_s for one in run.served) / fmean(one.jct_s for one in greedy.served)
-            for run, greedy in zip(runs[policy], runs[GREEDY], strict=True)
-        ]
-        figures[f"{policy}_jct_mean_over_greedy"] = median(ratios)
+        pairs = zip(runs[policy], runs[GREEDY], strict=True)
+        figures[f"{policy}_jct_mean_over_greedy"] = median(run.mean(jct_s) / base.mean(jct_s) for run, base in pairs)
     fewer = figures[f"{GREEDY}_preemptions"] - figures[f"{DYNAMIC}_preemptions"]
-    return figures, {
+    aims = {
         "greedy_preemptions": at_least(1, figures[f"{GREEDY}_preemptions"]),
         "reserve_dynamic_fewer_preemptions": at_least(1, fewer),
         "reserve_dynamic_jct_mean_over_greedy": at_most(JCT_SHARE, figures[f"{DYNAMIC}_jct_mean_over_greedy"]),
     }
+    return result(figures, aims)
 
+
+# The measurement.
 
 ORDERS = (FCFS, SJF, "ljf", "least_slack")
-OURS = {STATIC: {"reserve_all": True}}
-OVERTAKING = {SJF: {"overtake": True}, "ljf": {"overtake": True}}  # instead of batches: as `least_slack`
 ADMISSIONS = (GREEDY, STATIC, DYNAMIC)
+# `sjf` and `ljf` overtake as `least_slack` does, instead of working in batches.
+PARAMETERS = {STATIC: {"reserve_all": True}, SJF: {"overtake": True}, "ljf": {"overtake": True}}
 ROUNDS = 3
 FITTING = 6  # requests at once that the KV holds at their full lengths
-SEED = 21
 
 
 def run_engine_bench(rounds: int = ROUNDS) -> Result:
     with tempfile.TemporaryDirectory(prefix="polyphase-engine-") as folder:
-        model = make_llama(Path(folder) / "model", SHAPE, DEMO_MODEL)
+        model = make_llama(Path(folder) / "model", SHAPE)
         return asyncio.run(measured(cluster_of(model), partial(_measure, rounds)))
 
 
@@ -278,39 +254,33 @@ async def _measure(rounds: int, on: Session) -> Result:
     async with ApiClient(on.target.api_url, on.target.model) as api, HostWatch(on.target.launcher_pid) as watch:
 
         async def run(
-            number: int,
-            policy: str,
-            wanted: Sequence[Wanted],
-            order: str = FCFS,
-            admission: str = GREEDY,
-            at_once: int = 0,
+            number: int, label: str, requests: Sequence[Request], order: str, admission: str, at_once: int = 0
         ) -> Run:
             """One load under these policies, on an engine that has nothing else to do."""
             await on.suite.wait_idle()
-            chosen = PolicySpec(order, OVERTAKING.get(order, {})), PolicySpec(admission, OURS.get(admission, {}))
-            kinds = ("prefill_order", "decode_admission")
-            await on.suite.set_policies(dict(zip(kinds, chosen, strict=True)), WHO)
+            chosen = {"prefill_order": order, "decode_admission": admission}
+            specs = {kind: PolicySpec(name, PARAMETERS.get(name, {})) for kind, name in chosen.items()}
+            await on.suite.set_policies(specs, WHO)
             before = await _preemptions(on)
-            served = await send(api, wanted, f"e{next(names)}", at_once)
+            served = await send(api, requests, f"e{next(names)}", at_once)
             preemptions = await _preemptions(on) - before
-            timelines = await on.target.timelines({one.request_id for one in served})
-            predicted = fmean(predicted_in_time(timeline) for timeline in timelines.values())
-            ttft_s, jct_s = (fmean(getattr(one, name) for one in served) for name in ("ttft_s", "jct_s"))
-            progress(f"{number} {policy:16} TTFT {ttft_s:6.2f} s, JCT {jct_s:6.2f} s, {preemptions} preemptions")
-            return Run(number, policy, served, preemptions, predicted)
+            found = Run(number, label, served, preemptions)
+            means = f"TTFT {found.mean(ttft_s):6.2f} s, JCT {found.mean(jct_s):6.2f} s"
+            progress(f"{number} {label:16} {means}, {preemptions} preemptions")
+            return found
 
-        # Admissions first: the short answers of bursts would teach the predictor another thing.
-        admissions = [await run(0, ALONE, pressing(SEED), at_once=FITTING)]
+        # Admissions first: the short answers of bursts would teach the predictor other lengths.
+        admissions = [await run(0, ALONE, pressing(SEED), FCFS, GREEDY, FITTING)]
         for number in range(rounds):
-            for admission in rotated(ADMISSIONS, number):
-                admissions.append(await run(number, admission, pressing(SEED + number), admission=admission))
-        orders = [await run(0, ALONE, burst(SEED), at_once=1)]
+            for name in rotated(ADMISSIONS, number):
+                admissions.append(await run(number, name, pressing(SEED + number), FCFS, name))
+        orders = [await run(0, ALONE, burst(SEED), FCFS, GREEDY, 1)]
         for number in range(rounds):
-            for order in rotated(ORDERS, number):
-                orders.append(await run(number, order, burst(SEED + number), order=order))
+            for name in rotated(ORDERS, number):
+                orders.append(await run(number, name, burst(SEED + number), name, GREEDY))
     notes = [
         f"one engine on one core, {KV_TOKENS} tokens of KV in blocks of {BLOCK}, {SEATS} seats; {rounds} rounds",
-        "admissions that reserve go by what the predictor has observed, beginning with an uncounted run",
+        "admissions that reserve use what the predictor has observed, beginning with an uncounted run",
     ]
     return merged(report(orders, admissions), result({"foreign_cores": watch.mean_cores}, notes=notes))
 
@@ -323,4 +293,4 @@ async def _preemptions(on: Session) -> int:
             text = (await http.get("/metrics")).raise_for_status().text
         except httpx.HTTPError as error:
             raise Unavailable(f"{ENGINE}: {error}") from error
-    return int(metric(text, _PREEMPTIONS))
+    return int(metric(text, "vllm:num_preemptions_total"))

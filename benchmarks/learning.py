@@ -19,9 +19,20 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.mixed_pair import CHUNK, SEATS, SEED, SHAPE, STAGING_BYTES, FormSteps, conversations, replay
+from benchmarks.mixed import (
+    CHUNK,
+    SEATS,
+    SEED,
+    SHAPE,
+    STAGING_BYTES,
+    FormSteps,
+    conversations,
+    kind_of,
+    replay,
+    speed_of,
+)
 from benchmarks.real_engines import QuotaSuite, cluster_file, measured_under_quotas
-from benchmarks.results import Result, at_most, merged, progress, result
+from benchmarks.results import Aim, Result, at_most, merged, progress, result
 from shared.cost.kinds import others_busy, slowdown_at
 from shared.cost.library import Library
 from shared.cost.rates_file import CalibratedKind, ScaledSteps
@@ -36,42 +47,37 @@ from tools.calibrate.host_watch import HostWatch
 from tools.calibrate.live import StepReader, fit_kinds, run_phases, timed_step
 from tools.calibrate.target import Shot
 
-# The suite.
-
 FAST, SLOW, THIRD = "fast", "slow", "third"
 CORES = MappingProxyType({FAST: 0.8, SLOW: 0.3, THIRD: 0.5})  # the rest of two cores is for everything else
 EQUAL, HALF = 0.5, 0.25  # cores of each where they are alike, and of the one that is slowed down
 MAX_MODEL_LEN = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Trio(QuotaSuite):
-    async def rates(self) -> dict[str, StepRates]:
-        """The published step times. Raises Unavailable for an instance that publishes none."""
-        infos = await self.instances()
-        silent = [info.instance_id for info in infos if info.rates.step is None]
-        if silent:
-            raise Unavailable(f"{', '.join(silent)}: no step times are published")
-        return {info.instance_id: info.rates.step for info in infos if info.rates.step is not None}
-
-
 def cluster_of(model: Path) -> dict[str, Any]:
-    """The cluster file. Two compute whole requests, and meet decodes and chunks beside them; the third prompts only."""
+    """Two instances compute whole requests, in steps of decodes and of chunks beside them; the third prompts only."""
     roles = {FAST: Role.DECODE, SLOW: Role.DECODE, THIRD: Role.PREFILL}
     instances = [{"id": name, "role": role.value} for name, role in roles.items()]
     memory = {"kv_cache_bytes": 256 << 20, "staging_bytes": STAGING_BYTES}
     return cluster_file("learning", model, instances, MAX_MODEL_LEN, chunk_size=CHUNK, max_seqs=SEATS, **memory)
 
 
-# Learned rates beside those of a calibration: predicted times of steps.
+async def published_rates(suite: QuotaSuite) -> dict[str, StepRates]:
+    """The step times of all instances. Raises Unavailable for an instance that publishes none."""
+    rates = {info.instance_id: info.rates.step for info in await suite.instances()}
+    if silent := [name for name, step in rates.items() if step is None]:
+        raise Unavailable(f"{', '.join(silent)}: no step times are published")
+    return {name: step for name, step in rates.items() if step is not None}
 
-FEWEST = 10  # steps of a kind, in the traffic and in the calibration, else there is nothing to compare
-_CONTEXTS = (128, 384)  # tokens of a decode's context
+
+# Learned rates beside those of a calibration.
+
+OFF_PERCENT = 15.0
+FEWEST_STEPS = 10  # of a kind, in the traffic and in the calibration; with fewer a kind is not compared
 # Prefill chunks at a prompt's beginning and further on; decodes at several counts and contexts; both together.
 BATCHES: Mapping[str, tuple[Batch, ...]] = MappingProxyType(
     {
         "prefill": tuple(Batch(((new, before),)) for new in (64, 128, 256) for before in (0, 256)),
-        "decode": tuple(Batch((), count, count * context) for count in (1, 2, 4, 8) for context in _CONTEXTS),
+        "decode": tuple(Batch((), count, count * context) for count in (1, 2, 4, 8) for context in (128, 384)),
         "mixed": tuple(
             Batch(((new, before),), count, count * 256)
             for new, before in ((64, 0), (192, 0), (192, 256))
@@ -85,19 +91,32 @@ BATCHES: Mapping[str, tuple[Batch, ...]] = MappingProxyType(
 class Compared:
     """One kind of an instance's steps. off: learned over calibrated times − 1, of each of the `BATCHES`.
 
-    measured_off: the same of the calibration's steps, learned over measured.
+    steps: that were learned from. measured_off: learned over measured times − 1, of the calibration's steps.
     """
 
     instance_id: str
     kind: str
-    steps: int  # that were learned from
+    steps: int
     off: tuple[float, ...]
     measured_off: tuple[float, ...]
 
     @property
     def mean_error(self) -> float:
-        """Of the magnitudes; a share."""
         return fmean(abs(one) for one in self.off)
+
+
+def compare(
+    instance_id: str, learned: StepRates, calibrated: ScaledSteps, steps: Sequence[StepRecord]
+) -> list[Compared]:
+    """The kinds that the instance has served and that its calibration, of these `steps`, has seen enough of."""
+    published, timed, found = FormSteps(learned), [timed_step(step) for step in steps], []
+    for kind, batches in BATCHES.items():
+        known, measured = getattr(learned, kind).steps, [one for one in timed if kind_of(one.batch) == kind]
+        if min(known, len(measured)) >= FEWEST_STEPS:
+            off = tuple(published.step_time_s(batch) / calibrated.step_time_s(batch) - 1.0 for batch in batches)
+            measured_off = tuple(published.step_time_s(one.batch) / one.seconds - 1.0 for one in measured)
+            found.append(Compared(instance_id, kind, known, off, measured_off))
+    return found
 
 
 def apart(instances: Sequence[LiveInstance]) -> tuple[LiveInstance, ...]:
@@ -111,8 +130,7 @@ def busy_others(steps: Mapping[str, Sequence[StepRecord]]) -> dict[str, float]:
     for name, records in steps.items():
         ended_s = np.array([one.ended_s for one in records])
         intervals[name] = (ended_s - np.array([one.seconds for one in records]), ended_s)
-    found = others_busy(intervals)
-    return {name: float(others.mean()) if len(others) else 0.0 for name, others in found.items()}
+    return {name: float(others.mean()) if len(others) else 0.0 for name, others in others_busy(intervals).items()}
 
 
 def beside(calibrated: CalibratedKind, others: float) -> ScaledSteps:
@@ -121,41 +139,33 @@ def beside(calibrated: CalibratedKind, others: float) -> ScaledSteps:
     return calibrated.step_times(Library.built_in()).times(slowdown)
 
 
-def compare(
-    instance_id: str, learned: StepRates, calibrated: ScaledSteps, steps: Sequence[StepRecord]
-) -> list[Compared]:
-    """The kinds that the instance has served and that its calibration, of these `steps`, has seen enough of."""
-    by_kind: dict[str, list[StepRecord]] = {kind: [] for kind in BATCHES}
-    for step in steps:
-        by_kind[kind_of(timed_step(step).batch)].append(step)
-    published, found = FormSteps(learned), []
-    for kind, batches in BATCHES.items():
-        known = getattr(learned, kind).steps
-        if min(known, len(by_kind[kind])) >= FEWEST:
-            off = tuple(published.step_time_s(batch) / calibrated.step_time_s(batch) - 1.0 for batch in batches)
-            timed = [timed_step(step) for step in by_kind[kind]]
-            measured = tuple(published.step_time_s(one.batch) / one.seconds - 1.0 for one in timed)
-            found.append(Compared(instance_id, kind, known, off, measured))
-    return found
-
-
-def kind_of(batch: Batch) -> str:
-    return "decode" if not batch.prefill else "mixed" if batch.decode_count else "prefill"
-
-
-def median_error(compared: Sequence[Compared]) -> float:
-    """Of all batches of all kinds and instances; a share."""
-    return median(abs(one) for each in compared for one in each.off)
+def accuracy(compared: Sequence[Compared]) -> Result:
+    figures: dict[str, float] = {}
+    for one in compared:
+        name = f"{one.instance_id}_{one.kind}"
+        figures |= {
+            f"{name}_steps": float(one.steps),
+            f"{name}_off_mean_percent": 100.0 * one.mean_error,
+            f"{name}_measured_steps_off_median_percent": 100.0 * median(abs(off) for off in one.measured_off),
+        }
+    figures["off_median_percent"] = 100.0 * median(abs(off) for one in compared for off in one.off)
+    aims = {"off_median_percent": at_most(OFF_PERCENT, figures["off_median_percent"])}
+    for kind in BATCHES:
+        off = [abs(off) for one in compared if one.kind == kind for off in one.off]
+        aims[f"{kind}_off_mean_percent"] = at_most(OFF_PERCENT, 100.0 * fmean(off) if off else None)
+    return result(figures, aims)
 
 
 # Shares of new work, before and after an instance was slowed down.
 
 WINDOW_S = 2.0
+LEFT = 0.5  # of its share before, at most
+FROM_S, SOON_S, BY_S, UNTIL_S = -10.0, 6.0, 10.0, 20.0  # after the slowdown
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A request, when it came (unix seconds), and where it went. tokens: of its prompt and its answer."""
+    """A request, its arrival (unix seconds) and its instance. tokens: of its prompt and its answer."""
 
     at_s: float
     instance_id: str
@@ -164,7 +174,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """An instance was slowed down at `at_s`, unix seconds."""
+    """The slowdown of an instance at `at_s`, unix seconds."""
 
     instance_id: str
     at_s: float
@@ -179,80 +189,41 @@ def placed(rows: Iterable[Mapping[str, Any]]) -> list[Placed]:
     ]
 
 
-def share(work: Sequence[Placed], episodes: Sequence[Episode], begins_s: float, ends_s: float) -> float | None:
-    """Of the new work of all episodes from `begins_s` until `ends_s` after the slowdown, what the slowed one got.
+def share(work: Sequence[Placed], episodes: Sequence[Episode], begin_s: float, end_s: float) -> float | None:
+    """The share of the slowed instance in the new work of all episodes, from `begin_s` to `end_s` after the slowdown.
 
     None where there was no work.
     """
-    mine = every = 0
-    for episode in episodes:
-        for one in work:
-            if begins_s <= one.at_s - episode.at_s < ends_s:
-                every += one.tokens
-                mine += one.tokens if one.instance_id == episode.instance_id else 0
-    return mine / every if every else None
+    new = [
+        (one.tokens, one.instance_id == episode.instance_id)
+        for episode in episodes
+        for one in work
+        if begin_s <= one.at_s - episode.at_s < end_s
+    ]
+    total = sum(tokens for tokens, _ in new)
+    return sum(tokens for tokens, slowed in new if slowed) / total if total else None
 
 
-def windows(
-    work: Sequence[Placed], episodes: Sequence[Episode], begins_s: float, ends_s: float
-) -> list[tuple[float, float | None]]:
-    """Shares in windows of `WINDOW_S`, by when each begins."""
-    count = round((ends_s - begins_s) / WINDOW_S)
-    starts = [begins_s + number * WINDOW_S for number in range(count)]
-    return [(start, share(work, episodes, start, start + WINDOW_S)) for start in starts]
-
-
-# The report.
-
-OFF_PERCENT = 15.0
-LEFT = 0.5  # of its share before
-WINDOW_FROM_S, SOON_S, BY_S, UNTIL_S = -10.0, 6.0, 10.0, 20.0  # after the slowdown
-
-
-def report(compared: Sequence[Compared], work: Sequence[Placed], episodes: Sequence[Episode]) -> Result:
-    figures, aims = _of_rates(compared)
-    more, wanted = _of_shares(work, episodes)
-    notes = ["in proportion to their speeds the halved one of three would keep 0.6 of its share"]
-    return {"figures": figures | more, "aims": aims | wanted, "notes": notes}
-
-
-def _of_rates(compared: Sequence[Compared]) -> tuple[dict[str, float], Result]:
+def reaction(work: Sequence[Placed], episodes: Sequence[Episode]) -> Result:
     figures: dict[str, float] = {}
-    for one in compared:
-        name = f"{one.instance_id}_{one.kind}"
-        figures |= {
-            f"{name}_steps": float(one.steps),
-            f"{name}_off_mean_percent": 100.0 * one.mean_error,
-            f"{name}_bias_percent": 100.0 * fmean(one.off),
-            f"{name}_measured_steps_off_median_percent": 100.0 * median(abs(off) for off in one.measured_off),
-        }
-    figures["off_median_percent"] = 100.0 * median_error(compared)
-    aims = {"off_median_percent": at_most(OFF_PERCENT, figures["off_median_percent"])}
-    for kind in BATCHES:
-        of_kind = [abs(off) for one in compared if one.kind == kind for off in one.off]
-        got = 100.0 * fmean(of_kind) if of_kind else None
-        aims[f"{kind}_off_mean_percent"] = at_most(OFF_PERCENT, got)
-    return figures, aims
-
-
-def _of_shares(work: Sequence[Placed], episodes: Sequence[Episode]) -> tuple[dict[str, float], Result]:
-    before = share(work, episodes, WINDOW_FROM_S, 0.0)
-    figures = {
-        f"halved_share_from_{begins_s:g}_s": got
-        for begins_s, got in windows(work, episodes, WINDOW_FROM_S, UNTIL_S)
-        if got is not None
-    }
+    for number in range(round((UNTIL_S - FROM_S) / WINDOW_S)):
+        begin_s = FROM_S + number * WINDOW_S
+        if (window := share(work, episodes, begin_s, begin_s + WINDOW_S)) is not None:
+            figures[f"halved_share_from_{begin_s:g}_s"] = window
+    before = share(work, episodes, FROM_S, 0.0)
     if before is not None:
         figures["share_before"] = before
-    aims: Result = {}
-    for name, begins_s, ends_s in (("within_10_s", SOON_S, BY_S), ("from_10_to_20_s", BY_S, UNTIL_S)):
-        after = share(work, episodes, begins_s, ends_s)
+    aims: dict[str, Aim] = {}
+    for name, begin_s, end_s in (("within_10_s", SOON_S, BY_S), ("from_10_to_20_s", BY_S, UNTIL_S)):
+        after = share(work, episodes, begin_s, end_s)
         ratio = after / before if after is not None and before else None
         if ratio is not None:
             figures[f"share_left_{name}"] = ratio
         aims[f"share_left_{name}"] = at_most(LEFT, ratio)
-    return figures, aims
+    return result(figures, aims, ["in proportion to their speeds the halved one of three would keep 0.6 of its share"])
 
+
+# The measurement.
 
 COLD_S, COLD_RATE = 120.0, 1.6  # of chats, requests a second: some two fifths of what the three can serve
 PROMPT, OUTPUT = (48, 96), (6, 14)  # tokens of the steady load: small, so that shares of two seconds mean something
@@ -264,68 +235,67 @@ _ROWS = 10_000
 def run_learning_bench(data: Path) -> Result:
     """Raises Unavailable where CPU quotas are not allowed."""
     work = partial(_measure, conversations(data))
-    return asyncio.run(measured_under_quotas(Trio, SHAPE, CORES, cluster_of, work, SEED))
+    return asyncio.run(measured_under_quotas(QuotaSuite, SHAPE, CORES, cluster_of, work, SEED))
 
 
-async def _measure(lengths: Workload, trio: Trio) -> Result:
-    async with HostWatch(trio.target.launcher_pid) as watch:
-        cold = await _cold_start(trio, lengths)
-        work, episodes = await _halved(trio)
-        trio.check()
+async def _measure(lengths: Workload, suite: QuotaSuite) -> Result:
+    async with HostWatch(suite.target.launcher_pid) as watch:
+        cold = await _cold_start(suite, lengths)
+        work, episodes = await _halved(suite)
+        suite.check()
     cores = ", ".join(f"{name} {cores:g}" for name, cores in CORES.items())
     notes = [
         f"{lengths.name}, prompts a third and answers a quarter as long, {COLD_RATE:g} requests/s; cores: {cores}",
         f"then three coupled instances of {EQUAL:g} cores, one of them of {HALF:g}; {LOAD:.0%} of what they can serve",
     ]
-    return merged(report(cold, work, episodes), result({"foreign_cores": watch.mean_cores}, notes=notes))
+    return merged(accuracy(cold), reaction(work, episodes), result({"foreign_cores": watch.mean_cores}, notes=notes))
 
 
-async def _cold_start(trio: Trio, lengths: Workload) -> list[Compared]:
-    target, traffic = trio.target, trio.traffic
+async def _cold_start(suite: QuotaSuite, lengths: Workload) -> list[Compared]:
+    target, traffic = suite.target, suite.traffic
     serving = StepReader(await target.instances())
     async with asyncio.TaskGroup() as group:
         group.create_task(traffic.timed(replay(lengths, 0.0, COLD_RATE, COLD_S, SEED).shots))
         await asyncio.sleep(COLD_S)
-        learned = await trio.rates()  # while it serves: they follow the last seconds
+        learned = await published_rates(suite)  # while it serves: they follow the last seconds
         steps = await serving.read()
     progress("two minutes of chats are over; calibrating")
     instances = apart(await target.instances())
     reader = StepReader(instances)
     await run_phases(target, traffic, instances, reader, os.cpu_count() or 1, SEED)
-    kinds = await asyncio.to_thread(fit_kinds, instances, reader.steps, Library.built_in())
+    others = busy_others(steps)
     found: list[Compared] = []
-    for calibrated in kinds:
+    for calibrated in await asyncio.to_thread(fit_kinds, instances, reader.steps, Library.built_in()):
         (name,) = calibrated.instances
-        found += compare(name, learned[name], beside(calibrated, busy_others(steps)[name]), reader.steps[name])
-    for each in found:
-        progress(f"{each.instance_id} {each.kind}: off by {each.mean_error:.1%}")
+        found += compare(name, learned[name], beside(calibrated, others[name]), reader.steps[name])
     return found
 
 
-async def _halved(trio: Trio) -> tuple[list[Placed], list[Episode]]:
-    await trio.suite.wait_idle()
-    await trio.flip(THIRD)
-    for group in trio.groups.values():
+async def _halved(suite: QuotaSuite) -> tuple[list[Placed], list[Episode]]:
+    await suite.suite.wait_idle()
+    await suite.flip(THIRD)
+    for group in suite.groups.values():
         group.limit(EQUAL)
-    rate = LOAD * len(CORES) * _speed((await trio.rates())[FAST]) * EQUAL / CORES[FAST]
-    lasts_s = WARM_UP_S + len(CORES) * (BEFORE_S + SLOW_S + AFTER_S)
-    progress(f"{rate:.1f} requests/s for {lasts_s:.0f} s")
+    fast = speed_of((await published_rates(suite))[FAST], sum(PROMPT) / 2, sum(OUTPUT) / 2, BESIDE)
+    rate = LOAD * len(CORES) * fast * EQUAL / CORES[FAST]
+    duration_s = WARM_UP_S + len(CORES) * (BEFORE_S + SLOW_S + AFTER_S)
+    progress(f"{rate:.1f} requests/s for {duration_s:.0f} s")
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(trio.traffic.timed(steady(rate, lasts_s, SEED)))
-        slowing = tasks.create_task(_slow_down(trio))
-    await trio.suite.wait_idle()
+        tasks.create_task(suite.traffic.timed(steady(rate, duration_s, SEED)))
+        slowing = tasks.create_task(_slow_down(suite))
+    await suite.suite.wait_idle()
     rows: list[dict[str, Any]] = []
-    for scheduler in trio.suite.schedulers():
+    for scheduler in suite.suite.schedulers():
         async with scheduler:
             rows += await scheduler.requests(limit=_ROWS)
     return placed(rows), slowing.result()
 
 
-async def _slow_down(trio: Trio) -> list[Episode]:
+async def _slow_down(suite: QuotaSuite) -> list[Episode]:
     """Slow one instance after the other for a while."""
     episodes = []
     await asyncio.sleep(WARM_UP_S)
-    for name, group in trio.groups.items():
+    for name, group in suite.groups.items():
         await asyncio.sleep(BEFORE_S)
         group.limit(HALF)
         episodes.append(Episode(name, time.time()))
@@ -335,16 +305,11 @@ async def _slow_down(trio: Trio) -> list[Episode]:
     return episodes
 
 
-def steady(rate: float, lasts_s: float, seed: int) -> list[Shot]:
+def steady(rate: float, duration_s: float, seed: int) -> list[Shot]:
+    """A Poisson process of small requests."""
     rng = Random(seed)
     at_s, shots = 0.0, list[Shot]()
-    while at_s < lasts_s:
+    while at_s < duration_s:
         shots.append(Shot(rng.randint(*PROMPT), rng.randint(*OUTPUT), at_s))
         at_s += rng.expovariate(rate)
     return shots
-
-
-def _speed(rates: StepRates) -> float:
-    """Requests of the steady load a second."""
-    prompt, output = sum(PROMPT) / 2, sum(OUTPUT) / 2
-    return 1.0 / (rates.prefill_s(prompt, 0.0) + output * rates.decode_s(BESIDE, BESIDE * prompt) / BESIDE)

@@ -1,331 +1,48 @@
-"""`polyphase bench plan`: Huawei's ranking of tensor-parallel degrees, ZTE's P:D recommendations, small random
-inventories beside brute force, large inventories, and refusals of impossible requests.
+"""`polyphase bench plan`, and its part `live`: started plans beside what they promise, and the planner beside a cluster
+that changes. The other parts are in `plan_cases`.
 
-The parts `thunderserve`, `sizes`, `bandwidth` and `loss` are in `plan_thunderserve`, the part `live` in `plan_live`.
+The live clusters are `factor` times as slow as their accelerators, so that this machine can stream all tokens:
+arrivals, targets, links and the waits of services are as many times as long.
 """
 
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import log
-from multiprocessing import get_context
+from functools import partial
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from typing import Any
 
-from benchmarks.papers.testbed import ACCELERATORS, sharegpt
-from benchmarks.plan_live import case_live
-from benchmarks.plan_thunderserve import (
-    NO_ITL_S,
-    CaseResult,
-    case_32,
-    case_bandwidth,
-    case_loss,
-    case_sizes,
-    cluster,
-    drawn,
-    library,
-    problem_of,
-    solved,
-)
-from benchmarks.results import aim
-from shared.cost.kinds import Workshop
-from shared.cost.library import Library
-from shared.cost.network import Link, Network
+import numpy as np
+import yaml
+
+from benchmarks import plan_cases as cases
+from benchmarks.experiment import Session, measured, model_with_context, shots_of, slower
+from benchmarks.plan_cases import cluster, ethernet, problem_of
+from benchmarks.results import Aim, Result, aim, merged, result
+from benchmarks.scenarios import Phase, lengths, trace_of, turning
+from services.launcher.up import RunningSuite
 from shared.domain.instance import Role
 from shared.domain.job import Slo
-from shared.errors import Incompatible, InvalidRequest, PolyphaseError
-from shared.plan.answer import cheapest, nearest
-from shared.plan.group import Group
-from shared.plan.group import Part as StagePart
-from shared.plan.inventory import Inventory, Pool
-from shared.plan.methods.papers import machine_throughputs, recommended
-from shared.plan.methods.registry import QUICK
-from shared.plan.methods.simple import deployments
-from shared.plan.plan import Plan, deployed
+from shared.errors import InvalidRequest
+from shared.plan.estimate import Estimator
+from shared.plan.group import Group, Part
+from shared.plan.judge import Ask, later
+from shared.plan.methods.registry import method
+from shared.plan.plan import Plan, plan_text, routes_of
+from shared.plan.plan import Target as PlanTarget
 from shared.plan.problem import Problem
-from shared.plan.search import Search
-from shared.sim.cluster import simulate
-from shared.sim.spec import EngineLimits, RunSpec, with_words
-from shared.sim.workload import Workload, synthetic
-
-# Refusals of impossible requests, which name the nearest possible one.
-
-
-def case_impossible() -> CaseResult:
-    """A model that fits nowhere, an SLO that nothing meets, nodes without a link, an unknown accelerator."""
-    pair = cluster({"one": ("A10", 2), "two": ("L4", 1)}, 25.0)
-    workload = synthetic(300, 900, 200, seed=1)
-
-    def too_large() -> str:
-        return nearest(problem_of(pair, "Llama-2-70B", workload, Slo()), perf_counter)
-
-    def too_tight() -> str:
-        return nearest(problem_of(pair, "Llama-3-8B", workload, Slo(ttft_s=0.001, tpot_s=0.0001)), perf_counter)
-
-    def apart() -> str:
-        return error_of(lambda: Inventory(pair.pools, Network(pair.network.inside)).require_joined())
-
-    def unknown() -> str:
-        return error_of(lambda: library().catalogue.get("A1000-SXM"))
-
-    aims = {}
-    for what, ask, want in (
-        ("a model that fits nowhere", too_large, "GB are missing"),
-        ("an SLO that nothing meets", too_tight, "the nearest possible SLO: TTFT"),
-        ("nodes without a link", apart, "no link between the nodes 'one' and 'two'"),
-        ("an unknown accelerator", unknown, "did you mean"),
-    ):
-        message = ask()
-        aims[what] = aim(want, message, want in message)
-    return {}, aims, []
-
-
-def error_of(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except PolyphaseError as error:
-        return error.message
-    return "no error"
-
-
-# Huawei's ranking of tensor-parallel degrees, and ZTE's P:D recommendations.
-
-# The machine and the model whose degrees Huawei ranks (5.1, Fig 4).
-_MACHINE = ("V100-32-PCIe", 8, "Llama-3-8B")
-_SAMPLE, _SENT = 200, 250
-# ZTE's Figs 7, 8, 9 and 10: prompt, output, requests a second. The lengths of Fig 6 are not in its text.
-_SCENARIOS = ((256, 256, 2.0), (1024, 1024, 3.0), (512, 1024, 3.0), (1024, 1024, 2.0))
-_ZTE_SLO = Slo(ttft_s=2.0, tpot_s=0.1, itl_s=NO_ITL_S)
-
-
-def case_huawei(data: Path) -> CaseResult:
-    """The estimate's order of the degrees beside the simulator's."""
-    figures: dict[str, float] = {}
-    sample, sent = sharegpt(data, _SAMPLE, seed=1), sharegpt(data, _SENT, seed=2)
-    pairs = list(zip(sample.prompt_tokens.tolist(), sample.output_tokens.tolist(), strict=True))
-    lab = Library.built_in(ACCELERATORS)
-    name, count, model = _MACHINE
-    search = Search(_alone(lab, name, count, model, sent), perf_counter)
-    estimated = machine_throughputs(search, name, count, pairs)
-    simulated = {degree: _throughput(search, degree, count, sent) for degree in estimated}
-    ours, real = (sorted(by, key=lambda t: -by[t]) for by in (estimated, simulated))
-    for degree in estimated:
-        figures[f"huawei_t{degree}_estimated_tokens_per_s"] = estimated[degree]
-        figures[f"huawei_t{degree}_simulated_tokens_per_s"] = simulated[degree]
-    ranking = f"estimate {' > '.join(map(str, ours))}; simulated {' > '.join(map(str, real))}"
-    return figures, {f"Huawei: degrees of {count} x {name}, {model}": aim("the same order", ranking, ours == real)}, []
-
-
-def case_zte() -> CaseResult:
-    """P:D for its scenarios over its two GPUs, at the rates that it runs."""
-    figures: dict[str, float] = {}
-    notes = []
-    lab = Library.built_in(ACCELERATORS)
-    aims = {}
-    for prompt, output, rate in _SCENARIOS:
-        pools = tuple(
-            Pool(node, lab.catalogue.get(name), 4, lab.catalogue.get(name).price_usd_hour)
-            for node, name in (("a", "ZTE-GPU-A"), ("b", "ZTE-GPU-B"))
-        )
-        network = Network(dict.fromkeys("ab", Link(32e9, 1e-4, 0.8)), {("a", "b"): Link(25e9, efficiency=0.8)})
-        workload = synthetic(500, prompt, output)
-        problem = Problem(
-            Inventory(pools, network), Workshop(lab, lab.geometry("Llama-2-7B")), workload, _ZTE_SLO, rate=rate
-        )
-        search = Search(problem, perf_counter)
-        ratio = recommended(search)
-        if ratio is None:
-            aims[f"ZTE {prompt}+{output} at {rate:g}/s"] = aim("a ratio", "none", False)
-            continue
-        what, key = f"ZTE {prompt}+{output} at {rate:g}/s", f"zte_{prompt}_{output}_{rate:g}"
-        figures |= {
-            f"{key}_prefill": ratio.prefills,
-            f"{key}_decode": ratio.decodes,
-            f"{key}_requests_per_s": ratio.rate,
-        }
-        first, then = ratio.prefill, ratio.decode
-        notes.append(
-            f"{what}: {ratio.prefills}P{ratio.decodes}D, prefill on {first.accelerator} ({first.group.layout}, "
-            f"{first.rate:.2f} requests/s each), decode on {then.accelerator} ({then.group.layout}, "
-            f"{then.rate:.2f} each)"
-        )
-        aims[what] = aim(f"serves {rate:g}/s", f"{ratio.rate:.2f}", ratio.rate >= rate)
-    return figures, aims, notes
-
-
-def _alone(lab: Library, name: str, count: int, model: str, sent: Workload) -> Problem:
-    pool = Pool("machine", lab.catalogue.get(name), count, lab.catalogue.get(name).price_usd_hour)
-    link = Link(16e9, 1e-4, 0.8)
-    limits = EngineLimits(batched_tokens=8192, sequences=256, prefill_first=True)
-    inventory = Inventory((pool,), Network({"machine": link}))
-    return Problem(inventory, Workshop(lab, lab.geometry(model)), sent, limits=limits)
-
-
-def _throughput(search: Search, degree: int, count: int, sent: Workload) -> float:
-    """Tokens a second of the whole machine, each of its instances with its share of all requests at once."""
-    problem = search.problem
-    groups = (Group(Role.DECODE, degree, (StagePart(0, problem.shop.geometry.layers),)),) * (count // degree)
-    plan = Plan(groups, policies="round_robin+split=none+dispatch=random")
-    instances, network = deployed(problem, plan, search.estimator.costs, search.estimator.places)
-    run = with_words(RunSpec(network=network), plan.policies)
-    result = simulate(sent.at_once(), instances[:1], run)
-    done = result.outcomes.completed
-    tokens = float((result.outcomes.prompt_tokens[done] + result.outcomes.output_tokens[done]).sum())
-    return (count // degree) * tokens / result.duration_s
-
-
-# Small random inventories beside brute force, others beside every method, and large ones.
-
-ORACLE, BESIDE = 50, 10  # inventories
-_TIE, _NEAR = 0.01, 0.02  # goodputs that are equal, and near, as runs differ by chance
-_FIRST_SEED = 100
-SCALES = (64, 128, 512)
-_PLAIN = ("coupled", "thirds", "exhaustive")
-_TYPES = ("A100-SXM-80", "L40S", "A40", "RTX-3090-Ti")
-
-
-def case_oracle(processes: int = 2) -> CaseResult:
-    """50 inventories of up to 8 accelerators: how near `best` comes to the optimum."""
-    rows = mapped(beside_oracle, range(_FIRST_SEED, _FIRST_SEED + 3 * ORACLE), processes, ORACLE)
-    ratios = [ratio for ratio, *_ in rows]
-    optimal = sum(ratio >= 1.0 - _TIE for ratio in ratios) / len(ratios)
-    worst = min(ratios)
-    figures = {
-        "oracle_inventories": len(rows),
-        "oracle_optimal_share": optimal,
-        "oracle_worst_ratio": worst,
-        "oracle_mean_ratio": fmean(ratios),
-        "oracle_deployments_mean": fmean(count for _, count, _ in rows),
-    }
-    aims = {
-        "the brute-force optimum": aim(">= 95 % of them", f"{100 * optimal:.0f} %", optimal >= 0.95),
-        "else within": aim("2 %", f"{100 * (1 - worst):.1f} %", worst >= 1.0 - _NEAR),
-    }
-    notes = [f"{ratio:.3f} of the optimum: {words}" for ratio, _, words in sorted(rows)[:5] if ratio < 1.0 - _TIE]
-    return figures, aims, notes
-
-
-def beside_oracle(seed: int) -> tuple[float, int, str] | None:
-    """Goodput of `best` over the oracle's, on the same judge; the oracle's deployments. None where nothing fits."""
-    case = drawn(seed)
-    try:
-        found = solved(case.problem, "best")
-        oracle = solved(case.problem, "bruteforce")
-    except Incompatible:
-        return None
-    if oracle.promise.goodput <= 0.0:
-        return None
-    count = sum(1 for _ in deployments(Search(case.problem, perf_counter)))
-    return found.promise.goodput / max(oracle.promise.goodput, found.promise.goodput), count, case.words
-
-
-def case_beside(processes: int = 2) -> CaseResult:
-    """Ten inventories, every method on each, at the price of the inventory; and the cheapest plan for a rate."""
-    rows = mapped(beside_methods, range(_FIRST_SEED, _FIRST_SEED + 4 * BESIDE), processes, BESIDE)
-    figures: dict[str, float] = {}
-    for name in QUICK:
-        ratios = [row[name] for row in rows if name in row]
-        figures[f"best_over_{name}_mean_ratio"] = fmean(ratios)
-        figures[f"best_over_{name}_least_ratio"] = min(ratios)
-    least = min(min(row[name] for name in QUICK if name in row) for row in rows)
-    gains = [min(row[name] for name in QUICK if name in row) for row in rows]
-    saved = [row["saved"] for row in rows if "saved" in row]
-    figures |= {"best_over_next_mean_ratio": fmean(gains), "cheapest_saved_mean_share": fmean(saved) if saved else 0.0}
-    aims = {
-        "best behind no other method by more than 1 %": aim(">= 0.99", f"{least:.3f}", least >= 0.99),
-        "cheapest against the best single type": aim(
-            "no dearer",
-            f"{100 * fmean(saved):.0f} % saved on average, least {100 * min(saved):.0f} %",
-            min(saved) >= -0.001,
-        ),
-    }
-    return figures, aims, []
-
-
-def beside_methods(seed: int) -> dict[str, float] | None:
-    """`best` over each other method's goodput, and the share of the price that the cheapest plan saves."""
-    case = drawn(seed, most=12)
-    if len({pool.accelerator.name for pool in case.problem.inventory.pools}) < 2:
-        return None
-    row: dict[str, float] = {}
-    try:
-        best = solved(case.problem, "best")
-    except Incompatible:
-        return None
-    if best.promise.goodput <= 0.0:
-        return None
-    for name in QUICK:
-        try:
-            other = solved(case.problem, name).promise.goodput
-        except Incompatible:
-            continue
-        if other > 0.0:
-            row[name] = best.promise.goodput / other
-    saved = savings(case.problem, 0.5 * best.promise.goodput)
-    return row | ({"saved": saved} if saved is not None else {})
-
-
-def savings(problem: Problem, rate: float) -> float | None:
-    """What the cheapest plan for a rate saves against the cheapest of one type; None where no single type serves it."""
-    prices = []
-    for name in sorted({pool.accelerator.name for pool in problem.inventory.pools}):
-        alone = Inventory(
-            tuple(p for p in problem.inventory.pools if p.accelerator.name == name), problem.inventory.network
-        )
-        price = _price(problem.on(alone), rate)
-        if price is not None:
-            prices.append(price)
-    mixed = _price(problem, rate)
-    return 1.0 - min(mixed, *prices) / min(prices) if prices and mixed is not None else None
-
-
-def _price(problem: Problem, rate: float) -> float | None:
-    problem_at_rate = replace(problem, rate=rate)
-    try:
-        plan = cheapest(Search(problem_at_rate, perf_counter))
-    except Incompatible:
-        return None
-    return sum(group.price_usd_hour(problem_at_rate.inventory) for group in plan.groups)
-
-
-def case_scale() -> CaseResult:
-    """64, 128 and 512 accelerators of four types: time, and goodput beside the best plain deployment."""
-    figures: dict[str, float] = {}
-    notes = []
-    for count in SCALES:
-        nodes = {f"n{at}": (_TYPES[at % len(_TYPES)], 8) for at in range(count // 8)}
-        workload = synthetic(3000, 1000, 200, prompt_cv=0.9, output_cv=0.8, longest_tokens=4096, seed=1)
-        problem = problem_of(cluster(nodes, 100.0), "Llama-2-70B", workload, Slo(ttft_s=3.0, tpot_s=0.15))
-        found = solved(problem, "best", seconds=240.0)
-        plain = {
-            name: solved(problem, name, seconds=120.0).promise.goodput for name in ("coupled", "thirds", "exhaustive")
-        }
-        best = max(plain.values())
-        figures |= {
-            f"scale_{count}_found_s": found.found_s,
-            f"scale_{count}_took_s": found.took_s,
-            f"scale_{count}_goodput_requests_per_s": found.promise.goodput,
-            f"scale_{count}_over_plain_ratio": found.promise.goodput / best if best else float("inf"),
-        }
-        notes.append(f"{count}: {len(found.plan.groups)} groups, {found.runs} simulations")
-    growth = log(figures["scale_512_took_s"] / figures["scale_64_took_s"]) / log(512 / 64)
-    figures["scale_growth_exponent"] = growth
-    ahead = min(figures[f"scale_{count}_over_plain_ratio"] for count in SCALES)
-    return figures, {"ahead of the best plain deployment": aim(">= 1", f"{ahead:.2f} x", ahead >= 1.0)}, notes
-
-
-def mapped(work: Callable[[int], Any], seeds: range, processes: int, want: int) -> list[Any]:
-    """The first `want` results that are any, in the order of their seeds."""
-    found: list[Any] = []
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        for at in range(seeds.start, seeds.stop, 2 * processes):
-            batch = range(at, min(at + 2 * processes, seeds.stop))
-            found += [one for one in pool.map(work, batch) if one is not None]
-            if len(found) >= want:
-                break
-    return found[:want]
+from shared.plan.running import Proposal, rescheduled, survivors
+from shared.plan.search import Outcome, Search, searched
+from shared.sim.spec import RunSpec
+from shared.sim.workload import Workload
+from shared.wire.clients.planner import PlannerClient
+from tools.calibrate.host_watch import HostWatch
+from tools.calibrate.target import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,32 +54,424 @@ class PlanBenchOptions:
     processes: int = 2
 
 
-PARTS: dict[str, Callable[[PlanBenchOptions], CaseResult]] = {
-    "thunderserve": lambda options: case_32(options.data),
-    "sizes": lambda options: case_sizes(options.data),
-    "bandwidth": lambda _: case_bandwidth(),
-    "loss": lambda options: case_loss(options.data),
-    "oracle": lambda options: case_oracle(options.processes),
-    "huawei": lambda options: case_huawei(options.data),
-    "zte": lambda _: case_zte(),
-    "scale": lambda _: case_scale(),
-    "beside": lambda options: case_beside(options.processes),
-    "impossible": lambda _: case_impossible(),
+PARTS: dict[str, Callable[[PlanBenchOptions], Result]] = {
+    "thunderserve": lambda options: cases.case_32(options.data),
+    "sizes": lambda options: cases.case_sizes(options.data),
+    "bandwidth": lambda _: cases.case_bandwidth(),
+    "loss": lambda options: cases.case_loss(options.data),
+    "oracle": lambda options: cases.case_oracle(options.processes),
+    "huawei": lambda options: cases.case_huawei(options.data),
+    "zte": lambda _: cases.case_zte(),
+    "scale": lambda _: cases.case_scale(),
+    "beside": lambda options: cases.case_beside(options.processes),
     "live": lambda options: case_live(options.data),
 }
 
 
-def run_plan_bench(options: PlanBenchOptions) -> dict[str, Any]:
+def run_plan_bench(options: PlanBenchOptions) -> Result:
     """Each part in turn. Raises InvalidRequest for an unknown part."""
     for name in options.parts:
         if name not in PARTS:
             raise InvalidRequest(f"no part {name!r}; there are {', '.join(PARTS)}")
-    figures: dict[str, float] = {}
-    aims: dict[str, Any] = {}
-    notes: list[str] = []
-    for name in options.parts or PARTS:
-        found, met, more = PARTS[name](options)
-        figures |= found
-        aims |= met
-        notes += more
-    return {"figures": figures, "aims": aims, "notes": notes}
+    return merged(*(PARTS[name](options) for name in options.parts or PARTS))
+
+
+def case_live(data: Path) -> Result:
+    missing = [f"{kind}: no Azure trace below {data}: synthetic requests" for kind in KINDS if not trace_of(kind, data)]
+    follow = (followed(case(data), data) for case in (shift, loss))
+    return merged(*(promise(kind, data) for kind in KINDS), *follow, result({}, notes=missing))
+
+
+# Plans and their cluster files.
+
+MODEL, CONTEXT = "Llama-3-8B", 4096
+SLO = Slo(ttft_s=1.0, tpot_s=0.06)
+KINDS = ("code", "conversation")
+REQUESTS, SEED = 3000, 1
+MIN_FACTOR = 3.0  # what the services add is small beside the accelerators' times, as it is in a real cluster
+PATIENCE_S, JOB_S, DRAIN_S, PULL_S = 10.0, 600.0, 30.0, 10.0  # the services' own, in the accelerators' time
+Nodes = Mapping[str, tuple[str, int]]
+NODES: Nodes = {"a100": ("A100-SXM-80", 1), "a40": ("A40", 2), "ti": ("RTX-3090-Ti", 2)}
+GBPS = 25.0  # between any two of them
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, its search, and the kind of requests."""
+
+    kind: str
+    search: Search
+    outcome: Outcome
+
+    @property
+    def problem(self) -> Problem:
+        return self.search.problem
+
+    @property
+    def plan(self) -> Plan:
+        return self.outcome.plan
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.plan.names(self.problem)
+
+    def groups_text(self) -> str:
+        return f"{cases.groups_text(self.problem, self.plan.groups)}; {self.plan.policies.split(':')[0]}"
+
+
+def search_for(kind: str, data: Path | None, nodes: Nodes = NODES, gbps: float = GBPS) -> Search:
+    """Judged as engines are that send KV when the prompt is computed, as emulated ones do."""
+    requests = replace(lengths(kind, REQUESTS, CONTEXT, SEED, data), name=kind)
+    problem = replace(problem_of(cluster(nodes, ethernet(gbps)), MODEL, requests, SLO), longest_tokens=CONTEXT)
+    return Search(problem, perf_counter, RunSpec(streaming=False, step_budget=True), perf_counter() + 60.0)
+
+
+def factor_for(tokens_per_s: float, most: float) -> float:
+    """How slow a cluster that answers so many tokens a second has to be for `most` to arrive here."""
+    return float(max(MIN_FACTOR, ceil(tokens_per_s / most)))
+
+
+def file_of(one: Planned, factor: float, folder: Path, more: Mapping[str, Any] | None = None) -> Path:
+    """Write the plan's cluster file, with all times that requests see `factor` times as long, into `folder`.
+
+    more: further sections.
+    """
+    model = folder / "model"
+    if not model.exists():
+        model_with_context(model, CONTEXT)
+    estimator = one.search.estimator
+    target = PlanTarget(f"bench plan live ({one.kind})", str(model), MODEL)
+    content = yaml.safe_load(plan_text(one.problem, one.plan, estimator.costs, estimator.places, target))
+    gateway = content["gateway"]
+    slo = {name: {key: factor * value for key, value in each.items()} for name, each in gateway["slo"].items()}
+    waits = {"patience_s": factor * PATIENCE_S, "job_timeout_s": factor * JOB_S}
+    engine = {"emulated_slowdown": factor, "pull_timeout_s": factor * PULL_S}
+    content |= {
+        "planner": {"enabled": False},
+        "predictor": {"enabled": False},
+        "dashboard": {"enabled": False},
+        "gateway": {**gateway, "slo": slo, **waits},
+        "monitor": {"drain_timeout_s": factor * DRAIN_S},
+        "instance_defaults": {**content["instance_defaults"], **engine},
+        **(more or {}),
+    }
+    file = folder / f"{one.kind}.yaml"
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    return file
+
+
+# The promise: the plan's own file is started and gets the requests of the simulated run that the promise is made of.
+# Means are over all requests; attainment is of those that arrive once the cluster is full, on both sides.
+
+AIM_PERCENT = 15.0
+PROMISE_TOKENS_PER_S = 600.0  # that arrive at most: the machine streams three times as many, and has other work
+
+
+@dataclass(frozen=True, slots=True)
+class PromiseFigures:
+    """Of one run, in the accelerators' time: mean TTFT and TPOT, and the settled share within the SLO."""
+
+    ttft_mean_s: float
+    tpot_mean_s: float
+    attainment_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A promise, and the result of the started plan."""
+
+    promised: PromiseFigures
+    live: PromiseFigures
+    factor: float
+    foreign_cores: float
+
+
+def promise(kind: str, data: Path) -> Result:
+    """A plan for that kind of requests, started."""
+    search = search_for(kind, data)
+    one = Planned(kind, search, searched("best", method("best"), search))
+    found = one.outcome.promise
+    note = f"promise, {kind}: {one.groups_text()}; {found.rate:.2f} requests/s (goodput {found.goodput:.2f})"
+    return merged(compared(f"promise_{kind}", keep(one)), result({}, notes=[note]))
+
+
+def keep(one: Planned, most: int | None = None) -> Kept:
+    """Start the plan and send the requests of its promise; the first `most` of them, to see only that it works."""
+    promise = one.outcome.promise
+    workload = one.search.judge.workload(Ask(one.plan, promise.rate))
+    workload = workload.head(most) if most else workload
+    factor = factor_for(promise.figures["output_tokens_per_s"], PROMISE_TOKENS_PER_S)
+    slow = slower(workload, factor)
+
+    async def send(on: Session) -> tuple[PromiseFigures, float]:
+        await on.warm_up()
+        sent = await on.send(slow)
+        return observed(sent.samples, slow, one.problem.slo, factor), sent.foreign_cores
+
+    with tempfile.TemporaryDirectory(prefix="polyphase-promise-") as folder:
+        live, foreign_cores = asyncio.run(measured(file_of(one, factor, Path(folder)), send))
+    promised = PromiseFigures(promise.figures["ttft_mean_s"], promise.figures["tpot_mean_s"], promise.attainment)
+    return Kept(promised, live, factor, foreign_cores)
+
+
+def observed(samples: Sequence[Sample], workload: Workload, slo: Slo, factor: float) -> PromiseFigures:
+    """What clients saw of a workload on a cluster that is `factor` times as slow."""
+    ttft_s = fmean(sample.ttft_s for sample in samples)
+    tpot_s = fmean(value for sample in samples if (value := sample.tpot_s) is not None)
+    settled = np.flatnonzero(later(workload.arrival_s))
+    share = fmean(samples[at].met(slo.slower(factor)) for at in settled)
+    return PromiseFigures(ttft_s / factor, tpot_s / factor, share)
+
+
+def compared(name: str, kept: Kept) -> Result:
+    """Figures of both sides, and an aim for each: live within so many percent of what was promised."""
+    figures = {f"{name}_times_as_slow": kept.factor, f"{name}_foreign_cores": round(kept.foreign_cores, 3)}
+    aims: dict[str, Aim] = {}
+    for what in PromiseFigures.__slots__:
+        promised, live = getattr(kept.promised, what), getattr(kept.live, what)
+        stem, unit = what.rsplit("_", 1)
+        off = 100.0 * (live / promised - 1.0)
+        figures |= {
+            f"{name}_{stem}_promised_{unit}": round(promised, 5),
+            f"{name}_{stem}_live_{unit}": round(live, 5),
+            f"{name}_{stem}_off_percent": round(off, 2),
+        }
+        want = f"within {AIM_PERCENT:g} % of the promise"
+        aims[f"{name}_{stem}"] = aim(want, f"{off:+.1f} %", abs(off) <= AIM_PERCENT)
+    return result(figures, aims)
+
+
+# Following a change. Each accelerator is a group, so that flips can change much; roles are those that rescheduling
+# finds for the first workload. The policies are plain disaggregation: under `adaptive`, decode instances compute
+# prompts, too, and flips have less to mend.
+
+FOLLOWED_NODES: Nodes = {"a100": ("A100-SXM-80", 1), "a40": ("A40", 2), "a10": ("A10", 4)}
+FOLLOWED_GBPS = 100.0
+FOLLOWED_TOKENS_PER_S = 800.0  # that arrive at most
+PLAIN = "least_load+split=full+power_of_two"
+BEFORE_S, AFTER_S = 90.0, 160.0  # on this machine's clock; answers that have ended are short ones at first
+SHARE = 0.8  # of the goodput that the simulator finds for roles as they should be
+AT_FIRST = 0.4  # of the goodput before a shift: what streams many tokens would slow all of it, and few requests a
+# second take long to show a change
+PROPOSED_S = 1.0  # from the notice, at most
+BACK = 0.9  # of the attainment that the proposal expects, at least
+LAST = 0.4  # of a phase: its end shows how good the roles are, not how fast they came
+PLANNER_DRAIN_S = 30.0  # in the accelerators' time
+TAIL_S = 60.0  # on this machine's clock, for what is still being applied
+BROKEN = {"POLYPHASE_WORKER_ENGINE": "gone"}  # with it no worker starts: each restart by the launcher fails
+_ENDED = ("applied", "failed", "refused", "withdrawn")
+
+
+@dataclass(frozen=True)
+class Change:
+    """phases: before and after, in the accelerators' time. lost: the instance that is killed then, if any.
+
+    before, after: the simulated goodput then, without and with the flips of the proposal.
+    """
+
+    name: str
+    one: Planned
+    phases: tuple[Phase, Phase]
+    factor: float
+    lost: str
+    before: float
+    after: float
+
+
+def shift(data: Path | None) -> Change:
+    """Clients turn from conversation to code."""
+    one, search = _started(data), search_for("code", data, FOLLOWED_NODES, FOLLOWED_GBPS)
+    before, after = _goodputs(search, one.plan, rescheduled_roles(search.estimator, one.plan))
+    first, then = (float(each.problem.workload.output_tokens.mean()) for each in (one.search, search))
+    factor, phases = paced(
+        ("conversation", AT_FIRST * one.outcome.promise.goodput, first), ("code", SHARE * after, then)
+    )
+    return Change("shift", one, phases, factor, "", before, after)
+
+
+def loss(data: Path | None) -> Change:
+    """Conversation goes on, and the group is lost whose loss flips make up for best."""
+    one = _started(data)
+    candidates = []
+    for lost in range(len(one.plan.groups)):
+        left = by_roles(survivors(one.plan, [lost])[0])
+        if len(left.roles) == len(Role):
+            proposal = rescheduled_roles(one.search.estimator, left)
+            if proposal.before.goodput > 0.0:
+                candidates.append((lost, left, proposal))
+    lost, left, proposal = max(candidates, key=lambda row: row[2].after.goodput / row[2].before.goodput)
+    before, after = _goodputs(one.search, left, proposal)
+    rate = SHARE * min(one.outcome.promise.goodput, after)
+    demand = "conversation", rate, float(one.problem.workload.output_tokens.mean())
+    factor, phases = paced(demand, demand)
+    return Change("loss", one, phases, factor, one.names[lost], before, after)
+
+
+def paced(*demands: tuple[str, float, float]) -> tuple[float, tuple[Phase, Phase]]:
+    """How slow the cluster has to be, and the phases before and after the change.
+
+    demands: of each phase its kind, requests a second and mean tokens of an answer.
+    """
+    factor = factor_for(max(rate * output for _, rate, output in demands), FOLLOWED_TOKENS_PER_S)
+    before, after = (
+        Phase(kind, rate, seconds / factor)
+        for (kind, rate, _), seconds in zip(demands, (BEFORE_S, AFTER_S), strict=True)
+    )
+    return factor, (before, after)
+
+
+def by_roles(groups: tuple[Group, ...]) -> Plan:
+    """The groups under plain disaggregation."""
+    return Plan(groups, policies=PLAIN)
+
+
+def rescheduled_roles(estimator: Estimator, running: Plan) -> Proposal:
+    """A proposal of roles alone; rescheduling takes groups that decode to compute prompts only along routes."""
+    routes = routes_of(estimator.of(running.groups, local=False))
+    found = rescheduled(estimator, Plan(running.groups, routes, "plan:"))
+    return replace(found, plan=by_roles(found.plan.groups))
+
+
+def _started(data: Path | None) -> Planned:
+    """Roles for conversation, found from one instance that decodes on."""
+    search = search_for("conversation", data, FOLLOWED_NODES, FOLLOWED_GBPS)
+    layers = search.problem.shop.geometry.layers
+    places = [at for at, pool in enumerate(search.problem.inventory.pools) for _ in range(pool.count)]
+    roles = [Role.DECODE] + [Role.PREFILL] * (len(places) - 1)
+    first = tuple(Group(role, 1, (Part(at, layers),)) for role, at in zip(roles, places, strict=True))
+    plan = rescheduled_roles(search.estimator, by_roles(first)).plan
+    goodput = search.judge.goodput(plan, search.estimator.of(plan.groups, local=False).goodput)
+    outcome = Outcome("rescheduled", plan, search.judge.promise(plan, goodput), 0.0, 0.0, 0)
+    return Planned("conversation", search, outcome)
+
+
+def _goodputs(search: Search, plan: Plan, proposal: Proposal) -> tuple[float, float]:
+    judge = search.judge
+    return judge.goodput(plan, proposal.before.goodput), judge.goodput(proposal.plan, proposal.after.goodput)
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One run. settled: by phase, the share of its last part within the SLO. failed: the errors of requests.
+
+    changed_s: when the second phase began, unix time. proposals: of the planner since then, oldest first.
+    """
+
+    settled: tuple[float, float]
+    failed: tuple[str, ...]
+    changed_s: float
+    foreign_cores: float
+    proposals: tuple[Mapping[str, Any], ...] = ()
+
+
+def followed(change: Change, data: Path | None) -> Result:
+    """The change with the planner, and without it."""
+    with_planner, without = (asyncio.run(ran(change, data, planner)) for planner in (True, False))
+    return judged(change, with_planner, without)
+
+
+async def ran(change: Change, data: Path | None, planner: bool) -> Ran:
+    """Start the plan, with a planner that applies its proposals or without any, and send both phases."""
+    workload = slower(turning(change.phases, CONTEXT, 1, data), change.factor)
+    section = {"auto": True, "drain_timeout_s": change.factor * PLANNER_DRAIN_S} if planner else {"enabled": False}
+    with tempfile.TemporaryDirectory(prefix="polyphase-follow-") as folder:
+        file = file_of(change.one, change.factor, Path(folder), {"planner": section})
+        return await measured(file, partial(_served, change, workload, planner))
+
+
+async def _served(change: Change, workload: Workload, planner: bool, on: Session) -> Ran:
+    await on.warm_up()
+    change_s = change.factor * change.phases[0].seconds
+    changed_s = time.time() + change_s
+    async with HostWatch(on.target.launcher_pid) as watch, asyncio.TaskGroup() as group:
+        sending = group.create_task(on.traffic.tried(shots_of(workload)))
+        if change.lost:
+            group.create_task(_lose(on.running, change.lost, change_s))
+    answers = sending.result()
+    proposals = await _proposals(on.suite.state.planner_url, changed_s) if planner else ()
+    failed = tuple(answer for answer in answers if isinstance(answer, str))
+    return Ran(settled_shares(answers, workload, change), failed, changed_s, watch.mean_cores, proposals)
+
+
+async def _lose(running: RunningSuite, name: str, after_s: float) -> None:
+    """Kill an instance and have every restart of it fail."""
+    await asyncio.sleep(after_s)
+    await running.supervisor.restart(name, BROKEN)
+
+
+async def _proposals(url: str, since_s: float) -> tuple[Mapping[str, Any], ...]:
+    """Proposals since then, oldest first, once all have ended or TAIL_S are over."""
+    deadline = time.monotonic() + TAIL_S
+    async with PlannerClient(url) as client:
+        while True:
+            found = [entry for entry in await client.proposals(100) if entry["made_s"] >= since_s]
+            if all(entry["state"] in _ENDED for entry in found) or time.monotonic() > deadline:
+                return tuple(found[::-1])
+            await asyncio.sleep(1.0)
+
+
+def settled_shares(answers: Sequence[Sample | str], workload: Workload, change: Change) -> tuple[float, float]:
+    """By phase the share of its last requests within the SLO; those that failed are not."""
+    slo = change.one.problem.slo.slower(change.factor)
+    met = np.array([isinstance(answer, Sample) and answer.met(slo) for answer in answers])
+    found, start_s = [], 0.0
+    for phase in change.phases:
+        end_s = start_s + change.factor * phase.seconds
+        last = (workload.arrival_s >= end_s - LAST * (end_s - start_s)) & (workload.arrival_s < end_s)
+        found.append(float(met[last].mean()) if last.any() else float("nan"))
+        start_s = end_s
+    return found[0], found[1]
+
+
+def judged(change: Change, followed: Ran, alone: Ran) -> Result:
+    """Figures of the runs with and without the planner, and aims for the planner."""
+    name = f"follow_{change.name}"
+    figures = {
+        f"{name}_times_as_slow": change.factor,
+        f"{name}_simulated_goodput_without_per_s": round(change.before, 3),
+        f"{name}_simulated_goodput_with_per_s": round(change.after, 3),
+        f"{name}_rate_per_s": round(change.phases[1].rate, 3),
+    }
+    for label, run in (("with", followed), ("without", alone)):
+        figures |= {
+            f"{name}_before_{label}_share": round(run.settled[0], 4),
+            f"{name}_after_{label}_share": round(run.settled[1], 4),
+            f"{name}_failed_{label}": len(run.failed),
+            f"{name}_foreign_cores_{label}": round(run.foreign_cores, 3),
+        }
+    answer = answering(change, followed.proposals)
+    cause = answer["cause"] if answer else "nothing"
+    aims: dict[str, Aim] = {
+        f"{name}_proposed": aim(f"for a {change.name}", cause, cause == change.name),
+        f"{name}_failed": aim("no request", f"{len(followed.failed)}", not followed.failed),
+    }
+    notes = [f"{change.name}: {change.one.groups_text()}; lost: {change.lost or 'none'}"]
+    notes += [f"{change.name}: a request failed: {reason[:200]}" for reason in sorted(set(followed.failed))[:3]]
+    if answer is None:
+        return result(figures, aims, notes)
+    took_s, promised = answer["made_s"] - answer["noticed_s"], float(answer["then"]["attainment"])
+    applied_s = max((step["at_s"] for step in answer["steps"]), default=answer["made_s"])
+    flips = ", ".join(f"{flip['instance_id']} to {flip['to_role']}" for flip in answer["flips"]) or "routes alone"
+    error = f" ({answer['error']})" if answer.get("error") else ""
+    notes.append(f"{change.name}: {answer['state']}: {flips}{error}")
+    figures |= {
+        f"{name}_noticed_s": round(answer["noticed_s"] - followed.changed_s, 3),
+        f"{name}_proposed_after_notice_s": round(took_s, 3),
+        f"{name}_thought_s": round(answer["took_s"], 3),
+        f"{name}_applied_after_notice_s": round(applied_s - answer["noticed_s"], 3),
+        f"{name}_promised_share": round(promised, 4),
+    }
+    back, better = followed.settled[1], followed.settled[1] - alone.settled[1]
+    aims |= {
+        f"{name}_proposed_after_notice_s": aim(f"<= {PROPOSED_S:g}", f"{took_s:.2f}", took_s <= PROPOSED_S),
+        f"{name}_applied": aim("applied", answer["state"], answer["state"] == "applied"),
+        f"{name}_back": aim(f">= {BACK:g} of the {promised:.3f} promised", f"{back:.3f}", back >= BACK * promised),
+        f"{name}_better_than_without": aim("more than without", f"{better:+.3f}", better > 0.0),
+    }
+    return result(figures, aims, notes)
+
+
+def answering(change: Change, proposals: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The first proposal for that reason, else for any; of those applied, if any was."""
+    found = [entry for entry in proposals if entry["cause"] == change.name] or list(proposals)
+    return next((entry for entry in found if entry["state"] == "applied"), found[0] if found else None)

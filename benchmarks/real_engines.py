@@ -1,4 +1,4 @@
-"""A suite of real engines on this machine's cores, each held to a share of one: unlike instances without a GPU."""
+"""Suites of real engines on this machine's cores: a small random model, and CPU quotas that make engines unlike."""
 
 import json
 import re
@@ -17,14 +17,14 @@ import numpy as np
 import psutil
 from safetensors.numpy import save_file
 
-from benchmarks.experiment import WHO, Found, Session, measured
+from benchmarks.experiment import WHO, Session, measured
 from benchmarks.suite import BARE, DEMO_MODEL
 from services.launcher.suite import Suite
 from shared.domain.instance import InstanceInfo
 from shared.errors import InvalidRequest, Unavailable
 from tools.calibrate.target import Target, Traffic
 
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+# The model.
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,17 @@ class LlamaShape:
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of float32."""
+        return self.num_hidden_layers * 2 * self.num_key_value_heads * self.head_dim * 4
 
-def make_llama(folder: Path, shape: LlamaShape, tokenizer_of: Path, seed: int = 0) -> Path:
-    """Write the model into `folder`, with the tokenizer of the model in `tokenizer_of`. Weights are float16.
 
-    Raises InvalidRequest when there is no tokenizer.
-    """
+def make_llama(folder: Path, shape: LlamaShape) -> Path:
+    """Write a model with random float16 weights and the demo model's tokenizer into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in _TOKENIZER:
-        if not (tokenizer_of / name).is_file():
-            raise InvalidRequest(f"{tokenizer_of / name} is missing: the random model takes its tokenizer from there")
-        shutil.copy(tokenizer_of / name, folder / name)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, folder / name)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -66,18 +66,6 @@ def make_llama(folder: Path, shape: LlamaShape, tokenizer_of: Path, seed: int = 
         **asdict(shape),
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    rng = np.random.default_rng(seed)
-    weights = {
-        name: np.ones(size, np.float16)
-        if len(size) == 1
-        else (rng.standard_normal(size, np.float32) * 0.02).astype(np.float16)
-        for name, size in _sizes(shape).items()
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def _sizes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
     hidden, inner = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     layer = {
@@ -94,19 +82,28 @@ def _sizes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
     sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
     for number in range(shape.num_hidden_layers):
         sizes |= {f"model.layers.{number}.{name}.weight": size for name, size in layer.items()}
-    return sizes | {"model.norm.weight": (hidden,)}
+    sizes["model.norm.weight"] = (hidden,)
+    rng = np.random.default_rng(0)
+    weights = {
+        name: (np.ones(size) if len(size) == 1 else rng.standard_normal(size, np.float32) * 0.02).astype(np.float16)
+        for name, size in sizes.items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
+
+# CPU quotas.
 
 CGROUPS = Path("/sys/fs/cgroup")
-PERIOD_US = 20_000  # short, so that a step is slowed down evenly and not now and then
-LEAST_US = 1_000  # the kernel takes no less
+PERIOD_US = 20_000  # short, so that a quota slows a step down evenly
+MIN_QUOTA_US = 1_000  # the kernel refuses less
 REMOVE_S = 5.0
 _NAME = re.compile(r"polyphase-(\d+)-(\d+)-[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Throttled:
-    """What a group has met so far: periods in which it ran, those in which it used its quota up, seconds lost so."""
+    """Counters of a group: periods in which it ran, periods in which it used its quota up, and seconds lost so."""
 
     periods: int
     throttled: int
@@ -117,17 +114,16 @@ class Throttled:
 
     @property
     def share(self) -> float:
-        """Of the periods, those in which the quota was used up: 1 when computing is all there is."""
+        """The share of periods in which the quota was used up."""
         return self.throttled / self.periods if self.periods else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class CpuGroup:
-    """A cgroup with a quota, at first of `cores`."""
+    """A cgroup with a CPU quota."""
 
     path: Path
-    cores: float
-    unified: bool  # v2
+    unified: bool  # cgroup v2
 
     def add(self, pid: int) -> None:
         """Hold a process, its threads and its children to the quota. Raises Unavailable."""
@@ -136,15 +132,18 @@ class CpuGroup:
             pids = [pid, *(child.pid for child in root.children(recursive=True))]
         except psutil.NoSuchProcess as error:
             raise Unavailable(f"{self.path.name}: there is no process {pid}") from error
-        for one in pids:
-            _write(self.path / "cgroup.procs", str(one))
+        for each in pids:
+            _write(self.path / "cgroup.procs", str(each))
 
     def limit(self, cores: float) -> None:
-        """Another quota from now on. Raises Unavailable, and InvalidRequest for one that is too small."""
-        _limit(self.path, self.unified, cores)
-
-    def pids(self) -> tuple[int, ...]:
-        return tuple(map(int, (self.path / "cgroup.procs").read_text().split()))
+        """Set the quota. Raises Unavailable, and InvalidRequest for one that is too small."""
+        _check(self.path.name, cores)
+        quota_us = round(cores * PERIOD_US)
+        if self.unified:
+            _write(self.path / "cpu.max", f"{quota_us} {PERIOD_US}")
+        else:
+            _write(self.path / "cpu.cfs_period_us", str(PERIOD_US))
+            _write(self.path / "cpu.cfs_quota_us", str(quota_us))
 
     def throttled(self) -> Throttled:
         rows = (line.split() for line in (self.path / "cpu.stat").read_text().splitlines())
@@ -155,41 +154,34 @@ class CpuGroup:
 
 @contextmanager
 def cpu_quota(name: str, cores: float, cgroups: Path = CGROUPS) -> Iterator[CpuGroup]:
-    """A group that may use so many cores, for the block's length; before others where cores are short.
+    """A group that may use so many cores, with the highest priority where cores are short.
 
-    Groups that a killed process has left are removed first. Raises Unavailable, which says what is missing, where this
-    machine does not allow it, and InvalidRequest for a quota that is too small.
+    Groups of processes that have ended are removed first. Raises Unavailable, which says what is missing, where this
+    machine does not allow quotas, and InvalidRequest for a quota that is too small.
     """
     _check(name, cores)
     parent, unified = _parent(cgroups)
-    _remove_leftovers(parent)
+    for path in parent.glob("polyphase-*"):
+        found = _NAME.fullmatch(path.name)
+        if found is not None and not _alive(int(found[1]), int(found[2])):
+            _remove(path)
     started = round(psutil.Process().create_time() * 100)
-    path = parent / f"polyphase-{getpid()}-{started}-{name}"
-    _make(path)
+    group = CpuGroup(parent / f"polyphase-{getpid()}-{started}-{name}", unified)
     try:
-        _limit(path, unified, cores)
-        if unified:
-            _write(path / "cpu.weight", "10000")  # the greatest there is
-        else:
-            _write(path / "cpu.shares", "262144")  # the greatest there is
-        yield CpuGroup(path, cores, unified)
+        group.path.mkdir()
+    except OSError as error:
+        raise _refusal(parent, error) from error
+    try:
+        group.limit(cores)
+        _write(*((group.path / "cpu.weight", "10000") if unified else (group.path / "cpu.shares", "262144")))
+        yield group
     finally:
-        _remove(path)
+        _remove(group.path)
 
 
 def _check(name: str, cores: float) -> None:
-    if cores * PERIOD_US < LEAST_US:
-        raise InvalidRequest(f"{name}: a quota of {cores:g} cores is less than {LEAST_US / PERIOD_US:g}")
-
-
-def _limit(path: Path, unified: bool, cores: float) -> None:
-    _check(path.name, cores)
-    quota_us = round(cores * PERIOD_US)
-    if unified:
-        _write(path / "cpu.max", f"{quota_us} {PERIOD_US}")
-    else:
-        _write(path / "cpu.cfs_period_us", str(PERIOD_US))
-        _write(path / "cpu.cfs_quota_us", str(quota_us))
+    if cores * PERIOD_US < MIN_QUOTA_US:
+        raise InvalidRequest(f"{name}: a quota of {cores:g} cores is less than {MIN_QUOTA_US / PERIOD_US:g}")
 
 
 def _parent(cgroups: Path) -> tuple[Path, bool]:
@@ -197,22 +189,14 @@ def _parent(cgroups: Path) -> tuple[Path, bool]:
     for name in ("cpu", "cpu,cpuacct"):
         if (cgroups / name / "cgroup.procs").exists():
             return cgroups / name, False
-    known = cgroups / "cgroup.controllers"
+    known, enabled = cgroups / "cgroup.controllers", cgroups / "cgroup.subtree_control"
     if not known.exists():
         raise Unavailable(f"CPU quotas: no cgroup is mounted at {cgroups}, neither v1 with `cpu` nor v2")
     if "cpu" not in known.read_text().split():
         raise Unavailable(f"CPU quotas: {known} does not name the controller `cpu`")
-    control = cgroups / "cgroup.subtree_control"
-    if "cpu" not in control.read_text().split():
-        _write(control, "+cpu")
+    if "cpu" not in enabled.read_text().split():
+        _write(enabled, "+cpu")
     return cgroups, True
-
-
-def _make(path: Path) -> None:
-    try:
-        path.mkdir()
-    except OSError as error:
-        raise _refusal(path.parent, error) from error
 
 
 def _write(file: Path, text: str) -> None:
@@ -223,15 +207,8 @@ def _write(file: Path, text: str) -> None:
 
 
 def _refusal(where: Path, error: OSError) -> Unavailable:
-    who = "" if geteuid() == 0 else "; this needs root"
-    return Unavailable(f"CPU quotas: {where} cannot be changed ({error.strerror}){who}")
-
-
-def _remove_leftovers(parent: Path) -> None:
-    for path in parent.glob("polyphase-*"):
-        found = _NAME.fullmatch(path.name)
-        if found is not None and not _alive(int(found[1]), int(found[2])):
-            _remove(path)
+    root = "" if geteuid() == 0 else "; this needs root"
+    return Unavailable(f"CPU quotas: {where} cannot be changed ({error.strerror}){root}")
 
 
 def _alive(pid: int, started: int) -> bool:
@@ -242,8 +219,8 @@ def _alive(pid: int, started: int) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Let its processes go on without a quota, and remove it; a process that is ending keeps it a moment longer."""
-    give_up = time.monotonic() + REMOVE_S
+    """Move the group's processes out of it, and remove it; a process that is ending keeps it a moment longer."""
+    deadline = time.monotonic() + REMOVE_S
     while path.exists():
         for pid in (path / "cgroup.procs").read_text().split() if (path / "cgroup.procs").exists() else ():
             with suppress(OSError):  # it has ended
@@ -251,12 +228,15 @@ def _remove(path: Path) -> None:
         try:
             rmdir(path)
         except OSError as error:
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise Unavailable(f"CPU quotas: {path} cannot be removed ({error.strerror})") from error
             time.sleep(0.02)
 
 
-FLIP_S = 60.0  # a drain may take so long
+# Suites.
+
+DRAIN_TIMEOUT_S = 60.0
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,33 +261,33 @@ class QuotaSuite:
 
     async def instances(self) -> list[InstanceInfo]:
         """As the monitor knows them, with the rates that they have learned."""
-        found = await self.suite.instances()
-        return [msgspec.convert(entry["info"], InstanceInfo) for entry in found.values()]
+        entries = await self.suite.instances()
+        return [msgspec.convert(entry["info"], InstanceInfo) for entry in entries.values()]
 
     async def flip(self, *names: str) -> None:
         """Change the roles of these instances. Raises the monitor's errors."""
         async with self.suite.monitor() as monitor:
             for name in names:
-                await monitor.flip(name, drain_timeout_s=FLIP_S, force=True, who=WHO)
+                await monitor.flip(name, drain_timeout_s=DRAIN_TIMEOUT_S, force=True, who=WHO)
 
     def check(self) -> None:
-        """Raises Unavailable when an instance was started again meanwhile, and so without its quota."""
+        """Raises Unavailable when an instance was restarted, and so without its quota."""
         for name, pid in self.pids.items():
             if self.suite.state.pid(name) != pid:
-                raise Unavailable(f"the instance {name} was started again, without its quota: nothing to compare")
+                raise Unavailable(f"the instance {name} was restarted without its quota: nothing can be compared")
 
 
-Kind = TypeVar("Kind", bound=QuotaSuite)
+AnySuite = TypeVar("AnySuite", bound=QuotaSuite)
 
 
 async def measured_under_quotas(
-    kind: type[Kind],
+    kind: type[AnySuite],
     shape: LlamaShape,
     cores: Mapping[str, float],
     cluster_of: Callable[[Path], dict[str, Any]],
-    work: Callable[[Kind], Coroutine[Any, Any, Found]],
+    work: Callable[[AnySuite], Coroutine[Any, Any, Result]],
     seed: int,
-) -> Found:
+) -> Result:
     """The result of `work` on a suite of real engines of a random Llama, each held to its share of the cores.
 
     cluster_of: makes the cluster file of the model's folder. Raises Unavailable where this machine allows no quotas.
@@ -315,15 +295,15 @@ async def measured_under_quotas(
     with ExitStack() as stack:
         groups = {name: stack.enter_context(cpu_quota(name, share)) for name, share in cores.items()}
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polyphase-engines-")))
-        model = make_llama(folder / "model", shape, DEMO_MODEL)
+        model = make_llama(folder / "model", shape)
 
-        async def held(session: Session) -> Found:
+        async def limited(session: Session) -> Result:
             pids = {name: session.suite.state.pid(name) for name in groups}
             for name, pid in pids.items():
                 groups[name].add(pid)
             return await work(kind(session, groups, pids))
 
-        return await measured(cluster_of(model), held, seed=seed)
+        return await measured(cluster_of(model), limited, seed=seed)
 
 
 def cluster_file(

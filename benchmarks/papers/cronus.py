@@ -1,14 +1,25 @@
-"""Cronus: stage capacities (Table 2) predicted and measured, and the five systems of its evaluation compared by TTFT
-and TBT (5.1, Fig. 4)."""
+"""Cronus: stage capacities (Table 2) predicted and measured, and the five systems of its evaluation compared by
+throughput, TTFT and TBT (5.1, Fig. 4).
 
-from collections.abc import Callable, Mapping
+`python -m benchmarks.papers.cronus DATA` fits the coefficients to the stage capacities and prints them: how
+`coefficients.yaml` was made.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.papers.report import Chart, Row, Section, gain, informative, order, ratio_gain, value
+import msgspec
+import numpy as np
+from scipy.optimize import least_squares
+
+from benchmarks.papers.report import Row, Section, gain, informative, order, ratio_gain, value
 from benchmarks.papers.testbed import (
     CONVERSATION,
+    Coefficients,
     Kind,
+    Shares,
     Stage,
     Testbed,
     Watermark,
@@ -24,30 +35,25 @@ from benchmarks.papers.testbed import (
 from shared.cost.network import Link
 from shared.domain.instance import Role
 from shared.policy.dispatch import PowerOfTwo
-from shared.policy.placement import LeastLoad, Placement, Policies, Weighted
-from shared.policy.split import CronusSplit, FullSplit, NoSplit, Split
+from shared.policy.placement import LeastLoad, Policies, Weighted
+from shared.policy.split import CronusSplit, FullSplit, NoSplit
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import EngineLimits, FirstToken, InstanceSpec, RunSpec
 from shared.sim.workload import Workload, evenly
 
-# Stage capacities: what each GPU does alone as prefill or decode stage, derived from Table 2 over Table 3. The twelve
-# are all that the coefficients are fitted to (FORMULAS section 6). Eight numbers are fitted: each GPU's share of
-# predicted compute (from its prefill) and of predicted bandwidth (from its decode), shared by both models, and the
-# cost of a step and of a sequence. Those two follow from the decodes: 25 to 256 sequences run at once, and the models
-# differ in the bytes that they read.
-
 HIGH, LOWS = "A100-SXM-80", ("A10", "A30")
 MODELS = ("Llama-3-8B", "Qwen2-7B")
-REQUESTS = 1000
+REQUESTS = 1000  # the first of the conversation trace, as in the paper: 1014 tokens in and 247 out on average
 INFINIBAND = Link(12.5e9, latency_s=1e-4, efficiency=0.8)  # 100 Gb/s
 WHOLE = EngineLimits(batched_tokens=8192, sequences=1)  # the prefill instance computes one prompt at a time (4.4)
 CHUNKED = EngineLimits(batched_tokens=512, sequences=256)
+LOW_CHUNKED = EngineLimits(batched_tokens=256, sequences=256)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Requests a second of one GPU with one model in one role."""
+    """Requests a second of one GPU with one model in one role, derived from Table 2 over Table 3."""
 
     accelerator: str
     model: str
@@ -55,121 +61,110 @@ class Capacity:
     measured: float
 
 
-# Means where two hardware columns give the A100's figure.
-CAPACITIES = (
-    Capacity(HIGH, MODELS[0], Role.PREFILL, 11.82),
-    Capacity(HIGH, MODELS[0], Role.DECODE, 12.95),
-    Capacity(HIGH, MODELS[1], Role.PREFILL, 12.40),
-    Capacity(HIGH, MODELS[1], Role.DECODE, 17.37),
-    Capacity("A10", MODELS[0], Role.PREFILL, 4.15),
-    Capacity("A10", MODELS[0], Role.DECODE, 1.35),
-    Capacity("A10", MODELS[1], Role.PREFILL, 4.18),
-    Capacity("A10", MODELS[1], Role.DECODE, 3.42),
-    Capacity("A30", MODELS[0], Role.PREFILL, 6.27),
-    Capacity("A30", MODELS[0], Role.DECODE, 3.05),
-    Capacity("A30", MODELS[1], Role.PREFILL, 6.66),
-    Capacity("A30", MODELS[1], Role.DECODE, 6.74),
-)
-
-
-def requests(data: Path) -> Workload:
-    """The paper's: the first 1000 of the conversation trace, 1014 tokens in and 247 out on average."""
-    return azure(data, CONVERSATION, REQUESTS)
-
-
-def modelled(testbed: Testbed, workload: Workload, capacity: Capacity) -> float:
-    """The same of the model: prompts one after the other; or decodes whose KV is at hand."""
-    if capacity.role is Role.PREFILL:
-        model = testbed.model(capacity.accelerator, capacity.model)
-        return len(workload) / sum(model.prefill_time_s(int(tokens)) for tokens in workload.prompt_tokens)
-    anything = replace(WHOLE, sequences=256)
-    feed = Kind(HIGH, capacity.model, limits=anything, link=Link(1e12, 0.0, 1.0), slowed=1e-3)
-    cluster = (
-        *instances(testbed, feed, Role.PREFILL),
-        *instances(testbed, Kind(capacity.accelerator, capacity.model, limits=CHUNKED, link=feed.link), Role.DECODE),
-    )
-    run = RunSpec(label="decode alone", first_token=FirstToken.DECODE, streaming=False, decode_admission=Watermark())
-    return requests_per_s(simulate(workload.at_once(), cluster, run))
-
-
-def capacities(testbed: Testbed, workload: Workload) -> Mapping[Capacity, float]:
-    return {capacity: modelled(testbed, workload, capacity) for capacity in CAPACITIES}
-
-
-# The five systems of the evaluation (5.1), on an A100 and an A10 or A30 in different hosts.
-
-SYSTEMS = ("DP", "PP", "Disagg H-L", "Disagg L-H", "Cronus")
-_LOW_CHUNKED = EngineLimits(batched_tokens=256, sequences=256)
-# Layers on the A100 and on the other, by the paper's split after BF16 rates.
-_LAYERS = {
-    ("A10", "Llama-3-8B"): (23, 9),
-    ("A30", "Llama-3-8B"): (21, 11),
-    ("A10", "Qwen2-7B"): (20, 8),
-    ("A30", "Qwen2-7B"): (18, 10),
+# The twelve capacities are all that the coefficients are fitted to (FORMULAS section 6). Eight numbers are fitted: each
+# GPU's share of predicted compute (from its prefill) and of predicted bandwidth (from its decode), shared by both
+# models, and the cost of a step and of a sequence. Those two follow from the decodes: 25 to 256 sequences run at once,
+# and the models differ in the bytes that they read. Means where two hardware columns give the A100's figure.
+_MEASURED = {  # prefill and decode of the first model, then of the second
+    HIGH: (11.82, 12.95, 12.40, 17.37),
+    "A10": (4.15, 1.35, 4.18, 3.42),
+    "A30": (6.27, 3.05, 6.66, 6.74),
 }
+_CASES = tuple((model, role) for model in MODELS for role in Role)
+CAPACITIES = tuple(
+    Capacity(gpu, *case, rate) for gpu, rates in _MEASURED.items() for case, rate in zip(_CASES, rates, strict=True)
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A hardware pair with a model."""
+    """A hardware pair with a model. layers: on the A100 and on the other, by the paper's split after BF16 rates."""
 
     low: str
     model: str
+    layers: tuple[int, int]
 
     @property
     def name(self) -> str:
         return f"A100+{self.low} {self.model}"
 
 
+COLUMNS = (
+    Column("A10", MODELS[0], (23, 9)),
+    Column("A10", MODELS[1], (20, 8)),
+    Column("A30", MODELS[0], (21, 11)),
+    Column("A30", MODELS[1], (18, 10)),
+)
+# Table 2: requests a second, in the order of the columns.
+TABLE_2 = {
+    "DP": (7.28, 8.70, 8.54, 10.85),
+    "PP": (3.86, 4.08, 3.96, 3.97),
+    "Disagg H-L": (1.31, 3.45, 2.93, 6.74),
+    "Disagg L-H": (4.11, 4.35, 6.14, 6.59),
+    "Cronus": (7.39, 8.29, 8.70, 10.27),
+}
+SYSTEMS = tuple(TABLE_2)
+OTHERS = SYSTEMS[:-1]
+WITHIN = 0.15
+LOAD = 0.5  # of what the slower of two compared systems serves; the paper does not state its rates
+Rates = Mapping[str, Sequence[float]]
+
+
+def cronus_section(testbed: Testbed, data: Path) -> Section:
+    workload = azure(data, CONVERSATION, REQUESTS)
+    at_once = workload.at_once()
+    rates = {s: [requests_per_s(run_system(testbed, column, s, at_once)) for column in COLUMNS] for s in SYSTEMS}
+    stages = [
+        informative(
+            f"stage_{at}",
+            "Tables 2, 3",
+            f"calibration: {one.accelerator} {one.role} of {one.model}",
+            "req/s",
+            f"{one.measured:g}",
+            modelled(testbed, workload, one),
+        )
+        for at, one in enumerate(CAPACITIES)
+    ]
+    rows = (*stages, *_throughput_rows(rates), *_latency_rows(testbed, workload, rates))
+    return Section("cronus", "Cronus: partially disaggregated prefill", rows)
+
+
+def modelled(testbed: Testbed, workload: Workload, capacity: Capacity) -> float:
+    """A capacity as the model has it: prompts one after the other; or decodes whose KV is at hand."""
+    if capacity.role is Role.PREFILL:
+        model = testbed.model(capacity.accelerator, capacity.model)
+        return len(workload) / sum(model.prefill_time_s(int(tokens)) for tokens in workload.prompt_tokens)
+    feed = Kind(HIGH, capacity.model, limits=replace(WHOLE, sequences=256), link=Link(1e12, 0.0, 1.0), slowed=1e-3)
+    decode = Kind(capacity.accelerator, capacity.model, limits=CHUNKED, link=feed.link)
+    cluster = (*instances(testbed, feed, Role.PREFILL), *instances(testbed, decode, Role.DECODE))
+    run = RunSpec(label="decode alone", first_token=FirstToken.DECODE, streaming=False, decode_admission=Watermark())
+    return requests_per_s(simulate(workload.at_once(), cluster, run))
+
+
 def run_system(testbed: Testbed, column: Column, system: str, workload: Workload) -> SimResult:
-    return _BUILDERS[system](testbed, column, workload)
-
-
-def _dp(testbed: Testbed, column: Column, workload: Workload) -> SimResult:
-    """Weights 3 and 1; 3 and 1 requests may wait, beside the one whose prompt is being computed."""
-    high, low = (
-        instances(testbed, Kind(accelerator, column.model, limits=limits, link=INFINIBAND), Role.DECODE, 1, prefix)[0]
-        for accelerator, limits, prefix in ((HIGH, CHUNKED, "high"), (column.low, _LOW_CHUNKED, "low"))
-    )
-    cluster = (replace(weighed(high, 3.0), max_prefills=4), replace(weighed(low, 1.0), max_prefills=2))
-    return _simulate(workload, cluster, Weighted(), NoSplit())
-
-
-def _pp(testbed: Testbed, column: Column, workload: Workload) -> SimResult:
-    """Two micro-batches that take turns, each with half of the KV: the stages do not overlap (see `prose.yaml`)."""
-    layers = _LAYERS[column.low, column.model]
-    stages = (Stage(HIGH, layers[0]), Stage(column.low, layers[1]))
-    spec = staged(testbed, "pp", column.model, stages, Role.DECODE, CHUNKED, INFINIBAND, INFINIBAND)
-    return _simulate(workload, (in_turn(spec),), LeastLoad(), NoSplit())
-
-
-def _disaggregated(first: str | None, second: str | None) -> "Builder":
-    """Prefill on one GPU, decode on the other; None is the column's low-end one."""
-
-    def build(testbed: Testbed, column: Column, workload: Workload) -> SimResult:
-        cluster = _pair(testbed, column, first or column.low, second or column.low)
-        return _simulate(workload, cluster, LeastLoad(), FullSplit())
-
-    return build
-
-
-def _cronus(testbed: Testbed, column: Column, workload: Workload) -> SimResult:
-    """The policy as it is; the prefill instance's own limit (`_pair`) is what `max_prefills` of the split does live."""
-    split = CronusSplit(max_prefills=0)
-    return _simulate(workload, _pair(testbed, column, column.low, HIGH), LeastLoad(), split)
-
-
-def _pair(testbed: Testbed, column: Column, first: str, second: str) -> tuple[InstanceSpec, ...]:
-    """At most two requests are in the prefill instance, so that each split rests on fresh loads (4.2)."""
-    prefill = Kind(first, column.model, limits=WHOLE, link=INFINIBAND)
-    decode = Kind(second, column.model, limits=CHUNKED, link=INFINIBAND)
-    return (
-        *(replace(spec, max_prefills=2) for spec in instances(testbed, prefill, Role.PREFILL)),
-        *instances(testbed, decode, Role.DECODE),
-    )
-
-
-def _simulate(workload: Workload, cluster: tuple[InstanceSpec, ...], placement: Placement, split: Split) -> SimResult:
+    """One of the five systems on an A100 and an A10 or A30 in different hosts."""
+    model, low = column.model, column.low
+    placement: LeastLoad | Weighted = LeastLoad()
+    split: NoSplit | FullSplit | CronusSplit = NoSplit()
+    cluster: tuple[InstanceSpec, ...]
+    match system:
+        case "DP":  # weights 3 and 1; 3 and 1 requests may wait, beside the one whose prompt is being computed
+            placement = Weighted()
+            high, small = (
+                instances(testbed, Kind(name, model, limits=limits, link=INFINIBAND), Role.DECODE, 1, prefix)[0]
+                for name, limits, prefix in ((HIGH, CHUNKED, "high"), (low, LOW_CHUNKED, "low"))
+            )
+            cluster = replace(weighed(high, 3.0), max_prefills=4), replace(weighed(small, 1.0), max_prefills=2)
+        case "PP":  # two micro-batches that take turns, each with half of the KV: the stages do not overlap
+            stages = Stage(HIGH, column.layers[0]), Stage(low, column.layers[1])
+            spec = staged(testbed, "pp", model, stages, Role.DECODE, CHUNKED, INFINIBAND, INFINIBAND)
+            cluster = (in_turn(spec),)
+        case "Disagg H-L":
+            split, cluster = FullSplit(), _pair(testbed, model, HIGH, low)
+        case "Disagg L-H":
+            split, cluster = FullSplit(), _pair(testbed, model, low, HIGH)
+        case _:  # live, `max_prefills` of the split limits the prefill instance, which here has a limit of its own
+            split, cluster = CronusSplit(max_prefills=0), _pair(testbed, model, low, HIGH)
     run = RunSpec(
         policies=Policies(placement, split, PowerOfTwo()),
         decode_admission=Watermark(),
@@ -180,124 +175,99 @@ def _simulate(workload: Workload, cluster: tuple[InstanceSpec, ...], placement: 
     return simulate(workload, cluster, run)
 
 
-Builder = Callable[[Testbed, Column, Workload], SimResult]
-_BUILDERS: dict[str, Builder] = {
-    "DP": _dp,
-    "PP": _pp,
-    "Disagg H-L": _disaggregated(HIGH, None),
-    "Disagg L-H": _disaggregated(None, HIGH),
-    "Cronus": _cronus,
-}
-
-_COLUMNS = tuple(Column(low, model) for low in LOWS for model in MODELS)
-# Requests a second, in the order of the columns.
-_TABLE_2 = {
-    "DP": (7.28, 8.70, 8.54, 10.85),
-    "PP": (3.86, 4.08, 3.96, 3.97),
-    "Disagg H-L": (1.31, 3.45, 2.93, 6.74),
-    "Disagg L-H": (4.11, 4.35, 6.14, 6.59),
-    "Cronus": (7.39, 8.29, 8.70, 10.27),
-}
-_WITHIN = 0.15
-_LOAD = 0.5
+def _pair(testbed: Testbed, model: str, prefill: str, decode: str) -> tuple[InstanceSpec, ...]:
+    """At most two requests are in the prefill instance, so that each split rests on fresh loads (4.2)."""
+    first = instances(testbed, Kind(prefill, model, limits=WHOLE, link=INFINIBAND), Role.PREFILL)
+    then = instances(testbed, Kind(decode, model, limits=CHUNKED, link=INFINIBAND), Role.DECODE)
+    return (*(replace(spec, max_prefills=2) for spec in first), *then)
 
 
-def cronus_section(testbed: Testbed, data: Path) -> Section:
-    workload = requests(data)
-    rates = {
-        system: tuple(requests_per_s(run_system(testbed, column, system, workload.at_once())) for column in _COLUMNS)
-        for system in SYSTEMS
-    }
-    rows = (
-        *_stage_rows(testbed, workload),
-        *_table_rows(rates),
-        *_order_rows(rates),
-        *_ratio_rows(rates),
-        *_latency_rows(testbed, workload, rates),
-    )
-    charts = tuple(
-        Chart(
-            f"cronus_{column.low.lower()}_{column.model.split('-')[0].lower()}",
-            f"Cronus, Table 2: {column.name}",
-            "req/s",
-            SYSTEMS,
-            {"paper": [_TABLE_2[s][at] for s in SYSTEMS], "ours": [rates[s][at] for s in SYSTEMS]},
-        )
-        for at, column in enumerate(_COLUMNS)
-    )
-    return Section("cronus", "Cronus: partially disaggregated prefill", rows, charts)
-
-
-def _stage_rows(testbed: Testbed, workload: Workload) -> tuple[Row, ...]:
+def _throughput_rows(rates: Rates) -> list[Row]:
     rows = []
-    for at, (one, ours) in enumerate(capacities(testbed, workload).items()):
-        what = f"calibration: {one.accelerator} {one.role} of {one.model}"
-        rows.append(informative(f"stage_{at}", "Tables 2, 3", what, "req/s", f"{one.measured:g}", ours))
-    return tuple(rows)
-
-
-def _table_rows(rates: Mapping[str, tuple[float, ...]]) -> tuple[Row, ...]:
-    rows = []
-    for system in SYSTEMS:
-        for at, column in enumerate(_COLUMNS):
-            key, what = f"table2_{_word(system)}_{at}", f"{column.name}: {system}"
-            rows.append(value(key, "Table 2", what, "req/s", _TABLE_2[system][at], rates[system][at], _WITHIN))
-    return tuple(rows)
-
-
-def _order_rows(rates: Mapping[str, tuple[float, ...]]) -> tuple[Row, ...]:
-    rows = []
-    for at, column in enumerate(_COLUMNS):
-        paper, ours = (sorted(SYSTEMS, key=lambda s: -figures[s][at]) for figures in (_TABLE_2, rates))
-        what = f"{column.name}: order"
-        rows.append(order(f"order_{at}", "Table 2", what, " > ".join(paper), " > ".join(ours), paper == ours))
-    return tuple(rows)
-
-
-def _ratio_rows(rates: Mapping[str, tuple[float, ...]]) -> tuple[Row, ...]:
-    rows = []
+    for s in SYSTEMS:
+        for at, column in enumerate(COLUMNS):
+            key, figures = f"table2_{_word(s)}_{at}", (TABLE_2[s][at], rates[s][at])
+            rows.append(value(key, "Table 2", f"{column.name}: {s}", "req/s", *figures, WITHIN))
+    for at, column in enumerate(COLUMNS):
+        paper, ours = (sorted(SYSTEMS, key=lambda s: -by[s][at]) for by in (TABLE_2, rates))
+        orders = " > ".join(paper), " > ".join(ours)
+        rows.append(order(f"order_{at}", "Table 2", f"{column.name}: order", *orders, paper == ours))
     for system, claimed in (("PP", 2.58), ("Disagg H-L", 5.64), ("Disagg L-H", 1.9)):
         most = max(a / b for a, b in zip(rates["Cronus"], rates[system], strict=True))
         rows.append(ratio_gain(f"up_to_{_word(system)}", "5.2", f"throughput against {system}, up to", claimed, most))
-    return tuple(rows)
+    return rows
 
 
-def _latency_rows(testbed: Testbed, workload: Workload, rates: Mapping[str, tuple[float, ...]]) -> tuple[Row, ...]:
+def _latency_rows(testbed: Testbed, workload: Workload, rates: Rates) -> list[Row]:
     """P99 of TTFT and TBT of Cronus against each other system, in every column, at a rate that both serve."""
-    ttft: dict[str, list[float]] = {}
-    tbt: dict[str, list[float]] = {}
-    for system in SYSTEMS[:-1]:
-        for at, column in enumerate(_COLUMNS):
-            arriving = evenly(workload, _LOAD * min(rates["Cronus"][at], rates[system][at]))
+    ttft: dict[str, list[float]] = {system: [] for system in OTHERS}
+    tbt: dict[str, list[float]] = {system: [] for system in OTHERS}
+    for system in OTHERS:
+        for at, column in enumerate(COLUMNS):
+            arriving = evenly(workload, LOAD * min(rates["Cronus"][at], rates[system][at]))
             ours, theirs = (run_system(testbed, column, name, arriving) for name in ("Cronus", system))
-            ttft.setdefault(system, []).append(change(p99_ttft_s(ours), p99_ttft_s(theirs)))
-            tbt.setdefault(system, []).append(change(_p99_tbt_s(ours), _p99_tbt_s(theirs)))
+            ttft[system].append(change(p99_ttft_s(ours), p99_ttft_s(theirs)))
+            tbt[system].append(change(ours.gaps.percentile_s(0.99), theirs.gaps.percentile_s(0.99)))
 
-    def lower(key: str, metric: str, system: str, changes: list[float]) -> Row:
-        what, ours = f"{metric} P99 of {system} lower than Cronus'", f"Cronus {_signed(changes)} %"
-        return order(key, "Fig 4", what, "in every column", ours, min(changes) > 0)
+    def up_to(key: str, metric: str, system: str, claimed: float, changes: Sequence[float]) -> Row:
+        return gain(key, "Fig 4", f"{metric} P99 against {system}, up to", claimed, min(changes))
 
-    what = "P99 against"
-    return (
-        gain("ttft_dp_a10", "Fig 4", f"TTFT {what} DP, A10, up to", -55.0, min(ttft["DP"][:2])),
-        gain("ttft_dp_a30", "Fig 4", f"TTFT {what} DP, A30, up to", -26.0, min(ttft["DP"][2:])),
-        gain("ttft_lh", "Fig 4", f"TTFT {what} Disagg L-H, up to", -84.0, min(ttft["Disagg L-H"])),
-        gain("ttft_pp", "Fig 4", f"TTFT {what} PP, up to", -58.0, min(ttft["PP"])),
-        lower("ttft_hl", "TTFT", "Disagg H-L", ttft["Disagg H-L"]),
-        gain("tbt_pp", "Fig 4", f"TBT {what} PP, up to", -70.0, min(tbt["PP"])),
-        gain("tbt_dp", "Fig 4", f"TBT {what} DP, up to", -63.0, min(tbt["DP"])),
-        gain("tbt_hl", "Fig 4", f"TBT {what} Disagg H-L, up to", -51.0, min(tbt["Disagg H-L"])),
-        lower("tbt_lh", "TBT", "Disagg L-H", tbt["Disagg L-H"]),
-    )
+    def higher(key: str, metric: str, system: str, changes: Sequence[float]) -> Row:
+        ours = ", ".join(f"{one:+.0f}" for one in changes)
+        what = f"{metric} P99 of {system} lower than Cronus'"
+        return order(key, "Fig 4", what, "in every column", f"Cronus {ours} %", min(changes) > 0)
 
-
-def _p99_tbt_s(result: SimResult) -> float:
-    return result.gaps.percentile_s(0.99)
-
-
-def _signed(changes: list[float]) -> str:
-    return ", ".join(f"{one:+.0f}" for one in changes)
+    return [
+        up_to("ttft_dp_a10", "TTFT", "DP, A10", -55.0, ttft["DP"][:2]),
+        up_to("ttft_dp_a30", "TTFT", "DP, A30", -26.0, ttft["DP"][2:]),
+        up_to("ttft_lh", "TTFT", "Disagg L-H", -84.0, ttft["Disagg L-H"]),
+        up_to("ttft_pp", "TTFT", "PP", -58.0, ttft["PP"]),
+        higher("ttft_hl", "TTFT", "Disagg H-L", ttft["Disagg H-L"]),
+        up_to("tbt_pp", "TBT", "PP", -70.0, tbt["PP"]),
+        up_to("tbt_dp", "TBT", "DP", -63.0, tbt["DP"]),
+        up_to("tbt_hl", "TBT", "Disagg H-L", -51.0, tbt["Disagg H-L"]),
+        higher("tbt_lh", "TBT", "Disagg L-H", tbt["Disagg L-H"]),
+    ]
 
 
 def _word(system: str) -> str:
     return system.lower().replace(" ", "_").replace("-", "")
+
+
+# The fit.
+
+_GPUS = (HIGH, *LOWS)
+_START = (*(0.8, 0.8) * len(_GPUS), 3e-3, 5e-5)
+_LOW = (*(0.3, 0.3) * len(_GPUS), 1e-3, 1e-6)
+_HIGH = (*(1.2, 1.2) * len(_GPUS), 1e-2, 5e-4)
+
+
+def fitted(known: Coefficients, workload: Workload) -> Coefficients:
+    """`known` fitted to the capacities: least squares of the logarithms of the errors."""
+
+    cached: dict[object, float] = {}  # a GPU's shares do not change the others' capacities
+
+    def errors(logs: Sequence[float]) -> list[float]:
+        tried = with_values(known, np.exp(logs).tolist())
+        keys = [(one, tried.devices[one.accelerator], tried.engine) for one in CAPACITIES]
+        for key in keys:
+            if key not in cached:
+                cached[key] = float(np.log(modelled(Testbed(tried), workload, key[0]) / key[0].measured))
+        return [cached[key] for key in keys]
+
+    solution = least_squares(errors, np.log(_START), bounds=(np.log(_LOW), np.log(_HIGH)), diff_step=0.01, max_nfev=12)
+    return with_values(known, np.exp(solution.x).tolist())
+
+
+def with_values(known: Coefficients, values: Sequence[float]) -> Coefficients:
+    """values: compute and bandwidth of each GPU, then the engine's two. GPUs of the same chip share the A100's."""
+    shares = [Shares(*values[2 * at : 2 * at + 2]) for at in range(len(_GPUS))]
+    devices = dict.fromkeys(known.devices, shares[0]) | dict(zip(_GPUS, shares, strict=True))
+    mean = Shares(*(float(np.exp(np.mean(np.log(values[at : 2 * len(_GPUS) : 2])))) for at in (0, 1)))
+    engine = type(known.engine)(*values[2 * len(_GPUS) :])
+    return msgspec.structs.replace(known, engine=engine, default=mean, devices=devices)
+
+
+if __name__ == "__main__":
+    found = fitted(Coefficients.from_file(), azure(Path(sys.argv[1]), CONVERSATION, REQUESTS))
+    print(found.engine, found.default, *found.devices.items(), sep="\n")

@@ -1,8 +1,7 @@
-"""Common base of the five simulated papers: library and coefficients, step times and block watermark of their
-engines (vLLM V0), request lengths, instances of one or several groups of accelerators (pipeline parallelism), and
-runs of a cluster."""
+"""The common base of the reproduced papers: step times and admission of the engines of their time (vLLM V0), request
+lengths from public tables, simulated instances, and figures of a simulated run."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -20,7 +19,7 @@ from shared.cost.network import Link
 from shared.cost.operators import Collective
 from shared.cost.pipeline import Pipeline
 from shared.cost.rates_file import ScaledSteps
-from shared.cost.step import Batch, StepModel, StepTimes
+from shared.cost.step import Batch, StepModel
 from shared.domain.instance import Role
 from shared.domain.job import JobView
 from shared.domain.rates import PartialPrefillCost, Rates
@@ -32,11 +31,14 @@ from shared.sim.spec import EngineLimits, InstanceSpec
 from shared.sim.traces import read_trace
 from shared.sim.workload import Workload
 
-# Step times of vLLM up to 0.8 (V0), where they differ from the later engine that our cost model prices.
+ACCELERATORS = Path(__file__).with_name("accelerators.yaml")
+COEFFICIENTS = Path(__file__).with_name("coefficients.yaml")
+
+# Step times.
 
 
 class EngineSteps(StepModel):
-    """Prefill chunks and decodes of one step have attention kernels of their own; ours are priced as one.
+    """Step times of vLLM V0: prefill chunks and decodes of one step have attention kernels of their own.
 
     shares_heads: query heads that share a KV head read its KV once. The paged-attention kernel, which is all that GPUs
     before Ampere can run, reads it for each of them.
@@ -53,13 +55,9 @@ class EngineSteps(StepModel):
         super().__init__(accelerator, geometry, tensor_parallel, efficiencies=efficiencies)
         self.shares_heads = shares_heads
         if not shares_heads and geometry.kv_heads < geometry.heads:
-            apart = replace(geometry, kv_heads=geometry.heads)
-            self._layers = _DecodeApart(
-                accelerator, geometry, tensor_parallel, 1, self.dtype, self.kv_dtype, efficiencies
-            )
-            self._layers.decodes = LayerCost(
-                accelerator, apart, tensor_parallel, 1, self.dtype, self.kv_dtype, efficiencies
-            )
+            options = tensor_parallel, 1, self.dtype, self.kv_dtype, efficiencies
+            self._layers = _DecodeApart(accelerator, geometry, *options)
+            self._layers.decodes = LayerCost(accelerator, replace(geometry, kv_heads=geometry.heads), *options)
 
     def step_time_s(self, batch: Batch) -> float:
         count, contexts = batch.decode_count, batch.decode_context_tokens
@@ -76,19 +74,15 @@ class _DecodeApart(LayerCost):
         return self.decodes.decode_attention_s(count, context_tokens)
 
 
-ACCELERATORS = Path(__file__).with_name("accelerators.yaml")
-COEFFICIENTS = Path(__file__).with_name("coefficients.yaml")
-
-
 class Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the papers' engines reach of the compute and of the bandwidth that the shipped constants predict."""
+    """The shares of the predicted compute and bandwidth that the papers' engines reach."""
 
     compute: float = 1.0
     bandwidth: float = 1.0
 
 
 class EngineCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a step of the papers' engines costs besides its kernels, and each sequence in it."""
+    """The cost of a step besides its kernels, and of each sequence in it."""
 
     step_s: float
     sequence_s: float
@@ -100,7 +94,7 @@ class PcieCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The one set; see `coefficients.yaml`. like: device → whose operators stand in."""
+    """The content of `coefficients.yaml`, which explains each."""
 
     engine: EngineCost
     default: Shares
@@ -110,8 +104,8 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     like: Mapping[str, str]
 
     @classmethod
-    def from_file(cls, path: Path = COEFFICIENTS) -> "Coefficients":
-        return msgspec.convert(read_yaml(path), cls, strict=False)
+    def from_file(cls) -> "Coefficients":
+        return msgspec.convert(read_yaml(COEFFICIENTS), cls, strict=False)
 
 
 @dataclass(slots=True)
@@ -120,70 +114,53 @@ class Testbed:
 
     coefficients: Coefficients = field(default_factory=Coefficients.from_file)
     library: Library = field(default_factory=lambda: Library.built_in(ACCELERATORS))
-    _models: dict[tuple[str, str, int], StepModel] = field(default_factory=dict)
+    _models: dict[tuple[str, str, int, int], StepModel] = field(default_factory=dict)
 
     @property
     def catalogue(self) -> Catalogue:
-        """The shipped accelerators and the testbeds' own."""
+        """The shipped accelerators and those of the papers."""
         return self.library.catalogue
 
     def geometry(self, model: str) -> ModelGeometry:
         return self.library.geometry(model)
 
-    def model(self, accelerator: str, model: str, tensor_parallel: int = 1) -> StepModel:
-        """Step times as the papers' engines have them."""
-        return self._model(accelerator, model, self.geometry(model), tensor_parallel)
-
-    def stage(self, accelerator: str, model: str, tensor_parallel: int, layers: int) -> StepModel:
-        """Step times of some of a model's layers, the output projection counted with them."""
-        part = replace(self.geometry(model), layers=layers)
-        return self._model(accelerator, f"{layers} layers of {model}", part, tensor_parallel)
-
-    def kv_tokens(self, accelerator: str, model: str, tensor_parallel: int = 1) -> int:
-        """KV capacity of an instance."""
-        device = self.catalogue.get(accelerator)
-        return kv_capacity_tokens(device, self.geometry(model), tensor_parallel=tensor_parallel)
-
-    def _model(self, accelerator: str, name: str, geometry: ModelGeometry, tensor_parallel: int) -> StepModel:
-        device = self.catalogue.get(accelerator)
-        key = (device.name, name, tensor_parallel)
+    def model(self, accelerator: str, model: str, tensor_parallel: int = 1, layers: int = 0) -> StepModel:
+        """Step times as the papers' engines have them. layers: of a pipeline stage, the output projection included."""
+        device, whole = self.catalogue.get(accelerator), self.geometry(model)
+        key = (device.name, model, tensor_parallel, layers or whole.layers)
         if key not in self._models:
+            known = self.coefficients
+            fitted = self.library.efficiencies.for_device(known.like.get(device.name, device.name))
+            pcie = known.pcie.collective if device.name in known.pcie.devices else fitted.pcie_collective
+            shares = known.devices.get(device.name, known.default)
+            reached = replace(
+                device,
+                bandwidth_bytes_s=device.bandwidth_bytes_s * shares.bandwidth,
+                matrix_flops={precision: rate * shares.compute for precision, rate in device.matrix_flops.items()},
+            )
             self._models[key] = EngineSteps(
-                self._derated(device),
-                geometry,
+                reached,
+                replace(whole, layers=key[3]),
                 tensor_parallel,
-                self._efficiencies(device.name),
-                shares_heads=device.name not in self.coefficients.before_ampere,
+                replace(fitted, pcie_collective=pcie, step_s=known.engine.step_s, sequence_s=known.engine.sequence_s),
+                shares_heads=device.name not in known.before_ampere,
             )
         return self._models[key]
 
-    def _derated(self, device: Accelerator) -> Accelerator:
-        shares = self.coefficients.devices.get(device.name, self.coefficients.default)
-        return replace(
-            device,
-            bandwidth_bytes_s=device.bandwidth_bytes_s * shares.bandwidth,
-            matrix_flops={precision: rate * shares.compute for precision, rate in device.matrix_flops.items()},
-        )
-
-    def _efficiencies(self, name: str) -> Efficiencies:
-        known = self.coefficients
-        fitted = self.library.efficiencies.for_device(known.like.get(name, name))
-        return replace(
-            fitted,
-            pcie_collective=known.pcie.collective if name in known.pcie.devices else fitted.pcie_collective,
-            step_s=known.engine.step_s,
-            sequence_s=known.engine.sequence_s,
-        )
+    def kv_tokens(self, accelerator: str, model: str, tensor_parallel: int = 1, layers: int = 0) -> int:
+        geometry = self.geometry(model)
+        part = replace(geometry, layers=layers or geometry.layers)
+        return kv_capacity_tokens(self.catalogue.get(accelerator), part, tensor_parallel=tensor_parallel)
 
 
-# Admission of vLLM V0: some blocks always stay free for requests that run.
+# Admission of vLLM V0: some blocks stay free for requests that run.
 
 
 @dataclass(frozen=True, slots=True)
 class Watermark:
-    """Admit iff `share` of all blocks is left free beside the whole prompt. Fewer requests are preempted so.
+    """Admit iff `share` of all blocks is left free beside the whole prompt, which prevents preemptions.
 
-    Source: vLLM's block manager up to 0.8, `watermark` = 0.01. An empty instance takes anything.
+    Source: vLLM's block manager up to 0.8, `watermark` = 0.01. An empty instance admits any prompt that fits.
     """
 
     name: ClassVar[str] = "watermark"
@@ -210,7 +187,7 @@ class AtopWatermark:
         return self.inner.admit(job, memory, now) if by_engine.admitted else by_engine
 
 
-# Lengths of requests, from the public tables below the data folder.
+# Lengths of requests.
 
 SHAREGPT = Path("traces/token_counts/sharegpt_8k_filtered_stats_llama2_tokenizer.csv")
 CODING = Path("traces/azure2023/AzureLLMInferenceTrace_code.csv")
@@ -245,15 +222,12 @@ def _file(data: Path, path: Path) -> Path:
     return data / path
 
 
-# Simulated instances, and figures of a run.
+# Simulated instances.
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Instances of one kind: an accelerator, how many of them, a model, and how the engine is run.
-
-    slowed: factor on every step (a second model on the same accelerator). kv_tokens: capacity, worked out if None.
-    """
+    """Instances of one kind. slowed: factor on every step (a second model on the same accelerator)."""
 
     accelerator: str
     model: str
@@ -261,7 +235,6 @@ class Kind:
     limits: EngineLimits = field(default_factory=EngineLimits)
     link: Link = field(default_factory=lambda: Link(12.5e9))
     slowed: float = 1.0
-    kv_tokens: int | None = None
 
 
 def instances(testbed: Testbed, kind: Kind, role: Role, count: int = 1, prefix: str = "") -> tuple[InstanceSpec, ...]:
@@ -269,12 +242,11 @@ def instances(testbed: Testbed, kind: Kind, role: Role, count: int = 1, prefix: 
     model = testbed.model(kind.accelerator, kind.model, kind.tensor_parallel)
     device = testbed.catalogue.get(kind.accelerator)
     price = device.price_usd_hour * kind.tensor_parallel
-    times: StepTimes = model if kind.slowed == 1.0 else ScaledSteps(model, kind.slowed)
     first = InstanceSpec(
         instance_id="",
-        model=times,
+        model=model if kind.slowed == 1.0 else ScaledSteps(model, kind.slowed),
         role=role,
-        kv_tokens=kind.kv_tokens or testbed.kv_tokens(kind.accelerator, kind.model, kind.tensor_parallel),
+        kv_tokens=testbed.kv_tokens(kind.accelerator, kind.model, kind.tensor_parallel),
         kv_bytes_per_token=model.geometry.kv_bytes_per_token(),
         limits=kind.limits,
         link=kind.link,
@@ -284,6 +256,65 @@ def instances(testbed: Testbed, kind: Kind, role: Role, count: int = 1, prefix: 
         rates=rates_of(model, min(kind.limits.batched_tokens, 2048), price),
     )
     return tuple(first.renamed(f"{prefix or role.value}-{at}") for at in range(count))
+
+
+def weighed(spec: InstanceSpec, weight: float) -> InstanceSpec:
+    return replace(spec, rates=msgspec.structs.replace(spec.rates, weight=weight))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """`layers` layers on `tensor_parallel` accelerators: a part of an instance with pipeline parallelism."""
+
+    accelerator: str
+    layers: int
+    tensor_parallel: int = 1
+
+
+def staged(
+    testbed: Testbed,
+    name: str,
+    model: str,
+    stages: tuple[Stage, ...],
+    role: Role,
+    limits: EngineLimits,
+    link: Link,
+    hop: Link,
+) -> InstanceSpec:
+    """An instance of several stages, with as many batches in flight. hop: the path from a stage to the next."""
+    geometry = testbed.geometry(model)
+    models = tuple(testbed.model(s.accelerator, model, s.tensor_parallel, s.layers) for s in stages)
+    costs = [partial_prefill_of(stage) for stage in models]  # of a prompt that passes the stages alone
+    prefill = PartialPrefillCost(sum(cost.k_p for cost in costs), sum(cost.b_p for cost in costs))
+    lanes = len(stages)
+    per_token_s = geometry.hidden * 2.0 / (hop.bandwidth_bytes_s * hop.efficiency)
+    price = sum(testbed.catalogue.get(s.accelerator).price_usd_hour * s.tensor_parallel for s in stages)
+    return InstanceSpec(
+        instance_id=name,
+        model=models[0] if lanes == 1 else Pipeline(models, lanes, hop.latency_s, per_token_s),
+        role=role,
+        kv_tokens=min(testbed.kv_tokens(s.accelerator, model, s.tensor_parallel, s.layers) for s in stages),
+        kv_bytes_per_token=geometry.kv_bytes_per_token(),
+        limits=limits,
+        link=link,
+        accelerator="+".join(f"{s.tensor_parallel}x{s.accelerator}" for s in stages),
+        accelerators=sum(s.tensor_parallel for s in stages),
+        price_per_hour=price,
+        lanes=lanes,
+        rates=Rates(prefill=prefill, price_per_hour=price),
+    )
+
+
+def in_turn(spec: InstanceSpec) -> InstanceSpec:
+    """An instance of stages whose lanes take turns: a step waits for a pass of every other lane."""
+    pipeline = spec.model
+    assert isinstance(pipeline, Pipeline)
+    passes = float(spec.lanes)
+    stages = tuple(ScaledSteps(stage, passes) for stage in pipeline.stages if isinstance(stage, StepModel))
+    return replace(spec, model=Pipeline(stages, 1, passes * pipeline.hop_s, passes * pipeline.hop_s_per_token))
+
+
+# Figures of a run, of its completed requests.
 
 
 def mean_ttft_s(result: SimResult) -> float:
@@ -303,95 +334,12 @@ def requests_per_s(result: SimResult) -> float:
 
 
 def tokens_per_s(result: SimResult) -> float:
-    """Prompt and output tokens of completed requests over the run."""
+    """Prompt and output tokens over the run."""
     done = result.outcomes.completed
     total = result.outcomes.prompt_tokens[done].sum() + result.outcomes.output_tokens[done].sum()
     return float(total) / result.duration_s
 
 
-def busy_s(result: SimResult, ids: Iterable[str] = ()) -> float:
-    """Seconds with a step under way, of those instances (of all, if none are named)."""
-    wanted = set(ids)
-    return sum(use.busy_s for use in result.instances if not wanted or use.instance_id in wanted)
-
-
 def change(ours: float, baseline: float) -> float:
     """Percent by which `ours` differs from `baseline`."""
     return 100.0 * (ours / baseline - 1.0)
-
-
-def weighed(spec: InstanceSpec, weight: float) -> InstanceSpec:
-    return replace(spec, rates=msgspec.structs.replace(spec.rates, weight=weight))
-
-
-# Instances whose layers lie on several groups of accelerators: pipeline parallelism.
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """`layers` layers on `tensor_parallel` accelerators."""
-
-    accelerator: str
-    layers: int
-    tensor_parallel: int = 1
-
-
-def staged(
-    testbed: Testbed,
-    name: str,
-    model: str,
-    stages: tuple[Stage, ...],
-    role: Role,
-    limits: EngineLimits,
-    link: Link,
-    hop: Link,
-) -> InstanceSpec:
-    """One instance; a single stage is a plain tensor-parallel one. hop: the path from a stage to the next.
-
-    As many batches are in flight as there are stages.
-    """
-    geometry = testbed.geometry(model)
-    models = tuple(testbed.stage(s.accelerator, model, s.tensor_parallel, s.layers) for s in stages)
-    lanes = len(stages)
-    per_token_s = geometry.hidden * 2.0 / (hop.bandwidth_bytes_s * hop.efficiency)
-    price = sum(testbed.catalogue.get(s.accelerator).price_usd_hour * s.tensor_parallel for s in stages)
-    return InstanceSpec(
-        instance_id=name,
-        model=models[0] if lanes == 1 else Pipeline(models, lanes, hop.latency_s, per_token_s),
-        role=role,
-        kv_tokens=_kv_tokens(testbed, stages, models),
-        kv_bytes_per_token=geometry.kv_bytes_per_token(),
-        limits=limits,
-        link=link,
-        accelerator="+".join(f"{s.tensor_parallel}x{s.accelerator}" for s in stages),
-        accelerators=sum(s.tensor_parallel for s in stages),
-        price_per_hour=price,
-        lanes=lanes,
-        rates=Rates(prefill=_prefill_cost(models), price_per_hour=price),
-    )
-
-
-def in_turn(spec: InstanceSpec) -> InstanceSpec:
-    """The same with lanes that take turns instead of overlapping: a step waits for a pass of every other lane."""
-    pipeline = spec.model
-    if not isinstance(pipeline, Pipeline):
-        return spec
-    passes = float(spec.lanes)
-    stages = tuple(ScaledSteps(stage, passes) for stage in pipeline.stages if isinstance(stage, StepModel))
-    hops = {"hop_s": passes * pipeline.hop_s, "hop_s_per_token": passes * pipeline.hop_s_per_token}
-    return replace(spec, model=Pipeline(stages, 1, **hops))
-
-
-def _kv_tokens(testbed: Testbed, stages: tuple[Stage, ...], models: tuple[StepModel, ...]) -> int:
-    return min(
-        kv_capacity_tokens(
-            testbed.catalogue.get(stage.accelerator), model.geometry, tensor_parallel=stage.tensor_parallel
-        )
-        for stage, model in zip(stages, models, strict=True)
-    )
-
-
-def _prefill_cost(models: tuple[StepModel, ...]) -> PartialPrefillCost:
-    """Cost of a prompt that passes the stages alone."""
-    costs = [partial_prefill_of(model) for model in models]
-    return PartialPrefillCost(sum(cost.k_p for cost in costs), sum(cost.b_p for cost in costs))

@@ -47,10 +47,9 @@ def test_an_impossible_table_is_set_aside(tables: dict[tuple[str, str, str], Tab
 
 @pytest.mark.parametrize("run", ["RTX4090_Llama-3.1-8B", "RTXPRO6000_Llama-3.1-8B"])
 def test_measured_runs(profiles: Path, library: Library, run: str) -> None:
-    result = {"figures": {}, "aims": {}, "notes": []}
-    run_errors(profiles / "llmservingsim" / "bench" / run, library, result)
-    assert len(result["aims"]) == 3
-    assert all(aim["met"] for aim in result["aims"].values()), result["aims"]
+    aims = run_errors(profiles / "llmservingsim" / "bench" / run, library)["aims"]
+    assert len(aims) == 3
+    assert all(aim["met"] for aim in aims.values()), aims
 
 
 def test_silicon_rows_of_one_engine(profiles: Path, library: Library, tmp_path: Path) -> None:
@@ -58,6 +57,4 @@ def test_silicon_rows_of_one_engine(profiles: Path, library: Library, tmp_path: 
     kept = [line for line in lines[1:] if "Qwen/Qwen3-32B" in line and ",vllm," in line and "h100_sxm" in line]
     sample = tmp_path / "sample.csv"
     sample.write_text("\n".join([lines[0], *kept[:20]]) + "\n", encoding="utf-8")
-    result = {"figures": {}, "aims": {}, "notes": []}
-    silicon_errors(sample, library, result)
-    assert result["aims"]["silicon_dense_tpot_mape_percent"]["met"]
+    assert silicon_errors(sample, library)["aims"]["silicon_dense_tpot_mape_percent"]["met"]
