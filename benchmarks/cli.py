@@ -26,7 +26,6 @@ BENCHES: dict[str, tuple[str, str]] = {
     "dashboard": ("benchmarks.dashboard", "run_dashboard_bench"),
     "policy": ("benchmarks.policy", "run_policy_bench"),
     "policies": ("benchmarks.policies", "run_policies_bench"),
-    "policies_live": ("benchmarks.policies_live", "run_policies_live"),
     "roles": ("benchmarks.roles", "run_roles_bench"),
     "roles_live": ("benchmarks.roles", "run_live"),
     "overload": ("benchmarks.overload", "run_overload_bench"),
@@ -124,7 +123,7 @@ def bench_growth(
 @bench_app.command("predictor")
 def bench_predictor(
     part: Annotated[
-        list[str] | None, typer.Option(help="One part: bayes, latency, full_size, modes or worth; may be repeated.")
+        list[str] | None, typer.Option(help="One part: bayes, latency, modes or worth; may be repeated.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -151,14 +150,9 @@ def bench_policies(
     """Goodput of adaptive compared with all fixed policies, in twelve simulated scenarios (long: see --results)."""
     if live and results is not None:
         raise typer.BadParameter("--live repeats all runs: --results is for simulated runs only")
-    if live:
-        from benchmarks.policies_live import LiveOptions
-
-        _measure("policies_live", as_json, LiveOptions(tuple(scenario or ()), runs))
-        return
     from benchmarks.policies import PoliciesOptions
 
-    _measure("policies", as_json, PoliciesOptions(tuple(scenario or ()), results, processes))
+    _measure("policies", as_json, PoliciesOptions(tuple(scenario or ()), results, processes, live, runs))
 
 
 @bench_app.command("roles")

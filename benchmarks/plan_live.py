@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks.comparison import share_within
-from benchmarks.experiment import Means, Session, measured, model_with_context, shots_of, slower
+from benchmarks.experiment import Means, Session, measured, model_with_context, share_within, shots_of, slower
 from benchmarks.plan_thunderserve import CaseResult, cluster, problem_of
 from benchmarks.results import aim
 from benchmarks.scenarios import Phase, lengths, trace_of, turning
