@@ -7,17 +7,15 @@ pauses on emulated instances, and compares them with a simulation of the same re
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product, repeat
 from math import ceil, floor
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
-from threading import Lock
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -86,15 +84,9 @@ def run_policies_bench(options: PoliciesOptions | None = None) -> Result:
         return _run_live(options)
     if options.scenarios == (PAUSES,):
         return run_pauses()
-    scenarios = named(options.scenarios)
-    with (
-        ProcessPoolExecutor(options.processes, get_context("spawn")) as pool,
-        Runs(pool, options.results) as runs,
-        ThreadPoolExecutor(len(scenarios)) as drivers,
-    ):
-        found = list(drivers.map(lambda one: seeded(one, runs), scenarios))
-        single = best_single([seeds[0] for seeds in found], runs, drivers)
-        progress(f"{single.policy} is the best of all: {runs.made} runs")
+    with ProcessPoolExecutor(options.processes) as pool:
+        found = list(pool.map(partial(seeded, Runs(options.results)), named(options.scenarios)))
+        single = best_single([seeds[0] for seeds in found], Runs(options.results), pool)
         rows = [row for seeds in found for row in _side_by_side(seeds[0], single, pool)]
     whole = merged(report(found, single), {"tables": {TABLE: rows}})
     return whole if options.scenarios else merged(whole, run_pauses())
@@ -108,50 +100,33 @@ def named(names: Sequence[str]) -> list[Scenario]:
     return [known[name] for name in dict.fromkeys(names or known)]
 
 
+@dataclass(frozen=True, slots=True)
 class Runs:
-    """Whether the target is met, by scenario, policy, rate and number of requests. Threads may share it.
+    """Whether the target is met, by scenario, policy, rate and number of requests.
 
-    file: a line of JSON for each run, which is not repeated. It only fits the code that made it.
+    file: a line of JSON for each run, which is not repeated; it only fits the code that made it. Processes share it.
     """
 
-    def __init__(self, pool: Executor, file: Path | None = None) -> None:
-        self._pool = pool
-        self._lock = Lock()
-        self._known: dict[tuple[str, int, str, str, int], bool] = {}
-        self._file: TextIO | None = None
-        self.made = 0
-        if file is not None:
-            for line in file.read_text("utf-8").splitlines() if file.exists() else ():
-                name, seed, policy, rate, requests, met = json.loads(line)
-                self._known[name, seed, policy, rate, requests] = met
-            self._file = file.open("a", encoding="utf-8")
-
-    def __enter__(self) -> "Runs":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+    file: Path | None = None
 
     def of(self, case: Scenario, policy: str, requests: int, lasts_s: float = 0.0) -> Meets:
         """By rate. lasts_s: with as many requests as arrive in that time, if they are more than `requests`."""
         return lambda rate: self.meets(case, policy, rate, max(requests, round(lasts_s * rate)))
 
     def meets(self, case: Scenario, policy: str, rate: float, requests: int) -> bool:
-        """Waits for the run."""
         run = (case.name, case.seed, policy, f"{rate:.6g}", requests)
-        with self._lock:
-            known = self._known.get(run)
-        if known is not None:
-            return known
-        met = self._pool.submit(met_by, case, policy, rate, requests).result()
-        with self._lock:
-            self._known[run] = met
-            self.made += 1
-            if self._file is not None:
-                self._file.write(json.dumps([*run, met]) + "\n")
-                self._file.flush()
+        known = _known(self.file).get(run) if self.file is not None else None
+        met = met_by(case, policy, rate, requests) if known is None else known
+        if self.file is not None and known is None:
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([*run, met]) + "\n")
         return met
+
+
+@cache
+def _known(file: Path) -> dict[tuple[Any, ...], bool]:
+    lines = file.read_text("utf-8").splitlines() if file.exists() else ()
+    return {tuple(run): met for *run, met in map(json.loads, lines)}
 
 
 def met_by(case: Scenario, policy: str, rate: float, requests: int) -> bool:
@@ -203,16 +178,16 @@ def fixed_policies() -> tuple[str, ...]:
     return tuple(split + [f"placement=least_load+split=none+{d}" for d in DISPATCHES])
 
 
-def seeded(scenario: Scenario, runs: Runs) -> list[Compared]:
+def seeded(runs: Runs, scenario: Scenario) -> list[Compared]:
     """With the scenario's seed, and with others where that leaves open whether the aim is met."""
-    found = [compared(scenario, runs)]
+    found = [compared(runs, scenario)]
     if found[0].ratio < AIM_SCENARIO + CLOSE:
         seeds = range(scenario.seed + 1, scenario.seed + 1 + MORE_SEEDS)
-        found += [compared(replace(scenario, seed=seed), runs) for seed in seeds]
+        found += [compared(runs, replace(scenario, seed=seed)) for seed in seeds]
     return found
 
 
-def compared(scenario: Scenario, runs: Runs) -> Compared:
+def compared(runs: Runs, scenario: Scenario) -> Compared:
     """Goodput of `adaptive`, and which fixed combination comes nearest to it, or beyond."""
     rough = goodput(runs.of(scenario, ADAPTIVE.words, FEWEST, SHORT_S), 8.0, COARSE)
     rough = goodput(runs.of(scenario, ADAPTIVE.words, FEWEST, LASTS_S), rough, COARSE)  # a backlog takes a while
@@ -245,23 +220,25 @@ def race(policies: Iterable[str], meets: Callable[[str], Meets], unknown: Bracke
     return brackets
 
 
-def best_single(found: Sequence[Compared], runs: Runs, drivers: Executor) -> Single:
+def best_single(found: Sequence[Compared], runs: Runs, pool: Executor) -> Single:
     """The combination with the highest mean over the scenarios of its share of the goodput of `adaptive`."""
     by_name = {one.scenario.name: one for one in found}
     worth = {name: 1.0 / one.adaptive for name, one in by_name.items()}
     cost = {name: float(one.requests) for name, one in by_name.items()}
 
-    def narrowed(policy: str, name: str, bracket: Bracket) -> Bracket:
-        return bracket.tried(bracket.next, runs.of(by_name[name].scenario, policy, by_name[name].requests))
-
-    def all_narrowed(policy: str, brackets: Mapping[str, Bracket]) -> dict[str, Bracket]:
-        tried = drivers.map(lambda name: narrowed(policy, name, brackets[name]), brackets)
+    def narrowed(policy: str, brackets: Mapping[str, Bracket]) -> dict[str, Bracket]:
+        scenarios = [by_name[name] for name in brackets]
+        tried = pool.map(partial(_narrowed, runs, policy), scenarios, brackets.values())
         return dict(zip(brackets, tried, strict=True))
 
     brackets = {policy: {name: one.brackets[policy] for name, one in by_name.items()} for policy in fixed_policies()}
-    best, of = best_mean(brackets, worth, cost, all_narrowed)
+    best, of = best_mean(brackets, worth, cost, narrowed)
     rates = {name: bracket.min_rate for name, bracket in of.items()}
     return Single(best, fmean(worth[name] * rate for name, rate in rates.items()), rates)
+
+
+def _narrowed(runs: Runs, policy: str, one: Compared, bracket: Bracket) -> Bracket:
+    return bracket.tried(bracket.next, runs.of(one.scenario, policy, one.requests))
 
 
 def best_mean(
