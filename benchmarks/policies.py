@@ -85,8 +85,11 @@ def run_policies_bench(options: PoliciesOptions | None = None) -> Result:
     if options.scenarios == (PAUSES,):
         return run_pauses()
     with ProcessPoolExecutor(options.processes) as pool:
-        found = list(pool.map(partial(seeded, Runs(options.results)), named(options.scenarios)))
-        single = best_single([seeds[0] for seeds in found], Runs(options.results), pool)
+        runs = Runs(options.results)
+        found = list(pool.map(partial(seeded, runs), named(options.scenarios)))
+        single = best_single(
+            [seeds[0] for seeds in found], lambda p, *rest: pool.map(partial(_narrowed, runs, p), *rest)
+        )
         rows = [row for seeds in found for row in _side_by_side(seeds[0], single, pool)]
     whole = merged(report(found, single), {"tables": {TABLE: rows}})
     return whole if options.scenarios else merged(whole, run_pauses())
@@ -220,52 +223,38 @@ def race(policies: Iterable[str], meets: Callable[[str], Meets], unknown: Bracke
     return brackets
 
 
-def best_single(found: Sequence[Compared], runs: Runs, pool: Executor) -> Single:
-    """The combination with the highest mean over the scenarios of its share of the goodput of `adaptive`."""
-    by_name = {one.scenario.name: one for one in found}
-    worth = {name: 1.0 / one.adaptive for name, one in by_name.items()}
-    cost = {name: float(one.requests) for name, one in by_name.items()}
+Narrow = Callable[[str, Sequence[Compared], Sequence[Bracket]], Iterable[Bracket]]
 
-    def narrowed(policy: str, brackets: Mapping[str, Bracket]) -> dict[str, Bracket]:
-        scenarios = [by_name[name] for name in brackets]
-        tried = pool.map(partial(_narrowed, runs, policy), scenarios, brackets.values())
-        return dict(zip(brackets, tried, strict=True))
 
-    brackets = {policy: {name: one.brackets[policy] for name, one in by_name.items()} for policy in fixed_policies()}
-    best, of = best_mean(brackets, worth, cost, narrowed)
-    rates = {name: bracket.min_rate for name, bracket in of.items()}
-    return Single(best, fmean(worth[name] * rate for name, rate in rates.items()), rates)
+def best_single(found: Sequence[Compared], narrow: Narrow) -> Single:
+    """The combination with the highest mean over the scenarios of its share of the goodput of `adaptive`.
+
+    narrow: a policy's brackets in some scenarios after one more run in each. The policy with the highest upper bound is
+    narrowed in the scenarios where its bracket is widest for what a run costs, until its brackets are exact: then the
+    bounds of all others lie below.
+    """
+    known = {policy: [one.brackets[policy] for one in found] for policy in found[0].brackets}
+    worth = [1.0 / one.adaptive for one in found]
+
+    def bound(policy: str) -> float:
+        return fmean(value * bracket.max_rate for value, bracket in zip(worth, known[policy], strict=True))
+
+    while True:
+        best = max(known, key=bound)
+        of = known[best]
+        left = [at for at, bracket in enumerate(of) if not bracket.exact]
+        if not left:
+            rates = {one.scenario.name: bracket.min_rate for one, bracket in zip(found, of, strict=True)}
+            return Single(best, bound(best), rates)
+        left.sort(key=lambda at: -worth[at] * (of[at].max_rate - of[at].min_rate) / found[at].requests)
+        left = left[:AT_ONCE]
+        narrowed = narrow(best, [found[at] for at in left], [of[at] for at in left])
+        for at, bracket in zip(left, narrowed, strict=True):
+            of[at] = bracket
 
 
 def _narrowed(runs: Runs, policy: str, one: Compared, bracket: Bracket) -> Bracket:
     return bracket.tried(bracket.next, runs.of(one.scenario, policy, one.requests))
-
-
-def best_mean(
-    brackets: Mapping[str, Mapping[str, Bracket]],
-    worth: Mapping[str, float],
-    cost: Mapping[str, float],
-    narrowed: Callable[[str, Mapping[str, Bracket]], Mapping[str, Bracket]],
-) -> tuple[str, Mapping[str, Bracket]]:
-    """The policy with the highest mean over scenarios of goodput times `worth`, and its goodput in each, exactly.
-
-    brackets: by policy, then by scenario. The policy with the highest upper bound is narrowed, by a run in each of the
-    scenarios where its bracket is widest for what a run costs, until its brackets are exact: then the bounds of all
-    others lie below.
-    """
-    known = {policy: dict(of) for policy, of in brackets.items()}
-
-    def bound(policy: str) -> float:
-        return fmean(worth[name] * bracket.max_rate for name, bracket in known[policy].items())
-
-    while True:
-        first = max(known, key=bound)
-        of = known[first]
-        left = [name for name, bracket in of.items() if not bracket.exact]
-        if not left:
-            return first, of
-        left.sort(key=lambda name: -worth[name] * (of[name].max_rate - of[name].min_rate) / cost[name])
-        of |= narrowed(first, {name: of[name] for name in left[:AT_ONCE]})
 
 
 def _side_by_side(one: Compared, single: Single, pool: Executor) -> list[Row]:
