@@ -74,8 +74,8 @@ def _add_bench(name: str, text: str, *, on_data: bool = False) -> None:
     bench_app.command(name, help=text)(command_on_data if on_data else command)
 
 
-def _measure(name: str, as_json: bool, *arguments: object) -> None:
-    if not cli_common.report(Console(), find_bench(name)(*arguments), as_json):
+def _measure(name: str, as_json: bool, *arguments: object, **options: object) -> None:
+    if not cli_common.report(Console(), find_bench(name)(*arguments, **options), as_json):
         raise typer.Exit(1)
 
 
@@ -191,9 +191,8 @@ def bench_prefix(
     as_json: Json = False,
 ) -> None:
     """Prefix cache hits of adaptive compared with least_load and an oracle: simulated traces, live chats (root)."""
-    from benchmarks.prefix import PrefixOptions
-
-    _measure("prefix", as_json, data, PrefixOptions(rounds, simulated or not live, live or not simulated))
+    parts = {"simulated": simulated or not live, "on_engines": live or not simulated}
+    _measure("prefix", as_json, data, rounds, **parts)
 
 
 @bench_app.command("plan")

@@ -145,7 +145,7 @@ class Session:
         loop = asyncio.get_running_loop()
         began = loop.time()
 
-        async def one(number: int, shot: Shot) -> Answer:
+        async def stream(number: int, shot: Shot) -> Answer:
             await asyncio.sleep(began + shot.at_s - loop.time())
             content = body(number, shot) | {"model": self.target.model}
             try:
@@ -155,7 +155,7 @@ class Session:
                 return error
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(number, shot)) for number, shot in enumerate(shots)]
+            tasks = [group.create_task(stream(number, shot)) for number, shot in enumerate(shots)]
         return [task.result() for task in tasks]
 
     @asynccontextmanager
@@ -306,12 +306,12 @@ class Experiment:
         gc.freeze()  # a walk of all that is loaded would stop the clients for as long as a pause lasts
         deployment, slo = twin(self.file), self.slo.slower(self.factor)
 
-        async def one(number: int, arm: Arm) -> Pair:
+        async def compare(number: int, arm: Arm) -> Pair:
             workload = slower(self.workload(self.seeds[number]), self.factor)
             live = await quietest(partial(on.send, workload, arm, slo=slo), lambda run: run.late_s, self.max_late_s)
             return Pair(live, await asyncio.to_thread(self.simulated, deployment, arm, self.seeds[number]))
 
-        return await in_turns(self.arms, len(self.seeds), one)
+        return await in_turns(self.arms, len(self.seeds), compare)
 
 
 async def in_turns(
@@ -352,7 +352,7 @@ class Means(NamedTuple):
     jct: float
 
     @classmethod
-    def of(cls, seen: SimResult, factor: float = 1.0) -> "Means":
+    def from_result(cls, seen: SimResult, factor: float = 1.0) -> "Means":
         """Of a run that was `factor` times as slow."""
         figures = summary(seen, Slo())
         return cls(*(figures[f"{name}_mean_s"] / factor for name in cls._fields))

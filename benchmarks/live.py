@@ -116,7 +116,7 @@ async def compare(one: Setting, on: Session) -> Result:
         latest = await _calibrated(on) if one.drifts else latest
         predicted = [await asyncio.to_thread(simulated, one, known, workload, arm) for known in (before, latest)]
         figures[f"{one.name}_round{number}_{arm.label}_foreign_cores"] = run.foreign_cores
-        return Means.of(run.result), Means(*map(fmean, zip(*predicted, strict=True)))
+        return Means.from_result(run.result), Means(*map(fmean, zip(*predicted, strict=True)))
 
     rounds = await in_turns(one.arms, one.rounds, replay)
     note = f"{one.name}: {one.title}; {len(workload)} requests, {one.rounds} rounds"
@@ -135,7 +135,9 @@ def simulated(one: Setting, known: Calibrated, workload: Workload, arm: Arm) -> 
     """A replay in virtual time, at the calibrated speeds and latencies."""
     specs, neighbours = specs_of(known.instances, known.calibration, Library.built_in())
     run = with_words(RunSpec(step_budget=True, streaming=one.streaming), arm.words)
-    return Means.of(simulate_on_hosts(workload, specs, neighbours, with_control(run, known.calibration.control)))
+    return Means.from_result(
+        simulate_on_hosts(workload, specs, neighbours, with_control(run, known.calibration.control))
+    )
 
 
 def _rate(one: Setting, known: Calibrated, lengths: Workload) -> float:

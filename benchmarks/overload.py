@@ -7,8 +7,8 @@ live cluster knows; then emulated instances behind a real gateway.
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -41,8 +41,7 @@ def _classes(slo: Slo, batch: Slo) -> tuple[Classes, Classes]:
     return controlled, {"interactive": slo, "batch": batch}
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
+class Stream(NamedTuple):
     """Requests of one class and key, so many a second."""
 
     slo: Slo
@@ -50,33 +49,23 @@ class Stream:
     caller: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """One stream, in the time that is counted. attainment: of all requests, refused ones included."""
-
-    attainment: float
-    refused: float  # share
-    tokens_per_s: float
-    longest_gap_p90_s: float  # of the requests' longest gaps
-
-
 def run_overload_bench(scenarios: Sequence[Scenario] = SCENARIOS) -> Result:
     return merged(*map(simulated, scenarios), asyncio.run(measured(CLUSTER, _live)))
 
 
-def figures_of(seen: Outcomes, workload: Workload, at: int, from_s: float, to_s: float) -> Figures:
-    """Of the stream with that number, in the time from `from_s` to `to_s`."""
+def figures_of(seen: Outcomes, workload: Workload, at: int, from_s: float, to_s: float) -> dict[str, float]:
+    """Of the stream with that number, in the time from `from_s` to `to_s`. Refused requests miss their targets."""
     mix = workload.mix
     assert mix is not None
     mine = mix.class_of == at
     counted = mine & (seen.arrival_s >= from_s) & (seen.arrival_s < to_s)
     longest = seen.longest_gap_s[counted & np.isfinite(seen.longest_gap_s)]
-    return Figures(
-        float(seen.met(mix.classes[at])[counted].mean()),
-        float(np.mean(seen.status[counted] == int(Status.REFUSED))),
-        tokens_per_s(seen, mine & seen.completed, from_s, to_s),
-        float(np.percentile(longest, 90)) if len(longest) else float("nan"),
-    )
+    return {
+        "attainment": float(seen.met(mix.classes[at])[counted].mean()),
+        "refused": float(np.mean(seen.status[counted] == int(Status.REFUSED))),
+        "longest_gap_p90_s": float(np.percentile(longest, 90)) if len(longest) else float("nan"),
+        "tokens_per_s": tokens_per_s(seen, mine & seen.completed, from_s, to_s),
+    }
 
 
 def tokens_per_s(seen: Outcomes, rows: NDArray[np.bool_], from_s: float, to_s: float) -> float:
@@ -92,18 +81,15 @@ def tokens_per_s(seen: Outcomes, rows: NDArray[np.bool_], from_s: float, to_s: f
     return float(tokens / (to_s - from_s))
 
 
-def mixed(label: str, both: Sequence[Figures], alone: float) -> dict[str, float]:
+def mixed(label: str, both: Sequence[Mapping[str, float]], alone: float) -> dict[str, float]:
     """Figures of interactive and batch work together. alone: tokens a second of batch work without interactive work."""
     interactive, batch = both
-    left = max(1e-9, alone - interactive.tokens_per_s)
+    used, served = interactive["tokens_per_s"], batch["tokens_per_s"]
     return {
-        f"{label}_interactive_attainment": interactive.attainment,
-        f"{label}_interactive_refused": interactive.refused,
-        f"{label}_interactive_longest_gap_p90_s": interactive.longest_gap_p90_s,
-        f"{label}_interactive_tokens_per_s": interactive.tokens_per_s,
-        f"{label}_batch_tokens_per_s": batch.tokens_per_s,
-        f"{label}_batch_share_of_left": batch.tokens_per_s / left,
-        f"{label}_throughput_of_alone": (batch.tokens_per_s + interactive.tokens_per_s) / alone,
+        **{f"{label}_interactive_{key}": value for key, value in interactive.items()},
+        f"{label}_batch_tokens_per_s": served,
+        f"{label}_batch_share_of_left": served / max(1e-9, alone - used),
+        f"{label}_throughput_of_alone": (served + used) / alone,
     }
 
 
@@ -120,13 +106,13 @@ CONTROLLED, PLAIN = _classes(Slo("interactive", SLO.ttft_s, SLO.tpot_s), Slo("ba
 
 
 def simulated(scenario: Scenario) -> Result:
-    def run(*streams: Stream, policy: str = "adaptive") -> list[Figures]:
+    def run(*streams: Stream, policy: str = "adaptive") -> list[dict[str, float]]:
         return _simulated(scenario, streams, policy)
 
     plain = PLAIN["interactive"]
-    capacity = goodput(lambda rate: run(Stream(plain, rate))[0].attainment >= TARGET, 16.0, 1.05)
+    capacity = goodput(lambda rate: run(Stream(plain, rate))[0]["attainment"] >= TARGET, 16.0, 1.05)
     rates = {"interactive": INTERACTIVE * capacity, "batch": (OVER - INTERACTIVE) * capacity}
-    alone = run(Stream(CONTROLLED["batch"], OVER * capacity))[0].tokens_per_s
+    alone = run(Stream(CONTROLLED["batch"], OVER * capacity))[0]["tokens_per_s"]
     figures = {"capacity_per_s": capacity, "batch_alone_tokens_per_s": alone}
     for label, classes, policy in (
         ("controlled", CONTROLLED, "adaptive"),
@@ -139,12 +125,12 @@ def simulated(scenario: Scenario) -> Result:
         slo = classes["interactive"]
         keys = [Stream(slo, FLOOD * capacity, "flood"), Stream(slo, POLITE * capacity, "polite")]
         for stream, seen in zip(keys, run(*keys), strict=True):
-            figures[f"{label}_{stream.caller}_attainment"] = seen.attainment
-            figures[f"{label}_{stream.caller}_tokens_per_s"] = seen.tokens_per_s
+            for key in ("attainment", "tokens_per_s"):
+                figures[f"{label}_{stream.caller}_{key}"] = seen[key]
     return judged(f"sim_{scenario.name}", figures)
 
 
-def _simulated(scenario: Scenario, streams: Sequence[Stream], policy: str) -> list[Figures]:
+def _simulated(scenario: Scenario, streams: Sequence[Stream], policy: str) -> list[dict[str, float]]:
     parts = []
     for at, stream in enumerate(streams):
         requests = replace(scenario, seed=scenario.seed + at).workload(stream.rate, max(50, int(stream.rate * LASTS_S)))
@@ -184,16 +170,16 @@ SEED = 5
 
 async def _live(on: Session) -> Result:
     (alone,) = await _sent(on, Stream(LIVE_CONTROLLED["batch"], OFFERED_PER_S))
-    capacity = alone.tokens_per_s / float(np.mean(PROMPT) + np.mean(OUTPUT))
+    capacity = alone["tokens_per_s"] / float(np.mean(PROMPT) + np.mean(OUTPUT))
     rates = {"interactive": INTERACTIVE * capacity, "batch": (OVER - INTERACTIVE) * capacity}
     figures = {"capacity_per_s": capacity}
     for label, classes in (("controlled", LIVE_CONTROLLED), ("plain", LIVE_PLAIN)):
         both = await _sent(on, *(Stream(classes[name], rate) for name, rate in rates.items()))
-        figures |= mixed(label, both, alone.tokens_per_s)
+        figures |= mixed(label, both, alone["tokens_per_s"])
     return judged("live", figures, "live: emulated A10s, 1 prefill + 2 decode, one gateway")
 
 
-async def _sent(on: Session, *streams: Stream) -> list[Figures]:
+async def _sent(on: Session, *streams: Stream) -> list[dict[str, float]]:
     workload = together([_drawn(stream, SEED + at) for at, stream in enumerate(streams)])
     run = await on.send(workload, ends_s=ENDS_S, may_fail=True)
     return [figures_of(run.result.outcomes, workload, at, LIVE_FROM_S, LIVE_LASTS_S) for at in range(len(streams))]

@@ -112,11 +112,11 @@ class Runs:
 
     file: Path | None = None
 
-    def of(self, case: Scenario, policy: str, requests: int, lasts_s: float = 0.0) -> Meets:
+    def meets(self, case: Scenario, policy: str, requests: int, lasts_s: float = 0.0) -> Meets:
         """By rate. lasts_s: with as many requests as arrive in that time, if they are more than `requests`."""
-        return lambda rate: self.meets(case, policy, rate, max(requests, round(lasts_s * rate)))
+        return lambda rate: self._met(case, policy, rate, max(requests, round(lasts_s * rate)))
 
-    def meets(self, case: Scenario, policy: str, rate: float, requests: int) -> bool:
+    def _met(self, case: Scenario, policy: str, rate: float, requests: int) -> bool:
         run = (case.name, case.seed, policy, f"{rate:.6g}", requests)
         known = _known(self.file).get(run) if self.file is not None else None
         met = met_by(case, policy, rate, requests) if known is None else known
@@ -192,12 +192,12 @@ def seeded(runs: Runs, scenario: Scenario) -> list[Compared]:
 
 def compared(runs: Runs, scenario: Scenario) -> Compared:
     """Goodput of `adaptive`, and which fixed combination comes nearest to it, or beyond."""
-    rough = goodput(runs.of(scenario, ADAPTIVE.words, FEWEST, SHORT_S), 8.0, COARSE)
-    rough = goodput(runs.of(scenario, ADAPTIVE.words, FEWEST, LASTS_S), rough, COARSE)  # a backlog takes a while
+    rough = goodput(runs.meets(scenario, ADAPTIVE.words, FEWEST, SHORT_S), 8.0, COARSE)
+    rough = goodput(runs.meets(scenario, ADAPTIVE.words, FEWEST, LASTS_S), rough, COARSE)  # a backlog takes a while
     requests = max(FEWEST, round(LASTS_S * rough))
-    adaptive = goodput(runs.of(scenario, ADAPTIVE.words, requests), rough, RESOLUTION)
+    adaptive = goodput(runs.meets(scenario, ADAPTIVE.words, requests), rough, RESOLUTION)
     unknown = Bracket.near(adaptive, RESOLUTION)
-    brackets = race(fixed_policies(), lambda policy: runs.of(scenario, policy, requests), unknown)
+    brackets = race(fixed_policies(), lambda policy: runs.meets(scenario, policy, requests), unknown)
     found = Compared(scenario, requests, adaptive, brackets)
     rates = f"adaptive {adaptive:.2f}, {found.best} {found.best_fixed:.2f}, ratio {found.ratio:.3f}"
     progress(f"{scenario.name}, seed {scenario.seed}: {rates}")
@@ -254,7 +254,7 @@ def best_single(found: Sequence[Compared], narrow: Narrow) -> Single:
 
 
 def _narrowed(runs: Runs, policy: str, one: Compared, bracket: Bracket) -> Bracket:
-    return bracket.tried(bracket.next, runs.of(one.scenario, policy, one.requests))
+    return bracket.tried(bracket.next, runs.meets(one.scenario, policy, one.requests))
 
 
 def _side_by_side(one: Compared, single: Single, pool: Executor) -> list[Row]:
@@ -330,7 +330,9 @@ def _compared_live(scenario: Scenario) -> Result:
             head = {"scenario": scenario.name, "policy": arm.label, "run": side}
             rows.append(head | row_of(seen, SLO, one.factor))
             figures[f"{one.name}_{arm.label}_share_{side}"] = rows[-1]["attainment"]
-    means = {arm: tuple(Means.of(seen, one.factor) for seen in pair.sides.values()) for arm, pair in pairs.items()}
+    means = {
+        arm: tuple(Means.from_result(seen, one.factor) for seen in pair.sides.values()) for arm, pair in pairs.items()
+    }
     note = f"{one.name}: {len(workload)} requests a run; times are the accelerators' own"
     return merged(judged(one.name, [means]), result(figures, notes=[note]), {"tables": {LIVE_TABLE: rows}})
 

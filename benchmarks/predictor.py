@@ -418,10 +418,10 @@ PROMPT_TOKENS, OUTPUT_TOKENS = (60, 400), 16
 def run_modes() -> Result:
     """Medians over the rounds. No aim: what is measured are two cores that engines and classifier share."""
 
-    async def one(number: int, mode: str) -> dict[str, float]:
+    async def run_mode(number: int, mode: str) -> dict[str, float]:
         return await measured(_cluster(mode), _ttfts)
 
-    rounds = asyncio.run(in_turns(MODES, ROUNDS, one))
+    rounds = asyncio.run(in_turns(MODES, ROUNDS, run_mode))
     figures = medians("modes", rounds, [name for name in rounds[0]["off"] if name.startswith("ttft_")])
     loads = f"at once and in all: {LOADS}; prompts of {PROMPT_TOKENS} tokens, {OUTPUT_TOKENS} out"
     return result(figures, notes=[f"modes: {ROUNDS} rounds; {loads}"])

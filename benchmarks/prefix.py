@@ -39,26 +39,18 @@ SYSTEMS = {"adaptive": "adaptive", "least_load": "least_load+split=none+power_of
 HITS, TTFT, BALANCE = 0.9, 0.6, 1.5  # aims: of an oracle's hits, of the other's mean TTFT, busiest over mean
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixOptions:
-    """rounds: of both placements on real engines. simulated, live: whether to run that part."""
-
-    rounds: int = 2
-    simulated: bool = True
-    live: bool = True
-
-
-def run_prefix_bench(data: Path, options: PrefixOptions | None = None, processes: int = 2) -> Result:
-    """Raises NotFound without the traces, and Unavailable where this machine allows no CPU quotas."""
-    chosen = options or PrefixOptions()
+def run_prefix_bench(
+    data: Path, rounds: int = 2, *, simulated: bool = True, on_engines: bool = True, processes: int = 2
+) -> Result:
+    """rounds: of both placements on real engines. Raises NotFound without traces, Unavailable without quotas."""
     parts: list[Result] = []
-    if chosen.simulated:
+    if simulated:
         note = f"simulated: TTFT {SLO.ttft_s:g} s, TPOT {SLO.tpot_s:g} s; rates are shares of what least_load serves"
         with ProcessPoolExecutor(processes) as pool:
             parts += [*pool.map(traced, TRACES, traces(data)), {"notes": [note]}]
-    if chosen.live:
+    if on_engines:
         cores = dict.fromkeys(NAMES, CORES)
-        work = partial(_play, chosen.rounds)
+        work = partial(_play, rounds)
         parts.append(live(asyncio.run(measured_under_quotas(QuotaSuite, SHAPE, cores, cluster_of, work, LIVE_SEED))))
     return merged(*parts)
 
@@ -228,12 +220,12 @@ def cluster_of(model: Path) -> dict[str, Any]:
 async def _play(rounds: int, on: QuotaSuite) -> list[dict[str, Played]]:
     await _played(on, "adaptive", chats(2 * len(NAMES), 2, 1.0, LIVE_SEED - 1))  # rates are learned while serving
 
-    async def one(number: int, system: str) -> Played:
+    async def play(number: int, system: str) -> Played:
         played = await _played(on, system, chats(CHATS, TURNS, CHATS_PER_S, LIVE_SEED + number))
         progress(f"{system}: {live_figures([played])}")
         return played
 
-    return await in_turns(list(SYSTEMS), rounds, one)
+    return await in_turns(list(SYSTEMS), rounds, play)
 
 
 async def _played(on: QuotaSuite, placement: str, conversations: Sequence[Sequence[Turn]]) -> Played:
@@ -257,7 +249,7 @@ async def _send(target: Target, conversations: Sequence[Sequence[Turn]]) -> list
     """Time of sending, chat, turn and TTFT of each request. Raises Unavailable when one fails."""
     salt, loop, found = secrets.token_hex(8), asyncio.get_running_loop(), list[tuple[float, int, int, float]]()
 
-    async def one(at: int, chat: Sequence[Turn]) -> None:
+    async def play_chat(at: int, chat: Sequence[Turn]) -> None:
         for number, turn in enumerate(chat):
             await asyncio.sleep(turn.pause_s)
             body, sent_s = completion_body(turn.prompt, ANSWER_TOKENS, target.model, cache_salt=salt), loop.time()
@@ -266,7 +258,7 @@ async def _send(target: Target, conversations: Sequence[Sequence[Turn]]) -> list
     try:
         async with asyncio.TaskGroup() as group:
             for at, chat in enumerate(conversations):
-                group.create_task(one(at, chat))
+                group.create_task(play_chat(at, chat))
     except* (StreamFailed, OSError) as failures:
         raise Unavailable(f"a request failed: {failures.exceptions[0]}") from None
     return found

@@ -114,15 +114,15 @@ def simulated(setting: Setting, seed: int, data: Path | None) -> list[Figures]:
         role = Role.PREFILL if at < prefills else Role.DECODE
         return replace(known[setting.accelerators[at]], instance_id=f"i{at}", role=role)
 
-    def one(label: str, prefills: int, words: str) -> Figures:
+    def run(label: str, prefills: int, words: str) -> Figures:
         instances = [placed(at, prefills) for at in range(count)]
         seen = simulate(workload, instances, with_words(RUN, words))
         flips = [(flip.time_s, flip.to) for flip in seen.role_flips]
         return figures_of(label, setting, seen.outcomes, SLO, flips, [at_s for at_s, _ in seen.shifts])
 
     ratios = (setting.prefills,) if setting.steady else range(1, count)
-    fixed = [one(f"{prefills}:{count - prefills}", prefills, setting.placement) for prefills in ratios]
-    return fixed + [one(flips, setting.prefills, f"{setting.placement}+role_flip={flips}") for flips in FLIPS]
+    fixed = [run(f"{prefills}:{count - prefills}", prefills, setting.placement) for prefills in ratios]
+    return fixed + [run(flips, setting.prefills, f"{setting.placement}+role_flip={flips}") for flips in FLIPS]
 
 
 def figures_of(

@@ -79,7 +79,7 @@ def test_a_live_run_has_the_figures_of_a_simulated_one() -> None:
     row = row_of(seen, SLO)
     assert list(row) == ["attainment", *COLUMNS]
     assert (row["attainment"], row["ttft_p50_s"], row["jct_p50_s"], row["longest_gap_max_s"]) == (0.2, 0.2, 0.6, 0.34)
-    assert Means.of(seen, 2.0) == pytest.approx((0.1, 0.05, 0.3))
+    assert Means.from_result(seen, 2.0) == pytest.approx((0.1, 0.05, 0.3))
     assert row_of(seen_live(StreamResult(0.2, 0.2, 1, 0.2), output=1), SLO)["longest_gap_p90_s"] is None
 
 
@@ -117,7 +117,7 @@ def test_a_cluster_as_many_times_as_slow_serves_as_well(folder: Path) -> None:
     def served(factor: float, arm: Arm) -> tuple[Means, float]:
         file = cluster_into(folder, LIVE[0], factor)
         seen = Experiment("one", file, lambda _: workload, (arm,), SLO, factor).simulated(twin(file), arm, 1)
-        return Means.of(seen, factor), attainment(seen.outcomes, SLO.slower(factor)).every
+        return Means.from_result(seen, factor), attainment(seen.outcomes, SLO.slower(factor)).every
 
     for arm in (ADAPTIVE, BALANCED):
         (means, share), (longer, same) = served(1.0, arm), served(8.0, arm)

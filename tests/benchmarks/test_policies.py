@@ -120,13 +120,13 @@ def test_a_run_that_plainly_misses_ends_early(rate: float, met: bool, heads: lis
 
 def test_runs_are_made_once_and_kept(tmp_path: Path) -> None:
     file, line = tmp_path / "runs", Line()
-    assert [Runs(file).of(line, "p", 600)(rate) for rate in (10.0, 11.0)] == [True, False]
+    assert [Runs(file).meets(line, "p", 600)(rate) for rate in (10.0, 11.0)] == [True, False]
     bench._known.cache_clear()  # as in another process
     line.calls.clear()
-    assert [Runs(file).of(line, "p", 600)(rate) for rate in (10.0, 11.0)] == [True, False]
+    assert [Runs(file).meets(line, "p", 600)(rate) for rate in (10.0, 11.0)] == [True, False]
     assert not line.calls
-    Runs(file).of(line, "p", 600, 70.0)(10.0)
-    Runs(file).of(Line(seed=2), "p", 600)(10.0)
+    Runs(file).meets(line, "p", 600, 70.0)(10.0)
+    Runs(file).meets(Line(seed=2), "p", 600)(10.0)
     rows = [json.loads(row) for row in file.read_text().splitlines()]
     assert [row[1:5] for row in rows[2:]] == [[1, "p", "10", 700], [2, "p", "10", 600]]
     assert rows[1] == ["line_x", 1, "p", "11", 600, False]
