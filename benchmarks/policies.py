@@ -53,7 +53,7 @@ DISPATCHES = ("power_of_two", "dispatch=random", "spread", "least_interference")
 RESOLUTION = 1.02  # rates that are distinguished
 COARSE = 1.08  # to learn how many requests it takes
 LASTS_S, SHORT_S = 30.0, 10.0  # requests for so long at the rate of `adaptive`, and where to look for that rate
-FEWEST = 600
+MIN_REQUESTS = 600
 FIRST_PART = 3  # one in so many requests is simulated before the others
 SURELY = 1.25  # times as many misses as all may have, among the first part: those that come later mend none of them
 SCREENED_AT = 0.85  # of the rate from which a race sets out
@@ -192,9 +192,11 @@ def seeded(runs: Runs, scenario: Scenario) -> list[Compared]:
 
 def compared(runs: Runs, scenario: Scenario) -> Compared:
     """Goodput of `adaptive`, and which fixed combination comes nearest to it, or beyond."""
-    rough = goodput(runs.meets(scenario, ADAPTIVE.words, FEWEST, SHORT_S), 8.0, COARSE)
-    rough = goodput(runs.meets(scenario, ADAPTIVE.words, FEWEST, LASTS_S), rough, COARSE)  # a backlog takes a while
-    requests = max(FEWEST, round(LASTS_S * rough))
+    rough = goodput(runs.meets(scenario, ADAPTIVE.words, MIN_REQUESTS, SHORT_S), 8.0, COARSE)
+    rough = goodput(
+        runs.meets(scenario, ADAPTIVE.words, MIN_REQUESTS, LASTS_S), rough, COARSE
+    )  # a backlog takes a while
+    requests = max(MIN_REQUESTS, round(LASTS_S * rough))
     adaptive = goodput(runs.meets(scenario, ADAPTIVE.words, requests), rough, RESOLUTION)
     unknown = Bracket.near(adaptive, RESOLUTION)
     brackets = race(fixed_policies(), lambda policy: runs.meets(scenario, policy, requests), unknown)
@@ -343,7 +345,7 @@ def slowed(scenario: Scenario, folder: Path) -> Experiment:
     run = with_words(deployment.run, ADAPTIVE.words)
 
     def served(rate: float) -> bool:
-        workload = scenario.workload(rate, max(FEWEST, round(ARRIVALS_S * rate)))
+        workload = scenario.workload(rate, max(MIN_REQUESTS, round(ARRIVALS_S * rate)))
         return attainment(simulate(workload, deployment.instances, run).outcomes, SLO).every >= TARGET
 
     rate = SHARE * goodput(served, START_PER_S, RESOLUTION)

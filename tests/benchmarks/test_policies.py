@@ -170,7 +170,7 @@ def test_a_head_is_the_first_of_the_same_requests() -> None:
 
 
 def test_two_policies_and_few_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in {"FEWEST": 30, "SHORT_S": 0.5, "LASTS_S": 1.0, "MORE_SEEDS": 1}.items():
+    for name, value in {"MIN_REQUESTS": 30, "SHORT_S": 0.5, "LASTS_S": 1.0, "MORE_SEEDS": 1}.items():
         monkeypatch.setattr(bench, name, value)
     policies = (SIMPLE[1].words, SIMPLE[2].words)
     monkeypatch.setattr(bench, "fixed_policies", lambda: policies)

@@ -8,7 +8,18 @@ import pytest
 
 from benchmarks import predictor
 from benchmarks import predictor_worth as worth
-from benchmarks.predictor import BUCKETS, FILLER, SHARES, TOPICS, VERBS, Cell, Drawn, Generator, latency_aims
+from benchmarks.predictor import (
+    BUCKETS,
+    FILLER,
+    SHARES,
+    TOPICS,
+    VERBS,
+    Call,
+    Drawn,
+    Generator,
+    latency_aims,
+    latency_figures,
+)
 from benchmarks.predictor_worth import ARMS, MAJORITY, NONE, ORACLE, TRAINED, StandIn, number_of, predictors, prompt_of
 from predictor.train import default_epochs, default_learning_rate
 from services.launcher.cluster_file import load_cluster
@@ -24,29 +35,32 @@ CALLS = [(0.010, "classifier"), (0.020, "observed"), (0.030, "classifier"), (0.5
 
 
 def test_a_call_without_an_answer_counts_in_shares_and_not_in_latencies() -> None:
-    assert Cell("x", 250.0, CALLS, 2.0).figures() == {
+    assert latency_figures("x", CALLS, 250.0, 2.0) == {
         "x_answers_per_s": 1.5,
         "x_by_classifier_per_s": 1.0,
         "x_by_classifier_share": 0.5,
         "x_not_answered_share": 0.25,
+        "x_late": 1.0,
         "x_p50_ms": 20.0,
         "x_p99_ms": 30.0,
     }
-    assert "x_p50_ms" not in Cell("x", 250.0, CALLS[3:], 1.0).figures()
+    assert "x_p50_ms" not in latency_figures("x", CALLS[3:], 250.0, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("cells", "answered", "in_time"),
+    ("cells", "met"),
     [
-        ([], False, False),
-        ([Cell("x", 250.0, CALLS[:3], 1.0)], True, True),
-        ([Cell("x", 1000.0, CALLS, 1.0)], False, True),
-        ([Cell("x", 1000.0, CALLS[:3] * 400, 1.0), Cell("y", 1000.0, CALLS, 1.0)], False, True),  # the worst one
-        ([Cell("x", 250.0, [(0.5, "observed")], 1.0)], True, False),
+        ([], [False, False]),
+        ([(CALLS[:3], 250.0)], [True, True]),
+        ([(CALLS[:3] * 400, 1000.0), (CALLS, 1000.0)], [False, True]),  # the worst one
+        ([([(0.5, "observed")], 250.0)], [True, False]),
     ],
 )
-def test_the_aims_are_of_the_worst_cell(cells: list[Cell], answered: bool, in_time: bool) -> None:
-    assert [aim["met"] for aim in latency_aims(cells).values()] == [answered, in_time]
+def test_the_aims_are_of_the_worst_concurrency(cells: list[tuple[list[Call], float]], met: list[bool]) -> None:
+    figures: dict[str, float] = {}
+    for number, (calls, timeout_ms) in enumerate(cells):
+        figures |= latency_figures(f"x{number}", calls, timeout_ms, 1.0)
+    assert [aim["met"] for aim in latency_aims(figures).values()] == met
 
 
 def test_parts_are_run_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
