@@ -11,11 +11,12 @@ import msgspec
 
 from benchmarks.control_fleet import make_info
 from benchmarks.results import Result, at_most, result
+from benchmarks.scenarios import instances
 from shared.domain.demand import Demand
 from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
 from shared.domain.job import JobView, LengthPrediction
 from shared.domain.prompt import BLOCK_TOKENS
-from shared.domain.rates import ChunkedCost, HuaweiCost, LinkRate, PartialPrefillCost, Rates, StepForm, StepRates
+from shared.domain.rates import ChunkedCost, LinkRate, PartialPrefillCost
 from shared.policy import registry
 from shared.policy.decode_admission import DecodeMemory, RunningDecode
 from shared.policy.index import ClusterIndex
@@ -40,20 +41,6 @@ MAX_COSTS = {
     "placement_adaptive_1000_us": 150.0,
     "index_1000_ms": 3.0,
 }
-RATES = tuple(  # three generations of accelerators
-    Rates(
-        PartialPrefillCost(2.4e-4 * factor, 0.004 * factor),
-        ChunkedCost(2e-6 * factor, 6e-8 * factor, 0.11 * factor),
-        HuaweiCost(*(2e-4 * factor, 1e-4, 1e-6, 0.02 * factor) * 2),
-        StepRates(
-            StepForm(0.02 * factor, 2e-4 * factor, 1e-8 * factor),
-            StepForm(0.02 * factor, 0.0, 0.0, 1e-4 * factor, 2e-7 * factor),
-            StepForm(0.02 * factor, 2e-4 * factor, 1e-8 * factor, 1e-4 * factor, 4e-7 * factor),
-        ),
-        LinkRate(2e9 / factor, 1e-3),
-    )
-    for factor in (1.0, 0.5, 0.25)
-)
 DEMAND = Demand(100.0, 1.0, 1_000.0, 1_000.0, 2e6, 200.0, 2.0, 0.05)  # requires other roles: the costliest case
 Decide = Callable[[int], object]  # of the number of the call
 
@@ -173,7 +160,8 @@ def known_prefixes(size: int) -> PrefixIndex:
 
 def cluster(size: int) -> ClusterView:
     """`size` instances of three kinds under some load, half of them with either role."""
-    rng, views = Random(3), []
+    rng, views, link = Random(3), [], LinkRate(2e9, 1e-3)
+    known = list({spec.accelerator: spec.rates for spec in instances("prefill_heavy")}.values())
     for number in range(size):
         role = Role.DECODE if number % 2 else Role.PREFILL
         info = msgspec.structs.replace(
@@ -181,7 +169,7 @@ def cluster(size: int) -> ClusterView:
             total_blocks=20_000,
             max_model_len=16_384,
             max_seqs=128,
-            rates=RATES[number % 3],
+            rates=msgspec.structs.replace(known[number % len(known)], link=link),
         )
         decoding = rng.randrange(64) if role is Role.DECODE else 0
         load = InstanceLoad(

@@ -258,9 +258,10 @@ def live(known: Prediction, data: Path | None) -> Result:
             seen = _simulated_live(file, _timed(drawn, rate, LASTS_S), None, DEFAULT)
             return attainment(seen.outcomes, LIVE_SLO).every >= TARGET
 
-        workload = _timed(drawn, goodput(served, LIVE_FROM_PER_S, STEP), LASTS_S)
+        rate = goodput(served, LIVE_FROM_PER_S, STEP)
+        workload = _timed(drawn, rate, LASTS_S)
         rounds = asyncio.run(_served(file, workload, found, Path(name) / "state"))
-    figures = {"live_rate_per_s": round(workload.rate, 3)}
+    figures = {"live_rate_per_s": round(rate, 3)}
     for policy in UNDER:
         by_arm = [{arm: one[policy, arm] for arm in ARMS} for one in rounds]
         figures |= medians(f"live_{policy}", by_arm, ("jct_mean_s",))
