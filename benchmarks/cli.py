@@ -150,9 +150,8 @@ def bench_policies(
     """Goodput of adaptive compared with all fixed policies, in twelve simulated scenarios (long: see --results)."""
     if live and results is not None:
         raise typer.BadParameter("--live repeats all runs: --results is for simulated runs only")
-    from benchmarks.policies import PoliciesOptions
-
-    _measure("policies", as_json, PoliciesOptions(tuple(scenario or ()), results, processes, live, runs))
+    options = {"results": results, "processes": processes, "live": live, "runs": runs}
+    _measure("policies", as_json, scenario or (), **options)
 
 
 @bench_app.command("roles")

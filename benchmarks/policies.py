@@ -63,36 +63,26 @@ TABLE = "side by side, at the lower of both goodputs"
 CLOSE, MORE_SEEDS = 0.05, 2  # so near the aim, or below it, a ratio is the median of so many more seeds
 
 
-@dataclass(frozen=True, slots=True)
-class PoliciesOptions:
+def run_policies_bench(
+    scenarios: Sequence[str] = (), *, results: Path | None = None, processes: int = 2, live: bool = False, runs: int = 1
+) -> Result:
     """scenarios: names; empty for all. results: a file in which runs are kept, and from which a search continues.
 
-    processes: that simulate. live: on emulated instances; runs: then of each scenario of pauses under each policy.
+    live: on emulated instances; runs: then of each scenario of pauses under each policy. Raises InvalidRequest for an
+    unknown scenario.
     """
-
-    scenarios: tuple[str, ...] = ()
-    results: Path | None = None
-    processes: int = 2
-    live: bool = False
-    runs: int = 1
-
-
-def run_policies_bench(options: PoliciesOptions | None = None) -> Result:
-    """Raises InvalidRequest for an unknown scenario."""
-    options = options or PoliciesOptions()
-    if options.live:
-        return _run_live(options)
-    if options.scenarios == (PAUSES,):
+    if live:
+        return _run_live(scenarios, runs)
+    if tuple(scenarios) == (PAUSES,):
         return run_pauses()
-    with ProcessPoolExecutor(options.processes) as pool:
-        runs = Runs(options.results)
-        found = list(pool.map(partial(seeded, runs), named(options.scenarios)))
-        single = best_single(
-            [seeds[0] for seeds in found], lambda p, *rest: pool.map(partial(_narrowed, runs, p), *rest)
-        )
-        rows = [row for seeds in found for row in _side_by_side(seeds[0], single, pool)]
+    kept = Runs(results)
+    with ProcessPoolExecutor(processes) as pool:
+        found = list(pool.map(partial(seeded, kept), named(scenarios)))
+        first = [seeds[0] for seeds in found]
+        single = best_single(first, lambda policy, *of: pool.map(partial(_narrowed, kept, policy), *of))
+        rows = [row for one in first for row in _side_by_side(one, single, pool)]
     whole = merged(report(found, single), {"tables": {TABLE: rows}})
-    return whole if options.scenarios else merged(whole, run_pauses())
+    return whole if scenarios else merged(whole, run_pauses())
 
 
 def named(names: Sequence[str]) -> list[Scenario]:
@@ -308,16 +298,16 @@ START_PER_S = 16.0  # of the search for goodput
 CONTEXT = 16384
 
 
-def _run_live(options: PoliciesOptions) -> Result:
+def _run_live(chosen: Sequence[str], runs: int) -> Result:
     pauses = live_scenarios()
-    names = [each for name in options.scenarios for each in (USUAL if name == PAUSES else (name,))]
+    names = [each for name in chosen for each in (USUAL if name == PAUSES else (name,))]
     others = [name for name in names if name not in pauses]
     try:
         scenarios = named(others) if others else () if names else LIVE
     except InvalidRequest as error:
         raise InvalidRequest(f"{error.message}; of pauses, live: {PAUSES}, {', '.join(pauses)}") from error
     of_pauses = [pauses[name] for name in dict.fromkeys(names) if name in pauses]
-    return merged(*map(_compared_live, scenarios), *run_pauses_live(of_pauses, options.runs))
+    return merged(*map(_compared_live, scenarios), *run_pauses_live(of_pauses, runs))
 
 
 def _compared_live(scenario: Scenario) -> Result:

@@ -128,7 +128,7 @@ def simulated(setting: Setting, seed: int, data: Path | None) -> list[Figures]:
 def figures_of(
     label: str, setting: Setting, seen: Outcomes, slo: Slo, flips: Sequence[tuple[float, str]], notices: Sequence[float]
 ) -> Figures:
-    """flips: time and new role. notices: times of demand shifts."""
+    """flips: time and new role. notices: times of demand shifts. The first phase begins at 0."""
     met = seen.met(slo)
     return Figures(
         label,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -18,7 +19,6 @@ from benchmarks.policies import (
     SIMPLE,
     TARGETS,
     Compared,
-    PoliciesOptions,
     Runs,
     Single,
     best_single,
@@ -154,13 +154,13 @@ def test_a_report_takes_medians_over_seeds(ratios: tuple[float, ...], share: flo
 def test_scenarios_are_chosen_by_name() -> None:
     assert len(bench.named(())) == len(list(all_scenarios())) == 12
     assert [one.name for one in bench.named(("fast_slow_code", "equal_mixed"))] == ["fast_slow_code", "equal_mixed"]
-    for options, words in (
-        (PoliciesOptions(("fast",)), "no scenario fast; known: equal_conversation"),
-        (PoliciesOptions(("pauses", "burst"), live=True), "no scenario burst; known: equal_.*pauses, burst_equal"),
-        (PoliciesOptions(("kv_1_equal_predicted",), live=True), "no scenario kv_1_equal_predicted"),
+    for names, live, words in (
+        (("fast",), False, "no scenario fast; known: equal_conversation"),
+        (("pauses", "burst"), True, "no scenario burst; known: equal_.*pauses, burst_equal"),
+        (("kv_1_equal_predicted",), True, "no scenario kv_1_equal_predicted"),
     ):
         with pytest.raises(InvalidRequest, match=words):
-            run_policies_bench(options)
+            run_policies_bench(names, live=live)
 
 
 def test_a_head_is_the_first_of_the_same_requests() -> None:
@@ -174,14 +174,14 @@ def test_two_policies_and_few_requests(monkeypatch: pytest.MonkeyPatch, tmp_path
         monkeypatch.setattr(bench, name, value)
     policies = (SIMPLE[1].words, SIMPLE[2].words)
     monkeypatch.setattr(bench, "fixed_policies", lambda: policies)
-    options = PoliciesOptions(("fast_slow_conversation",), tmp_path / "runs", processes=1)
-    result = run_policies_bench(options)
+    run = partial(run_policies_bench, ("fast_slow_conversation",), results=tmp_path / "runs", processes=1)
+    result = run()
     assert set(result["aims"]) == {"least_ratio_to_best_fixed", "adaptive_over_best_single"}
     assert result["figures"]["fast_slow_conversation_adaptive_per_s"] > 1.0
     (rows,) = result["tables"].values()
     assert rows[0]["policy"] == "adaptive"
     assert len({row["policy"] for row in rows}) == len(rows) >= 2
-    assert result["figures"] == run_policies_bench(options)["figures"]  # from the file of runs
+    assert result["figures"] == run()["figures"]  # from the file of runs
 
 
 @pytest.mark.parametrize(
