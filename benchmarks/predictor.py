@@ -59,7 +59,7 @@ def run_predictor_bench(parts: Sequence[str] = ()) -> Result:
 # Accuracy. A drawn prompt contains one verb and one topic; all other words carry no information. Verbs and topics are
 # of six kinds each, and P(bucket | kinds) is a table, so that the accuracy of a reader who knows the table, Bayes'
 # optimum, is exact. Lengths are shaped like ShareGPT's. After half of the kinds of verbs a topic means the opposite:
-# neither word alone, nor the sum of both, tells what the pair tells.
+# only the pair of words determines the optimal prediction, neither word alone nor the sum of both.
 
 Floats = NDArray[np.float64]
 SHARES = (0.22, 0.26, 0.24, 0.16, 0.11, 0.01)

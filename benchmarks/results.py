@@ -44,7 +44,7 @@ def _bound(sign: str, want: float, got: float | None, digits: int, met: bool) ->
 
 
 def rotated(items: Sequence[Item], number: int) -> list[Item]:
-    """The items, from another one on in each round, so that what drifts with time favours none."""
+    """The items, starting with another one in each round, so that a drift of the machine favours none of them."""
     first = number % len(items)
     return [*items[first:], *items[:first]]
 

@@ -16,7 +16,7 @@ from shared.sim.workload import Workload
         (19.0, 21.0, 110),
         (5.0, 25.0, 10),  # half of its time
         (20.0, 22.0, 0),
-        (12.0, 12.0, 100),  # an answer of one token, as far as clocks tell: its prompt
+        (12.0, 12.0, 100),  # an answer of one token, by the clock: its prompt
     ],
 )
 def test_prompts_count_with_the_first_token_and_answers_as_they_come(
