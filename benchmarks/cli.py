@@ -26,7 +26,6 @@ BENCHES: dict[str, tuple[str, str]] = {
     "dashboard": ("benchmarks.dashboard", "run_dashboard_bench"),
     "policy": ("benchmarks.policy", "run_policy_bench"),
     "policies": ("benchmarks.policies", "run_policies_bench"),
-    "policies_live": ("benchmarks.policies_live", "run_policies_live"),
     "roles": ("benchmarks.roles", "run_roles_bench"),
     "roles_live": ("benchmarks.roles", "run_live"),
     "overload": ("benchmarks.overload", "run_overload_bench"),
@@ -75,8 +74,8 @@ def _add_bench(name: str, text: str, *, on_data: bool = False) -> None:
     bench_app.command(name, help=text)(command_on_data if on_data else command)
 
 
-def _measure(name: str, as_json: bool, *arguments: object) -> None:
-    if not cli_common.report(Console(), find_bench(name)(*arguments), as_json):
+def _measure(name: str, as_json: bool, *arguments: object, **options: object) -> None:
+    if not cli_common.report(Console(), find_bench(name)(*arguments, **options), as_json):
         raise typer.Exit(1)
 
 
@@ -124,7 +123,7 @@ def bench_growth(
 @bench_app.command("predictor")
 def bench_predictor(
     part: Annotated[
-        list[str] | None, typer.Option(help="One part: bayes, latency, full_size, modes or worth; may be repeated.")
+        list[str] | None, typer.Option(help="One part: bayes, latency, modes or worth; may be repeated.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -151,14 +150,8 @@ def bench_policies(
     """Goodput of adaptive compared with all fixed policies, in twelve simulated scenarios (long: see --results)."""
     if live and results is not None:
         raise typer.BadParameter("--live repeats all runs: --results is for simulated runs only")
-    if live:
-        from benchmarks.policies_live import LiveOptions
-
-        _measure("policies_live", as_json, LiveOptions(tuple(scenario or ()), runs))
-        return
-    from benchmarks.policies import PoliciesOptions
-
-    _measure("policies", as_json, PoliciesOptions(tuple(scenario or ()), results, processes))
+    options = {"results": results, "processes": processes, "live": live, "runs": runs}
+    _measure("policies", as_json, scenario or (), **options)
 
 
 @bench_app.command("roles")
@@ -197,9 +190,8 @@ def bench_prefix(
     as_json: Json = False,
 ) -> None:
     """Prefix cache hits of adaptive compared with least_load and an oracle: simulated traces, live chats (root)."""
-    from benchmarks.prefix import PrefixOptions
-
-    _measure("prefix", as_json, data, PrefixOptions(rounds, simulated or not live, live or not simulated))
+    parts = {"simulated": simulated or not live, "on_engines": live or not simulated}
+    _measure("prefix", as_json, data, rounds, **parts)
 
 
 @bench_app.command("plan")

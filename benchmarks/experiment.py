@@ -1,44 +1,62 @@
-"""The same requests under several policies, on a running suite and in the simulator.
+"""The same requests under several arms, simulated or on a running suite of this machine, and their figures.
 
-An experiment is a cluster file, the requests of a seed, and arms: policies in words that both sides understand.
+A live run gives a `SimResult` as a simulated one does, with what the clients saw, so that both have the same figures.
 Emulated clusters may be `factor` times as slow as their accelerators, so that this machine can stream all tokens;
-arrivals and targets are then as many times as long.
+arrivals and targets are then as many times as long, and figures are divided by the factor.
 """
 
 import asyncio
+import gc
 import json
+import secrets
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields, replace
-from math import inf
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from math import ceil, floor, inf, isfinite, log, nan
 from pathlib import Path
 from random import Random
-from statistics import fmean
-from typing import Any, TypeVar
+from statistics import fmean, median
+from typing import Any, NamedTuple, TypeVar
 
+import httpx
 import yaml
 
 from benchmarks import suite
-from benchmarks.scenarios import learned
+from benchmarks.results import Aim, Result, aim, result, rotated
+from benchmarks.scenarios import with_learned_rates
 from benchmarks.suite import BARE, DEMO_MODEL
 from services.launcher.cluster_file import Cluster
 from services.launcher.suite import Suite
 from services.launcher.up import RunningSuite
 from shared.domain.job import Slo
 from shared.domain.route import PolicySpec
+from shared.errors import Unavailable
 from shared.policy.registry import from_words
 from shared.sim.cluster import simulate
-from shared.sim.outcomes import SimResult
-from shared.sim.spec import RunSpec, with_words
+from shared.sim.metrics import summary
+from shared.sim.outcomes import Gaps, Outcomes, SimResult, Status
+from shared.sim.spec import with_words
 from shared.sim.workload import Workload
 from tools.calibrate.host_watch import HostWatch, TimerWatch
 from tools.calibrate.target import Sample, Shot, Target, Traffic
+from tools.client import Refused, StreamFailed, StreamResult, completion_body, stream_completion
 from tools.simulate.deployment import Deployment, load_deployment
 
 WHO = "polyphase bench"
 TRIES = 3
+CLEAR_DIFFERENCE = 0.15  # live differences between arms of less than this share have no winner
+AIM_PERCENT = 15.0  # by which simulated means may be off
 Found = TypeVar("Found")
+Key = TypeVar("Key")
+Answer = StreamResult | Exception
+Body = Callable[[int, Shot], dict[str, Any]]  # of the request with that number
+
+
+# Running suites.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,49 +67,21 @@ class Arm:
     words: str
 
     @property
-    def specs(self) -> dict[str, PolicySpec]:
+    def specs(self) -> dict[str, PolicySpec | None]:
         """By kind, for a running suite."""
         return {kind: spec for part in self.words.split("+") for kind, spec in from_words(part).items()}
 
-    def under(self, run: RunSpec) -> RunSpec:
-        """`run` with these policies, for the simulator."""
-        return with_words(run, self.words)
-
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """Means over all requests, seconds."""
+class LiveRun:
+    """One workload on a running suite. samples: of the completed requests. began_s: Unix time of the start.
 
-    ttft: float
-    tpot: float
-    jct: float
-
-    @classmethod
-    def from_samples(cls, samples: Sequence[Sample]) -> "Means":
-        gaps = [gap for sample in samples if (gap := sample.tpot_s) is not None]
-        return cls(fmean(s.ttft_s for s in samples), fmean(gaps), fmean(s.jct_s for s in samples))
-
-    @classmethod
-    def from_summary(cls, figures: Mapping[str, float]) -> "Means":
-        """Of a simulated run's `shared.sim.metrics.summary`."""
-        return cls(*(figures[f"{name}_mean_s"] for name in METRICS))
-
-    @classmethod
-    def average(cls, several: Sequence["Means"]) -> "Means":
-        return cls(*(fmean(getattr(one, name) for one in several) for name in METRICS))
-
-
-METRICS = tuple(field.name for field in fields(Means))
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What clients saw of one workload, and what disturbed it.
-
-    late_s: how late timers of the clients were at most. foreign_cores: cores that processes of others used meanwhile.
+    late_s: the longest delay of a timer of the clients. foreign_cores: cores that foreign processes used meanwhile.
     """
 
+    result: SimResult
     samples: Sequence[Sample]
+    began_s: float
     late_s: float
     foreign_cores: float
 
@@ -108,28 +98,81 @@ class Session:
     def suite(self) -> Suite:
         return self.running.suite
 
-    async def send(self, workload: Workload, arm: Arm | None = None) -> Sent:
-        """All requests at their times, under the arm's policies, which are then undone. Raises Unavailable."""
+    async def send(
+        self,
+        workload: Workload,
+        arm: Arm | None = None,
+        *,
+        slo: Slo | None = None,
+        body: Body | None = None,
+        ends_s: float = inf,
+        may_fail: bool = False,
+    ) -> LiveRun:
+        """Send all requests at their times under the arm's policies, which are then undone.
+
+        slo: targets of requests without a class. ends_s: after which clients give up. Raises Unavailable when a request
+        fails, unless requests `may_fail`.
+        """
+        shots = shots_of(workload)
         async with self._under(arm), HostWatch(self.target.launcher_pid) as host, TimerWatch() as timers:
-            samples = await self.traffic.timed(shots_of(workload))
-        await self.suite.wait_idle()
-        return Sent(samples, timers.late_s, host.mean_cores)
+            began_s = time.time()
+            answers = await self._stream(shots, body or _random_prompt, ends_s)
+        failures = [answer for answer in answers if isinstance(answer, Exception)]
+        if failures and not may_fail:
+            raise Unavailable(f"{len(failures)} of {len(shots)} requests failed, the first with: {failures[0]!r}")
+        await self.suite.wait_idle(120.0)
+        samples = [
+            Sample("", shot, began_s + shot.at_s, seen.ttft_s, seen.last_s, seen.gaps_s)
+            for shot, seen in zip(shots, answers, strict=True)
+            if isinstance(seen, StreamResult)
+        ]
+        seen = observed(workload, answers, slo or Slo())
+        return LiveRun(seen, samples, began_s, timers.late_s, host.mean_cores)
 
     async def warm_up(self) -> None:
-        """Use connections and code that are not in use yet."""
+        """Open connections and load code."""
         await self.traffic.closed((Shot(64, 4),) * 8, 2)
         await self.suite.wait_idle()
 
+    async def metrics(self, *names: str) -> dict[str, list[float]]:
+        """By instance the sum of each metric's series. Raises Unavailable where one is missing."""
+        urls = {name: f"{entry['info']['http']}/metrics" for name, entry in (await self.suite.instances()).items()}
+        async with httpx.AsyncClient(timeout=10, trust_env=False) as http:
+            pages = {instance: (await http.get(url)).text for instance, url in urls.items()}
+        return {instance: [suite.metric(page, name) for name in names] for instance, page in pages.items()}
+
+    async def _stream(self, shots: Sequence[Shot], body: Body, ends_s: float) -> list[Answer]:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+
+        async def stream(number: int, shot: Shot) -> Answer:
+            await asyncio.sleep(began + shot.at_s - loop.time())
+            content = body(number, shot) | {"model": self.target.model}
+            try:
+                async with asyncio.timeout_at(began + ends_s):
+                    return await stream_completion(*self.target.api_address, content, self.target.api_key, shot.slo)
+            except (StreamFailed, OSError) as error:  # a TimeoutError is an OSError
+                return error
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(stream(number, shot)) for number, shot in enumerate(shots)]
+        return [task.result() for task in tasks]
+
     @asynccontextmanager
     async def _under(self, arm: Arm | None) -> AsyncIterator[None]:
-        change = arm.specs if arm is not None else {}
-        if change:
-            await self.suite.set_policies(change, WHO)
+        if arm is None:
+            yield
+            return
+        await self.suite.set_policies(arm.specs, WHO)
         try:
             yield
         finally:
-            if change:
-                await self.suite.set_policies(dict.fromkeys(change), WHO)
+            await self.suite.set_policies(dict.fromkeys(arm.specs), WHO)
+
+
+def _random_prompt(number: int, shot: Shot) -> dict[str, Any]:
+    prompt = Random(number).choices(range(300, 1200), k=shot.prompt_tokens)  # ids that the demo model knows
+    return completion_body(prompt, shot.output_tokens, cache_salt=secrets.token_hex(8))
 
 
 async def measured(
@@ -154,19 +197,42 @@ def shots_of(workload: Workload) -> list[Shot]:
     return [Shot(int(prompt), int(output), float(at), slo) for prompt, output, at, slo in rows]
 
 
-def slower(workload: Workload, factor: float) -> Workload:
-    """The same requests `factor` times as far apart, with targets as many times as long."""
-    mix = workload.mix
-    if mix is not None:
-        workload = replace(workload, mix=replace(mix, classes=tuple(each.slower(factor) for each in mix.classes)))
-    return workload.with_arrivals(factor * workload.arrival_s)
+def observed(workload: Workload, answers: Sequence[Answer], slo: Slo) -> SimResult:
+    """A live run in the form of a simulated one. slo: of requests without a class."""
+    out, gaps, mix = Outcomes.empty(workload), Gaps(), workload.mix
+    for at, seen in enumerate(answers):
+        if isinstance(seen, Exception):
+            out.status[at] = Status.REFUSED if isinstance(seen, Refused) else Status.UNFINISHED
+            continue
+        itl_s = (slo if mix is None else mix.classes[mix.class_of[at]]).itl_s
+        out.status[at] = Status.COMPLETED
+        out.first_token_s[at] = out.arrival_s[at] + seen.ttft_s
+        out.last_token_s[at] = out.arrival_s[at] + seen.last_s
+        out.longest_gap_s[at] = max(seen.gaps_s, default=nan)
+        out.gaps_over[at] = sum(gap_s > itl_s for gap_s in seen.gaps_s)
+        for gap_s in seen.gaps_s:
+            gaps.add(gap_s)
+    ends_s = out.last_token_s[out.completed]
+    duration_s = float(ends_s.max() - out.arrival_s[0]) if len(ends_s) else 0.0
+    return SimResult(workload.name, "live", out, (), gaps, duration_s, 0)
+
+
+async def quietest(measure: Callable[[], Awaitable[Found]], noise: Callable[[Found], float], max_noise: float) -> Found:
+    """A measurement that was not disturbed by more than that; after TRIES, the least disturbed one."""
+    tries: list[Found] = []
+    while len(tries) < TRIES and (not tries or noise(tries[-1]) > max_noise):
+        tries.append(await measure())
+    return min(tries, key=noise)
+
+
+# Cluster files.
 
 
 def emulated_file(folder: Path, name: str, instances: Sequence[Mapping[str, Any]], **sections: Any) -> Path:
     """Write the cluster file of emulated Llama-3-8B instances. sections: replace those that every suite here has."""
-    engine = {"engine": "emulated", "emulated_model": "Llama-3-8B", **sections.pop("instance_defaults", {})}
+    defaults = {"engine": "emulated", **sections.pop("instance_defaults", {})}
     file = folder / f"{name}.yaml"
-    cluster = {**BARE, "name": name, **sections, "instance_defaults": engine, "instances": list(instances)}
+    cluster = {**BARE, "name": name, **sections, "instance_defaults": defaults, "instances": list(instances)}
     file.write_text(yaml.safe_dump(cluster))
     return file
 
@@ -180,23 +246,34 @@ def model_with_context(folder: Path, tokens: int) -> Path:
 
 
 def twin(file: Path, seed: int = 1) -> Deployment:
-    """The cluster file for the simulator; instances publish rates that they have learned from steps without noise.
+    """The cluster file for the simulator. Instances publish rates learned from steps without noise, as live ones do.
 
     The costs that policies derive from learned rates are not quite those of the catalogue.
     """
-    deployment, rng = load_deployment(file), Random(seed)
-    known = tuple(learned(spec, rng, noise=0.0, start_off=1.0) for spec in deployment.instances)
-    return replace(deployment, instances=known)
+    deployment = load_deployment(file)
+    return replace(deployment, instances=with_learned_rates(deployment.instances, seed, noise=0.0, start_off=1.0))
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """One run on the suite and the same in the simulator."""
+def slower(workload: Workload, factor: float) -> Workload:
+    """The same requests `factor` times as far apart, with targets as many times as long."""
+    mix = workload.mix
+    if mix is not None:
+        workload = replace(workload, mix=replace(mix, classes=tuple(each.slower(factor) for each in mix.classes)))
+    return workload.with_arrivals(factor * workload.arrival_s)
 
-    arm: Arm
-    seed: int
-    live: Sent
+
+# Experiments.
+
+
+class Pair(NamedTuple):
+    """One arm with the same requests, live and simulated."""
+
+    live: LiveRun
     simulated: SimResult
+
+    @property
+    def sides(self) -> dict[str, SimResult]:
+        return {"live": self.live.result, "simulated": self.simulated}
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +281,7 @@ class Experiment:
     """Arms on one cluster file, each with the requests of every seed.
 
     workload: the requests of a seed at the accelerators' speed. slo: at that speed. max_late_s: a live run in which
-    timers of the clients were later is repeated, at most `TRIES` times; the quietest run counts.
+    timers of the clients were later is repeated.
     """
 
     name: str
@@ -216,24 +293,200 @@ class Experiment:
     seeds: Sequence[int] = (1,)
     max_late_s: float = inf
 
-    @property
-    def slow_slo(self) -> Slo:
-        return self.slo.slower(self.factor)
-
-    def slow_workload(self, seed: int) -> Workload:
-        return slower(self.workload(seed), self.factor)
-
     def simulated(self, deployment: Deployment, arm: Arm, seed: int) -> SimResult:
-        run = arm.under(replace(deployment.run, seed=seed))
-        return simulate(self.slow_workload(seed), deployment.instances, run)
+        run = with_words(replace(deployment.run, seed=seed), arm.words)
+        return simulate(slower(self.workload(seed), self.factor), deployment.instances, run)
 
-    async def pairs(self, on: Session) -> AsyncIterator[Pair]:
-        """Every arm with every seed, live and simulated."""
-        deployment = twin(self.file)
-        for arm in self.arms:
-            for seed in self.seeds:
-                tries: list[Sent] = []
-                while len(tries) < TRIES and (not tries or tries[-1].late_s > self.max_late_s):
-                    tries.append(await on.send(self.slow_workload(seed), arm))
-                live = min(tries, key=lambda sent: sent.late_s)
-                yield Pair(arm, seed, live, await asyncio.to_thread(self.simulated, deployment, arm, seed))
+    def run(self) -> list[dict[Arm, Pair]]:
+        """By seed, every arm on one suite and in the simulator. Raises as `measured` does."""
+        return asyncio.run(measured(self.file, self._run))
+
+    async def _run(self, on: Session) -> list[dict[Arm, Pair]]:
+        gc.collect()
+        gc.freeze()  # a walk of all that is loaded would stop the clients for as long as a pause lasts
+        deployment, slo = twin(self.file), self.slo.slower(self.factor)
+
+        async def compare(number: int, arm: Arm) -> Pair:
+            workload = slower(self.workload(self.seeds[number]), self.factor)
+            live = await quietest(partial(on.send, workload, arm, slo=slo), lambda run: run.late_s, self.max_late_s)
+            return Pair(live, await asyncio.to_thread(self.simulated, deployment, arm, self.seeds[number]))
+
+        return await in_turns(self.arms, len(self.seeds), compare)
+
+
+async def in_turns(
+    arms: Sequence[Key], rounds: int, run: Callable[[int, Key], Awaitable[Found]]
+) -> list[dict[Key, Found]]:
+    """The results of each round, in which every arm is run; rounds begin with another arm in turn."""
+    found = []
+    for number in range(rounds):
+        by_arm = {arm: await run(number, arm) for arm in rotated(arms, number)}
+        found.append({arm: by_arm[arm] for arm in arms})
+    return found
+
+
+# Figures.
+
+Row = dict[str, Any]  # by column; seconds, and shares in 0..1; None where no request has the figure
+COLUMNS = ("ttft_p50_s", "ttft_p90_s", "jct_p50_s", "jct_p90_s", "itl_p99_s", "longest_gap_p90_s", "longest_gap_max_s")
+
+
+def row_of(seen: SimResult, slo: Slo, factor: float = 1.0) -> Row:
+    """Attainment and latencies of a run that was `factor` times as slow. slo: at the accelerators' speed."""
+    figures = summary(seen, slo.slower(factor))
+    known = {name: round(value, 4) if isfinite(value := figures[name] / factor) else None for name in COLUMNS}
+    return {"attainment": round(figures["attainment"], 4), **known}
+
+
+def median_of(rows: Sequence[Row]) -> Row:
+    """By column, of the rows that have the figure."""
+    numbers = {name: [row[name] for row in rows if row[name] is not None] for name in rows[0]}
+    return {name: round(median(values), 4) if values else None for name, values in numbers.items()}
+
+
+class Means(NamedTuple):
+    """Means over all requests, seconds."""
+
+    ttft: float
+    tpot: float
+    jct: float
+
+    @classmethod
+    def from_result(cls, seen: SimResult, factor: float = 1.0) -> "Means":
+        """Of a run that was `factor` times as slow."""
+        figures = summary(seen, Slo())
+        return cls(*(figures[f"{name}_mean_s"] / factor for name in cls._fields))
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[Sample]) -> "Means":
+        gaps = [gap for sample in samples if (gap := sample.tpot_s) is not None]
+        return cls(fmean(s.ttft_s for s in samples), fmean(gaps), fmean(s.jct_s for s in samples))
+
+
+def share_within(samples: Sequence[Sample], slo: Slo) -> float:
+    """The share of requests within their targets."""
+    return sum(one.met(slo) for one in samples) / len(samples)
+
+
+def medians(
+    name: str, rounds: Sequence[Mapping[str, Mapping[str, float]]], compared: Sequence[str]
+) -> dict[str, float]:
+    """Of the figures of each arm, and of those `compared` over the first arm's of the same round (NaN over 0)."""
+    figures: dict[str, float] = {}
+    first, *others = rounds[0]
+    for arm in rounds[0]:
+        for field in rounds[0][arm]:
+            figures[f"{name}_{arm}_{field}"] = round(median(one[arm][field] for one in rounds), 4)
+    for arm, field in product(others, compared):
+        pairs = [(one[arm][field], one[first][field]) for one in rounds]
+        stem = field.removesuffix("_per_s").removesuffix("_ms").removesuffix("_s")
+        figures[f"{name}_{arm}_{stem}_over_{first}"] = round(median(a / b if b else nan for a, b in pairs), 4)
+    return figures
+
+
+def judged(name: str, rounds: Sequence[Mapping[Arm, Sequence[Means]]]) -> Result:
+    """Medians over rounds of live and simulated means and of the simulator's errors, and which arm is better.
+
+    rounds: by arm the live and the simulated means. The first arm is compared with the others. Where live means clearly
+    differ, an aim is that the same arm is the better one in the simulator.
+    """
+    figures: dict[str, float] = {}
+    aims: dict[str, Aim] = {}
+    winners: dict[str, Aim] = {}
+    first = next(iter(rounds[0]))
+    for arm, (at, metric) in product(rounds[0], enumerate(Means._fields)):
+        pairs = [(live[at], simulated[at]) for live, simulated in (one[arm] for one in rounds)]
+        off = median(100.0 * (predicted / seen - 1.0) for seen, predicted in pairs)
+        key = f"{name}_{arm.label}_{metric}"
+        figures[f"{key}_live_ms"] = 1e3 * median(seen for seen, _ in pairs)
+        figures[f"{key}_simulated_ms"] = 1e3 * median(predicted for _, predicted in pairs)
+        figures[f"{key}_off_percent"] = off
+        aims[f"{key}_off_percent"] = aim(f"within {AIM_PERCENT:g}", round(off, 2), abs(off) <= AIM_PERCENT)
+        if arm is first:
+            continue
+        live, simulated = (median(one[arm][side][at] / one[first][side][at] for one in rounds) for side in (0, 1))
+        key = f"{name}_{metric}_{arm.label}_over_{first.label}"
+        figures |= {f"{key}_live": live, f"{key}_simulated": simulated}
+        if abs(live - 1.0) >= CLEAR_DIFFERENCE:
+            want, got = (first.label if ratio > 1.0 else arm.label for ratio in (live, simulated))
+            winners[f"{name}_{first.label}_or_{arm.label}_by_{metric}"] = aim(want, got, want == got)
+    differ = aim("in a mean at least", f"in {len(winners)}", bool(winners))
+    return result(figures, aims | winners | {f"{name}_the_policies_differ": differ})
+
+
+# Goodput. The search relies on monotony: an arm that misses the target at a rate misses it at each higher rate.
+
+LOWEST = 0.02  # of the first rate of a search: what serves less counts as nothing
+STRIDE = 1.25  # times the rate, the first of a search
+Meets = Callable[[float], bool]  # whether the target is met at a rate
+
+
+@dataclass(frozen=True, slots=True)
+class Bracket:
+    """What is known of a goodput on the ladder of rates step^rung: met at the rung `low`, missed at `high`.
+
+    start: the first rung of the search. low is below the ladder while no rate was met, high is None while none was
+    missed.
+    """
+
+    step: float
+    start: int
+    low: int
+    high: int | None = None
+
+    @classmethod
+    def near(cls, rate: float, step: float) -> "Bracket":
+        """Nothing is known; the search starts near that rate."""
+        start = round(log(rate) / log(step))
+        return cls(step, start, start + floor(log(LOWEST) / log(step)) - 1)
+
+    @property
+    def lowest(self) -> int:
+        return self.start + floor(log(LOWEST) / log(self.step))
+
+    @property
+    def exact(self) -> bool:
+        return self.high is not None and self.high - self.low <= 1
+
+    @property
+    def min_rate(self) -> float:
+        return self.rate(self.low)
+
+    @property
+    def max_rate(self) -> float:
+        return inf if self.high is None else self.rate(self.high - 1)
+
+    @property
+    def next(self) -> int:
+        """The rung to try: outwards from the start, further each time, then by halves."""
+        stride, met = self.rungs(STRIDE), self.low >= self.lowest
+        if self.high is None:
+            return self.low + max(stride, self.low - self.start) if met else self.start
+        if not met and self.high > self.lowest:
+            return max(self.lowest, self.high - max(stride, self.start - self.high))
+        return (self.low + self.high) // 2
+
+    def rate(self, rung: int) -> float:
+        """Requests a second; 0 below the lowest rung."""
+        return float(self.step**rung) if rung >= self.lowest else 0.0
+
+    def rungs(self, times: float) -> int:
+        """From a rate to so many times as much; at least one."""
+        return max(1, ceil(log(times) / log(self.step)))
+
+    def tried(self, rung: int, meets: Meets) -> "Bracket":
+        """After a run at that rung; unchanged where the bracket already decides it."""
+        if rung <= self.low or (self.high is not None and rung >= self.high):
+            return self
+        return replace(self, low=rung) if meets(self.rate(rung)) else replace(self, high=rung)
+
+    def settled(self, meets: Meets) -> "Bracket":
+        found = self
+        while not found.exact:
+            found = found.tried(found.next, meets)
+        return found
+
+
+def goodput(meets: Meets, near: float, step: float) -> float:
+    """The highest rate of a ladder at which the target is met, just below one at which it is missed; 0 if none is."""
+    return Bracket.near(near, step).settled(meets).min_rate

@@ -1,4 +1,4 @@
-"""Results of a bench in the form that `polyphase bench` prints: figures, aims and notes."""
+"""Results of a bench in the form that `polyphase bench` prints: figures, aims, notes and tables."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,14 +14,14 @@ def result(figures: Mapping[str, Any], aims: Mapping[str, Aim] | None = None, no
 
 
 def merged(*parts: Mapping[str, Any]) -> Result:
-    """One result of several; later figures and aims replace earlier ones of the same name."""
+    """One result of several: later figures and aims replace earlier ones of the same name, rows of a table add up."""
     whole = result({})
     for part in parts:
-        for name, entries in part.items():
-            if name == "notes":
-                whole["notes"] += entries
-            else:
-                whole.setdefault(name, {}).update(entries)
+        whole["notes"] += part.get("notes", ())
+        for name in ("figures", "aims"):
+            whole[name] |= part.get(name, {})
+        for title, rows in part.get("tables", {}).items():
+            whole.setdefault("tables", {}).setdefault(title, []).extend(rows)
     return whole
 
 
@@ -31,6 +31,7 @@ def at_most(want: float, got: float | None, digits: int = 3) -> Aim:
 
 
 def at_least(want: float, got: float | None, digits: int = 3) -> Aim:
+    """An aim that is missed where nothing was measured (None)."""
     return _bound(">=", want, got, digits, got is not None and got >= want)
 
 
@@ -43,11 +44,11 @@ def _bound(sign: str, want: float, got: float | None, digits: int, met: bool) ->
 
 
 def rotated(items: Sequence[Item], number: int) -> list[Item]:
-    """The items from another one on in each round, so that what drifts with time favours none."""
+    """The items, starting with another one in each round, so that a drift of the machine favours none of them."""
     first = number % len(items)
     return [*items[first:], *items[:first]]
 
 
 def progress(line: str) -> None:
-    """One line for a person who waits."""
+    """Print a line to stderr."""
     print(line, file=sys.stderr, flush=True)

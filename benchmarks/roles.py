@@ -14,33 +14,30 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.experiment import Session, measured, model_with_context
-from benchmarks.results import Result, at_most, result
-from benchmarks.scenarios import MAX_TOKENS, Phase, attained, learned, shares, turning
-from benchmarks.suite import BARE
+from benchmarks.experiment import Session, emulated_file, measured, model_with_context
+from benchmarks.results import Result, at_most, merged, result
+from benchmarks.scenarios import MAX_TOKENS, PREDICTION, Phase, shares, shipped, turning, with_learned_rates
 from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.sim.cluster import simulate
-from shared.sim.outcomes import SimResult
-from shared.sim.prediction import Prediction
+from shared.sim.outcomes import Outcomes
 from shared.sim.spec import InstanceSpec, RunSpec, with_words
 from shared.sim.workload import Workload
-from tools.calibrate.target import Sample
-from tools.simulate.deployment import load_deployment
 
 SLO = Slo(ttft_s=2.0, tpot_s=0.03)
 LONGEST = 8_000
 PHASE_S = 90.0
 SETTLE_S = 30.0  # of a phase: what comes later shows how good the roles are, not how fast they came
 DISAGGREGATED, ADAPTIVE = "least_load+split=full+power_of_two", "adaptive"
-FLIPS = ("predictive", "pressure", "idle")
+OURS = "predictive"
+FLIPS = (OURS, "pressure", "idle")
 CLOSE, NO_WORSE, NOTICED_S = 0.05, 0.02, 30.0
 SEEDS = (1, 2)
+RUN = RunSpec(slo=SLO, prediction=PREDICTION, max_tokens=MAX_TOKENS, gateway_s=0.002)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +54,8 @@ class Setting:
     prefills: int
     steady: bool = False
 
-    @property
-    def ratios(self) -> range:
-        return range(1, len(self.accelerators))
 
-
-class Seen(NamedTuple):
+class Figures(NamedTuple):
     """One run, by phase where there are lists. noticed_s, settled_s: from the turn to the first notice, and to the last
     flip, at worst; turned_back: flips against the direction of an earlier one of the same phase.
     """
@@ -78,9 +71,9 @@ class Seen(NamedTuple):
     longest_gap_p90_s: float = 0.0  # of the requests' longest gaps
 
 
-def _turns(conversation: float, code: float) -> tuple[Phase, ...]:
-    there = Phase("conversation", conversation, PHASE_S)
-    return there, Phase("code", code, PHASE_S), there
+def _turns(conversation: float, code: float, seconds: float = PHASE_S) -> tuple[Phase, ...]:
+    there = Phase("conversation", conversation, seconds)
+    return there, Phase("code", code, seconds), there
 
 
 A100, L40S = "A100-SXM-80", "L40S"
@@ -104,63 +97,46 @@ def run_roles_bench(
 ) -> Result:
     work = [(setting, seed, data) for setting in settings for seed in seeds]
     with ProcessPoolExecutor(processes) as pool:
-        found = list(pool.map(measure, *zip(*work, strict=True), chunksize=1))
+        found = list(pool.map(simulated, *zip(*work, strict=True), chunksize=1))
     note = f"lengths: Azure's traces, where they are in {data}; targets {SLO.ttft_s} s, {SLO.tpot_s} s"
-    whole = result({}, notes=[note])
-    for (setting, seed, _), runs in zip(work, found, strict=True):
-        judged(f"{setting.name}_seed{seed}", setting, runs, whole)
-    return whole
+    parts = [judged(f"{one.name}_seed{seed}", one, runs) for (one, seed, _), runs in zip(work, found, strict=True)]
+    return merged(result({}, notes=[note]), *parts)
 
 
-def measure(setting: Setting, seed: int, data: Path | None) -> list[Seen]:
+def simulated(setting: Setting, seed: int, data: Path | None) -> list[Figures]:
     """Every fixed ratio (of a steady setting only the one that policies begin with), and every policy."""
-    workload = turning(setting.phases, LONGEST, seed, data)
-    kinds = _kinds(setting)
+    workload, count = turning(setting.phases, LONGEST, seed, data), len(setting.accelerators)
+    specs = {spec.accelerator: spec for spec in shipped("roles").instances}
+    kinds = list(dict.fromkeys(setting.accelerators))
+    known = dict(zip(kinds, with_learned_rates(specs[kind] for kind in kinds), strict=True))
 
-    def one(label: str, prefills: int, flips: str) -> Seen:
-        words = f"{setting.placement}+role_flip={flips}" if flips else setting.placement
-        return seen(label, setting, simulate(workload, _instances(kinds, prefills), with_words(_RUN, words)))
+    def placed(at: int, prefills: int) -> InstanceSpec:
+        role = Role.PREFILL if at < prefills else Role.DECODE
+        return replace(known[setting.accelerators[at]], instance_id=f"i{at}", role=role)
 
-    ratios = (setting.prefills,) if setting.steady else setting.ratios
-    count = len(kinds)
-    fixed = [one(f"{prefills}:{count - prefills}", prefills, "") for prefills in ratios]
-    return fixed + [one(flips, setting.prefills, flips) for flips in FLIPS]
+    def run(label: str, prefills: int, words: str) -> Figures:
+        instances = [placed(at, prefills) for at in range(count)]
+        seen = simulate(workload, instances, with_words(RUN, words))
+        flips = [(flip.time_s, flip.to) for flip in seen.role_flips]
+        return figures_of(label, setting, seen.outcomes, SLO, flips, [at_s for at_s, _ in seen.shifts])
 
-
-_RUN = RunSpec(
-    slo=SLO, prediction=Prediction(width_tokens=200, buckets=10, accuracy=0.75), max_tokens=MAX_TOKENS, gateway_s=0.002
-)
-
-
-def _kinds(setting: Setting) -> list[InstanceSpec]:
-    """The instance of each place, with learned rates."""
-    shipped = {
-        one.accelerator: one for one in load_deployment(Path(__file__).with_name("clusters") / "roles.yaml").instances
-    }
-    rng = Random(1)
-    known = {name: learned(shipped[name], rng) for name in dict.fromkeys(setting.accelerators)}
-    return [known[name] for name in setting.accelerators]
+    ratios = (setting.prefills,) if setting.steady else range(1, count)
+    fixed = [run(f"{prefills}:{count - prefills}", prefills, setting.placement) for prefills in ratios]
+    return fixed + [run(flips, setting.prefills, f"{setting.placement}+role_flip={flips}") for flips in FLIPS]
 
 
-def _instances(kinds: Sequence[InstanceSpec], prefills: int) -> list[InstanceSpec]:
-    return [
-        replace(one, instance_id=f"i{at}", role=Role.PREFILL if at < prefills else Role.DECODE)
-        for at, one in enumerate(kinds)
-    ]
-
-
-def seen(label: str, setting: Setting, result: SimResult) -> Seen:
-    outcomes, phases = result.outcomes, setting.phases
-    began = float(outcomes.arrival_s[0])
-    flips = [(flip.time_s - began, flip.to) for flip in result.role_flips]
-    notices = [at - began for at, _ in result.shifts]
-    return Seen(
+def figures_of(
+    label: str, setting: Setting, seen: Outcomes, slo: Slo, flips: Sequence[tuple[float, str]], notices: Sequence[float]
+) -> Figures:
+    """flips: time and new role. notices: times of demand shifts. The first phase begins at 0."""
+    met = seen.met(slo)
+    return Figures(
         label,
-        attained(outcomes, SLO, phases),
-        attained(outcomes, SLO, phases, SETTLE_S),
-        int((~outcomes.completed).sum()),
-        *flip_figures(phases, flips, notices),
-        float(np.nanpercentile(outcomes.longest_gap_s, 90)),
+        shares(seen.arrival_s, met, setting.phases),
+        shares(seen.arrival_s, met, setting.phases, SETTLE_S),
+        int((~seen.completed).sum()),
+        *flip_figures(setting.phases, flips, notices),
+        float(np.nanpercentile(seen.longest_gap_s, 90)),
     )
 
 
@@ -175,120 +151,94 @@ def flip_figures(
         turned_back += sum(to != before for (_, before), (_, to) in pairwise(inside))
         settled_s = max([settled_s, *(at - start_s for at, _ in inside)])
         if number:
-            noticed_s = max(
-                noticed_s, min((at - start_s for at in notices if start_s <= at < end_s), default=phase.seconds)
-            )
+            first_s = min((at - start_s for at in notices if start_s <= at < end_s), default=phase.seconds)
+            noticed_s = max(noticed_s, first_s)
         start_s = end_s
     return len(flips), turned_back, noticed_s, settled_s
 
 
-def judged(name: str, setting: Setting, runs: Sequence[Seen], into: Result) -> None:
-    """Add figures of all runs, and aims of the predictive one."""
-    figures, aims = into["figures"], into["aims"]
+def judged(name: str, setting: Setting, runs: Sequence[Figures]) -> Result:
+    """Figures of all runs, and aims of the predictive one."""
+    figures: dict[str, float] = {}
     for one in runs:
         for number, (whole, settled) in enumerate(zip(one.attained, one.settled, strict=True)):
             figures[f"{name}_{one.label}_phase{number}_share"] = round(whole, 4)
             figures[f"{name}_{one.label}_phase{number}_settled_share"] = round(settled, 4)
         figures[f"{name}_{one.label}_flips"] = one.flips
         figures[f"{name}_{one.label}_longest_gap_p90_s"] = round(one.longest_gap_p90_s, 4)
-    ours = next(one for one in runs if one.label == "predictive")
+    ours = next(one for one in runs if one.label == OURS)
     fixed = [one for one in runs if one.label not in FLIPS]
     figures[f"{name}_noticed_s"], figures[f"{name}_last_flip_s"] = round(ours.noticed_s, 1), round(ours.settled_s, 1)
-    lost = [
-        (
-            max(one.attained[at] for one in fixed) - ours.attained[at],
-            max(one.settled[at] for one in fixed) - ours.settled[at],
-        )
-        for at in range(len(setting.phases))
-    ]
+
+    def loss(field: str) -> float:
+        """To the best ratio of each phase, in the worst phase."""
+        best = np.max([getattr(one, field) for one in fixed], axis=0)
+        return float(np.max(best - getattr(ours, field)))
+
     if setting.steady:
-        aims[f"{name}_loss_to_no_flips"] = at_most(NO_WORSE, max(whole for whole, _ in lost))
+        aims = {"loss_to_no_flips": at_most(NO_WORSE, loss("attained"))}
     else:
-        aims[f"{name}_loss_to_best_ratio_of_each_phase"] = at_most(CLOSE, max(whole for whole, _ in lost))
-        aims[f"{name}_loss_to_best_ratio_once_settled"] = at_most(CLOSE, max(settled for _, settled in lost))
-        best = max(sum(one.attained) for one in fixed) / len(lost)
-        aims[f"{name}_loss_to_best_ratio_of_all"] = at_most(NO_WORSE, best - sum(ours.attained) / len(lost))
-        aims[f"{name}_noticed_s"] = at_most(NOTICED_S, ours.noticed_s)
-    aims[f"{name}_turned_back"] = at_most(0, ours.turned_back)
-    aims[f"{name}_failed"] = at_most(0, ours.failed)
+        count = len(setting.phases)
+        mean_loss = max(sum(one.attained) for one in fixed) / count - sum(ours.attained) / count
+        aims = {
+            "loss_to_best_ratio_of_each_phase": at_most(CLOSE, loss("attained")),
+            "loss_to_best_ratio_once_settled": at_most(CLOSE, loss("settled")),
+            "loss_to_best_ratio_of_all": at_most(NO_WORSE, mean_loss),
+            "noticed_s": at_most(NOTICED_S, ours.noticed_s),
+        }
+    aims |= {"turned_back": at_most(0, ours.turned_back), "failed": at_most(0, ours.failed)}
+    return result(figures, {f"{name}_{key}": aim for key, aim in aims.items()})
 
 
 # The turning workload on live emulated instances, so slow that this machine can stream all tokens.
 
 SLOWDOWN = 3.0
-LIVE_SLO = SLO.slower(SLOWDOWN)
 LIVE_LONGEST, CONTEXT = 7_500, 8_192
-_CONVERSATION = Phase("conversation", 19.0 / SLOWDOWN, 120.0)
 # Rates at which 2:2 serves conversation and not code, 3:1 code and not conversation, and 1:3 neither.
-LIVE = Setting(
-    "live4_full", (A100,) * 4, (_CONVERSATION, Phase("code", 16.0 / SLOWDOWN, 120.0), _CONVERSATION), DISAGGREGATED, 2
-)
-RATIOS = (2, 3)
+LIVE = Setting("live4_full", (A100,) * 4, _turns(19.0 / SLOWDOWN, 16.0 / SLOWDOWN, 120.0), DISAGGREGATED, 2)
+LIVE_ARMS = (("2:2", 2, "off"), ("3:1", 3, "off"), (OURS, LIVE.prefills, OURS))  # label, prefill instances, role_flip
 
 
-def run_live(data: Path | None, ratios: Sequence[int] = RATIOS, seed: int = 1) -> Result:
+def run_live(data: Path | None) -> Result:
     """The ratios and `predictive`, one suite after the other."""
-    workload = turning(LIVE.phases, LIVE_LONGEST, seed, data)
-    arms = [(f"{one}:{len(LIVE.accelerators) - one}", one, "") for one in ratios]
-    with tempfile.TemporaryDirectory(prefix="polyphase-roles-") as name:
-        model = model_with_context(Path(name) / "model", CONTEXT)
+    workload = turning(LIVE.phases, LIVE_LONGEST, 1, data)
+    with tempfile.TemporaryDirectory(prefix="polyphase-roles-") as folder:
+        model_with_context(Path(folder) / "model", CONTEXT)
         runs = [
-            asyncio.run(measured(cluster_of(model, prefills, flips), partial(_serve, label, workload)))
-            for label, prefills, flips in (*arms, ("predictive", LIVE.prefills, "predictive"))
+            asyncio.run(measured(cluster_into(Path(folder), prefills, flips), partial(_served, label, workload)))
+            for label, prefills, flips in LIVE_ARMS
         ]
-    whole = result({}, notes=[f"live: {len(workload)} requests a run"])
-    judged(LIVE.name, LIVE, runs, whole)
-    return whole
+    return merged(result({}, notes=[f"live: {len(workload)} requests a run"]), judged(LIVE.name, LIVE, runs))
 
 
-def cluster_of(model: Path, prefills: int, flips: str) -> dict[str, Any]:
+def cluster_into(folder: Path, prefills: int, flips: str) -> Path:
     """The cluster file, with so many prefill instances and that policy of role flips."""
-    routing = {"placement": "least_load", "split": "full", "dispatch": "power_of_two"}
-    return {
-        **BARE,
-        "name": "bench roles (emulated)",
-        "model": str(model),
-        "max_model_len": CONTEXT,
-        "gateway": {"slo": {"default": LIVE_SLO.targets}},
-        "policies": {**routing, "role_flip": flips or "off"},
-        "monitor": {"drain_timeout_s": 120.0},
-        "instance_defaults": {
-            "engine": "emulated",
-            "emulated_model": "Llama-3-8B",
+    roles = [Role.PREFILL if at < prefills else Role.DECODE for at in range(len(LIVE.accelerators))]
+    return emulated_file(
+        folder,
+        f"bench roles {prefills} {flips}",
+        [{"id": f"i{at}", "role": role.value, "accelerator": A100} for at, role in enumerate(roles)],
+        model=str(folder / "model"),
+        max_model_len=CONTEXT,
+        gateway={"slo": {"default": SLO.slower(SLOWDOWN).targets}},
+        policies={"placement": "least_load", "split": "full", "dispatch": "power_of_two", "role_flip": flips},
+        monitor={"drain_timeout_s": 120.0},
+        instance_defaults={
             "emulated_slowdown": SLOWDOWN,
             "kv_cache_bytes": 50 << 30,
             "chunk_size": 2048,
             "max_seqs": 128,
         },
-        "instances": [
-            {"id": f"i{at}", "role": "prefill" if at < prefills else "decode", "accelerator": accelerator}
-            for at, accelerator in enumerate(LIVE.accelerators)
-        ],
-    }
+    )
 
 
-async def _serve(label: str, workload: Workload, on: Session) -> Seen:
-    sent = await on.send(workload)  # raises when a request fails
+async def _served(label: str, workload: Workload, on: Session) -> Figures:
+    slo = SLO.slower(SLOWDOWN)
+    run = await on.send(workload, slo=slo)
     async with on.suite.monitor() as monitor:
         flips, events = await monitor.flips(limit=1_000), await monitor.events(limit=1_000, kind="demand_shift")
-    return seen_live(label, sent.samples, flips, events)
-
-
-def seen_live(label: str, samples: Sequence[Sample], flips: Sequence[Any], events: Sequence[Any]) -> Seen:
-    """A run as clients, the audit and the events show it."""
-    began_s = min(sample.sent_s - sample.shot.at_s for sample in samples)
-    at_s = np.array([sample.shot.at_s for sample in samples])
-    met = np.array([sample.met(LIVE_SLO) for sample in samples])
-    made = sorted((row["started_s"] - began_s, row["to_role"]) for row in flips if row["kind"] == "flip")
+    made = sorted((row["started_s"] - run.began_s, row["to_role"]) for row in flips if row["kind"] == "flip")
     failed = sum(row["result"] != "succeeded" for row in flips)
-    noticed = [row["time_s"] - began_s for row in events]
-    phases = LIVE.phases
-    longest = [gap_s for sample in samples if (gap_s := sample.longest_gap_s) is not None]
-    return Seen(
-        label,
-        shares(at_s, met, phases),
-        shares(at_s, met, phases, SETTLE_S),
-        failed,
-        *flip_figures(phases, made, noticed),
-        float(np.percentile(longest, 90)) if longest else 0.0,
-    )
+    notices = [row["time_s"] - run.began_s for row in events]
+    found = figures_of(label, LIVE, run.result.outcomes, slo, made, notices)
+    return found._replace(failed=found.failed + failed)

@@ -1,7 +1,7 @@
 """Clusters and workloads of the policy benchmarks: clusters of unequal instances under three kinds of requests, and
 workloads that turn from conversation to code and back."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,11 +18,11 @@ from shared.domain.job import Slo
 from shared.domain.rates import StepForm, StepRates
 from shared.sim.cluster import simulate
 from shared.sim.metrics import attainment
-from shared.sim.outcomes import Outcomes, SimResult
+from shared.sim.outcomes import SimResult
 from shared.sim.prediction import Prediction
 from shared.sim.spec import InstanceSpec, RunSpec, with_words
 from shared.sim.workload import Workload
-from tools.simulate.deployment import load_deployment
+from tools.simulate.deployment import Deployment, load_deployment
 from tools.simulate.workloads import WorkloadOptions, at_rate, make_workload
 
 CLUSTERS = ("equal", "fast_slow", "prefill_heavy", "mixed_32")
@@ -30,6 +30,7 @@ KINDS = {"conversation": "azure-conv", "code": "azure-code", "mixed": "Mixed"}
 SLO = Slo(ttft_s=2.0, tpot_s=0.1)
 TARGET = 0.9  # attainment at which a rate counts as served
 MAX_TOKENS = 1024  # max_tokens of all requests
+PREDICTION = Prediction(width_tokens=200, buckets=10, accuracy=0.75)
 SEED = 1
 # What is known live of speeds: learned from so many steps, which vary so much, by a start that was so much off.
 LEARNED_STEPS, NOISE, START_OFF = 400, 0.05, 1.5
@@ -50,7 +51,7 @@ class Scenario:
     def attained(self, policy: str, rate: float, requests: int, head: int | None = None) -> float:
         """The share of requests within their SLO: `requests` of them at `rate` a second, under policies in words.
 
-        head: only the first so many of them are sent, and counted.
+        head: the number of requests, from the first on, that are sent and counted; None for all.
         """
         return attainment(self.result(policy, rate, requests, head).outcomes, SLO).every
 
@@ -74,26 +75,32 @@ def _requests(kind: str, requests: int, seed: int) -> Workload:
 
 
 @cache
+def shipped(name: str) -> Deployment:
+    """A cluster file of the benchmarks, for the simulator."""
+    return load_deployment(Path(__file__).with_name("clusters") / f"{name}.yaml")
+
+
+@cache
 def run_of(cluster: str) -> RunSpec:
     """As live: loads are as old as broadcasts, lengths are predicted correctly three times in four."""
-    run = load_deployment(_file(cluster)).run
-    prediction = Prediction(width_tokens=200, buckets=10, accuracy=0.75)
-    return replace(run, slo=SLO, prediction=prediction, max_tokens=MAX_TOKENS, seed=SEED)
+    return replace(shipped(cluster).run, slo=SLO, prediction=PREDICTION, max_tokens=MAX_TOKENS, seed=SEED)
 
 
 @cache
 def instances(cluster: str) -> tuple[InstanceSpec, ...]:
-    """The instances, each with the rates that it would have learned of itself."""
-    rng = Random(SEED)
-    return tuple(learned(one, rng) for one in load_deployment(_file(cluster)).instances)
+    """The cluster's instances, each with the rates that it would have learned of itself."""
+    return with_learned_rates(shipped(cluster).instances)
 
 
-def _file(cluster: str) -> Path:
-    return Path(__file__).with_name("clusters") / f"{cluster}.yaml"
+def with_learned_rates(
+    specs: Iterable[InstanceSpec], seed: int = SEED, noise: float = NOISE, start_off: float = START_OFF
+) -> tuple[InstanceSpec, ...]:
+    """The instances with rates learned from steps of `noise` (of a log-normal), from a start that was so much off."""
+    rng = Random(seed)
+    return tuple(_learned(spec, rng, noise, start_off) for spec in specs)
 
 
-def learned(spec: InstanceSpec, rng: Random, noise: float = NOISE, start_off: float = START_OFF) -> InstanceSpec:
-    """It with the rates that it would have learned of itself, from steps that vary so much, and by such a start."""
+def _learned(spec: InstanceSpec, rng: Random, noise: float, start_off: float) -> InstanceSpec:
     start, budget, seats = spec.rates.step, spec.limits.batched_tokens, spec.limits.sequences
     assert start is not None
     learner = StepLearner(_times(start, start_off), budget, seats)
@@ -104,8 +111,7 @@ def learned(spec: InstanceSpec, rng: Random, noise: float = NOISE, start_off: fl
         seconds = spec.model.step_time_s(batch) * rng.lognormvariate(0.0, noise)
         now += seconds
         learner.add(batch, seconds, now)
-    rates = rates_of_steps(learner.rates(now), budget)
-    known = spec.rates
+    known, rates = spec.rates, rates_of_steps(learner.rates(now), budget)
     rates = msgspec.structs.replace(rates, price_per_hour=known.price_per_hour, weight=known.weight)
     return replace(spec, rates=rates)
 
@@ -121,8 +127,7 @@ def _times(step: StepRates, factor: float) -> StepRates:
 # Workloads that turn from conversation to code and back.
 
 TRACES = {"conversation": "AzureLLMInferenceTrace_conv.csv", "code": "AzureLLMInferenceTrace_code.csv"}
-MADE = {"conversation": "azure-conv", "code": "azure-code"}  # of the same means, where a trace is missing
-SPARE = 1.5  # requests that are made for each that is wanted: some are too long
+SPARE = 1.5  # requests that are drawn for each that is used: some are too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +141,17 @@ class Phase:
 
 
 def turning(phases: Sequence[Phase], longest_tokens: int, seed: int, data: Path | None = None) -> Workload:
-    """One phase after the other. Lengths are those of Azure's traces in `data`, from another place for each seed, where
-    they are there; prompt and answer are `longest_tokens` together at most.
+    """One phase after the other. Prompt and answer are at most `longest_tokens` together.
+
+    Lengths are those of Azure's traces in `data`, from another place for each seed; where the traces are missing, made.
     """
     parts, start_s = [], 0.0
     for number, phase in enumerate(phases):
         part = _part(phase, longest_tokens, seed + 100 * number, data)
         parts.append(part.with_arrivals(start_s + part.arrival_s - part.arrival_s[0]))
         start_s += phase.seconds
-    return Workload(
-        "turning",
-        np.concatenate([part.arrival_s for part in parts]),
-        np.concatenate([part.prompt_tokens for part in parts]),
-        np.concatenate([part.output_tokens for part in parts]),
-    )
+    columns = ("arrival_s", "prompt_tokens", "output_tokens")
+    return Workload("turning", *(np.concatenate([getattr(part, name) for part in parts]) for name in columns))
 
 
 def _part(phase: Phase, longest_tokens: int, seed: int, data: Path | None) -> Workload:
@@ -161,35 +163,31 @@ def _part(phase: Phase, longest_tokens: int, seed: int, data: Path | None) -> Wo
 
 
 def trace_of(kind: str, data: Path | None) -> Path | None:
-    """The trace of that kind below `data`, where it is there."""
+    """The trace of that kind below `data`; None if it is missing."""
     trace = data / "traces" / "azure2023" / TRACES[kind] if data is not None else None
     return trace if trace is not None and trace.exists() else None
 
 
 def lengths(kind: str, count: int, longest_tokens: int, seed: int, data: Path | None) -> Workload:
-    """So many requests of that kind less those that are too long, all at once: of Azure's trace, else made."""
+    """`count` requests of that kind without those that are too long, all at once: of Azure's trace, else made."""
     if (trace := trace_of(kind, data)) is not None:
         whole = make_workload(WorkloadOptions(str(trace)))
         rows = (seed * 997 + np.arange(count)) % len(whole)  # as they follow each other there
     else:
-        whole = make_workload(WorkloadOptions(MADE[kind], requests=count, seed=seed))
+        whole = make_workload(WorkloadOptions(KINDS[kind], requests=count, seed=seed))
         rows = np.arange(count)
     rows = rows[(whole.prompt_tokens + whole.output_tokens)[rows] <= longest_tokens]
-    times = np.zeros(len(rows))
-    return replace(
-        whole, arrival_s=times, prompt_tokens=whole.prompt_tokens[rows], output_tokens=whole.output_tokens[rows]
-    )
-
-
-def attained(outcomes: Outcomes, slo: Slo, phases: Sequence[Phase], settle_s: float = 0.0) -> list[float]:
-    """By phase the share of its requests within the SLO, those of its first `settle_s` left out."""
-    return shares(outcomes.arrival_s - outcomes.arrival_s[0], outcomes.met(slo), phases, settle_s)
+    prompts, outputs = whole.prompt_tokens[rows], whole.output_tokens[rows]
+    return replace(whole, arrival_s=np.zeros(len(rows)), prompt_tokens=prompts, output_tokens=outputs)
 
 
 def shares(
     at_s: NDArray[np.float64], met: NDArray[np.bool_], phases: Sequence[Phase], settle_s: float = 0.0
 ) -> list[float]:
-    """The same of any rows: when each arrived, shape [n], and whether it met its targets, shape [n]."""
+    """By phase the share of its requests that met their targets, without those of its first `settle_s`.
+
+    at_s, met: arrival and whether the targets were met, shape [n] each.
+    """
     found, start_s = [], 0.0
     for phase in phases:
         inside = (at_s >= start_s + settle_s) & (at_s < start_s + phase.seconds)

@@ -1,39 +1,38 @@
-"""Policies side by side, live and simulated: judgements, slowed clusters, and rows of tables."""
+"""Experiments: searches for figures of live and simulated runs, judgements, and slowed clusters."""
 
 import io
 import json
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks import live
-from benchmarks.comparison import COLUMNS, of_result, of_samples, share_within
-from benchmarks.experiment import Arm, Experiment, Means, model_with_context, twin
-from benchmarks.live import EMULATED, REAL, LivePair
-from benchmarks.policies_live import ADAPTIVE, CONTEXT, FIXED, SCENARIOS, cluster_into
+from benchmarks.experiment import COLUMNS, Arm, Experiment, Means, judged, medians, observed, row_of, twin
+from benchmarks.live import EMULATED, REAL
+from benchmarks.policies import ADAPTIVE, BALANCED, CONTEXT, LIVE, cluster_into, model_with_context
+from benchmarks.results import Result
 from benchmarks.scenarios import SLO, Scenario, instances
 from services.launcher.cli_common import report
 from services.launcher.cluster_file import Cluster, load_cluster
 from shared.cost.step import Batch
-from shared.sim.metrics import attainment, summary
-from shared.sim.spec import RunSpec
-from tools.calibrate.target import Sample, Shot
+from shared.domain.job import Slo
+from shared.sim.metrics import attainment
+from shared.sim.outcomes import SimResult
+from shared.sim.workload import Workload, of_class
+from tools.client import Refused, StreamFailed, StreamResult
 from tools.simulate.deployment import load_deployment
 
-
-def judged(*rounds: dict[str, tuple[Means, Means]]) -> dict[str, Any]:
-    made = [live.Round((), {label: LivePair(*pair) for label, pair in pairs.items()}) for pairs in rounds]
-    return live.judged(REAL.name, REAL.arms[:2], made)
+FULL, NONE = REAL.arms[:2]
+FAST, SLOW = Means(0.1, 0.010, 0.50), Means(0.2, 0.0101, 0.60)
 
 
-FULL = Means(0.1, 0.010, 0.50)
-NONE = Means(0.2, 0.0101, 0.60)
+def judge(*rounds: dict[Arm, tuple[Means, Means]]) -> Result:
+    return judged("demo", rounds)
 
 
 def test_errors_and_winners() -> None:
-    result = judged({"full": (FULL, Means(0.11, 0.0105, 0.45)), "none": (NONE, Means(0.19, 0.0103, 0.62))})
+    result = judge({FULL: (FAST, Means(0.11, 0.0105, 0.45)), NONE: (SLOW, Means(0.19, 0.0103, 0.62))})
     assert result["figures"]["demo_full_ttft_off_percent"] == pytest.approx(10.0)
     assert result["figures"]["demo_full_jct_off_percent"] == pytest.approx(-10.0)
     assert all(aim["met"] for aim in result["aims"].values())
@@ -41,38 +40,55 @@ def test_errors_and_winners() -> None:
     assert "demo_full_or_none_by_tpot" not in result["aims"]  # one per cent decides nothing
 
 
-def test_a_wrong_winner_and_a_large_error_are_missed_aims() -> None:
-    aims = judged({"full": (FULL, Means(0.3, 0.01, 0.5)), "none": (NONE, Means(0.2, 0.01, 0.6))})["aims"]
-    assert not aims["demo_full_ttft_off_percent"]["met"]
-    assert not aims["demo_full_or_none_by_ttft"]["met"]
-    assert aims["demo_full_or_none_by_jct"]["met"]
-
-
-def test_policies_that_do_not_differ_show_nothing() -> None:
-    aims = judged({"full": (FULL, FULL), "none": (FULL, FULL)})["aims"]
-    assert not aims["demo_the_policies_differ"]["met"]
+def test_a_wrong_winner_a_large_error_and_equal_policies_are_missed_aims() -> None:
+    aims = judge({FULL: (FAST, Means(0.3, 0.01, 0.5)), NONE: (SLOW, SLOW)})["aims"]
+    missed = {name for name, aim in aims.items() if not aim["met"]}
+    assert missed == {"demo_full_ttft_off_percent", "demo_full_or_none_by_ttft"}
+    assert not judge({FULL: (FAST, FAST), NONE: (FAST, FAST)})["aims"]["demo_the_policies_differ"]["met"]
 
 
 def test_one_disturbed_round_of_three_does_not_decide() -> None:
-    good = {"full": (FULL, FULL), "none": (NONE, NONE)}
-    bad = {"full": (Means(1.0, 0.1, 5.0), FULL), "none": (NONE, NONE)}
-    assert all(aim["met"] for aim in judged(good, bad, good)["aims"].values())
+    good = {FULL: (FAST, FAST), NONE: (SLOW, SLOW)}
+    assert all(aim["met"] for aim in judge(good, good | {FULL: (Means(1.0, 0.1, 5.0), FAST)}, good)["aims"].values())
+
+
+def test_medians_of_arms_and_of_their_ratios_in_a_round() -> None:
+    rounds = [{"none": {"jct_s": base}, "more": {"jct_s": 0.5 * base}} for base in (4.0, 8.0, 6.0)]
+    assert medians("x", rounds, ("jct_s",)) == {"x_none_jct_s": 6.0, "x_more_jct_s": 3.0, "x_more_jct_over_none": 0.5}
+    assert np.isnan(medians("x", [{"none": {"a_s": 0.0}, "more": {"a_s": 1.0}}], ("a_s",))["x_more_a_over_none"])
 
 
 def test_the_clusters_are_valid_and_their_policies_exist() -> None:
-    for scenario in (REAL, EMULATED):
-        assert len(Cluster.model_validate(scenario.cluster).instance_ids) == 4
-        policies = {arm.under(RunSpec()).policies for arm in scenario.arms}
-        assert len(policies) == len(scenario.arms)
-        assert all(arm.specs for arm in scenario.arms)
+    for setting in (REAL, EMULATED):
+        assert len(Cluster.model_validate(setting.cluster).instance_ids) == 4
+        assert len({str(arm.specs) for arm in setting.arms}) == 3
 
 
-def test_means_leave_out_what_is_not_there() -> None:
-    samples = [Sample("a", Shot(10, 1), 0.0, 0.1, 0.1), Sample("b", Shot(10, 11), 0.0, 0.3, 0.5)]
-    assert Means.from_samples(samples) == Means(pytest.approx(0.2), pytest.approx(0.02), pytest.approx(0.3))
+def seen_live(*answers: StreamResult | Exception, output: int = 5, slo: Slo = SLO) -> SimResult:
+    work = Workload("w", np.zeros(len(answers)), np.full(len(answers), 10), np.full(len(answers), output))
+    return observed(work, answers, slo)
 
 
-BATCH = Batch(((256, 0),), 8, 8_000)
+def test_a_live_run_has_the_figures_of_a_simulated_one() -> None:
+    steady = StreamResult(0.2, 0.6, 5, 0.6, (0.1, 0.1, 0.1, 0.1))
+    paused = StreamResult(0.2, 0.6, 5, 0.6, (0.02, 0.02, 0.02, 0.34))
+    failed = StreamFailed("cut"), Refused("429"), TimeoutError()
+    seen = seen_live(steady, paused, *failed)
+    assert seen.outcomes.met(SLO).tolist() == [True, False, False, False, False]
+    assert [int(status) for status in seen.outcomes.status] == [0, 0, 3, 1, 3]
+    row = row_of(seen, SLO)
+    assert list(row) == ["attainment", *COLUMNS]
+    assert (row["attainment"], row["ttft_p50_s"], row["jct_p50_s"], row["longest_gap_max_s"]) == (0.2, 0.2, 0.6, 0.34)
+    assert Means.from_result(seen, 2.0) == pytest.approx((0.1, 0.05, 0.3))
+    assert row_of(seen_live(StreamResult(0.2, 0.2, 1, 0.2), output=1), SLO)["longest_gap_p90_s"] is None
+
+
+def test_a_request_with_a_class_is_held_to_its_targets() -> None:
+    answer = StreamResult(0.2, 2.2, 3, 2.2, (1.0, 1.0))
+    work = Workload("w", np.zeros(1), np.array([10]), np.array([3]))
+    lax = Slo("lax", 10.0, 2.0)
+    assert observed(of_class(work, lax), [answer], SLO).outcomes.met(lax).all()
+    assert not observed(work, [answer], SLO).outcomes.met(SLO).any()
 
 
 @pytest.fixture
@@ -81,69 +97,33 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.name)
+@pytest.mark.parametrize("scenario", LIVE, ids=lambda one: one.name)
 def test_the_file_has_the_instances_of_the_scenario(folder: Path, scenario: Scenario) -> None:
-    file = cluster_into(folder, scenario, 4.0)
+    file, batch = cluster_into(folder, scenario, 4.0), Batch(((256, 0),), 8, 8_000)
     wanted = instances(scenario.cluster)
     assert load_cluster(file).instance_ids == tuple(one.instance_id for one in wanted)
     for one, want in zip(load_deployment(file).instances, wanted, strict=True):
         assert (one.role, one.accelerator) == (want.role, want.accelerator)
         assert one.kv_tokens == pytest.approx(want.kv_tokens, abs=1)
-        assert one.limits.batched_tokens == want.limits.batched_tokens
-        assert one.limits.sequences == want.limits.sequences
-        assert one.limits.max_model_len == want.limits.max_model_len
-        assert one.model.step_time_s(BATCH) == pytest.approx(4.0 * want.model.step_time_s(BATCH))
+        for limit in ("batched_tokens", "sequences", "max_model_len"):
+            assert getattr(one.limits, limit) == getattr(want.limits, limit)
+        assert one.model.step_time_s(batch) == pytest.approx(4.0 * want.model.step_time_s(batch))
         assert one.link.bandwidth_bytes_s == pytest.approx(want.link.bandwidth_bytes_s / 4.0)
 
 
 def test_a_cluster_as_many_times_as_slow_serves_as_well(folder: Path) -> None:
-    scenario = SCENARIOS[0]
-    workload = scenario.workload(20.0, 100)
+    workload = LIVE[0].workload(20.0, 100)
 
     def served(factor: float, arm: Arm) -> tuple[Means, float]:
-        file = cluster_into(folder, scenario, factor)
-        one = Experiment("one", file, lambda _: workload, (arm,), SLO, factor)
-        result = one.simulated(twin(file), arm, 1)
-        return Means.from_summary(summary(result, one.slow_slo)), attainment(result.outcomes, one.slow_slo).every
+        file = cluster_into(folder, LIVE[0], factor)
+        seen = Experiment("one", file, lambda _: workload, (arm,), SLO, factor).simulated(twin(file), arm, 1)
+        return Means.from_result(seen, factor), attainment(seen.outcomes, SLO.slower(factor)).every
 
-    for arm in (ADAPTIVE, FIXED):
+    for arm in (ADAPTIVE, BALANCED):
         (means, share), (longer, same) = served(1.0, arm), served(8.0, arm)
-        assert longer.tpot == pytest.approx(8.0 * means.tpot, rel=0.1)
-        assert longer.ttft == pytest.approx(8.0 * means.ttft, rel=0.2)
+        assert longer.tpot == pytest.approx(means.tpot, rel=0.1)
+        assert longer.ttft == pytest.approx(means.ttft, rel=0.2)
         assert same == pytest.approx(share, abs=0.05)
-
-
-def test_who_met_all_targets() -> None:
-    slo = SLO.slower(2.0)
-    late, slow = 1.1 * slo.ttft_s, 11 * 1.1 * slo.tpot_s
-    samples = [
-        Sample("met", Shot(10, 11), 0.0, 0.1, 0.2),
-        Sample("one token", Shot(10, 1), 0.0, 0.1, 0.1),
-        Sample("late", Shot(10, 11), 0.0, late, late + 0.1),
-        Sample("slow", Shot(10, 11), 0.0, 0.1, 0.1 + slow),
-        Sample("paused", Shot(10, 11), 0.0, 0.1, 0.8, (0.01,) * 9 + (1.1 * slo.itl_s,)),
-    ]
-    assert share_within(samples, slo) == 0.4
-
-
-def test_a_simulated_run() -> None:
-    result = Scenario("fast_slow", "conversation").result("adaptive", 4.0, 60)
-    row = of_result({"policy": "adaptive"}, result, SLO)
-    assert list(row) == ["policy", "attainment", *COLUMNS]
-    gaps = result.outcomes.longest_gap_s
-    assert row["longest_gap_max_s"] == pytest.approx(gaps[gaps > 0.0].max(), abs=1e-4)
-    assert row["attainment"] == round(float(result.outcomes.met(SLO).mean()), 4)
-
-
-def test_a_live_run_counts_a_pause() -> None:
-    steady = Sample("a", Shot(10, 5), 0.0, 0.2, 0.6, (0.1, 0.1, 0.1, 0.1))
-    paused = Sample("b", Shot(10, 5), 0.0, 0.2, 0.6, (0.02, 0.02, 0.02, 0.34))
-    single = Sample("c", Shot(10, 1), 0.0, 0.2, 0.2)
-    row = of_samples({"policy": "p"}, [steady, paused, single], SLO)
-    assert (steady.met(SLO), paused.met(SLO), single.met(SLO)) == (True, False, True)
-    assert row["attainment"] == pytest.approx(2 / 3, abs=1e-4)
-    assert (row["ttft_p50_s"], row["jct_p50_s"], row["longest_gap_max_s"]) == (0.2, 0.6, 0.34)
-    assert of_samples({}, [single], SLO)["longest_gap_p90_s"] is None
 
 
 def test_the_table_is_printed_and_in_the_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +131,5 @@ def test_the_table_is_printed_and_in_the_json(capsys: pytest.CaptureFixture[str]
     console = Console(file=io.StringIO(), width=120)
     assert report(console, {"figures": {}, "aims": {}, "tables": {"side by side": rows}}, as_json=True)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "goodput/s" in text
-    assert "longest gap p90, s" in text
-    assert "–" in text
+    assert all(part in text for part in ("goodput/s", "longest gap p90, s", "–"))
     assert json.loads(capsys.readouterr().out)["tables"]["side by side"] == rows

@@ -1,8 +1,10 @@
-"""Tokens in a stretch of time, by hand."""
-
+import numpy as np
 import pytest
 
-from benchmarks.overload import tokens_per_s
+from benchmarks.overload import CLUSTER, LIVE_CONTROLLED, LIVE_PLAIN, tokens_per_s
+from services.launcher.cluster_file import Cluster
+from shared.sim.outcomes import Outcomes
+from shared.sim.workload import Workload
 
 
 @pytest.mark.parametrize(
@@ -14,14 +16,24 @@ from benchmarks.overload import tokens_per_s
         (19.0, 21.0, 110),
         (5.0, 25.0, 10),  # half of its time
         (20.0, 22.0, 0),
-        (12.0, 12.0, 100),  # an answer of one token, as far as clocks tell: its prompt
+        (12.0, 12.0, 100),  # an answer of one token, by the clock: its prompt
     ],
 )
 def test_prompts_count_with_the_first_token_and_answers_as_they_come(
     first_s: float, last_s: float, tokens: int
 ) -> None:
-    assert tokens_per_s([100], [20], [first_s], [last_s], 10.0, 20.0) == pytest.approx(tokens / 10.0, abs=0.01)
+    seen = Outcomes.empty(Workload("w", np.zeros(2), np.array([100, 100]), np.array([20, 20])))
+    seen.first_token_s[0], seen.last_token_s[0] = first_s, last_s
+    assert tokens_per_s(seen, np.array([True, False]), 10.0, 20.0) == pytest.approx(tokens / 10.0, abs=0.01)
 
 
-def test_requests_add_up() -> None:
-    assert tokens_per_s([100, 50], [20, 10], [11.0, 12.0], [12.0, 13.0], 10.0, 20.0) == pytest.approx(18.0)
+def test_the_live_cluster_has_the_classes() -> None:
+    classes = Cluster.model_validate(CLUSTER).gateway.extra["slo"]
+    wanted = {slo.name: slo for group in (LIVE_CONTROLLED, LIVE_PLAIN) for slo in group.values()}
+    assert classes.keys() == wanted.keys()
+    assert {name: one["when_full"] for name, one in classes.items()} == {
+        "default": "reject",
+        "batch": "delay",
+        "plain-interactive": "never",
+        "plain-batch": "never",
+    }

@@ -1,166 +1,166 @@
-"""`bench policies`: its searches against what an exhaustive one finds, the file of runs, and its report."""
+"""`bench policies`: its searches, the file of runs, its report, and scenarios of pauses."""
 
 import json
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
+from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import policies as bench
-from benchmarks.cli import find_bench
-from benchmarks.comparison import Bracket, Ladder, best_mean, goodput, race
-from benchmarks.policies import Found, PoliciesOptions, Runs, Single, met_by, report
+from benchmarks.experiment import Bracket, goodput, shots_of
+from benchmarks.policies import (
+    ADAPTIVE,
+    SIMPLE,
+    TARGETS,
+    Compared,
+    Runs,
+    Single,
+    best_single,
+    met_by,
+    off_of,
+    pause_scenarios,
+    race,
+    report,
+    run_policies_bench,
+)
 from benchmarks.scenarios import Scenario, all_scenarios
-from services.launcher.cli_common import summary
+from services.launcher.cluster_file import load_cluster
 from shared.errors import InvalidRequest
+from tools.simulate.deployment import load_deployment
 
-STEP = 1.02
-LADDER = Ladder.near(10.0, STEP)
+UNKNOWN = Bracket.near(10.0, 1.02)
 NAMES = [f"p{number}" for number in range(12)]
-rates = st.floats(0.05, 60.0)
+PAUSES = {scenario.name: scenario for scenario in pause_scenarios()}
 
 
 def exhaustive(limit: float) -> float:
     """The highest rate of the ladder within a limit."""
-    rungs = range(LADDER.lowest, LADDER.rungs(1e6))
-    return max((LADDER.rate(rung) for rung in rungs if LADDER.rate(rung) <= limit), default=0.0)
+    rates = [UNKNOWN.rate(rung) for rung in range(UNKNOWN.lowest, UNKNOWN.rungs(1e6))]
+    return max((rate for rate in rates if rate <= limit), default=0.0)
 
 
-@given(rates)
+@given(st.floats(0.05, 60.0))
 def test_goodput_is_the_highest_rung_that_is_met(limit: float) -> None:
-    assert goodput(lambda rate: rate <= limit, 10.0, STEP) == exhaustive(limit)
-
-
-def test_a_search_takes_few_runs() -> None:
     tried: list[float] = []
 
     def meets(rate: float) -> bool:
         tried.append(rate)
-        return rate <= 7.0
+        return rate <= limit
 
-    goodput(meets, 10.0, STEP)
-    assert len(tried) == len(set(tried)) <= 8
+    assert goodput(meets, 10.0, 1.02) == exhaustive(limit)
+    assert len(tried) == len(set(tried)) <= 20
 
 
-@given(st.lists(rates, min_size=12, max_size=12))
+@given(st.lists(st.floats(0.05, 60.0), min_size=12, max_size=12))
 def test_a_race_finds_the_best_and_bounds_the_others(limits: list[float]) -> None:
     limit = dict(zip(NAMES, limits, strict=True))
-    runs = 0
-
-    def meets(name: str) -> Callable[[float], bool]:
-        def run(rate: float) -> bool:
-            nonlocal runs
-            runs += 1
-            return rate <= limit[name]
-
-        return run
-
-    brackets = race(NAMES, meets, LADDER)
+    brackets = race(NAMES, lambda name: lambda rate: rate <= limit[name], UNKNOWN)
     best = max(exhaustive(one) for one in limits)
-    assert max(bracket.least for bracket in brackets.values()) == best
+    assert any(bracket.exact and bracket.min_rate == best for bracket in brackets.values())
     for name, bracket in brackets.items():
-        assert bracket.least <= exhaustive(limit[name]) <= bracket.most <= max(best, bracket.least)
-    assert any(bracket.exact and bracket.least == best for bracket in brackets.values())
+        assert bracket.min_rate <= exhaustive(limit[name]) <= bracket.max_rate <= max(best, bracket.min_rate)
 
 
 @given(st.integers(0, 1_000))
 def test_the_best_mean_is_found_without_all_figures(seed: int) -> None:
-    rng, scenes = Random(seed), ("a", "b", "c")
-    limit = {(name, scene): rng.uniform(0.5, 11.0) for name in NAMES for scene in scenes}
-    worth, runs = {"a": 0.1, "b": 0.2, "c": 0.05}, 0
+    rng, adaptive, runs = Random(seed), {"equal": 10.0, "fast_slow": 5.0, "mixed_32": 20.0}, 0
+    limit = {(name, cluster): rng.uniform(0.5, 11.0) for name in NAMES for cluster in adaptive}
 
-    def meets(name: str, scene: str) -> Callable[[float], bool]:
-        return lambda rate: rate <= limit[name, scene]
+    def meets(name: str, cluster: str) -> Callable[[float], bool]:
+        return lambda rate: rate <= limit[name, cluster]
 
-    def narrowed(name: str, brackets: dict[str, Bracket]) -> dict[str, Bracket]:
+    def narrow(name: str, found: Sequence[Compared], brackets: Sequence[Bracket]) -> Iterator[Bracket]:
         nonlocal runs
-        runs += len(brackets)
-        return {scene: found.tried(found.next, meets(name, scene)) for scene, found in brackets.items()}
+        for one, bracket in zip(found, brackets, strict=True):
+            runs += 1
+            yield bracket.tried(bracket.next, meets(name, one.scenario.cluster))
 
-    raced = {scene: race(NAMES, lambda name, scene=scene: meets(name, scene), LADDER) for scene in scenes}
-    brackets = {name: {scene: raced[scene][name] for scene in scenes} for name in NAMES}
-    best, of = best_mean(brackets, worth, dict.fromkeys(scenes, 1.0), narrowed)
-    means = {name: sum(worth[scene] * exhaustive(limit[name, scene]) for scene in scenes) for name in NAMES}
-    assert means[best] == max(means.values())
-    assert sum(worth[scene] * bracket.least for scene, bracket in of.items()) == pytest.approx(means[best])
-    assert runs < len(NAMES) * len(scenes) * 6
+    raced = {cluster: race(NAMES, lambda name, to=cluster: meets(name, to), UNKNOWN) for cluster in adaptive}
+    found = [Compared(Scenario(cluster, "code"), 600, rate, raced[cluster]) for cluster, rate in adaptive.items()]
+    single = best_single(found, narrow)
+    means = {n: fmean(exhaustive(limit[n, cluster]) / rate for cluster, rate in adaptive.items()) for n in NAMES}
+    assert single.mean == pytest.approx(max(means.values())) == pytest.approx(means[single.policy])
+    assert list(single.goodput.values()) == [exhaustive(limit[single.policy, cluster]) for cluster in adaptive]
+    assert runs < len(NAMES) * len(adaptive) * 6
 
 
-@dataclass
-class Line:
-    """A scenario in which each policy serves up to its rate, and beyond it only the first of the requests."""
+@dataclass(frozen=True)
+class Line(Scenario):
+    """A scenario that serves up to 10 requests a second, and beyond that only the first of the requests."""
 
-    limits: dict[str, float]
-    name: str = "line"
-    seed: int = 1
-    asked: list[tuple[float, int | None]] = field(default_factory=list)
+    cluster: str = "line"
+    kind: str = "x"
+    calls: list[tuple[float, int | None]] = field(default_factory=list)
 
     def attained(self, policy: str, rate: float, requests: int, head: int | None = None) -> float:
-        self.asked.append((rate, head))
-        served = requests if rate <= self.limits[policy] else 0.3 * requests / (rate / self.limits[policy])
+        self.calls.append((rate, head))
+        served = requests if rate <= 10.0 else 3.0 * requests / rate
         return min(1.0, served / (requests if head is None else head))
 
 
-def test_who_plainly_misses_is_not_served_to_the_end() -> None:
-    line = Line({"p": 10.0})
-    assert met_by(line, "p", 10.0, 600)
-    assert line.asked == [(10.0, 200), (10.0, None)]
-    line.asked.clear()
-    assert not met_by(line, "p", 40.0, 600)  # 45 of the first 200 in time, where all of 600 may miss 60
-    assert line.asked == [(40.0, 200)]
-    line.asked.clear()
-    assert not met_by(line, "p", 11.0, 600)  # 164 of the first 200: the rest decides
-    assert line.asked == [(11.0, 200), (11.0, None)]
+@pytest.mark.parametrize(
+    ("rate", "met", "heads"),
+    [
+        (10.0, True, [200, None]),
+        (40.0, False, [200]),  # 45 of the first 200 in time, where all of 600 may miss 60
+        (11.0, False, [200, None]),  # 164 of the first 200: the others decide
+    ],
+)
+def test_a_run_that_plainly_misses_ends_early(rate: float, met: bool, heads: list[int | None]) -> None:
+    line = Line()
+    assert met_by(line, "p", rate, 600) is met
+    assert [head for _, head in line.calls] == heads
 
 
 def test_runs_are_made_once_and_kept(tmp_path: Path) -> None:
-    file, line = tmp_path / "runs", Line({"p": 10.0, "q": 12.0})
-    with ThreadPoolExecutor(1) as pool, Runs(pool, file) as runs:
-        assert [runs.meets(line, "p", rate, 600) for rate in (10.0, 11.0, 10.0)] == [True, False, True]
-        assert runs.of(line, "q", 600)(11.0)
-        assert runs.made == 3
-    line.asked.clear()
-    with ThreadPoolExecutor(1) as pool, Runs(pool, file) as again:
-        assert [again.meets(line, "p", rate, 600) for rate in (10.0, 11.0)] == [True, False]
-        assert not line.asked
-        again.meets(line, "p", 10.0, 700)
-        again.meets(Line({"p": 10.0}, seed=2), "p", 10.0, 600)
-        assert again.made == 2
-    assert len(file.read_text().splitlines()) == 5
-    assert json.loads(file.read_text().splitlines()[1]) == ["line", 1, "p", "11", 600, False]
+    file, line = tmp_path / "runs", Line()
+    assert [Runs(file).meets(line, "p", 600)(rate) for rate in (10.0, 11.0)] == [True, False]
+    bench._known.cache_clear()  # as in another process
+    line.calls.clear()
+    assert [Runs(file).meets(line, "p", 600)(rate) for rate in (10.0, 11.0)] == [True, False]
+    assert not line.calls
+    Runs(file).meets(line, "p", 600, 70.0)(10.0)
+    Runs(file).meets(Line(seed=2), "p", 600)(10.0)
+    rows = [json.loads(row) for row in file.read_text().splitlines()]
+    assert [row[1:5] for row in rows[2:]] == [[1, "p", "10", 700], [2, "p", "10", 600]]
+    assert rows[1] == ["line_x", 1, "p", "11", 600, False]
 
 
-def found(cluster: str, adaptive: float, best: float, seed: int = 1) -> Found:
-    low = Ladder.near(best, STEP).start
-    ladder = Ladder(STEP, low)
-    brackets = {"best": Bracket(ladder, low, low + 1), "other": Bracket(ladder, low - 20, low)}
-    return Found(Scenario(cluster, "code", seed), 600, adaptive * ladder.rate(low) / best, brackets)
+def compared(cluster: str, ratio: float) -> Compared:
+    low = UNKNOWN.start
+    brackets = {"best": Bracket(1.02, low, low, low + 1), "other": Bracket(1.02, low, low - 20, low)}
+    return Compared(Scenario(cluster, "code"), 600, ratio * UNKNOWN.rate(low), brackets)
 
 
-def test_a_report_takes_medians_over_seeds_and_misses_each_aim() -> None:
-    near = [found("equal", 9.6, 10.0), found("equal", 9.8, 10.0, 2), found("equal", 9.9, 10.0, 3)]
-    far = [found("fast_slow", 20.0, 10.0)]
-    result = report([near, far], Single("best", 0.8))
-    assert summary(result)["ok"] is True
-    assert result["figures"]["equal_code_ratio"] == 0.98
+@pytest.mark.parametrize(("ratios", "share", "met"), [
+    ((0.96, 0.98, 0.99), 0.8, [True, True]),
+    ((0.96,), 0.8, [False, True]),
+    ((0.96, 0.98, 0.99), 0.9, [True, False]),
+])  # fmt: skip
+def test_a_report_takes_medians_over_seeds(ratios: tuple[float, ...], share: float, met: list[bool]) -> None:
+    near = [compared("equal", ratio) for ratio in ratios]
+    result = report([near, [compared("fast_slow", 2.0)]], Single("best", share, {}))
+    assert result["figures"]["equal_code_ratio"] == (0.98 if len(ratios) > 1 else 0.96)
     assert result["figures"]["fast_slow_code_ratio"] == 2.0
-    assert result["figures"]["adaptive_over_best_single"] == 1.25
-    low = report([near[:1], far], Single("best", 0.8))
-    assert [aim["met"] for aim in low["aims"].values()] == [False, True]
-    level = report([near, far], Single("best", 0.9))
-    assert [aim["met"] for aim in level["aims"].values()] == [True, False]
+    assert [aim["met"] for aim in result["aims"].values()] == met
 
 
 def test_scenarios_are_chosen_by_name() -> None:
     assert len(bench.named(())) == len(list(all_scenarios())) == 12
     assert [one.name for one in bench.named(("fast_slow_code", "equal_mixed"))] == ["fast_slow_code", "equal_mixed"]
-    with pytest.raises(InvalidRequest, match="no scenario fast; known: equal_conversation"):
-        bench.named(("fast",))
+    for names, live, words in (
+        (("fast",), False, "no scenario fast; known: equal_conversation"),
+        (("pauses", "burst"), True, "no scenario burst; known: equal_.*pauses, burst_equal"),
+        (("kv_1_equal_predicted",), True, "no scenario kv_1_equal_predicted"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            run_policies_bench(names, live=live)
 
 
 def test_a_head_is_the_first_of_the_same_requests() -> None:
@@ -169,22 +169,67 @@ def test_a_head_is_the_first_of_the_same_requests() -> None:
     assert one.attained("adaptive", 400.0, 200, 10) > one.attained("adaptive", 400.0, 200)
 
 
-def test_it_is_a_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two policies, few requests, one process beside this one."""
-    monkeypatch.setattr(bench, "FEWEST", 30)
-    monkeypatch.setattr(bench, "SHORT_S", 0.5)
-    monkeypatch.setattr(bench, "LASTS_S", 1.0)
-    monkeypatch.setattr(bench, "MORE_SEEDS", 1)
-    policies = ("placement=least_load+balanced+power_of_two", "placement=least_load+split=none+power_of_two")
+def test_two_policies_and_few_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"MIN_REQUESTS": 30, "SHORT_S": 0.5, "LASTS_S": 1.0, "MORE_SEEDS": 1}.items():
+        monkeypatch.setattr(bench, name, value)
+    policies = (SIMPLE[1].words, SIMPLE[2].words)
     monkeypatch.setattr(bench, "fixed_policies", lambda: policies)
-    options = PoliciesOptions(("fast_slow_conversation",), tmp_path / "runs", processes=1)
-    result = find_bench("policies")(options)
+    run = partial(run_policies_bench, ("fast_slow_conversation",), results=tmp_path / "runs", processes=1)
+    result = run()
     assert set(result["aims"]) == {"least_ratio_to_best_fixed", "adaptive_over_best_single"}
     assert result["figures"]["fast_slow_conversation_adaptive_per_s"] > 1.0
     (rows,) = result["tables"].values()
     assert rows[0]["policy"] == "adaptive"
     assert len({row["policy"] for row in rows}) == len(rows) >= 2
-    for row in rows:
-        assert 0.0 < row["ttft_p50_s"] <= row["ttft_p90_s"] < row["jct_p90_s"]
-        assert 0.0 < row["longest_gap_p90_s"] <= row["longest_gap_max_s"]
-    assert result["figures"] == find_bench("policies")(options)["figures"]  # nothing is run again
+    assert result["figures"] == run()["figures"]  # from the file of runs
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "limit_s"),
+    [
+        ("burst_unlike", "longest_gap_max_s", 0.15),
+        ("overload_equal_one_class", "longest_gap_p90_s", 0.3),
+        ("overload_unlike_classes", "longest_gap_p90_s", 0.3),
+        ("prompts_unlike", "longest_gap_p90_s", 0.3),
+    ],
+)
+def test_a_stream_that_has_begun_does_not_pause(tmp_path: Path, name: str, column: str, limit_s: float) -> None:
+    assert PAUSES[name].simulated(ADAPTIVE, 1, tmp_path)[column] <= limit_s
+
+
+def test_near_the_limit_of_kv_first_tokens_stay_in_time(tmp_path: Path) -> None:
+    ours, simple = (PAUSES["kv_0.85_equal"].simulated(arm, 1, tmp_path) for arm in (ADAPTIVE, SIMPLE[2]))
+    assert ours["attainment"] >= simple["attainment"] - 0.01
+    assert ours["longest_gap_p90_s"] < simple["longest_gap_p90_s"]
+
+
+def test_the_cluster_that_is_started_is_the_one_that_is_simulated(tmp_path: Path) -> None:
+    scenario = PAUSES["overload_unlike_classes"]
+    plain = load_deployment(scenario.cluster_into(tmp_path)).instances
+    file = scenario.cluster_into(tmp_path, slowdown=4.0)
+    deployment, cluster = load_deployment(file), load_cluster(file)
+    assert cluster.instance_ids == tuple(one.instance_id for one in plain)
+    assert cluster.gateway.extra["slo"]["default"] == TARGETS.slower(4.0).targets
+    assert deployment.run.slo == TARGETS.slower(4.0)
+    assert [(one.kv_tokens, one.limits) for one in deployment.instances] == [
+        (one.kv_tokens, one.limits) for one in plain
+    ]
+    assert {shot.slo for shot in shots_of(scenario.first_requests(2))} == {"default", "batch"}
+
+
+@pytest.mark.parametrize(
+    ("name", "live_s", "simulated_s", "met"),
+    [
+        ("prompts_unlike", 0.10, 0.12, True),
+        ("prompts_unlike", 0.10, 0.125, False),
+        ("burst_unlike", 0.07, 0.10, True),  # one fixed step
+        ("burst_unlike", 1.0, 1.3, False),
+    ],
+)
+def test_a_simulated_gap_may_be_off_by_a_fifth_or_by_a_fixed_step(
+    name: str, live_s: float, simulated_s: float, met: bool
+) -> None:
+    rows = [{"longest_gap_p90_s": one, "longest_gap_max_s": 1.0} for one in (live_s, simulated_s)]
+    aims = off_of(PAUSES[name], *rows)["aims"]
+    assert aims[f"{name}_adaptive_longest_gap_max_off_percent"]["met"]
+    assert aims[f"{name}_adaptive_longest_gap_p90_off_percent"]["met"] is met

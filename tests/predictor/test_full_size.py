@@ -10,15 +10,32 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from benchmarks.predictor_bayes import Generator
-from benchmarks.predictor_full_size import PARAMETERS, make_base
-from benchmarks.predictor_latency import SERVED
+from benchmarks.predictor import SERVED, Generator
 from predictor.checkpoint import read_meta
 from predictor.model import WEIGHTS_FILE
 from predictor.settings import PredictorSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
+PARAMETERS = 125_239_296  # of facebook/opt-125m
+
+
+def make_base(folder: Path) -> int:
+    """Random weights and tokenizer files in the form of facebook/opt-125m on the hub; the number of its parameters."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import OPTConfig, OPTForCausalLM
+
+    network = OPTForCausalLM(OPTConfig())  # its defaults are OPT-125M's
+    network.save_pretrained(folder)
+    tokenizer = ByteLevelBPETokenizer()
+    texts = [str(path) for path in sorted((ROOT / "docs").glob("*.md"))]
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    tokenizer.train(texts, vocab_size=50_265, min_frequency=2, special_tokens=special, show_progress=False)
+    tokenizer.save_model(str(folder))
+    tokens = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
+    settings = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "add_prefix_space": False, **tokens}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return sum(each.numel() for each in network.parameters())
 
 
 def ran(*arguments: str) -> dict[str, Any]:
