@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.control_fleet import make_info
+from benchmarks.control import make_info
 from shared.domain.demand import Demand
 from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
 from shared.domain.job import JobView, LengthPrediction
