@@ -171,7 +171,10 @@ def _result(parts: Mapping[str, list[Part]], before: Counter[str], after: Counte
     figures |= {
         "pss_growth": {name: round(value, 4) for name, value in grown.items()},
         "pss_mib": {name: [sample >> 20 for sample in values[::per_minute]] for name, values in samples.items()},
-        "clients": {kind: sum((part.clients for part in seen), Counter[str]()) for kind, seen in parts.items()},
+        "clients": {
+            kind: {name: sum(part.clients[name] for part in seen) for name in seen[0].clients}
+            for kind, seen in parts.items()
+        },
     }
     failed = [failure for part in in_order for failure in part.failed]
     aims = {
