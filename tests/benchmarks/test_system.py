@@ -7,8 +7,7 @@ import pytest
 
 from benchmarks import control, overhead
 from benchmarks.soak import growth
-from benchmarks.trace_collector import ReceivedSpan
-from benchmarks.traces import faults, wait
+from benchmarks.traces import ReceivedSpan, faults, wait
 
 
 def test_the_aim_of_structured_outputs_is_about_the_worst_kind() -> None:

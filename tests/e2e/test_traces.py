@@ -12,8 +12,7 @@ import pytest_asyncio
 from rich.console import Console
 
 from benchmarks.suite import on_free_ports
-from benchmarks.trace_collector import Collector, ReceivedSpan, collecting
-from benchmarks.traces import faults, wait
+from benchmarks.traces import Collector, ReceivedSpan, collecting, faults, wait
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.up import RunningSuite, running_suite

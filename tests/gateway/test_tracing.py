@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from benchmarks.trace_collector import Collector, ReceivedSpan, collecting
+from benchmarks.traces import Collector, ReceivedSpan, collecting
 from gateway.job import Job
 from gateway.settings import GatewaySettings
 from gateway.tracing import TRACE, RequestTrace, TracedRequests

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from benchmarks.trace_collector import Collector, ReceivedSpan, collecting
+from benchmarks.traces import Collector, ReceivedSpan, collecting
 from services.worker.rpc import traced
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport

@@ -21,7 +21,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from benchmarks.trace_collector import Collector, collecting
+from benchmarks.traces import Collector, collecting
 from shared.runtime.otlp import CLOSE_S, Tracer
 from shared.runtime.settings import Tracing
 from shared.runtime.tracing import tracing
