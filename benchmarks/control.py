@@ -5,11 +5,8 @@ an RPC connection for each of them and computes nothing. `bench dashboard` uses 
 """
 
 import asyncio
-import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,7 +21,7 @@ import msgspec
 import uvloop
 from pydantic import SecretStr
 
-from benchmarks.measuring import Figures, cores, healthy
+from benchmarks.measuring import Figures, cores, serving
 from benchmarks.results import Result, at_most, result
 from benchmarks.suite import metric, spawned
 from services.cluster_monitor.settings import MonitorSettings
@@ -60,11 +57,12 @@ NOTE = (
 
 @dataclass(slots=True)
 class Control:
-    """The processes under test, and a subscriber to the broadcasts. fleet: takes `busy` and `idle`."""
+    """The processes under test, which `stack` ends, and a subscriber to the broadcasts. fleet: takes `busy`, `idle`."""
 
     monitor: MonitorSettings
     scheduler: SchedulerSettings
     fleet: Connection
+    stack: AsyncExitStack
     processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
     cluster: ClusterState = field(default_factory=ClusterState)
 
@@ -81,15 +79,8 @@ class Control:
 
     async def start(self, name: str, health: str, *command: str, **environment: str) -> None:
         """Start a process of that name, in place of an earlier one, and wait until it answers at `health`."""
-        self.processes[name] = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *command,
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        await until(lambda: healthy(health), READY_S, f"an answer of {health}", poll_s=0.02)
+        process = serving(health, *command, **environment)
+        self.processes[name] = await self.stack.enter_async_context(process)
 
     async def start_monitor(self) -> None:
         environment = self.monitor.to_environment()
@@ -102,16 +93,6 @@ class Control:
             return sum(one.state is InstanceState.READY for one in self.cluster.view().instances) == size
 
         await until(ready, READY_S, f"{size} instances", poll_s=0.02)
-
-    async def end(self) -> None:
-        for process in reversed(self.processes.values()):
-            with suppress(ProcessLookupError):
-                process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), 15.0)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
 
 
 @asynccontextmanager
@@ -139,8 +120,7 @@ async def running(size: int, before: Callable[[str], Awaitable[None]] | None = N
         )
         options = FleetOptions(size, first + 5, heartbeats, broadcasts, f"http://127.0.0.1:{first}")
         async with AsyncExitStack() as stack:
-            control = Control(monitor, scheduler, stack.enter_context(spawned(run_fleet, options)))
-            stack.push_async_callback(control.end)
+            control = Control(monitor, scheduler, stack.enter_context(spawned(run_fleet, options)), stack)
             await control.start_monitor()
             environment = scheduler.to_environment()
             health = f"{control.scheduler_url}/health"

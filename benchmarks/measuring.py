@@ -1,11 +1,17 @@
-"""What the benches of a running system share: clusters of emulated instances, CPU time and memory of processes, and
-medians of rounds in which several arms take turns.
+"""What the benches of a running system share: clusters of emulated instances, servers without a suite, CPU time and
+memory of processes, and medians of rounds in which several arms take turns.
 """
 
 import asyncio
+import os
+import signal
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -15,8 +21,11 @@ import psutil
 
 from benchmarks.results import rotated
 from benchmarks.suite import BARE
+from services.launcher.suite import until
+from services.launcher.supervisor import StartFailed
 from services.launcher.up import RunningSuite
 
+START_S, END_S = 180.0, 30.0  # of a process
 Figures = dict[str, float]
 Name = TypeVar("Name", bound=str | int)
 Arm = TypeVar("Arm")
@@ -43,13 +52,43 @@ def pids_of(running: RunningSuite, *beginnings: str) -> list[int]:
     return [process.pid for process in running.suite.state.processes if process.name.startswith(beginnings)]
 
 
-async def healthy(url: str) -> bool:
-    """Whether the server answers there."""
-    try:
-        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
-            return (await client.get(url)).is_success
-    except httpx.HTTPError:
-        return False
+@asynccontextmanager
+async def serving(health: str, *command: str, **environment: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A Python process that serves, once it answers at the URL `health`. Raises StartFailed with the end of its log."""
+    with tempfile.TemporaryFile() as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+        async def answers_or_ended() -> bool:
+            try:
+                return process.returncode is not None or (await client.get(health)).is_success
+            except httpx.HTTPError:
+                return False
+
+        try:
+            async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+                await until(answers_or_ended, START_S, f"an answer at {health}", poll_s=0.02)
+            if process.returncode is not None:
+                end = os.pread(log.fileno(), 2000, max(0, os.fstat(log.fileno()).st_size - 2000)).decode(
+                    errors="replace"
+                )
+                raise StartFailed(f"{health}: the process ended with {process.returncode}: {end}")
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), END_S)
+            except TimeoutError:
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
 
 
 def cpu_s(pids: Iterable[int]) -> float:

@@ -7,20 +7,16 @@ the gateway's event loop.
 
 import asyncio
 import os
-import signal
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.measuring import Figures, cores, cpu_s, emulated, healthy, in_turns, medians, pids_of, port_of
+from benchmarks.measuring import Figures, cores, cpu_s, emulated, in_turns, medians, pids_of, port_of, serving
 from benchmarks.results import Aim, Result, at_most, merged, result
 from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, started
 from gateway.alone import TimerTokens
@@ -28,12 +24,10 @@ from gateway.app import prepare_environment, running
 from gateway.auth import KeyRing
 from gateway.settings import GatewaySettings
 from services.launcher import ports
-from services.launcher.suite import until
-from services.launcher.supervisor import StartFailed
 from tools.client import CHAT, COMPLETIONS, chat_body, completion_body, run_load, stream_completion
 
 HOST = "127.0.0.1"
-START_S, END_S = 180.0, 30.0  # of a server without a suite
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
 
 # The load on emulated instances.
@@ -70,34 +64,6 @@ class Target:
     pids: list[int]
 
 
-@asynccontextmanager
-async def _server(port: int, command: list[str], environment: Mapping[str, str], log: Path) -> AsyncIterator[Target]:
-    """A server without a suite, once it answers. Raises StartFailed with the end of its log."""
-    environment = {**os.environ, **environment, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    with log.open("wb") as file:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", *command, env=environment, stdout=file, stderr=file, start_new_session=True
-        )
-
-    async def answers() -> bool:
-        if process.returncode is not None:
-            end = log.read_text("utf-8", "replace")[-2000:]
-            raise StartFailed(f"{command[0]} ended with {process.returncode}: {end}")
-        return await healthy(f"http://{HOST}:{port}/health")
-
-    try:
-        await until(answers, START_S, command[0])
-        yield Target(port, [process.pid])
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), END_S)
-        except TimeoutError:
-            os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-
-
 # The load: the suite with emulated instances, and the API layer with a timer as its engine.
 
 CLUSTER = emulated(
@@ -109,22 +75,22 @@ CLUSTER = emulated(
 
 
 async def _load(rounds: int, streams: tuple[int, ...]) -> Result:
-    with tempfile.TemporaryDirectory(prefix="polyphase-bench-") as folder:
-        async with started(CLUSTER) as running_suite, _api_layer_alone(Path(folder)) as alone:
-            # All processes but the instances, of which a real cluster has the same.
-            suite = Target(port_of(running_suite), pids_of(running_suite, "gateway", "scheduler", "monitor"))
-            for target in (suite, alone):
-                for path in PATHS.values():
-                    await run_load(HOST, target.port, _bodies(path, 64, SHORT), 8, path)
-            idle_ms = (await cores({"suite": suite.pids}, IDLE_S))["suite"] * 1e3
-            cells = {
-                kind: {str(count): await _cell(suite, alone, path, count, rounds) for count in streams}
-                for kind, path in PATHS.items()
-            }
+    async with started(CLUSTER) as running_suite, _api_layer_alone() as alone:
+        # All processes but the instances, of which a real cluster has the same.
+        suite = Target(port_of(running_suite), pids_of(running_suite, "gateway", "scheduler", "monitor"))
+        for target in (suite, alone):
+            for path in PATHS.values():
+                await run_load(HOST, target.port, _bodies(path, 64, SHORT), 8, path)
+        idle_ms = (await cores({"suite": suite.pids}, IDLE_S))["suite"] * 1e3
+        cells = {
+            kind: {str(count): await _cell(suite, alone, path, count, rounds) for count in streams}
+            for kind, path in PATHS.items()
+        }
     return result({"idle_cpu_ms_per_s": round(idle_ms, 2), **cells}, aims_of(idle_ms, cells))
 
 
-def _api_layer_alone(folder: Path) -> Any:
+@asynccontextmanager
+async def _api_layer_alone() -> AsyncIterator[Target]:
     """vLLM's own streams behind the gateway's admission; the tokens come from a timer in the same process."""
     settings = GatewaySettings(
         schedulers=("tcp://127.0.0.1:9",),
@@ -134,7 +100,9 @@ def _api_layer_alone(folder: Path) -> Any:
         max_queued_jobs=MAX_JOBS,
         lean_streams=False,
     )
-    return _server(settings.port, ["gateway.alone"], settings.to_environment(), folder / "alone.log")
+    environment = {**OFFLINE, **settings.to_environment()}
+    async with serving(f"http://{HOST}:{settings.port}/health", "-m", "gateway.alone", **environment) as process:
+        yield Target(settings.port, [process.pid])
 
 
 async def _cell(suite: Target, alone: Target, path: str, streams: int, rounds: int) -> Figures:
@@ -267,9 +235,8 @@ STRUCTURED_CLUSTER: dict[str, Any] = {
 
 async def _structured(rounds: int) -> Result:
     """By kind of grammar, cold and repeated: medians of both, their ratio, what the suite adds beyond AIM_RATIO."""
-    with tempfile.TemporaryDirectory(prefix="polyphase-bench-") as folder:
-        async with _plain_vllm(Path(folder)) as plain, started(STRUCTURED_CLUSTER) as suite:
-            seen = await in_turns({"suite": port_of(suite), "plain": plain.port}, 1 + rounds, _structured_ttfts)
+    async with _plain_vllm() as plain, started(STRUCTURED_CLUSTER) as suite:
+        seen = await in_turns({"suite": port_of(suite), "plain": plain}, 1 + rounds, _structured_ttfts)
     suite_ms, plain_ms = (medians(each[arm] for each in seen[1:]) for arm in ("suite", "plain"))  # the first warms up
     figures = {
         kind: {when: _ratio(suite_ms[f"{kind} {when}"], plain_ms[f"{kind} {when}"]) for when in ("cold", "repeated")}
@@ -278,15 +245,16 @@ async def _structured(rounds: int) -> Result:
     return result({"structured_outputs": figures}, structured_aims(figures))
 
 
-def _plain_vllm(folder: Path) -> Any:
-    """vLLM's own server with one engine of the same model."""
+@asynccontextmanager
+async def _plain_vllm() -> AsyncIterator[int]:
+    """The port of vLLM's own server with one engine of the same model."""
     port = ports.free_range(size=1)
-    words = (
-        f"--served-model-name demo --dtype float32 --max-model-len 2048 --enforce-eager --host {HOST} --port {port} "
-    )
-    words += f"--kv-cache-memory-bytes {_KV_BYTES} --enable-auto-tool-choice --tool-call-parser hermes"
-    command = ["vllm.entrypoints.openai.api_server", "--model", str(DEMO_MODEL), *words.split()]
-    return _server(port, command, {"OMP_NUM_THREADS": "1"}, folder / "plain-vllm.log")
+    options = "--served-model-name demo --dtype float32 --max-model-len 2048 --enforce-eager "
+    options += "--enable-auto-tool-choice --tool-call-parser hermes "
+    options += f"--kv-cache-memory-bytes {_KV_BYTES} --host {HOST} --port {port}"
+    command = ("-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO_MODEL), *options.split())
+    async with serving(f"http://{HOST}:{port}/health", *command, **OFFLINE, OMP_NUM_THREADS="1"):
+        yield port
 
 
 async def _structured_ttfts(port: int, number: int) -> Figures:

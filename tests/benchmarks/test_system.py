@@ -6,8 +6,10 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks import control, overhead
+from benchmarks.measuring import serving
 from benchmarks.soak import growth
 from benchmarks.traces import ReceivedSpan, faults, wait
+from services.launcher.supervisor import StartFailed
 
 
 def test_the_aim_of_structured_outputs_is_about_the_worst_kind() -> None:
@@ -17,6 +19,12 @@ def test_the_aim_of_structured_outputs_is_about_the_worst_kind() -> None:
     assert [(aim["got"], aim["met"]) for aim in aims.values()] == [(26.0, False), (18.0, True)]
     for grammar in overhead.KINDS.values():
         assert len({json.dumps(grammar(number)) for number in range(20)}) == 20
+
+
+async def test_a_server_that_ends_is_reported_with_the_end_of_its_log() -> None:
+    with pytest.raises(StartFailed, match="the process ended with 3: no luck"):
+        async with serving("http://127.0.0.1:9/health", "-c", "import sys; print('no luck', flush=True); sys.exit(3)"):
+            pytest.fail("it does not serve")
 
 
 def test_growth_compares_the_end_with_a_warm_beginning() -> None:
