@@ -28,7 +28,6 @@ from tools.simulate.from_cluster import NOT_SIMULATED, read_cluster
 
 DEFAULTS = {"engine": "emulated", "accelerator": "A10"}
 REAL = {"engine": "vllm", "accelerator": "A10"}
-FIXED = {**DEFAULTS, "emulated_step_s": 0.01}
 
 
 def write(folder: Path, defaults: dict[str, Any] = DEFAULTS, **changes: Any) -> Path:
@@ -166,54 +165,26 @@ def test_one_model_is_simulated(tmp_path: Path) -> None:
         read_cluster(write(tmp_path, instances=rows))
 
 
-# For each setting that is simulated a value other than its default, and what else its section says then.
-CHANGES: dict[type[Section], dict[str, tuple[Any, dict[str, Any]]]] = {
-    InstanceSection: {
-        "role": ("decode", DEFAULTS),
-        "engine": ("vllm", DEFAULTS),
-        "accelerator": ("L40S", DEFAULTS),
-        "dtype": ("float16", DEFAULTS),
-        "block_size": (64, DEFAULTS),
-        "chunk_size": (1024, DEFAULTS),
-        "max_chunk_size": (1024, {**DEFAULTS, "chunk_size": "auto"}),
-        "max_model_len": (1024, DEFAULTS),
-        "max_seqs": (8, DEFAULTS),
-        "kv_cache_bytes": (2 << 30, DEFAULTS),
-        "tensor_parallel": (2, DEFAULTS),
-        "pipeline_parallel": (2, DEFAULTS),
-        "pipeline_layers": ((20, 12), {**REAL, "pipeline_parallel": 2}),
-        "stage_accelerators": (["A10", "L40S"], {**DEFAULTS, "pipeline_parallel": 2}),
-        "emulated_hop": ({"gbps": 1.0}, {**DEFAULTS, "pipeline_parallel": 2}),
-        "node": ("one", DEFAULTS),
-        "threads": (2, {**REAL, "rates_file": "CALIBRATION"}),
-        "engine_args": ({"enable_prefix_caching": False}, REAL),
-        "rates_file": ("CALIBRATION", REAL),
-        "emulated_model": ("OPT-13B", DEFAULTS),
-        "emulated_step_s": (0.02, DEFAULTS),
-        "emulated_prefill_s_per_token": (1e-5, FIXED),
-        "emulated_link_gbps": (10.0, DEFAULTS),
-        "emulated_slowdown": (4.0, DEFAULTS),
-        "emulated_prefix_cache": (False, DEFAULTS),
-        "staging_bytes": (1 << 20, REAL),
-        "weight": (4.0, DEFAULTS),
-    },
-    SchedulerSection: {},
-    MonitorSection: {
-        "broadcast_period_s": (0.5, {}),
-        "drain_timeout_s": (5.0, {}),
-        "role_flip_period_s": (5.0, {}),
-        "role_flip_respects_s": (5.0, {}),
-    },
-    GatewaySection: {
-        "max_queued_jobs": (8, {}),
-        "max_queued_tokens": (4096, {}),
-        "job_timeout_s": (60.0, {}),
-        "patience_s": (1.0, {}),
-        "moves": (0, {}),
-        "slo": ({"default": {"ttft_s": 0.5}}, {}),
-        "kv_codec": ("int8", {}),
-    },
-}
+# Section, what it says, and for each setting that is simulated another value than its default.
+CHANGES: list[tuple[type[Section], dict[str, Any], dict[str, Any]]] = [
+    (InstanceSection, DEFAULTS, {"role": "decode", "engine": "vllm", "accelerator": "L40S", "dtype": "float16"}),
+    (InstanceSection, DEFAULTS, {"block_size": 64, "chunk_size": 1024, "max_model_len": 1024, "max_seqs": 8}),
+    (InstanceSection, DEFAULTS, {"kv_cache_bytes": 2 << 30, "tensor_parallel": 2, "pipeline_parallel": 2}),
+    (InstanceSection, DEFAULTS, {"node": "one", "weight": 4.0, "emulated_model": "OPT-13B", "emulated_step_s": 0.02}),
+    (InstanceSection, DEFAULTS, {"emulated_link_gbps": 10.0, "emulated_slowdown": 4.0, "emulated_prefix_cache": False}),
+    (InstanceSection, {**DEFAULTS, "chunk_size": "auto"}, {"max_chunk_size": 1024}),
+    (InstanceSection, {**DEFAULTS, "emulated_step_s": 0.01}, {"emulated_prefill_s_per_token": 1e-5}),
+    (InstanceSection, {**DEFAULTS, "pipeline_parallel": 2}, {"emulated_hop": {"gbps": 1.0}}),
+    (InstanceSection, {**DEFAULTS, "pipeline_parallel": 2}, {"stage_accelerators": ["A10", "L40S"]}),
+    (InstanceSection, {**REAL, "pipeline_parallel": 2}, {"pipeline_layers": (20, 12)}),
+    (InstanceSection, {**REAL, "rates_file": "CALIBRATION"}, {"threads": 2}),
+    (InstanceSection, REAL, {"rates_file": "CALIBRATION", "staging_bytes": 1 << 20}),
+    (InstanceSection, REAL, {"engine_args": {"enable_prefix_caching": False}}),
+    (MonitorSection, {}, {"broadcast_period_s": 0.5, "drain_timeout_s": 5.0}),
+    (MonitorSection, {}, {"role_flip_period_s": 5.0, "role_flip_respects_s": 5.0}),
+    (GatewaySection, {}, {"max_queued_jobs": 8, "max_queued_tokens": 4096, "job_timeout_s": 60.0}),
+    (GatewaySection, {}, {"patience_s": 1.0, "moves": 0, "slo": {"default": {"ttft_s": 0.5}}, "kv_codec": "int8"}),
+]
 KEYS = {InstanceSection: "instance_defaults", MonitorSection: "monitor", GatewaySection: "gateway"}
 
 # Of each kind of policy one that is not the default.
@@ -237,19 +208,23 @@ def read(folder: Path, section: type[Section], settings: dict[str, Any]) -> Any:
     return read_cluster(write(folder, defaults, instances=[{"id": "p"}], network={"inside": {"gbps": 100}}, **data))
 
 
-@pytest.mark.parametrize("section", CHANGES)
+@pytest.mark.parametrize("section", [InstanceSection, SchedulerSection, MonitorSection, GatewaySection])
 def test_every_setting_is_simulated_or_known_to_make_no_difference(section: type[Section]) -> None:
     ignored = {name for names in NOT_SIMULATED[section.settings].values() for name in names}  # type: ignore[index]
-    simulated = set(CHANGES[section])
+    simulated = {key for owner, _, changes in CHANGES if owner is section for key in changes}
     assert not ignored & simulated
     settable = set(section.settings.model_fields) - section.derived - COMMON
     assert ignored | simulated >= settable, "a new setting: simulate it, or say why it makes no difference"
     assert ignored <= set(section.settings.model_fields), "a setting that is gone"
 
 
-@pytest.mark.parametrize(("section", "key"), [(section, key) for section, keys in CHANGES.items() for key in keys])
-def test_a_simulated_setting_changes_the_simulation(tmp_path: Path, section: type[Section], key: str) -> None:
-    value, beside = CHANGES[section][key]
+@pytest.mark.parametrize(
+    ("section", "beside", "key", "value"),
+    [(section, beside, key, value) for section, beside, changes in CHANGES for key, value in changes.items()],
+)
+def test_a_simulated_setting_changes_the_simulation(
+    tmp_path: Path, section: type[Section], beside: dict[str, Any], key: str, value: Any
+) -> None:
     assert read(tmp_path, section, {**beside, key: value}) != read(tmp_path, section, beside)
 
 
