@@ -44,20 +44,20 @@ def run_plan(options: PlanOptions, console: Console) -> dict[str, Any]:
 
     Raises InvalidRequest, NotFound or Incompatible, with the nearest alternative that is possible.
     """
-    asked = read_asked(options)
-    if assumed := asked.problem.inventory.assumed:
+    request = read_request(options)
+    if assumed := request.problem.inventory.assumed:
         console.print(assumed, style="yellow", markup=False)
     with Console(stderr=True).status("planning") as status:
         progress = _progress(status, perf_counter())
-        outcomes = answered(asked, perf_counter, progress, helped=(cpu_count() or 1) > 1)
-    text = cluster_file(asked, outcomes[0])
-    show(console, asked.problem, outcomes)
+        outcomes = answered(request, perf_counter, progress, helped=(cpu_count() or 1) > 1)
+    text = cluster_file(request, outcomes[0])
+    show(console, request.problem, outcomes)
     try:
         options.out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InvalidRequest(f"cannot write {options.out}: {error.strerror}") from error
     shipped = Catalogue.built_in().names()
-    if own := sorted({pool.accelerator.name for pool in asked.problem.inventory.pools} - set(shipped)):
+    if own := sorted({pool.accelerator.name for pool in request.problem.inventory.pools} - set(shipped)):
         note = f"the cluster file cannot be started: {', '.join(own)} are not in the built-in catalogue"
         console.print(note, style="yellow", markup=False)
     trace = f"--trace {options.workload} --requests {options.requests} --rate {outcomes[0].promise.rate:.3g}"
@@ -68,7 +68,7 @@ def run_plan(options: PlanOptions, console: Console) -> dict[str, Any]:
     return {"figures": figures(outcomes[0]) | others}
 
 
-def read_asked(options: PlanOptions) -> Asked:
+def read_request(options: PlanOptions) -> Asked:
     """The planning problem of the options, with the files that they name."""
     if not options.model:
         raise InvalidRequest("--model is missing: a bundled name, or a config.json or its folder")
