@@ -125,22 +125,22 @@ async def _user(port: int, number: int, part: Part, until_s: float) -> None:
 
 async def _watch(suite: Suite, part: Part, until_s: float) -> None:
     while time.monotonic() < until_s:
-        for name, process in _processes(suite).items():
+        for name, pid in _pids(suite).items():
             with suppress(psutil.Error):  # it may be restarting
-                memory = await asyncio.to_thread(process.memory_full_info)
+                memory = await asyncio.to_thread(psutil.Process(pid).memory_full_info)
                 part.pss_bytes.setdefault(name, []).append(memory.pss)
         await asyncio.sleep(SAMPLE_S)
 
 
-def _processes(suite: Suite) -> dict[str, psutil.Process]:
-    return {process.name: psutil.Process(process.pid) for process in suite.state.processes if process.pid}
+def _pids(suite: Suite) -> dict[str, int]:
+    return {process.name: process.pid for process in suite.state.processes if process.pid}
 
 
 async def _files_at_rest(suite: Suite) -> Counter[str]:
     """Open descriptors of each process, once they have stood still."""
     give_up_s, still_since_s, last = time.monotonic() + REST_S, time.monotonic(), Counter[str]()
     while time.monotonic() < min(give_up_s, still_since_s + STILL_S):
-        now = Counter({name: process.num_fds() for name, process in _processes(suite).items()})
+        now = Counter({name: psutil.Process(pid).num_fds() for name, pid in _pids(suite).items()})
         if now != last:
             still_since_s, last = time.monotonic(), now
         await asyncio.sleep(1.0)
