@@ -17,12 +17,10 @@ BENCHES: dict[str, tuple[str, str]] = {
     "overhead": ("benchmarks.overhead", "run_overhead_bench"),
     "kv": ("benchmarks.kv", "run_kv_bench"),
     "soak": ("benchmarks.soak", "run_soak_bench"),
-    "growth": ("benchmarks.growth", "run_growth_bench"),
     "streams": ("benchmarks.streams", "run_streams_bench"),
     "kv_engines": ("benchmarks.kv_engines", "run_kv_engines_bench"),
     "kv_quality": ("benchmarks.kv_quality", "run_kv_quality_bench"),
     "control": ("benchmarks.control", "run_control_bench"),
-    "console": ("benchmarks.console", "run_console_bench"),
     "dashboard": ("benchmarks.dashboard", "run_dashboard_bench"),
     "policy": ("benchmarks.policy", "run_policy_bench"),
     "policies": ("benchmarks.policies", "run_policies_bench"),
@@ -86,9 +84,8 @@ _add_bench("kv_engines", "KV transfer between two real engines, by transport.")
 _add_bench("kv_quality", "Perplexity and answers of the demo model with KV coded in int8, int4 and fp8.", on_data=True)
 _add_bench("control", "Monitor and scheduler with 10, 100 and 1,000 instances: CPU, traffic, placement, a restart.")
 _add_bench(
-    "console", "The answers that a console reads, with 200 instances and 100,000 requests of a day: CPU, pauses."
+    "dashboard", "Load time of dashboard pages and cost of a session, with 4, 32 and 200 instances; CPU of their reads."
 )
-_add_bench("dashboard", "Load time of dashboard pages and cost of a session, with 4, 32 and 200 instances.")
 _add_bench("policy", "The time of one decision of each policy with 10, 100 and 1,000 instances.")
 _add_bench("overload", "Interactive and batch requests at twice the capacity, with and without overload control.")
 _add_bench("cost", "The cost model compared with published measurements.", on_data=True)
@@ -109,15 +106,6 @@ def bench_soak(
 ) -> None:
     """Regular clients while hostile ones attack: failures, gaps, memory and file descriptors over time (root)."""
     _measure("soak", as_json, minutes)
-
-
-@bench_app.command("growth")
-def bench_growth(
-    minutes: Annotated[float, typer.Option(min=0.5, help="Maximum duration of the load in minutes.")] = 20.0,
-    as_json: Json = False,
-) -> None:
-    """Memory growth of a scheduler and a monitor with the number of requests, from walks of their heaps."""
-    _measure("growth", as_json, minutes)
 
 
 @bench_app.command("predictor")

@@ -1,220 +1,154 @@
 """`polyphase bench control`: cost of the control plane with 10, 100 and 1,000 instances.
 
-The monitor and the scheduler are real processes. The instances are one process (`control_fleet`) that holds a
-heartbeat, a broadcast and an RPC connection for each instance and computes nothing. `bench dashboard` uses the same
-processes.
+The monitor and the scheduler are real processes. The instances are one process that holds a heartbeat, a broadcast and
+an RPC connection for each of them and computes nothing. `bench dashboard` uses the same processes.
 """
 
 import asyncio
-import os
+import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
+from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
 import httpx
 import msgspec
-import psutil
 import uvloop
 from pydantic import SecretStr
 
-from benchmarks.control_fleet import FleetOptions
-from benchmarks.suite import metric
+from benchmarks.measuring import Figures, cores, serving
+from benchmarks.results import Result, at_most, result
+from benchmarks.suite import metric, spawned
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher import ports
+from services.launcher.suite import until
 from shared.domain.cluster import ClusterState
-from shared.domain.instance import InstanceState
+from shared.domain.instance import Compatibility, InstanceInfo, InstanceLoad, InstanceState, KvGeometry, Role
 from shared.domain.job import JobView, Phase
-from shared.errors import Unavailable
-from shared.wire.broadcast import ClusterFeed
+from shared.domain.rates import LinkRate, PartialPrefillCost, Rates, StepForm, StepRates
+from shared.errors import PolyphaseError
+from shared.runtime.wire_version import WIRE_VERSION
+from shared.wire.broadcast import ClusterFeed, Publisher
+from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.scheduler import SchedulerClient
-from shared.wire.messages import JobReport
+from shared.wire.messages import PREFIXES, Heartbeat, JobReport, PrefixesRequest
 from shared.wire.rpc_client import RpcClients
+from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
 
-SETTLE_S, READY_S = 3.0, 60.0
+SIZES = (10, 100, 1_000)
+WINDOW_S, SETTLE_S, READY_S = 8.0, 3.0, 60.0
+PLACE_PER_S, OPEN = 100.0, 100  # placements, and jobs of them that are not over
+AIMS = {"monitor_cores": 0.3, "scheduler_cores": 0.2, "place_p99_ms": 1.0, "known_again_s": 5.0}
+NOTE = (
+    "cores: CPU time of the whole process, in cores, while every load changes each 100 ms without a placement; idle_…: "
+    "while none does. place_…: from the request to the answer at the client, "
+    f"{PLACE_PER_S:g} a second beside those changing loads; decision_…: the part of it that the scheduler decides, by "
+    "its own histogram. known_again: from the start of a new monitor process after a kill -9 until a subscriber knows "
+    "all instances to be ready; of it, start is until the process answers at all."
+)
 
 
 @dataclass(slots=True)
 class Control:
-    """The processes under test, and a subscriber to the broadcasts."""
+    """The processes under test, which `stack` ends, and a subscriber to the broadcasts. fleet: takes `busy`, `idle`."""
 
-    monitor_settings: MonitorSettings
-    scheduler_settings: SchedulerSettings
+    monitor: MonitorSettings
+    scheduler: SchedulerSettings
+    fleet: Connection
+    stack: AsyncExitStack
     processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
     cluster: ClusterState = field(default_factory=ClusterState)
 
     @property
     def monitor_url(self) -> str:
-        return f"http://127.0.0.1:{self.monitor_settings.http_port}"
+        return f"http://127.0.0.1:{self.monitor.http_port}"
 
     @property
     def scheduler_url(self) -> str:
-        return f"http://127.0.0.1:{self.scheduler_settings.http_port}"
+        return f"http://127.0.0.1:{self.scheduler.http_port}"
 
-    def ready(self) -> int:
-        """Instances that the subscriber knows to be ready."""
-        return sum(one.state is InstanceState.READY for one in self.cluster.view().instances)
+    def pids(self, *names: str) -> dict[str, list[int]]:
+        return {name: [self.processes[name].pid] for name in names}
 
-    async def all_ready(self, size: int) -> bool:
-        return self.ready() == size
-
-    def cpu_s(self, name: str) -> float:
-        times = psutil.Process(self.processes[name].pid).cpu_times()
-        return times.user + times.system
-
-    async def start(self, name: str, *command: str, **environment: str) -> None:
-        self.processes[name] = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *command,
-            env={**os.environ, **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+    async def start(self, name: str, health: str, *command: str, **environment: str) -> None:
+        """Start a process of that name, in place of an earlier one, and wait until it answers at `health`."""
+        process = serving(health, *command, **environment)
+        self.processes[name] = await self.stack.enter_async_context(process)
 
     async def start_monitor(self) -> None:
-        await self.start("monitor", "-m", "services.cluster_monitor", **self.monitor_settings.to_environment())
+        environment = self.monitor.to_environment()
+        await self.start("monitor", f"{self.monitor_url}/health", "-m", "services.cluster_monitor", **environment)
 
-    async def start_scheduler(self) -> None:
-        await self.start("scheduler", "-m", "services.global_scheduler", **self.scheduler_settings.to_environment())
+    async def all_ready(self, size: int) -> None:
+        """Wait until the subscriber knows so many instances to be ready."""
 
-    def load(self, kind: str) -> None:
-        pipe = self.processes["fleet"].stdin
-        assert pipe is not None
-        pipe.write(f"{kind}\n".encode())
+        def ready() -> bool:
+            return sum(one.state is InstanceState.READY for one in self.cluster.view().instances) == size
 
-    async def end(self) -> None:
-        for process in reversed(self.processes.values()):
-            with suppress(ProcessLookupError):
-                process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), 15.0)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+        await until(ready, READY_S, f"{size} instances", poll_s=0.02)
 
 
 @asynccontextmanager
 async def running(size: int, before: Callable[[str], Awaitable[None]] | None = None) -> AsyncIterator[Control]:
-    """Monitor, scheduler and so many instances that compute nothing; `before` may fill their database, by its URL."""
+    """A monitor, a scheduler and so many instances; `before` may fill their database, by its URL."""
     with tempfile.TemporaryDirectory(prefix="polyphase-bench-") as folder:
-        control = Control(*_settings(Path(folder)))
+        database = f"sqlite:///{folder}/polyphase.db"
         if before is not None:
-            await before(control.monitor_settings.database_url)
+            await before(database)
+        first = ports.free_range()
+        heartbeats, broadcasts, rpc = (f"tcp://127.0.0.1:{first + at}" for at in (1, 2, 4))
+        monitor = MonitorSettings(
+            http_port=first,
+            heartbeat_address=heartbeats,
+            broadcast_address=broadcasts,
+            database_url=database,
+            cluster_token=SecretStr("open"),
+        )
+        scheduler = SchedulerSettings(
+            http_port=first + 3,
+            rpc_address=rpc,
+            broadcast_address=broadcasts,
+            monitor_url=f"http://127.0.0.1:{first}",
+            database_url=database,
+        )
+        options = FleetOptions(size, first + 5, heartbeats, broadcasts, f"http://127.0.0.1:{first}")
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(control.end)
+            control = Control(monitor, scheduler, stack.enter_context(spawned(run_fleet, options)), stack)
             await control.start_monitor()
-            await control.start_scheduler()
-            for url in (control.monitor_url, control.scheduler_url):
-                await until(partial(healthy, f"{url}/health"), f"{url} answers")
+            environment = scheduler.to_environment()
+            health = f"{control.scheduler_url}/health"
+            await control.start("scheduler", health, "-m", "services.global_scheduler", **environment)
             sockets = Sockets()
             stack.callback(sockets.close)
-            feed = ClusterFeed(
-                sockets, control.monitor_settings.broadcast_address, lambda delta: control.cluster.apply(delta)
-            )
+            feed = ClusterFeed(sockets, broadcasts, lambda delta: control.cluster.apply(delta))
             stack.callback(feed.close)
-            await _start_fleet(control, size)
-            await until(lambda: control.all_ready(size), f"{size} instances are ready")
-            await settled()
+            await control.all_ready(size)
+            await asyncio.sleep(SETTLE_S)
             yield control
 
 
-def _settings(folder: Path) -> tuple[MonitorSettings, SchedulerSettings]:
-    first = ports.free_range()
-    address = [f"tcp://127.0.0.1:{first + at}" for at in range(8)]
-    database = f"sqlite:///{folder}/polyphase.db"
-    monitor = MonitorSettings(
-        http_port=first,
-        heartbeat_address=address[1],
-        broadcast_address=address[2],
-        database_url=database,
-        cluster_token=SecretStr("open"),
-    )
-    scheduler = SchedulerSettings(
-        http_port=first + 3,
-        rpc_address=address[4],
-        broadcast_address=address[2],
-        monitor_url=f"http://127.0.0.1:{first}",
-        database_url=database,
-    )
-    return monitor, scheduler
-
-
-async def _start_fleet(control: Control, size: int) -> None:
-    monitor = control.monitor_settings
-    options = FleetOptions(
-        size, monitor.http_port + 5, monitor.heartbeat_address, monitor.broadcast_address, control.monitor_url
-    )
-    await control.start("fleet", "-m", "benchmarks.control_fleet", msgspec.json.encode(options).decode())
-
-
-async def settled() -> None:
-    await asyncio.sleep(SETTLE_S)
-
-
-async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Wait for it. Raises Unavailable."""
-    deadline = time.monotonic() + READY_S
-    while not await condition():
-        if time.monotonic() > deadline:
-            raise Unavailable(f"not within {READY_S:g} s: {what}")
-        await asyncio.sleep(0.02)
-
-
-async def healthy(url: str) -> bool:
-    try:
-        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
-            return (await client.get(url)).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-SIZES = (10, 100, 1_000)
-WINDOW_S = 8.0
-PLACE_PER_S, OPEN = 100.0, 100  # placements, and jobs of them that are not over
-AIMS = {"monitor_cores": 0.3, "scheduler_cores": 0.2, "place_p99_ms": 1.0, "known_again_s": 5.0}
-Figures = dict[str, float]
-
-
-def run_control_bench(sizes: tuple[int, ...] = SIZES, window_s: float = WINDOW_S) -> dict[str, Any]:
-    """{"figures": {size: {name_unit: number}}, "aims": of the largest, "notes": [str]}."""
-    figures = {str(size): uvloop.run(_measure(size, window_s)) for size in sizes}
-    largest = figures[str(sizes[-1])]
-    aims = {
-        f"{name} at {sizes[-1]}": {"want": f"<= {most:g}", "got": largest[name], "met": largest[name] <= most}
-        for name, most in AIMS.items()
-    }
-    first = figures[str(sizes[0])]
+def run_control_bench(sizes: tuple[int, ...] = SIZES, window_s: float = WINDOW_S) -> Result:
+    """Figures by number of instances; aims are about the largest."""
+    figures: dict[str, Figures] = {str(size): uvloop.run(_measure(size, window_s)) for size in sizes}
+    first, largest = figures[str(sizes[0])], figures[str(sizes[-1])]
     names = ("monitor_cores", "scheduler_cores", "broadcast_bytes_per_s", "place_p50_ms", "place_p99_ms")
     growth = {name: round(largest[name] / first[name], 1) for name in names if first[name]}
-    return {
-        "figures": {**figures, f"growth_{sizes[0]}_to_{sizes[-1]}": growth},
-        "aims": aims,
-        "notes": [
-            "cores: CPU time of the whole process, in cores, while every load changes each 100 ms without "
-            "a placement; idle_…: while none does. place_…: from the question to the answer at the client, "
-            f"{PLACE_PER_S:g} a second beside those changing loads; decision_…: the part of it that the scheduler "
-            "decides, by its own histogram. known_again: from the start of a new monitor process after a kill -9 until "
-            "a listener knows all instances to be ready; of it, start is until the process answers at all."
-        ],
-    }
+    aims = {f"{name} at {sizes[-1]}": at_most(want, largest[name]) for name, want in AIMS.items()}
+    return result({**figures, f"growth_{sizes[0]}_to_{sizes[-1]}": growth}, aims, [NOTE])
 
 
 async def _measure(size: int, window_s: float) -> Figures:
     async with running(size) as control:
         figures = {f"idle_{name}": value for name, value in (await _window(control, window_s)).items()}
-        control.load("busy")
-        await settled()
+        control.fleet.send("busy")
+        await asyncio.sleep(SETTLE_S)
         figures |= await _window(control, window_s)
         figures |= await _place(control, window_s)
         figures |= await _restart(control, size)
@@ -223,19 +157,13 @@ async def _measure(size: int, window_s: float) -> Figures:
 
 async def _window(control: Control, window_s: float) -> Figures:
     """Cores of both processes, and what is broadcast, without requests."""
-    sent = await _counter(control.monitor_url, "polyphase_broadcast_bytes_total")
-    beats = await _counter(control.monitor_url, "polyphase_heartbeats_total")
-    began, before = time.monotonic(), {name: control.cpu_s(name) for name in ("monitor", "scheduler")}
-    await asyncio.sleep(window_s)
-    took_s = time.monotonic() - began
-    cores = {name: (control.cpu_s(name) - before[name]) / took_s for name in before}
-    return {
-        **{f"{name}_cores": round(value, 4) for name, value in cores.items()},
-        "broadcast_bytes_per_s": round(
-            (await _counter(control.monitor_url, "polyphase_broadcast_bytes_total") - sent) / took_s
-        ),
-        "heartbeats_per_s": round((await _counter(control.monitor_url, "polyphase_heartbeats_total") - beats) / took_s),
-    }
+    counters = {"broadcast_bytes_per_s": "polyphase_broadcast_bytes_total"}
+    counters["heartbeats_per_s"] = "polyphase_heartbeats_total"
+    began, before = time.monotonic(), await _metrics(control.monitor_url)
+    used = await cores(control.pids("monitor", "scheduler"), window_s)
+    after, took_s = await _metrics(control.monitor_url), time.monotonic() - began
+    rates = {name: round((metric(after, one) - metric(before, one)) / took_s) for name, one in counters.items()}
+    return {f"{name}_cores": round(value, 4) for name, value in used.items()} | rates
 
 
 async def _place(control: Control, window_s: float) -> Figures:
@@ -243,7 +171,7 @@ async def _place(control: Control, window_s: float) -> Figures:
     sockets, took_s = Sockets(), list[float]()
     try:
         with RpcClients(sockets) as clients:
-            client = SchedulerClient(clients, [control.scheduler_settings.rpc_address])
+            client = SchedulerClient(clients, [control.scheduler.rpc_address])
             await client.place(_job(0), timeout_s=10.0)
             before = await _decisions(control.scheduler_url)
             due = time.monotonic()
@@ -259,50 +187,42 @@ async def _place(control: Control, window_s: float) -> Figures:
     finally:
         sockets.close()
     took_s.sort()
-    decided = {bound: after[bound] - before.get(bound, 0.0) for bound in after}
     return {
         "place_p50_ms": round(median(took_s) * 1e3, 3),
         "place_p99_ms": round(took_s[len(took_s) * 99 // 100] * 1e3, 3),
-        "decision_p99_at_most_ms": _quantile_ms(decided, 0.99),
+        "decision_p99_at_most_ms": quantile({bound: after[bound] - before.get(bound, 0.0) for bound in after}) * 1e3,
     }
 
 
 async def _restart(control: Control, size: int) -> Figures:
-    """A new monitor after one that was killed: when it answers, and when all are known again."""
-    control.load("busy")
+    """A new monitor after one that was killed: when it answers, and when all instances are known again."""
     control.processes["monitor"].send_signal(signal.SIGKILL)
     await control.processes["monitor"].wait()
     control.cluster = ClusterState()
     began = time.monotonic()
     await control.start_monitor()
-    await until(lambda: healthy(f"{control.monitor_url}/health"), "the new monitor answers")
     start_s = time.monotonic() - began
-    await until(lambda: control.all_ready(size), "all are known again")
+    await control.all_ready(size)
     return {"known_again_s": round(time.monotonic() - began, 2), "known_again_start_s": round(start_s, 2)}
 
 
-async def _scrape(url: str) -> list[str]:
-    async with httpx.AsyncClient(timeout=30.0) as client:
-        return (await client.get(f"{url}/metrics")).text.splitlines()
-
-
-async def _counter(url: str, name: str) -> float:
-    return metric("\n".join(await _scrape(url)), name)
+async def _metrics(url: str) -> str:
+    async with httpx.AsyncClient(timeout=30.0, trust_env=False) as client:
+        return (await client.get(f"{url}/metrics")).text
 
 
 async def _decisions(url: str) -> dict[float, float]:
-    """Decisions by the time that they took at most, in seconds."""
-    found = {}
-    for line in await _scrape(url):
-        if line.startswith("polyphase_scheduler_decision_seconds_bucket{"):
-            bound, count = line.split('le="')[1].split('"')[0], float(line.split()[-1])
-            found[float(bound)] = count
-    return found
+    """The number of decisions that took at most so many seconds."""
+    rows = re.findall(
+        r'^polyphase_scheduler_decision_seconds_bucket\{.*le="(.+?)".*\} (.+)$', await _metrics(url), re.M
+    )
+    return {float(bound): float(count) for bound, count in rows}
 
 
-def _quantile_ms(counts: dict[float, float], share: float) -> float:
+def quantile(counts: dict[float, float], share: float = 0.99) -> float:
+    """The bound of the bucket in which the quantile lies. counts: cumulative, by upper bound."""
     total = max(counts.values())
-    return next(bound * 1e3 for bound, count in sorted(counts.items()) if count >= share * total)
+    return next(bound for bound, count in sorted(counts.items()) if count >= share * total)
 
 
 def _job(number: int) -> JobView:
@@ -314,3 +234,150 @@ def _ended(number: int) -> JobReport:
     return JobReport(
         job.job_id, "bench", Phase.COMPLETED, time.time() - 1.0, job.prompt_tokens, 100, outcome="stop", slo_met=True
     )
+
+
+# The process of the instances.
+
+BEAT_S, UNCHANGED_BEAT_S, SLICES = 0.1, 0.3, 20  # as a worker's; beats are spread over slices of a period
+REGISTRATIONS = 16  # at once
+RATES = tuple(
+    Rates(
+        PartialPrefillCost(1e-4 * factor, 0.01),
+        step=StepRates(*(StepForm(0.01 * factor, 1e-4 * factor, 1e-8 * factor, 1e-4 * factor, 1e-9 * factor),) * 3),
+        link=LinkRate(1e9),
+    )
+    for factor in (1.0, 1.6, 2.7, 4.0)
+)
+
+
+def make_info(name: str, rpc: str = "") -> InstanceInfo:
+    """An instance that computes nothing."""
+    return InstanceInfo(
+        instance_id=name,
+        generation=1,
+        model="m",
+        compatibility=Compatibility("bench", "emulated", "1", WIRE_VERSION, KvGeometry(32, 8, 128)),
+        accelerator="emulated",
+        dtype="bfloat16",
+        tensor_parallel=1,
+        block_size=16,
+        total_blocks=10_000,
+        max_model_len=8192,
+        chunk_size=512,
+        rpc=rpc,
+        http="http://127.0.0.1:1",
+        kv_endpoints=("tcp://127.0.0.1:1",),
+        max_seqs=256,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """instances: half of them prefill. Each listens for RPC at `rpc_port` of another loopback address."""
+
+    instances: int
+    rpc_port: int
+    heartbeats: str
+    broadcasts: str
+    monitor_url: str
+
+
+class _Instance:
+    def __init__(self, number: int, options: FleetOptions, sockets: Sockets) -> None:
+        self.role = Role.DECODE if number % 2 else Role.PREFILL
+        rpc = f"tcp://127.1.{number // 250}.{number % 250 + 1}:{options.rpc_port}"
+        self.info = msgspec.structs.replace(
+            make_info(f"{self.role.value}-{number}", rpc),
+            generation=time.time_ns(),
+            rates=RATES[number // 2 % len(RATES)],
+        )
+        self.known = False
+        self._beats, self._beat_mono_s = 0, 0.0
+        self._publisher = Publisher(sockets, options.heartbeats)
+        self._feed = ClusterFeed(
+            sockets,
+            options.broadcasts,
+            lambda delta: True,
+            following=False,
+            instance_id=self.info.instance_id,
+            on_policies=lambda policies: None,
+            on_stranger=self._on_unknown,
+        )
+
+    def beat(self, busy: bool, now_mono_s: float) -> None:
+        """Publish the load, which changes while the fleet is busy."""
+        if not busy and now_mono_s - self._beat_mono_s < UNCHANGED_BEAT_S:
+            return
+        self._beat_mono_s = now_mono_s
+        self._beats += busy
+        n = self._beats
+        decodes = self.role is Role.DECODE
+        load = InstanceLoad(
+            time_s=time.time(),
+            queued_prefill=0 if decodes else n % 5,
+            queued_prefill_tokens=0 if decodes else n * 397 % 9000,
+            running=n % 60,
+            decoding=n * 7 % 60 if decodes else 0,
+            context_tokens=n * 1009 % 60_000 if decodes else 0,
+            free_blocks=9_000 - n * 31 % 8_000,
+            inflight=n % 60,
+        )
+        self._publisher.publish(Heartbeat(self.info.instance_id, self.info.generation, self.role, False, load))
+
+    def _on_unknown(self, generation: int) -> None:
+        self.known = self.known and generation != self.info.generation
+
+
+def run_fleet(pipe: Connection, options: FleetOptions) -> None:
+    uvloop.run(_fleet(pipe, options))
+
+
+async def _fleet(pipe: Connection, options: FleetOptions) -> None:
+    sockets, busy, end = Sockets(), [False], asyncio.Event()
+
+    def on_command() -> None:
+        command = pipe.recv()
+        busy[0] = command == "busy"
+        if command is None:
+            end.set()
+
+    asyncio.get_running_loop().add_reader(pipe.fileno(), on_command)
+    async with AsyncExitStack() as stack:
+        monitor = await stack.enter_async_context(MonitorClient(options.monitor_url))
+        fleet = [_Instance(number, options, sockets) for number in range(options.instances)]
+        for instance in fleet:
+            await stack.enter_async_context(RpcServer(sockets, instance.info.rpc, {PREFIXES: _prefixes}))
+        tasks = [asyncio.create_task(_beat(fleet, busy)), asyncio.create_task(_register(fleet, monitor))]
+        await end.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _beat(fleet: list[_Instance], busy: list[bool]) -> None:
+    due, turn = time.monotonic(), 0
+    while True:
+        now = time.monotonic()
+        for instance in fleet[turn % SLICES :: SLICES]:
+            instance.beat(busy[0], now)
+        turn, due = turn + 1, max(due + BEAT_S / SLICES, now)
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+
+
+async def _register(fleet: list[_Instance], monitor: MonitorClient) -> None:
+    """Register the instances that the monitor does not know, again and again."""
+    gate = asyncio.Semaphore(REGISTRATIONS)
+
+    async def register(instance: _Instance) -> None:
+        async with gate:
+            with suppress(PolyphaseError):  # the next round tries again
+                await monitor.register(instance.info, instance.role)
+                instance.known = True
+
+    while True:
+        await asyncio.gather(*(register(instance) for instance in fleet if not instance.known))
+        await asyncio.sleep(BEAT_S)
+
+
+async def _prefixes(_: PrefixesRequest, call: ServerCall) -> Any:
+    await asyncio.Event().wait()  # it holds no prefixes and never answers

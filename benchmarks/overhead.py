@@ -7,134 +7,180 @@ the gateway's event loop.
 
 import asyncio
 import os
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
-import psutil
-from rich.console import Console
 
-from benchmarks.results import at_most
-from benchmarks.suite import BARE, CPU_ENGINE, started
+from benchmarks.measuring import Figures, cores, cpu_s, emulated, in_turns, medians, pids_of, port_of, serving
+from benchmarks.results import Aim, Result, at_most, merged, result
+from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, started
 from gateway.alone import TimerTokens
 from gateway.app import prepare_environment, running
 from gateway.auth import KeyRing
 from gateway.settings import GatewaySettings
 from services.launcher import ports
-from services.launcher.cluster_file import Cluster
-from services.launcher.model_source import PROJECT
-from services.launcher.suite import Suite, until
-from services.launcher.supervisor import StartFailed
-from services.launcher.up import running_suite
-from tools.client import CHAT, COMPLETIONS, StreamResult, chat_body, completion_body, run_load, stream_completion
+from tools.client import CHAT, COMPLETIONS, chat_body, completion_body, run_load, stream_completion
 
 HOST = "127.0.0.1"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
+
+# The load on emulated instances.
+PATHS = {"chat": CHAT, "completions": COMPLETIONS}
+STREAMS = (1, 16, 64, 256)
 STEP_S = 0.025  # of a decode: each token is a message and an event of its own, as with a real engine
-PORT, ALONE_PORT, FIRST_PORT = 19099, 19098, 19100
-MODEL = PROJECT / "models" / "demo"
-_MAX_JOBS = 4096
-_START_S = 120.0
+SHORT, LONG = 2, 66  # output tokens of the two loads, from which the costs of a request and of a token follow
+TIMED = 24  # output tokens of the requests of which the first token is timed
+ROUNDS, MIN_SHORT, MIN_LONG = 3, 24, 4  # requests of a load, or twice as many as there are streams
+IDLE_S = 8.0
+MAX_JOBS = 4096
+AIM_TOKEN_RATIO, AIM_TOKEN_FROM, AIM_REQUEST_RATIO, AIM_IDLE_MS = 0.5, 16, 1.1, 10.0
+AIM_TTFT_MS = {1: 2.0, 16: 2.0, 64: 5.0}
+
+# Structured outputs.
+STRUCTURED_ROUNDS = 9  # of each kind, cold and repeated, at each of the two
+AIM_RATIO, AIM_ADDED_MS = 1.2, 20.0
+
+# Long prompts.
+LENGTHS, LONG_PROMPT_ROUNDS, AIM_CALLBACK_MS = (8_000, 32_000, 120_000), 5, 5.0
+
+
+def run_overhead_bench(rounds: int = ROUNDS, streams: tuple[int, ...] = STREAMS) -> Result:
+    structured = asyncio.run(_structured(STRUCTURED_ROUNDS))
+    long_prompts = _long_prompts()  # sets environment variables that real engines would follow
+    return merged(asyncio.run(_load(rounds, streams)), structured, long_prompts)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Something that answers chats and completions, and the CPU seconds that it has used by now."""
+    """A server of the API, and the processes whose CPU time counts."""
 
     port: int
-    cpu_s: Callable[[], float]
+    pids: list[int]
 
 
-def cluster() -> Cluster:
-    """Two prefill and two decode instances that compute in no time, on fixed ports."""
-    return Cluster.model_validate(
-        {
-            **BARE,
-            "name": "overhead bench (emulated instances)",
-            "ports": FIRST_PORT,
-            "gateway": {"port": PORT, "max_queued_jobs": _MAX_JOBS},
-            "instance_defaults": {
-                "engine": "emulated",
-                "accelerator": "A100-SXM-80",
-                "emulated_step_s": 0.0,
-                "max_seqs": 256,
-                "kv_cache_bytes": 64 << 30,
-            },
-            "instances": [
-                {"id": "p", "count": 2, "role": "prefill"},
-                {"id": "d", "count": 2, "role": "decode", "emulated_step_s": STEP_S},
-            ],
+# The load: the suite with emulated instances, and the API layer with a timer as its engine.
+
+CLUSTER = emulated(
+    "overhead",
+    [{"id": "p", "count": 2, "role": "prefill"}, {"id": "d", "count": 2, "role": "decode", "emulated_step_s": STEP_S}],
+    {"emulated_step_s": 0.0, "max_seqs": 256, "kv_cache_bytes": 64 << 30},
+    gateway={"max_queued_jobs": MAX_JOBS},
+)
+
+
+async def _load(rounds: int, streams: tuple[int, ...]) -> Result:
+    async with started(CLUSTER) as running_suite, _api_layer_alone() as alone:
+        # All processes but the instances, of which a real cluster has the same.
+        suite = Target(port_of(running_suite), pids_of(running_suite, "gateway", "scheduler", "monitor"))
+        for target in (suite, alone):
+            for path in PATHS.values():
+                await run_load(HOST, target.port, _bodies(path, 64, SHORT), 8, path)
+        idle_ms = (await cores({"suite": suite.pids}, IDLE_S))["suite"] * 1e3
+        cells = {
+            kind: {str(count): await _cell(suite, alone, path, count, rounds) for count in streams}
+            for kind, path in PATHS.items()
         }
-    )
-
-
-def of_suite(suite: Suite) -> Target:
-    """Gateway, schedulers and monitor: all but the instances."""
-    pids = [p.pid for p in suite.state.processes if p.name.startswith(("gateway", "scheduler", "monitor"))]
-    return Target(PORT, lambda: sum(map(cpu_s, pids)))
+    return result({"idle_cpu_ms_per_s": round(idle_ms, 2), **cells}, aims_of(idle_ms, cells))
 
 
 @asynccontextmanager
-async def api_layer_alone(folder: Path) -> AsyncIterator[Target]:
-    """vLLM's own streams behind our admission; its tokens come from a timer in its process."""
+async def _api_layer_alone() -> AsyncIterator[Target]:
+    """vLLM's own streams behind the gateway's admission; the tokens come from a timer in the same process."""
     settings = GatewaySettings(
         schedulers=("tcp://127.0.0.1:9",),
-        model=str(MODEL),
+        model=str(DEMO_MODEL),
         served_model_name="demo",
-        port=ALONE_PORT,
-        max_queued_jobs=_MAX_JOBS,
+        port=ports.free_range(size=1),
+        max_queued_jobs=MAX_JOBS,
         lean_streams=False,
     )
-    environment = {**os.environ, **settings.to_environment(), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    command = [sys.executable, "-m", "gateway.alone"]
-    with (folder / "alone.log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)  # noqa: ASYNC220
-    try:
-        await until(_answers, _START_S, "the API layer alone")
-        yield Target(ALONE_PORT, lambda: cpu_s(process.pid))
-    finally:
-        process.terminate()
-        await asyncio.to_thread(process.wait, 15)
+    environment = {**OFFLINE, **settings.to_environment()}
+    async with serving(f"http://{HOST}:{settings.port}/health", "-m", "gateway.alone", **environment) as process:
+        yield Target(settings.port, [process.pid])
 
 
-async def _answers() -> bool:
-    async with httpx.AsyncClient() as client:
-        try:
-            return (await client.get(f"http://127.0.0.1:{ALONE_PORT}/health", timeout=2)).is_success
-        except httpx.HTTPError:
-            return False
+async def _cell(suite: Target, alone: Target, path: str, streams: int, rounds: int) -> Figures:
+    """Medians of rounds in each of which both targets have their turn."""
+    seen = await in_turns({"suite": suite, "alone": alone}, rounds, lambda target, _: _costs(target, path, streams))
+    found = medians(_compared(each["suite"], each["alone"]) for each in seen)
+    return {name: round(value, 3) for name, value in found.items()}
 
 
-def cpu_s(pid: int) -> float:
-    """Of all threads, to the nanosecond: the usual clocks have ticks of 10 ms, more than some requests cost."""
-    try:
-        threads = [thread.read_text() for thread in Path(f"/proc/{pid}/task").glob("*/schedstat")]
-        return sum(int(thread.split()[0]) for thread in threads) / 1e9
-    except FileNotFoundError:  # a kernel without them
-        times = psutil.Process(pid).cpu_times()
-        return float(times.user + times.system)
+def _compared(ours: Figures, base: Figures) -> Figures:
+    return (
+        ours
+        | {f"api_layer_alone_{name}": value for name, value in base.items()}
+        | {f"{name}_ratio": ours[name] / base[name] for name in ("cpu_per_token_us", "cpu_per_request_ms")}
+        | {f"added_{name}": ours[name] - base[name] for name in ("ttft_p50_ms", "ttft_p99_ms")}
+    )
 
 
-# Structured outputs, on a suite with two real engines and on plain vLLM, in turns. A grammar is cold when no process
-# has seen it before, although others of its kind; it is repeated when the previous request used it.
+async def _costs(target: Target, path: str, streams: int) -> Figures:
+    """Of short and of long answers; the difference is the cost of the tokens."""
+    short_s, _ = await _cpu_of(target, path, max(MIN_SHORT, 2 * streams), SHORT, streams)
+    long_s, events_per_token = await _cpu_of(target, path, max(MIN_LONG, 2 * streams), LONG, streams)
+    per_token_s = (long_s - short_s) / (LONG - SHORT)
+    times = await _ttfts(target, path, max(MIN_SHORT, 2 * streams), streams)
+    return {
+        "cpu_per_token_us": per_token_s * 1e6,
+        "cpu_per_request_ms": (short_s - SHORT * per_token_s) * 1e3,
+        "events_per_token": events_per_token,
+        "ttft_p50_ms": times[len(times) // 2] * 1e3,
+        "ttft_p99_ms": times[len(times) * 99 // 100] * 1e3,
+    }
 
-STRUCTURED_ROUNDS = 9  # of each kind, cold and repeated, at each of the two
-AIM_RATIO, AIM_ADDED_MS = 1.2, 20.0
-_MIB = 1 << 20
-_VLLM_START_S, _VLLM_END_S = 180.0, 30.0
-_TOOLS = {"tool_call_parser": "hermes", "enable_auto_tool_choice": True}
 
-Body = dict[str, Any]
-Figures = dict[str, float]
+async def _cpu_of(target: Target, path: str, requests: int, tokens: int, streams: int) -> tuple[float, float]:
+    """CPU seconds per request, and events per token."""
+    before = cpu_s(target.pids)
+    results = await run_load(HOST, target.port, _bodies(path, requests, tokens), streams, path)
+    return (cpu_s(target.pids) - before) / requests, sum(seen.chunks for seen in results) / (requests * tokens)
+
+
+async def _ttfts(target: Target, path: str, requests: int, streams: int) -> list[float]:
+    """Sorted TTFT of requests that arrive evenly, at a rate at which as many as `streams` are open.
+
+    Prefill takes no time in either target, so the difference between two is what our services add.
+    """
+    answer_s = (await stream_completion(HOST, target.port, _bodies(path, 1, TIMED)[0], path=path)).total_s
+    began = time.monotonic()
+
+    async def one(number: int, body: dict[str, object]) -> float:
+        await asyncio.sleep(began + number * answer_s / streams - time.monotonic())
+        return (await stream_completion(HOST, target.port, body, path=path)).ttft_s
+
+    bodies = _bodies(path, requests, TIMED)
+    return sorted(await asyncio.gather(*(one(number, body) for number, body in enumerate(bodies))))
+
+
+def _bodies(path: str, count: int, tokens: int) -> list[dict[str, Any]]:
+    body = chat_body if path == CHAT else completion_body
+    return [body(f"{index} {PROMPT}", tokens) for index in range(count)]
+
+
+def aims_of(idle_ms: float, cells: Mapping[str, Mapping[str, Figures]]) -> dict[str, Aim]:
+    by_streams = [(int(count), cell) for of_kind in cells.values() for count, cell in of_kind.items()]
+    request_ratio = max(cell["cpu_per_request_ms_ratio"] for _, cell in by_streams)
+    aims = {
+        "idle_cpu_ms_per_s": at_most(AIM_IDLE_MS, idle_ms),
+        "cpu_per_request_ratio": at_most(AIM_REQUEST_RATIO, request_ratio),
+    }
+    if many := [cell["cpu_per_token_us_ratio"] for count, cell in by_streams if count >= AIM_TOKEN_FROM]:
+        aims[f"cpu_per_token_ratio at {AIM_TOKEN_FROM} and more"] = at_most(AIM_TOKEN_RATIO, max(many))
+    for count, want in AIM_TTFT_MS.items():
+        if seen := [cell["added_ttft_p50_ms"] for streams, cell in by_streams if streams == count]:
+            aims[f"added_ttft_p50_ms at {count}"] = at_most(want, max(seen))
+    return aims
+
+
+# Structured outputs: a suite with two real engines, and plain vLLM. A grammar is cold if no process has seen it before,
+# although others of its kind; it is repeated if the previous request used it.
 
 
 def _schema(number: int) -> dict[str, Any]:
@@ -156,12 +202,12 @@ def _schema(number: int) -> dict[str, Any]:
     }
 
 
-def _tool(number: int) -> Body:
+def _tool(number: int) -> dict[str, Any]:
     function = {"name": f"order_{number}", "description": "Order things.", "parameters": _schema(number)}
     return {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
 
 
-KINDS: dict[str, Callable[[int], Body]] = {
+KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "json_schema": lambda number: {
         "response_format": {"type": "json_schema", "json_schema": {"name": "order", "schema": _schema(number)}}
     },
@@ -172,151 +218,111 @@ KINDS: dict[str, Callable[[int], Body]] = {
     },
     "tool_choice": _tool,
 }
+_KV_BYTES, _STAGING_BYTES = 128 << 20, 64 << 20
+STRUCTURED_CLUSTER: dict[str, Any] = {
+    **BARE,
+    "name": "bench overhead (structured outputs)",
+    "gateway": {"dtype": "float32", "vllm_args": {"tool_call_parser": "hermes", "enable_auto_tool_choice": True}},
+    "instance_defaults": {
+        **CPU_ENGINE,
+        "kv_cache_bytes": _KV_BYTES,
+        "staging_bytes": _STAGING_BYTES,
+        "inbox_bytes": _STAGING_BYTES,
+    },
+    "instances": [{"id": "prefill", "role": "prefill"}, {"id": "decode", "role": "decode"}],
+}
 
 
-def structured_ttfts(rounds: int = STRUCTURED_ROUNDS) -> dict[str, dict[str, Figures]]:
+async def _structured(rounds: int) -> Result:
     """By kind of grammar, cold and repeated: medians of both, their ratio, what the suite adds beyond AIM_RATIO."""
-    return asyncio.run(_measure(rounds))
-
-
-def structured_aims(figures: dict[str, dict[str, Figures]]) -> dict[str, Any]:
-    """Beyond AIM_RATIO times plain vLLM the suite may add AIM_ADDED_MS."""
-    aims = {}
-    for when in ("cold", "repeated"):
-        worst = max(of_kind[when]["beyond_ms"] for of_kind in figures.values())
-        name = f"structured_{when}_ttft_ms beyond {AIM_RATIO:g} x plain vLLM"
-        aims[name] = at_most(AIM_ADDED_MS, worst)
-    return aims
-
-
-def _cluster() -> dict[str, Any]:
-    instance = {**CPU_ENGINE, "kv_cache_bytes": 128 * _MIB, "staging_bytes": 64 * _MIB, "inbox_bytes": 64 * _MIB}
-    return {
-        **BARE,
-        "name": "bench overhead (structured outputs)",
-        "gateway": {"dtype": "float32", "vllm_args": _TOOLS},
-        "instance_defaults": instance,
-        "instances": [{"id": "prefill", "role": "prefill"}, {"id": "decode", "role": "decode"}],
+    async with _plain_vllm() as plain, started(STRUCTURED_CLUSTER) as suite:
+        seen = await in_turns({"suite": port_of(suite), "plain": plain}, 1 + rounds, _structured_ttfts)
+    suite_ms, plain_ms = (medians(each[arm] for each in seen[1:]) for arm in ("suite", "plain"))  # the first warms up
+    figures = {
+        kind: {when: _ratio(suite_ms[f"{kind} {when}"], plain_ms[f"{kind} {when}"]) for when in ("cold", "repeated")}
+        for kind in KINDS
     }
+    return result({"structured_outputs": figures}, structured_aims(figures))
 
 
 @asynccontextmanager
-async def _plain_vllm(folder: Path) -> AsyncIterator[int]:
-    """vLLM's own server with one engine of the same model; its port."""
-    port = ports.free_range()
-    arguments = ["--model", str(MODEL), "--served-model-name", "demo", "--dtype", "float32", "--max-model-len", "2048"]
-    arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(128 * _MIB), "--host", HOST, "--port", str(port)]
-    arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
-    path = folder / "plain-vllm.log"
-    with path.open("wb") as log:
-        process = subprocess.Popen(  # noqa: ASYNC220
-            command, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        await until(lambda: _vllm_answers(process, port, path), _VLLM_START_S, "plain vLLM")
+async def _plain_vllm() -> AsyncIterator[int]:
+    """The port of vLLM's own server with one engine of the same model."""
+    port = ports.free_range(size=1)
+    options = "--served-model-name demo --dtype float32 --max-model-len 2048 --enforce-eager "
+    options += "--enable-auto-tool-choice --tool-call-parser hermes "
+    options += f"--kv-cache-memory-bytes {_KV_BYTES} --host {HOST} --port {port}"
+    command = ("-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO_MODEL), *options.split())
+    async with serving(f"http://{HOST}:{port}/health", *command, **OFFLINE, OMP_NUM_THREADS="1"):
         yield port
-    finally:
-        process.terminate()
-        try:
-            await asyncio.to_thread(process.wait, _VLLM_END_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
-async def _vllm_answers(process: "subprocess.Popen[bytes]", port: int, log: Path) -> bool:
-    if process.poll() is not None:
-        raise StartFailed(f"plain vLLM ended with {process.returncode}: {log.read_text('utf-8', 'replace')[-2000:]}")
-    async with httpx.AsyncClient(trust_env=False) as client:
-        try:
-            return (await client.get(f"http://{HOST}:{port}/health", timeout=2)).is_success
-        except httpx.HTTPError:
-            return False
+async def _structured_ttfts(port: int, number: int) -> Figures:
+    """TTFT in ms of each kind of grammar, which is new, and then repeated."""
+    found = {}
+    for kind, grammar in KINDS.items():
+        for when in ("cold", "repeated"):
+            body = chat_body("Write an order.", 3, ignore_eos=False, **grammar(number))
+            found[f"{kind} {when}"] = (await stream_completion(HOST, port, body, path=CHAT)).ttft_s * 1e3
+    return found
 
 
-async def _measure(rounds: int) -> dict[str, dict[str, Figures]]:
-    with tempfile.TemporaryDirectory(prefix="polyphase-bench-") as name:
-        folder = Path(name)
-        async with _plain_vllm(folder) as plain, started(_cluster()) as running:
-            targets = {"suite": urlsplit(running.plan.api_url).port or 80, "plain": plain}
-            return await _rounds(targets, rounds)
-
-
-async def _rounds(targets: dict[str, int], rounds: int) -> dict[str, dict[str, Figures]]:
-    seen: dict[tuple[str, str, str], list[float]] = {}
-    for number in range(rounds + 1):  # the first one warms up
-        for kind, wish in KINDS.items():
-            for when in ("cold", "repeated"):
-                for target, port in targets.items():
-                    ttft_s = await _ttft_s(port, wish(number))
-                    if number:
-                        seen.setdefault((kind, when, target), []).append(ttft_s * 1e3)
+def _ratio(suite_ms: float, plain_ms: float) -> Figures:
     return {
-        kind: {when: _figures(seen[kind, when, "suite"], seen[kind, when, "plain"]) for when in ("cold", "repeated")}
-        for kind in KINDS
+        "suite_ttft_ms": round(suite_ms, 1),
+        "plain_vllm_ttft_ms": round(plain_ms, 1),
+        "ratio": round(suite_ms / plain_ms, 2),
+        "beyond_ms": round(suite_ms - AIM_RATIO * plain_ms, 1),
     }
 
 
-async def _ttft_s(port: int, wish: Body) -> float:
-    body = chat_body("Write an order.", 3, ignore_eos=False, **wish)
-    return (await stream_completion(HOST, port, body, path=CHAT)).ttft_s
-
-
-def _figures(suite: list[float], plain: list[float]) -> Figures:
-    ours, theirs = statistics.median(suite), statistics.median(plain)
+def structured_aims(figures: Mapping[str, Mapping[str, Figures]]) -> dict[str, Aim]:
+    """The suite may take AIM_RATIO times as long as plain vLLM and AIM_ADDED_MS more."""
     return {
-        "suite_ttft_ms": round(ours, 1),
-        "plain_vllm_ttft_ms": round(theirs, 1),
-        "ratio": round(ours / theirs, 2),
-        "beyond_ms": round(ours - AIM_RATIO * theirs, 1),
+        f"structured_{when}_ttft_ms beyond {AIM_RATIO:g} x plain vLLM": at_most(
+            AIM_ADDED_MS, max(of_kind[when]["beyond_ms"] for of_kind in figures.values())
+        )
+        for when in ("cold", "repeated")
     }
 
 
-# Long prompts: how long one holds up the gateway's event loop. The gateway's application runs in this process, on a
-# loop that times each of its callbacks; tokens come from a timer.
-
-LENGTHS = (8_000, 32_000, 120_000)
-LONG_PROMPT_ROUNDS = 5
-AIM_MS = 5.0
-_WORD = " fox"  # a token of the demo's model
-_MODEL = PROJECT / "models" / "demo"
+# Long prompts: the gateway's application runs in this process, on a loop that times each of its callbacks.
 
 
-def run_long_prompts() -> dict[str, Any]:
+def _long_prompts() -> Result:
     """The longest callback, in ms, of each length as text and as token ids: medians."""
     prepare_environment()
-    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # than the demo's model has; nothing computes here
-    return asyncio.run(_measured())
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # beyond the demo model's; nothing computes here
+    found = asyncio.run(_longest_callbacks())
+    worst = max(callback_ms for of_kind in found.values() for callback_ms in of_kind.values())
+    name = "long_prompt_longest_turn_ms"
+    return result({name: found}, {name: at_most(AIM_CALLBACK_MS, worst)})
 
 
-async def _measured() -> dict[str, Any]:
+async def _longest_callbacks() -> dict[str, Figures]:
     settings = GatewaySettings(
-        schedulers=("tcp://127.0.0.1:9",), model=str(_MODEL), served_model_name="demo", max_model_len=131_072
+        schedulers=("tcp://127.0.0.1:9",), model=str(DEMO_MODEL), served_model_name="demo", max_model_len=131_072
     )
     async with running(settings, KeyRing(()), TimerTokens(0.001)) as app:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as client:
-            await _longest_ms(client, 1_000)
-            return {
-                kind: {str(tokens): await _median(client, tokens, as_ids=kind == "ids") for tokens in LENGTHS}
-                for kind in ("text", "ids")
-            }
+            await _longest_ms(client, " fox" * 1_000)
+            found: dict[str, Figures] = {"text": {}, "ids": {}}
+            for tokens in LENGTHS:
+                prompts: dict[str, str | list[int]] = {
+                    "text": " fox" * tokens,
+                    "ids": [300 + number % 500 for number in range(tokens)],
+                }
+                for kind, prompt in prompts.items():
+                    times = [await _longest_ms(client, prompt) for _ in range(LONG_PROMPT_ROUNDS)]
+                    found[kind][str(tokens)] = round(statistics.median(times), 2)
+    return found
 
 
-async def _median(client: httpx.AsyncClient, tokens: int, *, as_ids: bool) -> float:
-    return round(
-        statistics.median([await _longest_ms(client, tokens, as_ids=as_ids) for _ in range(LONG_PROMPT_ROUNDS)]), 2
-    )
-
-
-async def _longest_ms(client: httpx.AsyncClient, tokens: int, *, as_ids: bool = False) -> float:
-    prompt: object = [300 + number % 500 for number in range(tokens)] if as_ids else _WORD * tokens
-    body = {"model": "demo", "prompt": prompt, "max_tokens": 4, "stream": True, "temperature": 0, "ignore_eos": True}
-    request = client.build_request("POST", "/v1/completions", json=body)
+async def _longest_ms(client: httpx.AsyncClient, prompt: Any) -> float:
+    request = client.build_request("POST", COMPLETIONS, json=completion_body(prompt, 4))
     with _timed_callbacks() as times:
-        await asyncio.sleep(0)  # the making of the body is not the gateway's
+        await asyncio.sleep(0)  # the callback that made the body is this bench's
         answer = await client.send(request)
     if not answer.is_success:
         raise RuntimeError(f"{answer.status_code}: {answer.text[:500]}")
@@ -325,7 +331,7 @@ async def _longest_ms(client: httpx.AsyncClient, tokens: int, *, as_ids: bool = 
 
 @contextmanager
 def _timed_callbacks() -> Iterator[list[float]]:
-    """CPU seconds that each callback of the loop takes: on a machine of its own it takes no longer."""
+    """CPU seconds of each callback of the event loop: other processes do not add to them."""
     times: list[float] = []
     run = asyncio.Handle._run
 
@@ -339,133 +345,3 @@ def _timed_callbacks() -> Iterator[list[float]]:
         yield times
     finally:
         asyncio.Handle._run = run  # type: ignore[method-assign]
-
-
-PATHS = {"chat": CHAT, "completions": COMPLETIONS}
-STREAMS = (1, 16, 64, 256)
-SHORT, LONG = 2, 66  # output tokens of the two loads, from which the costs of a request and of a token follow
-TIMED = 24  # output tokens of the requests of which the first token is timed
-ROUNDS, LEAST_SHORT, LEAST_LONG = 3, 24, 4  # requests of a load, or twice as many as there are streams
-IDLE_S = 8.0
-PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
-AIM_TOKEN_RATIO, AIM_TOKEN_FROM, AIM_REQUEST_RATIO, AIM_IDLE_MS = 0.5, 16, 1.1, 10.0
-AIM_TTFT_MS = {1: 2.0, 16: 2.0, 64: 5.0}
-
-Cell = dict[str, float]
-
-
-def run_overhead_bench(rounds: int = ROUNDS, streams: tuple[int, ...] = STREAMS) -> dict[str, Any]:
-    """Start an emulated suite, load it, and give figures and aims."""
-    structured = structured_ttfts()
-    long_prompts = run_long_prompts()  # sets environment variables, which real engines would go by
-    result = asyncio.run(_bench(rounds, streams))
-    result["figures"]["structured_outputs"] = structured
-    result["aims"] |= structured_aims(structured)
-    result["figures"]["long_prompt_longest_turn_ms"] = long_prompts
-    worst = max(turn for of_kind in long_prompts.values() for turn in of_kind.values())
-    result["aims"]["long_prompt_longest_turn_ms"] = at_most(AIM_MS, worst)
-    return result
-
-
-async def _bench(rounds: int, streams: tuple[int, ...]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="polyphase-bench-") as folder:
-        async with (
-            running_suite(cluster(), Path(folder), Console(stderr=True)) as running,
-            api_layer_alone(Path(folder)) as alone,
-        ):
-            suite = of_suite(running.suite)
-            for target in (suite, alone):
-                for path in PATHS.values():
-                    await run_load(HOST, target.port, _bodies(path, 64, SHORT), 8, path)
-            idle_ms = await _idle_ms(suite)
-            cells = {
-                kind: {str(count): await _cell(suite, alone, path, count, rounds) for count in streams}
-                for kind, path in PATHS.items()
-            }
-    return {"figures": {"idle_cpu_ms_per_s": round(idle_ms, 2), **cells}, "aims": aims_of(idle_ms, cells)}
-
-
-async def _idle_ms(suite: Target) -> float:
-    before, began = suite.cpu_s(), time.monotonic()
-    await asyncio.sleep(IDLE_S)
-    return (suite.cpu_s() - before) * 1e3 / (time.monotonic() - began)
-
-
-async def _cell(suite: Target, alone: Target, path: str, streams: int, rounds: int) -> Cell:
-    """Medians of rounds in each of which both targets have their turn."""
-    seen = [await _round(suite, alone, path, streams) for _ in range(rounds)]
-    return {name: round(statistics.median(each[name] for each in seen), 3) for name in seen[0]}
-
-
-async def _round(suite: Target, alone: Target, path: str, streams: int) -> Cell:
-    ours, base = await _costs(suite, path, streams), await _costs(alone, path, streams)
-    cell = {**ours, **{f"api_layer_alone_{name}": value for name, value in base.items()}}
-    for name in ("cpu_per_token_us", "cpu_per_request_ms"):
-        cell[f"{name}_ratio"] = ours[name] / base[name]
-    for name in ("ttft_p50_ms", "ttft_p99_ms"):
-        cell[f"added_{name}"] = ours[name] - base[name]
-    return cell
-
-
-async def _costs(target: Target, path: str, streams: int) -> Cell:
-    """Of short and of long answers; the difference is the cost of the tokens."""
-    short_s, _ = await _cpu_of(target, path, max(LEAST_SHORT, 2 * streams), SHORT, streams)
-    long_s, long = await _cpu_of(target, path, max(LEAST_LONG, 2 * streams), LONG, streams)
-    per_token_s = (long_s - short_s) / (LONG - SHORT)
-    times = await _ttfts(target, path, max(LEAST_SHORT, 2 * streams), streams)
-    return {
-        "cpu_per_token_us": per_token_s * 1e6,
-        "cpu_per_request_ms": (short_s - SHORT * per_token_s) * 1e3,
-        "events_per_token": sum(result.chunks for result in long) / (len(long) * LONG),
-        "ttft_p50_ms": times[len(times) // 2] * 1e3,
-        "ttft_p99_ms": times[len(times) * 99 // 100] * 1e3,
-    }
-
-
-async def _cpu_of(
-    target: Target, path: str, requests: int, tokens: int, streams: int
-) -> tuple[float, list[StreamResult]]:
-    """CPU seconds a request, and what the client saw."""
-    before = target.cpu_s()
-    results = await run_load(HOST, target.port, _bodies(path, requests, tokens), streams, path)
-    return (target.cpu_s() - before) / requests, results
-
-
-async def _ttfts(target: Target, path: str, requests: int, streams: int) -> list[float]:
-    """In order, of requests that come evenly, as many at once as there are to be streams.
-
-    Prefill takes no time in either target, so the difference between two is what our services add.
-    """
-    answer_s = (await stream_completion(HOST, target.port, _bodies(path, 1, TIMED)[0], path=path)).total_s
-    began = time.monotonic()
-
-    async def one(number: int, body: dict[str, object]) -> float:
-        await asyncio.sleep(began + number * answer_s / streams - time.monotonic())
-        return (await stream_completion(HOST, target.port, body, path=path)).ttft_s
-
-    bodies = _bodies(path, requests, TIMED)
-    return sorted(await asyncio.gather(*(one(number, body) for number, body in enumerate(bodies))))
-
-
-def _bodies(path: str, count: int, tokens: int) -> list[dict[str, Any]]:
-    body = chat_body if path == CHAT else completion_body
-    return [body(f"{index} {PROMPT}", tokens) for index in range(count)]
-
-
-def aims_of(idle_ms: float, cells: dict[str, dict[str, Cell]]) -> dict[str, Any]:
-    of_streams = [(int(count), cell) for of_kind in cells.values() for count, cell in of_kind.items()]
-    many = [cell for count, cell in of_streams if count >= AIM_TOKEN_FROM]
-    aims = {
-        "idle_cpu_ms_per_s": at_most(AIM_IDLE_MS, idle_ms),
-        "cpu_per_request_ratio": at_most(
-            AIM_REQUEST_RATIO, max(cell["cpu_per_request_ms_ratio"] for _, cell in of_streams)
-        ),
-    }
-    if many:
-        worst = max(cell["cpu_per_token_us_ratio"] for cell in many)
-        aims[f"cpu_per_token_ratio at {AIM_TOKEN_FROM} and more"] = at_most(AIM_TOKEN_RATIO, worst)
-    for count, want in AIM_TTFT_MS.items():
-        seen = [cell["added_ttft_p50_ms"] for streams, cell in of_streams if streams == count]
-        if seen:
-            aims[f"added_ttft_p50_ms at {count}"] = at_most(want, max(seen))
-    return aims

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.control_fleet import make_info
+from benchmarks.control import make_info
 from benchmarks.results import Result, at_most, result
 from benchmarks.scenarios import instances
 from shared.domain.demand import Demand

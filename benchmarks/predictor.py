@@ -45,7 +45,6 @@ from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_client import RpcClient, RpcClients
 from shared.wire.sockets import Sockets
 from tools.calibrate.target import Shot
-from tools.client import ApiClient, Ask, Prompts
 
 DEMO, SERVED = PROJECT / "models" / "demo-lengths", PROJECT / "models" / "demo"
 

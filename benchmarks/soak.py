@@ -1,217 +1,296 @@
-"""`polyphase bench soak`: well-behaved clients beside hostile ones, for long enough that a leak shows.
+"""`polyphase bench soak`: well-behaved users beside hostile clients, for long enough that a leak shows.
 
-The suite is real, its instances are emulated. Hostile clients run in a process held to `HOSTILE_CORES`. Shorter parts
-with legal load, of the same CPU share, lie between theirs: the gaps of the well-behaved streams in neighbouring parts
-are compared.
+The suite is real, its instances are emulated. The other clients run in a process that is held to `HOSTILE_CORES`. It is
+hostile in long parts and sends legal load in shorter ones: the gaps of the users' streams in neighbouring parts are
+compared. Every kind of hostile client is bounded in count and rate.
 """
 
 import asyncio
-import json
-import statistics
-import sys
+import itertools
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from random import Random
+from statistics import median, quantiles
 from typing import Any
-from urllib.parse import urlsplit
 
+import httpx
 import psutil
 
-from benchmarks.real_engines import CpuGroup, cpu_quota
-from benchmarks.results import at_most, result
-from benchmarks.soak_clients import HOST
-from benchmarks.suite import BARE, started
+from benchmarks.chaos import hostile
+from benchmarks.measuring import emulated, port_of
+from benchmarks.real_engines import cpu_quota
+from benchmarks.results import Result, at_most, result
+from benchmarks.suite import spawned, started
 from services.launcher.suite import Suite
-from tools.client import CHAT, StreamFailed, chat_body, stream_completion
+from shared.errors import Unavailable
+from tools.client import (
+    CHAT,
+    COMPLETIONS,
+    Address,
+    Request,
+    StreamFailed,
+    chat_body,
+    completion_body,
+    stream_completion,
+)
 
 MINUTES = 20.0
-USERS, ANSWER_TOKENS = 12, 48
+USERS, USER_TOKENS, LEGAL_STREAMS = 12, 48, 8
 HOSTILE_CORES = 0.3
-ROUNDS, BASE_SHARE = 5, 0.2  # each of a part with legal load, so long beside the hostile part that follows
-SAMPLE_S = 5.0
-WARM_SHARE = 0.25  # of the hostile part: memory is compared from here on
+ROUNDS, LEGAL_SHARE = 5, 0.2  # the legal part of a round takes so long beside the hostile part
+WARM_UP_S, SAMPLE_S = 20.0, 5.0
+WARM_SHARE = 0.25  # of the samples: memory is compared from here on
 STILL_S = 85.0  # descriptors that did not change for so long are at rest: idle connections are closed after 75 s
-REST_S = 300.0  # they must come to rest within that time after the last client has left
+REST_S = 300.0  # they must be at rest so long after the last client has left
 AIM_GROWTH, AIM_GAP_RATIO = 1.02, 1.5
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 
+CLUSTER = emulated(
+    "soak",
+    [{"id": "prefill", "count": 2, "role": "prefill"}, {"id": "decode", "count": 2, "role": "decode"}],
+    {"emulated_step_s": 0.04, "kv_cache_bytes": 4 << 30},
+)
+
 
 @dataclass(slots=True)
-class Users:
+class Part:
+    """What the users and a watcher saw. pss_bytes: memory of each process, one sample every `SAMPLE_S`."""
+
     gaps_s: list[float] = field(default_factory=list)
     streams: int = 0
     failed: list[str] = field(default_factory=list)
+    pss_bytes: dict[str, list[int]] = field(default_factory=dict)
+    clients: Counter[str] = field(default_factory=Counter)
 
     @property
     def gap_p99_s(self) -> float:
-        return statistics.quantiles(self.gaps_s, n=100)[98]
+        return quantiles(self.gaps_s, n=100)[98]
 
 
-@dataclass(slots=True)
-class Samples:
-    """Proportional set size of each process in bytes, one sample every `SAMPLE_S`."""
-
-    pss_bytes: dict[str, list[int]] = field(default_factory=dict)
-
-    def extend(self, other: "Samples") -> None:
-        for name, values in other.pss_bytes.items():
-            self.pss_bytes.setdefault(name, []).extend(values)
-
-    def by_minute(self) -> dict[str, list[int]]:
-        each = max(1, round(60.0 / SAMPLE_S))
-        return {name: [value >> 20 for value in values[::each]] for name, values in self.pss_bytes.items()}
-
-    def growth(self) -> dict[str, float]:
-        """Median of the last tenth over the median of a tenth that begins after the warm share, by process."""
-        found = {}
-        for name, values in self.pss_bytes.items():
-            width = max(1, len(values) // 10)
-            begin = round(len(values) * WARM_SHARE)
-            found[name] = statistics.median(values[-width:]) / statistics.median(values[begin : begin + width])
-        return found
-
-
-def run_soak_bench(minutes: float = MINUTES) -> dict[str, Any]:
+def run_soak_bench(minutes: float = MINUTES) -> Result:
     """Figures and aims. Raises Unavailable where this machine allows no CPU quota."""
     return asyncio.run(_bench(minutes))
 
 
-CLUSTER: dict[str, Any] = {
-    **BARE,
-    "name": "soak bench (emulated instances)",
-    "instance_defaults": {
-        "engine": "emulated",
-        "accelerator": "A100-SXM-80",
-        "emulated_step_s": 0.04,
-        "kv_cache_bytes": 4 << 30,
-    },
-    "instances": [{"id": "prefill", "count": 2, "role": "prefill"}, {"id": "decode", "count": 2, "role": "decode"}],
-}
-
-
-async def _bench(minutes: float) -> dict[str, Any]:
+async def _bench(minutes: float) -> Result:
     with cpu_quota("soak", HOSTILE_CORES) as group:
         async with started(CLUSTER) as running:
-            suite, port = running.suite, urlsplit(running.plan.api_url).port or 80
-            await _part(suite, port, group, "legal", 20.0)  # what is loaded once is loaded now
-            before = await _files_at_rest(suite)
-            legal: list[Users] = []
-            hostile: list[Users] = []
-            samples, made = Samples(), dict[str, dict[str, int]]()
-            for _ in range(ROUNDS):
-                seconds = 60.0 * minutes / ROUNDS
-                for kind, seen, lasts_s in (("legal", legal, BASE_SHARE * seconds), ("hostile", hostile, seconds)):
-                    users, part, counts = await _part(suite, port, group, kind, lasts_s)
-                    seen.append(users)
-                    samples.extend(part)
-                    _count(made.setdefault(kind, {}), counts)
-            after = await _files_at_rest(suite)
-            restarts = {process.name: process.restarts for process in suite.state.processes if process.restarts}
-    return _result(legal, hostile, samples, before, after, restarts, made)
+            suite, port = running.suite, port_of(running)
+            with spawned(run_clients, ("127.0.0.1", port)) as clients:
+                group.add(await asyncio.to_thread(clients.recv))
+                await _part(suite, port, clients, "legal", WARM_UP_S)
+                before = await _files_at_rest(suite)
+                parts: dict[str, list[Part]] = {"legal": [], "hostile": []}
+                for _ in range(ROUNDS):
+                    seconds = 60.0 * minutes / ROUNDS
+                    parts["legal"].append(await _part(suite, port, clients, "legal", LEGAL_SHARE * seconds))
+                    parts["hostile"].append(await _part(suite, port, clients, "hostile", seconds))
+                after = await _files_at_rest(suite)
+            restarts = sum(process.restarts for process in suite.state.processes)
+    return _result(parts, before, after, restarts)
 
 
-async def _part(
-    suite: Suite, port: int, group: CpuGroup, kind: str, seconds: float
-) -> tuple[Users, Samples, dict[str, int]]:
-    """Well-behaved users beside a process of `kind`, for so long."""
-    users, samples, until_s = Users(), Samples(), time.monotonic() + seconds
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.soak_clients", kind, str(port), str(seconds), stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        group.add(process.pid)
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(USERS):
-                tasks.create_task(_user(port, number, users, until_s))
-            tasks.create_task(_watch(suite, samples, until_s))
-        async with asyncio.timeout(90.0):
-            output, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return users, samples, json.loads(output)
+async def _part(suite: Suite, port: int, clients: Connection, kind: str, seconds: float) -> Part:
+    """The users beside clients of this kind."""
+    part, until_s = Part(), time.monotonic() + seconds
+    clients.send((kind, seconds))
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(USERS):
+            tasks.create_task(_user(port, number, part, until_s))
+        tasks.create_task(_watch(suite, part, until_s))
+    if not await asyncio.to_thread(clients.poll, 90.0):
+        raise Unavailable(f"the {kind} clients have not ended")
+    part.clients = clients.recv()
+    return part
 
 
-async def _user(port: int, number: int, users: Users, until_s: float) -> None:
-    turn = 0
-    while time.monotonic() < until_s:
-        turn += 1
-        body = chat_body(f"{number} {turn} {PROMPT}", ANSWER_TOKENS)
+async def _user(port: int, number: int, part: Part, until_s: float) -> None:
+    for turn in itertools.count():
+        if time.monotonic() > until_s:
+            return
+        body = chat_body(f"{number} {turn} {PROMPT}", USER_TOKENS)
         try:
-            result = await stream_completion(HOST, port, body, path=CHAT)
-            users.streams += 1
-            users.gaps_s.extend(result.gaps_s)
+            seen = await stream_completion("127.0.0.1", port, body, path=CHAT)
+            part.streams += 1
+            part.gaps_s.extend(seen.gaps_s)
         except (StreamFailed, OSError) as error:
-            users.failed.append(f"{type(error).__name__}: {error}"[:300])
+            part.failed.append(f"{type(error).__name__}: {error}"[:300])
             await asyncio.sleep(0.2)
 
 
-async def _watch(suite: Suite, samples: Samples, until_s: float) -> None:
+async def _watch(suite: Suite, part: Part, until_s: float) -> None:
     while time.monotonic() < until_s:
         for name, pid in _pids(suite).items():
-            try:
-                value = await asyncio.to_thread(_pss_bytes, pid)
-            except psutil.Error:
-                continue
-            samples.pss_bytes.setdefault(name, []).append(value)
+            with suppress(psutil.Error):  # it may be restarting
+                memory = await asyncio.to_thread(psutil.Process(pid).memory_full_info)
+                part.pss_bytes.setdefault(name, []).append(memory.pss)
         await asyncio.sleep(SAMPLE_S)
-
-
-def _pss_bytes(pid: int) -> int:
-    return int(psutil.Process(pid).memory_full_info().pss)
 
 
 def _pids(suite: Suite) -> dict[str, int]:
     return {process.name: process.pid for process in suite.state.processes if process.pid}
 
 
-async def _files_at_rest(suite: Suite) -> dict[str, int]:
-    """Open descriptors by process, once they have stood still."""
-    give_up, still_since, last = time.monotonic() + REST_S, time.monotonic(), dict[str, int]()
-    while time.monotonic() < min(give_up, still_since + STILL_S):
-        now = {name: psutil.Process(pid).num_fds() for name, pid in _pids(suite).items()}
+async def _files_at_rest(suite: Suite) -> Counter[str]:
+    """Open descriptors of each process, once they have stood still."""
+    give_up_s, still_since_s, last = time.monotonic() + REST_S, time.monotonic(), Counter[str]()
+    while time.monotonic() < min(give_up_s, still_since_s + STILL_S):
+        now = Counter({name: psutil.Process(pid).num_fds() for name, pid in _pids(suite).items()})
         if now != last:
-            still_since, last = time.monotonic(), now
+            still_since_s, last = time.monotonic(), now
         await asyncio.sleep(1.0)
     return last
 
 
-def _count(into: dict[str, int], counts: Mapping[str, int]) -> None:
-    for name, count in counts.items():
-        into[name] = into.get(name, 0) + count
+def growth(samples: list[int]) -> float:
+    """Median of the last tenth of the samples over the median of a tenth that begins after the warm share."""
+    width, begin = max(1, len(samples) // 10), round(len(samples) * WARM_SHARE)
+    return median(samples[-width:]) / median(samples[begin : begin + width])
 
 
-def _result(
-    legal: Sequence[Users],
-    hostile: Sequence[Users],
-    samples: Samples,
-    before: Mapping[str, int],
-    after: Mapping[str, int],
-    restarts: Mapping[str, int],
-    made: Mapping[str, Mapping[str, int]],
-) -> dict[str, Any]:
-    growth = samples.growth()
-    more_files = {name: after.get(name, 0) - count for name, count in before.items() if after.get(name) != count}
-    ratios = [one.gap_p99_s / other.gap_p99_s for one, other in zip(hostile, legal, strict=True)]
-    figures = {
-        "streams": sum(users.streams for users in hostile),
-        "streams_beside_legal_load": sum(users.streams for users in legal),
-        "gap_p99_s": [round(users.gap_p99_s, 4) for users in hostile],
-        "gap_p99_beside_legal_load_s": [round(users.gap_p99_s, 4) for users in legal],
-        "longest_gap_s": round(max(max(users.gaps_s) for users in hostile), 3),
-        "longest_gap_beside_legal_load_s": round(max(max(users.gaps_s) for users in legal), 3),
-        "pss_growth": {name: round(value, 4) for name, value in growth.items()},
-        "pss_mib": samples.by_minute(),
-        "clients": made,
+def _result(parts: Mapping[str, list[Part]], before: Counter[str], after: Counter[str], restarts: int) -> Result:
+    in_order = [part for round_ in zip(parts["legal"], parts["hostile"], strict=True) for part in round_]
+    samples = {
+        name: [sample for part in in_order for sample in part.pss_bytes.get(name, ())]
+        for name in {name: None for part in in_order for name in part.pss_bytes}
     }
-    failed = [failure for users in (*legal, *hostile) for failure in users.failed]
+    grown = {name: growth(values) for name, values in samples.items()}
+    changed = {name: after[name] - before[name] for name in before if after[name] != before[name]}
+    ratios = [other.gap_p99_s / legal.gap_p99_s for legal, other in zip(*parts.values(), strict=True)]
+    figures: dict[str, Any] = {}
+    for kind, suffix in (("hostile", ""), ("legal", "_beside_legal_load")):
+        figures[f"streams{suffix}"] = sum(part.streams for part in parts[kind])
+        figures[f"gap_p99{suffix}_s"] = [round(part.gap_p99_s, 4) for part in parts[kind]]
+        figures[f"longest_gap{suffix}_s"] = round(max(max(part.gaps_s) for part in parts[kind]), 3)
+    per_minute = max(1, round(60.0 / SAMPLE_S))
+    figures |= {
+        "pss_growth": {name: round(value, 4) for name, value in grown.items()},
+        "pss_mib": {name: [sample >> 20 for sample in values[::per_minute]] for name, values in samples.items()},
+        "clients": {
+            kind: {name: sum(part.clients[name] for part in seen) for name in seen[0].clients}
+            for kind, seen in parts.items()
+        },
+    }
+    failed = [failure for part in in_order for failure in part.failed]
     aims = {
         "failed_streams": at_most(0, len(failed)),
-        "restarts": at_most(0, sum(restarts.values())),
-        "pss_growth": at_most(AIM_GROWTH, max(growth.values())),
-        "changed_descriptors": at_most(0, sum(map(abs, more_files.values()))),
-        "gap_p99_ratio": at_most(AIM_GAP_RATIO, statistics.median(ratios)),
+        "restarts": at_most(0, restarts),
+        "pss_growth": at_most(AIM_GROWTH, max(grown.values())),
+        "changed_descriptors": at_most(0, sum(map(abs, changed.values()))),
+        "gap_p99_ratio": at_most(AIM_GAP_RATIO, median(ratios)),
     }
-    notes = [f"{name}: {count:+d} descriptors" for name, count in more_files.items()]
+    notes = [f"{name}: {count:+d} descriptors" for name, count in changed.items()]
     return result(figures, aims, notes + [f"failed: {failure}" for failure in failed[:5]])
+
+
+# The process of the other clients.
+
+PAUSE_S = 0.5  # between two attacks of one hostile client
+ANSWER_S = 20.0  # a hostile client leaves after that
+BODY_BYTES = 3_900_000
+
+
+def run_clients(pipe: Connection, address: Address) -> None:
+    """Send this process's id; then answer each (kind, seconds) with how often each thing was done, until None."""
+    pipe.send(os.getpid())
+    while (part := pipe.recv()) is not None:
+        kind, seconds = part
+        run = {"hostile": _hostile, "legal": _legal}[kind]
+        pipe.send(asyncio.run(run(address, time.monotonic() + seconds)))
+
+
+def _completion(**more: object) -> Request:
+    return Request(COMPLETIONS, {"model": "demo", "prompt": "Hello", "max_tokens": 4, **more})
+
+
+def _chat(content: Any = "Hello", **more: object) -> Request:
+    message = {"role": "user", "content": content}
+    return Request(CHAT, {"model": "demo", "messages": [message], "max_tokens": 4, **more})
+
+
+def _many_items(rng: Random) -> Request:
+    """The largest body of the smallest items, of one of the kinds that a body may have."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    match rng.randrange(4):
+        case 0:
+            return Request("/v1/responses", {"model": "demo", "input": [{"role": "user", "content": ""}] * 90_000})
+        case 1:
+            return _chat(messages=[{"role": "user", "content": "a"}] * 60_000)
+        case 2:
+            return _chat(tools=[tool] * 40_000)
+    return _completion(stop=["a"] * 200_000)
+
+
+def _costly_grammar(rng: Random) -> Request:
+    """A new large schema each time, so that no cache serves it."""
+    name = f"p{rng.getrandbits(60)}"
+    schema = {"type": "object", "properties": {f"{name}{n}": {"type": "string"} for n in range(1500)}}
+    return _chat(response_format={"type": "json_schema", "json_schema": {"name": name, "schema": schema}})
+
+
+BODIES: dict[str, Callable[[Random], Request]] = {
+    "many_items": _many_items,
+    "long_text": lambda _: Request("/tokenize", {"model": "demo", "prompt": "a b " * (BODY_BYTES // 4)}),
+    "prompt_logprobs": lambda _: _completion(prompt=[5], max_tokens=1, prompt_logprobs=1),
+    "costly_grammar": _costly_grammar,
+    "bad_number": lambda rng: _completion(temperature=rng.choice([float("nan"), float("inf"), 10**400])),
+    "image": lambda _: _chat([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]),
+}
+
+
+async def _attack(kind: str, address: Address, rng: Random) -> None:
+    stream = _completion(max_tokens=200, stream=True)
+    match kind:
+        case "unread":
+            await hostile.never_read(address, stream, 3.0)
+        case "disconnect":
+            await hostile.leave(address, stream, rng.uniform(0.0, 1.0))
+        case "silent":  # connections that send nothing
+            writers = [(await asyncio.open_connection(*address))[1] for _ in range(20)]
+            await asyncio.sleep(5.0)
+            for writer in writers:
+                writer.transport.abort()
+        case "metrics":
+            async with httpx.AsyncClient(trust_env=False, timeout=ANSWER_S) as client:
+                for _ in range(20):
+                    await client.get("http://{}:{}/metrics".format(*address), headers={"Connection": "close"})
+        case _:
+            await hostile.body_of(address, BODIES[kind](rng), ANSWER_S)
+
+
+async def _hostile(address: Address, until_s: float) -> Counter[str]:
+    """One client for each kind of attack. Returns how often each attack was made."""
+    made: Counter[str] = Counter()
+
+    async def client(number: int, kind: str) -> None:
+        rng = Random(number)
+        while time.monotonic() < until_s:
+            with suppress(OSError, httpx.HTTPError):
+                await _attack(kind, address, rng)
+            made[kind] += 1
+            await asyncio.sleep(PAUSE_S)
+
+    kinds = (*BODIES, "unread", "disconnect", "silent", "metrics")
+    await asyncio.gather(*(client(number, kind) for number, kind in enumerate(kinds)))
+    return made
+
+
+async def _legal(address: Address, until_s: float) -> Counter[str]:
+    """Short streams, `LEGAL_STREAMS` at a time. Returns how many were whole and how many failed."""
+    made, numbers = Counter(whole=0, failed=0), itertools.count()
+
+    async def client() -> None:
+        while time.monotonic() < until_s:
+            try:
+                await stream_completion(*address, completion_body(f"{next(numbers)} fox", 16))
+                made["whole"] += 1
+            except (StreamFailed, OSError):
+                made["failed"] += 1
+
+    await asyncio.gather(*(client() for _ in range(LEGAL_STREAMS)))
+    return made

@@ -47,23 +47,9 @@ class Ground:
     soft: str
     line: str
 
-    def heat(self, colour: str) -> list[tuple[float, str]]:
-        """A scale from nearly nothing to `colour`, for a heat map: stops at 0..1."""
-        return [(0.0, mixed(self.panel, colour, 0.06)), (0.5, mixed(self.panel, colour, 0.55)), (1.0, colour)]
-
 
 LIGHT = Ground(page="#fbfbfc", panel="#f1f2f5", text="#1b1f27", soft="#636b79", line="#e1e4ea")
 DARK = Ground(page="#101318", panel="#1a1e26", text="#e4e7ec", soft="#98a1b0", line="#2a303b")
-
-
-def mixed(under: str, over: str, share: float) -> str:
-    """`over`, of weight `share` (0..1), on `under`; all are of the form #rrggbb."""
-    pairs = zip(_channels(under), _channels(over), strict=True)
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
-
-
-def _channels(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
 Scale = list[tuple[float, str]]
@@ -71,7 +57,7 @@ Scale = list[tuple[float, str]]
 
 def fading(colour: str, least: float = 0.06) -> Scale:
     """From nearly nothing to the colour, over whatever ground: for pages whose ground is not known here."""
-    rgb = ",".join(map(str, _channels(colour)))
+    rgb = ",".join(str(int(colour[at : at + 2], 16)) for at in (1, 3, 5))
     return [(0.0, f"rgba({rgb},{least})"), (1.0, f"rgba({rgb},1)")]
 
 

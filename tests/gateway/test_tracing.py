@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from benchmarks.trace_collector import Collector, Seen, collecting
+from benchmarks.traces import Collector, ReceivedSpan, collecting
 from gateway.job import Job
 from gateway.settings import GatewaySettings
 from gateway.tracing import TRACE, RequestTrace, TracedRequests
@@ -53,13 +53,13 @@ def traced_job(tracer: Tracer, *, carry: bool = True) -> tuple[Job, RequestTrace
     return job, request
 
 
-def below(spans: list[Seen], parent: str, which: int = 0) -> list[str]:
+def below(spans: list[ReceivedSpan], parent: str, which: int = 0) -> list[str]:
     """Names of the children of the span of that name, in order."""
     found = [span for span in spans if span.name == parent][which]
     return [span.name for span in spans if span.parent_id == found.span_id]
 
 
-def named(spans: list[Seen], name: str) -> Seen:
+def named(spans: list[ReceivedSpan], name: str) -> ReceivedSpan:
     (found,) = [span for span in spans if span.name == name]
     return found
 
@@ -183,7 +183,7 @@ async def test_what_is_not_sampled_passes_untouched() -> None:
         seen = await asyncio.create_task(serve(tracer, "/v1/models", 200, f"00-{ID}-{PARENT}-00"))
     assert TRACE not in seen
     assert len(seen["headers"]) == 3
-    assert collector.spans == []
+    assert collector.bodies == []
 
 
 def test_traces_of_vllm_beside_ours_are_refused() -> None:

@@ -49,18 +49,6 @@ def test_series_are_told_apart() -> None:
     assert len(set(palette.SERIES)) == len(palette.SERIES)
 
 
-def test_a_mix_lies_between() -> None:
-    assert palette.mixed("#000000", "#ff8040", 0.0) == "#000000"
-    assert palette.mixed("#000000", "#ff8040", 0.5) == "#804020"
-    assert palette.mixed("#000000", "#ff8040", 1.0) == "#ff8040"
-
-
-def test_heat_ends_in_its_colour() -> None:
-    stops = palette.DARK.heat(palette.DECODE)
-    assert [at for at, _ in stops] == [0.0, 0.5, 1.0]
-    assert stops[-1][1] == palette.DECODE
-
-
 @pytest.mark.parametrize("scale", [palette.ROLES, palette.KV, palette.LOAD])
 def test_a_scale_spans_all_values(scale: palette.Scale) -> None:
     places = [place for place, _ in scale]

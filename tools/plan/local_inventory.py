@@ -4,6 +4,8 @@ import os
 import platform
 import shutil
 import subprocess
+from collections import Counter
+from contextlib import suppress
 
 from shared.cost.catalogue import Accelerator, Catalogue
 from shared.cost.kinds import HOP_LATENCY_S
@@ -17,16 +19,11 @@ _TIMEOUT_S = 10.0
 
 def inventory_here(catalogue: Catalogue) -> tuple[Inventory, str]:
     """This machine as a node, and a note for the user, which names accelerators that the catalogue lacks."""
-    names = _accelerators()
-    pools: list[Pool] = []
-    unknown: list[str] = []
     node = platform.node().split(".")[0] or "here"
-    for name in dict.fromkeys(names):
-        device = _known(catalogue, name)
-        if device is None:
-            unknown.append(name)
-            continue
-        pools.append(Pool(node, device, names.count(name), device.price_usd_hour))
+    counts = Counter(_accelerators())
+    found = {name: _known(catalogue, name) for name in counts}
+    pools = [Pool(node, device, counts[name], device.price_usd_hour) for name, device in found.items() if device]
+    unknown = [name for name, device in found.items() if device is None]
     note = f"not in the catalogue, left out: {', '.join(unknown)}" if unknown else ""
     if not pools:
         device = catalogue.get("Xeon-8480")
@@ -51,8 +48,6 @@ def _known(catalogue: Catalogue, name: str) -> Accelerator | None:
     words = [word for word in name.replace("-", " ").split() if word.lower() not in ("nvidia", "geforce", "tesla")]
     short = " ".join(words).removesuffix("GB")
     for form in (name, " ".join(words), short, short.replace("SXM4", "SXM").replace("SXM5", "SXM")):
-        try:
+        with suppress(NotFound):
             return catalogue.get(form)
-        except NotFound:
-            continue
     return None

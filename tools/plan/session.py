@@ -1,6 +1,6 @@
 """A run of `polyphase plan`: reads the files, searches, compares, writes the cluster file, and prints the plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from os import cpu_count
@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
@@ -43,23 +44,31 @@ def run_plan(options: PlanOptions, console: Console) -> dict[str, Any]:
 
     Raises InvalidRequest, NotFound or Incompatible, with the nearest alternative that is possible.
     """
-    asked = read_asked(options)
-    if assumed := asked.problem.inventory.assumed:
+    request = read_request(options)
+    if assumed := request.problem.inventory.assumed:
         console.print(assumed, style="yellow", markup=False)
     with Console(stderr=True).status("planning") as status:
         progress = _progress(status, perf_counter())
-        outcomes = answered(asked, perf_counter, progress, helped=(cpu_count() or 1) > 1)
-    text = cluster_file(asked, outcomes[0])
-    show(console, asked.problem, outcomes)
+        outcomes = answered(request, perf_counter, progress, helped=(cpu_count() or 1) > 1)
+    text = cluster_file(request, outcomes[0])
+    show(console, request.problem, outcomes)
     try:
         options.out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InvalidRequest(f"cannot write {options.out}: {error.strerror}") from error
-    _show_next_steps(console, options, asked, outcomes[0].promise.rate)
-    return {"figures": _figures(outcomes)}
+    shipped = Catalogue.built_in().names()
+    if own := sorted({pool.accelerator.name for pool in request.problem.inventory.pools} - set(shipped)):
+        note = f"the cluster file cannot be started: {', '.join(own)} are not in the built-in catalogue"
+        console.print(note, style="yellow", markup=False)
+    trace = f"--trace {options.workload} --requests {options.requests} --rate {outcomes[0].promise.rate:.3g}"
+    console.print(f"\nWritten: {options.out}", markup=False)
+    console.print(f"  polyphase up --cluster {options.out}", style="dim", markup=False)
+    console.print(f"  polyphase simulate {options.out} {trace}", style="dim", markup=False, soft_wrap=True)
+    others = {f"{one.method}/{name}": value for one in outcomes[1:] for name, value in figures(one).items()}
+    return {"figures": figures(outcomes[0]) | others}
 
 
-def read_asked(options: PlanOptions) -> Asked:
+def read_request(options: PlanOptions) -> Asked:
     """The planning problem of the options, with the files that they name."""
     if not options.model:
         raise InvalidRequest("--model is missing: a bundled name, or a config.json or its folder")
@@ -74,23 +83,18 @@ def read_asked(options: PlanOptions) -> Asked:
 
 def read_slo(text: str) -> Slo:
     """Targets from `ttft=…,tpot=…,itl=…`. Raises InvalidRequest."""
-    values: dict[str, float] = {}
+    targets: dict[str, float] = {}
     for part in text.split(","):
-        key, _, value = part.partition("=")
-        if key.strip() not in ("ttft", "tpot", "itl"):
-            raise InvalidRequest(f"--slo {text!r}: unknown target {key.strip()!r}; known: ttft, tpot, itl")
+        key, _, value = map(str.strip, part.partition("="))
+        if key not in ("ttft", "tpot", "itl"):
+            raise InvalidRequest(f"--slo {text!r}: unknown target {key!r}; known: ttft, tpot, itl")
         try:
-            values[key.strip()] = float(value)
+            targets[f"{key}_s"] = float(value)
         except ValueError as error:
-            raise InvalidRequest(f"--slo {text!r}: {key.strip()} must be seconds, got {value!r}") from error
-        if not 0 < values[key.strip()] < inf:
-            raise InvalidRequest(f"--slo {text!r}: {key.strip()} must be positive")
-    default = Slo()
-    slo = Slo(
-        ttft_s=values.get("ttft", default.ttft_s),
-        tpot_s=values.get("tpot", default.tpot_s),
-        itl_s=values.get("itl", 0.0),
-    )
+            raise InvalidRequest(f"--slo {text!r}: {key} must be seconds, got {value!r}") from error
+        if not 0 < targets[f"{key}_s"] < inf:
+            raise InvalidRequest(f"--slo {text!r}: {key} must be positive")
+    slo = msgspec.convert(targets, Slo)
     if wrong := tight_gaps(slo.itl_s, slo.tpot_s):
         raise InvalidRequest(f"--slo {text!r}: {wrong}")
     return slo
@@ -106,26 +110,6 @@ def _progress(status: Status, begin: float) -> Callable[[str, Found | None], Non
         status.update(f"{what}{so_far} ({perf_counter() - begin:.0f} s; Ctrl-C: use the best so far)")
 
     return progress
-
-
-def _show_next_steps(console: Console, options: PlanOptions, asked: Asked, rate: float) -> None:
-    """Print the path of the plan, and commands that use it."""
-    shipped = Catalogue.built_in().names()
-    own = sorted({pool.accelerator.name for pool in asked.problem.inventory.pools} - set(shipped))
-    if own:
-        note = f"the cluster file cannot be started: {', '.join(own)} are not in the built-in catalogue"
-        console.print(note, style="yellow", markup=False)
-    console.print(f"\nWritten: {options.out}", markup=False)
-    console.print(f"  polyphase up --cluster {options.out}", style="dim", markup=False)
-    trace = f"--trace {options.workload} --requests {options.requests} --rate {rate:.3g}"
-    console.print(f"  polyphase simulate {options.out} {trace}", style="dim", markup=False, soft_wrap=True)
-
-
-def _figures(outcomes: list[Outcome]) -> dict[str, float]:
-    found = figures(outcomes[0])
-    for one in outcomes[1:]:
-        found |= {f"{one.method}/{name}": value for name, value in figures(one).items()}
-    return found
 
 
 def show(console: Console, problem: Problem, outcomes: Sequence[Outcome]) -> None:
@@ -156,82 +140,86 @@ def show(console: Console, problem: Problem, outcomes: Sequence[Outcome]) -> Non
         console.print("stopped: this is the best plan so far", style="yellow")
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=None, padding=(0, 1))
+def _table(title: str, words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """words, numbers: the names of the columns to the left and to the right."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
+    for column in words:
+        table.add_column(column)
+    for column in numbers:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _price(problem: Problem, outcome: Outcome) -> float:
+    return sum(group.price_usd_hour(problem.inventory) for group in outcome.plan.groups)
 
 
 def _groups(problem: Problem, chosen: Outcome) -> Table:
-    table = _table(f"Plan ({chosen.method}, policies {_short(chosen.plan.policies)})")
-    for column in ("group", "role", "accelerators", "layout"):
-        table.add_column(column, no_wrap=column == "group")
-    for column in ("busy", "USD/h"):
-        table.add_column(column, justify="right")
-    figures = chosen.promise.figures
+    rows = []
     for name, group in zip(chosen.plan.names(problem), chosen.plan.groups, strict=True):
-        busy = figures.get(f"utilisation_{name}")
-        role = group.role.value if not chosen.plan.coupled else "both"
-        price = group.price_usd_hour(problem.inventory)
-        words = group.words(problem.inventory)
-        table.add_row(name, role, words, group.layout, "–" if busy is None else f"{100 * busy:.0f} %", f"{price:.2f}")
-    return table
+        busy = chosen.promise.figures.get(f"utilisation_{name}")
+        role = "both" if chosen.plan.coupled else group.role.value
+        price = f"{group.price_usd_hour(problem.inventory):.2f}"
+        shown = "–" if busy is None else f"{100 * busy:.0f} %"
+        rows.append((name, role, group.words(problem.inventory), group.layout, shown, price))
+    policies = "along routes" if chosen.plan.policies.startswith("plan:") else chosen.plan.policies
+    title = f"Plan ({chosen.method}, policies {policies})"
+    return _table(title, ("group", "role", "accelerators", "layout"), ("busy", "USD/h"), rows)
 
 
 def _promise(problem: Problem, chosen: Outcome) -> Table:
-    promise, told = chosen.promise, chosen.promise.figures
-    price = sum(group.price_usd_hour(problem.inventory) for group in chosen.plan.groups)
-    table = _table(f"Expected at {promise.rate:.2f} requests/s (simulated)")
-    table.add_column("")
-    table.add_column("", justify="right")
+    promise, expected = chosen.promise, chosen.promise.figures
+    price = f"{_price(problem, chosen):.2f} USD/h, {promise.usd_per_million:.3f} USD for a million tokens at goodput"
     rows = (
         ("goodput", f"{promise.goodput:.2f} requests/s"),
-        ("SLO attainment", f"{100 * promise.attainment:.1f} %"),
-        ("TTFT, mean and p90", f"{told['ttft_mean_s']:.3f} s, {told['ttft_p90_s']:.3f} s"),
-        ("TPOT, mean and p90", f"{1000 * told['tpot_mean_s']:.1f} ms, {1000 * told['tpot_p90_s']:.1f} ms"),
-        ("longest gap of a stream, p90", f"{1000 * told['longest_gap_p90_s']:.0f} ms"),
-        ("mean utilisation", f"{100 * told['utilisation_mean']:.0f} %"),
-        ("price", f"{price:.2f} USD/h, {promise.usd_per_million:.3f} USD for a million tokens at goodput"),
+        ("SLO attainment", _percent(promise.attainment)),
+        ("TTFT, mean and p90", f"{expected['ttft_mean_s']:.3f} s, {expected['ttft_p90_s']:.3f} s"),
+        ("TPOT, mean and p90", f"{1000 * expected['tpot_mean_s']:.1f} ms, {1000 * expected['tpot_p90_s']:.1f} ms"),
+        ("longest gap of a stream, p90", f"{1000 * expected['longest_gap_p90_s']:.0f} ms"),
+        ("mean utilisation", f"{100 * expected['utilisation_mean']:.0f} %"),
+        ("price", price),
     )
-    for title, value in rows:
-        table.add_row(title, value)
-    return table
+    return _table(f"Expected at {promise.rate:.2f} requests/s (simulated)", ("",), ("",), rows)
 
 
 def _routes(problem: Problem, plan: Plan) -> Table:
-    followed = "plan:" in plan.policies
+    followed = plan.policies.startswith("plan:")
     title = "Routes" if followed else "Routes (what the plan expects; adaptive decides request by request)"
-    table = _table(title)
-    for column in ("prompts computed by", "decoded by"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("share of requests", justify="right")
     names = plan.names(problem)
-    for route in plan.routes:
-        source = "the same" if route.prefill is None else names[route.prefill]
-        table.add_row(source, names[route.decode], f"{100 * route.share:.1f} %")
-    return table
+    rows = [
+        (
+            "the same" if route.prefill is None else names[route.prefill],
+            names[route.decode],
+            f"{100 * route.share:.1f} %",
+        )
+        for route in plan.routes
+    ]
+    return _table(title, ("prompts computed by", "decoded by"), ("share of requests",), rows)
 
 
 def _compared(problem: Problem, outcomes: Sequence[Outcome]) -> Table:
-    table = _table("Compared with")
-    table.add_column("method")
-    for column in ("prefill", "decode", "goodput", "TTFT s", "TPOT ms", "USD/h", "USD/M tokens", "found in s"):
-        table.add_column(column, justify="right")
-    for one in outcomes:
-        told, roles = one.promise.figures, one.plan.roles
-        price = sum(group.price_usd_hour(problem.inventory) for group in one.plan.groups)
-        usd = one.promise.usd_per_million
-        table.add_row(
-            one.method,
-            str(roles[Role.PREFILL]),
-            str(roles[Role.DECODE]),
-            f"{one.promise.goodput:.2f}",
-            f"{told['ttft_mean_s']:.2f}" if told else "–",
-            f"{1000 * told['tpot_mean_s']:.0f}" if told else "–",
-            f"{price:.2f}",
-            f"{usd:.3f}" if isfinite(usd) else "–",
-            f"{one.found_s:.1f}",
+    rows = []
+    for outcome in outcomes:
+        promise, roles = outcome.promise, outcome.plan.roles
+        ttft, tpot = (promise.figures.get(name) for name in ("ttft_mean_s", "tpot_mean_s"))
+        rows.append(
+            (
+                outcome.method,
+                str(roles[Role.PREFILL]),
+                str(roles[Role.DECODE]),
+                f"{promise.goodput:.2f}",
+                "–" if ttft is None else f"{ttft:.2f}",
+                "–" if tpot is None else f"{1000 * tpot:.0f}",
+                f"{_price(problem, outcome):.2f}",
+                f"{promise.usd_per_million:.3f}" if isfinite(promise.usd_per_million) else "–",
+                f"{outcome.found_s:.1f}",
+            )
         )
-    return table
-
-
-def _short(policies: str) -> str:
-    return "along routes" if policies.startswith("plan:") else policies
+    columns = ("prefill", "decode", "goodput", "TTFT s", "TPOT ms", "USD/h", "USD/M tokens", "found in s")
+    return _table("Compared with", ("method",), columns, rows)

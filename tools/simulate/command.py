@@ -74,33 +74,11 @@ def simulate_command(
     from tools.simulate.workloads import WorkloadOptions
 
     workload = WorkloadOptions(
-        trace,
-        requests,
-        rate,
-        arrivals,
-        cv,
-        seed,
-        trace_format,
-        sort,
-        skip_empty,
-        lengths,
-        time_unit=time_unit,
-        block_tokens=block_tokens,
+        trace, requests, rate, arrivals, cv, seed, trace_format, sort, skip_empty, lengths, time_unit, block_tokens
     )
+    slo = {"ttft": slo_ttft, "tpot": slo_tpot, "itl": slo_itl}
     options = SimulateOptions(
-        cluster,
-        workload,
-        tuple(policy or ()),
-        slo_ttft,
-        slo_tpot,
-        slo_itl,
-        accuracy,
-        prediction,
-        calibration,
-        goodput,
-        target,
-        csv,
-        plots,
+        cluster, workload, tuple(policy or ()), slo, accuracy, prediction, calibration, goodput, target, csv, plots
     )
     result = run_simulation(options, Console())
     if as_json:

@@ -5,10 +5,12 @@ Also: the requests that no instance of the cluster could serve, usually a mistak
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,37 +28,7 @@ from shared.sim.spec import InstanceSpec, RunSpec
 from shared.sim.workload import Workload
 from tools.simulate.deployment import Deployment
 
-
-@dataclass(frozen=True, slots=True)
-class Impossible:
-    """Requests that cannot be served: `count` of `requests`.
-
-    too_long: those beyond the `max_model_len` (`model_tokens`) of all decode instances; the others exceed their KV.
-    longest_tokens: the longest prompt and answer together that an instance can hold. first: the row of the first such
-    request, with the tokens of its prompt and answer.
-    """
-
-    count: int
-    requests: int
-    too_long: int
-    model_tokens: int
-    longest_tokens: int
-    first: tuple[int, int, int]
-
-    def sentences(self) -> tuple[str, ...]:
-        """What is wrong, and the first such request."""
-        row, prompt, output = self.first
-        kv = self.count - self.too_long
-        why = [f"longer than max_model_len, {self.model_tokens:,} tokens"] if self.too_long else []
-        why += [f"longer than the KV memory of any instance, {self.longest_tokens:,} tokens"] if kv else []
-        if self.too_long and kv:
-            why = [f"{number:,} {text}" for number, text in zip((self.too_long, kv), why, strict=True)]
-        percent = 100 * self.count / self.requests
-        share = f"{percent:.1f} %" if percent >= 0.1 else "under 0.1 %"
-        return (
-            f"{self.count:,} of {self.requests:,} requests ({share}) can never be served: {'; '.join(why)}.",
-            f"The first is request {row:,}: {prompt:,} + {output:,} tokens. They miss the SLO, and have no latency.",
-        )
+Impossible = tuple[str, str]  # sentences: how many requests cannot be served and why; the first such request
 
 
 def impossible_of(workload: Workload, instances: Sequence[InstanceSpec]) -> Impossible | None:
@@ -81,15 +53,19 @@ def _impossible(
         return None
     holders = [spec for spec in instances if spec.role is Role.DECODE] or instances  # they hold all of a request's KV
     model_tokens = max(spec.limits.max_model_len for spec in holders)
-    total = prompt_tokens + output_tokens
-    row = int(np.argmax(chosen))
-    return Impossible(
-        count=int(chosen.sum()),
-        requests=len(chosen),
-        too_long=int((chosen & (total > model_tokens)).sum()),
-        model_tokens=model_tokens,
-        longest_tokens=_longest(holders),
-        first=(row, int(prompt_tokens[row]), int(output_tokens[row])),
+    count, row = int(chosen.sum()), int(np.argmax(chosen))
+    too_long = int((chosen & (prompt_tokens + output_tokens > model_tokens)).sum())
+    why = {
+        f"longer than max_model_len, {model_tokens:,} tokens": too_long,
+        f"longer than the KV memory of any instance, {_longest(holders):,} tokens": count - too_long,
+    }
+    causes = [text if number == count else f"{number:,} {text}" for text, number in why.items() if number]
+    percent = 100 * count / len(chosen)
+    share = f"{percent:.1f} %" if percent >= 0.1 else "under 0.1 %"
+    first = f"{prompt_tokens[row]:,} + {output_tokens[row]:,} tokens"
+    return (
+        f"{count:,} of {len(chosen):,} requests ({share}) can never be served: {'; '.join(causes)}.",
+        f"The first is request {row:,}: {first}. They miss the SLO, and have no latency.",
     )
 
 
@@ -185,7 +161,7 @@ def summary_lines(deployment: Deployment, workload: Workload, runs: Sequence[Run
 
 
 def warn(console: Console, impossible: Impossible, labels: Sequence[str] = ()) -> None:
-    headline, details = impossible.sentences()
+    headline, details = impossible
     text = Text(headline, "bold red").append(f"\n{details}", "default")
     title = "Impossible requests" + (f": {', '.join(labels)}" if labels else "")
     console.print(Panel(text, title=Text(title), title_align="left", border_style="red"))
@@ -203,42 +179,41 @@ def _goodput_note(found: Goodput) -> str:
 
 def write_csv(folder: Path, runs: Sequence[Run]) -> None:
     """Write `summary.csv` (a row per policy) and `requests-POLICY.csv` (a row per request). Raises InvalidRequest."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
         rows = [{"policy": run.label, **run.figures} for run in runs]
         pd.DataFrame(rows).to_csv(folder / "summary.csv", index=False)
         for run in runs:
             outcomes_table(run.result).to_csv(folder / f"requests-{file_word(run.label)}.csv", index=False)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Create the folder if needed for the block that writes into it. Raises InvalidRequest."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
         raise InvalidRequest(f"cannot write {error.filename or folder}: {error.strerror}") from error
+
+
+_OUTCOMES = (
+    *("arrival_s", "first_token_s", "last_token_s", "ttft_s", "tpot_s", "jct_s", "longest_gap_s", "gaps_over"),
+    *("prompt_tokens", "output_tokens", "prefill_instance", "decode_instance", "split_tokens", "transfer_s"),
+    *("attempts", "preemptions"),
+)
 
 
 def outcomes_table(result: SimResult) -> pd.DataFrame:
     """A row per request, in the order of the workload; empty cells for times and instances that do not exist."""
     o = result.outcomes
     names = np.array([*(use.instance_id for use in result.instances), ""], dtype=object)  # -1: none
-    return pd.DataFrame(
-        {
-            "request": np.arange(len(o)),
-            "status": np.array([status.name.lower() for status in Status], dtype=object)[o.status],
-            "arrival_s": o.arrival_s,
-            "first_token_s": o.first_token_s,
-            "last_token_s": o.last_token_s,
-            "ttft_s": o.ttft_s,
-            "tpot_s": o.tpot_s,
-            "jct_s": o.jct_s,
-            "longest_gap_s": o.longest_gap_s,
-            "gaps_over": o.gaps_over,
-            "prompt_tokens": o.prompt_tokens,
-            "output_tokens": o.output_tokens,
-            "prefill_instance": names[o.prefill_instance],
-            "decode_instance": names[o.decode_instance],
-            "split_tokens": o.split_tokens,
-            "transfer_s": o.transfer_s,
-            "attempts": o.attempts,
-            "preemptions": o.preemptions,
-        }
-    )
+    columns: dict[str, Any] = {
+        "request": np.arange(len(o)),
+        "status": np.array([status.name.lower() for status in Status], dtype=object)[o.status],
+    }
+    columns |= {name: getattr(o, name) for name in _OUTCOMES}
+    columns |= {name: names[columns[name]] for name in ("prefill_instance", "decode_instance")}
+    return pd.DataFrame(columns)
 
 
 def file_word(label: str) -> str:

@@ -1,6 +1,7 @@
 """A run of `polyphase simulate`: reads the files, simulates each policy, and reports."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from time import perf_counter
@@ -35,9 +36,7 @@ class SimulateOptions:
     cluster: Path
     workload: WorkloadOptions
     policies: tuple[str, ...] = ()
-    slo_ttft_s: float | None = None
-    slo_tpot_s: float | None = None
-    slo_itl_s: float | None = None
+    slo: Mapping[str, float | None] = field(default_factory=dict)  # targets by ttft, tpot and itl
     accuracy: float | None = None
     prediction: Path | None = None
     calibration: Path | None = None
@@ -57,7 +56,7 @@ def run_simulation(options: SimulateOptions, console: Console) -> dict[str, Any]
     specs = run_specs(options, deployment, workload)
     impossible = report.impossible_of(workload, deployment.instances)
     if impossible is not None:  # before the simulation, which may take long
-        console.print(Text(impossible.sentences()[0], "bold red"))
+        console.print(Text(impossible[0], "bold red"))
     with _progress() as progress:
         runs = tuple(_run(options, deployment, workload, spec, progress) for spec in specs)
     show(console, deployment, workload, runs)
@@ -76,7 +75,7 @@ def run_specs(options: SimulateOptions, deployment: Deployment, workload: Worklo
         raise InvalidRequest("--policy: the same policies are given twice")
     if not 0.0 < options.target <= 1.0:
         raise InvalidRequest(f"--target must be above 0 and at most 1, got {options.target}")
-    base = replace(deployment.run, seed=options.workload.seed, slo=_slo(options, deployment.run.slo))
+    base = replace(deployment.run, seed=options.workload.seed, slo=_slo(options.slo, deployment.run.slo))
     if options.prediction is not None:
         base = replace(base, prediction=Prediction(**load_prediction(options.prediction).model_dump()))
     if options.accuracy is not None:
@@ -88,21 +87,17 @@ def run_specs(options: SimulateOptions, deployment: Deployment, workload: Worklo
     return tuple(with_words(base, words) for words in options.policies) or (base,)
 
 
-def _slo(options: SimulateOptions, file_slo: Slo) -> Slo:
-    targets = {"ttft": options.slo_ttft_s, "tpot": options.slo_tpot_s, "itl": options.slo_itl_s}
-    for name, value in targets.items():
-        if value is not None and not value > 0:
-            raise InvalidRequest(f"--slo-{name} must be positive, got {value}")
-    tpot_s = file_slo.tpot_s if options.slo_tpot_s is None else options.slo_tpot_s
-    itl_s = file_slo.itl_s
-    if options.slo_itl_s is not None:
-        itl_s = options.slo_itl_s
-    elif file_slo.itl_s == default_itl_s(file_slo.tpot_s):
-        itl_s = default_itl_s(tpot_s)
-    if wrong := tight_gaps(itl_s, tpot_s):
+def _slo(targets: Mapping[str, float | None], file_slo: Slo) -> Slo:
+    given = {f"{name}_s": value for name, value in targets.items() if value is not None}
+    for name, value in given.items():
+        if not value > 0:
+            raise InvalidRequest(f"--slo-{name.removesuffix('_s')} must be positive, got {value}")
+    if "tpot_s" in given and file_slo.itl_s == default_itl_s(file_slo.tpot_s):
+        given.setdefault("itl_s", default_itl_s(given["tpot_s"]))
+    slo = msgspec.structs.replace(file_slo, **given)
+    if wrong := tight_gaps(slo.itl_s, slo.tpot_s):
         raise InvalidRequest(f"--slo-itl: {wrong}")
-    ttft_s = file_slo.ttft_s if options.slo_ttft_s is None else options.slo_ttft_s
-    return msgspec.structs.replace(file_slo, ttft_s=ttft_s, tpot_s=tpot_s, itl_s=itl_s)
+    return slo
 
 
 def _run(

@@ -1,7 +1,9 @@
 """Simulation files: a cluster of accelerators that need not exist. Errors name file and key."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -12,7 +14,7 @@ from shared.cost.network import LinkEntry, NetworkEntry
 from shared.domain.instance import Role
 from shared.domain.job import FirstTokenOut, WhenFull, tight_gaps
 from shared.domain.kv import Codec
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, PolyphaseError
 from shared.files.faults import describe, unknown
 from shared.files.places import Places
 from shared.files.yaml_file import read_document, read_yaml
@@ -22,6 +24,7 @@ Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Model = TypeVar("Model", bound=BaseModel)
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
@@ -65,19 +68,17 @@ class PredictionFile(_Part):
     prediction: PredictionEntry
 
 
-class LossEntry(_Part):
-    """An instance is lost, and may come back without KV."""
-
-    instance: str
-    at_s: Seconds
-    back_s: Seconds | None = None
-
-
 class FlipEntry(_Part):
     """An instance is drained and changes its role."""
 
     instance: str
     at_s: Seconds
+
+
+class LossEntry(FlipEntry):
+    """An instance is lost, and may come back without KV."""
+
+    back_s: Seconds | None = None
 
 
 class RunEntry(_Part):
@@ -203,9 +204,8 @@ class SimFile(_Part):
                 raise ValueError(f"instances.{index}.link: {unknown('link', entry.link, self.links)}")
             if entry.node and self.network is None:
                 raise ValueError(f"instances.{index}.node: the file has no `network`")
-        events: dict[str, tuple[LossEntry | FlipEntry, ...]] = {"losses": self.losses, "flips": self.flips}
-        for key, named in events.items():
-            for index, event in enumerate(named):
+        for key in ("losses", "flips"):
+            for index, event in enumerate(getattr(self, key)):
                 if event.instance not in seen:
                     raise ValueError(f"{key}.{index}.instance: {unknown('instance', event.instance, seen)}")
         return self
@@ -215,11 +215,6 @@ def find_file(file: Path) -> Path:
     """The file, or the shipped file of that bare name."""
     shipped = CLUSTERS / f"{file}.yaml"
     return shipped if not file.exists() and shipped.exists() else file
-
-
-def places_of(file: Path) -> Places:
-    """The places of the file's keys. Raises InvalidRequest."""
-    return read_document(file).places
 
 
 def is_sim_file(file: Path) -> bool:
@@ -233,24 +228,35 @@ def is_sim_file(file: Path) -> bool:
     return "engine" not in keys and ("accelerator" in keys or not {"name", "model"} <= set(data))
 
 
-def load_prediction(file: Path) -> PredictionEntry:
-    """Read the `prediction.yaml` of an evaluation. Raises InvalidRequest."""
+@contextmanager
+def at_key(places: Places, key: str) -> Iterator[None]:
+    """Errors of the block name the file, the line and the key; an empty key is that with which the message begins."""
+    try:
+        yield
+    except PolyphaseError as error:
+        message = places.tell(key, error.message) if key else places.tell_of_text(error.message)
+        raise type(error)(message) from error
+
+
+def _read(file: Path, kind: type[Model]) -> Model:
     document = read_document(file)
     try:
-        return PredictionFile.model_validate(document.mapping()).prediction
+        return kind.model_validate(document.mapping())
     except ValidationError as error:
-        raise InvalidRequest(describe(document.places, error, kind=PredictionFile)) from error
+        raise InvalidRequest(describe(document.places, error, kind=kind)) from error
+
+
+def load_prediction(file: Path) -> PredictionEntry:
+    """Read the `prediction.yaml` of an evaluation. Raises InvalidRequest."""
+    return _read(file, PredictionFile).prediction
 
 
 def load_sim_file(file: Path) -> SimFile:
     """Read a simulation file, whose paths are relative to its folder. Raises InvalidRequest."""
-    document = read_document(file)
-    try:
-        read = SimFile.model_validate(document.mapping())
-    except ValidationError as error:
-        raise InvalidRequest(describe(document.places, error, kind=SimFile)) from error
-    beside = {
+    read = _read(file, SimFile)
+    beside: dict[str, Any] = {
         key: file.parent / path for key in ("calibration", "accelerators") if (path := getattr(read, key)) is not None
     }
-    model = file.parent / read.model
-    return read.model_copy(update=beside | ({"model": str(model)} if model.exists() else {}))
+    if (model := file.parent / read.model).exists():
+        beside["model"] = str(model)
+    return read.model_copy(update=beside)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from benchmarks.trace_collector import Collector, Seen, collecting
+from benchmarks.traces import Collector, ReceivedSpan, collecting
 from services.worker.rpc import traced
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
@@ -73,7 +73,7 @@ def decode_request() -> DecodeRequest:
     return DecodeRequest(JobView("j", 1000, 8), packed(list(range(1000))), GENERATION, HANDLE, trace=WIRE)
 
 
-def named(collector: Collector, name: str) -> Seen:
+def named(collector: Collector, name: str) -> ReceivedSpan:
     (found,) = [span for span in collector.of(ID) if span.name == name]
     return found
 
@@ -160,4 +160,4 @@ async def test_a_job_that_is_not_traced_is_handed_on_as_it_is() -> None:
     async with told(inner) as (prefill, _, call, collector):
         await prefill(prefill_request(trace=""), cast(Any, call))
     assert calls == [call]
-    assert collector.spans == []
+    assert collector.bodies == []

@@ -1,1 +1,0 @@
-"""What a process of `polyphase bench growth` imports at its start: see `sitecustomize`."""

@@ -1,0 +1,133 @@
+"""What the benches of a running system share: clusters of emulated instances, servers without a suite, CPU time and
+memory of processes, and medians of rounds in which several arms take turns.
+"""
+
+import asyncio
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+from benchmarks.results import rotated
+from benchmarks.suite import BARE
+from services.launcher.suite import until
+from services.launcher.supervisor import StartFailed
+from services.launcher.up import RunningSuite
+
+START_S, END_S = 180.0, 30.0  # of a process
+Figures = dict[str, float]
+Name = TypeVar("Name", bound=str | int)
+Arm = TypeVar("Arm")
+
+
+def emulated(name: str, instances: list[dict[str, Any]], defaults: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """A cluster file of emulated instances, without the services that would take cores from those that are measured."""
+    return {
+        **BARE,
+        "name": f"{name} bench (emulated instances)",
+        "instance_defaults": {"engine": "emulated", "accelerator": "A100-SXM-80", **defaults},
+        "instances": instances,
+        **sections,
+    }
+
+
+def port_of(running: RunningSuite) -> int:
+    """The port of the API."""
+    return urlsplit(running.plan.api_url).port or 80
+
+
+def pids_of(running: RunningSuite, *beginnings: str) -> list[int]:
+    """The processes whose names begin with one of these words."""
+    return [process.pid for process in running.suite.state.processes if process.name.startswith(beginnings)]
+
+
+@asynccontextmanager
+async def serving(health: str, *command: str, **environment: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A Python process that serves, once it answers at the URL `health`. Raises StartFailed with the end of its log."""
+    with tempfile.TemporaryFile() as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+        async def answers_or_ended() -> bool:
+            try:
+                return process.returncode is not None or (await client.get(health)).is_success
+            except httpx.HTTPError:
+                return False
+
+        try:
+            async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+                await until(answers_or_ended, START_S, f"an answer at {health}", poll_s=0.02)
+            if process.returncode is not None:
+                end = os.pread(log.fileno(), 2000, max(0, os.fstat(log.fileno()).st_size - 2000)).decode(
+                    errors="replace"
+                )
+                raise StartFailed(f"{health}: the process ended with {process.returncode}: {end}")
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), END_S)
+            except TimeoutError:
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+
+
+def cpu_s(pids: Iterable[int]) -> float:
+    """CPU seconds that the processes have used, to the nanosecond where the kernel tells it, else in ticks of 10 ms."""
+    return sum(map(_cpu_s, pids))
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        threads = [thread.read_text() for thread in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+        return sum(int(thread.split()[0]) for thread in threads) / 1e9
+    except FileNotFoundError:
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+
+
+async def cores(groups: Mapping[str, Sequence[int]], window_s: float) -> Figures:
+    """The cores that each group of processes uses during the window."""
+    began, before = time.monotonic(), {name: cpu_s(pids) for name, pids in groups.items()}
+    await asyncio.sleep(window_s)
+    took_s = time.monotonic() - began
+    return {name: (cpu_s(pids) - before[name]) / took_s for name, pids in groups.items()}
+
+
+def own_bytes(pids: Iterable[int]) -> int:
+    """Memory that belongs to these processes alone, without what the fork server shares with them."""
+    return sum(psutil.Process(pid).memory_full_info().uss for pid in pids)
+
+
+async def in_turns(
+    arms: Mapping[Name, Arm], rounds: int, measure: Callable[[Arm, int], Awaitable[Figures]]
+) -> list[dict[Name, Figures]]:
+    """Measure every arm once in each round. Each round begins with another arm, so that drifts favour none."""
+    return [
+        {name: await measure(arms[name], number) for name in rotated(list(arms), number)} for number in range(rounds)
+    ]
+
+
+def medians(rounds: Iterable[Mapping[str, float]]) -> Figures:
+    """The median of each figure over the rounds."""
+    seen = list(rounds)
+    return {name: statistics.median(each[name] for each in seen) for name in seen[0]}

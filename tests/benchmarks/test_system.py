@@ -1,0 +1,88 @@
+"""The benches of the running system: how they judge, and that `bench control` measures."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks import control, overhead
+from benchmarks.measuring import serving
+from benchmarks.soak import growth
+from benchmarks.traces import ReceivedSpan, faults, wait
+from services.launcher.supervisor import StartFailed
+
+
+def test_the_aim_of_structured_outputs_is_about_the_worst_kind() -> None:
+    fast, slow = overhead._ratio(30.0, 10.0), overhead._ratio(50.0, 20.0)
+    assert fast == {"suite_ttft_ms": 30.0, "plain_vllm_ttft_ms": 10.0, "ratio": 3.0, "beyond_ms": 18.0}
+    aims = overhead.structured_aims({"a": {"cold": slow, "repeated": fast}, "b": {"cold": fast, "repeated": fast}})
+    assert [(aim["got"], aim["met"]) for aim in aims.values()] == [(26.0, False), (18.0, True)]
+    for grammar in overhead.KINDS.values():
+        assert len({json.dumps(grammar(number)) for number in range(20)}) == 20
+
+
+async def test_a_server_that_ends_is_reported_with_the_end_of_its_log() -> None:
+    with pytest.raises(StartFailed, match="the process ended with 3: no luck"):
+        async with serving("http://127.0.0.1:9/health", "-c", "import sys; print('no luck', flush=True); sys.exit(3)"):
+            pytest.fail("it does not serve")
+
+
+def test_growth_compares_the_end_with_a_warm_beginning() -> None:
+    assert growth([*range(10), *[100] * 20, *[110] * 10]) == pytest.approx(1.1)
+
+
+def span(name: str, began_s: float, ended_s: float, own: str, parent: str, **events: float) -> ReceivedSpan:
+    kind = "server" if name.startswith("POST") else "internal"
+    return ReceivedSpan(name, "polyphase-gateway", "g", "t", own, parent, kind, began_s, ended_s, False, "", {}, events)
+
+
+TREE = [
+    span("POST /v1/chat/completions", 0.0, 10.0, "a", "client"),
+    span("chat demo", 1.0, 9.0, "b", "a", first_token=5.0),
+    span("attempt", 1.0, 9.0, "c", "b"),
+    span("receive", 0.0, 1.0, "d", "a"),
+    span("prefill", 1.5, 4.0, "e", "c"),
+    span("transfer", 2.0, 4.5, "f", "c"),
+    span("decode", 6.0, 9.0, "g", "c"),
+]
+
+
+@pytest.mark.parametrize(
+    ("spans", "client", "found"),
+    [
+        (TREE, "client", []),
+        (TREE, "", ["roots: []", "POST /v1/chat/completions has no parent"]),
+        (TREE[:2] + TREE[3:4] + TREE[5:], "client", ["transfer has no parent", "decode has no parent"]),
+        ([*TREE, TREE[-1]], "client", ["2 spans are g"]),
+    ],
+)
+def test_faults_of_a_tree(spans: Sequence[ReceivedSpan], client: str, found: list[str]) -> None:
+    assert faults(spans, client) == found
+
+
+def test_time_that_no_span_explains() -> None:
+    found = wait(TREE)
+    assert found is not None
+    assert (found.ttft_s, found.unexplained_s) == (5.0, 1.0)
+    assert wait(TREE[:1]) is None
+
+
+def test_a_quantile_is_the_bound_of_its_bucket() -> None:
+    counts = {0.001: 90.0, 0.005: 99.0, 0.02: 100.0, float("inf"): 100.0}
+    assert [control.quantile(counts, share) for share in (0.5, 0.99, 0.995)] == [0.001, 0.005, 0.02]
+
+
+@pytest.mark.slow
+def test_control_measures_monitor_and_scheduler_and_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "SETTLE_S", 1.0)
+    result = control.run_control_bench((2, 4), 2.0)
+    for size in (2, 4):
+        seen = result["figures"][str(size)]
+        assert seen["heartbeats_per_s"] > 5 * size  # each load changes ten times a second
+        assert seen["heartbeats_per_s"] > seen["idle_heartbeats_per_s"] > size
+        assert seen["broadcast_bytes_per_s"] > 100
+        assert 0 < seen["monitor_cores"] < 2
+        assert 0 < seen["place_p50_ms"] <= seen["place_p99_ms"]
+        assert seen["known_again_s"] >= seen["known_again_start_s"] > 0
+    assert set(result["aims"]) == {f"{name} at 4" for name in control.AIMS}
+    assert result["figures"]["growth_2_to_4"]["broadcast_bytes_per_s"] > 1
