@@ -17,12 +17,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.control_fleet import make_info
 from services.cluster_monitor.history import Grid, history, instances_over_time
+from services.cluster_monitor.load_history import FIGURES, STEPS_S, LoadBook, Totals
+from services.cluster_monitor.request_stats import STEPS_S as SERVED_STEPS_S
+from services.cluster_monitor.request_stats import Ended, How, Served
+from services.cluster_monitor.verdict import judge
 from shared.domain.instance import InstanceLoad, InstanceState, InstanceView, Role
 from shared.domain.verdict import Situation, Standing, Thresholds
-from shared.policy.load_history import FIGURES, STEPS_S, LoadBook, Totals
-from shared.policy.served import STEPS_S as SERVED_STEPS_S
-from shared.policy.served import Ended, How, Served
-from shared.policy.verdict import judge
 from shared.store.database import open_engine
 from shared.store.reading import Order, Wanted, search_requests
 from shared.store.tables import load_steps, requests, served

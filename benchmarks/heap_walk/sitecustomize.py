@@ -31,7 +31,7 @@ KEPT = (
     ("services.global_scheduler.placer.Placer", "_refused", "jobs without a place"),
     ("services.cluster_monitor.slo.SloService", "_seen", "ids that were counted"),
     ("shared.policy.slo.SloWindows", "_slots", "SLO windows"),
-    ("shared.policy.served.ServedBook", "_slots", "steps of what was served"),
+    ("services.cluster_monitor.request_stats.ServedBook", "_slots", "steps of what was served"),
     ("services.cluster_monitor.events.Events", "_rings", "events"),
     ("services.cluster_monitor.operations.OperationLog", "_operations", "operations"),
     ("services.cluster_monitor.slo.DemandService", "_seconds", "demand by second"),

@@ -11,9 +11,9 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter
 
 from services.cluster_monitor.events import Events
+from services.cluster_monitor.request_stats import Ended, How
 from shared.domain.demand import AskedSecond, Demand, DemandSecond, RolesWanted, Shift
 from shared.policy.demand import DemandBook
-from shared.policy.served import Ended, How
 from shared.policy.slo import SloOutcome, SloReport, SloWindows
 from shared.runtime.logs import get_log
 from shared.store.tables import slo_windows
