@@ -259,9 +259,9 @@ def _of_admissions(runs: Mapping[str, Sequence[Run]]) -> tuple[dict[str, float],
     }
 
 
-ORDERS = (FCFS, SJF, "ljf", "least_slack")
+ORDERS = (FCFS, SJF, "ljf")
 OURS = {STATIC: {"reserve_all": True}}
-OVERTAKING = {SJF: {"overtake": True}, "ljf": {"overtake": True}}  # instead of batches: as `least_slack`
+OVERTAKING = {SJF: {"overtake": True}, "ljf": {"overtake": True}}  # instead of batches
 ADMISSIONS = (GREEDY, STATIC, DYNAMIC)
 ROUNDS = 3
 FITTING = 6  # requests at once that the KV holds at their full lengths

@@ -16,16 +16,14 @@ from shared.domain.job import JobView, LengthPrediction
 from shared.domain.prompt import BLOCK_TOKENS
 from shared.domain.rates import ChunkedCost, HuaweiCost, LinkRate, PartialPrefillCost, Rates, StepForm, StepRates
 from shared.policy import registry
-from shared.policy.assignment import assignments
 from shared.policy.decode_admission import DecodeMemory, RunningDecode
 from shared.policy.index import ClusterIndex
-from shared.policy.ledger import WorkloadLedger
+from shared.policy.ledger import WorkloadLedger, assignments
+from shared.policy.papers.cronus import Balance, best_split
 from shared.policy.placement import Policies, place
-from shared.policy.prefill_order import WaitingJob
+from shared.policy.prefill_order import WaitingJob, WaitingLine
 from shared.policy.prefix_index import MAX_BLOCKS, PrefixIndex
-from shared.policy.role_flip import RoleFlip, Seen
-from shared.policy.split import Balance, best_split
-from shared.policy.waiting_line import WaitingLine
+from shared.policy.role_flip import FlipContext, FlipHistory, RoleFlip
 
 SIZES = (10, 100, 1_000)
 KNOWN_BLOCKS = MAX_BLOCKS // SIZES[-1]  # of prompts, at each instance
@@ -124,8 +122,7 @@ def _sized(size: int) -> Iterator[Case]:
 
 def _role_flip(flips: RoleFlip, view: ClusterView) -> Decide:
     """Under a demand that requires other roles: the costliest case."""
-    state, seen = flips.start(), Seen(DEMAND)
-    return lambda call: flips.step(state, view, float(call), seen)
+    return lambda call: flips.propose(view, float(call), FlipHistory(), FlipContext(DEMAND))
 
 
 def _placement(name: str, size: int, coupled: bool, jobs: list[JobView]) -> Decide:
@@ -149,7 +146,7 @@ def _whole(size: int, jobs: list[JobView]) -> Iterator[Case]:
     yield (
         "split_cronus",
         lambda call: cronus.split.choose(
-            jobs[call % 64], prefills[call % len(prefills)], decodes[call % len(decodes)], 0.0, rng
+            jobs[call % 64], prefills[call % len(prefills)], decodes[call % len(decodes)], rng
         ),
     )
     booked = _index(size)
@@ -171,7 +168,7 @@ def _unsized() -> Iterator[Case]:
     low, high = _index(10).prefill.views[0], _index(10).decode.views[0]
     for name in registry.SPLIT:
         split = registry.split(name)
-        yield f"split_{name}", lambda call, p=split: p.choose(jobs[call % 64], low, high, 0.0, rng)  # type: ignore[misc]
+        yield f"split_{name}", lambda call, p=split: p.choose(jobs[call % 64], low, high, rng)  # type: ignore[misc]
     steep = Balance(8_000, PartialPrefillCost(1e-7, 0.0), ChunkedCost(1e-6, 1e-8, 0.03), 448, 60_000)
     yield "split_cronus_all_candidates", lambda _: best_split(steep)
     for name in registry.PREFILL_ORDER:

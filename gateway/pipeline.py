@@ -49,8 +49,8 @@ from shared.errors import (
     Unavailable,
     WrongRole,
 )
-from shared.policy.assignment import Assignment, assignments, promise_of
 from shared.policy.fair_share import FairLine, Ledger, Shares
+from shared.policy.ledger import Assignment, assignments, promise_of
 from shared.policy.overload import MOVE_LEAST_S, steps_aside
 from shared.runtime.logs import get_log
 from shared.timeline import Span

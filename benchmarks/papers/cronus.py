@@ -24,8 +24,10 @@ from benchmarks.papers.testbed import (
 from shared.cost.network import Link
 from shared.domain.instance import Role
 from shared.policy.dispatch import PowerOfTwo
-from shared.policy.placement import LeastLoad, Placement, Policies, Weighted
-from shared.policy.split import CronusSplit, FullSplit, NoSplit, Split
+from shared.policy.papers.cronus import CronusSplit
+from shared.policy.papers.huawei import Weighted
+from shared.policy.placement import LeastLoad, Placement, Policies
+from shared.policy.split import FullSplit, NoSplit, Split
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import EngineLimits, FirstToken, InstanceSpec, RunSpec

@@ -97,11 +97,11 @@ class Placer:
 
     def apply(self, delta: ClusterDelta) -> bool:
         """Apply a broadcast of the monitor. False, and nothing is applied, where the broadcast before it is missing."""
-        now, before, moves = time.time(), self.followed, self.decider.moves
+        now, before, moves = time.time(), self.followed, self.decider.loads.moves
         if not self.decider.hear(delta, now):
             return False
         self._updated_s = now
-        if self.decider.moves != moves:
+        if self.decider.loads.moves != moves:
             self._metrics.keep({view.info.instance_id for view in self.view.instances})
         if self._journal is not None:
             self._journal.add(Heard(delta, now))
@@ -125,17 +125,17 @@ class Placer:
     @property
     def broadcast_age_s(self) -> float:
         """Seconds since the last broadcast; infinite before the first."""
-        return time.time() - self._updated_s if self.decider.known else float("inf")
+        return time.time() - self._updated_s if self.decider.loads.known else float("inf")
 
     @property
     def view(self) -> ClusterView:
         """The cluster by the broadcasts so far; O(instances)."""
-        return self.decider.view
+        return self.decider.loads.view
 
     @property
     def followed(self) -> tuple[PolicySet, str]:
         """The policies that the scheduler follows, and why it does not follow newer ones; empty if there are none."""
-        return self.decider.policies, self.decider.trouble
+        return self.decider.following.policies, self.decider.following.trouble
 
     def place(self, request: PlaceRequest) -> Route:
         """Decide. Raises Unavailable, InvalidRequest, Overloaded, Delayed, Stays."""

@@ -12,14 +12,13 @@ from shared.domain.instance import InstanceView, Role
 from shared.domain.job import WhenFull, itl_met
 from shared.domain.route import Route
 from shared.errors import Delayed, InvalidRequest, Overloaded, PolyphaseError, Unavailable
-from shared.policy.assignment import assignments
 from shared.policy.decode_admission import is_heavy
 from shared.policy.demand import DemandBook, DemandCounter
 from shared.policy.fair_share import FairLine, Shares
 from shared.policy.index import ClusterIndex
 from shared.policy.overload import decide, steps_aside
 from shared.policy.prefix_index import saved_tokens
-from shared.policy.role_flip import FlipDecision, RoleFlip, Seen
+from shared.policy.role_flip import FlipContext, FlipDecision, FlipHistory, RoleFlip
 from shared.policy.split import freedom
 from shared.sim.engine import Engine
 from shared.sim.events import NEVER, EventLoop, Handler
@@ -223,8 +222,7 @@ class Intake:
     def _start(self, request: SimRequest, route: Route, index: ClusterIndex, now: float) -> None:
         """Book the route, and start the first leg on it."""
         job = request.job = msgspec.structs.replace(request.job, answer_tokens=route.answer_tokens)
-        self._fleet.ledger.add(job, route, now)
-        for assignment in assignments(job, route, now):
+        for assignment in self._fleet.ledger.add(job, route, now):
             index.book(assignment)
         request.split = route.split
         request.carried = self._run.first_token is FirstToken.PREFILL and route.split == job.prompt_tokens
@@ -497,7 +495,7 @@ class AutoFlips:
         self._run = run
         self._fleet = fleet
         self._policy = policy
-        self._state = policy.start()
+        self._history = FlipHistory()
         self._counter = DemandCounter("scheduler", -1.0, pause_s=float("inf"))
         self._split = freedom(run.policies.split)
         self._book = DemandBook()
@@ -529,8 +527,9 @@ class AutoFlips:
         del self._unreported[: len(reported)]
         self._book.take(reported, now)
         self.shifts += [(now, shift) for shift in self._book.advance(now)]
-        seen = Seen.of(self._book.demand(now), self._ordered, now, self._run.role_flip_respects_s)
-        self._state, decision = self._policy.step(self._state, self._fleet.view(now), now, seen)
+        respects_s = self._run.role_flip_respects_s
+        context = FlipContext.after_orders(self._book.demand(now), self._ordered, now, respects_s)
+        decision = self._policy.propose(self._fleet.view(now), now, self._history, context)
         if decision is not None:
             self.made.append(RoleFlipped(now, decision.instance_id, decision.to.value, decision.reasons))
         return decision

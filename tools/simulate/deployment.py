@@ -19,8 +19,8 @@ from shared.domain.job import Slo
 from shared.domain.kv import default_staging
 from shared.domain.rates import Rates
 from shared.errors import Incompatible, InvalidRequest, PolyphaseError
-from shared.policy.chunk_size import ChunkBounds, chunk_tokens
 from shared.policy.registry import from_file
+from shared.policy.step_budget import ChunkBounds, chunk_tokens
 from shared.sim.prediction import Prediction
 from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec, with_policies
 from tools.simulate.from_cluster import read_cluster

@@ -23,11 +23,11 @@ from shared.domain.prompt import unpacked
 from shared.domain.route import InstanceRef, PolicySpec, Reason
 from shared.errors import InvalidRequest, Unavailable
 from shared.policy import registry
-from shared.policy.assignment import Assignment
 from shared.policy.codec import CodecChoice, choose_codec
 from shared.policy.decode_admission import is_heavy
 from shared.policy.dispatch import DispatchPolicy, choose_decode
 from shared.policy.index import LoadTracker
+from shared.policy.ledger import Assignment
 from shared.wire.messages import Predicted, PrefillReply, PrefillRequest, PrefillStarted, Reused, TokenStep
 from shared.wire.rpc_server import ServerCall
 

@@ -2,8 +2,6 @@
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shared.domain.policies import ENGINE, KINDS, ROUTING, PolicySet
 from shared.domain.route import PolicySpec
@@ -81,21 +79,6 @@ def test_what_cannot_be_made_is_tried_once() -> None:
     for _ in range(3):
         found.hear(PolicySet(5, split=BAD))
     assert tried == [0, 5]
-
-
-NAMES = st.sampled_from(["adaptive", "full", "none", "of tomorrow"])
-
-
-@given(st.lists(st.tuples(st.integers(0, 6), NAMES), max_size=12))
-def test_it_never_goes_back_and_never_to_what_it_does_not_know(heard: list[tuple[int, str]]) -> None:
-    found, _ = following()
-    for revision, name in heard:
-        before = found.policies.revision
-        found.hear(PolicySet(revision, split=PolicySpec(name)))
-        assert found.policies.revision >= before
-        assert found.made == found.policies.split.name != "of tomorrow"
-        if name != "of tomorrow" and revision >= before:
-            assert (found.policies.revision, found.made, found.trouble) == (revision, name, "")
 
 
 def test_kinds_have_an_owner_each() -> None:

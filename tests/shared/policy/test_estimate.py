@@ -5,11 +5,10 @@ from random import Random
 import pytest
 
 from shared.policy.answers import Lengths
-from shared.policy.estimate import EVEN, DecodeSide, JobContext, PrefillSide, balanced, mean_wait_s, slo_cost
+from shared.policy.estimate import EVEN, DecodeSide, JobContext, PrefillSide, balanced, slo_cost
 from shared.policy.index import ClusterIndex
 from shared.policy.placement import place
-from tests.shared.policy.adaptive_cases import ALL, TARGETS, asked, busy, d, p
-from tests.shared.policy.views import view
+from tests.shared.policy.views import ALL, TARGETS, asked, busy, d, p, view
 
 
 @pytest.mark.parametrize("speed", [0.25, 1.0, 3.0])
@@ -74,14 +73,6 @@ def test_decodes_that_come_one_by_one_are_never_all_there() -> None:
     assert apart.step_s == pytest.approx(0.02 + 14 * 1e-4 + 14 * 600 * 2e-7)
     assert (together.room_s > 1.0, apart.room_s, apart.memory) == (True, 0.0, EVEN)
     assert side(10 * stays_s, coming=0).running == 64  # those that are there stay
-
-
-def test_the_mean_wait_is_that_of_the_jobs_that_wait() -> None:
-    idle, long = PrefillSide(p()), PrefillSide(p(queued_prefill_tokens=20_000, queued_prefill=20))
-    assert mean_wait_s([]) == mean_wait_s([idle]) == 0.0
-    assert mean_wait_s([idle, long]) == long.wait_s
-    half = PrefillSide(p(queued_prefill_tokens=10_000, queued_prefill=10))
-    assert mean_wait_s([half, long]) == pytest.approx((10 * half.wait_s + 20 * long.wait_s) / 30)
 
 
 def test_terms_of_a_prefill_instance() -> None:

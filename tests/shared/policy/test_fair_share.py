@@ -30,15 +30,6 @@ def test_output_tokens_cost_more_and_a_weight_makes_them_cheaper() -> None:
     assert made.tokens("b") == made.tokens("a") / 2.0
 
 
-def test_who_is_far_ahead_of_another_who_asks_is_over_its_share() -> None:
-    made = shares("a", "b")
-    made.charge("a", int(SLACK_TOKENS), 0)
-    assert not made.over("a", 0.0)
-    made.charge("a", 1, 0)
-    assert made.over("a", 0.0)
-    assert not made.over("b", 0.0)
-
-
 class Ledger:
     """Of one who serves beside others."""
 
@@ -161,47 +152,3 @@ def test_the_least_member_is_that_of_a_search_through_all(steps: list[tuple[str,
         expected = min((keys[other] for other in members if other != without), default=None)
         assert (None if found is None else keys[found]) == expected
         assert found != without
-
-
-def test_a_request_looks_at_few_of_many_callers() -> None:
-    looks = 0
-
-    class Counting(Ledger):
-        def elsewhere(self, caller: str) -> float:
-            nonlocal looks
-            looks += 1
-            return 0.0
-
-    made = Shares({}, Counting())
-    for number in range(10_000):
-        made.came(f"caller-{number}", number * 1e-6)
-    looks = 0
-    for number in range(100):
-        made.charge(f"caller-{number}", 50_000, 0)
-        made.over(f"caller-{number}", 1.0 + number * 1e-6)
-        made.came(f"caller-{number}", 1.0 + number * 1e-6)
-    assert looks <= 100 * 4, "each request reads the counters of itself and of those that surface"
-
-
-def test_a_line_of_many_callers_looks_at_few_of_them() -> None:
-    made = Shares({})
-    line = FairLine[str](made)
-    for number in range(5_000):
-        made.came(str(number), 0.0)
-        line.push(f"item-{number}", str(number))
-    looks = 0
-    counted = made.tokens
-
-    def tokens(caller: str) -> float:
-        nonlocal looks
-        looks += 1
-        return counted(caller)
-
-    line._callers._key = tokens
-    for number in range(1_000):
-        head = line.head()
-        assert head is not None
-        caller = head.removeprefix("item-")
-        made.charge(caller, 10 + number, 0)
-        assert line.remove(head, caller)
-    assert looks <= 1_000 * 3

@@ -21,9 +21,10 @@ from shared.domain.kv import Codec
 from shared.domain.policies import KINDS, PolicySet
 from shared.domain.rates import PartialPrefillCost, Rates
 from shared.errors import InvalidRequest, NotFound
-from shared.policy.decode_admission import Greedy, PredictedEnd, ReserveStatic
+from shared.policy.decode_admission import Greedy, PredictedEnd
+from shared.policy.papers.tetriinfer import ReserveStatic
 from shared.policy.prefill_order import Fcfs, Sjf
-from shared.policy.role_flip import PressureFlip
+from shared.policy.role_flip import PredictiveFlip
 from tools.simulate.deployment import load_deployment
 from tools.simulate.from_cluster import ENGINE_ARGS, NOT_SIMULATED, read_cluster
 
@@ -168,9 +169,9 @@ def test_what_every_engine_goes_by(tmp_path: Path) -> None:
 
 def test_roles_flip_as_the_monitor_is_told(tmp_path: Path) -> None:
     monitor = {"role_flip_period_s": 0.5, "drain_timeout_s": 7, "broadcast_period_s": 0.2}
-    policies = {"role_flip": {"name": "pressure", "for_s": 3}}
+    policies = {"role_flip": {"name": "predictive", "for_s": 3}}
     run = load_deployment(write(tmp_path, monitor=monitor, policies=policies)).run
-    assert run.role_flip == PressureFlip(for_s=3.0)
+    assert run.role_flip == PredictiveFlip(for_s=3.0)
     assert (run.role_flip_every_s, run.drain_timeout_s, run.broadcast_s) == (0.5, 7.0, 0.2)
     assert load_deployment(write(tmp_path)).run.role_flip is None
 
