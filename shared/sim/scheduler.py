@@ -359,11 +359,7 @@ class WaitingLegs:
 
     __slots__ = ("_line", "_staged", "_staging", "_staging_free")
 
-    def __init__(
-        self,
-        order: PrefillOrder,
-        staging_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, order: PrefillOrder, staging_tokens: int | None = None) -> None:
         self._line: WaitingLine[Leg] = WaitingLine(order)
         self._staging = staging_tokens
         self._staging_free = staging_tokens or 0

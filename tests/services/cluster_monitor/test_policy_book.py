@@ -140,7 +140,9 @@ async def test_a_restarted_monitor_recalls_what_people_changed_and_no_more(start
     assert (now.placement.name, now.split, now.prefill_order.name) == ("round_robin", HALF, "fcfs")
     await until(lambda: len(other.state.events.newest(9, kinds=(EventKind.POLICIES_CHANGED,))) == 2, "events recalled")
     (event, _) = await other.client.events(kind="policies_changed")
-    assert event["text"].startswith("by the cluster file: placement: least_load → round_robin, prefill_order: sjf:window=4")
+    assert event["text"].startswith(
+        "by the cluster file: placement: least_load → round_robin, prefill_order: sjf:window=4"
+    )
 
 
 async def test_changes_during_restarts_are_kept_or_refused(start: Start) -> None:

@@ -135,11 +135,7 @@ def live(order: PrefillOrder, staging: int, steps: list[Step]) -> list[int]:
     return entered
 
 
-@given(
-    st.sampled_from([Fcfs(), Sjf(window=3), Ljf(window=2), Sjf()]),
-    st.sampled_from([40, 100, 10_000]),
-    STEPS,
-)
+@given(st.sampled_from([Fcfs(), Sjf(window=3), Ljf(window=2), Sjf()]), st.sampled_from([40, 100, 10_000]), STEPS)
 def test_prompts_enter_as_a_workers_engine_lets_them_in(order: PrefillOrder, staging: int, steps: list[Step]) -> None:
     assert simulated(order, staging, steps) == live(order, staging, steps)
 
