@@ -21,7 +21,7 @@ from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger, assignments
 from shared.policy.papers.cronus import Balance, best_split
 from shared.policy.placement import Policies, place
-from shared.policy.prefill_order import WaitingJob, WaitingLine
+from shared.policy.prefill_order import PrefillQueue, WaitingJob
 from shared.policy.prefix_index import MAX_BLOCKS, PrefixIndex
 from shared.policy.role_flip import FlipContext, FlipHistory, RoleFlip
 
@@ -172,7 +172,7 @@ def _unsized() -> Iterator[Case]:
     steep = Balance(8_000, PartialPrefillCost(1e-7, 0.0), ChunkedCost(1e-6, 1e-8, 0.03), 448, 60_000)
     yield "split_cronus_all_candidates", lambda _: best_split(steep)
     for name in registry.PREFILL_ORDER:
-        line = WaitingLine[object](registry.prefill_order(name))
+        line = PrefillQueue[object](registry.prefill_order(name))
         for job in jobs:
             line.push(object(), WaitingJob(job, job.prompt_tokens))
         yield f"prefill_order_{name}", lambda call, one=line: _turn(one, jobs[call % 64])  # type: ignore[misc]
@@ -183,7 +183,7 @@ def _unsized() -> Iterator[Case]:
         yield f"decode_admission_{name}", lambda call, p=admission: p.admit(jobs[call % 64], memory, 0.0)  # type: ignore[misc]
 
 
-def _turn(line: WaitingLine[object], job: JobView) -> object:
+def _turn(line: PrefillQueue[object], job: JobView) -> object:
     """Push one job and pop one, while 64 wait."""
     line.push(object(), WaitingJob(job, job.prompt_tokens))
     return line.pop()

@@ -98,7 +98,7 @@ class Placer:
     def apply(self, delta: ClusterDelta) -> bool:
         """Apply a broadcast of the monitor. False, and nothing is applied, where the broadcast before it is missing."""
         now, before, moves = time.time(), self.followed, self.decider.loads.moves
-        if not self.decider.hear(delta, now):
+        if not self.decider.apply(delta, now):
             return False
         self._updated_s = now
         if self.decider.loads.moves != moves:
@@ -114,13 +114,13 @@ class Placer:
         """Apply a change of an instance's prefix cache; False when a change before it was lost."""
         if self._journal is not None:
             self._journal.add(Told(instance_id, delta))
-        return self.decider.tell(instance_id, delta)
+        return self.decider.apply_prefixes(instance_id, delta)
 
     def forget_prefixes(self, instance_id: str) -> None:
         """Nothing is known of the instance's prefix cache any more."""
         if self._journal is not None:
             self._journal.add(Told(instance_id, None))
-        self.decider.forget(instance_id)
+        self.decider.forget_prefixes(instance_id)
 
     @property
     def broadcast_age_s(self) -> float:
@@ -158,7 +158,7 @@ class Placer:
     def decodes(self, job_id: str) -> None:
         """The job has arrived at its decode instance."""
         now = time.time()
-        self.decider.came(job_id, now)
+        self.decider.arrived(job_id, now)
         if self._journal is not None:
             self._journal.add(Came(job_id, now))
 

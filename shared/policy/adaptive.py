@@ -12,7 +12,6 @@ from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
-from shared.policy.answers import UNKNOWN_LENGTHS, within
 from shared.policy.dispatch import Choice, DispatchPolicy, Figures
 from shared.policy.estimate import (
     HOLD_S,
@@ -27,6 +26,7 @@ from shared.policy.estimate import (
     total_of,
 )
 from shared.policy.index import ClusterIndex, InstanceIds, ReadySet, context_of, usable
+from shared.policy.output_lengths import UNKNOWN_LENGTHS, within
 from shared.policy.prefix_index import saved_of
 from shared.policy.split import Split, SplitChoice
 

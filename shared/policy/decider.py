@@ -27,7 +27,7 @@ from shared.policy.split import Freedom, freedom
 Made = TypeVar("Made")
 
 
-class Following(Generic[Made]):
+class PolicyFollower(Generic[Made]):
     """The policies of some `kinds` that a process follows: the newest of those in the broadcasts that it can make.
 
     `make` makes them, and raises InvalidRequest for policies that it does not know. made: its last result; as policies
@@ -45,7 +45,7 @@ class Following(Generic[Made]):
         self.made = make(self.policies)
         self.trouble = ""
 
-    def hear(self, policies: PolicySet) -> None:
+    def apply(self, policies: PolicySet) -> None:
         """Apply the policies of a broadcast.
 
         An older revision than the one followed comes from a monitor that has lost its memory, and is ignored. So are
@@ -77,23 +77,23 @@ class Decider:
     def __init__(self, seed: int, prefix_blocks: int = MAX_BLOCKS) -> None:
         self._rng = Random(seed)
         self.loads = LoadTracker(prefix_blocks)
-        self.following = Following(ROUTING, _routing)
+        self.following = PolicyFollower(ROUTING, _routing)
         self.prefixes = self.loads.prefixes
         self.ledger = self.loads.ledger
 
-    def hear(self, delta: ClusterDelta, now: float) -> bool:
+    def apply(self, delta: ClusterDelta, now: float) -> bool:
         """Apply a broadcast: other loads, and perhaps other policies. False when a broadcast before it is missing."""
-        if not self.loads.hear(delta, now, self._rng):
+        if not self.loads.apply(delta, now, self._rng):
             return False
         if delta.policies is not None:
-            self.following.hear(delta.policies)
+            self.following.apply(delta.policies)
         return True
 
-    def tell(self, instance_id: str, delta: PrefixDelta) -> bool:
+    def apply_prefixes(self, instance_id: str, delta: PrefixDelta) -> bool:
         """Apply an instance's report of its prefix cache; False when a report before it is missing."""
         return self.prefixes.apply(instance_id, delta)
 
-    def forget(self, instance_id: str) -> None:
+    def forget_prefixes(self, instance_id: str) -> None:
         """Forget an instance's prefix cache."""
         self.prefixes.forget(instance_id)
 
@@ -119,9 +119,9 @@ class Decider:
             index = self.loads.current
             view = (index.prefill if route.prefill is not None else index.decode).get(first.instance_id)
             held = saved_tokens(self.prefixes, view, job) if view is not None else 0
-        return held, self.ledger.answers.expected(job).mean
+        return held, self.ledger.output_lengths.expected(job).mean
 
-    def came(self, job_id: str, now: float) -> None:
+    def arrived(self, job_id: str, now: float) -> None:
         """Report that a job has reached its decode instance."""
         self.loads.arrived(job_id, now)
 

@@ -154,7 +154,7 @@ class DemandCounter:
         self._source = source
         self._pause_s = pause_s
         self._second = floor(now) + 1
-        self._heard_s = now
+        self._reported_s = now
         self._sums = dict.fromkeys(SUMS, 0.0)
         self._expected: dict[str, float] = {}  # of jobs under way
         self._finished: deque[DemandSecond] = deque(maxlen=KEPT)
@@ -210,7 +210,7 @@ class DemandCounter:
             self._sums[name] += value
 
     def _turn(self, now: float) -> None:
-        paused, self._heard_s = now - self._heard_s > self._pause_s, now
+        paused, self._reported_s = now - self._reported_s > self._pause_s, now
         if paused or now < self._second - 2 * AHEAD_S:  # or the clock was put back
             self._second = floor(now) + 1
             self._sums = dict.fromkeys(SUMS, 0.0)
@@ -225,7 +225,7 @@ class _Source:
 
     def __init__(self, first: int, now: float) -> None:
         self.first, self.last = first, first - 1
-        self.heard_s = now
+        self.reported_s = now
         self.waiting: dict[int, DemandSecond] = {}
 
 
@@ -258,14 +258,14 @@ class DemandBook:
             source = self._sources.get(one.source)
             if source is None:
                 source = self._sources[one.source] = _Source(one.second, now)
-            source.heard_s = now
+            source.reported_s = now
             if one.second >= self._next:
                 source.waiting[one.second] = one
                 source.last = max(source.last, one.second)
 
     def advance(self, now: float) -> list[Shift]:
         """Sum the complete seconds; returns the detected shifts."""
-        silent = [name for name, source in self._sources.items() if now - source.heard_s > SILENT_S]
+        silent = [name for name, source in self._sources.items() if now - source.reported_s > SILENT_S]
         for name in silent:
             del self._sources[name]
         if silent:
@@ -292,7 +292,7 @@ class DemandBook:
 
     def demand(self, now: float, least_s: int = LEAST_S, least_requests: int = LEAST_REQUESTS) -> Demand | None:
         """The profile; None before it covers that much, and while a scheduler is silent."""
-        if any(now - source.heard_s > SILENT_S for source in self._sources.values()):
+        if any(now - source.reported_s > SILENT_S for source in self._sources.values()):
             return None
         requests = sum(one.requests for one in self._seconds)
         if len(self._seconds) < max(2, least_s) or requests < least_requests or now - self._next > 2 * SILENT_S:
@@ -397,7 +397,7 @@ YIELDS = _Learned(0.04, 0.1, 0.8)  # of all jobs that ask, refused or not; with 
 class _Class:
     slo: Slo
     began_s: float
-    asked_s: float
+    arrived_s: float
     count: float = 0.0  # arrivals, fading
     stay_s: float = 0.0
     stays: int = 0
@@ -409,10 +409,10 @@ class _Class:
     def rate(self, now: float) -> float:
         """Arrivals a second, since the class was first seen."""
         seen_s = FADE_S * (1.0 - exp(-max(1.0, now - self.began_s) / FADE_S))
-        return self.count * exp(-max(0.0, now - self.asked_s) / FADE_S) / seen_s
+        return self.count * exp(-max(0.0, now - self.arrived_s) / FADE_S) / seen_s
 
 
-class ClassNeeds:
+class ClassDemand:
     """The demand at one scheduler, by class. Times are unix seconds."""
 
     def __init__(self) -> None:
@@ -420,16 +420,16 @@ class ClassNeeds:
         self._open: dict[str, tuple[str, float]] = {}  # job id -> its class, and when it was placed
         self.placements = 0  # of all classes
 
-    def asked(self, job: JobView, now: float) -> None:
+    def arrived(self, job: JobView, now: float) -> None:
         """Report that a job has asked for the first time. Delayed jobs count when they are placed: the others of their
         class wait in the gateways.
         """
         slo = job.slo
         one = self._classes.get(slo.name)
-        if one is None or now - one.asked_s > NO_ARRIVALS_S:
+        if one is None or now - one.arrived_s > NO_ARRIVALS_S:
             one = self._classes[slo.name] = _Class(slo, now, now, open=one.open if one is not None else 0)
-        one.count = one.count * exp(-max(0.0, now - one.asked_s) / FADE_S) + 1.0
-        one.slo, one.asked_s = slo, now
+        one.count = one.count * exp(-max(0.0, now - one.arrived_s) / FADE_S) + 1.0
+        one.slo, one.arrived_s = slo, now
         one.prompt_tokens += (job.prompt_tokens - one.prompt_tokens) / min(one.count, STAYS)
 
     def placed(self, job: JobView, now: float) -> None:
@@ -437,7 +437,7 @@ class ClassNeeds:
         if job.job_id in self._open:
             return
         if job.slo.name not in self._classes or (job.slo.when_full is WhenFull.DELAY and not job.begun):
-            self.asked(job, now)
+            self.arrived(job, now)
         self.placements += 1
         self._open[job.job_id] = job.slo.name, now
         self._classes[job.slo.name].open += 1
@@ -504,5 +504,5 @@ class ClassNeeds:
         return max((one.prompt_tokens for one in found), default=0.0)
 
     def _heavier(self, slo: Slo, now: float) -> list[_Class]:
-        recent = (one for one in self._classes.values() if now - one.asked_s <= NO_ARRIVALS_S)
+        recent = (one for one in self._classes.values() if now - one.arrived_s <= NO_ARRIVALS_S)
         return [one for one in recent if one.slo.weight > slo.weight]

@@ -16,10 +16,10 @@ import msgspec
 from shared.domain.instance import InstanceView
 from shared.domain.job import FirstTokenOut, JobView, Slo
 from shared.domain.rates import UNKNOWN_STEPS, StepForm
-from shared.policy.answers import Lengths
 from shared.policy.codec import choose_codec
 from shared.policy.decode_admission import fits_after, takes_tokens, with_job
 from shared.policy.ledger import Kept, WorkloadLedger
+from shared.policy.output_lengths import Lengths
 from shared.policy.split import Split
 from shared.policy.step_budget import MARGIN, StepLoad, gap_target_s, prefill_tokens
 
@@ -84,12 +84,12 @@ class JobContext:
         cls, job: JobView, ledger: WorkloadLedger, now: float, *, limited: bool, spread_s: float = 0.0
     ) -> "JobContext":
         """With what a scheduler has learned from its earlier placements."""
-        answers = ledger.answers
+        answers = ledger.output_lengths
         return cls(
             job,
             own=answers.expected(job),
             usual=answers.all,
-            others=ledger.needs.others(job.slo, now),
+            others=ledger.class_demand.others(job.slo, now),
             bound=answers.bound(job),
             spread_s=spread_s,
             limited=limited,

@@ -479,7 +479,7 @@ class LoadTracker:
         age_s = now - self._updated_s
         return age_s if self.known and age_s > STALE_S else 0.0
 
-    def hear(self, delta: ClusterDelta, now: float, rng: Random) -> bool:
+    def apply(self, delta: ClusterDelta, now: float, rng: Random) -> bool:
         """Apply a broadcast, with the assignments that its loads cannot show yet on top: O(log instances) a load.
 
         Returns False, and changes nothing, when a broadcast before it is missing.

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from shared.domain.instance import ClusterView, InstanceState, Promised
 from shared.domain.job import JobView
 from shared.domain.route import Route
-from shared.policy.answers import Answers
 from shared.policy.decode_admission import is_heavy
-from shared.policy.demand import ClassNeeds
+from shared.policy.demand import ClassDemand
+from shared.policy.output_lengths import OutputLengths
 
 SETTLE_S = 1.0  # a job that was placed this long ago shows in the load of its instance
 FORGET_S = 3600.0  # no job takes longer: its completion was lost
@@ -115,7 +115,7 @@ def assignments(job: JobView, route: Route, now: float) -> tuple[Assignment, ...
 
 KEEP_S = 2.0  # held for this long, a job has a claim; against jobs of a heavier class after the weights' ratio as long
 COUNTED = 32  # claims that a decision counts, the oldest; of each gateway process and class only one job asks
-SILENT_S = 1.0  # a job that has not asked again for this long is gone, or placed by another scheduler
+SILENT_S = 1.0  # a job without another request for this long is gone, or placed by another scheduler
 
 Kept = Sequence[tuple[int, int]]  # tokens of KV that a job needs when it starts, and tokens of its answer
 
@@ -127,7 +127,7 @@ class _Claim:
     answer: int
     weight: float
     since_s: float
-    asked_s: float
+    requested_s: float
 
 
 class Claims:
@@ -143,11 +143,11 @@ class Claims:
         """Record that a job is held until there is room at that instance, or anywhere before."""
         known = self._held.get(job.job_id)
         if known is None:
-            for job_id in [one for one, claim in self._held.items() if now - claim.asked_s > SILENT_S]:
+            for job_id in [one for one, claim in self._held.items() if now - claim.requested_s > SILENT_S]:
                 del self._held[job_id]
             self._held[job.job_id] = _Claim(instance_id, tokens, answer, job.slo.weight, now, now)
             return
-        known.asked_s, known.tokens, known.answer = now, tokens, answer
+        known.requested_s, known.tokens, known.answer = now, tokens, answer
         if now - known.since_s < KEEP_S:
             known.instance_id = instance_id  # later it stays: the memory that has become free there is for this job
 
@@ -178,7 +178,7 @@ class Claims:
         for job_id, claim in self._held.items():
             if job_id == job.job_id:
                 break  # the others have been held for less long
-            if now - claim.asked_s > SILENT_S:
+            if now - claim.requested_s > SILENT_S:
                 continue
             if now - claim.since_s < KEEP_S * max(1.0, job.slo.weight / claim.weight):
                 continue
@@ -242,8 +242,8 @@ class WorkloadLedger:
         self._coming: dict[str, Assignment] = {}
         self._coming_to: dict[str, dict[str, Assignment]] = {}  # the same by instance and job
         self.claims = Claims()
-        self.answers = Answers()
-        self.needs = ClassNeeds()
+        self.output_lengths = OutputLengths()
+        self.class_demand = ClassDemand()
 
     def __len__(self) -> int:
         return len(self._work)
@@ -260,8 +260,8 @@ class WorkloadLedger:
             rotation.took(pair_key(prefill, decode))
         self._remove(job_id)
         self.claims.drop(job_id)
-        self.answers.begun(job)
-        self.needs.placed(job, now)
+        self.output_lengths.started(job)
+        self.class_demand.placed(job, now)
         assigned = assignments(job, route, now)
         for assignment in assigned:
             if assignment.coming:
@@ -281,8 +281,8 @@ class WorkloadLedger:
         output_tokens: of a whole answer. met: whether it met its targets, None where that is not known.
         """
         self.claims.drop(job_id)
-        self.answers.ended(job_id, output_tokens)
-        self.needs.ended(job_id, met, now)
+        self.output_lengths.ended(job_id, output_tokens)
+        self.class_demand.ended(job_id, met, now)
         self._remove(job_id)
 
     def _remove(self, job_id: str) -> None:

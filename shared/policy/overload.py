@@ -84,13 +84,13 @@ class _Decision:
     def route(self) -> Route:
         job, index = self.job, self.index
         route = self._place(self.exclude)
-        slo, needs = job.slo, index.ledger.needs
+        slo, needs = job.slo, index.ledger.class_demand
         if job.pause_s > 0.0:
             return self._sooner(route)
         if job.begun:
             return route
         if slo.when_full is not WhenFull.DELAY:
-            needs.asked(job, self.now)
+            needs.arrived(job, self.now)
         if slo.when_full is WhenFull.NEVER:
             return self._with_room(route)
         obstacle = self._obstacle(route)
@@ -183,7 +183,7 @@ class _Decision:
 
     def _misses(self, option: Option) -> _Obstacle | None:
         """The reason for which the job would miss its own targets, if it is what is ahead of the job."""
-        job, slo, needs, decode = self.job, self.job.slo, self.index.ledger.needs, option.decode
+        job, slo, needs, decode = self.job, self.job.slo, self.index.ledger.class_demand, option.decode
         there, margin = decode.view.instance_id, needs.margin(slo)
 
         def limited(limit_s: float, alone_s: float) -> float:
@@ -223,7 +223,7 @@ class _Decision:
         if step_s > limit_s:
             message = f"a token of others would take {step_s:.4f} s, {limit_s:.4f} s are allowed"
             return _Obstacle("tpot", each_s, message, there)
-        missing = self.index.ledger.needs.missing(self.job.slo, self.now)
+        missing = self.index.ledger.class_demand.missing(self.job.slo, self.now)
         if missing > 0.0 and (room := self._room_for(others) - 1.0) < missing:
             message = f"there is room for {room:.1f} jobs, of which heavier classes are likely to need {missing:.1f}"
             return _Obstacle("reserve", each_s, message)
@@ -254,8 +254,8 @@ class _Decision:
 
     def _room_for(self, others: Slo) -> float:
         """How many more usual jobs the decode instances could take within those targets; summed once a broadcast."""
-        needs, decodes = self.index.ledger.needs, self.index.decode
-        answer, prompt = self.index.ledger.answers.all.mean, needs.prompt_tokens(self.job.slo, self.now)
+        needs, decodes = self.index.ledger.class_demand, self.index.decode
+        answer, prompt = self.index.ledger.output_lengths.all.mean, needs.prompt_tokens(self.job.slo, self.now)
 
         def summed() -> tuple[float, int]:
             return sum(_room_at(view, others.tpot_s, prompt, answer) for view in decodes.views), needs.placements

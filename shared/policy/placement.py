@@ -160,7 +160,7 @@ class _Placing:
             work=placed.work,
             prefill_saved=self._saved(prefill, split),
             decode_saved=self._saved(decode, self.job.prompt_tokens),
-            answer_tokens=self.index.ledger.answers.bound(self.job),
+            answer_tokens=self.index.ledger.output_lengths.bound(self.job),
             lead_steps=placed.lead_steps,
             ttft_s=placed.ttft_s,
             hold_s=placed.hold_s,

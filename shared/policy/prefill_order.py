@@ -34,7 +34,7 @@ class WaitingJob:
 class PrefillOrder(Protocol):
     """Orders queued jobs by a key that a job keeps while it waits, the least first; ties go to the job that came first.
 
-    `window`, at least 1: the number of later jobs that may overtake a job (`WaitingLine`). `batches`: instead, the
+    `window`, at least 1: the number of later jobs that may overtake a job (`PrefillQueue`). `batches`: instead, the
     oldest `window` jobs are ordered, and all of them are taken before others are looked at.
     """
 
@@ -112,7 +112,7 @@ class _Entry(Generic[Item]):
     taken: bool = False  # not removed; it counts as overtaking while jobs that came before it wait
 
 
-class _ClassLine(Generic[Item]):
+class _ClassQueue(Generic[Item]):
     """The jobs of one weight, in a policy's order, without starvation; O(log n) for each.
 
     While a job waits, at most the order's `window` jobs that came after it are taken before it; then it is the next,
@@ -238,19 +238,19 @@ class _ClassLine(Generic[Item]):
             self._raw = deque(entry for entry in self._raw if entry.here)
 
 
-class WaitingLine(Generic[Item]):
+class PrefillQueue(Generic[Item]):
     """A queue of a caller's items: streams (requests whose client has tokens) before prompts without a token, and in
     each of the two groups heavier classes first.
 
     Within a group, while a class waits, at most `CLASS_WINDOW` times the ratio of the weights are taken of heavier
     classes, then one of it: two classes that both wait all the time are served in a fixed proportion. Within one weight
-    (`_ClassLine`), prompts follow the policy's order, and of streams the one with the fewest tokens to compute is
+    (`_ClassQueue`), prompts follow the policy's order, and of streams the one with the fewest tokens to compute is
     first.
     """
 
     def __init__(self, order: PrefillOrder) -> None:
         self._order = order
-        self._lines: dict[Group, _ClassLine[Item]] = {}  # streams before prompts, then the heaviest first
+        self._lines: dict[Group, _ClassQueue[Item]] = {}  # streams before prompts, then the heaviest first
         self._passed: dict[Group, float] = {}  # taken of heavier classes while it waits, by the ratio of weights
         self._held: Group | None = None  # the group whose next item is held
 
@@ -311,10 +311,10 @@ class WaitingLine(Generic[Item]):
             if not started:
                 line.reorder(order)
 
-    def _of(self, group: Group) -> _ClassLine[Item]:
+    def _of(self, group: Group) -> _ClassQueue[Item]:
         line = self._lines.get(group)
         if line is None:
-            self._lines[group] = _ClassLine(STREAMS if group[0] else self._order)
+            self._lines[group] = _ClassQueue(STREAMS if group[0] else self._order)
             self._passed[group] = 0.0
             self._lines = dict(sorted(self._lines.items(), key=lambda row: row[0], reverse=True))
             line = self._lines[group]

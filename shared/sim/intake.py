@@ -14,7 +14,7 @@ from shared.domain.route import Route
 from shared.errors import Delayed, InvalidRequest, Overloaded, PolyphaseError, Unavailable
 from shared.policy.decode_admission import is_heavy
 from shared.policy.demand import DemandBook, DemandCounter
-from shared.policy.fair_share import FairLine, Shares
+from shared.policy.fair_share import CallerQueue, TokenCounters
 from shared.policy.index import ClusterIndex
 from shared.policy.overload import decide, steps_aside
 from shared.policy.prefix_index import saved_tokens
@@ -55,7 +55,7 @@ class Intake:
         self._record = context.record
         self._rng = context.rng
         self._flips = flips
-        self._shares = Shares()
+        self._shares = TokenCounters()
         self.patience = Patience(context.run.patience_s, context.loop)
         self.unserved = Unserved(context.run)
         self.delayed = DelayedRequests(context.loop, self._shares, self._try_place)
@@ -283,8 +283,8 @@ class _Queue:
 
     __slots__ = ("asleep", "requests")
 
-    def __init__(self, shares: Shares) -> None:
-        self.requests: FairLine[SimRequest] = FairLine(shares)
+    def __init__(self, shares: TokenCounters) -> None:
+        self.requests: CallerQueue[SimRequest] = CallerQueue(shares)
         self.asleep = False
 
 
@@ -296,7 +296,9 @@ class DelayedRequests:
     seconds until the request may try again, or None once it waits no more.
     """
 
-    def __init__(self, loop: EventLoop, shares: Shares, try_place: Callable[[SimRequest, float], float | None]) -> None:
+    def __init__(
+        self, loop: EventLoop, shares: TokenCounters, try_place: Callable[[SimRequest, float], float | None]
+    ) -> None:
         self._loop = loop
         self._shares = shares
         self._try_place = try_place
@@ -511,7 +513,7 @@ class AutoFlips:
         if job.prefix:
             view = self._fleet.instance(self._fleet.position(first.instance_id)).view(now)
             held = saved_tokens(index.prefixes, view, job)
-        self._counter.add(job, held, self._fleet.ledger.answers.expected(job).mean, self._split, now)
+        self._counter.add(job, held, self._fleet.ledger.output_lengths.expected(job).mean, self._split, now)
 
     def ended(self, job_id: str, output_tokens: int, now: float) -> None:
         """A request is over; `output_tokens` of a whole answer, else 0."""

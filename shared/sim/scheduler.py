@@ -11,7 +11,7 @@ from math import inf
 
 from shared.domain.rates import StepRates
 from shared.policy.decode_admission import DecodeAdmission, Greedy
-from shared.policy.prefill_order import PrefillOrder, WaitingJob, WaitingLine, heaviest_first, victim
+from shared.policy.prefill_order import PrefillOrder, PrefillQueue, WaitingJob, heaviest_first, victim
 from shared.policy.step_budget import StepLoad, gap_target_s, joining_gap_s, prefill_tokens
 from shared.sim.group import DecodeGroup
 from shared.sim.memory import AdmissionGate, KvMemory
@@ -360,7 +360,7 @@ class WaitingLegs:
     __slots__ = ("_line", "_staged", "_staging", "_staging_free")
 
     def __init__(self, order: PrefillOrder, staging_tokens: int | None = None) -> None:
-        self._line: WaitingLine[Leg] = WaitingLine(order)
+        self._line: PrefillQueue[Leg] = PrefillQueue(order)
         self._staging = staging_tokens
         self._staging_free = staging_tokens or 0
         self._staged: dict[Leg, int] = {}  # until their KV is sent

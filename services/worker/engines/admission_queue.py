@@ -8,7 +8,7 @@ import msgspec
 
 from services.worker.engines.base import EnginePolicies, EngineRequest
 from shared.policy.decode_admission import Blocks, Decoding, Greedy, may_decode
-from shared.policy.prefill_order import WaitingLine
+from shared.policy.prefill_order import PrefillQueue
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -34,7 +34,7 @@ class AdmissionQueue(Generic[Item]):
         self._tokens_of = tokens_of
         self._decoding = decoding
         self._blocks = blocks
-        self._waiting: WaitingLine[Item] = WaitingLine(policies.order)
+        self._waiting: PrefillQueue[Item] = PrefillQueue(policies.order)
 
     def __len__(self) -> int:
         return len(self._waiting)

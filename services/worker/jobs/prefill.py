@@ -239,7 +239,7 @@ class Dispatcher:
 
     def hear(self, delta: ClusterDelta) -> bool:
         """Apply a broadcast; False where one before it is missing."""
-        applied = self._index.hear(delta, time.time(), self._rng)
+        applied = self._index.apply(delta, time.time(), self._rng)
         if applied:
             self._first.set()
         return applied

@@ -243,4 +243,4 @@ async def test_answers_teach_their_lengths(scheduler: Scheduler) -> None:
         await scheduler.client.place(job(number), timeout_s=5)
     await scheduler.client.report([report(f"j{number}", output_tokens=7) for number in range(39)], timeout_s=5)
     await scheduler.client.report([report("j39", Phase.FAILED, output_tokens=999)], timeout_s=5)
-    assert scheduler.state.placer.decider.ledger.answers.all.mean == pytest.approx(7.0)
+    assert scheduler.state.placer.decider.ledger.output_lengths.all.mean == pytest.approx(7.0)

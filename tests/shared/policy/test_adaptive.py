@@ -10,11 +10,11 @@ from shared.domain.job import JobView, Slo
 from shared.domain.kv import Codec
 from shared.domain.rates import LinkRate
 from shared.policy.adaptive import HOLDERS_PER_ROLE, RANDOM_DECODES, Adaptive, AdaptiveDispatch, AdaptiveSplit
-from shared.policy.answers import Answers, Lengths
 from shared.policy.dispatch import DispatchPolicy, PowerOfTwo
 from shared.policy.estimate import DecodeSide, JobContext, PrefillSide
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import assignments
+from shared.policy.output_lengths import Lengths, OutputLengths
 from shared.policy.placement import Policies, place
 from shared.policy.prefix_index import PrefixIndex
 from shared.policy.split import FractionSplit, FullSplit, NoSplit, Split
@@ -73,13 +73,13 @@ def test_reasons_name_the_terms_and_what_was_predicted() -> None:
 
 def test_in_a_burst_both_instances_get_their_part() -> None:
     """Nobody can be in time any more: what is left is to be through soon, and the slow one must not wait alone."""
-    answers = Answers()
+    answers = OutputLengths()
     for number in range(100):
         done = job(800, 1000, job_id=f"done {number}", slo=TARGETS)
-        answers.begun(done)
+        answers.started(done)
         answers.ended(done.job_id, 150)
     found = ClusterIndex(view(p(speed=0.4), d(max_seqs=64)), rng=Random(0))
-    found.ledger.answers = answers
+    found.ledger.output_lengths = answers
     for number in range(120):
         one = asked(job_id=f"{number}")
         routed = place(one, found, ALL, 0.0, Random(0))

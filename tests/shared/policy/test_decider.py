@@ -6,7 +6,7 @@ import pytest
 from shared.domain.policies import ENGINE, KINDS, ROUTING, PolicySet
 from shared.domain.route import PolicySpec
 from shared.policy import registry
-from shared.policy.decider import Following
+from shared.policy.decider import PolicyFollower
 
 BAD = PolicySpec("of tomorrow")
 
@@ -22,9 +22,9 @@ class Maker:
         return policies.split.name
 
 
-def following() -> tuple[Following[str], Maker]:
+def following() -> tuple[PolicyFollower[str], Maker]:
     maker = Maker()
-    return Following(ROUTING, maker), maker
+    return PolicyFollower(ROUTING, maker), maker
 
 
 def test_it_begins_with_the_suites_defaults() -> None:
@@ -50,7 +50,7 @@ def test_the_newest_that_can_be_made_is_followed(
 ) -> None:
     found, _ = following()
     for policies in heard:
-        found.hear(policies)
+        found.apply(policies)
     assert (found.policies.revision, found.made) == follows
     assert found.trouble.startswith(trouble)
     assert bool(found.trouble) == bool(trouble)
@@ -60,11 +60,11 @@ def test_policies_are_made_only_when_one_of_its_kinds_is_another() -> None:
     """They may have a state: whose turn it is."""
     found, maker = following()
     for revision in range(1, 4):
-        found.hear(PolicySet(revision, prefill_order=PolicySpec("sjf", {"window": revision})))
-        found.hear(PolicySet(revision, prefill_order=PolicySpec("sjf", {"window": revision})))
+        found.apply(PolicySet(revision, prefill_order=PolicySpec("sjf", {"window": revision})))
+        found.apply(PolicySet(revision, prefill_order=PolicySpec("sjf", {"window": revision})))
     assert len(maker.made) == 1
-    found.hear(PolicySet(9, split=BAD))
-    found.hear(PolicySet(10, split=PolicySpec("none")))
+    found.apply(PolicySet(9, split=BAD))
+    found.apply(PolicySet(10, split=PolicySpec("none")))
     assert len(maker.made) == 2
 
 
@@ -75,9 +75,9 @@ def test_what_cannot_be_made_is_tried_once() -> None:
         tried.append(policies.revision)
         registry.make("split", policies.split)
 
-    found = Following(("split",), make)
+    found = PolicyFollower(("split",), make)
     for _ in range(3):
-        found.hear(PolicySet(5, split=BAD))
+        found.apply(PolicySet(5, split=BAD))
     assert tried == [0, 5]
 
 

@@ -4,9 +4,9 @@ from random import Random
 
 import pytest
 
-from shared.policy.answers import Lengths
 from shared.policy.estimate import EVEN, DecodeSide, JobContext, PrefillSide, balanced, slo_cost
 from shared.policy.index import ClusterIndex
+from shared.policy.output_lengths import Lengths
 from shared.policy.placement import place
 from tests.shared.policy.views import ALL, TARGETS, asked, busy, d, p, view
 

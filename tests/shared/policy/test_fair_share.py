@@ -9,14 +9,14 @@ from shared.policy.fair_share import (
     LEDGER_S,
     OUTPUT_COST,
     SLACK_TOKENS,
-    FairLine,
+    CallerQueue,
     LeastFirst,
-    Shares,
+    TokenCounters,
 )
 
 
-def shares(*callers: str, **weights: float) -> Shares:
-    made = Shares(weights)
+def shares(*callers: str, **weights: float) -> TokenCounters:
+    made = TokenCounters(weights)
     for caller in callers:
         made.came(caller, 0.0)
     return made
@@ -31,8 +31,6 @@ def test_output_tokens_cost_more_and_a_weight_makes_them_cheaper() -> None:
 
 
 class Ledger:
-    """Of one who serves beside others."""
-
     def __init__(self) -> None:
         self.noted: dict[str, float] = {}
         self.others: dict[str, float] = {}
@@ -47,7 +45,7 @@ class Ledger:
 def test_what_a_caller_has_had_elsewhere_counts_from_its_first_request_on() -> None:
     ledger = Ledger()
     ledger.others = {"a": 5000.0}
-    made = Shares({"b": 2.0}, ledger)
+    made = TokenCounters({"b": 2.0}, ledger)
     made.came("a", 0.0)
     made.came("b", 0.0)
     assert made.tokens("a") == 0.0
@@ -103,7 +101,7 @@ def test_who_asks_for_little_is_not_idle_but_gains_only_so_much() -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 3000)), min_size=30, max_size=120))
 def test_a_line_keeps_those_who_always_wait_close_together(jobs: list[tuple[str, int]]) -> None:
     made = shares("a", "b", "c")
-    line = FairLine[int](made)
+    line = CallerQueue[int](made)
     cost = dict(enumerate(tokens for _, tokens in jobs))
     caller_of = dict(enumerate(caller for caller, _ in jobs))
     left = {name: [number for number, (caller, _) in enumerate(jobs) if caller == name] for name in "abc"}
@@ -122,7 +120,7 @@ def test_a_line_keeps_those_who_always_wait_close_together(jobs: list[tuple[str,
 
 def test_the_head_stays_the_head_until_it_leaves() -> None:
     made = shares("a", "b")
-    line = FairLine[str](made)
+    line = CallerQueue[str](made)
     made.charge("a", 10, 0)
     line.push("a1", "a")
     assert line.head() == "a1"

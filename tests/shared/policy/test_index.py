@@ -20,7 +20,7 @@ CHUNKED = Rates(PartialPrefillCost(1e-4, 0.01), ChunkedCost(0.0, 1e-6, 0.0256))
 
 
 def update(live: LoadTracker, whole: ClusterView, now: float, rng: Random) -> None:
-    assert live.hear(ClusterDelta.of(whole), now, rng)
+    assert live.apply(ClusterDelta.of(whole), now, rng)
 
 
 def waits(cluster: ClusterIndex) -> dict[str, float]:
@@ -174,7 +174,7 @@ def test_a_decode_that_has_come_counts_once_although_nobody_has_reported_it_yet(
     assert live.current.decode.views[0].load.decoding == 1
     came = (mark_of("j"),)
     update(live, view(prefill("p"), decode("d", time_s=10.1, decoding=1, accepted=came)), 10.1, rng)
-    live.hear(ClusterDelta(2, 10.2, loads={"d": InstanceLoad(time_s=10.2, decoding=1, accepted=came)}), 10.2, rng)
+    live.apply(ClusterDelta(2, 10.2, loads={"d": InstanceLoad(time_s=10.2, decoding=1, accepted=came)}), 10.2, rng)
     assert live.current.decode.views[0].load.decoding == 1
 
 
@@ -223,7 +223,7 @@ def test_step_by_step_is_the_same_as_all_at_once(events: list[tuple[str, object,
     views = {name: instance(name, Role.PREFILL if name[0] == "p" else Role.DECODE) for name in NAMES}
     now, sequence = 100.0, 1
     first = view(*views.values(), sequence=sequence)
-    assert one.hear(ClusterDelta.of(first), now, Random(0))
+    assert one.apply(ClusterDelta.of(first), now, Random(0))
     update(all_at_once, first, now, Random(0))
     for number, (what, who, value) in enumerate(events):
         if what == "pass":
@@ -243,12 +243,14 @@ def test_step_by_step_is_the_same_as_all_at_once(events: list[tuple[str, object,
             views[str(who)] = after = _after(before, what, value, now)
             sequence += 1
             loads = {after.instance_id: after.load} if what == "load" else {}
-            assert one.hear(ClusterDelta(sequence, now, changed=() if loads else (after,), loads=loads), now, Random(0))
+            assert one.apply(
+                ClusterDelta(sequence, now, changed=() if loads else (after,), loads=loads), now, Random(0)
+            )
             update(all_at_once, view(*views.values(), sequence=sequence), now, Random(0))
             _same_where_told(one.current, all_at_once.current, after)
     sequence += 1
     told = ClusterDelta(sequence, now, loads={name: one.load for name, one in views.items()})
-    assert one.hear(told, now, Random(0))
+    assert one.apply(told, now, Random(0))
     update(all_at_once, view(*views.values(), sequence=sequence), now, Random(0))
     assert picture(one.current) == picture(all_at_once.current)
 
@@ -272,17 +274,17 @@ def _same_where_told(one: ClusterIndex, other: ClusterIndex, about: InstanceView
 
 def test_a_delta_after_a_gap_changes_nothing() -> None:
     tracker, rng = LoadTracker(), Random(0)
-    assert not tracker.hear(ClusterDelta(1, 0.0), 0.0, rng)
+    assert not tracker.apply(ClusterDelta(1, 0.0), 0.0, rng)
     assert not tracker.known
     update(tracker, view(instance("p0"), sequence=5), 0.0, rng)
     before = tracker.current
-    assert not tracker.hear(ClusterDelta(7, 0.1, gone=("p0",)), 0.1, rng)
+    assert not tracker.apply(ClusterDelta(7, 0.1, gone=("p0",)), 0.1, rng)
     assert tracker.current is before
-    assert tracker.hear(ClusterDelta(6, 0.1, loads={"p0": InstanceLoad(running=3), "new": InstanceLoad()}), 0.1, rng)
+    assert tracker.apply(ClusterDelta(6, 0.1, loads={"p0": InstanceLoad(running=3), "new": InstanceLoad()}), 0.1, rng)
     assert tracker.current is before
     assert tracker.current.prefill.views[0].load.running == 3
     assert (tracker.current.sequence, tracker.current.size, tracker.moves) == (6, 1, 1)
-    assert tracker.hear(ClusterDelta(7, 0.2, gone=("p0",)), 0.2, rng)
+    assert tracker.apply(ClusterDelta(7, 0.2, gone=("p0",)), 0.2, rng)
     assert (tracker.current.size, tracker.moves) == (0, 2)
 
 

@@ -17,10 +17,10 @@ from shared.domain.rates import Rates, StepForm, StepRates
 from shared.domain.route import InstanceRef, PolicySpec, Route, Work
 from shared.errors import Delayed
 from shared.policy import ledger as module
-from shared.policy.answers import FIRST_TOKENS, RECENT, Answers, Lengths, within
 from shared.policy.decider import Decider
 from shared.policy.decode_admission import ahead_of
 from shared.policy.ledger import FORGET_S, KEEP_S, SETTLE_S, Claims, Rotation, WorkloadLedger, pair_key
+from shared.policy.output_lengths import FIRST_TOKENS, RECENT, Lengths, OutputLengths, within
 from shared.policy.overload import HOLD_LOOK_S
 from tests.shared.policy.views import decode, job, predicted, score, tokens_at, view
 
@@ -138,14 +138,14 @@ def test_a_rotation_counts_placements_and_starts_again_with_other_members() -> N
 # Lengths of answers
 
 
-def answer(answers: Answers, tokens: int, count: int = 1, **more: object) -> None:
+def answer(answers: OutputLengths, tokens: int, count: int = 1, **more: object) -> None:
     for number in range(count):
-        answers.begun(job(job_id=f"{number}", output=1000, **more))
+        answers.started(job(job_id=f"{number}", output=1000, **more))
         answers.ended(f"{number}", tokens)
 
 
 def test_before_the_first_answer_the_prediction_counts() -> None:
-    answers = Answers()
+    answers = OutputLengths()
     answer(answers, 0, 100, prediction=predicted(0, 200))  # they failed
     assert answers.all.mean == FIRST_TOKENS
     assert answers.expected(job(output=5000, prediction=predicted(200, 400))) == within(predicted(200, 400))
@@ -162,7 +162,7 @@ def test_a_range_as_lengths(lower: int, upper: int, mean: float, brief: float) -
 
 
 def test_answers_correct_predictions_like_theirs_and_the_newest_count_most() -> None:
-    answers = Answers()
+    answers = OutputLengths()
     for _ in range(1000):
         answer(answers, 10, prediction=predicted(0, 200))
         answer(answers, 30, prediction=predicted(0, 200))
@@ -178,7 +178,7 @@ def test_a_spread_counts_more_than_its_likeliest_bucket_and_is_corrected_in_prop
     def spread(*shares: float) -> LengthPrediction:
         return LengthPrediction(0, 0, 100, 0.5, "classifier", 100, shares, 400)
 
-    narrow, wide, answers = spread(0.9, 0.1, 0.0, 0.0), spread(0.5, 0.1, 0.0, 0.4), Answers()
+    narrow, wide, answers = spread(0.9, 0.1, 0.0, 0.0), spread(0.5, 0.1, 0.0, 0.4), OutputLengths()
     assert answers.expected(job(output=1000, prediction=wide)).mean == pytest.approx(180, abs=1)
     answer(answers, 120, 2000, prediction=narrow)  # twice the prediction
     assert answers.expected(job(output=1000, prediction=narrow)).mean == pytest.approx(120, rel=0.05)
@@ -234,7 +234,9 @@ def test_a_large_job_waits_until_room_is_kept_and_the_answers_there_have_ended(s
     form = StepForm(STEP_S, 0.0, 0.0, 0.0)
     shape = decode("d", rates=Rates(step=StepRates(form, form, form)), total_blocks=512)
     scheduler, running, placed, rng = Decider(0), dict[str, tuple[float, JobView]](), dict[str, float](), Random(1)
-    assert scheduler.hear(ClusterDelta.of(ClusterView(1, 0.0, (shape,), PolicySet(step_budget=PolicySpec("off")))), 0.0)
+    assert scheduler.apply(
+        ClusterDelta.of(ClusterView(1, 0.0, (shape,), PolicySet(step_budget=PolicySpec("off")))), 0.0
+    )
     small = [(at / 12.0, at, held_job(f"s{at}", 50, rng.randint(150, 206))) for at in range(12 * 80)]
     events = [*small, (20.0, -1, held_job("large", 3000, 1000, slo))]
     heapq.heapify(events)
@@ -257,7 +259,7 @@ def test_a_large_job_waits_until_room_is_kept_and_the_answers_there_have_ended(s
             kv_ahead=ahead,
         )
         sent += 1
-        assert scheduler.hear(ClusterDelta(sent, now, loads={"d": load}), now)
+        assert scheduler.apply(ClusterDelta(sent, now, loads={"d": load}), now)
         try:
             scheduler.decide(one, (), now)
         except Delayed as delay:

@@ -79,10 +79,10 @@ def busy_with(slo: Slo, jobs: int, stay_s: float, open_jobs: int = 0) -> Workloa
     ledger = WorkloadLedger()
     for number in range(jobs):
         job, now = asked(slo, job_id=f"{slo.name}{number}"), 10.0 * number / jobs
-        ledger.needs.asked(job, now)
-        ledger.needs.placed(job, now)
+        ledger.class_demand.arrived(job, now)
+        ledger.class_demand.placed(job, now)
         if number < jobs - open_jobs:
-            ledger.needs.ended(job.job_id, True, now + stay_s)
+            ledger.class_demand.ended(job.job_id, True, now + stay_s)
     return ledger
 
 
@@ -167,7 +167,7 @@ def test_each_placement_takes_of_the_room_before_the_next_broadcast() -> None:
     index = ClusterIndex(view(d(decodes=170, context=100, max_seqs=200)), rng=Random(0), ledger=ledger)
     with pytest.raises(Delayed, match="heavier classes"):
         _place_all(index, [asked(BATCH, job_id=f"b{number}") for number in range(40)], book=False)
-    assert 5 < ledger.needs.placements - 60 < 30
+    assert 5 < ledger.class_demand.placements - 60 < 30
 
 
 def test_callers_with_more_than_their_share_are_refused_first() -> None:
@@ -182,20 +182,20 @@ def test_outcomes_and_refusals_change_what_predicted_times_may_take() -> None:
 
     def margin_after(count: int, met: bool) -> float:
         for _ in range(count):
-            ledger.needs.placed(asked(CHAT, job_id="one"), 0.0)
-            ledger.needs.ended("one", met, 1.0)
-        return ledger.needs.margin(CHAT)
+            ledger.class_demand.placed(asked(CHAT, job_id="one"), 0.0)
+            ledger.class_demand.ended("one", met, 1.0)
+        return ledger.class_demand.margin(CHAT)
 
     first, worse = margin_after(1, True), margin_after(5, False)
     assert worse < margin_after(100, True) <= first
     assert margin_after(1000, False) == pytest.approx(0.5), "it has a floor"
     ledger = busy_with(CHAT, 20, 1.0)
-    margin, before = ledger.needs.margin(CHAT), ledger.needs.others(BATCH, 10.0)
+    margin, before = ledger.class_demand.margin(CHAT), ledger.class_demand.others(BATCH, 10.0)
     for _ in range(5):
-        ledger.needs.refused(CHAT)
-    assert ledger.needs.others(BATCH, 10.0).tpot_s < before.tpot_s < CHAT.tpot_s
-    assert ledger.needs.margin(CHAT) == margin
-    assert ledger.needs.others(CHAT, 10.0) == CHAT, "no class is heavier"
+        ledger.class_demand.refused(CHAT)
+    assert ledger.class_demand.others(BATCH, 10.0).tpot_s < before.tpot_s < CHAT.tpot_s
+    assert ledger.class_demand.margin(CHAT) == margin
+    assert ledger.class_demand.others(CHAT, 10.0) == CHAT, "no class is heavier"
 
 
 def test_cost_to_heavier_classes_counts_by_their_weight_and_targets() -> None:

@@ -13,11 +13,11 @@ from shared.policy.prefill_order import (
     Fcfs,
     Ljf,
     PrefillOrder,
+    PrefillQueue,
     PrefillShare,
     Rank,
     Sjf,
     WaitingJob,
-    WaitingLine,
     heaviest_first,
     victim,
 )
@@ -115,7 +115,7 @@ STEPS = st.lists(
 
 @given(st.sampled_from(ORDERS), STEPS)
 def test_the_next_is_the_models_next_whatever_happens(order: PrefillOrder, steps: list[Step]) -> None:
-    line, model, out = WaitingLine[int](order), Model(order), list[int]()
+    line, model, out = PrefillQueue[int](order), Model(order), list[int]()
     for number, (what, value) in enumerate(steps):
         waiting = [*model.front, *(one[0] for one in model.here)]
         if what == "come":
@@ -149,7 +149,7 @@ def test_the_next_is_the_models_next_whatever_happens(order: PrefillOrder, steps
 
 @pytest.mark.parametrize("overtake", [False, True])
 def test_long_waits_and_many_who_give_up_leave_nothing_behind(overtake: bool) -> None:
-    line = WaitingLine[int](Sjf(window=10_000, overtake=overtake))
+    line = PrefillQueue[int](Sjf(window=10_000, overtake=overtake))
     line.push(-1, job(10**6))
     for number in range(5_000):
         line.push(number, job(1))
@@ -165,7 +165,7 @@ def of_weight(weight: float) -> WaitingJob:
 
 
 def test_heavier_classes_go_first_and_lighter_ones_are_not_starved() -> None:
-    line = WaitingLine[str](Fcfs())
+    line = PrefillQueue[str](Fcfs())
     line.push("light", of_weight(0.1))
     taken = 0
     while True:
@@ -178,7 +178,7 @@ def test_heavier_classes_go_first_and_lighter_ones_are_not_starved() -> None:
 
 
 def test_what_is_put_back_is_the_next_of_its_class_only() -> None:
-    line = WaitingLine[str](Fcfs())
+    line = PrefillQueue[str](Fcfs())
     line.push("light", of_weight(0.1))
     line.push("light2", of_weight(0.1))
     assert line.pop() == "light"
@@ -193,7 +193,7 @@ def stream(tokens: int = 1, weight: float = 1.0) -> WaitingJob:
 
 
 def test_streams_go_before_prompts_of_heavier_classes_and_heavier_streams_first() -> None:
-    line = WaitingLine[str](Sjf())
+    line = PrefillQueue[str](Sjf())
     assert line.stream is None
     line.push("heavy prompt", of_weight(8.0))
     assert line.stream is None
@@ -208,7 +208,7 @@ def test_streams_go_before_prompts_of_heavier_classes_and_heavier_streams_first(
 
 
 def test_a_preempted_stream_is_the_next_of_all_and_a_preempted_prompt_is_not() -> None:
-    line = WaitingLine[str](Fcfs())
+    line = PrefillQueue[str](Fcfs())
     line.push("prompt", of_weight(1.0))
     line.push("stream", stream())
     line.put_back("preempted prompt")
@@ -218,7 +218,7 @@ def test_a_preempted_stream_is_the_next_of_all_and_a_preempted_prompt_is_not() -
 
 
 def test_one_that_gives_up_elsewhere_does_not_end_a_hold() -> None:
-    line = WaitingLine[str](Fcfs())
+    line = PrefillQueue[str](Fcfs())
     line.push("held", of_weight(0.1))
     assert line.hold() == "held"
     line.push("other", of_weight(1.0))
@@ -228,7 +228,7 @@ def test_one_that_gives_up_elsewhere_does_not_end_a_hold() -> None:
 
 
 def test_nobody_comes_before_the_one_that_is_held() -> None:
-    line = WaitingLine[str](Fcfs())
+    line = PrefillQueue[str](Fcfs())
     line.push("light", of_weight(0.1))
     assert line.hold() == "light"
     line.push("heavy", of_weight(1.0))

@@ -10,8 +10,8 @@ from shared.cost.library import Library
 from shared.cost.step_rates import step_rates_of
 from shared.domain.job import JobView, LengthPrediction, Slo
 from shared.domain.rates import Rates, StepForm, StepRates
-from shared.policy.answers import within
 from shared.policy.estimate import DecodeSide, JobContext
+from shared.policy.output_lengths import within
 from shared.policy.step_budget import (
     FLOOR_TOKENS,
     LEARNED_STEPS,
