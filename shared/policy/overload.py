@@ -128,7 +128,7 @@ class _Decision:
         """The route. Raises Delayed while its KV would find no room: the job then waits before its prompt is computed.
 
         A class that wants its first token early waits only as long as the token can still be in time, and no job
-        longer than `HOLD_MOST_S`. Long before that, room that becomes free is kept for it (`claims`).
+        longer than `HOLD_MOST_S`. Long before that, room that becomes free is kept for it (`Claims`).
         """
         job, slo, claims = self.job, self.job.slo, self.index.ledger.claims
         if route.hold_s <= HOLD_S or not job.can_wait or claims.held_s(job.job_id, self.now) >= HOLD_MOST_S:

@@ -72,7 +72,6 @@ def test_reasons_name_the_terms_and_what_was_predicted() -> None:
 
 
 def test_in_a_burst_both_instances_get_their_part() -> None:
-    """Nobody can be in time any more: what is left is to be through soon, and the slow one must not wait alone."""
     answers = OutputLengths()
     for number in range(100):
         done = job(800, 1000, job_id=f"done {number}", slo=TARGETS)
@@ -150,7 +149,6 @@ def test_a_prefix_draws_the_job_to_who_holds_it_unless_that_one_is_much_busier()
 
 @pytest.mark.parametrize("seed", range(8))
 def test_where_all_serve_whole_jobs_the_one_that_would_be_through_first_is_looked_at(seed: int) -> None:
-    """It decodes a little more than the others: by its pressure it would be the last."""
     queue = {"queued_prefill": 10, "queued_prefill_tokens": 20_000}
     others = [d(f"{at:02}", **busy(3), **queue) for at in range(12)]
     assert way(route(asked(), *others, d("short", **busy(4)), seed=seed)) == ("", "short", "none")
@@ -176,7 +174,6 @@ def test_beside_those_that_hold_the_prompt_none_are_looked_at_at_random() -> Non
 def test_where_all_serve_whole_jobs_a_holder_is_not_held_to_the_prompt_that_it_has_just_computed(
     known: int, chosen: str
 ) -> None:
-    """Nine in ten of its last steps computed prompts, of the others' four; a little that it holds is not worth that."""
     prefixes, blocks = PrefixIndex(), tuple(range(1, 43))
     prefixes.replace("holder", 1, blocks[:known])
     others = [d(f"other-{at}", prefill_share=0.4, **busy(8)) for at in range(3)]

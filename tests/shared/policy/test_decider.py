@@ -57,7 +57,6 @@ def test_the_newest_that_can_be_made_is_followed(
 
 
 def test_policies_are_made_only_when_one_of_its_kinds_is_another() -> None:
-    """They may have a state: whose turn it is."""
     found, maker = following()
     for revision in range(1, 4):
         found.apply(PolicySet(revision, prefill_order=PolicySpec("sjf", {"window": revision})))

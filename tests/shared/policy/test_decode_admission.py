@@ -239,7 +239,6 @@ def test_jobs_that_fill_the_memory_exactly_fit() -> None:
 
 
 def test_a_job_fits_beside_those_that_end_while_it_is_short() -> None:
-    """What two jobs hold at their ends does not count together when they do not end together."""
     nearly_done = ahead_of([(1990, 10)], BLOCK)
     assert fits_after(nearly_done, 2048, 100, 900, BLOCK) == 16.0
     assert fits_after(nearly_done, 2048, 20, 900, BLOCK) == 0.0
@@ -266,7 +265,6 @@ def test_jobs_that_share_blocks_count_for_their_part_and_one_that_comes_for_what
 
 
 def test_a_prefix_that_is_cached_and_that_nobody_uses_takes_blocks_when_it_is_used() -> None:
-    """Turns of chats, each with a history of its own: what is cached of it lies in free blocks."""
     there = decode("d", total_blocks=2048, free_blocks=2048 - 10 * 138, decoding=10, context_tokens=22_000)
     assert takes_tokens(there, 2300, 2048) == 2300
     assert takes_tokens(decode("idle", total_blocks=1024, free_blocks=1024), 2300, 2048) == 2300

@@ -44,7 +44,6 @@ def test_the_less_disturbed_of_two_by_example(
 
 
 def test_power_of_two_is_not_random_in_disguise() -> None:
-    """PEERS: in another router power-of-two silently became random."""
     views = [decode(f"d{at}", decoding=at) for at in range(10)]
     rng = Random(1)
     drawn = Counter(_chosen(PowerOfTwo(), views, rng) for _ in range(3000))

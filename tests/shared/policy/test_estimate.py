@@ -14,7 +14,6 @@ from tests.shared.policy.views import ALL, TARGETS, asked, busy, d, p, view
 @pytest.mark.parametrize("speed", [0.25, 1.0, 3.0])
 @pytest.mark.parametrize(("queued", "queued_there"), [(0, 0), (4000, 0), (0, 4000)])
 def test_the_balanced_part_keeps_both_sides_equally_long(speed: float, queued: int, queued_there: int) -> None:
-    """Source: Cronus 4.2."""
     one, own = asked(3000), Lengths(150.0, 140.0)
     here = PrefillSide(p(speed=speed, queued_prefill_tokens=queued, queued_prefill=queued // 1000))
     view_there = d(queued_prefill_tokens=queued_there, queued_prefill=queued_there // 1000)
@@ -36,7 +35,6 @@ def test_slo_cost_is_convex_before_the_target_and_flat_beyond() -> None:
 
 
 def test_decodes_on_their_way_count_until_they_come() -> None:
-    """A burst between two broadcasts, and after one that cannot show it yet."""
     found = ClusterIndex(view(p(), d("a", 1.01, **busy(30)), d("b", **busy(30))), rng=Random(0))
     chosen = []
     for number in range(20):

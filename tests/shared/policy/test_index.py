@@ -1,5 +1,6 @@
 """Loads that are taken in one by one come to what an index built of all of them is."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -12,7 +13,7 @@ from shared.domain.rates import ChunkedCost, PartialPrefillCost, Rates, StepForm
 from shared.domain.route import InstanceRef, Route
 from shared.errors import Unavailable
 from shared.policy.index import HOLD_S, UNKNOWN_S_PER_TOKEN, ClusterIndex, LoadTracker, chunked_rate, queued_prefill_s
-from shared.policy.ledger import Assignment, assignments, mark_of
+from shared.policy.ledger import Assignment, assignments, mark_of, promise_of, promised_to
 from shared.policy.placement import LeastLoad
 from tests.shared.policy.views import decode, index, instance, job, prefill, view
 
@@ -107,7 +108,6 @@ def test_assignments_count_until_a_load_was_taken_after_them() -> None:
 
 
 def test_without_broadcasts_bookings_end_with_their_jobs_or_after_a_time() -> None:
-    """The monitor is away for minutes; jobs come and go."""
     live, rng = LoadTracker(), Random(0)
     update(live, view(decode("d", free_blocks=1000), decode("e", free_blocks=1000)), 10.0, rng)
     now = 10.0
@@ -266,10 +266,23 @@ def _after(before: InstanceView, what: str, value: object, now: float) -> Instan
 
 
 def _same_where_told(one: ClusterIndex, other: ClusterIndex, about: InstanceView) -> None:
-    """Others may still count what is forgotten once their own load is told, or a time is over."""
     name = about.instance_id
     assert one.prefill.get(name) == other.prefill.get(name)
     assert one.decode.get(name) == other.decode.get(name)
+
+
+def test_a_decode_that_another_scheduler_has_bound_counts_by_the_load_and_an_own_one_once() -> None:
+    one, route = job(100, job_id="j"), Route(InstanceRef("p", 1, ""), InstanceRef("d", 1, ""), 60, "adaptive")
+    _, bound = assignments(one, route, 5.0)
+    promised = promise_of(bound)
+    assert promised_to("d", promised, 5.0) == replace(bound, job_id="")
+    for own in (False, True):
+        live = LoadTracker()
+        if own:
+            live.ledger.add(one, route, 5.0)
+        update(live, view(prefill("p"), decode("d", promised=(promised,))), 10.0, Random(0))
+        load = live.current.decode.views[0].load
+        assert (load.decoding, load.coming, load.context_tokens) == (1, 1, 100)
 
 
 def test_a_delta_after_a_gap_changes_nothing() -> None:

@@ -45,7 +45,6 @@ def rates(slower: float = 1.0) -> Rates:
 
 
 def p(name: str = "p", queue_s: float = 0.0) -> InstanceView:
-    """With prompts for so many seconds before the job."""
     jobs = round(10 * queue_s)
     each = round(1.0 / (1e-4 + 0.02 / 512) / 10)
     return prefill(name, rates=rates(), queued_prefill=jobs, queued_prefill_tokens=jobs * each, total_blocks=4000)
@@ -87,7 +86,6 @@ def busy_with(slo: Slo, jobs: int, stay_s: float, open_jobs: int = 0) -> Workloa
 
 
 def delay_of(error: type[Overloaded], *args: object, **more: object) -> Overloaded:
-    """The error with which `ask` refuses or delays."""
     with pytest.raises(error) as refused:
         ask(*args, **more)  # type: ignore[arg-type]
     assert type(refused.value) is error
@@ -199,7 +197,6 @@ def test_outcomes_and_refusals_change_what_predicted_times_may_take() -> None:
 
 
 def test_cost_to_heavier_classes_counts_by_their_weight_and_targets() -> None:
-    """A batch job goes to the instance where no job decodes, though the other one is faster."""
     route = ask(
         asked(BATCH), d("busy", decodes=120, context=1200), d("idle"), ledger=busy_with(CHAT, 20, 1.0), now=10.0
     )
@@ -248,7 +245,6 @@ def test_a_job_does_not_wait_for_the_best_instance_where_another_one_meets_its_t
 
 
 def test_what_was_just_placed_has_taken_its_room() -> None:
-    """Of 20 at once so many are placed as fit to their ends, evenly, although no load shows any of them yet."""
     views = p(), d("d", total_blocks=320), d("e", total_blocks=320)
     index = ClusterIndex(ClusterView(1, 0.0, views), rng=Random(0))
     jobs = [msgspec.structs.replace(waiting(answer=400), job_id=f"j{number}") for number in range(21)]
@@ -258,7 +254,6 @@ def test_what_was_just_placed_has_taken_its_room() -> None:
 
 
 def test_a_held_job_begins_while_its_first_token_can_still_be_in_time() -> None:
-    """Its class wants the first token early; one that is smooth waits on, and so does one that is late anyhow."""
     smooth = msgspec.structs.replace(FREE, first_token=FirstTokenOut.SMOOTH)
     assert ask(waiting(waited_s=1.7), p(), full())
     for job in (waiting(waited_s=5.0), waiting(smooth, waited_s=1.7)):

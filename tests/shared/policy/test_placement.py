@@ -249,7 +249,6 @@ def test_a_job_that_makes_no_sense_is_refused(prompt: int, output: int) -> None:
 
 
 def run(name: str, views: list[InstanceView], jobs: int, exclude: tuple[str, ...] = (), each: int = 5) -> list[str]:
-    """Who gets `jobs` jobs, with a broadcast after every `each` of them."""
     policies = Policies(registry.placement(name), registry.split("full"), registry.dispatch("random"))
     ledger, rng, seen, turn = WorkloadLedger(), Random(0), [], 0
     for number in range(jobs):

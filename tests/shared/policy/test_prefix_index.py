@@ -21,8 +21,6 @@ steps = st.lists(
 
 
 class Teller:
-    """An instance and the account that it gives."""
-
     def __init__(self) -> None:
         self.generation, self.sequence = 1, -1
         self.held: dict[int, None] = {}
@@ -140,7 +138,6 @@ def test_what_an_engine_saves_is_whole_blocks_of_its_own(
 
 
 def test_holders_of_a_block_come_and_go_in_any_number() -> None:
-    """Few holders are kept in another way than many."""
     block = (1,)
     index, names = PrefixIndex(), [f"i{number}" for number in range(12)]
     for number, name in enumerate(names):
@@ -198,7 +195,6 @@ def test_a_block_counts_while_all_before_it_are_held(steps: list[tuple[str, int]
 
 
 def _take(blocks: ReachableBlocks, told: set[int]) -> None:
-    """What somebody knows who only hears of changes; nothing is told that he knows."""
     added, removed = blocks.take_changes()
     assert not set(added) & told
     assert set(removed) <= told

@@ -33,7 +33,6 @@ QUIET = {"free_blocks": 950}
 def watch(
     policy: RoleFlip, views: list[ClusterView], context: FlipContext = FlipContext()
 ) -> list[tuple[float, FlipDecision]]:
-    """Each decision with its time, for a policy that sees these clusters second by second."""
     history, made = FlipHistory(), []
     for second, cluster in enumerate(views):
         if (decision := policy.propose(cluster, float(second), history, context)) is not None:
@@ -168,7 +167,6 @@ def outlook_of(demand: Demand, *views: InstanceView) -> Outlook:
 
 
 def of(prefills: int, decodes: int, demand: Demand, slow: int = 0) -> Outlook:
-    """`slow` further instances at a third of the speed compute prompts."""
     shape = {"max_seqs": 64, "total_blocks": 20_000}
     views = [prefill(f"p{n}", rates=rates(), **shape) for n in range(prefills)]
     views += [prefill(f"s{n}", rates=rates(3.0), **shape) for n in range(slow)]

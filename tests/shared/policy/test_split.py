@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shared.domain.rates import ChunkedCost, PartialPrefillCost, Rates
 from shared.policy.papers.cronus import CANDIDATES, Balance, CronusSplit, best_split
-from shared.policy.split import FractionSplit, FullSplit, NoSplit, Split
+from shared.policy.split import FractionSplit, FullSplit, NoSplit, RandomSplit, Split, freedom
 from tests.shared.policy.views import decode, job, prefill
 
 EXAMPLES: list[tuple[Split, int, int]] = [
@@ -135,3 +135,8 @@ def test_the_search_finds_what_looking_at_all_finds(balance: Balance, least: int
     found = best_split(balance, least)
     assert found in candidates
     assert found == best or abs(balance.gap_s(found)) == pytest.approx(abs(balance.gap_s(best)), rel=1e-9, abs=1e-12)
+
+
+def test_the_range_of_shares() -> None:
+    splits = FullSplit(), NoSplit(), FractionSplit(0.25), RandomSplit(), OURS
+    assert [freedom(one) for one in splits] == [(1.0, 1.0), (0.0, 0.0), (0.25, 0.25), (0.0, 1.0), (0.0, 1.0)]
