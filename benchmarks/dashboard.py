@@ -28,15 +28,15 @@ from benchmarks.control import Control, make_info, running
 from benchmarks.measuring import Figures, cores
 from benchmarks.results import Result, at_most, result
 from services.cluster_monitor.history import Grid, history, instances_over_time
+from services.cluster_monitor.load_history import FIGURES, STEPS_S, LoadBook, Totals
+from services.cluster_monitor.request_stats import STEPS_S as SERVED_STEPS_S
+from services.cluster_monitor.request_stats import Ended, How, Served
+from services.cluster_monitor.verdict import judge
 from services.launcher import ports
 from services.launcher.plan import dashboard_command
 from shared.domain.instance import InstanceLoad, InstanceState, InstanceView, Role
 from shared.domain.verdict import Situation, Standing, Thresholds
 from shared.errors import NotFound
-from shared.policy.load_history import FIGURES, STEPS_S, LoadBook, Totals
-from shared.policy.served import STEPS_S as SERVED_STEPS_S
-from shared.policy.served import Ended, How, Served
-from shared.policy.verdict import judge
 from shared.store.database import open_engine
 from shared.store.reading import Order, RequestSearch, search_requests
 from shared.store.tables import load_steps, requests, served

@@ -235,9 +235,9 @@ def _of_admissions(runs: Mapping[str, Sequence[Run]]) -> Result:
 
 # The measurement.
 
-ORDERS = (FCFS, SJF, "ljf", "least_slack")
+ORDERS = (FCFS, SJF, "ljf")
 ADMISSIONS = (GREEDY, STATIC, DYNAMIC)
-# `sjf` and `ljf` overtake as `least_slack` does, instead of working in batches.
+# `sjf` and `ljf` overtake instead of working in batches.
 PARAMETERS = {STATIC: {"reserve_all": True}, SJF: {"overtake": True}, "ljf": {"overtake": True}}
 ROUNDS = 3
 FITTING = 6  # requests at once that the KV holds at their full lengths

@@ -49,7 +49,7 @@ BALANCED = Arm("balanced", "least_load+balanced+power_of_two")
 PAUSES = "pauses"  # the scenarios of pauses, and their table
 PLACEMENTS = ("least_load", "round_robin", "workload", "memory")
 SPLITS = ("split=full", "fraction:fraction=0.5", "balanced")
-DISPATCHES = ("power_of_two", "dispatch=random", "spread", "least_interference")
+DISPATCHES = ("power_of_two", "dispatch=random", "spread")
 RESOLUTION = 1.02  # rates that are distinguished
 COARSE = 1.08  # to learn how many requests it takes
 LASTS_S, SHORT_S = 30.0, 10.0  # requests for so long at the rate of `adaptive`, and where to look for that rate

@@ -21,12 +21,11 @@ from shared.policy import registry
 from shared.policy.decode_admission import DecodeMemory, RunningDecode
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
+from shared.policy.papers.cronus import Balance, best_split
 from shared.policy.placement import Policies, place
-from shared.policy.prefill_order import WaitingJob
+from shared.policy.prefill_order import PrefillQueue, WaitingJob
 from shared.policy.prefix_index import MAX_BLOCKS, PrefixIndex
-from shared.policy.role_flip import Seen
-from shared.policy.split import Balance, best_split
-from shared.policy.waiting_line import WaitingLine
+from shared.policy.role_flip import FlipContext, FlipHistory
 
 SIZES = (10, 100, 1_000)
 KNOWN_BLOCKS = MAX_BLOCKS // SIZES[-1]  # of prompts, at each instance
@@ -93,15 +92,13 @@ def _by_size(size: int) -> Iterator[tuple[str, Decide]]:
         yield f"dispatch_{name}", lambda call, p=dispatch: p.choose(jobs[call % 64], decodes, (), 0.0, rng)  # type: ignore[misc]
     for name in registry.ROLE_FLIP:
         flips = registry.role_flip(name)
-        state, seen = flips.start(), Seen(DEMAND)
-        yield f"role_flip_{name}", lambda call, p=flips, s=state, d=seen: p.step(s, view, float(call), d)  # type: ignore[misc]
+        context = FlipContext(DEMAND)
+        yield f"role_flip_{name}", lambda call, p=flips, c=context: p.propose(view, float(call), FlipHistory(), c)  # type: ignore[misc]
     yield "place", lambda call: place(jobs[call % 64], index, full, 0.0, rng)
     cronus = registry.split("cronus")
     yield (
         "split_cronus",
-        lambda call: cronus.choose(
-            jobs[call % 64], prefills[call % len(prefills)], decodes[call % len(decodes)], 0.0, rng
-        ),
+        lambda call: cronus.choose(jobs[call % 64], prefills[call % len(prefills)], decodes[call % len(decodes)], rng),
     )
 
 
@@ -111,15 +108,15 @@ def _of_any_size() -> Iterator[tuple[str, Decide]]:
     low, high = index.prefill.views[0], index.decode.views[0]
     for name in registry.SPLIT:
         split = registry.split(name)
-        yield f"split_{name}", lambda call, p=split: p.choose(jobs[call % 64], low, high, 0.0, rng)  # type: ignore[misc]
+        yield f"split_{name}", lambda call, p=split: p.choose(jobs[call % 64], low, high, rng)  # type: ignore[misc]
     steep = Balance(8_000, PartialPrefillCost(1e-7, 0.0), ChunkedCost(1e-6, 1e-8, 0.03), 448, 60_000)
     yield "split_cronus_all_candidates", lambda _: best_split(steep)
     for name in registry.PREFILL_ORDER:
-        line = WaitingLine[object](registry.prefill_order(name))
+        line = PrefillQueue[object](registry.prefill_order(name))
         for job in jobs:
             line.push(object(), WaitingJob(job, job.prompt_tokens))
 
-        def push_and_pop(call: int, line: WaitingLine[object] = line) -> object:
+        def push_and_pop(call: int, line: PrefillQueue[object] = line) -> object:
             line.push(object(), WaitingJob(jobs[call % 64], jobs[call % 64].prompt_tokens))
             return line.pop()
 

@@ -34,7 +34,7 @@ PHASE_S = 90.0
 SETTLE_S = 30.0  # of a phase: what comes later shows how good the roles are, not how fast they came
 DISAGGREGATED, ADAPTIVE = "least_load+split=full+power_of_two", "adaptive"
 OURS = "predictive"
-FLIPS = (OURS, "pressure", "idle")
+FLIPS = (OURS, "idle")
 CLOSE, NO_WORSE, NOTICED_S = 0.05, 0.02, 30.0
 SEEDS = (1, 2)
 RUN = RunSpec(slo=SLO, prediction=PREDICTION, max_tokens=MAX_TOKENS, gateway_s=0.002)

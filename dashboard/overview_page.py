@@ -17,8 +17,8 @@ from dashboard.reads import Read
 from dashboard.records import POINTS, RANGES, ClassLoad, ClusterSummary, DemandSeen, ShiftSeen
 from shared.domain.demand import AskedSecond, RolesWanted
 from shared.domain.instance import InstanceState, Role
+from shared.domain.slo import SloReport
 from shared.domain.verdict import Count, Level, Link, Problem, Stage, Verdict
-from shared.policy.slo import SloReport
 
 STAGES = {
     Stage.QUEUE: ("Queue", look.IDLE),

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from shared.domain.demand import AskedSecond, Demand, RolesWanted, Shift
 from shared.domain.instance import InstanceInfo, InstanceLoad, InstanceState, Role
 from shared.domain.route import PolicySpec
+from shared.domain.slo import SloReport
 from shared.errors import Busy, Overloaded
-from shared.policy.slo import SloReport
 from shared.wire.messages import JobReport
 
 EMULATED = "emulated"

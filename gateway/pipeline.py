@@ -49,8 +49,8 @@ from shared.errors import (
     Unavailable,
     WrongRole,
 )
-from shared.policy.assignment import Assignment, assignments, promise_of
-from shared.policy.fair_share import FairLine, Ledger, Shares
+from shared.policy.fair_share import CallerQueue, Ledger, TokenCounters
+from shared.policy.ledger import Assignment, assignments, promise_of
 from shared.policy.overload import MOVE_LEAST_S, steps_aside
 from shared.runtime.logs import get_log
 from shared.timeline import Span
@@ -608,8 +608,10 @@ class FairQueue:
 
     def __init__(self, weights: Mapping[str, float] | None = None, ledger: Ledger | None = None) -> None:
         """ledger: what callers were served by the processes that share the port."""
-        self.shares = Shares(weights, ledger)
-        self._queues: dict[tuple[str, bool], FairLine[asyncio.Event]] = {}  # by class, and whether they stepped aside
+        self.shares = TokenCounters(weights, ledger)
+        self._queues: dict[
+            tuple[str, bool], CallerQueue[asyncio.Event]
+        ] = {}  # by class, and whether they stepped aside
 
     def waiting(self, slo: str) -> int:
         """How many jobs of the class wait, including those that are being placed."""
@@ -625,7 +627,7 @@ class FairQueue:
         """Enters the block when it is the turn of this job; the end of the block is the next job's turn."""
         queue = self._queues.get((slo, aside))
         if queue is None:
-            queue = self._queues[slo, aside] = FairLine(self.shares)
+            queue = self._queues[slo, aside] = CallerQueue(self.shares)
         turn = asyncio.Event()
         queue.push(turn, caller)
         _wake_head(queue)
@@ -637,6 +639,6 @@ class FairQueue:
             _wake_head(queue)
 
 
-def _wake_head(queue: FairLine[asyncio.Event]) -> None:
+def _wake_head(queue: CallerQueue[asyncio.Event]) -> None:
     if (head := queue.head()) is not None:
         head.set()

@@ -35,7 +35,7 @@ from vllm.v1.structured_output import backend_xgrammar
 from gateway import vllm_patches
 from gateway.admission import current_request
 from gateway.settings import GatewaySettings
-from shared.policy.fair_share import FairLine, Shares
+from shared.policy.fair_share import CallerQueue, TokenCounters
 
 GOOD, BAD = b"+", b"-"
 HELLO, LENGTH, REPLY = struct.Struct("<I"), struct.Struct("<I"), struct.Struct("<I?")
@@ -229,8 +229,8 @@ class _Slots:
 
     def __init__(self, slots: int) -> None:
         self._free = slots
-        self._shares = Shares()
-        self._queue: FairLine[tuple[asyncio.Future[None], str]] = FairLine(self._shares)
+        self._shares = TokenCounters()
+        self._queue: CallerQueue[tuple[asyncio.Future[None], str]] = CallerQueue(self._shares)
 
     async def acquire(self, who: str) -> None:
         self._shares.came(who, time.monotonic())

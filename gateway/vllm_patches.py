@@ -42,7 +42,7 @@ from vllm.v1.structured_output import backend_xgrammar
 from gateway.admission import current_request
 from gateway.request_hints import PARSED
 from shared.errors import InvalidRequest, NotFound, PolyphaseError
-from shared.policy.fair_share import FairLine, Shares
+from shared.policy.fair_share import CallerQueue, TokenCounters
 from shared.runtime.http import error_body
 from shared.runtime.logs import get_log
 
@@ -485,9 +485,9 @@ class TokeniserSlots:
         self._submit = submit
         self._slots = slots
         self._max_long = max(1, slots - 1)
-        self._shares = Shares(weights)
-        self._short: FairLine[_Work] = FairLine(self._shares)
-        self._long: FairLine[_Work] = FairLine(self._shares)
+        self._shares = TokenCounters(weights)
+        self._short: CallerQueue[_Work] = CallerQueue(self._shares)
+        self._long: CallerQueue[_Work] = CallerQueue(self._shares)
         self._running = {True: 0, False: 0}  # by whether they are long
         self._last_long = False
         self._lock = Lock()

@@ -35,8 +35,10 @@ from benchmarks.papers.testbed import (
 from shared.cost.network import Link
 from shared.domain.instance import Role
 from shared.policy.dispatch import PowerOfTwo
-from shared.policy.placement import LeastLoad, Policies, Weighted
-from shared.policy.split import CronusSplit, FullSplit, NoSplit
+from shared.policy.papers.cronus import CronusSplit
+from shared.policy.papers.huawei import Weighted
+from shared.policy.placement import LeastLoad, Policies
+from shared.policy.split import FullSplit, NoSplit
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import EngineLimits, FirstToken, InstanceSpec, RunSpec

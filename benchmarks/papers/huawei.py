@@ -13,9 +13,9 @@ from shared.cost.linear import huawei_of
 from shared.domain.instance import Role
 from shared.plan.methods.papers import estimated_throughput
 from shared.policy.dispatch import RandomDispatch
-from shared.policy.placement import Placement, Policies, RoundRobin, Single, Weighted
-from shared.policy.placement_policies import Memory
-from shared.policy.placement_policies import Workload as LeastWorkload
+from shared.policy.papers.huawei import Memory, Single, Weighted
+from shared.policy.papers.huawei import Workload as LeastWorkload
+from shared.policy.placement import Placement, Policies, RoundRobin
 from shared.policy.split import NoSplit
 from shared.sim.cluster import simulate
 from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec

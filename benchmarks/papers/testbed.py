@@ -25,7 +25,7 @@ from shared.domain.job import JobView
 from shared.domain.rates import PartialPrefillCost, Rates
 from shared.errors import NotFound
 from shared.files.yaml_file import read_yaml
-from shared.policy.decode_admission import Admission, DecodeAdmission, DecodeMemory
+from shared.policy.decode_admission import DecodeAdmission, DecodeMemory
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import EngineLimits, InstanceSpec
 from shared.sim.traces import read_trace
@@ -167,11 +167,11 @@ class Watermark:
     needs_running: ClassVar[bool] = False
     share: float = 0.01
 
-    def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
+    def admit(self, job: JobView, memory: DecodeMemory, now: float) -> bool:
         need = -(-job.prompt_tokens // memory.block_size)
         left = memory.free_blocks - need
         empty = memory.free_blocks == memory.total_blocks and left >= 0
-        return Admission(empty or left >= self.share * memory.total_blocks)
+        return empty or left >= self.share * memory.total_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +182,8 @@ class AtopWatermark:
     needs_running: ClassVar[bool] = True
     inner: DecodeAdmission
 
-    def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
-        by_engine = Watermark().admit(job, memory, now)
-        return self.inner.admit(job, memory, now) if by_engine.admitted else by_engine
+    def admit(self, job: JobView, memory: DecodeMemory, now: float) -> bool:
+        return Watermark().admit(job, memory, now) and self.inner.admit(job, memory, now)
 
 
 # Lengths of requests.

@@ -26,8 +26,9 @@ from shared.cost.linear import saturation_tokens
 from shared.cost.network import Link
 from shared.cost.step import Batch
 from shared.domain.instance import Role
-from shared.policy.decode_admission import DecodeAdmission, ReserveDynamic, ReserveStatic
-from shared.policy.dispatch import DispatchPolicy, PowerOfTwo, RandomDispatch, Spread, WorstCase
+from shared.policy.decode_admission import DecodeAdmission
+from shared.policy.dispatch import DispatchPolicy, PowerOfTwo, RandomDispatch, Spread
+from shared.policy.papers.tetriinfer import ReserveDynamic, ReserveStatic, WorstCase
 from shared.policy.placement import LeastLoad, Policies
 from shared.policy.prefill_order import Fcfs, PrefillOrder, Sjf
 from shared.policy.split import FullSplit

@@ -8,11 +8,11 @@ from fastapi import Body
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, field_validator
 
 from services.cluster_monitor.operations import OperationRequest
+from services.cluster_monitor.request_stats import Ended, How
 from shared.domain.demand import SUMS
 from shared.domain.instance import Compatibility, InstanceInfo, Role
 from shared.domain.numbers import infinite_in
 from shared.domain.rates import Rates
-from shared.policy.served import Ended, How
 from shared.runtime.settings import Name
 from shared.wire.api import EventKind, OperationKind, Outcome, SchedulerNews
 

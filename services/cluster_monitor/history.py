@@ -19,15 +19,13 @@ from numpy.typing import NDArray
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from services.cluster_monitor import load_history, request_stats
+from services.cluster_monitor.load_history import FIGURES, LoadBook, LoadStep, Totals
 from services.cluster_monitor.registry import Record, Registry
+from services.cluster_monitor.request_stats import KEPT_S, Ended, Served, ServedBook, Slot, quantile
 from shared.domain.instance import InstanceLoad, Role
 from shared.domain.verdict import Stage
 from shared.errors import NotFound
-from shared.policy import load_history
-from shared.policy import served as served_rows
-from shared.policy.load_history import FIGURES, LoadBook, Seen, Totals
-from shared.policy.log_histogram import quantile
-from shared.policy.served import KEPT_S, Ended, Served, ServedBook, Slot
 from shared.store.reading import tuples_of
 from shared.store.tables import instances, load_steps, loads
 from shared.store.tables import served as served_table
@@ -85,7 +83,7 @@ class History:
         self._keep(self._loads.open())
         self.sample_served()
 
-    def _keep(self, steps: list[Seen]) -> None:
+    def _keep(self, steps: list[LoadStep]) -> None:
         for seen in steps:
             self._store.put(load_steps, _step_row(seen, self._life), within_s=LOADS_S)
 
@@ -104,7 +102,7 @@ class History:
         )
 
 
-def _step_row(seen: Seen, life: str) -> dict[str, Any]:
+def _step_row(seen: LoadStep, life: str) -> dict[str, Any]:
     return {
         "step_s": seen.step_s,
         "time_s": seen.start_s,
@@ -170,7 +168,7 @@ class Grid(NamedTuple):
 
 async def history(engine: AsyncEngine, grid: Grid, marks: list[dict[str, Any]]) -> bytes:
     """`GET /history` as JSON. Raises Unavailable when the database fails."""
-    ended = await tuples_of(engine, _rows(served_table, grid, served_rows.STEPS_S, "slo", "content"))
+    ended = await tuples_of(engine, _rows(served_table, grid, request_stats.STEPS_S, "slo", "content"))
     loads = await tuples_of(engine, _rows(load_steps, grid, load_history.STEPS_S, "samples", "totals"))
     return await asyncio.to_thread(_page, grid, ended, loads, marks)  # takes some 10 ms
 
@@ -191,10 +189,11 @@ def _page(
     for time_s, slo, content in ended:
         by_class[slo][grid.at(time_s)].append(decode(content))
     classes = {
-        slo: [served_rows.total(parts.get(at, ())) for at in range(len(grid.times))] for slo, parts in by_class.items()
+        slo: [request_stats.total(parts.get(at, ())) for at in range(len(grid.times))]
+        for slo, parts in by_class.items()
     }
     whole = (
-        [served_rows.total(one) for one in zip(*classes.values(), strict=True)]
+        [request_stats.total(one) for one in zip(*classes.values(), strict=True)]
         if classes
         else [Served() for _ in grid.times]
     )

@@ -6,8 +6,8 @@ instance work again. `OperationLog` keeps every request, refused ones included. 
 
 - people, with `polyphase flip` or the dashboard, over HTTP (`routes.flip`);
 - the planner, over the same route, once one of its proposals is accepted (`services.planner.proposals`);
-- `RoleController`s of this process: `PolicyController` asks the policy `role_flip` that is in force, one of `idle`,
-  `pressure` and `predictive` of `shared.policy`.
+- `RoleController`s of this process: `PolicyController` asks the policy `role_flip` that is in force, `idle` or
+  `predictive` of `shared.policy`.
 """
 
 import asyncio
@@ -34,8 +34,7 @@ from shared.domain.policies import PolicySet
 from shared.domain.route import Reason
 from shared.errors import Conflict, DeadlineExceeded, NotFound, OutcomeUnknown, PolyphaseError, Standby, from_code
 from shared.policy import registry
-from shared.policy.predictive_roles import PredictiveFlip
-from shared.policy.role_flip import NoFlip, Seen
+from shared.policy.role_flip import FlipContext, FlipHistory, NoFlip, PredictiveFlip
 from shared.runtime.logs import get_log
 from shared.store.reading import read_flips
 from shared.store.tables import flips
@@ -369,16 +368,16 @@ class RoleController(Protocol):
 class PolicyController:
     """The `RoleController` of the policy `role_flip` that the view names.
 
-    A policy that replaces another starts without the state of its predecessor. facts: what a policy may know beside
+    A policy that replaces another starts without the history of its predecessor. facts: what a policy may know beside
     the loads.
     """
 
-    def __init__(self, view: Callable[[], ClusterView], facts: Callable[[], Seen]) -> None:
+    def __init__(self, view: Callable[[], ClusterView], facts: Callable[[], FlipContext]) -> None:
         self._view = view
         self.facts = facts
         self._spec = PolicySet().role_flip
         self._policy = registry.role_flip(self._spec.name)
-        self._state = self._policy.start()
+        self._history = FlipHistory()
 
     def propose(self) -> OperationRequest | None:
         """Ask the policy."""
@@ -386,11 +385,11 @@ class PolicyController:
         if view.policies.role_flip != self._spec:
             self._spec = view.policies.role_flip
             self._policy = registry.role_flip(self._spec.name, self._spec.parameters)
-            self._state = self._policy.start()
+            self._history = FlipHistory()
         if isinstance(self._policy, NoFlip):
             return None
         now = asyncio.get_running_loop().time()
-        self._state, decision = self._policy.step(self._state, view, now, self.facts())
+        decision = self._policy.propose(view, now, self._history, self.facts())
         if decision is None:
             return None
         who, why = f"role_flip:{self._policy.name}", in_words(decision.reasons)
@@ -402,10 +401,10 @@ class PolicyController:
         return policy.wanted(self._view(), self.facts())
 
 
-def facts_now(demand: Demand | None, operations: Iterable[Operation], respects_s: float) -> Seen:
+def facts_now(demand: Demand | None, operations: Iterable[Operation], respects_s: float) -> FlipContext:
     """Demand, and what people's flips forbid for `respects_s`. operations: newest first."""
     now = time.time()
-    return Seen.of(demand, _flips_by_people(operations, now - respects_s), now, respects_s)
+    return FlipContext.after_orders(demand, _flips_by_people(operations, now - respects_s), now, respects_s)
 
 
 def _flips_by_people(operations: Iterable[Operation], since_s: float) -> Iterator[tuple[float, str, Role]]:

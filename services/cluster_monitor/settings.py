@@ -5,8 +5,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import SettingsConfigDict
 
+from services.cluster_monitor.request_stats import KEPT_S
 from shared.domain.instance import Role
-from shared.policy.served import KEPT_S
 from shared.runtime.settings import ServiceSettings
 
 

@@ -6,17 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from services.cluster_monitor.events import Events
+from services.cluster_monitor.load_history import kv_used
 from services.cluster_monitor.policy_book import Followers
 from services.cluster_monitor.registry import Record, Registry
+from services.cluster_monitor.request_stats import Served, ServedBook, quantile, total, window_begins
 from services.cluster_monitor.slo import DemandService
+from services.cluster_monitor.verdict import judge
 from shared.domain.instance import Role
 from shared.domain.policies import PolicySet
 from shared.domain.verdict import ClassSeen, Level, Peer, Situation, Stage, StageSeen, Standing, Thresholds, Verdict
 from shared.policy.index import queued_prefill_s
-from shared.policy.load_history import kv_used
-from shared.policy.log_histogram import quantile
-from shared.policy.served import Served, ServedBook, total, window_begins
-from shared.policy.verdict import judge
 from shared.wire.api import EventKind
 
 FORGET_S = 900.0  # a silent gateway or scheduler is no longer missed after so long

@@ -11,10 +11,11 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter
 
 from services.cluster_monitor.events import Events
+from services.cluster_monitor.request_stats import Ended, How
+from services.cluster_monitor.slo_windows import SloOutcome, SloWindows
 from shared.domain.demand import AskedSecond, Demand, DemandSecond, RolesWanted, Shift
+from shared.domain.slo import SloReport
 from shared.policy.demand import DemandBook
-from shared.policy.served import Ended, How
-from shared.policy.slo import SloOutcome, SloReport, SloWindows
 from shared.runtime.logs import get_log
 from shared.store.tables import slo_windows
 from shared.store.write_behind import WriteBehind

@@ -111,7 +111,7 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
         if not placer.apply(delta):
             return False
         now, decider = time.monotonic(), placer.decider
-        wanted = decider.moves, decider.wants_prefixes
+        wanted = decider.loads.moves, decider.wants_prefixes
         if wanted != followed or now - followed_mono > FOLLOW_AGAIN_S:
             followed, followed_mono = wanted, now
             prefixes.update(placer.view, wanted=decider.wants_prefixes)

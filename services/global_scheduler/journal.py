@@ -160,13 +160,13 @@ def _decide(decider: Decider, entry: Decided) -> Decided:
 def _apply(decider: Decider, entry: Entry) -> None:
     match entry:
         case Heard():
-            decider.hear(entry.delta, entry.now)
+            decider.apply(entry.delta, entry.now)
         case Told():
             if entry.delta is None:
-                decider.forget(entry.instance_id)
+                decider.forget_prefixes(entry.instance_id)
             else:
-                decider.tell(entry.instance_id, entry.delta)
+                decider.apply_prefixes(entry.instance_id, entry.delta)
         case Came():
-            decider.came(entry.job_id, entry.now)
+            decider.arrived(entry.job_id, entry.now)
         case Ended():
             decider.ended(entry.job_id, entry.output_tokens, entry.met, entry.now)

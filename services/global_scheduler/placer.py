@@ -97,11 +97,11 @@ class Placer:
 
     def apply(self, delta: ClusterDelta) -> bool:
         """Apply a broadcast of the monitor. False, and nothing is applied, where the broadcast before it is missing."""
-        now, before, moves = time.time(), self.followed, self.decider.moves
-        if not self.decider.hear(delta, now):
+        now, before, moves = time.time(), self.followed, self.decider.loads.moves
+        if not self.decider.apply(delta, now):
             return False
         self._updated_s = now
-        if self.decider.moves != moves:
+        if self.decider.loads.moves != moves:
             self._metrics.keep({view.info.instance_id for view in self.view.instances})
         if self._journal is not None:
             self._journal.add(Heard(delta, now))
@@ -114,28 +114,28 @@ class Placer:
         """Apply a change of an instance's prefix cache; False when a change before it was lost."""
         if self._journal is not None:
             self._journal.add(Told(instance_id, delta))
-        return self.decider.tell(instance_id, delta)
+        return self.decider.apply_prefixes(instance_id, delta)
 
     def forget_prefixes(self, instance_id: str) -> None:
         """Nothing is known of the instance's prefix cache any more."""
         if self._journal is not None:
             self._journal.add(Told(instance_id, None))
-        self.decider.forget(instance_id)
+        self.decider.forget_prefixes(instance_id)
 
     @property
     def broadcast_age_s(self) -> float:
         """Seconds since the last broadcast; infinite before the first."""
-        return time.time() - self._updated_s if self.decider.known else float("inf")
+        return time.time() - self._updated_s if self.decider.loads.known else float("inf")
 
     @property
     def view(self) -> ClusterView:
         """The cluster by the broadcasts so far; O(instances)."""
-        return self.decider.view
+        return self.decider.loads.view
 
     @property
     def followed(self) -> tuple[PolicySet, str]:
         """The policies that the scheduler follows, and why it does not follow newer ones; empty if there are none."""
-        return self.decider.policies, self.decider.trouble
+        return self.decider.following.policies, self.decider.following.trouble
 
     def place(self, request: PlaceRequest) -> Route:
         """Decide. Raises Unavailable, InvalidRequest, Overloaded, Delayed, Stays."""
@@ -158,7 +158,7 @@ class Placer:
     def decodes(self, job_id: str) -> None:
         """The job has arrived at its decode instance."""
         now = time.time()
-        self.decider.came(job_id, now)
+        self.decider.arrived(job_id, now)
         if self._journal is not None:
             self._journal.add(Came(job_id, now))
 

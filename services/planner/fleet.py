@@ -15,7 +15,7 @@ from shared.domain.instance import InstanceState, InstanceView
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.plan.plan import routes_of
 from shared.plan.running import Fleet, changed, named, reviewed, surviving
-from shared.policy.placement_policies import PlanRoute
+from shared.policy.papers.thunderserve import PlanRoute
 from shared.policy.role_flip import load_share
 from shared.wire.clients.monitor import MonitorClient
 

@@ -24,7 +24,7 @@ from shared.domain.instance import ClusterView, InstanceState, Role
 from shared.domain.route import PolicySpec
 from shared.errors import Conflict, InvalidRequest, NotFound, OutcomeUnknown, PolyphaseError, Unavailable
 from shared.plan.running import Expected, Finding, Flip
-from shared.policy.placement_policies import PlanRoute
+from shared.policy.papers.thunderserve import PlanRoute
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background
 from shared.store.reading import read_proposals

@@ -20,7 +20,7 @@ from shared.domain.demand import Demand
 from shared.domain.instance import ClusterView, InstanceState, InstanceView, Role
 from shared.errors import PolyphaseError, Unavailable
 from shared.plan.running import Fleet, reviewed
-from shared.policy.placement_policies import PlanRoute, parse_routes
+from shared.policy.papers.thunderserve import PlanRoute, parse_routes
 from shared.runtime.logs import get_log
 from shared.wire.api import DemandProfile
 from shared.wire.clients.monitor import MonitorClient

@@ -21,7 +21,7 @@ from shared.domain.instance import InstanceInfo, InstanceLoad
 from shared.domain.policies import ENGINE, PolicySet
 from shared.domain.route import PolicySpec
 from shared.errors import Conflict, Incompatible, PolyphaseError, WireVersionMismatch
-from shared.policy.decider import Following
+from shared.policy.decider import PolicyFollower
 from shared.runtime.logs import get_log
 from shared.wire.broadcast import ClusterFeed, Publisher
 from shared.wire.clients.monitor import MonitorClient
@@ -201,14 +201,14 @@ class FollowedPolicies:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         # Until the first broadcast: what every engine can do.
-        self._following = Following(ENGINE, self._set, PolicySet(step_budget=PolicySpec("off")))
+        self._following = PolicyFollower(ENGINE, self._set, PolicySet(step_budget=PolicySpec("off")))
         self._reached = 0
 
     def hear(self, policies: PolicySet) -> None:
         """Policies of a broadcast."""
         following = self._following
         made, trouble = following.made, following.trouble
-        following.hear(policies)
+        following.apply(policies)
         if following.made is not made:
             log.info("new policies for the engine", revision=policies.revision, **following.made.names())
         if following.trouble not in ("", trouble):

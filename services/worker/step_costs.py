@@ -21,7 +21,7 @@ from shared.domain.instance import InstanceInfo
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.rates import UNKNOWN_STEPS, Rates, StepRates
 from shared.errors import PolyphaseError
-from shared.policy.chunk_size import SHARE, ChunkBounds, chunk_tokens, next_chunk_tokens
+from shared.policy.step_budget import SHARE, ChunkBounds, chunk_tokens, next_chunk_tokens
 from shared.runtime.logs import get_log
 
 log = get_log(__name__)

@@ -95,7 +95,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
 
 class Promised(msgspec.Struct, frozen=True, array_like=True):
     """A decode that a scheduler has bound to an instance while its prompt is computed elsewhere. Tokens as in
-    `shared.policy.assignment.Assignment`. mark: of the job's id (`shared.policy.assignment.mark_of`).
+    `shared.policy.ledger.Assignment`. mark: of the job's id (`shared.policy.ledger.mark_of`).
     """
 
     mark: int

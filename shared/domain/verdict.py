@@ -1,7 +1,7 @@
 """The verdict on the cluster, in words and figures: its problems, their causes, and where requests spend their time.
 
 `Situation` is the input: the cluster at one moment, and the requests that ended in the window before it. `Verdict` is
-the result of `shared.policy.verdict.judge`. `duration`, `count` and `size` format figures for people.
+the result of `services.cluster_monitor.verdict.judge`. `duration`, `count` and `size` format figures for people.
 """
 
 from enum import StrEnum

@@ -9,7 +9,6 @@ from shared.domain.verdict import count, duration
 Figures = Mapping[str, float | str]
 Clauses = tuple[str, ...]  # each is used if all figures that it names exist
 
-_THROUGH = "it would be through in {score:s}"
 _NEED = "{need_tokens:tokens} of KV needed"
 _PROMPT = "it computes {tokens:tokens} of {prompt_tokens}"
 
@@ -19,7 +18,6 @@ PHRASES: dict[str, Clauses | Callable[[Figures], str]] = {
     "old loads: the monitor is silent": ("by loads that were {broadcast_age_s:s} old: the monitor is silent",),
     "placement:adaptive": lambda figures: _adaptive(figures),
     "placement:least_load": lambda figures: _least_load(figures),
-    "placement:prefix": (_THROUGH, "it holds {saved_tokens:tokens} of this prompt"),
     "placement:round_robin": ("it was its turn",),
     "placement:weighted": ("it was its turn, by a weight of {weight}",),
     "placement:single": ("all requests go there",),
@@ -31,12 +29,12 @@ PHRASES: dict[str, Clauses | Callable[[Figures], str]] = {
     "split:none": ("the decode instance computes all of it",),
     "split:fraction": (_PROMPT,),
     "split:random": (f"{_PROMPT}, drawn at random",),
-    "split:adaptive": (f"{_PROMPT}, which harms least", "first token expected after {ttft_s:s}"),
+    "split:adaptive": (f"{_PROMPT}, which has the least SLO cost", "first token expected after {ttft_s:s}"),
     "split:cronus": (_PROMPT, "{prefill_s:s} there and {chunked_s:s} for the rest"),
     "split:cronus, full": ("it computes all {prompt_tokens:tokens}: {why}",),
     "split:balanced": (_PROMPT, "{prefill_s:s} there and {chunked_s:s} for the rest, each behind its queue"),
     "split:balanced, full": ("it computes all {prompt_tokens:tokens}: {why}",),
-    "dispatch:adaptive": ("the least harm there", "a token is expected each {tpot_s:s}"),
+    "dispatch:adaptive": ("the least SLO cost there", "a token is expected each {tpot_s:s}"),
     "dispatch:random": ("drawn at random",),
     "dispatch:power_of_two": (
         "of two drawn at random the one with fewer long answers to short ones ({ratio})",
@@ -44,29 +42,14 @@ PHRASES: dict[str, Clauses | Callable[[Figures], str]] = {
         _NEED,
     ),
     "dispatch:spread": ("of two drawn at random the one with fewer decodes: {decodes}, {heavy_decodes} of them long",),
-    "dispatch:least_interference": ("fewest long answers to short ones ({ratio}) of {looked_at}", _NEED),
     "dispatch:worst_case": ("long answers go to one instance until it is full", _NEED),
     "codec:raw": lambda figures: _codec(figures),
     "codec:int8": lambda figures: _codec(figures),
     "codec:int4": lambda figures: _codec(figures),
     "codec:fp8": lambda figures: _codec(figures),
-    "admission:greedy": ("its prompt needs {need_blocks} KV blocks, {free_blocks} are free",),
-    "admission:reserve_static": (
-        "it needs {need_tokens:tokens} of KV at its full length, {free_tokens:tokens} are free",
-    ),
-    "admission:reserve_static, all": (
-        "it needs {need_tokens:tokens} of KV at its full length, {unreserved_tokens:tokens} are not promised",
-    ),
-    "admission:reserve_dynamic": (
-        "when the first answer ends {need_blocks} of {total_blocks} KV blocks are needed, in {grows_tokens:tokens}",
-    ),
     "role_flip:idle": (
         "it was idle for {idle_s:s} (load {load_share:%}), while the other role had a load of up to "
         "{highest_load_of_other_role:%}",
-    ),
-    "role_flip:pressure": (
-        "pressure on prefill {prefill_pressure}, on decode {decode_pressure}, for {held_s:s}",
-        "it was the least loaded ({load_share:%})",
     ),
     "role_flip:predictive": (
         "predicted share of requests that miss a target: {harm:%} now, {harm_then:%} then",

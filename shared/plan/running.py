@@ -31,8 +31,8 @@ from shared.plan.inventory import Inventory, Pool
 from shared.plan.plan import Plan, canonical, routes_of
 from shared.plan.problem import Problem, Sample
 from shared.plan.routes import Engine, EngineCost, Route
-from shared.policy.placement_policies import PlanRoute
-from shared.policy.predictive_roles import Sort, sorted_out
+from shared.policy.papers.thunderserve import PlanRoute
+from shared.policy.role_flip import Sort, sorted_out
 from shared.sim.spec import EngineLimits
 from shared.sim.workload import Lengths, Times, Workload
 

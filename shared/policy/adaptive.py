@@ -3,7 +3,7 @@
 The candidates come from the routing index, the options and their costs from `estimate`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
@@ -12,7 +12,6 @@ from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
-from shared.policy.answers import UNKNOWN_LENGTHS, within
 from shared.policy.dispatch import Choice, DispatchPolicy, Figures
 from shared.policy.estimate import (
     HOLD_S,
@@ -26,7 +25,8 @@ from shared.policy.estimate import (
     options,
     total_of,
 )
-from shared.policy.index import ClusterIndex, ReadySet, context_of, usable
+from shared.policy.index import ClusterIndex, InstanceIds, ReadySet, context_of, usable
+from shared.policy.output_lengths import UNKNOWN_LENGTHS, within
 from shared.policy.prefix_index import saved_of
 from shared.policy.split import Split, SplitChoice
 
@@ -54,9 +54,7 @@ class Adaptive:
     def __post_init__(self) -> None:
         _check(self.name, self.candidates)
 
-    def choose(
-        self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
-    ) -> Choice | None:
+    def choose(self, job: JobView, index: ClusterIndex, exclude: InstanceIds, now: float, rng: Random) -> Choice | None:
         return self.decide(job, index, None, None, exclude, now, rng)
 
     def decide(
@@ -65,7 +63,7 @@ class Adaptive:
         index: ClusterIndex,
         split: Split | None,
         dispatch: DispatchPolicy | None,
-        exclude: Collection[str],
+        exclude: InstanceIds,
         now: float,
         rng: Random,
     ) -> Choice | None:
@@ -82,27 +80,18 @@ class Adaptive:
             PrefillSide(view, _saved(job, index, view, holders))
             for view in ([] if index.coupled else _prefill_candidates(job, index, holders, exclude, self.candidates))
         ]
-        answers = index.ledger.answers
-        context = JobContext(
-            job,
-            own=answers.expected(job),
-            usual=answers.all,
-            others=index.ledger.needs.others(job.slo, now),
-            bound=answers.bound(job),
-            spread_s=mean_wait_s(prefills),
-            limited=index.limited,
-        )
+        spread_s = mean_wait_s(prefills)
+        context = JobContext.learned(job, index.ledger, now, limited=index.limited, spread_s=spread_s)
         mixed = _mixed_shares(views, holders) if index.coupled and holders else {}
-        kept = index.ledger.claims.before(job, now)
-        decodes = []
-        for view in views:
-            name, saved = view.info.instance_id, _saved(job, index, view, holders)
-            decodes.append(DecodeSide(view, context, saved, mixed.get(name), kept.get(name, ())))
+        decodes = [
+            DecodeSide(view, context, _saved(job, index, view, holders), mixed.get(view.info.instance_id))
+            for view in views
+        ]
 
         def best_of(sides: Sequence[DecodeSide]) -> Option:
             if split is None or not prefills:
                 return min(options(prefills, sides), key=total_of)
-            return min(fixed_split_options(split, prefills, sides, now, rng), key=total_of)
+            return min(fixed_split_options(split, prefills, sides, rng), key=total_of)
 
         best = best_of(decodes)
         if best.hold_s > HOLD_S and job.can_wait and not job.begun:
@@ -125,7 +114,7 @@ class AdaptiveDispatch:
         _check(self.name, self.candidates)
 
     def choose(
-        self, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], now: float, rng: Random
+        self, job: JobView, candidates: Sequence[InstanceView], exclude: InstanceIds, now: float, rng: Random
     ) -> Choice | None:
         context, count = context_of(job, Role.DECODE), self.candidates
         drawn = candidates if len(candidates) <= count else rng.sample(candidates, count)
@@ -146,10 +135,9 @@ class AdaptiveSplit:
 
     name: ClassVar[str] = "adaptive"
     needs_decode: ClassVar[bool] = True
+    max_prefills: ClassVar[int] = 0
 
-    def choose(
-        self, job: JobView, prefill: InstanceView, decode: InstanceView | None, now: float, rng: Random
-    ) -> SplitChoice:
+    def choose(self, job: JobView, prefill: InstanceView, decode: InstanceView | None, rng: Random) -> SplitChoice:
         assert decode is not None
         best = min(options([PrefillSide(prefill)], [DecodeSide(decode, _without_history(job))]), key=total_of)
         return SplitChoice(best.split, (Reason("split:adaptive", {"tokens": best.split, **best.figures}),))
@@ -162,7 +150,7 @@ def _without_history(job: JobView, bound: int = 0) -> JobContext:
 
 
 def _prefill_candidates(
-    job: JobView, index: ClusterIndex, holders: Mapping[str, int], exclude: Collection[str], count: int
+    job: JobView, index: ClusterIndex, holders: Mapping[str, int], exclude: InstanceIds, count: int
 ) -> list[InstanceView]:
     found = {view.info.instance_id: view for view in _soonest(job, index, exclude, count)}
     found |= _usable_holders(holders, index.prefill, context_of(job, Role.PREFILL), exclude)
@@ -170,7 +158,7 @@ def _prefill_candidates(
 
 
 def _decode_candidates(
-    job: JobView, index: ClusterIndex, holders: Mapping[str, int], exclude: Collection[str], rng: Random, count: int
+    job: JobView, index: ClusterIndex, holders: Mapping[str, int], exclude: InstanceIds, rng: Random, count: int
 ) -> list[InstanceView]:
     context, views = context_of(job, Role.DECODE), index.decode.views
     if len(views) <= count + RANDOM_DECODES:
@@ -191,7 +179,7 @@ def _decode_candidates(
     return list(found.values())
 
 
-def _soonest(job: JobView, index: ClusterIndex, exclude: Collection[str], count: int) -> list[InstanceView]:
+def _soonest(job: JobView, index: ClusterIndex, exclude: InstanceIds, count: int) -> list[InstanceView]:
     """Of the instances that compute prompts, the best of each class of speed, by when they would have computed this
     prompt; at most `count`.
     """
@@ -201,7 +189,7 @@ def _soonest(job: JobView, index: ClusterIndex, exclude: Collection[str], count:
 
 
 def _usable_holders(
-    holders: Mapping[str, int], ready: ReadySet, context: int, exclude: Collection[str]
+    holders: Mapping[str, int], ready: ReadySet, context: int, exclude: InstanceIds
 ) -> dict[str, InstanceView]:
     """The first `HOLDERS_PER_ROLE` usable instances of one role among `holders`."""
     found: dict[str, InstanceView] = {}

@@ -23,11 +23,6 @@ class CodecChoice(NamedTuple):
     reason: Reason | None = None
 
 
-def allowed(coarsest: Codec) -> tuple[Codec, ...]:
-    """The lossy codecs that a class allows, the finest first."""
-    return BY_LOSS[: BY_LOSS.index(coarsest) + 1] if coarsest.lossy else ()
-
-
 def moves_s(codec: Codec, kv_bytes: float, sender: InstanceInfo, receiver: InstanceInfo) -> float:
     """Seconds of a transfer of so much KV, without its wait for the link; 0 while the receiver's link is not measured.
 
@@ -60,9 +55,9 @@ def choose_codec(job: JobView, part: int, left: int, sender: InstanceInfo, recei
     """
     slo, kv_bytes = job.slo, part * sender.kv_bytes_per_token
     raw_s = moves_s(Codec.RAW, kv_bytes, sender, receiver.info)
-    choices = allowed(slo.lossy_kv)
-    if not choices:
+    if not slo.lossy_kv.lossy:
         return CodecChoice(Codec.RAW, raw_s)
+    choices = BY_LOSS[: BY_LOSS.index(slo.lossy_kv) + 1]
     spare_s = (sender.rates.step or UNKNOWN_STEPS).prefill_s(left, part - left) if left > 0 else 0.0
     bearable_s = slo.tpot_s if part >= job.prompt_tokens else LATE_PART * slo.ttft_s
     link = receiver.info.rates.link

@@ -12,14 +12,12 @@ from typing import Generic, TypeVar
 import msgspec
 
 from shared.domain.cluster import ClusterDelta
-from shared.domain.instance import ClusterView
 from shared.domain.job import JobView
 from shared.domain.policies import ROUTING, PolicySet
 from shared.domain.prompt import PrefixDelta
 from shared.domain.route import Reason, Route
 from shared.errors import PolyphaseError
 from shared.policy import registry
-from shared.policy.assignment import assignments
 from shared.policy.index import LoadTracker
 from shared.policy.overload import decide
 from shared.policy.placement import Policies
@@ -29,7 +27,7 @@ from shared.policy.split import Freedom, freedom
 Made = TypeVar("Made")
 
 
-class Following(Generic[Made]):
+class PolicyFollower(Generic[Made]):
     """The policies of some `kinds` that a process follows: the newest of those in the broadcasts that it can make.
 
     `make` makes them, and raises InvalidRequest for policies that it does not know. made: its last result; as policies
@@ -47,7 +45,7 @@ class Following(Generic[Made]):
         self.made = make(self.policies)
         self.trouble = ""
 
-    def hear(self, policies: PolicySet) -> None:
+    def apply(self, policies: PolicySet) -> None:
         """Apply the policies of a broadcast.
 
         An older revision than the one followed comes from a monitor that has lost its memory, and is ignored. So are
@@ -71,30 +69,31 @@ class Decider:
     """Decisions by the policies that come with the broadcasts. Times are unix seconds, and do not decrease by more than
     clocks do.
 
-    prefix_blocks: how many prefix-cache blocks of all instances are known at most. prefixes: what the instances have
-    reported of their prefix caches. ledger: unfinished work that was placed here.
+    prefix_blocks: how many prefix-cache blocks of all instances are known at most. loads: the cluster by the
+    broadcasts. following: the policies in force. prefixes: what the instances have reported of their prefix caches.
+    ledger: unfinished work that was placed here.
     """
 
     def __init__(self, seed: int, prefix_blocks: int = MAX_BLOCKS) -> None:
         self._rng = Random(seed)
-        self._live = LoadTracker(prefix_blocks)
-        self._following = Following(ROUTING, _routing)
-        self.prefixes = self._live.prefixes
-        self.ledger = self._live.ledger
+        self.loads = LoadTracker(prefix_blocks)
+        self.following = PolicyFollower(ROUTING, _routing)
+        self.prefixes = self.loads.prefixes
+        self.ledger = self.loads.ledger
 
-    def hear(self, delta: ClusterDelta, now: float) -> bool:
+    def apply(self, delta: ClusterDelta, now: float) -> bool:
         """Apply a broadcast: other loads, and perhaps other policies. False when a broadcast before it is missing."""
-        if not self._live.hear(delta, now, self._rng):
+        if not self.loads.apply(delta, now, self._rng):
             return False
         if delta.policies is not None:
-            self._following.hear(delta.policies)
+            self.following.apply(delta.policies)
         return True
 
-    def tell(self, instance_id: str, delta: PrefixDelta) -> bool:
+    def apply_prefixes(self, instance_id: str, delta: PrefixDelta) -> bool:
         """Apply an instance's report of its prefix cache; False when a report before it is missing."""
         return self.prefixes.apply(instance_id, delta)
 
-    def forget(self, instance_id: str) -> None:
+    def forget_prefixes(self, instance_id: str) -> None:
         """Forget an instance's prefix cache."""
         self.prefixes.forget(instance_id)
 
@@ -103,29 +102,28 @@ class Decider:
 
         Raises what `overload.decide` raises.
         """
-        route = decide(job, self._live.current, self._following.made, now, self._rng, exclude)
-        self.ledger.add(job, route, now)
-        for assignment in assignments(job, route, now):
-            self._live.book(assignment)
+        route = decide(job, self.loads.current, self.following.made, now, self._rng, exclude)
+        for assignment in self.ledger.add(job, route, now):
+            self.loads.book(assignment)
         reasons = route.reasons
-        if age_s := self._live.stale_s(now):
+        if age_s := self.loads.stale_s(now):
             reasons += (Reason("old loads: the monitor is silent", {"broadcast_age_s": round(age_s, 1)}),)
         return msgspec.structs.replace(
-            route, dispatch=self.policies.dispatch, reasons=reasons, wants_prefix=self.wants_prefixes
+            route, dispatch=self.following.policies.dispatch, reasons=reasons, wants_prefix=self.wants_prefixes
         )
 
     def expected(self, job: JobView, route: Route) -> tuple[int, float]:
         """Prompt tokens that the instance which starts the job holds, and the expected tokens of the answer."""
         held, first = 0, route.prefill or route.decode
         if job.prefix and first is not None:
-            index = self._live.current
+            index = self.loads.current
             view = (index.prefill if route.prefill is not None else index.decode).get(first.instance_id)
             held = saved_tokens(self.prefixes, view, job) if view is not None else 0
-        return held, self.ledger.answers.expected(job).mean
+        return held, self.ledger.output_lengths.expected(job).mean
 
-    def came(self, job_id: str, now: float) -> None:
+    def arrived(self, job_id: str, now: float) -> None:
         """Report that a job has reached its decode instance."""
-        self._live.arrived(job_id, now)
+        self.loads.arrived(job_id, now)
 
     def ended(self, job_id: str, output_tokens: int, met: bool | None, now: float) -> None:
         """Report that a job has ended; `output_tokens` of a whole answer, else 0.
@@ -133,41 +131,17 @@ class Decider:
         met: whether it met its targets, None where that is not known.
         """
         self.ledger.complete(job_id, output_tokens, met, now)
-        self._live.ended(job_id)
+        self.loads.ended(job_id)
 
     @property
     def freedom(self) -> Freedom:
         """The range of splits that the split policy in force allows."""
-        return freedom(self._following.made.split)
-
-    @property
-    def policies(self) -> PolicySet:
-        """The policies that it follows."""
-        return self._following.policies
-
-    @property
-    def trouble(self) -> str:
-        """Why it does not follow the newest policies; empty when it does."""
-        return self._following.trouble
-
-    @property
-    def known(self) -> bool:
-        return self._live.known
-
-    @property
-    def view(self) -> ClusterView:
-        """The cluster by the last broadcast, empty before the first; O(instances)."""
-        return self._live.view
-
-    @property
-    def moves(self) -> int:
-        """Rises when an instance joins, leaves, or changes its role or state."""
-        return self._live.moves
+        return freedom(self.following.made.split)
 
     @property
     def wants_prefixes(self) -> bool:
         """Whether the placement policy in force uses the prefix caches."""
-        return wants_prefixes(self._following.made.placement)
+        return wants_prefixes(self.following.made.placement)
 
 
 def _routing(policies: PolicySet) -> Policies:

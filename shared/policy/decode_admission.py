@@ -1,18 +1,17 @@
 """Admission of decodes: whether a decode instance starts a job now or lets it wait, by its KV memory.
 
-Three parts: the predicted length of answers, the admission policies, and `kv_ahead`, the KV memory that the jobs of an
-instance will hold over the steps to come.
+Three parts: the predicted length of answers, admission (`may_decode` applies a policy to the jobs inside an engine),
+and `kv_ahead`, the KV memory that the jobs of an instance will hold over the steps to come.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from shared.domain.instance import InstanceView
 from shared.domain.job import JobView
-from shared.domain.route import Reason
 from shared.errors import InvalidRequest
 
 HEAVY_TOKENS = 128  # a decode with more predicted output tokens counts as heavy
@@ -61,10 +60,24 @@ def is_heavy(job: JobView) -> bool:
     return predicted_tokens(job, PredictedEnd.P50 if has_shares else PredictedEnd.MIDDLE, job.max_tokens) > HEAVY_TOKENS
 
 
-def check_unpredicted(name: str, unpredicted_tokens: int) -> None:
-    """Raises InvalidRequest for a parameter `unpredicted_tokens` below 0."""
-    if unpredicted_tokens < 0:
-        raise InvalidRequest(f"{name}: unpredicted_tokens must not be negative")
+@dataclass(frozen=True, slots=True)
+class ByPrediction:
+    """Base of policies that count with the predicted length of a job's answer."""
+
+    name: ClassVar[str]
+    end: PredictedEnd = PredictedEnd.LOWER
+    unpredicted_tokens: int = UNPREDICTED_TOKENS
+
+    def __post_init__(self) -> None:
+        if self.unpredicted_tokens < 0:
+            raise InvalidRequest(f"{self.name}: unpredicted_tokens must not be negative")
+
+    def output_tokens(self, job: JobView) -> int:
+        return predicted_tokens(job, self.end, self.unpredicted_tokens)
+
+    def length_tokens(self, job: JobView) -> int:
+        """Prompt and answer."""
+        return job.prompt_tokens + self.output_tokens(job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +85,7 @@ class RunningDecode:
     """A running job: its context now, and how many more tokens it is predicted to produce, at least 0."""
 
     context_tokens: int
-    predicted_remaining_tokens: int
+    remaining_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +98,9 @@ class DecodeMemory:
     reserved_tokens: int = 0  # prompt + predicted tokens of the running jobs
     running: tuple[RunningDecode, ...] = ()  # the running jobs, for policies with `needs_running`
 
-    def blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """Whether the job may start, and why."""
-
-    admitted: bool
-    reasons: tuple[Reason, ...] = ()
+    def fits_now(self, job: JobView) -> bool:
+        """Whether the free blocks hold the prompt."""
+        return -(-job.prompt_tokens // self.block_size) <= self.free_blocks
 
 
 class DecodeAdmission(Protocol):
@@ -106,7 +112,7 @@ class DecodeAdmission(Protocol):
     name: ClassVar[str]
     needs_running: ClassVar[bool]
 
-    def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission: ...
+    def admit(self, job: JobView, memory: DecodeMemory, now: float) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,76 +122,44 @@ class Greedy:
     name: ClassVar[str] = "greedy"
     needs_running: ClassVar[bool] = False
 
-    def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
-        need = memory.blocks(job.prompt_tokens)
-        reason = Reason("admission:greedy", {"need_blocks": need, "free_blocks": memory.free_blocks})
-        return Admission(need <= memory.free_blocks, (reason,))
+    def admit(self, job: JobView, memory: DecodeMemory, now: float) -> bool:
+        return memory.fits_now(job)
 
 
-@dataclass(frozen=True, slots=True)
-class ReserveStatic:
-    """Admit if and only if the job's predicted full length is less than the memory that is free now.
+class Decoding(NamedTuple):
+    """A job that runs, or whose KV is on its way, and that decodes here. context_tokens: its prompt and its output."""
 
-    reserve_all (ours): admit if and only if all running jobs and this one fit at their predicted full lengths, and the
-    prompt fits now, because jobs outgrow their predictions.
-    Source: TetriInfer 3.4, reserve-static; 5.2.3 for the lower end of the predicted range. F: where no job runs, the
-    prompt alone decides, so that no job waits for ever.
+    job: JobView
+    prompt_tokens: int
+    context_tokens: int
+
+
+class Blocks(NamedTuple):
+    """KV memory of an engine now. free: without the blocks that the next step takes."""
+
+    free: int
+    total: int
+    size_tokens: int
+
+
+def may_decode(policy: DecodeAdmission, job: JobView, inside: Sequence[Decoding], blocks: Blocks, now: float) -> bool:
+    """Whether `job` may start beside the jobs `inside` an engine; the same code live and simulated.
+
+    `job`: with all tokens that it has by now as its prompt, and the rest as its max_tokens. Where no job decodes, the
+    blocks alone decide, so that no job waits for ever.
     """
-
-    name: ClassVar[str] = "reserve_static"
-    needs_running: ClassVar[bool] = False
-    end: PredictedEnd = PredictedEnd.LOWER
-    unpredicted_tokens: int = UNPREDICTED_TOKENS
-    reserve_all: bool = False
-
-    def __post_init__(self) -> None:
-        check_unpredicted(self.name, self.unpredicted_tokens)
-
-    def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
-        need = job.prompt_tokens + predicted_tokens(job, self.end, self.unpredicted_tokens)
-        if self.reserve_all:
-            room = memory.total_blocks * memory.block_size - memory.reserved_tokens
-            enough = need <= room
-            reason = Reason("admission:reserve_static, all", {"need_tokens": need, "unreserved_tokens": room})
-        else:
-            room = memory.free_blocks * memory.block_size
-            enough = need < room
-            reason = Reason("admission:reserve_static", {"need_tokens": need, "free_tokens": room})
-        fits = memory.blocks(job.prompt_tokens) <= memory.free_blocks
-        return Admission(fits and (enough or memory.reserved_tokens <= 0), (reason,))
-
-
-@dataclass(frozen=True, slots=True)
-class ReserveDynamic:
-    """Admit if and only if memory is left when the first of the running jobs and this one is predicted to end.
-
-    With k the shortest predicted remaining length, every context grows by k; each is rounded up to whole blocks.
-    Source: TetriInfer 3.4, reserve-dynamic; 5.2.3 for the lower end of the predicted range. F: the prompt must fit now,
-    and it alone decides where no job runs.
-    """
-
-    name: ClassVar[str] = "reserve_dynamic"
-    needs_running: ClassVar[bool] = True
-    end: PredictedEnd = PredictedEnd.LOWER
-    unpredicted_tokens: int = UNPREDICTED_TOKENS
-
-    def __post_init__(self) -> None:
-        check_unpredicted(self.name, self.unpredicted_tokens)
-
-    def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
-        length = predicted_tokens(job, self.end, self.unpredicted_tokens)
-        grows = min([length, *[one.predicted_remaining_tokens for one in memory.running]])
-        size, more = memory.block_size, grows + memory.block_size - 1  # to round up
-        need = (job.prompt_tokens + more) // size
-        need += sum([(one.context_tokens + more) // size for one in memory.running])
-        figures: dict[str, float | str] = {
-            "grows_tokens": grows,
-            "need_blocks": need,
-            "total_blocks": memory.total_blocks,
-        }
-        fits = memory.blocks(job.prompt_tokens) <= memory.free_blocks
-        enough = need <= memory.total_blocks or not memory.running
-        return Admission(fits and enough, (Reason("admission:reserve_dynamic", figures),))
+    if not inside:
+        return True
+    by = policy if isinstance(policy, ByPrediction) else ByPrediction()
+    lengths = [max(one.context_tokens, one.prompt_tokens + by.output_tokens(one.job)) for one in inside]
+    running: tuple[RunningDecode, ...] = ()
+    if policy.needs_running:
+        running = tuple(
+            RunningDecode(one.context_tokens, length - one.context_tokens)
+            for one, length in zip(inside, lengths, strict=True)
+        )
+    memory = DecodeMemory(blocks.free, blocks.size_tokens, blocks.total, sum(lengths), running)
+    return policy.admit(job, memory, now)
 
 
 # KV memory of a decode instance over the steps to come. A job that decodes holds one token more with each step until
@@ -244,12 +218,7 @@ def ahead_of(jobs: Iterable[tuple[int, int]], block_size: int, part: float = 1.0
     """The memory of jobs with (tokens held now, tokens to come); each holds whole blocks. part: see `own_part`."""
     held = [0] * COUNT
     for whole, left in jobs:
-        now = whole if part >= 1.0 else ceil(part * whole)
-        for at in range(COUNT):
-            if at and left <= STRETCHES[at - 1]:
-                break
-            end = STRETCHES[at]
-            held[at] += -(-(now + (left if left < end else end)) // block_size) * block_size
+        _add_job(held, whole if part >= 1.0 else ceil(part * whole), left, block_size)
     return tuple(held) if held[0] else ()
 
 
@@ -258,12 +227,16 @@ def with_job(ahead: Ahead, now: int, left: int, block_size: int, after: int = 0)
     how fast the steps until then are depends on the prompts in them.
     """
     held = list(ahead) if ahead else [0] * COUNT
-    for at in range(COUNT):
+    _add_job(held, now, left, block_size, after)
+    return tuple(held)
+
+
+def _add_job(held: list[int], now: int, left: int, block_size: int, after: int = 0) -> None:
+    for at, end in enumerate(STRETCHES):
         if at and after + left <= STRETCHES[at - 1]:
             break
-        gone = max(0, STRETCHES[at] - after)
-        held[at] += -(-(now + (left if left < gone else gone)) // block_size) * block_size
-    return tuple(held)
+        given = max(0, end - after)
+        held[at] += -(-(now + (left if left < given else given)) // block_size) * block_size
 
 
 def fits_after(ahead: Ahead, room_tokens: int, now: int, left: int, block_size: int) -> float:

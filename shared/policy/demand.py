@@ -1,4 +1,4 @@
-"""Demand: the profile of the clients' requests, counted by schedulers, summed by the monitor, restarted when it shifts.
+"""Demand: what clients request, of each SLO class as a scheduler learns it, and of all together as the monitor sums it.
 
 `DemandCounter` is a scheduler's, `DemandBook` the monitor's; `find_shift` detects that the demand has changed beyond
 its noise. Times are unix seconds live and virtual ones in the simulator. Source: ThunderServe 4 and appendix E (a
@@ -8,13 +8,14 @@ ours.
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import exp, floor, log, sqrt
 from typing import NamedTuple
 
 import msgspec
 
 from shared.domain.demand import SUMS, Demand, DemandSecond, Shift
-from shared.domain.job import JobView
+from shared.domain.job import JobView, Slo, WhenFull
 from shared.policy.split import Freedom
 
 # Standard errors by which the seconds before and after a shift differ: many windows are compared, and requests are not
@@ -35,6 +36,9 @@ LENGTH_FLOOR, ARRIVAL_FLOOR = 0.05, 0.1
 
 
 _Scored = tuple[str, float, float, float]  # what, by how many standard errors, before, after
+
+
+_SUMMED = ("requests", "prompt_logs", "prompt_log_squares", "ended", "ended_logs", "ended_log_squares")
 
 
 class _Lengths(NamedTuple):
@@ -123,15 +127,7 @@ def _dispersion(rows: Sequence[DemandSecond]) -> float:
 
 
 def _sum(rows: Sequence[DemandSecond]) -> _Sum:
-    return _Sum(
-        len(rows),
-        sum(one.requests for one in rows),
-        sum(one.prompt_logs for one in rows),
-        sum(one.prompt_log_squares for one in rows),
-        sum(one.ended for one in rows),
-        sum(one.ended_logs for one in rows),
-        sum(one.ended_log_squares for one in rows),
-    )
+    return _Sum(len(rows), *(sum(getattr(one, name) for one in rows) for name in _SUMMED))
 
 
 def _plus(one: _Sum, other: _Sum, sign: int) -> _Sum:
@@ -158,7 +154,7 @@ class DemandCounter:
         self._source = source
         self._pause_s = pause_s
         self._second = floor(now) + 1
-        self._heard_s = now
+        self._reported_s = now
         self._sums = dict.fromkeys(SUMS, 0.0)
         self._expected: dict[str, float] = {}  # of jobs under way
         self._finished: deque[DemandSecond] = deque(maxlen=KEPT)
@@ -214,7 +210,7 @@ class DemandCounter:
             self._sums[name] += value
 
     def _turn(self, now: float) -> None:
-        paused, self._heard_s = now - self._heard_s > self._pause_s, now
+        paused, self._reported_s = now - self._reported_s > self._pause_s, now
         if paused or now < self._second - 2 * AHEAD_S:  # or the clock was put back
             self._second = floor(now) + 1
             self._sums = dict.fromkeys(SUMS, 0.0)
@@ -229,7 +225,7 @@ class _Source:
 
     def __init__(self, first: int, now: float) -> None:
         self.first, self.last = first, first - 1
-        self.heard_s = now
+        self.reported_s = now
         self.waiting: dict[int, DemandSecond] = {}
 
 
@@ -262,14 +258,14 @@ class DemandBook:
             source = self._sources.get(one.source)
             if source is None:
                 source = self._sources[one.source] = _Source(one.second, now)
-            source.heard_s = now
+            source.reported_s = now
             if one.second >= self._next:
                 source.waiting[one.second] = one
                 source.last = max(source.last, one.second)
 
     def advance(self, now: float) -> list[Shift]:
         """Sum the complete seconds; returns the detected shifts."""
-        silent = [name for name, source in self._sources.items() if now - source.heard_s > SILENT_S]
+        silent = [name for name, source in self._sources.items() if now - source.reported_s > SILENT_S]
         for name in silent:
             del self._sources[name]
         if silent:
@@ -296,7 +292,7 @@ class DemandBook:
 
     def demand(self, now: float, least_s: int = LEAST_S, least_requests: int = LEAST_REQUESTS) -> Demand | None:
         """The profile; None before it covers that much, and while a scheduler is silent."""
-        if any(now - source.heard_s > SILENT_S for source in self._sources.values()):
+        if any(now - source.reported_s > SILENT_S for source in self._sources.values()):
             return None
         requests = sum(one.requests for one in self._seconds)
         if len(self._seconds) < max(2, least_s) or requests < least_requests or now - self._next > 2 * SILENT_S:
@@ -368,3 +364,145 @@ def _turned_out(rows: Sequence[DemandSecond]) -> float:
     if ended < LEAST_REQUESTS or expected <= 0.0:
         return 1.0
     return min(CORRECTED, max(1.0 / CORRECTED, sum(one.ended_tokens for one in rows) / expected))
+
+
+# The demand of each class: its arrivals of late, how long its jobs stay, and how far estimates can be trusted for it.
+# A scheduler's ledger learns it from the requests to place jobs, the placements, and the reports of ended jobs.
+
+FADE_S = 30.0  # arrivals older than this hardly count
+NO_ARRIVALS_S = 60.0  # nothing is kept free for a class without arrivals for this long
+STAYS = 64  # jobs that a running mean rests on
+SPREADS = 1.0  # standard deviations of a class's open jobs that are kept free beside their mean
+GAIN = 0.05  # of one outcome on a learned share
+
+
+class _Learned(NamedTuple):
+    """A share of a target that predicted times may take, learned so that `misses` of all outcomes miss the target."""
+
+    misses: float
+    least: float
+    most: float
+
+    def after(self, share: float, met: bool) -> float:
+        """The share after one more outcome (Robbins-Monro): it settles where `misses` of the outcomes miss."""
+        step = GAIN * self.misses if met else -GAIN * (1.0 - self.misses)
+        return min(self.most, max(self.least, share * exp(step)))
+
+
+ADMITTED = _Learned(0.08, 0.5, 0.95)  # of the admitted jobs; to refuse more would refuse jobs that meet their targets
+YIELDS = _Learned(0.04, 0.1, 0.8)  # of all jobs that ask, refused or not; with more misses, lighter classes get less
+
+
+@dataclass(slots=True)
+class _Class:
+    slo: Slo
+    began_s: float
+    arrived_s: float
+    count: float = 0.0  # arrivals, fading
+    stay_s: float = 0.0
+    stays: int = 0
+    prompt_tokens: float = 0.0
+    open: int = 0
+    admitted: float = ADMITTED.most
+    yields: float = YIELDS.most
+
+    def rate(self, now: float) -> float:
+        """Arrivals a second, since the class was first seen."""
+        seen_s = FADE_S * (1.0 - exp(-max(1.0, now - self.began_s) / FADE_S))
+        return self.count * exp(-max(0.0, now - self.arrived_s) / FADE_S) / seen_s
+
+
+class ClassDemand:
+    """The demand at one scheduler, by class. Times are unix seconds."""
+
+    def __init__(self) -> None:
+        self._classes: dict[str, _Class] = {}
+        self._open: dict[str, tuple[str, float]] = {}  # job id -> its class, and when it was placed
+        self.placements = 0  # of all classes
+
+    def arrived(self, job: JobView, now: float) -> None:
+        """Report that a job has asked for the first time. Delayed jobs count when they are placed: the others of their
+        class wait in the gateways.
+        """
+        slo = job.slo
+        one = self._classes.get(slo.name)
+        if one is None or now - one.arrived_s > NO_ARRIVALS_S:
+            one = self._classes[slo.name] = _Class(slo, now, now, open=one.open if one is not None else 0)
+        one.count = one.count * exp(-max(0.0, now - one.arrived_s) / FADE_S) + 1.0
+        one.slo, one.arrived_s = slo, now
+        one.prompt_tokens += (job.prompt_tokens - one.prompt_tokens) / min(one.count, STAYS)
+
+    def placed(self, job: JobView, now: float) -> None:
+        """Report that a job was placed; perhaps not for the first time."""
+        if job.job_id in self._open:
+            return
+        if job.slo.name not in self._classes or (job.slo.when_full is WhenFull.DELAY and not job.begun):
+            self.arrived(job, now)
+        self.placements += 1
+        self._open[job.job_id] = job.slo.name, now
+        self._classes[job.slo.name].open += 1
+
+    def ended(self, job_id: str, met: bool | None, now: float) -> None:
+        """Report that a placed job has ended; met: whether it met its targets, None where that is not known."""
+        name, placed_s = self._open.pop(job_id, ("", 0.0))
+        one = self._classes.get(name)
+        if one is None:
+            return
+        one.open -= 1
+        if met is None:
+            return
+        one.stays += 1
+        one.stay_s += (now - placed_s - one.stay_s) / min(one.stays, STAYS)
+        one.admitted = ADMITTED.after(one.admitted, met)
+        one.yields = YIELDS.after(one.yields, met)
+
+    def refused(self, slo: Slo) -> None:
+        one = self._classes.get(slo.name)
+        if one is not None:
+            one.yields = YIELDS.after(one.yields, False)
+
+    def margin(self, slo: Slo) -> float:
+        """The share of its targets that a predicted time of this class may take."""
+        one = self._classes.get(slo.name)
+        return one.admitted if one is not None else ADMITTED.most
+
+    def others(self, slo: Slo, now: float) -> Slo:
+        """The class by which cost to other requests is judged: the tightest targets of the heavier classes of late, the
+        class itself without any. TPOT targets are reduced to the share that lighter classes may use.
+        """
+        found = slo
+        for one in self._heavier(slo, now):
+            first = found is slo
+            found = Slo(
+                "heavier",
+                one.slo.ttft_s if first else min(found.ttft_s, one.slo.ttft_s),
+                one.slo.tpot_s * one.yields if first else min(found.tpot_s, one.slo.tpot_s * one.yields),
+                max(found.weight, one.slo.weight),
+                itl_s=one.slo.itl_s if first else min(found.itl_s, one.slo.itl_s),
+            )
+        return found
+
+    def missing(self, slo: Slo, now: float) -> float:
+        """How many jobs of heavier classes to expect beside the open ones, at least 0.
+
+        Little's law for the mean, plus `SPREADS` standard deviations of a Poisson process.
+        """
+        total = 0.0
+        for one in self._heavier(slo, now):
+            mean = one.rate(now) * one.stay_s
+            total += max(0.0, mean + SPREADS * sqrt(mean) - one.open)
+        return total
+
+    def spread(self, slo: Slo, now: float) -> float:
+        """The fluctuation of the number of open jobs of this class."""
+        one = self._classes.get(slo.name)
+        return SPREADS * sqrt(one.rate(now) * one.stay_s) if one is not None else 0.0
+
+    def prompt_tokens(self, slo: Slo, now: float) -> float:
+        """Mean prompt tokens of a job of the heavier classes, the most of them; of this class without any."""
+        found = self._heavier(slo, now) or [one for one in (self._classes.get(slo.name),) if one is not None]
+        return max((one.prompt_tokens for one in found), default=0.0)
+
+    def _heavier(self, slo: Slo, now: float) -> list[_Class]:
+        recent = (one for one in self._classes.values() if now - one.arrived_s <= NO_ARRIVALS_S)
+        return [one for one in recent if one.slo.weight > slo.weight]

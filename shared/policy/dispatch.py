@@ -4,7 +4,8 @@ A dispatch policy gets the ready decode instances. It leaves out those whose con
 prefers those with enough free KV memory, and picks one of them.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Protocol
@@ -15,14 +16,8 @@ from shared.domain.instance import InstanceState, InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.route import InstanceRef, Reason, Work
 from shared.errors import InvalidRequest, PolyphaseError, Unavailable
-from shared.policy.decode_admission import (
-    UNPREDICTED_TOKENS,
-    PredictedEnd,
-    check_unpredicted,
-    is_heavy,
-    predicted_tokens,
-)
-from shared.policy.index import ClusterIndex, context_of, usable
+from shared.policy.decode_admission import ByPrediction, is_heavy
+from shared.policy.index import ClusterIndex, InstanceIds, context_of, usable
 
 DRAWS = 8  # random draws before all instances are searched
 RETRY_S = 0.2
@@ -64,12 +59,12 @@ class DispatchPolicy(Protocol):
     name: ClassVar[str]
 
     def choose(
-        self, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], now: float, rng: Random
+        self, job: JobView, candidates: Sequence[InstanceView], exclude: InstanceIds, now: float, rng: Random
     ) -> Choice | None: ...
 
 
 def choose_decode(
-    policy: DispatchPolicy, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
+    policy: DispatchPolicy, job: JobView, index: ClusterIndex, exclude: InstanceIds, now: float, rng: Random
 ) -> Choice:
     """The decode instance for `job`. Raises what `why_none` returns when no instance can take the job."""
     choice = policy.choose(job, index.decode.views, exclude, now, rng)
@@ -78,7 +73,7 @@ def choose_decode(
     return choice
 
 
-def why_none(job: JobView, role: Role, index: ClusterIndex, exclude: Collection[str]) -> PolyphaseError:
+def why_none(job: JobView, role: Role, index: ClusterIndex, exclude: InstanceIds) -> PolyphaseError:
     """The error that says why no instance of `role` can take `job`.
 
     InvalidRequest when the job is too long for all ready instances, else Unavailable.
@@ -94,8 +89,8 @@ def why_none(job: JobView, role: Role, index: ClusterIndex, exclude: Collection[
     if ready:
         failed = ", ".join(sorted(view.instance_id for view in ready))
         return Unavailable(f"every ready {role.value} instance just failed this job ({failed})", retry_after_s=RETRY_S)
-    states = index.states
-    counts = [f"{states[(role, state)]} {state.value}" for state in InstanceState if states[(role, state)]]
+    states = Counter(view.state for view in index.view.instances if view.role is role)
+    counts = [f"{states[state]} {state.value}" for state in InstanceState if states[state]]
     return Unavailable(
         f"no {role.value} instance is ready ({', '.join(counts) or 'none registered'})", retry_after_s=RETRY_S
     )
@@ -108,32 +103,25 @@ class RandomDispatch:
     name: ClassVar[str] = "random"
 
     def choose(
-        self, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], now: float, rng: Random
+        self, job: JobView, candidates: Sequence[InstanceView], exclude: InstanceIds, now: float, rng: Random
     ) -> Choice | None:
         context = context_of(job, Role.DECODE)
-        drawn = _draw(candidates, 1, lambda view: usable(view, context, exclude), rng)
+        drawn = draw(candidates, 1, lambda view: usable(view, context, exclude), rng)
         return _choice("dispatch:random", drawn[0], {}) if drawn else None
 
 
 @dataclass(frozen=True, slots=True)
-class _MemoryAware:
+class MemoryAware(ByPrediction):
     """Base of the policies that pick among the instances with free KV memory for the prompt and the predicted answer.
 
     When no instance has that much free memory (by the last broadcast), the one with the most free memory takes the
     job and lets it wait there (F).
     """
 
-    name: ClassVar[str]
-    end: PredictedEnd = PredictedEnd.LOWER
-    unpredicted_tokens: int = UNPREDICTED_TOKENS
-
-    def __post_init__(self) -> None:
-        check_unpredicted(self.name, self.unpredicted_tokens)
-
     def choose(
-        self, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], now: float, rng: Random
+        self, job: JobView, candidates: Sequence[InstanceView], exclude: InstanceIds, now: float, rng: Random
     ) -> Choice | None:
-        need = job.prompt_tokens + predicted_tokens(job, self.end, self.unpredicted_tokens)
+        need = self.length_tokens(job)
         context = context_of(job, Role.DECODE)
 
         def has_memory(view: InstanceView) -> bool:
@@ -161,7 +149,7 @@ class _MemoryAware:
 
 
 @dataclass(frozen=True, slots=True)
-class PowerOfTwo(_MemoryAware):
+class PowerOfTwo(MemoryAware):
     """Of two random instances with enough memory, the one with less interference.
 
     The smaller (H + [heavy]) / (L + [light] + 1) wins, where H and L count the heavy and light decodes of an instance.
@@ -173,7 +161,7 @@ class PowerOfTwo(_MemoryAware):
     def _pick(
         self, candidates: Sequence[InstanceView], has_memory: Accept, heavy: bool, rng: Random, figures: Figures
     ) -> InstanceView | None:
-        drawn = _draw(candidates, 2, has_memory, rng)
+        drawn = draw(candidates, 2, has_memory, rng)
         if not drawn:
             return None
         figures["heavy"] = "yes" if heavy else "no"
@@ -189,7 +177,7 @@ class PowerOfTwo(_MemoryAware):
 
 
 @dataclass(frozen=True, slots=True)
-class Spread(_MemoryAware):
+class Spread(MemoryAware):
     """Of two random instances with enough memory, the one with fewer heavy decodes for a heavy decode, and the one with
     fewer decodes for a light one.
 
@@ -206,46 +194,12 @@ class Spread(_MemoryAware):
             load = view.load
             return load.heavy_decodes if heavy else load.decoding, load.decoding, -free_tokens(view)
 
-        best = min(_draw(candidates, 2, has_memory, rng), key=count, default=None)
+        best = min(draw(candidates, 2, has_memory, rng), key=count, default=None)
         if best is not None:
             figures["heavy"] = "yes" if heavy else "no"
             figures["heavy_decodes"] = best.load.heavy_decodes
             figures["decodes"] = best.load.decoding
         return best
-
-
-@dataclass(frozen=True, slots=True)
-class LeastInterference(_MemoryAware):
-    """As `power_of_two`, but over all instances instead of two. A decision costs O(instances)."""
-
-    name: ClassVar[str] = "least_interference"
-
-    def _pick(
-        self, candidates: Sequence[InstanceView], has_memory: Accept, heavy: bool, rng: Random, figures: Figures
-    ) -> InstanceView | None:
-        roomy = list(filter(has_memory, candidates))
-        if not roomy:
-            return None
-        best = min(roomy, key=lambda view: _rank(view, heavy))
-        figures["looked_at"] = len(roomy)
-        figures["ratio"] = round(interference(best, heavy), 4)
-        return best
-
-
-@dataclass(frozen=True, slots=True)
-class WorstCase(_MemoryAware):
-    """Every heavy decode goes to the same instance, the first by id, until its memory is full, then to the next.
-
-    Source: TetriInfer 5.2.3, "imbalance", a worst case to compare with. F: a light decode goes to a random instance.
-    """
-
-    name: ClassVar[str] = "worst_case"
-
-    def _pick(
-        self, candidates: Sequence[InstanceView], has_memory: Accept, heavy: bool, rng: Random, figures: Figures
-    ) -> InstanceView | None:
-        figures["heavy"] = "yes" if heavy else "no"
-        return next(filter(has_memory, candidates) if heavy else iter(_draw(candidates, 1, has_memory, rng)), None)
 
 
 def free_tokens(view: InstanceView) -> int:
@@ -269,7 +223,7 @@ def _choice(what: str, view: InstanceView, figures: Figures) -> Choice:
     return Choice(view, (Reason(what, figures),))
 
 
-def _draw(candidates: Sequence[InstanceView], count: int, accept: Accept, rng: Random) -> list[InstanceView]:
+def draw(candidates: Sequence[InstanceView], count: int, accept: Accept, rng: Random) -> list[InstanceView]:
     """Up to `count` accepted instances, uniformly at random. All are searched only when a few draws find too few."""
     total = len(candidates)
     drawn: list[int] = []

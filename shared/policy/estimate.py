@@ -6,8 +6,9 @@ combine them into an `Option`, whose cost has these terms: the job's own TTFT an
 for other requests the same as far as the job changes it. `options` lists the options worth considering.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from random import Random
 
 import msgspec
@@ -15,10 +16,10 @@ import msgspec
 from shared.domain.instance import InstanceView
 from shared.domain.job import FirstTokenOut, JobView, Slo
 from shared.domain.rates import UNKNOWN_STEPS, StepForm
-from shared.policy.answers import Lengths
-from shared.policy.claims import Kept
 from shared.policy.codec import choose_codec
 from shared.policy.decode_admission import fits_after, takes_tokens, with_job
+from shared.policy.ledger import Kept, WorkloadLedger
+from shared.policy.output_lengths import Lengths
 from shared.policy.split import Split
 from shared.policy.step_budget import MARGIN, StepLoad, gap_target_s, prefill_tokens
 
@@ -61,7 +62,8 @@ class JobContext:
     own, usual: lengths of its answer, and of answers in general; those that run are the longer ones. others: the class
     by which the cost to other requests is judged. bound: tokens of its answer for which room is kept; 0: its
     max_tokens. spread_s: seconds over which the decodes that are bound to instances arrive. limited: steps keep to the
-    targets of the streams in them. weight: of the cost to others, in units of the job's own cost.
+    targets of the streams in them. kept: by instance, room for jobs that have been held for longer (`ledger.Claims`).
+    weight: of the cost to others, in units of the job's own cost.
     """
 
     job: JobView
@@ -71,10 +73,28 @@ class JobContext:
     bound: int = 0
     spread_s: float = 0.0
     limited: bool = False
+    kept: Mapping[str, Kept] = field(default_factory=dict)
     weight: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.weight = self.others.weight / self.job.slo.weight
+
+    @classmethod
+    def learned(
+        cls, job: JobView, ledger: WorkloadLedger, now: float, *, limited: bool, spread_s: float = 0.0
+    ) -> "JobContext":
+        """With what a scheduler has learned from its earlier placements."""
+        answers = ledger.output_lengths
+        return cls(
+            job,
+            own=answers.expected(job),
+            usual=answers.all,
+            others=ledger.class_demand.others(job.slo, now),
+            bound=answers.bound(job),
+            spread_s=spread_s,
+            limited=limited,
+            kept=ledger.claims.before(job, now),
+        )
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -149,36 +169,10 @@ class DecodeSide:
     """An instance that would decode the job and may compute the rest of its prompt: what does not depend on how much.
 
     `saved` tokens of the prompt are in its prefix cache. mixed: share of the coming steps that compute prompts; None:
-    estimated from the last steps and the queue. kept: room for jobs that have been held for longer (`claims`).
+    estimated from the last steps and the queue.
     """
 
-    __slots__ = (
-        "after_s",
-        "alone_s",
-        "behind_s",
-        "beside_s",
-        "budget",
-        "chunk_s",
-        "context",
-        "cost_now",
-        "form",
-        "inbound_s",
-        "link",
-        "memory",
-        "over",
-        "queued_jobs",
-        "room_s",
-        "running",
-        "saved",
-        "step_s",
-        "token_s",
-        "view",
-        "wait_s",
-    )
-
-    def __init__(
-        self, view: InstanceView, context: JobContext, saved: int = 0, mixed: float | None = None, kept: Kept = ()
-    ) -> None:
+    def __init__(self, view: InstanceView, context: JobContext, saved: int = 0, mixed: float | None = None) -> None:
         job, own, usual, slo = context.job, context.own, context.usual, context.others
         info, load, prompt = view.info, view.load, job.prompt_tokens
         rates, link = info.rates.step or UNKNOWN_STEPS, info.rates.link
@@ -223,6 +217,7 @@ class DecodeSide:
         blocks, takes, fits_s = info.total_blocks, takes_tokens(view, prompt, saved), 0.0
         self.room_s = self.behind_s = 0.0
         self.memory = EVEN * (1.0 - load.free_blocks / blocks if blocks else 0.0)
+        kept: Kept = context.kept.get(info.instance_id, ()) if context.kept else ()
         if load.kv_ahead or kept:
             fits_s = self.after_s * _steps_until_it_fits(view, takes, context.bound or job.max_tokens, kept)
         if kept:
@@ -367,8 +362,7 @@ class Option(msgspec.Struct, frozen=True, gc=False):
         }
 
 
-def total_of(option: Option) -> float:
-    return option.total
+total_of = attrgetter("total")  # of an `Option`
 
 
 def local(decode: DecodeSide, terms: DecodeTerms) -> Option:
@@ -495,14 +489,14 @@ def balanced(prompt: int, prefill: PrefillSide, decode: DecodeSide) -> int:
 
 
 def fixed_split_options(
-    split: Split, prefills: Sequence[PrefillSide], decodes: Sequence[DecodeSide], now: float, rng: Random
+    split: Split, prefills: Sequence[PrefillSide], decodes: Sequence[DecodeSide], rng: Random
 ) -> list[Option]:
     """The option of each pair that a fixed split policy leaves."""
     found = []
     for prefill in prefills:
         for decode in decodes:
             context = decode.context
-            tokens = split.choose(context.job, prefill.view, decode.view, now, rng).tokens
+            tokens = split.choose(context.job, prefill.view, decode.view, rng).tokens
             if tokens > 0:
                 found.append(pair(prefill, prefill.part(tokens, context.others), decode, decode.terms(tokens)))
             else:

@@ -79,7 +79,7 @@ class _Caller:
     ledger_read_s: float = float("-inf")
 
 
-class Shares:
+class TokenCounters:
     """Virtual token counters of the callers of one gateway. Times are seconds of any one clock.
 
     weights: may change; a caller's weight is read at each of its requests. With a `ledger`, a caller is also charged
@@ -157,16 +157,16 @@ class Shares:
         return bool(one.open) or self._now - one.last_s <= ACTIVE_S
 
 
-class FairLine(Generic[Item]):
+class CallerQueue(Generic[Item]):
     """A queue of items of callers: the next is the oldest item of the caller with the fewest tokens.
 
-    `shares` knows each caller. The head stays the head until it is removed. Items are compared by identity.
+    `counters` knows each caller. The head stays the head until it is removed. Items are compared by identity.
     """
 
-    def __init__(self, shares: Shares) -> None:
-        self._shares = shares
+    def __init__(self, counters: TokenCounters) -> None:
+        self._counters = counters
         self._waiting: dict[str, dict[int, Item]] = {}  # by caller, then by the item's id, in order of arrival
-        self._callers = LeastFirst(shares.tokens)
+        self._callers = LeastFirst(counters.tokens)
         self._head: tuple[str, Item] | None = None
         self._count = 0
 
@@ -177,7 +177,7 @@ class FairLine(Generic[Item]):
         if caller not in self._waiting:
             least = self._callers.first(self._waiting.__contains__)
             if least is not None:
-                self._shares.lift(caller, least)
+                self._counters.lift(caller, least)
             self._waiting[caller] = {}
             self._callers.add(caller)
         self._waiting[caller][id(item)] = item

@@ -7,10 +7,10 @@ broadcasts. Everything here is free of clocks and I/O: the caller passes times a
 """
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from math import log
 from operator import attrgetter, itemgetter
@@ -23,9 +23,8 @@ from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, Ins
 from shared.domain.job import JobView
 from shared.domain.rates import UNKNOWN_STEPS, Rates
 from shared.errors import Unavailable
-from shared.policy.assignment import Assignment, mark_of, promised_to
 from shared.policy.decode_admission import takes_tokens, with_job
-from shared.policy.ledger import WorkloadLedger
+from shared.policy.ledger import Assignment, WorkloadLedger, mark_of, promised_to
 from shared.policy.prefix_index import MAX_BLOCKS, PrefixIndex
 from shared.policy.step_budget import TpotBudget
 
@@ -41,6 +40,7 @@ HOLD_S = 30.0  # with stale loads, an assignment counts until its job ends, or f
 CLEAN_UP_S = 0.5  # between two searches for finished assignments and forgotten work
 CACHED_S = 0.1  # values derived from the loads (`ClusterIndex.cached`) are kept for this long
 
+InstanceIds = Collection[str]
 Speed = Callable[[InstanceView], tuple[float, float]]
 Key = tuple[float, float, str]
 Made = TypeVar("Made")
@@ -53,7 +53,7 @@ def context_of(job: JobView, role: Role) -> int:
     return job.prompt_tokens + (job.max_tokens if role is Role.DECODE else 0)
 
 
-def usable(view: InstanceView, context_tokens: int, exclude: Collection[str]) -> bool:
+def usable(view: InstanceView, context_tokens: int, exclude: InstanceIds) -> bool:
     """Whether the instance can hold so many tokens of context and is not excluded."""
     info = view.info
     return info.max_model_len >= context_tokens and not (exclude and info.instance_id in exclude)
@@ -107,6 +107,7 @@ def pressure_s(view: InstanceView) -> float:
     return step_s * (1.0 + waits)
 
 
+@lru_cache(4096)  # most instances have one of a few speeds, and a logarithm costs time
 def speed_class(per_token_s: float) -> int:
     """A number that is the same for speeds within about `CLASS_WIDTH` of each other."""
     return round(log(per_token_s) / _LOG_WIDTH)
@@ -172,7 +173,7 @@ class _SpeedClasses:
         return self._order.values()
 
     def candidates(
-        self, ready: ReadySet, context_tokens: int, exclude: Collection[str], per_class: int = 1
+        self, ready: ReadySet, context_tokens: int, exclude: InstanceIds, per_class: int = 1
     ) -> list[tuple[float, InstanceView]]:
         """The first usable instances of each class of speed, at most `per_class` of each, with their figures."""
         found = []
@@ -187,12 +188,11 @@ class _SpeedClasses:
                         break
         return found
 
-    def _move(self, instance_id: str, speed: int, seconds: float, tie: float | None) -> None:
-        """Give an instance another class and figure, and another tie-break unless `tie` is None."""
-        key = self._keys[instance_id]
+    def _move(self, speed: int, key: Key) -> None:
+        """Give an instance another class and key."""
+        instance_id = key[2]
         keys = self._order[self._class_of[instance_id]]
-        del keys[bisect_left(keys, key)]
-        key = seconds, key[1] if tie is None else tie, instance_id
+        del keys[bisect_left(keys, self._keys[instance_id])]
         self._keys[instance_id], self._class_of[instance_id] = key, speed
         insort(self._order.setdefault(speed, []), key)
 
@@ -212,29 +212,16 @@ class Backlog(_SpeedClasses):
         self._unknown_s = median(known) if known else 1.0
         self._unmeasured = {view.info.instance_id for view, per_token_s, _ in speeds if not per_token_s > 0}
         self._rates: dict[str, tuple[float, float]] = {}
-        entries: list[tuple[int, Key]] = []
-        class_of: dict[float, int] = {}  # most instances have one of a few speeds, and a logarithm costs time
-        for view, per_token_s, per_job_s in speeds:
-            instance_id, load, per_token_s = view.info.instance_id, view.load, per_token_s or self._unknown_s
-            waits_s = per_token_s * load.queued_prefill_tokens + per_job_s * load.queued_prefill
-            found = class_of.get(per_token_s)
-            if found is None:
-                found = class_of[per_token_s] = speed_class(per_token_s)
-            self._rates[instance_id] = per_token_s, per_job_s
-            entries.append((found, (waits_s, rng.random(), instance_id)))
-        super().__init__(entries)
+        super().__init__(self._entry(*one, rng.random()) for one in speeds)
 
-    def waits_s(self, instance_id: str) -> float:
-        """Seconds of prefill that are queued at the instance."""
-        return self._keys[instance_id][0]
-
-    def cost_s(self, instance_id: str, tokens: int) -> float:
-        """Seconds of a prefill of so many tokens on the instance, without its queue."""
-        per_token_s, per_job_s = self._rates[instance_id]
-        return per_token_s * tokens + per_job_s
+    def _entry(self, view: InstanceView, per_token_s: float, per_job_s: float, tie: float) -> tuple[int, Key]:
+        instance_id, load, per_token_s = view.info.instance_id, view.load, per_token_s or self._unknown_s
+        self._rates[instance_id] = per_token_s, per_job_s
+        waits_s = per_token_s * load.queued_prefill_tokens + per_job_s * load.queued_prefill
+        return speed_class(per_token_s), (waits_s, tie, instance_id)
 
     def soonest(
-        self, ready: ReadySet, tokens: int, context_tokens: int, exclude: Collection[str], per_class: int = 1
+        self, ready: ReadySet, tokens: int, context_tokens: int, exclude: InstanceIds, per_class: int = 1
     ) -> list[tuple[float, InstanceView]]:
         """The `candidates`, by the seconds until they would have computed a prompt of so many tokens."""
         rates, found = self._rates, []
@@ -250,16 +237,13 @@ class Backlog(_SpeedClasses):
         Returns False when the instance's speed has become measured or unmeasured: then the median that stands for
         unmeasured speeds is wrong, and the backlog has to be built again.
         """
-        instance_id, load = view.info.instance_id, view.load
-        if instance_id not in self._keys:
+        key = self._keys.get(view.info.instance_id)
+        if key is None:
             return True
         per_token_s, per_job_s = self._speed(view)
-        if (per_token_s > 0) is (instance_id in self._unmeasured):
+        if (per_token_s > 0) is (key[2] in self._unmeasured):
             return False
-        per_token_s = per_token_s or self._unknown_s
-        self._rates[instance_id] = per_token_s, per_job_s
-        waits_s = per_token_s * load.queued_prefill_tokens + per_job_s * load.queued_prefill
-        self._move(instance_id, speed_class(per_token_s), waits_s, tie)
+        self._move(*self._entry(view, per_token_s, per_job_s, key[1] if tie is None else tie))
         return True
 
 
@@ -273,10 +257,10 @@ class Pressures(_SpeedClasses):
 
     def refresh(self, view: InstanceView, tie: float | None = None) -> None:
         """Apply a changed load, and with another tie-break changed rates; unknown instances are ignored."""
-        instance_id = view.info.instance_id
-        known = self._class_of.get(instance_id)
-        if known is not None:
-            self._move(instance_id, known if tie is None else _decode_class(view), pressure_s(view), tie)
+        key = self._keys.get(view.info.instance_id)
+        if key is not None:
+            speed = self._class_of[key[2]] if tie is None else _decode_class(view)
+            self._move(speed, (pressure_s(view), key[1] if tie is None else tie, key[2]))
 
 
 class ClusterIndex:
@@ -334,10 +318,6 @@ class ClusterIndex:
     def size(self) -> int:
         """Number of instances, ready or not."""
         return len(self._view.instances) if self._live is None else len(self._live)
-
-    @property
-    def states(self) -> "Counter[tuple[Role, InstanceState]]":
-        return Counter((one.role, one.state) for one in self.view.instances)
 
     @property
     def placing(self) -> Role:
@@ -499,11 +479,7 @@ class LoadTracker:
         age_s = now - self._updated_s
         return age_s if self.known and age_s > STALE_S else 0.0
 
-    def update(self, view: ClusterView, now: float, rng: Random) -> None:
-        """Apply a broadcast of the whole cluster."""
-        self.hear(ClusterDelta.of(view), now, rng)
-
-    def hear(self, delta: ClusterDelta, now: float, rng: Random) -> bool:
+    def apply(self, delta: ClusterDelta, now: float, rng: Random) -> bool:
         """Apply a broadcast, with the assignments that its loads cannot show yet on top: O(log instances) a load.
 
         Returns False, and changes nothing, when a broadcast before it is missing.

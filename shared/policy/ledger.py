@@ -1,26 +1,192 @@
-"""A scheduler's memory of its own placements, over all broadcasts: unfinished work, decodes on their way, and turns.
+"""A scheduler's memory of its own placements, over all broadcasts: unfinished work, decodes on their way, held jobs and
+turns.
 
 The caller adds each placement and completes it when the job ends; policies only read it.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.domain.instance import ClusterView, InstanceState
+from shared.domain.instance import ClusterView, InstanceState, Promised
 from shared.domain.job import JobView
 from shared.domain.route import Route
-from shared.policy.answers import Answers
-from shared.policy.assignment import Assignment, assignments
-from shared.policy.claims import Claims
-from shared.policy.class_needs import ClassNeeds
+from shared.policy.decode_admission import is_heavy
+from shared.policy.demand import ClassDemand
+from shared.policy.output_lengths import OutputLengths
 
 SETTLE_S = 1.0  # a job that was placed this long ago shows in the load of its instance
 FORGET_S = 3600.0  # no job takes longer: its completion was lost
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Work given to an instance at `time_s` (unix seconds), perhaps not yet in the instance's load.
+
+    coming: a decode that reaches the instance only after (a part of) its prompt was computed on another one.
+    answer_tokens: of a decode, for which room is kept from `lead_steps` steps of its instance on, beside the prompt's
+    tokens less the `saved_tokens` that the instance holds.
+    """
+
+    instance_id: str
+    time_s: float
+    prefill_tokens: int = 0  # prompt tokens that the instance has to compute
+    decode_tokens: int = 0  # prompt tokens of a decode; 0 when it is none
+    heavy: bool = False
+    job_id: str = ""
+    coming: bool = False
+    import_tokens: int = 0  # of KV that comes from another instance
+    answer_tokens: int = 0
+    lead_steps: int = 0
+    saved_tokens: int = 0
+
+
+def mark_of(job_id: str) -> int:
+    """A short mark of a job's id for loads: two jobs of one instance and second share it once in billions."""
+    return crc32(job_id.encode())
+
+
+def promise_of(bound: Assignment) -> Promised:
+    """A decode on its way as the instance's load shows it to schedulers that did not place it."""
+    return Promised(
+        mark_of(bound.job_id),
+        bound.decode_tokens,
+        bound.answer_tokens,
+        bound.lead_steps,
+        bound.saved_tokens,
+        bound.import_tokens,
+        bound.prefill_tokens,
+        bound.heavy,
+    )
+
+
+def promised_to(instance_id: str, promised: Promised, now: float) -> Assignment:
+    """The assignment that such a load shows; the inverse of `promise_of`."""
+    return Assignment(
+        instance_id,
+        now,
+        promised.prefill_tokens,
+        promised.decode_tokens,
+        promised.heavy,
+        coming=True,
+        import_tokens=promised.import_tokens,
+        answer_tokens=promised.answer_tokens,
+        lead_steps=promised.lead_steps,
+        saved_tokens=promised.saved_tokens,
+    )
+
+
+def assignments(job: JobView, route: Route, now: float) -> tuple[Assignment, ...]:
+    """The assignments of a route, to be booked so that later decisions count them."""
+    booked = []
+    if route.prefill is not None:
+        tokens = route.split - route.prefill_saved
+        booked.append(Assignment(route.prefill.instance_id, now, prefill_tokens=tokens, job_id=job.job_id))
+    if route.decode is not None:
+        saved, coming = route.decode_saved, route.prefill is not None
+        booked.append(
+            Assignment(
+                route.decode.instance_id,
+                now,
+                prefill_tokens=job.prompt_tokens - max(route.split, saved),
+                decode_tokens=job.prompt_tokens,
+                heavy=is_heavy(job),
+                job_id=job.job_id,
+                coming=coming,
+                import_tokens=max(0, route.split - saved) if coming else 0,
+                answer_tokens=route.answer_tokens or job.max_tokens,
+                lead_steps=route.lead_steps if coming else 0,
+                saved_tokens=saved,
+            )
+        )
+    return tuple(booked)
+
+
+# Claims: KV memory that is kept for jobs which have been held for long. A job is held in its gateway while its KV finds
+# no room. A large one would wait for ever where small jobs of other classes or gateways use each bit of memory as soon
+# as an answer ends. So once a job has been held for `KEEP_S`, the memory that becomes free at its decode instance
+# counts as used for all later jobs, until the held job fits.
+
+KEEP_S = 2.0  # held for this long, a job has a claim; against jobs of a heavier class after the weights' ratio as long
+COUNTED = 32  # claims that a decision counts, the oldest; of each gateway process and class only one job asks
+SILENT_S = 1.0  # a job without another request for this long is gone, or placed by another scheduler
+
+Kept = Sequence[tuple[int, int]]  # tokens of KV that a job needs when it starts, and tokens of its answer
+
+
+@dataclass(slots=True)
+class _Claim:
+    instance_id: str
+    tokens: int
+    answer: int
+    weight: float
+    since_s: float
+    requested_s: float
+
+
+class Claims:
+    """The held jobs, oldest first. Times are on the caller's clock."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Claim] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, job: JobView, instance_id: str, tokens: int, answer: int, now: float) -> None:
+        """Record that a job is held until there is room at that instance, or anywhere before."""
+        known = self._held.get(job.job_id)
+        if known is None:
+            for job_id in [one for one, claim in self._held.items() if now - claim.requested_s > SILENT_S]:
+                del self._held[job_id]
+            self._held[job.job_id] = _Claim(instance_id, tokens, answer, job.slo.weight, now, now)
+            return
+        known.requested_s, known.tokens, known.answer = now, tokens, answer
+        if now - known.since_s < KEEP_S:
+            known.instance_id = instance_id  # later it stays: the memory that has become free there is for this job
+
+    def move(self, job_id: str, instance_id: str) -> None:
+        """Give a held job another instance, when its own no longer accepts jobs."""
+        self._held[job_id].instance_id = instance_id
+
+    def drop(self, job_id: str) -> None:
+        """Report that a job was placed or has ended."""
+        self._held.pop(job_id, None)
+
+    def held_s(self, job_id: str, now: float) -> float:
+        """For how long a job has been held."""
+        known = self._held.get(job_id)
+        return now - known.since_s if known is not None else 0.0
+
+    def instance_of(self, job_id: str) -> str:
+        """The instance where a job is to find room; empty when the job is not held."""
+        known = self._held.get(job_id)
+        return known.instance_id if known is not None else ""
+
+    def before(self, job: JobView, now: float) -> dict[str, list[tuple[int, int]]]:
+        """By instance, the claims of other jobs that come before this one; none before a job that has begun."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        if not self._held or job.begun:
+            return found
+        left = COUNTED
+        for job_id, claim in self._held.items():
+            if job_id == job.job_id:
+                break  # the others have been held for less long
+            if now - claim.requested_s > SILENT_S:
+                continue
+            if now - claim.since_s < KEEP_S * max(1.0, job.slo.weight / claim.weight):
+                continue
+            found.setdefault(claim.instance_id, []).append((claim.tokens, claim.answer))
+            left -= 1
+            if not left:
+                break
+        return found
 
 
 class Rotation:
@@ -76,14 +242,16 @@ class WorkloadLedger:
         self._coming: dict[str, Assignment] = {}
         self._coming_to: dict[str, dict[str, Assignment]] = {}  # the same by instance and job
         self.claims = Claims()
-        self.answers = Answers()
-        self.needs = ClassNeeds()
+        self.output_lengths = OutputLengths()
+        self.class_demand = ClassDemand()
 
     def __len__(self) -> int:
         return len(self._work)
 
-    def add(self, job: JobView, route: Route, now: float = 0.0) -> None:
-        """Count a placement. A job that is placed again leaves its former place."""
+    def add(self, job: JobView, route: Route, now: float = 0.0) -> tuple[Assignment, ...]:
+        """Count a placement; returns its assignments, to be booked in the index. A job that is placed again leaves its
+        former place.
+        """
         job_id = job.job_id
         prefill = route.prefill.instance_id if route.prefill else ""
         decode = route.decode.instance_id if route.decode else ""
@@ -92,18 +260,20 @@ class WorkloadLedger:
             rotation.took(pair_key(prefill, decode))
         self._remove(job_id)
         self.claims.drop(job_id)
-        self.answers.begun(job)
-        self.needs.placed(job, now)
-        for assignment in assignments(job, route, now):
+        self.output_lengths.started(job)
+        self.class_demand.placed(job, now)
+        assigned = assignments(job, route, now)
+        for assignment in assigned:
             if assignment.coming:
                 self._coming[job_id] = assignment
                 self._coming_to.setdefault(assignment.instance_id, {})[job_id] = assignment
         if route.work is None:
-            return
+            return assigned
         slot = self.slot(prefill or decode)
         self._work[job_id] = self._jobs[slot][job_id] = _Work(slot, route.work.score, route.work.tokens, now)
         self.scores[slot] += route.work.score
         self.tokens[slot] += route.work.tokens
+        return assigned
 
     def complete(self, job_id: str, output_tokens: int = 0, met: bool | None = None, now: float = 0.0) -> None:
         """Remove what was added for a job; jobs without an entry are ignored.
@@ -111,8 +281,8 @@ class WorkloadLedger:
         output_tokens: of a whole answer. met: whether it met its targets, None where that is not known.
         """
         self.claims.drop(job_id)
-        self.answers.ended(job_id, output_tokens)
-        self.needs.ended(job_id, met, now)
+        self.output_lengths.ended(job_id, output_tokens)
+        self.class_demand.ended(job_id, met, now)
         self._remove(job_id)
 
     def _remove(self, job_id: str) -> None:
@@ -166,16 +336,6 @@ class WorkloadLedger:
         known = {v.info.instance_id for v in view.instances}
         for instance_id in [one for one in self._slots if one not in known]:
             self._free_slots.append(self._slots.pop(instance_id))  # it has no jobs, so its sums are 0
-
-    def score(self, instance_id: str) -> float:
-        """Sum of the unfinished jobs' scores on the instance."""
-        slot = self._slots.get(instance_id)
-        return 0.0 if slot is None else float(self.scores[slot])
-
-    def tokens_at(self, instance_id: str) -> int:
-        """Sum of the unfinished jobs' prompt and predicted tokens on the instance."""
-        slot = self._slots.get(instance_id)
-        return 0 if slot is None else int(self.tokens[slot])
 
     def slot(self, instance_id: str) -> int:
         """Position of an instance in `scores` and `tokens`."""

@@ -4,7 +4,7 @@ classes, held until there is room for its KV, or, when it is paused, left where 
 `decide` is the entry point. It rests on the same estimate as placement, of the chosen route, whatever policy chose it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from random import Random
@@ -20,7 +20,7 @@ from shared.errors import Delayed, InvalidRequest, Overloaded, Stays, Unavailabl
 from shared.policy.adaptive import AdaptiveSplit
 from shared.policy.decode_admission import Ahead, ahead_of, fits_after, takes_tokens
 from shared.policy.estimate import ENDLESS, HOLD_S, DecodeSide, JobContext, Option, PrefillSide, local, pair
-from shared.policy.index import ClusterIndex
+from shared.policy.index import ClusterIndex, InstanceIds
 from shared.policy.placement import Policies, place
 from shared.policy.prefix_index import saved_tokens
 
@@ -40,7 +40,7 @@ STEADY_TOKENS = 16  # for which there has to be room beside a stream's context: 
 
 
 def decide(
-    job: JobView, index: ClusterIndex, policies: Policies, now: float, rng: Random, exclude: Collection[str] = ()
+    job: JobView, index: ClusterIndex, policies: Policies, now: float, rng: Random, exclude: InstanceIds = ()
 ) -> Route:
     """The route of `job`, as `place` chooses it, if the job may start now. A job that has begun always may.
 
@@ -79,18 +79,18 @@ class _Decision:
     policies: Policies
     now: float
     rng: Random
-    exclude: Collection[str]
+    exclude: InstanceIds
 
     def route(self) -> Route:
         job, index = self.job, self.index
         route = self._place(self.exclude)
-        slo, needs = job.slo, index.ledger.needs
+        slo, needs = job.slo, index.ledger.class_demand
         if job.pause_s > 0.0:
             return self._sooner(route)
         if job.begun:
             return route
         if slo.when_full is not WhenFull.DELAY:
-            needs.asked(job, self.now)
+            needs.arrived(job, self.now)
         if slo.when_full is WhenFull.NEVER:
             return self._with_room(route)
         obstacle = self._obstacle(route)
@@ -107,7 +107,7 @@ class _Decision:
             raise Delayed(message, cause=obstacle.cause, retry_after_s=min(LATE_S, max(SOON_S, seconds)))
         return self._with_room(other)
 
-    def _place(self, exclude: Collection[str]) -> Route:
+    def _place(self, exclude: InstanceIds) -> Route:
         return place(self.job, self.index, self.policies, self.now, self.rng, exclude)
 
     def _sooner(self, route: Route) -> Route:
@@ -128,7 +128,7 @@ class _Decision:
         """The route. Raises Delayed while its KV would find no room: the job then waits before its prompt is computed.
 
         A class that wants its first token early waits only as long as the token can still be in time, and no job
-        longer than `HOLD_MOST_S`. Long before that, room that becomes free is kept for it (`claims`).
+        longer than `HOLD_MOST_S`. Long before that, room that becomes free is kept for it (`Claims`).
         """
         job, slo, claims = self.job, self.job.slo, self.index.ledger.claims
         if route.hold_s <= HOLD_S or not job.can_wait or claims.held_s(job.job_id, self.now) >= HOLD_MOST_S:
@@ -183,7 +183,7 @@ class _Decision:
 
     def _misses(self, option: Option) -> _Obstacle | None:
         """The reason for which the job would miss its own targets, if it is what is ahead of the job."""
-        job, slo, needs, decode = self.job, self.job.slo, self.index.ledger.needs, option.decode
+        job, slo, needs, decode = self.job, self.job.slo, self.index.ledger.class_demand, option.decode
         there, margin = decode.view.instance_id, needs.margin(slo)
 
         def limited(limit_s: float, alone_s: float) -> float:
@@ -223,17 +223,17 @@ class _Decision:
         if step_s > limit_s:
             message = f"a token of others would take {step_s:.4f} s, {limit_s:.4f} s are allowed"
             return _Obstacle("tpot", each_s, message, there)
-        missing = self.index.ledger.needs.missing(self.job.slo, self.now)
+        missing = self.index.ledger.class_demand.missing(self.job.slo, self.now)
         if missing > 0.0 and (room := self._room_for(others) - 1.0) < missing:
             message = f"there is room for {room:.1f} jobs, of which heavier classes are likely to need {missing:.1f}"
             return _Obstacle("reserve", each_s, message)
         return None
 
-    def _option(self, route: Route, exclude: Collection[str] = ()) -> Option | None:
+    def _option(self, route: Route, exclude: InstanceIds = ()) -> Option | None:
         """The estimate of a route. Where a dispatcher is to choose the decode instance, that of the instance with the
         least pressure which it may choose.
         """
-        job, index, ledger = self.job, self.index, self.index.ledger
+        job, index = self.job, self.index
         if route.decode is not None:
             view = index.decode.get(route.decode.instance_id)
         else:
@@ -242,31 +242,20 @@ class _Decision:
             view = index.decode.get(best[2]) if best is not None else None
         if view is None:
             return None
-        context = JobContext(
-            job,
-            own=ledger.answers.expected(job),
-            usual=ledger.answers.all,
-            others=ledger.needs.others(job.slo, self.now),
-            bound=ledger.answers.bound(job),
-            limited=index.limited,
-        )
-        kept = ledger.claims.before(job, self.now).get(view.info.instance_id, ())
-        decode = DecodeSide(view, context, self._saved(view), kept=kept)
+        context = JobContext.learned(job, index.ledger, self.now, limited=index.limited)
+        decode = DecodeSide(view, context, saved_tokens(index.prefixes, view, job))
         if route.prefill is None:
             return local(decode, decode.terms(0))
         computes = index.prefill.get(route.prefill.instance_id)
         if computes is None:
             return None
-        prefill = PrefillSide(computes, self._saved(computes))
+        prefill = PrefillSide(computes, saved_tokens(index.prefixes, computes, job))
         return pair(prefill, prefill.part(route.split, context.others), decode, decode.terms(route.split))
-
-    def _saved(self, view: InstanceView) -> int:
-        return saved_tokens(self.index.prefixes, view, self.job) if self.job.prefix else 0
 
     def _room_for(self, others: Slo) -> float:
         """How many more usual jobs the decode instances could take within those targets; summed once a broadcast."""
-        needs, decodes = self.index.ledger.needs, self.index.decode
-        answer, prompt = self.index.ledger.answers.all.mean, needs.prompt_tokens(self.job.slo, self.now)
+        needs, decodes = self.index.ledger.class_demand, self.index.decode
+        answer, prompt = self.index.ledger.output_lengths.all.mean, needs.prompt_tokens(self.job.slo, self.now)
 
         def summed() -> tuple[float, int]:
             return sum(_room_at(view, others.tpot_s, prompt, answer) for view in decodes.views), needs.placements

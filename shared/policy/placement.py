@@ -5,7 +5,6 @@ computes the whole job), a split policy the number of prompt tokens computed the
 instance, where the route has to name it.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Protocol
@@ -18,11 +17,11 @@ from shared.domain.route import Reason, Route
 from shared.errors import Delayed, InvalidRequest
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.dispatch import Choice, DispatchPolicy, Figures, choose_decode, why_none
-from shared.policy.index import ClusterIndex, context_of, queued_prefill_s, usable
+from shared.policy.index import ClusterIndex, InstanceIds, context_of, queued_prefill_s, usable
 from shared.policy.prefix_index import saved_tokens
-from shared.policy.split import CronusSplit, Split
+from shared.policy.split import Split
 
-MIN_DELAY_S, MAX_DELAY_S = 0.05, 0.25  # bounds of the retry time of a job that waits for `CronusSplit.max_prefills`
+MIN_DELAY_S, MAX_DELAY_S = 0.05, 0.25  # bounds of the retry time of a job that waits for `Split.max_prefills`
 PER_CLASS = 2  # instances that are scored of each class of speed: the best and a runner-up
 
 
@@ -36,7 +35,7 @@ class Placement(Protocol):
     name: ClassVar[str]
 
     def choose(
-        self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
+        self, job: JobView, index: ClusterIndex, exclude: InstanceIds, now: float, rng: Random
     ) -> Choice | None: ...
 
 
@@ -49,14 +48,14 @@ class Policies(msgspec.Struct, frozen=True):
 
 
 def place(
-    job: JobView, index: ClusterIndex, policies: Policies, now: float, rng: Random, exclude: Collection[str] = ()
+    job: JobView, index: ClusterIndex, policies: Policies, now: float, rng: Random, exclude: InstanceIds = ()
 ) -> Route:
     """The route of `job`.
 
     Without a ready prefill instance, the decode instance that dispatch chooses computes the whole job; in a coupled
     cluster, the instance that placement chooses does. Raises Unavailable when no decode instance can take the job,
     InvalidRequest when the job is too long for all of them or malformed, and Delayed while the split
-    (`CronusSplit.max_prefills`) wants the job to wait.
+    (`Split.max_prefills`) wants the job to wait.
     """
     if job.prompt_tokens < 1 or job.max_tokens < 0:
         raise InvalidRequest(f"a job of {job.prompt_tokens} prompt and {job.max_tokens} output tokens")
@@ -72,7 +71,7 @@ class _Placing:
     policies: Policies
     now: float
     rng: Random
-    exclude: Collection[str]
+    exclude: InstanceIds
 
     def route(self) -> Route:
         job, index, split = self.job, self.index, self.policies.split
@@ -92,7 +91,7 @@ class _Placing:
             return self._pair(chosen)
         # The dispatcher of the prefill instance chooses the decode instance, from fresher loads.
         self._require_decode()
-        part = split.choose(job, chosen.instance, None, self.now, self.rng)
+        part = split.choose(job, chosen.instance, None, self.rng)
         return self._route(chosen, None, part.tokens, chosen.reasons + part.reasons)
 
     def _place(self) -> Choice | None:
@@ -101,7 +100,7 @@ class _Placing:
         Raises Delayed when every instance that could take the job has as many prompts as the split allows.
         """
         job, index, split, exclude = self.job, self.index, self.policies.split, self.exclude
-        limit = split.max_prefills if isinstance(split, CronusSplit) and job.can_wait and not job.begun else 0
+        limit = split.max_prefills if job.can_wait and not job.begun else 0
         full = [view for view in index.prefill.views if view.load.queued_prefill >= limit] if limit else []
         if full:
             exclude = {*exclude, *(view.instance_id for view in full)}
@@ -125,7 +124,7 @@ class _Placing:
         """The route over a prefill and a decode instance: the split depends on both, or placement chose both."""
         prompt, bound = self.job.prompt_tokens, prefill.decode
         decode = Choice(bound) if bound is not None else self._dispatched()
-        split = self.policies.split.choose(self.job, prefill.instance, decode.instance, self.now, self.rng)
+        split = self.policies.split.choose(self.job, prefill.instance, decode.instance, self.rng)
         reasons = prefill.reasons + split.reasons
         if split.tokens <= 0:
             return self._route(None, decode, 0, reasons + decode.reasons)
@@ -161,7 +160,7 @@ class _Placing:
             work=placed.work,
             prefill_saved=self._saved(prefill, split),
             decode_saved=self._saved(decode, self.job.prompt_tokens),
-            answer_tokens=self.index.ledger.answers.bound(self.job),
+            answer_tokens=self.index.ledger.output_lengths.bound(self.job),
             lead_steps=placed.lead_steps,
             ttft_s=placed.ttft_s,
             hold_s=placed.hold_s,
@@ -202,9 +201,7 @@ class LeastLoad:
 
     name: ClassVar[str] = "least_load"
 
-    def choose(
-        self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
-    ) -> Choice | None:
+    def choose(self, job: JobView, index: ClusterIndex, exclude: InstanceIds, now: float, rng: Random) -> Choice | None:
         context = context_of(job, index.placing)
         scored = index.backlog.soonest(index.candidates, job.prompt_tokens, context, exclude, PER_CLASS)
         if not scored:
@@ -223,57 +220,11 @@ class RoundRobin:
 
     name: ClassVar[str] = "round_robin"
 
-    def choose(
-        self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
-    ) -> Choice | None:
+    def choose(self, job: JobView, index: ClusterIndex, exclude: InstanceIds, now: float, rng: Random) -> Choice | None:
         views, context = index.candidates.views, context_of(job, index.placing)
         for step in range(len(views)):
             view = views[(index.turn + step) % len(views)]
             if usable(view, context, exclude):
                 figures: Figures = {"chosen": view.instance_id, "turn": index.turn}
                 return Choice(view, (Reason("placement:round_robin", figures),))
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Weighted:
-    """Each candidate in turn, as often as its `rates.weight` says, spread evenly over the turns.
-
-    Source: Huawei 5.2, WRR. F: the order of the turns (`ledger.Rotation`).
-    """
-
-    name: ClassVar[str] = "weighted"
-
-    def choose(
-        self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
-    ) -> Choice | None:
-        candidates, context = index.candidates, context_of(job, index.placing)
-        weights = index.cached(
-            self.name, lambda: {view.info.instance_id: view.info.rates.weight for view in candidates.views}
-        )
-        for instance_id in index.ledger.rotation(self.name, weights).order():
-            view = candidates.get(instance_id)
-            if view is not None and usable(view, context, exclude):
-                figures: Figures = {"chosen": instance_id, "weight": weights[instance_id]}
-                return Choice(view, (Reason("placement:weighted", figures),))
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Single:
-    """All jobs on one instance: the one with the id `instance`, or the first by id; on the next one only when it cannot
-    take a job. Source: Huawei 5.2, SI.
-    """
-
-    name: ClassVar[str] = "single"
-    instance: str = ""
-
-    def choose(
-        self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
-    ) -> Choice | None:
-        candidates, context = index.candidates, context_of(job, index.placing)
-        named = candidates.get(self.instance)
-        for view in candidates.views if named is None else (named, *candidates.views):
-            if usable(view, context, exclude):
-                return Choice(view, (Reason("placement:single", {"chosen": view.instance_id}),))
         return None

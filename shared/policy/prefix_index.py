@@ -6,6 +6,7 @@ prefix (a, b, c) it holds nothing, a, a and b, or all. `PrefixIndex` may know le
 until the report of a removal arrives.
 """
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 
 from shared.domain.instance import InstanceView
@@ -95,14 +96,7 @@ class PrefixIndex:
         held = self._instances.get(instance_id)
         if held is None or not prefix or prefix[0] not in held.blocks:
             return 0
-        blocks, low, high = held.blocks, 1, len(prefix)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if prefix[middle - 1] in blocks:
-                low = middle
-            else:
-                high = middle - 1
-        return low * self.block_tokens
+        return bisect_left(prefix, True, 1, key=lambda block: block not in held.blocks) * self.block_tokens
 
     def holders(self, prefix: Sequence[int], limit: int) -> list[tuple[str, int]]:
         """The instances with the longest runs of `prefix`, at most `limit`, longest first, with the tokens that they
@@ -124,17 +118,9 @@ class PrefixIndex:
 
     def _last_with(self, prefix: Sequence[int], high: int, holders: int) -> int:
         """The number of blocks from the start, at most `high`, that have at least so many holders each."""
-        low, known = 0, self._holders
-        while low < high:
-            middle = (low + high + 1) // 2
-            found = known.get(prefix[middle - 1])
-            if found is not None and (1 if isinstance(found, _Instance) else len(found)) >= holders:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_left(prefix, True, 0, high, key=lambda block: len(self._holders_of(block)) < holders)
 
-    def _holders_of(self, block: int) -> Iterable[_Instance]:
+    def _holders_of(self, block: int) -> _Holders:
         holders = self._holders.get(block, ())
         return (holders,) if isinstance(holders, _Instance) else holders
 

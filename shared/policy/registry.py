@@ -17,14 +17,16 @@ from shared.domain.policies import ROUTING, PolicySet
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
-from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
-from shared.policy.dispatch import DispatchPolicy, LeastInterference, PowerOfTwo, RandomDispatch, Spread, WorstCase
-from shared.policy.placement import LeastLoad, Placement, RoundRobin, Single, Weighted
-from shared.policy.placement_policies import Memory, PlanRoute, PlanRoutes, PrefixPlacement, Workload, parse_routes
-from shared.policy.predictive_roles import PredictiveFlip
-from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
-from shared.policy.role_flip import IdleFlip, NoFlip, PressureFlip, RoleFlip
-from shared.policy.split import BalancedSplit, CronusSplit, FractionSplit, FullSplit, NoSplit, RandomSplit, Split
+from shared.policy.decode_admission import DecodeAdmission, Greedy
+from shared.policy.dispatch import DispatchPolicy, PowerOfTwo, RandomDispatch, Spread
+from shared.policy.papers.cronus import BalancedSplit, CronusSplit
+from shared.policy.papers.huawei import Memory, Single, Weighted, Workload
+from shared.policy.papers.tetriinfer import IdleFlip, ReserveDynamic, ReserveStatic, WorstCase
+from shared.policy.papers.thunderserve import PlanRoute, PlanRoutes, parse_routes
+from shared.policy.placement import LeastLoad, Placement, RoundRobin
+from shared.policy.prefill_order import Fcfs, Ljf, PrefillOrder, Sjf
+from shared.policy.role_flip import NoFlip, PredictiveFlip, RoleFlip
+from shared.policy.split import FractionSplit, FullSplit, NoSplit, RandomSplit, Split
 from shared.policy.step_budget import NoBudget, StepBudget, TpotBudget
 
 Policy = TypeVar("Policy")
@@ -39,7 +41,6 @@ PLACEMENT: dict[str, Callable[..., Placement]] = {
     "workload": Workload,
     "memory": Memory,
     "plan": PlanRoutes,
-    "prefix": PrefixPlacement,
 }
 SPLIT: dict[str, Callable[..., Split]] = {
     "adaptive": AdaptiveSplit,
@@ -55,27 +56,16 @@ DISPATCH: dict[str, Callable[..., DispatchPolicy]] = {
     "power_of_two": PowerOfTwo,
     "random": RandomDispatch,
     "spread": Spread,
-    "least_interference": LeastInterference,
     "worst_case": WorstCase,
 }
-PREFILL_ORDER: dict[str, Callable[..., PrefillOrder]] = {
-    "fcfs": Fcfs,
-    "sjf": Sjf,
-    "ljf": Ljf,
-    "least_slack": LeastSlack,
-}
+PREFILL_ORDER: dict[str, Callable[..., PrefillOrder]] = {"fcfs": Fcfs, "sjf": Sjf, "ljf": Ljf}
 DECODE_ADMISSION: dict[str, Callable[..., DecodeAdmission]] = {
     "greedy": Greedy,
     "reserve_static": ReserveStatic,
     "reserve_dynamic": ReserveDynamic,
 }
 STEP_BUDGET: dict[str, Callable[..., StepBudget]] = {"off": NoBudget, "on": TpotBudget}
-ROLE_FLIP: dict[str, Callable[..., RoleFlip]] = {
-    "off": NoFlip,
-    "idle": IdleFlip,
-    "pressure": PressureFlip,
-    "predictive": PredictiveFlip,
-}
+ROLE_FLIP: dict[str, Callable[..., RoleFlip]] = {"off": NoFlip, "idle": IdleFlip, "predictive": PredictiveFlip}
 KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {  # of `PolicySet`
     "placement": PLACEMENT,
     "split": SPLIT,
@@ -85,6 +75,12 @@ KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {  # of `PolicySet`
     "step_budget": STEP_BUDGET,
     "role_flip": ROLE_FLIP,
 }
+SUCCESSORS: dict[str, str] = {  # of removed policies
+    "prefix": "adaptive",
+    "least_interference": "power_of_two",
+    "least_slack": "sjf",
+    "pressure": "predictive",
+}
 
 
 def make(kind: str, spec: PolicySpec) -> Any:
@@ -92,15 +88,6 @@ def make(kind: str, spec: PolicySpec) -> Any:
     if kind not in KINDS:
         raise InvalidRequest(f"no kind of policy {kind!r}; known: {', '.join(KINDS)}")
     return _make(kind.replace("_", " "), KINDS[kind], spec.name, spec.parameters)
-
-
-def check(policies: PolicySet) -> None:
-    """Raises InvalidRequest that names the kind and the choices for the first policy that cannot be made."""
-    for kind in KINDS:
-        try:
-            make(kind, policies.of(kind))
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{kind}: {error.message}") from error
 
 
 def choices() -> dict[str, dict[str, tuple[str, ...]]]:
@@ -122,6 +109,8 @@ def _make(
 ) -> Policy:
     factory = choices.get(name)
     if factory is None:
+        if (successor := SUCCESSORS.get(name)) in choices:
+            raise InvalidRequest(f"{kind} policy {name!r} was removed; use {successor!r} instead")
         raise InvalidRequest(f"unknown {kind} policy {name!r}; known: {', '.join(sorted(choices))}")
     types = {field.name: field.type for field in fields(factory)}  # type: ignore[arg-type]
     given = dict(parameters or {})
@@ -216,7 +205,9 @@ def _spec(entry: object) -> PolicySpec:
 def _kind_of(name: str) -> str:
     kinds = [kind for kind, table in KINDS.items() if name in table]
     if not kinds:
-        raise InvalidRequest(f"no policy {name!r}; known: {known()}")
+        successor = SUCCESSORS.get(name)
+        how = f"it was removed; use {successor!r} instead" if successor else f"known: {known()}"
+        raise InvalidRequest(f"no policy {name!r}; {how}")
     if len(kinds) > 1:
         ways = " or ".join(f"{kind}={name}" for kind in kinds)
         raise InvalidRequest(f"policy {name!r} is of several kinds; write {ways}")

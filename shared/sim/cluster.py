@@ -14,10 +14,10 @@ from shared.domain.instance import InstanceState
 from shared.domain.job import FirstTokenOut
 from shared.domain.kv import wire_share
 from shared.errors import InvalidRequest, Unavailable
-from shared.policy.assignment import Assignment
 from shared.policy.codec import choose_codec
 from shared.policy.decode_admission import is_heavy
 from shared.policy.dispatch import choose_decode
+from shared.policy.ledger import Assignment
 from shared.policy.overload import MOVE_LEAST_S, PAUSE_NEWS_S
 from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet

@@ -196,7 +196,7 @@ class SimInstance:
                 spec.model,
                 limits,
                 spec.kv_tokens // spec.lanes,
-                WaitingLegs(run.prefill_order, spec.staging_tokens, lambda: spec.rates.step),
+                WaitingLegs(run.prefill_order, spec.staging_tokens),
                 run.decode_admission,
                 self._events,
                 rates=spec.rates.step,

@@ -12,14 +12,13 @@ from shared.domain.instance import InstanceView, Role
 from shared.domain.job import WhenFull, itl_met
 from shared.domain.route import Route
 from shared.errors import Delayed, InvalidRequest, Overloaded, PolyphaseError, Unavailable
-from shared.policy.assignment import assignments
 from shared.policy.decode_admission import is_heavy
 from shared.policy.demand import DemandBook, DemandCounter
-from shared.policy.fair_share import FairLine, Shares
+from shared.policy.fair_share import CallerQueue, TokenCounters
 from shared.policy.index import ClusterIndex
 from shared.policy.overload import decide, steps_aside
 from shared.policy.prefix_index import saved_tokens
-from shared.policy.role_flip import FlipDecision, RoleFlip, Seen
+from shared.policy.role_flip import FlipContext, FlipDecision, FlipHistory, RoleFlip
 from shared.policy.split import freedom
 from shared.sim.engine import Engine
 from shared.sim.events import NEVER, EventLoop, Handler
@@ -56,7 +55,7 @@ class Intake:
         self._record = context.record
         self._rng = context.rng
         self._flips = flips
-        self._shares = Shares()
+        self._shares = TokenCounters()
         self.patience = Patience(context.run.patience_s, context.loop)
         self.unserved = Unserved(context.run)
         self.delayed = DelayedRequests(context.loop, self._shares, self._try_place)
@@ -223,8 +222,7 @@ class Intake:
     def _start(self, request: SimRequest, route: Route, index: ClusterIndex, now: float) -> None:
         """Book the route, and start the first leg on it."""
         job = request.job = msgspec.structs.replace(request.job, answer_tokens=route.answer_tokens)
-        self._fleet.ledger.add(job, route, now)
-        for assignment in assignments(job, route, now):
+        for assignment in self._fleet.ledger.add(job, route, now):
             index.book(assignment)
         request.split = route.split
         request.carried = self._run.first_token is FirstToken.PREFILL and route.split == job.prompt_tokens
@@ -285,8 +283,8 @@ class _Queue:
 
     __slots__ = ("asleep", "requests")
 
-    def __init__(self, shares: Shares) -> None:
-        self.requests: FairLine[SimRequest] = FairLine(shares)
+    def __init__(self, shares: TokenCounters) -> None:
+        self.requests: CallerQueue[SimRequest] = CallerQueue(shares)
         self.asleep = False
 
 
@@ -298,7 +296,9 @@ class DelayedRequests:
     seconds until the request may try again, or None once it waits no more.
     """
 
-    def __init__(self, loop: EventLoop, shares: Shares, try_place: Callable[[SimRequest, float], float | None]) -> None:
+    def __init__(
+        self, loop: EventLoop, shares: TokenCounters, try_place: Callable[[SimRequest, float], float | None]
+    ) -> None:
         self._loop = loop
         self._shares = shares
         self._try_place = try_place
@@ -497,7 +497,7 @@ class AutoFlips:
         self._run = run
         self._fleet = fleet
         self._policy = policy
-        self._state = policy.start()
+        self._history = FlipHistory()
         self._counter = DemandCounter("scheduler", -1.0, pause_s=float("inf"))
         self._split = freedom(run.policies.split)
         self._book = DemandBook()
@@ -513,7 +513,7 @@ class AutoFlips:
         if job.prefix:
             view = self._fleet.instance(self._fleet.position(first.instance_id)).view(now)
             held = saved_tokens(index.prefixes, view, job)
-        self._counter.add(job, held, self._fleet.ledger.answers.expected(job).mean, self._split, now)
+        self._counter.add(job, held, self._fleet.ledger.output_lengths.expected(job).mean, self._split, now)
 
     def ended(self, job_id: str, output_tokens: int, now: float) -> None:
         """A request is over; `output_tokens` of a whole answer, else 0."""
@@ -529,8 +529,9 @@ class AutoFlips:
         del self._unreported[: len(reported)]
         self._book.take(reported, now)
         self.shifts += [(now, shift) for shift in self._book.advance(now)]
-        seen = Seen.of(self._book.demand(now), self._ordered, now, self._run.role_flip_respects_s)
-        self._state, decision = self._policy.step(self._state, self._fleet.view(now), now, seen)
+        respects_s = self._run.role_flip_respects_s
+        context = FlipContext.after_orders(self._book.demand(now), self._ordered, now, respects_s)
+        decision = self._policy.propose(self._fleet.view(now), now, self._history, context)
         if decision is not None:
             self.made.append(RoleFlipped(now, decision.instance_id, decision.to.value, decision.reasons))
         return decision

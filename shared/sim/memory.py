@@ -6,8 +6,7 @@ from itertools import islice, takewhile
 
 import msgspec
 
-from shared.policy.admission_gate import Blocks, Decoding, may_decode
-from shared.policy.decode_admission import DecodeAdmission
+from shared.policy.decode_admission import Blocks, DecodeAdmission, Decoding, may_decode
 from shared.policy.prefix_index import ReachableBlocks
 from shared.sim.group import DecodeGroup
 from shared.sim.request import Leg

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from shared.domain.job import JobView, LengthPrediction
-from shared.policy.preemption import Rank
+from shared.policy.prefill_order import Rank
 
 
 class LatePrediction(NamedTuple):

@@ -11,10 +11,8 @@ from math import inf
 
 from shared.domain.rates import StepRates
 from shared.policy.decode_admission import DecodeAdmission, Greedy
-from shared.policy.preemption import heaviest_first, victim
-from shared.policy.prefill_order import PrefillOrder, WaitingJob
+from shared.policy.prefill_order import PrefillOrder, PrefillQueue, WaitingJob, heaviest_first, victim
 from shared.policy.step_budget import StepLoad, gap_target_s, joining_gap_s, prefill_tokens
-from shared.policy.waiting_line import WaitingLine
 from shared.sim.group import DecodeGroup
 from shared.sim.memory import AdmissionGate, KvMemory
 from shared.sim.request import Leg, rank_of
@@ -361,13 +359,8 @@ class WaitingLegs:
 
     __slots__ = ("_line", "_staged", "_staging", "_staging_free")
 
-    def __init__(
-        self,
-        order: PrefillOrder,
-        staging_tokens: int | None = None,
-        rates: Callable[[], StepRates | None] = lambda: None,
-    ) -> None:
-        self._line: WaitingLine[Leg] = WaitingLine(order, rates)
+    def __init__(self, order: PrefillOrder, staging_tokens: int | None = None) -> None:
+        self._line: PrefillQueue[Leg] = PrefillQueue(order)
         self._staging = staging_tokens
         self._staging_free = staging_tokens or 0
         self._staged: dict[Leg, int] = {}  # until their KV is sent
@@ -382,8 +375,7 @@ class WaitingLegs:
         return len(self._line)
 
     def push(self, leg: Leg) -> None:
-        request = leg.request
-        self._line.push(leg, WaitingJob(request.job, leg.missing, leg.computed, request.arrived_s, leg.started))
+        self._line.push(leg, WaitingJob(leg.request.job, leg.missing, leg.started))
 
     def push_front(self, leg: Leg) -> None:
         """Put a leg back at the head of its class, a stream at the head of the streams of its class."""

@@ -98,9 +98,9 @@ load_steps = Table(
     Column("time_s", BigInteger, nullable=False),  # where the step begins
     Column("life", String, nullable=False),
     Column("samples", Integer, nullable=False),
-    Column("totals", Text, nullable=False),  # JSON of shared.policy.load_history.Totals
+    Column("totals", Text, nullable=False),  # JSON of Totals in cluster_monitor.load_history
     Column("instances", Text, nullable=False),  # JSON: [[id, role, state], …]
-    Column("figures", LargeBinary, nullable=False),  # float32 of their means: see shared.policy.load_history.FIGURES
+    Column("figures", LargeBinary, nullable=False),  # float32 of their means: FIGURES in cluster_monitor.load_history
     PrimaryKeyConstraint("step_s", "time_s", "life"),
     Index("load_steps_time", "time_s"),
 )
@@ -126,7 +126,7 @@ served = Table(
     Column("ttft_target_s", Double, nullable=False),  # of the last one
     Column("tpot_target_s", Double, nullable=False),
     Column("itl_target_s", Double, nullable=False, server_default="0"),
-    Column("content", Text, nullable=False),  # JSON of shared.policy.served.Served: latencies, seconds by stage, codes
+    Column("content", Text, nullable=False),  # JSON of Served in cluster_monitor.request_stats
     PrimaryKeyConstraint("step_s", "time_s", "slo", "life"),
     Index("served_time", "time_s"),
 )

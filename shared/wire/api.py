@@ -134,7 +134,7 @@ class LostInstance(Struct, frozen=True):
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """How a request ended, or `count` that were refused alike: see `shared.policy.served.Ended`.
+    """How a request ended, or `count` that were refused alike: see `services.cluster_monitor.request_stats.Ended`.
 
     job_id: the monitor counts each job once, however often its outcome is delivered. losses: of a request that was
     refused for them.

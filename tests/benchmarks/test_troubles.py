@@ -30,11 +30,11 @@ from benchmarks.troubles_verdict import (
     tpot_met,
     ttft_met,
 )
+from services.cluster_monitor import verdict as policy
+from services.cluster_monitor.verdict import judge
 from shared.domain.instance import InstanceState, Role
 from shared.domain.verdict import ClassSeen, Level, Peer, Situation, Stage, StageSeen, Standing, Thresholds
 from shared.errors import InvalidRequest, Unavailable
-from shared.policy import verdict as policy
-from shared.policy.verdict import judge
 
 NOW, WINDOW_S = 1_000.0, 20.0
 WINDOW = Window(NOW - WINDOW_S, NOW)

@@ -36,6 +36,7 @@ from services.cluster_monitor.policy_book import Followers, PolicyBook
 from services.cluster_monitor.registry import Record
 from services.cluster_monitor.routes import router as monitor_routes
 from services.cluster_monitor.slo import DemandService
+from services.cluster_monitor.slo_windows import SloOutcome, SloWindows
 from services.global_scheduler.reports import plain
 from services.global_scheduler.routes import router as scheduler_routes
 from services.worker.app import Details
@@ -43,8 +44,8 @@ from shared.domain.demand import DemandSecond, RolesWanted, Shift
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry, Role
 from shared.domain.job import Phase
 from shared.domain.policies import KINDS
+from shared.domain.slo import SloReport
 from shared.policy.registry import from_file
-from shared.policy.slo import SloOutcome, SloReport, SloWindows
 from shared.store.reading import SHOWN
 from shared.wire.api import EventKind, OperationKind, OperationResult
 from shared.wire.messages import JobReport, StepRecord

@@ -13,7 +13,7 @@ from shared.domain.prompt import unpacked
 from shared.domain.route import Route
 from shared.errors import Busy, Delayed, EngineFailed, InstancesLost, PolyphaseError, Stays, Unavailable, WrongRole
 from shared.explain import explain
-from shared.policy.assignment import mark_of
+from shared.policy.ledger import mark_of
 from shared.timeline import Span
 from shared.wire.messages import Pause, PlaceRequest, TokenStep
 from shared.wire.rpc_server import ServerCall

@@ -18,8 +18,8 @@ from shared.domain.kv import default_staging
 from shared.domain.rates import Rates
 from shared.errors import Incompatible, InvalidRequest
 from shared.files.yaml_file import read_document
-from shared.policy.chunk_size import ChunkBounds, chunk_tokens
 from shared.policy.registry import from_file
+from shared.policy.step_budget import ChunkBounds, chunk_tokens
 from shared.sim.prediction import Prediction
 from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec, with_policies
 from tools.simulate.from_cluster import Measured, read_cluster

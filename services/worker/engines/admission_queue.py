@@ -6,10 +6,9 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from services.worker.engines.base import CurrentRates, EnginePolicies, EngineRequest
-from shared.policy.admission_gate import Blocks, Decoding, may_decode
-from shared.policy.decode_admission import Greedy
-from shared.policy.waiting_line import WaitingLine
+from services.worker.engines.base import EnginePolicies, EngineRequest
+from shared.policy.decode_admission import Blocks, Decoding, Greedy, may_decode
+from shared.policy.prefill_order import PrefillQueue
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -25,7 +24,6 @@ class AdmissionQueue(Generic[Item]):
     def __init__(
         self,
         policies: EnginePolicies,
-        rates: CurrentRates,
         request_of: Callable[[Item], EngineRequest],
         tokens_of: Callable[[Item], int],
         decoding: Callable[[], Sequence[Decoding]],
@@ -36,7 +34,7 @@ class AdmissionQueue(Generic[Item]):
         self._tokens_of = tokens_of
         self._decoding = decoding
         self._blocks = blocks
-        self._waiting: WaitingLine[Item] = WaitingLine(policies.order, rates)
+        self._waiting: PrefillQueue[Item] = PrefillQueue(policies.order)
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -157,7 +157,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
         """As the prefill order sees it. The last token is always computed here."""
         prompt = len(self.prompt_token_ids)
         before = min(self.import_from.tokens, prompt - 1) if self.import_from is not None else 0
-        return WaitingJob(self.job, prompt - before, before, self.generation.arrived_s, self.job.started)
+        return WaitingJob(self.job, prompt - before, self.job.started)
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -29,8 +29,8 @@ from services.worker.settings import WorkerSettings
 from shared.domain.job import LengthPrediction
 from shared.domain.kv import KvHandle
 from shared.domain.prompt import block_hashes, next_hash, packed, root_hash
-from shared.policy.admission_gate import Blocks, Decoding
-from shared.policy.preemption import Rank, heaviest_first, victim
+from shared.policy.decode_admission import Blocks, Decoding
+from shared.policy.prefill_order import Rank, heaviest_first, victim
 from shared.policy.step_budget import StepLoad, gap_target_s, joining_gap_s, prefill_tokens
 from shared.wire.messages import Reused
 
@@ -104,7 +104,7 @@ class EmulatedScheduler:
         self.total = self.free = total_blocks
         self.preemptions = 0
         self.waiting: AdmissionQueue[EmulatedRequest] = AdmissionQueue(
-            policies, rates, lambda each: each.request, lambda each: each.tokens, self._decoding, self._blocks
+            policies, lambda each: each.request, lambda each: each.tokens, self._decoding, self._blocks
         )
         self.importing: dict[EmulatedRequest, None] = {}  # blocks are allocated, KV is under way
         self.running: dict[EmulatedRequest, None] = {}  # in order of admission

@@ -22,8 +22,8 @@ from services.worker.engines.admission_queue import AdmissionQueue
 from services.worker.engines.base import CurrentRates, EnginePolicies, EngineRequest
 from services.worker.engines.vllm_patches import limit_prompt_chunks, replace_waiting_queue
 from shared.domain.job import LengthPrediction
-from shared.policy.admission_gate import Blocks, Decoding
-from shared.policy.preemption import Rank, heaviest_first
+from shared.policy.decode_admission import Blocks, Decoding
+from shared.policy.prefill_order import Rank, heaviest_first
 from shared.policy.step_budget import FLOOR_TOKENS, StepLoad, gap_target_s, joining_gap_s, prefill_tokens
 
 _HOLDING = (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
@@ -95,7 +95,7 @@ class SchedulerPolicies:
         self._arrived_mono: dict[str, float] = {}
         self.policies = policies
         self._admission: AdmissionQueue[Request] = AdmissionQueue(
-            policies, rates, self._request_of, lambda request: request.num_tokens, self._decoding, self._blocks
+            policies, self._request_of, lambda request: request.num_tokens, self._decoding, self._blocks
         )
         self._queue = EngineQueue(self._admission, self._may_run)
         replace_waiting_queue(scheduler, self._queue)

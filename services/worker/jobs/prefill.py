@@ -23,11 +23,11 @@ from shared.domain.prompt import unpacked
 from shared.domain.route import InstanceRef, PolicySpec, Reason
 from shared.errors import InvalidRequest, Unavailable
 from shared.policy import registry
-from shared.policy.assignment import Assignment
 from shared.policy.codec import CodecChoice, choose_codec
 from shared.policy.decode_admission import is_heavy
 from shared.policy.dispatch import DispatchPolicy, choose_decode
 from shared.policy.index import LoadTracker
+from shared.policy.ledger import Assignment
 from shared.wire.messages import Predicted, PrefillReply, PrefillRequest, PrefillStarted, Reused, TokenStep
 from shared.wire.rpc_server import ServerCall
 
@@ -239,7 +239,7 @@ class Dispatcher:
 
     def hear(self, delta: ClusterDelta) -> bool:
         """Apply a broadcast; False where one before it is missing."""
-        applied = self._index.hear(delta, time.time(), self._rng)
+        applied = self._index.apply(delta, time.time(), self._rng)
         if applied:
             self._first.set()
         return applied

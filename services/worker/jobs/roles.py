@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from shared.domain.instance import Role
 from shared.errors import Conflict, InvalidRequest, WrongRole
-from shared.policy.assignment import mark_of
 from shared.policy.index import SHOWN_S
+from shared.policy.ledger import mark_of
 from shared.runtime.logs import get_log
 from shared.wire.messages import DrainReply, FlipReply
 

@@ -27,7 +27,8 @@ from shared.errors import (
     Unavailable,
 )
 from shared.policy import registry
-from shared.policy.role_flip import NOTHING, FlipDecision, FlipState, IdleFlip, Seen
+from shared.policy.papers.tetriinfer import IdleFlip
+from shared.policy.role_flip import FlipContext, FlipDecision, FlipHistory
 from shared.wire.api import OperationKind
 from shared.wire.clients import monitor as monitor_client
 from shared.wire.clients.monitor import MonitorClient
@@ -382,21 +383,22 @@ async def test_another_policy_holds_from_the_next_step_on_and_begins_anew(start:
 
 
 def test_a_policy_that_stays_keeps_what_it_remembers() -> None:
-    asked: list[FlipState] = []
+    histories: list[tuple[FlipHistory, int]] = []
 
     class Policy(IdleFlip):
-        def step(
-            self, state: FlipState, view: ClusterView, now: float, seen: Seen = NOTHING
-        ) -> tuple[FlipState, FlipDecision | None]:
-            asked.append(state)
-            return FlipState({"held": float(len(asked))}), None
+        def propose(
+            self, view: ClusterView, now: float, history: FlipHistory, context: FlipContext
+        ) -> FlipDecision | None:
+            history.flips.append((now, Role.PREFILL))
+            histories.append((history, len(history.flips)))
+            return None
 
     views = [ClusterView(n, 0.0, (), PolicySet(n, role_flip=PolicySpec("idle", {"for_s": s}))) for n, s in STEPS]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry.ROLE_FLIP, "idle", Policy)
-        auto = PolicyController(lambda: views.pop(0), Seen)
+        auto = PolicyController(lambda: views.pop(0), FlipContext)
         asyncio.run(_steps(auto, len(STEPS)))
-    assert [state.since.get("held") for state in asked] == [None, 1.0, None, 3.0]
+    assert [seen for _, seen in histories] == [1, 2, 1, 2]
 
 
 async def _steps(auto: PolicyController, count: int) -> None:

@@ -53,7 +53,7 @@ async def test_the_files_hold_over_the_suites_defaults_and_are_broadcast(start: 
         "changed": None,
     }
     assert answer["choices"]["split"]["fraction"] == ["fraction"]
-    assert answer["choices"]["role_flip"].keys() == {"off", "idle", "pressure", "predictive"}
+    assert answer["choices"]["role_flip"].keys() == {"off", "idle", "predictive"}
     assert answer["trouble"] == ""
 
 
@@ -74,7 +74,7 @@ async def test_a_change_is_broadcast_at_once_kept_and_told_as_an_event(start: St
 
 async def test_the_same_again_is_no_change_and_null_goes_back_to_the_files(start: Start) -> None:
     cluster = await recalled(start, policies=FILE)
-    first = await cluster.client.set_policies({"split": HALF, "placement": PolicySpec("prefix")}, who="anna")
+    first = await cluster.client.set_policies({"split": HALF, "placement": PolicySpec("least_load")}, who="anna")
     again = await cluster.client.set_policies({"split": HALF}, who="bert")
     assert again["revision"] == first["revision"]
     assert again["policies"] == first["policies"]
@@ -134,13 +134,15 @@ async def test_a_restarted_monitor_recalls_what_people_changed_and_no_more(start
     assert (await same.client.policies())["policies"] == kept
     assert same.policies.revision == revision
     await same.stop()
-    other = await recalled(start, policies={"placement": "prefix", "split": "none"})
+    other = await recalled(start, policies={"placement": "round_robin", "split": "none"})
     now = other.policies
     assert now.revision > revision
-    assert (now.placement.name, now.split, now.prefill_order.name) == ("prefix", HALF, "fcfs")
+    assert (now.placement.name, now.split, now.prefill_order.name) == ("round_robin", HALF, "fcfs")
     await until(lambda: len(other.state.events.newest(9, kinds=(EventKind.POLICIES_CHANGED,))) == 2, "events recalled")
     (event, _) = await other.client.events(kind="policies_changed")
-    assert event["text"].startswith("by the cluster file: placement: least_load → prefix, prefill_order: sjf:window=4")
+    assert event["text"].startswith(
+        "by the cluster file: placement: least_load → round_robin, prefill_order: sjf:window=4"
+    )
 
 
 async def test_changes_during_restarts_are_kept_or_refused(start: Start) -> None:
@@ -233,13 +235,13 @@ async def test_what_another_version_wrote_is_left_out_and_the_revision_still_ris
     start: Start, tmp_path: Path
 ) -> None:
     first = await recalled(start)
-    await first.client.set_policies({"split": HALF, "placement": PolicySpec("prefix")}, who="anna")
+    await first.client.set_policies({"split": HALF, "placement": PolicySpec("least_load")}, who="anna")
     revision = first.policies.revision
     await first.stop()
     _rewrite(tmp_path, lambda content: content.replace('"fraction"', '"of tomorrow"'))
     second = await recalled(start)
     now = second.policies
-    assert (now.split.name, now.placement.name) == ("adaptive", "prefix")
+    assert (now.split.name, now.placement.name) == ("adaptive", "least_load")
     assert now.revision > revision
     await second.stop()
     _rewrite(tmp_path, lambda _: "[]")

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.cluster_monitor.request_stats import Ended, How
 from services.cluster_monitor.slo import SloService, in_words
 from shared.domain.demand import DemandSecond, Shift
 from shared.domain.instance import InstanceInfo, Role
 from shared.domain.rates import Rates, StepForm, StepRates
-from shared.policy.served import Ended, How
 from tests.ports import free_address
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.control_plane import request, text, until

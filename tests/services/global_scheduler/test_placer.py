@@ -171,7 +171,7 @@ async def test_work_counts_until_a_report_says_that_the_job_is_over(scheduler: S
     assert Counter(route.decode.instance_id for route in routes.values() if route.decode) == {"d0": 5, "d1": 5}
     ledger = scheduler.state.placer.decider.ledger
     assert len(ledger) == 10
-    assert ledger.score("d0") == ledger.score("d1") > 0
+    assert ledger.scores[ledger.slot("d0")] == ledger.scores[ledger.slot("d1")] > 0
     phases = (Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED, Phase.DECODE)
     await scheduler.client.report([report(job_id, phases[at % 4]) for at, job_id in enumerate(routes)], timeout_s=5)
     assert len(ledger) == 2
@@ -243,4 +243,4 @@ async def test_answers_teach_their_lengths(scheduler: Scheduler) -> None:
         await scheduler.client.place(job(number), timeout_s=5)
     await scheduler.client.report([report(f"j{number}", output_tokens=7) for number in range(39)], timeout_s=5)
     await scheduler.client.report([report("j39", Phase.FAILED, output_tokens=999)], timeout_s=5)
-    assert scheduler.state.placer.decider.ledger.answers.all.mean == pytest.approx(7.0)
+    assert scheduler.state.placer.decider.ledger.output_lengths.all.mean == pytest.approx(7.0)

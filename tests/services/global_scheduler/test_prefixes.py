@@ -207,7 +207,7 @@ async def test_one_that_does_not_tell_is_asked_again_later(monkeypatch: pytest.M
 
 
 async def test_placement_uses_it_and_routes_say_so(start: Start) -> None:
-    scheduler = await start(placement="prefix")
+    scheduler = await start(placement="adaptive")
     infos = {name: make_info(name, free_address()) for name in ("p0", "p1", "p2")}
     decode = InstanceView(make_info("d0", free_address()), Role.DECODE, cast(Any, "ready"))
     job = JobView("j", 700, 50, prefix=PREFIX)

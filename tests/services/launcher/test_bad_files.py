@@ -125,7 +125,7 @@ BAD: dict[str, tuple[str, str]] = {  # "Known: …" stands for a list that grows
     ),
     "policy": (
         HEAD + "policies:\n  dispatch: rndom\n" + TAIL,
-        "c.yaml:4: policies.dispatch: unknown dispatch policy 'rndom'; known: adaptive, least_interference, power_of_two, random, spread, worst_case; did you mean random?",
+        "c.yaml:4: policies.dispatch: unknown dispatch policy 'rndom'; known: adaptive, power_of_two, random, spread, worst_case; did you mean random?",
     ),
     "policy_kind": (
         HEAD + "policies:\n  dispach: random\n" + TAIL,

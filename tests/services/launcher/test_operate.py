@@ -232,7 +232,7 @@ def test_choices_say_what_each_does_and_which_is_in_force() -> None:
     assert all(len(line) <= 80 for line in text.splitlines())
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "* least_load The instance that would finish this prefill first." in lines
-    assert "* off Only people flip roles." in lines
+    assert "* off Only operators flip roles." in lines
     assert all(name in text for table in registry.KINDS.values() for name in table)
     assert "Source" not in text
 

@@ -16,7 +16,8 @@ from shared.domain.policies import PolicySet
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.domain.route import PolicySpec
 from shared.errors import Conflict, Incompatible, InvalidRequest, Unavailable
-from shared.policy.decode_admission import Greedy, PredictedEnd, ReserveDynamic
+from shared.policy.decode_admission import Greedy, PredictedEnd
+from shared.policy.papers.tetriinfer import ReserveDynamic
 from shared.policy.prefill_order import Fcfs, Sjf
 from shared.wire.messages import Heartbeat
 from tests.ports import free_port
@@ -217,7 +218,7 @@ def test_an_engine_goes_by_its_three_of_a_set() -> None:
         step_budget=PolicySpec("on"),
     )
     assert EnginePolicies.of(said) == EnginePolicies(Sjf(3), ReserveDynamic(PredictedEnd.UPPER), step_budget=True)
-    with pytest.raises(InvalidRequest, match="unknown prefill order policy 'best'; known: fcfs, least_slack, ljf, sjf"):
+    with pytest.raises(InvalidRequest, match="unknown prefill order policy 'best'; known: fcfs, ljf, sjf"):
         EnginePolicies.of(PolicySet(prefill_order=PolicySpec("best")))
 
 

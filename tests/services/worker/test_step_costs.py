@@ -15,7 +15,7 @@ from shared.cost.library import Library
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.domain.rates import UNKNOWN_STEPS, PartialPrefillCost, Rates, StepForm, StepRates
-from shared.policy.chunk_size import SMALL, ChunkBounds, chunk_tokens
+from shared.policy.step_budget import SMALL, ChunkBounds, chunk_tokens
 from tests.services.worker.engines.test_emulated import engine, finish, request, settings, steps
 
 

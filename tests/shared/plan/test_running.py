@@ -17,7 +17,7 @@ from shared.plan.plan import Plan
 from shared.plan.routes import Route
 from shared.plan.running import Finding, Fleet, changed, rescheduled, reviewed, survivors, workload_of
 from shared.plan.search import Stopped
-from shared.policy.placement_policies import PlanRoute
+from shared.policy.papers.thunderserve import PlanRoute
 from shared.sim.workload import synthetic
 from tests.shared.plan.problems import inventory, problem, search
 from tests.shared.policy.views import instance

@@ -1,206 +1,180 @@
-"""What decode jobs will hold, and whether one more fits to its end: against the sum of all jobs, step by step."""
+"""Admission of decodes by predicted lengths, and what decodes will hold against the sum of all jobs, step by step."""
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shared.domain.job import JobView, LengthPrediction
-from shared.policy.admission_gate import Blocks, Decoding, may_decode
 from shared.policy.decode_admission import (
     STRETCHES,
+    Blocks,
+    DecodeAdmission,
     DecodeMemory,
+    Decoding,
     Greedy,
     PredictedEnd,
-    ReserveDynamic,
-    ReserveStatic,
     RunningDecode,
     ahead_of,
     fits_after,
     is_heavy,
+    may_decode,
     own_part,
     predicted_tokens,
     remaining_tokens,
     takes_tokens,
     with_job,
 )
+from shared.policy.papers.tetriinfer import ReserveDynamic, ReserveStatic
 from tests.shared.policy.views import decode, job, predicted
 
 LONG = predicted(200, 400)
+LOWER, MIDDLE, UPPER = PredictedEnd.LOWER, PredictedEnd.MIDDLE, PredictedEnd.UPPER
 
 
-@pytest.mark.parametrize(("prompt", "free", "admitted"), [(16, 1, True), (17, 1, False), (17, 2, True), (1, 0, False)])
-def test_greedy_admits_iff_the_prompt_fits_now(prompt: int, free: int, admitted: bool) -> None:
-    memory = DecodeMemory(free_blocks=free, block_size=16, total_blocks=100)
-    assert Greedy().admit(job(prompt, 100_000), memory, 0.0).admitted is admitted
+def memory(free: int, reserved: int = 0, running: tuple[tuple[int, int], ...] = ()) -> DecodeMemory:
+    """Of 100 blocks of 16 tokens."""
+    return DecodeMemory(free, 16, 100, reserved, tuple(RunningDecode(*one) for one in running))
 
 
-# 100 blocks of 16 tokens, of which some are free. (free blocks, prompt, prediction, end, admitted)
-STATIC_AS_PRINTED: list[tuple[str, int, int, Any, PredictedEnd, bool]] = [
-    ("100 + 200 are less than 304", 19, 100, LONG, PredictedEnd.LOWER, True),
-    ("304 are not less than 304", 19, 104, LONG, PredictedEnd.LOWER, False),
-    ("what runs may grow: only what it holds now counts", 51, 600, LONG, PredictedEnd.LOWER, True),
-    ("the middle of the range needs 300", 25, 100, LONG, PredictedEnd.MIDDLE, False),
-    ("the upper end needs 400", 31, 100, LONG, PredictedEnd.UPPER, False),
-    ("without a prediction 128", 14, 100, None, PredictedEnd.LOWER, False),
-]
+def static(end: PredictedEnd) -> ReserveStatic:
+    return ReserveStatic(end, reserve_all=True)
 
 
-@pytest.mark.parametrize(
-    ("what", "free", "prompt", "prediction", "end", "admitted"),
-    STATIC_AS_PRINTED,
-    ids=[row[0] for row in STATIC_AS_PRINTED],
-)
-def test_reserve_static_compares_with_the_memory_that_is_free_now(
-    what: str, free: int, prompt: int, prediction: Any, end: PredictedEnd, admitted: bool
-) -> None:
+def full(*running: tuple[int, int]) -> DecodeMemory:
+    """Running decodes as (context, remaining tokens)."""
+    return memory(100 - sum(-(-context // 16) for context, _ in running), running=running)
+
+
+ADMISSIONS: list[tuple[str, DecodeAdmission, DecodeMemory, int, LengthPrediction | None, bool]] = [
+    ("the prompt fits", Greedy(), memory(1), 16, None, True),
+    ("the prompt needs one block more", Greedy(), memory(1), 17, None, False),
+    ("nothing is free", Greedy(), memory(0), 1, None, False),
     # TetriInfer 3.4: "only if its predicted memory usage is smaller than the available accelerator memory for the
     # current iteration".
-    memory = DecodeMemory(free, 16, 100, reserved_tokens=1_500)
-    assert ReserveStatic(end).admit(job(prompt, 1000, prediction=prediction), memory, 0.0).admitted is admitted
-
-
-@pytest.mark.parametrize("every", [False, True])
-def test_where_nothing_runs_the_prompt_alone_decides(every: bool) -> None:
-    policy, memory = ReserveStatic(PredictedEnd.UPPER, reserve_all=every), DecodeMemory(100, 16, 100)
-    assert policy.admit(job(1500, 1000, prediction=LONG), memory, 0.0).admitted
-    assert not policy.admit(job(1601, 1000, prediction=LONG), memory, 0.0).admitted
-
-
-# With `reserve_all`. (reserved tokens, free blocks, prompt, prediction, end, admitted)
-STATIC: list[tuple[str, int, int, int, Any, PredictedEnd, bool]] = [
-    ("1300 + 100 + 200 = 1600 just fit", 1300, 50, 100, LONG, PredictedEnd.LOWER, True),
-    ("one more token does not", 1301, 50, 100, LONG, PredictedEnd.LOWER, False),
-    ("the middle of the range needs 300", 1300, 50, 100, LONG, PredictedEnd.MIDDLE, False),
-    ("the upper end needs 400", 1150, 50, 100, LONG, PredictedEnd.UPPER, False),
-    ("the lower end of bucket 0 reserves nothing", 1500, 50, 100, predicted(0, 200), PredictedEnd.LOWER, True),
-    ("without a prediction 128", 1373, 50, 100, None, PredictedEnd.LOWER, False),
-    ("jobs outgrew what they reserved: no room now", 800, 6, 100, LONG, PredictedEnd.LOWER, False),
-    ("alone it may try", 0, 100, 1500, LONG, PredictedEnd.UPPER, True),
-    ("alone, but the prompt does not fit", 0, 100, 1601, LONG, PredictedEnd.LOWER, False),
+    ("100 + 200 are less than 304", ReserveStatic(LOWER), memory(19, 1_500), 100, LONG, True),
+    ("304 are not less than 304", ReserveStatic(LOWER), memory(19, 1_500), 104, LONG, False),
+    ("only what running jobs hold now counts", ReserveStatic(LOWER), memory(51, 1_500), 600, LONG, True),
+    ("the middle of the range needs 300", ReserveStatic(MIDDLE), memory(25, 1_500), 100, LONG, False),
+    ("the upper end needs 400", ReserveStatic(UPPER), memory(31, 1_500), 100, LONG, False),
+    ("without a prediction 128", ReserveStatic(LOWER), memory(14, 1_500), 100, None, False),
+    ("alone it may try", ReserveStatic(UPPER), memory(100), 1500, LONG, True),
+    ("alone, but the prompt does not fit", ReserveStatic(UPPER), memory(100), 1601, LONG, False),
+    ("all: 1300 + 100 + 200 = 1600 just fit", static(LOWER), memory(50, 1300), 100, LONG, True),
+    ("all: one more token does not", static(LOWER), memory(50, 1301), 100, LONG, False),
+    ("all: the middle of the range needs 300", static(MIDDLE), memory(50, 1300), 100, LONG, False),
+    ("all: bucket 0 reserves nothing", static(LOWER), memory(50, 1500), 100, predicted(0, 200), True),
+    ("all: without a prediction 128", static(LOWER), memory(50, 1373), 100, None, False),
+    ("all: jobs outgrew what they reserved", static(LOWER), memory(6, 800), 100, LONG, False),
+    ("all: alone it may try", static(UPPER), memory(100), 1500, LONG, True),
+    ("all: alone, but the prompt does not fit", static(LOWER), memory(100), 1601, LONG, False),
+    ("when the first ends, 20 + 40 + 40 blocks", ReserveDynamic(LOWER), full((560, 80), (560, 900)), 240, LONG, True),
+    ("one block too many", ReserveDynamic(LOWER), full((560, 80), (561, 900)), 240, LONG, False),
+    ("static would count 900 and more", ReserveDynamic(LOWER), full((16, 0), (640, 900)), 640, LONG, True),
+    ("the job itself may be the shortest: 200", ReserveDynamic(LOWER), full((640, 900)), 552, LONG, True),
+    ("or, at the upper end, 400 is too long", ReserveDynamic(UPPER), full((640, 900)), 552, LONG, False),
+    ("dynamic: alone it may try", ReserveDynamic(UPPER), full(), 1590, LONG, True),
+    ("dynamic: alone, but the prompt does not fit", ReserveDynamic(LOWER), full(), 1601, LONG, False),
 ]
 
 
 @pytest.mark.parametrize(
-    ("what", "reserved", "free", "prompt", "prediction", "end", "admitted"), STATIC, ids=[row[0] for row in STATIC]
+    ("what", "policy", "there", "prompt", "prediction", "admitted"), ADMISSIONS, ids=[row[0] for row in ADMISSIONS]
 )
-def test_reserve_static_of_all_by_example(
-    what: str, reserved: int, free: int, prompt: int, prediction: Any, end: PredictedEnd, admitted: bool
+def test_admission_by_example(
+    what: str,
+    policy: DecodeAdmission,
+    there: DecodeMemory,
+    prompt: int,
+    prediction: LengthPrediction | None,
+    admitted: bool,
 ) -> None:
-    memory = DecodeMemory(free, 16, 100, reserved)
-    policy = ReserveStatic(end, reserve_all=True)
-    assert policy.admit(job(prompt, 1000, prediction=prediction), memory, 0.0).admitted is admitted
-
-
-# 100 blocks of 16 tokens. (running (context, remaining), prompt, end, admitted)
-DYNAMIC: list[tuple[str, list[tuple[int, int]], int, PredictedEnd, bool]] = [
-    ("when the first ends, 20 + 40 + 40 blocks are taken", [(560, 80), (560, 900)], 240, PredictedEnd.LOWER, True),
-    ("one token more is one block too many", [(560, 80), (561, 900)], 240, PredictedEnd.LOWER, False),
-    ("static would count 900 and more", [(16, 0), (640, 900)], 640, PredictedEnd.LOWER, True),
-    ("the job itself may be the shortest: 200", [(640, 900)], 552, PredictedEnd.LOWER, True),
-    ("or, at the upper end, 400 is too long", [(640, 900)], 552, PredictedEnd.UPPER, False),
-    ("alone it may try", [], 1590, PredictedEnd.UPPER, True),
-    ("alone, but the prompt does not fit", [], 1601, PredictedEnd.LOWER, False),
-]
-
-
-@pytest.mark.parametrize(("what", "running", "prompt", "end", "admitted"), DYNAMIC, ids=[row[0] for row in DYNAMIC])
-def test_reserve_dynamic_by_example(
-    what: str, running: list[tuple[int, int]], prompt: int, end: PredictedEnd, admitted: bool
-) -> None:
-    free = 100 - sum(-(-context // 16) for context, _ in running)
-    memory = DecodeMemory(free, 16, 100, running=tuple(RunningDecode(*one) for one in running))
-    assert ReserveDynamic(end).admit(job(prompt, 1000, prediction=LONG), memory, 0.0).admitted is admitted
-
-
-def test_who_needs_the_running_jobs() -> None:
-    assert [policy.needs_running for policy in (Greedy(), ReserveStatic(), ReserveDynamic())] == [False, False, True]
-
-
-arrivals = st.lists(st.tuples(st.integers(1, 900), st.integers(0, 5)), min_size=1, max_size=40)
-ends = st.sampled_from(list(PredictedEnd))
+    assert policy.admit(job(prompt, 1000, prediction=prediction), there, 0.0) is admitted
 
 
 @settings(deadline=None)
-@given(arrivals, ends)
-def test_reserve_static_of_all_never_promises_more_than_there_is(
-    jobs: list[tuple[int, int]], end: PredictedEnd
+@given(
+    st.lists(st.tuples(st.integers(1, 900), st.integers(0, 5)), min_size=1, max_size=40),
+    st.sampled_from(list(PredictedEnd)),
+    st.sampled_from([static, lambda end: ReserveDynamic(end, 0)]),
+)
+def test_memory_is_not_promised_twice(
+    jobs: list[tuple[int, int]], end: PredictedEnd, made: Callable[[PredictedEnd], DecodeAdmission]
 ) -> None:
-    policy, used, reserved, running = ReserveStatic(end, reserve_all=True), 0, 0, 0
-    for prompt, bucket in jobs:
-        asked = job(prompt, 10_000, prediction=predicted(200 * bucket, 200 * bucket + 200))
-        if policy.admit(asked, DecodeMemory(100 - used, 16, 100, reserved), 0.0).admitted:
-            reserved += prompt + predicted_tokens(asked, end, policy.unpredicted_tokens)
-            used += -(-prompt // 16)
-            running += 1
-    assert used <= 100
-    assert reserved <= 1600 or running == 1  # one alone may try
-
-
-@settings(deadline=None)
-@given(arrivals, ends)
-def test_under_reserve_dynamic_the_first_ends_before_memory_does(
-    jobs: list[tuple[int, int]], end: PredictedEnd
-) -> None:
-    """With right predictions none is preempted before the next job ends: memory holds until then."""
-    policy = ReserveDynamic(end)
-    running: list[RunningDecode] = []
+    """With reserve-dynamic, memory is left when the first of the running jobs ends."""
+    policy, running, reserved = made(end), list[tuple[int, int]](), 0
 
     def blocks(more: int = 0) -> int:
-        return sum(-(-(one.context_tokens + more) // 16) for one in running)
+        return sum(-(-(context + more) // 16) for context, _ in running)
 
     for prompt, bucket in jobs:
-        lower = 200 * bucket
-        asked = job(prompt, 10_000, prediction=predicted(lower, lower + 200))
-        length = predicted_tokens(asked, end, 0)
-        if policy.admit(asked, DecodeMemory(100 - blocks(), 16, 100, running=tuple(running)), 0.0).admitted:
-            running.append(RunningDecode(prompt, length))
-            shortest = min(one.predicted_remaining_tokens for one in running)
-            assert len(running) == 1 or blocks(shortest) <= 100
+        asked = job(prompt, 10_000, prediction=predicted(200 * bucket, 200 * bucket + 200))
+        if policy.admit(asked, memory(100 - blocks(), reserved, tuple(running)), 0.0):
+            running.append((prompt, predicted_tokens(asked, end, 128)))
+            reserved += sum(running[-1])
             assert blocks() <= 100
+            if isinstance(policy, ReserveDynamic):
+                assert len(running) == 1 or blocks(min(left for _, left in running)) <= 100
+            else:
+                assert reserved <= 1600 or len(running) == 1
 
 
-@pytest.mark.parametrize(
-    ("end", "tokens"), [(PredictedEnd.LOWER, 200), (PredictedEnd.MIDDLE, 300), (PredictedEnd.UPPER, 400)]
-)
-def test_ends_of_the_range(end: PredictedEnd, tokens: int) -> None:
-    assert predicted_tokens(job(1, 1000, prediction=predicted(200, 400)), end, 7) == tokens
-    assert predicted_tokens(job(1, 250, prediction=predicted(200, 400)), end, 7) == min(250, tokens)
-    assert predicted_tokens(job(1, 1000), end, 7) == 7
+def likely(prompt: int, lower: int) -> JobView:
+    return JobView("j", prompt, 500, prediction=LengthPrediction(0, lower, 2 * lower, 1.0, "observed"))
 
 
-def test_a_prediction_that_says_it_knows_nothing_is_none() -> None:
-    nothing = job(1, 1000, prediction=LengthPrediction(0, 0, 1000, 0.0, "observed"))
-    assert predicted_tokens(nothing, PredictedEnd.LOWER, 7) == 7
-
-
-@pytest.mark.parametrize(
-    ("lower", "upper", "max_tokens", "heavy"),
-    [(0, 200, 1000, False), (200, 400, 1000, True), (200, 400, 128, False), (100, 158, 1000, True)],
-)
-def test_heavy_is_more_than_128_tokens(lower: int, upper: int, max_tokens: int, heavy: bool) -> None:
-    assert is_heavy(job(1, max_tokens, prediction=predicted(lower, upper))) is heavy
-
-
-def test_without_a_prediction_max_tokens_decides() -> None:
-    assert is_heavy(job(1, 129))
-    assert not is_heavy(job(1, 128))
+def test_what_runs_in_an_engine_counts_at_its_predicted_end_or_at_what_it_has_come_to() -> None:
+    running, room = Decoding(likely(100, 50), 100, 120), Blocks(free=100, total=20, size_tokens=10)  # 30 more to come
+    assert may_decode(static(LOWER), likely(40, 10), [running], room, 0.0)  # 150 + 50 of 200 tokens
+    assert not may_decode(static(LOWER), likely(41, 10), [running], room, 0.0)
+    assert not may_decode(static(LOWER), likely(40, 10), [running._replace(context_tokens=151)], room, 0.0)
+    assert not may_decode(static(UPPER), likely(40, 10), [running], room, 0.0)
+    # In 30 steps the running one ends at 150 tokens; 50 + 30 beside it do not fit into 200.
+    assert not may_decode(ReserveDynamic(), likely(50, 100), [running], room, 0.0)
+    assert may_decode(ReserveDynamic(), likely(50, 10), [running], room, 0.0)  # itself the first, in 10 steps
+    for policy in (Greedy(), ReserveStatic(), ReserveDynamic()):  # the blocks alone decide where no job decodes
+        assert may_decode(policy, likely(1_000, 1_000), [], room._replace(free=0), 0.0)
 
 
 SPREAD = LengthPrediction(0, 0, 100, 0.6, "classifier", 100, (0.6, 0.1, 0.1, 0.2), 400)
+LATE = LengthPrediction(0, 0, 100, 0.4, "classifier", 100, (0.4, 0.0, 0.3, 0.3), 400)
+UNSURE = LengthPrediction(0, 0, 1000, 0.0, "observed")
 
 
-@pytest.mark.parametrize(("end", "tokens"), [(PredictedEnd.MEAN, 141), (PredictedEnd.P50, 84), (PredictedEnd.P90, 350)])
-def test_figures_of_the_distribution(end: PredictedEnd, tokens: int) -> None:
-    assert predicted_tokens(job(1, 1000, prediction=SPREAD), end, 7) == tokens
-    assert predicted_tokens(job(1, 50, prediction=SPREAD), end, 7) == 50
+@pytest.mark.parametrize(
+    ("prediction", "end", "tokens"),
+    [
+        (LONG, LOWER, 200),
+        (LONG, MIDDLE, 300),
+        (LONG, UPPER, 400),
+        (SPREAD, PredictedEnd.MEAN, 141),
+        (SPREAD, PredictedEnd.P50, 84),
+        (SPREAD, PredictedEnd.P90, 350),
+        (None, LOWER, 7),
+        (UNSURE, LOWER, 7),
+    ],
+)
+def test_predicted_tokens(prediction: LengthPrediction | None, end: PredictedEnd, tokens: int) -> None:
+    assert predicted_tokens(job(1, 1000, prediction=prediction), end, 7) == tokens
+    assert predicted_tokens(job(1, 50, prediction=prediction), end, 7) == min(50, tokens)
 
 
-def test_heavy_goes_by_the_median_of_a_distribution() -> None:
-    assert not is_heavy(job(1, 1000, prediction=SPREAD))
-    late = LengthPrediction(0, 0, 100, 0.4, "classifier", 100, (0.4, 0.0, 0.3, 0.3), 400)
-    assert is_heavy(job(1, 1000, prediction=late))
+@pytest.mark.parametrize(
+    ("prediction", "max_tokens", "heavy"),
+    [
+        (predicted(0, 200), 1000, False),
+        (predicted(200, 400), 1000, True),
+        (predicted(200, 400), 128, False),
+        (predicted(100, 158), 1000, True),
+        (SPREAD, 1000, False),  # its median
+        (LATE, 1000, True),
+        (None, 129, True),
+        (None, 128, False),
+    ],
+)
+def test_heavy_is_more_than_128_tokens(prediction: LengthPrediction | None, max_tokens: int, heavy: bool) -> None:
+    assert is_heavy(job(1, max_tokens, prediction=prediction)) is heavy
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12).filter(any), st.integers(1, 500))
@@ -265,15 +239,9 @@ def test_jobs_that_fill_the_memory_exactly_fit() -> None:
 
 
 def test_a_job_fits_beside_those_that_end_while_it_is_short() -> None:
-    """What two jobs hold at their ends does not count together when they do not end together."""
     nearly_done = ahead_of([(1990, 10)], BLOCK)
     assert fits_after(nearly_done, 2048, 100, 900, BLOCK) == 16.0
     assert fits_after(nearly_done, 2048, 20, 900, BLOCK) == 0.0
-
-
-def test_where_nobody_decodes_a_job_fits() -> None:
-    assert ahead_of([], BLOCK) == ()
-    assert fits_after((), 16, 100_000, 5, BLOCK) == 0.0
 
 
 def test_an_answer_that_is_longer_than_expected_goes_on_for_a_while() -> None:
@@ -297,46 +265,7 @@ def test_jobs_that_share_blocks_count_for_their_part_and_one_that_comes_for_what
 
 
 def test_a_prefix_that_is_cached_and_that_nobody_uses_takes_blocks_when_it_is_used() -> None:
-    """Turns of chats, each with a history of its own: what is cached of it lies in free blocks."""
     there = decode("d", total_blocks=2048, free_blocks=2048 - 10 * 138, decoding=10, context_tokens=22_000)
     assert takes_tokens(there, 2300, 2048) == 2300
     assert takes_tokens(decode("idle", total_blocks=1024, free_blocks=1024), 2300, 2048) == 2300
     assert own_part(0, 100) == own_part(100, 0) == own_part(200, 100) == 1.0
-
-
-def likely(prompt: int, lower: int) -> JobView:
-    return JobView("j", prompt, 500, prediction=LengthPrediction(0, lower, 2 * lower, 1.0, "observed"))
-
-
-RUNNING = Decoding(likely(100, 50), 100, 120)  # 30 more to come
-
-
-def test_what_runs_is_counted_at_its_predicted_end_or_at_what_it_has_come_to() -> None:
-    beside, room = likely(40, 10), Blocks(free=100, total=20, size_tokens=10)
-    policy = ReserveStatic(reserve_all=True)
-    assert may_decode(policy, beside, [RUNNING], room, 0.0)  # 150 + 50 of 200 tokens
-    assert not may_decode(policy, likely(41, 10), [RUNNING], room, 0.0)
-    outgrown = RUNNING._replace(context_tokens=151)
-    assert not may_decode(policy, beside, [outgrown], room, 0.0)
-    assert not may_decode(ReserveStatic(PredictedEnd.UPPER, reserve_all=True), beside, [RUNNING], room, 0.0)
-
-
-def test_static_as_printed_counts_what_is_free_now() -> None:
-    beside = likely(40, 10)
-    assert may_decode(ReserveStatic(), beside, [RUNNING], Blocks(free=6, total=20, size_tokens=10), 0.0)
-    assert not may_decode(ReserveStatic(), beside, [RUNNING], Blocks(free=5, total=20, size_tokens=10), 0.0)
-
-
-def test_dynamic_looks_ahead_to_the_first_end() -> None:
-    room = Blocks(free=100, total=20, size_tokens=10)
-    # In 30 steps RUNNING ends at 150 tokens; 50 + 30 beside it do not fit into 200.
-    assert not may_decode(ReserveDynamic(), likely(50, 100), [RUNNING], room, 0.0)
-    assert may_decode(ReserveDynamic(), likely(20, 100), [RUNNING], room, 0.0)
-    assert may_decode(ReserveDynamic(), likely(50, 10), [RUNNING], room, 0.0)  # itself the first, in 10 steps
-
-
-def test_where_nobody_decodes_the_blocks_alone_decide() -> None:
-    full = Blocks(free=0, total=20, size_tokens=10)
-    for policy in (Greedy(), ReserveStatic(), ReserveDynamic()):
-        assert may_decode(policy, likely(1_000, 1_000), [], full, 0.0)
-        assert not may_decode(policy, likely(10, 0), [RUNNING], full, 0.0)

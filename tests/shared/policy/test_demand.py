@@ -100,15 +100,6 @@ def test_the_profile_of_two_schedulers_is_their_sum() -> None:
     assert (demand.requests, demand.age_s) == (400, 10.5)
 
 
-def test_nothing_is_known_before_some_seconds() -> None:
-    book = DemandBook()
-    for second in range(T, T + 4):
-        fed(book, second, [plain("a", second)])
-    assert book.demand(T + 4.5) is None
-    fed(book, T + 4, [plain("a", T + 4)])
-    assert book.demand(T + 5.5) is not None
-
-
 def test_late_doubled_and_lost_seconds_are_no_lull_and_no_rush() -> None:
     book, rng = DemandBook(), Random(1)
     for second in range(T, T + 40):
@@ -121,32 +112,6 @@ def test_late_doubled_and_lost_seconds_are_no_lull_and_no_rush() -> None:
     demand = book.demand(T + 41.5)
     assert demand is not None
     assert demand.rate == pytest.approx(20.0)
-
-
-def test_a_second_that_one_of_two_lost_does_not_count() -> None:
-    book = DemandBook()
-    for second in range(T, T + 30):
-        lost = second % 3 == 1 and T < second < T + 28
-        assert fed(book, second, [plain("a", second)] + ([] if lost else [plain("b", second)])) == []
-    demand = book.demand(T + 30.5)
-    assert demand is not None
-    assert demand.rate == 40.0
-
-
-def test_one_schedulers_late_seconds_hold_the_others_back() -> None:
-    book = DemandBook()
-    for second in range(T, T + 10):
-        fed(book, second, [plain("a", second), plain("b", second)])
-    for second in range(T + 10, T + 13):
-        fed(book, second, [plain("a", second)])
-    demand = book.demand(T + 13.5)
-    assert demand is not None
-    assert demand.rate == 40.0
-    book.take([plain("b", second) for second in range(T + 10, T + 13)], T + 14.0)
-    assert book.advance(T + 14.0) == []
-    demand = book.demand(T + 14.0)
-    assert demand is not None
-    assert (demand.rate, demand.requests) == (40.0, 13 * 40)
 
 
 def test_a_silent_scheduler_makes_the_profile_unknown_until_the_others_have_a_new_one() -> None:
@@ -191,16 +156,6 @@ def test_other_lengths_are_noticed_soon_and_the_old_ones_forgotten(
     assert 19.0 <= demand.age_s <= 22.0
     mean = after[2] * 2.718281828 ** (after[3] ** 2 / 2.0)
     assert demand.output_tokens == pytest.approx(mean, rel=0.35)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_turn_of_few_requests_is_noticed_in_half_a_minute_although_their_rate_turns_too(seed: int) -> None:
-    book, rng, noticed = DemandBook(), Random(seed), list[int]()
-    for second in range(T, T + 180):
-        kind, rate = (CODE, 7.0) if T + 60 <= second < T + 120 else (CONVERSATION, 2.2)
-        noticed += [second - T for _ in fed(book, second, asked(rng, second, rate, kind))]
-    assert [60 <= noticed[0] < 90, 120 <= noticed[-1] < 150] == [True, True]
-    assert len(noticed) == 2
 
 
 def test_a_rush_is_noticed_and_a_lull_is_not() -> None:

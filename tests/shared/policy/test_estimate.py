@@ -4,18 +4,16 @@ from random import Random
 
 import pytest
 
-from shared.policy.answers import Lengths
-from shared.policy.estimate import EVEN, DecodeSide, JobContext, PrefillSide, balanced, mean_wait_s, slo_cost
+from shared.policy.estimate import EVEN, DecodeSide, JobContext, PrefillSide, balanced, slo_cost
 from shared.policy.index import ClusterIndex
+from shared.policy.output_lengths import Lengths
 from shared.policy.placement import place
-from tests.shared.policy.adaptive_cases import ALL, TARGETS, asked, busy, d, p
-from tests.shared.policy.views import view
+from tests.shared.policy.views import ALL, TARGETS, asked, busy, d, p, view
 
 
 @pytest.mark.parametrize("speed", [0.25, 1.0, 3.0])
 @pytest.mark.parametrize(("queued", "queued_there"), [(0, 0), (4000, 0), (0, 4000)])
 def test_the_balanced_part_keeps_both_sides_equally_long(speed: float, queued: int, queued_there: int) -> None:
-    """Source: Cronus 4.2."""
     one, own = asked(3000), Lengths(150.0, 140.0)
     here = PrefillSide(p(speed=speed, queued_prefill_tokens=queued, queued_prefill=queued // 1000))
     view_there = d(queued_prefill_tokens=queued_there, queued_prefill=queued_there // 1000)
@@ -37,7 +35,6 @@ def test_slo_cost_is_convex_before_the_target_and_flat_beyond() -> None:
 
 
 def test_decodes_on_their_way_count_until_they_come() -> None:
-    """A burst between two broadcasts, and after one that cannot show it yet."""
     found = ClusterIndex(view(p(), d("a", 1.01, **busy(30)), d("b", **busy(30))), rng=Random(0))
     chosen = []
     for number in range(20):
@@ -74,14 +71,6 @@ def test_decodes_that_come_one_by_one_are_never_all_there() -> None:
     assert apart.step_s == pytest.approx(0.02 + 14 * 1e-4 + 14 * 600 * 2e-7)
     assert (together.room_s > 1.0, apart.room_s, apart.memory) == (True, 0.0, EVEN)
     assert side(10 * stays_s, coming=0).running == 64  # those that are there stay
-
-
-def test_the_mean_wait_is_that_of_the_jobs_that_wait() -> None:
-    idle, long = PrefillSide(p()), PrefillSide(p(queued_prefill_tokens=20_000, queued_prefill=20))
-    assert mean_wait_s([]) == mean_wait_s([idle]) == 0.0
-    assert mean_wait_s([idle, long]) == long.wait_s
-    half = PrefillSide(p(queued_prefill_tokens=10_000, queued_prefill=10))
-    assert mean_wait_s([half, long]) == pytest.approx((10 * half.wait_s + 20 * long.wait_s) / 30)
 
 
 def test_terms_of_a_prefill_instance() -> None:

@@ -9,14 +9,14 @@ from shared.policy.fair_share import (
     LEDGER_S,
     OUTPUT_COST,
     SLACK_TOKENS,
-    FairLine,
+    CallerQueue,
     LeastFirst,
-    Shares,
+    TokenCounters,
 )
 
 
-def shares(*callers: str, **weights: float) -> Shares:
-    made = Shares(weights)
+def shares(*callers: str, **weights: float) -> TokenCounters:
+    made = TokenCounters(weights)
     for caller in callers:
         made.came(caller, 0.0)
     return made
@@ -30,18 +30,7 @@ def test_output_tokens_cost_more_and_a_weight_makes_them_cheaper() -> None:
     assert made.tokens("b") == made.tokens("a") / 2.0
 
 
-def test_who_is_far_ahead_of_another_who_asks_is_over_its_share() -> None:
-    made = shares("a", "b")
-    made.charge("a", int(SLACK_TOKENS), 0)
-    assert not made.over("a", 0.0)
-    made.charge("a", 1, 0)
-    assert made.over("a", 0.0)
-    assert not made.over("b", 0.0)
-
-
 class Ledger:
-    """Of one who serves beside others."""
-
     def __init__(self) -> None:
         self.noted: dict[str, float] = {}
         self.others: dict[str, float] = {}
@@ -56,7 +45,7 @@ class Ledger:
 def test_what_a_caller_has_had_elsewhere_counts_from_its_first_request_on() -> None:
     ledger = Ledger()
     ledger.others = {"a": 5000.0}
-    made = Shares({"b": 2.0}, ledger)
+    made = TokenCounters({"b": 2.0}, ledger)
     made.came("a", 0.0)
     made.came("b", 0.0)
     assert made.tokens("a") == 0.0
@@ -112,7 +101,7 @@ def test_who_asks_for_little_is_not_idle_but_gains_only_so_much() -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 3000)), min_size=30, max_size=120))
 def test_a_line_keeps_those_who_always_wait_close_together(jobs: list[tuple[str, int]]) -> None:
     made = shares("a", "b", "c")
-    line = FairLine[int](made)
+    line = CallerQueue[int](made)
     cost = dict(enumerate(tokens for _, tokens in jobs))
     caller_of = dict(enumerate(caller for caller, _ in jobs))
     left = {name: [number for number, (caller, _) in enumerate(jobs) if caller == name] for name in "abc"}
@@ -131,7 +120,7 @@ def test_a_line_keeps_those_who_always_wait_close_together(jobs: list[tuple[str,
 
 def test_the_head_stays_the_head_until_it_leaves() -> None:
     made = shares("a", "b")
-    line = FairLine[str](made)
+    line = CallerQueue[str](made)
     made.charge("a", 10, 0)
     line.push("a1", "a")
     assert line.head() == "a1"
@@ -161,47 +150,3 @@ def test_the_least_member_is_that_of_a_search_through_all(steps: list[tuple[str,
         expected = min((keys[other] for other in members if other != without), default=None)
         assert (None if found is None else keys[found]) == expected
         assert found != without
-
-
-def test_a_request_looks_at_few_of_many_callers() -> None:
-    looks = 0
-
-    class Counting(Ledger):
-        def elsewhere(self, caller: str) -> float:
-            nonlocal looks
-            looks += 1
-            return 0.0
-
-    made = Shares({}, Counting())
-    for number in range(10_000):
-        made.came(f"caller-{number}", number * 1e-6)
-    looks = 0
-    for number in range(100):
-        made.charge(f"caller-{number}", 50_000, 0)
-        made.over(f"caller-{number}", 1.0 + number * 1e-6)
-        made.came(f"caller-{number}", 1.0 + number * 1e-6)
-    assert looks <= 100 * 4, "each request reads the counters of itself and of those that surface"
-
-
-def test_a_line_of_many_callers_looks_at_few_of_them() -> None:
-    made = Shares({})
-    line = FairLine[str](made)
-    for number in range(5_000):
-        made.came(str(number), 0.0)
-        line.push(f"item-{number}", str(number))
-    looks = 0
-    counted = made.tokens
-
-    def tokens(caller: str) -> float:
-        nonlocal looks
-        looks += 1
-        return counted(caller)
-
-    line._callers._key = tokens
-    for number in range(1_000):
-        head = line.head()
-        assert head is not None
-        caller = head.removeprefix("item-")
-        made.charge(caller, 10 + number, 0)
-        assert line.remove(head, caller)
-    assert looks <= 1_000 * 3

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.domain.prompt import PrefixDelta, block_hashes
-from shared.policy.prefix_index import PrefixIndex, ReachableBlocks, saved_tokens, wants_prefixes
+from shared.policy.prefix_index import PrefixIndex, ReachableBlocks, saved_tokens
 from tests.shared.policy import views
 
 TOKENS = 4
@@ -21,8 +21,6 @@ steps = st.lists(
 
 
 class Teller:
-    """An instance and the account that it gives."""
-
     def __init__(self) -> None:
         self.generation, self.sequence = 1, -1
         self.held: dict[int, None] = {}
@@ -108,28 +106,6 @@ def test_with_too_many_blocks_it_knows_less_and_nothing_wrong(
         assert not index._holders
 
 
-def test_instances_share_the_room_evenly_and_keep_their_beginnings() -> None:
-    index = PrefixIndex(block_tokens=TOKENS, max_blocks=1000)
-    long = block_hashes(range(1000), block_tokens=1, most=1000)
-    index.replace("greedy", 1, long)
-    index.replace("late", 1, long)
-    held = [index.held_tokens(name, long) // TOKENS for name in ("greedy", "late")]
-    assert sum(held) == len(index) <= 1000
-    assert abs(held[0] - held[1]) < 40
-    assert index.holders(long[:300], 2) == [("greedy", 300 * TOKENS), ("late", 300 * TOKENS)]
-
-
-def test_after_a_lost_delta_nothing_is_known_until_an_account_starts_anew() -> None:
-    index, prompt = PrefixIndex(block_tokens=TOKENS), PROMPTS[0]
-    assert index.apply("i0", PrefixDelta(1, 0, added=list(prompt[:2]), starts=True))
-    assert index.apply("i0", PrefixDelta(1, 1, added=list(prompt[2:3])))
-    assert not index.apply("i0", PrefixDelta(1, 3, added=list(prompt[3:4])))
-    assert index.held_tokens("i0", prompt) == 0
-    assert not index.apply("i0", PrefixDelta(1, 4, added=list(prompt[3:4])))
-    assert index.apply("i0", PrefixDelta(1, 0, added=list(prompt[:1]), starts=True))
-    assert index.held_tokens("i0", prompt) == TOKENS
-
-
 def test_a_delta_that_comes_twice_or_from_another_life_is_a_lost_one() -> None:
     for wrong in (PrefixDelta(1, 0), PrefixDelta(2, 1), PrefixDelta(1, -1)):
         index = PrefixIndex(block_tokens=TOKENS)
@@ -161,16 +137,7 @@ def test_what_an_engine_saves_is_whole_blocks_of_its_own(
     assert saved_tokens(index, views.prefill("p1", block_size=block_size), job, computed) == 0
 
 
-def test_policies_say_that_they_look_at_prefixes() -> None:
-    class Looks:
-        uses_prefixes = True
-
-    assert wants_prefixes(Looks())
-    assert not wants_prefixes(object())
-
-
 def test_holders_of_a_block_come_and_go_in_any_number() -> None:
-    """Few holders are kept in another way than many."""
     block = (1,)
     index, names = PrefixIndex(), [f"i{number}" for number in range(12)]
     for number, name in enumerate(names):
@@ -180,19 +147,6 @@ def test_holders_of_a_block_come_and_go_in_any_number() -> None:
         assert index.apply(name, PrefixDelta(1, 1, removed=list(block)))
         assert [holder for holder, _ in index.holders(block, 99)] == names[number + 1 :]
     assert (len(index), index._holders) == (0, {})
-
-
-def test_blocks_leave_with_what_engines_evict() -> None:
-    """Prompts that never come again leave nothing behind: the index holds what the instances hold."""
-    index, held, capacity = PrefixIndex(), list[int](), 200
-    index.apply("p", PrefixDelta(1, 0, starts=True))
-    for number in range(1, 1_000):
-        added = [number * 10 + block for block in range(3)]
-        held += added
-        gone, held = held[:-capacity], held[-capacity:]
-        assert index.apply("p", PrefixDelta(1, number, added, gone))
-        assert len(index) == len(index._holders) == len(held)
-    assert len(index) == capacity
 
 
 # What of a cache can be hit, against counting it anew each time
@@ -241,7 +195,6 @@ def test_a_block_counts_while_all_before_it_are_held(steps: list[tuple[str, int]
 
 
 def _take(blocks: ReachableBlocks, told: set[int]) -> None:
-    """What somebody knows who only hears of changes; nothing is told that he knows."""
     added, removed = blocks.take_changes()
     assert not set(added) & told
     assert set(removed) <= told

@@ -1,6 +1,5 @@
 """Policies as a person writes them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,28 +8,21 @@ from shared.domain.policies import KINDS, PolicySet
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.policy import registry
-from shared.policy.decode_admission import PredictedEnd, ReserveStatic
+from shared.policy.decode_admission import PredictedEnd
 from shared.policy.dispatch import PowerOfTwo
-from shared.policy.placement_policies import Penalty, PlanRoute, PlanRoutes, Workload
+from shared.policy.papers.cronus import CronusSplit
+from shared.policy.papers.huawei import Penalty, Workload
+from shared.policy.papers.tetriinfer import IdleFlip, ReserveStatic
+from shared.policy.papers.thunderserve import PlanRoute, PlanRoutes
 from shared.policy.registry import from_file, from_words, in_words
-from shared.policy.role_flip import IdleFlip
-from shared.policy.split import CronusSplit, FractionSplit
+from shared.policy.split import FractionSplit
 
 
 def test_every_name_makes_its_policy() -> None:
-    makers: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
-        (registry.PLACEMENT, registry.placement),
-        (registry.SPLIT, registry.split),
-        (registry.DISPATCH, registry.dispatch),
-        (registry.PREFILL_ORDER, registry.prefill_order),
-        (registry.DECODE_ADMISSION, registry.decode_admission),
-        (registry.STEP_BUDGET, registry.step_budget),
-        (registry.ROLE_FLIP, registry.role_flip),
-    ]
-    assert [table for table, _ in makers] == list(registry.KINDS.values())
-    for table, make in makers:
+    for kind, table in registry.KINDS.items():
         for name in table:
-            assert make(name).name == name
+            assert registry.make(kind, PolicySpec(name)).name == name
+            assert getattr(registry, kind)(name).name == name
 
 
 def test_parameters_are_checked_and_converted() -> None:
@@ -50,7 +42,7 @@ def test_parameters_are_checked_and_converted() -> None:
 @pytest.mark.parametrize(
     ("make", "name", "parameters", "says"),
     [
-        (registry.placement, "best", {}, "known: adaptive, least_load, memory, plan, prefix, round_robin"),
+        (registry.placement, "best", {}, "known: adaptive, least_load, memory, plan, round_robin"),
         (registry.split, "full", {"fraction": 0.5}, "no parameter 'fraction'; it takes no parameters"),
         (registry.split, "fraction", {"share": 0.5}, "it takes fraction"),
         (registry.split, "fraction", {"fraction": "half"}, "must be of type float"),
@@ -73,11 +65,14 @@ def test_parameters_are_checked_and_converted() -> None:
         (registry.split, "cronus", {"budget": True}, "must be of type int"),
         (registry.decode_admission, "reserve_static", {"unpredicted_tokens": -1}, "must not be negative"),
         (registry.decode_admission, "reserve_dynamic", {"end": "best"}, "one of lower, middle, upper"),
-        (registry.role_flip, "lazy", {}, "unknown role flip policy 'lazy'; known: idle, off, predictive, pressure"),
+        (registry.role_flip, "lazy", {}, "unknown role flip policy 'lazy'; known: idle, off, predictive"),
         (registry.role_flip, "idle", {"threshold_share": 0}, "threshold_share must lie in 0..1"),
         (registry.role_flip, "idle", {"for_s": float("nan")}, "idle.for_s must be finite"),
         (registry.step_budget, "on", {"tokens": 3}, "step budget policy 'on' has no parameter 'tokens'"),
-        (registry.role_flip, "pressure", {"ratio": 0.5}, "ratio must be at least 1"),
+        (registry.placement, "prefix", {}, "placement policy 'prefix' was removed; use 'adaptive' instead"),
+        (registry.dispatch, "least_interference", {}, "was removed; use 'power_of_two' instead"),
+        (registry.prefill_order, "least_slack", {}, "was removed; use 'sjf' instead"),
+        (registry.role_flip, "pressure", {"ratio": 2}, "was removed; use 'predictive' instead"),
     ],
 )
 def test_mistakes_are_named(make: Any, name: str, parameters: dict[str, Any], says: str) -> None:
@@ -87,9 +82,11 @@ def test_mistakes_are_named(make: Any, name: str, parameters: dict[str, Any], sa
 
 def test_kinds_are_those_of_a_policy_set_and_its_defaults_can_be_made() -> None:
     assert tuple(registry.KINDS) == KINDS
-    registry.check(PolicySet())
-    with pytest.raises(InvalidRequest, match="split: unknown split policy 'halves'"):
-        registry.check(PolicySet(split=PolicySpec("halves")))
+    for kind in KINDS:
+        registry.make(kind, PolicySet().of(kind))
+    with pytest.raises(InvalidRequest, match="no policy 'prefix'; it was removed; use 'adaptive' instead"):
+        from_words("prefix")
+    assert all(not any(name in table for table in registry.KINDS.values()) for name in registry.SUCCESSORS)
     with pytest.raises(InvalidRequest, match="no kind of policy 'splitt'; known: placement, split"):
         registry.make("splitt", PolicySpec("full"))
 
@@ -113,7 +110,7 @@ def test_a_file_names_some_and_the_suites_defaults_hold_for_the_rest() -> None:
         ({"split": None}, "split: expected a policy's name, or {name: …, and its parameters}, not None"),
         ({"split": {"fraction": 0.5}}, "split: expected a policy's name"),
         ({"split": {"name": "full", "parameters": {}}}, "split: split policy 'full' has no parameter 'parameters'"),
-        ({"role_flip": True}, "role_flip: unknown role flip policy 'on'; known: idle, off, predictive, pressure"),
+        ({"role_flip": True}, "role_flip: unknown role flip policy 'on'; known: idle, off, predictive"),
         ({"splitt": "full"}, "splitt: no kind of policy 'splitt'; known: placement"),
     ],
 )

@@ -1,5 +1,3 @@
-from collections import Counter
-from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -8,19 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.domain.rates import ChunkedCost, PartialPrefillCost, Rates
-from shared.errors import InvalidRequest
-from shared.policy.split import (
-    CANDIDATES,
-    Balance,
-    CronusSplit,
-    FractionSplit,
-    FullSplit,
-    NoSplit,
-    RandomSplit,
-    Split,
-    best_split,
-)
-from tests.shared.policy.views import decode, instance, job, prefill
+from shared.policy.papers.cronus import CANDIDATES, Balance, CronusSplit, best_split
+from shared.policy.split import FractionSplit, FullSplit, NoSplit, RandomSplit, Split, freedom
+from tests.shared.policy.views import decode, job, prefill
 
 EXAMPLES: list[tuple[Split, int, int]] = [
     (FullSplit(), 10, 10),
@@ -35,30 +23,9 @@ EXAMPLES: list[tuple[Split, int, int]] = [
 
 @pytest.mark.parametrize(("policy", "prompt", "tokens"), EXAMPLES)
 def test_split_by_example(policy: Split, prompt: int, tokens: int) -> None:
-    choice = policy.choose(job(prompt), prefill("p"), decode("d"), 0.0, Random(0))
+    choice = policy.choose(job(prompt), prefill("p"), decode("d"), Random(0))
     assert choice.tokens == tokens
     assert choice.reasons[0].figures == {"tokens": tokens, "prompt_tokens": prompt}
-
-
-@pytest.mark.parametrize("fraction", [-0.1, 1.1])
-def test_a_fraction_outside_its_range_is_refused(fraction: float) -> None:
-    with pytest.raises(InvalidRequest, match=r"0\.\.1"):
-        FractionSplit(fraction)
-
-
-def test_random_covers_both_ends() -> None:
-    rng, policy = Random(0), RandomSplit()
-    drawn = Counter(policy.choose(job(4), prefill("p"), decode("d"), 0.0, rng).tokens for _ in range(500))
-    assert set(drawn) == {0, 1, 2, 3, 4}
-    assert min(drawn.values()) > 60
-
-
-@given(st.integers(1, 10_000), st.floats(0, 1), st.integers(0, 99))
-def test_a_split_stays_within_the_prompt(prompt: int, fraction: float, seed: int) -> None:
-    for policy in (FullSplit(), NoSplit(), FractionSplit(fraction), RandomSplit()):
-        first = policy.choose(job(prompt), prefill("p"), decode("d"), 0.0, Random(seed))
-        assert 0 <= first.tokens <= prompt
-        assert first == policy.choose(job(prompt), prefill("p"), decode("d"), 0.0, Random(seed))
 
 
 CHUNKED = ChunkedCost(1e-6, 0.0, 0.05)
@@ -117,7 +84,7 @@ def test_cronus_by_example(
 ) -> None:
     low = prefill("low", rates=Rates(prefill=partial), **waits)
     high = decode("high", rates=Rates(chunked=CHUNKED), **load)
-    choice = policy.choose(job(1024), low, high, 0.0, Random(0))
+    choice = policy.choose(job(1024), low, high, Random(0))
     assert choice.tokens == tokens
     assert choice.reasons[0].figures["tokens"] == tokens
 
@@ -125,17 +92,10 @@ def test_cronus_by_example(
 def test_without_rates_the_prefill_instance_does_it_all_and_says_why() -> None:
     low, high = prefill("low", rates=Rates(prefill=PARTIAL)), decode("high", rates=Rates(chunked=CHUNKED))
     for pair, missing in (((prefill("low"), high), "low"), ((low, decode("high")), "high")):
-        choice = OURS.choose(job(77), *pair, 0.0, Random(0))
+        choice = OURS.choose(job(77), *pair, Random(0))
         assert choice.tokens == 77
         assert choice.reasons[0].figures["why"] == f"no measured rates of {missing}"
-    assert OURS.choose(job(77), low, None, 0.0, Random(0)).tokens == 77
-
-
-def test_by_default_it_is_what_the_paper_prints() -> None:
-    assert CronusSplit() == CronusSplit(include_zero=False, budget=0, queue_aware=False, max_prefills=2)
-    low = prefill("low", rates=Rates(prefill=PartialPrefillCost(1e-2, 1.0)), queued_prefill_tokens=5000)
-    high = decode("high", rates=Rates(chunked=CHUNKED))
-    assert CronusSplit().choose(job(1024), low, high, 0.0, Random(0)).tokens == 2  # the least candidate, not 0
+    assert OURS.choose(job(77), low, None, Random(0)).tokens == 77
 
 
 def test_times_by_hand() -> None:
@@ -177,40 +137,6 @@ def test_the_search_finds_what_looking_at_all_finds(balance: Balance, least: int
     assert found == best or abs(balance.gap_s(found)) == pytest.approx(abs(balance.gap_s(best)), rel=1e-9, abs=1e-12)
 
 
-@settings(deadline=None)
-@given(balances())
-def test_the_gap_rises_where_it_is_said_to(balance: Balance) -> None:
-    if balance.rises:
-        step = max(1, balance.prompt // 300)
-        gaps = [balance.gap_s(split) for split in range(0, balance.prompt + 1, step)]
-        assert all(later > earlier - 1e-12 for earlier, later in pairwise(gaps))
-
-
-@given(
-    st.integers(1, 5000),
-    balances(),
-    st.integers(0, 600),
-    st.integers(0, 1000),
-    st.booleans(),
-    st.booleans(),
-    st.integers(0, 3000),
-)
-def test_a_cronus_split_stays_within_the_prompt(
-    prompt: int, balance: Balance, decoding: int, free: int, zero: bool, aware: bool, queued: int
-) -> None:
-    low = prefill("low", rates=Rates(prefill=balance.prefill), queued_prefill_tokens=queued)
-    high = decode(
-        "high", rates=Rates(chunked=balance.chunked), decoding=decoding, free_blocks=free, context_tokens=decoding * 900
-    )
-    policy = CronusSplit(zero, 0, aware)
-    choice = policy.choose(job(prompt), low, high, 0.0, Random(0))
-    assert (0 if zero else 1) <= choice.tokens <= prompt
-    assert choice == policy.choose(job(prompt), low, high, 0.0, Random(1))
-    if free * 16 < prompt:
-        assert choice.tokens == prompt
-
-
-def test_the_role_of_the_instances_is_their_place_in_the_call() -> None:
-    both = Rates(prefill=PARTIAL, chunked=CHUNKED)
-    a, b = instance("a", rates=both), instance("b", rates=both)
-    assert OURS.choose(job(1024), a, b, 0.0, Random(0)).tokens == 458
+def test_the_range_of_shares() -> None:
+    splits = FullSplit(), NoSplit(), FractionSplit(0.25), RandomSplit(), OURS
+    assert [freedom(one) for one in splits] == [(1.0, 1.0), (0.0, 0.0), (0.25, 0.25), (0.0, 1.0), (0.0, 1.0)]

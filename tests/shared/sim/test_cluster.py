@@ -15,8 +15,8 @@ from shared.domain.job import Slo
 from shared.domain.kv import Codec
 from shared.errors import InvalidRequest
 from shared.policy import registry
-from shared.policy.decode_admission import ReserveDynamic, ReserveStatic
 from shared.policy.dispatch import PowerOfTwo, RandomDispatch
+from shared.policy.papers.tetriinfer import ReserveDynamic, ReserveStatic
 from shared.policy.prefill_order import Sjf
 from shared.policy.split import FractionSplit, NoSplit, RandomSplit
 from shared.sim.cluster import simulate

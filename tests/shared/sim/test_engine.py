@@ -13,11 +13,12 @@ from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView, Slo
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
-from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
+from shared.policy.decode_admission import DecodeAdmission, Greedy
 from shared.policy.dispatch import Choice, PowerOfTwo
 from shared.policy.index import ClusterIndex
+from shared.policy.papers.tetriinfer import ReserveDynamic, ReserveStatic
 from shared.policy.placement import LeastLoad, Policies
-from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
+from shared.policy.prefill_order import Fcfs, Ljf, PrefillOrder, Sjf
 from shared.policy.split import FractionSplit, FullSplit, NoSplit, RandomSplit, Split
 from shared.sim.cluster import simulate
 from shared.sim.instance import SimInstance
@@ -34,7 +35,7 @@ RATES = Rates(step=StepRates(StepForm(0.01, 0.001), StepForm(0.01), StepForm(0.0
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(1, 150), st.integers(1, 60)), min_size=2, max_size=25),
-    st.sampled_from([Fcfs(), Sjf(2), Ljf(), LeastSlack()]),
+    st.sampled_from([Fcfs(), Sjf(2), Ljf()]),
     st.sampled_from(
         [
             Greedy(),

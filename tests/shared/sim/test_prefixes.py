@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.domain.instance import Role
+from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView, Slo
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.policy import registry
-from shared.policy.prefix_index import PrefixIndex
+from shared.policy.dispatch import Choice
+from shared.policy.index import ClusterIndex, prefill_rate
+from shared.policy.prefix_index import PrefixIndex, saved_tokens
 from shared.policy.split import SplitChoice
 from shared.sim.cluster import simulate
 from shared.sim.engine import EngineEvents
@@ -41,8 +43,25 @@ def cluster(count: int, **more: object) -> list[InstanceSpec]:
     ]
 
 
-def run(work: Workload, specs: list[InstanceSpec], name: str = "prefix", **more: object) -> SimResult:
-    chosen = policies(placement=registry.placement(name))
+class ByPrefix:
+    """The instance that would finish the prompt first, less what it holds of it."""
+
+    name = "by_prefix"
+    uses_prefixes = True
+
+    def choose(self, job: JobView, index: ClusterIndex, *_: object) -> Choice | None:
+        waits_s = {instance_id: key_s for keys in index.backlog.classes() for key_s, _, instance_id in keys}
+
+        def score(view: InstanceView) -> float:
+            fresh = job.prompt_tokens - saved_tokens(index.prefixes, view, job)
+            return waits_s[view.instance_id] + (prefill_rate(view.info.rates)[0] or 1.0) * fresh
+
+        best = min(index.candidates.views, key=score, default=None)
+        return Choice(best) if best is not None else None
+
+
+def run(work: Workload, specs: list[InstanceSpec], name: str = "by_prefix", **more: object) -> SimResult:
+    chosen = policies(placement=ByPrefix() if name == "by_prefix" else registry.placement(name))
     return simulate(work, specs, RunSpec(policies=chosen, **more))  # type: ignore[arg-type]
 
 
@@ -106,7 +125,7 @@ def test_a_decode_instance_keeps_what_came_and_has_only_the_rest_sent(streaming:
 def test_of_a_split_prompt_each_side_keeps_what_it_has() -> None:
     """A quarter of 640 tokens is 160, two whole blocks; the decode instance has all of it in the end."""
     work = turns((0.0, 640, 4), (10.0, 640, 4), (20.0, 640, 4))
-    chosen = policies(placement=registry.placement("prefix"), split=registry.split("fraction", {"fraction": 0.25}))
+    chosen = policies(placement=registry.placement("adaptive"), split=registry.split("fraction", {"fraction": 0.25}))
     result = simulate(work, cluster(1), RunSpec(policies=chosen))
     check(result, work)
     prefill, decode = result.instances
@@ -120,6 +139,7 @@ class FirstAlone:
 
     name = "first"
     needs_decode = True
+    max_prefills = 0
 
     def choose(self, job: JobView, *_: object) -> SplitChoice:
         return SplitChoice(job.prompt_tokens if job.job_id == "0" else 0, ())
@@ -194,7 +214,7 @@ def test_nobody_is_told_where_no_policy_looks(monkeypatch: pytest.MonkeyPatch) -
     work = replace(workload((0.0, 64, 2)), prefixes=((1,),), prefix_block_tokens=64)
     run(work, cluster(1), "least_load")
     assert not told
-    run(work, cluster(1), "prefix")
+    run(work, cluster(1), "by_prefix")
     assert told
 
 
@@ -216,7 +236,7 @@ def test_on_conversations_it_gets_nearly_all_that_perfect_knowledge_would(traces
 
     plain, known, perfect = (
         run(work, specs, name, fresh_prefixes=fresh)
-        for name, fresh in (("least_load", False), ("prefix", False), ("prefix", True))
+        for name, fresh in (("least_load", False), ("by_prefix", False), ("by_prefix", True))
     )
     assert hits(known) > 0.95 * hits(perfect)
     assert hits(known) > 1.5 * hits(plain)

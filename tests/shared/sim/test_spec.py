@@ -7,7 +7,7 @@ from shared.errors import InvalidRequest
 from shared.policy.dispatch import PowerOfTwo, RandomDispatch
 from shared.policy.placement import LeastLoad, RoundRobin
 from shared.policy.prefill_order import Sjf
-from shared.policy.role_flip import PressureFlip
+from shared.policy.role_flip import PredictiveFlip
 from shared.policy.split import FractionSplit, NoSplit
 from shared.sim.spec import FirstToken, RunSpec, with_words
 
@@ -23,11 +23,11 @@ def test_parts_in_any_order_and_the_rest_stays() -> None:
 
 
 def test_parameters() -> None:
-    run = with_words(BASE, "least_load+fraction:fraction=0.25+power_of_two+role_flip=pressure:for_s=10,ratio=3")
+    run = with_words(BASE, "least_load+fraction:fraction=0.25+power_of_two+role_flip=predictive:for_s=10,most=3")
     assert run.policies.placement == LeastLoad()
     assert run.policies.split == FractionSplit(0.25)
     assert run.policies.dispatch == PowerOfTwo()
-    assert run.role_flip == PressureFlip(ratio=3.0, for_s=10.0)
+    assert run.role_flip == PredictiveFlip(most=3, for_s=10.0)
 
 
 def test_order_inside_an_instance_and_settings_of_the_run() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.domain.instance import Role
-from shared.policy.role_flip import IdleFlip
+from shared.policy.papers.tetriinfer import IdleFlip
 from shared.sim.cluster import simulate
 from shared.sim.events import EventLoop, Handler
 from shared.sim.outcomes import Status

@@ -21,7 +21,7 @@ from shared.domain.kv import Codec
 from shared.domain.policies import KINDS, PolicySet
 from shared.domain.rates import PartialPrefillCost, Rates
 from shared.errors import InvalidRequest, NotFound
-from shared.policy.role_flip import PressureFlip
+from shared.policy.role_flip import PredictiveFlip
 from shared.sim.spec import InstanceSpec
 from tools.simulate.deployment import load_deployment
 from tools.simulate.from_cluster import NOT_SIMULATED, read_cluster
@@ -93,12 +93,12 @@ def test_a_pipeline_holds_what_its_fullest_stage_has_room_for(tmp_path: Path) ->
 def test_settings_of_the_services(tmp_path: Path) -> None:
     gateway = {"slo": {"default": {"ttft_s": 1.5, "tpot_s": 0.05}}, "kv_codec": "int8", "max_queued_jobs": 9}
     monitor = {"role_flip_period_s": 0.5, "drain_timeout_s": 7, "broadcast_period_s": 0.2}
-    policies = {"role_flip": {"name": "pressure", "for_s": 3}}
+    policies = {"role_flip": {"name": "predictive", "for_s": 3}}
     run = load_deployment(write(tmp_path, gateway=gateway, monitor=monitor, policies=policies)).run
     assert (run.slo.ttft_s, run.slo.tpot_s, run.codec) == (1.5, 0.05, Codec.INT8)
     assert (run.max_queued_jobs, run.patience_s, run.streaming) == (9, 10.0, False)
     assert (run.role_flip_every_s, run.drain_timeout_s, run.broadcast_s) == (0.5, 7.0, 0.2)
-    assert run.role_flip == PressureFlip(for_s=3.0)
+    assert run.role_flip == PredictiveFlip(for_s=3.0)
 
 
 @pytest.mark.parametrize("more", [{}, {"emulated_link_gbps": 25}, {"emulated_step_s": 0.01}])

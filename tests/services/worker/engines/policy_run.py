@@ -9,8 +9,9 @@ from services.worker.engines.base import EnginePolicies
 from shared.domain.job import LengthPrediction, Slo
 from shared.domain.kv import KvHandle
 from shared.domain.rates import StepForm, StepRates
-from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
-from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
+from shared.policy.decode_admission import DecodeAdmission, Greedy
+from shared.policy.papers.tetriinfer import ReserveDynamic, ReserveStatic
+from shared.policy.prefill_order import Fcfs, Ljf, PrefillOrder, Sjf
 from tests.services.worker.engines.engine_run import DEAR, guided
 from tests.services.worker.engines.own_engine import started
 from tests.services.worker.engines.watched_engine import WatchedEngine, make_prompt
@@ -22,7 +23,6 @@ ORDERS: dict[str, PrefillOrder] = {
     "fcfs": Fcfs(),
     "sjf": Sjf(100),
     "ljf": Ljf(100),
-    "least_slack": LeastSlack(100),
     "sjf, batches of 2": Sjf(2),
     "sjf, window of 2": Sjf(2, overtake=True),
 }

@@ -15,10 +15,11 @@ from shared.domain.instance import Role
 from shared.domain.job import Generation, JobView, LengthPrediction, Slo
 from shared.domain.kv import KvHandle
 from shared.domain.rates import Rates, StepForm, StepRates
-from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
+from shared.policy.decode_admission import DecodeAdmission, Greedy
 from shared.policy.dispatch import PowerOfTwo
+from shared.policy.papers.tetriinfer import ReserveDynamic, ReserveStatic
 from shared.policy.placement import LeastLoad, Policies
-from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
+from shared.policy.prefill_order import Fcfs, Ljf, PrefillOrder, Sjf
 from shared.policy.split import NoSplit
 from shared.sim.cluster import simulate
 from shared.sim.spec import EngineLimits, RunSpec
@@ -196,7 +197,6 @@ async def test_a_lighter_class_gives_its_blocks_up_first_and_enters_last() -> No
         (Sjf(1), "0123"),
         (Sjf(1, overtake=True), "2013"),
         (Sjf(2), "1023"),
-        (LeastSlack(), "0123"),
     ],
     ids=str,
 )

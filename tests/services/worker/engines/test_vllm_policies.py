@@ -24,7 +24,6 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         ("fcfs", LENGTHS),
         ("sjf", sorted(LENGTHS)),
         ("ljf", sorted(LENGTHS, reverse=True)),
-        ("least_slack", [250, 30, 300, 90, 20, 200, 120, 60]),  # by their targets
         ("sjf, batches of 2", [120, 300, 20, 250, 30, 60, 90, 200]),
         # Two overtake the 300, which is next then, and so is the 120, and so on.
         ("sjf, window of 2", [20, 30, 300, 120, 60, 250, 90, 200]),

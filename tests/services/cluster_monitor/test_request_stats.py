@@ -1,9 +1,28 @@
+from math import ceil
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shared.policy.served import CLASSES, KEPT_S, OTHER, Ended, How, Served, ServedBook, total, window_begins
+from services.cluster_monitor.request_stats import (
+    CLASSES,
+    KEPT_S,
+    MOST,
+    OTHER,
+    Ended,
+    Histogram,
+    How,
+    Served,
+    ServedBook,
+    bucket_of,
+    merged,
+    observe,
+    quantile,
+    total,
+    window_begins,
+)
 
 
 def ended(slo: str = "chat", how: How = How.COMPLETED, at: float = 1_000.0, **more: Any) -> Ended:
@@ -134,3 +153,30 @@ def test_steps_are_kept_for_as_long_as_a_request_may_be_told_late() -> None:
     assert counts == [75, 75]  # 63 steps of 10 s and 12 of a minute
     book.add(ended(at=3 * 3_600 - 500.0), 3 * 3_600.0)
     assert book.changed(3 * 3_600.0)[0][0] == (10, 3 * 3_600 - 500, "chat")
+
+
+seconds = st.floats(1e-4, 1e4)
+
+
+def counted(values: list[float]) -> Histogram:
+    histogram: Histogram = {}
+    for value in values:
+        observe(histogram, value)
+    return histogram
+
+
+@given(st.lists(seconds, min_size=1), st.floats(0.01, 1.0))
+def test_a_percentile_is_within_five_per_cent(values: list[float], share: float) -> None:
+    exact = sorted(values)[max(1, ceil(share * len(values))) - 1]
+    found = quantile(counted(values), share)
+    assert found == pytest.approx(exact, rel=0.0501)
+
+
+@given(st.lists(seconds), st.lists(seconds))
+def test_merged_counts_are_those_of_all(some: list[float], others: list[float]) -> None:
+    assert merged([counted(some), counted(others)]) == counted(some + others)
+
+
+def test_the_ends() -> None:
+    assert (bucket_of(0.0), bucket_of(1e-9), bucket_of(1e9)) == (0, 0, MOST)
+    assert quantile({}, 0.5) is None

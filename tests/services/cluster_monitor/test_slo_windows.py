@@ -4,8 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.cluster_monitor.slo_windows import (
+    MAX_CLASSES,
+    OTHER,
+    SAMPLES,
+    SloOutcome,
+    SloWindows,
+    attainment,
+    percentile,
+)
 from shared.errors import InvalidRequest
-from shared.policy.slo import MAX_CLASSES, OTHER, SAMPLES, SloOutcome, SloWindows, attainment, percentile
 
 
 def outcome(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from shared.domain.job import itl_met
+from shared.domain.slo import SloReport
 from shared.errors import InvalidRequest
 
 SLOT_S = 1.0
@@ -53,28 +54,6 @@ class SloOutcome:
     def met(self) -> bool:
         """Whether all three targets were met."""
         return self.ttft_met and self.tpot_met and self.itl_met
-
-
-@dataclass(frozen=True, slots=True)
-class SloReport:
-    """Attainment of one class over one window: shares in 0..1, None without requests; seconds.
-
-    longest_gap_s: of each request's longest gap; its "max" is exact.
-    """
-
-    slo: str
-    window_s: float
-    requests: int
-    ttft_attainment: float | None
-    tpot_attainment: float | None
-    attainment: float | None
-    ttft_s: dict[str, float | None] = field(default_factory=dict)  # "p50", "p90", "p99"
-    tpot_s: dict[str, float | None] = field(default_factory=dict)
-    ttft_target_s: float | None = None  # of the request that ended last
-    tpot_target_s: float | None = None
-    itl_attainment: float | None = None
-    longest_gap_s: dict[str, float | None] = field(default_factory=dict)  # and "max"
-    itl_target_s: float | None = None
 
 
 def attainment(outcomes: Iterable[SloOutcome]) -> float | None:

@@ -9,20 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.domain.instance import InstanceState, InstanceView, Role
-from shared.domain.prompt import block_hashes
+from shared.domain.instance import InstanceState, InstanceView
 from shared.domain.rates import HuaweiCost, Rates
 from shared.domain.route import Route
-from shared.errors import InvalidRequest
 from shared.policy import registry
 from shared.policy.dispatch import Choice
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger, pair_key
+from shared.policy.papers.huawei import Memory, Penalty, Workload, batch_time_s
+from shared.policy.papers.thunderserve import PlanRoute, PlanRoutes
 from shared.policy.placement import Policies, place
-from shared.policy.placement_policies import Memory, Penalty, PlanRoute, PlanRoutes, Workload, batch_time_s
-from shared.policy.prefix_index import wants_prefixes
-from tests.shared.policy import views
-from tests.shared.policy.views import decode, job, predicted, prefill, view
+from tests.shared.policy.views import decode, job, prefill, score, tokens_at, view
 
 FAST = HuaweiCost(1e-5, 0.0, 0.0, 0.01, 0.0, 1e-4, 0.0, 0.01)
 SLOW = HuaweiCost(4e-5, 0.0, 0.0, 0.04, 0.0, 4e-4, 0.0, 0.04)
@@ -66,8 +63,8 @@ def test_penalties_at_half_full(penalty: Penalty, factor: float) -> None:
         works.append(route.work)
     assert works[0].score == pytest.approx(0.126)
     assert works[5].score == pytest.approx(0.126 * factor)
-    assert ledger.tokens_at("a") == 6 * 1600
-    assert ledger.score("a") == pytest.approx(sum(work.score for work in works))
+    assert tokens_at(ledger, "a") == 6 * 1600
+    assert score(ledger, "a") == pytest.approx(sum(work.score for work in works))
 
 
 EXAMPLES: list[tuple[str, list[tuple[HuaweiCost | None, int]], list[int], str]] = [
@@ -108,28 +105,12 @@ def test_memory_only_looks_at_memory() -> None:
     assert counts["slow"] > counts["fast"] >= 5
 
 
-def test_predicted_lengths_count() -> None:
-    ledger = WorkloadLedger()
-    long, short = job(100, 1000, prediction=predicted(400, 600)), job(100, 1000, prediction=predicted(0, 200))
-    for asked, tokens in ((long, 600), (short, 200), (job(100, 1000), 228)):
-        choice = Workload().choose(asked, indexed(ledger, machine("a", FAST)), (), 0.0, Random(0))
-        assert choice is not None
-        assert choice.work is not None
-        assert choice.work.tokens == tokens
-
-
 def test_on_prefill_instances_only_the_prompt_counts() -> None:
     views = [prefill("p", rates=Rates(batch=FAST)), decode("d")]
     choice = Workload().choose(job(1600, 1000), indexed(WorkloadLedger(), *views), (), 0.0, Random(0))
     assert choice is not None
     assert choice.work is not None
     assert (choice.work.score, choice.work.tokens) == (pytest.approx(0.017), 1600)
-
-
-def test_equals_take_turns_over_broadcasts() -> None:
-    views = [machine(f"m{at}", FAST) for at in range(5)]
-    seen = {chosen(Workload().choose(job(), indexed(WorkloadLedger(), *views), (), 0.0, Random(s))) for s in range(60)}
-    assert len(seen) == 5
 
 
 @settings(deadline=None)
@@ -160,10 +141,10 @@ def test_the_chosen_has_the_least_sum(
             continue
         assert choice.work is not None
         assert choice.instance.instance_id in {v.instance_id for v in fitting}
-        total = ledger.score(choice.instance.instance_id) + choice.work.score
+        total = score(ledger, choice.instance.instance_id) + choice.work.score
         alone = [policy.choose(asked, indexed(ledger, v), (), 0.0, Random(0)) for v in fitting]
         if all(v.info.rates.batch for v in views) or name == "memory":  # else "the mean" differs when alone
-            sums = [ledger.score(c.instance.instance_id) + c.work.score for c in alone if c and c.work]
+            sums = [score(ledger, c.instance.instance_id) + c.work.score for c in alone if c and c.work]
             assert total == pytest.approx(min(sums))
         ledger.add(asked, Route(None, choice.ref, 0, name, work=choice.work))
         open_jobs.append(asked.job_id)
@@ -174,81 +155,7 @@ def test_the_chosen_has_the_least_sum(
     assert not ledger.scores.any()
 
 
-# Placement by what is not to be computed: worked examples, and that it stays least_load without knowledge
-PROMPT = block_hashes(range(1024))
 RATE, BASE = 0.001, 0.01
-
-
-def choose(
-    cluster: list[InstanceView], held: dict[str, int], name: str = "prefix", exclude: tuple[str, ...] = ()
-) -> tuple[str, float]:
-    index = ClusterIndex(views.view(*cluster), rng=Random(0))
-    for instance_id, blocks in held.items():
-        index.prefixes.replace(instance_id, 1, PROMPT[:blocks])
-    job = views.job(1024, prefix=PROMPT)
-    choice = registry.placement(name).choose(job, index, exclude, 0.0, Random(0))
-    assert choice is not None
-    return choice.instance.instance_id, float(choice.reasons[0].figures["score"])
-
-
-def cluster(*queued: int, rate: float = RATE) -> list[InstanceView]:
-    return [
-        views.prefill(f"p{at}", rate=rate, base=BASE, queued_prefill_tokens=tokens, queued_prefill=bool(tokens))
-        for at, tokens in enumerate(queued)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("queued", "held", "chosen", "score"),
-    [
-        ((0, 0, 0, 0), {"p3": 10}, "p3", 0.384 + 0.01),  # no work anywhere: 640 tokens are saved
-        ((0, 0, 0, 400), {"p3": 10}, "p3", 0.41 + 0.384 + 0.01),
-        ((0, 0, 0, 700), {"p3": 10}, None, 1.024 + 0.01),  # what waits there takes longer than what is saved
-        ((0, 0, 0, 300), {"p3": 10, "p2": 4}, "p3", 0.31 + 0.384 + 0.01),
-        ((0, 0, 0, 500), {"p3": 10, "p2": 4}, "p2", 0.768 + 0.01),
-        ((0, 0, 0, 0), {"p3": 16}, "p3", 0.016 + 0.01),  # all of it: its last block of 16 is computed
-        ((0, 0, 0, 0), {}, None, 1.034),
-    ],
-)
-def test_worked_examples(queued: tuple[int, ...], held: dict[str, int], chosen: str | None, score: float) -> None:
-    found = choose(cluster(*queued), held)
-    assert found[1] == pytest.approx(score)
-    if chosen is not None:
-        assert found[0] == chosen
-    elif held:
-        assert found[0] not in held  # any of the idle ones
-
-
-def test_who_is_excluded_or_too_small_is_not_chosen() -> None:
-    some = [*cluster(0, 0), views.prefill("p9", rate=RATE, max_model_len=1000)]
-    assert choose(some, {"p1": 9, "p0": 3}, exclude=("p1",))[0] == "p0"
-    assert choose(some, {"p9": 9, "p0": 3})[0] == "p0"
-
-
-def test_in_a_coupled_cluster_it_chooses_among_all() -> None:
-    some = [views.instance(f"d{at}", Role.DECODE, rate=RATE, base=BASE) for at in range(3)]
-    assert choose(some, {"d2": 5})[0] == "d2"
-
-
-def test_the_decode_instances_prefixes_are_no_reason_for_a_prefill_instance() -> None:
-    some = [*cluster(0, 0), views.decode("d0", rate=RATE)]
-    assert choose(some, {"d0": 10})[1] == pytest.approx(1.034)
-
-
-@given(st.lists(st.integers(0, 3000), min_size=1, max_size=12), st.integers(0, 11), st.integers(0, 16))
-def test_it_never_finishes_later_than_least_load_would(queued: list[int], holder: int, blocks: int) -> None:
-    some = cluster(*queued)
-    held = {f"p{holder}": blocks} if blocks else {}
-    assert choose(some, held)[1] <= choose(some, {}, "least_load")[1] + 1e-9
-    assert choose(some, {}) == choose(some, {}, "least_load")
-
-
-def test_it_is_known_by_name_and_strict() -> None:
-    policy = registry.placement("prefix", {"holders": 2})
-    assert wants_prefixes(policy)
-    assert not wants_prefixes(registry.placement("least_load"))
-    with pytest.raises(InvalidRequest, match="at least 1"):
-        registry.placement("prefix", {"holders": 0})
 
 
 PLAN = PlanRoutes((PlanRoute("p", "d", 0.5), PlanRoute("p", "e", 0.25), PlanRoute("q", "e", 0.25)))
@@ -283,22 +190,6 @@ def test_a_pair_that_is_not_ready_leaves_its_share_to_the_others() -> None:
     assert pairs(run(PLAN, views, 30)) == {"p>d": 20, "p>e": 10}
 
 
-def test_a_pair_that_comes_back_does_not_catch_up() -> None:
-    policies = Policies(PLAN, registry.split("full"), registry.dispatch("power_of_two"))
-    ledger, rng = WorkloadLedger(), Random(0)
-
-    def place_some(views: list[InstanceView], count: int) -> Counter[str]:
-        routes = []
-        for number in range(count):
-            cluster = ClusterIndex(view(*views), rng=rng, ledger=ledger)
-            routes.append(place(job(job_id=f"{number}"), cluster, policies, 0.0, rng))
-            ledger.add(job(job_id=f"{number}"), routes[-1])
-        return pairs(routes)
-
-    place_some(ALL[:1] + ALL[2:], 1000)
-    assert place_some(ALL, 8) == {"p>d": 4, "p>e": 2, "q>e": 2}
-
-
 def test_the_split_is_decided_between_the_two_of_the_plan() -> None:
     for route in run(PlanRoutes((PlanRoute("q", "e", 1.0),)), ALL, 5, split="fraction"):
         assert (route.prefill and route.prefill.instance_id, route.split) == ("q", 50)
@@ -324,17 +215,3 @@ def test_while_no_route_can_the_least_loaded_does() -> None:
     (route,) = run(PlanRoutes((PlanRoute("p", "d", 1.0),)), short, 1)
     assert route.prefill is not None
     assert route.prefill.instance_id == "q"
-
-
-@settings(deadline=None)
-@given(
-    st.dictionaries(
-        st.tuples(st.sampled_from(["p", "q", ""]), st.sampled_from(["d", "e"])), st.floats(0.1, 5), min_size=1
-    ),
-    st.integers(1, 60),
-)
-def test_shares_are_kept(shares: dict[tuple[str, str], float], jobs: int) -> None:
-    plan = PlanRoutes(tuple(PlanRoute(*pair, share) for pair, share in shares.items()))
-    taken, total = pairs(run(plan, ALL, jobs)), sum(shares.values())
-    for pair, share in shares.items():
-        assert abs(taken[pair_key(*pair)] - jobs * share / total) <= len(shares) / 2 + 1e-6

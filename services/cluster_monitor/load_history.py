@@ -30,7 +30,7 @@ class Totals(msgspec.Struct):
     ready_decode: float = 0.0
 
 
-class Seen(NamedTuple):
+class LoadStep(NamedTuple):
     """A step: its number of samples, and for each instance its id, role, state and means (NaN: not known)."""
 
     step_s: int
@@ -61,10 +61,10 @@ class _Step:
         self._counts[rows[alive]] += 1
         self.samples += 1
 
-    def seen(self) -> Seen:
+    def seen(self) -> LoadStep:
         with np.errstate(invalid="ignore"):
             means = (self._sums / self._counts).astype(np.float32)  # 0 / 0 is NaN: nothing is known
-        return Seen(self.step_s, self.start_s, self.samples, self.totals, list(self._who), means)
+        return LoadStep(self.step_s, self.start_s, self.samples, self.totals, list(self._who), means)
 
     def _row(self, one: tuple[str, str, str]) -> int:
         row = self._rows.setdefault(one[0], len(self._rows))
@@ -81,7 +81,7 @@ class LoadBook:
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
 
-    def sample(self, views: Iterable[InstanceView], now: float) -> list[Seen]:
+    def sample(self, views: Iterable[InstanceView], now: float) -> list[LoadStep]:
         """Add a sample at `now` (unix seconds); returns the steps that ended before it."""
         over = []
         some = list(views)
@@ -98,7 +98,7 @@ class LoadBook:
             _add_up(step.totals, some, values)
         return over
 
-    def open(self) -> list[Seen]:
+    def open(self) -> list[LoadStep]:
         return [step.seen() for step in self._steps.values()]
 
 

@@ -9,7 +9,7 @@ from shared.domain.job import JobView, LengthPrediction
 FIRST_TOKENS = 200.0  # of an answer, on average, before the first has ended
 RECENT = 256  # answers that a running mean rests on, the newest most
 FEWEST = 16  # answers before their lengths bound how long one may be
-UNSEEN_TOKENS = 1024  # before that, at most; a client that names no max_tokens has asked for the whole context
+UNSEEN_TOKENS = 1024  # before that, at most; a client that names no max_tokens requests the whole context
 DOUBT = 16  # answers that a prediction counts for, against the lengths of answers with the same prediction
 
 
@@ -81,7 +81,7 @@ class _Guess(NamedTuple):
     by_way: dict[str, float]
 
 
-class Answers:
+class OutputLengths:
     """Expected lengths of a job's answer, and of the answers of all jobs."""
 
     def __init__(self) -> None:
@@ -89,11 +89,11 @@ class Answers:
         self._share = 0.5  # of max_tokens, that an answer uses on average
         self._ended = 0
         self._open: dict[str, _Guess] = {}  # by job
-        self._errors = {way: _Error() for way in ("all", "asked", "predicted")}
+        self._errors = {way: _Error() for way in ("all", "max_tokens", "predicted")}
         self._buckets: dict[int, _Bucket] = {}
         self._newest: tuple[JobView, _Guess] | None = None  # one decision needs that of its job several times
 
-    def begun(self, job: JobView) -> None:
+    def started(self, job: JobView) -> None:
         guess = self._open[job.job_id] = self._guess(job)
         if guess.predicted is not None:
             self._buckets.setdefault(guess.bucket, _Bucket(guess.predicted))
@@ -149,7 +149,7 @@ class Answers:
             bucket, predicted = self._buckets.get(prediction.bucket), within(prediction)
             found = bucket.corrected(predicted) if bucket is not None else predicted
         expected = Lengths(min(most, found.mean), min(most, found.brief))
-        by_way = {"all": min(most, usual.mean), "asked": self._share * most}
+        by_way = {"all": min(most, usual.mean), "max_tokens": self._share * most}
         if prediction is not None and prediction.confidence > 0.0:
             by_way["predicted"] = expected.mean
         bucket_at = prediction.bucket if prediction is not None else -1

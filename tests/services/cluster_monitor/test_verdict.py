@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.cluster_monitor.verdict import judge
 from shared.domain.instance import InstanceState, Role
 from shared.domain.verdict import (
     ClassSeen,
@@ -20,7 +21,6 @@ from shared.domain.verdict import (
     Thresholds,
     Verdict,
 )
-from shared.policy.verdict import judge
 
 LIMITS = Thresholds()
 

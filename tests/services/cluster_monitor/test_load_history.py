@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from services.cluster_monitor.load_history import FIGURES, LoadBook
 from shared.domain.instance import InstanceState
-from shared.policy.load_history import FIGURES, LoadBook
 from tests.shared.policy.views import decode, prefill
 
 
