@@ -23,12 +23,13 @@ import torch
 from benchmarks.results import at_least, at_most
 from benchmarks.suite import spawned
 from services.worker.kv.codec import codec_speeds
-from services.worker.kv.host_memory import Bytes
-from services.worker.kv.shards import Shards
+from services.worker.kv.rank_links import PullEnded
+from services.worker.kv.shards import RankShape, Shards
+from services.worker.kv.staging import Bytes
 from services.worker.kv.wire.endpoint import EndpointSettings, KvEndpoint
-from services.worker.kv.wire.importing import ImportShape, Load, PullResult
+from services.worker.kv.wire.importing import Load
 from services.worker.kv.wire.nixl_agent import NixlAgent, installed
-from services.worker.kv.wire.server import ExportIdentity, ExportShape
+from services.worker.kv.wire.server import ExportIdentity
 from shared.domain.instance import KvGeometry
 from shared.domain.kv import Codec, KvHandle
 
@@ -50,7 +51,7 @@ class PlainNixl:
         self._pipe = pipe
         self._agent, self._block = _agent(size)
         metadata, self._address = pipe.recv()
-        self._peer = self._agent.meet(metadata)
+        self._peer = self._agent.connect(metadata)
 
     def copy(self, size: int) -> tuple[float, float]:
         """Read so many bytes; seconds, and seconds of this process's CPU. Raises NixlError."""
@@ -97,7 +98,7 @@ def _agent(size: int) -> tuple[NixlAgent, Bytes]:
 LAYERS, HEADS, DIM = 16, 8, 64  # 32 KiB of bfloat16 a token
 _TOKEN_BYTES = LAYERS * 2 * HEADS * DIM * 2
 _SHARDS = Shards((LAYERS,), HEADS)
-_EXPORT = ExportShape(_SHARDS, DIM, torch.bfloat16)
+_SHAPE = RankShape(_SHARDS, DIM, torch.bfloat16)
 _IDENTITY = ExportIdentity(generation=1, fingerprint="bench")
 SCHEMES = {"tcp": "kv"} | ({"nixl": "nixl"} if installed() else {})  # of addresses, by transport
 NIXL_OVER_TCP = "nixl_over_tcp"
@@ -173,12 +174,12 @@ class _Importer:
         self._kv_addresses, plain_port = pipe.recv()
         self._plain = socket.create_connection(("127.0.0.1", plain_port), timeout=60)
         self._ended = threading.Event()
-        self._result: PullResult | None = None
+        self._result: PullEnded | None = None
         self._nixl = nixl
         self._endpoints = {}
         for name, scheme in SCHEMES.items():
             settings = EndpointSettings(f"{scheme}://127.0.0.1:*", f"ipc://{folder}/importer-{name}", _IDENTITY)
-            self._endpoints[name] = KvEndpoint(settings, _EXPORT, ImportShape(_SHARDS, DIM), self._on_end)
+            self._endpoints[name] = KvEndpoint(settings, _SHAPE, self._on_end)
         self._count = 0
 
     def __enter__(self) -> "_Importer":
@@ -237,8 +238,8 @@ class _Importer:
             raise RuntimeError(f"{transport} was to carry it, and {self._result.transport} did")
         return sample
 
-    def _on_end(self, result: PullResult) -> None:
-        self._result = result
+    def _on_end(self, _: str, ended: PullEnded) -> None:
+        self._result = ended
         self._ended.set()
 
 
@@ -275,7 +276,7 @@ def _export(pipe: Connection, folder: str) -> None:
     for transport, scheme in SCHEMES.items():
         events = f"ipc://{Path(folder)}/exporter-{transport}"
         settings = EndpointSettings(f"{scheme}://127.0.0.1:*", events, _IDENTITY, staging_bytes=512 << 20)
-        endpoints[transport] = KvEndpoint(settings, _EXPORT, ImportShape(_SHARDS, DIM), lambda _: None)
+        endpoints[transport] = KvEndpoint(settings, _SHAPE, lambda *_: None)
     pipe.send(({name: each.address for name, each in endpoints.items()}, server.getsockname()[1]))
     source = torch.randn(LAYERS, 2, 64, HEADS, DIM).to(torch.bfloat16)
 

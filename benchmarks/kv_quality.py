@@ -29,7 +29,7 @@ import msgspec
 from benchmarks.results import at_least, at_most
 from benchmarks.suite import spawned
 from services.launcher.model_source import PROJECT
-from services.worker.kv.errors import lossy_salt
+from services.worker.kv import lossy_salt
 from shared.domain.kv import Codec, KvHandle
 from shared.errors import InvalidRequest, Unavailable
 

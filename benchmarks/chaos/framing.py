@@ -1,6 +1,6 @@
 """Message boundaries of the protocols that the proxy understands.
 
-These are ZeroMQ on TCP (ZMTP 3) and KV over TCP (`services.worker.kv.wire.tcp_framing`).
+These are ZeroMQ on TCP (ZMTP 3) and KV over TCP (`services.worker.kv.wire.tcp_streams`).
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from random import Random
 from typing import Protocol
 
 from services.worker.kv.wire.protocol import checksum
-from services.worker.kv.wire.tcp_framing import DIGEST_BYTES, PREFIX, prefix
+from services.worker.kv.wire.tcp_streams import DIGEST_BYTES, PREFIX, prefix
 
 
 class Piece(Protocol):

@@ -20,7 +20,7 @@ from benchmarks.chaos.framing import kv_message
 from benchmarks.chaos.proxy import Port
 from services.worker.kv import rank_links
 from services.worker.kv.wire import protocol
-from services.worker.kv.wire.tcp_framing import HEARTBEAT
+from services.worker.kv.wire.tcp_streams import HEARTBEAT
 from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import InstanceLoad, Role
 from shared.domain.kv import Codec

@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
+from services.worker.kv import KvError, KvFault
 from services.worker.kv.codec import decode, encode
-from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.layout import slots_of, strided_layout
 from shared.domain.kv import Codec
 

@@ -15,7 +15,7 @@ from benchmarks.chaos.faults import FAULT_S, NOTICED_S, link_fault, replay
 from benchmarks.chaos.proxy import Port, Proxy, Wire, disturb
 from benchmarks.chaos.scenario import Scenario
 from services.launcher.suite import until
-from services.worker.kv.wire.tcp_framing import HEARTBEAT
+from services.worker.kv.wire.tcp_streams import HEARTBEAT
 from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import InstanceLoad, Role
 from shared.errors import NotConnected, PolyphaseError

@@ -18,13 +18,12 @@ import torch
 import triton
 from triton.errors import TritonError
 
-from services.worker.kv import triton_kernels
-from services.worker.kv.codec import Shape, payload_bytes
-from services.worker.kv.errors import KvError, KvFault
+from services.worker.kv import KvError, KvFault, triton_kernels
+from services.worker.kv.codec import Shape, check_head_dim, check_size, payload_bytes
 from services.worker.kv.layout import StridedLayout
+from services.worker.kv.shards import RankShape
 from services.worker.kv.staging import CodedLayers, CodedSegment
 from services.worker.kv.triton_kernels import tops as tops_of
-from services.worker.kv.wire.server import ExportShape
 from shared.domain.kv import TOKEN_GROUP, Codec, channel_group
 
 _INFINITE = 0x7F800000  # magnitudes from here on are not finite
@@ -51,21 +50,18 @@ class Places:
         _, _, heads, dim = self.views[0].shape
         return len(self.views) // 2, 2, self.slots.numel(), heads, dim
 
-    def of(self, start: int, end: int) -> "Places":
+    def of_layers(self, start: int, end: int) -> "Places":
         """The places of layers [start, end)."""
         sides = slice(2 * start, 2 * end)
         return Places(self.views[sides], self.pointers[sides], self.slots)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The first arguments of every kernel, `like` to `step_head`."""
-        return self.views[0], self.pointers, self.slots, *self.steps
-
-    @property
-    def steps(self) -> tuple[int, int, int, int]:
-        """Block size, and by how many values blocks, offsets and heads are apart."""
+        """The first arguments of every kernel, `like` to `step_head`: among them the block size, and by how many values
+        blocks, offsets and heads are apart.
+        """
         first = self.views[0]
-        return first.shape[1], first.stride(0), first.stride(1), first.stride(2)
+        return first, self.pointers, self.slots, first.shape[1], first.stride(0), first.stride(1), first.stride(2)
 
 
 def pointers_of(views: list[torch.Tensor]) -> torch.Tensor:
@@ -100,8 +96,7 @@ def encode_into(places: Places, codec: Codec, each: int, payloads: torch.Tensor,
     layers. Issued on the current stream. Raises KvError(CODEC) for an odd head_dim with INT4.
     """
     layers, _, tokens, heads, dim = places.shape
-    if codec is Codec.INT4 and dim % 2:
-        raise KvError(KvFault.CODEC, "int4 needs an even head_dim")
+    check_head_dim(dim, codec)
     first, whole = places.views[0], layers // each * each
     tops.zero_()
     grid = (2 * layers, heads, triton.cdiv(tokens, TOKEN_GROUP))
@@ -112,7 +107,7 @@ def encode_into(places: Places, codec: Codec, each: int, payloads: torch.Tensor,
             shape = (one, 2, tokens, heads, dim)
             given = _Payloads(shape, (end - start) // one, spaced, payloads[start // each * spaced :])
             encode = _encode_fp8 if codec is Codec.FP8 else _encode_ints
-            encode(places.of(start, end), given, codec, tops[start:end])
+            encode(places.of_layers(start, end), given, codec, tops[start:end])
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +130,7 @@ def gather_places(places: Places, out: torch.Tensor) -> None:
     layers, _, tokens, heads, dim = places.shape
     values = tokens * heads * dim
     grid = (2 * layers, triton.cdiv(values, _TILE), 1)
-    triton_kernels.gather_raw[grid](*places.arguments, values, heads, dim, out, _TILE)
+    triton_kernels.move_raw[grid](*places.arguments, values, heads, dim, out, False, _TILE)
 
 
 def require_finite(tops: torch.Tensor) -> None:
@@ -150,12 +145,11 @@ def decode_places(payload: torch.Tensor, places: Places, wire: torch.dtype, code
     `wire` is the exporter's dtype; for RAW it is the caches'. Raises KvError(PROTOCOL) when the size does not fit.
     """
     layers, _, tokens, heads, dim = places.shape
-    if payload.numel() != payload_bytes(places.shape, wire, codec):
-        raise KvError(KvFault.PROTOCOL, "payload size does not fit its header")
+    check_size(payload, places.shape, wire, codec)
     target, values = places.arguments, tokens * heads * dim
     grid = (2 * layers, triton.cdiv(values, _TILE), 1)
     if codec is Codec.RAW:
-        triton_kernels.scatter_raw[grid](*target, values, heads, dim, payload.view(wire), _TILE)
+        triton_kernels.move_raw[grid](*target, values, heads, dim, payload.view(wire), True, _TILE)
         return
     if codec is Codec.FP8:
         triton_kernels.decode_fp8[grid](*target, values, heads, dim, payload, 8 * layers * heads, _TILE, **_EXACT)
@@ -180,31 +174,25 @@ class _Section:
     bits: int
 
     @property
-    def groups(self) -> int:
-        """Groups of one layer."""
-        return self.tokens * self.heads * self.dim // self.group
-
-    @property
     def values(self) -> int:
         """Coded values of all layers."""
         return self.layers * self.tokens * self.heads * self.dim
 
     @property
-    def codes(self) -> int:
-        """The offset of the coded values, behind scales and zeros."""
-        return self.at + 4 * self.layers * self.groups
+    def apart(self) -> int:
+        """By how much zeros are behind scales, and coded values behind zeros: a float16 for each group."""
+        return 2 * self.values // self.group
 
     @property
     def end(self) -> int:
         """The offset of the next section."""
-        return self.codes + self.values * self.bits // 8
+        return self.at + 2 * self.apart + self.values * self.bits // 8
 
     @property
     def arguments(self) -> tuple[int, ...]:
         """The arguments of a section, `side` to `bits`."""
-        apart = 2 * self.layers * self.groups
-        whole = (self.side, self.at, apart, self.codes, self.values, self.first, self.tokens, self.group)
-        return (*whole, self.heads, self.dim, self.bits)
+        places = (self.side, self.at, self.apart, self.at + 2 * self.apart, self.values)
+        return (*places, self.first, self.tokens, self.group, self.heads, self.dim, self.bits)
 
 
 def _sections(shape: Shape, codec: Codec) -> list[_Section]:
@@ -269,10 +257,10 @@ class DeviceCodec:
     from then on nothing is moved here: see the results of `gather`, `decode` and `coding`.
     """
 
-    def __init__(self, caches: list[torch.Tensor], layout: StridedLayout, shape: ExportShape, upload: Upload) -> None:
+    def __init__(self, caches: list[torch.Tensor], layout: StridedLayout, shape: RankShape, upload: Upload) -> None:
         """`upload` brings a tensor to where caches are. Raises ValueError for caches that kernels cannot address."""
         self._layout = layout
-        self._shape = shape
+        self.shape = shape
         self._upload = upload
         self._views = [view for cache in caches for view in layout.views(cache)]
         self._pointers = pointers_of(self._views).to(caches[0].device)
@@ -289,47 +277,41 @@ class DeviceCodec:
         it for nothing. Raises KERNEL_FAULTS.
         """
         slots = torch.arange(_WARM_TOKENS) % self._layout.block_size
-        places = self._places((0, len(self._views) // 2), (0, self._layout.kv_heads), slots)
+        places = self.places((0, len(self._views) // 2), (0, self._layout.kv_heads), slots)
         kv = torch.zeros(places.shape, dtype=self.dtype, device=self._pointers.device)
         gather_places(places, kv)
         decode_places(kv.view(torch.uint8).reshape(-1), places, self.dtype, Codec.RAW)
-        for codec in (each for each in Codec if lossy and self.codes(each)):
-            out = torch.empty(self.size(codec, _WARM_TOKENS), dtype=torch.uint8, device=kv.device)
-            self._encode(places, codec, out)
-            for each in self._coded(codec, 0, _WARM_TOKENS, out).payloads:
-                decode_places(each.payload, places.of(each.start, each.end), self.dtype, codec)
+        for codec in self._codecs if lossy else ():
+            coding = DeviceCoding(self, codec, lambda *_: slots)
+            out = torch.empty(coding.size(_WARM_TOKENS), dtype=torch.uint8, device=kv.device)
+            coding.encode(places, out)
+            for each in coding.payloads(_WARM_TOKENS, out):
+                decode_places(each.payload, places.of_layers(each.start, each.end), self.dtype, codec)
         if kv.device.type != "cpu":  # the CPU is that of Triton's interpreter
             torch.get_device_module(kv.device).synchronize(kv.device)
-
-    def codes(self, codec: Codec) -> bool:
-        """Whether this device can code KV with that codec."""
-        return codec.lossy and not (codec is Codec.INT4 and self._shape.head_dim % 2)
 
     def gather(self, slots: torch.Tensor, out: torch.Tensor) -> bool:
         """KV of those slots (int64, on the host) as it is into `out` [layers, 2, tokens, heads, head_dim]; False where
         kernels have failed.
         """
-        return self._moved(lambda: gather_places(self._places((0, out.shape[0]), (0, out.shape[3]), slots), out))
+        return self.moved(lambda: gather_places(self.places((0, out.shape[0]), (0, out.shape[3]), slots), out))
 
     def coding(self, codec: Codec, tokens: int, slots: Callable[[int, int], torch.Tensor]) -> "DeviceCoding | None":
         """How so many tokens are coded that lie in `slots(first, until)`; None where that would not make them smaller,
-        as with few tokens that share scales, and where kernels have failed.
+        as with few tokens that share scales, and where kernels have failed or the codec is not one for this KV.
         """
-        segment = self._shape.segment_tokens()
-        sizes = [self.size(codec, min(segment, tokens - first)) for first in range(0, tokens, segment)]
-        fits = self.size(codec, min(segment, tokens)) <= self._shape.chunk_bytes(segment)
-        if self._failed or not self.codes(codec) or not fits or sum(sizes) >= self._shape.chunk_bytes(tokens):
+        segment = self.shape.segment_tokens()
+        if self._failed or codec not in self._codecs:
             return None
-        return DeviceCoding(self, codec, sum(sizes), slots)
+        coding = DeviceCoding(self, codec, slots)
+        coding.total_bytes = sum(coding.size(min(segment, tokens - first)) for first in range(0, tokens, segment))
+        fits = coding.size(min(segment, tokens)) <= self.shape.chunk_bytes(segment)
+        return coding if fits and coding.total_bytes < self.shape.chunk_bytes(tokens) else None
 
-    def size(self, codec: Codec, tokens: int) -> int:
-        """See Coding.size: payloads, spaced, and behind them what tells whether all was finite."""
-        layers, _, _, heads, dim = self._shape.chunk_shape(tokens)
-        each = self._shape.layers_a_frame(tokens, heads, codec)
-        spaces = spacing((min(each, layers), 2, tokens, heads, dim), self.dtype, codec) * (layers // each)
-        if left := layers % each:
-            spaces += spacing((left, 2, tokens, heads, dim), self.dtype, codec)
-        return spaces + 8 * layers * heads
+    @property
+    def _codecs(self) -> list[Codec]:
+        """Those that make KV of this head_dim smaller."""
+        return [each for each in Codec if each.lossy and not (each is Codec.INT4 and self.shape.head_dim % 2)]
 
     def decode(
         self,
@@ -344,78 +326,82 @@ class DeviceCodec:
         are this rank's. `dtype` is the exporter's: RAW takes the caches' only. False where kernels have failed: some of
         it may have been written.
         """
-        return self._moved(
-            lambda: decode_places(self._upload(payload), self._places(layers, heads, slots), dtype, codec)
-        )
+        return self.moved(lambda: decode_places(self._upload(payload), self.places(layers, heads, slots), dtype, codec))
 
-    def _moved(self, issue: Callable[[], None]) -> bool:
+    def moved(self, issue: Callable[[], None]) -> bool:
+        """Issue work; False where kernels have failed."""
         with self._lock:
             if self._failed:
                 return False
         try:
             issue()
         except KERNEL_FAULTS as error:
-            self._fail(error)
+            with self._lock:
+                first, self._failed = not self._failed, True
+            if first:
+                warn_of_fallback(error)
             return False
         return True
 
-    def _fail(self, error: Exception) -> None:
-        with self._lock:
-            first, self._failed = not self._failed, True
-        if first:
-            warn_of_fallback(error)
-
-    def _places(self, layers: tuple[int, int], heads: tuple[int, int], slots: torch.Tensor) -> Places:
+    def places(self, layers: tuple[int, int], heads: tuple[int, int], slots: torch.Tensor) -> Places:
         sides = slice(2 * layers[0], 2 * layers[1])
         views = [view[:, :, slice(*heads)] for view in self._views[sides]]
         past = heads[0] * views[0].stride(2) * views[0].element_size()
         pointers = self._pointers[sides]
         return Places(views, pointers + past if past else pointers, self._upload(slots))
 
-    def encode(self, codec: Codec, slots: torch.Tensor, out: torch.Tensor) -> None:
-        """See Coding.code. Raises KvError(CODEC) where kernels have failed: the importer computes this KV, and what
-        comes after it is coded on the CPU.
-        """
-        layers, _, _, heads, _ = self._shape.chunk_shape(1)
-        if not self._moved(lambda: self._encode(self._places((0, layers), (0, heads), slots), codec, out)):
-            raise KvError(KvFault.CODEC, "the kernels that code KV cannot be compiled on this device")
 
-    def _encode(self, places: Places, codec: Codec, out: torch.Tensor) -> None:
-        layers, _, tokens, heads, _ = places.shape
-        tops = out[out.numel() - 8 * layers * heads :].view(torch.int32).view(layers, 2, heads)
-        encode_into(places, codec, self._shape.layers_a_frame(tokens, heads, codec), out, tops)
-
-    def staged(self, codec: Codec, start: int, end: int, coded: torch.Tensor) -> CodedSegment:
-        layers, _, _, heads, _ = self._shape.chunk_shape(1)
-        require_finite(coded[coded.numel() - 8 * layers * heads :].view(torch.int32))
-        return self._coded(codec, start, end, coded)
-
-    def _coded(self, codec: Codec, start: int, end: int, coded: torch.Tensor) -> CodedSegment:
-        layers, _, tokens, heads, dim = self._shape.chunk_shape(end - start)
-        each = self._shape.layers_a_frame(tokens, heads, codec)
-        spaced = spacing((each, 2, tokens, heads, dim), self.dtype, codec)
-        payloads = []
-        for number, first in enumerate(range(0, layers, each)):
-            last = min(first + each, layers)
-            size = payload_bytes((last - first, 2, tokens, heads, dim), self.dtype, codec)
-            payloads.append(CodedLayers(first, last, coded[number * spaced : number * spaced + size]))
-        return CodedSegment(start, end, codec, tuple(payloads))
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceCoding:
-    """See Coding. `total_bytes`: of all tokens."""
+    """See Coding. Coded KV of a segment is payloads of some layers each, spaced, and behind them what tells whether all
+    of it was finite.
+    """
 
-    device: DeviceCodec
-    codec: Codec
-    total_bytes: int
-    slots: Callable[[int, int], torch.Tensor]
+    total_bytes = 0
+
+    def __init__(self, device: DeviceCodec, codec: Codec, slots: Callable[[int, int], torch.Tensor]) -> None:
+        self._device = device
+        self._codec = codec
+        self._slots = slots
 
     def size(self, tokens: int) -> int:
-        return self.device.size(self.codec, tokens)
+        shape = self._device.shape.chunk_shape(tokens)
+        layers, _, _, heads, _ = shape
+        each = self._layers_a_payload(shape)
+        sizes = [self._spacing(min(each, layers - first), shape) for first in range(0, layers, each)]
+        return sum(sizes) + 8 * layers * heads
 
     def code(self, start: int, end: int, out: torch.Tensor) -> None:
-        self.device.encode(self.codec, self.slots(start, end), out)
+        """See Coding. Raises KvError(CODEC) where kernels have failed: the importer computes this KV, and what comes
+        after it is coded on the CPU.
+        """
+        device, slots = self._device, self._slots(start, end)
+        layers, _, _, heads, _ = device.shape.chunk_shape(1)
+        if not device.moved(lambda: self.encode(device.places((0, layers), (0, heads), slots), out)):
+            raise KvError(KvFault.CODEC, "the kernels that code KV cannot be compiled on this device")
 
     def staged(self, start: int, end: int, coded: torch.Tensor) -> CodedSegment:
-        return self.device.staged(self.codec, start, end, coded)
+        require_finite(self._tops(coded))
+        return CodedSegment(start, end, self._codec, self.payloads(end - start, coded))
+
+    def encode(self, places: Places, out: torch.Tensor) -> None:
+        encode_into(places, self._codec, self._layers_a_payload(places.shape), out, self._tops(out))
+
+    def payloads(self, tokens: int, coded: torch.Tensor) -> tuple[CodedLayers, ...]:
+        shape = self._device.shape.chunk_shape(tokens)
+        layers, each = shape[0], self._layers_a_payload(shape)
+        payloads = []
+        for number, first in enumerate(range(0, layers, each)):
+            last, at = min(first + each, layers), number * self._spacing(each, shape)
+            size = payload_bytes((last - first, *shape[1:]), self._device.dtype, self._codec)
+            payloads.append(CodedLayers(first, last, coded[at : at + size]))
+        return tuple(payloads)
+
+    def _layers_a_payload(self, shape: Shape) -> int:
+        return self._device.shape.layers_a_frame(shape[2], shape[3], self._codec)
+
+    def _spacing(self, layers: int, shape: Shape) -> int:
+        return spacing((layers, *shape[1:]), self._device.dtype, self._codec)
+
+    def _tops(self, coded: torch.Tensor) -> torch.Tensor:
+        layers, _, _, heads, _ = self._device.shape.chunk_shape(1)
+        return coded[coded.numel() - 8 * layers * heads :].view(torch.int32).view(layers, 2, heads)

@@ -9,6 +9,7 @@ import hmac
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
@@ -17,7 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from services.worker.kv.errors import KvError
+from services.worker.kv import KvError
 from services.worker.kv.wire.protocol import MAX_MESSAGE_BYTES, Message, decoded, encode_message, opened
 from shared.domain.kv import KvHandle
 from shared.errors import DeadlineExceeded, PolyphaseError
@@ -67,8 +68,8 @@ class Stats(Message, frozen=True):
 Operation = Release | Prefetch | Drop | RenewLease | Stats
 
 
-class RankStats(msgspec.Struct, frozen=True):
-    """State of one rank. Counts and byte totals are since its start."""
+class RankStats(msgspec.Struct):
+    """State of one rank. Counts and byte totals are since its start. Each of its threads counts in its own fields."""
 
     rank: int = 0
     staged_bytes: int = 0
@@ -332,6 +333,11 @@ class PullEnded(msgspec.Struct, frozen=True, tag=True):
     ended_s: float
     prefetched: bool
     transport: str = ""  # what carried it: tcp, nixl, or "nixl+tcp"
+
+    @classmethod
+    def without_pull(cls, transfer_id: str, rank: int, error: str) -> "PullEnded":
+        now = time.time()
+        return cls(transfer_id, rank, not error, error, 0, 0, now, now, False)
 
 
 KvEvent = StagedChunk | TransferEnded | StagingFailed | PullEnded | ThreadEnded

@@ -6,6 +6,9 @@ are those of a section of `device_codec`. Kernels that code write one payload or
 `spaced` bytes apart; one lane has one value. `flat` holds [layers, 2, tokens, heads, head_dim] in the caches' dtype.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: ANN001, ANN201, ANN202
+
 from collections.abc import Callable
 from typing import Any
 
@@ -18,18 +21,7 @@ jit: Callable[[Any], Any] = triton.jit(do_not_specialize=_VARYING)
 
 
 @jit
-def address_of(
-    like: "Any",
-    pointers: "Any",
-    which: "Any",
-    slot: "Any",
-    head: "Any",
-    channel: "Any",
-    block: "Any",
-    step_block: "Any",
-    step_offset: "Any",
-    step_head: "Any",
-) -> "Any":
+def address_of(like, pointers, which, slot, head, channel, block, step_block, step_offset, step_head):
     """Where a value lies; `which` is layer * 2 + side."""
     base = tl.load(pointers + which).to(tl.pointer_type(like.dtype.element_ty))
     step = slot // block * step_block + slot % block * step_offset
@@ -37,19 +29,19 @@ def address_of(
 
 
 @jit
-def bits_of(value: "Any") -> "Any":
+def bits_of(value):
     """Of a float32."""
     return value.to(tl.uint32, bitcast=True)
 
 
 @jit
-def float_of(number: "Any") -> "Any":
+def float_of(number):
     """Of those bits."""
     return number.to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @jit
-def lowered(value: "Any", like: "Any") -> "Any":
+def lowered(value, like):
     """A float32 as the cache has it, rounded half to even: Triton's interpreter cuts bfloat16 off."""
     if like.dtype.element_ty == tl.bfloat16:
         bits = bits_of(value)
@@ -61,20 +53,9 @@ def lowered(value: "Any", like: "Any") -> "Any":
 
 @jit
 def tops(
-    like: "Any",
-    pointers: "Any",
-    slots: "Any",
-    block: "Any",
-    step_block: "Any",
-    step_offset: "Any",
-    step_head: "Any",
-    tokens: "Any",
-    heads: "Any",
-    dim: "Any",
-    tops: "Any",
-    DIM: tl.constexpr,
-    TOKENS: tl.constexpr,
-) -> "Any":
+    like, pointers, slots, block, step_block, step_offset, step_head, tokens, heads, dim, tops, DIM: tl.constexpr,
+    TOKENS: tl.constexpr
+):  # fmt: skip
     """Bits of the greatest magnitude of each head of a layer's K or V."""
     which, head = tl.program_id(0), tl.program_id(1)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)[:, None]
@@ -88,7 +69,7 @@ def tops(
 
 
 @jit
-def _load_half(payload: "Any", at: "Any", mask: "Any") -> "Any":
+def _load_half(payload, at, mask):
     """A float16 at any address."""
     low = tl.load(payload + at, mask=mask, other=0).to(tl.uint16)
     high = tl.load(payload + at + 1, mask=mask, other=0).to(tl.uint16)
@@ -96,14 +77,14 @@ def _load_half(payload: "Any", at: "Any", mask: "Any") -> "Any":
 
 
 @jit
-def _store_half(payload: "Any", at: "Any", value: "Any", mask: "Any") -> "Any":
+def _store_half(payload, at, value, mask):
     bits = value.to(tl.uint16, bitcast=True)
     tl.store(payload + at, (bits & 255).to(tl.uint8), mask=mask)
     tl.store(payload + at + 1, (bits >> 8).to(tl.uint8), mask=mask)
 
 
 @jit
-def units(tops: "Any", payload: "Any", heads: "Any", sides: "Any", spaced: "Any", HEADS: tl.constexpr) -> "Any":
+def units(tops, payload, heads, sides, spaced, HEADS: tl.constexpr):
     """2^(ceil(log2(top)) - 14) of a layer's K or V."""
     which, head = tl.program_id(0), tl.arange(0, HEADS)
     frame = which // sides
@@ -116,31 +97,10 @@ def units(tops: "Any", payload: "Any", heads: "Any", sides: "Any", spaced: "Any"
 
 @jit
 def grids(
-    like: "Any",
-    pointers: "Any",
-    slots: "Any",
-    block: "Any",
-    step_block: "Any",
-    step_offset: "Any",
-    step_head: "Any",
-    side: tl.constexpr,
-    at: "Any",
-    apart: "Any",
-    codes: "Any",
-    values: "Any",
-    first: "Any",
-    tokens: "Any",
-    group: "Any",
-    heads: "Any",
-    dim: "Any",
-    bits: tl.constexpr,
-    channels: "Any",
-    payload: "Any",
-    sides: "Any",
-    spaced: "Any",
-    CHANNELS: tl.constexpr,
-    TOKENS: tl.constexpr,
-) -> "Any":
+    like, pointers, slots, block, step_block, step_offset, step_head, side: tl.constexpr, at, apart, codes, values,
+    first, tokens, group, heads, dim, bits: tl.constexpr, channels, payload, sides, spaced, CHANNELS: tl.constexpr,
+    TOKENS: tl.constexpr
+):  # fmt: skip
     """Scales and zeros: of a channel over a group of tokens of K, of a token over a group of channels of V."""
     layer, number, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     frame = layer * 2 // sides
@@ -171,9 +131,7 @@ def grids(
 
 
 @jit
-def _store_grid(
-    low: "Any", high: "Any", unit: "Any", bits: tl.constexpr, payload: "Any", at: "Any", apart: "Any", mask: "Any"
-) -> "Any":
+def _store_grid(low, high, unit, bits: tl.constexpr, payload, at, apart, mask):
     """A scale, rounded up, and a zero, rounded down: (x - zero) / scale rounds to 0 … 2^bits - 1."""
     levels = (1 << bits) - 1.0
     ulp = 0.0009765625  # 2^-10: spacing of float16 numbers, relative
@@ -193,7 +151,7 @@ def _store_grid(
 
 
 @jit
-def _place_of(index: "Any", side: tl.constexpr, tokens: "Any", group: "Any", heads: "Any", dim: "Any") -> "Any":
+def _place_of(index, side: tl.constexpr, tokens, group, heads, dim):
     """Of a coded value of a section: layer, token, head, channel, and the number of its scale."""
     channel = index % dim
     head = index // dim % heads
@@ -209,25 +167,9 @@ def _place_of(index: "Any", side: tl.constexpr, tokens: "Any", group: "Any", hea
 
 @jit
 def _code(
-    like: "Any",
-    pointers: "Any",
-    slots: "Any",
-    block: "Any",
-    step_block: "Any",
-    step_offset: "Any",
-    step_head: "Any",
-    side: tl.constexpr,
-    at: "Any",
-    apart: "Any",
-    first: "Any",
-    tokens: "Any",
-    group: "Any",
-    heads: "Any",
-    dim: "Any",
-    payload: "Any",
-    index: "Any",
-    mask: "Any",
-) -> "Any":
+    like, pointers, slots, block, step_block, step_offset, step_head, side: tl.constexpr, at, apart, first, tokens,
+    group, heads, dim, payload, index, mask
+):  # fmt: skip
     layer, token, head, channel, scale = _place_of(tl.where(mask, index, 0), side, tokens, group, heads, dim)
     slot = tl.load(slots + first + token, mask=mask, other=0)
     place = address_of(like, pointers, layer * 2 + side, slot, head, channel, block, step_block, step_offset, step_head)
@@ -242,29 +184,9 @@ def _code(
 
 @jit
 def encode_section(
-    like: "Any",
-    pointers: "Any",
-    slots: "Any",
-    block: "Any",
-    step_block: "Any",
-    step_offset: "Any",
-    step_head: "Any",
-    side: tl.constexpr,
-    at: "Any",
-    apart: "Any",
-    codes: "Any",
-    values: "Any",
-    first: "Any",
-    tokens: "Any",
-    group: "Any",
-    heads: "Any",
-    dim: "Any",
-    bits: tl.constexpr,
-    payload: "Any",
-    sides: "Any",
-    spaced: "Any",
-    TILE: tl.constexpr,
-) -> "Any":
+    like, pointers, slots, block, step_block, step_offset, step_head, side: tl.constexpr, at, apart, codes, values,
+    first, tokens, group, heads, dim, bits: tl.constexpr, payload, sides, spaced, TILE: tl.constexpr
+):  # fmt: skip
     """Coded values, one a byte or two."""
     frame = tl.program_id(1)
     pointers += frame * sides
@@ -283,27 +205,9 @@ def encode_section(
 
 @jit
 def decode_section(
-    like: "Any",
-    pointers: "Any",
-    slots: "Any",
-    block: "Any",
-    step_block: "Any",
-    step_offset: "Any",
-    step_head: "Any",
-    side: tl.constexpr,
-    at: "Any",
-    apart: "Any",
-    codes: "Any",
-    values: "Any",
-    first: "Any",
-    tokens: "Any",
-    group: "Any",
-    heads: "Any",
-    dim: "Any",
-    bits: tl.constexpr,
-    payload: "Any",
-    TILE: tl.constexpr,
-) -> "Any":
+    like, pointers, slots, block, step_block, step_offset, step_head, side: tl.constexpr, at, apart, codes, values,
+    first, tokens, group, heads, dim, bits: tl.constexpr, payload, TILE: tl.constexpr
+):  # fmt: skip
     """Values, to where they belong."""
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = index < values
@@ -326,7 +230,7 @@ def decode_section(
 
 
 @jit
-def scales_fp8(tops: "Any", payload: "Any", count: "Any", spaced: "Any", TILE: tl.constexpr) -> "Any":
+def scales_fp8(tops, payload, count, spaced, TILE: tl.constexpr):
     """Of each head of K and V in a payload, which are `count`."""
     frame, index = tl.program_id(1), tl.program_id(0) * TILE + tl.arange(0, TILE)
     top = float_of(tl.load(tops + frame * count + index, mask=index < count, other=0))
@@ -337,22 +241,9 @@ def scales_fp8(tops: "Any", payload: "Any", count: "Any", spaced: "Any", TILE: t
 
 @jit
 def encode_fp8(
-    like: "Any",
-    pointers: "Any",
-    slots: "Any",
-    block: "Any",
-    step_block: "Any",
-    step_offset: "Any",
-    step_head: "Any",
-    values: "Any",
-    heads: "Any",
-    dim: "Any",
-    payload: "Any",
-    codes: "Any",
-    sides: "Any",
-    spaced: "Any",
-    TILE: tl.constexpr,
-) -> "Any":
+    like, pointers, slots, block, step_block, step_offset, step_head, values, heads, dim, payload, codes, sides,
+    spaced, TILE: tl.constexpr
+):  # fmt: skip
     """Coded values."""
     which, index = tl.program_id(0), tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     frame = which // sides
@@ -377,20 +268,9 @@ def encode_fp8(
 
 @jit
 def decode_fp8(
-    like: "Any",
-    pointers: "Any",
-    slots: "Any",
-    block: "Any",
-    step_block: "Any",
-    step_offset: "Any",
-    step_head: "Any",
-    values: "Any",
-    heads: "Any",
-    dim: "Any",
-    payload: "Any",
-    codes: "Any",
-    TILE: tl.constexpr,
-) -> "Any":
+    like, pointers, slots, block, step_block, step_offset, step_head, values, heads, dim, payload, codes,
+    TILE: tl.constexpr
+):  # fmt: skip
     """Values, to where they belong."""
     which, index = tl.program_id(0), tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = index < values
@@ -408,48 +288,18 @@ def decode_fp8(
 
 
 @jit
-def gather_raw(
-    like: "Any",
-    pointers: "Any",
-    slots: "Any",
-    block: "Any",
-    step_block: "Any",
-    step_offset: "Any",
-    step_head: "Any",
-    values: "Any",
-    heads: "Any",
-    dim: "Any",
-    flat: "Any",
-    TILE: tl.constexpr,
-) -> "Any":
-    """Out of the caches; `values` of each K or V."""
+def move_raw(
+    like, pointers, slots, block, step_block, step_offset, step_head, values, heads, dim, flat,
+    INTO_CACHES: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Between the caches and `flat`; `values` of each K or V."""
     which, index = tl.program_id(0), tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = index < values
     channel, head, token = index % dim, index // dim % heads, index // (dim * heads)
     slot = tl.load(slots + token, mask=mask, other=0)
     place = address_of(like, pointers, which, slot, head, channel, block, step_block, step_offset, step_head)
-    tl.store(flat + which.to(tl.int64) * values + index, tl.load(place, mask=mask), mask=mask)
-
-
-@jit
-def scatter_raw(
-    like: "Any",
-    pointers: "Any",
-    slots: "Any",
-    block: "Any",
-    step_block: "Any",
-    step_offset: "Any",
-    step_head: "Any",
-    values: "Any",
-    heads: "Any",
-    dim: "Any",
-    flat: "Any",
-    TILE: tl.constexpr,
-) -> "Any":
-    """Into the caches."""
-    which, index = tl.program_id(0), tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    mask = index < values
-    channel, head, token = index % dim, index // dim % heads, index // (dim * heads)
-    slot = tl.load(slots + token, mask=mask, other=0)
-    place = address_of(like, pointers, which, slot, head, channel, block, step_block, step_offset, step_head)
-    tl.store(place, tl.load(flat + which.to(tl.int64) * values + index, mask=mask), mask=mask)
+    there = flat + which.to(tl.int64) * values + index
+    if INTO_CACHES:
+        tl.store(place, tl.load(there, mask=mask), mask=mask)
+    else:
+        tl.store(there, tl.load(place, mask=mask), mask=mask)

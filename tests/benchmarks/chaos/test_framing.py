@@ -15,8 +15,8 @@ from benchmarks.chaos.framing import (
     flip_bit,
     kv_message,
 )
-from services.worker.kv.wire.tcp_framing import HEARTBEAT, Outbound
-from tests.services.worker.kv.wire.test_tcp_framing import Pipe
+from services.worker.kv.wire.tcp_streams import HEARTBEAT, Outbound
+from tests.services.worker.kv.wire.test_tcp import Pipe
 
 GREETING = bytes(range(GREETING_BYTES))
 

@@ -27,16 +27,17 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from services.worker.kv import KvFault, lossy_salt
 from services.worker.kv.device import Blocks, Copies, DeviceCopies, TorchDevice
-from services.worker.kv.errors import KvFault, lossy_salt
-from services.worker.kv.host_memory import PinnedMemory
 from services.worker.kv.layout import CpuLayout, KvLayout, LayoutError, StridedLayout, slots_of, strided_layout
-from services.worker.kv.staging import LEASE_RENEWALS
+from services.worker.kv.rank_links import PullEnded
+from services.worker.kv.shards import RankShape
+from services.worker.kv.staging import LEASE_RENEWALS, PinnedMemory
 from services.worker.kv.vllm.layers import check_specs, in_order, shards_of, without_draft
 from services.worker.kv.wire.endpoint import UNDER_WAY_BYTES, EndpointSettings, Faults, KvEndpoint, host_copies
-from services.worker.kv.wire.importing import DTYPES, ImportShape, Load, PullLimits, PullResult
+from services.worker.kv.wire.importing import DTYPES, Load, PullLimits
 from services.worker.kv.wire.nixl_agent import NIXL_SCHEME
-from services.worker.kv.wire.server import ExportIdentity, ExportShape
+from services.worker.kv.wire.server import ExportIdentity
 from shared.domain.kv import Codec, KvHandle, default_staging
 
 if TYPE_CHECKING:
@@ -81,6 +82,25 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     def nixl(self) -> bool:
         """Whether this instance uses NIXL with peers that use it too."""
         return any(each.startswith(f"{NIXL_SCHEME}://") for each in self.endpoints)
+
+    def of_rank(self, rank: int, staging_bytes: int) -> EndpointSettings:
+        return EndpointSettings(
+            address=self.endpoints[rank],
+            events=self.events,
+            identity=ExportIdentity(self.generation, self.fingerprint),
+            staging_bytes=staging_bytes,
+            lease_s=self.lease_s,
+            lease_renewals=self.lease_renewals,
+            limits=PullLimits(
+                self.connect_timeout_s, self.pull_timeout_s, self.inbox_bytes, connections=self.connections
+            ),
+            lossy=self.lossy,
+            curve=(self.curve_public, self.curve_secret) if self.curve_public else None,
+            encrypted=self.encrypted,
+            control=self.controls[rank] if self.controls else "",
+            control_key=self.control_key,
+            nixl_trusted=self.nixl_trusted,
+        )
 
 
 class ExportParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -435,18 +455,13 @@ class PolyphaseConnectorWorker:
         head_start, head_end = shards.heads_of(rank)
         if head_end - head_start != layout.kv_heads:
             raise LayoutError(f"rank {rank} holds {layout.kv_heads} KV heads, not {head_end - head_start}")
-        export = ExportShape(shards, head_dim, first.dtype, rank)
-        staging_bytes = self._staging_bytes(export, layers)
-        copies = self._copies_of(first, export, staging_bytes)
-        codec = codec_on_device(layers, layout, export, copies.upload, lossy=self._settings.lossy)
-        endpoint = KvEndpoint(
-            self._endpoint_settings(rank, staging_bytes),
-            export,
-            ImportShape(shards, head_dim, rank),
-            self._import_ended,
-            self.faults,
-            copies,
-        )
+        shape = RankShape(shards, head_dim, first.dtype, rank)
+        longest = shape.chunk_bytes(self._config.model_config.max_model_len)
+        staging_bytes = self._settings.staging_bytes or default_staging(sum(each.nbytes for each in layers), longest)
+        copies = self._copies_of(first, shape, staging_bytes)
+        codec = codec_on_device(layers, layout, shape, copies.upload, lossy=self._settings.lossy)
+        settings = self._settings.of_rank(rank, staging_bytes)
+        endpoint = KvEndpoint(settings, shape, self._import_ended, self.faults, copies)
         self._registered = _Rank(layers, layout, copies, codec, endpoint, shards.layers_of(rank)[0], head_start)
 
     def _cpu_layout(self, cache: torch.Tensor, head_dim: int, block_size: int) -> CpuLayout:
@@ -468,45 +483,23 @@ class PolyphaseConnectorWorker:
         _log.info("KV layout (%s): %s", isa, layout.describe())
         return layout
 
-    def _copies_of(self, cache: torch.Tensor, export: ExportShape, staging_bytes: int) -> Copies:
+    def _copies_of(self, cache: torch.Tensor, shape: RankShape, staging_bytes: int) -> Copies:
         if cache.device.type == "cpu":
-            return host_copies(export, staging_bytes, fixed=self._settings.nixl)
-        segment = export.segment_tokens()
-        memory = PinnedMemory(export.chunk_shape, export.dtype, segment, staging_bytes + UNDER_WAY_BYTES)
+            return host_copies(shape, staging_bytes, fixed=self._settings.nixl)
+        segment = shape.segment_tokens()
+        memory = PinnedMemory(shape.chunk_shape, shape.dtype, segment, staging_bytes + UNDER_WAY_BYTES)
         step = self._config.scheduler_config.max_num_batched_tokens
-        scratch = max(2, min(-(-step // segment), _SCRATCH_BYTES // export.chunk_bytes(segment)))
-        values = export.chunk_bytes(segment) // export.dtype.itemsize
+        scratch = max(2, min(-(-step // segment), _SCRATCH_BYTES // shape.chunk_bytes(segment)))
+        values = shape.chunk_bytes(segment) // shape.dtype.itemsize
         return DeviceCopies(TorchDevice(cache), memory, values, scratch)
-
-    def _staging_bytes(self, export: ExportShape, caches: list[torch.Tensor]) -> int:
-        longest = export.chunk_bytes(self._config.model_config.max_model_len)
-        return self._settings.staging_bytes or default_staging(sum(cache.nbytes for cache in caches), longest)
-
-    def _endpoint_settings(self, rank: int, staging_bytes: int) -> EndpointSettings:
-        s = self._settings
-        return EndpointSettings(
-            address=s.endpoints[rank],
-            events=s.events,
-            identity=ExportIdentity(s.generation, s.fingerprint),
-            staging_bytes=staging_bytes,
-            lease_s=s.lease_s,
-            lease_renewals=s.lease_renewals,
-            limits=PullLimits(s.connect_timeout_s, s.pull_timeout_s, s.inbox_bytes, connections=s.connections),
-            lossy=s.lossy,
-            curve=(s.curve_public, s.curve_secret) if s.curve_public else None,
-            encrypted=s.encrypted,
-            control=s.controls[rank] if s.controls else "",
-            control_key=s.control_key,
-            nixl_trusted=s.nixl_trusted,
-        )
 
     def start_load_kv(self, step: PolyphaseConnectorMetadata) -> None:
         """Start and end imports; while the engine has nothing but imports to wait for, wait a moment for one."""
         endpoint = self._rank.endpoint
-        for start in step.imports:
+        for each in step.imports:
             self._importing += 1
-            destination = self._destination(start)
-            endpoint.load(Load(start.request_id, start.handle, start.start, start.end, destination, start.timeout_s))
+            destination = self._destination(each)
+            endpoint.load(Load(each.request_id, each.handle, each.start, each.end, destination, each.timeout_s))
         for transfer_id in step.cancelled_imports:
             endpoint.cancel(transfer_id)
         for skip in step.skips:
@@ -542,23 +535,21 @@ class PolyphaseConnectorWorker:
             self._stage(chunk)
 
     def _stage(self, chunk: ExportChunk) -> None:
-        rank = self._rank
-        layout, copies, codec = rank.layout, rank.copies, rank.codec
-        blocks = torch.tensor(chunk.blocks)
+        rank, blocks = self._rank, torch.tensor(chunk.blocks)
 
         def slots(start: int, end: int) -> torch.Tensor:
-            return slots_of(blocks, layout.block_size, start, end)
+            return slots_of(blocks, rank.layout.block_size, start, end)
 
         def fill(start: int, end: int, kv: torch.Tensor) -> None:
-            if codec is not None and codec.gather(slots(start, end), kv):
+            if rank.codec is not None and rank.codec.gather(slots(start, end), kv):
                 return
-            uploaded = copies.upload(blocks)
+            uploaded = rank.copies.upload(blocks)
             for layer, cache in enumerate(rank.caches):
-                layout.gather(cache, uploaded, start, end, kv[layer])
+                rank.layout.gather(cache, uploaded, start, end, kv[layer])
 
         coding = None
-        if codec is not None and chunk.codec.lossy:
-            coding = codec.coding(chunk.codec, chunk.end - chunk.start, slots)
+        if rank.codec is not None and chunk.codec.lossy:
+            coding = rank.codec.coding(chunk.codec, chunk.end - chunk.start, slots)
         rank.endpoint.stage(chunk.transfer_id, chunk.start, chunk.end, chunk.total, fill, coding)
 
     def get_finished(self) -> tuple[set[str], set[str]]:
@@ -573,14 +564,14 @@ class PolyphaseConnectorWorker:
         self._importing -= len(received)
         return received, failed
 
-    def _import_ended(self, result: PullResult) -> None:
+    def _import_ended(self, request_id: str, ended: PullEnded) -> None:
         with self._lock:
-            self._received.add(result.request_id)  # a failed one too, or the engine would wait for it forever
-            if not result.ok:
-                self._failed.add(result.request_id)
+            self._received.add(request_id)  # a failed one too, or the engine would wait for it forever
+            if not ended.ok:
+                self._failed.add(request_id)
             self._progress.set()
-        if not result.ok:
-            _log.warning("import of %s failed: %s", result.transfer_id, result.error)
+        if not ended.ok:
+            _log.warning("import of %s failed: %s", ended.transfer_id, ended.error)
 
     def shutdown(self) -> None:
         if self._registered is not None:
@@ -601,7 +592,7 @@ def device_layout(cache: torch.Tensor, head_dim: int, block_size: int, blocks: i
 
 
 def codec_on_device(
-    caches: list[torch.Tensor], layout: KvLayout, export: ExportShape, upload: "Upload", *, lossy: bool
+    caches: list[torch.Tensor], layout: KvLayout, shape: RankShape, upload: "Upload", *, lossy: bool
 ) -> "DeviceCodec | None":
     """Triton's kernels for caches on a device; None for caches in host memory. Also None, with a warning that names the
     reason, where the kernels do not work: torch then moves KV, and the CPU codes it.
@@ -614,7 +605,7 @@ def codec_on_device(
         _log.warning("KV is moved without Triton kernels, and coded on the CPU: %s", error)
         return None
     try:
-        codec = DeviceCodec(caches, layout, export, upload)
+        codec = DeviceCodec(caches, layout, shape, upload)
         codec.prepare(lossy=lossy)
     except (ValueError, *KERNEL_FAULTS) as error:
         warn_of_fallback(error)

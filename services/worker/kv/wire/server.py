@@ -4,7 +4,6 @@
 """
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -12,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from services.worker.kv.codec import decode_into, encode, payload_bytes
-from services.worker.kv.errors import KvError, KvFault
-from services.worker.kv.shards import Shards
+from services.worker.kv import KvError, KvFault
+from services.worker.kv.codec import decode_into, encode
+from services.worker.kv.rank_links import RankStats
+from services.worker.kv.shards import RankShape
 from services.worker.kv.staging import CodedSegment, Segment, StagingPool, Transfer
 from services.worker.kv.wire.protocol import (
-    FRAME_BYTES,
     MAX_LIFE_S,
     MAX_WINDOW_BYTES,
     Buffer,
@@ -31,13 +30,12 @@ from services.worker.kv.wire.protocol import (
     Renew,
     Request,
     Sent,
-    Transport,
     Unread,
     checksum,
     decode_request,
     encode_message,
 )
-from shared.domain.kv import Codec
+from services.worker.kv.wire.tcp_transport import TcpTransport
 
 _log = logging.getLogger(__name__)
 _MAX_SERVINGS = 1024
@@ -49,65 +47,11 @@ _PullKey = tuple[bytes, int]  # the peer and the id that it gave the pull
 
 
 @dataclass(frozen=True, slots=True)
-class ExportShape:
-    """The layers and heads of the model that this rank holds, in `dtype`."""
-
-    shards: Shards
-    head_dim: int
-    dtype: torch.dtype
-    rank: int = 0
-
-    @property
-    def layers(self) -> tuple[int, int]:
-        """[start, end) of the rank."""
-        return self.shards.layers_of(self.rank)
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """Those of the rank: [start, end). Raises KvError(INVALID)."""
-        return self.shards.heads_of(self.rank)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in one layer: K and V, all heads of the rank."""
-        start, end = self.heads
-        return 2 * (end - start) * self.head_dim * self.dtype.itemsize
-
-    def chunk_shape(self, tokens: int) -> tuple[int, int, int, int, int]:
-        """[layers, 2, tokens, heads, head_dim] of that many tokens."""
-        (first_layer, last_layer), (first_head, last_head) = self.layers, self.heads
-        return last_layer - first_layer, 2, tokens, last_head - first_head, self.head_dim
-
-    def chunk_bytes(self, tokens: int) -> int:
-        """Bytes of that many tokens over all layers of the rank."""
-        return math.prod(self.chunk_shape(tokens)) * self.dtype.itemsize
-
-    def segment_tokens(self) -> int:
-        """Tokens of a segment: as many as leave one layer within a frame, in whole groups of 32 where that fits."""
-        tokens = max(1, FRAME_BYTES // self.token_bytes)
-        return tokens // 32 * 32 or tokens
-
-    def layers_a_frame(self, tokens: int, heads: int, codec: Codec) -> int:
-        """Layers whose coded KV of that many tokens and heads fits one payload."""
-        return max(1, FRAME_BYTES // payload_bytes((1, 2, tokens, heads, self.head_dim), self.dtype, codec))
-
-
-@dataclass(frozen=True, slots=True)
 class ExportIdentity:
     """The generation of the exporting instance and the fingerprint of its model."""
 
     generation: int
     fingerprint: str
-
-
-@dataclass(slots=True)
-class ServerCounters:
-    """Since the start; written by the server's thread only."""
-
-    sent_bytes: int = 0
-    served: int = 0
-    refused: int = 0
-    dropped: int = 0
 
 
 class KvServer:
@@ -116,19 +60,22 @@ class KvServer:
     def __init__(
         self,
         address: str,
-        transport: Transport,
+        transport: TcpTransport,
         pool: StagingPool,
-        shape: ExportShape,
+        shape: RankShape,
         identity: ExportIdentity,
-        corrupt: Callable[[], bool] = lambda: False,
-        on_death: Callable[[str, BaseException], None] = lambda *_: None,
-        enter: Callable[[], None] = lambda: None,
+        stats: RankStats,
+        corrupt: Callable[[], bool],
+        on_death: Callable[[str, BaseException], None],
+        enter: Callable[[], None],
     ) -> None:
-        """Binds at once. Raises OSError when the address is taken. `corrupt` is fault injection for tests.
+        """Binds at once. Raises OSError when the address is taken. `stats` counts pulls and bytes that were sent;
+        `corrupt` is fault injection for tests.
 
         On the server's thread `enter` is called first, and `on_death(thread, error)` when a bug ends it.
         """
-        self.counters = ServerCounters()
+        self.stats = stats
+        self.dropped = 0  # messages that are malformed
         self._transport = transport
         self._listener = transport.listen(address)
         self._pool = pool
@@ -179,10 +126,10 @@ class KvServer:
         for _ in range(_BURST):
             if (message := self._listener.receive()) is None:
                 return
-            peer, parts = message
-            request = decode_request(parts[0]) if len(parts) == 1 else None
+            peer, body = message
+            request = decode_request(body)
             if request is None:
-                self.counters.dropped += 1
+                self.dropped += 1
                 self._send(peer, Unread())
             else:
                 self._handle(peer, request)
@@ -190,12 +137,15 @@ class KvServer:
     def _handle(self, peer: bytes, request: Request) -> None:
         match request:
             case Pull():
-                self._begin(peer, request)
+                fault = self._objection(request)
+                if fault is None:
+                    self._servings[peer, request.pull_id] = Serving(request, self._shape, time.monotonic())
+                else:
+                    self.stats.pulls_refused += 1
+                    self._send(peer, Failed(request.pull_id, fault.value, ""))
             case Credit():
                 serving = self._servings.get((peer, request.pull_id))
-                if (
-                    serving is None
-                ):  # it may have ended: an importer that still repeats its grant has not received all frames
+                if serving is None:  # an importer that repeats its grant has not received all frames
                     self._send(peer, Failed(request.pull_id, KvFault.PROTOCOL.value, "no such pull is under way"))
                 elif not serving.grant(request.granted_bytes, time.monotonic()):
                     self._send(peer, Sent(request.pull_id, serving.frames))
@@ -207,14 +157,6 @@ class KvServer:
             case Renew():
                 if request.generation == self._identity.generation:
                     self._pool.renew(request.transfer_id)
-
-    def _begin(self, peer: bytes, pull: Pull) -> None:
-        fault = self._objection(pull)
-        if fault is not None:
-            self.counters.refused += 1
-            self._send(peer, Failed(pull.pull_id, fault.value, ""))
-            return
-        self._servings[peer, pull.pull_id] = Serving(pull, self._shape, time.monotonic())
 
     def _objection(self, pull: Pull) -> KvFault | None:
         if pull.generation != self._identity.generation:
@@ -247,20 +189,20 @@ class KvServer:
     def _pump_one(self, key: _PullKey, serving: "Serving") -> bool:
         peer, _ = key
         transfer = self._pool.open(serving.pull.transfer_id)
-        if transfer is None or not self._listener.takes(peer):
+        if transfer is None or not self._listener.sends_at_once(peer):
             return False
         seal = not self._listener.seals or self._corrupt()
-        made = serving.next_frame(transfer, self._identity.generation, seal=seal)
-        if made is None:
+        next_frame = serving.next_frame(transfer, self._identity.generation, seal=seal)
+        if next_frame is None:
             return False
-        frame, payload = made
+        frame, payload = next_frame
         if not self._send(peer, frame, self._faulty(payload)):
             self._servings.pop(key, None)
             return False
-        self.counters.sent_bytes += len(payload)
+        self.stats.sent_bytes += len(payload)
         if serving.finished:
             self._servings.pop(key, None)
-            self.counters.served += 1
+            self.stats.pulls_served += 1
         else:
             self._servings[key] = self._servings.pop(key)  # other pulls on the same connection come first the next time
         return True
@@ -274,7 +216,7 @@ class KvServer:
 
     def _fail(self, key: _PullKey, error: KvError) -> None:
         serving = self._servings.pop(key)
-        self.counters.refused += 1
+        self.stats.pulls_refused += 1
         self._send(key[0], Failed(serving.pull.pull_id, error.fault.value, error.message))
 
     def _expire(self) -> None:
@@ -294,7 +236,7 @@ class KvServer:
 class Serving:
     """State of one pull: a cursor over segments and layers, and the remaining grant."""
 
-    def __init__(self, pull: Pull, shape: ExportShape, now_s: float) -> None:
+    def __init__(self, pull: Pull, shape: RankShape, now_s: float) -> None:
         """`now_s` is monotonic."""
         self.pull = pull
         self.frames = 0
@@ -402,23 +344,24 @@ class Serving:
         return segment.kv[layer - first_layer : last_layer - first_layer, :, tokens, heads]
 
     def _header(self, transfer: Transfer, generation: int, last_layer: int, end: int, digest: int) -> Frame:
+        pull, shape = self.pull, self._shape
         return Frame(
-            pull_id=self.pull.pull_id,
+            pull_id=pull.pull_id,
             sequence=self.frames,
             transfer_id=transfer.transfer_id,
             generation=generation,
-            codec=self.pull.codec,
-            dtype=str(self._shape.dtype).removeprefix("torch."),
+            codec=pull.codec,
+            dtype=str(shape.dtype).removeprefix("torch."),
             layer_start=self._layer,
             layer_end=last_layer,
-            layers=self._shape.shards.layers,
+            layers=shape.shards.layers,
             token_start=self._token,
             token_end=end,
-            head_start=self.pull.head_start,
-            head_end=self.pull.head_end,
-            head_dim=self._shape.head_dim,
-            rank=self._shape.rank,
-            ranks=self._shape.shards.ranks,
+            head_start=pull.head_start,
+            head_end=pull.head_end,
+            head_dim=shape.head_dim,
+            rank=shape.rank,
+            ranks=shape.shards.ranks,
             checksum=digest,
         )
 

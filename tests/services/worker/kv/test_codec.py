@@ -8,10 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv import codec
+from services.worker.kv import KvError, KvFault, codec
 from services.worker.kv import codec as compiled
 from services.worker.kv.codec import codec_speeds, decode, encode, payload_bytes
-from services.worker.kv.errors import KvError, KvFault
 from shared.domain.instance import KvGeometry
 from shared.domain.kv import TOKEN_GROUP, Codec
 from tests.services.worker.kv import codec_reference as reference

@@ -11,11 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv.device import Blocks, DeviceCopies, HostCopies
-from services.worker.kv.errors import KvError, KvFault
-from services.worker.kv.host_memory import HeapMemory, PinnedMemory
+from services.worker.kv import KvError, KvFault
+from services.worker.kv.device import Blocks, Copies, DeviceCopies
 from services.worker.kv.layout import slots_of, strided_layout
-from services.worker.kv.staging import Segment, parts_of
+from services.worker.kv.staging import HeapMemory, PinnedMemory, Segment, parts_of
 from shared.domain.kv import Codec
 from tests.services.worker.kv.late_device import LateDevice
 
@@ -239,7 +238,7 @@ def test_no_pinned_memory_is_a_refusal_and_nothing_is_issued() -> None:
 
 
 def test_beside_a_cache_on_the_host_all_is_done_when_a_call_returns() -> None:
-    copies, cache, results = HostCopies(HeapMemory(shape, torch.float32, SEGMENT)), torch.ones(shape(6)), list[Result]()
+    copies, cache, results = Copies(HeapMemory(shape, torch.float32, SEGMENT)), torch.ones(shape(6)), list[Result]()
     copies.start(lambda *_: None)
     copies.stage(0, 6, lambda first, until, kv: kv.copy_(cache[:, :, first:until]), results.append)
     (staged,) = results
@@ -274,7 +273,7 @@ class Decoder:
 
 def destination(cache: torch.Tensor, numbers: list[int], decoder: Decoder | None = None) -> Blocks:
     layout = strided_layout(cache, DIM, BLOCK)
-    copies = HostCopies(HeapMemory(lambda tokens: (1, 2, tokens, HEADS, DIM), cache.dtype, BLOCK))
+    copies = Copies(HeapMemory(lambda tokens: (1, 2, tokens, HEADS, DIM), cache.dtype, BLOCK))
     slots = slots_of(torch.tensor(numbers), BLOCK, 0, TOKENS)
     return Blocks([cache], layout, slots, 0, 0, 0, copies, None, False, cast(Any, decoder), null_slots=BLOCK)
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv.errors import KvError, KvFault
-from services.worker.kv.host_memory import HeapMemory, PinnedMemory
+from services.worker.kv import KvError, KvFault
+from services.worker.kv.staging import HeapMemory, PinnedMemory
 
 TOKEN_BYTES = 2 * 3 * 2 * 4  # K and V, three layers, a head of two float32
 

@@ -13,21 +13,19 @@ pytest.importorskip("triton")
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from services.worker.kv import device_codec
+from services.worker.kv import KvError, KvFault, device_codec
 from services.worker.kv.codec import encode
-from services.worker.kv.device import Blocks, HostCopies
+from services.worker.kv.device import Blocks, Copies
 from services.worker.kv.device_codec import DeviceCodec
-from services.worker.kv.errors import KvError, KvFault
-from services.worker.kv.host_memory import HeapMemory
 from services.worker.kv.layout import slots_of, strided_layout
-from services.worker.kv.shards import Shards
+from services.worker.kv.shards import RankShape, Shards
+from services.worker.kv.staging import HeapMemory
 from services.worker.kv.vllm.connector import codec_on_device
-from services.worker.kv.wire.server import ExportShape
 from shared.domain.kv import Codec
 from tests.services.worker.kv.rig import DIM, KV_HEADS, LAYERS, model_kv
 
 BLOCK, TOKENS = 16, 70
-SHAPE = ExportShape(Shards((LAYERS,), KV_HEADS, 1), DIM, torch.float32)
+SHAPE = RankShape(Shards((LAYERS,), KV_HEADS, 1), DIM, torch.float32)
 FAULTS = {
     "compile error": CompilationError("x = y", None, "y is not defined"),  # type: ignore[arg-type]
     "shared memory": OutOfResources(300_000, 101_376, "shared memory"),
@@ -102,7 +100,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
 
 
 def test_a_payload_that_no_kernel_takes_is_left_to_the_cpu(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
-    copies = HostCopies(HeapMemory(SHAPE.chunk_shape, torch.float32, TOKENS))
+    copies = Copies(HeapMemory(SHAPE.chunk_shape, torch.float32, TOKENS))
     into = Blocks(rank.caches, rank.layout, rank.slots, 0, 0, 0, copies, None, False, rank.codec)
     payload = encode(model_kv(TOKENS), Codec.INT8)
     for _ in range(3):

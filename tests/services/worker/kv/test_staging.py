@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from services.worker.kv.errors import KvError, KvFault
+from services.worker.kv import KvError, KvFault
 from services.worker.kv.staging import Segment, StagingPool
 
 
@@ -46,7 +46,7 @@ def test_the_bound_refuses_and_marks_the_transfer_failed() -> None:
         stage(pool, "b", 5, 9)
     assert raised.value.fault is KvFault.REFUSED
     assert fault_of(pool, "b") is KvFault.REFUSED
-    assert (pool.staged_bytes, pool.staging_failed) == (100, 1)
+    assert (pool.staged_bytes, pool.stats.staging_failed) == (100, 1)
     with pytest.raises(KvError):
         stage(pool, "b", 5, 9)  # for good, also when there is room again
 
@@ -92,7 +92,7 @@ def test_leases_end_and_are_renewed_by_readers() -> None:
     assert pool.expire() == ["a"]
     assert fault_of(pool, "a") is KvFault.EXPIRED
     assert pool.open("b") is not None
-    assert (pool.staged_bytes, pool.leases_expired) == (100, 1)
+    assert (pool.staged_bytes, pool.stats.leases_expired) == (100, 1)
 
 
 def test_a_later_chunk_of_a_transfer_whose_failure_is_forgotten_is_never_pulled_as_its_first() -> None:
@@ -117,7 +117,7 @@ def test_an_importer_that_waits_renews_a_lease_a_bounded_number_of_times() -> No
         assert pool.expire() == []
     clock.now += 8
     assert not pool.renew("a")
-    assert (pool.leases_renewed, pool.expire()) == (3, [])
+    assert (pool.stats.leases_renewed, pool.expire()) == (3, [])
     clock.now += 2
     assert pool.expire() == ["a"]
 
@@ -131,7 +131,7 @@ def test_renewals_that_follow_each_other_fast_count_once_and_the_unknown_get_not
     assert not pool.renew("never staged")
     pool.release("a")
     assert not pool.renew("a")
-    assert (pool.leases_renewed, len(pool)) == (1, 0)
+    assert (pool.stats.leases_renewed, len(pool)) == (1, 0)
 
 
 def test_release_is_idempotent_and_remembered() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from services.worker.kv.device import Blocks, DeviceCopies
-from services.worker.kv.host_memory import HeapMemory
 from services.worker.kv.layout import slots_of, strided_layout
+from services.worker.kv.staging import HeapMemory
 from services.worker.kv.wire.importing import Load
 from tests.services.worker.kv.rig import DIM, KV_HEADS, LAYERS, WAIT_S, Rig, model_kv
 from tests.services.worker.kv.stand_in import OnHost, StandIn

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from services.worker.kv.errors import lossy_salt
+from services.worker.kv import lossy_salt
 from services.worker.kv.rank_links import KvEvent, KvEvents, PullEnded, SocketControl, Stats
 from shared.domain.kv import Codec, KvHandle
 from tests.ports import free_port
