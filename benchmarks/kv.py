@@ -26,10 +26,9 @@ from services.worker.kv.codec import codec_speeds
 from services.worker.kv.rank_links import PullEnded
 from services.worker.kv.shards import RankShape, Shards
 from services.worker.kv.staging import Bytes
-from services.worker.kv.wire.endpoint import EndpointSettings, KvEndpoint
+from services.worker.kv.wire.endpoint import KvEndpoint, KvSettings
 from services.worker.kv.wire.importing import Load
 from services.worker.kv.wire.nixl_agent import NixlAgent, installed
-from services.worker.kv.wire.server import ExportIdentity
 from shared.domain.instance import KvGeometry
 from shared.domain.kv import Codec, KvHandle
 
@@ -98,8 +97,8 @@ def _agent(size: int) -> tuple[NixlAgent, Bytes]:
 LAYERS, HEADS, DIM = 16, 8, 64  # 32 KiB of bfloat16 a token
 _TOKEN_BYTES = LAYERS * 2 * HEADS * DIM * 2
 _SHARDS = Shards((LAYERS,), HEADS)
+_STAGING_BYTES = 512 << 20
 _SHAPE = RankShape(_SHARDS, DIM, torch.bfloat16)
-_IDENTITY = ExportIdentity(generation=1, fingerprint="bench")
 SCHEMES = {"tcp": "kv"} | ({"nixl": "nixl"} if installed() else {})  # of addresses, by transport
 NIXL_OVER_TCP = "nixl_over_tcp"
 _WANT = {1: 0.6, 8: 0.8, 64: 0.8}  # of a plain socket's rate, by MiB
@@ -166,6 +165,10 @@ def _compare(
             aims[f"tcp_{size_mb}mb_to_nixl_over_tcp_ratio"] = at_least(_WANT_OF_NIXL[size_mb], ratio)
 
 
+def _settings(scheme: str, events: str) -> KvSettings:
+    return KvSettings((f"{scheme}://127.0.0.1:*",), events, generation=1, fingerprint="bench", control_key="")
+
+
 class _Importer:
     """The parent's side: pulls into paged tensors, or reads the plain socket into a buffer."""
 
@@ -178,8 +181,8 @@ class _Importer:
         self._nixl = nixl
         self._endpoints = {}
         for name, scheme in SCHEMES.items():
-            settings = EndpointSettings(f"{scheme}://127.0.0.1:*", f"ipc://{folder}/importer-{name}", _IDENTITY)
-            self._endpoints[name] = KvEndpoint(settings, _SHAPE, self._on_end)
+            settings = _settings(scheme, f"ipc://{folder}/importer-{name}")
+            self._endpoints[name] = KvEndpoint(settings, _SHAPE, self._on_end, _STAGING_BYTES)
         self._count = 0
 
     def __enter__(self) -> "_Importer":
@@ -275,8 +278,7 @@ def _export(pipe: Connection, folder: str) -> None:
     endpoints = {}
     for transport, scheme in SCHEMES.items():
         events = f"ipc://{Path(folder)}/exporter-{transport}"
-        settings = EndpointSettings(f"{scheme}://127.0.0.1:*", events, _IDENTITY, staging_bytes=512 << 20)
-        endpoints[transport] = KvEndpoint(settings, _SHAPE, lambda *_: None)
+        endpoints[transport] = KvEndpoint(_settings(scheme, events), _SHAPE, lambda *_: None, _STAGING_BYTES)
     pipe.send(({name: each.address for name, each in endpoints.items()}, server.getsockname()[1]))
     source = torch.randn(LAYERS, 2, 64, HEADS, DIM).to(torch.bfloat16)
 

@@ -15,9 +15,8 @@ from services.worker.kv.layout import slots_of, strided_layout
 from services.worker.kv.rank_links import PullEnded
 from services.worker.kv.shards import RankShape, Shards
 from services.worker.kv.staging import HeapMemory, PinnedMemory, Staged
-from services.worker.kv.wire.endpoint import EndpointSettings, KvEndpoint
+from services.worker.kv.wire.endpoint import KvEndpoint, KvSettings
 from services.worker.kv.wire.importing import Load
-from services.worker.kv.wire.server import ExportIdentity
 from shared.domain.kv import Codec, KvHandle
 
 BLOCK, HEADS, DIM, LAYERS = 16, 8, 128, 16  # 64 KiB a token in bfloat16
@@ -171,14 +170,13 @@ def import_again(target: Cache, staged: Staged) -> None:
 def end_to_end(folder: Path, source: Cache, target: Cache, rounds: int) -> dict[str, float]:
     """From blocks to blocks: through pinned memory, TCP over loopback, and pinned memory, by one process."""
     results: queue.Queue[PullEnded] = queue.Queue()
-    identity = ExportIdentity(1, "model")
 
     def endpoint(name: str, cache: Cache) -> KvEndpoint:
-        settings = EndpointSettings(
-            "kv://127.0.0.1:*", f"ipc://{folder}/{name}", identity, 2 * source.size_bytes, lossy=True
-        )
+        settings = KvSettings(("kv://127.0.0.1:*",), f"ipc://{folder}/{name}", 1, "model", "", lossy=True)
         copies: Any = Started(cache.copies)
-        return KvEndpoint(settings, cache.shape, lambda _, ended: results.put(ended), None, copies)
+        return KvEndpoint(
+            settings, cache.shape, lambda _, ended: results.put(ended), 2 * source.size_bytes, None, copies
+        )
 
     exporter, importer = endpoint("exporter", source), endpoint("importer", target)
     count = 0

@@ -101,7 +101,6 @@ def check_head_dim(dim: int, codec: Codec) -> None:
 
 
 def payload_bytes(shape: Shape, wire: torch.dtype, codec: Codec) -> int:
-    """Size of the payload of KV of that shape."""
     layers, _, tokens, heads, dim = shape
     values = tokens * heads * dim  # of one layer's K, or V
     if codec is Codec.RAW:

@@ -112,7 +112,6 @@ class TorchDevice:
         return self._event()
 
     def current(self) -> Any:
-        """The calling thread's stream."""
         return self._module.current_stream(self._device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
@@ -293,7 +292,6 @@ class Blocks:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the caches."""
         return self.caches[0].dtype
 
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:

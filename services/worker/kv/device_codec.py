@@ -51,7 +51,6 @@ class Places:
         return len(self.views) // 2, 2, self.slots.numel(), heads, dim
 
     def of_layers(self, start: int, end: int) -> "Places":
-        """The places of layers [start, end)."""
         sides = slice(2 * start, 2 * end)
         return Places(self.views[sides], self.pointers[sides], self.slots)
 
@@ -70,19 +69,6 @@ def pointers_of(views: list[torch.Tensor]) -> torch.Tensor:
     if first.stride(3) != 1 or any(view.stride() != first.stride() or view.dtype != first.dtype for view in views):
         raise ValueError("KV caches with unlike strides, or channels that do not lie together")
     return torch.tensor([view.data_ptr() for view in views], dtype=torch.int64)
-
-
-def encode_places(places: Places, codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Payload, uint8 on the device, and what `require_finite` judges once it has come to the host: int32.
-
-    Issued on the current stream. Raises KvError(CODEC) for an odd head_dim with INT4.
-    """
-    layers, _, _, heads, _ = places.shape
-    first = places.views[0]
-    payload = torch.empty(payload_bytes(places.shape, first.dtype, codec), dtype=torch.uint8, device=first.device)
-    tops = torch.empty((layers, 2, heads), dtype=torch.int32, device=first.device)
-    encode_into(places, codec, layers, payload, tops)
-    return payload, tops
 
 
 def spacing(shape: Shape, dtype: torch.dtype, codec: Codec) -> int:
@@ -121,7 +107,6 @@ class _Payloads:
 
     @property
     def sides(self) -> int:
-        """K and V of the layers of one."""
         return 2 * self.shape[0]
 
 
@@ -175,7 +160,6 @@ class _Section:
 
     @property
     def values(self) -> int:
-        """Coded values of all layers."""
         return self.layers * self.tokens * self.heads * self.dim
 
     @property
@@ -185,7 +169,6 @@ class _Section:
 
     @property
     def end(self) -> int:
-        """The offset of the next section."""
         return self.at + 2 * self.apart + self.values * self.bits // 8
 
     @property
@@ -269,7 +252,6 @@ class DeviceCodec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the caches."""
         return self._views[0].dtype
 
     def prepare(self, *, lossy: bool) -> None:
@@ -310,7 +292,6 @@ class DeviceCodec:
 
     @property
     def _codecs(self) -> list[Codec]:
-        """Those that make KV of this head_dim smaller."""
         return [each for each in Codec if each.lossy and not (each is Codec.INT4 and self.shape.head_dim % 2)]
 
     def decode(

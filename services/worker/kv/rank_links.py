@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Protocol, Self
 
 import msgspec
@@ -149,14 +148,13 @@ class SocketControl:
         self._endpoints = tuple(endpoints)
         self._key = key
         self._curve = curve
-        self._context: zmq.asyncio.Context | None = None
+        self._context = zmq.asyncio.Context()
         self._sockets: list[zmq.asyncio.Socket] = []
         self._waiting: dict[tuple[int, int], asyncio.Future[Answer]] = {}
         self._readers = Background()
         self._last_call = 0
 
     async def __aenter__(self) -> Self:
-        self._context = zmq.asyncio.Context()
         for rank, endpoint in enumerate(self._endpoints):
             dealer = self._context.socket(zmq.DEALER)
             dealer.setsockopt(zmq.LINGER, 0)
@@ -169,14 +167,11 @@ class SocketControl:
             self._readers.start(f"kv-control-{rank}", self._read(rank, dealer))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._readers.close()
         for each in self._sockets:
             each.close()
-        if self._context is not None:
-            self._context.term()
+        self._context.term()
 
     async def call(self, operation: Operation, timeout_s: float = _TIMEOUT_S) -> list[RankStats]:
         """Raises DeadlineExceeded when a rank does not answer in time; a rank does not answer a wrong key either."""
@@ -379,13 +374,11 @@ class KvEvents:
     def __init__(self, address: str) -> None:
         self.address = address
         self.dropped = 0
-        self._context: zmq.asyncio.Context | None = None
-        self._socket: zmq.asyncio.Socket | None = None
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PULL)
         self._decoder = msgspec.msgpack.Decoder(KvEvent)
 
     async def __aenter__(self) -> "KvEvents":
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_EVENT_BYTES)
         self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
@@ -393,24 +386,19 @@ class KvEvents:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._socket is not None and self._context is not None:
-            self._socket.close()
-            self._context.term()
+    async def __aexit__(self, *_: object) -> None:
+        self._socket.close()
+        self._context.term()
 
     def __aiter__(self) -> "KvEvents":
         return self
 
     async def __anext__(self) -> KvEvent:
-        return await self.get()
-
-    async def get(self) -> KvEvent:
-        assert self._socket is not None, "enter the context first"
         while True:
             frame = await self._socket.recv()
             event: KvEvent | None = decoded(self._decoder, frame)
             if event is not None:
                 return event
             self.dropped += 1
+
+    get = __anext__

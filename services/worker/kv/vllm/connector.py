@@ -32,12 +32,10 @@ from services.worker.kv.device import Blocks, Copies, DeviceCopies, TorchDevice
 from services.worker.kv.layout import CpuLayout, KvLayout, LayoutError, StridedLayout, slots_of, strided_layout
 from services.worker.kv.rank_links import PullEnded
 from services.worker.kv.shards import RankShape
-from services.worker.kv.staging import LEASE_RENEWALS, PinnedMemory
+from services.worker.kv.staging import PinnedMemory
 from services.worker.kv.vllm.layers import check_specs, in_order, shards_of, without_draft
-from services.worker.kv.wire.endpoint import UNDER_WAY_BYTES, EndpointSettings, Faults, KvEndpoint, host_copies
-from services.worker.kv.wire.importing import DTYPES, Load, PullLimits
-from services.worker.kv.wire.nixl_agent import NIXL_SCHEME
-from services.worker.kv.wire.server import ExportIdentity
+from services.worker.kv.wire.endpoint import UNDER_WAY_BYTES, Faults, KvEndpoint, KvSettings, host_copies
+from services.worker.kv.wire.importing import DTYPES, Load
 from shared.domain.kv import Codec, KvHandle, default_staging
 
 if TYPE_CHECKING:
@@ -52,55 +50,6 @@ _log = logging.getLogger(__name__)
 _STAGED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 _IDLE_WAIT_S = 0.001
 _SCRATCH_BYTES = 256 << 20  # of a device's memory, for KV on its way to the host
-
-
-class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kv_connector_extra_config`."""
-
-    endpoints: tuple[str, ...]  # one for each rank, stage by stage, as in KvHandle.endpoints
-    events: str  # where the worker's KvEvents listens, which must be bound first
-    control_key: str  # a random text that the worker's SocketControl presents
-    instance_id: str
-    generation: int  # InstanceInfo.generation
-    fingerprint: str  # Compatibility.fingerprint
-    staging_bytes: int | None = None  # bound of one rank's export pool; None: in proportion to its KV
-    lease_s: float = 60.0  # staged KV that is neither pulled nor renewed for so long is dropped
-    lease_renewals: int = LEASE_RENEWALS  # of one transfer's lease, by importers that wait for blocks
-    pull_timeout_s: float = 10.0  # an import without progress for so long fails
-    connect_timeout_s: float = 2.0  # an import fails when an exporter cannot be reached for so long
-    inbox_bytes: int = 64 << 20  # bound of one rank's prefetched KV
-    controls: tuple[str, ...] = ()  # ZeroMQ addresses for SocketControl, one for each rank; empty where none is used
-    connections: int = 1  # to each exporter rank, for imports of 8 MB and more
-    lossy: bool = False  # load the codecs at the start, not with the first coded KV
-    curve_public: str = ""  # CurveZMQ pair of the cluster (Z85)
-    curve_secret: str = ""
-    encrypted: bool = True  # with a pair: KV is sent over TLS; False: both sides prove that they have the pair
-    nixl_trusted: bool = False  # NIXL with other hosts: see NixlUse
-    fault: str = ""  # fault injection for tests: "zero" or "corrupt"
-
-    @property
-    def nixl(self) -> bool:
-        """Whether this instance uses NIXL with peers that use it too."""
-        return any(each.startswith(f"{NIXL_SCHEME}://") for each in self.endpoints)
-
-    def of_rank(self, rank: int, staging_bytes: int) -> EndpointSettings:
-        return EndpointSettings(
-            address=self.endpoints[rank],
-            events=self.events,
-            identity=ExportIdentity(self.generation, self.fingerprint),
-            staging_bytes=staging_bytes,
-            lease_s=self.lease_s,
-            lease_renewals=self.lease_renewals,
-            limits=PullLimits(
-                self.connect_timeout_s, self.pull_timeout_s, self.inbox_bytes, connections=self.connections
-            ),
-            lossy=self.lossy,
-            curve=(self.curve_public, self.curve_secret) if self.curve_public else None,
-            encrypted=self.encrypted,
-            control=self.controls[rank] if self.controls else "",
-            control_key=self.control_key,
-            nixl_trusted=self.nixl_trusted,
-        )
 
 
 class ExportParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -170,12 +119,12 @@ class PolyphaseConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # 
 
 
 class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is untyped here
-    """Delegates to the part of its role; vLLM prescribes the methods."""
+    """Delegates to the scheduler or the worker, of which it has the one of its role; vLLM prescribes the methods."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         """Raises msgspec.ValidationError for bad settings, ValueError for an engine that cannot be served."""
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = msgspec.convert(self._kv_transfer_config.kv_connector_extra_config, ConnectorSettings)
+        settings = msgspec.convert(self._kv_transfer_config.kv_connector_extra_config, KvSettings)
         parallel = vllm_config.parallel_config
         ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
         if len(settings.endpoints) != ranks:
@@ -188,22 +137,10 @@ class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is u
             raise ValueError("KV transfer supports models with one KV cache group only")
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             raise ValueError('kv_load_failure_policy must be "recompute"')
-        self._scheduler: PolyphaseConnectorScheduler | None = None
-        self._worker: PolyphaseConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = PolyphaseConnectorScheduler(settings, vllm_config.max_concurrent_batches)
+            self.scheduler = PolyphaseConnectorScheduler(settings, vllm_config.max_concurrent_batches)
         else:
-            self._worker = PolyphaseConnectorWorker(vllm_config, settings, kv_cache_config)
-
-    @property
-    def scheduler(self) -> "PolyphaseConnectorScheduler":
-        assert self._scheduler is not None, "this connector has the role of a worker"
-        return self._scheduler
-
-    @property
-    def worker(self) -> "PolyphaseConnectorWorker":
-        assert self._worker is not None, "this connector has the role of the scheduler"
-        return self._worker
+            self.worker = PolyphaseConnectorWorker(vllm_config, settings, kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -253,8 +190,8 @@ class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is u
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.shutdown()
+        if self.role is KVConnectorRole.WORKER:
+            self.worker.shutdown()
 
     @property
     def _step(self) -> PolyphaseConnectorMetadata:
@@ -283,7 +220,7 @@ class _Import:
 class PolyphaseConnectorScheduler:
     """The part in vLLM's scheduler: requests that export or import, by the engine's request id."""
 
-    def __init__(self, settings: ConnectorSettings, batches: int) -> None:
+    def __init__(self, settings: KvSettings, batches: int) -> None:
         """`batches`: how many the engine has under way at once."""
         self._settings = settings
         self._batches = batches
@@ -412,7 +349,7 @@ class PolyphaseConnectorWorker:
     thread calls its methods; imports end on the puller's thread.
     """
 
-    def __init__(self, config: VllmConfig, settings: ConnectorSettings, cache: "KVCacheConfig") -> None:
+    def __init__(self, config: VllmConfig, settings: KvSettings, cache: "KVCacheConfig") -> None:
         self.faults = Faults(corrupt=settings.fault == "corrupt")
         self.zero_imports = settings.fault == "zero"
         self._config = config
@@ -460,8 +397,7 @@ class PolyphaseConnectorWorker:
         staging_bytes = self._settings.staging_bytes or default_staging(sum(each.nbytes for each in layers), longest)
         copies = self._copies_of(first, shape, staging_bytes)
         codec = codec_on_device(layers, layout, shape, copies.upload, lossy=self._settings.lossy)
-        settings = self._settings.of_rank(rank, staging_bytes)
-        endpoint = KvEndpoint(settings, shape, self._import_ended, self.faults, copies)
+        endpoint = KvEndpoint(self._settings, shape, self._import_ended, staging_bytes, self.faults, copies)
         self._registered = _Rank(layers, layout, copies, codec, endpoint, shards.layers_of(rank)[0], head_start)
 
     def _cpu_layout(self, cache: torch.Tensor, head_dim: int, block_size: int) -> CpuLayout:

@@ -4,29 +4,14 @@ A connector needs nothing else, whatever the engine. Emulated instances move no 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
-from services.worker.kv import KvError, KvFault
+from services.worker.kv import KvError, KvFault, rank_links
 from services.worker.kv.codec import prepare
 from services.worker.kv.device import Copies, Fill
-from services.worker.kv.rank_links import (
-    ControlServer,
-    Drop,
-    EventSender,
-    Operation,
-    Prefetch,
-    PullEnded,
-    RankStats,
-    Release,
-    RenewLease,
-    StagedChunk,
-    StagingFailed,
-    Stats,
-    ThreadEnded,
-    TransferEnded,
-)
+from services.worker.kv.rank_links import PullEnded, RankStats
 from services.worker.kv.shards import RankShape
 from services.worker.kv.staging import (
     LEASE_RENEWALS,
@@ -39,44 +24,57 @@ from services.worker.kv.staging import (
     plain,
 )
 from services.worker.kv.wire.importing import Load, PullLimits
-from services.worker.kv.wire.nixl_agent import NIXL_SCHEME, NixlUse
+from services.worker.kv.wire.nixl_agent import NIXL_SCHEME
 from services.worker.kv.wire.nixl_transport import NixlTransport
 from services.worker.kv.wire.protocol import MAX_LIFE_S, MAX_WINDOW_BYTES
 from services.worker.kv.wire.puller import OnEnd, Puller
-from services.worker.kv.wire.server import ExportIdentity, KvServer
+from services.worker.kv.wire.server import KvServer
 from services.worker.kv.wire.tcp_transport import TcpTransport
 from shared.domain.kv import KvHandle
 
 UNDER_WAY_BYTES = 64 << 20  # staged KV that was released while frames of it are still being sent
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointSettings:
-    """The addresses, identity and bounds of one rank.
+class KvSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How an instance's ranks export and import KV: vLLM's `kv_connector_extra_config`.
 
-    The scheme of `address` is the transport: `kv` is TCP; `nixl` is TCP with NIXL for the payloads, in both directions,
-    with peers that use it too. `control`, where it is set, is the ZeroMQ address at which `SocketControl` reaches the
-    rank, and `control_key` the key that it must present.
+    The scheme of an endpoint is the transport: `kv` is TCP; `nixl` is TCP with NIXL for the payloads, in both
+    directions, with peers that use it too.
     """
 
-    address: str
-    events: str
-    identity: ExportIdentity
-    staging_bytes: int = 256 << 20
-    lease_s: float = 60.0
-    lease_renewals: int = LEASE_RENEWALS
-    limits: PullLimits = field(default_factory=PullLimits)
-    curve: tuple[str, str] | None = None
-    encrypted: bool = True  # with `curve`: TLS; otherwise both sides prove that they have the pair, and KV is plain
-    control: str = ""
-    control_key: str = ""
-    lossy: bool = False  # load the codecs before the first transfer needs one
-    nixl_trusted: bool = False  # see NixlUse
+    endpoints: tuple[str, ...]  # one for each rank, stage by stage, as in KvHandle.endpoints
+    events: str  # where the worker's KvEvents listens, which must be bound first
+    generation: int  # InstanceInfo.generation
+    fingerprint: str  # Compatibility.fingerprint
+    control_key: str  # a random text that the worker's SocketControl presents
+    instance_id: str = ""
+    staging_bytes: int | None = None  # bound of one rank's export pool; None: in proportion to its KV
+    lease_s: float = 60.0  # staged KV that is neither pulled nor renewed for so long is dropped
+    lease_renewals: int = LEASE_RENEWALS  # of one transfer's lease, by importers that wait for blocks
+    pull_timeout_s: float = 10.0  # an import without progress for so long fails
+    connect_timeout_s: float = 2.0  # an import fails when an exporter cannot be reached for so long
+    inbox_bytes: int = 64 << 20  # bound of one rank's prefetched KV
+    controls: tuple[str, ...] = ()  # ZeroMQ addresses for SocketControl, one for each rank; empty where none is used
+    connections: int = 1  # to each exporter rank, for imports of 8 MB and more
+    lossy: bool = False  # load the codecs at the start, not with the first coded KV
+    curve_public: str = ""  # CurveZMQ pair of the cluster (Z85)
+    curve_secret: str = ""
+    encrypted: bool = True  # with a pair: KV is sent over TLS; False: both sides prove that they have the pair
+    nixl_trusted: bool = False  # NIXL with other hosts: only this cluster reaches the networks of UCX
+    fault: str = ""  # fault injection for tests: "zero" or "corrupt"
 
     @property
     def nixl(self) -> bool:
-        """Whether this rank uses NIXL with peers that use it too."""
-        return self.address.startswith(f"{NIXL_SCHEME}://")
+        """Whether this instance uses NIXL with peers that use it too."""
+        return any(each.startswith(f"{NIXL_SCHEME}://") for each in self.endpoints)
+
+    @property
+    def curve(self) -> tuple[str, str] | None:
+        return (self.curve_public, self.curve_secret) if self.curve_public else None
+
+    @property
+    def limits(self) -> PullLimits:
+        return PullLimits(self.connect_timeout_s, self.pull_timeout_s, self.inbox_bytes, connections=self.connections)
 
 
 def host_copies(shape: RankShape, staging_bytes: int, *, fixed: bool) -> Copies:
@@ -99,53 +97,58 @@ class KvEndpoint:
 
     def __init__(
         self,
-        settings: EndpointSettings,
+        settings: KvSettings,
         shape: RankShape,
         on_end: OnEnd,
+        staging_bytes: int,
         faults: Faults | None = None,
         copies: Copies | None = None,
+        limits: PullLimits | None = None,
     ) -> None:
         """Binds and starts at once. `copies`: how KV leaves the cache, by default one in host memory; closed with this.
-        Raises OSError when an address cannot be bound.
+        `limits` are those of the settings by default. Raises OSError when an address cannot be bound.
         """
         if settings.lossy:
             prepare(shape.dtype)
-        faults = faults or Faults()
+        faults, limits = faults or Faults(), limits or settings.limits
         self.settings = settings
         self._shape = shape
         self._on_end = on_end
         self._rank = shape.rank
-        self._stats = RankStats(rank=shape.rank, staging_limit_bytes=settings.staging_bytes)
-        self.copies = copies or host_copies(shape, settings.staging_bytes, fixed=settings.nixl)
+        self._stats = RankStats(rank=shape.rank, staging_limit_bytes=staging_bytes)
+        self.copies = copies or host_copies(shape, staging_bytes, fixed=settings.nixl)
         # The server's and the puller's thread have a transport each. Prefetched KV stays where NIXL has read it to; the
         # window is for KV that passes through.
         self.exporting = self._transport(staging=self.copies.memory.slabs)
-        self.importing = self._transport(receiving_bytes=settings.limits.inbox_bytes + MAX_WINDOW_BYTES)
-        self._events = EventSender(settings.events)
+        self.importing = self._transport(receiving_bytes=limits.inbox_bytes + MAX_WINDOW_BYTES)
+        self._events = rank_links.EventSender(settings.events)
         self.pool = StagingPool(
-            settings.staging_bytes,
+            staging_bytes,
             settings.lease_s,
             on_change=self.exporting.wake,
-            on_end=lambda transfer_id, left: self._events.send(TransferEnded(transfer_id, self._rank, left)),
+            on_end=lambda transfer_id, left: self._events.send(rank_links.TransferEnded(transfer_id, self._rank, left)),
             renewals=settings.lease_renewals,
             stats=self._stats,
         )
         enter, died = self.copies.enter, self._thread_ended
         self.server = KvServer(
-            settings.address,
+            settings.endpoints[shape.rank],
             self.exporting,
             self.pool,
             shape,
-            settings.identity,
+            settings.generation,
+            settings.fingerprint,
             self._stats,
             lambda: faults.corrupt,
             died,
             enter,
         )
-        self.puller = Puller(self.importing, shape, self._ended, settings.limits, self._stats, died, enter)
+        self.puller = Puller(self.importing, shape, self._ended, limits, self._stats, died, enter)
         self._control = (
-            ControlServer(settings.control, settings.control_key, settings.curve, self.carry_out, died)
-            if settings.control
+            rank_links.ControlServer(
+                settings.controls[shape.rank], settings.control_key, settings.curve, self.carry_out, died
+            )
+            if settings.controls
             else None
         )
         self.copies.start(died)
@@ -153,11 +156,17 @@ class KvEndpoint:
         self.puller.start()
 
     def _transport(self, staging: Sequence[Bytes] = (), receiving_bytes: int = 0) -> TcpTransport:
-        curve, encrypted = self.settings.curve, self.settings.encrypted
-        if not self.settings.nixl:
-            return TcpTransport(curve, encrypted=encrypted)
-        use = NixlUse(self.settings.nixl_trusted, staging, receiving_bytes)
-        return NixlTransport(curve, use, self._stats, encrypted=encrypted)
+        settings = self.settings
+        if not settings.nixl:
+            return TcpTransport(settings.curve, encrypted=settings.encrypted)
+        return NixlTransport(
+            settings.curve,
+            self._stats,
+            encrypted=settings.encrypted,
+            trusted=settings.nixl_trusted,
+            staging=staging,
+            receiving_bytes=receiving_bytes,
+        )
 
     @property
     def address(self) -> str:
@@ -183,7 +192,7 @@ class KvEndpoint:
             self.pool.admit(transfer_id, size, whole)
         except KvError as error:
             if error.fault is KvFault.REFUSED and error.message:  # the first refusal, not an echo of it
-                self._events.send(StagingFailed(transfer_id, self._rank, str(error)))
+                self._events.send(rank_links.StagingFailed(transfer_id, self._rank, str(error)))
             return
 
         def done(result: Staged | Exception) -> None:
@@ -194,7 +203,7 @@ class KvEndpoint:
                 staged_bytes = self.pool.commit(transfer_id, result, size, last)
             except KvError:  # the transfer ended meanwhile, and its end has been reported
                 return
-            self._events.send(StagedChunk(transfer_id, self._rank, end, last, staged_bytes))
+            self._events.send(rank_links.StagedChunk(transfer_id, self._rank, end, last, staged_bytes))
 
         try:
             self.copies.stage(start, end, fill, done, coding)
@@ -206,31 +215,30 @@ class KvEndpoint:
 
     def _not_staged(self, transfer_id: str, size: int, error: Exception) -> None:
         self.pool.abandon(transfer_id, size, error.fault if isinstance(error, KvError) else KvFault.INTERNAL)
-        self._events.send(StagingFailed(transfer_id, self._rank, str(error)))
+        self._events.send(rank_links.StagingFailed(transfer_id, self._rank, str(error)))
 
-    def carry_out(self, operation: Operation) -> RankStats | None:
+    def carry_out(self, operation: rank_links.Operation) -> RankStats | None:
         """An operation of the worker. Any thread may call it; it does not wait. Raises KvError for a prefetch that is
         not valid.
         """
         match operation:
-            case Release(transfer_id):
+            case rank_links.Release(transfer_id):
                 self.release(transfer_id)
-            case Prefetch(handle, tokens, keep_s):
-                if handle.fingerprint != self.settings.identity.fingerprint:
+            case rank_links.Prefetch(handle, tokens, keep_s):
+                if handle.fingerprint != self.settings.fingerprint:
                     raise KvError(KvFault.FINGERPRINT)
                 if not handle.endpoints or not 0 < tokens <= handle.tokens or not 0 < keep_s < MAX_LIFE_S:
                     raise KvError(KvFault.INVALID)
                 self.puller.post(lambda imports: imports.prefetch(handle, tokens, keep_s))
-            case Drop(transfer_id):
+            case rank_links.Drop(transfer_id):
                 self.puller.post(lambda imports: imports.cancel(transfer_id, prefetch_only=True))
-            case RenewLease(handle):
+            case rank_links.RenewLease(handle):
                 self.puller.post(lambda imports: imports.renew(handle))
-            case Stats():
+            case rank_links.Stats():
                 return self.stats()
         return None
 
     def release(self, transfer_id: str) -> None:
-        """Drop what is staged or prefetched for the transfer."""
         self.pool.release(transfer_id)
         self.puller.post(lambda imports: imports.cancel(transfer_id, prefetch_only=True))
 
@@ -270,7 +278,7 @@ class KvEndpoint:
         self._events.close()
 
     def _thread_ended(self, thread: str, error: BaseException) -> None:
-        self._events.send(ThreadEnded(self._rank, thread, f"{type(error).__name__}: {error}"))
+        self._events.send(rank_links.ThreadEnded(self._rank, thread, f"{type(error).__name__}: {error}"))
 
     def _ended(self, request_id: str, ended: PullEnded) -> None:
         self._on_end(request_id, ended)

@@ -14,9 +14,8 @@ exporter may reuse that memory. A mark that begins no msgpack value tells these 
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ class NixlError(Exception):
 
 
 def installed() -> bool:
-    """Whether the package is installed."""
     return find_spec("nixl") is not None
 
 
@@ -174,17 +172,6 @@ def _loopback_only(wanted: bool) -> Iterator[None]:
 
 def _described(address: int, size: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":
     return np.array([[address, size, 0]], dtype=np.uint64)
-
-
-@dataclass(frozen=True, slots=True)
-class NixlUse:
-    """How one side of a rank uses NIXL. `staging`: all memory that may hold KV for export; `receiving_bytes`:
-    memory to read into, 0 for the side that exports.
-    """
-
-    trusted: bool = False  # only this cluster reaches the networks that UCX uses
-    staging: Sequence[Bytes] = ()
-    receiving_bytes: int = 0
 
 
 class NixlMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):

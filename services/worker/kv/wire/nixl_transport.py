@@ -27,7 +27,6 @@ from services.worker.kv.wire.nixl_agent import (
     HelloAck,
     NixlAgent,
     NixlError,
-    NixlUse,
     Offer,
     Read,
     Ready,
@@ -73,13 +72,24 @@ class NixlTransport(TcpTransport):
     """TCP, and NIXL for addresses of the scheme `nixl`, which say that the exporter has it."""
 
     def __init__(
-        self, curve: tuple[str, str] | None, use: NixlUse, stats: RankStats, *, encrypted: bool = True
+        self,
+        curve: tuple[str, str] | None,
+        stats: RankStats,
+        *,
+        encrypted: bool,
+        trusted: bool,
+        staging: Sequence[Bytes] = (),
+        receiving_bytes: int = 0,
     ) -> None:
-        """`stats` counts bytes and failures. Raises OSError where NIXL is not available."""
+        """`stats` counts bytes and failures; `trusted`: only this cluster reaches the networks of UCX; `staging`:
+        all memory that may hold KV for export; `receiving_bytes`: memory to read into, 0 for the side that exports.
+        Raises OSError where NIXL is not available.
+        """
         super().__init__(curve, encrypted=encrypted)
         self.stats = stats
-        self._use = use
-        self._imports = ImportMemory(use.trusted, use.receiving_bytes) if use.receiving_bytes else None
+        self._trusted = trusted
+        self._staging = staging
+        self._imports = ImportMemory(trusted, receiving_bytes) if receiving_bytes else None
         self._nixl_listeners: list[NixlListener] = []
         self._nixl_links: list[NixlLink] = []
         self._poller = select.poll()
@@ -89,7 +99,7 @@ class NixlTransport(TcpTransport):
         """Raises OSError as `__init__` does, too."""
         if not _is_nixl(address):
             return super().listen(address)
-        listener = NixlListener(address, self, ExportMemory(self._use.trusted, self._use.staging))
+        listener = NixlListener(address, self, ExportMemory(self._trusted, self._staging))
         self._listeners.append(listener)
         self._nixl_listeners.append(listener)
         return listener

@@ -16,7 +16,6 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
-from services.worker.kv import KvError, KvFault
 from shared.domain.kv import Codec
 from shared.wire.envelope import MALFORMED
 
@@ -124,7 +123,6 @@ class Frame(Message, frozen=True):
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of the KV."""
         layers = self.layer_end - self.layer_start
         return layers, 2, self.token_end - self.token_start, self.head_end - self.head_start, self.head_dim
 
@@ -189,16 +187,6 @@ def decode_request(part: Buffer) -> Request | None:
 
 def decode_reply(part: Buffer) -> Reply | None:
     return opened(_replies, part)
-
-
-def verify(frame: Frame, digest: int, sent_digest: int | None = None) -> None:
-    """Raise KvError(CHECKSUM) unless `digest`, of the payload that arrived, is that of the payload that was sent.
-
-    `sent_digest` is the one that the transport has sent with it; the frame may then have none, but no other.
-    """
-    sent = {frame.checksum} if sent_digest is None else {sent_digest, frame.checksum or sent_digest}
-    if sent != {digest}:
-        raise KvError(KvFault.CHECKSUM, f"layers {frame.layer_start}.. tokens {frame.token_start}..")
 
 
 @dataclass(frozen=True, slots=True)

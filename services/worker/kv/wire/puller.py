@@ -16,6 +16,7 @@ from itertools import pairwise
 from services.worker.kv import KvError, KvFault
 from services.worker.kv.rank_links import PullEnded, RankStats
 from services.worker.kv.shards import RankShape, Source, exporting, sources, without_importer
+from services.worker.kv.wire import protocol
 from services.worker.kv.wire.importing import (
     DTYPES,
     Arrived,
@@ -28,25 +29,7 @@ from services.worker.kv.wire.importing import (
     direct_views,
     write_frame,
 )
-from services.worker.kv.wire.protocol import (
-    MAX_MESSAGE_BYTES,
-    Buffer,
-    Cancel,
-    Confirm,
-    Credit,
-    Failed,
-    Frame,
-    Message,
-    Placement,
-    Pull,
-    Received,
-    Renew,
-    Reply,
-    Sent,
-    Unread,
-    decode_reply,
-    encode_message,
-)
+from services.worker.kv.wire.protocol import Buffer, Frame, Placement
 from services.worker.kv.wire.tcp_transport import Place, TcpLink, TcpTransport
 from shared.domain.kv import KvHandle
 
@@ -143,7 +126,7 @@ class _Announced:
     """A header whose payload is about to be received, with its message, so that it is decoded once."""
 
     header: Buffer
-    message: Reply | None
+    message: protocol.Reply | None
     arrived: Arrived | None = None  # what it adds to its part, once it has been checked
 
 
@@ -196,7 +179,6 @@ class Imports:
             self._end(known)
 
     def prefetch(self, handle: KvHandle, tokens: int, timeout_s: float) -> None:
-        """Begin without blocks, if the inbox has room."""
         if handle.transfer_id not in self._imports and self._has_inbox_room(self._limits.window_bytes):
             self._stats.prefetches += 1
             self._begin(handle, (0, tokens), timeout_s, None)
@@ -218,7 +200,6 @@ class Imports:
             self._end(each, error)
 
     def reject(self, load: Load, error: KvError) -> None:
-        """Report the end of a load that was not started."""
         self._report(load, PullEnded.without_pull(load.handle.transfer_id, self._shape.rank, str(error)))
 
     def _report(self, load: Load, ended: PullEnded) -> None:
@@ -258,7 +239,7 @@ class Imports:
             self._parts.pop(part.pull_id, None)
             part.link.divert(known)
             if not part.done:
-                send(part.link, Cancel(part.pull_id))
+                send(part.link, protocol.Cancel(part.pull_id))
         self._empty_inbox(known)
         if known.load is not None:
             self._report(known.load, known.finish(known.load, self._shape.rank, error))
@@ -275,7 +256,7 @@ class Imports:
                 self.dropped += 1
                 self._give_up(link)
                 return
-            if isinstance(message, Unread):
+            if isinstance(message, protocol.Unread):
                 for each in self._parts_of(link):  # with the next `check`: a repetition at once may be unreadable too
                     each.owner.notified_s = -math.inf
                 continue
@@ -297,7 +278,7 @@ class Imports:
 
     def _place(self, link: TcpLink, header: Buffer, size_bytes: int) -> Placement | None:
         """Where the payload goes that follows this header."""
-        self._announced = announced = _Announced(header, decode_reply(header))
+        self._announced = announced = _Announced(header, protocol.decode_reply(header))
         frame = announced.message
         part = self._part(link, frame.pull_id) if isinstance(frame, Frame) else None
         if part is None or part.owner.load is None or not isinstance(frame, Frame):
@@ -313,7 +294,7 @@ class Imports:
         """The decoded header; a transport that announced a payload passes the same header object again with it."""
         if header is self._announced.header:
             return self._announced
-        return _Announced(header, decode_reply(header) if len(header) <= MAX_MESSAGE_BYTES else None)
+        return _Announced(header, protocol.decode_reply(header) if len(header) <= protocol.MAX_MESSAGE_BYTES else None)
 
     def _give_up(self, link: TcpLink) -> None:
         error = KvError(KvFault.PROTOCOL, f"{link.address} sent a malformed message")
@@ -321,17 +302,17 @@ class Imports:
             if not known.complete:
                 self._end(known, error)
 
-    def _handle(self, part: Part, message: Frame | Sent | Failed, received: Received) -> None:
+    def _handle(self, part: Part, message: protocol.Reply, received: protocol.Received) -> None:
         match message:
-            case Failed():
+            case protocol.Failed():
                 fault = message.fault if message.fault in set(KvFault) else KvFault.PROTOCOL
                 raise KvError(KvFault(fault), message.message[:_MESSAGE_CHARS])
-            case Sent():
+            case protocol.Sent():
                 part.compare(message)
             case Frame():
                 self._handle_frame(part, message, received)
 
-    def _handle_frame(self, part: Part, frame: Frame, received: Received) -> None:
+    def _handle_frame(self, part: Part, frame: Frame, received: protocol.Received) -> None:
         known, size, payload = part.owner, received.payload_bytes, received.payload
         arrived = self._read(received.header).arrived
         part.admit(part.expected(frame, self._shape) if arrived is None else arrived, size)
@@ -364,7 +345,7 @@ class Imports:
             return
         part.owner.progress_s = time.monotonic()
         part.grant()
-        send(part.link, Credit(part.pull_id, part.granted_bytes))
+        send(part.link, protocol.Credit(part.pull_id, part.granted_bytes))
 
     def _keep_up(self, known: Import, now: float) -> None:
         """Continue a prefetch that had to pause for room, and notify the exporters that it still goes on."""
@@ -374,7 +355,7 @@ class Imports:
         if now >= known.notified_s + min(_POLL_S, self._limits.stall_s / 3):
             known.notified_s = now
             for part in waiting:
-                send(part.link, Credit(part.pull_id, part.granted_bytes))
+                send(part.link, protocol.Credit(part.pull_id, part.granted_bytes))
 
     def _has_inbox_room(self, more_bytes: int) -> bool:
         """Whether `more_bytes` fit beside what the inbox holds and what prefetches may still send without a new
@@ -406,9 +387,9 @@ class Imports:
             self.peers.close_unused({part.link for part in self._parts.values()})
 
 
-def send(link: TcpLink, message: Message) -> None:
+def send(link: TcpLink, message: protocol.Message) -> None:
     """Best effort: deadlines find a message that was not sent."""
-    link.send(encode_message(message))
+    link.send(protocol.encode_message(message))
 
 
 class Peers:
@@ -439,7 +420,7 @@ class Peers:
             self._last_pull_id += 1
             part = Part(wanted, source, link, self._last_pull_id, window_bytes)
             wanted.parts.append(part)
-            pull = Pull(
+            pull = protocol.Pull(
                 pull_id=part.pull_id,
                 transfer_id=handle.transfer_id,
                 generation=handle.generation,
@@ -463,7 +444,6 @@ class Peers:
         return sources(self._shape.rank, self._shape.shards, exporting(handle, self._shape.shards))
 
     def _divided(self, source: Source, wanted: Import) -> list[tuple[int, Source]]:
-        """The source's layers by connection."""
         layers, heads = source.layer_end - source.layer_start, source.head_end - source.head_start
         dtype = DTYPES.get(wanted.handle.dtype)
         layer_bytes = (wanted.token_end - wanted.token_start) * 2 * heads * self._shape.head_dim
@@ -480,7 +460,7 @@ class Peers:
             if rank == 0:
                 consumers |= dict.fromkeys(without_importer(ours, exporting(handle, ours)), 1)
             for exporter, count in consumers.items():
-                confirm = Confirm(handle.transfer_id, handle.generation, rank, count)
+                confirm = protocol.Confirm(handle.transfer_id, handle.generation, rank, count)
                 send(self._link(handle.endpoints[exporter], 0), confirm)
         except (KvError, OSError) as error:
             _log.debug("cannot confirm %s: %s", handle.transfer_id, error)
@@ -491,7 +471,8 @@ class Peers:
         """
         try:
             for source in self._sources(handle):
-                send(self._link(handle.endpoints[source.rank], 0), Renew(handle.transfer_id, handle.generation))
+                renew = protocol.Renew(handle.transfer_id, handle.generation)
+                send(self._link(handle.endpoints[source.rank], 0), renew)
         except (KvError, OSError) as error:
             _log.debug("cannot renew the lease of %s: %s", handle.transfer_id, error)
 

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -16,25 +15,8 @@ from services.worker.kv.codec import decode_into, encode
 from services.worker.kv.rank_links import RankStats
 from services.worker.kv.shards import RankShape
 from services.worker.kv.staging import CodedSegment, Segment, StagingPool, Transfer
-from services.worker.kv.wire.protocol import (
-    MAX_LIFE_S,
-    MAX_WINDOW_BYTES,
-    Buffer,
-    Cancel,
-    Confirm,
-    Credit,
-    Failed,
-    Frame,
-    Message,
-    Pull,
-    Renew,
-    Request,
-    Sent,
-    Unread,
-    checksum,
-    decode_request,
-    encode_message,
-)
+from services.worker.kv.wire import protocol
+from services.worker.kv.wire.protocol import Buffer, Frame
 from services.worker.kv.wire.tcp_transport import TcpTransport
 
 _log = logging.getLogger(__name__)
@@ -46,24 +28,15 @@ _BURST = 256  # messages handled before pulls go on: a peer that floods does not
 _PullKey = tuple[bytes, int]  # the peer and the id that it gave the pull
 
 
-@dataclass(frozen=True, slots=True)
-class ExportIdentity:
-    """The generation of the exporting instance and the fingerprint of its model."""
-
-    generation: int
-    fingerprint: str
-
-
 class KvServer:
-    """Serves one rank's staging pool at one address until it is stopped."""
-
     def __init__(
         self,
         address: str,
         transport: TcpTransport,
         pool: StagingPool,
         shape: RankShape,
-        identity: ExportIdentity,
+        generation: int,
+        fingerprint: str,
         stats: RankStats,
         corrupt: Callable[[], bool],
         on_death: Callable[[str, BaseException], None],
@@ -80,7 +53,8 @@ class KvServer:
         self._listener = transport.listen(address)
         self._pool = pool
         self._shape = shape
-        self._identity = identity
+        self._generation = generation
+        self._fingerprint = fingerprint
         self._corrupt = corrupt
         self._on_death = on_death
         self._enter = enter
@@ -91,7 +65,6 @@ class KvServer:
 
     @property
     def address(self) -> str:
-        """Where it listens, with the port that it was given."""
         return self._listener.address
 
     @property
@@ -127,48 +100,48 @@ class KvServer:
             if (message := self._listener.receive()) is None:
                 return
             peer, body = message
-            request = decode_request(body)
+            request = protocol.decode_request(body)
             if request is None:
                 self.dropped += 1
-                self._send(peer, Unread())
+                self._send(peer, protocol.Unread())
             else:
                 self._handle(peer, request)
 
-    def _handle(self, peer: bytes, request: Request) -> None:
+    def _handle(self, peer: bytes, request: protocol.Request) -> None:
         match request:
-            case Pull():
+            case protocol.Pull():
                 fault = self._objection(request)
                 if fault is None:
                     self._servings[peer, request.pull_id] = Serving(request, self._shape, time.monotonic())
                 else:
                     self.stats.pulls_refused += 1
-                    self._send(peer, Failed(request.pull_id, fault.value, ""))
-            case Credit():
+                    self._refuse(peer, request.pull_id, KvError(fault))
+            case protocol.Credit():
                 serving = self._servings.get((peer, request.pull_id))
                 if serving is None:  # an importer that repeats its grant has not received all frames
-                    self._send(peer, Failed(request.pull_id, KvFault.PROTOCOL.value, "no such pull is under way"))
+                    self._refuse(peer, request.pull_id, KvError(KvFault.PROTOCOL, "no such pull is under way"))
                 elif not serving.grant(request.granted_bytes, time.monotonic()):
-                    self._send(peer, Sent(request.pull_id, serving.frames))
-            case Cancel():
+                    self._send(peer, protocol.Sent(request.pull_id, serving.frames))
+            case protocol.Cancel():
                 self._servings.pop((peer, request.pull_id), None)
-            case Confirm():
-                if request.generation == self._identity.generation and request.consumers <= _MAX_CONSUMERS:
+            case protocol.Confirm():
+                if request.generation == self._generation and request.consumers <= _MAX_CONSUMERS:
                     self._pool.confirm(request.transfer_id, request.rank, request.consumers)
-            case Renew():
-                if request.generation == self._identity.generation:
+            case protocol.Renew():
+                if request.generation == self._generation:
                     self._pool.renew(request.transfer_id)
 
-    def _objection(self, pull: Pull) -> KvFault | None:
-        if pull.generation != self._identity.generation:
+    def _objection(self, pull: protocol.Pull) -> KvFault | None:
+        if pull.generation != self._generation:
             return KvFault.STALE
-        if pull.fingerprint != self._identity.fingerprint:
+        if pull.fingerprint != self._fingerprint:
             return KvFault.FINGERPRINT
         tokens = 0 <= pull.token_start < pull.token_end
         (first_layer, last_layer), (first_head, last_head) = self._shape.layers, self._shape.heads
         layers = first_layer <= pull.layer_start < pull.layer_end <= last_layer
         heads = first_head <= pull.head_start < pull.head_end <= last_head
-        credit = 0 < pull.credit_bytes <= MAX_WINDOW_BYTES
-        timeout = 0 < pull.timeout_s < MAX_LIFE_S
+        credit = 0 < pull.credit_bytes <= protocol.MAX_WINDOW_BYTES
+        timeout = 0 < pull.timeout_s < protocol.MAX_LIFE_S
         if not (tokens and layers and heads and credit and timeout) or len(self._servings) >= _MAX_SERVINGS:
             return KvFault.INVALID
         return None
@@ -192,7 +165,7 @@ class KvServer:
         if transfer is None or not self._listener.sends_at_once(peer):
             return False
         seal = not self._listener.seals or self._corrupt()
-        next_frame = serving.next_frame(transfer, self._identity.generation, seal=seal)
+        next_frame = serving.next_frame(transfer, self._generation, seal=seal)
         if next_frame is None:
             return False
         frame, payload = next_frame
@@ -217,7 +190,10 @@ class KvServer:
     def _fail(self, key: _PullKey, error: KvError) -> None:
         serving = self._servings.pop(key)
         self.stats.pulls_refused += 1
-        self._send(key[0], Failed(serving.pull.pull_id, error.fault.value, error.message))
+        self._refuse(key[0], serving.pull.pull_id, error)
+
+    def _refuse(self, peer: bytes, pull_id: int, error: KvError) -> None:
+        self._send(peer, protocol.Failed(pull_id, error.fault.value, error.message))
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -229,15 +205,14 @@ class KvServer:
             if serving.deadline_s <= now:
                 self._fail(key, KvError(KvFault.TIMEOUT, "the importer sent nothing for too long"))
 
-    def _send(self, peer: bytes, message: Message, payload: Buffer | None = None) -> bool:
-        return self._listener.send(peer, encode_message(message), payload)
+    def _send(self, peer: bytes, message: protocol.Message, payload: Buffer | None = None) -> bool:
+        return self._listener.send(peer, protocol.encode_message(message), payload)
 
 
 class Serving:
     """State of one pull: a cursor over segments and layers, and the remaining grant."""
 
-    def __init__(self, pull: Pull, shape: RankShape, now_s: float) -> None:
-        """`now_s` is monotonic."""
+    def __init__(self, pull: protocol.Pull, shape: RankShape, now_s: float) -> None:
         self.pull = pull
         self.frames = 0
         self.sent_bytes = 0
@@ -251,7 +226,7 @@ class Serving:
 
     def grant(self, granted_bytes: int, now_s: float) -> bool:
         """The importer still wants the pull and grants that much in total; whether that is more than before."""
-        before, most = self._granted_bytes, self.sent_bytes + MAX_WINDOW_BYTES
+        before, most = self._granted_bytes, self.sent_bytes + protocol.MAX_WINDOW_BYTES
         self._granted_bytes = max(before, min(granted_bytes, most))
         self._renew(now_s)
         return self._granted_bytes > before
@@ -286,7 +261,7 @@ class Serving:
             layers = self._shape.layers_a_frame(end - self._token, heads, self.pull.codec)
             last_layer = min(self.pull.layer_end, self._layer + layers)
             payload = self._payload(segment, last_layer, end)
-        frame = self._header(transfer, generation, last_layer, end, checksum(payload) if seal else 0)
+        frame = self._header(transfer, generation, last_layer, end, protocol.checksum(payload) if seal else 0)
         self._advance(last_layer, end, len(payload))
         return frame, payload
 

@@ -287,8 +287,6 @@ _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class TlsContexts:
-    """The TLS contexts of the two sides of connections."""
-
     def __init__(self, curve: tuple[str, str]) -> None:
         """`curve` is the cluster's pair (public, secret; Z85). Raises ValueError for an invalid pair."""
         key, certificate = identity(curve)

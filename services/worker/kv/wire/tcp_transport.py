@@ -61,8 +61,6 @@ Place = Callable[["TcpLink", Buffer, int], Placement | None]  # see tcp_streams.
 
 
 class _Owner(Protocol):
-    """An object that handles the events of a socket."""
-
     def on_event(self, now_s: float, *, writable: bool) -> None:
         """The socket can be read, or written. `now_s` is monotonic."""
 
@@ -76,7 +74,6 @@ class TcpTransport:
     """
 
     def __init__(self, curve: tuple[str, str] | None = None, *, encrypted: bool = True) -> None:
-        """Raises ValueError for an invalid pair."""
         self.keys = keys_of(curve, encrypted=encrypted)
         self._epoll = select.epoll()
         self._watched: dict[int, tuple[_Owner, int]] = {}  # by descriptor, with events
@@ -311,7 +308,6 @@ class TcpLink:
             self._flush()
 
     def connect_to(self, places: list[SocketAddress], error: str = "") -> None:
-        """Connect to one of the addresses of the peer's name; `error` says why there are none."""
         if self._state is not _State.RESOLVING:
             return
         if not places:
@@ -350,7 +346,6 @@ class TcpLink:
         self._transport.watch(self._connection.fileno(), self, writes=False)
 
     def _shake(self) -> None:
-        """Agree on keys, send the greeting, and wait for the peer's."""
         connection = self._connection
         assert connection is not None
         if not connection.ready():
@@ -454,7 +449,6 @@ class TcpListener:
             self._peers[peer].end(TimeoutError(reason))
 
     def on_event(self, now_s: float, *, writable: bool) -> None:
-        """Accept connections."""
         for _ in range(_CONNECTION_BURST):
             try:
                 raw, _ = self._socket.accept()
@@ -481,12 +475,10 @@ class TcpListener:
         peer.on_event(now_s, writable=False)
 
     def read_more(self, now_s: float) -> None:
-        """Read more from peers that had sent too much for one turn."""
         for peer in list(self.unread):
             peer.on_event(now_s, writable=False)
 
     def tick(self, now_s: float) -> None:
-        """Close connections that are late."""
         for peer in list(self._peers.values()):
             if reason := peer.lateness(now_s):
                 peer.end(TimeoutError(reason))
@@ -495,14 +487,12 @@ class TcpListener:
             self.transport.watch(self._socket.fileno(), self, writes=False)
 
     def remove(self, name: bytes, error: Exception) -> None:
-        """A peer's connection has ended."""
         self._peers.pop(name, None)
         if isinstance(error, Untrusted) and time.monotonic() - self._logged_s > _LOG_S:
             self._logged_s = time.monotonic()
             _log.warning("wrong_keys: a peer does not hold this cluster's keys: %s", error)
 
     def close(self) -> None:
-        """Unbind and close all connections."""
         self.transport.unwatch(self._socket.fileno())
         self._socket.close()
         for peer in list(self._peers.values()):
@@ -563,7 +553,6 @@ class TcpPeer:
         return self._flush()
 
     def end(self, error: Exception) -> None:
-        """Close the connection and report why."""
         self.close()
         self._listener.remove(self._name, error)
 

@@ -14,9 +14,8 @@ import zmq
 from services.worker.kv.device import Copies
 from services.worker.kv.rank_links import KvEvents, Prefetch, PullEnded
 from services.worker.kv.shards import RankShape, Shards
-from services.worker.kv.wire.endpoint import EndpointSettings, Faults, KvEndpoint
-from services.worker.kv.wire.importing import Load
-from services.worker.kv.wire.server import ExportIdentity
+from services.worker.kv.wire.endpoint import Faults, KvEndpoint, KvSettings
+from services.worker.kv.wire.importing import Load, PullLimits
 from shared.domain.kv import Codec, KvHandle
 
 LAYERS, KV_HEADS, DIM = 3, 4, 8
@@ -106,6 +105,10 @@ class Rig:
         stages: tuple[int, ...] = (LAYERS,),
         copies: Copies | None = None,
         scheme: str = "",
+        address: str = "",
+        limits: PullLimits | None = None,
+        staging_bytes: int = 64 << 20,
+        curve: tuple[str, str] | None = None,
         **settings: Any,
     ) -> KvEndpoint:
         """Rank `rank` of an instance with `ranks` tensor-parallel ranks in each of the stages."""
@@ -113,20 +116,24 @@ class Rig:
             self._unread = zmq.Context().socket(zmq.PULL)  # an endpoint that stops waits for its events to be read
             self._unread.setsockopt(zmq.RCVHWM, 0)
             self._unread.bind(self.events_address)
-        fields = {
-            "address": f"{scheme or self.scheme}://127.0.0.1:*",
-            "events": self.events_address,
-            "identity": ExportIdentity(generation or self.generation, self.fingerprint),
-            "staging_bytes": 64 << 20,
-            "control": f"ipc://{self.folder}/control-{len(self.endpoints)}",
-            "control_key": KEY,
-        }
         made = KvEndpoint(
-            EndpointSettings(**(fields | settings)),
+            KvSettings(
+                (address or f"{scheme or self.scheme}://127.0.0.1:*",) * (rank + 1),
+                self.events_address,
+                generation or self.generation,
+                self.fingerprint,
+                KEY,
+                controls=(f"ipc://{self.folder}/control-{len(self.endpoints)}",) * (rank + 1),
+                curve_public=curve[0] if curve else "",
+                curve_secret=curve[1] if curve else "",
+                **settings,
+            ),
             RankShape(Shards(stages, KV_HEADS, ranks), DIM, dtype, rank),
             lambda _, ended: self.results.put(ended),
+            staging_bytes,
             faults,
             copies,
+            limits or PullLimits(),
         )
         self.endpoints.append(made)
         return made

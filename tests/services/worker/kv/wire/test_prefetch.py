@@ -29,7 +29,7 @@ from tests.services.worker.kv.wire.peers import Stranger, pull
 
 
 def control_of(endpoint: KvEndpoint, key: str = KEY) -> SocketControl:
-    return SocketControl((endpoint.settings.control,), key)
+    return SocketControl((endpoint.settings.controls[0],), key)
 
 
 async def level(control: KvControl, name: str, wanted: object) -> RankStats:
