@@ -32,7 +32,7 @@ from shared.domain.kv import Codec
 from tests.services.worker.kv.rig import DIM, KV_HEADS, LAYERS, model_kv
 
 PROJECT = Path(__file__).parents[4]
-KERNELS = ("tops", "units", "grids", "encode_section", "decode_section", "scales_fp8", "encode_fp8", "decode_fp8",
+KERNELS = ("head_tops", "units", "grids", "encode_section", "decode_section", "scales_fp8", "encode_fp8", "decode_fp8",
            "move_raw")  # fmt: skip
 CONSTANTS = {"DIM": 128, "TOKENS": 32, "HEADS": 8, "CHANNELS": 64, "TILE": 1024, "INTO_CACHES": True}
 TYPES = {"pointers": "*i64", "slots": "*i64", "payload": "*u8", "tops": "*i32"}
@@ -68,9 +68,7 @@ def compiled(name: str, dtype: str, constants: dict[str, Any]) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from services.worker.kv import triton_kernels
-
-    kernel = getattr(triton_kernels, name)
+    kernel = getattr(device_codec, name)
     names = [each.name for each in kernel.params]
     types = {**TYPES, "like": f"*{dtype}", "flat": f"*{dtype}"}
     signature = {each: "constexpr" if each in constants else types.get(each, "i32") for each in names}
