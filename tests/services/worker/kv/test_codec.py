@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from services.worker.kv import KvError, KvFault, codec
@@ -130,6 +130,7 @@ def test_payloads_and_values_are_torchs(
     shape: tuple[int, ...], dtype: torch.dtype, out: torch.dtype, codec: Codec, seed: int, scale: float, offset: float
 ) -> None:
     kv = ((random_kv(shape, torch.float32, seed) + offset) * scale).to(dtype)
+    assume(bool(kv.isfinite().all()))  # float16 ends at 65504
     payload = encode(kv, codec)
     assert torch.equal(payload, torch_encode(kv, codec))
     assert torch.equal(decode(payload, shape, dtype, codec, out), torch_decode(payload, shape, codec, out))
