@@ -22,18 +22,17 @@ import torch
 
 from benchmarks.results import Aim, Result, at_least, at_most, merged, result
 from benchmarks.suite import spawned
-from services.worker.kv.host_memory import Bytes
-from services.worker.kv.shards import Shards
-from services.worker.kv.wire.endpoint import EndpointSettings, KvEndpoint
-from services.worker.kv.wire.importing import ImportShape, Load, PullResult
+from services.worker.kv.rank_links import PullEnded
+from services.worker.kv.shards import RankShape, Shards
+from services.worker.kv.staging import Bytes
+from services.worker.kv.wire.endpoint import KvEndpoint, KvSettings
+from services.worker.kv.wire.importing import Load
 from services.worker.kv.wire.nixl_agent import NixlAgent, installed
-from services.worker.kv.wire.server import ExportIdentity, ExportShape
 from shared.domain.kv import KvHandle
 
 LAYERS, HEADS, DIM, DTYPE = 16, 8, 64, torch.bfloat16
 TOKEN_BYTES = LAYERS * 2 * HEADS * DIM * DTYPE.itemsize  # 32 KiB
-SHARDS = Shards((LAYERS,), HEADS)
-IDENTITY = ExportIdentity(generation=1, fingerprint="bench")
+SHAPE = RankShape(Shards((LAYERS,), HEADS), DIM, DTYPE)
 SCHEMES = {"tcp": "kv"} | ({"nixl": "nixl"} if installed() else {})  # of addresses, by transport
 SOCKET, NIXL_OVER_TCP = "socket", "nixl_over_tcp"
 WANT = {1: 0.6, 8: 0.8, 64: 0.8}  # of a plain socket's rate, by MiB
@@ -135,7 +134,7 @@ class Puller:
     def __init__(self, transport: str, address: str, folder: str, pipe: Connection) -> None:
         self._transport, self._address, self._pipe = transport, address, pipe
         self._ended = threading.Event()
-        self._result: PullResult | None = None
+        self._result: PullEnded | None = None
         self._count = 0
         self._endpoint = _endpoint(transport, f"ipc://{folder}/importer-{transport}", self._on_end)
         self.stop = self._endpoint.stop
@@ -157,8 +156,8 @@ class Puller:
             raise RuntimeError(f"the pull over {self._transport} failed: {self._result}")
         return sample
 
-    def _on_end(self, result: PullResult) -> None:
-        self._result = result
+    def _on_end(self, _: str, ended: PullEnded) -> None:
+        self._result = ended
         self._ended.set()
 
 
@@ -192,10 +191,11 @@ def _destination(tokens: int) -> Destination:
 
 
 def _endpoint(
-    transport: str, events: str, on_end: Callable[[PullResult], None], staging_bytes: int = 256 << 20
+    transport: str, events: str, on_end: Callable[[str, PullEnded], None], staging_bytes: int = 256 << 20
 ) -> KvEndpoint:
-    settings = EndpointSettings(f"{SCHEMES[transport]}://127.0.0.1:*", events, IDENTITY, staging_bytes)
-    return KvEndpoint(settings, ExportShape(SHARDS, DIM, DTYPE), ImportShape(SHARDS, DIM), on_end)
+    address = f"{SCHEMES[transport]}://127.0.0.1:*"
+    settings = KvSettings((address,), events, generation=1, fingerprint="bench", control_key="")
+    return KvEndpoint(settings, SHAPE, on_end, staging_bytes)
 
 
 # The exporting process.
@@ -207,7 +207,7 @@ def _export(pipe: Connection, folder: str) -> None:
     server = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_serve_plain, args=(server,), daemon=True).start()
     endpoints = {
-        name: _endpoint(name, f"ipc://{folder}/exporter-{name}", lambda _: None, staging_bytes=512 << 20)
+        name: _endpoint(name, f"ipc://{folder}/exporter-{name}", lambda *_: None, staging_bytes=512 << 20)
         for name in SCHEMES
     }
     pipe.send(({name: each.address for name, each in endpoints.items()}, server.getsockname()[1]))
@@ -248,7 +248,7 @@ class PlainNixl:
         self._pipe = pipe
         self._agent, self._block = _agent(size)
         metadata, self._address = pipe.recv()
-        self._peer = self._agent.meet(metadata)
+        self._peer = self._agent.connect(metadata)
 
     def copy(self, size: int) -> Sample:
         """Raises NixlError."""

@@ -25,7 +25,7 @@ import msgspec
 from benchmarks.real_engines import LlamaShape, make_llama
 from benchmarks.results import Result, result
 from benchmarks.suite import spawned
-from services.worker.kv.errors import lossy_salt
+from services.worker.kv import lossy_salt
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.errors import Unavailable
 

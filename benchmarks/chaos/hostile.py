@@ -20,7 +20,7 @@ from benchmarks.chaos.load import fresh
 from benchmarks.chaos.proxy import Port, reset
 from services.worker.kv import rank_links
 from services.worker.kv.wire import protocol
-from services.worker.kv.wire.tcp_framing import DIGEST_BYTES, HEARTBEAT, prefix
+from services.worker.kv.wire.tcp_streams import DIGEST_BYTES, HEARTBEAT, prefix
 from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import InstanceLoad, Role
 from shared.domain.kv import Codec

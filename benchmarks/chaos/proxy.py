@@ -20,7 +20,7 @@ from random import Random
 from typing import Self
 
 from services.launcher.spec import Plan, ProcessSpec
-from services.worker.kv.wire.tcp_framing import DIGEST_BYTES, PREFIX, prefix
+from services.worker.kv.wire.tcp_streams import DIGEST_BYTES, PREFIX, prefix
 
 _READ_BYTES = 1 << 16
 _QUEUED_PIECES = 64  # in one direction; beyond that the sender has to wait

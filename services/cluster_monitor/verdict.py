@@ -81,7 +81,7 @@ _FAILED = {
     "engine_failed": "their engine could not compute them",
     "lost": "their gateway is gone",
 }
-_FAULTS = {  # of KV transfers, by `services.worker.kv.errors.KvFault`
+_FAULTS = {  # of KV transfers, by `services.worker.kv.KvFault`
     "unreachable": "prefill instances cannot be reached for KV",
     "peer_lost": "KV connections break",
     "timeout": "KV does not come, or not in time",

@@ -236,7 +236,7 @@ def _spent(timeline: RequestTimeline) -> dict[str, Any]:
 
 
 def _fault(error: str) -> str:
-    """The code that an import's error begins with (`services.worker.kv.errors.KvFault`)."""
+    """The code that an import's error begins with (`services.worker.kv.KvFault`)."""
     code = error.partition(":")[0].strip()
     return code if code.isidentifier() else "unknown"
 

@@ -52,7 +52,7 @@ async def start_engine(
 
 
 def _connector_config(settings: WorkerSettings, generation: int, events: str, control_key: str) -> dict[str, Any]:
-    """The `ConnectorSettings` of the ranks."""
+    """The `KvSettings` of the ranks."""
     from services.worker.identity import fingerprint
 
     curve_public, curve_secret = settings.curve_pair() or ("", "")

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from services.worker.kv.device import Blocks, Copies, DeviceCopies, HostCopies, TorchDevice
-from services.worker.kv.host_memory import HeapMemory, PinnedMemory
+from services.worker.kv.device import Blocks, Copies, DeviceCopies, TorchDevice
 from services.worker.kv.layout import slots_of, strided_layout
-from services.worker.kv.shards import Shards
-from services.worker.kv.staging import Staged
-from services.worker.kv.wire.endpoint import EndpointSettings, KvEndpoint
-from services.worker.kv.wire.importing import ImportShape, Load, PullResult
-from services.worker.kv.wire.server import ExportIdentity, ExportShape
+from services.worker.kv.rank_links import PullEnded
+from services.worker.kv.shards import RankShape, Shards
+from services.worker.kv.staging import HeapMemory, PinnedMemory, Staged
+from services.worker.kv.wire.endpoint import KvEndpoint, KvSettings
+from services.worker.kv.wire.importing import Load
 from shared.domain.kv import Codec, KvHandle
 
 BLOCK, HEADS, DIM, LAYERS = 16, 8, 128, 16  # 64 KiB a token in bfloat16
@@ -40,7 +39,7 @@ class Cache:
         self.device, self.tokens = device, tokens
         self.layout = strided_layout(self.caches[0], DIM, BLOCK)
         self.blocks = 1 + torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(seed))
-        self.shape = ExportShape(Shards((LAYERS,), HEADS, 1), DIM, DTYPE)
+        self.shape = RankShape(Shards((LAYERS,), HEADS, 1), DIM, DTYPE)
         self.size_bytes = self.shape.chunk_bytes(tokens)
         self.copies = self._copies()
         self.codec: Any = None
@@ -53,7 +52,7 @@ class Cache:
     def _copies(self) -> Copies:
         shape, segment = self.shape.chunk_shape, self.shape.segment_tokens()
         if self.device == "cpu":
-            return HostCopies(HeapMemory(shape, DTYPE, segment))
+            return Copies(HeapMemory(shape, DTYPE, segment))
         memory = PinnedMemory(shape, DTYPE, segment, 2 * self.size_bytes + (64 << 20))
         return DeviceCopies(TorchDevice(self.caches[0]), memory, self.shape.chunk_bytes(segment) // 2, 8)
 
@@ -170,14 +169,14 @@ def import_again(target: Cache, staged: Staged) -> None:
 
 def end_to_end(folder: Path, source: Cache, target: Cache, rounds: int) -> dict[str, float]:
     """From blocks to blocks: through pinned memory, TCP over loopback, and pinned memory, by one process."""
-    results: queue.Queue[PullResult] = queue.Queue()
-    identity, shards = ExportIdentity(1, "model"), Shards((LAYERS,), HEADS, 1)
+    results: queue.Queue[PullEnded] = queue.Queue()
 
     def endpoint(name: str, cache: Cache) -> KvEndpoint:
-        settings = EndpointSettings(
-            "kv://127.0.0.1:*", f"ipc://{folder}/{name}", identity, 2 * source.size_bytes, lossy=True
+        settings = KvSettings(("kv://127.0.0.1:*",), f"ipc://{folder}/{name}", 1, "model", "", lossy=True)
+        copies: Any = Started(cache.copies)
+        return KvEndpoint(
+            settings, cache.shape, lambda _, ended: results.put(ended), 2 * source.size_bytes, None, copies
         )
-        return KvEndpoint(settings, cache.shape, ImportShape(shards, DIM), results.put, None, Started(cache.copies))
 
     exporter, importer = endpoint("exporter", source), endpoint("importer", target)
     count = 0

@@ -4,12 +4,13 @@
 """
 
 import os
+from typing import Any
 
 import pytest
 import torch
 
-from services.worker.kv.codec import decode, encode
-from services.worker.kv.errors import KvError, KvFault
+from services.worker.kv import KvError, KvFault
+from services.worker.kv.codec import decode, encode, payload_bytes
 from services.worker.kv.layout import slots_of, strided_layout
 from shared.domain.kv import Codec
 
@@ -56,8 +57,20 @@ def random_kv(shape: tuple[int, int, int, int], dtype: torch.dtype, scale: float
     return (kv * scale).to(dtype)
 
 
+def encode_places(places: Any, codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:
+    """The payload of all layers, and what `require_finite` judges."""
+    from services.worker.kv.device_codec import encode_into
+
+    layers, _, _, heads, _ = places.shape
+    dtype = places.views[0].dtype
+    payload = torch.empty(payload_bytes(places.shape, dtype, codec), dtype=torch.uint8, device=DEVICE)
+    tops = torch.empty((layers, 2, heads), dtype=torch.int32, device=DEVICE)
+    encode_into(places, codec, layers, payload, tops)
+    return payload, tops
+
+
 def same_payload(kv: torch.Tensor, codec: Codec, start: int = 0) -> torch.Tensor:
-    from services.worker.kv.device_codec import encode_places, require_finite
+    from services.worker.kv.device_codec import require_finite
 
     payload, tops = encode_places(Paged(kv, start).places, codec)
     require_finite(tops.cpu())
@@ -149,7 +162,7 @@ def test_every_number_of_fp8() -> None:
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_values_that_are_not_finite_are_refused(codec: Codec, bad: float) -> None:
-    from services.worker.kv.device_codec import encode_places, require_finite
+    from services.worker.kv.device_codec import require_finite
 
     kv = random_kv((2, 33, 2, 64), torch.bfloat16)
     kv[1, 1, 32, 1, 63] = bad

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from services.worker.kv.device import DeviceCopies, TorchDevice
-from services.worker.kv.host_memory import PinnedMemory
 from services.worker.kv.layout import StridedLayout, slots_of, strided_layout
-from services.worker.kv.staging import Segment
+from services.worker.kv.staging import PinnedMemory, Segment
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

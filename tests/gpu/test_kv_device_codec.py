@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from services.worker.kv import shards
 from services.worker.kv.codec import decode, encode
-from services.worker.kv.device import Blocks, Copies, DeviceCopies, HostCopies, TorchDevice
-from services.worker.kv.host_memory import HeapMemory, PinnedMemory
+from services.worker.kv.device import Blocks, Copies, DeviceCopies, TorchDevice
 from services.worker.kv.layout import StridedLayout, slots_of, strided_layout
-from services.worker.kv.shards import Shards
+from services.worker.kv.shards import RankShape, Shards
+from services.worker.kv.staging import HeapMemory, PinnedMemory
 from services.worker.kv.wire import server
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.importing import Load, PullLimits
-from services.worker.kv.wire.server import ExportShape
 from shared.domain.kv import Codec
 from tests.services.worker.kv.late_device import LateDevice
 from tests.services.worker.kv.rig import DIM, KV_HEADS, LAYERS, Rig, model_kv
@@ -45,7 +45,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 @pytest.fixture(autouse=True)
 def _small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "FRAME_BYTES", FRAME)
+    monkeypatch.setattr(shards, "FRAME_BYTES", FRAME)
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +63,8 @@ def _one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(interpreter.GridExecutor, "__call__", alone)
 
 
-def export_shape(dtype: torch.dtype) -> ExportShape:
-    return ExportShape(Shards((LAYERS,), KV_HEADS, 1), DIM, dtype)
+def export_shape(dtype: torch.dtype) -> RankShape:
+    return RankShape(Shards((LAYERS,), KV_HEADS, 1), DIM, dtype)
 
 
 class Instance:
@@ -81,7 +81,7 @@ class Instance:
         self.caches = [torch.full(shape, 9.0, dtype=dtype, device=DEVICE) for _ in range(LAYERS)]
         self.layout: StridedLayout = strided_layout(self.caches[0], DIM, self.block)
         self.blocks = 1 + torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(heads))
-        self.shape = ExportShape(Shards((LAYERS,), KV_HEADS, KV_HEADS // heads), DIM, dtype)
+        self.shape = RankShape(Shards((LAYERS,), KV_HEADS, KV_HEADS // heads), DIM, dtype)
         self.late = LateDevice(1) if late else None
         self.copies = self._copies()
         self.codec = DeviceCodec(self.caches, self.layout, self.shape, self.copies.upload if not late else lambda t: t)
@@ -92,7 +92,7 @@ class Instance:
         if self.late is not None:
             return DeviceCopies(self.late, HeapMemory(shape, dtype, segment), values, 2)
         if INTERPRETED:
-            return HostCopies(HeapMemory(shape, dtype, segment))
+            return Copies(HeapMemory(shape, dtype, segment))
         return DeviceCopies(TorchDevice(self.caches[0]), PinnedMemory(shape, dtype, segment, 4 << 20), values, 2)
 
     def slots(self, start: int, end: int) -> torch.Tensor:

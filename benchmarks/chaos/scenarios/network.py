@@ -31,7 +31,7 @@ from benchmarks.chaos.testbeds import KEYED, LEASE_S, NARROW, OPEN, REAL
 from benchmarks.chaos.under_test import SuiteUnderTest
 from benchmarks.suite import JobRecord, records
 from services.launcher.suite import until
-from services.worker.kv.wire.tcp_framing import HEARTBEAT
+from services.worker.kv.wire.tcp_streams import HEARTBEAT
 from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import InstanceLoad, Role
 from shared.domain.kv import TransferOutcome

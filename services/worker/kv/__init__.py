@@ -9,6 +9,49 @@ worker may send the handle before the prefill has begun: pulls wait. An aborted 
 is kept until all importer ranks have confirmed, `Release` is called, or the lease expires. A transfer id is used once.
 """
 
-from services.worker.kv.errors import lossy_salt
+from enum import StrEnum
 
-__all__ = ["lossy_salt"]
+
+class KvFault(StrEnum):
+    """Stable codes; they begin `PullEnded.error` and travel from the exporter to the importer."""
+
+    STALE = "stale_generation"  # the exporter has been restarted since the handle was made
+    FINGERPRINT = "fingerprint_mismatch"  # another model
+    EXPIRED = "expired_lease"
+    RELEASED = "released"  # dropped by its owner, or taken by all its importers
+    REFUSED = "refused"  # the exporter had no room to stage it
+    INVALID = "invalid_request"
+    CODEC = "codec"  # the exporter could not code it (values that are not finite)
+    TIMEOUT = "timeout"  # nothing came for too long, or the rest did not come before the deadline
+    UNREACHABLE = "unreachable"
+    PEER_LOST = "peer_lost"
+    NIXL = "nixl"  # the exporter's memory could not be read
+    CHECKSUM = "checksum"
+    PROTOCOL = "protocol"  # frames that do not belong together, overlap, or leave gaps
+    CANCELLED = "cancelled"
+    UNSALTED = "unsalted"  # lossy KV for a request whose blocks exact requests could find
+    SKIPPED = "skipped"  # the engine did not want external KV for this request
+    STOPPED = "stopped"  # this side is shutting down
+    INTERNAL = "internal"
+
+
+class KvError(Exception):
+    """A transfer cannot go on; the importer recomputes. `fault` is stable, the message is for people."""
+
+    def __init__(self, fault: KvFault, message: str = "") -> None:
+        super().__init__(f"{fault.value}: {message}" if message else fault.value)
+        self.fault = fault
+        self.message = message
+
+
+_LOSSY = "lossy-kv:"
+
+
+def lossy_salt(transfer_id: str) -> str:
+    """Cache salt of a request that imports lossy KV: its blocks are found by no other request."""
+    return f"{_LOSSY}{transfer_id}"
+
+
+def is_lossy_salt(salt: str) -> bool:
+    """Whether blocks under that salt hold lossy KV."""
+    return salt.startswith(_LOSSY)

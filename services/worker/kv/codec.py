@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.worker.kv.errors import KvError, KvFault
+from services.worker.kv import KvError, KvFault
 from shared.domain.instance import KvGeometry
 from shared.domain.kv import TOKEN_GROUP, Codec, channel_group
 from shared.domain.rates import CodecRate
 
-Shape = tuple[int, int, int, int, int]
+Shape = tuple[int, ...]  # layers, 2, tokens, heads, head_dim
 _SPEED_BYTES = 1 << 20  # of the KV that is coded to measure the codecs: about a frame
 _WARM_UP = 4  # calls that meet cold caches, and memory that the kernel still has to give
 _ROUNDS = 15
@@ -57,11 +57,10 @@ def encode(kv: torch.Tensor, codec: Codec) -> torch.Tensor:
     """
     if codec is Codec.RAW:
         return kv.contiguous().view(torch.uint8).reshape(-1)
-    if codec is Codec.INT4 and kv.shape[-1] % 2:
-        raise KvError(KvFault.CODEC, "int4 needs an even head_dim")
-    payload = torch.empty(payload_bytes(_shape(kv), kv.dtype, codec), dtype=torch.uint8)
+    check_head_dim(kv.shape[-1], codec)
+    payload = torch.empty(payload_bytes(tuple(kv.shape), kv.dtype, codec), dtype=torch.uint8)
     direct = kv.dtype in _WORDS and _has_rows(kv)
-    if not _encode(kv if direct else kv.to(_counted(kv.dtype)).contiguous(), codec, payload):
+    if not _encode(kv if direct else kv.to(_kernel_dtype(kv.dtype)).contiguous(), codec, payload):
         raise KvError(KvFault.CODEC, "values that are not finite")
     return payload
 
@@ -72,31 +71,36 @@ def decode(payload: torch.Tensor, shape: Shape, wire: torch.dtype, codec: Codec,
     RAW with `out` = `wire` is a view of the payload. Raises KvError(PROTOCOL) when the size does not fit the
     shape.
     """
-    if codec is not Codec.RAW:
-        kv = torch.empty(shape, dtype=out)
-        decode_into(payload, wire, codec, kv)
-        return kv
-    _check_size(payload, shape, wire, codec)
-    return _typed(payload, wire, shape).to(out)
+    if codec is Codec.RAW:
+        check_size(payload, shape, wire, codec)
+        return _typed(payload, wire, shape).to(out)
+    kv = torch.empty(shape, dtype=out)
+    decode_into(payload, wire, codec, kv)
+    return kv
 
 
 def decode_into(payload: torch.Tensor, wire: torch.dtype, codec: Codec, kv: torch.Tensor) -> None:
     """As `decode`, into `kv` [layers, 2, tokens, heads, head_dim] of any strides; fastest where the values of all
     heads of a token lie together.
     """
-    _check_size(payload, _shape(kv), wire, codec)
+    check_size(payload, tuple(kv.shape), wire, codec)
     if codec is Codec.RAW:
-        kv.copy_(_typed(payload, wire, _shape(kv)))
+        kv.copy_(_typed(payload, wire, tuple(kv.shape)))
         return
     direct = kv.dtype in _WORDS and _has_rows(kv)
-    target = kv if direct else torch.empty(kv.shape, dtype=_counted(kv.dtype))
+    target = kv if direct else torch.empty(kv.shape, dtype=_kernel_dtype(kv.dtype))
     _decode(payload, codec, target)
     if not direct:
         kv.copy_(target)
 
 
+def check_head_dim(dim: int, codec: Codec) -> None:
+    """Raise KvError(CODEC) for an odd head_dim with INT4, which packs two values into a byte."""
+    if codec is Codec.INT4 and dim % 2:
+        raise KvError(KvFault.CODEC, f"int4 needs an even head_dim, got {dim}")
+
+
 def payload_bytes(shape: Shape, wire: torch.dtype, codec: Codec) -> int:
-    """Size of the payload of KV of that shape."""
     layers, _, tokens, heads, dim = shape
     values = tokens * heads * dim  # of one layer's K, or V
     if codec is Codec.RAW:
@@ -113,41 +117,31 @@ def payload_bytes(shape: Shape, wire: torch.dtype, codec: Codec) -> int:
 
 def _encode(kv: torch.Tensor, codec: Codec, payload: torch.Tensor) -> bool:
     """Fill `payload`; False when a value is not finite."""
+    from services.worker.kv import numba_kernels as kernels
+
     values, steps, shape = _flat(kv)
-    dim = kv.shape[-1]
     if codec is Codec.FP8:
-        from services.worker.kv.numba_kernels import encode_fp8
-
-        return encode_fp8(values, steps, shape, dim, payload.numpy())
-    from services.worker.kv.numba_kernels import encode_ints
-
-    return encode_ints(values, steps, shape, channel_group(dim), _BITS[codec], payload.numpy())
+        return kernels.encode_fp8(values, steps, shape, kv.shape[-1], payload.numpy())
+    return kernels.encode_ints(values, steps, shape, channel_group(kv.shape[-1]), _BITS[codec], payload.numpy())
 
 
 def _decode(payload: torch.Tensor, codec: Codec, kv: torch.Tensor) -> None:
+    from services.worker.kv import numba_kernels as kernels
+
     values, steps, shape = _flat(kv)
-    dim = kv.shape[-1]
     if codec is Codec.FP8:
-        from services.worker.kv.numba_kernels import decode_fp8
-
-        decode_fp8(payload.numpy(), steps, shape, dim, values)
+        kernels.decode_fp8(payload.numpy(), steps, shape, kv.shape[-1], values)
     else:
-        from services.worker.kv.numba_kernels import decode_ints
-
-        decode_ints(payload.numpy(), steps, shape, channel_group(dim), _BITS[codec], values)
+        kernels.decode_ints(payload.numpy(), steps, shape, channel_group(kv.shape[-1]), _BITS[codec], values)
 
 
-def _check_size(payload: torch.Tensor, shape: Shape, wire: torch.dtype, codec: Codec) -> None:
+def check_size(payload: torch.Tensor, shape: Shape, wire: torch.dtype, codec: Codec) -> None:
+    """Raise KvError(PROTOCOL) unless the payload is as large as that of KV of that shape."""
     if payload.numel() != payload_bytes(shape, wire, codec):
         raise KvError(KvFault.PROTOCOL, "payload size does not fit its header")
 
 
-def _shape(kv: torch.Tensor) -> Shape:
-    layers, sides, tokens, heads, dim = kv.shape
-    return layers, sides, tokens, heads, dim
-
-
-def _counted(dtype: torch.dtype) -> torch.dtype:
+def _kernel_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which KV of that dtype is computed: float16 becomes float32."""
     return dtype if dtype in _WORDS else torch.float32
 

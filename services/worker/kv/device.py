@@ -22,14 +22,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from services.worker.kv.errors import KvError
-from services.worker.kv.host_memory import Bytes
+from services.worker.kv import KvError
 from services.worker.kv.layout import KvLayout
-from services.worker.kv.staging import Coding, HostMemory, Part, Staged, parts_of, staged_of
+from services.worker.kv.staging import Coding, HeapMemory, Part, Staged, staged_of
 from shared.domain.kv import Codec
 
 if TYPE_CHECKING:
@@ -42,13 +41,14 @@ Done = Callable[[Staged | Exception], None]
 Death = Callable[[str, BaseException], None]
 
 
-class Copies(Protocol):
-    """The copies of one rank. The puller's thread calls `writing` and `written`, either thread `upload`, and the
-    engine's thread everything else.
+class Copies:
+    """The copies of one rank whose cache lies in host memory, and the base of those of a device: see `DeviceCopies`.
+
+    The puller's thread calls `writing` and `written`, either thread `upload`, and the engine's thread everything else.
     """
 
-    @property
-    def slabs(self) -> list[Bytes]: ...
+    def __init__(self, memory: HeapMemory) -> None:
+        self.memory = memory
 
     def enter(self) -> None:
         """To be called first on each thread of the endpoint: what it, or a transport on it, issues is for the
@@ -64,15 +64,21 @@ class Copies(Protocol):
         they are there, in the order of these calls and on any thread, or why they are not. Raises what `fill` or the
         host's memory raises, without calling `done`.
         """
+        parts = self.memory.take(start, end, coding)
+        for part in parts:
+            (fill if coding is None else coding.code)(part.start, part.end, part.host)
+        done(staged_of(parts, coding))
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor where the cache is, for what is issued next on the same stream."""
+        return tensor
 
     def freed(self) -> Any:
         """Mark all that the model has been given: blocks that are free now may be in use until then."""
 
     def writing(self, freed: Any) -> AbstractContextManager[None]:
         """What is issued inside is an import's, after `freed`."""
+        return nullcontext()
 
     def written(self) -> None:
         """All that was issued for an import: the model may read it after the next `join`."""
@@ -84,75 +90,62 @@ class Copies(Protocol):
         """Return once no copy is under way."""
 
 
-class HostCopies:
-    """The cache lies in host memory."""
+class TorchDevice:
+    """The device of one rank's cache, as torch drives it: `torch.cuda`, which is also ROCm's, and `torch.xpu`."""
 
-    def __init__(self, memory: HostMemory) -> None:
-        self._memory = memory
-
-    @property
-    def slabs(self) -> list[Bytes]:
-        return self._memory.slabs
-
-    def enter(self) -> None:
-        pass
-
-    def start(self, on_death: Death) -> None:
-        pass
-
-    def stage(self, start: int, end: int, fill: Fill, done: Done, coding: Coding | None = None) -> None:
-        parts = parts_of(start, end, self._memory, coding)
-        for part in parts:
-            (fill if coding is None else coding.code)(part.start, part.end, part.host)
-        done(staged_of(parts, coding))
-
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def freed(self) -> Any:
-        pass
-
-    def writing(self, freed: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def written(self) -> None:
-        pass
-
-    def join(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Device(Protocol):
-    """The operations of a device that are used: streams and events as `torch.cuda` has them, memory, and copies."""
+    def __init__(self, cache: torch.Tensor) -> None:
+        self._device = cache.device
+        self._dtype = cache.dtype
+        self._module = torch.get_device_module(cache.device)
+        self._event = self._events()
 
     def enter(self) -> None:
-        """The calling thread's current device is this one: a new thread has device 0, where its first call would make a
+        """Make this the calling thread's current device: a new thread has device 0, where its first call would make a
         context of half a GiB, whichever device the cache is on.
         """
+        self._module.set_device(self._device)
 
     def stream(self) -> Any:
-        """A new stream."""
+        return self._module.Stream(self._device)
 
     def event(self) -> Any:
-        """A new event, not recorded yet."""
+        return self._event()
 
     def current(self) -> Any:
-        """The calling thread's stream."""
+        return self._module.current_stream(self._device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """The calling thread's stream is that one inside."""
+        context: AbstractContextManager[Any] = self._module.stream(stream)
+        return context
 
     def scratch(self, values: int) -> torch.Tensor:
         """Memory of the device for so many values of the cache's dtype."""
+        return torch.empty(values, dtype=self._dtype, device=self._device)
 
     def download(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Issue a copy to host memory on the current stream."""
+        """Issue a copy to host memory on the current stream. `to` is pinned, or the calling thread would wait."""
+        to.copy_(source, non_blocking=True)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Issue a copy to the device on the current stream; the source may change at once."""
+        """Issue a copy to the device on the current stream. The source may change at once: torch keeps pinned memory of
+        its own until the copy has been done.
+        """
+        return tensor.contiguous().pin_memory().to(self._device, non_blocking=True)
+
+    def _events(self) -> Callable[[], Any]:
+        """A thread that waits for an event sleeps where the device offers that: torch.cuda's would keep a core busy by
+        default, and torch.xpu's have no such choice. One event is made at once, so that what a device lacks is known
+        at the start and not with the first transfer.
+        """
+        blocking = partial(self._module.Event, blocking=True)
+        try:
+            blocking()
+        except TypeError:
+            self._module.Event()
+            make: Callable[[], Any] = self._module.Event
+            return make
+        return blocking
 
 
 @dataclass(slots=True)
@@ -171,17 +164,17 @@ class _Staging:
     done: Done
 
 
-class DeviceCopies:
+class DeviceCopies(Copies):
     """The cache lies on a device. Create it on the engine's thread, whose device it keeps to.
 
     Where more is exported than the scratch memory holds, the model's stream waits for the link to the host; the
     engine's thread does not.
     """
 
-    def __init__(self, device: Device, memory: HostMemory, segment_values: int, scratch: int) -> None:
+    def __init__(self, device: TorchDevice, memory: HeapMemory, segment_values: int, scratch: int) -> None:
         """`segment_values`: values of the largest segment, of which so many have `scratch` memory."""
+        super().__init__(memory)
         self._device = device
-        self._memory = memory
         self._gathers, self._exports, self._imports = device.stream(), device.stream(), device.stream()
         self._scratch = [_Scratch(device.scratch(segment_values)) for _ in range(scratch)]
         self._next = 0
@@ -189,10 +182,6 @@ class DeviceCopies:
         self._lock = threading.Lock()
         self._stagings: queue.SimpleQueue[_Staging | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-
-    @property
-    def slabs(self) -> list[Bytes]:
-        return self._memory.slabs
 
     def enter(self) -> None:
         self._device.enter()
@@ -202,7 +191,7 @@ class DeviceCopies:
         self._thread.start()
 
     def stage(self, start: int, end: int, fill: Fill, done: Done, coding: Coding | None = None) -> None:
-        parts = parts_of(start, end, self._memory, coding)
+        parts = self.memory.take(start, end, coding)
         self._gathers.wait_event(self._mark(self._device.current()))
         try:
             for part in parts:
@@ -278,9 +267,7 @@ class DeviceCopies:
                 result: Staged | Exception = staged_of(staging.parts, staging.coding)
             except KvError as error:
                 result = error
-            except (
-                Exception
-            ) as error:  # the device's: the chunk's transfer fails; the engine will meet the error itself
+            except Exception as error:  # the device's: the transfer fails, and the engine will meet the error itself
                 _log.exception("KV could not be copied to the host")
                 result = error
             staging.done(result)
@@ -289,7 +276,7 @@ class DeviceCopies:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of an engine's cache as the destination of one import, by the slots of its tokens."""
+    """The blocks of an engine's cache as the `Destination` of one import, by the slots of its tokens."""
 
     caches: list[torch.Tensor]
     layout: KvLayout
@@ -305,7 +292,6 @@ class Blocks:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the caches."""
         return self.caches[0].dtype
 
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
@@ -346,54 +332,3 @@ class Blocks:
 
     def finish(self) -> None:
         self.copies.written()
-
-
-class TorchDevice:
-    """The device of one rank's cache, as torch drives it: `torch.cuda`, which is also ROCm's, and `torch.xpu`."""
-
-    def __init__(self, cache: torch.Tensor) -> None:
-        self._device = cache.device
-        self._dtype = cache.dtype
-        self._module = torch.get_device_module(cache.device)
-        self._event = self._events()
-
-    def enter(self) -> None:
-        self._module.set_device(self._device)
-
-    def stream(self) -> Any:
-        return self._module.Stream(self._device)
-
-    def event(self) -> Any:
-        return self._event()
-
-    def current(self) -> Any:
-        return self._module.current_stream(self._device)
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self._module.stream(stream)
-        return context
-
-    def scratch(self, values: int) -> torch.Tensor:
-        return torch.empty(values, dtype=self._dtype, device=self._device)
-
-    def download(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """See Device. `to` is pinned, or the calling thread would wait."""
-        to.copy_(source, non_blocking=True)
-
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See Device. torch keeps pinned memory of its own until the copy has been done."""
-        return tensor.contiguous().pin_memory().to(self._device, non_blocking=True)
-
-    def _events(self) -> Callable[[], Any]:
-        """A thread that waits for an event sleeps where the device offers that: torch.cuda's would keep a core busy by
-        default, and torch.xpu's have no such choice. One event is made at once, so that what a device lacks is known
-        at the start and not with the first transfer.
-        """
-        blocking = partial(self._module.Event, blocking=True)
-        try:
-            blocking()
-        except TypeError:
-            self._module.Event()
-            made: Callable[[], Any] = self._module.Event
-            return made
-        return blocking

@@ -4,8 +4,16 @@ its way in. The payloads are those of `codec`, bit for bit.
 Kernels read the cache in place, by slots, and write bytes of the payload; values in between stay in registers.
 Divisions are IEEE's and no multiplication is fused with an addition, for otherwise the last bits would differ.
 
+In kernels, `like` is any of the caches, for its dtype; `pointers` to `step_head` are of `Places`; `side` to `bits` are
+those of a section. Kernels that code write one payload or several, each of `sides` K and V, `spaced` bytes apart; one
+lane has one value. `flat` holds [layers, 2, tokens, heads, head_dim] in the caches' dtype.
+
 The module requires Triton. Where a kernel fails, KV is copied without kernels and a warning is logged.
 """
+
+# Kernels have no annotations: Triton reads their source.
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: ANN001, ANN201, ANN202
 
 import logging
 import subprocess
@@ -16,16 +24,305 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.errors import TritonError
 
-from services.worker.kv import triton_kernels
-from services.worker.kv.codec import Shape, payload_bytes
-from services.worker.kv.errors import KvError, KvFault
+from services.worker.kv import KvError, KvFault
+from services.worker.kv.codec import Shape, check_head_dim, check_size, payload_bytes
 from services.worker.kv.layout import StridedLayout
+from services.worker.kv.shards import RankShape
 from services.worker.kv.staging import CodedLayers, CodedSegment
-from services.worker.kv.triton_kernels import tops as tops_of
-from services.worker.kv.wire.server import ExportShape
 from shared.domain.kv import TOKEN_GROUP, Codec, channel_group
+
+# Whole numbers that change from call to call: a kernel is not compiled again for those that are 1 or a multiple of 16.
+_VARYING = ("tokens", "values", "first", "group", "at", "apart", "codes", "count", "sides", "spaced")
+jit: Callable[[Any], Any] = triton.jit(do_not_specialize=_VARYING)
+
+
+@jit
+def address_of(like, pointers, which, slot, head, channel, block, step_block, step_offset, step_head):
+    """Where a value lies; `which` is layer * 2 + side."""
+    base = tl.load(pointers + which).to(tl.pointer_type(like.dtype.element_ty))
+    step = slot // block * step_block + slot % block * step_offset
+    return base + step + head * step_head + channel
+
+
+@jit
+def bits_of(value):
+    """Of a float32."""
+    return value.to(tl.uint32, bitcast=True)
+
+
+@jit
+def float_of(number):
+    """Of those bits."""
+    return number.to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@jit
+def lowered(value, like):
+    """A float32 as the cache has it, rounded half to even: Triton's interpreter cuts bfloat16 off."""
+    if like.dtype.element_ty == tl.bfloat16:
+        bits = bits_of(value)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:  # noqa: RET505  # Triton needs both ways to end alike
+        return value.to(like.dtype.element_ty)
+
+
+@jit
+def head_tops(
+    like, pointers, slots, block, step_block, step_offset, step_head, tokens, heads, dim, tops, DIM: tl.constexpr,
+    TOKENS: tl.constexpr
+):  # fmt: skip
+    """Bits of the greatest magnitude of each head of a layer's K or V."""
+    which, head = tl.program_id(0), tl.program_id(1)
+    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    channel = tl.arange(0, DIM)[None, :]
+    mask = (token < tokens) & (channel < dim)
+    slot = tl.load(slots + token, mask=token < tokens, other=0)
+    place = address_of(like, pointers, which, slot, head, channel, block, step_block, step_offset, step_head)
+    value = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    magnitude = (bits_of(value) & 0x7FFFFFFF).to(tl.int32)
+    tl.atomic_max(tops + which * heads + head, tl.max(tl.max(magnitude, axis=1), axis=0))
+
+
+@jit
+def _load_half(payload, at, mask):
+    """A float16 at any address."""
+    low = tl.load(payload + at, mask=mask, other=0).to(tl.uint16)
+    high = tl.load(payload + at + 1, mask=mask, other=0).to(tl.uint16)
+    return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def _store_half(payload, at, value, mask):
+    bits = value.to(tl.uint16, bitcast=True)
+    tl.store(payload + at, (bits & 255).to(tl.uint8), mask=mask)
+    tl.store(payload + at + 1, (bits >> 8).to(tl.uint8), mask=mask)
+
+
+@jit
+def units(tops, payload, heads, sides, spaced, HEADS: tl.constexpr):
+    """2^(ceil(log2(top)) - 14) of a layer's K or V."""
+    which, head = tl.program_id(0), tl.arange(0, HEADS)
+    frame = which // sides
+    payload += frame.to(tl.int64) * spaced
+    top = tl.max(tl.load(tops + which * heads + head, mask=head < heads, other=0), axis=0)
+    top = tl.maximum(top, 47 << 23)  # 2^-80
+    exponent = (top + 0x7FFFFF) >> 23
+    tl.store(payload.to(tl.pointer_type(tl.float32)) + which % sides, float_of((exponent - 14) << 23))
+
+
+@jit
+def grids(
+    like, pointers, slots, block, step_block, step_offset, step_head, side: tl.constexpr, at, apart, codes, values,
+    first, tokens, group, heads, dim, bits: tl.constexpr, channels, payload, sides, spaced, CHANNELS: tl.constexpr,
+    TOKENS: tl.constexpr
+):  # fmt: skip
+    """Scales and zeros: of a channel over a group of tokens of K, of a token over a group of channels of V."""
+    layer, number, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    frame = layer * 2 // sides
+    layer -= frame * sides // 2
+    pointers += frame * sides
+    payload += frame.to(tl.int64) * spaced
+    parts = dim // channels
+    head = part // parts
+    inner = tl.arange(0, CHANNELS)[None, :]
+    channel = part % parts * channels + inner
+    token = number * TOKENS + tl.arange(0, TOKENS)[:, None]
+    mask = (token < tokens) & (inner < channels)
+    slot = tl.load(slots + first + token, mask=token < tokens, other=0)
+    place = address_of(like, pointers, layer * 2 + side, slot, head, channel, block, step_block, step_offset, step_head)
+    value = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    unit = tl.load(payload.to(tl.pointer_type(tl.float32)) + layer * 2 + side)
+    low = tl.where(mask, value, float("inf"))
+    high = tl.where(mask, value, float("-inf"))
+    if side == 0:
+        groups = tokens // group
+        where = ((layer * groups + number) * heads + head) * dim + channel
+        _store_grid(tl.min(low, axis=0)[None, :], tl.max(high, axis=0)[None, :], unit, bits, payload,
+                    at + 2 * where, apart, inner < channels)  # fmt: skip
+    else:
+        where = ((layer * tokens + token) * heads + head) * parts + part % parts
+        _store_grid(tl.min(low, axis=1)[:, None], tl.max(high, axis=1)[:, None], unit, bits, payload,
+                    at + 2 * where, apart, token < tokens)  # fmt: skip
+
+
+@jit
+def _store_grid(low, high, unit, bits: tl.constexpr, payload, at, apart, mask):
+    """A scale, rounded up, and a zero, rounded down: (x - zero) / scale rounds to 0 … 2^bits - 1."""
+    levels = (1 << bits) - 1.0
+    ulp = 0.0009765625  # 2^-10: spacing of float16 numbers, relative
+    tiny = 5.9604644775390625e-08  # 2^-24: the smallest positive float16
+    least = tl.div_rn(tl.where(mask, low, 0.0), unit) + 0.0
+    most = tl.div_rn(tl.where(mask, high, 0.0), unit) + 0.0
+    near = least.to(tl.float16)
+    below = (least - tl.abs(least) * ulp - tiny).to(tl.float16)
+    zero = tl.where(near.to(tl.float32) > least, below, near)
+    exact = tl.div_rn(most - zero.to(tl.float32), tl.zeros_like(least) + levels)
+    near = exact.to(tl.float16)
+    above = (exact * (1.0 + ulp) + tiny).to(tl.float16)
+    scale = tl.where(near.to(tl.float32) < exact, above, near)
+    scale = tl.where(scale.to(tl.float32) > 0.0, scale, (tl.zeros_like(least) + tiny).to(tl.float16))
+    _store_half(payload, at, scale, mask)
+    _store_half(payload, at + apart, zero, mask)
+
+
+@jit
+def _place_of(index, side: tl.constexpr, tokens, group, heads, dim):
+    """Of a coded value of a section: layer, token, head, channel, and the number of its scale."""
+    channel = index % dim
+    head = index // dim % heads
+    token = index // (dim * heads) % tokens
+    layer = index // (dim * heads * tokens)
+    row = head * dim + channel
+    if side == 0:
+        scale = (layer * (tokens // group) + token // group) * (heads * dim) + row
+    else:
+        scale = (layer * tokens + token) * (heads * dim // group) + row // group
+    return layer, token, head, channel, scale
+
+
+@jit
+def _code(
+    like, pointers, slots, block, step_block, step_offset, step_head, side: tl.constexpr, at, apart, first, tokens,
+    group, heads, dim, payload, index, mask
+):  # fmt: skip
+    layer, token, head, channel, scale = _place_of(tl.where(mask, index, 0), side, tokens, group, heads, dim)
+    slot = tl.load(slots + first + token, mask=mask, other=0)
+    place = address_of(like, pointers, layer * 2 + side, slot, head, channel, block, step_block, step_offset, step_head)
+    value = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    unit = tl.load(payload.to(tl.pointer_type(tl.float32)) + layer * 2 + side, mask=mask, other=1.0)
+    step = _load_half(payload, at + 2 * scale, mask) * unit
+    zero = _load_half(payload, at + apart + 2 * scale, mask) * unit
+    step = tl.where(mask, step, 1.0)
+    whole = tl.div_rn(value - zero, step) + 12582912.0  # a sum with it is rounded to a whole number: its lowest bits
+    return bits_of(whole) & 255
+
+
+@jit
+def encode_section(
+    like, pointers, slots, block, step_block, step_offset, step_head, side: tl.constexpr, at, apart, codes, values,
+    first, tokens, group, heads, dim, bits: tl.constexpr, payload, sides, spaced, TILE: tl.constexpr
+):  # fmt: skip
+    """Coded values, one a byte or two."""
+    frame = tl.program_id(1)
+    pointers += frame * sides
+    payload += frame.to(tl.int64) * spaced
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    size = values * bits // 8
+    mask = index < size
+    code = _code(like, pointers, slots, block, step_block, step_offset, step_head,
+                 side, at, apart, first, tokens, group, heads, dim, payload, index, mask)  # fmt: skip
+    if bits == 4:
+        upper = _code(like, pointers, slots, block, step_block, step_offset, step_head,
+                      side, at, apart, first, tokens, group, heads, dim, payload, index + size, mask)  # fmt: skip
+        code = code | (upper << 4)
+    tl.store(payload + codes + index, code.to(tl.uint8), mask=mask)
+
+
+@jit
+def decode_section(
+    like, pointers, slots, block, step_block, step_offset, step_head, side: tl.constexpr, at, apart, codes, values,
+    first, tokens, group, heads, dim, bits: tl.constexpr, payload, TILE: tl.constexpr
+):  # fmt: skip
+    """Values, to where they belong."""
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = index < values
+    size = values * bits // 8
+    upper = (index >= size) & (bits == 4)
+    code = tl.load(payload + codes + tl.where(upper, index - size, index), mask=mask, other=0).to(tl.uint32)
+    if bits == 4:
+        code = tl.where(upper, code >> 4, code & 15)
+    layer, token, head, channel, scale = _place_of(tl.where(mask, index, 0), side, tokens, group, heads, dim)
+    unit = tl.load(payload.to(tl.pointer_type(tl.float32)) + layer * 2 + side, mask=mask, other=1.0)
+    step = _load_half(payload, at + 2 * scale, mask) * unit
+    zero = _load_half(payload, at + apart + 2 * scale, mask) * unit
+    value = code.to(tl.float32) * step + zero
+    slot = tl.load(slots + first + token, mask=mask, other=0)
+    place = address_of(like, pointers, layer * 2 + side, slot, head, channel, block, step_block, step_offset, step_head)
+    tl.store(place, lowered(value, like), mask=mask)
+
+
+# fp8 (e4m3fn) by the bits of float32: it works on GPUs without the format too.
+
+
+@jit
+def scales_fp8(tops, payload, count, spaced, TILE: tl.constexpr):
+    """Of each head of K and V in a payload, which are `count`."""
+    frame, index = tl.program_id(1), tl.program_id(0) * TILE + tl.arange(0, TILE)
+    top = float_of(tl.load(tops + frame * count + index, mask=index < count, other=0))
+    payload += frame.to(tl.int64) * spaced
+    scale = tl.maximum(tl.div_rn(top, tl.zeros_like(top) + 448.0), 1.1754943508222875e-38)  # 2^-126
+    tl.store(payload.to(tl.pointer_type(tl.float32)) + index, scale, mask=index < count)
+
+
+@jit
+def encode_fp8(
+    like, pointers, slots, block, step_block, step_offset, step_head, values, heads, dim, payload, codes, sides,
+    spaced, TILE: tl.constexpr
+):  # fmt: skip
+    """Coded values."""
+    which, index = tl.program_id(0), tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    frame = which // sides
+    which -= frame * sides
+    pointers += frame * sides
+    payload += frame.to(tl.int64) * spaced
+    mask = index < values
+    channel, head, token = index % dim, index // dim % heads, index // (dim * heads)
+    slot = tl.load(slots + token, mask=mask, other=0)
+    place = address_of(like, pointers, which, slot, head, channel, block, step_block, step_offset, step_head)
+    value = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(payload.to(tl.pointer_type(tl.float32)) + which * heads + head, mask=mask, other=1.0)
+    value = tl.minimum(tl.maximum(tl.div_rn(value, scale), -448.0), 448.0)
+    bits = bits_of(value)
+    sign = (bits & 0x80000000) >> 24
+    bits = bits & 0x7FFFFFFF
+    small = bits_of(float_of(bits) + 16384.0) - (141 << 23)  # 2^14 has the spacing of the least e4m3fn
+    large = (bits - (120 << 23) + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+    code = sign | tl.where(bits < (121 << 23), small, large)
+    tl.store(payload + codes + which.to(tl.int64) * values + index, code.to(tl.uint8), mask=mask)
+
+
+@jit
+def decode_fp8(
+    like, pointers, slots, block, step_block, step_offset, step_head, values, heads, dim, payload, codes,
+    TILE: tl.constexpr
+):  # fmt: skip
+    """Values, to where they belong."""
+    which, index = tl.program_id(0), tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = index < values
+    channel, head, token = index % dim, index // dim % heads, index // (dim * heads)
+    code = tl.load(payload + codes + which.to(tl.int64) * values + index, mask=mask, other=0).to(tl.uint32)
+    scale = tl.load(payload.to(tl.pointer_type(tl.float32)) + which * heads + head, mask=mask, other=1.0)
+    value = float_of((code & 0x7F) << 20) * 1.329227995784916e36  # 2^120
+    value = float_of(bits_of(value) | ((code & 0x80) << 24)) * scale
+    slot = tl.load(slots + token, mask=mask, other=0)
+    place = address_of(like, pointers, which, slot, head, channel, block, step_block, step_offset, step_head)
+    tl.store(place, lowered(value, like), mask=mask)
+
+
+# Unchanged KV: one launch for all layers.
+
+
+@jit
+def move_raw(
+    like, pointers, slots, block, step_block, step_offset, step_head, values, heads, dim, flat,
+    INTO_CACHES: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Between the caches and `flat`; `values` of each K or V."""
+    which, index = tl.program_id(0), tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = index < values
+    channel, head, token = index % dim, index // dim % heads, index // (dim * heads)
+    slot = tl.load(slots + token, mask=mask, other=0)
+    place = address_of(like, pointers, which, slot, head, channel, block, step_block, step_offset, step_head)
+    there = flat + which.to(tl.int64) * values + index
+    if INTO_CACHES:
+        tl.store(place, tl.load(there, mask=mask), mask=mask)
+    else:
+        tl.store(there, tl.load(place, mask=mask), mask=mask)
+
 
 _INFINITE = 0x7F800000  # magnitudes from here on are not finite
 _ALIGNED = 16
@@ -51,21 +348,17 @@ class Places:
         _, _, heads, dim = self.views[0].shape
         return len(self.views) // 2, 2, self.slots.numel(), heads, dim
 
-    def of(self, start: int, end: int) -> "Places":
-        """The places of layers [start, end)."""
+    def of_layers(self, start: int, end: int) -> "Places":
         sides = slice(2 * start, 2 * end)
         return Places(self.views[sides], self.pointers[sides], self.slots)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The first arguments of every kernel, `like` to `step_head`."""
-        return self.views[0], self.pointers, self.slots, *self.steps
-
-    @property
-    def steps(self) -> tuple[int, int, int, int]:
-        """Block size, and by how many values blocks, offsets and heads are apart."""
+        """The first arguments of every kernel, `like` to `step_head`: among them the block size, and by how many values
+        blocks, offsets and heads are apart.
+        """
         first = self.views[0]
-        return first.shape[1], first.stride(0), first.stride(1), first.stride(2)
+        return first, self.pointers, self.slots, first.shape[1], first.stride(0), first.stride(1), first.stride(2)
 
 
 def pointers_of(views: list[torch.Tensor]) -> torch.Tensor:
@@ -74,19 +367,6 @@ def pointers_of(views: list[torch.Tensor]) -> torch.Tensor:
     if first.stride(3) != 1 or any(view.stride() != first.stride() or view.dtype != first.dtype for view in views):
         raise ValueError("KV caches with unlike strides, or channels that do not lie together")
     return torch.tensor([view.data_ptr() for view in views], dtype=torch.int64)
-
-
-def encode_places(places: Places, codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Payload, uint8 on the device, and what `require_finite` judges once it has come to the host: int32.
-
-    Issued on the current stream. Raises KvError(CODEC) for an odd head_dim with INT4.
-    """
-    layers, _, _, heads, _ = places.shape
-    first = places.views[0]
-    payload = torch.empty(payload_bytes(places.shape, first.dtype, codec), dtype=torch.uint8, device=first.device)
-    tops = torch.empty((layers, 2, heads), dtype=torch.int32, device=first.device)
-    encode_into(places, codec, layers, payload, tops)
-    return payload, tops
 
 
 def spacing(shape: Shape, dtype: torch.dtype, codec: Codec) -> int:
@@ -100,19 +380,18 @@ def encode_into(places: Places, codec: Codec, each: int, payloads: torch.Tensor,
     layers. Issued on the current stream. Raises KvError(CODEC) for an odd head_dim with INT4.
     """
     layers, _, tokens, heads, dim = places.shape
-    if codec is Codec.INT4 and dim % 2:
-        raise KvError(KvFault.CODEC, "int4 needs an even head_dim")
+    check_head_dim(dim, codec)
     first, whole = places.views[0], layers // each * each
     tops.zero_()
     grid = (2 * layers, heads, triton.cdiv(tokens, TOKEN_GROUP))
-    tops_of[grid](*places.arguments, tokens, heads, dim, tops, triton.next_power_of_2(dim), TOKEN_GROUP, **_EXACT)
+    head_tops[grid](*places.arguments, tokens, heads, dim, tops, triton.next_power_of_2(dim), TOKEN_GROUP, **_EXACT)
     spaced = spacing((each, 2, tokens, heads, dim), first.dtype, codec)
     for start, end, one in ((0, whole, each), (whole, layers, layers - whole)):
         if start < end:
             shape = (one, 2, tokens, heads, dim)
             given = _Payloads(shape, (end - start) // one, spaced, payloads[start // each * spaced :])
             encode = _encode_fp8 if codec is Codec.FP8 else _encode_ints
-            encode(places.of(start, end), given, codec, tops[start:end])
+            encode(places.of_layers(start, end), given, codec, tops[start:end])
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +405,6 @@ class _Payloads:
 
     @property
     def sides(self) -> int:
-        """K and V of the layers of one."""
         return 2 * self.shape[0]
 
 
@@ -135,7 +413,7 @@ def gather_places(places: Places, out: torch.Tensor) -> None:
     layers, _, tokens, heads, dim = places.shape
     values = tokens * heads * dim
     grid = (2 * layers, triton.cdiv(values, _TILE), 1)
-    triton_kernels.gather_raw[grid](*places.arguments, values, heads, dim, out, _TILE)
+    move_raw[grid](*places.arguments, values, heads, dim, out, False, _TILE)
 
 
 def require_finite(tops: torch.Tensor) -> None:
@@ -150,19 +428,18 @@ def decode_places(payload: torch.Tensor, places: Places, wire: torch.dtype, code
     `wire` is the exporter's dtype; for RAW it is the caches'. Raises KvError(PROTOCOL) when the size does not fit.
     """
     layers, _, tokens, heads, dim = places.shape
-    if payload.numel() != payload_bytes(places.shape, wire, codec):
-        raise KvError(KvFault.PROTOCOL, "payload size does not fit its header")
+    check_size(payload, places.shape, wire, codec)
     target, values = places.arguments, tokens * heads * dim
     grid = (2 * layers, triton.cdiv(values, _TILE), 1)
     if codec is Codec.RAW:
-        triton_kernels.scatter_raw[grid](*target, values, heads, dim, payload.view(wire), _TILE)
+        move_raw[grid](*target, values, heads, dim, payload.view(wire), True, _TILE)
         return
     if codec is Codec.FP8:
-        triton_kernels.decode_fp8[grid](*target, values, heads, dim, payload, 8 * layers * heads, _TILE, **_EXACT)
+        decode_fp8[grid](*target, values, heads, dim, payload, 8 * layers * heads, _TILE, **_EXACT)
         return
     for section in _sections(places.shape, codec):
         grid = (triton.cdiv(section.values, _TILE), 1, 1)
-        triton_kernels.decode_section[grid](*target, *section.arguments, payload, _TILE, **_EXACT)
+        decode_section[grid](*target, *section.arguments, payload, _TILE, **_EXACT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,31 +457,23 @@ class _Section:
     bits: int
 
     @property
-    def groups(self) -> int:
-        """Groups of one layer."""
-        return self.tokens * self.heads * self.dim // self.group
-
-    @property
     def values(self) -> int:
-        """Coded values of all layers."""
         return self.layers * self.tokens * self.heads * self.dim
 
     @property
-    def codes(self) -> int:
-        """The offset of the coded values, behind scales and zeros."""
-        return self.at + 4 * self.layers * self.groups
+    def apart(self) -> int:
+        """By how much zeros are behind scales, and coded values behind zeros: a float16 for each group."""
+        return 2 * self.values // self.group
 
     @property
     def end(self) -> int:
-        """The offset of the next section."""
-        return self.codes + self.values * self.bits // 8
+        return self.at + 2 * self.apart + self.values * self.bits // 8
 
     @property
     def arguments(self) -> tuple[int, ...]:
         """The arguments of a section, `side` to `bits`."""
-        apart = 2 * self.layers * self.groups
-        whole = (self.side, self.at, apart, self.codes, self.values, self.first, self.tokens, self.group)
-        return (*whole, self.heads, self.dim, self.bits)
+        places = (self.side, self.at, self.apart, self.at + 2 * self.apart, self.values)
+        return (*places, self.first, self.tokens, self.group, self.heads, self.dim, self.bits)
 
 
 def _sections(shape: Shape, codec: Codec) -> list[_Section]:
@@ -223,9 +492,9 @@ def _encode_fp8(places: Places, given: _Payloads, codec: Codec, tops: torch.Tens
     layers, _, tokens, heads, dim = given.shape
     scales, values = 2 * layers * heads, tokens * heads * dim
     grid = (triton.cdiv(scales, _TILE), given.count, 1)
-    triton_kernels.scales_fp8[grid](tops, given.at, scales, given.spaced, _TILE, **_EXACT)
+    scales_fp8[grid](tops, given.at, scales, given.spaced, _TILE, **_EXACT)
     grid = (given.sides * given.count, triton.cdiv(values, _TILE), 1)
-    triton_kernels.encode_fp8[grid](
+    encode_fp8[grid](
         *places.arguments, values, heads, dim, given.at, 4 * scales, given.sides, given.spaced, _TILE, **_EXACT
     )
 
@@ -233,7 +502,7 @@ def _encode_fp8(places: Places, given: _Payloads, codec: Codec, tops: torch.Tens
 def _encode_ints(places: Places, given: _Payloads, codec: Codec, tops: torch.Tensor) -> None:
     layers, _, _, heads, dim = given.shape
     spread = (given.at, given.sides, given.spaced)
-    triton_kernels.units[(given.sides * given.count,)](
+    units[(given.sides * given.count,)](
         tops, given.at, heads, given.sides, given.spaced, triton.next_power_of_2(heads), **_EXACT
     )
     for section in _sections(given.shape, codec):
@@ -242,9 +511,9 @@ def _encode_ints(places: Places, given: _Payloads, codec: Codec, tops: torch.Ten
         channels = dim if key else section.group
         grid = (layers * given.count, groups, heads * (dim // channels))
         tile = (triton.next_power_of_2(channels), TOKEN_GROUP)
-        triton_kernels.grids[grid](*places.arguments, *section.arguments, channels, *spread, *tile, **_EXACT)
+        grids[grid](*places.arguments, *section.arguments, channels, *spread, *tile, **_EXACT)
         grid = (triton.cdiv(section.values * section.bits // 8, _TILE), given.count, 1)
-        triton_kernels.encode_section[grid](*places.arguments, *section.arguments, *spread, _TILE, **_EXACT)
+        encode_section[grid](*places.arguments, *section.arguments, *spread, _TILE, **_EXACT)
 
 
 _log = logging.getLogger(__name__)
@@ -269,10 +538,10 @@ class DeviceCodec:
     from then on nothing is moved here: see the results of `gather`, `decode` and `coding`.
     """
 
-    def __init__(self, caches: list[torch.Tensor], layout: StridedLayout, shape: ExportShape, upload: Upload) -> None:
+    def __init__(self, caches: list[torch.Tensor], layout: StridedLayout, shape: RankShape, upload: Upload) -> None:
         """`upload` brings a tensor to where caches are. Raises ValueError for caches that kernels cannot address."""
         self._layout = layout
-        self._shape = shape
+        self.shape = shape
         self._upload = upload
         self._views = [view for cache in caches for view in layout.views(cache)]
         self._pointers = pointers_of(self._views).to(caches[0].device)
@@ -281,7 +550,6 @@ class DeviceCodec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the caches."""
         return self._views[0].dtype
 
     def prepare(self, *, lossy: bool) -> None:
@@ -289,47 +557,40 @@ class DeviceCodec:
         it for nothing. Raises KERNEL_FAULTS.
         """
         slots = torch.arange(_WARM_TOKENS) % self._layout.block_size
-        places = self._places((0, len(self._views) // 2), (0, self._layout.kv_heads), slots)
+        places = self.places((0, len(self._views) // 2), (0, self._layout.kv_heads), slots)
         kv = torch.zeros(places.shape, dtype=self.dtype, device=self._pointers.device)
         gather_places(places, kv)
         decode_places(kv.view(torch.uint8).reshape(-1), places, self.dtype, Codec.RAW)
-        for codec in (each for each in Codec if lossy and self.codes(each)):
-            out = torch.empty(self.size(codec, _WARM_TOKENS), dtype=torch.uint8, device=kv.device)
-            self._encode(places, codec, out)
-            for each in self._coded(codec, 0, _WARM_TOKENS, out).payloads:
-                decode_places(each.payload, places.of(each.start, each.end), self.dtype, codec)
+        for codec in self._codecs if lossy else ():
+            coding = DeviceCoding(self, codec, lambda *_: slots)
+            out = torch.empty(coding.size(_WARM_TOKENS), dtype=torch.uint8, device=kv.device)
+            coding.encode(places, out)
+            for each in coding.payloads(_WARM_TOKENS, out):
+                decode_places(each.payload, places.of_layers(each.start, each.end), self.dtype, codec)
         if kv.device.type != "cpu":  # the CPU is that of Triton's interpreter
             torch.get_device_module(kv.device).synchronize(kv.device)
-
-    def codes(self, codec: Codec) -> bool:
-        """Whether this device can code KV with that codec."""
-        return codec.lossy and not (codec is Codec.INT4 and self._shape.head_dim % 2)
 
     def gather(self, slots: torch.Tensor, out: torch.Tensor) -> bool:
         """KV of those slots (int64, on the host) as it is into `out` [layers, 2, tokens, heads, head_dim]; False where
         kernels have failed.
         """
-        return self._moved(lambda: gather_places(self._places((0, out.shape[0]), (0, out.shape[3]), slots), out))
+        return self.moved(lambda: gather_places(self.places((0, out.shape[0]), (0, out.shape[3]), slots), out))
 
     def coding(self, codec: Codec, tokens: int, slots: Callable[[int, int], torch.Tensor]) -> "DeviceCoding | None":
         """How so many tokens are coded that lie in `slots(first, until)`; None where that would not make them smaller,
-        as with few tokens that share scales, and where kernels have failed.
+        as with few tokens that share scales, and where kernels have failed or the codec is not one for this KV.
         """
-        segment = self._shape.segment_tokens()
-        sizes = [self.size(codec, min(segment, tokens - first)) for first in range(0, tokens, segment)]
-        fits = self.size(codec, min(segment, tokens)) <= self._shape.chunk_bytes(segment)
-        if self._failed or not self.codes(codec) or not fits or sum(sizes) >= self._shape.chunk_bytes(tokens):
+        segment = self.shape.segment_tokens()
+        if self._failed or codec not in self._codecs:
             return None
-        return DeviceCoding(self, codec, sum(sizes), slots)
+        coding = DeviceCoding(self, codec, slots)
+        coding.total_bytes = sum(coding.size(min(segment, tokens - first)) for first in range(0, tokens, segment))
+        fits = coding.size(min(segment, tokens)) <= self.shape.chunk_bytes(segment)
+        return coding if fits and coding.total_bytes < self.shape.chunk_bytes(tokens) else None
 
-    def size(self, codec: Codec, tokens: int) -> int:
-        """See Coding.size: payloads, spaced, and behind them what tells whether all was finite."""
-        layers, _, _, heads, dim = self._shape.chunk_shape(tokens)
-        each = self._shape.layers_a_frame(tokens, heads, codec)
-        spaces = spacing((min(each, layers), 2, tokens, heads, dim), self.dtype, codec) * (layers // each)
-        if left := layers % each:
-            spaces += spacing((left, 2, tokens, heads, dim), self.dtype, codec)
-        return spaces + 8 * layers * heads
+    @property
+    def _codecs(self) -> list[Codec]:
+        return [each for each in Codec if each.lossy and not (each is Codec.INT4 and self.shape.head_dim % 2)]
 
     def decode(
         self,
@@ -344,78 +605,82 @@ class DeviceCodec:
         are this rank's. `dtype` is the exporter's: RAW takes the caches' only. False where kernels have failed: some of
         it may have been written.
         """
-        return self._moved(
-            lambda: decode_places(self._upload(payload), self._places(layers, heads, slots), dtype, codec)
-        )
+        return self.moved(lambda: decode_places(self._upload(payload), self.places(layers, heads, slots), dtype, codec))
 
-    def _moved(self, issue: Callable[[], None]) -> bool:
+    def moved(self, issue: Callable[[], None]) -> bool:
+        """Issue work; False where kernels have failed."""
         with self._lock:
             if self._failed:
                 return False
         try:
             issue()
         except KERNEL_FAULTS as error:
-            self._fail(error)
+            with self._lock:
+                first, self._failed = not self._failed, True
+            if first:
+                warn_of_fallback(error)
             return False
         return True
 
-    def _fail(self, error: Exception) -> None:
-        with self._lock:
-            first, self._failed = not self._failed, True
-        if first:
-            warn_of_fallback(error)
-
-    def _places(self, layers: tuple[int, int], heads: tuple[int, int], slots: torch.Tensor) -> Places:
+    def places(self, layers: tuple[int, int], heads: tuple[int, int], slots: torch.Tensor) -> Places:
         sides = slice(2 * layers[0], 2 * layers[1])
         views = [view[:, :, slice(*heads)] for view in self._views[sides]]
         past = heads[0] * views[0].stride(2) * views[0].element_size()
         pointers = self._pointers[sides]
         return Places(views, pointers + past if past else pointers, self._upload(slots))
 
-    def encode(self, codec: Codec, slots: torch.Tensor, out: torch.Tensor) -> None:
-        """See Coding.code. Raises KvError(CODEC) where kernels have failed: the importer computes this KV, and what
-        comes after it is coded on the CPU.
-        """
-        layers, _, _, heads, _ = self._shape.chunk_shape(1)
-        if not self._moved(lambda: self._encode(self._places((0, layers), (0, heads), slots), codec, out)):
-            raise KvError(KvFault.CODEC, "the kernels that code KV cannot be compiled on this device")
 
-    def _encode(self, places: Places, codec: Codec, out: torch.Tensor) -> None:
-        layers, _, tokens, heads, _ = places.shape
-        tops = out[out.numel() - 8 * layers * heads :].view(torch.int32).view(layers, 2, heads)
-        encode_into(places, codec, self._shape.layers_a_frame(tokens, heads, codec), out, tops)
-
-    def staged(self, codec: Codec, start: int, end: int, coded: torch.Tensor) -> CodedSegment:
-        layers, _, _, heads, _ = self._shape.chunk_shape(1)
-        require_finite(coded[coded.numel() - 8 * layers * heads :].view(torch.int32))
-        return self._coded(codec, start, end, coded)
-
-    def _coded(self, codec: Codec, start: int, end: int, coded: torch.Tensor) -> CodedSegment:
-        layers, _, tokens, heads, dim = self._shape.chunk_shape(end - start)
-        each = self._shape.layers_a_frame(tokens, heads, codec)
-        spaced = spacing((each, 2, tokens, heads, dim), self.dtype, codec)
-        payloads = []
-        for number, first in enumerate(range(0, layers, each)):
-            last = min(first + each, layers)
-            size = payload_bytes((last - first, 2, tokens, heads, dim), self.dtype, codec)
-            payloads.append(CodedLayers(first, last, coded[number * spaced : number * spaced + size]))
-        return CodedSegment(start, end, codec, tuple(payloads))
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceCoding:
-    """See Coding. `total_bytes`: of all tokens."""
+    """See Coding. Coded KV of a segment is payloads of some layers each, spaced, and behind them what tells whether all
+    of it was finite.
+    """
 
-    device: DeviceCodec
-    codec: Codec
-    total_bytes: int
-    slots: Callable[[int, int], torch.Tensor]
+    total_bytes = 0
+
+    def __init__(self, device: DeviceCodec, codec: Codec, slots: Callable[[int, int], torch.Tensor]) -> None:
+        self._device = device
+        self._codec = codec
+        self._slots = slots
 
     def size(self, tokens: int) -> int:
-        return self.device.size(self.codec, tokens)
+        shape = self._device.shape.chunk_shape(tokens)
+        layers, _, _, heads, _ = shape
+        each = self._layers_a_payload(shape)
+        sizes = [self._spacing(min(each, layers - first), shape) for first in range(0, layers, each)]
+        return sum(sizes) + 8 * layers * heads
 
     def code(self, start: int, end: int, out: torch.Tensor) -> None:
-        self.device.encode(self.codec, self.slots(start, end), out)
+        """See Coding. Raises KvError(CODEC) where kernels have failed: the importer computes this KV, and what comes
+        after it is coded on the CPU.
+        """
+        device, slots = self._device, self._slots(start, end)
+        layers, _, _, heads, _ = device.shape.chunk_shape(1)
+        if not device.moved(lambda: self.encode(device.places((0, layers), (0, heads), slots), out)):
+            raise KvError(KvFault.CODEC, "the kernels that code KV cannot be compiled on this device")
 
     def staged(self, start: int, end: int, coded: torch.Tensor) -> CodedSegment:
-        return self.device.staged(self.codec, start, end, coded)
+        require_finite(self._tops(coded))
+        return CodedSegment(start, end, self._codec, self.payloads(end - start, coded))
+
+    def encode(self, places: Places, out: torch.Tensor) -> None:
+        encode_into(places, self._codec, self._layers_a_payload(places.shape), out, self._tops(out))
+
+    def payloads(self, tokens: int, coded: torch.Tensor) -> tuple[CodedLayers, ...]:
+        shape = self._device.shape.chunk_shape(tokens)
+        layers, each = shape[0], self._layers_a_payload(shape)
+        payloads = []
+        for number, first in enumerate(range(0, layers, each)):
+            last, at = min(first + each, layers), number * self._spacing(each, shape)
+            size = payload_bytes((last - first, *shape[1:]), self._device.dtype, self._codec)
+            payloads.append(CodedLayers(first, last, coded[at : at + size]))
+        return tuple(payloads)
+
+    def _layers_a_payload(self, shape: Shape) -> int:
+        return self._device.shape.layers_a_frame(shape[2], shape[3], self._codec)
+
+    def _spacing(self, layers: int, shape: Shape) -> int:
+        return spacing((layers, *shape[1:]), self._device.dtype, self._codec)
+
+    def _tops(self, coded: torch.Tensor) -> torch.Tensor:
+        layers, _, _, heads, _ = self._device.shape.chunk_shape(1)
+        return coded[coded.numel() - 8 * layers * heads :].view(torch.int32).view(layers, 2, heads)

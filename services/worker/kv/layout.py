@@ -135,7 +135,6 @@ class Interior:
         return nested.permute(0, *over_tokens, 1, *over_channels).reshape(-1, heads, self.head_dim)
 
     def describe(self) -> str:
-        """For the log."""
         names = {1: "channel", self.head_dim: "token"}
         return " x ".join(
             f"{size} {names.get(step, f'step {step}')}" for size, step in zip(self.sizes, self.steps, strict=True)
@@ -188,7 +187,6 @@ class CpuLayout:
         self._sides = self._probe(cache.dtype)
 
     def describe(self) -> str:
-        """For the log."""
         return "; ".join(f"{name}: {side.describe()}" for name, side in zip("KV", self._sides, strict=True))
 
     def gather(self, cache: torch.Tensor, blocks: torch.Tensor, start: int, end: int, out: torch.Tensor) -> None:

@@ -250,7 +250,6 @@ def _encode_keys(src: Any, at: Any, step: Any, unit: Any, scales: Any, zeros: An
 
 @part
 def _encode_values(values: Any, unit: Any, scales: Any, zeros: Any, coded: Any) -> None:
-    """Code a row of V."""
     group = coded.size // scales.size
     for each in range(scales.size):
         scale, zero = of_half(scales[each]) * unit, of_half(zeros[each]) * unit
@@ -419,7 +418,6 @@ def decode_fp8(payload: Any, steps: Any, shape: Any, dim: Any, out: Any) -> None
 
 @part
 def _unpack(payload: Any, at: Any, size: Any, bits: Any) -> Any:
-    """The coded values of a section, one a byte."""
     if bits == 8:
         return payload[at : at + size]
     codes = np.empty(size, np.uint8)

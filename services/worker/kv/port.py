@@ -11,20 +11,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from services.worker.kv.rank_links import (
-    Drop,
-    KvControl,
-    KvEvents,
-    Prefetch,
-    PullEnded,
-    Release,
-    RenewLease,
-    StagedChunk,
-    StagingFailed,
-    Stats,
-    ThreadEnded,
-    TransferEnded,
-)
+from services.worker.kv import rank_links
+from services.worker.kv.rank_links import KvControl, KvEvents, PullEnded
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.errors import PolyphaseError
 from shared.runtime.logs import get_log
@@ -251,7 +239,7 @@ class ConnectorPort(KvPort):
     async def release(self, transfer_ids: list[str]) -> None:
         for transfer_id in transfer_ids:
             try:
-                await self._control.call(Release(transfer_id))
+                await self._control.call(rank_links.Release(transfer_id))
             except PolyphaseError as error:
                 log.warning("release failed", transfer_id=transfer_id, error=error.message)
             finally:
@@ -263,11 +251,11 @@ class ConnectorPort(KvPort):
             await self.release(held)
 
     async def prefetch(self, handle: KvHandle, keep_s: float) -> None:
-        await self._control.call(Prefetch(handle, handle.tokens, keep_s))
+        await self._control.call(rank_links.Prefetch(handle, handle.tokens, keep_s))
 
     async def drop(self, transfer_id: str) -> None:
         try:
-            await self._control.call(Drop(transfer_id))
+            await self._control.call(rank_links.Drop(transfer_id))
         except PolyphaseError as error:
             log.warning("drop failed", transfer_id=transfer_id, error=error.message)
 
@@ -279,7 +267,7 @@ class ConnectorPort(KvPort):
                 continue
             expected.renew_s = now + max(_REFRESH_S, expected.handle.lease_s * _RENEW_SHARE)
             try:
-                await self._control.call(RenewLease(expected.handle))
+                await self._control.call(rank_links.RenewLease(expected.handle))
             except PolyphaseError as error:  # a rank does not answer; the next turn tries the next transfer
                 log.debug("a lease was not renewed", transfer_id=expected.handle.transfer_id, error=error.message)
                 return
@@ -287,17 +275,17 @@ class ConnectorPort(KvPort):
     async def _follow(self) -> None:
         async for event in self._events:
             match event:
-                case StagedChunk():
+                case rank_links.StagedChunk():
                     self._staged[event.rank] = event.staged_bytes
                     if callback := self._callbacks.pop(event.transfer_id, None):
                         # In a turn of its own: an exception in it is logged by the event loop and ends nothing here.
                         asyncio.get_running_loop().call_soon(callback)
-                case TransferEnded():
+                case rank_links.TransferEnded():
                     self._staged[event.rank] = event.staged_bytes
                     self._ledger.dropped(event.transfer_id, event.rank)
-                case StagingFailed():
+                case rank_links.StagingFailed():
                     log.warning("KV could not be staged", transfer_id=event.transfer_id, reason=event.reason)
-                case ThreadEnded():
+                case rank_links.ThreadEnded():
                     raise RuntimeError(f"the KV {event.thread} of rank {event.rank} died: {event.error}")
                 case PullEnded():
                     expected = self._imports.get(event.transfer_id)
@@ -309,7 +297,7 @@ class ConnectorPort(KvPort):
     async def _refresh(self) -> None:
         """Between events, pulls and leases free some of what the ranks hold."""
         try:
-            ranks = await self._control.call(Stats())
+            ranks = await self._control.call(rank_links.Stats())
         except PolyphaseError as error:  # a rank in a long step; the next figures will do
             log.debug("no KV figures", error=error.message)
             return

@@ -9,15 +9,15 @@ import hmac
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Protocol, Self
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from services.worker.kv.errors import KvError
+from services.worker.kv import KvError
 from services.worker.kv.wire.protocol import MAX_MESSAGE_BYTES, Message, decoded, encode_message, opened
 from shared.domain.kv import KvHandle
 from shared.errors import DeadlineExceeded, PolyphaseError
@@ -67,8 +67,8 @@ class Stats(Message, frozen=True):
 Operation = Release | Prefetch | Drop | RenewLease | Stats
 
 
-class RankStats(msgspec.Struct, frozen=True):
-    """State of one rank. Counts and byte totals are since its start."""
+class RankStats(msgspec.Struct):
+    """State of one rank. Counts and byte totals are since its start. Each of its threads counts in its own fields."""
 
     rank: int = 0
     staged_bytes: int = 0
@@ -148,14 +148,13 @@ class SocketControl:
         self._endpoints = tuple(endpoints)
         self._key = key
         self._curve = curve
-        self._context: zmq.asyncio.Context | None = None
+        self._context = zmq.asyncio.Context()
         self._sockets: list[zmq.asyncio.Socket] = []
         self._waiting: dict[tuple[int, int], asyncio.Future[Answer]] = {}
         self._readers = Background()
         self._last_call = 0
 
     async def __aenter__(self) -> Self:
-        self._context = zmq.asyncio.Context()
         for rank, endpoint in enumerate(self._endpoints):
             dealer = self._context.socket(zmq.DEALER)
             dealer.setsockopt(zmq.LINGER, 0)
@@ -168,14 +167,11 @@ class SocketControl:
             self._readers.start(f"kv-control-{rank}", self._read(rank, dealer))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._readers.close()
         for each in self._sockets:
             each.close()
-        if self._context is not None:
-            self._context.term()
+        self._context.term()
 
     async def call(self, operation: Operation, timeout_s: float = _TIMEOUT_S) -> list[RankStats]:
         """Raises DeadlineExceeded when a rank does not answer in time; a rank does not answer a wrong key either."""
@@ -333,6 +329,11 @@ class PullEnded(msgspec.Struct, frozen=True, tag=True):
     prefetched: bool
     transport: str = ""  # what carried it: tcp, nixl, or "nixl+tcp"
 
+    @classmethod
+    def without_pull(cls, transfer_id: str, rank: int, error: str) -> "PullEnded":
+        now = time.time()
+        return cls(transfer_id, rank, not error, error, 0, 0, now, now, False)
+
 
 KvEvent = StagedChunk | TransferEnded | StagingFailed | PullEnded | ThreadEnded
 
@@ -373,13 +374,11 @@ class KvEvents:
     def __init__(self, address: str) -> None:
         self.address = address
         self.dropped = 0
-        self._context: zmq.asyncio.Context | None = None
-        self._socket: zmq.asyncio.Socket | None = None
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PULL)
         self._decoder = msgspec.msgpack.Decoder(KvEvent)
 
     async def __aenter__(self) -> "KvEvents":
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_EVENT_BYTES)
         self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
@@ -387,24 +386,19 @@ class KvEvents:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._socket is not None and self._context is not None:
-            self._socket.close()
-            self._context.term()
+    async def __aexit__(self, *_: object) -> None:
+        self._socket.close()
+        self._context.term()
 
     def __aiter__(self) -> "KvEvents":
         return self
 
     async def __anext__(self) -> KvEvent:
-        return await self.get()
-
-    async def get(self) -> KvEvent:
-        assert self._socket is not None, "enter the context first"
         while True:
             frame = await self._socket.recv()
             event: KvEvent | None = decoded(self._decoder, frame)
             if event is not None:
                 return event
             self.dropped += 1
+
+    get = __anext__

@@ -1,27 +1,37 @@
-"""The host pool of the export side: KV that was copied out of the engine's blocks waits here for importers, divided
-into parts of host memory, unchanged or coded.
+"""The export side's host memory: KV that was copied out of the engine's blocks waits here for importers, in segments,
+unchanged or coded.
 
-The pool is bounded by bytes, and transfers are leased by time. The engine's thread admits chunks, the copies commit
+`StagingPool` bounds it by bytes and leases transfers by time. The engine's thread admits chunks, the copies commit
 them, the server's thread reads, and any thread may release. A lease begins again with each chunk that is staged, with
 each look of a pull, and with each renewal by an importer whose engine has no blocks for the KV yet.
+
+The memory is of the heap beside a model on the CPU. Beside an accelerator, or with NIXL, it is allocated once as an
+arena and handed out in parts: pinning memory, or registering it, takes far longer than filling it.
 """
 
+import math
 import threading
 import time
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from services.worker.kv.errors import KvError, KvFault
-from services.worker.kv.host_memory import Bytes
-from shared.domain.kv import Codec
+from services.worker.kv import KvError, KvFault
+from services.worker.kv.rank_links import RankStats
+from shared.domain.kv import TOKEN_GROUP, Codec
 
 _REMEMBERED = 4096  # ended transfers whose reason is kept, so that a late pull fails at once
 LEASE_RENEWALS = 120  # of one transfer by importers that wait; 20 minutes with leases of 30 s
 _FRESH_SHARE = 5 / 6  # a lease of which more than this share is left is not renewed
+_SLAB_BYTES = 64 << 20  # a power of two: torch rounds pinned memory up to one
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Allocate = Callable[[int], torch.Tensor]  # that many bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +73,27 @@ Staged = Sequence[Segment | CodedSegment]
 
 @dataclass(slots=True)
 class Transfer:
-    """The staged KV of one transfer. Its segments follow each other without gaps."""
+    """The state of one export, from its first chunk or confirmation until it has ended and no copy is under way.
+
+    Its segments follow each other without gaps. They stay while a reader has this: one that ends during a copy is
+    replaced by one without segments.
+    """
 
     transfer_id: str
-    expires_s: float = 0.0
+    expires_s: float = math.inf  # the end of its lease, which begins with the first chunk or confirmation
     segments: list[Segment | CodedSegment] = field(default_factory=list)
     token_end: int = 0
     complete: bool = False
     size_bytes: int = 0
+    copying: int = 0  # chunks that are admitted and neither committed nor abandoned
     renewals: int = 0
     confirmed: set[int] = field(default_factory=set)
+    fault: KvFault | None = None  # why it has ended
+
+    @property
+    def held(self) -> bool:
+        """Whether it has a lease, and has not ended."""
+        return self.fault is None and self.expires_s != math.inf
 
 
 class StagingPool:
@@ -90,12 +111,11 @@ class StagingPool:
         on_change: Callable[[], None] = lambda: None,
         on_end: Callable[[str, int], None] = lambda *_: None,
         renewals: int = LEASE_RENEWALS,
+        stats: RankStats | None = None,
     ) -> None:
         """`renewals`: how often importers that wait may renew the lease of one transfer."""
         self.limit_bytes = limit_bytes
-        self.staging_failed = 0
-        self.leases_expired = 0
-        self.leases_renewed = 0
+        self.stats = stats or RankStats()
         self._lease_s = lease_s
         self._renewals = renewals
         self._clock = clock
@@ -103,8 +123,6 @@ class StagingPool:
         self._on_end = on_end
         self._transfers: dict[str, Transfer] = {}
         self._ended: OrderedDict[str, KvFault] = OrderedDict()
-        self._copying: dict[str, int] = {}  # chunks that are admitted and neither committed nor abandoned
-        self._ending: set[str] = set()  # of these, transfers that have ended and whose `on_end` is still to be called
         self._used_bytes = 0
         self._lock = threading.Lock()
 
@@ -113,7 +131,8 @@ class StagingPool:
         return self._used_bytes
 
     def __len__(self) -> int:
-        return len(self._transfers)
+        with self._lock:
+            return sum(transfer.held for transfer in self._transfers.values())
 
     def admit(self, transfer_id: str, size_bytes: int, whole_bytes: int = 0) -> None:
         """Take room for a chunk of a transfer of `whole_bytes`, whose copy may begin; `commit` or `abandon`
@@ -123,37 +142,38 @@ class StagingPool:
         good; otherwise the reason why the transfer ended before.
         """
         with self._lock:
-            self._check_open(transfer_id)
+            transfer = self._open(transfer_id)
             room = max(whole_bytes, self._used_bytes + size_bytes) <= self.limit_bytes
             if room:
+                transfer = transfer or self._transfers.setdefault(transfer_id, Transfer(transfer_id))
+                transfer.copying += 1
                 self._used_bytes += size_bytes
-                self._copying[transfer_id] = self._copying.get(transfer_id, 0) + 1
         if not room:
-            self.staging_failed += 1
+            self.stats.staging_failed += 1
             self.release(transfer_id, KvFault.REFUSED)
             size = f"{size_bytes} of {max(whole_bytes, size_bytes)} bytes"
             raise KvError(KvFault.REFUSED, f"no room for {size} in a staging pool of {self.limit_bytes}")
 
-    def commit(self, transfer_id: str, segments: Sequence[Segment | CodedSegment], size_bytes: int, last: bool) -> int:
+    def commit(self, transfer_id: str, segments: Staged, size_bytes: int, last: bool) -> int:
         """An admitted chunk has been copied, after those admitted before it; returns the pool's staged bytes. Raises
         KvError with the reason when the transfer ended meanwhile, or INTERNAL when tokens before this chunk are
         missing: the transfer has failed, and so many others have ended since then that its reason is forgotten.
         """
         with self._lock:
-            reason = self._ended.get(transfer_id)
-            held = self._transfers.get(transfer_id)
-            gap = bool(segments) and segments[0].token_start != (held.token_end if held is not None else 0)
-            if reason is None and not gap:
-                self._copied(transfer_id)
-                transfer = self._transfer(transfer_id)
+            transfer = self._transfers[transfer_id]
+            fault = transfer.fault
+            gap = bool(segments) and segments[0].token_start != transfer.token_end
+            if fault is None and not gap:
+                transfer.copying -= 1
                 transfer.segments.extend(segments)
                 transfer.size_bytes += size_bytes
                 transfer.token_end = segments[-1].token_end if segments else transfer.token_end
                 transfer.complete = last
+                self._begin_lease(transfer)
                 total = self._used_bytes
-        if reason is not None:
-            self._give_back(transfer_id, size_bytes)
-            raise KvError(reason)
+        if fault is not None:
+            self._give_back(transfer, size_bytes)
+            raise KvError(fault)
         if gap:
             self.abandon(transfer_id, size_bytes)
             raise KvError(KvFault.INTERNAL, f"nothing is staged before token {segments[0].token_start}")
@@ -163,16 +183,18 @@ class StagingPool:
     def abandon(self, transfer_id: str, size_bytes: int, reason: KvFault = KvFault.INTERNAL) -> None:
         """An admitted chunk could not be copied: the transfer has failed."""
         self.release(transfer_id, reason)
-        self._give_back(transfer_id, size_bytes)
+        self._give_back(self._transfers[transfer_id], size_bytes)
 
     def open(self, transfer_id: str) -> Transfer | None:
         """The transfer for reading, its lease renewed; None while nothing is staged. Raises KvError when it
         ended.
         """
         with self._lock:
-            self._check_open(transfer_id)
-            transfer = self._transfers.get(transfer_id)
-            return self._transfer(transfer_id) if transfer is not None else None
+            transfer = self._open(transfer_id)
+            if transfer is None or not transfer.held:
+                return None
+            self._begin_lease(transfer)
+            return transfer
 
     def renew(self, transfer_id: str) -> bool:
         """Begin the lease again for an importer that still waits; whether that was done. False for a transfer that
@@ -180,13 +202,13 @@ class StagingPool:
         """
         with self._lock:
             transfer = self._transfers.get(transfer_id)
-            if transfer is None or transfer.renewals >= self._renewals:
+            if transfer is None or not transfer.held or transfer.renewals >= self._renewals:
                 return False
             if transfer.expires_s - self._clock() > self._lease_s * _FRESH_SHARE:
                 return False
             transfer.renewals += 1
-            self.leases_renewed += 1
-            self._transfer(transfer_id)
+            self.stats.leases_renewed += 1
+            self._begin_lease(transfer)
         return True
 
     def confirm(self, transfer_id: str, rank: int, consumers: int) -> bool:
@@ -194,10 +216,12 @@ class StagingPool:
         confirmed.
         """
         with self._lock:
-            unknown = transfer_id not in self._transfers
-            if transfer_id in self._ended or (unknown and len(self._transfers) >= _REMEMBERED):
+            transfer = self._transfers.get(transfer_id)
+            if transfer_id in self._ended or (transfer is None and len(self._transfers) >= _REMEMBERED):
                 return False
-            transfer = self._transfer(transfer_id)  # may come before anything is staged: the importer gave up
+            if transfer is None:  # nothing is staged yet: the importer gave up
+                transfer = self._transfers[transfer_id] = Transfer(transfer_id)
+            self._begin_lease(transfer)
             transfer.confirmed.add(rank)
             if len(transfer.confirmed) < consumers:
                 return False
@@ -206,74 +230,55 @@ class StagingPool:
     def release(self, transfer_id: str, reason: KvFault = KvFault.RELEASED) -> bool:
         """Drop the transfer, and refuse it in the future; whether it held anything. Idempotent."""
         with self._lock:
-            ended_before = transfer_id in self._ended
+            transfer = self._transfers.get(transfer_id)
+            held = transfer is not None and transfer.held
+            ends = transfer_id not in self._ended
             self._ended.setdefault(transfer_id, reason)
             while len(self._ended) > _REMEMBERED:
                 self._ended.popitem(last=False)
-            transfer = self._transfers.pop(transfer_id, None)
-            self._used_bytes -= transfer.size_bytes if transfer is not None else 0
+            if transfer is not None:
+                self._used_bytes -= transfer.size_bytes
+                ends = not transfer.copying
+                if ends:
+                    del self._transfers[transfer_id]
+                elif transfer.fault is None:  # what is being copied still takes room
+                    self._transfers[transfer_id] = Transfer(transfer_id, copying=transfer.copying, fault=reason)
             left = self._used_bytes
-            ends = not ended_before and transfer_id not in self._copying
-            if not ended_before and not ends:
-                self._ending.add(transfer_id)  # what is being copied still takes room
         if ends:
             self._on_end(transfer_id, left)
         self._on_change()
-        return transfer is not None
+        return held
 
     def expire(self) -> list[str]:
         """End every transfer whose lease ran out; their ids."""
         now = self._clock()
         with self._lock:
-            late = [t.transfer_id for t in self._transfers.values() if t.expires_s <= now]
+            late = [t.transfer_id for t in self._transfers.values() if t.held and t.expires_s <= now]
         for transfer_id in late:
-            self.leases_expired += 1
+            self.stats.leases_expired += 1
             self.release(transfer_id, KvFault.EXPIRED)
         return late
 
-    def _transfer(self, transfer_id: str) -> Transfer:
-        transfer = self._transfers.setdefault(transfer_id, Transfer(transfer_id))
-        transfer.expires_s = self._clock() + self._lease_s
+    def _open(self, transfer_id: str) -> Transfer | None:
+        transfer = self._transfers.get(transfer_id)
+        fault = transfer.fault if transfer is not None else self._ended.get(transfer_id)
+        if fault is not None:
+            raise KvError(fault)
         return transfer
 
-    def _check_open(self, transfer_id: str) -> None:
-        reason = self._ended.get(transfer_id)
-        if reason is not None:
-            raise KvError(reason)
+    def _begin_lease(self, transfer: Transfer) -> None:
+        transfer.expires_s = self._clock() + self._lease_s
 
-    def _give_back(self, transfer_id: str, size_bytes: int) -> None:
+    def _give_back(self, transfer: Transfer, size_bytes: int) -> None:
+        """The copy of a chunk is over, of a transfer that has ended."""
         with self._lock:
             self._used_bytes -= size_bytes
-            left, ends = self._used_bytes, self._copied(transfer_id) and transfer_id in self._ending
+            transfer.copying -= 1
+            left, ends = self._used_bytes, not transfer.copying
             if ends:
-                self._ending.remove(transfer_id)
+                del self._transfers[transfer.transfer_id]
         if ends:
-            self._on_end(transfer_id, left)
-
-    def _copied(self, transfer_id: str) -> bool:
-        """A chunk's copy is over; whether it was the transfer's last one under way."""
-        self._copying[transfer_id] -= 1
-        if self._copying[transfer_id]:
-            return False
-        del self._copying[transfer_id]
-        return True
-
-
-class HostMemory(Protocol):
-    """The memory of staged KV."""
-
-    @property
-    def slabs(self) -> list[Bytes]:
-        """All of the memory, where that is fixed; else empty."""
-        ...
-
-    def take(self, tokens: int) -> list[torch.Tensor]:
-        """Memory for that many tokens in parts, each [layers, 2, tokens, heads, head_dim] and contiguous; it is
-        free again once nothing refers to it. Raises KvError(REFUSED) when there is too little.
-        """
-
-    def take_bytes(self, tokens: int, size: Callable[[int], int]) -> list[tuple[int, torch.Tensor]]:
-        """The same for coded KV: tokens of each part, and its `size(tokens)` bytes, uint8."""
+            self._on_end(transfer.transfer_id, left)
 
 
 class Coding(Protocol):
@@ -284,7 +289,9 @@ class Coding(Protocol):
         """Bytes of the whole chunk, where the host has room in one piece."""
 
     def size(self, tokens: int) -> int:
-        """Bytes of that many tokens of a segment, with the flags that `staged` checks."""
+        """Bytes of that many tokens of a segment, with the flags that `staged` checks; they do not fall as tokens
+        rise.
+        """
 
     def code(self, start: int, end: int, out: torch.Tensor) -> None:
         """Issue the coding of tokens [start, end) into `out`, uint8 [size] and aligned to 16 bytes."""
@@ -297,24 +304,11 @@ class Coding(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Host memory for tokens [start, end), from HostMemory."""
+    """Host memory for tokens [start, end): [layers, 2, tokens, heads, head_dim] and contiguous, or coded bytes."""
 
     start: int
     end: int
     host: torch.Tensor
-
-
-def parts_of(start: int, end: int, memory: HostMemory, coding: Coding | None) -> list[Part]:
-    """Memory for tokens [start, end). Raises KvError(REFUSED)."""
-    if coding is None:
-        taken = [(part.shape[2], part) for part in memory.take(end - start)]
-    else:
-        taken = memory.take_bytes(end - start, coding.size)
-    parts = []
-    for tokens, host in taken:
-        parts.append(Part(start, start + tokens, host))
-        start += tokens
-    return parts
 
 
 def staged_of(parts: list[Part], coding: Coding | None) -> Staged:
@@ -322,3 +316,179 @@ def staged_of(parts: list[Part], coding: Coding | None) -> Staged:
     if coding is None:
         return [Segment(part.start, part.end, part.host) for part in parts]
     return [coding.staged(part.start, part.end, part.host) for part in parts]
+
+
+class HeapMemory:
+    """Memory of the process's heap."""
+
+    slabs: list[Bytes] = []  # all of the memory, where that is fixed
+
+    def __init__(self, shape: Callable[[int], tuple[int, ...]], dtype: torch.dtype, segment_tokens: int) -> None:
+        """`shape`: of the KV of that many tokens."""
+        self._shape = shape
+        self._dtype = dtype
+        self._segment_tokens = segment_tokens
+
+    def take(self, start: int, end: int, coding: Coding | None = None) -> list[Part]:
+        """Memory for tokens [start, end) in parts of at most `segment_tokens`, which is free again once nothing refers
+        to it. Raises KvError(REFUSED) when there is too little.
+        """
+        parts = []
+        for first in range(start, end, self._segment_tokens):
+            tokens = min(self._segment_tokens, end - first)
+            if coding is None:
+                host = torch.empty(self._shape(tokens), dtype=self._dtype)
+            else:
+                host = torch.empty(coding.size(tokens), dtype=torch.uint8)
+            parts.append(Part(first, first + tokens, host))
+        return parts
+
+
+def plain(size: int) -> torch.Tensor:
+    """Ordinary memory, whose pages are taken when they are first written."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def pinned(size: int) -> torch.Tensor:
+    """Memory that a device copies to by itself."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+class PinnedMemory(HeapMemory):
+    """A fixed amount of memory that a device copies to by itself, or that a transport has registered.
+
+    It is divided into places of a token. A request is cut to the holes that there are, so that it succeeds while
+    places are left. Places come back when no tensor that shares their memory is left, frames that are being sent
+    included.
+    """
+
+    def __init__(
+        self,
+        shape: Callable[[int], tuple[int, ...]],
+        dtype: torch.dtype,
+        segment_tokens: int,
+        limit_bytes: int,
+        allocate: Allocate = pinned,
+    ) -> None:
+        """Raises RuntimeError when the host does not give as much."""
+        super().__init__(shape, dtype, segment_tokens)
+        self._token_bytes = math.prod(shape(1)) * dtype.itemsize
+        self._arena = Arena(self._token_bytes, self._places(limit_bytes), allocate)
+        self.slabs = self._arena.slabs
+
+    @property
+    def free_tokens(self) -> int:
+        return self._arena.free
+
+    def take(self, start: int, end: int, coding: Coding | None = None) -> list[Part]:
+        size = (lambda tokens: tokens * self._token_bytes) if coding is None else coding.size
+        group = 1 if coding is None else TOKEN_GROUP  # a smaller hole has fewer tokens, in whole groups
+        cuts: list[tuple[int, Extent]] = []
+        left = end - start
+        while left:
+            tokens = min(left, self._segment_tokens)
+            extent = self._arena.cut(self._places(size(tokens)))
+            places = len(extent) if extent is not None else 0
+            while tokens and self._places(size(tokens)) > places:
+                tokens = (tokens - 1) // group * group
+            if extent is not None:
+                cuts.append((tokens, extent))
+            if not tokens:
+                for _, each in cuts:
+                    self._arena.give_back(each)
+                raise KvError(KvFault.REFUSED, f"pinned memory has no room for {left} tokens")
+            left -= tokens
+        parts = []
+        for tokens, extent in cuts:
+            # torch keeps the array as long as any tensor shares its memory.
+            host = torch.from_numpy(self._arena.bytes_of(extent, size(tokens)))
+            host = host.view(self._dtype).view(self._shape(tokens)) if coding is None else host
+            parts.append(Part(start, start + tokens, host))
+            start += tokens
+        return parts
+
+    def _places(self, size_bytes: int) -> int:
+        return -(-size_bytes // self._token_bytes)
+
+
+@dataclass(slots=True)
+class Extent:
+    """Places [start, end) of a slab."""
+
+    slab: int
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+class Arena:
+    """Slabs of places of `place_bytes` each. Thread-safe."""
+
+    def __init__(self, place_bytes: int, places: int, allocate: Allocate = plain) -> None:
+        """At least that many places. Raises RuntimeError when the host does not give as much."""
+        self._place_bytes = place_bytes
+        each = max(1, min(places, _SLAB_BYTES // place_bytes))
+        count = -(-places // each)
+        self.slabs: list[Bytes] = [allocate(each * place_bytes).numpy() for _ in range(count)]
+        self._free = [Extent(slab, 0, each) for slab in range(count)]
+        self._returned: deque[Extent] = deque()  # appended to by the thread that drops the last reference
+        self._lock = threading.Lock()
+
+    @property
+    def free(self) -> int:
+        with self._lock:
+            self._collect()
+            return sum(len(extent) for extent in self._free)
+
+    def cut(self, wanted: int, at_least: int = 1) -> Extent | None:
+        """Cut `wanted` places from the first hole that has them, otherwise the largest hole. None if that has not
+        `at_least` so many.
+        """
+        with self._lock:
+            self._collect()
+            hole = next((each for each in self._free if len(each) >= wanted), None)
+            if hole is None:
+                hole = max(self._free, key=len, default=None)
+            if hole is None or len(hole) < at_least:
+                return None
+            cut = Extent(hole.slab, hole.start, min(hole.end, hole.start + wanted))
+            hole.start = cut.end
+            if hole.start == hole.end:
+                self._free.remove(hole)
+            return cut
+
+    def give_back(self, extent: Extent) -> None:
+        """Return places that were cut and not used."""
+        self._returned.append(extent)
+
+    def bytes_of(self, extent: Extent, size: int) -> Bytes:
+        """The first bytes of places that were cut. The places are returned when nothing refers to this very array; an
+        array that is cut from it is a view of the slab and does not keep it.
+        """
+        start = extent.start * self._place_bytes
+        places: Bytes = self.slabs[extent.slab][start : start + size]
+        weakref.finalize(places, self._returned.append, extent)
+        return places
+
+    def take_bytes(self, size: int) -> Bytes | None:
+        """At least that many bytes in one piece, or None while there is no such hole; see `bytes_of`."""
+        places = -(-size // self._place_bytes)
+        extent = self.cut(places, places)
+        return None if extent is None else self.bytes_of(extent, places * self._place_bytes)
+
+    def _collect(self) -> None:
+        """Add the returned places to the free ones, and join neighbours."""
+        if not self._returned:
+            return
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        self._free.sort(key=lambda each: (each.slab, each.start))
+        joined: list[Extent] = []
+        for extent in self._free:
+            if joined and (joined[-1].slab, joined[-1].end) == (extent.slab, extent.start):
+                joined[-1].end = extent.end
+            else:
+                joined.append(extent)
+        self._free = joined

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.chaos.proxy import GREETING_BYTES, KvSplitter, Piece, Proxy, Splitter, ZmtpSplitter
-from services.worker.kv.wire.tcp_framing import Outbound
-from tests.services.worker.kv.wire.test_tcp_framing import Pipe
+from services.worker.kv.wire.tcp_streams import Outbound
+from tests.services.worker.kv.wire.test_tcp import Pipe
 
 SOON_S = 5.0
 SILENCE_S = 0.3

@@ -81,7 +81,7 @@ def test_the_watermark_keeps_blocks_free() -> None:
     for free, total, admitted in ((11, 100, True), (10, 100, False), (10, 10, True)):  # the last instance is empty
         memory = DecodeMemory(free, 16, total)
         assert Watermark().admit(job, memory, 0.0) is admitted
-        assert both.admit(job, memory, 0.0).admitted is admitted
+        assert both.admit(job, memory, 0.0) is admitted
 
 
 def test_instances_and_stages(testbed: Bed) -> None:

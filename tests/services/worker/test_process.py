@@ -25,7 +25,7 @@ from shared.wire.messages import PREFILL, RELEASE, PrefillReply, PrefillRequest,
 from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets
 from tests.ports import free_port
-from tests.services.worker.kv.wire.hostile import NOT_UTF8, SEALED_NESTED
+from tests.services.worker.kv.wire.peers import NOT_UTF8, SEALED_NESTED
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 ROOT = Path(__file__).parents[3]

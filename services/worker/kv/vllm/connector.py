@@ -27,16 +27,15 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from services.worker.kv import KvFault, lossy_salt
 from services.worker.kv.device import Blocks, Copies, DeviceCopies, TorchDevice
-from services.worker.kv.errors import KvFault, lossy_salt
-from services.worker.kv.host_memory import PinnedMemory
 from services.worker.kv.layout import CpuLayout, KvLayout, LayoutError, StridedLayout, slots_of, strided_layout
-from services.worker.kv.staging import LEASE_RENEWALS
+from services.worker.kv.rank_links import PullEnded
+from services.worker.kv.shards import RankShape
+from services.worker.kv.staging import PinnedMemory
 from services.worker.kv.vllm.layers import check_specs, in_order, shards_of, without_draft
-from services.worker.kv.wire.endpoint import UNDER_WAY_BYTES, EndpointSettings, Faults, KvEndpoint, host_copies
-from services.worker.kv.wire.importing import DTYPES, ImportShape, Load, PullLimits, PullResult
-from services.worker.kv.wire.nixl_agent import NIXL_SCHEME
-from services.worker.kv.wire.server import ExportIdentity, ExportShape
+from services.worker.kv.wire.endpoint import UNDER_WAY_BYTES, Faults, KvEndpoint, KvSettings, host_copies
+from services.worker.kv.wire.importing import DTYPES, Load
 from shared.domain.kv import Codec, KvHandle, default_staging
 
 if TYPE_CHECKING:
@@ -51,36 +50,6 @@ _log = logging.getLogger(__name__)
 _STAGED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 _IDLE_WAIT_S = 0.001
 _SCRATCH_BYTES = 256 << 20  # of a device's memory, for KV on its way to the host
-
-
-class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kv_connector_extra_config`."""
-
-    endpoints: tuple[str, ...]  # one for each rank, stage by stage, as in KvHandle.endpoints
-    events: str  # where the worker's KvEvents listens, which must be bound first
-    control_key: str  # a random text that the worker's SocketControl presents
-    instance_id: str
-    generation: int  # InstanceInfo.generation
-    fingerprint: str  # Compatibility.fingerprint
-    staging_bytes: int | None = None  # bound of one rank's export pool; None: in proportion to its KV
-    lease_s: float = 60.0  # staged KV that is neither pulled nor renewed for so long is dropped
-    lease_renewals: int = LEASE_RENEWALS  # of one transfer's lease, by importers that wait for blocks
-    pull_timeout_s: float = 10.0  # an import without progress for so long fails
-    connect_timeout_s: float = 2.0  # an import fails when an exporter cannot be reached for so long
-    inbox_bytes: int = 64 << 20  # bound of one rank's prefetched KV
-    controls: tuple[str, ...] = ()  # ZeroMQ addresses for SocketControl, one for each rank; empty where none is used
-    connections: int = 1  # to each exporter rank, for imports of 8 MB and more
-    lossy: bool = False  # load the codecs at the start, not with the first coded KV
-    curve_public: str = ""  # CurveZMQ pair of the cluster (Z85)
-    curve_secret: str = ""
-    encrypted: bool = True  # with a pair: KV is sent over TLS; False: both sides prove that they have the pair
-    nixl_trusted: bool = False  # NIXL with other hosts: see NixlUse
-    fault: str = ""  # fault injection for tests: "zero" or "corrupt"
-
-    @property
-    def nixl(self) -> bool:
-        """Whether this instance uses NIXL with peers that use it too."""
-        return any(each.startswith(f"{NIXL_SCHEME}://") for each in self.endpoints)
 
 
 class ExportParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -150,12 +119,12 @@ class PolyphaseConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # 
 
 
 class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is untyped here
-    """Delegates to the part of its role; vLLM prescribes the methods."""
+    """Delegates to the scheduler or the worker, of which it has the one of its role; vLLM prescribes the methods."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         """Raises msgspec.ValidationError for bad settings, ValueError for an engine that cannot be served."""
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = msgspec.convert(self._kv_transfer_config.kv_connector_extra_config, ConnectorSettings)
+        settings = msgspec.convert(self._kv_transfer_config.kv_connector_extra_config, KvSettings)
         parallel = vllm_config.parallel_config
         ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
         if len(settings.endpoints) != ranks:
@@ -168,22 +137,10 @@ class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is u
             raise ValueError("KV transfer supports models with one KV cache group only")
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             raise ValueError('kv_load_failure_policy must be "recompute"')
-        self._scheduler: PolyphaseConnectorScheduler | None = None
-        self._worker: PolyphaseConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = PolyphaseConnectorScheduler(settings, vllm_config.max_concurrent_batches)
+            self.scheduler = PolyphaseConnectorScheduler(settings, vllm_config.max_concurrent_batches)
         else:
-            self._worker = PolyphaseConnectorWorker(vllm_config, settings, kv_cache_config)
-
-    @property
-    def scheduler(self) -> "PolyphaseConnectorScheduler":
-        assert self._scheduler is not None, "this connector has the role of a worker"
-        return self._scheduler
-
-    @property
-    def worker(self) -> "PolyphaseConnectorWorker":
-        assert self._worker is not None, "this connector has the role of the scheduler"
-        return self._worker
+            self.worker = PolyphaseConnectorWorker(vllm_config, settings, kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -233,8 +190,8 @@ class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is u
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.shutdown()
+        if self.role is KVConnectorRole.WORKER:
+            self.worker.shutdown()
 
     @property
     def _step(self) -> PolyphaseConnectorMetadata:
@@ -263,7 +220,7 @@ class _Import:
 class PolyphaseConnectorScheduler:
     """The part in vLLM's scheduler: requests that export or import, by the engine's request id."""
 
-    def __init__(self, settings: ConnectorSettings, batches: int) -> None:
+    def __init__(self, settings: KvSettings, batches: int) -> None:
         """`batches`: how many the engine has under way at once."""
         self._settings = settings
         self._batches = batches
@@ -392,7 +349,7 @@ class PolyphaseConnectorWorker:
     thread calls its methods; imports end on the puller's thread.
     """
 
-    def __init__(self, config: VllmConfig, settings: ConnectorSettings, cache: "KVCacheConfig") -> None:
+    def __init__(self, config: VllmConfig, settings: KvSettings, cache: "KVCacheConfig") -> None:
         self.faults = Faults(corrupt=settings.fault == "corrupt")
         self.zero_imports = settings.fault == "zero"
         self._config = config
@@ -435,18 +392,12 @@ class PolyphaseConnectorWorker:
         head_start, head_end = shards.heads_of(rank)
         if head_end - head_start != layout.kv_heads:
             raise LayoutError(f"rank {rank} holds {layout.kv_heads} KV heads, not {head_end - head_start}")
-        export = ExportShape(shards, head_dim, first.dtype, rank)
-        staging_bytes = self._staging_bytes(export, layers)
-        copies = self._copies_of(first, export, staging_bytes)
-        codec = codec_on_device(layers, layout, export, copies.upload, lossy=self._settings.lossy)
-        endpoint = KvEndpoint(
-            self._endpoint_settings(rank, staging_bytes),
-            export,
-            ImportShape(shards, head_dim, rank),
-            self._import_ended,
-            self.faults,
-            copies,
-        )
+        shape = RankShape(shards, head_dim, first.dtype, rank)
+        longest = shape.chunk_bytes(self._config.model_config.max_model_len)
+        staging_bytes = self._settings.staging_bytes or default_staging(sum(each.nbytes for each in layers), longest)
+        copies = self._copies_of(first, shape, staging_bytes)
+        codec = codec_on_device(layers, layout, shape, copies.upload, lossy=self._settings.lossy)
+        endpoint = KvEndpoint(self._settings, shape, self._import_ended, staging_bytes, self.faults, copies)
         self._registered = _Rank(layers, layout, copies, codec, endpoint, shards.layers_of(rank)[0], head_start)
 
     def _cpu_layout(self, cache: torch.Tensor, head_dim: int, block_size: int) -> CpuLayout:
@@ -468,45 +419,23 @@ class PolyphaseConnectorWorker:
         _log.info("KV layout (%s): %s", isa, layout.describe())
         return layout
 
-    def _copies_of(self, cache: torch.Tensor, export: ExportShape, staging_bytes: int) -> Copies:
+    def _copies_of(self, cache: torch.Tensor, shape: RankShape, staging_bytes: int) -> Copies:
         if cache.device.type == "cpu":
-            return host_copies(export, staging_bytes, fixed=self._settings.nixl)
-        segment = export.segment_tokens()
-        memory = PinnedMemory(export.chunk_shape, export.dtype, segment, staging_bytes + UNDER_WAY_BYTES)
+            return host_copies(shape, staging_bytes, fixed=self._settings.nixl)
+        segment = shape.segment_tokens()
+        memory = PinnedMemory(shape.chunk_shape, shape.dtype, segment, staging_bytes + UNDER_WAY_BYTES)
         step = self._config.scheduler_config.max_num_batched_tokens
-        scratch = max(2, min(-(-step // segment), _SCRATCH_BYTES // export.chunk_bytes(segment)))
-        values = export.chunk_bytes(segment) // export.dtype.itemsize
+        scratch = max(2, min(-(-step // segment), _SCRATCH_BYTES // shape.chunk_bytes(segment)))
+        values = shape.chunk_bytes(segment) // shape.dtype.itemsize
         return DeviceCopies(TorchDevice(cache), memory, values, scratch)
-
-    def _staging_bytes(self, export: ExportShape, caches: list[torch.Tensor]) -> int:
-        longest = export.chunk_bytes(self._config.model_config.max_model_len)
-        return self._settings.staging_bytes or default_staging(sum(cache.nbytes for cache in caches), longest)
-
-    def _endpoint_settings(self, rank: int, staging_bytes: int) -> EndpointSettings:
-        s = self._settings
-        return EndpointSettings(
-            address=s.endpoints[rank],
-            events=s.events,
-            identity=ExportIdentity(s.generation, s.fingerprint),
-            staging_bytes=staging_bytes,
-            lease_s=s.lease_s,
-            lease_renewals=s.lease_renewals,
-            limits=PullLimits(s.connect_timeout_s, s.pull_timeout_s, s.inbox_bytes, connections=s.connections),
-            lossy=s.lossy,
-            curve=(s.curve_public, s.curve_secret) if s.curve_public else None,
-            encrypted=s.encrypted,
-            control=s.controls[rank] if s.controls else "",
-            control_key=s.control_key,
-            nixl_trusted=s.nixl_trusted,
-        )
 
     def start_load_kv(self, step: PolyphaseConnectorMetadata) -> None:
         """Start and end imports; while the engine has nothing but imports to wait for, wait a moment for one."""
         endpoint = self._rank.endpoint
-        for start in step.imports:
+        for each in step.imports:
             self._importing += 1
-            destination = self._destination(start)
-            endpoint.load(Load(start.request_id, start.handle, start.start, start.end, destination, start.timeout_s))
+            destination = self._destination(each)
+            endpoint.load(Load(each.request_id, each.handle, each.start, each.end, destination, each.timeout_s))
         for transfer_id in step.cancelled_imports:
             endpoint.cancel(transfer_id)
         for skip in step.skips:
@@ -542,23 +471,21 @@ class PolyphaseConnectorWorker:
             self._stage(chunk)
 
     def _stage(self, chunk: ExportChunk) -> None:
-        rank = self._rank
-        layout, copies, codec = rank.layout, rank.copies, rank.codec
-        blocks = torch.tensor(chunk.blocks)
+        rank, blocks = self._rank, torch.tensor(chunk.blocks)
 
         def slots(start: int, end: int) -> torch.Tensor:
-            return slots_of(blocks, layout.block_size, start, end)
+            return slots_of(blocks, rank.layout.block_size, start, end)
 
         def fill(start: int, end: int, kv: torch.Tensor) -> None:
-            if codec is not None and codec.gather(slots(start, end), kv):
+            if rank.codec is not None and rank.codec.gather(slots(start, end), kv):
                 return
-            uploaded = copies.upload(blocks)
+            uploaded = rank.copies.upload(blocks)
             for layer, cache in enumerate(rank.caches):
-                layout.gather(cache, uploaded, start, end, kv[layer])
+                rank.layout.gather(cache, uploaded, start, end, kv[layer])
 
         coding = None
-        if codec is not None and chunk.codec.lossy:
-            coding = codec.coding(chunk.codec, chunk.end - chunk.start, slots)
+        if rank.codec is not None and chunk.codec.lossy:
+            coding = rank.codec.coding(chunk.codec, chunk.end - chunk.start, slots)
         rank.endpoint.stage(chunk.transfer_id, chunk.start, chunk.end, chunk.total, fill, coding)
 
     def get_finished(self) -> tuple[set[str], set[str]]:
@@ -573,14 +500,14 @@ class PolyphaseConnectorWorker:
         self._importing -= len(received)
         return received, failed
 
-    def _import_ended(self, result: PullResult) -> None:
+    def _import_ended(self, request_id: str, ended: PullEnded) -> None:
         with self._lock:
-            self._received.add(result.request_id)  # a failed one too, or the engine would wait for it forever
-            if not result.ok:
-                self._failed.add(result.request_id)
+            self._received.add(request_id)  # a failed one too, or the engine would wait for it forever
+            if not ended.ok:
+                self._failed.add(request_id)
             self._progress.set()
-        if not result.ok:
-            _log.warning("import of %s failed: %s", result.transfer_id, result.error)
+        if not ended.ok:
+            _log.warning("import of %s failed: %s", ended.transfer_id, ended.error)
 
     def shutdown(self) -> None:
         if self._registered is not None:
@@ -601,7 +528,7 @@ def device_layout(cache: torch.Tensor, head_dim: int, block_size: int, blocks: i
 
 
 def codec_on_device(
-    caches: list[torch.Tensor], layout: KvLayout, export: ExportShape, upload: "Upload", *, lossy: bool
+    caches: list[torch.Tensor], layout: KvLayout, shape: RankShape, upload: "Upload", *, lossy: bool
 ) -> "DeviceCodec | None":
     """Triton's kernels for caches on a device; None for caches in host memory. Also None, with a warning that names the
     reason, where the kernels do not work: torch then moves KV, and the CPU codes it.
@@ -614,7 +541,7 @@ def codec_on_device(
         _log.warning("KV is moved without Triton kernels, and coded on the CPU: %s", error)
         return None
     try:
-        codec = DeviceCodec(caches, layout, export, upload)
+        codec = DeviceCodec(caches, layout, shape, upload)
         codec.prepare(lossy=lossy)
     except (ValueError, *KERNEL_FAULTS) as error:
         warn_of_fallback(error)

@@ -4,16 +4,19 @@ destination. No sockets, no threads.
 
 import logging
 import math
+import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from services.worker.kv import KvError, KvFault
 from services.worker.kv.codec import decode
-from services.worker.kv.errors import KvError, KvFault
-from services.worker.kv.shards import Shards, Source
-from services.worker.kv.wire.protocol import WINDOW_BYTES, Buffer, Frame, Link, Received, Sent, verify
+from services.worker.kv.rank_links import PullEnded
+from services.worker.kv.shards import RankShape, Source
+from services.worker.kv.wire.protocol import WINDOW_BYTES, Buffer, Frame, Received, Sent
+from services.worker.kv.wire.tcp_transport import TcpLink
 from shared.domain.kv import Codec, KvHandle
 
 Arrived = np.ndarray[Any, np.dtype[np.bool_]]  # [layers, tokens] of a part that have arrived
@@ -57,15 +60,6 @@ class Destination(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ImportShape:
-    """This rank's place among the importers, and the model's KV geometry."""
-
-    shards: Shards
-    head_dim: int
-    rank: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
     """The engine has blocks for tokens [token_start, token_end) of the handle. `request_id` is the engine's.
 
@@ -81,24 +75,6 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class PullResult:
-    """How an import ended. Times are unix seconds; `error` is empty when `ok`; `ended_s` is when all of its KV had
-    arrived.
-    """
-
-    request_id: str
-    transfer_id: str
-    ok: bool
-    error: str
-    tokens: int
-    wire_bytes: int
-    started_s: float
-    ended_s: float
-    prefetched: bool
-    transport: str = ""  # see Link.carrier; several are joined by "+"
-
-
-@dataclass(frozen=True, slots=True)
 class PullLimits:
     """Bounds of the import side."""
 
@@ -110,22 +86,71 @@ class PullLimits:
 
 
 @dataclass(slots=True)
-class PullCounters:
-    """Counts since the start, and levels; written by the puller's thread only."""
+class Import:
+    """A transfer under way: a prefetch, a load, or a prefetch that a load has joined. Times are monotonic unless
+    noted.
+    """
 
-    received_bytes: int = 0
-    ok: int = 0
-    failed: int = 0
-    prefetches: int = 0
-    dropped: int = 0
+    handle: KvHandle
+    token_start: int
+    token_end: int
+    started_s: float  # unix
+    deadline_s: float
+    prefetched: bool
+    reachable_by_s: float  # peers must be connected by then
+    progress_s: float  # the last one: a frame, or a grant after which one is due
+    notified_s: float  # when the exporters were last notified that this import still goes on
+    arrived_s: float = 0.0  # unix: when all of a prefetch had arrived, before the engine had blocks for it
+    load: Load | None = None
+    parts: "list[Part]" = field(default_factory=list)
+    inbox: list[tuple[Frame, Buffer]] = field(default_factory=list)  # frames that wait for the engine's blocks
     inbox_bytes: int = 0
-    pulling: int = 0
+    wire_bytes: int = 0
+    carriers: set[str] = field(default_factory=set)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every part has arrived in full."""
+        return all(part.done for part in self.parts)
+
+    def lateness(self, now_s: float, stall_s: float) -> KvError | None:
+        """Why this import must end at that time, if it must."""
+        waiting = [part for part in self.parts if not part.done]
+        stalled = now_s >= self.progress_s + stall_s and any(part.expects for part in waiting)
+        if stalled or now_s >= self.deadline_s:
+            return KvError(KvFault.TIMEOUT)
+        if any(part.lost for part in waiting):
+            return KvError(KvFault.PEER_LOST)
+        unconnected = [part.link for part in waiting if not part.link.connected]
+        if now_s >= self.reachable_by_s and unconnected:
+            return KvError(KvFault.UNREACHABLE, next((link.refusal for link in unconnected if link.refusal), ""))
+        return None
+
+    def finish(self, load: Load, rank: int, error: KvError | None) -> PullEnded:
+        """End the writes of a load, also after a failure, since its blocks are the engine's; how it has ended."""
+        try:
+            load.destination.finish()
+        except Exception as failure:
+            error = error or as_kv_error(failure)
+        return PullEnded(
+            transfer_id=self.handle.transfer_id,
+            rank=rank,
+            ok=error is None,
+            error=str(error or ""),
+            tokens=load.token_end - load.token_start if error is None else 0,
+            wire_bytes=self.wire_bytes,
+            started_s=self.started_s,
+            ended_s=self.arrived_s or time.time(),
+            prefetched=self.prefetched,
+            transport="+".join(sorted(self.carriers)),
+        )
 
 
 class Part:
     """What one exporter rank, over one connection, contributes to an import."""
 
-    def __init__(self, source: Source, link: Link, pull_id: int, tokens: tuple[int, int], window_bytes: int) -> None:
+    def __init__(self, owner: Import, source: Source, link: TcpLink, pull_id: int, window_bytes: int) -> None:
+        self.owner = owner
         self.source = source
         self.link = link
         self.pull_id = pull_id
@@ -134,8 +159,8 @@ class Part:
         self._received_bytes = 0
         self._losses = link.losses
         self._sequence = 0
-        self._start, self._end = tokens
-        self._arrived = np.zeros((source.layer_end - source.layer_start, self._end - self._start), dtype=bool)
+        tokens = owner.token_end - owner.token_start
+        self._arrived = np.zeros((source.layer_end - source.layer_start, tokens), dtype=bool)
         self._missing = self._arrived.size
 
     @property
@@ -181,103 +206,36 @@ class Part:
         self._sequence += 1
         self._received_bytes += size_bytes
 
-    def expected(self, frame: Frame, handle: KvHandle, shape: ImportShape) -> Arrived:
+    def expected(self, frame: Frame, shape: RankShape) -> Arrived:
         """The layers and tokens that the frame adds, none of which have arrived. Raises KvError(PROTOCOL) unless it
         is the next frame and fits the pull.
         """
-        expected = (
-            handle.transfer_id,
-            handle.generation,
-            handle.codec,
-            handle.dtype,
-            shape.shards.layers,
-            shape.head_dim,
-            self.source.head_start,
-            self.source.head_end,
-            self.source.rank,
-            len(handle.endpoints),
-            self._sequence,
-        )
-        got = (
-            frame.transfer_id,
-            frame.generation,
-            frame.codec,
-            frame.dtype,
-            frame.layers,
-            frame.head_dim,
-            frame.head_start,
-            frame.head_end,
-            frame.rank,
-            frame.ranks,
-            frame.sequence,
-        )
-        if expected != got:
-            raise KvError(KvFault.PROTOCOL, f"frame does not belong to the pull: {got} is not {expected}")
-        first_layer, last_layer = self.source.layer_start, self.source.layer_end
-        inside = self._start <= frame.token_start < frame.token_end <= self._end
-        if not inside or not first_layer <= frame.layer_start < frame.layer_end <= last_layer:
+        owner, handle, source = self.owner, self.owner.handle, self.source
+        wanted = {
+            "transfer_id": handle.transfer_id,
+            "generation": handle.generation,
+            "codec": handle.codec,
+            "dtype": handle.dtype,
+            "layers": shape.shards.layers,
+            "head_dim": shape.head_dim,
+            "head_start": source.head_start,
+            "head_end": source.head_end,
+            "rank": source.rank,
+            "ranks": len(handle.endpoints),
+            "sequence": self._sequence,
+        }
+        for name, value in wanted.items():
+            if (got := getattr(frame, name)) != value:
+                raise KvError(KvFault.PROTOCOL, f"frame does not belong to the pull: its {name} is {got}, not {value}")
+        inside = owner.token_start <= frame.token_start < frame.token_end <= owner.token_end
+        if not inside or not source.layer_start <= frame.layer_start < frame.layer_end <= source.layer_end:
             raise KvError(KvFault.PROTOCOL, "frame is out of range")
-        tokens = slice(frame.token_start - self._start, frame.token_end - self._start)
-        arrived = self._arrived[frame.layer_start - first_layer : frame.layer_end - first_layer, tokens]
+        tokens = slice(frame.token_start - owner.token_start, frame.token_end - owner.token_start)
+        first = source.layer_start
+        arrived = self._arrived[frame.layer_start - first : frame.layer_end - first, tokens]
         if np.count_nonzero(arrived):
             raise KvError(KvFault.PROTOCOL, "frame overlaps an earlier one")
         return arrived
-
-
-@dataclass(slots=True)
-class Import:
-    """A transfer under way: a prefetch, a load, or a prefetch that a load has joined. Times are monotonic unless
-    noted.
-    """
-
-    handle: KvHandle
-    token_start: int
-    token_end: int
-    started_s: float  # unix
-    deadline_s: float
-    prefetched: bool
-    reachable_by_s: float  # peers must be connected by then
-    progress_s: float  # the last one: a frame, or a grant after which one is due
-    notified_s: float  # when the exporters were last told that this import still goes on
-    arrived_s: float = 0.0  # unix: when all of a prefetch had arrived, before the engine had blocks for it
-    load: Load | None = None
-    parts: dict[int, Part] = field(default_factory=dict)
-    inbox: list[tuple[Frame, Buffer]] = field(default_factory=list)  # frames that wait for the engine's blocks
-    inbox_bytes: int = 0
-    wire_bytes: int = 0
-    carriers: set[str] = field(default_factory=set)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every part has arrived in full."""
-        return all(part.done for part in self.parts.values())
-
-    def lateness(self, now_s: float, stall_s: float) -> KvError | None:
-        """Why this import must end at that time, if it must."""
-        waiting = [part for part in self.parts.values() if not part.done]
-        stalled = now_s >= self.progress_s + stall_s and any(part.expects for part in waiting)
-        if stalled or now_s >= self.deadline_s:
-            return KvError(KvFault.TIMEOUT)
-        if any(part.lost for part in waiting):
-            return KvError(KvFault.PEER_LOST)
-        unconnected = [part.link for part in waiting if not part.link.connected]
-        if now_s >= self.reachable_by_s and unconnected:
-            return KvError(KvFault.UNREACHABLE, next((link.refusal for link in unconnected if link.refusal), ""))
-        return None
-
-    def result(self, load: Load, error: str, now_s: float) -> PullResult:
-        return PullResult(
-            request_id=load.request_id,
-            transfer_id=self.handle.transfer_id,
-            ok=not error,
-            error=error,
-            tokens=0 if error else load.token_end - load.token_start,
-            wire_bytes=self.wire_bytes,
-            started_s=self.started_s,
-            ended_s=now_s,
-            prefetched=self.prefetched,
-            transport="+".join(sorted(self.carriers)),
-        )
 
 
 def write_frame(frame: Frame, payload: Buffer, load: Load) -> None:
@@ -313,21 +271,15 @@ def direct_views(frame: Frame, size_bytes: int, load: Load) -> list[memoryview]:
 
 
 def check_frame(frame: Frame, received: Received) -> None:
-    """Raise KvError unless the frame has a known dtype and its payload is what was sent."""
+    """Raise KvError unless the frame has a known dtype and its payload is what was sent: a transport that sends a
+    checksum may leave that of the frame out.
+    """
     if frame.dtype not in DTYPES:
         raise KvError(KvFault.PROTOCOL, f"unknown dtype {frame.dtype}")
-    verify(frame, received.checksum, received.sent_checksum)
-
-
-def finished(load: Load, error: KvError | None) -> KvError | None:
-    """The end of a load, after which nothing is written for it any more, also after a failure: its blocks are the
-    engine's.
-    """
-    try:
-        load.destination.finish()
-    except Exception as failure:
-        return error or as_kv_error(failure)
-    return error
+    sent = received.sent_checksum
+    expected = {frame.checksum} if sent is None else {sent, frame.checksum or sent}
+    if expected != {received.checksum}:
+        raise KvError(KvFault.CHECKSUM, f"layers {frame.layer_start}.. tokens {frame.token_start}..")
 
 
 def as_kv_error(error: Exception) -> KvError:

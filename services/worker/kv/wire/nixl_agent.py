@@ -5,18 +5,17 @@ An agent has no thread of its own: a read makes progress while its state is quer
 memory, where its transport needs that (TCP does), while `progress` is called. The agent's own thread, which upstream
 starts by default, takes a core whether or not anything moves (seen: 0.9 of one).
 
-Protocol: the importer begins with `Meet`; the exporter answers with `Met` and its agent's metadata as the payload, or
-with a reason for refusal. The importer reads a few bytes as a trial and sends `Ready`, or `Part` whenever it cannot
-read. From `Ready` on, payloads are not sent but offered: the importer reads one and sends `Taken`, after which the
+Protocol: the importer begins with `Hello`; the exporter answers with `HelloAck` and its agent's metadata as payload, or
+with a reason for refusal. The importer reads a few bytes as a trial and sends `Ready`, or `Bye` whenever it cannot
+read. From `Ready` on, payloads are not sent but offered: the importer reads one and sends `Ack`, after which the
 exporter may reuse that memory. A mark that begins no msgpack value tells these messages from KV messages.
 """
 
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,12 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from services.worker.kv.host_memory import Arena, Bytes
+from services.worker.kv.staging import Bytes
 from services.worker.kv.wire.protocol import Buffer, opened, sealed
 
 NIXL_SCHEME = "nixl"
 NIXL_VERSION = 1
 _MARK = b"\xc1"
-_PLACE_BYTES = 4096
-_QUARANTINE_S = 30.0  # memory of a failed read is not used again for so long
 _BACKEND = "UCX"
 _MEMORY = "DRAM"
 _LEVEL = "NIXL_LOG_LEVEL"
@@ -44,7 +41,6 @@ class NixlError(Exception):
 
 
 def installed() -> bool:
-    """Whether the package is installed."""
     return find_spec("nixl") is not None
 
 
@@ -111,7 +107,7 @@ class NixlAgent:
         made: bytes = self._agent.get_agent_metadata()
         return made
 
-    def meet(self, metadata: bytes) -> bytes:
+    def connect(self, metadata: bytes) -> bytes:
         """Connect to a peer; its name. Raises NixlError."""
         try:
             name: bytes = self._agent.add_remote_agent(metadata)
@@ -120,8 +116,8 @@ class NixlAgent:
         self._peers[name] = self._peers.get(name, 0) + 1
         return name
 
-    def part(self, name: bytes) -> None:
-        """Undo one `meet`."""
+    def disconnect(self, name: bytes) -> None:
+        """Undo one `connect`."""
         self._peers[name] -= 1
         if not self._peers[name]:
             del self._peers[name]
@@ -178,32 +174,11 @@ def _described(address: int, size: int) -> "np.ndarray[Any, np.dtype[np.uint64]]
     return np.array([[address, size, 0]], dtype=np.uint64)
 
 
-@dataclass(frozen=True, slots=True)
-class NixlUse:
-    """How one side of a rank uses NIXL. `staging`: all memory that may hold KV for export; `receiving_bytes`:
-    memory to read into, 0 for the side that exports.
-    """
-
-    trusted: bool = False  # only this cluster reaches the networks that UCX uses
-    staging: Sequence[Bytes] = ()
-    receiving_bytes: int = 0
-
-
-@dataclass(slots=True)
-class NixlCounters:
-    """Since the start; written by the transport's thread only."""
-
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    failures: int = 0  # of pairs that both have NIXL: trials and reads that failed
-    refused: int = 0  # pairs that may not use it
-
-
 class NixlMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Base of all; the tag is the class name."""
+    """Base of all. Tags are the class names, or those of an earlier version."""
 
 
-class Meet(NixlMessage, frozen=True):
+class Hello(NixlMessage, frozen=True, tag="Meet"):
     """The importer has NIXL. `host` is `this_host()`; `trusted` whether its agent uses other networks."""
 
     version: int
@@ -211,7 +186,7 @@ class Meet(NixlMessage, frozen=True):
     trusted: bool
 
 
-class Met(NixlMessage, frozen=True):
+class HelloAck(NixlMessage, frozen=True, tag="Met"):
     """The answer: why the exporter's memory must not be read, or what to try with: `size_bytes` at `address`, of
     that checksum.
     """
@@ -226,7 +201,7 @@ class Ready(NixlMessage, frozen=True):
     """The trial succeeded."""
 
 
-class Part(NixlMessage, frozen=True):
+class Bye(NixlMessage, frozen=True, tag="Part"):
     """The importer stops reading, and reads under way are given up."""
 
     reason: str
@@ -241,13 +216,13 @@ class Offer(NixlMessage, frozen=True):
     header: bytes
 
 
-class Taken(NixlMessage, frozen=True):
+class Ack(NixlMessage, frozen=True, tag="Taken"):
     """Offers up to that number have been read."""
 
     number: int
 
 
-AnyMessage = Meet | Met | Ready | Part | Offer | Taken
+AnyMessage = Hello | HelloAck | Ready | Bye | Offer | Ack
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -261,35 +236,3 @@ def decode_nixl(part: Buffer) -> AnyMessage | None:
     if part[:1] != _MARK:
         return None
     return opened(_decoder, memoryview(part)[1:])
-
-
-class ImportMemory:
-    """The memory that links read into, and abandoned reads that may still write to it."""
-
-    def __init__(self, trusted: bool, receiving_bytes: int) -> None:
-        """Raises OSError where NIXL is not available, or does not register the memory."""
-        self.agent = NixlAgent(trusted)
-        self.meet = Meet(NIXL_VERSION, this_host(), trusted)
-        self._arena = Arena(_PLACE_BYTES, -(-receiving_bytes // _PLACE_BYTES))
-        for slab in self._arena.slabs:
-            self.agent.register(slab)
-        self._abandoned: list[tuple[Read, float]] = []
-
-    def take(self, size: int) -> Bytes | None:
-        """Memory to read that many bytes into, or None while there is none."""
-        return self._arena.take_bytes(size)
-
-    def abandon(self, read: Read, now_s: float) -> None:
-        """Keep the memory of a read that is no longer wanted until it cannot be written any more."""
-        self._abandoned.append((read, now_s))
-
-    def sweep(self, now_s: float) -> None:
-        """Release the memory of abandoned reads that have ended."""
-        self._abandoned = [each for each in self._abandoned if not _over(*each, now_s)]
-
-
-def _over(read: Read, since_s: float, now_s: float) -> bool:
-    try:
-        return read.done()
-    except NixlError:
-        return now_s - since_s > _QUARANTINE_S

@@ -1,5 +1,4 @@
-"""The KV protocol between instances: its messages, msgpack-coded msgspec structs, and the interface of every
-transport.
+"""The KV protocol between instances: its messages, msgpack-coded msgspec structs.
 
 Importer to exporter: `Pull`, `Credit`, `Cancel`, `Confirm`, `Renew`. Exporter to importer: `Frame` (followed by its
 payload as a second part), `Sent`, `Failed`, `Unread`.
@@ -9,18 +8,14 @@ become staged while the grant lasts; the importer grants more as it consumes. Ev
 importer knows by the ranges when it has everything.
 
 Every message ends with a checksum: flipped bits may leave a message that can be decoded and names another transfer.
-
-A `Transport` belongs to one thread, which waits on it and drains what is ready; only `wake` may be called from other
-threads.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 import xxhash
 
-from services.worker.kv.errors import KvError, KvFault
 from shared.domain.kv import Codec
 from shared.wire.envelope import MALFORMED
 
@@ -128,7 +123,6 @@ class Frame(Message, frozen=True):
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of the KV."""
         layers = self.layer_end - self.layer_start
         return layers, 2, self.token_end - self.token_start, self.head_end - self.head_start, self.head_dim
 
@@ -168,146 +162,49 @@ def decoded(decoder: "msgspec.msgpack.Decoder[Decoded]", part: Buffer) -> Decode
         return None
 
 
-def encode_message(message: Message) -> bytes:
-    return sealed(_encoder.encode(message))
+def checksum(payload: Buffer) -> int:
+    return xxhash.xxh3_64_intdigest(payload)
 
 
-def sealed(body: bytes) -> bytes:
-    return body + _seal(body)
-
-
-def _seal(body: Buffer) -> bytes:
-    return checksum(body).to_bytes(_SEAL_BYTES, "little")
+def sealed(body: Buffer) -> bytes:
+    """The body with its checksum behind it."""
+    return bytes(body) + checksum(body).to_bytes(_SEAL_BYTES, "little")
 
 
 def opened(decoder: "msgspec.msgpack.Decoder[Decoded]", part: Buffer) -> Decoded | None:
     """The message in a sealed body; None where it is malformed."""
     body, seal = memoryview(part)[:-_SEAL_BYTES], memoryview(part)[-_SEAL_BYTES:]
-    return decoded(decoder, body) if seal == _seal(body) else None
+    return decoded(decoder, body) if seal == checksum(body).to_bytes(_SEAL_BYTES, "little") else None
+
+
+def encode_message(message: Message) -> bytes:
+    return sealed(_encoder.encode(message))
 
 
 def decode_request(part: Buffer) -> Request | None:
-    """The request in a message; None where it is malformed."""
     return opened(_requests, part)
 
 
 def decode_reply(part: Buffer) -> Reply | None:
-    """The reply in a message; None where it is malformed."""
     return opened(_replies, part)
-
-
-def checksum(payload: Buffer) -> int:
-    return xxhash.xxh3_64_intdigest(payload)
-
-
-def verify(frame: Frame, digest: int, sent_digest: int | None = None) -> None:
-    """Raise KvError(CHECKSUM) unless `digest`, of the payload that arrived, is that of the payload that was sent.
-
-    `sent_digest` is the one that the transport has sent with it; the frame may then have none, but no other.
-    """
-    sent = {frame.checksum} if sent_digest is None else {sent_digest, frame.checksum or sent_digest}
-    if sent != {digest}:
-        raise KvError(KvFault.CHECKSUM, f"layers {frame.layer_start}.. tokens {frame.token_start}..")
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
     """A message of an exporter. The payload is not copied: it lasts until the link's next `receive`; see
-    `Link.keep`.
+    `TcpLink.keep`.
     """
 
     header: Buffer
-    payload: Buffer | None = None  # None where there is none, or `Place` has placed it
+    payload: Buffer | None = None  # None where there is none, or a `Placement` has received it
     payload_bytes: int = 0
     checksum: int = 0  # of the payload that arrived
-    sent_checksum: int | None = None  # of the payload that was sent, where the transport sends it: see Listener.seals
+    sent_checksum: int | None = None  # of the payload that was sent, where the transport sends it: TcpListener.seals
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Memory for a payload that is about to arrive: views in order, as large as the payload in all."""
 
-    owner: object  # the import that placed it, which may withdraw: see Link.divert
+    owner: object  # the import that placed it, which may withdraw: see TcpLink.divert
     views: list[memoryview]
-
-
-class Place(Protocol):
-    """Chooses the memory of a payload once its header is here; None: any. Not every transport calls it."""
-
-    def __call__(self, link: "Link", header: Buffer, size_bytes: int) -> Placement | None:
-        """The transport's thread calls it; it raises nothing."""
-
-
-class Listener(Protocol):
-    """Export side: many peers, each with an identity."""
-
-    address: str
-    seals: bool  # the transport sends a checksum behind each payload, so that frames need none
-
-    def receive(self) -> tuple[bytes, list[bytes]] | None:
-        """The next message with its sender, or None when there is none at the moment."""
-
-    def takes(self, peer: bytes) -> bool:
-        """Whether a payload for that peer would be sent at once, not behind others; true for a peer that is gone."""
-
-    def send(self, peer: bytes, header: bytes, payload: Buffer | None = None) -> bool:
-        """Send without blocking or copying the payload, which must not change later; False when the peer is gone."""
-
-
-class Link(Protocol):
-    """Import side: one connection to a peer. Reconnects by itself; `losses` rises with each lost connection."""
-
-    address: str
-
-    @property
-    def losses(self) -> int:
-        """Connections that were lost."""
-        ...
-
-    @property
-    def refusal(self) -> str:
-        """Why the two sides do not trust each other; empty while no reason is known."""
-        ...
-
-    @property
-    def carrier(self) -> str:
-        """The carrier of the message that was received last: "tcp" or "nixl"."""
-        ...
-
-    @property
-    def connected(self) -> bool:
-        """Whether the present connection is made and the peer has sent its greeting."""
-
-    def receive(self) -> Received | None:
-        """The next message, or None when there is none at the moment."""
-
-    def keep(self) -> None:
-        """The payload of the message that was received last must not be overwritten."""
-
-    def send(self, message: bytes) -> bool:
-        """Queue without blocking; False when the queue is full."""
-
-    def divert(self, owner: object) -> None:
-        """Payloads on their way to memory that this owner placed are discarded; that memory is not written any more."""
-
-    def close(self) -> None:
-        """Disconnect."""
-
-
-class Transport(Protocol):
-    """Makes listeners and links, and waits for all of them at once."""
-
-    def listen(self, address: str) -> Listener:
-        """Bind. Raises OSError when the address cannot be had."""
-
-    def connect(self, address: str, place: Place | None = None) -> Link:
-        """A new link to an address, which need not be up yet. Raises OSError when the address is not valid."""
-
-    def wait(self, timeout_s: float) -> list[Link]:
-        """Wait until a listener or link has something to receive or `wake` is called; the links that have something."""
-
-    def wake(self) -> None:
-        """End the current or next wait. Callable from any thread."""
-
-    def close(self) -> None:
-        """Close everything."""

@@ -1,7 +1,7 @@
 """The importer's thread of one rank.
 
 It pulls KV from exporters over connections that are kept and reused, grants credit, and ends each import with one
-result.
+`PullEnded`.
 """
 
 import logging
@@ -13,46 +13,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from services.worker.kv.errors import KvError, KvFault
-from services.worker.kv.shards import Source, exporting, sources, unasked
+from services.worker.kv import KvError, KvFault
+from services.worker.kv.rank_links import PullEnded, RankStats
+from services.worker.kv.shards import RankShape, Source, exporting, sources, without_importer
+from services.worker.kv.wire import protocol
 from services.worker.kv.wire.importing import (
     DTYPES,
     Arrived,
     Import,
-    ImportShape,
     Load,
     Part,
-    PullCounters,
     PullLimits,
-    PullResult,
     as_kv_error,
     check_frame,
     direct_views,
-    finished,
     write_frame,
 )
-from services.worker.kv.wire.protocol import (
-    MAX_MESSAGE_BYTES,
-    Buffer,
-    Cancel,
-    Confirm,
-    Credit,
-    Failed,
-    Frame,
-    Link,
-    Message,
-    Place,
-    Placement,
-    Pull,
-    Received,
-    Renew,
-    Reply,
-    Sent,
-    Transport,
-    Unread,
-    decode_reply,
-    encode_message,
-)
+from services.worker.kv.wire.protocol import Buffer, Frame, Placement
+from services.worker.kv.wire.tcp_transport import Place, TcpLink, TcpTransport
 from shared.domain.kv import KvHandle
 
 _log = logging.getLogger(__name__)
@@ -65,6 +43,8 @@ _BURST = 64  # messages of one link before the others get their turn
 _MESSAGE_CHARS = 200  # of the reason that an exporter gives
 _SWEEP_S = 5.0  # between two looks at idle links
 
+OnEnd = Callable[[str, PullEnded], None]  # with the request's id
+
 
 class Puller:
     """Runs imports on a thread of its own. Commands come from other threads; results go to `on_end` on the puller's
@@ -75,16 +55,18 @@ class Puller:
 
     def __init__(
         self,
-        transport: Transport,
-        shape: ImportShape,
-        on_end: Callable[[PullResult], None],
-        limits: PullLimits | None = None,
-        on_death: Callable[[str, BaseException], None] = lambda *_: None,
-        enter: Callable[[], None] = lambda: None,
+        transport: TcpTransport,
+        shape: RankShape,
+        on_end: OnEnd,
+        limits: PullLimits,
+        stats: RankStats,
+        on_death: Callable[[str, BaseException], None],
+        enter: Callable[[], None],
     ) -> None:
-        """On the puller's thread `enter` is called first, and `on_death(thread, error)` when a bug ends it."""
-        self._imports = Imports(transport, shape, on_end, limits or PullLimits())
-        self.counters = self._imports.counters
+        """`stats` counts imports and received bytes. On the puller's thread `enter` is called first, and
+        `on_death(thread, error)` when a bug ends it.
+        """
+        self.imports = Imports(transport, shape, on_end, limits, stats)
         self._transport = transport
         self._rank = shape.rank
         self._on_death = on_death
@@ -100,7 +82,7 @@ class Puller:
     def load(self, load: Load) -> None:
         """Begin, or let a prefetch go on into its blocks."""
         if not self.post(lambda imports: imports.load(load)):
-            self._imports.reject(load, KvError(KvFault.STOPPED))
+            self.imports.reject(load, KvError(KvFault.STOPPED))
 
     def post(self, command: "Callable[[Imports], None]") -> bool:
         """Have a command run on the puller's thread; False when that has ended. Callable from any thread."""
@@ -121,9 +103,9 @@ class Puller:
             self._enter()
             while not self._stopping:
                 for link in self._transport.wait(TURN_S):
-                    self._imports.receive(link)
+                    self.imports.receive(link)
                 self._run_commands()
-                self._imports.check()
+                self.imports.check()
         except Exception as error:
             _log.exception("the KV puller of rank %d ended", self._rank)
             self._on_death("puller", error)
@@ -131,12 +113,12 @@ class Puller:
             with self._lock:
                 self._closed = True
             self._run_commands()
-            self._imports.end_all(KvError(KvFault.STOPPED))
+            self.imports.end_all(KvError(KvFault.STOPPED))
             self._transport.close()
 
     def _run_commands(self) -> None:
         while self._commands:
-            self._commands.popleft()(self._imports)
+            self._commands.popleft()(self.imports)
 
 
 @dataclass(slots=True)
@@ -144,7 +126,7 @@ class _Announced:
     """A header whose payload is about to be received, with its message, so that it is decoded once."""
 
     header: Buffer
-    message: Reply | None
+    message: protocol.Reply | None
     arrived: Arrived | None = None  # what it adds to its part, once it has been checked
 
 
@@ -152,21 +134,19 @@ _NOTHING = _Announced(b"", None)
 
 
 class Imports:
-    """The imports under way on one rank. The puller's thread owns it.
-
-    `on_end` is called exactly once for each load; its destination is not used after that.
-    """
+    """The imports under way on one rank. The puller's thread owns it."""
 
     def __init__(
-        self, transport: Transport, shape: ImportShape, on_end: Callable[[PullResult], None], limits: PullLimits
+        self, transport: TcpTransport, shape: RankShape, on_end: OnEnd, limits: PullLimits, stats: RankStats
     ) -> None:
-        self.counters = PullCounters()
+        self.dropped = 0  # messages that are malformed
+        self.peers = Peers(transport, shape, limits, self._place)
         self._imports: dict[str, Import] = {}
+        self._parts: dict[int, Part] = {}  # of all imports, by the id of their pull
         self._limits = limits
         self._shape = shape
         self._on_end = on_end
-        self._peers = Peers(transport, shape, limits, self._place)
-        self._parts: dict[int, tuple[Import, Part]] = {}
+        self._stats = stats
         self._check_s = self._sweep_s = 0.0
         self._announced = _NOTHING
 
@@ -193,46 +173,43 @@ class Imports:
             self._end(known, as_kv_error(error))
             return
         self._empty_inbox(known)
-        for part in known.parts.values():
-            self._grant(known, part)
+        for part in known.parts:
+            self._grant(part)
         if known.complete:
             self._end(known)
 
     def prefetch(self, handle: KvHandle, tokens: int, timeout_s: float) -> None:
-        """Begin without blocks, if the inbox has room."""
-        if handle.transfer_id in self._imports or not self._has_inbox_room(self._limits.window_bytes):
-            return
-        self.counters.prefetches += 1
-        self._begin(handle, (0, tokens), timeout_s, None)
+        if handle.transfer_id not in self._imports and self._has_inbox_room(self._limits.window_bytes):
+            self._stats.prefetches += 1
+            self._begin(handle, (0, tokens), timeout_s, None)
 
     def cancel(self, transfer_id: str, prefetch_only: bool = False) -> None:
         known = self._imports.get(transfer_id)
         if known is not None and not (prefetch_only and known.load is not None):
             self._end(known, KvError(KvFault.CANCELLED))
 
-    def confirm(self, handle: KvHandle) -> None:
-        self._peers.confirm(handle)
-
     def renew(self, handle: KvHandle) -> None:
         """Have the exporters keep a handle that no import has begun to pull; a pull under way renews its lease by
         itself.
         """
         if handle.transfer_id not in self._imports:
-            self._peers.renew(handle)
+            self.peers.renew(handle)
 
     def end_all(self, error: KvError) -> None:
         for each in list(self._imports.values()):
             self._end(each, error)
 
     def reject(self, load: Load, error: KvError) -> None:
-        """Report the end of a load that was not started."""
-        now = time.time()
-        self.counters.failed += 1
-        self._on_end(PullResult(load.request_id, load.handle.transfer_id, False, str(error), 0, 0, now, now, False))
+        self._report(load, PullEnded.without_pull(load.handle.transfer_id, self._shape.rank, str(error)))
+
+    def _report(self, load: Load, ended: PullEnded) -> None:
+        self._stats.pulls_ok += ended.ok
+        self._stats.pulls_failed += not ended.ok
+        self._on_end(load.request_id, ended)
 
     def _begin(self, handle: KvHandle, tokens: tuple[int, int], timeout_s: float, load: Load | None) -> None:
         now = time.monotonic()
-        new = Import(
+        new = self._imports[handle.transfer_id] = Import(
             handle=handle,
             token_start=tokens[0],
             token_end=tokens[1],
@@ -244,111 +221,106 @@ class Imports:
             progress_s=now,
             notified_s=now,
         )
-        self._imports[handle.transfer_id] = new
-        self.counters.pulling = len(self._imports)
+        self._stats.pulling = len(self._imports)
         try:
-            self._peers.pull(new, self._limits.stall_s)
+            self.peers.pull(new, self._limits.stall_s)
         except OSError as error:
             self._end(new, KvError(KvFault.UNREACHABLE, str(error)))
         except Exception as error:
             self._end(new, as_kv_error(error))
         else:
-            self._parts.update({pull_id: (new, part) for pull_id, part in new.parts.items()})
+            self._parts.update({part.pull_id: part for part in new.parts})
 
     def _end(self, known: Import, error: KvError | None = None) -> None:
         """End an import and notify the exporters and the owner of its load. Its destination is not used after this."""
         self._imports.pop(known.handle.transfer_id, None)
-        self.counters.pulling = len(self._imports)
-        for part in known.parts.values():
+        self._stats.pulling = len(self._imports)
+        for part in known.parts:
             self._parts.pop(part.pull_id, None)
             part.link.divert(known)
             if not part.done:
-                self._peers.send(part.link, Cancel(part.pull_id))
+                send(part.link, protocol.Cancel(part.pull_id))
         self._empty_inbox(known)
         if known.load is not None:
-            error = finished(known.load, error)
-            self.counters.ok += error is None
-            self.counters.failed += error is not None
-            self._on_end(known.result(known.load, str(error) if error else "", known.arrived_s or time.time()))
+            self._report(known.load, known.finish(known.load, self._shape.rank, error))
             # Also after a failure: the engine recomputes, and no other import will pull this rank's share.
-            self._peers.confirm(known.handle)
+            self.peers.confirm(known.handle)
 
-    def receive(self, link: Link) -> None:
+    def receive(self, link: TcpLink) -> None:
         """Handle messages of a link, up to a number after which the other links get their turn."""
         for _ in range(_BURST):
             if (received := link.receive()) is None:
                 return
             message = self._read(received.header).message
             if message is None:  # it may have been a frame that is not sent again
-                self.counters.dropped += 1
+                self.dropped += 1
                 self._give_up(link)
                 return
-            if isinstance(message, Unread):
-                self._repeat_grants(link)
+            if isinstance(message, protocol.Unread):
+                for each in self._parts_of(link):  # with the next `check`: a repetition at once may be unreadable too
+                    each.owner.notified_s = -math.inf
                 continue
-            known, part = self._parts.get(message.pull_id, (None, None))
-            if known is None or part is None or part.link is not link or part.done:
-                continue  # of a pull that has ended here
+            part = self._part(link, message.pull_id)
+            if part is None:
+                continue
             try:
-                self._handle(known, part, message, received)
+                self._handle(part, message, received)
             except Exception as error:
-                self._end(known, as_kv_error(error))
+                self._end(part.owner, as_kv_error(error))
 
-    def _place(self, link: Link, header: Buffer, size_bytes: int) -> Placement | None:
-        """Where the payload goes that follows this header: see protocol.Place."""
-        self._announced = announced = _Announced(header, decode_reply(header))
+    def _part(self, link: TcpLink, pull_id: int) -> Part | None:
+        """The part that still waits for frames of that pull over that link."""
+        part = self._parts.get(pull_id)
+        return part if part is not None and part.link is link and not part.done else None
+
+    def _parts_of(self, link: TcpLink) -> list[Part]:
+        return [part for part in self._parts.values() if part.link is link]
+
+    def _place(self, link: TcpLink, header: Buffer, size_bytes: int) -> Placement | None:
+        """Where the payload goes that follows this header."""
+        self._announced = announced = _Announced(header, protocol.decode_reply(header))
         frame = announced.message
-        if not isinstance(frame, Frame):
-            return None
-        known, part = self._parts.get(frame.pull_id, (None, None))
-        if known is None or part is None or known.load is None or part.link is not link or part.done:
+        part = self._part(link, frame.pull_id) if isinstance(frame, Frame) else None
+        if part is None or part.owner.load is None or not isinstance(frame, Frame):
             return None
         try:
-            announced.arrived = part.expected(frame, known.handle, self._shape)
+            announced.arrived = part.expected(frame, self._shape)
         except KvError:  # raised again once the payload has arrived
             return None
-        views = direct_views(frame, size_bytes, known.load)
-        return Placement(known, views) if views else None
+        views = direct_views(frame, size_bytes, part.owner.load)
+        return Placement(part.owner, views) if views else None
 
     def _read(self, header: Buffer) -> _Announced:
         """The decoded header; a transport that announced a payload passes the same header object again with it."""
         if header is self._announced.header:
             return self._announced
-        return _Announced(header, decode_reply(header) if len(header) <= MAX_MESSAGE_BYTES else None)
+        return _Announced(header, protocol.decode_reply(header) if len(header) <= protocol.MAX_MESSAGE_BYTES else None)
 
-    def _repeat_grants(self, link: Link) -> None:
-        """Repeat the grants with the next `check` and not at once: on a bad connection the repetition may be
-        unreadable too.
-        """
-        for known, part in self._parts.values():
-            if part.link is link:
-                known.notified_s = -math.inf
-
-    def _give_up(self, link: Link) -> None:
+    def _give_up(self, link: TcpLink) -> None:
         error = KvError(KvFault.PROTOCOL, f"{link.address} sent a malformed message")
-        for known in {id(known): known for known, part in self._parts.values() if part.link is link}.values():
+        for known in {id(part.owner): part.owner for part in self._parts_of(link)}.values():
             if not known.complete:
                 self._end(known, error)
 
-    def _handle(self, known: Import, part: Part, message: Frame | Sent | Failed, received: Received) -> None:
+    def _handle(self, part: Part, message: protocol.Reply, received: protocol.Received) -> None:
         match message:
-            case Failed():
+            case protocol.Failed():
                 fault = message.fault if message.fault in set(KvFault) else KvFault.PROTOCOL
                 raise KvError(KvFault(fault), message.message[:_MESSAGE_CHARS])
-            case Sent():
+            case protocol.Sent():
                 part.compare(message)
             case Frame():
-                self._handle_frame(known, part, message, received)
+                self._handle_frame(part, message, received)
 
-    def _handle_frame(self, known: Import, part: Part, frame: Frame, received: Received) -> None:
-        size, payload = received.payload_bytes, received.payload
+    def _handle_frame(self, part: Part, frame: Frame, received: protocol.Received) -> None:
+        known, size, payload = part.owner, received.payload_bytes, received.payload
         arrived = self._read(received.header).arrived
-        part.admit(part.expected(frame, known.handle, self._shape) if arrived is None else arrived, size)
+        part.admit(part.expected(frame, self._shape) if arrived is None else arrived, size)
         check_frame(frame, received)
         known.progress_s = time.monotonic()
         known.wire_bytes += size
         known.carriers.add(part.link.carrier)
-        self.counters.received_bytes += size
+        self._stats.received_bytes += size
         if payload is None:  # it was received directly into its destination, or there is none
             if not size:
                 raise KvError(KvFault.PROTOCOL, "a frame without a payload")
@@ -358,32 +330,32 @@ class Imports:
             part.link.keep()
             known.inbox.append((frame, payload))
             known.inbox_bytes += size
-            self.counters.inbox_bytes += size
+            self._stats.inbox_bytes += size
         if known.complete and known.load is not None:
             self._end(known)
         elif known.complete:
             known.arrived_s = time.time()
-            self._peers.confirm(known.handle)  # the exporter may free it: all of it is in the inbox
+            self.peers.confirm(known.handle)  # the exporter may free it: all of it is in the inbox
         else:
-            self._grant(known, part)
+            self._grant(part)
 
-    def _grant(self, known: Import, part: Part) -> None:
+    def _grant(self, part: Part) -> None:
         """Grant more: for a load what it has consumed, for a prefetch as much as the inbox has room for."""
-        if not part.wants_grant or (known.load is None and not self._has_inbox_room(part.owed_bytes)):
+        if not part.wants_grant or (part.owner.load is None and not self._has_inbox_room(part.owed_bytes)):
             return
-        known.progress_s = time.monotonic()
+        part.owner.progress_s = time.monotonic()
         part.grant()
-        self._peers.send(part.link, Credit(part.pull_id, part.granted_bytes))
+        send(part.link, protocol.Credit(part.pull_id, part.granted_bytes))
 
     def _keep_up(self, known: Import, now: float) -> None:
-        """Continue a prefetch that had to pause for room, and tell the exporters that it still goes on."""
-        waiting = [part for part in known.parts.values() if not part.done]
+        """Continue a prefetch that had to pause for room, and notify the exporters that it still goes on."""
+        waiting = [part for part in known.parts if not part.done]
         for part in waiting:
-            self._grant(known, part)
+            self._grant(part)
         if now >= known.notified_s + min(_POLL_S, self._limits.stall_s / 3):
             known.notified_s = now
             for part in waiting:
-                self._peers.send(part.link, Credit(part.pull_id, part.granted_bytes))
+                send(part.link, protocol.Credit(part.pull_id, part.granted_bytes))
 
     def _has_inbox_room(self, more_bytes: int) -> bool:
         """Whether `more_bytes` fit beside what the inbox holds and what prefetches may still send without a new
@@ -391,10 +363,10 @@ class Imports:
         """
         prefetching = sum(each.load is None and not each.complete for each in self._imports.values())
         granted = prefetching * self._limits.window_bytes
-        return self.counters.inbox_bytes + granted + more_bytes <= self._limits.inbox_bytes
+        return self._stats.inbox_bytes + granted + more_bytes <= self._limits.inbox_bytes
 
     def _empty_inbox(self, known: Import) -> None:
-        self.counters.inbox_bytes -= known.inbox_bytes
+        self._stats.inbox_bytes -= known.inbox_bytes
         known.inbox_bytes = 0
         known.inbox.clear()
 
@@ -412,19 +384,24 @@ class Imports:
                 self._keep_up(known, now)
         if now >= self._sweep_s:
             self._sweep_s = now + _SWEEP_S
-            self._peers.close_unused({id(part.link) for _, part in self._parts.values()})
+            self.peers.close_unused({part.link for part in self._parts.values()})
+
+
+def send(link: TcpLink, message: protocol.Message) -> None:
+    """Best effort: deadlines find a message that was not sent."""
+    link.send(protocol.encode_message(message))
 
 
 class Peers:
     """Links to exporters by address, several where that is set. The puller's thread owns it."""
 
-    def __init__(self, transport: Transport, shape: ImportShape, limits: PullLimits, place: Place) -> None:
+    def __init__(self, transport: TcpTransport, shape: RankShape, limits: PullLimits, place: Place) -> None:
+        self.links: dict[tuple[str, int], TcpLink] = {}
         self._transport = transport
         self._shape = shape
         self._window_bytes = limits.window_bytes
         self._connections = limits.connections
         self._place = place
-        self._links: dict[tuple[str, int], Link] = {}
         self._last_pull_id = 0
         self._used_s: dict[tuple[str, int], float] = {}  # monotonic
 
@@ -436,60 +413,55 @@ class Peers:
         KvError or OSError, with the parts filled so far.
         """
         handle, shape = wanted.handle, self._shape
-        exporters = sources(shape.rank, shape.shards, exporting(handle, shape.shards))
-        lanes = [(lane, part) for source in exporters for lane, part in enumerate(self._divided(source, wanted))]
+        lanes = [(lane, part) for source in self._sources(handle) for lane, part in self._divided(source, wanted)]
         window_bytes = max(1, self._window_bytes // len(lanes))
         for lane, source in lanes:
             link = self._link(handle.endpoints[source.rank], lane)
             self._last_pull_id += 1
-            tokens = (wanted.token_start, wanted.token_end)
-            part = Part(source, link, self._last_pull_id, tokens, window_bytes)
-            wanted.parts[part.pull_id] = part
-            self.send(
-                link,
-                Pull(
-                    pull_id=part.pull_id,
-                    transfer_id=handle.transfer_id,
-                    generation=handle.generation,
-                    fingerprint=handle.fingerprint,
-                    codec=handle.codec,
-                    layer_start=source.layer_start,
-                    layer_end=source.layer_end,
-                    token_start=wanted.token_start,
-                    token_end=wanted.token_end,
-                    head_start=source.head_start,
-                    head_end=source.head_end,
-                    rank=shape.rank,
-                    ranks=shape.shards.ranks,
-                    consumers=source.consumers,
-                    credit_bytes=window_bytes,
-                    timeout_s=silence_s,
-                ),
+            part = Part(wanted, source, link, self._last_pull_id, window_bytes)
+            wanted.parts.append(part)
+            pull = protocol.Pull(
+                pull_id=part.pull_id,
+                transfer_id=handle.transfer_id,
+                generation=handle.generation,
+                fingerprint=handle.fingerprint,
+                codec=handle.codec,
+                layer_start=source.layer_start,
+                layer_end=source.layer_end,
+                token_start=wanted.token_start,
+                token_end=wanted.token_end,
+                head_start=source.head_start,
+                head_end=source.head_end,
+                rank=shape.rank,
+                ranks=shape.shards.ranks,
+                consumers=source.consumers,
+                credit_bytes=window_bytes,
+                timeout_s=silence_s,
             )
+            send(link, pull)
 
-    def _divided(self, source: Source, wanted: Import) -> list[Source]:
-        """The source's layers by connection."""
+    def _sources(self, handle: KvHandle) -> tuple[Source, ...]:
+        return sources(self._shape.rank, self._shape.shards, exporting(handle, self._shape.shards))
+
+    def _divided(self, source: Source, wanted: Import) -> list[tuple[int, Source]]:
         layers, heads = source.layer_end - source.layer_start, source.head_end - source.head_start
         dtype = DTYPES.get(wanted.handle.dtype)
         layer_bytes = (wanted.token_end - wanted.token_start) * 2 * heads * self._shape.head_dim
         size_bytes = layers * layer_bytes * (dtype.itemsize if dtype is not None else 1)
         count = max(1, min(self._connections, layers, size_bytes // LANE_BYTES))
-        if count == 1:
-            return [source]
         bounds = [source.layer_start + layers * each // count for each in range(count + 1)]
-        return [replace(source, layer_start=start, layer_end=end) for start, end in pairwise(bounds)]
+        return list(enumerate(replace(source, layer_start=start, layer_end=end) for start, end in pairwise(bounds)))
 
     def confirm(self, handle: KvHandle) -> None:
-        """Tell the exporters that this rank needs no more of the handle. Best effort: their leases expire anyway."""
+        """Notify the exporters that this rank needs no more of the handle. Best effort: leases expire anyway."""
         rank, ours = self._shape.rank, self._shape.shards
         try:
-            exporters = exporting(handle, ours)
-            confirmed = {each.rank: each.consumers for each in sources(rank, ours, exporters)}
+            consumers = {each.rank: each.consumers for each in self._sources(handle)}
             if rank == 0:
-                confirmed |= dict.fromkeys(unasked(ours, exporters), 1)
-            for exporter, consumers in confirmed.items():
-                message = Confirm(handle.transfer_id, handle.generation, rank, consumers)
-                self.send(self._link(handle.endpoints[exporter], 0), message)
+                consumers |= dict.fromkeys(without_importer(ours, exporting(handle, ours)), 1)
+            for exporter, count in consumers.items():
+                confirm = protocol.Confirm(handle.transfer_id, handle.generation, rank, count)
+                send(self._link(handle.endpoints[exporter], 0), confirm)
         except (KvError, OSError) as error:
             _log.debug("cannot confirm %s: %s", handle.transfer_id, error)
 
@@ -498,32 +470,25 @@ class Peers:
         renewal follows soon.
         """
         try:
-            for source in sources(self._shape.rank, self._shape.shards, exporting(handle, self._shape.shards)):
-                link = self._link(handle.endpoints[source.rank], 0)
-                self.send(link, Renew(handle.transfer_id, handle.generation))
+            for source in self._sources(handle):
+                renew = protocol.Renew(handle.transfer_id, handle.generation)
+                send(self._link(handle.endpoints[source.rank], 0), renew)
         except (KvError, OSError) as error:
             _log.debug("cannot renew the lease of %s: %s", handle.transfer_id, error)
 
-    def send(self, link: Link, message: Message) -> None:
-        """Send unless the link's queue is full: deadlines find a message that was not sent."""
-        link.send(encode_message(message))
-
-    def close_unused(self, in_use: set[int]) -> None:
-        """Close links that have not been used for a while: exporters come and go, each with an address of its own.
-
-        `in_use` holds the id() of links that imports wait for.
-        """
+    def close_unused(self, in_use: set[TcpLink]) -> None:
+        """Close links that have not been used for a while: exporters come and go, each with an address of its own."""
         now_s = time.monotonic()
-        for key, link in list(self._links.items()):
+        for key, link in list(self.links.items()):
             unused_s = now_s - self._used_s[key]
-            if id(link) not in in_use and unused_s > (IDLE_S if link.connected else LOST_S):
+            if link not in in_use and unused_s > (IDLE_S if link.connected else LOST_S):
                 link.close()
-                del self._links[key], self._used_s[key]
+                del self.links[key], self._used_s[key]
 
-    def _link(self, address: str, lane: int) -> Link:
+    def _link(self, address: str, lane: int) -> TcpLink:
         key = address, lane
         self._used_s[key] = time.monotonic()
-        link = self._links.get(key)
+        link = self.links.get(key)
         if link is None:
-            link = self._links[key] = self._transport.connect(address, self._place)
+            link = self.links[key] = self._transport.connect(address, self._place)
         return link

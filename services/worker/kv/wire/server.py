@@ -4,40 +4,20 @@
 """
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-from services.worker.kv.codec import decode_into, encode, payload_bytes
-from services.worker.kv.errors import KvError, KvFault
-from services.worker.kv.shards import Shards
+from services.worker.kv import KvError, KvFault
+from services.worker.kv.codec import decode_into, encode
+from services.worker.kv.rank_links import RankStats
+from services.worker.kv.shards import RankShape
 from services.worker.kv.staging import CodedSegment, Segment, StagingPool, Transfer
-from services.worker.kv.wire.protocol import (
-    FRAME_BYTES,
-    MAX_LIFE_S,
-    MAX_WINDOW_BYTES,
-    Buffer,
-    Cancel,
-    Confirm,
-    Credit,
-    Failed,
-    Frame,
-    Message,
-    Pull,
-    Renew,
-    Request,
-    Sent,
-    Transport,
-    Unread,
-    checksum,
-    decode_request,
-    encode_message,
-)
-from shared.domain.kv import Codec
+from services.worker.kv.wire import protocol
+from services.worker.kv.wire.protocol import Buffer, Frame
+from services.worker.kv.wire.tcp_transport import TcpTransport
 
 _log = logging.getLogger(__name__)
 _MAX_SERVINGS = 1024
@@ -48,92 +28,33 @@ _BURST = 256  # messages handled before pulls go on: a peer that floods does not
 _PullKey = tuple[bytes, int]  # the peer and the id that it gave the pull
 
 
-@dataclass(frozen=True, slots=True)
-class ExportShape:
-    """The layers and heads of the model that this rank holds, in `dtype`."""
-
-    shards: Shards
-    head_dim: int
-    dtype: torch.dtype
-    rank: int = 0
-
-    @property
-    def layers(self) -> tuple[int, int]:
-        """[start, end) of the rank."""
-        return self.shards.layers_of(self.rank)
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """Those of the rank: [start, end). Raises KvError(INVALID)."""
-        return self.shards.heads_of(self.rank)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in one layer: K and V, all heads of the rank."""
-        start, end = self.heads
-        return 2 * (end - start) * self.head_dim * self.dtype.itemsize
-
-    def chunk_shape(self, tokens: int) -> tuple[int, int, int, int, int]:
-        """[layers, 2, tokens, heads, head_dim] of that many tokens."""
-        (first_layer, last_layer), (first_head, last_head) = self.layers, self.heads
-        return last_layer - first_layer, 2, tokens, last_head - first_head, self.head_dim
-
-    def chunk_bytes(self, tokens: int) -> int:
-        """Bytes of that many tokens over all layers of the rank."""
-        return math.prod(self.chunk_shape(tokens)) * self.dtype.itemsize
-
-    def segment_tokens(self) -> int:
-        """Tokens of a segment: as many as leave one layer within a frame, in whole groups of 32 where that fits."""
-        tokens = max(1, FRAME_BYTES // self.token_bytes)
-        return tokens // 32 * 32 or tokens
-
-    def layers_a_frame(self, tokens: int, heads: int, codec: Codec) -> int:
-        """Layers whose coded KV of that many tokens and heads fits one payload."""
-        return max(1, FRAME_BYTES // payload_bytes((1, 2, tokens, heads, self.head_dim), self.dtype, codec))
-
-
-@dataclass(frozen=True, slots=True)
-class ExportIdentity:
-    """The generation of the exporting instance and the fingerprint of its model."""
-
-    generation: int
-    fingerprint: str
-
-
-@dataclass(slots=True)
-class ServerCounters:
-    """Since the start; written by the server's thread only."""
-
-    sent_bytes: int = 0
-    served: int = 0
-    refused: int = 0
-    dropped: int = 0
-
-
 class KvServer:
-    """Serves one rank's staging pool at one address until it is stopped."""
-
     def __init__(
         self,
         address: str,
-        transport: Transport,
+        transport: TcpTransport,
         pool: StagingPool,
-        shape: ExportShape,
-        identity: ExportIdentity,
-        corrupt: Callable[[], bool] = lambda: False,
-        on_death: Callable[[str, BaseException], None] = lambda *_: None,
-        enter: Callable[[], None] = lambda: None,
+        shape: RankShape,
+        generation: int,
+        fingerprint: str,
+        stats: RankStats,
+        corrupt: Callable[[], bool],
+        on_death: Callable[[str, BaseException], None],
+        enter: Callable[[], None],
     ) -> None:
-        """Binds at once. Raises OSError when the address is taken. `corrupt` is fault injection for tests.
+        """Binds at once. Raises OSError when the address is taken. `stats` counts pulls and bytes that were sent;
+        `corrupt` is fault injection for tests.
 
         On the server's thread `enter` is called first, and `on_death(thread, error)` when a bug ends it.
         """
-        self.counters = ServerCounters()
+        self.stats = stats
+        self.dropped = 0  # messages that are malformed
         self._transport = transport
         self._listener = transport.listen(address)
         self._pool = pool
         self._shape = shape
-        self._identity = identity
+        self._generation = generation
+        self._fingerprint = fingerprint
         self._corrupt = corrupt
         self._on_death = on_death
         self._enter = enter
@@ -144,7 +65,6 @@ class KvServer:
 
     @property
     def address(self) -> str:
-        """Where it listens, with the port that it was given."""
         return self._listener.address
 
     @property
@@ -179,54 +99,49 @@ class KvServer:
         for _ in range(_BURST):
             if (message := self._listener.receive()) is None:
                 return
-            peer, parts = message
-            request = decode_request(parts[0]) if len(parts) == 1 else None
+            peer, body = message
+            request = protocol.decode_request(body)
             if request is None:
-                self.counters.dropped += 1
-                self._send(peer, Unread())
+                self.dropped += 1
+                self._send(peer, protocol.Unread())
             else:
                 self._handle(peer, request)
 
-    def _handle(self, peer: bytes, request: Request) -> None:
+    def _handle(self, peer: bytes, request: protocol.Request) -> None:
         match request:
-            case Pull():
-                self._begin(peer, request)
-            case Credit():
+            case protocol.Pull():
+                fault = self._objection(request)
+                if fault is None:
+                    self._servings[peer, request.pull_id] = Serving(request, self._shape, time.monotonic())
+                else:
+                    self.stats.pulls_refused += 1
+                    self._refuse(peer, request.pull_id, KvError(fault))
+            case protocol.Credit():
                 serving = self._servings.get((peer, request.pull_id))
-                if (
-                    serving is None
-                ):  # it may have ended: an importer that still repeats its grant has not received all frames
-                    self._send(peer, Failed(request.pull_id, KvFault.PROTOCOL.value, "no such pull is under way"))
+                if serving is None:  # an importer that repeats its grant has not received all frames
+                    self._refuse(peer, request.pull_id, KvError(KvFault.PROTOCOL, "no such pull is under way"))
                 elif not serving.grant(request.granted_bytes, time.monotonic()):
-                    self._send(peer, Sent(request.pull_id, serving.frames))
-            case Cancel():
+                    self._send(peer, protocol.Sent(request.pull_id, serving.frames))
+            case protocol.Cancel():
                 self._servings.pop((peer, request.pull_id), None)
-            case Confirm():
-                if request.generation == self._identity.generation and request.consumers <= _MAX_CONSUMERS:
+            case protocol.Confirm():
+                if request.generation == self._generation and request.consumers <= _MAX_CONSUMERS:
                     self._pool.confirm(request.transfer_id, request.rank, request.consumers)
-            case Renew():
-                if request.generation == self._identity.generation:
+            case protocol.Renew():
+                if request.generation == self._generation:
                     self._pool.renew(request.transfer_id)
 
-    def _begin(self, peer: bytes, pull: Pull) -> None:
-        fault = self._objection(pull)
-        if fault is not None:
-            self.counters.refused += 1
-            self._send(peer, Failed(pull.pull_id, fault.value, ""))
-            return
-        self._servings[peer, pull.pull_id] = Serving(pull, self._shape, time.monotonic())
-
-    def _objection(self, pull: Pull) -> KvFault | None:
-        if pull.generation != self._identity.generation:
+    def _objection(self, pull: protocol.Pull) -> KvFault | None:
+        if pull.generation != self._generation:
             return KvFault.STALE
-        if pull.fingerprint != self._identity.fingerprint:
+        if pull.fingerprint != self._fingerprint:
             return KvFault.FINGERPRINT
         tokens = 0 <= pull.token_start < pull.token_end
         (first_layer, last_layer), (first_head, last_head) = self._shape.layers, self._shape.heads
         layers = first_layer <= pull.layer_start < pull.layer_end <= last_layer
         heads = first_head <= pull.head_start < pull.head_end <= last_head
-        credit = 0 < pull.credit_bytes <= MAX_WINDOW_BYTES
-        timeout = 0 < pull.timeout_s < MAX_LIFE_S
+        credit = 0 < pull.credit_bytes <= protocol.MAX_WINDOW_BYTES
+        timeout = 0 < pull.timeout_s < protocol.MAX_LIFE_S
         if not (tokens and layers and heads and credit and timeout) or len(self._servings) >= _MAX_SERVINGS:
             return KvFault.INVALID
         return None
@@ -247,20 +162,20 @@ class KvServer:
     def _pump_one(self, key: _PullKey, serving: "Serving") -> bool:
         peer, _ = key
         transfer = self._pool.open(serving.pull.transfer_id)
-        if transfer is None or not self._listener.takes(peer):
+        if transfer is None or not self._listener.sends_at_once(peer):
             return False
         seal = not self._listener.seals or self._corrupt()
-        made = serving.next_frame(transfer, self._identity.generation, seal=seal)
-        if made is None:
+        next_frame = serving.next_frame(transfer, self._generation, seal=seal)
+        if next_frame is None:
             return False
-        frame, payload = made
+        frame, payload = next_frame
         if not self._send(peer, frame, self._faulty(payload)):
             self._servings.pop(key, None)
             return False
-        self.counters.sent_bytes += len(payload)
+        self.stats.sent_bytes += len(payload)
         if serving.finished:
             self._servings.pop(key, None)
-            self.counters.served += 1
+            self.stats.pulls_served += 1
         else:
             self._servings[key] = self._servings.pop(key)  # other pulls on the same connection come first the next time
         return True
@@ -274,8 +189,11 @@ class KvServer:
 
     def _fail(self, key: _PullKey, error: KvError) -> None:
         serving = self._servings.pop(key)
-        self.counters.refused += 1
-        self._send(key[0], Failed(serving.pull.pull_id, error.fault.value, error.message))
+        self.stats.pulls_refused += 1
+        self._refuse(key[0], serving.pull.pull_id, error)
+
+    def _refuse(self, peer: bytes, pull_id: int, error: KvError) -> None:
+        self._send(peer, protocol.Failed(pull_id, error.fault.value, error.message))
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -287,15 +205,14 @@ class KvServer:
             if serving.deadline_s <= now:
                 self._fail(key, KvError(KvFault.TIMEOUT, "the importer sent nothing for too long"))
 
-    def _send(self, peer: bytes, message: Message, payload: Buffer | None = None) -> bool:
-        return self._listener.send(peer, encode_message(message), payload)
+    def _send(self, peer: bytes, message: protocol.Message, payload: Buffer | None = None) -> bool:
+        return self._listener.send(peer, protocol.encode_message(message), payload)
 
 
 class Serving:
     """State of one pull: a cursor over segments and layers, and the remaining grant."""
 
-    def __init__(self, pull: Pull, shape: ExportShape, now_s: float) -> None:
-        """`now_s` is monotonic."""
+    def __init__(self, pull: protocol.Pull, shape: RankShape, now_s: float) -> None:
         self.pull = pull
         self.frames = 0
         self.sent_bytes = 0
@@ -309,7 +226,7 @@ class Serving:
 
     def grant(self, granted_bytes: int, now_s: float) -> bool:
         """The importer still wants the pull and grants that much in total; whether that is more than before."""
-        before, most = self._granted_bytes, self.sent_bytes + MAX_WINDOW_BYTES
+        before, most = self._granted_bytes, self.sent_bytes + protocol.MAX_WINDOW_BYTES
         self._granted_bytes = max(before, min(granted_bytes, most))
         self._renew(now_s)
         return self._granted_bytes > before
@@ -344,7 +261,7 @@ class Serving:
             layers = self._shape.layers_a_frame(end - self._token, heads, self.pull.codec)
             last_layer = min(self.pull.layer_end, self._layer + layers)
             payload = self._payload(segment, last_layer, end)
-        frame = self._header(transfer, generation, last_layer, end, checksum(payload) if seal else 0)
+        frame = self._header(transfer, generation, last_layer, end, protocol.checksum(payload) if seal else 0)
         self._advance(last_layer, end, len(payload))
         return frame, payload
 
@@ -402,23 +319,24 @@ class Serving:
         return segment.kv[layer - first_layer : last_layer - first_layer, :, tokens, heads]
 
     def _header(self, transfer: Transfer, generation: int, last_layer: int, end: int, digest: int) -> Frame:
+        pull, shape = self.pull, self._shape
         return Frame(
-            pull_id=self.pull.pull_id,
+            pull_id=pull.pull_id,
             sequence=self.frames,
             transfer_id=transfer.transfer_id,
             generation=generation,
-            codec=self.pull.codec,
-            dtype=str(self._shape.dtype).removeprefix("torch."),
+            codec=pull.codec,
+            dtype=str(shape.dtype).removeprefix("torch."),
             layer_start=self._layer,
             layer_end=last_layer,
-            layers=self._shape.shards.layers,
+            layers=shape.shards.layers,
             token_start=self._token,
             token_end=end,
-            head_start=self.pull.head_start,
-            head_end=self.pull.head_end,
-            head_dim=self._shape.head_dim,
-            rank=self._shape.rank,
-            ranks=self._shape.shards.ranks,
+            head_start=pull.head_start,
+            head_end=pull.head_end,
+            head_dim=shape.head_dim,
+            rank=shape.rank,
+            ranks=shape.shards.ranks,
             checksum=digest,
         )
 

@@ -1,8 +1,13 @@
 """KV messages over TCP or TLS: one thread and one epoll serve the listener, the connections that it has accepted, and
 the links of the importer. Payloads are received directly into their destination.
+
+The thread that owns a transport waits on it and drains what is ready; other threads may only call `wake`.
 """
 
+import errno
+import ipaddress
 import logging
+import math
 import os
 import select
 import socket
@@ -10,40 +15,54 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from enum import Enum
 from itertools import count
+from typing import Protocol
 
-from services.worker.kv.wire.protocol import Buffer, Link, Place
-from services.worker.kv.wire.tcp_framing import Inbound, Outbound, WireError
-from services.worker.kv.wire.tcp_link import Loop, Owner, Source, TcpLink
+from services.worker.kv.wire.protocol import MAX_FRAME_BYTES, Buffer, Placement, Received
 from services.worker.kv.wire.tcp_streams import (
     Connection,
-    Keys,
-    OnResolved,
-    Resolver,
+    Inbound,
+    Outbound,
     Untrusted,
+    WireError,
     connection_of,
-    host_and_port,
     keys_of,
-    numeric,
-    prepared,
-    resolve,
 )
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.05  # between two looks at what is due
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
+_UNANSWERED_MS = 30_000  # data that is not acknowledged by then: the peer's host is gone
+
+# Of links:
+_ATTEMPT_S = 2.0  # the longest that a connection may take to be made, keys included
+_RETRY_S, _RETRY_MAX_S = 0.05, 0.5
+_BEAT_S = 0.5  # a peer that is silent for so long is sent a heartbeat
+_SILENCE_S = 3.0  # and counts as lost without an answer for so long: a thread there answers once it gets the GIL
+_ACTIVE_S = 10.0  # after the last message; later no heartbeat is sent until the next one
+_MAX_UNSENT = 1000  # messages for a peer that is not connected
+_TLS_ALERT = 0x15  # the answer of a side that expects TLS to one that does not speak it
+
+# Of listeners:
 _GREETING_S = 5.0  # how long a peer may take to agree on keys and send its greeting
 _STUCK_S = 30.0  # how long a peer may accept nothing of what waits for it
 _MESSAGE_BURST = 64  # messages of one peer before the others get their turn
+_CONNECTION_BURST = 64  # connections accepted before the existing ones get their turn
 _MAX_UNREAD = 1024  # messages that wait for the server's thread: at this number, no peer is read
 _MAX_WAITING = 1024  # messages that wait for a peer
-
-Messages = deque[tuple[bytes, list[bytes]]]  # sender and parts
 _BACKLOG = 1024
 _MAX_PEERS = 4096
 _PAUSE_S = 0.5  # without accepting, when too many files are open
 _LOG_S = 10.0  # between two log lines about peers with wrong keys
-_CONNECTION_BURST = 64  # connections accepted before the existing ones get their turn
+
+SocketAddress = tuple[int, tuple[object, ...]]  # family and address
+Place = Callable[["TcpLink", Buffer, int], Placement | None]  # see tcp_streams.PlacePayload; it raises nothing
+
+
+class _Owner(Protocol):
+    def on_event(self, now_s: float, *, writable: bool) -> None:
+        """The socket can be read, or written. `now_s` is monotonic."""
 
 
 class TcpTransport:
@@ -55,15 +74,13 @@ class TcpTransport:
     """
 
     def __init__(self, curve: tuple[str, str] | None = None, *, encrypted: bool = True) -> None:
-        """Raises ValueError for an invalid pair."""
-        self._keys = keys_of(curve, encrypted=encrypted)
+        self.keys = keys_of(curve, encrypted=encrypted)
         self._epoll = select.epoll()
-        self._owners: dict[int, Owner] = {}  # by descriptor
-        self._watched: dict[Source, tuple[int, int]] = {}  # descriptor and events
+        self._watched: dict[int, tuple[_Owner, int]] = {}  # by descriptor, with events
         self._links: set[TcpLink] = set()
         self._listeners: list[TcpListener] = []
-        self._resolved: deque[Callable[[], None]] = deque()
-        self._resolver = Resolver(self._tell)
+        self._lookups: dict[tuple[str, int], list[TcpLink]] = {}  # names that are being resolved, and who waits
+        self._resolved: deque[tuple[str, int, list[SocketAddress], str]] = deque()
         self._tick_s = 0.0
         self._closed = False
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -71,44 +88,49 @@ class TcpTransport:
         self._epoll.register(self._wakes, _READ)
 
     def listen(self, address: str) -> "TcpListener":
-        listener = TcpListener(address, self, self._keys)
+        """Bind. Raises OSError when the address cannot be had."""
+        listener = TcpListener(address, self)
         self._listeners.append(listener)
         return listener
 
-    def connect(self, address: str, place: Place | None = None) -> TcpLink:
+    def connect(self, address: str, place: Place | None = None) -> "TcpLink":
+        """A new link to an address, which need not be up yet. Raises OSError when the address is not valid."""
         if address.startswith("tcp://"):  # an instance of an earlier version
             raise OSError(f"{address}: KV over ZeroMQ was removed: the exporter must use `kv_transport: tcp`")
-        link = TcpLink(address, self, self._keys, place, time.monotonic())
+        link = TcpLink(address, self, place)
         self._links.add(link)
         return link
 
-    def wait(self, timeout_s: float) -> list[Link]:
-        ready: dict[int, Link] = {id(link): link for link in self._links if not link.drained}
-        happened = self._epoll.poll(0.0 if self.busy else max(0.0, timeout_s))
+    def wait(self, timeout_s: float) -> list["TcpLink"]:
+        """Wait until a listener or link has something to receive or `wake` is called; the links that have something."""
+        ready = {link for link in self._links if not link.drained}
+        events = self._epoll.poll(0.0 if self.busy else max(0.0, timeout_s))
         now_s = time.monotonic()
-        for owner, events in [(self._owners.get(descriptor), events) for descriptor, events in happened]:
-            if owner is None:
+        for watched, flags in [(self._watched.get(descriptor), flags) for descriptor, flags in events]:
+            if watched is None:
                 self._drain_wakes()
                 continue
-            owner.happened(now_s, writable=bool(events & ~_READ))  # an error is found by the next write
+            owner, _ = watched
+            owner.on_event(now_s, writable=bool(flags & ~_READ))  # an error is found by the next write
             if isinstance(owner, TcpLink):
-                ready[id(owner)] = owner
+                ready.add(owner)
         for listener in self._listeners:
-            listener.go_on(now_s)
+            listener.read_more(now_s)
         if now_s - self._tick_s > _TICK_S:
-            self._tick(now_s)
-        return list(ready.values())
+            self._tick_s = now_s
+            for link in list(self._links):
+                link.tick(now_s)
+            for listener in self._listeners:
+                listener.tick(now_s)
+        return list(ready)
 
     @property
     def busy(self) -> bool:
         """Whether there is data to handle for which no socket becomes readable."""
-        return any(not link.drained for link in self._links) or any(each.busy for each in self._listeners)
-
-    def fileno(self) -> int:
-        """Readable when a socket has something, or after `wake`."""
-        return self._epoll.fileno()
+        return any(not link.drained for link in self._links) or any(each.unread for each in self._listeners)
 
     def wake(self) -> None:
+        """End the current or next wait. Any thread may call this."""
         with self._waking:
             if not self._closed:
                 os.eventfd_write(self._wakes, 1)
@@ -123,55 +145,271 @@ class TcpTransport:
             os.close(self._wakes)
         self._epoll.close()
 
-    def watch(self, source: Source, owner: Owner, *, writes: bool) -> None:
+    # For links and listeners:
+
+    def watch(self, descriptor: int, owner: _Owner, *, writes: bool) -> None:
+        """Call the owner when the socket can be read, or with `writes` also when it can be written."""
         events = _READ | _WRITE if writes else _READ
-        known = self._watched.get(source)
+        known = self._watched.get(descriptor)
+        if known == (owner, events):
+            return
         if known is None:
-            descriptor = source.fileno()
             self._epoll.register(descriptor, events)
-            self._owners[descriptor] = owner
         else:
-            descriptor, before = known
-            if before == events:
-                return
             self._epoll.modify(descriptor, events)
-        self._watched[source] = descriptor, events
+        self._watched[descriptor] = owner, events
 
-    def unwatch(self, source: Source) -> None:
-        known = self._watched.pop(source, None)
-        if known is not None:
-            self._epoll.unregister(known[0])
-            del self._owners[known[0]]
+    def unwatch(self, descriptor: int) -> None:
+        """To be called before the socket is closed."""
+        if self._watched.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
 
-    def look_up(self, host: str, port: int, on_resolved: OnResolved) -> None:
-        self._resolver.look_up(host, port, on_resolved)
-
-    def forget(self, link: TcpLink) -> None:
+    def forget(self, link: "TcpLink") -> None:
         self._links.discard(link)
 
-    def _tell(self, what: Callable[[], None]) -> None:
-        self._resolved.append(what)
+    def look_up(self, host: str, port: int, link: "TcpLink") -> None:
+        """Resolve a name in a thread of its own, so that a silent name server holds up only the links that need it, and
+        call `link.connect_to` on the transport's thread.
+        """
+        waiting = self._lookups.setdefault((host, port), [])
+        waiting.append(link)
+        if len(waiting) == 1:
+            threading.Thread(target=self._resolve, args=(host, port), name="kv-resolve", daemon=True).start()
+
+    def _resolve(self, host: str, port: int) -> None:
+        places: list[SocketAddress] = []
+        try:
+            places, error = resolve(host, port), ""
+        except OSError as failure:
+            error = f"{host}: {failure}"
+        self._resolved.append((host, port, places, error))
         self.wake()
 
     def _drain_wakes(self) -> None:
         os.eventfd_read(self._wakes)
         while self._resolved:
-            self._resolved.popleft()()
+            host, port, places, error = self._resolved.popleft()
+            for link in self._lookups.pop((host, port)):
+                link.connect_to(places, error)
 
-    def _tick(self, now_s: float) -> None:
-        self._tick_s = now_s
-        for link in list(self._links):
-            link.tick(now_s)
-        for listener in self._listeners:
-            listener.tick(now_s)
+
+class _State(Enum):
+    DOWN = 0  # until `_retry_s`
+    RESOLVING = 1
+    CONNECTING = 2
+    SHAKING = 3  # agreeing on keys, and exchanging greetings
+    UP = 4
+    CLOSED = 5
+
+
+class TcpLink:
+    """Import side: a connection to an exporter, which is made, watched, and made again when it is lost."""
+
+    carrier = "tcp"  # of the message that was received last: "tcp" or "nixl"
+
+    def __init__(self, address: str, transport: TcpTransport, place: Place | None) -> None:
+        """Raises OSError for an invalid address."""
+        now_s = time.monotonic()
+        self.address = address
+        self.losses = 0  # connections that were lost
+        self.refusal = ""  # why the two sides do not trust each other; empty while no reason is known
+        self.drained = True  # nothing more can be read before the socket becomes readable
+        self._host, self._port = host_and_port(address)
+        self._places = numeric(self._host, self._port)  # empty for a name
+        self._attempts = 0
+        self._transport = transport
+        self._place = place
+        self._state, self._since_s = _State.DOWN, now_s
+        self._raw: socket.socket | None = None  # while it connects
+        self._connection: Connection | None = None
+        self._inbound = Inbound(MAX_FRAME_BYTES)
+        self._outbound = Outbound()
+        self._unsent: list[bytes] = []  # messages that wait for a connection
+        self._retry_s, self._pause_s = now_s, _RETRY_S
+        self._now_s = self._received_s = self._active_s = now_s
+        self._heartbeat_s = math.inf  # since when an answer to a heartbeat is due
+        TcpLink.tick(self, now_s)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the present connection is made and the peer has sent its greeting."""
+        return self._state is _State.UP
+
+    def receive(self) -> Received | None:
+        """The next message, or None when there is none at the moment."""
+        self.drained = True
+        if self._connection is None or self._state is not _State.UP:
+            return None
+        try:
+            message = self._inbound.receive(self._connection)
+        except (OSError, WireError, Untrusted) as error:
+            self._lose(error)
+            return None
+        if message is not None:
+            self.drained, self._active_s = False, self._now_s
+        return message
+
+    def keep(self) -> None:
+        """The payload of the message that was received last must not be overwritten."""
+        self._inbound.keep()
+
+    def divert(self, owner: object) -> None:
+        """Payloads on their way to memory that this owner placed are discarded; that memory is not written any more."""
+        self._inbound.divert(owner)
+
+    def send(self, message: bytes) -> None:
+        """Queue without blocking. While there is no connection, messages wait for the next one."""
+        self._active_s = self._now_s
+        if self._state is _State.UP:
+            self._outbound.put(message)
+            self._flush()
+        else:
+            self._unsent.append(message)
+            del self._unsent[:-_MAX_UNSENT]
+
+    def close(self) -> None:
+        self._disconnect()
+        self._state = _State.CLOSED
+        self._transport.forget(self)
+
+    def on_event(self, now_s: float, *, writable: bool) -> None:
+        """See _Owner; to be called before `receive`."""
+        self._now_s = self._received_s = now_s
+        self._heartbeat_s = math.inf
+        self._inbound.readable = True
+        try:
+            if self._state is _State.CONNECTING:
+                self._on_connected()
+            if self._state is _State.SHAKING:
+                self._shake()
+            elif self._state is _State.UP and writable:
+                self._flush()
+        except (OSError, WireError, Untrusted) as error:
+            self._lose(error)
+
+    def tick(self, now_s: float) -> None:
+        """Do what is due; to be called some ten times a second, after `on_event`."""
+        self._now_s = now_s
+        if self._state is _State.DOWN:
+            if now_s >= self._retry_s:
+                self._begin()
+        elif self._state is not _State.UP:
+            if now_s - self._since_s > _ATTEMPT_S:
+                self._lose(TimeoutError("no connection in time"))
+        elif now_s - self._heartbeat_s > _SILENCE_S:
+            self._lose(TimeoutError("the peer does not answer"))
+        elif (
+            self._heartbeat_s == math.inf and now_s - self._received_s > _BEAT_S and now_s - self._active_s < _ACTIVE_S
+        ):
+            self._heartbeat_s = now_s
+            if self._connection is not None:
+                self._connection.expect(1)  # on a slow link, a few bytes are a sign of life too
+            self._outbound.heartbeat()
+            self._flush()
+
+    def connect_to(self, places: list[SocketAddress], error: str = "") -> None:
+        if self._state is not _State.RESOLVING:
+            return
+        if not places:
+            self._lose(OSError(error))
+            return
+        family, address = places[self._attempts % len(places)]
+        self._attempts += 1
+        try:
+            self._raw = _configured(socket.socket(family, socket.SOCK_STREAM))
+            error_number = self._raw.connect_ex(address)
+            if error_number not in (0, errno.EINPROGRESS):
+                raise OSError(error_number, os.strerror(error_number))
+        except OSError as failure:
+            self._lose(failure)
+            return
+        self._enter(_State.CONNECTING)
+        self._transport.watch(self._raw.fileno(), self, writes=True)
+
+    def _begin(self) -> None:
+        self._enter(_State.RESOLVING)
+        if self._places:
+            self.connect_to(self._places)
+        else:  # a name is resolved for each attempt: an exporter may have moved
+            self._transport.look_up(self._host, self._port, self)
+
+    def _on_connected(self) -> None:
+        raw = self._raw
+        assert raw is not None
+        if error := raw.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(error, os.strerror(error))
+        self._transport.unwatch(raw.fileno())
+        self._raw, self._connection = None, connection_of(raw, self._transport.keys, server=False)
+        self._inbound, self._outbound = Inbound(MAX_FRAME_BYTES, self._place_payload), Outbound()
+        self._outbound.heartbeat()
+        self._enter(_State.SHAKING)
+        self._transport.watch(self._connection.fileno(), self, writes=False)
+
+    def _shake(self) -> None:
+        connection = self._connection
+        assert connection is not None
+        if not connection.ready():
+            return
+        self._flush()
+        if self._inbound.receive(connection) is not None:
+            raise WireError("a message before a greeting")
+        if not self._inbound.heartbeats:
+            return
+        self._enter(_State.UP)
+        self.refusal, self._pause_s = "", _RETRY_S
+        for each in self._unsent:
+            self._outbound.put(each)
+        self._unsent.clear()
+        self._flush()
+
+    def _place_payload(self, header: Buffer, size_bytes: int) -> Placement | None:
+        return self._place(self, header, size_bytes) if self._place is not None else None
+
+    def _flush(self) -> None:
+        connection = self._connection
+        if connection is None:
+            return
+        try:
+            done = self._outbound.flush(connection)
+        except (OSError, Untrusted) as error:
+            self._lose(error)
+            return
+        self._transport.watch(connection.fileno(), self, writes=not done)
+
+    def _lose(self, error: Exception) -> None:
+        """The connection is lost, or could not be made: another attempt follows."""
+        if self._state is _State.UP:
+            self.losses += 1
+        elif isinstance(error, Untrusted):
+            self.refusal = str(error)
+        elif isinstance(error, WireError) and self._inbound.first_byte == _TLS_ALERT:
+            self.refusal = "the peer requires keys, and this side has none"
+        elif isinstance(error, ConnectionError) and self._state is _State.SHAKING:
+            self.refusal = "the peer closes the connection before its greeting: does it have other keys?"
+        self._disconnect()
+        self._enter(_State.DOWN)
+        self._retry_s = self._now_s + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _RETRY_MAX_S)
+
+    def _disconnect(self) -> None:
+        for each in (self._raw, self._connection):
+            if each is not None:
+                self._transport.unwatch(each.fileno())
+                each.close()
+        self._raw = self._connection = None
+        self._outbound.clear()
+        self.drained = True
+
+    def _enter(self, state: _State) -> None:
+        self._state, self._since_s = state, self._now_s
 
 
 class TcpListener:
-    """The connections of an exporter's listener. The transport's thread calls all methods."""
+    """Export side: the connections of importers, each known by a number."""
 
-    seals = True
+    seals = True  # the transport sends a checksum behind each payload, so that frames need none
 
-    def __init__(self, address: str, loop: Loop, keys: Keys) -> None:
+    def __init__(self, address: str, transport: TcpTransport) -> None:
         """Binds. Raises OSError."""
         scheme = address.partition("://")[0]
         host, port = host_and_port(address)
@@ -180,128 +418,104 @@ class TcpListener:
         self._socket.setblocking(False)
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{scheme}://{shown}:{self._socket.getsockname()[1]}"
-        self._loop = loop
-        self._keys = keys
+        self.unread: set[TcpPeer] = set()  # peers with data that was read from the socket and not handled
+        self.messages: deque[tuple[bytes, bytes]] = deque()  # sender and message
+        self.transport = transport
         self._peers: dict[bytes, TcpPeer] = {}
-        self._messages: Messages = deque()
-        self._unread: set[TcpPeer] = set()  # peers with data that was read from the socket and not handled
         self._numbers = count()
         self._logged_s = -_LOG_S
         self._paused_s = 0.0  # since when no connection is accepted, or 0
-        loop.watch(self._socket, self, writes=False)
+        transport.watch(self._socket.fileno(), self, writes=False)
 
-    @property
-    def busy(self) -> bool:
-        """Whether data was read and not handled."""
-        return bool(self._unread)
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """The next message with its sender, or None when there is none at the moment."""
+        return self.messages.popleft() if self.messages else None
 
-    def receive(self) -> tuple[bytes, list[bytes]] | None:
-        return self._messages.popleft() if self._messages else None
-
-    def takes(self, peer: bytes) -> bool:
+    def sends_at_once(self, peer: bytes) -> bool:
+        """Whether a payload for that peer would not wait behind others; true for a peer that is gone."""
         known = self._peers.get(peer)
         return known is None or not known.outbound
 
     def send(self, peer: bytes, header: bytes, payload: Buffer | None = None) -> bool:
+        """Send without blocking or copying the payload, which must not change later; False when the peer is gone."""
         known = self._peers.get(peer)
         return known is not None and known.send(header, payload)
 
     def has(self, peer: bytes) -> bool:
         return peer in self._peers
 
-    def drop(self, peer: bytes, why: str) -> None:
+    def drop(self, peer: bytes, reason: str) -> None:
         if peer in self._peers:
-            self._peers[peer].end(TimeoutError(why))
+            self._peers[peer].end(TimeoutError(reason))
 
-    def happened(self, now_s: float, *, writable: bool) -> None:
-        """Accept connections."""
+    def on_event(self, now_s: float, *, writable: bool) -> None:
         for _ in range(_CONNECTION_BURST):
             try:
-                made, _ = self._socket.accept()
+                raw, _ = self._socket.accept()
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:  # too many files are open: connections wait, and the thread must not spin
                 _log.warning("cannot accept connections: %s", error)
                 self._paused_s = now_s
-                self._loop.unwatch(self._socket)
+                self.transport.unwatch(self._socket.fileno())
                 return
-            self._take(made, now_s)
+            self._accept(raw, now_s)
 
-    def _take(self, made: socket.socket, now_s: float) -> None:
+    def _accept(self, raw: socket.socket, now_s: float) -> None:
         if len(self._peers) >= _MAX_PEERS:
-            made.close()
+            raw.close()
             return
         try:
-            connection = connection_of(prepared(made), self._keys, server=True)
+            connection = connection_of(_configured(raw), self.transport.keys, server=True)
         except OSError:  # gone already
-            made.close()
+            raw.close()
             return
         name = next(self._numbers).to_bytes(8, "big")
-        peer = self._peers[name] = TcpPeer(
-            name, connection, self._loop, self._messages, self._gone, self._unread, now_s
-        )
-        peer.happened(now_s, writable=False)
+        peer = self._peers[name] = TcpPeer(name, connection, self, now_s)
+        peer.on_event(now_s, writable=False)
 
-    def go_on(self, now_s: float) -> None:
-        """Read more from peers that had sent too much for one turn."""
-        for peer in list(self._unread):
-            peer.happened(now_s, writable=False)
+    def read_more(self, now_s: float) -> None:
+        for peer in list(self.unread):
+            peer.on_event(now_s, writable=False)
 
     def tick(self, now_s: float) -> None:
-        """Close connections that are late."""
         for peer in list(self._peers.values()):
-            if why := peer.late(now_s):
-                peer.end(TimeoutError(why))
+            if reason := peer.lateness(now_s):
+                peer.end(TimeoutError(reason))
         if self._paused_s and now_s - self._paused_s > _PAUSE_S:
             self._paused_s = 0.0
-            self._loop.watch(self._socket, self, writes=False)
+            self.transport.watch(self._socket.fileno(), self, writes=False)
 
-    def close(self) -> None:
-        """Unbind and close all connections."""
-        self._loop.unwatch(self._socket)
-        self._socket.close()
-        for peer in list(self._peers.values()):
-            peer.close()
-        self._peers.clear()
-
-    def _gone(self, name: bytes, error: Exception) -> None:
+    def remove(self, name: bytes, error: Exception) -> None:
         self._peers.pop(name, None)
         if isinstance(error, Untrusted) and time.monotonic() - self._logged_s > _LOG_S:
             self._logged_s = time.monotonic()
             _log.warning("wrong_keys: a peer does not hold this cluster's keys: %s", error)
 
+    def close(self) -> None:
+        self.transport.unwatch(self._socket.fileno())
+        self._socket.close()
+        for peer in list(self._peers.values()):
+            peer.close()
+        self._peers.clear()
+
 
 class TcpPeer:
-    """A connection of the listener: an importer, or any other client, known by its number. The transport's thread
-    calls all methods.
-    """
+    """A connection of a listener: an importer, or any other client."""
 
-    def __init__(
-        self,
-        name: bytes,
-        connection: Connection,
-        loop: Loop,
-        messages: Messages,
-        on_end: Callable[[bytes, Exception], None],
-        unread: "set[TcpPeer]",
-        now_s: float,
-    ) -> None:
-        """Its messages go to `messages`; it is in `unread` while it has sent more than was read."""
+    def __init__(self, name: bytes, connection: Connection, listener: TcpListener, now_s: float) -> None:
         self.outbound = Outbound()
         self._name = name
         self._connection = connection
-        self._loop = loop
-        self._messages = messages
-        self._on_end = on_end
-        self._unread = unread
+        self._listener = listener
         self._inbound = Inbound(max_payload_bytes=0)
         self._answered = 0  # heartbeats
         self._since_s = now_s
         self._stuck_s = 0.0  # since when nothing was sent though something waits, or 0
         self._agreed = self._greeted = self._closed = False
-        loop.watch(connection, self, writes=False)
+        listener.transport.watch(connection.fileno(), self, writes=False)
 
-    def late(self, now_s: float) -> str:
+    def lateness(self, now_s: float) -> str:
         """Why the connection should be closed; empty: it should not."""
         if not self._greeted and now_s - self._since_s > _GREETING_S:
             return "no greeting in time"
@@ -313,13 +527,16 @@ class TcpPeer:
             return "it accepts nothing"
         return ""
 
-    def happened(self, now_s: float, *, writable: bool) -> None:
+    def on_event(self, now_s: float, *, writable: bool) -> None:
         if self._closed:
             return
         self._inbound.readable = True
         try:
-            if not self._agreed and not self._agree():
-                return
+            if not self._agreed:
+                if not self._connection.ready():
+                    return
+                self._agreed = True
+                self.outbound.heartbeat()  # the greeting
             self._read()
         except (OSError, WireError, Untrusted) as error:
             self.end(error)
@@ -336,14 +553,15 @@ class TcpPeer:
         return self._flush()
 
     def end(self, error: Exception) -> None:
-        """Close the connection and report why."""
         self.close()
-        self._on_end(self._name, error)
+        self._listener.remove(self._name, error)
 
     def close(self) -> None:
+        if self._closed:
+            return
         self._closed = True
-        self._unread.discard(self)
-        self._loop.unwatch(self._connection)
+        self._listener.unread.discard(self)
+        self._listener.transport.unwatch(self._connection.fileno())
         self._connection.close()
         self.outbound.clear()
 
@@ -354,28 +572,62 @@ class TcpPeer:
         except (OSError, Untrusted) as error:
             self.end(error)
             return False
-        self._loop.watch(self._connection, self, writes=not done)
-        return True
-
-    def _agree(self) -> bool:
-        """Send the greeting once both sides agree on keys; whether they do."""
-        if not self._connection.ready():
-            return False
-        self._agreed = True
-        self.outbound.heartbeat()
+        self._listener.transport.watch(self._connection.fileno(), self, writes=not done)
         return True
 
     def _read(self) -> None:
-        self._unread.add(self)
+        unread, messages = self._listener.unread, self._listener.messages
+        unread.add(self)
         for _ in range(_MESSAGE_BURST):
-            if len(self._messages) >= _MAX_UNREAD:
+            if len(messages) >= _MAX_UNREAD:
                 break
             message = self._inbound.receive(self._connection)
             if message is None:
-                self._unread.discard(self)
+                unread.discard(self)
                 break
-            self._messages.append((self._name, [bytes(message.header)]))
+            messages.append((self._name, bytes(message.header)))
         self._greeted = self._greeted or self._inbound.heartbeats > 0
         for _ in range(self._inbound.heartbeats - self._answered):
             self.outbound.heartbeat()
         self._answered = self._inbound.heartbeats
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of `scheme://host:port`; a port of `*` is 0. Raises OSError for another form."""
+    _, found, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not found or not host or not (port == "*" or (port.isdecimal() and int(port) < 65536)):
+        raise OSError(f"{address!r} is not an address of the form scheme://host:port")
+    return host, 0 if port == "*" else int(port)
+
+
+def numeric(host: str, port: int) -> list[SocketAddress]:
+    """The socket address of a numeric host; empty for a name."""
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        return []
+    return [(socket.AF_INET, (host, port)) if version == 4 else (socket.AF_INET6, (host, port, 0, 0))]
+
+
+def resolve(host: str, port: int) -> list[SocketAddress]:
+    """The socket addresses of a host, IPv4 first. May take seconds. Raises OSError."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # an empty or overlong label
+        raise OSError(f"{host!r} is not a valid host name: {error}") from error
+    places: list[SocketAddress] = [(int(family), where) for family, _, _, _, where in found]
+    return sorted(places, key=lambda place: place[0] != socket.AF_INET)
+
+
+def _configured(raw: socket.socket) -> socket.socket:
+    """Non-blocking, nothing held back, and the kernel notices peers that are gone."""
+    raw.setblocking(False)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
+    return raw

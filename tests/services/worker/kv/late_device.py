@@ -10,7 +10,7 @@ import torch
 
 
 class LateDevice:
-    """As `services.worker.kv.device.Device`. Work begins when somebody waits for an event, or with `finish`.
+    """As `services.worker.kv.device.TorchDevice`. Work begins when somebody waits for an event, or with `finish`.
 
     deaf: streams wait for no event. `waited`: the threads that waited for the device. `entered`: names of those that
     made it their current one.

@@ -1,22 +1,25 @@
-"""Real endpoints on loopback, with KV that tells where it came from: exporters, importers, and what arrived."""
+"""The harness of KV tests: real endpoints on loopback, and KV that is moved between them and compared."""
 
 import queue
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import zmq
 
 from services.worker.kv.device import Copies
-from services.worker.kv.rank_links import KvEvents, Prefetch
-from services.worker.kv.shards import Shards
-from services.worker.kv.wire.endpoint import EndpointSettings, Faults, KvEndpoint
-from services.worker.kv.wire.importing import ImportShape, Load, PullLimits, PullResult
-from services.worker.kv.wire.server import ExportIdentity, ExportShape
+from services.worker.kv.rank_links import KvEvents, Prefetch, PullEnded
+from services.worker.kv.shards import RankShape, Shards
+from services.worker.kv.wire.endpoint import Faults, KvEndpoint, KvSettings
+from services.worker.kv.wire.importing import Load, PullLimits
 from shared.domain.kv import Codec, KvHandle
 
 LAYERS, KV_HEADS, DIM = 3, 4, 8
+TOKEN_BYTES = 2 * LAYERS * KV_HEADS * DIM * 4  # in float32
 KEY = "key"
 WAIT_S = 20.0
 
@@ -25,6 +28,22 @@ def model_kv(tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
     """KV of the whole model: [layers, 2, tokens, heads, dim]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(LAYERS, 2, tokens, KV_HEADS, DIM, generator=generator).to(dtype)
+
+
+def wait_until(condition: Callable[[], object], within_s: float = WAIT_S) -> None:
+    """Poll for what another thread brings about."""
+    end, pause = time.monotonic() + within_s, threading.Event()
+    while not condition():
+        assert time.monotonic() < end, f"did not come about in {within_s} s"
+        pause.wait(0.005)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Capture:
@@ -63,17 +82,16 @@ class Rig:
     generation: int = 7
     fingerprint: str = "model"
     endpoints: list[KvEndpoint] = field(default_factory=list)
-    results: "queue.Queue[PullResult]" = field(default_factory=queue.Queue)
+    results: "queue.Queue[PullEnded]" = field(default_factory=queue.Queue)
     _unread: "zmq.Socket[bytes] | None" = None
 
     @property
     def events_address(self) -> str:
-        """Where endpoints tell of what happens."""
         return f"ipc://{self.folder}/events"
 
     def events(self) -> KvEvents:
-        """What endpoints tell; to be entered before there is one."""
-        assert self._unread is None, "they tell already, and nobody reads it"
+        """The events of endpoints; to be entered before there is one."""
+        assert self._unread is None, "there are endpoints already, whose events nobody reads"
         return KvEvents(self.events_address)
 
     def endpoint(
@@ -81,51 +99,46 @@ class Rig:
         rank: int = 0,
         ranks: int = 1,
         *,
-        address: str = "",
         generation: int = 0,
         dtype: torch.dtype = torch.float32,
-        limits: PullLimits | None = None,
         faults: Faults | None = None,
-        staging_bytes: int = 64 << 20,
-        lease_s: float = 60.0,
-        lease_renewals: int = 120,
-        curve: tuple[str, str] | None = None,
-        encrypted: bool = True,
         stages: tuple[int, ...] = (LAYERS,),
         copies: Copies | None = None,
-        lossy: bool = False,
         scheme: str = "",
-        nixl_trusted: bool = False,
+        address: str = "",
+        limits: PullLimits | None = None,
+        staging_bytes: int = 64 << 20,
+        curve: tuple[str, str] | None = None,
+        **settings: Any,
     ) -> KvEndpoint:
         """Rank `rank` of an instance with `ranks` tensor-parallel ranks in each of the stages."""
-        shards = Shards(stages, KV_HEADS, ranks)
-        self._take_events()
+        if self._unread is None and not (self.folder / "events").exists():
+            self._unread = zmq.Context().socket(zmq.PULL)  # an endpoint that stops waits for its events to be read
+            self._unread.setsockopt(zmq.RCVHWM, 0)
+            self._unread.bind(self.events_address)
         made = KvEndpoint(
-            EndpointSettings(
-                address or f"{scheme or self.scheme}://127.0.0.1:*",
+            KvSettings(
+                (address or f"{scheme or self.scheme}://127.0.0.1:*",) * (rank + 1),
                 self.events_address,
-                ExportIdentity(generation or self.generation, self.fingerprint),
-                staging_bytes=staging_bytes,
-                lease_s=lease_s,
-                lease_renewals=lease_renewals,
-                limits=limits or PullLimits(),
-                curve=curve,
-                encrypted=encrypted,
-                control=f"ipc://{self.folder}/control-{len(self.endpoints)}",
-                control_key=KEY,
-                lossy=lossy,
-                nixl_trusted=nixl_trusted,
+                generation or self.generation,
+                self.fingerprint,
+                KEY,
+                controls=(f"ipc://{self.folder}/control-{len(self.endpoints)}",) * (rank + 1),
+                curve_public=curve[0] if curve else "",
+                curve_secret=curve[1] if curve else "",
+                **settings,
             ),
-            ExportShape(shards, DIM, dtype, rank),
-            ImportShape(shards, DIM, rank),
-            self.results.put,
+            RankShape(Shards(stages, KV_HEADS, ranks), DIM, dtype, rank),
+            lambda _, ended: self.results.put(ended),
+            staging_bytes,
             faults,
             copies,
+            limits or PullLimits(),
         )
         self.endpoints.append(made)
         return made
 
-    def handle(self, exporters: list[KvEndpoint], tokens: int, name: str = "t", **more: object) -> KvHandle:
+    def handle(self, exporters: list[KvEndpoint], tokens: int, name: str = "t", **more: Any) -> KvHandle:
         fields = {
             "transfer_id": name,
             "instance_id": "exporter",
@@ -136,7 +149,7 @@ class Rig:
             "dtype": "float32",
             "codec": Codec.RAW,
         }
-        return KvHandle(**(fields | more))  # type: ignore[arg-type]
+        return KvHandle(**(fields | more))
 
     def load(
         self,
@@ -152,8 +165,39 @@ class Rig:
         importer.load(Load(f"request-{handle.transfer_id}", handle, start, end, capture, timeout_s))
         return capture
 
-    def result(self) -> PullResult:
+    def result(self) -> PullEnded:
         return self.results.get(timeout=WAIT_S)
+
+    def refused(self, importer: KvEndpoint, handle: KvHandle, **more: Any) -> str:
+        """The error of an import that fails and writes nothing."""
+        got = self.load(importer, handle, **more)
+        result = self.result()
+        assert not result.ok
+        assert not got.writes
+        return result.error
+
+    def transfer(
+        self,
+        exporter: KvEndpoint,
+        importer: KvEndpoint | None = None,
+        name: str = "t",
+        tokens: int = 64,
+        address: str = "",
+    ) -> PullEnded:
+        """Stage KV and import it, over that address if it is given: it arrives exactly."""
+        kv = model_kv(tokens)
+        stage(exporter, kv, name)
+        more = {"endpoints": (address,)} if address else {}
+        got = self.load(importer or self.endpoint(curve=exporter.settings.curve, encrypted=exporter.settings.encrypted),
+                        self.handle([exporter], tokens, name, **more))  # fmt: skip
+        result = self.result()
+        assert result.ok, result.error
+        assert torch.equal(got.kv, kv)
+        return result
+
+    def stop(self, endpoint: KvEndpoint) -> None:
+        endpoint.stop()
+        self.endpoints.remove(endpoint)
 
     def close(self) -> None:
         for endpoint in self.endpoints:
@@ -161,20 +205,8 @@ class Rig:
         if self._unread is not None:
             self._unread.context.destroy(linger=0)
 
-    def _take_events(self) -> None:
-        """An endpoint that stops waits for its events to be taken; nobody may be there to do so."""
-        if self._unread is None and not (self.folder / "events").exists():
-            self._unread = zmq.Context().socket(zmq.PULL)
-            self._unread.setsockopt(zmq.RCVHWM, 0)
-            self._unread.bind(self.events_address)
 
-
-def control_of(endpoint: KvEndpoint) -> str:
-    """Where the worker's control reaches it over a socket."""
-    return endpoint._settings.control
-
-
-def prefetch(handle: KvHandle, keep_s: float) -> Prefetch:
+def prefetch(handle: KvHandle, keep_s: float = 60.0) -> Prefetch:
     """Of all tokens of the handle."""
     return Prefetch(handle, handle.tokens, keep_s)
 
@@ -186,12 +218,19 @@ def stage(
     start: int = 0,
     end: int = 0,
     *,
+    each: int = 0,
     layers: slice = slice(None),
     heads: slice = slice(None),
 ) -> None:
-    """Stage tokens [start, end) of a transfer of all of the model's KV, of the exporter's layers and heads."""
+    """Stage tokens [start, end) of a transfer of all of the model's KV, of the exporter's layers and heads: at once, or
+    `each` a chunk.
+    """
+    tokens = kv.shape[2]
+    end = end or tokens
 
     def fill(first: int, until: int, out: torch.Tensor) -> None:
         out.copy_(kv[layers, :, first:until, heads])
 
-    exporter.stage(name, start, end or kv.shape[2], kv.shape[2], fill)
+    step = each or max(1, end - start)
+    for first in range(start, max(end, start + 1), step):
+        exporter.stage(name, first, min(end, first + step), tokens, fill)

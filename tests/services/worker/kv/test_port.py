@@ -1,9 +1,12 @@
-"""The KV port of an instance: reports of imports, leases, and the ledger of exports."""
+"""The KV port of an instance: events of ranks, reports of imports, leases, and the ledger of exports."""
 
 import asyncio
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,6 +16,8 @@ from hypothesis import strategies as st
 
 from services.worker.kv.port import ConnectorPort, ExpectedImport, ExportLedger
 from services.worker.kv.rank_links import (
+    EventSender,
+    KvEvent,
     KvEvents,
     Operation,
     PullEnded,
@@ -20,13 +25,16 @@ from services.worker.kv.rank_links import (
     Release,
     RenewLease,
     StagedChunk,
+    StagingFailed,
     ThreadEnded,
     TransferEnded,
 )
-from shared.domain.kv import Codec, KvHandle, TransferOutcome
+from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.errors import DeadlineExceeded
 from shared.runtime.tasks import background
-from tests.services.worker.kv.test_staging import Clock
+from tests.services.worker.kv.rig import TOKEN_BYTES, Clock, Rig, model_kv, stage, wait_until
+
+LEASE_S = 30.0
 
 
 class Events:
@@ -34,9 +42,7 @@ class Events:
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
-
-    def put(self, event: Any) -> None:
-        self._queue.put_nowait(event)
+        self.put = self._queue.put_nowait
 
     def __aiter__(self) -> "Events":
         return self
@@ -62,254 +68,200 @@ class Control:
         return []
 
 
-def pull(rank: int, *, ok: bool = True, tokens: int = 10, error: str = "", name: str = "t") -> PullEnded:
+class Port(ConnectorPort):
+    """Of an instance with so many ranks, in whose pools 1000 bytes fit, 10 a token."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.queue, self.control, self.clock = Events(), Control(), Clock()
+        endpoints = tuple(f"tcp://127.0.0.1:{rank}" for rank in range(ranks))
+        template = KvHandle("", "d0", 1, "f", endpoints, 0, "bfloat16", lease_s=LEASE_S)
+        ledger = ExportLedger(1000, ranks)
+        super().__init__(self.control, cast(KvEvents, self.queue), template, ledger, 10, self.clock)
+
+    def decode(self, name: str = "t") -> ExpectedImport:
+        """A decode of that transfer has begun."""
+        return self.expect(self.handle(name, 10, Codec.RAW))
+
+    async def report(self, expected: ExpectedImport) -> TransferReport:
+        return await asyncio.wait_for(self.import_report(expected), 5)
+
+
+@asynccontextmanager
+async def running(ranks: int = 1) -> AsyncIterator[Port]:
+    port = Port(ranks)
+    async with background() as tasks:
+        port.start(tasks)
+        yield port
+
+
+def pull(rank: int = 0, *, ok: bool = True, tokens: int = 10, error: str = "", name: str = "t") -> PullEnded:
     return PullEnded(name, rank, ok, error, tokens, 100, 1.0 + rank, 2.0 + rank, False)
 
 
-LEASE_S = 30.0
-
-
-def port(events: Events, ranks: int, clock: Clock | None = None) -> ConnectorPort:
-    endpoints = tuple(f"tcp://127.0.0.1:{rank}" for rank in range(ranks))
-    template = KvHandle("", "d0", 1, "f", endpoints, 0, "bfloat16", lease_s=LEASE_S)
-    ledger = ExportLedger(1000, ranks)
-    return ConnectorPort(Control(), cast(KvEvents, events), template, ledger, 10, clock or time.monotonic)
-
-
-def expected(side: ConnectorPort, name: str = "t") -> ExpectedImport:
-    """A decode of that transfer has begun."""
-    return side.expect(side.handle(name, 10, Codec.RAW))
-
-
-async def report_of(events: list[PullEnded], ranks: int, late: int = 0) -> Any:
-    queue = Events()
-    side = port(queue, ranks)
-    async with background() as tasks:
-        side.start(tasks)
-        decode = expected(side)
-        for event in events[: len(events) - late]:
-            queue.put(event)
-        waiting = asyncio.create_task(side.import_report(decode))
+@pytest.mark.parametrize(
+    ("pulls", "outcome", "error"),
+    [
+        ([pull(0), pull(1)], TransferOutcome.PULLED, ""),
+        ([pull(0), pull(1, ok=False, error="checksum")], TransferOutcome.RECOMPUTED, "checksum"),
+        ([pull(0, tokens=0), pull(1, tokens=0)], TransferOutcome.CACHED, ""),
+    ],
+)
+@pytest.mark.parametrize("late", [0, 2])
+async def test_the_pulls_of_all_ranks_make_one_report(
+    pulls: list[PullEnded], outcome: TransferOutcome, error: str, late: int
+) -> None:
+    """Events that come after the last token still count."""
+    async with running(2) as port:
+        decode = port.decode()
+        for event in pulls[late:]:
+            port.queue.put(event)
+        waiting = asyncio.create_task(port.report(decode))
         await asyncio.sleep(0)
-        for event in events[len(events) - late :]:
-            queue.put(event)
-        return await asyncio.wait_for(waiting, 5)
+        for event in pulls[:late]:
+            port.queue.put(event)
+        report = await waiting
+    assert (report.outcome, report.error) == (outcome, error)
+    if outcome is TransferOutcome.PULLED:
+        assert (report.tokens, report.wire_bytes, report.started_s, report.ended_s) == (10, 200, 1.0, 3.0)
 
 
-async def test_all_ranks_make_one_report() -> None:
-    report = await report_of([pull(0), pull(1)], 2)
-    assert report.outcome is TransferOutcome.PULLED
-    assert (report.tokens, report.wire_bytes, report.started_s, report.ended_s) == (10, 200, 1.0, 3.0)
-
-
-async def test_events_that_come_after_the_last_token_still_count() -> None:
-    assert (await report_of([pull(0), pull(1)], 2, late=2)).outcome is TransferOutcome.PULLED
-
-
-async def test_one_failed_rank_means_recomputed() -> None:
-    report = await report_of([pull(0), pull(1, ok=False, error="checksum")], 2)
-    assert report.outcome is TransferOutcome.RECOMPUTED
-    assert report.error == "checksum"
-
-
-async def test_nothing_pulled_means_cached() -> None:
-    assert (await report_of([pull(0, tokens=0)], 1)).outcome is TransferOutcome.CACHED
-
-
-async def test_pulls_that_end_after_their_decode_was_cancelled_leave_nothing_and_harm_no_other_report() -> None:
-    queue = Events()
-    side = port(queue, 1)
-    async with background() as tasks:
-        side.start(tasks)
-        long = expected(side, "long")
-        queue.put(pull(0, tokens=5000, name="long"))
+async def test_pulls_that_end_after_their_decode_leave_nothing_and_harm_no_other_report() -> None:
+    async with running() as port:
+        long, first = port.decode("long"), port.decode("again")
+        again = port.decode("again")
+        port.end(first)
+        port.queue.put(pull(name="long", tokens=5000))
         for number in range(1000):
-            decode = expected(side, f"cancelled {number}")
-            side.end(decode)
-            queue.put(pull(0, name=f"cancelled {number}"))
-        last = expected(side, "last")
-        queue.put(pull(0, name="last"))
-        assert (await asyncio.wait_for(side.import_report(last), 5)).outcome is TransferOutcome.PULLED  # all are taken
-        assert list(side._imports.values()) == [long, last]
-        report = side.known_report(long)  # without a wait
+            port.end(port.decode(f"cancelled {number}"))
+            port.queue.put(pull(name=f"cancelled {number}"))
+        port.queue.put(pull(name="again"))
+        assert (await port.report(again)).outcome is TransferOutcome.PULLED
+        assert list(port._imports.values()) == [long, again]
+        report = port.known_report(long)  # without a wait
         assert report is not None
         assert (report.outcome, report.tokens) == (TransferOutcome.PULLED, 5000)
-        for decode in (long, last):
-            side.end(decode)
-        assert not side._imports
+        for decode in (long, again):
+            port.end(decode)
+        assert not port._imports
 
 
-async def test_a_decode_that_ends_does_not_end_the_report_of_a_later_one_of_the_same_transfer() -> None:
-    queue = Events()
-    side = port(queue, 1)
-    async with background() as tasks:
-        side.start(tasks)
-        first, second = expected(side), expected(side)
-        side.end(first)
-        queue.put(pull(0))
-        assert (await asyncio.wait_for(side.import_report(second), 5)).outcome is TransferOutcome.PULLED
-
-
-async def test_the_lease_of_an_import_is_renewed_three_times_a_lease_until_it_ends_or_its_decode_does() -> None:
-    clock = Clock()
-    side = port(Events(), 1, clock)
-    control = cast(Control, side._control)
-    waits, pulled, cancelled = expected(side, "waits"), expected(side, "pulled"), expected(side, "cancelled")
+async def test_a_lease_is_renewed_three_times_until_its_import_ends_or_its_decode_does() -> None:
+    port = Port()
+    _, pulled, cancelled = port.decode("waits"), port.decode("pulled"), port.decode("cancelled")
     for _ in range(3):
         for _ in range(4):  # turns that come early renew nothing
-            await side.renew_leases()
-        clock.now += LEASE_S / 3
-    assert {name: control.renewed.count(name) for name in ("waits", "pulled", "cancelled")} == {
-        "waits": 3,
-        "pulled": 3,
-        "cancelled": 3,
-    }
-    pulled.pulls.append(pull(0, name="pulled"))
-    side.end(cancelled)
-    control.renewed.clear()
-    await side.renew_leases()
-    assert control.renewed == ["waits"]
-    assert list(side._imports.values()) == [waits, pulled]
+            await port.renew_leases()
+        port.clock.now += LEASE_S / 3
+    assert sorted(port.control.renewed) == ["cancelled"] * 3 + ["pulled"] * 3 + ["waits"] * 3
+    pulled.pulls.append(pull(name="pulled"))
+    port.end(cancelled)
+    port.control.renewed.clear()
+    await port.renew_leases()
+    assert port.control.renewed == ["waits"]
 
 
 async def test_a_rank_that_does_not_answer_costs_one_renewal_and_nothing_else() -> None:
-    clock = Clock()
-    side = port(Events(), 1, clock)
-    control = cast(Control, side._control)
+    port = Port()
     for name in ("a", "b"):
-        expected(side, name)
-    control.silent = True
-    await side.renew_leases()
-    control.silent = False
-    await side.renew_leases()
-    assert control.renewed == ["b"]
-    clock.now += LEASE_S / 3
-    await side.renew_leases()
-    assert control.renewed == ["b", "a", "b"]
+        port.decode(name)
+    port.control.silent = True
+    await port.renew_leases()
+    port.control.silent = False
+    await port.renew_leases()
+    assert port.control.renewed == ["b"]
+    port.clock.now += LEASE_S / 3
+    await port.renew_leases()
+    assert port.control.renewed == ["b", "a", "b"]
 
 
-async def test_a_callback_that_fails_ends_neither_the_loop_nor_the_process(caplog: pytest.LogCaptureFixture) -> None:
-    queue = Events()
-    side = port(queue, 1)
-    async with background() as tasks:
-        side.start(tasks)
-        called = asyncio.Event()
-        side.when_staged("t", lambda: {}["a bug"])
-        side.when_staged("u", called.set)
-        for name in "tu":
-            queue.put(StagedChunk(name, 0, 512, False, 512))
+async def test_the_first_chunk_calls_back_once_and_a_callback_that_fails_ends_nothing() -> None:
+    seen, called = list[str](), asyncio.Event()
+    async with running() as port:
+        port.when_staged("t", lambda: {}["a bug"])
+        port.when_staged("u", lambda: seen.append("u"))
+        port.when_staged("v", called.set)
+        for name, end in (("t", 512), ("u", 512), ("u", 1024), ("v", 512)):
+            port.queue.put(StagedChunk(name, 0, end, False, end))
         await asyncio.wait_for(called.wait(), 5)  # SIGTERM would have ended this test, too
+    assert seen == ["u"]
 
 
 async def test_room_and_owners_follow_the_events() -> None:
-    queue, room = Events(), asyncio.Event()
-    side = port(queue, 1)
-    side.when_room(room.set)
-    async with background() as tasks:
-        side.start(tasks)
-        side.announce("t", 60, b"gateway")  # of 10 bytes a token, in a pool of 1000
-        side.announce("u", 60, b"gateway")
-        assert side.reserve("t")
-        assert not side.reserve("u")
-        queue.put(StagedChunk("t", 0, 60, True, 600))
-        queue.put(TransferEnded("t", 0, 0))
+    room = asyncio.Event()
+    async with running() as port:
+        port.when_room(room.set)
+        port.announce("t", 60, b"gateway")
+        port.announce("u", 60, b"gateway")
+        assert port.reserve("t")
+        assert not port.reserve("u")
+        port.queue.put(StagedChunk("t", 0, 60, True, 600))
+        port.queue.put(TransferEnded("t", 0, 0))
         await asyncio.wait_for(room.wait(), 5)
-        assert side.staged_bytes == 0
-        assert side.reserve("u")
-        await side.release_of(b"gateway")
-        side.announce("v", 100, b"gateway")
-        assert side.reserve("v")
-        assert cast(Control, side._control).released == ["u"]
+        assert port.staged_bytes == 0
+        assert port.reserve("u")
+        await port.release_of(b"gateway")
+        port.announce("v", 100, b"gateway")
+        assert port.reserve("v")
+        assert port.control.released == ["u"]
 
 
-async def test_a_kv_thread_that_dies_takes_the_process_down_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    signals, told = [], asyncio.Event()
-    monkeypatch.setattr(os, "kill", lambda pid, number: (signals.append((pid, number)), told.set()))
-    queue = Events()
+async def test_a_kv_thread_that_dies_ends_the_process_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    signals, signalled = [], asyncio.Event()
+    monkeypatch.setattr(os, "kill", lambda pid, number: (signals.append((pid, number)), signalled.set()))
     with structlog.testing.capture_logs() as logs:
-        async with background() as tasks:
-            port(queue, 1).start(tasks)
-            queue.put(ThreadEnded(0, "puller", "KeyError: 'a bug'"))
-            await asyncio.wait_for(told.wait(), 5)
+        async with running() as port:
+            port.queue.put(ThreadEnded(0, "puller", "KeyError: 'a bug'"))
+            await asyncio.wait_for(signalled.wait(), 5)
     assert signals == [(os.getpid(), signal.SIGTERM)]
     assert "KV puller of rank 0" in str(logs[0]["exc_info"])
 
 
-async def test_the_first_chunk_calls_back_once() -> None:
-    queue, seen = Events(), []
-    side = port(queue, 1)
-    async with background() as tasks:
-        side.start(tasks)
-        called = asyncio.Event()
-        side.when_staged("t", lambda: (seen.append(1), called.set()))
-        for end in (512, 1024):
-            queue.put(StagedChunk("t", 0, end, end == 1024, end))
-        await asyncio.wait_for(called.wait(), 5)
-        await asyncio.sleep(0)
-        assert seen == [1]
+class Ledger(ExportLedger):
+    """100 bytes, and what was reserved each time there was more room."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__(100, ranks)
+        self.room: list[int] = []
+        self.when_room = lambda: self.room.append(self.reserved_bytes)
+
+    def admit(self, transfer_id: str, size_bytes: int, owner: bytes = b"x") -> bool:
+        self.announce(transfer_id, size_bytes, owner)
+        return self.reserve(transfer_id)
 
 
-def reserve(ledger: ExportLedger, transfer_id: str, size_bytes: int, owner: bytes = b"x") -> bool:
-    ledger.announce(transfer_id, size_bytes, owner)
-    return ledger.reserve(transfer_id)
-
-
-def test_exports_are_let_in_while_all_of_them_fit() -> None:
-    ledger, room = ExportLedger(100, 1), []
-    ledger.when_room = lambda: room.append(ledger.reserved_bytes)
-    assert reserve(ledger, "a", 60)
-    assert not reserve(ledger, "b", 60)
-    assert reserve(ledger, "c", 40, b"y")
+def test_exports_are_admitted_while_all_of_them_fit() -> None:
+    ledger = Ledger()
+    assert ledger.admit("a", 60)
+    assert ledger.reserve("a")  # which takes no more
+    assert not ledger.admit("b", 60)
+    assert ledger.admit("c", 40, b"y")
     assert not ledger.reserve("b")
     ledger.dropped("a", 0)
-    assert room == [40]
+    assert ledger.room == [40]
     assert ledger.reserve("b")
     assert (ledger.owned_by(b"x"), ledger.owned_by(b"y"), ledger.owned_by(b"z")) == (["b"], ["c"], [])
 
 
-def test_who_has_room_keeps_it_however_often_it_is_asked_for() -> None:
-    ledger = ExportLedger(100, 1)
-    assert reserve(ledger, "a", 60)
+def test_an_export_that_waits_holds_nothing_and_after_its_end_delays_nothing() -> None:
+    ledger = Ledger()
+    assert ledger.admit("full", 100)
+    assert not ledger.admit("a", 60)
+    ledger.end("a")
+    assert ledger.room == []
     assert ledger.reserve("a")
-    assert ledger.reserved_bytes == 60
-
-
-def test_who_only_waits_holds_nothing_and_its_end_is_no_news() -> None:
-    ledger, room = ExportLedger(100, 1), []
-    ledger.when_room = lambda: room.append(ledger.reserved_bytes)
-    ledger.announce("a", 100, b"x")
-    assert reserve(ledger, "b", 100)
-    ledger.end("a")
-    assert (room, ledger.reserved_bytes) == ([], 100)
-
-
-def test_one_that_has_ended_gets_nothing_though_its_engine_still_asks() -> None:
-    ledger = ExportLedger(100, 1)
-    assert reserve(ledger, "full", 100)
-    ledger.announce("a", 60, b"x")
-    assert not ledger.reserve("a")
-    ledger.end("a")
-    assert ledger.reserve("a")  # it holds up nobody
     assert (ledger.reserved_bytes, len(ledger)) == (100, 1)
+    assert ledger.admit("can never fit", 101, b"y")
+    assert ledger.reserved_bytes == 100
+    assert ledger.owned_by(b"y") == ["can never fit"]
 
 
 def test_an_export_ends_when_its_last_rank_has_dropped_it() -> None:
-    ledger = ExportLedger(100, 2)
-    reserve(ledger, "a", 60)
-    ledger.dropped("a", 1)
-    ledger.dropped("a", 1)
-    assert ledger.reserved_bytes == 60
-    ledger.dropped("a", 0)
-    ledger.dropped("a", 0)
-    assert (ledger.reserved_bytes, len(ledger)) == (0, 0)
-
-
-def test_what_can_never_fit_waits_for_nothing_and_takes_nothing() -> None:
-    ledger = ExportLedger(100, 1)
-    reserve(ledger, "a", 90)
-    assert reserve(ledger, "huge", 101, b"y")
-    assert ledger.reserved_bytes == 90
-    assert ledger.owned_by(b"y") == ["huge"]
+    ledger = Ledger(ranks=2)
+    ledger.admit("a", 60)
+    for rank, reserved in ((1, 60), (1, 60), (0, 0), (0, 0)):
+        ledger.dropped("a", rank)
+        assert ledger.reserved_bytes == reserved
+    assert len(ledger) == 0
 
 
 @given(
@@ -319,14 +271,14 @@ def test_what_can_never_fit_waits_for_nothing_and_takes_nothing() -> None:
         )
     )
 )
-def test_it_never_promises_more_than_there_is(steps: list[tuple[str, int, str]]) -> None:
-    ledger = ExportLedger(100, 1)
-    for name, size, what in steps:
-        if what == "announce":
+def test_the_ledger_never_promises_more_than_there_is(steps: list[tuple[str, int, str]]) -> None:
+    ledger = Ledger()
+    for name, size, step in steps:
+        if step == "announce":
             ledger.announce(name, size, b"x")
-        elif what == "reserve":
+        elif step == "reserve":
             ledger.reserve(name)
-        elif what == "end":
+        elif step == "end":
             ledger.end(name)
         else:
             ledger.dropped(name, 0)
@@ -334,3 +286,55 @@ def test_it_never_promises_more_than_there_is(steps: list[tuple[str, int, str]])
     for name in "abcdef":
         ledger.end(name)
     assert (ledger.reserved_bytes, len(ledger)) == (0, 0)
+
+
+async def next_event(events: KvEvents, *, ends: bool = False) -> KvEvent:
+    """The next event that is, or is not, the end of an export."""
+    async with asyncio.timeout(10):
+        while isinstance(event := await events.get(), TransferEnded) != ends:
+            pass
+    return event
+
+
+async def test_a_transfer_is_reported_from_its_chunks_to_its_end(rig: Rig) -> None:
+    kv, size = model_kv(64), 64 * TOKEN_BYTES
+    async with rig.events() as events:
+        exporter, importer = rig.endpoint(), rig.endpoint()
+        stage(exporter, kv, each=32)
+        assert await next_event(events) == StagedChunk("t", 0, 32, False, size // 2)
+        assert await next_event(events) == StagedChunk("t", 0, 64, True, size)
+        rig.load(importer, rig.handle([exporter], 64))
+        ended = await next_event(events)
+        assert isinstance(ended, PullEnded)
+        assert (ended.transfer_id, ended.ok, ended.tokens, ended.wire_bytes) == ("t", True, 64, size)
+        assert 0 < ended.started_s <= ended.ended_s
+        stage(exporter, kv, "cached")
+        importer.skip(rig.handle([exporter], 64, "cached"), "")
+        for _ in range(2):
+            if isinstance(event := await next_event(events), PullEnded):
+                assert (event.transfer_id, event.ok, event.tokens, event.wire_bytes) == ("cached", True, 0, 0)
+        await asyncio.to_thread(wait_until, lambda: exporter.staged_bytes == 0)
+        stage(exporter, kv, "released")
+        exporter.release("released")
+        while await next_event(events, ends=True) != TransferEnded("released", 0, 0):
+            pass
+
+
+async def test_a_refusal_is_reported_once(rig: Rig) -> None:
+    async with rig.events() as events:
+        exporter, kv = rig.endpoint(staging_bytes=100), model_kv(64)
+        stage(exporter, kv, each=32)
+        stage(exporter, kv[:, :, :0], "end")
+        failed, after = await next_event(events), await next_event(events)
+    assert isinstance(failed, StagingFailed)
+    assert failed.reason.startswith("refused")
+    assert isinstance(after, StagedChunk)
+    assert after.transfer_id == "end"
+
+
+def test_events_that_no_process_reads_do_not_block(tmp_path: Path) -> None:
+    sender, began = EventSender(f"ipc://{tmp_path}/nowhere"), time.monotonic()
+    for _ in range(1000):
+        sender.send(StagingFailed("t", 0, "refused"))
+    sender.close()
+    assert time.monotonic() - began < 5

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv.errors import KvError
-from services.worker.kv.shards import Shards, exporting, sources, unasked
+from services.worker.kv import KvError
+from services.worker.kv.shards import Shards, exporting, sources, without_importer
 from shared.domain.kv import KvHandle
 
 DEGREES = st.sampled_from([1, 2, 4, 8])
@@ -39,8 +39,8 @@ def test_every_rank_gets_its_layers_and_heads_once_and_consumers_are_counted(
     for rank in range(importers.ranks):
         for source in sources(rank, importers, exporters):
             assert source.consumers == asked[source.rank]
-    assert set(asked) | set(unasked(importers, exporters)) == set(range(exporters.ranks))
-    assert not set(asked) & set(unasked(importers, exporters))
+    assert set(asked) | set(without_importer(importers, exporters)) == set(range(exporters.ranks))
+    assert not set(asked) & set(without_importer(importers, exporters))
 
 
 def test_ranks_are_numbered_stage_by_stage() -> None:
@@ -57,8 +57,8 @@ def test_ranks_are_numbered_stage_by_stage() -> None:
 
 def test_replicated_heads() -> None:
     assert [Shards((3,), 2, 4).heads_of(rank) for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
-    assert unasked(Shards((3,), 2), Shards((3,), 2, 4)) == (1, 3)
-    assert unasked(Shards((3,), 2), Shards((1, 2), 2, 4)) == (1, 3, 5, 7)
+    assert without_importer(Shards((3,), 2), Shards((3,), 2, 4)) == (1, 3)
+    assert without_importer(Shards((3,), 2), Shards((1, 2), 2, 4)) == (1, 3, 5, 7)
 
 
 def test_uneven_splits_are_refused() -> None:

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from services.worker.kv.errors import lossy_salt
+from services.worker.kv import lossy_salt
 from services.worker.kv.rank_links import KvEvent, KvEvents, PullEnded, SocketControl, Stats
 from shared.domain.kv import Codec, KvHandle
 from tests.ports import free_port
@@ -221,33 +221,8 @@ def importing(handle: KvHandle, **more: Any) -> dict[str, Any]:
     return {"import": msgspec.to_builtins(handle), **more}
 
 
-LENGTHS = (
-    1,
-    2,
-    5,
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    63,
-    64,
-    65,
-    100,
-    127,
-    128,
-    129,
-    200,
-    255,
-    256,
-    257,
-    300,
-    511,
-    513,
-    777,
-    1000,
-)
+SHORT = (1, 2, 5, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300, 511, 513, 777)
+LENGTHS = (*SHORT, 1000)
 NEW_TOKENS = 16
 
 

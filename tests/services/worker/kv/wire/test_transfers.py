@@ -1,0 +1,310 @@
+"""Transfers between endpoints: any ranges, ranks, stages and precisions, how they end, and exports of a device."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from services.worker.kv.device import DeviceCopies
+from services.worker.kv.rank_links import KvEvent, KvEvents, StagingFailed, TransferEnded
+from services.worker.kv.shards import Shards
+from services.worker.kv.staging import PinnedMemory
+from services.worker.kv.wire.endpoint import Faults, KvEndpoint
+from services.worker.kv.wire.importing import PullLimits
+from services.worker.kv.wire.protocol import FRAME_BYTES
+from shared.domain.kv import Codec
+from tests.services.worker.kv.late_device import LateDevice
+from tests.services.worker.kv.rig import (
+    DIM,
+    KV_HEADS,
+    LAYERS,
+    TOKEN_BYTES,
+    WAIT_S,
+    Capture,
+    Rig,
+    model_kv,
+    stage,
+    wait_until,
+)
+
+
+def test_everything_arrives_and_the_exporter_frees_it(rig: Rig) -> None:
+    exporter = rig.endpoint()
+    result = rig.transfer(exporter, tokens=100)
+    assert (result.tokens, result.wire_bytes) == (100, 100 * TOKEN_BYTES)
+    wait_until(lambda: exporter.staged_bytes == 0)
+
+
+def test_a_pull_may_come_before_the_first_chunk_and_follows_the_chunks(rig: Rig) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(96)
+    got = rig.load(importer, rig.handle([exporter], 96))
+    for start in (0, 32, 64):
+        assert rig.results.empty()
+        stage(exporter, kv, start=start, end=start + 32)
+        wait_until(lambda start=start: any(token >= start for _, token in got.writes) or start == 64)
+    assert rig.result().ok
+    assert torch.equal(got.kv, kv)
+    assert [token for _, token in got.writes] == sorted(token for _, token in got.writes)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (17, 100), (31, 32), (99, 100), (10, 90)])
+def test_any_range_of_tokens(rig: Rig, start: int, end: int) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(100)
+    stage(exporter, kv, each=40)
+    got = rig.load(importer, rig.handle([exporter], 100), start, end)
+    assert rig.result().ok
+    assert torch.equal(got.kv, kv[:, :, start:end])
+
+
+def test_layers_larger_than_a_frame_are_split_by_tokens(rig: Rig) -> None:
+    tokens = 3 * FRAME_BYTES // (2 * KV_HEADS * DIM * 4) // 2
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(tokens)
+    stage(exporter, kv)
+    got = rig.load(importer, rig.handle([exporter], tokens))
+    assert rig.result().ok
+    assert torch.equal(got.kv, kv)
+    assert len({token for _, token in got.writes}) == 2
+
+
+Instance = list[tuple[KvEndpoint, tuple[int, int], tuple[int, int]]]
+
+
+def instance(rig: Rig, stages: tuple[int, ...], tensor_parallel: int) -> Instance:
+    """The ranks of one instance, each with its layers and heads."""
+    shards = Shards(stages, KV_HEADS, tensor_parallel)
+    return [
+        (rig.endpoint(rank, tensor_parallel, stages=stages), shards.layers_of(rank), shards.heads_of(rank))
+        for rank in range(shards.ranks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (((3,), 1), ((3,), 2)),
+        (((3,), 4), ((3,), 2)),
+        (((3,), 2), ((3,), 4)),
+        (((3,), 1), ((1, 2), 1)),
+        (((2, 1), 1), ((3,), 1)),
+        (((1, 1, 1), 1), ((2, 1), 1)),
+        (((3,), 2), ((2, 1), 1)),
+        (((1, 2), 2), ((2, 1), 4)),
+        (((2, 1), 4), ((1, 1, 1), 1)),
+    ],
+)
+def test_unlike_stages_and_ranks(
+    rig: Rig, theirs: tuple[tuple[int, ...], int], ours: tuple[tuple[int, ...], int]
+) -> None:
+    kv, got, exporters = model_kv(50), Capture(0, 50), instance(rig, *theirs)
+    for exporter, layers, heads in exporters:
+        stage(exporter, kv, layers=slice(*layers), heads=slice(*heads))
+    handle = rig.handle([exporter for exporter, _, _ in exporters], 50, stages=theirs[0])
+    importers = instance(rig, *ours)
+    for importer, _, _ in importers:
+        rig.load(importer, handle, capture=got)
+    assert [rig.result().error for _ in importers] == [""] * len(importers)
+    assert torch.equal(got.kv, kv)
+    wait_until(lambda: all(exporter.staged_bytes == 0 for exporter, _, _ in exporters))
+
+
+@pytest.mark.parametrize("stages", [(1, 2), (2, 2), (1, 1, 1), ()])
+def test_a_handle_with_other_stages_fails(rig: Rig, stages: tuple[int, ...]) -> None:
+    kv, exporters = model_kv(50), instance(rig, (2, 1), 1)
+    for exporter, layers, _ in exporters:
+        stage(exporter, kv, layers=slice(*layers))
+    got = rig.load(rig.endpoint(), rig.handle([exporter for exporter, _, _ in exporters], 50, stages=stages))
+    assert rig.result().error.startswith("invalid_request")
+    assert not {layer for layer, _ in got.writes} & {1, 2}
+
+
+def test_a_stage_holds_no_more_than_its_layers(rig: Rig) -> None:
+    exporter = rig.endpoint(1, stages=(2, 1), staging_bytes=50 * TOKEN_BYTES // LAYERS)
+    stage(exporter, model_kv(50), layers=slice(2, 3))
+    assert exporter.staged_bytes == exporter.stats().staging_limit_bytes
+    assert exporter.stats().rank == 1
+
+
+@pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4, Codec.FP8])
+def test_lossy_codecs_arrive_approximately_and_smaller(rig: Rig, codec: Codec) -> None:
+    exporter, importer, kv = rig.endpoint(lossy=True), rig.endpoint(lossy=True), model_kv(100)
+    stage(exporter, kv)
+    got = rig.load(importer, rig.handle([exporter], 100, codec=codec))
+    result = rig.result()
+    assert result.ok
+    assert result.wire_bytes < kv.numel() * 4 / 2
+    assert (got.kv - kv).abs().max() < 0.5
+
+
+def test_precision_is_cast_at_the_receiver(rig: Rig) -> None:
+    exporter, importer, kv = rig.endpoint(dtype=torch.bfloat16), rig.endpoint(), model_kv(40, torch.bfloat16)
+    stage(exporter, kv)
+    got = rig.load(importer, rig.handle([exporter], 40, dtype="bfloat16"))
+    assert rig.result().ok
+    assert torch.equal(got.kv, kv.float())
+
+
+def test_credit_bounds_what_is_under_way(rig: Rig) -> None:
+    """A receiver that stands still is sent its window and no more than the frame that crosses it."""
+    window, tokens = FRAME_BYTES // 16, 4000
+    exporter, importer = rig.endpoint(), rig.endpoint(limits=PullLimits(window_bytes=window))
+    kv = model_kv(tokens)
+    stage(exporter, kv, each=50)
+    go_on, reached = threading.Event(), threading.Event()
+    got = Capture(0, tokens)
+    got.before = lambda: (reached.set(), go_on.wait(20))
+    rig.load(importer, rig.handle([exporter], tokens), capture=got)
+    assert reached.wait(20)
+    wait_until(lambda: exporter.stats().sent_bytes >= window)
+    threading.Event().wait(0.1)  # time to send too much, if it would
+    assert exporter.stats().sent_bytes < window + 50 * TOKEN_BYTES
+    go_on.set()
+    assert rig.result().ok
+    assert torch.equal(got.kv, kv)
+
+
+def test_imports_from_one_peer_share_the_link(rig: Rig) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
+    captures = [rig.load(importer, rig.handle([exporter], 64, name)) for name in "abcd"]
+    for name in "dcba":
+        stage(exporter, kv, name)
+    assert all(rig.result().ok for _ in captures)
+    assert all(torch.equal(capture.kv, kv) for capture in captures)
+
+
+def test_corruption_on_the_wire_is_found(rig: Rig) -> None:
+    exporter = rig.endpoint(faults=Faults(corrupt=True))
+    stage(exporter, model_kv(64))
+    assert rig.refused(rig.endpoint(), rig.handle([exporter], 64)).startswith("checksum")
+
+
+def test_values_that_cannot_be_coded_fail_the_pull(rig: Rig) -> None:
+    exporter, kv = rig.endpoint(lossy=True), model_kv(64)
+    kv[1, 0, 3] = float("nan")
+    stage(exporter, kv)
+    assert rig.refused(rig.endpoint(), rig.handle([exporter], 64, codec=Codec.INT8)).startswith("codec")
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"fingerprint": "another"}, "fingerprint_mismatch"),
+        ({"generation": 6}, "stale_generation"),
+        ({"dtype": "bfloat16"}, "protocol"),
+        ({"endpoints": ("kv://127.0.0.1:1",) * 3}, "invalid_request"),  # heads do not divide among three ranks
+        ({"endpoints": ("tcp://127.0.0.1:7000",)}, "unreachable: tcp://127.0.0.1:7000: KV over ZeroMQ was removed"),
+    ],
+)
+def test_a_handle_that_does_not_match_fails(rig: Rig, change: dict[str, object], code: str) -> None:
+    exporter = rig.endpoint()
+    stage(exporter, model_kv(64))
+    assert rig.refused(rig.endpoint(), rig.handle([exporter], 64, **change)).startswith(code)
+
+
+def test_more_tokens_than_were_exported_fail(rig: Rig) -> None:
+    exporter = rig.endpoint()
+    stage(exporter, model_kv(64))
+    rig.load(rig.endpoint(), rig.handle([exporter], 65))
+    assert rig.result().error.startswith("invalid_request")
+
+
+def test_a_transfer_that_never_comes_ends_at_the_deadline(rig: Rig) -> None:
+    rig.load(rig.endpoint(), rig.handle([rig.endpoint()], 64), timeout_s=0.3)
+    result = rig.result()
+    assert result.error == "timeout"
+    assert 0.2 < result.ended_s - result.started_s < 3
+
+
+def test_transfers_that_have_ended_fail_at_once(rig: Rig) -> None:
+    exporter, importer = rig.endpoint(staging_bytes=64 * TOKEN_BYTES, lease_s=0.05), rig.endpoint()
+    stage(exporter, model_kv(65), "refused")
+    exporter.release("released")
+    stage(exporter, model_kv(64), "expired_lease")
+    wait_until(lambda: exporter.staged_bytes == 0)
+    for name in ("refused", "released", "expired_lease"):
+        assert rig.refused(importer, rig.handle([exporter], 64, name)).startswith(name)
+
+
+@pytest.mark.parametrize("end", ["released", "cancelled"])
+def test_a_pull_under_way_ends_promptly_and_nothing_is_written_after(rig: Rig, end: str) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
+    got = rig.load(importer, rig.handle([exporter], 64))
+    stage(exporter, kv, end=32)
+    wait_until(lambda: got.writes)
+    (exporter.release if end == "released" else importer.cancel)("t")
+    assert rig.result().error.startswith(end)
+    writes = len(got.writes)
+    stage(exporter, kv, start=32)
+    wait_until(lambda: exporter.staged_bytes == 0)  # a cancellation confirms
+    assert len(got.writes) == writes
+
+
+def test_stopping_ends_loads_and_later_ones(rig: Rig) -> None:
+    exporter, importer = rig.endpoint(), rig.endpoint()
+    rig.load(importer, rig.handle([exporter], 64))
+    rig.stop(importer)
+    assert rig.result().error == "stopped"
+    rig.load(importer, rig.handle([exporter], 64, "later"))
+    assert rig.result().error == "stopped"
+
+
+TOKENS, SEGMENT = 50, 16
+
+
+def shape(tokens: int) -> tuple[int, ...]:
+    return LAYERS, 2, tokens, KV_HEADS, DIM
+
+
+def copies_of(device: LateDevice, tokens: int = 200) -> DeviceCopies:
+    allocate = lambda size: torch.zeros(size, dtype=torch.uint8)  # noqa: E731
+    memory = PinnedMemory(shape, torch.float32, SEGMENT, tokens * TOKEN_BYTES, allocate)
+    return DeviceCopies(device, memory, SEGMENT * TOKEN_BYTES // 4, 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_importer_gets_what_was_computed_though_the_blocks_are_used_again(rig: Rig, seed: int) -> None:
+    device, kv, cache = LateDevice(seed), model_kv(TOKENS), torch.zeros(shape(TOKENS))
+    exporter, importer = rig.endpoint(copies=copies_of(device)), rig.endpoint()
+
+    def fill(first: int, until: int, out: torch.Tensor) -> None:
+        device.issue(lambda: out.copy_(cache[:, :, first:until]))
+
+    capture = rig.load(importer, rig.handle([exporter], TOKENS))
+    for start, end in ((0, 20), (20, TOKENS)):
+        device.issue(lambda start=start, end=end: cache[:, :, start:end].copy_(kv[:, :, start:end]))
+        exporter.stage("t", start, end, TOKENS, fill)
+        device.issue(lambda: cache.fill_(-1.0))
+    result = rig.result()
+    assert result.ok, result.error
+    assert torch.equal(capture.kv, kv)
+    assert sorted(device.entered) == ["kv-copies", "kv-puller", "kv-server"]
+    assert exporter.stats().staged_bytes in (0, TOKENS * TOKEN_BYTES)
+
+
+async def events_until(events: KvEvents, last: type[KvEvent]) -> list[KvEvent]:
+    seen: list[KvEvent] = []
+    async with asyncio.timeout(WAIT_S):
+        while not seen or not isinstance(seen[-1], last):
+            seen.append(await events.get())
+    return seen
+
+
+async def test_a_transfer_that_ends_while_it_is_copied_holds_its_room_until_the_copy_is_over(rig: Rig) -> None:
+    async with rig.events() as events:
+        device = LateDevice()
+        exporter = rig.endpoint(copies=copies_of(device), staging_bytes=TOKENS * TOKEN_BYTES)
+        with device.lock:  # the copy does not end
+            exporter.stage("t", 0, TOKENS, TOKENS, lambda *_: None)
+            exporter.release("t")
+            assert exporter.staged_bytes == TOKENS * TOKEN_BYTES
+        assert await events_until(events, TransferEnded) == [TransferEnded("t", 0, 0)]
+        assert exporter.staged_bytes == 0
+
+
+async def test_want_of_pinned_memory_fails_the_transfer_and_not_the_engine(rig: Rig) -> None:
+    async with rig.events() as events:
+        exporter, importer = rig.endpoint(copies=copies_of(LateDevice(), tokens=10)), rig.endpoint()
+        exporter.stage("t", 0, TOKENS, TOKENS, lambda *_: pytest.fail("nothing is gathered"))
+        seen = await events_until(events, StagingFailed)
+        assert "pinned memory has no room" in str(seen[-1])
+        assert rig.refused(importer, rig.handle([exporter], TOKENS)).startswith("refused")
