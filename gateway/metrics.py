@@ -30,8 +30,6 @@ _REASONS = {Phase.CANCELLED: "abort", Phase.FAILED: "error"}
 
 
 class GatewayMetrics:
-    """All series of a gateway."""
-
     def __init__(self, model: str, registry: CollectorRegistry, max_model_len: int = 2048) -> None:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         histogram = partial(Histogram, registry=registry)

@@ -157,6 +157,10 @@ def test_a_key_that_is_added_changes_the_shares() -> None:
     assert admission.jobs_a_body == 10
     callers["b"] = 1.0
     assert admission.jobs_a_body == 5
+    for _ in range(5):
+        admission.admit("a")
+    with pytest.raises(Busy, match="5 jobs of 'a' are waiting and this request adds 1; its share is 5"):
+        admission.admit("a")
 
 
 def test_no_caller_takes_all_the_room_for_tokens() -> None:

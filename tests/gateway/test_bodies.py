@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -141,6 +142,12 @@ def test_bodies_may_have_so_many_items(path: str, body: dict[str, Any], few: boo
 def test_token_ids_are_bounded_by_the_context(body: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=r"context length is 500 tokens\. However, a prompt has 501 token ids"):
         require_few_items(COMPLETIONS, json.dumps(body).encode(), 100, 500)
+
+
+@pytest.mark.parametrize("body", [b"[" * 5000, b'{"a":' + b'"",' * 5000, b'"' * 5001, b"{" * 5000, b"\\" * 5001])
+def test_bytes_that_are_no_json_are_counted_without_an_error_of_their_own(body: bytes) -> None:
+    with suppress(InvalidRequest):
+        require_few_items(COMPLETIONS, body, 100, 500)
 
 
 # What vLLM sees

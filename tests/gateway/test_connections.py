@@ -103,6 +103,22 @@ class TestStreams:
         assert len(tokens) == LONG
         assert text_of(slow) == api.state.openai_serving_completion.renderer.tokenizer.decode(tokens)
 
+    async def test_a_client_that_leaves_ends_its_job(self, server: Server) -> None:
+        reached = asyncio.Event()
+
+        async def hang(job: Job) -> None:
+            if len(job.tokens) == 5:
+                reached.set()
+                await asyncio.Event().wait()
+
+        server.engine.before = hang
+        reader = await server.request(max_tokens=50)
+        await asyncio.wait_for(reached.wait(), 5)
+        await until(lambda: reader._buffer)
+        server.writers[0].close()
+        await until(lambda: server.engine.ended)
+        assert not server.engine.ended[0].finished
+
     async def test_answers_follow_each_other_on_one_connection(self, server: Server) -> None:
         async with httpx.AsyncClient() as client:
             texts = []

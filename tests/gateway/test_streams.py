@@ -287,6 +287,13 @@ async def test_a_plain_stream_has_text_a_reason_and_counts(front: Front, kind: s
         assert all(("usage" in event) == bool(usage.get("continuous_usage_stats")) for event in chunks)
 
 
+@pytest.mark.parametrize("kind", PATHS)
+async def test_an_aborted_stream_ends_with_that_reason(front: Front, kind: str) -> None:
+    theirs, ours = await front.both(body_of(kind), [[TokenStep([300])], [ABORT]], direct=False)
+    assert ours == theirs
+    assert ours.events[-2]["choices"][0]["finish_reason"] == "abort"
+
+
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
