@@ -14,7 +14,6 @@ from shared.runtime.logs import configure_logs
 
 
 def main() -> None:
-    """Read the settings and serve."""
     settings = GatewaySettings.load()
     configure_logs("gateway", settings.log_level)
     run(settings)

@@ -84,7 +84,6 @@ class Admission:
 
     @property
     def jobs_a_body(self) -> int:
-        """How many jobs one body may have."""
         return min(self._max_jobs_a_body, self._jobs_a_caller)
 
     def admit(self, caller: str, slo: str = "default") -> "RequestState":

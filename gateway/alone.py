@@ -55,7 +55,6 @@ class TimerTokens:
 
 
 def main() -> None:
-    """Read the gateway's settings and serve."""
     settings = GatewaySettings.load()
     configure_logs("gateway-alone", settings.log_level)
     run(settings, TimerTokens(STEP_S))

@@ -109,7 +109,6 @@ async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> N
 def http_server(
     app: ASGIApp, host: str, port: int, connections: Connections | None = None, write_timeout_s: float = WRITE_TIMEOUT_S
 ) -> Server:
-    """The HTTP server of the gateway."""
     if connections is None:
         connections = Connections(ConnectionLimits())
     config = uvicorn.Config(

@@ -351,7 +351,6 @@ class ClusterCore:
             self.cancel(self._forget(state))
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Cancel all jobs."""
         self.cancel(self._jobs)
 
     async def close(self) -> None:

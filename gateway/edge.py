@@ -250,7 +250,6 @@ class _Reply:
         self.status = 0  # once the answer has begun
 
     async def run(self, scope: Scope, receive: Receive) -> None:
-        """Have the application answer."""
         try:
             await self._app(scope, receive, self._sending)
         except Exception as error:
@@ -301,7 +300,6 @@ class _Reply:
             await self._send(message)
 
     async def _release(self) -> None:
-        """Send what was held."""
         if self._state is not None:
             self._state.on_submitted = None
         held, self._held = self._held, []

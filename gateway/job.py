@@ -207,7 +207,6 @@ class Job:
 
     @property
     def placement_trace(self) -> str:
-        """The tracing context for a placement."""
         return self.trace.placing(self.mark_s) if self.trace is not None else ""
 
     @property
@@ -465,7 +464,6 @@ class Job:
             self.record_until(span, until_s, instance_id)
 
     def record_prefill(self, instance_id: str, reply: PrefillReply) -> None:
-        """Record the times of a prefill that has just replied."""
         replied_s = time.time()
         shift_s = clock_shift_s(reply.queued_s, reply.ended_s, self.mark_s, replied_s)
         for span, until_s in (

@@ -6,6 +6,7 @@ metrics cost a token nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,72 +30,35 @@ _REASONS = {Phase.CANCELLED: "abort", Phase.FAILED: "error"}
 
 
 class GatewayMetrics:
-    """All series of a gateway."""
-
     def __init__(self, model: str, registry: CollectorRegistry, max_model_len: int = 2048) -> None:
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         self.requests = RequestSeries(model, max_model_len, registry)
         self.http = HttpSeries(registry)
-        self._jobs = Bound(
-            Counter("polyphase_jobs", "Answers requested, by how they ended.", ["slo", "outcome"], registry=registry)
-        )
-        slo = Counter(
-            "polyphase_slo_requests",
-            "Requests by whether they met their targets; without cancelled ones.",
-            ["slo", "met"],
-            registry=registry,
-        )
-        missed = Counter(
-            "polyphase_slo_missed",
-            "Requests that missed a target, by target: ttft, tpot, itl, or the whole answer.",
-            ["slo", "target"],
-            registry=registry,
-        )
-        self._slo, self._missed = Bound(slo), Bound(missed)
-        self._longest = Bound(
-            Histogram(
-                "polyphase_longest_gap_seconds",
-                "The longest gap between two deliveries of tokens of each completed answer.",
-                ["slo"],
-                buckets=_GAP_S,
-                registry=registry,
-            )
-        )
-        self._resumes = Counter("polyphase_resumes", "Further attempts after a failure.", registry=registry)
-        self._moves = Counter(
-            "polyphase_moves",
-            "Streams that were paused for want of KV blocks and went on elsewhere.",
-            registry=registry,
-        )
-        self.queued = Gauge("polyphase_gateway_queued_jobs", "Jobs that do not decode yet.", registry=registry)
-        self.reports_dropped = Counter(
-            "polyphase_gateway_reports_dropped", "Final reports that no scheduler accepted in time.", registry=registry
-        )
-        self.predictions = Counter(
-            "polyphase_predictions", "Length predictions, by outcome.", ["outcome"], registry=registry
-        )
-        spans = Histogram(
-            "polyphase_request_span_seconds",
-            "Time of each stretch of a request.",
-            ["span"],
-            buckets=_SPAN_S,
-            registry=registry,
-        )
+        self._jobs = Bound(counter("polyphase_jobs", "Answers requested, by how they ended.", ["slo", "outcome"]))
+        text = "Requests by whether they met their targets; without cancelled ones."
+        self._slo = Bound(counter("polyphase_slo_requests", text, ["slo", "met"]))
+        text = "Requests that missed a target, by target: ttft, tpot, itl, or the whole answer."
+        self._missed = Bound(counter("polyphase_slo_missed", text, ["slo", "target"]))
+        text = "The longest gap between two deliveries of tokens of each completed answer."
+        self._longest = Bound(histogram("polyphase_longest_gap_seconds", text, ["slo"], buckets=_GAP_S))
+        self._resumes = counter("polyphase_resumes", "Further attempts after a failure.")
+        text = "Streams that were paused for want of KV blocks and went on elsewhere."
+        self._moves = counter("polyphase_moves", text)
+        self.queued = gauge("polyphase_gateway_queued_jobs", "Jobs that do not decode yet.")
+        text = "Final reports that no scheduler accepted in time."
+        self.reports_dropped = counter("polyphase_gateway_reports_dropped", text)
+        self.predictions = counter("polyphase_predictions", "Length predictions, by outcome.", ["outcome"])
+        text = "Time of each stretch of a request."
+        spans = histogram("polyphase_request_span_seconds", text, ["span"], buckets=_SPAN_S)
         self._spans = {span: spans.labels(span=span.value) for span in Span}
-        self.refused = Counter(
-            "polyphase_refused", "Requests refused, by cause and SLO class.", ["cause", "slo"], registry=registry
-        )
-        self._delayed = Counter(
-            "polyphase_delayed", "Jobs that had to wait for heavier classes.", ["slo"], registry=registry
-        )
-        self.waiting = Gauge(
-            "polyphase_gateway_delayed_jobs", "Jobs that wait for their turn or for room.", ["slo"], registry=registry
-        )
-        self.records = Counter(
-            "polyphase_gateway_records", "Lengths of answers for training, by outcome.", ["outcome"], registry=registry
-        )
-        self.record_failures = Counter(
-            "polyphase_gateway_record_failures", "Attempts to write such records that failed.", registry=registry
-        )
+        self.refused = counter("polyphase_refused", "Requests refused, by cause and SLO class.", ["cause", "slo"])
+        self._delayed = counter("polyphase_delayed", "Jobs that had to wait for heavier classes.", ["slo"])
+        self.waiting = gauge("polyphase_gateway_delayed_jobs", "Jobs that wait for their turn or for room.", ["slo"])
+        text = "Lengths of answers for training, by outcome."
+        self.records = counter("polyphase_gateway_records", text, ["outcome"])
+        text = "Attempts to write such records that failed."
+        self.record_failures = counter("polyphase_gateway_record_failures", text)
 
     def begin_classes(self, names: Iterable[str]) -> None:
         """Create the series of each SLO class with the value 0: a rate misses the value that a series begins with."""
@@ -123,9 +87,8 @@ class GatewayMetrics:
         for span in job.timeline.spans:
             self._spans[span.span].observe(span.ended_s - span.started_s)
         if job.attempt > 1:
-            self._resumes.inc(
-                max(0, job.attempt - 1 - job.moves)
-            )  # an attempt may have failed as the job was about to move
+            # An attempt may have failed as the job was about to move.
+            self._resumes.inc(max(0, job.attempt - 1 - job.moves))
         if job.moves:
             self._moves.inc(job.moves)
 
@@ -294,29 +257,13 @@ class HttpSeries:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._requests = Bound(
-            Counter(
-                "http_requests",
-                "Answers by method, status and handler.",
-                ["method", "status", "handler"],
-                registry=registry,
-            )
-        )
-        self._fine = Histogram(
-            "http_request_duration_highr_seconds",
-            "Time to the end of an answer, in many buckets.",
-            buckets=_FINE,
-            registry=registry,
-        )
-        self._coarse = Bound(
-            Histogram(
-                "http_request_duration_seconds",
-                "Time to the end of an answer.",
-                ["method", "handler"],
-                buckets=_COARSE,
-                registry=registry,
-            )
-        )
+        histogram = partial(Histogram, registry=registry)
+        text, labels = "Answers by method, status and handler.", ["method", "status", "handler"]
+        self._requests = Bound(Counter("http_requests", text, labels, registry=registry))
+        text = "Time to the end of an answer, in many buckets."
+        self._fine = histogram("http_request_duration_highr_seconds", text, buckets=_FINE)
+        text, labels = "Time to the end of an answer.", ["method", "handler"]
+        self._coarse = Bound(histogram("http_request_duration_seconds", text, labels, buckets=_COARSE))
 
     def answered(self, scope: Any, served: bool, status: int, took_s: float) -> None:
         """Count an answer. served: its path is one of the API."""

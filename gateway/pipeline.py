@@ -93,8 +93,6 @@ class OutOfPatience(Unavailable):
 
 
 class Pipeline:
-    """Runs jobs to their end."""
-
     def __init__(
         self,
         settings: GatewaySettings,

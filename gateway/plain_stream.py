@@ -169,7 +169,6 @@ class PlainStream:
         self._stopped, self._failed, self._delivered = stopped, failed, delivered
 
     def accept(self, tokens: list[int], finish: FinishReason | None, stop_reason: int | str | None) -> None:
-        """Accept a step of the engine."""
         self._tokens += tokens
         self._finish, self._stop_reason = finish, stop_reason
         self._ends_with_stop_token = bool(tokens) and finish is FinishReason.STOP

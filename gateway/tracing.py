@@ -25,8 +25,6 @@ _OWN = {Span.HANDOVER, Span.REPLY, Span.PAUSED, Span.RECOMPUTED}  # stretches th
 
 
 class RequestTrace:
-    """The spans of one HTTP request."""
-
     def __init__(self, root: "Trace", model: str, path: str, began_s: float) -> None:
         self.root = root
         self._model = model
@@ -68,13 +66,11 @@ class JobTrace:
         self.wire = ""
 
     def attempt(self, began_s: float) -> None:
-        """Begin the span of another attempt."""
         attributes = {"polyphase.attempt": len(self._attempts) + 1}
         self._attempts.append(self._span.child("attempt", began_s, attributes))
         self.wire = self._attempts[-1].wire
 
     def failed(self, error: PolyphaseError) -> None:
-        """The current attempt is lost."""
         self._end_attempt(time.time(), error.code)
 
     def moved(self) -> None:

@@ -1,6 +1,6 @@
 """Every change that the gateway makes to vLLM in its process, and the table of the routes that are not served.
 
-All patches were checked against vLLM 0.32. `tests/gateway/test_vllm_patches.py` compares the source of each patched or
+All patches were checked against vLLM 0.32. `tests/gateway/test_vllm.py` compares the source of each patched or
 replaced part of vLLM with the one that was checked, and fails when an upgrade changes it; other tests check the effect
 of each patch. `gateway.app` applies the patches at the start, in the order in which they stand here; `gateway.core`
 applies the ones of the front end.

@@ -1,4 +1,4 @@
-"""The API of these tests."""
+"""The fixtures of these tests."""
 
 from collections.abc import AsyncIterator
 
@@ -7,11 +7,19 @@ import pytest
 import pytest_asyncio
 
 from tests.gateway.api import MODEL, Api, listening
-from tests.gateway.cluster import running_cluster
+from tests.gateway.cluster import Cluster, running_cluster
+
+
+@pytest_asyncio.fixture
+async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    """A cluster without engines; `with_settings` changes the gateway's settings."""
+    async with running_cluster(**getattr(request, "param", {})) as cluster:
+        yield cluster
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="session")
 async def running_api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
+    """One for all tests: vLLM's API layer takes seconds to start."""
     from gateway.app import prepare_environment, running
     from gateway.auth import KeyRing
     from gateway.settings import GatewaySettings
@@ -29,19 +37,19 @@ async def running_api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
             max_queued_tokens=10_000,
             max_jobs_a_body=24,
             jobs_at_once=4,
-            stream_interval_share=0,  # tests count events, on machines that are as busy as they are
+            stream_interval_share=0,  # tests count events
             grammar_cpu_s=0.7,
             record_lengths=tmp_path_factory.mktemp("records") / "lengths.jsonl",
         )
         async with (
             running(settings, KeyRing(())) as edge,
-            listening(edge) as url,
-            httpx.AsyncClient(base_url=url, timeout=20) as client,
+            listening(edge) as server,
+            httpx.AsyncClient(base_url=server.url, timeout=20) as client,
         ):
             yield Api(client, cluster, edge, settings)
 
 
 @pytest.fixture
 def api(running_api: Api) -> Api:
-    running_api.renew()
+    running_api.reset()
     return running_api

@@ -1,310 +1,276 @@
-"""Plain streams on real connections: slow readers, readers that leave, errors that come late."""
+"""Plain streams on real connections, and how long their tokens wait for others under load."""
 
 import asyncio
 import gc
 import json
 import socket
+import time
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 from starlette.requests import Request
 
-from gateway.app import http_server
-from gateway.edge import Edge
 from gateway.job import Job
-from shared.errors import EngineFailed, Overloaded
+from gateway.plain_stream import MIN_INTERVAL_S, PERIOD_S, Pace, StreamPass
 from shared.wire.messages import TokenStep
-from tests.gateway.api import Api, until
-from tests.gateway.scripted import parsed, text_of
+from tests.gateway.api import HELLO, Api, Engine, events, listening, text_of
+from tests.gateway.cluster import until
 
-LONG = 100_000  # tokens
+LONG = 40_000  # tokens
 SMALL = 4096  # bytes, of the kernel's buffers at either end
 
 
-class Ticking:
-    """An engine with a step each turn of the event loop. Its hook may have it wait or fail, or give tokens itself."""
+class Server:
+    """A front end on a port whose connections buffer little."""
 
-    def __init__(self) -> None:
-        self.jobs: list[Job] = []
-        self.ended: list[Job] = []
-        self.before: Any = None
-
-    async def run(self, job: Job) -> None:
-        self.jobs.append(job)
-        try:
-            while not job.finished:
-                known = len(job.tokens)
-                if self.before is not None:
-                    await self.before(job)
-                await asyncio.sleep(0)
-                if len(job.tokens) != known:
-                    continue
-                last = len(job.tokens) + 1 == job.spec.max_tokens
-                job.accept(TokenStep([300 + len(job.tokens) % 90], "length" if last else ""))
-        finally:
-            self.ended.append(job)
-
-
-class Served:
-    """A front end over it, on a port whose connections buffer little."""
-
-    def __init__(self, engine: Ticking, port: int, connections: "set[Any]") -> None:
+    def __init__(self, engine: Engine, port: int, connections: set[Any]) -> None:
         self.engine = engine
         self.port = port
-        self.connections = connections  # the server's
+        self.connections = connections
+        self.writers: list[asyncio.StreamWriter] = []
+        self.url = f"http://127.0.0.1:{port}/v1/completions"
 
-    async def ask(self, **more: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """The connection of a request that was sent; nothing of its answer is read."""
+    async def request(self, **more: Any) -> asyncio.StreamReader:
+        """Send a request; nothing of its answer is read."""
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
         connection.setblocking(False)
         await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.port))
         reader, writer = await asyncio.open_connection(sock=connection, limit=SMALL)
-        said = {"model": "demo", "stream": True, "prompt": [400, 401], **more}
-        body = json.dumps(said).encode()
+        body = json.dumps({"model": "demo", "stream": True, "prompt": [400, 401], **more}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: test\r\nconnection: close\r\ncontent-length: %d\r\n" % len(body)
         writer.write(head + b"content-type: application/json\r\n\r\n" + body)
-        return reader, writer
+        self.writers.append(writer)
+        return reader
 
     async def answer(self, reader: asyncio.StreamReader) -> list[Any]:
         """The events of an answer, read to its end."""
         head, _, rest = (await asyncio.wait_for(reader.read(-1), 20)).partition(b"\r\n\r\n")
         assert b" 200 " in head
-        parts = []
+        text = b""
         while rest:
             size, _, rest = rest.partition(b"\r\n")
-            parts.append(rest[: int(size, 16)])
+            text += rest[: int(size, 16)]
             rest = rest[int(size, 16) + 2 :]
-        assert parts.pop() == b""  # the end of a chunked body
-        return parsed(parts)
+        *parts, done = [part.removeprefix(b"data: ") for part in text.removesuffix(b"\n\n").split(b"\n\n")]
+        assert done == b"[DONE]"
+        return [json.loads(part) for part in parts]
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def served(api: Api) -> AsyncIterator[Served]:
-    from gateway.app import http_server
-
-    server = http_server(api.edge, "127.0.0.1", 0)
-    server.config.lifespan = "off"  # the application's has begun
-    task = asyncio.create_task(server.serve())
-    await until(lambda: server.started, 30.0)
-    listening = server.servers[0].sockets[0]
-    with socket.fromfd(listening.fileno(), listening.family, listening.type) as real:
-        real.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)
-    engine = Ticking()
-    with api.running_jobs(engine):
-        yield Served(engine, listening.getsockname()[1], server.server_state.connections)
-        server.should_exit = True
-        await task
+async def server(api: Api) -> AsyncIterator[Server]:
+    async with listening(api.edge, lifespan="off") as running:  # the application's has begun
+        running.buffer_little(SMALL)
+        engine = Engine()
+        with api.running_jobs(engine):
+            server = Server(engine, running.port, running.server.server_state.connections)
+            yield server
+        for writer in server.writers:
+            writer.close()
 
 
-@pytest.mark.slow
-@pytest.mark.asyncio(loop_scope="session")
-async def test_a_slow_reader_holds_up_nobody_and_gets_all_of_it(served: Served) -> None:
-    reader, writer = await served.ask(max_tokens=1900)
-    await until(lambda: len(served.engine.ended) == 1, 20)  # the engine waits for no reader
-    other, other_writer = await served.ask(max_tokens=1900)
-    quick = await served.answer(other)
-    slow = await served.answer(reader)
-    assert text_of(slow) == text_of(quick)
-    assert len(quick) == 1900 + 1
-    assert len(slow) < 800  # what did not fit into the buffers is one event
-    for each in (writer, other_writer):
-        each.close()
+class TestStreams:
+    pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
+
+    async def test_a_reader_that_stops_in_a_long_stream_costs_bounded_memory_and_no_time_of_others(
+        self, server: Server, api: Api
+    ) -> None:
+        """Its stream gets 16 tokens a step, of which only the first are read until 16 others have all of theirs."""
+        reader = await server.request(max_tokens=1900, request_id="stops")
+        await until(lambda: reader._buffer)
+        buffered: list[int] = []
+        (connection,) = (each for each in server.connections if not each.cycle.response_complete)
+
+        async def flood(job: Job) -> None:
+            if "stops" in job.spec.job_id:
+                left = LONG - len(job.tokens)
+                tokens = [300 + at % 90 for at in range(min(16, left))]
+                job.accept(TokenStep(tokens, "length" if left <= 16 else ""))
+                buffered.append(connection.transport.get_write_buffer_size())
+
+        server.engine.before = flood
+        others = [await server.request(max_tokens=200) for _ in range(16)]
+        answers = await asyncio.gather(*map(server.answer, others))
+        assert all(len(answer) == 200 for answer in answers)  # each token an event
+        await until(lambda: any("stops" in job.spec.job_id for job in server.engine.ended), 60)
+        assert max(buffered) < 128 << 10
+        slow = await server.answer(reader)
+        assert len(slow) < 2000  # the tokens that did not fit into the buffers are one event
+        (tokens,) = (job.tokens for job in server.engine.ended if "stops" in job.spec.job_id)
+        assert len(tokens) == LONG
+        assert text_of(slow) == api.state.openai_serving_completion.renderer.tokenizer.decode(tokens)
+
+    async def test_a_client_that_leaves_ends_its_job(self, server: Server) -> None:
+        reached = asyncio.Event()
+
+        async def hang(job: Job) -> None:
+            if len(job.tokens) == 5:
+                reached.set()
+                await asyncio.Event().wait()
+
+        server.engine.before = hang
+        reader = await server.request(max_tokens=50)
+        await asyncio.wait_for(reached.wait(), 5)
+        await until(lambda: reader._buffer)
+        server.writers[0].close()
+        await until(lambda: server.engine.ended)
+        assert not server.engine.ended[0].finished
+
+    async def test_answers_follow_each_other_on_one_connection(self, server: Server) -> None:
+        async with httpx.AsyncClient() as client:
+            texts = []
+            for stream in (True, False, True):
+                body = {"model": "demo", "stream": stream, "prompt": [400], "max_tokens": 7}
+                response = await client.post(server.url, json=body)
+                texts.append(text_of(events(response) if stream else [response.json()]))
+        assert texts[0]
+        assert len(set(texts)) == 1
+
+    @pytest.mark.parametrize("kind", ["completions", "chat/completions"])
+    async def test_a_stream_keeps_no_bytes_of_its_body(self, server: Server, api: Api, kind: str) -> None:
+        go = asyncio.Event()
+        server.engine.before = lambda _: go.wait()
+        prompt = {"prompt": [400], "logprobs": 1} if kind == "completions" else {"messages": HELLO, "logprobs": True}
+        body = {"stream": True, "max_tokens": 3, **prompt, "padding": "p" * 100_000}
+        running = asyncio.create_task(api.post(f"/v1/{kind}", body))
+        await until(lambda: server.engine.jobs)
+        requests = [each for each in gc.get_objects() if type(each) is Request]
+        assert not [each for each in requests if getattr(each, "_body", None) or getattr(each, "_json", None)]
+        assert api.admission.held_bytes.total == len(json.dumps({"model": "demo", **body}))
+        go.set()
+        assert (await running).status_code == 200
+        assert api.admission.held_bytes.total == 0
 
 
-@pytest.mark.slow
-@pytest.mark.asyncio(loop_scope="session")
-async def test_a_reader_that_stops_in_a_long_stream_costs_bounded_memory_and_nobodys_time(
-    served: Served, api: Api
-) -> None:
-    """100,000 tokens, 16 to a step, of which only the first are read until 16 others have had all of theirs."""
-    engine = served.engine
-    reader, writer = await served.ask(max_tokens=1900, request_id="stops")
-    await until(lambda: bool(reader._buffer))  # type: ignore[attr-defined]
-    writes = list[int]()
-    (connection,) = (each for each in served.connections if not each.cycle.response_complete)
-
-    async def flood(job: Job) -> None:
-        if "stops" in job.spec.job_id:
-            left = LONG - len(job.tokens)
-            job.accept(TokenStep([300 + at % 90 for at in range(min(16, left))], "length" if left <= 16 else ""))
-            writes.append(connection.transport.get_write_buffer_size())
-
-    engine.before = flood
-    others = [await served.ask(max_tokens=400) for _ in range(16)]
-    answers = await asyncio.gather(*(served.answer(each) for each, _ in others))
-    assert all(len(answer) == 400 + 1 for answer in answers)  # each token an event of its own
-    await until(lambda: any("stops" in job.spec.job_id for job in engine.ended), 60)
-    assert max(writes) < 128 << 10
-    slow = await served.answer(reader)
-    assert len(slow) < 2000
-    (tokens,) = (job.tokens for job in engine.ended if "stops" in job.spec.job_id)
-    assert len(tokens) == LONG
-    assert text_of(slow) == api.app.state.openai_serving_completion.renderer.tokenizer.decode(tokens)
-    for each in (writer, *(other for _, other in others)):
-        each.close()
+# Passes over the streams that have tokens
 
 
-@pytest.mark.slow
-@pytest.mark.asyncio(loop_scope="session")
-async def test_a_client_that_leaves_ends_its_job(served: Served) -> None:
-    reached = asyncio.Event()
+class Stream:
+    """Counts how often it is served."""
 
-    async def hang(job: Job) -> None:
-        if len(job.tokens) == 5:
-            reached.set()
-            await asyncio.Event().wait()
+    def __init__(self, max_delay_s: float, *, urgent: bool = False) -> None:
+        self.queued = self.held = False
+        self.served_s = asyncio.get_running_loop().time()
+        self.max_delay_s = max_delay_s
+        self.urgent = urgent
+        self.served: list[float] = []
+        self.events = 0
+        self.failed: Exception | None = None
+        self.error: Exception | None = None
 
-    served.engine.before = hang
-    reader, writer = await served.ask(max_tokens=50)
-    await asyncio.wait_for(reached.wait(), 5)
-    await until(lambda: bool(reader._buffer))  # type: ignore[attr-defined]
-    writer.close()
-    await until(lambda: len(served.engine.ended) == 1)
-    assert not served.engine.ended[0].finished
+    def queue(self) -> None:
+        self.queued, self.held = True, False
+        self.events += 1
 
+    def advance(self) -> None:
+        self.served.append(time.monotonic())
+        if self.error is not None:
+            raise self.error
 
-@pytest.mark.slow
-@pytest.mark.asyncio(loop_scope="session")
-async def test_a_failure_in_a_stream_is_its_last_event(served: Served) -> None:
-    async def fail(job: Job) -> None:
-        if len(job.tokens) == 3:
-            raise EngineFailed("the instance is gone")
-
-    served.engine.before = fail
-    reader, writer = await served.ask(max_tokens=50)
-    events = await served.answer(reader)
-    assert len(events) == 3 + 1 + 1
-    assert events[-2]["error"]["message"] == "the instance is gone"
-    assert events[-1] == "[DONE]"
-    writer.close()
+    def fail(self, error: Exception) -> None:
+        self.failed = error
 
 
-@pytest.mark.slow
-@pytest.mark.asyncio(loop_scope="session")
-async def test_a_refusal_before_the_first_token_is_a_plain_429(served: Served) -> None:
-    async def refuse(job: Job) -> None:
-        raise Overloaded("full", retry_after_s=3.0)
-
-    served.engine.before = refuse
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=10) as client:
-        body = {"model": "demo", "stream": True, "prompt": [400], "max_tokens": 5}
-        response = await client.post("/v1/completions", json=body)
-    assert (response.status_code, response.headers["retry-after"]) == (429, "3")
-    assert response.json()["error"]["message"] == "full"
+def passes(interval_s: float) -> Any:
+    pace = Pace()
+    pace.interval_s = interval_s
+    return StreamPass(pace)
 
 
-@pytest.mark.slow
-@pytest.mark.asyncio(loop_scope="session")
-async def test_answers_follow_each_other_on_one_connection(served: Served) -> None:
-    """Plain or not: nothing of one answer gets into the next."""
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=10) as client:
-        texts = []
-        for stream in (True, False, True):
-            body = {"model": "demo", "stream": stream, "prompt": [400], "max_tokens": 7}
-            response = await client.post("/v1/completions", json=body)
-            if stream:
-                lines = [line.removeprefix("data: ") for line in response.text.split("\n\n")[:-1]]
-                assert lines.pop() == "[DONE]"
-                texts.append(text_of([json.loads(line) for line in lines]))
-            else:
-                texts.append(response.json()["choices"][0]["text"])
-    assert texts[0]
-    assert len(set(texts)) == 1
+async def turns() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
-__all__ = ["served"]  # a fixture
-PART = b"x" * 65_536
+async def test_tokens_of_a_turn_leave_together_and_a_stream_that_crashes_fails_alone() -> None:
+    serving, stream, bad = passes(0.0), Stream(1.0), Stream(0.0)
+    bad.error = RuntimeError("a bug")
+    for _ in range(5):
+        serving.add(bad)
+        serving.add(stream)
+    await turns()
+    assert bad.failed is bad.error
+    serving.add(stream)
+    await turns()
+    assert (len(stream.served), stream.events) == (2, 2)
 
 
-class Endless:
-    """Answers with as much as the connection takes, up to `parts`."""
-
-    def __init__(self, parts: int) -> None:
-        self.parts, self.began, self.ended = parts, 0, 0
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.began += 1
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for _ in range(self.parts):
-            await send({"type": "http.response.body", "body": PART, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-        self.ended += 1
-
-
-async def connected(port: int) -> socket.socket:
-    raw = socket.socket()
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    raw.setblocking(False)
-    loop = asyncio.get_running_loop()
-    await loop.sock_connect(raw, ("127.0.0.1", port))
-    await loop.sock_sendall(raw, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
-    return raw
+async def test_under_load_tokens_wait_for_others_as_long_as_their_class_allows() -> None:
+    serving, began = passes(interval_s=60.0), time.monotonic()
+    quick, slow = Stream(max_delay_s=0.05), Stream(max_delay_s=0.2)
+    for _ in range(4):
+        serving.add(quick)
+        serving.add(slow)
+        await turns()
+    assert not quick.served
+    assert not slow.served
+    await until(lambda: slow.served)
+    assert (len(quick.served), len(slow.served), quick.events, slow.events) == (1, 1, 1, 1)
+    assert quick.served[0] - began >= 0.05
+    assert slow.served[0] - began >= 0.2
 
 
-@pytest.mark.parametrize("parts", [10_000, 1])  # an answer in the midst, and one that waits to be sent
-async def test_an_answer_that_nobody_reads_is_ended(parts: int) -> None:
-    app = Endless(parts)
-    server = http_server(cast(Edge, app), "127.0.0.1", 0, write_timeout_s=0.2)
-    server.config.lifespan = "off"
-    task = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
-    listening = server.servers[0].sockets[0]
-    with socket.fromfd(listening.fileno(), listening.family, listening.type) as real:
-        real.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    with await connected(listening.getsockname()[1]):
-        await until(lambda: app.began == 1)
-        await until(lambda: not server.server_state.connections, 10)
-        await until(lambda: not server.server_state.tasks, 10)
-    server.should_exit = True
-    await task
+async def test_the_first_and_the_last_tokens_do_not_wait_and_are_served_once() -> None:
+    serving = passes(interval_s=60.0)
+    first, last, other = Stream(30.0, urgent=True), Stream(0.05), Stream(0.05)
+    for stream in (first, last, other):
+        serving.add(stream)
+    await turns()
+    assert (len(first.served), len(last.served)) == (1, 0)
+    last.urgent = True
+    serving.add(last)
+    await turns()
+    assert (len(last.served), last.held) == (1, False)
+    await until(lambda: other.served)
+    await turns()
+    assert (len(last.served), len(other.served)) == (1, 1)
 
 
-async def test_a_slow_reader_is_not_hung_up_on() -> None:
-    app = Endless(6)
-    server = http_server(cast(Edge, app), "127.0.0.1", 0, write_timeout_s=0.5)
-    server.config.lifespan = "off"
-    task = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
-    with await connected(server.servers[0].sockets[0].getsockname()[1]) as raw:
-        size, loop = 0, asyncio.get_running_loop()
-        while size < 6 * len(PART):
-            size += len(await loop.sock_recv(raw, 16_384))
-            await asyncio.sleep(0.02)
-    server.should_exit = True
-    await task
-    assert app.ended == 1
+async def test_the_pace_is_measured_while_there_are_tokens_and_then_forgotten() -> None:
+    serving, stream = passes(0.4), Stream(1.0, urgent=True)
+    pace, looks = serving._pace, list[int]()
+    pace.measure = lambda: looks.append(1)
+    async with asyncio.timeout(10):
+        while not looks:
+            serving.add(stream)
+            await asyncio.sleep(0.01)
+    await until(lambda: pace.interval_s == 0.0)
+    count = len(looks)
+    await turns()
+    assert len(looks) == count
 
 
-@pytest.mark.slow
-@pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": [400, 401]}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
-    ],
-)
-async def test_a_stream_keeps_nothing_of_its_bodys_bytes(
-    served: Served, api: Api, path: str, body: dict[str, Any]
-) -> None:
-    go = asyncio.Event()
+class Clock:
+    """The time and the process's CPU time, and a pace that reads them."""
 
-    async def wait(_: Any) -> None:
-        await go.wait()
+    def __init__(self) -> None:
+        self.now_s = self.used_s = 100.0
+        self.pace = Pace(lambda: self.now_s, lambda: self.used_s)
 
-    served.engine.before = wait
-    full = {"model": "demo", "stream": True, "max_tokens": 3, "logprobs": 1 if "prompt" in body else True, **body}
-    padded = json.dumps(full | {"padding": "p" * 100_000})
-    posts = [asyncio.create_task(api.client.post(path, content=padded, headers={"content-type": "application/json"}))]
-    await until(lambda: len(served.engine.jobs) == 1)
-    kept = [each for each in gc.get_objects() if type(each) is Request and getattr(each, "_body", None)]
-    parsed = [each for each in gc.get_objects() if type(each) is Request and getattr(each, "_json", None)]
-    assert kept == parsed == []
-    assert api.admission.held_bytes.total == len(padded)
-    go.set()
-    assert (await posts[0]).status_code == 200
-    assert api.admission.held_bytes.total == 0
+    def intervals(self, count: int, busy: float, late_s: float = 0.0) -> list[float]:
+        """The interval after each of so many periods."""
+        found = []
+        for _ in range(count):
+            self.now_s += PERIOD_S + late_s
+            self.used_s += PERIOD_S * busy
+            self.pace.measure()
+            found.append(self.pace.interval_s)
+        return found
+
+
+def test_the_interval_grows_while_the_process_is_busy() -> None:
+    clock = Clock()
+    assert not any(clock.intervals(50, 0.5))
+    grown = clock.intervals(30, 0.9)
+    assert (grown[0], grown[-1], grown) == (MIN_INTERVAL_S, 1.0, sorted(grown))
+    assert clock.intervals(20, 0.2)[-1] == 0.0
+    (*_, held) = clock.intervals(6, 0.9)
+    assert set(clock.intervals(20, 0.65)) == {held}, "in between it stays as it is"
+
+
+@pytest.mark.parametrize(("busy", "late", "waits"), [(0.7, 1, True), (0.1, 5, False)])
+def test_a_process_that_gets_no_core_is_busy_if_it_has_work(busy: float, late: int, waits: bool) -> None:
+    assert bool(Clock().intervals(1, busy, late * PERIOD_S)[0]) == waits

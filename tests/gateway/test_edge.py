@@ -1,6 +1,11 @@
-"""What stands before vLLM's handlers, over a trivial application."""
+"""The layer before vLLM's handlers, over a trivial application; the gateway's metrics; and how a gateway ends."""
 
 import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,501 +18,442 @@ from pydantic import ValidationError
 from gateway.admission import Admissions, current_request
 from gateway.auth import ApiKey, KeyRates, KeyRing, create_key
 from gateway.edge import Edge
-from gateway.job import GAP_BOUNDS_S, Gaps
+from gateway.job import GAP_BOUNDS_S, Gaps, Job
 from gateway.metrics import GatewayMetrics
 from gateway.settings import GatewaySettings, SloClass
 from gateway.table import LocalTable
 from shared.domain.job import Phase
-from shared.errors import Busy, Overloaded
+from shared.errors import Overloaded
 from shared.wire.messages import TokenStep
-from tests.gateway.api import until
-from tests.services.global_scheduler.gateways import make_job
+from tests.gateway.api import listening
+from tests.gateway.cluster import make_job, until
+from tests.ports import free_port
+
+Send = Callable[[dict[str, Any]], Any]
+COMPLETIONS = "/v1/completions"
+
+
+async def respond(send: Send, *parts: bytes, status: int = 200, **headers: str) -> None:
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    for part in parts:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
 
 
 class App:
-    """Answers with who it thinks is asking and how much it read."""
+    """Answers with the request's caller, SLO class, service tier and length; a POST waits for `go`."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls = self.open = 0
+        self.go = asyncio.Event()
+        self.go.set()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         self.calls += 1
         size, more = 0, True
         while more:
             message = await receive()
             size += len(message.get("body", b""))
             more = message.get("more_body", False) and message["type"] == "http.request"
-        who = current_request.get(None)
-        body = f"{who.caller}/{who.slo}/{size}".encode() if who else b""
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": body})
+        if scope["method"] == "POST":
+            self.open += 1
+            await self.go.wait()
+            self.open -= 1
+        state = current_request.get(None)
+        text = f"{state.caller} {state.slo} {state.tier} {state.cache_salt} {size}" if state else ""
+        await respond(send, text.encode())
 
 
-def edge(
-    app: App, *, keys: tuple[ApiKey, ...] = (), metrics: GatewayMetrics | None = None, **changes: Any
-) -> httpx.AsyncClient:
-    settings = GatewaySettings(
-        schedulers=("tcp://127.0.0.1:1",),
-        model="demo",
-        slo={"default": SloClass(), "chat": SloClass(ttft_s=0.5)},
-        **{"max_body_bytes": 1000, "max_queued_jobs": 10, **changes},
-    )
-    metrics = metrics or GatewayMetrics("demo", CollectorRegistry())
-    ring = KeyRing(keys)
-    guarded = Edge(app, settings, ring, metrics, Admissions(settings, ring.names), KeyRates(LocalTable()))
-    guarded.served = {"/v1/completions", "/v1/models"}
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=guarded), base_url="http://gateway")  # type: ignore[arg-type]
+class Client(httpx.AsyncClient):
+    """A client of an edge before an application."""
+
+    def __init__(self, app: Any, *keys: ApiKey, metrics: GatewayMetrics | None = None, **changes: Any) -> None:
+        settings = GatewaySettings(
+            schedulers=("tcp://127.0.0.1:1",),
+            model="demo",
+            slo={"default": SloClass(), "chat": SloClass(ttft_s=0.5)},
+            **{"max_body_bytes": 1000, "max_queued_jobs": 10, **changes},
+        )
+        ring = KeyRing(keys)
+        admissions = Admissions(settings, ring.names)
+        metrics = metrics or GatewayMetrics("demo", CollectorRegistry())
+        self.edge = Edge(app, settings, ring, metrics, admissions, KeyRates(LocalTable()))
+        self.edge.served = {COMPLETIONS, "/v1/models"}
+        super().__init__(transport=httpx.ASGITransport(app=self.edge), base_url="http://gateway")
+
+    async def ask(self, path: str = COMPLETIONS, **request: Any) -> httpx.Response:
+        return await self.post(path, **(request if "content" in request else {"json": {}, **request}))
+
+    def starts(self, **request: Any) -> "asyncio.Task[httpx.Response]":
+        return asyncio.create_task(self.ask(**request))
 
 
-async def test_a_request_passes_with_its_slo_class() -> None:
-    async with edge(App()) as client:
-        answer = await client.post("/v1/completions", content=b"x" * 500, headers={"X-Polyphase-Slo": "chat"})
-        assert answer.text == "/chat/500"
+def bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
 
 
-async def test_a_key_brings_its_class_and_is_kept_to_those_it_may_use() -> None:
-    secret, key = create_key("team")
-    kept = replace(key, slo="chat", classes=("chat",))
-    headers = {"Authorization": f"Bearer {secret}"}
-    async with edge(App(), keys=(kept,)) as client:
-        assert (await client.post("/v1/completions", content=b"x", headers=headers)).text == "team/chat/1"
-        answer = await client.post("/v1/completions", headers={**headers, "X-Polyphase-Slo": "default"})
-        assert answer.status_code == 403
-        assert answer.json()["error"]["code"] == "slo_class_not_allowed"
+def error_of(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
 
 
-def test_a_key_that_is_added_brings_shares() -> None:
-    settings = GatewaySettings(schedulers=("s",), model="m", max_queued_jobs=10)
-    callers = {"a": 1.0}
-    admission = Admissions(settings, callers).for_class("default")
-    assert admission.jobs_a_body == 10
-    callers["b"] = 1.0
-    assert admission.jobs_a_body == 5
+async def chunks(count: int) -> AsyncIterator[bytes]:
+    for _ in range(count):
+        yield b"x" * 100
 
 
-async def test_a_request_has_the_cache_salt_of_its_key() -> None:
-    seen = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(current_request.get().cache_salt)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body"})
-
-    (secret, key), (other_secret, other) = create_key("salted"), create_key("plain")
-    async with edge(app, keys=(replace(key, cache_salt="s"), other)) as client:  # type: ignore[arg-type]
-        for each in (secret, other_secret):
-            await client.post("/v1/completions", content=b"x", headers={"Authorization": f"Bearer {each}"})
-    assert seen == ["s", ""]
+# Keys and classes
 
 
-@pytest.mark.parametrize("streams", [True, False])
-async def test_a_refusal_for_load_is_a_429_that_says_when_in_streams_too(streams: bool) -> None:
-    async def refused(scope: Any, receive: Any, send: Any) -> None:
-        current_request.get().refusal = Overloaded("full", retry_after_s=6.2)
-        kind = b"text/event-stream" if streams else b"application/json"
-        headers = [(b"content-type", kind)]
-        await send({"type": "http.response.start", "status": 200 if streams else 429, "headers": headers})
-        await send({"type": "http.response.body", "body": b'data: {"error": {}}\n\n', "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-
-    async with edge(refused) as client:  # type: ignore[arg-type]
-        answer = await client.post("/v1/completions", json={})
-        assert answer.status_code == 429
-        assert answer.headers["retry-after"] == "7"
-        if streams:
-            assert answer.json()["error"]["code"] == "overloaded"
-
-
-async def test_a_stream_that_has_begun_goes_on_to_its_end() -> None:
-    async def late(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
-        current_request.get().refusal = Overloaded("full", retry_after_s=6.2)
-        await send({"type": "http.response.body", "body": b"data: error\n\n"})
-
-    async with edge(late) as client:  # type: ignore[arg-type]
-        answer = await client.post("/v1/completions", json={})
-        assert (answer.status_code, answer.text) == (200, "data: 1\n\ndata: error\n\n")
-
-
-async def test_an_unknown_slo_class_is_named() -> None:
-    async with edge(App()) as client:
-        answer = await client.post("/v1/completions", headers={"X-Polyphase-Slo": "nope"})
-        assert answer.status_code == 400
-        assert "nope" in answer.json()["error"]["message"]
-
-
-async def test_keys_are_asked_for_and_the_health_path_is_open() -> None:
-    secret, key = create_key("team")
+async def test_a_request_gets_the_caller_the_class_and_the_salt_of_its_key() -> None:
+    (secret, key), (plain_secret, plain) = create_key("team"), create_key("plain")
+    restricted = replace(key, slo="chat", classes=("chat",), cache_salt="s")
     app = App()
-    async with edge(app, keys=(key,)) as client:
-        answer = await client.post("/v1/completions")
-        assert answer.status_code == 401
-        assert answer.json()["error"]["code"] == "invalid_api_key"
-        assert answer.headers["www-authenticate"] == "Bearer"
+    async with Client(app, restricted, plain) as client:
+        refused = await client.ask()
+        assert (error_of(refused), refused.headers["www-authenticate"]) == ((401, "invalid_api_key"), "Bearer")
         assert app.calls == 0
         assert (await client.get("/health")).status_code == 200
-        good = await client.post("/v1/completions", headers={"Authorization": f"Bearer {secret}"})
-        assert good.text == "team/default/0"
+        assert (await client.ask(content=b"x", headers=bearer(secret))).text == "team chat  s 1"
+        assert (await client.ask(content=b"x", headers=bearer(plain_secret))).text == "plain default   1"
+        usual = await client.ask(json={"service_tier": "auto"}, headers=bearer(secret))
+        assert usual.text.startswith("team chat ")
+        flex = await client.ask(json={"service_tier": "flex"}, headers=bearer(secret))
+        default = await client.ask(headers={**bearer(secret), "X-Polyphase-Slo": "default"})
+        assert error_of(flex) == error_of(default) == (403, "slo_class_not_allowed")
 
 
-async def test_a_key_over_its_rate_is_told_when_to_come_back() -> None:
+async def test_a_header_names_the_class() -> None:
+    async with Client(App()) as client:
+        response = await client.ask(content=b"x" * 500, headers={"X-Polyphase-Slo": "chat"})
+        assert response.text == " chat   500"
+        response = await client.ask(headers={"X-Polyphase-Slo": "nope"})
+        assert response.status_code == 400
+        assert "nope" in response.json()["error"]["message"]
+
+
+async def test_a_key_over_its_rate_gets_a_429_with_a_time() -> None:
     secret, key = create_key("team", requests_per_s=0.5, burst=2)
-    async with edge(App(), keys=(key,)) as client:
-        headers = {"Authorization": f"Bearer {secret}"}
-        codes = [(await client.get("/v1/models", headers=headers)).status_code for _ in range(3)]
-        assert codes == [200, 200, 429]
-        last = await client.get("/v1/models", headers=headers)
-        assert 1 <= int(last.headers["retry-after"]) <= 2
-        assert last.json()["error"]["type"] == "rate_limit_error"
+    async with Client(App(), key) as client:
+        responses = [await client.get("/v1/models", headers=bearer(secret)) for _ in range(3)]
+        assert [response.status_code for response in responses] == [200, 200, 429]
+        assert 1 <= int(responses[-1].headers["retry-after"]) <= 2
+        assert responses[-1].json()["error"]["type"] == "rate_limit_error"
 
 
-class Holding(App):
-    """Answers when told to."""
+@pytest.mark.parametrize(
+    ("tier", "headers", "expected"),
+    [
+        ("flex", {}, " batch flex "),
+        ("priority", {}, " chat priority "),
+        ("auto", {}, " default default "),
+        ("default", {}, " default default "),
+        (None, {}, " default  "),
+        ("flex", {"X-Polyphase-Slo": "chat"}, " chat  "),
+        ("nonsense", {"X-Polyphase-Slo": "chat"}, " chat  "),
+    ],
+)
+async def test_a_service_tier_names_a_class_unless_a_header_does(
+    tier: Any, headers: dict[str, str], expected: str
+) -> None:
+    async with Client(App(), service_tiers={"priority": "chat"}) as client:
+        for path in (COMPLETIONS, "/v1/chat/completions", "/v1/responses"):
+            response = await client.ask(path, json={"service_tier": tier}, headers=headers)
+            assert (response.status_code, response.text[: len(expected)]) == (200, expected)
+        response = await client.ask("/v1/messages", json={"service_tier": "standard_only"})  # another API's tiers
+        assert response.text.startswith(" default  ")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.go = asyncio.Event()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["method"] == "POST":
-            self.calls += 1
-            await self.go.wait()
-            self.calls -= 1
-        await super().__call__(scope, receive, send)
+async def test_an_unknown_service_tier_is_named() -> None:
+    async with Client(App()) as client:
+        for tier in ("priority", "turbo", 3, ["flex"]):
+            response = await client.ask(json={"service_tier": tier})
+            assert response.status_code == 400
+            message = response.json()["error"]["message"]
+            assert message == f"unknown service_tier {tier!r}; known: auto, default, flex"
+        huge = await client.ask(json={"service_tier": "x" * 500})
+        assert len(huge.json()["error"]["message"]) < 150
 
 
-async def test_of_a_burst_as_many_pass_as_may_wait_and_the_others_are_told_at_once() -> None:
-    app = Holding()
-    async with edge(app, max_queued_jobs=512) as client:
-        posts = [asyncio.create_task(client.post("/v1/completions", json={})) for _ in range(2000)]
-        await until(lambda: sum(post.done() for post in posts) == 1488, 30)
-        assert app.calls == 512
-        refused = [post.result() for post in posts if post.done()]
-        assert {answer.status_code for answer in refused} == {429}
-        assert all("retry-after" in answer.headers for answer in refused)
+def test_service_tiers_of_the_settings() -> None:
+    def tiers(**tiers: str) -> dict[str, str]:
+        return GatewaySettings(
+            schedulers=("a",), model="m", slo={"chat": SloClass()}, service_tiers=tiers
+        ).service_tiers
+
+    assert tiers() == {"flex": "batch"}
+    assert tiers(priority="chat") == {"flex": "batch", "priority": "chat"}
+    assert tiers(flex="chat") == {"flex": "chat"}
+    with pytest.raises(ValidationError, match="service_tiers: priority: unknown SLO class 'x'; known: batch, chat"):
+        tiers(priority="x")
+    with pytest.raises(ValidationError, match="unknown tier 'default'; expected one of flex, priority, scale"):
+        tiers(default="batch")
+
+
+# Limits
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_the_length_of_a_body_is_limited(declared: bool) -> None:
+    async with Client(App()) as client:
+        response = await client.ask(content=b"x" * 1100 if declared else chunks(11))
+        assert error_of(response) == (413, "body_too_large")
+        assert (await client.ask(content=chunks(10))).text.endswith(" 1000")
+
+
+async def test_of_a_burst_as_many_pass_as_may_wait_and_the_others_are_refused_at_once() -> None:
+    app = App()
+    app.go.clear()
+    async with Client(app, max_queued_jobs=64) as client:
+        running = [client.starts() for _ in range(200)]
+        await until(lambda: sum(task.done() for task in running) == 136, 30)
+        assert app.open == 64
+        refused = [task.result() for task in running if task.done()]
+        assert {response.status_code for response in refused} == {429}
+        assert all("retry-after" in response.headers for response in refused)
         assert (await client.get("/v1/models")).status_code == 200
         app.go.set()
-        assert {(await post).status_code for post in posts} == {200, 429}
-        assert (await client.post("/v1/completions", json={})).status_code == 200
+        assert {(await task).status_code for task in running} == {200, 429}
+        assert (await client.ask()).status_code == 200
 
 
 @pytest.mark.parametrize(
     ("body", "jobs"),
     [({"n": 5000}, 5000), ({"prompt": ["a"] * 1000}, 1000), ({"prompt": [[1, 2]] * 40, "n": "30"}, 1200)],
 )
-async def test_a_body_of_too_many_jobs_is_a_400_that_says_how_many(body: dict[str, Any], jobs: int) -> None:
+async def test_a_body_of_too_many_jobs_is_a_400_with_both_numbers(body: dict[str, Any], jobs: int) -> None:
     app = App()
-    async with edge(app, max_body_bytes=100_000, max_queued_jobs=1000) as client:
-        answer = await client.post("/v1/completions", json=body)
-        assert answer.status_code == 400
-        assert f"{jobs} answers" in answer.json()["error"]["message"]
-        assert "128" in answer.json()["error"]["message"]
-        assert app.calls == 0
-
-
-async def test_a_body_counts_as_the_jobs_that_it_asks_for() -> None:
-    app = Holding()
-    async with edge(app, max_queued_jobs=10) as client:
-        first = asyncio.create_task(client.post("/v1/completions", json={"prompt": ["a", "b"], "n": 4}))
-        await until(lambda: app.calls == 1)
-        assert (await client.post("/v1/completions", json={"n": 3})).status_code == 429
-        second = asyncio.create_task(client.post("/v1/completions", json={"n": 2}))
-        await until(lambda: app.calls == 2)
-        app.go.set()
-        assert (await first).status_code == (await second).status_code == 200
-        assert (await client.post("/v1/completions", json={"n": 10})).status_code == 200
-
-
-async def test_of_several_callers_none_takes_all_the_room() -> None:
-    app = Holding()
-    (greedy, one), (other, two) = create_key("greedy"), create_key("other")
-    async with edge(app, keys=(one, two), max_queued_jobs=10) as client:
-
-        def ask(secret: str) -> "asyncio.Task[httpx.Response]":
-            return asyncio.create_task(
-                client.post("/v1/completions", json={}, headers={"Authorization": f"Bearer {secret}"})
-            )
-
-        many = [ask(greedy) for _ in range(10)]
-        await until(lambda: sum(post.done() for post in many) == 5)
-        refused = [post.result() for post in many if post.done()]
-        assert {answer.status_code for answer in refused} == {429}
-        assert "'greedy'" in refused[0].json()["error"]["message"]
-        welcome = [ask(other) for _ in range(5)]
-        await until(lambda: app.calls == 10)
-        app.go.set()
-        assert {(await post).status_code for post in welcome} == {200}
-        assert [(await post).status_code for post in many].count(200) == 5
-
-
-def test_of_several_callers_none_takes_all_the_room_for_tokens() -> None:
-    settings = GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="demo", max_queued_tokens=1000)
-    admission = Admissions(settings, ("greedy", "modest")).for_class("default")
-    seats = [admission.admit("greedy").start_job(120) for _ in range(4)]
-    for _ in range(2):
-        with pytest.raises(
-            Busy, match="480 prompt tokens of 'greedy' are waiting and this job adds 120; its share is 500"
-        ) as refused:
-            admission.admit("greedy").start_job(120)
-        assert refused.value.retry_after_s
-    big = admission.admit("modest").start_job(515)  # its first one may be over the share
-    with pytest.raises(Busy, match="995 prompt tokens are waiting"):
-        admission.admit("modest").start_job(6)
-    for seat in (*seats, big):
-        seat.leave()
-    counts = admission.counts
-    assert (counts.tokens, counts.tokens_of("greedy"), counts.tokens_of("modest")) == (0, 0, 0)
+    async with Client(app, max_body_bytes=100_000, max_queued_jobs=1000) as client:
+        response = await client.ask(json=body)
+        assert response.status_code == 400
+        message = response.json()["error"]["message"]
+        assert (f"{jobs} answers" in message, "128" in message, app.calls) == (True, True, 0)
 
 
 @pytest.mark.parametrize("declared", [True, False])
 async def test_bytes_of_bodies_are_bounded_until_the_answers_have_ended(declared: bool) -> None:
-    async def chunked() -> Any:
-        for _ in range(4):
-            yield b"x" * 100
+    app = App()
+    app.go.clear()
+    async with Client(app, max_held_bytes=1000) as client:
 
-    app = Holding()
-    async with edge(app, max_held_bytes=1000) as client:
+        def start() -> "asyncio.Task[httpx.Response]":
+            return client.starts(content=b"x" * 400 if declared else chunks(4))
 
-        def ask() -> "asyncio.Task[httpx.Response]":
-            return asyncio.create_task(client.post("/v1/completions", content=b"x" * 400 if declared else chunked()))
-
-        let_in = [ask() for _ in range(2)]
-        await until(lambda: app.calls == 2)
-        refused = await ask()
-        assert refused.status_code == 429
-        assert "800 bytes are held" in refused.json()["error"]["message"]
-        assert "the limit is 1000" in refused.json()["error"]["message"]
-        assert refused.headers["retry-after"]
+        admitted = [start() for _ in range(2)]
+        await until(lambda: app.open == 2)
+        refused = await start()
+        assert (refused.status_code, bool(refused.headers["retry-after"])) == (429, True)
+        message = refused.json()["error"]["message"]
+        assert ("800 bytes are held" in message, "the limit is 1000" in message) == (True, True)
         app.go.set()
-        assert [(await post).status_code for post in let_in] == [200, 200]
-        assert (await ask()).status_code == 200
+        assert [(await task).status_code for task in (*admitted, start())] == [200, 200, 200]
 
 
-def test_of_several_callers_none_holds_all_the_bytes() -> None:
-    settings = GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="demo", max_held_bytes=1000)
-    held = Admissions(settings, ("greedy", "modest")).held_bytes
-    with held.charged("greedy") as first, held.charged("greedy") as second, held.charged("modest") as other:
-        first(400)
-        with pytest.raises(Busy, match="400 bytes of 'greedy' are held and this one has 101; its share is 500"):
-            second(101)
-        other(550)  # its first one
-        with (
-            pytest.raises(Busy, match="950 bytes are held and this one has 51; the limit is 1000"),
-            held.charged("third") as third,
-        ):
-            third(51)
-    assert held.total == 0
-    with held.charged("greedy") as alone:
-        alone(5000)  # nobody is before it
-    assert held.total == 0
-
-
-async def test_a_body_that_does_not_come_gives_its_place_back() -> None:
-    async def endless() -> Any:
+async def test_a_body_that_does_not_arrive_gives_its_place_back() -> None:
+    async def endless() -> AsyncIterator[bytes]:
         yield b"{"
         await asyncio.Event().wait()
 
-    async with edge(App(), max_queued_jobs=1, body_timeout_s=0.05) as client:
-        answer = await client.post("/v1/completions", content=endless())
-        assert answer.status_code == 408
-        assert answer.json()["error"]["code"] == "body_too_slow"
-        assert (await client.post("/v1/completions", json={})).status_code == 200
+    async with Client(App(), max_queued_jobs=1, body_timeout_s=0.05) as client:
+        assert error_of(await client.ask(content=endless())) == (408, "body_too_slow")
+        assert (await client.ask()).status_code == 200
 
 
-async def test_an_answer_of_the_application_gets_a_time_to_come_back_at() -> None:
-    async def busy(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 503, "headers": [(b"x-own", b"1")]})
-        await send({"type": "http.response.body", "body": b""})
-
-    async with edge(busy) as client:  # type: ignore[arg-type]
-        answer = await client.post("/v1/completions", json={})
-        assert int(answer.headers["retry-after"]) >= 1
-        assert answer.headers["x-own"] == "1"
+# Refusals
 
 
-@pytest.mark.parametrize("declared", [True, False])
-async def test_a_body_over_the_limit_is_refused(declared: bool) -> None:
-    async def chunks() -> Any:
-        for _ in range(11):
-            yield b"x" * 100
+@pytest.mark.parametrize("case", ["plain", "stream", "late"])
+async def test_a_refusal_for_load_is_a_429_with_a_time_unless_the_stream_has_begun(case: str) -> None:
+    async def app(_: Any, __: Any, send: Send) -> None:
+        if case == "late":
+            headers = [(b"content-type", b"text/event-stream")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        current_request.get().refusal = Overloaded("full", retry_after_s=6.2)
+        if case == "late":
+            await send({"type": "http.response.body", "body": b"data: error\n\n"})
+            return
+        kind, status = ("text/event-stream", 200) if case == "stream" else ("application/json", 429)
+        await respond(send, b'data: {"error": {}}\n\n', b"data: [DONE]\n\n", status=status, content_type=kind)
 
-    async with edge(App()) as client:
-        answer = await client.post("/v1/completions", content=b"x" * 1100 if declared else chunks())
-        assert answer.status_code == 413
-        assert answer.json()["error"]["code"] == "body_too_large"
+    async with Client(app) as client:
+        response = await client.ask()
+    if case == "late":
+        assert (response.status_code, response.text) == (200, "data: 1\n\ndata: error\n\n")
+        return
+    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+    assert case == "plain" or response.json()["error"]["code"] == "overloaded"
 
 
-async def test_a_chunked_body_within_the_limit_passes() -> None:
-    async def chunks() -> Any:
-        for _ in range(10):
-            yield b"x" * 100
+async def test_a_503_of_the_application_gets_a_time_to_retry_after() -> None:
+    async def app(_: Any, __: Any, send: Send) -> None:
+        await respond(send, status=503, x_own="1")
 
-    async with edge(App()) as client:
-        assert (await client.post("/v1/completions", content=chunks())).text == "/default/1000"
+    async with Client(app) as client:
+        response = await client.ask()
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.headers["x-own"] == "1"
 
 
-async def test_refusals_for_load_are_told_and_clients_faults_are_not() -> None:
-    told: list[tuple[str, str]] = []
-    app = Holding()
-    async with edge(app, max_queued_jobs=1) as client:
-        guarded: Any = client._transport.app  # type: ignore[attr-defined]
-        guarded.on_refused = lambda slo, code: told.append((slo, code))
-        first = asyncio.create_task(client.post("/v1/completions", json={}))
-        await until(lambda: app.calls == 1, 10)
-        second = await client.post("/v1/completions", json={}, headers={"X-Polyphase-Slo": "chat"})
-        unknown = await client.post("/v1/completions", json={}, headers={"X-Polyphase-Slo": "none"})
+async def test_refusals_for_load_are_reported_and_clients_faults_are_not() -> None:
+    reported: list[tuple[str, str]] = []
+    app = App()
+    app.go.clear()
+    async with Client(app, max_queued_jobs=1) as client:
+        client.edge.on_refused = lambda slo, code: reported.append((slo, code))
+        first = client.starts()
+        await until(lambda: app.open == 1)
+        second = await client.ask(headers={"X-Polyphase-Slo": "chat"})
+        unknown = await client.ask(headers={"X-Polyphase-Slo": "none"})
         app.go.set()
         assert ((await first).status_code, second.status_code, unknown.status_code) == (200, 429, 400)
-    assert told == [("chat", "busy")]
+    assert reported == [("chat", "busy")]
 
 
-@pytest.mark.parametrize(
-    ("tier", "headers", "slo"),
-    [
-        ("flex", {}, "batch/flex"),
-        ("priority", {}, "chat/priority"),
-        ("auto", {}, "default/default"),
-        ("default", {}, "default/default"),
-        (None, {}, "default/"),
-        ("flex", {"X-Polyphase-Slo": "chat"}, "chat/"),
-        ("nonsense", {"X-Polyphase-Slo": "chat"}, "chat/"),
-    ],
-)
-async def test_a_service_tier_names_a_class_unless_a_header_does(tier: Any, headers: dict[str, str], slo: str) -> None:
-    async def named(scope: Any, receive: Any, send: Any) -> None:
-        who = current_request.get()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": f"{who.slo}/{who.tier}".encode()})
+# Slow readers
 
-    async with edge(named, service_tiers={"priority": "chat"}) as client:  # type: ignore[arg-type]
-        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
-            answer = await client.post(path, json={"service_tier": tier}, headers=headers)
-            assert (answer.status_code, answer.text) == (200, slo)
-        anthropic = {"service_tier": "standard_only"}  # another API's tiers
-        assert (await client.post("/v1/messages", json=anthropic)).text == "default/"
+PART = b"x" * 65_536
 
 
-async def test_a_service_tier_that_stands_for_no_class_is_named() -> None:
-    async with edge(App()) as client:
-        for tier in ("priority", "turbo", 3, ["flex"]):
-            answer = await client.post("/v1/completions", json={"service_tier": tier})
-            assert answer.status_code == 400
-            said = answer.json()["error"]["message"]
-            assert said == f"unknown service_tier {tier!r}; known: auto, default, flex"
-        huge = await client.post("/v1/completions", json={"service_tier": "x" * 500})
-        assert len(huge.json()["error"]["message"]) < 150
+class Parts:
+    """Answers with so many parts, as fast as the connection accepts them."""
+
+    def __init__(self, parts: int) -> None:
+        self.parts, self.began, self.ended = parts, 0, 0
+
+    async def __call__(self, _: Any, __: Any, send: Send) -> None:
+        self.began += 1
+        await respond(send, *[PART] * self.parts)
+        self.ended += 1
 
 
-async def test_a_key_has_its_own_class_by_the_usual_tiers_and_no_class_that_it_may_not_use() -> None:
-    secret, key = create_key("team")
-    headers = {"Authorization": f"Bearer {secret}"}
-    async with edge(App(), keys=(replace(key, slo="chat", classes=("chat",)),)) as client:
-        usual = await client.post("/v1/completions", json={"service_tier": "auto"}, headers=headers)
-        assert usual.text.startswith("team/chat/")
-        answer = await client.post("/v1/completions", json={"service_tier": "flex"}, headers=headers)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "slo_class_not_allowed")
+async def connected(port: int) -> socket.socket:
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(raw, ("127.0.0.1", port))
+    await loop.sock_sendall(raw, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+    return raw
 
 
-async def test_what_a_tier_lets_wait_takes_no_room_of_others() -> None:
-    room = asyncio.Event()
-
-    async def waits(scope: Any, receive: Any, send: Any) -> None:
-        await room.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    async with edge(waits, max_queued_jobs=1, max_delayed_jobs=2) as client:  # type: ignore[arg-type]
-        flexible = [asyncio.create_task(client.post("/v1/completions", json={"service_tier": "flex"})) for _ in "ab"]
-        guarded = client._transport.app  # type: ignore[attr-defined]
-        await until(lambda: guarded.admission.for_class("batch").counts.jobs == 2)
-        usual = asyncio.create_task(client.post("/v1/completions", json={}))
-        await until(lambda: guarded.admission.for_class("default").counts.jobs == 1)
-        assert guarded.admission.for_class("batch") is not guarded.admission.for_class("default")
-        room.set()
-        assert [(await task).status_code for task in (*flexible, usual)] == [200, 200, 200]
-        assert guarded.admission.jobs == 0
-    async with edge(waits, max_queued_jobs=2, max_delayed_jobs=1) as client:  # type: ignore[arg-type]
-        assert (await client.post("/v1/completions", json={"service_tier": "flex", "n": 2})).status_code == 400
-        assert client._transport.app.admission.jobs == 0  # type: ignore[attr-defined]
+@pytest.mark.parametrize("parts", [500, 1])  # an unfinished answer, and a whole one in the buffer
+async def test_the_connection_of_a_client_that_does_not_read_is_closed(parts: int) -> None:
+    app = Parts(parts)
+    async with listening(app, lifespan="off", write_timeout_s=0.2) as server:
+        server.buffer_little(4096)
+        with await connected(server.port):
+            await until(lambda: app.began == 1)
+            state = server.server.server_state
+            await until(lambda: not state.connections and not state.tasks)
 
 
-@pytest.mark.parametrize(
-    ("tiers", "error"),
-    [
-        ({"priority": "chat"}, "service_tiers: priority: unknown SLO class 'chat'; known: batch, default"),
-        ({"default": "batch"}, "unknown tier 'default'; expected one of flex, priority, scale"),
-    ],
-)
-def test_what_the_settings_may_not_say(tiers: dict[str, str], error: str) -> None:
-    with pytest.raises(ValidationError, match=error):
-        GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="demo", service_tiers=tiers)
+async def test_a_slow_reader_gets_its_answer() -> None:
+    app = Parts(6)
+    async with listening(app, lifespan="off", write_timeout_s=0.3) as server:
+        with await connected(server.port) as raw:
+            size = 0
+            while size < 6 * len(PART):
+                size += len(await asyncio.get_running_loop().sock_recv(raw, 16_384))
+                await asyncio.sleep(0.015)
+    assert app.ended == 1
 
 
-def test_flex_is_batch_unless_the_settings_say_else() -> None:
-    def tiers(**said: str) -> dict[str, str]:
-        slo = {"chat": SloClass()}
-        return GatewaySettings(schedulers=("a",), model="demo", slo=slo, service_tiers=said).service_tiers
+async def test_a_gateway_leaves_before_a_signal_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gateway.app as gateway
 
-    assert tiers() == {"flex": "batch"}
-    assert tiers(priority="chat") == {"flex": "batch", "priority": "chat"}
-    assert tiers(flex="chat") == {"flex": "chat"}
+    order: list[str] = []
+
+    @asynccontextmanager
+    async def running(*_: Any) -> AsyncIterator[Any]:
+        app = App()
+        app.app = SimpleNamespace(state=SimpleNamespace())
+        yield app
+        order.append("leave")
+
+    monkeypatch.setattr(gateway, "running", running)
+    monkeypatch.setattr(gateway, "settle", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda *_: order.append("signal"))
+    settings = GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="demo", port=free_port(), lean_streams=False)
+    try:
+        await asyncio.wait_for(gateway.serve(settings), 20)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert order == ["leave", "signal"]
 
 
-VLLM = {"model_name": "m", "engine": "0"}
+# Metrics
+
+
+class Metrics:
+    """A gateway's metrics, with a clock for jobs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.registry = CollectorRegistry()
+        self.metrics = GatewayMetrics("m", self.registry)
+        self.monkeypatch = monkeypatch
+
+    def vllm(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"vllm:{name}", {"model_name": "m", "engine": "0", **labels})
+
+    def slo(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"polyphase_{name}", {"slo": "default", **labels})
+
+    def step(self, job: Job, now_s: float, count: int) -> None:
+        """The job gets so many tokens at that time."""
+        self.monkeypatch.setattr("gateway.job.time", SimpleNamespace(time=lambda: now_s))
+        job.accept(TokenStep([1] * count))
+
+    def end(self, job: Job, outcome: str = "stop") -> None:
+        job.phase = Phase.COMPLETED if outcome == "stop" else Phase.FAILED
+        self.metrics.ended(job, job.report(outcome))
 
 
 @pytest.fixture
-def registry() -> CollectorRegistry:
-    return CollectorRegistry()
+def metrics(monkeypatch: pytest.MonkeyPatch) -> Metrics:
+    return Metrics(monkeypatch)
 
 
-def test_gaps_are_counted_at_their_bound() -> None:
+def new_job() -> Job:
+    return make_job([1] * 100, 50)[0]
+
+
+def test_a_gap_is_counted_in_the_first_bucket_that_holds_it() -> None:
     gaps = Gaps()
     for gap_s in (0.0, 0.01, 0.0100001, 80.0, 81.0, -1.0):
         gaps.add(gap_s)
-    found = dict(gaps.cumulative())
-    assert (found["0.01"], found["0.025"], found["80.0"], found["+Inf"]) == (3, 4, 5, 6)
-    assert len(found) == len(GAP_BOUNDS_S) + 1
+    buckets = dict(gaps.cumulative())
+    assert (buckets["0.01"], buckets["0.025"], buckets["80.0"], buckets["+Inf"]) == (3, 4, 5, 6)
+    assert len(buckets) == len(GAP_BOUNDS_S) + 1
 
 
-def test_tokens_count_when_they_come_and_once_at_the_end(
-    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    metrics, job, waiting = GatewayMetrics("m", registry), make_job("j"), make_job("k")
-    job.gaps = metrics.requests.gaps
-    metrics.requests.open = lambda: [job, waiting]
-
-    def read(name: str, **labels: str) -> float | None:
-        return registry.get_sample_value(name, {**VLLM, **labels})
+def test_tokens_count_when_they_arrive_and_once_at_the_end(metrics: Metrics) -> None:
+    job, waiting, requests = new_job(), new_job(), metrics.metrics.requests
+    job.gaps, requests.open = requests.gaps, lambda: [job, waiting]
 
     def figures() -> tuple[float | None, ...]:
-        gaps = "vllm:inter_token_latency_seconds"
-        counts = [read(f"vllm:{name}_tokens_total") for name in ("prompt", "generation")]
-        return (*counts, read(f"{gaps}_count"), read(f"{gaps}_sum"))
+        names = ("prompt_tokens_total", "generation_tokens_total")
+        gaps = ("inter_token_latency_seconds_count", "inter_token_latency_seconds_sum")
+        return tuple(metrics.vllm(name) for name in (*names, *gaps))
 
     assert figures() == (0, 0, 0, 0)
-    for now, tokens in ((100.0, [1]), (100.5, [2, 3]), (100.75, [4])):
-        monkeypatch.setattr("gateway.job.time", SimpleNamespace(time=lambda now=now: now))
-        job.accept(TokenStep(tokens))
+    for now_s, count in ((100.0, 1), (100.5, 2), (100.75, 1)):
+        metrics.step(job, now_s, count)
     assert figures() == (100, 4, 2, 0.75)
-    job.phase = Phase.COMPLETED
-    metrics.requests.open = lambda: [waiting]
-    metrics.ended(job, job.report("stop"))
+    requests.open = lambda: [waiting]
+    metrics.end(job)
     assert figures() == (100, 4, 2, 0.75)
-    assert read("vllm:inter_token_latency_seconds_bucket", le="0.3") == 1
-    assert read("vllm:request_decode_time_seconds_sum") == 0.75
-    assert read("vllm:request_generation_tokens_sum") == 4
-    slo = {"slo": "default"}
-    assert registry.get_sample_value("polyphase_longest_gap_seconds_sum", slo) == 0.5
-    assert registry.get_sample_value("polyphase_slo_missed_total", {**slo, "target": "itl"}) == 1
+    assert metrics.vllm("inter_token_latency_seconds_bucket", le="0.3") == 1
+    assert metrics.vllm("request_decode_time_seconds_sum") == 0.75
+    assert metrics.vllm("request_generation_tokens_sum") == 4
+    assert metrics.slo("longest_gap_seconds_sum") == 0.5
+    assert metrics.slo("slo_missed_total", target="itl") == 1
 
 
-def test_gaps_between_deliveries_are_counted_against_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = make_job("j")
-    for now, tokens in ((100.0, [1]), (100.125, [2, 3]), (100.625, [4]), (100.75, [5]), (101.125, [6])):
-        monkeypatch.setattr("gateway.job.time", SimpleNamespace(time=lambda now=now: now))
-        job.accept(TokenStep(tokens))
+def test_gaps_between_deliveries_are_compared_with_the_target(metrics: Metrics) -> None:
+    job = new_job()
+    for now_s, count in ((100.0, 1), (100.125, 2), (100.625, 1), (100.75, 1), (101.125, 1)):
+        metrics.step(job, now_s, count)
     timeline = job.timeline
     assert (timeline.itl_s, timeline.gaps, timeline.gaps_over) == (0.25, 4, 2)
     assert (timeline.longest_gap_s, timeline.longest_gap_at_s, timeline.longest_gap_after) == (0.5, 100.625, 3)
@@ -515,71 +461,55 @@ def test_gaps_between_deliveries_are_counted_against_the_target(monkeypatch: pyt
     job.ended("stop")
     report = job.report("stop")
     assert (report.longest_gap_s, report.gaps, report.gaps_over, report.slo_met) == (0.5, 4, 2, False)
+    streamed = new_job()
+    streamed.streamed = True
+    for now_s, leaving in ((100.0, 1), (100.125, 0), (100.25, 2), (100.75, 1)):
+        metrics.step(streamed, now_s, 1)
+        if leaving:
+            streamed.delivered(leaving)
+    assert (streamed.timeline.gaps, streamed.timeline.gaps_over) == (2, 1), "tokens of one event share its gap"
+    assert (streamed.timeline.longest_gap_s, streamed.timeline.longest_gap_after) == (0.5, 3)
 
 
-def test_tokens_that_wait_for_an_event_share_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = make_job("j")
-    job.streamed = True
-    for now, leaves in ((100.0, 1), (100.125, 0), (100.25, 2), (100.75, 1)):
-        monkeypatch.setattr("gateway.job.time", SimpleNamespace(time=lambda now=now: now))
-        job.accept(TokenStep([1]))
-        if leaves:
-            job.delivered(leaves)
-    assert (job.timeline.gaps, job.timeline.gaps_over) == (2, 1)
-    assert (job.timeline.longest_gap_s, job.timeline.longest_gap_after) == (0.5, 3)
-
-
-def test_of_several_answers_the_longest_is_counted_when_all_have_ended(registry: CollectorRegistry) -> None:
+def test_of_several_answers_the_longest_is_counted_when_all_have_ended(metrics: Metrics) -> None:
     class Parent:
         n = 3
 
-    metrics, parent, name = GatewayMetrics("m", registry), Parent(), "vllm:request_max_num_generation_tokens"
+    parent = Parent()
     for tokens, counted in ((5, 0), (9, 0), (2, 1)):
-        job = make_job(str(tokens))
-        job.siblings, job.phase = parent, Phase.COMPLETED
+        job = new_job()
+        job.siblings = parent
         job.accept(TokenStep([1] * tokens, "stop"))
-        metrics.ended(job, job.report("stop"))
-        assert registry.get_sample_value(f"{name}_count", VLLM) == counted
-    assert registry.get_sample_value(f"{name}_sum", VLLM) == 9
-    assert registry.get_sample_value("vllm:request_params_n_sum", VLLM) == 3
-    assert registry.get_sample_value("vllm:request_generation_tokens_count", VLLM) == 3
+        metrics.end(job)
+        assert metrics.vllm("request_max_num_generation_tokens_count") == counted
+    assert metrics.vllm("request_max_num_generation_tokens_sum") == 9
+    assert metrics.vllm("request_params_n_sum") == metrics.vllm("request_generation_tokens_count") == 3
 
 
-def test_what_a_job_missed_is_told_by_target(registry: CollectorRegistry) -> None:
-    metrics = GatewayMetrics("m", registry)
-    metrics.begin_classes(["default"])
-    late, slow, fine, failed = (make_job(name) for name in ("late", "slow", "fine", "failed"))
-    for job, first_s, last_s in ((late, 3.0, 3.1), (slow, 1.0, 9.0), (fine, 1.0, 1.1), (failed, 1.0, 1.1)):
+def test_missed_targets_are_counted_apart(metrics: Metrics) -> None:
+    metrics.metrics.begin_classes(["default"])
+    for first_s, last_s, outcome in ((3.0, 3.1, "stop"), (1.0, 9.0, "stop"), (1.0, 1.1, "stop"), (1.0, 1.1, "lost")):
+        job = new_job()
         job.tokens = [1, 2]
         job.timeline.first_token_s = job.timeline.arrived_s + first_s
         job.timeline.last_token_s = job.timeline.arrived_s + last_s
-        job.phase = Phase.FAILED if job is failed else Phase.COMPLETED
-        metrics.ended(job, job.report("peer_lost" if job is failed else "stop"))
-    missed = {
-        target: registry.get_sample_value("polyphase_slo_missed_total", {"slo": "default", "target": target})
-        for target in ("ttft", "tpot", "answer")
-    }
-    assert missed == {"ttft": 1, "tpot": 1, "answer": 1}
-    met = [
-        registry.get_sample_value("polyphase_slo_requests_total", {"slo": "default", "met": m}) for m in ("yes", "no")
-    ]
-    assert met == [1, 3]
+        metrics.end(job, outcome)
+    assert [metrics.slo("slo_missed_total", target=target) for target in ("ttft", "tpot", "answer")] == [1, 1, 1]
+    assert [metrics.slo("slo_requests_total", met=met) for met in ("yes", "no")] == [1, 3]
 
 
-async def test_every_answer_is_counted_at_the_edge_refusals_too(registry: CollectorRegistry) -> None:
-    metrics = GatewayMetrics("m", registry)
-    async with edge(App(), metrics=metrics) as client:
-        await client.post("/v1/completions", content=b"x")
-        await client.post("/v1/completions", content=b"x" * 5000)
+async def test_all_responses_of_the_edge_are_counted(metrics: Metrics) -> None:
+    async with Client(App(), metrics=metrics.metrics) as client:
+        await client.ask(content=b"x")
+        await client.ask(content=b"x" * 5000)
         await client.get("/v1/completions/../../etc/passwd")
         await client.request("BREW", "/v1/models")
         await client.get("/health")
 
     def count(method: str, status: str, handler: str) -> float | None:
-        return registry.get_sample_value(
-            "http_requests_total", {"method": method, "status": status, "handler": handler}
-        )
+        labels = {"method": method, "status": status, "handler": handler}
+        return metrics.registry.get_sample_value("http_requests_total", labels)
 
-    assert count("POST", "2xx", "/v1/completions") == count("POST", "4xx", "/v1/completions") == 1
+    assert count("POST", "2xx", COMPLETIONS) == count("POST", "4xx", COMPLETIONS) == 1
     assert count("GET", "2xx", "none") == count("other", "2xx", "/v1/models") == 1
-    assert registry.get_sample_value("http_request_duration_highr_seconds_count") == 4
+    assert metrics.registry.get_sample_value("http_request_duration_highr_seconds_count") == 4

@@ -1,8 +1,8 @@
-"""Predictions of lengths: when they arrive, which replica is called, and predictors beside instances."""
+"""Predictions of lengths: when they arrive, which replica gets the request, and predictors beside instances."""
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
@@ -12,365 +12,290 @@ from pydantic import ValidationError
 from gateway.job import Job
 from gateway.lengths import ASIDE_S, MAX_CALLS, Replica, Replicas
 from gateway.settings import GatewaySettings
-from shared.domain.job import ends_of
+from shared.domain.job import Slo, ends_of
 from shared.errors import Busy, DeadlineExceeded, NotConnected, PolyphaseError, WrongRole
-from tests.gateway.cluster import Cluster, make_job, running_cluster
-from tests.gateway.predictors import LONG_S, PROMPT, Predictor, placement_s, run, served, until_asked
-from tests.gateway.rude_predictor import SOURCE, rude_predictor
+from shared.timeline import Span
+from tests.gateway.cluster import Cluster, Predictor, make_job, running_cluster, until
+from tests.gateway.processes import processes, run_predictor
 from tests.ports import free_address
+
+PROMPT = list(range(1000))
+LONG_S = 20.0  # no test that passes waits so long
 
 
 @asynccontextmanager
-async def cluster_and_predictor(**changes: object) -> AsyncIterator[tuple[Cluster, Predictor]]:
-    address, predictor = free_address(), Predictor()
-    async with served(predictor, address), running_cluster(predictors=(address,), **changes) as cluster:
-        yield cluster, predictor
+async def cluster_and_predictors(count: int = 1, **changes: Any) -> AsyncIterator[tuple[Cluster, list[Predictor]]]:
+    """The predictors are replicas."""
+    predictors, addresses = [Predictor() for _ in range(count)], tuple(free_address() for _ in range(count))
+    async with AsyncExitStack() as stack:
+        for predictor, address in zip(predictors, addresses, strict=True):
+            await stack.enter_async_context(predictor.serving(address))
+        settings = {"predictors": addresses, "predict_timeout_s": 10 * LONG_S, **changes}
+        yield await stack.enter_async_context(running_cluster(**settings)), predictors
+
+
+async def run(cluster: Cluster, max_tokens: int = 4, ttft_s: float = 2 * LONG_S, **changes: Any) -> Job:
+    return await cluster.completes(max_tokens, PROMPT, slo=Slo(ttft_s=ttft_s), **changes)
 
 
 async def run_until_answered(cluster: Cluster) -> None:
     """A job whose prompt takes as long as its prediction."""
     job, _ = make_job(PROMPT, 4)
-
-    async def computing(count: int) -> None:
-        while job.prediction is None:
-            await asyncio.sleep(0.001)
-
-    cluster.prefill.before_token = computing
+    cluster.prefill.before_token = lambda _: until(lambda: job.prediction)
     async with asyncio.timeout(LONG_S):
         await cluster.pipeline.run(job)
     cluster.prefill.before_token = None
+
+
+def placement_s(job: Job) -> float:
+    (placement,) = [span for span in job.timeline.spans if span.span is Span.PLACEMENT]
+    return placement.ended_s - placement.started_s
 
 
 def placed_with(cluster: Cluster) -> list[bool]:
     return [place.job.prediction is not None for place in cluster.places]
 
 
-async def test_the_first_placement_has_what_a_quick_classifier_says() -> None:
-    async with cluster_and_predictor(predict_wait_s=LONG_S) as (cluster, predictor):
-        await run_until_answered(cluster)  # nobody knows yet that it pays to wait
+async def test_placement_waits_for_a_quick_classifier() -> None:
+    async with cluster_and_predictors(predict_wait_s=LONG_S) as (cluster, (predictor,)):
+        await run_until_answered(cluster)  # the gateway does not know yet that waiting pays
         job = await run(cluster)
         assert placed_with(cluster)[-1]
-        request = predictor.asked[-1]
-        assert (request.prompt_token_ids, request.prompt_tokens) == (ends_of(PROMPT), len(PROMPT))
-        assert request.max_tokens == 4
+        request = predictor.requests[-1]
+        expected = (ends_of(PROMPT), len(PROMPT), 4)
+        assert (request.prompt_token_ids, request.prompt_tokens, request.max_tokens) == expected
         assert cluster.prefill.prefills[-1].job.prediction == job.prediction
-        (decided,) = [one for one in job.timeline.decisions if one.kind == "prediction"]
-        assert decided.chosen == "400 tokens or more"
-        assert decided.reasons[0].what == "classifier"
+        (decision,) = [each for each in job.timeline.decisions if each.kind == "prediction"]
+        assert (decision.chosen, decision.reasons[0].what) == ("400 tokens or more", "classifier")
 
 
-async def test_what_comes_later_is_told_to_the_prefill_under_way_and_to_decode() -> None:
-    async with cluster_and_predictor(predict_timeout_s=10 * LONG_S) as (cluster, predictor):
+@pytest.mark.parametrize("during", ["prefill", "decode", "decode of a local job"])
+async def test_a_later_prediction_is_sent_to_the_instance_at_work(during: str) -> None:
+    async with cluster_and_predictors() as (cluster, (predictor,)):
         predictor.go.clear()
-        told = asyncio.Event()
+        prefill, decode = cluster.prefill, cluster.decodes[0]
+        worker = prefill if during == "prefill" else decode
 
-        async def computing(count: int) -> None:
+        async def computing(_: int) -> None:
             predictor.go.set()
-            await told.wait()
+            await until(lambda: worker.predictions)
 
-        cluster.prefill.before_token = computing
-        task = asyncio.create_task(run(cluster))
-        async with asyncio.timeout(LONG_S):
-            while not cluster.prefill.told:
-                await asyncio.sleep(0.005)
-        told.set()
-        await task
-        (said,) = cluster.prefill.told
-        assert said.transfer_id == cluster.prefill.prefills[0].transfer_id
-        assert said.prediction.lower_tokens == 400
-        assert cluster.prefill.prefills[0].job.prediction is None
-        assert cluster.decodes[0].decodes[0].job.prediction == said.prediction
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["after its prefill", "where all is computed"])
-async def test_what_comes_after_the_prefill_is_told_to_decode_alone(whole: bool) -> None:
-    async with cluster_and_predictor(predict_timeout_s=10 * LONG_S) as (cluster, predictor):
-        predictor.go.clear()
-        decode = cluster.decodes[0]
-
-        async def decoding(count: int) -> None:
-            predictor.go.set()
-            async with asyncio.timeout(LONG_S):
-                while not decode.told:
-                    await asyncio.sleep(0.005)
-
-        decode.before_token = decoding
-        job, _ = make_job(PROMPT, 4, local_only=whole)
-        async with asyncio.timeout(LONG_S):
-            await cluster.pipeline.run(job)
-        (said,) = decode.told
-        assert (said.job_id, said.prediction.lower_tokens) == (job.spec.job_id, 400)
+        worker.before_token = computing
+        job = await run(cluster, local_only="local" in during)
+        (message,) = worker.predictions
+        assert message.prediction.lower_tokens == 400
+        if during == "prefill":
+            assert message.transfer_id == prefill.prefills[0].transfer_id
+            assert prefill.prefills[0].job.prediction is None
+            assert decode.decodes[0].job.prediction == message.prediction
+            return
+        assert message.job_id == job.spec.job_id
         assert decode.decodes[0].job.prediction is None
-        if not whole:
-            await cluster.prefill.releases(1)  # by the same connection, after all that was sent
-        assert not cluster.prefill.told
+        if during == "decode":
+            await prefill.releases(1)  # on the same connection, after all messages
+        assert not prefill.predictions
 
 
-@pytest.mark.parametrize(("source", "takes_s", "wait_s"), [("observed", 0.0, LONG_S), ("classifier", 1.5, 1.0)])
-async def test_placement_waits_for_no_answer_that_does_not_pay(source: str, takes_s: float, wait_s: float) -> None:
-    """One that says what schedulers know themselves, and a classifier that is slower than the wait."""
-    async with cluster_and_predictor(predict_wait_s=wait_s, predict_timeout_s=10 * LONG_S) as (cluster, predictor):
+@pytest.mark.parametrize(("source", "takes_s", "wait_s"), [("observed", 0.0, LONG_S), ("classifier", 0.6, 0.3)])
+async def test_placement_does_not_wait_for_an_answer_that_does_not_pay(
+    source: str, takes_s: float, wait_s: float
+) -> None:
+    """A source that schedulers know themselves, and a classifier that is slower than the wait."""
+    async with cluster_and_predictors(predict_wait_s=wait_s) as (cluster, (predictor,)):
         predictor.source, predictor.takes_s = source, takes_s
         await run_until_answered(cluster)
         predictor.go.clear()
         job = await run(cluster)
         assert not placed_with(cluster)[-1]
-        assert placement_s(job) < 0.9
+        assert placement_s(job) < 0.25
 
 
-async def test_one_that_hangs_of_a_sudden_costs_a_moment_and_then_nothing() -> None:
-    async with cluster_and_predictor(predict_wait_s=0.25, predict_timeout_s=2.0) as (cluster, predictor):
+async def test_a_predictor_that_hangs_is_waited_for_once() -> None:
+    async with cluster_and_predictors(predict_wait_s=0.25, predict_timeout_s=2.0) as (cluster, (predictor,)):
         await run_until_answered(cluster)
         predictor.go.clear()
-        waited = []
-        for _ in range(6):
-            waited.append(placement_s(await run(cluster)))
-        assert waited[0] > 0.2
-        assert max(waited[1:]) < 0.2
+        waits = [placement_s(await run(cluster)) for _ in range(4)]
+        assert waits[0] > 0.2
+        assert max(waits[1:]) < 0.2
 
 
-async def test_calls_are_bounded_in_number_and_end_with_their_jobs() -> None:
-    async with cluster_and_predictor(predict_timeout_s=10 * LONG_S) as (cluster, predictor):
+@pytest.mark.parametrize("predict", ["parallel", "sequential"])
+async def test_calls_are_bounded_in_number_and_end_with_their_jobs(predict: str) -> None:
+    async with cluster_and_predictors(predict=predict) as (cluster, (predictor,)):
         predictor.go.clear()
-        cluster.prefill.before_token = lambda _: asyncio.get_running_loop().create_future()
-        tasks = [asyncio.create_task(run(cluster)) for _ in range(MAX_CALLS + 20)]
-        await until_asked(predictor, MAX_CALLS)
-        async with asyncio.timeout(LONG_S):
-            while len(cluster.prefill.prefills) < len(tasks):
-                await asyncio.sleep(0.005)
-        assert len(predictor.asked) == MAX_CALLS
-        for task in tasks:
+        cluster.prefill.hang_at(0)
+        running = [asyncio.create_task(run(cluster)) for _ in range(MAX_CALLS)]
+        await until(lambda: len(predictor.requests) == MAX_CALLS)
+        cluster.prefill.before_token = None
+        assert placement_s(await run(cluster)) < 2.0  # in sequential mode it does not wait, either
+        assert len(predictor.requests) == MAX_CALLS
+        for task in running:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        async with asyncio.timeout(LONG_S):
-            while predictor.ended < MAX_CALLS:
-                await asyncio.sleep(0.005)
+        await asyncio.gather(*running, return_exceptions=True)
+        await until(lambda: predictor.ended == MAX_CALLS)
 
 
-@pytest.mark.parametrize("refuse", [Busy("too many"), ValueError("a bug")])
-async def test_a_refusal_or_a_crash_is_no_fault_of_the_job(refuse: Exception) -> None:
-    async with cluster_and_predictor() as (cluster, predictor):
+@pytest.mark.parametrize("predict", ["parallel", "sequential"])
+@pytest.mark.parametrize("refuse", [Busy("too many"), ValueError("a bug"), None], ids=["busy", "crash", "not there"])
+async def test_a_failed_prediction_holds_no_job_up(refuse: Exception | None, predict: str) -> None:
+    settings = {"predict": predict, "predict_timeout_s": LONG_S if refuse else 0.3}
+    if refuse is None:
+        settings["predictors"] = (free_address(),)
+    async with cluster_and_predictors(**settings) as (cluster, (predictor,)):
         predictor.refuse = refuse
         job = await run(cluster)
         assert (job.prediction, job.attempt) == (None, 1)
+        assert placement_s(job) < 2.0
 
 
-async def test_one_that_is_not_there_is_no_fault_of_the_job() -> None:
-    async with running_cluster(predictors=(free_address(),)) as cluster:
-        assert (await run(cluster)).prediction is None
-
-
-async def test_one_token_needs_no_prediction() -> None:
-    async with cluster_and_predictor() as (cluster, predictor):
+async def test_an_answer_of_one_token_needs_no_prediction() -> None:
+    async with cluster_and_predictors() as (cluster, (predictor,)):
         await run(cluster, max_tokens=1)
         await run_until_answered(cluster)
-        assert [one.max_tokens for one in predictor.asked] == [4]
+        assert [request.max_tokens for request in predictor.requests] == [4]
 
 
-async def test_before_placement_it_is_waited_for_however_slow_it_has_been() -> None:
-    async with cluster_and_predictor(predict="sequential", predict_timeout_s=LONG_S) as (cluster, predictor):
+async def test_sequential_placement_waits_for_each_answer() -> None:
+    async with cluster_and_predictors(predict="sequential", predict_timeout_s=LONG_S) as (cluster, (predictor,)):
         predictor.takes_s = 0.05
-        for source in ("classifier", "observed"):
-            predictor.source = source
+        for predictor.source in ("classifier", "observed"):
             job = await run(cluster)
             assert placed_with(cluster)[-1]
             assert cluster.prefill.prefills[-1].job.prediction == job.prediction
 
 
-async def test_before_placement_one_that_hangs_costs_its_deadline_and_no_more() -> None:
-    async with cluster_and_predictor(predict="sequential", predict_timeout_s=0.3) as (cluster, predictor):
+@pytest.mark.parametrize(("timeout_s", "ttft_s"), [(0.3, LONG_S), (LONG_S, 0.4)])
+async def test_sequential_placement_waits_for_the_timeout_and_half_of_the_target(
+    timeout_s: float, ttft_s: float
+) -> None:
+    async with cluster_and_predictors(predict="sequential", predict_timeout_s=timeout_s) as (cluster, (predictor,)):
         predictor.go.clear()
-        for _ in range(2):
-            assert 0.25 < placement_s(await run(cluster)) < 2.0
-        assert placed_with(cluster) == [False, False]
+        assert 0.15 < placement_s(await run(cluster, ttft_s=ttft_s)) < 2.0
+        assert placed_with(cluster) == [False]
+        await until(lambda: predictor.ended == 1)  # the call ends with its job
 
 
-async def test_before_placement_one_that_hangs_leaves_half_of_what_is_left_of_the_target() -> None:
-    async with cluster_and_predictor(predict="sequential", predict_timeout_s=LONG_S) as (cluster, predictor):
-        predictor.go.clear()
-        assert placement_s(await run(cluster, ttft_s=0.4)) < 2.0
-        predictor.go.set()
-        await run(cluster)  # the answer that comes later ends with its job
-        assert predictor.ended == len(predictor.asked) == 2
+# Replicas
 
 
-async def test_before_placement_a_refusal_or_nobody_holds_no_job_up() -> None:
-    async with cluster_and_predictor(predict="sequential", predict_timeout_s=LONG_S) as (cluster, predictor):
-        predictor.refuse = Busy("too many")
-        assert placement_s(await run(cluster)) < 2.0
-    nobody = (free_address(),)
-    async with running_cluster(predictors=nobody, predict="sequential", predict_timeout_s=0.3) as cluster:
-        assert placement_s(await run(cluster)) < 2.0
-
-
-async def test_before_placement_who_finds_all_calls_taken_does_not_wait() -> None:
-    async with cluster_and_predictor(predict="sequential", predict_timeout_s=LONG_S) as (cluster, predictor):
-        predictor.go.clear()
-        tasks = [asyncio.create_task(run(cluster)) for _ in range(MAX_CALLS)]
-        await until_asked(predictor, MAX_CALLS)
-        assert placement_s(await run(cluster)) < 2.0
-        assert len(predictor.asked) == MAX_CALLS
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def test_one_that_runs_where_nobody_shall_be_asked_gets_no_calls() -> None:
-    async with cluster_and_predictor(predict="off", predict_wait_s=LONG_S) as (cluster, predictor):
-        jobs = [await run(cluster) for _ in range(3)]
-        assert [job.prediction for job in jobs] == [None] * 3
-        assert not predictor.asked
-
-
-class Those:
-    """Replicas `names`, all of them there at first."""
+class Some:
+    """Replicas with these names, all of them connected at first."""
 
     def __init__(self, names: str) -> None:
-        self.there = set(names)
+        self.connected = set(names)
         self.now_s = 0.0
-        self.replicas = Replicas(names, self.there.__contains__, lambda: self.now_s)
+        self.replicas = Replicas(names, self.connected.__contains__, lambda: self.now_s)
 
-    def asked(self, count: int) -> str:
-        """Who is, one after the other."""
-        found = []
+    def called(self, count: int) -> str:
+        """The names of the replicas that get so many calls, one after the other."""
+        names = []
         for _ in range(count):
             replica = self.replicas.first()
             with self.replicas.calling(replica):
-                found.append(replica.address)
-        return "".join(found)
+                names.append(replica.address)
+        return "".join(names)
 
-    def fails(self, name: str, error: PolyphaseError) -> Replica:
-        """A call to it does."""
-        replica = next(one for one in _each(self.replicas, self.there) if one.address == name)
+    def fail(self, name: str, error: PolyphaseError | None = None) -> Replica:
+        """A call to it fails."""
+        replica = next(each for each in self._in_turn() if each.address == name)
         with suppress(PolyphaseError), self.replicas.calling(replica):
-            raise error
+            raise error or Busy("")
         return replica
 
+    def _in_turn(self) -> Iterable[Replica]:
+        for _ in self.connected:
+            replica = self.replicas.first()
+            with self.replicas.calling(replica):
+                yield replica
 
-def _each(replicas: Replicas, there: set[str]) -> Iterable[Replica]:
-    """In turn, until all were seen."""
-    for _ in there:
-        replica = replicas.first()
-        with replicas.calling(replica):
-            yield replica
-
-
-def _address(replica: Replica | None) -> str:
-    return replica.address if replica else ""
+    def other(self, replica: Replica) -> str:
+        found = self.replicas.other(replica)
+        return found.address if found else ""
 
 
-def test_without_a_call_under_way_they_are_asked_in_turn() -> None:
-    assert Those("abc").asked(7) == "abcabca"
+def test_replicas_without_a_call_take_turns() -> None:
+    assert Some("abc").called(7) == "abcabca"
+    assert not Some("").replicas
 
 
-def test_the_fewest_calls_under_way_come_first() -> None:
-    those = Those("ab")
-    with those.replicas.calling(those.replicas.first()), those.replicas.calling(those.replicas.first()):
-        with those.replicas.calling(those.replicas.first()):  # a has two
-            assert those.asked(3) == "bbb"
-        assert sorted(those.asked(2)) == ["a", "b"]
+def test_the_replica_with_the_fewest_calls_comes_first() -> None:
+    some = Some("ab")
+    calling, first = some.replicas.calling, some.replicas.first
+    with calling(first()), calling(first()):
+        with calling(first()):  # a has two
+            assert some.called(3) == "bbb"
+        assert sorted(some.called(2)) == ["a", "b"]
 
 
 @pytest.mark.parametrize("error", [Busy(""), DeadlineExceeded(""), NotConnected(""), PolyphaseError("")])
-def test_one_that_failed_is_left_aside_for_a_while(error: PolyphaseError) -> None:
-    those = Those("ab")
-    those.fails("a", error)
-    assert those.asked(3) == "bbb"
-    those.now_s = ASIDE_S
-    assert set(those.asked(2)) == {"a", "b"}
+def test_a_replica_that_failed_is_avoided_for_a_while(error: PolyphaseError) -> None:
+    some = Some("ab")
+    some.fail("a", error)
+    assert some.called(3) == "bbb"
+    some.now_s = ASIDE_S
+    assert set(some.called(2)) == {"a", "b"}
 
 
-def test_one_that_is_not_there_is_asked_only_where_nobody_is() -> None:
-    those = Those("ab")
-    those.there.discard("a")
-    assert those.asked(2) == "bb"
-    those.there.discard("b")
-    assert set(those.asked(4)) == {"a", "b"}
-
-
-def test_where_all_have_failed_all_are_asked() -> None:
-    those = Those("ab")
+def test_replicas_that_are_not_connected_or_failed_are_called_where_there_is_no_other() -> None:
+    some = Some("ab")
+    some.connected.discard("a")
+    assert some.called(2) == "bb"
+    some.connected.discard("b")
+    assert set(some.called(4)) == {"a", "b"}
+    some = Some("ab")
     for name in "ab":
-        those.fails(name, Busy(""))
-    assert set(those.asked(2)) == {"a", "b"}
+        some.fail(name)
+    assert set(some.called(2)) == {"a", "b"}
 
 
-def test_the_other_one_is_one_that_is_there_and_did_not_fail() -> None:
-    those = Those("abc")
-    failed = those.fails("a", Busy(""))
-    assert _address(those.replicas.other(failed)) in {"b", "c"}
-    those.there.discard("b")
-    assert _address(those.replicas.other(failed)) == "c"
-    those.fails("c", Busy(""))
-    assert those.replicas.other(failed) is None
+def test_the_second_try_goes_to_a_replica_that_is_connected_and_did_not_fail() -> None:
+    some = Some("abc")
+    failed = some.fail("a")
+    assert some.other(failed) in {"b", "c"}
+    some.connected.discard("b")
+    assert some.other(failed) == "c"
+    some.fail("c")
+    assert some.other(failed) == ""
 
 
 def test_a_call_that_was_given_up_is_no_failure() -> None:
-    those = Those("ab")
-    replica = those.replicas.first()
-    with suppress(ValueError), those.replicas.calling(replica):
+    some = Some("ab")
+    replica = some.replicas.first()
+    with suppress(ValueError), some.replicas.calling(replica):
         raise ValueError
-    assert (replica.calls, those.asked(2)) == (0, "ba")
+    assert (replica.calls, some.called(2)) == (0, "ba")
 
 
-def test_there_may_be_none() -> None:
-    assert not Those("").replicas
+async def test_a_request_goes_to_the_replica_with_the_fewest_calls_and_again_after_a_refusal() -> None:
+    async with cluster_and_predictors(2, predict="sequential", predict_timeout_s=LONG_S) as (cluster, (first, second)):
+        while not (first.requests and second.requests):
+            await run(cluster)
+        first.go.clear()
+        pair = [asyncio.create_task(run(cluster)) for _ in range(2)]  # one at each replica
+        await asyncio.wait(pair, return_when=asyncio.FIRST_COMPLETED)
+        had = len(first.requests)
+        for _ in range(4):
+            assert (await run(cluster)).prediction is not None
+        assert len(first.requests) == had
+        first.go.set()
+        await asyncio.gather(*pair)
+        first.refuse = Busy("too many")
+        for _ in range(3):
+            assert (await run(cluster)).prediction is not None
+        assert len(first.requests) > had
 
 
-DEADLINE_S = 1.5  # longer than a call waits for a connection that was lost
+TIMEOUT_S = 1.5  # longer than a call waits for a connection that was lost
 SLACK_S = 3.0  # of a busy machine
 
 
-@asynccontextmanager
-async def cluster_and_replicas(count: int) -> AsyncIterator[tuple[Cluster, list[Predictor]]]:
-    """Each has been asked at least once."""
-    predictors, addresses = [Predictor() for _ in range(count)], tuple(free_address() for _ in range(count))
-    async with AsyncExitStack() as stack:
-        for predictor, address in zip(predictors, addresses, strict=True):
-            await stack.enter_async_context(served(predictor, address))
-        settings = {"predict": "sequential", "predict_timeout_s": LONG_S}
-        cluster = await stack.enter_async_context(running_cluster(predictors=addresses, **settings))
-        async with asyncio.timeout(LONG_S):
-            while not all(predictor.asked for predictor in predictors):
-                await run(cluster)
-        yield cluster, predictors
-
-
-async def test_they_are_asked_in_turn() -> None:
-    async with cluster_and_replicas(3) as (cluster, predictors):
-        before = [len(predictor.asked) for predictor in predictors]
-        for _ in range(6):
-            assert (await run(cluster)).prediction is not None
-        assert [len(each.asked) - was for each, was in zip(predictors, before, strict=True)] == [2, 2, 2]
-
-
-async def test_the_one_with_the_fewest_calls_is_asked() -> None:
-    async with cluster_and_replicas(2) as (cluster, (first, _)):
-        first.go.clear()
-        pair = [asyncio.create_task(run(cluster)) for _ in range(2)]  # one of them at each
-        await until_asked(first, len(first.asked) + 1)
-        await asyncio.wait(pair, return_when=asyncio.FIRST_COMPLETED)
-        had = len(first.asked)
-        for _ in range(4):
-            assert (await run(cluster)).prediction is not None
-        assert len(first.asked) == had
-        first.go.set()
-        await asyncio.gather(*pair)
-
-
-async def test_a_refusal_is_no_answer_while_another_has_one() -> None:
-    async with cluster_and_replicas(2) as (cluster, (first, _)):
-        first.refuse, had = Busy("too many"), len(first.asked)
-        for _ in range(3):
-            assert (await run(cluster)).prediction is not None
-        assert len(first.asked) > had
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-async def test_one_that_dies_or_freezes_under_load_costs_no_job_more_than_the_deadline(how: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_replica_that_dies_or_freezes_under_load_costs_no_job_more_than_the_timeout(
+    number: signal.Signals,
+) -> None:
     jobs: list[Job] = []
     addresses, good = (free_address(), free_address()), Predictor(takes_s=0.02)
-    settings = {"predict": "sequential", "predict_timeout_s": DEADLINE_S}
+    settings: dict[str, Any] = {"predict": "sequential", "predict_timeout_s": TIMEOUT_S, "predictors": addresses}
 
     async def user() -> None:
         while True:
@@ -379,123 +304,97 @@ async def test_one_that_dies_or_freezes_under_load_costs_no_job_more_than_the_de
     def unknown() -> list[Job]:
         return [job for job in jobs if job.prediction is None]
 
-    async def until(done: Callable[[], bool]) -> None:
-        async with asyncio.timeout(LONG_S):
-            while not done():
-                await asyncio.sleep(0.01)
+    def sources() -> set[str]:
+        return {job.prediction.source for job in jobs if job.prediction}
 
-    async with (
-        rude_predictor(addresses[0]) as rude,
-        served(good, addresses[1]),
-        running_cluster(predictors=addresses, **settings) as cluster,
-        asyncio.TaskGroup() as users,
-    ):
-        tasks = [users.create_task(user()) for _ in range(8)]
-        await until(lambda: {SOURCE, "classifier"} <= {job.prediction.source for job in jobs if job.prediction})
-        assert not unknown()
-        rude.send_signal(how)
-        if how is signal.SIGSTOP:
-            await until(lambda: bool(unknown()))
-        had = len(jobs)
-        await until(lambda: len(jobs) >= had + 60)
-        for task in tasks:
-            task.cancel()
-    assert max(placement_s(job) for job in jobs) < DEADLINE_S + SLACK_S
-    # Nobody misses the one that died; who had asked the one that froze does, and those few who try it again.
-    assert len(unknown()) <= (0 if how is signal.SIGKILL else 12)
+    with processes(run_predictor, (addresses[0], "remote")) as (remote,):
+        async with good.serving(addresses[1]), running_cluster(**settings) as cluster, asyncio.TaskGroup() as users:
+            tasks = [users.create_task(user()) for _ in range(8)]
+            await until(lambda: sources() == {"remote", "classifier"}, LONG_S)
+            assert not unknown()
+            remote.send_signal(number)
+            if number is signal.SIGSTOP:
+                await until(unknown, LONG_S)
+            enough = len(jobs) + 60
+            await until(lambda: len(jobs) >= enough, LONG_S)
+            for task in tasks:
+                task.cancel()
+    assert max(placement_s(job) for job in jobs) < TIMEOUT_S + SLACK_S
+    # No job misses the replica that died; those that had called the frozen one do, and the few that try it again.
+    assert len(unknown()) <= (0 if number is signal.SIGKILL else 12)
     assert {job.attempt for job in jobs} == {1}
 
 
+# Predictors beside instances
+
+
 @asynccontextmanager
-async def cluster_and_predictors(**changes: Any) -> AsyncIterator[tuple[Cluster, dict[str, Predictor]]]:
-    """Of every instance."""
+async def predictors_beside(**changes: Any) -> AsyncIterator[tuple[Cluster, dict[str, Predictor]]]:
     predictors = {name: Predictor() for name in ("p0", "d0", "d1")}
     addresses = {name: free_address() for name in predictors}
     async with AsyncExitStack() as stack:
         for name, predictor in predictors.items():
-            await stack.enter_async_context(served(predictor, addresses[name]))
+            await stack.enter_async_context(predictor.serving(addresses[name]))
         settings = {"predictors_beside": addresses, "predict_timeout_s": LONG_S, **changes}
         yield await stack.enter_async_context(running_cluster(**settings)), predictors
 
 
-def predicted(predictors: dict[str, Predictor]) -> dict[str, int]:
-    return {name: len(predictor.asked) for name, predictor in predictors.items() if predictor.asked}
+def requests(predictors: dict[str, Predictor]) -> dict[str, int]:
+    return {name: len(predictor.requests) for name, predictor in predictors.items() if predictor.requests}
 
 
-async def test_the_one_beside_the_prefill_instance_answers_while_it_computes() -> None:
-    async with cluster_and_predictors() as (cluster, predictors):
-        told = asyncio.Event()
-
-        async def computing(count: int) -> None:
-            predictors["p0"].go.set()
-            await told.wait()
-
+async def test_the_predictor_beside_the_prefill_instance_answers_while_the_instance_computes() -> None:
+    async with predictors_beside() as (cluster, predictors):
         predictors["p0"].go.clear()
+
+        async def computing(_: int) -> None:
+            predictors["p0"].go.set()
+            await until(lambda: cluster.prefill.predictions)
+
         cluster.prefill.before_token = computing
-        task = asyncio.create_task(run(cluster))
-        async with asyncio.timeout(LONG_S):
-            while not cluster.prefill.told:
-                await asyncio.sleep(0.005)
-        told.set()
-        job = await task
-        assert predicted(predictors) == {"p0": 1}
-        request = predictors["p0"].asked[0]
+        job = await run(cluster)
+        assert requests(predictors) == {"p0": 1}
+        request = predictors["p0"].requests[0]
         assert (request.prompt_token_ids, request.prompt_tokens) == (ends_of(PROMPT), len(PROMPT))
-        assert cluster.places[0].job.prediction is None, "placement comes first"
-        assert cluster.prefill.told[0].prediction == job.prediction
+        assert placed_with(cluster) == [False]
+        assert cluster.prefill.predictions[0].prediction == job.prediction
         assert cluster.decodes[0].decodes[0].job.prediction == job.prediction
 
 
-async def test_sequential_predicts_before_the_prefill_and_not_before_the_placement() -> None:
-    async with cluster_and_predictors(predict="sequential") as (cluster, predictors):
+async def test_sequential_mode_predicts_before_the_prefill_at_the_instance_that_has_the_role() -> None:
+    async with predictors_beside(predict="sequential") as (cluster, predictors):
         job = await run(cluster)
-        assert predicted(predictors) == {"p0": 1}
-        assert cluster.places[0].job.prediction is None
-        assert job.prediction is not None
-        assert cluster.prefill.prefills[0].job.prediction == job.prediction
-
-
-async def test_an_instance_that_is_flipped_to_prefill_brings_its_predictor() -> None:
-    async with cluster_and_predictors(predict="sequential") as (cluster, predictors):
-        await run(cluster)
+        assert (requests(predictors), placed_with(cluster)) == ({"p0": 1}, [False])
+        assert cluster.prefill.prefills[0].job.prediction == job.prediction is not None
         p0, (d0, d1) = cluster.prefill, cluster.decodes
         cluster.prefill, cluster.decodes[:] = d0, [p0, d1]
         await run(cluster)
-        assert predicted(predictors) == {"p0": 1, "d0": 1}
+        assert requests(predictors) == {"p0": 1, "d0": 1}
 
 
-async def test_a_prefill_instance_that_has_just_been_flipped_away_leaves_its_answer() -> None:
-    async with cluster_and_predictors(predict="sequential") as (cluster, predictors):
+async def test_an_answer_outlives_the_flip_of_its_prefill_instance() -> None:
+    async with predictors_beside(predict="sequential") as (cluster, predictors):
         p0, (d0, d1) = cluster.prefill, cluster.decodes
         p0.refuse = WrongRole("p0 decodes now")
-        task = asyncio.create_task(run(cluster))
-        await until_asked(predictors["p0"], 1)
+        running = asyncio.create_task(run(cluster))
+        await until(lambda: predictors["p0"].requests)
         cluster.prefill, cluster.decodes[:] = d0, [d1]
-        job = await task
-        assert predicted(predictors) == {"p0": 1}, "its answer is as good as another's"
+        job = await running
+        assert requests(predictors) == {"p0": 1}
         assert d0.prefills[0].job.prediction == job.prediction
 
 
-async def test_one_that_does_not_answer_has_no_stand_in() -> None:
-    async with cluster_and_predictors(predict_timeout_s=0.05) as (cluster, predictors):
+@pytest.mark.parametrize("local_only", [True, False])
+@pytest.mark.parametrize("predict", ["off", "parallel"])
+async def test_a_predictor_beside_has_no_stand_in(predict: str, local_only: bool) -> None:
+    """Neither where it does not answer, nor where there is no prefill instance or no prediction is wanted."""
+    async with predictors_beside(predict=predict, predict_timeout_s=0.05) as (cluster, predictors):
         predictors["p0"].go.clear()
         cluster.prefill.before_token = lambda _: asyncio.sleep(0.2)
-        assert (await run(cluster)).prediction is None
-        assert predicted(predictors) == {"p0": 1}
-
-
-@pytest.mark.parametrize("changes", [{"predict": "off"}, {}], ids=["off", "no prefill instance"])
-async def test_no_predictor_gets_a_request(changes: dict[str, Any]) -> None:
-    async with cluster_and_predictors(**changes) as (cluster, predictors):
-        job, _ = make_job(PROMPT, 4, local_only=not changes)
-        async with asyncio.timeout(LONG_S):
-            await cluster.pipeline.run(job)
-        assert not predicted(predictors)
-        assert job.prediction is None
+        assert (await run(cluster, local_only=local_only)).prediction is None
+        assert requests(predictors) == ({} if local_only or predict == "off" else {"p0": 1})
 
 
 def test_predictors_are_of_one_kind() -> None:
     with pytest.raises(ValidationError, match="predictors_beside and predictors exclude each other"):
-        GatewaySettings(
-            schedulers=("tcp://a:1",), model="demo", predictors=("tcp://b:1",), predictors_beside={"p": "c"}
-        )
+        GatewaySettings(schedulers=("a:1",), model="demo", predictors=("tcp://b:1",), predictors_beside={"p": "c"})

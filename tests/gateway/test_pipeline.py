@@ -1,299 +1,187 @@
-"""The pipeline over real sockets: what runs where, exactly-once tokens, and what follows each failure."""
+"""The pipeline over real sockets: what runs where, tokens exactly once, cancellation, and what is left of KV."""
 
 import asyncio
-import time
-from dataclasses import replace
 
-import msgspec
 import pytest
 
 from gateway import job as job_module
-from shared.domain.job import FirstTokenOut, Phase
+from shared.domain.job import FirstTokenOut, Phase, Slo
 from shared.domain.kv import TransferOutcome
 from shared.domain.prompt import BLOCK_TOKENS, block_hashes, unpacked
-from shared.errors import Busy, DeadlineExceeded, EngineFailed, PolyphaseError, Unavailable, WrongRole
-from shared.timeline import Span
-from shared.wire.messages import TokenStep
-from tests.gateway.api import until
-from tests.gateway.cluster import Cluster, make_job, running_cluster, tokens_of
-from tests.gateway.worker import Worker, answer, next_token
+from shared.errors import Busy, DeadlineExceeded, EngineFailed, NotConnected, PolyphaseError, WrongRole
+from shared.wire.messages import Reused, TokenStep
+from tests.gateway.cluster import PROMPT, Cluster, answer, forever, make_job, next_token, tokens_of, until
 
-PROMPT = [5, 6, 7, 8, 9]
+SMOOTH = Slo(first_token=FirstTokenOut.SMOOTH)
 
 
-async def test_the_first_token_comes_from_prefill_and_decode_carries_on() -> None:
-    async with running_cluster() as cluster:
-        job, steps = make_job(PROMPT, 8)
-        await cluster.pipeline.run(job)
-        assert tokens_of(steps) == answer(PROMPT, 8)
-        assert steps[-1].finish_reason == "length"
-        (decode,) = cluster.decodes[0].decodes
-        assert not cluster.prefill.prefills[0].job.started
-        assert decode.job.started, "its client has a token"
-        assert unpacked(decode.prompt) == PROMPT + answer(PROMPT, 1)
-        assert decode.job.max_tokens == 7
-        assert decode.handle is not None
-        assert decode.handle.tokens == len(PROMPT)
-        assert job.phase is Phase.COMPLETED
-        assert job.timeline.transfers[0].outcome is TransferOutcome.PULLED
-        assert [decision.kind for decision in job.timeline.decisions] == ["placement", "dispatch"]
+async def test_the_first_token_comes_from_prefill_and_decode_continues(cluster: Cluster) -> None:
+    job = await cluster.completes(8)
+    (prefill,), (decode,) = cluster.prefill.prefills, cluster.decodes[0].decodes
+    assert (prefill.job.started, decode.job.started, decode.job.max_tokens) == (False, True, 7)
+    assert unpacked(decode.prompt) == PROMPT + answer(PROMPT, 1)
+    assert decode.handle is not None
+    assert decode.handle.tokens == len(PROMPT)
+    assert (job.phase, job.finish_reason) == (Phase.COMPLETED, "length")
+    assert job.timeline.transfers[0].outcome is TransferOutcome.PULLED
+    assert [decision.kind for decision in job.timeline.decisions] == ["placement", "dispatch"]
 
 
 @pytest.mark.parametrize("split", [1, 3, 4])
-async def test_a_partial_split_computes_a_prefix_and_drops_its_token(split: int) -> None:
-    async with running_cluster() as cluster:
-        cluster.split = lambda _: split
-        job, steps = make_job(PROMPT, 6)
-        await cluster.pipeline.run(job)
-        assert tokens_of(steps) == answer(PROMPT, 6)
-        (prefill,) = cluster.prefill.prefills
-        assert unpacked(prefill.prompt) == PROMPT[:split]
-        assert not prefill.want_token
-        (decode,) = cluster.decodes[0].decodes
-        assert not decode.job.started
-        assert unpacked(decode.prompt) == PROMPT
-        assert decode.job.max_tokens == 6
+async def test_a_partial_split_computes_a_prefix_and_drops_its_token(cluster: Cluster, split: int) -> None:
+    cluster.split = split
+    await cluster.completes()
+    (prefill,), (decode,) = cluster.prefill.prefills, cluster.decodes[0].decodes
+    assert (unpacked(prefill.prompt), prefill.want_token) == (PROMPT[:split], False)
+    assert (unpacked(decode.prompt), decode.job.started, decode.job.max_tokens) == (PROMPT, False, 6)
 
 
-async def test_no_split_stays_on_the_decode_instance() -> None:
-    async with running_cluster() as cluster:
-        cluster.split = lambda _: 0
-        job, steps = make_job(PROMPT, 6)
-        await cluster.pipeline.run(job)
-        assert tokens_of(steps) == answer(PROMPT, 6)
-        assert not cluster.prefill.prefills
-        assert cluster.decodes[0].decodes[0].handle is None
+async def test_a_split_of_zero_stays_on_the_decode_instance(cluster: Cluster) -> None:
+    cluster.split = 0
+    await cluster.completes()
+    assert not cluster.prefill.prefills
+    assert cluster.decodes[0].decodes[0].handle is None
 
 
-async def test_a_job_that_cannot_be_carried_gets_all_tokens_from_decode() -> None:
-    async with running_cluster() as cluster:
-        job, steps = make_job(PROMPT, 6, carry=False)
-        await cluster.pipeline.run(job)
-        assert tokens_of(steps) == answer(PROMPT, 6)
-        assert not cluster.prefill.prefills[0].want_token
-        assert unpacked(cluster.decodes[0].decodes[0].prompt) == PROMPT
+async def test_a_job_that_cannot_be_carried_gets_all_tokens_from_decode(cluster: Cluster) -> None:
+    await cluster.completes(carry=False)
+    assert not cluster.prefill.prefills[0].want_token
+    assert unpacked(cluster.decodes[0].decodes[0].prompt) == PROMPT
 
 
-async def test_one_token_needs_no_decode_and_no_staging() -> None:
-    async with running_cluster() as cluster:
-        job, steps = make_job(PROMPT, 1)
-        await cluster.pipeline.run(job)
-        assert tokens_of(steps) == answer(PROMPT, 1)
-        assert steps[-1].finish_reason == "length"
-        assert not cluster.prefill.prefills[0].export
-        assert not cluster.decodes[0].decodes
+async def test_an_answer_of_one_token_needs_no_decode_and_no_export(cluster: Cluster) -> None:
+    assert (await cluster.completes(1)).finish_reason == "length"
+    assert not cluster.prefill.prefills[0].export
+    assert not cluster.decodes[0].decodes
 
 
-async def test_a_first_token_that_ends_the_answer_ends_the_job() -> None:
-    async with running_cluster() as cluster:
-        cluster.prefill.stop_token = answer(PROMPT, 1)[0]
-        job, steps = make_job(PROMPT, 8)
-        await cluster.pipeline.run(job)
-        assert [step.finish_reason for step in steps] == ["stop"]
-        assert not cluster.decodes[0].decodes
+async def test_a_first_token_that_ends_the_answer_ends_the_job_and_leaves_no_kv(cluster: Cluster) -> None:
+    cluster.prefill.stop_token = answer(PROMPT, 1)[0]
+    job, steps = make_job(PROMPT, 8)
+    await cluster.pipeline.run(job)
+    assert [step.finish_reason for step in steps] == ["stop"]
+    assert not cluster.decodes[0].decodes
+    await cluster.prefill.releases(1)
 
 
-async def test_a_long_prompt_is_fetched_while_it_is_computed() -> None:
-    async with running_cluster() as cluster:
-        cluster.prefill.chunked = True
-        seen = cluster.decodes[0].prefetched
-
-        async def until_fetched() -> None:
-            await until(lambda: bool(seen))
-
-        cluster.prefill.before_token = lambda _: until_fetched()
-        job, steps = make_job(PROMPT, 4)
-        await cluster.pipeline.run(job)
-        assert seen == [job.transfer_id]
-        assert tokens_of(steps) == answer(PROMPT, 4)
+async def test_a_decode_instance_fetches_a_long_prompt_while_it_is_computed(cluster: Cluster) -> None:
+    cluster.prefill.chunked = True
+    fetched = cluster.decodes[0].prefetched
+    cluster.prefill.before_token = lambda _: until(lambda: fetched)
+    job = await cluster.completes(4)
+    assert fetched == [job.transfer_id]
 
 
-def _dies_at(worker: Worker, count: int, steps: list[TokenStep]) -> None:
-    """Let a worker vanish before its `count`-th token, when the client has some of them."""
+@pytest.mark.parametrize("twist", [None, 0, 1], ids=["carried", "repeated", "repeated with other arithmetic"])
+async def test_a_lost_decode_instance_costs_no_token_and_doubles_none(cluster: Cluster, twist: int | None) -> None:
+    """Of the lost instance's last tokens some may not have arrived."""
+    carry, (first, other) = twist is None, cluster.decodes
+    job, steps = make_job(PROMPT, 10, carry=carry)
 
     async def die() -> None:
-        await until(lambda: bool(steps))
-        asyncio.get_running_loop().create_task(worker.stop())
-        await asyncio.Event().wait()
+        await until(lambda: steps)
+        asyncio.get_running_loop().create_task(first.stop())
+        await forever()
 
-    worker.before_token = lambda number: die() if number == count else asyncio.sleep(0)
-
-
-@pytest.mark.parametrize("carry", [True, False])
-async def test_a_lost_decode_instance_costs_no_token_and_doubles_none(carry: bool) -> None:
-    async with running_cluster() as cluster:
-        job, steps = make_job(PROMPT, 10, carry=carry)
-        _dies_at(cluster.decodes[0], 4, steps)
-        await cluster.pipeline.run(job)
-        assert tokens_of(steps) == answer(PROMPT, 10)
-        assert len(cluster.decodes[1].decodes) == 1
-        assert job.attempt == 2
-        assert "d0" in cluster.places[-1].exclude
-        second = cluster.prefill.prefills[1]
-        assert second.job.started, "a resumed job goes before prompts without a token"
-        got = second.prompt_tokens - len(PROMPT)  # of the lost instance's last tokens some may not have arrived
-        assert 1 <= got <= 5 if carry else got == 0
-        assert unpacked(second.prompt) == PROMPT + answer(PROMPT, got)
+    first.before_token = lambda count: die() if count == 4 else asyncio.sleep(0)
+    other.twist = twist or 0
+    await cluster.pipeline.run(job)
+    assert (job.attempt, len(other.decodes), cluster.places[-1].exclude) == (2, 1, ("d0",))
+    prefill, known = cluster.prefill.prefills[1], unpacked(other.decodes[0].known)
+    assert prefill.job.started, "a resumed job goes before prompts without a token"
+    carried = unpacked(prefill.prompt)[len(PROMPT) :]
+    had = carried or known
+    assert 1 <= len(had) <= 5
+    assert (bool(carried), bool(known)) == (carry, not carry)
+    right = PROMPT + answer(PROMPT, len(had))
+    assert right[len(PROMPT) :] == had
+    while len(right) < len(PROMPT) + 10:
+        right.append(next_token(right) + (twist or 0))
+    assert tokens_of(steps) == right[len(PROMPT) :]
 
 
-async def test_a_second_run_repeats_what_the_client_has_and_goes_on_by_its_own_arithmetic() -> None:
-    async with running_cluster() as cluster:
-        job, steps = make_job(PROMPT, 10, carry=False)
-        _dies_at(cluster.decodes[0], 4, steps)
-        cluster.decodes[1].twist = 1
-        await cluster.pipeline.run(job)
-        (second,) = cluster.decodes[1].decodes
-        known = unpacked(second.known)
-        assert 1 <= len(known) <= 4
-        assert known == answer(PROMPT, len(known))
-        right = PROMPT + known
-        for _ in range(10 - len(known)):
-            right.append(next_token(right) + 1)
-        assert tokens_of(steps) == right[len(PROMPT) :]
-        assert not cluster.decodes[0].decodes[0].known
+async def test_a_lost_prefill_instance_is_used_again_when_it_is_back(cluster: Cluster) -> None:
+    prefill = cluster.prefill
+
+    async def restart() -> None:
+        prefill.before_token = None
+        await prefill.stop()
+        await prefill.start()
+
+    async def die() -> None:
+        asyncio.get_running_loop().create_task(restart())
+        await forever()
+
+    prefill.before_token = lambda _: die()
+    assert (await cluster.completes()).attempt >= 2
 
 
-async def test_a_lost_prefill_instance_is_replaced_when_it_is_back() -> None:
-    async with running_cluster() as cluster:
-        prefill = cluster.prefill
-
-        async def die() -> None:
-            asyncio.get_running_loop().create_task(restart())
-            await asyncio.Event().wait()
-
-        async def restart() -> None:
-            prefill.before_token = None
-            await prefill.stop()
-            await prefill.start()
-
-        prefill.before_token = lambda _: die()
-        job, steps = make_job(PROMPT, 5)
-        await cluster.pipeline.run(job)
-        assert tokens_of(steps) == answer(PROMPT, 5)
-        assert job.attempt >= 2
-
-
-@pytest.mark.parametrize("refusal", [WrongRole("draining"), Busy("full")])
-async def test_a_refused_decode_takes_the_same_kv_elsewhere(refusal: PolyphaseError) -> None:
-    async with running_cluster() as cluster:
-        cluster.decodes[0].refuse = refusal
-        job, steps = make_job(PROMPT, 5)
-        await cluster.pipeline.run(job)
-        assert tokens_of(steps) == answer(PROMPT, 5)
-        assert len(cluster.prefill.prefills) == 1  # not computed again
-        handle = cluster.decodes[1].decodes[0].handle
-        assert handle is not None
-        assert handle.transfer_id == job.transfer_id
-
-
-async def test_a_decode_instance_that_is_gone_leaves_the_same_kv_to_another() -> None:
-    """It died while nobody could say so: dispatch still names it."""
-    async with running_cluster() as cluster:
+@pytest.mark.parametrize("refusal", [WrongRole("draining"), Busy("full"), NotConnected("gone")])
+async def test_another_decode_instance_gets_the_same_kv_after_a_refusal(
+    cluster: Cluster, refusal: PolyphaseError
+) -> None:
+    if isinstance(refusal, NotConnected):
         await cluster.decodes[0].stop()
-        job, steps = make_job(PROMPT, 5)
-        await cluster.pipeline.run(job)
-        assert tokens_of(steps) == answer(PROMPT, 5)
-        assert len(cluster.prefill.prefills) == 1  # not computed again
-        assert not job.losses
-        assert [each.handle and each.handle.transfer_id for each in cluster.decodes[1].decodes] == [job.transfer_id]
+    cluster.decodes[0].refuse = refusal
+    job = await cluster.completes()
+    assert (len(cluster.prefill.prefills), job.losses) == (1, [])
+    assert [each.handle and each.handle.transfer_id for each in cluster.decodes[1].decodes] == [job.transfer_id]
 
 
-async def test_waiting_for_an_instance_that_is_gone_takes_from_the_patience_and_costs_no_attempt() -> None:
-    async with running_cluster(patience_s=10.0, attempts=1) as cluster:
-        await cluster.prefill.stop()
-        job, steps = make_job(PROMPT, 5)
-        began = time.monotonic()
-        running = asyncio.create_task(cluster.pipeline.run(job))
-        await until(lambda: job.waited_s >= 1.0, 20)
-        assert job.waited_s > 0.5 * (time.monotonic() - began)  # nearly all of it was spent in calls, not in pauses
-        await cluster.prefill.start()
-        await asyncio.wait_for(running, 20)
-        assert tokens_of(steps) == answer(PROMPT, 5)
-
-
-async def test_a_job_waits_for_a_scheduler_that_comes_back() -> None:
-    async with running_cluster() as cluster:
-        await cluster.scheduler_down()
-        job, steps = make_job(PROMPT, 5)
-        task = asyncio.create_task(cluster.pipeline.run(job))
-        await asyncio.sleep(0.2)  # long enough for a first try to fail; the assertion does not depend on it
-        await cluster.scheduler_up()
-        await asyncio.wait_for(task, 5)
-        assert tokens_of(steps) == answer(PROMPT, 5)
-
-
-async def test_patience_ends_with_a_clear_error() -> None:
-    async with running_cluster(patience_s=0.2) as cluster:
-        cluster.decodes.clear()
-        job, steps = make_job(PROMPT, 5)
-        with pytest.raises(Unavailable):
-            await cluster.pipeline.run(job)
-        assert not steps
-        assert job.phase is Phase.FAILED
-
-
-async def test_the_deadline_of_the_job_holds_for_all_its_legs() -> None:
-    async with running_cluster() as cluster:
-        cluster.decodes[0].before_token = lambda _: asyncio.Event().wait()
-        job, _ = make_job(PROMPT, 5, timeout_s=1.5)
-        with pytest.raises(DeadlineExceeded):
-            await cluster.pipeline.run(job)
-        await asyncio.wait_for(cluster.decodes[0].cancelled.wait(), 5)
-
-
-async def test_reports_reach_the_scheduler_with_the_timeline_at_the_end() -> None:
-    async with running_cluster() as cluster:
-        job, _ = make_job(PROMPT, 5)
-        await cluster.pipeline.run(job)
-        await cluster.reporter.flush()
-        await until(lambda: bool(cluster.reports))
-        last = cluster.reports[-1]
-        assert last.phase is Phase.COMPLETED
-        assert last.output_tokens == 5
-        assert last.timeline is not None
-        assert {span.span for span in last.timeline.spans} >= {Span.PLACEMENT}
-
-
-async def test_many_jobs_at_once_do_not_mix() -> None:
-    async with running_cluster() as cluster:
-        jobs = [make_job([index, index + 1, 7], 12) for index in range(50)]
-        await asyncio.gather(*(cluster.pipeline.run(job) for job, _ in jobs))
-        for index, (_, steps) in enumerate(jobs):
-            assert tokens_of(steps) == answer([index, index + 1, 7], 12)
-
-
-async def test_a_bug_of_ours_ends_the_job_in_the_status_table_too() -> None:
-    async with running_cluster() as cluster:
-        job, _ = make_job(PROMPT, 5)
-
-        def broken(_: object) -> None:
-            raise ZeroDivisionError("a bug")
-
-        job.emit = broken
-        with pytest.raises(ZeroDivisionError):
-            await cluster.pipeline.run(job)
-        assert job.phase is Phase.FAILED
-        await cluster.reporter.flush()
-        await until(lambda: bool(cluster.reports))
-        assert cluster.reports[-1].outcome == "internal_error"
-
-
-async def test_a_smooth_class_gets_its_first_token_with_the_second() -> None:
-    async with running_cluster() as cluster:
-        job, steps = make_job(PROMPT, 5)
-        job.spec = replace(job.spec, slo=msgspec.structs.replace(job.spec.slo, first_token=FirstTokenOut.SMOOTH))
-        at_decode: list[int] = []
-        for worker in cluster.decodes:
-            worker.before_token = lambda _: at_decode.append(len(steps))
-        await cluster.pipeline.run(job)
-        assert at_decode[0] == 0, "its prompt was computed, and its client had nothing yet"
-        assert tokens_of(steps) == answer(PROMPT, 5)
-        assert job.timeline.output_tokens == 5
-
-
-def test_what_is_kept_for_a_smooth_class_is_handed_on_once_and_ends_with_a_stop_string() -> None:
+async def test_a_job_waits_for_a_scheduler_that_comes_back(cluster: Cluster) -> None:
+    await cluster.scheduler_down()
     job, steps = make_job(PROMPT, 5)
-    job.spec = replace(job.spec, slo=msgspec.structs.replace(job.spec.slo, first_token=FirstTokenOut.SMOOTH))
+    running = cluster.starts(job)
+    await asyncio.sleep(0.2)  # long enough for a first try to fail; the assertion does not depend on it
+    await cluster.scheduler_up()
+    await asyncio.wait_for(running, 5)
+    assert tokens_of(steps) == answer(PROMPT, 5)
+
+
+async def test_each_call_gets_the_rest_of_the_deadline(cluster: Cluster) -> None:
+    cluster.prefill.chunked = True
+    await cluster.completes(timeout_s=60.0)
+    decode = cluster.decodes[0]
+    assert len(decode.timeouts) == 2  # prefetch and decode
+    assert all(30 < timeout_s < 60 for timeout_s in (*cluster.prefill.timeouts, *decode.timeouts))
+
+
+async def test_a_job_ends_with_its_deadline(cluster: Cluster) -> None:
+    cluster.decodes[0].before_token = forever
+    job, _ = make_job(PROMPT, 5, timeout_s=0.3)
+    with pytest.raises(DeadlineExceeded):
+        await cluster.pipeline.run(job)
+    await asyncio.wait_for(cluster.decodes[0].cancelled.wait(), 5)
+
+
+async def test_many_jobs_at_once_do_not_mix(cluster: Cluster) -> None:
+    jobs = await asyncio.gather(*(cluster.completes(12, [index, index + 1, 7]) for index in range(50)))
+    same_id, _ = make_job(PROMPT, 4, job_id=jobs[0].spec.job_id)
+    await cluster.pipeline.run(same_id)
+    assert len({request.transfer_id for request in cluster.prefill.prefills}) == 51
+
+
+async def test_a_bug_of_ours_ends_the_job_in_the_status_table_too(cluster: Cluster) -> None:
+    job, _ = make_job(PROMPT, 5)
+    job.emit = lambda _: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        await cluster.pipeline.run(job)
+    assert job.phase is Phase.FAILED
+    assert (await cluster.last_report()).outcome == "internal_error"
+
+
+async def test_a_smooth_class_gets_its_first_token_with_the_second(cluster: Cluster) -> None:
+    job, steps = make_job(PROMPT, 5, slo=SMOOTH)
+    steps_at_decode: list[int] = []
+    cluster.decodes[0].before_token = lambda _: steps_at_decode.append(len(steps))
+    await cluster.pipeline.run(job)
+    assert steps_at_decode[0] == 0
+    assert tokens_of(steps) == answer(PROMPT, 5)
+    assert job.timeline.output_tokens == 5
+
+
+def test_a_held_first_token_leaves_once_and_may_complete_a_stop_string() -> None:
+    job, steps = make_job(PROMPT, 5, slo=SMOOTH)
     job.phase = Phase.PREFILL
     job.accept(TokenStep([1]))
     assert (steps, job.tokens, job.timeline.first_token_s) == ([], [1], 0.0)
@@ -301,212 +189,134 @@ def test_what_is_kept_for_a_smooth_class_is_handed_on_once_and_ends_with_a_stop_
 
     def ends(step: TokenStep) -> None:
         steps.append(step)
-        job.stop()  # the first token completes a stop string
+        job.stop()
 
     job.emit = ends
     job.accept(TokenStep([2]))
     assert (tokens_of(steps), job.finish_reason) == ([1], "stop")
 
 
-def test_an_answer_of_one_token_is_not_kept() -> None:
-    job, steps = make_job(PROMPT, 1)
-    job.spec = replace(job.spec, slo=msgspec.structs.replace(job.spec.slo, first_token=FirstTokenOut.SMOOTH))
-    job.phase = Phase.PREFILL
-    job.accept(TokenStep([1], "length"))
-    assert (tokens_of(steps), job.finish_reason) == ([1], "length")
+@pytest.mark.parametrize("at", ["prefill", "prefill whose reply crosses the cancellation", "decode"])
+async def test_cancelling_a_job_stops_its_calls_and_frees_its_kv(cluster: Cluster, at: str) -> None:
+    prefill, decode = cluster.prefill, cluster.decodes[0]
+    prefill.chunked, prefill.stubborn = at == "prefill", "crosses" in at
+    reached = decode.hang_at(3) if at == "decode" else prefill.hang_at(0)
+    job, _ = make_job(PROMPT, 10)
+    running = cluster.starts(job)
+    await asyncio.wait_for(reached.wait(), 5)
+    if prefill.chunked:
+        await until(lambda: decode.prefetched)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await asyncio.wait_for((decode if at == "decode" else prefill).cancelled.wait(), 2)
+    holder = decode if prefill.chunked else prefill
+    await holder.releases(1)
+    assert (holder.released, job.phase) == ([job.transfer_id], Phase.CANCELLED)
 
 
-async def test_cancelling_stops_the_decode_leg_and_frees_the_staged_kv() -> None:
-    async with running_cluster() as cluster:
-        decode, reached = cluster.decodes[0], asyncio.Event()
-
-        async def hang() -> None:
-            reached.set()
-            await asyncio.Event().wait()
-
-        decode.before_token = lambda count: hang() if count == 3 else asyncio.sleep(0)
-        job, _ = make_job(PROMPT, 10)
-        task = asyncio.create_task(cluster.pipeline.run(job))
-        await asyncio.wait_for(reached.wait(), 5)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.wait_for(decode.cancelled.wait(), 1)
-        await until(lambda: cluster.prefill.released == [job.transfer_id], 1)
-        assert job.phase is Phase.CANCELLED
+async def test_the_prefill_instance_is_told_once_that_its_kv_was_pulled(cluster: Cluster) -> None:
+    job = await cluster.completes(4)
+    await cluster.prefill.releases(1)
+    assert cluster.prefill.released == [job.transfer_id]
+    assert not any(decode.released for decode in cluster.decodes)
 
 
-async def test_cancelling_stops_the_prefill_leg_and_drops_what_was_fetched() -> None:
-    async with running_cluster() as cluster:
-        cluster.prefill.chunked = True
-        reached = asyncio.Event()
-
-        async def hang() -> None:
-            reached.set()
-            await asyncio.Event().wait()
-
-        cluster.prefill.before_token = lambda _: hang()
-        job, _ = make_job(PROMPT, 10)
-        task = asyncio.create_task(cluster.pipeline.run(job))
-        await asyncio.wait_for(reached.wait(), 5)
-        await until(lambda: bool(cluster.decodes[0].prefetched))
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.wait_for(cluster.prefill.cancelled.wait(), 1)
-        await until(lambda: cluster.decodes[0].released == [job.transfer_id], 1)
+async def test_a_prefetch_continues_until_the_decode_has_ended(cluster: Cluster) -> None:
+    decode, states = cluster.decodes[0], list[tuple[int, int]]()
+    cluster.prefill.chunked, decode.fetching = True, asyncio.Event()
+    decode.before_token = lambda _: states.append((len(decode.prefetched), len(decode.dropped)))
+    await cluster.completes()
+    assert states == [(1, 0)] * 5
+    await until(lambda: len(decode.dropped) == 1)
 
 
-async def test_a_reply_that_crosses_the_cancellation_leaves_nothing() -> None:
-    async with running_cluster() as cluster:
-        prefill, reached = cluster.prefill, asyncio.Event()
-
-        async def hang() -> None:
-            reached.set()
-            await asyncio.Event().wait()
-
-        prefill.before_token, prefill.stubborn = lambda _: hang(), True
-        job, _ = make_job(PROMPT, 10)
-        task = asyncio.create_task(cluster.pipeline.run(job))
-        await asyncio.wait_for(reached.wait(), 5)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await prefill.releases(1)
-        assert prefill.released == [job.transfer_id]
+async def test_a_prefetch_of_an_instance_that_then_refuses_is_dropped(cluster: Cluster) -> None:
+    first, second = cluster.decodes
+    cluster.prefill.chunked, first.fetching, first.refuse = True, asyncio.Event(), WrongRole("draining")
+    await cluster.completes()
+    assert len(second.decodes) == 1
+    await first.releases(1)
+    assert not second.released
+    await cluster.prefill.releases(1)
 
 
-async def test_a_first_token_that_ends_the_answer_leaves_nothing() -> None:
-    async with running_cluster() as cluster:
-        cluster.prefill.stop_token = answer(PROMPT, 1)[0]
-        job, _ = make_job(PROMPT, 8)
-        await cluster.pipeline.run(job)
-        await cluster.prefill.releases(1)
+LONG_PROMPT = [number % 900 for number in range(3 * BLOCK_TOKENS + 5)]
 
 
-async def test_a_failed_prefill_leaves_nothing() -> None:
-    async with running_cluster(attempts=1) as cluster:
-
-        def fail(_: int) -> None:
-            raise EngineFailed("a bug")
-
-        cluster.prefill.before_token = fail
-        job, _ = make_job(PROMPT, 8)
-        with pytest.raises(EngineFailed):
-            await cluster.pipeline.run(job)
-        await cluster.prefill.releases(1)
+async def test_a_scheduler_gets_prefix_hashes_after_a_route_that_wants_them(cluster: Cluster) -> None:
+    for cluster.wants_prefix in (False, True, True, False, False):
+        await cluster.completes(4, LONG_PROMPT)
+    hashes = block_hashes(LONG_PROMPT)
+    assert len(hashes) == 3
+    assert [place.job.prefix for place in cluster.places] == [(), (), hashes, hashes, ()]
+    assert not any(request.job.prefix for worker in cluster.workers for request in (*worker.prefills, *worker.decodes))
 
 
-async def test_whatever_became_of_the_kv_the_prefill_instance_is_told_once() -> None:
-    """That it was pulled, it hears from the importer too, by a connection that may be broken."""
-    async with running_cluster() as cluster:
-        pulled, _ = make_job(PROMPT, 4)
-        await cluster.pipeline.run(pulled)
-        cluster.prefill.stop_token = answer(PROMPT, 1)[0]
-        over_at_once, _ = make_job(PROMPT, 4)
-        await cluster.pipeline.run(over_at_once)
-        await cluster.prefill.releases(2)
-        assert cluster.prefill.released == [pulled.transfer_id, over_at_once.transfer_id]
-        assert not any(decode.released for decode in cluster.decodes)
+async def test_prefix_hashes_depend_on_the_salt_and_are_computed_once_a_job(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.wants_prefix = True
+    await cluster.completes(4, LONG_PROMPT)
+    await cluster.completes(4, LONG_PROMPT, salt="s")
+    await cluster.completes(4, LONG_PROMPT, local_only=True)  # bypasses the prefix cache
+    assert [place.job.prefix for place in cluster.places[1:]] == [block_hashes(LONG_PROMPT, "s"), ()]
+    computed: list[object] = []
+    monkeypatch.setattr(job_module, "hashes_of", lambda *prompt: computed.append(prompt) or (1, 2))
+    cluster.prefill.fail_once(EngineFailed("the first attempt is lost"))
+    await cluster.completes(4, LONG_PROMPT)
+    assert [place.job.prefix for place in cluster.places[3:]] == [(1, 2), (1, 2)]
+    assert len(computed) == 1
 
 
-async def test_a_prefetch_goes_on_until_the_decode_has_ended() -> None:
-    async with running_cluster() as cluster:
-        decode = cluster.decodes[0]
-        cluster.prefill.chunked, decode.fetching = True, asyncio.Event()
-        states: list[tuple[int, int]] = []
-        decode.before_token = lambda _: states.append((len(decode.prefetched), len(decode.dropped)))
-        job, steps = make_job(PROMPT, 6)
-        await cluster.pipeline.run(job)
-        assert tokens_of(steps) == answer(PROMPT, 6)
-        assert states == [(1, 0)] * 5
-        await until(lambda: len(decode.dropped) == 1)  # the call that is still under way then is of no use to anybody
+async def test_instances_get_the_number_of_tokens_that_they_are_said_to_hold(cluster: Cluster) -> None:
+    cluster.saved = 2
+    await cluster.completes(4)
+    await cluster.completes(4, local_only=True)
+    assert [request.saved for request in cluster.prefill.prefills] == [2]
+    requests = [request for worker in cluster.decodes for request in worker.decodes]
+    assert sorted((request.handle is None, request.saved) for request in requests) == [(False, 0), (True, 2)]
 
 
-async def test_a_prefetch_of_an_instance_that_then_refuses_is_dropped() -> None:
-    async with running_cluster() as cluster:
-        first, second = cluster.decodes
-        cluster.prefill.chunked, first.fetching = True, asyncio.Event()
-        first.refuse = WrongRole("draining")
-        job, steps = make_job(PROMPT, 6)
-        await cluster.pipeline.run(job)
-        assert tokens_of(steps) == answer(PROMPT, 6)
-        assert len(second.decodes) == 1
-        await first.releases(1)
-        assert not second.released
-        await cluster.prefill.releases(1)
+# Cached tokens: prompt tokens that no instance had to compute for a request
+
+TWENTY = list(range(5, 25))
 
 
-async def test_transfers_of_jobs_with_one_id_differ() -> None:
-    async with running_cluster() as cluster:
-        first, _ = make_job(PROMPT, 4)
-        second, _ = make_job(PROMPT, 4, job_id=first.spec.job_id)
-        await asyncio.gather(cluster.pipeline.run(first), cluster.pipeline.run(second))
-        assert len({request.transfer_id for request in cluster.prefill.prefills}) == 2
+@pytest.mark.parametrize("carry", [True, False])
+@pytest.mark.parametrize(
+    ("split", "prefill", "decode", "cached"),
+    [
+        (None, 12, 0, 12),  # the KV that the decode instance gets was computed for this request
+        (None, 0, 16, 0),  # the tokens that it holds as well were computed all the same
+        (None, 16, 16, 16),
+        (0, 16, 8, 8),  # the decode instance computes the whole prompt
+        (0, 16, 0, 0),
+        (8, 4, 0, 4),  # the decode instance computes the rest of the prompt
+        (8, 8, 4, 8),
+        (8, 4, 16, 4 + 8),  # of the rest the decode instance holds 8 tokens
+    ],
+)
+async def test_tokens_that_no_instance_computed_are_cached(
+    cluster: Cluster, split: int | None, prefill: int, decode: int, cached: int, carry: bool
+) -> None:
+    cluster.split, cluster.prefill.held = split, prefill
+    for worker in cluster.decodes:
+        worker.held = decode
+    job = await cluster.completes(4, TWENTY, carry=carry)
+    assert job.reused == Reused(cached, len(TWENTY) - cached)
 
 
-PREFIX_PROMPT = [number % 900 for number in range(3 * BLOCK_TOKENS + 5)]
+@pytest.mark.parametrize("carry", [True, False])
+async def test_tokens_that_a_lost_attempt_computed_are_not_cached(cluster: Cluster, carry: bool) -> None:
+    """The second attempt finds in the prefix cache what the first one has left there."""
 
+    def lost(_: int) -> None:
+        cluster.prefill.held = 16
+        raise EngineFailed("the instance died")
 
-async def run(cluster: Cluster, **more: object) -> None:
-    job, _ = make_job(PREFIX_PROMPT, 4, **more)  # type: ignore[arg-type]
-    await cluster.pipeline.run(job)
-
-
-async def test_it_is_told_from_the_second_job_on_while_the_policy_looks_at_it() -> None:
-    async with running_cluster() as cluster:
-        await run(cluster)
-        cluster.wants_prefix = True
-        await run(cluster)
-        await run(cluster)
-        cluster.wants_prefix = False
-        await run(cluster)
-        await run(cluster)
-        told = [place.job.prefix for place in cluster.places]
-        assert told == [(), (), block_hashes(PREFIX_PROMPT), block_hashes(PREFIX_PROMPT), ()]
-        assert len(told[2]) == 3
-        for worker in (cluster.prefill, *cluster.decodes):
-            assert all(request.job.prefix == () for request in (*worker.prefills, *worker.decodes))
-
-
-async def test_the_salt_is_part_of_it_and_who_bypasses_the_cache_has_none() -> None:
-    async with running_cluster() as cluster:
-        cluster.wants_prefix = True
-        await run(cluster)
-        await run(cluster, salt="s")
-        await run(cluster, local_only=True)
-        assert [place.job.prefix for place in cluster.places[1:]] == [block_hashes(PREFIX_PROMPT, "s"), ()]
-
-
-async def test_it_is_computed_once_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed = []
-
-    def count(*given: object) -> tuple[int, ...]:
-        computed.append(given)
-        return (1, 2)
-
-    async with running_cluster() as cluster:
-        cluster.wants_prefix = True
-        await run(cluster)
-        monkeypatch.setattr(job_module, "hashes_of", count)
-        lost = []
-
-        def lose_once(_: int) -> None:
-            if not lost:
-                lost.append(1)
-                raise EngineFailed("the first attempt is lost")
-
-        cluster.prefill.before_token = lose_once
-        await run(cluster)
-        assert [place.job.prefix for place in cluster.places[1:]] == [(1, 2), (1, 2)]
-        assert len(computed) == 1
-
-
-async def test_instances_are_told_what_they_are_known_to_hold() -> None:
-    async with running_cluster() as cluster:
-        cluster.saved = 2
-        await run(cluster)
-        assert [request.saved for request in cluster.prefill.prefills] == [2]
-        await run(cluster, local_only=True)
-        requests = [request for worker in cluster.decodes for request in worker.decodes]
-        assert sorted((request.handle is None, request.saved) for request in requests) == [(False, 0), (True, 2)]
+    cluster.prefill.held = 8
+    cluster.decodes[0].held = cluster.decodes[1].held = 0
+    cluster.decodes[0].before_token = lost
+    job = await cluster.completes(4, TWENTY, carry=carry)
+    assert (job.attempt, job.reused) == (2, Reused(8, 12))
