@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from benchmarks.predictor_latency import fine_tuning_rate
 from predictor.buckets import Buckets
 from predictor.checkpoint import TOKENIZER_FILE
-from predictor.data.examples import Example, load_examples
 from predictor.evaluate import Evaluation
+from predictor.examples import Example, ServedTokenizer, load_examples, load_served
 from predictor.loading import has_cuda
-from predictor.served import ServedTokenizer, load_served
 
 # A prompt contains one verb and one topic; all other words carry no information. Verbs and topics are of six kinds
 # each, and P(bucket | kinds) is a table, so that the accuracy of a reader who knows the table, Bayes' optimum, is

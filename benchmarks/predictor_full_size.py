@@ -107,9 +107,8 @@ def train_here(folder: Path, steps: int, batch: int) -> None:
     import time
 
     from predictor.buckets import Buckets
-    from predictor.data.examples import load_examples
+    from predictor.examples import load_examples, load_served
     from predictor.fine_tune import FineTuning
-    from predictor.served import load_served
     from predictor.train import train_checkpoint
 
     plan = FineTuning(

@@ -23,7 +23,7 @@ import httpx
 
 from predictor.buckets import Buckets
 from predictor.checkpoint import TOKENIZER_FILE, CheckpointMeta, Scores, write_meta
-from predictor.data.examples import Example
+from predictor.examples import Example
 from predictor.loading import has_cuda
 from predictor.service import SOURCE
 from predictor.settings import PredictorSettings

@@ -46,9 +46,9 @@ async def gathered(model: Lengths, queries: Sequence[int], batch_tokens: int = B
     """All of them at once, behind one that holds the thread."""
     async with running(batch_tokens=batch_tokens) as batcher:
         model.gate.clear()
-        first = asyncio.create_task(batcher.ask(model, 1, 20))
+        first = asyncio.create_task(batcher.compute(model, 1, 20))
         assert await asyncio.to_thread(model.started.wait, 20)
-        rest = [asyncio.create_task(batcher.ask(model, query, 20)) for query in queries]
+        rest = [asyncio.create_task(batcher.compute(model, query, 20)) for query in queries]
         await asyncio.sleep(0)
         model.gate.set()
         await first
@@ -88,12 +88,12 @@ async def test_the_oldest_is_in_the_next_batch_whatever_comes_after_it() -> None
 async def test_no_more_go_together_than_are_ready_by_the_deadline_of_the_oldest() -> None:
     model = Lengths()
     async with running() as batcher:
-        await batcher.ask(model, 1, 20)
+        await batcher.compute(model, 1, 20)
         model.gate.clear()
         model.started.clear()
-        first = asyncio.create_task(batcher.ask(model, 1, 20))
+        first = asyncio.create_task(batcher.compute(model, 1, 20))
         assert await asyncio.to_thread(model.started.wait, 20)
-        rest = [asyncio.create_task(batcher.ask(model, 50, 20)) for _ in range(8)]
+        rest = [asyncio.create_task(batcher.compute(model, 50, 20)) for _ in range(8)]
         await asyncio.sleep(0)
         batcher._token_s = 0.1  # as if a token took so long: 20 s would be enough for 200 of them
         model.gate.set()
@@ -106,17 +106,17 @@ async def test_one_that_gave_up_is_not_computed() -> None:
     model = Lengths()
     async with running() as batcher:
         model.gate.clear()
-        first = asyncio.create_task(batcher.ask(model, 1, 20))
+        first = asyncio.create_task(batcher.compute(model, 1, 20))
         assert await asyncio.to_thread(model.started.wait, 20)
         with pytest.raises(DeadlineExceeded):
-            await batcher.ask(model, 77, 0.02)
-        gone = asyncio.create_task(batcher.ask(model, 78, 20))
+            await batcher.compute(model, 77, 0.02)
+        gone = asyncio.create_task(batcher.compute(model, 78, 20))
         await asyncio.sleep(0)
         gone.cancel()
         await asyncio.wait([gone])
         model.gate.set()
         await first
-        assert await batcher.ask(model, 5, 20) == [5.0]
+        assert await batcher.compute(model, 5, 20) == [5.0]
         assert batcher.pending == 0
     assert model.batches == [[1], [5]]
 
@@ -125,21 +125,21 @@ async def test_a_full_queue_is_busy_and_so_is_what_would_surely_be_late() -> Non
     model = Lengths()
     async with running(depth=1) as batcher:
         model.gate.clear()
-        slow = asyncio.create_task(batcher.ask(model, 600, 20))
+        slow = asyncio.create_task(batcher.compute(model, 600, 20))
         assert await asyncio.to_thread(model.started.wait, 20)
-        waiting = asyncio.create_task(batcher.ask(model, 600, 20))
+        waiting = asyncio.create_task(batcher.compute(model, 600, 20))
         await asyncio.sleep(0)
         with pytest.raises(Busy):
-            await batcher.ask(model, 1, 20)
+            await batcher.compute(model, 1, 20)
         batcher._mean_s = 30.0  # as if batches took so long
         waiting.cancel()
         await asyncio.wait([waiting])
         with pytest.raises(Busy) as refused:
-            await batcher.ask(model, 1, 20)
+            await batcher.compute(model, 1, 20)
         assert refused.value.retry_after_s == 60.0
         model.gate.set()
         await slow
-        assert await batcher.ask(model, 3, 20) == [3.0]  # idle, so it tries
+        assert await batcher.compute(model, 3, 20) == [3.0]  # idle, so it tries
 
 
 async def test_an_error_is_the_answer_of_its_batch_and_the_next_goes_on() -> None:
@@ -147,18 +147,18 @@ async def test_an_error_is_the_answer_of_its_batch_and_the_next_goes_on() -> Non
     async with running() as batcher:
         model.fails = True
         with pytest.raises(Unavailable, match="numbers ran out"):
-            await batcher.ask(model, 1, 20)
+            await batcher.compute(model, 1, 20)
         model.fails = False
-        assert await batcher.ask(model, 1, 20) == [1.0]
+        assert await batcher.compute(model, 1, 20) == [1.0]
 
 
 async def test_queries_stay_with_the_model_that_they_were_asked_of() -> None:
     old, new = Lengths(), Lengths()
     async with running() as batcher:
         old.gate.clear()
-        first = asyncio.create_task(batcher.ask(old, 1, 20))
+        first = asyncio.create_task(batcher.compute(old, 1, 20))
         assert await asyncio.to_thread(old.started.wait, 20)
-        rest = [asyncio.create_task(batcher.ask(model, at, 20)) for at, model in enumerate((old, new, old, new), 2)]
+        rest = [asyncio.create_task(batcher.compute(model, at, 20)) for at, model in enumerate((old, new, old, new), 2)]
         await asyncio.sleep(0)
         old.gate.set()
         assert await asyncio.gather(first, *rest) == [[1.0], [2.0], [3.0], [4.0], [5.0]]
@@ -175,6 +175,6 @@ async def test_warming_up_computes_in_the_batchers_thread_and_counts_for_nothing
         model.fails = True
         await batcher.warm_up(model, [7])  # logged; queries learn of it on their own
         model.fails = False
-        assert await batcher.ask(model, 3, 20) == [3.0]
+        assert await batcher.compute(model, 3, 20) == [3.0]
     await batcher.warm_up(model, [7])  # closed: nothing to do
     assert model.batches == [[7, 7], [3]]

@@ -18,7 +18,7 @@ from predictor.checkpoint import META_FILE, read_meta
 from predictor.cli import app
 from predictor.settings import PredictorSettings
 from shared.sim.prediction import Prediction
-from tests.predictor.learnt import MANNERS, folder, records, settings
+from tests.predictor.trained import MANNERS, folder, records, settings
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -182,7 +182,7 @@ def test_training_prints_tables_and_no_json_without_the_option(folder: Path, tmp
     text = " ".join(done.stdout.split())
     assert "buckets of 100 tokens, 4 of them" in text, "a third of the answers has each of three lengths"
     assert "Warning: 100.0% of the training answers fall into one bucket" in text
-    assert "--granularity auto would take 100 tokens" in text
+    assert "--granularity auto would select 100 tokens" in text
     assert "Shares that are right" in text
     read_meta(tmp_path / "made" / "100")
     assert read_meta(tmp_path / "made" / "1000").bucket_count == 10

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from predictor.checkpoint import CheckpointMeta
-from predictor.data.examples import Example
 from predictor.evaluate import Evaluation, evaluate, print_evaluation, print_granularities
+from predictor.examples import Example
 from shared.errors import InvalidRequest
 from tests.predictor.conftest import META
 
@@ -73,7 +73,7 @@ def test_answers_in_one_bucket_are_a_warning_that_names_a_granularity() -> None:
     assert nothing.scores.accuracy == 1.0
     assert not report["ok"]
     assert [one["code"] for one in report["findings"]] == codes(nothing) == ["one_bucket", "no_gain"]
-    assert "--granularity auto would take 25 tokens" in nothing.findings()[0].text
+    assert "--granularity auto would select 25 tokens" in nothing.findings()[0].text
 
 
 def test_answers_of_one_length_have_no_granularity_to_offer() -> None:

@@ -3,7 +3,7 @@ from random import Random
 import pytest
 
 from predictor.buckets import Buckets
-from predictor.service import FEWEST, Answer, Reality
+from predictor.service import MIN_ANSWERS, Answer, Reality
 
 BUCKETS = Buckets(100, 4)
 RNG = Random(7)
@@ -41,7 +41,7 @@ def test_one_that_is_no_better_is_not_and_says_why_and_is_again_once_it_is_bette
 
 
 def test_few_answers_condemn_nobody() -> None:
-    _, changes = judged(answers(FEWEST - 1, 0.0))
+    _, changes = judged(answers(MIN_ANSWERS - 1, 0.0))
     assert changes == []
 
 

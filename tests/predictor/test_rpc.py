@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from tokenizers import Tokenizer, models
 
-from predictor.app import Metrics, open_rpc
+from predictor.app import Metrics, Service, open_rpc
+from predictor.examples import ServedTokenizer
 from predictor.loading import Loaded
-from predictor.served import ServedTokenizer
 from predictor.service import Predictor
 from predictor.settings import PredictorSettings
 from shared.errors import InvalidRequest
@@ -29,7 +29,7 @@ async def serving(predictor: Predictor, registry: CollectorRegistry) -> AsyncIte
     try:
         async with (
             background() as tasks,
-            open_rpc(PredictorSettings(rpc_address=address), predictor, Metrics(registry, predictor)),
+            open_rpc(Service(PredictorSettings(rpc_address=address), predictor, Metrics(registry, predictor))),
         ):
             tasks.start("batches", predictor.batcher.run())
             client = RpcClient(sockets, address)

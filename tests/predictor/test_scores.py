@@ -2,7 +2,7 @@ import pytest
 
 from predictor.buckets import Buckets
 from predictor.checkpoint import Ceiling, bucket_means, by_prompt_length, ceiling, commonest, score
-from predictor.data.examples import Example
+from predictor.examples import Example
 
 BUCKETS = Buckets(100, 3)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from predictor.loading import FEWEST_TOKENS, load_from_disk
+from predictor.loading import MIN_INPUT_TOKENS, load_from_disk
 from predictor.settings import PredictorSettings
-from tests.predictor.learnt import folder, records, settings
+from tests.predictor.trained import folder, records, settings
 
 pytestmark = pytest.mark.slow
 __all__ = ["folder", "settings"]
@@ -40,7 +40,7 @@ def test_cheaper_ways_say_nearly_the_same(settings: PredictorSettings, changes: 
 def test_where_the_deadline_is_short_it_looks_at_less(settings: PredictorSettings) -> None:
     hurried = load_from_disk(settings.model_copy(update={"timeout_ms": 1e-6, "dtype": "auto"}))
     assert hurried.runs is not None
-    assert hurried.runs["input_tokens"] == min(32, FEWEST_TOKENS)
+    assert hurried.runs["input_tokens"] == min(32, MIN_INPUT_TOKENS)
     assert load_from_disk(settings).runs["dtype"] == "float32"  # type: ignore[index]
 
 

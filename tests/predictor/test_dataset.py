@@ -15,13 +15,13 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from predictor.data import dataset
-from predictor.data.dataset import Api, Asking, Built, Wanted, build, read_prompts, seed_of, settings_of
-from predictor.data.examples import split_of
+from predictor import dataset
+from predictor.dataset import Api, BuildResult, BuildSettings, Target, build, read_prompts, seed_of, settings_of
+from predictor.examples import split_of
 from shared.errors import Conflict, InvalidRequest, Unavailable
-from tests.predictor.data.openai_server import Model, length, served
+from tests.predictor.openai_server import Model, length, served
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -42,14 +42,16 @@ def prompts_file(folder: Path, texts: list[str]) -> Path:
     return file
 
 
-def built(file: Path, out: Path, asking: Asking, **changes: Any) -> Built:
+def built(file: Path, out: Path, target: Target, **changes: Any) -> BuildResult:
     told: list[tuple[int, int]] = []
-    made = asyncio.run(build(read_prompts([file]), Wanted(asking, **changes), out, lambda *now: told.append(now)))
+    made = asyncio.run(
+        build(read_prompts([file]), BuildSettings(target, **changes), out, lambda *now: told.append(now))
+    )
     assert told[-1][0] == told[-1][1]
     return made
 
 
-def rows(made: Built) -> list[dict[str, Any]]:
+def rows(made: BuildResult) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = pyarrow.parquet.read_table(made.path).to_pylist()
     return found
 
@@ -58,7 +60,7 @@ TEXTS = [f"tell me about {'very ' * n}old things" for n in range(40)]
 
 
 def test_every_prompt_is_answered_once_and_stored_with_its_settings(tmp_path: Path, model: Model, url: str) -> None:
-    made = built(prompts_file(tmp_path, [*TEXTS, *TEXTS[:5]]), tmp_path / "out", Asking(url), samples=2, concurrency=4)
+    made = built(prompts_file(tmp_path, [*TEXTS, *TEXTS[:5]]), tmp_path / "out", Target(url), samples=2, concurrency=4)
     assert {(row["prompt"], row["sample"]): row["output_tokens"] for row in rows(made)} == {
         (text, sample): length(text, seed_of(text, sample)) for text in TEXTS for sample in range(2)
     }
@@ -67,18 +69,18 @@ def test_every_prompt_is_answered_once_and_stored_with_its_settings(tmp_path: Pa
     assert 2 <= model.most <= 4
     settings = settings_of(made.path)
     assert (settings["model"], settings["samples"], settings["prompts"]) == ("demo", 2, 40)
-    again = built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Asking(url), samples=2)
-    assert (again.asked, again.rows) == (0, 80)
+    again = built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Target(url), samples=2)
+    assert (again.requested, again.rows) == (0, 80)
 
 
 def test_no_two_answers_are_drawn_under_one_seed(tmp_path: Path, model: Model, url: str) -> None:
-    built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Asking(url), samples=3)
+    built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Target(url), samples=3)
     assert len({seed for _, seed in model.asked}) == 3 * len(TEXTS)
     assert all(0 <= seed < 2**31 for _, seed in model.asked)
 
 
 def test_answers_that_are_cut_are_marked(tmp_path: Path, url: str) -> None:
-    made = built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Asking(url, api=Api.COMPLETIONS, max_tokens=20))
+    made = built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Target(url, api=Api.COMPLETIONS, max_tokens=20))
     for row in rows(made):
         assert row["cut"] == (length(row["prompt"], seed_of(row["prompt"], 0)) > 20)
         assert row["output_tokens"] <= 20
@@ -86,42 +88,42 @@ def test_answers_that_are_cut_are_marked(tmp_path: Path, url: str) -> None:
 
 
 def test_a_prompt_that_is_refused_is_told_and_costs_nothing_else(tmp_path: Path, model: Model, url: str) -> None:
-    made = built(prompts_file(tmp_path, ["one", "TOO LONG", "three"]), tmp_path / "out", Asking(url))
+    made = built(prompts_file(tmp_path, ["one", "TOO LONG", "three"]), tmp_path / "out", Target(url))
     assert made.rows == 2
     assert made.refused == {"HTTP 400: the prompt is longer than 4096 tokens": 1}
     before = len(model.bodies)
-    assert built(prompts_file(tmp_path, ["one", "TOO LONG", "three"]), tmp_path / "out", Asking(url)).asked == 0
+    assert built(prompts_file(tmp_path, ["one", "TOO LONG", "three"]), tmp_path / "out", Target(url)).requested == 0
     assert len(model.bodies) == before, "nor asked again"
 
 
 def test_what_passes_is_tried_again(tmp_path: Path, model: Model, url: str) -> None:
     model.fails = 3
-    assert built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Asking(url), concurrency=2).rows == 40
+    assert built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Target(url), concurrency=2).rows == 40
 
 
 def test_an_endpoint_that_errs_for_good_ends_it_and_nothing_is_lost(tmp_path: Path, model: Model, url: str) -> None:
     file, out = prompts_file(tmp_path, TEXTS), tmp_path / "out"
-    built(file, out, Asking(url), limit=10)
+    built(file, out, Target(url), limit=10)
     answered = set(model.asked)
     model.fails = 10_000
     with pytest.raises(Unavailable, match=r"chat/completions: HTTP 503: the engine is away, 5 times"):
-        built(file, out, Asking(url))
+        built(file, out, Target(url))
     model.fails = 0  # a question whose asker has given up may still be on its way, and is answered now
-    assert built(file, out, Asking(url)).rows == 40
+    assert built(file, out, Target(url)).rows == 40
     assert {model.asked[key] for key in answered} == {1}
 
 
 def test_an_endpoint_that_hangs_is_given_up(tmp_path: Path, model: Model, url: str) -> None:
     model.hangs = True
     with pytest.raises(Unavailable, match=r"no answer in 0.1 s, 5 times"):
-        built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Asking(url, timeout_s=0.1))
+        built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Target(url, timeout_s=0.1))
 
 
 @pytest.mark.parametrize(
     ("change", "asking", "said"),
     [
-        ({"names": ["a", "b"]}, {}, "--model: which one of a, b"),
-        ({"names": ["a"]}, {"model": "b"}, "model 'b' is not served there; there are a"),
+        ({"names": ["a", "b"]}, {}, "--model is required; served models: a, b"),
+        ({"names": ["a"]}, {"model": "b"}, "model 'b' is not served there; served models: a"),
         ({"key": "secret"}, {}, "HTTP 401: no such key"),
     ],
 )
@@ -131,30 +133,30 @@ def test_what_cannot_be_asked_is_said(
     for key, value in change.items():
         setattr(model, key, value)
     with pytest.raises(InvalidRequest, match=said):
-        built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Asking(url, **asking))
+        built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Target(url, **asking))
 
 
 def test_the_key_is_sent(tmp_path: Path, model: Model, url: str) -> None:
     model.key = "secret"
-    assert built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Asking(f"{url}/v1/", key="secret")).rows == 40
+    assert built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Target(f"{url}/v1/", key="secret")).rows == 40
 
 
 def test_an_endpoint_that_counts_nothing_is_said(tmp_path: Path, model: Model, url: str) -> None:
     model.usage = False
     with pytest.raises(Unavailable, match="no lengths in the answer"):
-        built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Asking(url))
+        built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Target(url))
 
 
 def test_nobody_there_is_said(tmp_path: Path, model: Model) -> None:
     with pytest.raises(Unavailable, match=r"127.0.0.1:9/v1/models: ConnectError"):
-        built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Asking("http://127.0.0.1:9"))
+        built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Target("http://127.0.0.1:9"))
 
 
 def test_other_settings_are_not_mixed(tmp_path: Path, url: str) -> None:
     file = prompts_file(tmp_path, TEXTS)
-    built(file, tmp_path / "out", Asking(url), limit=3)
+    built(file, tmp_path / "out", Target(url), limit=3)
     with pytest.raises(Conflict, match="max_tokens was 1024 and is 99"):
-        built(file, tmp_path / "out", Asking(url, max_tokens=99))
+        built(file, tmp_path / "out", Target(url, max_tokens=99))
 
 
 @pytest.mark.parametrize("records", [[], [""], [{"prompt": "  "}], [{"id": 3}], [7]])
@@ -181,7 +183,7 @@ def test_every_form_of_prompt_and_what_is_left_out(tmp_path: Path) -> None:
     assert set(found.texts) == {"first", "second", "third\n\nmore", "fourth", "fifth"}
     assert found.duplicates == 1
     assert [one.split("/")[-1] for one in found.bad] == [
-        "a.json, record 5: conversations: nobody asks anything",
+        "a.json, record 5: conversations: no message of a user",
         "a.json, record 6: no prompt, instruction, messages or conversations among 'other'",
         "b.jsonl, record 2: the prompt is empty",
     ]
@@ -277,9 +279,9 @@ def test_two_builders_do_not_write_one_folder(tmp_path: Path, model: Model, url:
     prompts = read_prompts([file])
 
     async def both() -> list[Any]:
-        ways = (build(prompts, Wanted(Asking(url), concurrency=1), out, lambda *_: None) for _ in range(2))
+        ways = (build(prompts, BuildSettings(Target(url), concurrency=1), out, lambda *_: None) for _ in range(2))
         return await asyncio.gather(*ways, return_exceptions=True)
 
     model.pause_s = 0.01
     found = asyncio.run(both())
-    assert sorted(type(one).__name__ for one in found) == ["Built", "Conflict"]
+    assert sorted(type(one).__name__ for one in found) == ["BuildResult", "Conflict"]

@@ -6,11 +6,19 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from predictor.buckets import Buckets
-from predictor.data.examples import digest, labels, load_examples, split_examples, split_of
-from predictor.served import ServedTokenizer, estimate_tokens, load_served
+from predictor.examples import (
+    ServedTokenizer,
+    digest,
+    estimate_tokens,
+    labels,
+    load_examples,
+    load_served,
+    split_examples,
+    split_of,
+)
 from shared.errors import InvalidRequest
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
