@@ -82,8 +82,6 @@ class DemandAnswer(msgspec.Struct, frozen=True):
 
 
 class PolicyChange(msgspec.Struct, frozen=True):
-    """Who replaced the cluster file's policy."""
-
     who: str
     since_s: float
 
@@ -117,8 +115,6 @@ class PoliciesInForce(msgspec.Struct, frozen=True):
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """An event in a history."""
-
     time_s: float
     kind: str
     text: str
@@ -146,8 +142,6 @@ class History(msgspec.Struct, frozen=True):
 
 
 class InstanceColumns(msgspec.Struct, frozen=True):
-    """Series of one instance."""
-
     role: list[str | None] = []
     state: list[str | None] = []
     kv_used: Column = []
@@ -159,8 +153,6 @@ class InstanceColumns(msgspec.Struct, frozen=True):
 
 
 class InstanceHistory(msgspec.Struct, frozen=True):
-    """Series of the instances."""
-
     from_s: float
     to_s: float
     time_s: list[float]
@@ -186,8 +178,6 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class LogTail(msgspec.Struct, frozen=True):
-    """The last lines of an instance's log."""
-
     lines: list[str] = []
 
 
@@ -213,8 +203,6 @@ class CheckpointStatus(msgspec.Struct, frozen=True):
 
 
 class ObservedStatus(msgspec.Struct, frozen=True):
-    """The predictor's estimate from finished answers."""
-
     observations: int = 0
 
 
@@ -277,8 +265,10 @@ class PlanRoute(msgspec.Struct, frozen=True):
     share: float = 0.0
 
 
-class Expected(msgspec.Struct, frozen=True):
-    """Expected figures at `rate` requests a second; latencies are means. goodput: the highest rate within the SLO."""
+class Figures(msgspec.Struct, frozen=True):
+    """Figures of a cluster at `rate` requests a second. goodput: the highest rate within the SLO. Expected and promised
+    latencies are means, measured ones medians.
+    """
 
     rate: float | None = None
     goodput: float | None = None
@@ -287,25 +277,16 @@ class Expected(msgspec.Struct, frozen=True):
     tpot_s: float | None = None
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """Figures of the running cluster over the last `window_s`; latencies are medians."""
+class Measured(Figures, frozen=True, rename={"ttft_s": "ttft_p50_s", "tpot_s": "tpot_p50_s"}):
+    """Of the running cluster over the last `window_s`."""
 
     requests: int = 0
     window_s: float = 0.0
-    attainment: float | None = None
-    ttft_p50_s: float | None = None
-    tpot_p50_s: float | None = None
-    rate: float | None = None
 
 
-class Promise(msgspec.Struct, frozen=True):
-    """Figures that a search expected of its plan."""
+class Promise(Figures, frozen=True, rename={"ttft_s": "ttft_mean_s", "tpot_s": "tpot_mean_s"}):
+    """Expected by the search that made the plan."""
 
-    rate: float | None = None
-    goodput: float | None = None
-    attainment: float | None = None
-    ttft_mean_s: float | None = None
-    tpot_mean_s: float | None = None
     usd_per_million_tokens: float | None = None
     usd_per_hour: float | None = None
 
@@ -330,22 +311,18 @@ class Fleet(msgspec.Struct, frozen=True):
     routes_in_force: bool = False
     placement: str = ""
     demand: PlannedDemand | None = None
-    expected: Expected | None = None
+    expected: Figures | None = None
     measured: Measured | None = None
     promise: Promise | None = None
 
 
 class RoleChange(msgspec.Struct, frozen=True):
-    """A flip of a proposal."""
-
     instance_id: str
     from_role: str
     to_role: str
 
 
 class ProposalStep(msgspec.Struct, frozen=True):
-    """A step that was done for a proposal."""
-
     at_s: float
     what: str
     ok: bool = True
@@ -366,8 +343,8 @@ class Proposal(msgspec.Struct, frozen=True):
     flips: list[RoleChange] = []
     routes: list[PlanRoute] = []
     changes_routes: bool = False
-    now: Expected | None = None
-    then: Expected | None = None
+    now: Figures | None = None
+    then: Figures | None = None
     decided_s: float | None = None
     who: str = ""
     steps: list[ProposalStep] = []
@@ -378,21 +355,19 @@ class BestFlips(msgspec.Struct, frozen=True):
     """The flips that would serve a changed cluster best, and the figures with them."""
 
     flips: list[RoleChange] = []
-    expected: Expected | None = None
+    expected: Figures | None = None
 
 
 class WhatIf(msgspec.Struct, frozen=True):
     """Expected figures now, after the change with the present roles, and with the best flips. why: a remark."""
 
-    now: Expected | None = None
-    then: Expected | None = None
+    now: Figures | None = None
+    then: Figures | None = None
     best: BestFlips | None = None
     why: str = ""
 
 
 class SearchProgress(msgspec.Struct, frozen=True):
-    """Progress of a search for a plan."""
-
     what: str = ""
     best_goodput: float | None = None
     elapsed_s: float | None = None
@@ -409,8 +384,6 @@ class PlanGroup(msgspec.Struct, frozen=True):
 
 
 class MethodGoodput(msgspec.Struct, frozen=True):
-    """The goodput that another search method reached."""
-
     method: str
     goodput: float | None = None
 

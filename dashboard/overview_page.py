@@ -4,6 +4,7 @@ attainment by class, and the demand.
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,15 +36,16 @@ from dashboard.layout import NO_MONITOR
 from shared.domain.demand import AskedSecond, RolesWanted
 from shared.domain.instance import Role
 from shared.domain.verdict import Count, Level, Link, Problem, Stage, Verdict
+from shared.palette import BAD, CAUTION, DECODE, GOOD, IDLE, PREFILL, TRANSFER
 from shared.policy.slo import SloReport
 from shared.wire.api import NoticedShift
 
 STAGES = {
-    Stage.QUEUE: ("Queue", markup.IDLE),
-    Stage.PREFILL: ("Prefill", markup.PREFILL),
-    Stage.TRANSFER: ("Transfer", markup.TRANSFER),
-    Stage.DECODE_QUEUE: ("Decode queue", markup.IDLE),
-    Stage.DECODE: ("Decode", markup.DECODE),
+    Stage.QUEUE: ("Queue", IDLE),
+    Stage.PREFILL: ("Prefill", PREFILL),
+    Stage.TRANSFER: ("Transfer", TRANSFER),
+    Stage.DECODE_QUEUE: ("Decode queue", IDLE),
+    Stage.DECODE: ("Decode", DECODE),
 }
 PROBLEMS_SHOWN = 8
 _MISSED = {"missed": "true", "order": "slowest_ttft"}
@@ -59,72 +61,60 @@ PROBLEM_REQUESTS: dict[str, dict[str, str]] = {
 SLOW_S = 5.0  # refresh period of the lower part, at least
 FIGURE_S = 30.0  # refresh period of the figures, at most; otherwise a step of the history
 ALL_CLASSES = "all classes"
-# Series of `GET /history` in each panel: name, label, colour, dash; and the target that the panel shows.
-SeriesSpec = tuple[str, str, str, str]
-PANELS: tuple[tuple[str, Sequence[SeriesSpec], str], ...] = (
-    ("Requests/s", [("requests_per_s", "ended", markup.DECODE, "solid")], ""),
-    (
-        "Tokens/s",
-        [
-            ("prompt_tokens_per_s", "prompt", markup.PREFILL, "solid"),
-            ("output_tokens_per_s", "output", markup.DECODE, "solid"),
-        ],
-        "",
-    ),
-    ("SLO attainment", [("attainment", "all targets", markup.GOOD, "solid")], "attainment"),
-    (
+
+
+@dataclass(frozen=True, slots=True)
+class PanelSpec:
+    """A panel over time. series: of `GET /history`: name, label, colour, and a dash unless it is solid. target: the
+    name of the target that the panel shows.
+    """
+
+    title: str
+    series: Sequence[tuple[str, ...]]
+    target: str = ""
+    share: bool = False
+    stacked: bool = False
+
+
+def _stages() -> list[tuple[str, ...]]:
+    labels = {Stage.DECODE_QUEUE: ("d. queue", charts.DECODE_QUEUE_COLOUR)}
+    names = {stage: labels.get(stage, (name.lower(), colour)) for stage, (name, colour) in STAGES.items()}
+    return [(f"stage_{stage}_s", *label) for stage, label in names.items()]
+
+
+def _percentiles(figure: str, colour: str, high: str = "p99") -> list[tuple[str, ...]]:
+    return [(f"{figure}_p50_s", "p50", colour, "dot"), (f"{figure}_{high}_s", high, colour)]
+
+
+PANELS = (
+    PanelSpec("Requests/s", [("requests_per_s", "ended", DECODE)]),
+    PanelSpec("Tokens/s", [("prompt_tokens_per_s", "prompt", PREFILL), ("output_tokens_per_s", "output", DECODE)]),
+    PanelSpec("SLO attainment", [("attainment", "all targets", GOOD)], "attainment", share=True),
+    PanelSpec(
         "Attainment by target",
         [
-            ("ttft_attainment", "TTFT", markup.PREFILL, "solid"),
-            ("tpot_attainment", "TPOT", markup.DECODE, "solid"),
-            ("itl_attainment", "ITL", markup.TRANSFER, "solid"),
+            ("ttft_attainment", "TTFT", PREFILL),
+            ("tpot_attainment", "TPOT", DECODE),
+            ("itl_attainment", "ITL", TRANSFER),
         ],
         "attainment",
+        share=True,
     ),
-    (
-        "TTFT (s)",
-        [("ttft_p50_s", "p50", markup.PREFILL, "dot"), ("ttft_p99_s", "p99", markup.PREFILL, "solid")],
-        "ttft_s",
-    ),
-    (
-        "TPOT (s)",
-        [("tpot_p50_s", "p50", markup.DECODE, "dot"), ("tpot_p99_s", "p99", markup.DECODE, "solid")],
-        "tpot_s",
-    ),
-    (
-        "Longest gap (s)",
-        [("gap_p50_s", "p50", markup.DECODE, "dot"), ("gap_p90_s", "p90", markup.DECODE, "solid")],
-        "itl_s",
-    ),
-    (
+    PanelSpec("TTFT (s)", _percentiles("ttft", PREFILL), "ttft_s"),
+    PanelSpec("TPOT (s)", _percentiles("tpot", DECODE), "tpot_s"),
+    PanelSpec("Longest gap (s)", _percentiles("gap", DECODE, "p90"), "itl_s"),
+    PanelSpec(
         "Not served/s",
         [
-            ("failed_per_s", "failed", markup.BAD, "solid"),
-            ("refused_per_s", "refused", markup.CAUTION, "solid"),
-            ("cancelled_per_s", "cancelled", markup.IDLE, "dot"),
+            ("failed_per_s", "failed", BAD),
+            ("refused_per_s", "refused", CAUTION),
+            ("cancelled_per_s", "cancelled", IDLE, "dot"),
         ],
-        "",
     ),
-    (
-        "Time by stage (s)",
-        [
-            (f"stage_{Stage.QUEUE}_s", "queue", markup.IDLE, "solid"),
-            (f"stage_{Stage.PREFILL}_s", "prefill", markup.PREFILL, "solid"),
-            (f"stage_{Stage.TRANSFER}_s", "transfer", markup.TRANSFER, "solid"),
-            (f"stage_{Stage.DECODE_QUEUE}_s", "d. queue", charts.DECODE_QUEUE_COLOUR, "solid"),
-            (f"stage_{Stage.DECODE}_s", "decode", markup.DECODE, "solid"),
-        ],
-        "",
-    ),
-    ("Jobs", [("running", "running", markup.DECODE, "solid"), ("waiting", "waiting", markup.CAUTION, "solid")], ""),
-    (
-        "KV in use",
-        [("kv_used_prefill", "prefill", markup.PREFILL, "solid"), ("kv_used_decode", "decode", markup.DECODE, "solid")],
-        "",
-    ),
+    PanelSpec("Time by stage (s)", _stages(), stacked=True),
+    PanelSpec("Jobs", [("running", "running", DECODE), ("waiting", "waiting", CAUTION)]),
+    PanelSpec("KV in use", [("kv_used_prefill", "prefill", PREFILL), ("kv_used_decode", "decode", DECODE)], share=True),
 )
-_SHARES = ("SLO attainment", "Attainment by target", "KV in use")
-_STACKED = ("Time by stage (s)",)
 _PERCENTILES = ("p50", "p90", "p99")
 
 
@@ -159,7 +149,7 @@ def _now(console: Console) -> None:
 
 def _verdict(read: Read[Verdict], verdict: Verdict, console: Console, now_s: float) -> None:
     """The headline, and each problem with links to what it concerns."""
-    colour = markup.IDLE if read.stale else markup.LEVEL_COLOUR[verdict.level]
+    colour = IDLE if read.stale else markup.LEVEL_COLOUR[verdict.level]
     about = f"{units.count(verdict.requests)} requests ended in the last {units.duration(verdict.window_s)}"
     words = f"<div><strong>{markup.text(verdict.headline)}</strong>{markup.soft(about)} {layout.age(read, now_s)}</div>"
     banner = f'<div class="pp-verdict" style="--c:{colour}" role="status">{markup.sign(verdict.level)}{words}</div>'
@@ -222,7 +212,7 @@ def _ready_tile(role: Role, count: Count) -> str:
     kinds = ("dead", "unresponsive", "missing", "draining", "starting")
     note = ", ".join(f"{getattr(count, kind)} {kind}" for kind in kinds if getattr(count, kind))
     gone = count.dead + count.unresponsive + count.missing
-    colour = markup.BAD if gone or (count.expected and not count.ready) else ""
+    colour = BAD if gone or (count.expected and not count.ready) else ""
     label = f"{role.value.capitalize()} instances ready"
     return markup.tile(label, f"{count.ready} of {count.expected}", note or "none is missing", colour)
 
@@ -264,13 +254,13 @@ def history_figure(history: History, zone: str, goal: float) -> go.Figure:
     targets = {**history.targets, "attainment": goal}
     panels = [
         Panel(
-            title,
-            [Line(history.series.get(name, []), label, colour, dash) for name, label, colour, dash in series],
-            targets.get(target),
-            share=title in _SHARES,
-            stacked=title in _STACKED,
+            spec.title,
+            [Line(history.series.get(name, []), *style) for name, *style in spec.series],
+            targets.get(spec.target),
+            share=spec.share,
+            stacked=spec.stacked,
         )
-        for title, series, target in PANELS
+        for spec in PANELS
     ]
     return charts.panel_grid(history.time_s, (history.from_s, history.to_s), panels, zone, history.marks)
 
@@ -335,7 +325,7 @@ def _slo_row(report: SloReport, goal: float) -> list[str]:
 def _attainment_bar(share: float | None, goal: float) -> str:
     missed = share is not None and share < goal
     label = f"✕ {units.share(share)}" if missed else units.share(share)
-    return markup.bar("", share, label, markup.BAD if missed else markup.GOOD)
+    return markup.bar("", share, label, BAD if missed else GOOD)
 
 
 def _classes(read: Read[list[ClassLoad]] | None) -> None:
@@ -365,8 +355,8 @@ def _demand(read: Read[DemandAnswer], cluster: ClusterSummary | None, now_s: flo
     table = demand_frame(demand.seconds)
     columns = st.columns(2, gap="medium")
     bars = (
-        ("Requests in each second", "requests/s", markup.DECODE),
-        ("Mean prompt tokens of the requests of each second", "prompt tokens", markup.PREFILL),
+        ("Requests in each second", "requests/s", DECODE),
+        ("Mean prompt tokens of the requests of each second", "prompt tokens", PREFILL),
     )
     for column, (caption, name, colour) in zip(columns, bars, strict=True):
         with column:
@@ -411,4 +401,4 @@ def _roles_tile(wanted: RolesWanted | None, cluster: ClusterSummary | None) -> s
     if best == now:
         return markup.tile(name, value, f"no other numbers are clearly better; SLO cost {wanted.harm:.2g}")
     note = f"{best[0]} : {best[1]} would be better: SLO cost {wanted.harm_then:.2g} instead of {wanted.harm:.2g}"
-    return markup.tile(name, value, note, markup.CAUTION)
+    return markup.tile(name, value, note, CAUTION)

@@ -18,7 +18,7 @@ from dashboard.answers import (
     PLAN_SEARCH,
     PLAN_SEARCHES,
     PROPOSALS,
-    Expected,
+    Figures,
     Fleet,
     Measured,
     PlanRoute,
@@ -199,21 +199,19 @@ class Metric:
     name: str
     better: int
     as_text: Callable[[float | None], str]
-    expected: Callable[[Expected], float | None]
-    measured: Callable[[Measured], float | None]
-    promised: Callable[[Promise], float | None]
+    value: Callable[[Figures], float | None]
     more: str = "more"
     less: str = "less"
 
+    def of(self, figures: Figures | None) -> float | None:
+        return self.value(figures) if figures is not None else None
 
-RATE = Metric("Rate", 0, units.rate, lambda e: e.rate, lambda m: m.rate, lambda p: p.rate)
-ATTAINMENT = Metric(
-    "SLO attainment", 1, units.share, lambda e: e.attainment, lambda m: m.attainment, lambda p: p.attainment
-)
-_TIME = ("longer", "shorter")
-TTFT = Metric("TTFT", -1, units.duration, lambda e: e.ttft_s, lambda m: m.ttft_p50_s, lambda p: p.ttft_mean_s, *_TIME)
-TPOT = Metric("TPOT", -1, units.duration, lambda e: e.tpot_s, lambda m: m.tpot_p50_s, lambda p: p.tpot_mean_s, *_TIME)
-GOODPUT = Metric("Goodput", 1, units.rate, lambda e: e.goodput, lambda _: None, lambda p: p.goodput)
+
+RATE = Metric("Rate", 0, units.rate, lambda figures: figures.rate)
+ATTAINMENT = Metric("SLO attainment", 1, units.share, lambda figures: figures.attainment)
+TTFT = Metric("TTFT", -1, units.duration, lambda figures: figures.ttft_s, "longer", "shorter")
+TPOT = Metric("TPOT", -1, units.duration, lambda figures: figures.tpot_s, "longer", "shorter")
+GOODPUT = Metric("Goodput", 1, units.rate, lambda figures: figures.goodput)
 METRICS = (RATE, ATTAINMENT, TTFT, TPOT, GOODPUT)
 
 
@@ -253,11 +251,11 @@ def deviation(metric: Metric, before: float | None, after: float | None, same: s
     return Deviation(text, problem=gain < -FAR, gain=gain > 0)
 
 
-def change_table(titles: Sequence[str], columns: Sequence[Expected | None]) -> str:
+def change_table(titles: Sequence[str], columns: Sequence[Figures | None]) -> str:
     """Expected figures side by side, the later columns compared with the first."""
     rows = []
     for metric in METRICS:
-        values = [metric.expected(each) if each else None for each in columns]
+        values = [metric.of(each) for each in columns]
         later = (_changed(metric, values[0], value) for value in values[1:])
         rows.append([markup.soft(metric.name), markup.text(metric.as_text(values[0])), *later])
     return markup.table(["", *titles], rows, narrow=True)
@@ -273,16 +271,16 @@ def _changed(metric: Metric, before: float | None, after: float | None) -> str:
     return f"{markup.strong(metric.as_text(after))} {note}"
 
 
-def comparison_table(expected: Expected | None, measured: Measured | None, promise: Promise | None) -> str:
+def comparison_table(expected: Figures | None, measured: Measured | None, promise: Promise | None) -> str:
     """Expected, measured and promised figures with the deviation of measured from expected."""
     rows = []
     for metric in METRICS:
-        hoped, seen = metric.expected(expected) if expected else None, metric.measured(measured) if measured else None
+        hoped, seen = metric.of(expected), metric.of(measured)
         value = markup.strong(metric.as_text(seen))
         if metric in (TTFT, TPOT) and seen is not None:
             value += f" {markup.soft('p50')}"
         apart = markup.soft(_headroom(expected, measured)) if metric is GOODPUT else _apart(metric, hoped, seen)
-        promised = [markup.text(metric.as_text(metric.promised(promise)))] if promise else []
+        promised = [markup.text(metric.as_text(metric.of(promise)))] if promise else []
         rows.append([markup.soft(metric.name), markup.text(metric.as_text(hoped)), value, apart, *promised])
     heads = ["", "Expected", "Measured", "Deviation", *(["Promised by the plan file"] if promise else [])]
     return markup.table(heads, rows, narrow=True)
@@ -294,9 +292,9 @@ def _apart(metric: Metric, expected: float | None, measured: float | None) -> st
     return markup.badge(words, markup.BAD) if found.problem else markup.text(words or units.NONE)
 
 
-def _headroom(expected: Expected | None, measured: Measured | None) -> str:
+def _headroom(expected: Figures | None, measured: Measured | None) -> str:
     """Expected goodput compared with the measured rate."""
-    goodput, rate = expected.goodput if expected else None, measured.rate if measured else None
+    goodput, rate = GOODPUT.of(expected), RATE.of(measured)
     if goodput is None or not rate:
         return units.NONE
     if goodput >= rate:
@@ -398,7 +396,7 @@ def _current_proposal(proposal: Proposal, console: Console, read: Read[Any], now
 
 
 def _proposal_row(proposal: Proposal, now_s: float) -> list[str]:
-    before, after = (each.goodput if each else None for each in (proposal.now, proposal.then))
+    before, after = GOODPUT.of(proposal.now), GOODPUT.of(proposal.then)
     gain = units.NONE if before is None or after is None else f"{before:.3g} → {after:.3g}/s"
     decided = f", {_ago(proposal.decided_s, now_s)}" if proposal.decided_s is not None else ""
     return [
@@ -623,8 +621,8 @@ def _promise_tiles(promise: Promise) -> list[str]:
     return [
         markup.tile("Goodput", units.rate(promise.goodput), "highest rate within the SLO"),
         markup.tile("SLO attainment", units.share(promise.attainment), at),
-        markup.tile("TTFT, mean", units.duration(promise.ttft_mean_s), at),
-        markup.tile("TPOT, mean", units.duration(promise.tpot_mean_s), at),
+        markup.tile("TTFT, mean", units.duration(promise.ttft_s), at),
+        markup.tile("TPOT, mean", units.duration(promise.tpot_s), at),
         markup.tile("Price", price, "" if tokens is None else f"{tokens:.3g} USD for a million tokens"),
     ]
 

@@ -66,8 +66,8 @@ def span(seconds: float) -> str:
 def moment(time_s: float, now_s: float, zone: str) -> str:
     """The time of day in the reader's time zone, with the date unless it is today, and the age."""
     then, now = (datetime.fromtimestamp(each, ZoneInfo(zone)) for each in (time_s, now_s))
-    said = then.strftime("%H:%M:%S" if then.date() == now.date() else "%d %b %H:%M")
-    return f"{said} ({ago(time_s, now_s)})"
+    text = then.strftime("%H:%M:%S" if then.date() == now.date() else "%d %b %H:%M")
+    return f"{text} ({ago(time_s, now_s)})"
 
 
 def _digits(value: float) -> str:

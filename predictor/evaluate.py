@@ -98,7 +98,7 @@ class Evaluation:
 
     trained, judged: answers in each bucket. noise: twice the standard error of the gain over the better baseline.
     suggested: what `--granularity auto` would select for the training answers, of which its commonest bucket holds
-    suggested_share; None where no granularity tells them apart.
+    suggested_share; None where the answers are equal in length.
     """
 
     buckets: Buckets

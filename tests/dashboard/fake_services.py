@@ -197,11 +197,11 @@ class FakeServices:
         return self.jobs[:limit]
 
     def _search(self, request: Request) -> Row:
-        asked = dict(request.query_params)
-        self.searches.append(asked)
-        rows = [job for job in self.jobs if _fits(job, asked)]
-        rows.sort(key=lambda job: job.get(ORDERS[asked.get("order", "newest")]) or 0.0, reverse=True)
-        first, limit = int(asked.get("offset", 0)), int(asked["limit"])
+        params = dict(request.query_params)
+        self.searches.append(params)
+        rows = [job for job in self.jobs if _fits(job, params)]
+        rows.sort(key=lambda job: job.get(ORDERS[params.get("order", "newest")]) or 0.0, reverse=True)
+        first, limit = int(params.get("offset", 0)), int(params["limit"])
         return {"rows": rows[first : first + limit], "more": len(rows) > first + limit}
 
     def _timeline(self, job_id: str) -> Response:
@@ -278,12 +278,12 @@ def _found(rows: Sequence[Row], key: str, wanted: str) -> Row:
     raise NotFound(f"no {key} {wanted!r}")
 
 
-def _fits(job: Row, asked: dict[str, str]) -> bool:
+def _fits(job: Row, params: dict[str, str]) -> bool:
     wanted = {"slo": "slo", "outcome": "outcome", "phase": "phase", "caller": "caller", "job": "job_id"}
-    if any(asked[name] != job.get(column, "") for name, column in wanted.items() if name in asked):
+    if any(params[name] != job.get(column, "") for name, column in wanted.items() if name in params):
         return False
-    if "instance" in asked and asked["instance"] not in (job["prefill_instance"], job["decode_instance"]):
+    if "instance" in params and params["instance"] not in (job["prefill_instance"], job["decode_instance"]):
         return False
-    if "missed" in asked and job["slo_met"] is not (asked["missed"] == "false"):
+    if "missed" in params and job["slo_met"] is not (params["missed"] == "false"):
         return False
-    return float(asked.get("since", 0)) <= job["arrived_s"]
+    return float(params.get("since", 0)) <= job["arrived_s"]

@@ -15,9 +15,9 @@ from tests.dashboard.pages import LONG_S, button, html, links, opened, shows
 from tests.dashboard.sample_data import report
 
 
-def ask(page: AppTest, said: str) -> Turn:
+def ask(page: AppTest, text: str) -> Turn:
     """Send a question."""
-    page.chat_input[0].set_value(said).run()
+    page.chat_input[0].set_value(text).run()
     turn: Turn = page.session_state["talk-turns"][-1]
     return turn
 

@@ -64,19 +64,19 @@ def test_history() -> None:
     grid = history.Grid.of(60, 12, time.time())
     known = msgspec.json.decode(history._page(grid, [], [], []), type=History)
     assert len(known.time_s) == 12
-    assert {name for _, series, _ in PANELS for name, *_ in series} <= set(known.series)
-    assert {target for *_, target in PANELS if target} - {"attainment"} <= set(known.targets)
+    assert {name for panel in PANELS for name, *_ in panel.series} <= set(known.series)
+    assert {panel.target for panel in PANELS if panel.target} - {"attainment"} <= set(known.targets)
 
 
 def test_steps() -> None:
     rates = SimpleNamespace(start=None, step=None)
     idle = cast(Any, SimpleNamespace())
-    told = Details(idle, cast(Any, rates), idle, idle)._step(StepRecord(7, 5.0, 0.031, 0.02, ((512, 0),), 2, 900))
-    known = msgspec.convert(told, Step)
+    step = Details(idle, cast(Any, rates), idle, idle)._step(StepRecord(7, 5.0, 0.031, 0.02, ((512, 0),), 2, 900))
+    known = msgspec.convert(step, Step)
     assert (known.kind, known.seconds, known.prefill_tokens, known.decodes) == ("both", 0.031, 512, 2)
 
 
-def test_found_requests() -> None:
+def test_request_search() -> None:
     columns = {column.name for column in SHOWN}
     assert set(RequestRow.__struct_fields__) - {"timeline", "prediction", "asked", "max_tokens", "losses"} <= columns
     row = {**plain(JobReport("job", "gateway-0", Phase.DECODE, 1.0, 10)), "caller": "ann"}
@@ -102,7 +102,7 @@ def test_demand() -> None:
     assert msgspec.convert({**service.describe(None), "shifts": [shift]}, DemandAnswer).shifts[0].at_s == 7.0
 
 
-def test_what_the_gateway_counts_of_each_class() -> None:
+def test_class_loads() -> None:
     registry = CollectorRegistry()
     metrics = GatewayMetrics("demo", registry)
     for cause in ("busy", "busy", "overloaded", "invalid_request"):
@@ -123,9 +123,9 @@ def test_what_the_gateway_counts_of_each_class() -> None:
 
 def test_policies() -> None:
     book = PolicyBook(from_file({"split": {"name": "fraction", "fraction": 0.5}}), cast(Any, None), lambda *_: None)
-    told = Followers(cast(Any, SimpleNamespace(all=lambda: [record()])))
-    told.update("s0", 7, "unknown policy")
-    known = msgspec.convert({**book.describe(), "followers": told.describe(book.policies)}, PoliciesInForce)
+    followers = Followers(cast(Any, SimpleNamespace(all=lambda: [record()])))
+    followers.update("s0", 7, "unknown policy")
+    known = msgspec.convert({**book.describe(), "followers": followers.describe(book.policies)}, PoliciesInForce)
     assert tuple(known.policies) == KINDS
     assert known.policies["split"].parameters == {"fraction": 0.5}
     assert [(one.name, one.follows, one.trouble) for one in known.followers] == [

@@ -44,11 +44,11 @@ def test_without_a_key_each_page_is_the_login_form(page: AppTest, keys: dict[str
     assert cluster.reads == 0
 
 
-@pytest.mark.parametrize(("name", "said"), [("wrong", "Unknown API key"), ("bot", "no dashboard role")])
-def test_keys_that_are_refused(page: AppTest, keys: dict[str, str], name: str, said: str) -> None:
+@pytest.mark.parametrize(("name", "text"), [("wrong", "Unknown API key"), ("bot", "no dashboard role")])
+def test_keys_that_are_refused(page: AppTest, keys: dict[str, str], name: str, text: str) -> None:
     entered(page, keys.get(name, "pp-wrong"))
     assert not page.exception
-    assert said in page.error[0].value
+    assert text in page.error[0].value
     assert "Good: SLO" not in html(page)
 
 

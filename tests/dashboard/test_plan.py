@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from dashboard.answers import Expected, Fleet, Measured, Proposal
+from dashboard.answers import Figures, Fleet, Measured, Proposal
 from dashboard.plan_page import (
     ATTAINMENT,
     GOODPUT,
@@ -241,10 +241,10 @@ def test_tables_of_figures() -> None:
     assert "Promised by the plan file" in table
     assert "500 ms" in table
     assert "Promised" not in comparison_table(fleet.expected, fleet.measured, None)
-    assert "50 % below the rate" in comparison_table(Expected(goodput=2.0), Measured(rate=4.0), None)
+    assert "50 % below the rate" in comparison_table(Figures(goodput=2.0), Measured(rate=4.0), None)
     assert comparison_table(None, None, None).count("–") == 15
-    assert "50 % more" in change_table(["Now", "Then", "Best"], [Expected(goodput=4.0), None, Expected(goodput=6.0)])
-    assert change_table(["Now", "Then"], [None, Expected(goodput=6.0)]).count("6/s") == 1
+    assert "50 % more" in change_table(["Now", "Then", "Best"], [Figures(goodput=4.0), None, Figures(goodput=6.0)])
+    assert change_table(["Now", "Then"], [None, Figures(goodput=6.0)]).count("6/s") == 1
 
 
 def test_the_body_and_words_of_a_what_if_question() -> None:

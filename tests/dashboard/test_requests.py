@@ -36,8 +36,8 @@ def test_the_slowest_come_first(page: AppTest, recent: Any) -> None:
 
 def test_an_address_fills_the_form(page: AppTest, cluster: Any) -> None:
     opened(page, "requests", missed="true", order="slowest_tpot", instance="d1").run()
-    asked = cluster.searches[-1]
-    assert (asked["missed"], asked["order"], asked["instance"]) == ("true", "slowest_tpot", "d1")
+    params = cluster.searches[-1]
+    assert (params["missed"], params["order"], params["instance"]) == ("true", "slowest_tpot", "d1")
 
 
 def test_a_search_by_id_has_no_time_range(page: AppTest, cluster: Any) -> None:

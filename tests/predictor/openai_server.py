@@ -1,4 +1,4 @@
-"""An OpenAI endpoint whose answers' lengths follow from prompt and seed, and which misbehaves when told to."""
+"""An OpenAI endpoint whose answers' lengths follow from prompt and seed, and which can misbehave."""
 
 import asyncio
 from collections import Counter
@@ -23,7 +23,7 @@ class Model:
     """fails: so many answers fail first; hangs: none comes. A prompt with TOO LONG in it is refused."""
 
     def __init__(self) -> None:
-        self.asked: Counter[tuple[str, int]] = Counter()
+        self.requests: Counter[tuple[str, int]] = Counter()
         self.bodies: list[dict[str, Any]] = []
         self.fails = 0
         self.hangs = False
@@ -64,7 +64,7 @@ class Model:
         await asyncio.sleep(self.pause_s)
         self._under_way -= 1
         seed = body["seed"]
-        self.asked[prompt, seed] += 1
+        self.requests[prompt, seed] += 1
         wanted = length(prompt, seed)
         tokens = min(wanted, body["max_tokens"])
         answer: dict[str, Any] = {"choices": [{"finish_reason": "length" if tokens < wanted else "stop"}]}

@@ -37,7 +37,7 @@ def write(path: Path, records: list[object]) -> Path:
     return path
 
 
-def test_every_form_of_record(tmp_path: Path, served: ServedTokenizer) -> None:
+def test_all_forms_of_records(tmp_path: Path, served: ServedTokenizer) -> None:
     write(tmp_path / "a.json", [{"instruction": "say it", "input": "be brief", "response": "yes no"}])
     write(tmp_path / "b.jsonl", [{"prompt": "say", "response": "yes"}, {"prompt": "it", "output_tokens": 900}])
     write(tmp_path / "c.jsonl", [{"prompt": "say", "response": "yes"}])
@@ -50,7 +50,7 @@ def test_every_form_of_record(tmp_path: Path, served: ServedTokenizer) -> None:
     ]
 
 
-def test_lines_of_a_gateway_are_taken_as_they_stand(tmp_path: Path, served: ServedTokenizer) -> None:
+def test_records_of_a_gateway(tmp_path: Path, served: ServedTokenizer) -> None:
     figures = {"cut": False, "max_tokens": 900}
     lines = [
         {"seen": "say yes\n", "prompt_tokens": 700, "output_tokens": 5, **figures},
@@ -92,14 +92,14 @@ def test_lines_of_a_gateway_are_taken_as_they_stand(tmp_path: Path, served: Serv
         ({"prompt": "x", "output_tokens": 1, "sample": float("inf")}, "sample must be a whole number"),
     ],
 )
-def test_a_bad_record_is_named(tmp_path: Path, served: ServedTokenizer, record: object, complaint: str) -> None:
+def test_bad_records_are_named(tmp_path: Path, served: ServedTokenizer, record: object, complaint: str) -> None:
     file = write(tmp_path / "data.json", [{"prompt": "say", "response": "yes"}, record])
     with pytest.raises(InvalidRequest, match=f"data.json, record 2: .*{complaint}"):
         load_examples([file], served)
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.json", "lengths.jsonl.1"])
-def test_a_text_may_hold_what_ends_lines_elsewhere(tmp_path: Path, served: ServedTokenizer, name: str) -> None:
+def test_only_line_ends_separate_records(tmp_path: Path, served: ServedTokenizer, name: str) -> None:
     record = json.dumps({"prompt": "say\u2028it\u0085be\u2029brief", "response": "yes"}, ensure_ascii=False)
     file = tmp_path / name
     file.write_text(f"\ufeff[{record}]" if name == "data.json" else f"\ufeff{record}\n", encoding="utf-8")
@@ -108,13 +108,13 @@ def test_a_text_may_hold_what_ends_lines_elsewhere(tmp_path: Path, served: Serve
 
 
 @pytest.mark.parametrize("text", ["{", '{"prompt": "x"}', "[]"])
-def test_a_bad_file_is_named(tmp_path: Path, served: ServedTokenizer, text: str) -> None:
+def test_bad_files_are_named(tmp_path: Path, served: ServedTokenizer, text: str) -> None:
     (tmp_path / "data.json").write_text(text)
     with pytest.raises(InvalidRequest, match=r"data\.json"):
         load_examples([tmp_path / "data.json"], served)
 
 
-def test_splits_are_stable_and_never_share_a_prompt(tmp_path: Path, served: ServedTokenizer) -> None:
+def test_splits_are_stable_and_share_no_prompt(tmp_path: Path, served: ServedTokenizer) -> None:
     records: list[object] = [
         {"prompt": f"say {'it ' * (number % 40)}", "output_tokens": number} for number in range(2000)
     ]

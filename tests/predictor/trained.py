@@ -1,4 +1,4 @@
-"""A task that can be learnt, and a tiny OPT classifier trained on it through the command line."""
+"""A learnable task, and a tiny OPT classifier trained on it through the command line."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from predictor.cli import app
 from predictor.settings import PredictorSettings
 
 THINGS = ["cats", "dogs", "rivers", "stars", "bridges", "poems", "ships", "clocks", "maps", "songs", "trees", "storms"]
-MANNERS = {"short": 40, "plain": 150, "long": 380}  # asked manner -> output tokens
+MANNERS = {"short": 40, "plain": 150, "long": 380}  # requested manner -> output tokens
 
 
 def records() -> Iterator[dict[str, Any]]:
