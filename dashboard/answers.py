@@ -277,16 +277,20 @@ class Figures(msgspec.Struct, frozen=True):
     tpot_s: float | None = None
 
 
-class Measured(Figures, frozen=True, rename={"ttft_s": "ttft_p50_s", "tpot_s": "tpot_p50_s"}):
+class Measured(Figures, frozen=True):
     """Of the running cluster over the last `window_s`."""
 
+    ttft_s: float | None = msgspec.field(default=None, name="ttft_p50_s")
+    tpot_s: float | None = msgspec.field(default=None, name="tpot_p50_s")
     requests: int = 0
     window_s: float = 0.0
 
 
-class Promise(Figures, frozen=True, rename={"ttft_s": "ttft_mean_s", "tpot_s": "tpot_mean_s"}):
+class Promise(Figures, frozen=True):
     """Expected by the search that made the plan."""
 
+    ttft_s: float | None = msgspec.field(default=None, name="ttft_mean_s")
+    tpot_s: float | None = msgspec.field(default=None, name="tpot_mean_s")
     usd_per_million_tokens: float | None = None
     usd_per_hour: float | None = None
 
