@@ -30,9 +30,8 @@ from benchmarks.predictor_worth import run_worth
 from benchmarks.results import Aim, Result, at_least, at_most, merged, result
 from predictor.buckets import Buckets
 from predictor.checkpoint import TOKENIZER_FILE, CheckpointMeta, Scores, write_meta
-from predictor.data.examples import Example, load_examples
 from predictor.evaluate import Evaluation
-from predictor.served import load_served
+from predictor.examples import Example, load_examples, load_served
 from predictor.service import SOURCE
 from predictor.settings import PredictorSettings
 from services.launcher import ports

@@ -1,4 +1,4 @@
-"""The console: `streamlit run dashboard/app.py`. Every page refreshes itself, but for an open question."""
+"""The dashboard: `streamlit run dashboard/app.py`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,15 +7,14 @@ from typing import Any
 import streamlit as st
 from pydantic import ValidationError
 
-from dashboard import login_gate, look, resources
-from dashboard.accounts import Account
-from dashboard.chat_page import try_it
-from dashboard.console import Console
+from dashboard import login, markup
+from dashboard.chat_page import chat
+from dashboard.console import Console, shared_api
 from dashboard.dashboard_settings import DashboardSettings
 from dashboard.events_page import events
 from dashboard.instances_page import instances
 from dashboard.overview_page import overview
-from dashboard.plan.page import plan
+from dashboard.plan_page import plan
 from dashboard.policies_page import policies
 from dashboard.predictor_page import predictor
 from dashboard.requests_page import requests
@@ -29,36 +28,32 @@ PAGES: dict[str, tuple[Callable[[Console], None], str, str]] = {
     "policies": (policies, "Policies", ":material/tune:"),
     "predictor": (predictor, "Predictor", ":material/straighten:"),
     "plan": (plan, "Plan", ":material/route:"),
-    "try": (try_it, "Try it", ":material/chat:"),
+    "try": (chat, "Try it", ":material/chat:"),
 }
 
 
 def main() -> None:
-    """One run of the script: a new session, another page, or an answered question."""
+    """One run of the script: for a new session, another page, or a dialog."""
     st.set_page_config(page_title="Polyphase", page_icon=":material/lan:", layout="wide")
-    st.html(look.STYLE)
+    st.html(markup.STYLE)
     try:
         settings = DashboardSettings.load()
-        account = login_gate.who(settings)
+        account = login.current_account(settings)
     except (InvalidRequest, ValidationError) as error:
-        st.error(f"**The dashboard's settings cannot work.**\n\n```text\n{error}\n```")
+        st.error(f"**Invalid settings of the dashboard.**\n\n```text\n{error}\n```")
         return
-    login_gate.keep()
+    login.store_new_ticket()
     if account is None:
-        st.navigation(list(_pages(lambda _: login_gate.form(settings)).values()), position="hidden").run()
+        st.navigation(list(_pages(lambda _: login.login_form(settings)).values()), position="hidden").run()
         return
-    _open(settings, account)
-
-
-def _open(settings: DashboardSettings, account: Account) -> None:
     pages: dict[str, Any] = {}
-    console = Console(settings, resources.api(settings), account, pages)
+    console = Console(settings, shared_api(settings), account, pages)
     pages |= _pages(lambda page: page(console))
     st.navigation(list(pages.values()), position="top").run()
 
 
 def _pages(run: Callable[[Callable[[Console], None]], None]) -> dict[str, Any]:
-    """All of them, by their paths."""
+    """Streamlit's pages by path."""
     return {
         path: st.Page(partial(run, page), title=title, icon=icon, url_path=path or None, default=not path)
         for path, (page, title, icon) in PAGES.items()

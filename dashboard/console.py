@@ -1,68 +1,74 @@
-"""What every page gets: the settings, the services, who is there, and the ways to the other pages."""
+"""What a run of a page gets: settings, the services' APIs, the account, thread pools, and links to other pages."""
 
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from enum import StrEnum
+from typing import Any, TypeVar
 
 import streamlit as st
 
-from dashboard import resources
-from dashboard.accounts import Account
+from dashboard.api import Api
 from dashboard.dashboard_settings import DashboardSettings
-from dashboard.data import Api
+from dashboard.login import Account
 
-INSTANCE, REQUEST, OPERATION = "instance", "request", "operation"  # in addresses
+# Parameters of page addresses.
+INSTANCE_ID, REQUEST_ID, OPERATION_ID = "instance", "request", "operation"
+T = TypeVar("T")
 
 
-class Submit(Protocol):
-    """Begins something in a thread of its own."""
+class Pool(StrEnum):
+    """Thread pools, separate so that open chats and what-if questions delay no action."""
 
-    def __call__(self, do: Any, /, *arguments: Any) -> "Future[Any]":
-        """The future of `do(*arguments)`."""
+    ACTIONS = "action"
+    CHATS = "chat"
+    WHAT_IF = "what-if"
+
+
+POOL_SIZES = {Pool.ACTIONS: 16, Pool.CHATS: 32, Pool.WHAT_IF: 4}  # over all sessions
+
+
+@st.cache_resource(show_spinner=False)
+def thread_pool(pool: Pool) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(POOL_SIZES[pool], thread_name_prefix=pool)
+
+
+@st.cache_resource(
+    show_spinner=False, hash_funcs={DashboardSettings: DashboardSettings.model_dump_json}, on_release=Api.close
+)
+def shared_api(settings: DashboardSettings) -> Api:
+    """The APIs that all sessions with these settings share."""
+    return Api(settings)
 
 
 @dataclass(frozen=True, slots=True)
 class Console:
-    """One run's. pages: by their path, "" for the first."""
+    """pages: Streamlit's pages by path, "" for the first."""
 
     settings: DashboardSettings
     api: Api
     account: Account
     pages: Mapping[str, Any]
 
-    @property
-    def submit(self) -> Submit:
-        """For actions."""
-        return resources.operations().submit
-
-    @property
-    def submit_chat(self) -> Submit:
-        """For answers that come."""
-        return resources.chats().submit
-
-    @property
-    def submit_question(self) -> Submit:
-        """For what takes a while and changes nothing."""
-        return resources.questions().submit
+    def submit(self, pool: Pool, function: Callable[..., T], /, *arguments: Any) -> "Future[T]":
+        return thread_pool(pool).submit(function, *arguments)
 
     def open(self, page: str, **address: str) -> None:
-        """Go to another page now."""
+        """Switch to another page; ends this run."""
         st.switch_page(self.pages[page], query_params=address)
 
     def link(self, page: str, label: str, icon: str | None = None, **address: str) -> None:
-        """A link to another page, that can be opened in a new tab or sent."""
         st.page_link(self.pages[page], label=label, icon=icon, query_params=address)
 
-    def instance_links(self, instance_ids: Iterable[str], most: int = 6) -> None:
-        """A link to each instance's page, to a few."""
+    def instance_links(self, instance_ids: Iterable[str], limit: int = 6) -> None:
+        """Links to the first `limit` instances, and one to the others."""
         ids = list(instance_ids)
-        for instance_id in ids[:most]:
+        for instance_id in ids[:limit]:
             self.link("instances", instance_id, icon=":material/chevron_right:", instance=instance_id)
-        if len(ids) > most:
-            self.link("instances", f"and {len(ids) - most} more")
+        if len(ids) > limit:
+            self.link("instances", f"and {len(ids) - limit} more")
 
 
-def addressed(name: str) -> str:
-    """What the address says of that name; empty for nothing."""
+def address_parameter(name: str) -> str:
+    """A parameter of the page's address; empty without one."""
     return str(st.query_params.get(name, ""))

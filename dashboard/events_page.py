@@ -1,65 +1,89 @@
-"""The Events page: the event log, the audit of operations, and the progress of one operation. Other pages reuse its
-tables of events.
-"""
+"""The Events page: the cluster's event log, the audit of flips, drains and resumes, and the state of one operation."""
 
 import time
 from collections.abc import Sequence
-from datetime import datetime
-from zoneinfo import ZoneInfo
 
 import pandas as pd
 import streamlit as st
 
-from dashboard import figures, frame, look, units
-from dashboard.console import INSTANCE, OPERATION, Console, addressed
-from dashboard.frame import clickable, clicked
-from dashboard.reads import Read
-from dashboard.records import AuditEntry, EventRow
+from dashboard import layout, markup, units
+from dashboard.answers import EVENTS, OPERATION, OPERATIONS
+from dashboard.api import Read
+from dashboard.console import INSTANCE_ID, OPERATION_ID, Console, address_parameter
+from dashboard.layout import NO_MONITOR
+from shared.wire.api import Event, EventKind, Operation, OperationKind, OperationResult
 
-TROUBLE = (
-    "death",
-    "unresponsive",
-    "operation_failed",
-    "gateway_gone",
-    "scheduler_gone",
-    "request_refused",
-    "plan_failed",
-)
-_SIGN = {"succeeded": "✓", "running": "…", "refused": "▲", "failed": "✕"}
+FAILURES = {
+    EventKind.DEATH,
+    EventKind.UNRESPONSIVE,
+    EventKind.OPERATION_FAILED,
+    EventKind.GATEWAY_GONE,
+    EventKind.SCHEDULER_GONE,
+    EventKind.REQUEST_REFUSED,
+    EventKind.PLAN_FAILED,
+}
+ANY_KIND = "any kind"
+WITHIN = {"1 h": 3600.0, "24 h": 86_400.0, "7 d": 604_800.0, "all": 0.0}  # seconds; 0: no limit
+SINCE_STEP_S = 60.0  # start times are rounded, so that sessions share reads
+_SIGN = {OperationResult.SUCCEEDED: "✓", OperationResult.RUNNING: "…", OperationResult.REFUSED: "▲"}
+_COLOUR = {
+    OperationResult.SUCCEEDED: markup.GOOD,
+    OperationResult.FAILED: markup.BAD,
+    OperationResult.RUNNING: markup.PREFILL,
+}
 
 
-def event_table(read: Read[list[EventRow]], console: Console, now_s: float, key: str, *, most_px: int = 560) -> None:
-    """What happened, newest first; a click opens the request, operation or instance that it concerns."""
-    opened = clicked(key)
-    if opened is not None:
-        follow(opened, console)
+def events(console: Console) -> None:
+    st.fragment(_live, run_every=console.settings.refresh_s)(console)
+
+
+def _live(console: Console) -> None:
+    now_s, instance_id = time.time(), address_parameter(INSTANCE_ID)
+    kind = "" if _field("kind", ANY_KIND) == ANY_KIND else _field("kind", ANY_KIND)
+    within_s = WITHIN[_field("within", "24 h")]
+    since_s = (now_s - within_s) // SINCE_STEP_S * SINCE_STEP_S if within_s else 0.0
+    limit, instance = console.settings.events_shown, _field("instance", instance_id).strip()
+    newest = console.api.read(EVENTS, limit=limit, kind=kind, instance=instance, since=since_s)
+    audit = console.api.read(OPERATIONS, limit=console.settings.flips_shown)
+    read, operations = newest.result(), audit.result()
+    layout.header(console, "Events", [read, operations])
+    _chosen_operation(console, now_s)
+    st.subheader("Events", anchor=False)
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        st.selectbox("Kind", [ANY_KIND, *(each.value for each in EventKind)], key=_key("kind"), width=220)
+        st.text_input("Instance", value=instance_id, key=_key("instance"), width=220)
+        layout.choice("Within", list(WITHIN), "24 h", _key("within"), labelled=True)
+    event_table(read, console, now_s, "events")
+    st.subheader("Flips, drains and resumes", anchor=False)
+    _audit(operations, console, now_s)
+
+
+def event_table(read: Read[list[Event]], console: Console, now_s: float, key: str, *, max_px: int = 560) -> None:
+    """Events, newest first; a click opens the request, operation or instance of the event."""
     if read.value is None:
-        st.html(look.empty(frame.NO_MONITOR))
-        return
-    if not read.value:
-        st.html(look.empty("Nothing of that kind has happened."))
-        return
-    with st.container(key=f"{key}-stale" if read.stale else f"{key}-box"):
-        clickable(
-            events_frame(read.value, now_s, figures.zone()),
-            [target(event) for event in read.value],
-            key,
-            most_px=most_px,
-            column_config={"text": st.column_config.TextColumn(width="large")},
-        )
+        st.html(markup.empty(NO_MONITOR))
+    elif not read.value:
+        st.html(markup.empty("No such event."))
+    else:
+        with layout.stale_container(f"{key}-box", read):
+            layout.row_table(
+                event_frame(read.value, now_s, layout.time_zone()),
+                [link_of(event) for event in read.value],
+                key,
+                lambda link: _open(link, console),
+                max_px=max_px,
+                column_config={"text": st.column_config.TextColumn(width="large")},
+            )
 
 
-def target(event: EventRow) -> str:
-    """What a click on it opens."""
-    for kind, value in (("request", event.job_id), ("operation", event.operation_id), ("instance", event.instance_id)):
-        if value:
-            return f"{kind}:{value}"
-    return ""
+def link_of(event: Event) -> str:
+    """What a click on the event opens: `request:ID`, `operation:ID`, `instance:ID`; empty for nothing."""
+    links = (("request", event.job_id), ("operation", event.operation_id), ("instance", event.instance_id))
+    return next((f"{kind}:{value}" for kind, value in links if value), "")
 
 
-def follow(opened: str, console: Console) -> None:
-    """Go there."""
-    kind, _, name = opened.partition(":")
+def _open(link: str, console: Console) -> None:
+    kind, _, name = link.partition(":")
     match kind:
         case "request":
             console.open("requests", request=name)
@@ -69,13 +93,12 @@ def follow(opened: str, console: Console) -> None:
             console.open("instances", instance=name)
 
 
-def events_frame(events: Sequence[EventRow], now_s: float, zone: str) -> pd.DataFrame:
-    """One line an event."""
+def event_frame(events: Sequence[Event], now_s: float, zone: str) -> pd.DataFrame:
     return pd.DataFrame(
         [
             {
-                "when": moment(event.time_s, now_s, zone),
-                "what": kind_words(event.kind),
+                "time": units.moment(event.time_s, now_s, zone),
+                "event": kind_label(event.kind),
                 "instance": event.instance_id,
                 "text": event.text,
             }
@@ -84,153 +107,94 @@ def events_frame(events: Sequence[EventRow], now_s: float, zone: str) -> pd.Data
     )
 
 
-def audit_frame(entries: Sequence[AuditEntry], now_s: float, zone: str) -> pd.DataFrame:
-    """One line an operation."""
-    return pd.DataFrame(
-        [
-            {
-                "when": moment(entry.started_s, now_s, zone),
-                "what": f"flip {entry.from_role} → {entry.to_role}" if entry.kind == "flip" else entry.kind,
-                "instance": entry.instance_id,
-                "by": entry.who,
-                "result": f"{_SIGN.get(entry.result, '?')} {entry.result}",
-                "why": entry.why or entry.error,
-                "drain": units.duration(entry.drain_s),
-                "flip": units.duration(entry.flip_s),
-                "total": units.duration(entry.total_s),
-                "operation": entry.operation_id,
-            }
-            for entry in entries
-        ]
-    )
-
-
-def kind_words(kind: str) -> str:
-    """A kind of event for people, with a sign for trouble."""
-    sign = "✕ " if kind in TROUBLE else "▲ " if kind.endswith(("_refused", "_fallback")) else ""
+def kind_label(kind: EventKind) -> str:
+    """The kind in words, with a sign for failures and warnings."""
+    sign = "✕ " if kind in FAILURES else "▲ " if kind.endswith(("_refused", "_fallback")) else ""
     return sign + kind.replace("_", " ")
 
 
-def moment(time_s: float, now_s: float, zone: str) -> str:
-    """The reader's own time of day, with the date where it is not today's, and how long ago."""
-    then, now = (datetime.fromtimestamp(one, ZoneInfo(zone)) for one in (time_s, now_s))
-    said = then.strftime("%H:%M:%S" if then.date() == now.date() else "%d %b %H:%M")
-    return f"{said} ({units.ago(time_s, now_s)})"
-
-
-KINDS = (
-    "death",
-    "unresponsive",
-    "recovered",
-    "registered",
-    "restarted",
-    "returned",
-    "left",
-    "forgotten",
-    "registration_refused",
-    "policy_flip",
-    "operation_refused",
-    "operation_failed",
-    "policies_changed",
-    "demand_shift",
-    "verdict",
-    "predictor_fallback",
-    "predictor_recovered",
-    "gateway_gone",
-    "gateway_returned",
-    "scheduler_gone",
-    "scheduler_returned",
-    "request_refused",
-    "plan_proposed",
-    "plan_accepted",
-    "plan_refused",
-    "plan_withdrawn",
-    "plan_applied",
-    "plan_failed",
-)  # as the monitor names them
-ANY = "any kind"
-WITHIN = {"1 h": 3600.0, "24 h": 86_400.0, "7 d": 604_800.0, "ever": 0.0}
-_ROUND_S = 60.0  # so that a read a period serves all
-AUDIT = "audit"
-
-
-def events(console: Console) -> None:
-    """One run of the page."""
-    st.fragment(_live, run_every=console.settings.refresh_s)(console)
-
-
-def _live(console: Console) -> None:
-    api, now_s = console.api, time.time()
-    filters = {
-        name: st.session_state.get(f"events-{name}-{addressed(INSTANCE)}", default)
-        for name, default in (("kind", ANY), ("instance", addressed(INSTANCE)), ("within", "24 h"))
-    }
-    within_s = WITHIN[filters["within"] or "24 h"]
-    since_s = (now_s - within_s) // _ROUND_S * _ROUND_S if within_s else 0.0
-    kind = "" if filters["kind"] == ANY else filters["kind"]
-    happened, flips = api.events(kind=kind, instance=filters["instance"].strip(), since=since_s), api.flips()
-    read, audit = happened.result(), flips.result()
-    frame.header(console, "Events", [frame.of_monitor(console, read, audit)])
-    _operation(console, now_s)
-    st.subheader("What happened", anchor=False)
-    _filters(addressed(INSTANCE))
-    event_table(read, console, now_s, "events")
-    st.subheader("Flips, drains and resumes", anchor=False)
-    _audit(audit, console, now_s)
-
-
-def _filters(instance_id: str) -> None:
-    with st.container(horizontal=True, vertical_alignment="bottom"):
-        st.selectbox("Kind", [ANY, *KINDS], key=f"events-kind-{instance_id}", width=220)
-        st.text_input("Instance", value=instance_id, key=f"events-instance-{instance_id}", width=220)
-        st.segmented_control("Within", list(WITHIN), default="24 h", required=True, key=f"events-within-{instance_id}")
-
-
-def _operation(console: Console, now_s: float) -> None:
-    wanted = str(st.session_state.get(_operation_key(), addressed(OPERATION))).strip()
+def _chosen_operation(console: Console, now_s: float) -> None:
+    """The state of the operation in the address or the field below."""
+    wanted = str(st.session_state.get(_operation_key(), address_parameter(OPERATION_ID))).strip()
     if not wanted:
         return
-    read = console.api.operation(wanted).result()
+    read = console.api.read(OPERATION, wanted).result()
     if read.value is None:
-        st.html(look.empty(f"Operation {wanted}: {read.error}"))
+        st.html(markup.empty(f"Operation {wanted}: {read.error}"))
         return
-    st.html(look.page(standing(read.value, now_s), stale=read.stale))
+    st.html(markup.page(_operation(read.value, now_s), stale=read.stale))
     with st.container(horizontal=True):
         console.instance_links([read.value.instance_id])
 
 
-def _operation_key() -> str:
-    return f"operation-{addressed(OPERATION)}"
-
-
-def standing(entry: AuditEntry, now_s: float) -> str:
-    """How an operation stands, as HTML."""
-    colour = {"succeeded": look.GOOD, "failed": look.BAD, "running": look.PREFILL}.get(entry.result, look.CAUTION)
-    what = f"flip {entry.from_role} → {entry.to_role}" if entry.kind == "flip" else entry.kind
-    head = f"{look.badge(entry.result, colour)} {look.strong(what)} of {look.strong(entry.instance_id)}"
+def _operation(operation: Operation, now_s: float) -> str:
+    colour = _COLOUR.get(operation.result, markup.CAUTION)
+    what = f"{markup.strong(_what(operation))} of {markup.strong(operation.instance_id)}"
     pairs = [
-        ("operation", entry.operation_id),
-        ("by", entry.who),
-        ("begun", units.ago(entry.started_s, now_s)),
-        ("drain", units.duration(entry.drain_s)),
-        ("flip", units.duration(entry.flip_s)),
-        ("total", units.duration(entry.total_s)),
+        ("operation", operation.operation_id),
+        ("by", operation.who),
+        ("started", units.ago(operation.started_s, now_s)),
+        ("drain", units.duration(operation.drain_s)),
+        ("flip", units.duration(operation.flip_s)),
+        ("total", units.duration(operation.total_s)),
     ]
-    said = "".join(f"<div>{look.text(text)}</div>" for text in (entry.why, entry.error) if text)
-    return f'<div class="pp-sentence" style="--c:{colour}"><div>{head}</div>{look.facts(pairs)}{said}</div>'
+    reasons = "".join(f"<div>{markup.text(text)}</div>" for text in (operation.why, operation.error) if text)
+    head = f"<div>{markup.badge(operation.result, colour)} {what}</div>"
+    return f'<div class="pp-sentence" style="--c:{colour}">{head}{markup.facts(pairs)}{reasons}</div>'
 
 
-def _audit(read: Read[list[AuditEntry]], console: Console, now_s: float) -> None:
-    asked = addressed(OPERATION)
-    st.text_input("One of them by its operation id", value=asked, key=_operation_key(), width=340)
-    opened = clicked(AUDIT)
-    if opened is not None:
-        follow(f"operation:{opened}", console)
+def _audit(read: Read[list[Operation]], console: Console, now_s: float) -> None:
+    st.text_input("Look up an operation id", value=address_parameter(OPERATION_ID), key=_operation_key(), width=340)
     if read.value is None:
-        st.html(look.empty(frame.NO_MONITOR))
+        st.html(markup.empty(NO_MONITOR))
     elif not read.value:
-        st.html(look.empty("Nobody has flipped, drained or resumed an instance yet."))
+        st.html(markup.empty("No flips, drains or resumes yet."))
     else:
-        with st.container(key="audit-stale" if read.stale else "audit-box"):
-            ids = [entry.operation_id for entry in read.value]
-            clickable(audit_frame(read.value, now_s, figures.zone()), ids, AUDIT, most_px=420)
+        with layout.stale_container("audit-box", read):
+            layout.row_table(
+                operation_frame(read.value, now_s, layout.time_zone()),
+                [operation.operation_id for operation in read.value],
+                "audit",
+                lambda operation_id: console.open("events", operation=operation_id),
+                max_px=420,
+            )
+
+
+def operation_frame(operations: Sequence[Operation], now_s: float, zone: str) -> pd.DataFrame:
+    return pd.DataFrame(
+        [
+            {
+                "time": units.moment(each.started_s, now_s, zone),
+                "action": _what(each),
+                "instance": each.instance_id,
+                "by": each.who,
+                "result": f"{_SIGN.get(each.result, '✕')} {each.result}",
+                "reason": each.why or each.error,
+                "drain": units.duration(each.drain_s),
+                "flip": units.duration(each.flip_s),
+                "total": units.duration(each.total_s),
+                "operation": each.operation_id,
+            }
+            for each in operations
+        ]
+    )
+
+
+def _what(operation: Operation) -> str:
+    if operation.kind is OperationKind.FLIP:
+        return f"flip {operation.from_role} → {operation.to_role}"
+    return operation.kind.value
+
+
+def _key(name: str) -> str:
+    """The key of a filter's widget: another address has widgets of its own."""
+    return f"events-{name}-{address_parameter(INSTANCE_ID)}"
+
+
+def _field(name: str, default: str) -> str:
+    value = st.session_state.get(_key(name), default)
+    return default if value is None else str(value)
+
+
+def _operation_key() -> str:
+    return f"operation-{address_parameter(OPERATION_ID)}"

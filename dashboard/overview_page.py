@@ -1,36 +1,56 @@
-"""The Overview page: the verdict with its problems, the chain of services that requests pass, SLO attainment by
-class, and the demand.
+"""The Overview page: the verdict with its problems, the stages that requests pass, the cluster over time, SLO
+attainment by class, and the demand.
 """
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pandas as pd
+import plotly.graph_objects as go
 import streamlit as st
 
-from dashboard import frame, look, units
+from dashboard import charts, layout, markup, units
+from dashboard.actions import confirm_pending, show_results
+from dashboard.answers import (
+    CLUSTER,
+    DEMAND,
+    GATEWAY_HEALTH,
+    HISTORY,
+    INSTANCE_HISTORY,
+    INSTANCES,
+    LENGTH_SOURCE,
+    SCHEDULER_HEALTH,
+    VERDICT,
+    ClassLoad,
+    ClusterSummary,
+    DemandAnswer,
+    History,
+)
+from dashboard.api import Read
+from dashboard.charts import POINTS, RANGES, Line, Panel
 from dashboard.console import Console
-from dashboard.frame import NO_MONITOR, ask, results
-from dashboard.operations import Session
-from dashboard.overview_graphs import graphs, heat
-from dashboard.reads import Read
-from dashboard.records import POINTS, RANGES, ClassLoad, ClusterSummary, DemandSeen, ShiftSeen
+from dashboard.layout import NO_MONITOR
 from shared.domain.demand import AskedSecond, RolesWanted
-from shared.domain.instance import InstanceState, Role
+from shared.domain.instance import Role
 from shared.domain.slo import SloReport
 from shared.domain.verdict import Count, Level, Link, Problem, Stage, Verdict
+from shared.palette import BAD, CAUTION, DECODE, GOOD, IDLE, PREFILL, TRANSFER
+from shared.wire.api import NoticedShift
 
 STAGES = {
-    Stage.QUEUE: ("Queue", look.IDLE),
-    Stage.PREFILL: ("Prefill", look.PREFILL),
-    Stage.TRANSFER: ("Transfer", look.TRANSFER),
-    Stage.DECODE_QUEUE: ("Decode queue", look.IDLE),
-    Stage.DECODE: ("Decode", look.DECODE),
+    Stage.QUEUE: ("Queue", IDLE),
+    Stage.PREFILL: ("Prefill", PREFILL),
+    Stage.TRANSFER: ("Transfer", TRANSFER),
+    Stage.DECODE_QUEUE: ("Decode queue", IDLE),
+    Stage.DECODE: ("Decode", DECODE),
 }
-SHOWN = 8  # problems
+PROBLEMS_SHOWN = 8
 _MISSED = {"missed": "true", "order": "slowest_ttft"}
-# Which requests tell more of a problem.
-REQUESTS: dict[str, dict[str, str]] = {
+# The requests that explain a problem, as an address of the Requests page.
+PROBLEM_REQUESTS: dict[str, dict[str, str]] = {
     "ttft_missed": _MISSED,
     "tpot_missed": {"missed": "true", "order": "slowest_tpot"},
     "itl_missed": {"missed": "true", "order": "longest_gap"},
@@ -38,57 +58,122 @@ REQUESTS: dict[str, dict[str, str]] = {
     "queue_long": _MISSED,
     "transfers_slow": _MISSED,
 }
+SLOW_S = 5.0  # refresh period of the lower part, at least
+FIGURE_S = 30.0  # refresh period of the figures, at most; otherwise a step of the history
+ALL_CLASSES = "all classes"
 
 
-def verdict(read: Read[Verdict], console: Console, now_s: float) -> None:
+@dataclass(frozen=True, slots=True)
+class PanelSpec:
+    """A panel over time. series: of `GET /history`: name, label, colour, and a dash unless it is solid. target: the
+    name of the target that the panel shows.
+    """
+
+    title: str
+    series: Sequence[tuple[str, ...]]
+    target: str = ""
+    share: bool = False
+    stacked: bool = False
+
+
+def _stages() -> list[tuple[str, ...]]:
+    labels = {Stage.DECODE_QUEUE: ("d. queue", charts.DECODE_QUEUE_COLOUR)}
+    names = {stage: labels.get(stage, (name.lower(), colour)) for stage, (name, colour) in STAGES.items()}
+    return [(f"stage_{stage}_s", *label) for stage, label in names.items()]
+
+
+def _percentiles(figure: str, colour: str, high: str = "p99") -> list[tuple[str, ...]]:
+    return [(f"{figure}_p50_s", "p50", colour, "dot"), (f"{figure}_{high}_s", high, colour)]
+
+
+PANELS = (
+    PanelSpec("Requests/s", [("requests_per_s", "ended", DECODE)]),
+    PanelSpec("Tokens/s", [("prompt_tokens_per_s", "prompt", PREFILL), ("output_tokens_per_s", "output", DECODE)]),
+    PanelSpec("SLO attainment", [("attainment", "all targets", GOOD)], "attainment", share=True),
+    PanelSpec(
+        "Attainment by target",
+        [
+            ("ttft_attainment", "TTFT", PREFILL),
+            ("tpot_attainment", "TPOT", DECODE),
+            ("itl_attainment", "ITL", TRANSFER),
+        ],
+        "attainment",
+        share=True,
+    ),
+    PanelSpec("TTFT (s)", _percentiles("ttft", PREFILL), "ttft_s"),
+    PanelSpec("TPOT (s)", _percentiles("tpot", DECODE), "tpot_s"),
+    PanelSpec("Longest gap (s)", _percentiles("gap", DECODE, "p90"), "itl_s"),
+    PanelSpec(
+        "Not served/s",
+        [
+            ("failed_per_s", "failed", BAD),
+            ("refused_per_s", "refused", CAUTION),
+            ("cancelled_per_s", "cancelled", IDLE, "dot"),
+        ],
+    ),
+    PanelSpec("Time by stage (s)", _stages(), stacked=True),
+    PanelSpec("Jobs", [("running", "running", DECODE), ("waiting", "waiting", CAUTION)]),
+    PanelSpec("KV in use", [("kv_used_prefill", "prefill", PREFILL), ("kv_used_decode", "decode", DECODE)], share=True),
+)
+_PERCENTILES = ("p50", "p90", "p99")
+
+
+def overview(console: Console) -> None:
+    confirm_pending(console)
+    refresh_s = console.settings.refresh_s
+    st.fragment(_now, run_every=refresh_s)(console)
+    minutes = layout.range_heading("Over time", RANGES, "1 h")
+    every_s = max(refresh_s, min(FIGURE_S, minutes * 60.0 / POINTS))
+    st.fragment(_history, run_every=every_s)(console, minutes)
+    st.fragment(_instance_maps, run_every=every_s)(console, minutes)
+    st.fragment(_slo_and_demand, run_every=max(SLOW_S, refresh_s))(console)
+
+
+def _now(console: Console) -> None:
+    api, now_s = console.api, time.time()
+    futures = api.read(VERDICT), api.read(CLUSTER), api.read(SCHEDULER_HEALTH)
+    gateway, predictor = api.read_optional(GATEWAY_HEALTH), api.read_optional(LENGTH_SOURCE)
+    verdict, cluster, scheduler = futures[0].result(), futures[1].result(), futures[2].result()
+    reads: list[Read[Any] | None] = [verdict, cluster, scheduler]
+    reads += [layout.optional_result(gateway), layout.optional_result(predictor)]
+    layout.header(console, cluster.value.model if cluster.value else "", reads)
+    show_results(console, now_s)
+    if verdict.value is None:
+        st.html(markup.empty(NO_MONITOR))
+        return
+    _verdict(verdict, verdict.value, console, now_s)
+    links = "".join(_stage(link) for link in verdict.value.chain)
+    st.html(markup.page(f'<div class="pp-chain">{links}</div>', stale=verdict.stale))
+    st.html(markup.page(markup.tiles(*_count_tiles(verdict.value, cluster.value)), stale=verdict.stale))
+
+
+def _verdict(read: Read[Verdict], verdict: Verdict, console: Console, now_s: float) -> None:
     """The headline, and each problem with links to what it concerns."""
-    found = read.value
-    assert found is not None
-    colour = look.IDLE if read.stale else look.LEVEL_COLOUR[found.level]
-    about = f"{units.count(found.requests)} requests ended in the last {units.duration(found.window_s)}"
-    said = f"<div><strong>{look.text(found.headline)}</strong>{look.soft(about)} {frame.aged(read, now_s)}</div>"
-    banner = f'<div class="pp-verdict" style="--c:{colour}" role="status">{look.sign(found.level)}{said}</div>'
-    st.html(look.page(banner, stale=read.stale))
-    if not found.problems:
+    colour = IDLE if read.stale else markup.LEVEL_COLOUR[verdict.level]
+    about = f"{units.count(verdict.requests)} requests ended in the last {units.duration(verdict.window_s)}"
+    words = f"<div><strong>{markup.text(verdict.headline)}</strong>{markup.soft(about)} {layout.age(read, now_s)}</div>"
+    banner = f'<div class="pp-verdict" style="--c:{colour}" role="status">{markup.sign(verdict.level)}{words}</div>'
+    st.html(markup.page(banner, stale=read.stale))
+    if not verdict.problems:
         return
     with st.container(key="problems"):
-        for place, problem in enumerate(found.problems[:SHOWN]):
+        for place, problem in enumerate(verdict.problems[:PROBLEMS_SHOWN]):
             with st.container(horizontal=True, vertical_alignment="center", key=f"problem-{place}", gap="small"):
-                st.html(look.page(_problem(problem), stale=read.stale), width="content")
-                _links(problem, console)
-        if len(found.problems) > SHOWN:
-            st.caption(f"and {len(found.problems) - SHOWN} more")
-
-
-def chain(read: Read[Verdict]) -> None:
-    """The five stages: how long, which share of all time, how many are there now."""
-    assert read.value is not None
-    links = "".join(_link(link) for link in read.value.chain)
-    st.html(look.page(f'<div class="pp-chain">{links}</div>', stale=read.stale))
-
-
-def counts(read: Read[Verdict], cluster: Read[ClusterSummary]) -> None:
-    """Instances against what should be there, and the load of all."""
-    assert read.value is not None
-    tiles = [_count(role, read.value.counts.get(role, Count())) for role in Role]
-    if cluster.value is not None:
-        total = {name: units.count(value) for name, value in cluster.value.totals.items()}
-        running, waiting = total.get("running", "0"), total.get("waiting", "0")
-        queued = f"{total.get('queued_prefill_tokens', '0')} tokens"
-        tiles.append(look.tile("Jobs in flight", total.get("inflight", "0"), f"{running} running, {waiting} waiting"))
-        tiles.append(look.tile("Queued for prefill", queued, f"of {total.get('queued_prefill', '0')} jobs"))
-    tiles.append(_targets(cluster, read.value))
-    st.html(look.page(look.tiles(*tiles), stale=read.stale))
+                st.html(markup.page(_problem(problem), stale=read.stale), width="content")
+                _problem_links(problem, console)
+        if len(verdict.problems) > PROBLEMS_SHOWN:
+            st.caption(f"and {len(verdict.problems) - PROBLEMS_SHOWN} more")
 
 
 def _problem(problem: Problem) -> str:
-    cause = f" {look.soft(problem.cause)}" if problem.cause else ""
-    return f'<div class="pp-problem">{look.sign(problem.level)}<div>{look.strong(problem.text)}{cause}</div></div>'
+    cause = f" {markup.soft(problem.cause)}" if problem.cause else ""
+    words = f"<div>{markup.strong(problem.text)}{cause}</div>"
+    return f'<div class="pp-problem">{markup.sign(problem.level)}{words}</div>'
 
 
-def _links(problem: Problem, console: Console) -> None:
-    console.instance_links(problem.instances, most=4)
-    address = REQUESTS.get(problem.what)
+def _problem_links(problem: Problem, console: Console) -> None:
+    console.instance_links(problem.instances, limit=4)
+    address = PROBLEM_REQUESTS.get(problem.what)
     if address is not None:
         console.link("requests", "requests", icon=":material/search:", **address)
     if problem.what == "policies_not_followed":
@@ -97,216 +182,223 @@ def _links(problem: Problem, console: Console) -> None:
         console.link("predictor", "predictor")
 
 
-def _link(link: Link) -> str:
+def _stage(link: Link) -> str:
+    """A stage's median and 99th percentile, its share of all time, and the requests in it now."""
     name, colour = STAGES[link.stage]
-    trouble = look.sign(link.level) if link.level in (Level.DEGRADED, Level.DOWN) else ""
-    now = f"{units.count(link.now)} now"
-    times = (
-        f"<span>{look.soft('p50')} {look.strong(units.duration(link.p50_s))}</span>"
-        f"<span>{look.soft('p99')} {look.strong(units.duration(link.p99_s))}</span>"
+    problem = markup.sign(link.level) if link.level in (Level.DEGRADED, Level.DOWN) else ""
+    times = "".join(
+        f"<span>{markup.soft(percentile)} {markup.strong(units.duration(value))}</span>"
+        for percentile, value in (("p50", link.p50_s), ("p99", link.p99_s))
     )
-    share = look.bar("", link.share, "–" if link.share is None else f"{100 * link.share:.0f} % of time", colour)
-    head = f"<em><span>{look.text(name)} {trouble}</span>{look.soft(now)}</em>"
-    return f'<div class="pp-link" style="--c:{colour}">{head}<div class="pp-pair">{times}</div>{share}</div>'
+    of_time = units.NONE if link.share is None else f"{100 * link.share:.0f} % of time"
+    head = f"<em><span>{markup.text(name)} {problem}</span>{markup.soft(f'{units.count(link.now)} now')}</em>"
+    pair, bar = f'<div class="pp-pair">{times}</div>', markup.bar("", link.share, of_time, colour)
+    return f'<div class="pp-link" style="--c:{colour}">{head}{pair}{bar}</div>'
 
 
-def _count(role: Role, count: Count) -> str:
+def _count_tiles(verdict: Verdict, cluster: ClusterSummary | None) -> list[str]:
+    tiles = [_ready_tile(role, verdict.counts.get(role, Count())) for role in Role]
+    if cluster is not None:
+        total = {name: units.count(value) for name, value in cluster.totals.items()}
+        running, waiting = total.get("running", "0"), total.get("waiting", "0")
+        queued = f"{total.get('queued_prefill_tokens', '0')} tokens"
+        tiles.append(markup.tile("Jobs in flight", total.get("inflight", "0"), f"{running} running, {waiting} waiting"))
+        tiles.append(markup.tile("Queued for prefill", queued, f"in {total.get('queued_prefill', '0')} jobs"))
+    tiles.append(_target_tile(cluster, verdict.thresholds.attainment))
+    return tiles
+
+
+def _ready_tile(role: Role, count: Count) -> str:
     kinds = ("dead", "unresponsive", "missing", "draining", "starting")
     note = ", ".join(f"{getattr(count, kind)} {kind}" for kind in kinds if getattr(count, kind))
     gone = count.dead + count.unresponsive + count.missing
-    colour = look.BAD if gone or (count.expected and not count.ready) else ""
-    value = f"{count.ready} of {count.expected}"
-    return look.tile(f"{role.value.capitalize()} instances ready", value, note or "all that should be there", colour)
+    colour = BAD if gone or (count.expected and not count.ready) else ""
+    label = f"{role.value.capitalize()} instances ready"
+    return markup.tile(label, f"{count.ready} of {count.expected}", note or "none is missing", colour)
 
 
-def _targets(cluster: Read[ClusterSummary], found: Verdict) -> str:
-    goal = units.share(found.thresholds.attainment)
+def _target_tile(cluster: ClusterSummary | None, goal: float) -> str:
     targets = {
-        (one.ttft_target_s, one.tpot_target_s, one.itl_target_s or 0.0)
-        for one in (cluster.value.slo if cluster.value else [])
+        (report.ttft_target_s, report.tpot_target_s, report.itl_target_s or 0.0)
+        for report in (cluster.slo if cluster is not None else [])
     }
     known = sorted((ttft, tpot, itl) for ttft, tpot, itl in targets if ttft is not None and tpot is not None)
     if not known:
-        return look.tile("Targets", goal, "of requests; none has named any yet")
-    said = "; ".join(
+        return markup.tile("SLO goal", units.share(goal), "of requests; no request with targets yet")
+    words = "; ".join(
         f"TTFT {units.duration(ttft)}, TPOT {units.duration(tpot)}" + (f", ITL {units.duration(itl)}" if itl else "")
         for ttft, tpot, itl in known[:2]
     )
-    return look.tile("Targets", goal, f"of requests: {said}{' …' if len(known) > 2 else ''}")
+    return markup.tile("SLO goal", units.share(goal), f"of requests: {words}{' …' if len(known) > 2 else ''}")
 
 
-_PERCENTILES = ("p50", "p90", "p99")
+def _history(console: Console, minutes: int) -> None:
+    """The panels over time, rebuilt when the history has changed."""
+    read = console.api.read(HISTORY, fresh_s=minutes * 60.0 / POINTS, minutes=minutes, points=POINTS).result()
+    if read.value is None:
+        st.html(markup.empty(NO_MONITOR if read.error else "No history yet."))
+        return
+    slo = ALL_CLASSES
+    if len(read.value.classes) > 1:
+        slo = layout.choice("Class", [ALL_CLASSES, *read.value.classes], ALL_CLASSES, "class")
+    history, zone, goal = read.value.for_class(slo), layout.time_zone(), console.settings.slo_goal
+    state = f"history {minutes} {slo} {history.to_s} {len(history.marks)} {zone} {goal}"
+    with layout.stale_container("over-time", read):
+        figure = charts.cached_figure(state, partial(history_figure, history, zone, goal))
+        st.plotly_chart(figure, key=f"history-{minutes}", config=charts.CONFIG)
+        if history.marks:
+            st.caption("✕ death · ◆ flip · ▲ other event; point at a symbol to read it")
 
 
-def slo(cluster: Read[ClusterSummary], slo_goal: float) -> None:
-    """Attainment of each class over each window, with percentiles."""
+def history_figure(history: History, zone: str, goal: float) -> go.Figure:
+    targets = {**history.targets, "attainment": goal}
+    panels = [
+        Panel(
+            spec.title,
+            [Line(history.series.get(name, []), *style) for name, *style in spec.series],
+            targets.get(spec.target),
+            share=spec.share,
+            stacked=spec.stacked,
+        )
+        for spec in PANELS
+    ]
+    return charts.panel_grid(history.time_s, (history.from_s, history.to_s), panels, zone, history.marks)
+
+
+def _instance_maps(console: Console, minutes: int) -> None:
+    """Heat maps of all instances; nothing where their history is unknown."""
+    rows = console.api.read(INSTANCES).result()
+    points = POINTS if len(rows.value or ()) <= 48 else POINTS // 2
+    fresh_s = minutes * 60.0 / points
+    read = console.api.read(INSTANCE_HISTORY, fresh_s=fresh_s, minutes=minutes, points=points).result()
+    if read.value is None or not read.value.instances:
+        return
+    zone = layout.time_zone()
+    state = f"maps {minutes} {read.value.to_s} {len(read.value.instances)} {zone}"
+    with layout.stale_container("heat", read):
+        figure = charts.cached_figure(state, partial(charts.instance_maps, read.value, zone))
+        st.plotly_chart(figure, key=f"heat-{minutes}", config=charts.CONFIG)
+
+
+def _slo_and_demand(console: Console) -> None:
+    api, now_s = console.api, time.time()
+    cluster, demand, classes = api.read(CLUSTER), api.read(DEMAND), api.classes()
+    _slo(cluster.result(), console.settings.slo_goal)
+    _classes(layout.optional_result(classes))
+    _demand(demand.result(), cluster.result().value, now_s)
+
+
+def _slo(cluster: Read[ClusterSummary], goal: float) -> None:
+    """Attainment and percentiles of each class over each window."""
     st.subheader("SLO attainment", anchor=False)
     if cluster.value is None:
-        st.html(look.empty(NO_MONITOR))
+        st.html(markup.empty(NO_MONITOR))
         return
     if not any(report.requests for report in cluster.value.slo):
-        st.html(look.empty("No request has ended within the windows."))
+        st.html(markup.empty("No request has ended within these windows."))
         return
-    every = f"All met (goal {units.share(slo_goal)})"
-    heads = ["Class", "Window", "Requests", "Targets TTFT / TPOT / ITL", every, "TTFT met", "TPOT met", "ITL met"]
-    heads += ["TTFT p50 / p90 / p99", "TPOT p50 / p90 / p99", "Longest gap p50 / p90 / p99 / worst"]
-    rows = [_slo_row(report, slo_goal) for report in cluster.value.slo]
-    st.html(look.page(look.table(heads, rows), stale=cluster.stale))
-
-
-def _attained(value: float | None, goal: float) -> tuple[str, str]:
-    """Attainment in words, and the colour of what they mean."""
-    if value is None or value >= goal:
-        return units.share(value), look.GOOD
-    return f"✕ {units.share(value)}", look.BAD
+    heads = ["Class", "Window", "Requests", "Targets TTFT / TPOT / ITL", f"All met (goal {units.share(goal)})"]
+    heads += ["TTFT met", "TPOT met", "ITL met", "TTFT p50 / p90 / p99", "TPOT p50 / p90 / p99"]
+    heads.append("Longest gap p50 / p90 / p99 / max")
+    rows = [_slo_row(report, goal) for report in cluster.value.slo]
+    st.html(markup.page(markup.table(heads, rows), stale=cluster.stale))
 
 
 def _slo_row(report: SloReport, goal: float) -> list[str]:
     shares = (report.attainment, report.ttft_attainment, report.tpot_attainment, report.itl_attainment)
-    met = [look.bar("", value, *_attained(value, goal)) for value in shares]
-    percentiles = [
-        " / ".join(look.text(units.duration(figures.get(p))) for p in which)
-        for figures, which in (
-            (report.ttft_s, _PERCENTILES),
-            (report.tpot_s, _PERCENTILES),
-            (report.longest_gap_s, (*_PERCENTILES, "max")),
-        )
-    ]
-    targets = " / ".join(
-        units.duration(target) for target in (report.ttft_target_s, report.tpot_target_s, report.itl_target_s)
+    percentiles = (
+        (report.ttft_s, _PERCENTILES),
+        (report.tpot_s, _PERCENTILES),
+        (report.longest_gap_s, (*_PERCENTILES, "max")),
     )
-    about = (units.duration(report.window_s), units.count(report.requests), targets)
-    return [look.strong(report.slo), *(look.text(value) for value in about), *met, *percentiles]
+    targets = (report.ttft_target_s, report.tpot_target_s, report.itl_target_s)
+    return [
+        markup.strong(report.slo),
+        markup.text(units.duration(report.window_s)),
+        markup.text(units.count(report.requests)),
+        markup.text(" / ".join(map(units.duration, targets))),
+        *(_attainment_bar(share, goal) for share in shares),
+        *(" / ".join(markup.text(units.duration(values.get(name))) for name in names) for values, names in percentiles),
+    ]
 
 
-_HEIGHT_PX = 150
+def _attainment_bar(share: float | None, goal: float) -> str:
+    missed = share is not None and share < goal
+    label = f"✕ {units.share(share)}" if missed else units.share(share)
+    return markup.bar("", share, label, BAD if missed else GOOD)
 
 
-def classes(read: Read[list[ClassLoad]] | None) -> None:
-    """What the gateway holds back or refuses of each class; nothing where it does neither."""
+def _classes(read: Read[list[ClassLoad]] | None) -> None:
+    """Requests that the gateway delays or refuses; nothing where it does neither."""
     if read is None or not read.value:
         return
-    heads = ["Class", "Waiting for heavier ones", "Had to wait", "Refused for load"]
+    heads = ["Class", "Waiting for heavier classes", "Delayed", "Refused (overload)"]
     rows = [
-        [look.strong(one.slo), *(look.text(units.count(n)) for n in (one.waiting, one.delayed, one.refused))]
-        for one in read.value
+        [markup.strong(each.slo), *(markup.text(units.count(n)) for n in (each.waiting, each.delayed, each.refused))]
+        for each in read.value
     ]
-    st.html(look.page(look.soft("At the gateway, since it started"), look.table(heads, rows), stale=read.stale))
+    st.html(markup.page(markup.soft("At the gateway, since its start"), markup.table(heads, rows), stale=read.stale))
 
 
-def demand(read: Read[DemandSeen], cluster: Read[ClusterSummary], now_s: float) -> None:
-    """The profile, its last minutes, and the roles it would need beside those that there are."""
-    st.subheader("What clients ask for", anchor=False)
+def _demand(read: Read[DemandAnswer], cluster: ClusterSummary | None, now_s: float) -> None:
+    """The demand profile, its last minutes, and the roles that would serve it best."""
+    st.subheader("Demand", anchor=False)
     if read.value is None:
-        st.html(look.empty(NO_MONITOR))
+        st.html(markup.empty(NO_MONITOR))
         return
-    seen = read.value
-    if not any(one.requests for one in seen.seconds):
-        st.html(look.empty("Nothing was asked for in the last minutes."))
+    demand = read.value
+    if not any(each.requests for each in demand.seconds):
+        st.html(markup.empty("No requests in the last minutes."))
         return
-    st.html(look.page(look.tiles(*_tiles(seen, cluster.value, now_s)), stale=read.stale))
-    left, right = st.columns(2, gap="medium")
-    table = demand_frame(seen.seconds)
-    for column, name, colour in ((left, "requests/s", look.DECODE), (right, "prompt tokens", look.PREFILL)):
+    tiles = [_profile_tile(demand), _shift_tile(demand.shifts, now_s), _roles_tile(demand.roles, cluster)]
+    st.html(markup.page(markup.tiles(*tiles), stale=read.stale))
+    table = demand_frame(demand.seconds)
+    columns = st.columns(2, gap="medium")
+    bars = (
+        ("Requests in each second", "requests/s", DECODE),
+        ("Mean prompt tokens of the requests of each second", "prompt tokens", PREFILL),
+    )
+    for column, (caption, name, colour) in zip(columns, bars, strict=True):
         with column:
-            st.caption(f"{name}, by second" if column is left else f"{name} of a request, mean by second")
-            st.bar_chart(table, y=name, x="time", color=colour, height=_HEIGHT_PX, x_label="", y_label="")
+            st.caption(caption)
+            st.bar_chart(table, y=name, x="time", color=colour, height=150, x_label="", y_label="")
 
 
 def demand_frame(seconds: Sequence[AskedSecond]) -> pd.DataFrame:
-    """One line a second."""
     return pd.DataFrame(
         {
-            "time": pd.to_datetime([one.second for one in seconds], unit="s", utc=True),
-            "requests/s": [one.requests for one in seconds],
-            "prompt tokens": [one.prompt_tokens for one in seconds],
+            "time": pd.to_datetime([each.second for each in seconds], unit="s", utc=True),
+            "requests/s": [each.requests for each in seconds],
+            "prompt tokens": [each.prompt_tokens for each in seconds],
         }
     )
 
 
-def _tiles(seen: DemandSeen, cluster: ClusterSummary | None, now_s: float) -> list[str]:
-    asked = seen.demand
-    rate, lengths = "–", "too few requests for a profile"
-    if asked is not None:
-        rate = f"{asked.rate:.3g} requests/s"
-        prompt, output = units.count(asked.prompt_tokens), units.count(asked.output_tokens)
-        lengths = f"{prompt} prompt tokens, {output} expected, for {units.duration(asked.age_s)}"
-    return [
-        look.tile("Profile", rate, lengths),
-        look.tile("Last shift", *_shift(seen.shifts[-1] if seen.shifts else None, now_s)),
-        _roles_tile(seen.roles, cluster),
-    ]
+def _profile_tile(answer: DemandAnswer) -> str:
+    demand = answer.demand
+    if demand is None:
+        return markup.tile("Profile", units.NONE, "too few requests for a profile")
+    prompt, output = units.count(demand.prompt_tokens), units.count(demand.output_tokens)
+    lengths = f"{prompt} prompt tokens, {output} expected output tokens, unchanged for {units.duration(demand.age_s)}"
+    return markup.tile("Profile", f"{demand.rate:.3g} requests/s", lengths)
 
 
-def _shift(shift: ShiftSeen | None, now_s: float) -> tuple[str, str]:
-    if shift is None:
-        return "none", "in the last minutes"
-    said = f"{shift.what}: {units.count(shift.before)} → {units.count(shift.after)}"
-    return said, f"{units.ago(shift.at_s, now_s)}, noticed after {units.duration(shift.noticed_s)}"
+def _shift_tile(shifts: Sequence[NoticedShift], now_s: float) -> str:
+    if not shifts:
+        return markup.tile("Last shift", "none", "in the last minutes")
+    shift = shifts[-1]
+    values = f"{shift.what}: {units.count(shift.before)} → {units.count(shift.after)}"
+    note = f"{units.ago(shift.at_s, now_s)}, detected after {units.duration(shift.noticed_s)}"
+    return markup.tile("Last shift", values, note)
 
 
 def _roles_tile(wanted: RolesWanted | None, cluster: ClusterSummary | None) -> str:
-    now = [cluster.count(role, InstanceState.READY) for role in Role] if cluster is not None else []
-    in_force = f"{now[0]} : {now[1]}" if now else "–"
-    name = "Prefill : decode in force"
+    now = [cluster.ready(role) for role in Role] if cluster is not None else []
+    name, value = "Ready prefill : decode", f"{now[0]} : {now[1]}" if now else units.NONE
     if wanted is None:
-        return look.tile(name, in_force, "which would be best is not known")
+        return markup.tile(name, value, "the best numbers are not known")
     best = [wanted.prefill, wanted.decode]
     if best == now:
-        return look.tile(name, in_force, f"none is better by enough; harm {wanted.harm:.2g}")
-    said = f"{best[0]} : {best[1]} would be better: harm {wanted.harm_then:.2g} instead of {wanted.harm:.2g}"
-    return look.tile(name, in_force, said, look.CAUTION)
-
-
-SLOW_S = 5.0  # what is not looked at every second
-ALWAYS_S = 30.0  # a figure is drawn anew once a step of its history, and at least so often
-
-
-def overview(console: Console) -> None:
-    """One run of the page."""
-    session = Session()
-    ask(session, console)
-    st.fragment(_now, run_every=console.settings.refresh_s)(console, session)
-    minutes = _range()
-    every_s = max(console.settings.refresh_s, min(ALWAYS_S, minutes * 60.0 / POINTS))
-    st.fragment(graphs, run_every=every_s)(console, minutes)
-    st.fragment(heat, run_every=every_s)(console, minutes)
-    st.fragment(_asked, run_every=max(SLOW_S, console.settings.refresh_s))(console)
-
-
-def _now(console: Console, session: Session) -> None:
-    api, now_s = console.api, time.time()
-    asked_verdict, asked_cluster, asked_scheduler = api.verdict(), api.cluster(), api.scheduler_health()
-    gateway, predictor = api.gateway_health(), api.predictor()
-    judged, cluster, scheduler = asked_verdict.result(), asked_cluster.result(), asked_scheduler.result()
-    services = [
-        frame.of_monitor(console, judged, cluster),
-        frame.of_scheduler(console, scheduler),
-        frame.of_gateway(console, frame.waited(gateway)),
-        frame.of_predictor(console, frame.waited(predictor)),
-    ]
-    frame.header(console, cluster.value.model if cluster.value else "", services)
-    results(session, console, now_s)
-    if judged.value is None:
-        st.html(look.empty(frame.NO_MONITOR))
-        return
-    verdict(judged, console, now_s)
-    chain(judged)
-    counts(judged, cluster)
-
-
-def _range() -> int:
-    with st.container(horizontal=True, vertical_alignment="bottom", key="range-line"):
-        st.subheader("Over time", anchor=False, width="content")
-        chosen = st.segmented_control(
-            "Range", list(RANGES), default="1 h", required=True, key="range", label_visibility="collapsed"
-        )
-    return RANGES[chosen or "1 h"]
-
-
-def _asked(console: Console) -> None:
-    api, now_s = console.api, time.time()
-    cluster, asked, held = api.cluster(), api.demand(), api.classes()
-    slo(cluster.result(), console.settings.slo_goal)
-    classes(frame.waited(held))
-    demand(asked.result(), cluster.result(), now_s)
+        return markup.tile(name, value, f"no other numbers are clearly better; SLO cost {wanted.harm:.2g}")
+    note = f"{best[0]} : {best[1]} would be better: SLO cost {wanted.harm_then:.2g} instead of {wanted.harm:.2g}"
+    return markup.tile(name, value, note, CAUTION)

@@ -1,231 +1,167 @@
-"""The Policies page: the policies in force, their alternatives and followers, and the form that changes one of
-them.
+"""The Policies page: the policies in force, the processes that follow them, and the form that changes a policy for the
+whole cluster.
 """
 
 import time
-import uuid
 from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import streamlit as st
 
-from dashboard import figures, frame, look, units
+from dashboard import layout, markup, units
+from dashboard.actions import Action, Call, confirm_pending, request_action, show_results
+from dashboard.answers import POLICIES, PoliciesInForce, PolicyChoice
+from dashboard.api import Read
 from dashboard.console import Console
-from dashboard.events_page import moment
-from dashboard.frame import asked_elsewhere, results
-from dashboard.operations import Acting, Outcome, fate
-from dashboard.reads import Read
-from dashboard.records import PoliciesInForce, PolicyChoice
-from dashboard.units import duration
 from shared.domain.policies import ENGINE, ROUTING
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.files.yaml_file import parse_yaml
 
-FILE = "as the cluster file says"
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A policy that somebody wants for a kind; None: the cluster file's."""
-
-    kind: str
-    spec: PolicySpec | None
-    before: str
-
-    @property
-    def words(self) -> str:
-        """What it comes to."""
-        if self.spec is None:
-            return f"{self.kind}: {self.before} → what the cluster file says"
-        given = ", ".join(f"{name} = {value}" for name, value in self.spec.parameters.items())
-        return f"{self.kind}: {self.before} → {self.spec.name}" + (f" ({given})" if given else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Changing:
-    """A confirmed change, under way or ended."""
-
-    change: Change
-    future: "Future[None]"
-    started_s: float = field(default_factory=time.time)
-    key: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
-    reference: str = ""
-
-    def progress(self, left: Mapping[str, int]) -> str:
-        """Nothing: the list of followers tells."""
-        return ""
-
-    def outcome(self, now_s: float) -> Outcome:
-        """What to tell of it at `now_s` (unix seconds)."""
-        words = self.change.words
-        if not self.future.done():
-            return Outcome("running", f"Changing {words}: {duration(max(0.0, now_s - self.started_s))} so far.")
-        state, said = fate(self.future.exception())
-        texts = {
-            "succeeded": f"Changed {words}. Who follows already is told below.",
-            "unknown": f"Whether {words} was changed is unknown; the list below tells. {said}",
-            "refused": f"{words} was refused: {said}",
-            "failed": f"{words} failed: {said}",
-        }
-        return Outcome(state, texts[state])
-
-
-class ChangeSession(Acting[Change, Changing]):
-    """Of the page Policies."""
-
-    def __init__(self) -> None:
-        super().__init__("policies_")
-
-
-def form(found: PoliciesInForce, session: ChangeSession, stale: bool) -> None:
-    """Choose a kind, a policy and its parameters; the question comes after it."""
-    st.subheader("Change one", anchor=False)
-    kinds = list(found.choices) or list(found.policies)
-    with st.container(border=True, key="policy-form"):
-        left, middle, right = st.columns([1, 1.4, 2.4], gap="small", vertical_alignment="top")
-        kind = left.selectbox("What", kinds, format_func=lambda one: one.replace("_", " "), key="policy_kind")
-        names = [*found.choices.get(kind, {}), FILE]
-        now = found.policies[kind].name
-        name = middle.selectbox(
-            "Policy", names, index=names.index(now) if now in names else 0, key=f"policy_name-{kind}"
-        )
-        takes = found.choices.get(kind, {}).get(name, [])
-        said = f"Takes: {', '.join(takes)}" if takes else "Takes no parameters"
-        right.text_input("Parameters", key=f"policy_parameters-{kind}-{name}", disabled=not takes, help=_HELP)
-        right.caption(said)
-        st.button("Change …", key="policy_change", disabled=stale, on_click=_want, args=(session, found, kind, name))
-        if trouble := st.session_state.get("policy_trouble"):
-            st.warning(trouble, icon=":material/warning:")
-
-
-_HELP = "name: value, name: value. What is left out has its usual value."
-
-
-def parameters_of(text: str) -> dict[str, Any]:
-    """`name: value, name: value` as a mapping. Raises InvalidRequest."""
-    try:
-        found = parse_yaml("{" + text + "}", "Parameters")
-    except InvalidRequest as error:
-        raise InvalidRequest(f"Parameters are written as name: value, name: value. {error.message}") from error
-    bare = [name for name, value in found.items() if value is None]
-    if bare:
-        raise InvalidRequest(f"Parameters are written as name: value; {bare[0]!r} has no value.")
-    return dict(found)
-
-
-def ask(session: ChangeSession, console: Console) -> None:
-    """Put the waiting question on the screen."""
-    change = session.intent
-    if change is None:
-        return
-    session.asking = True
-    st.dialog("Change this policy?", on_dismiss=session.drop_intent)(_body)(session, console, change)
-
-
-def _want(session: ChangeSession, found: PoliciesInForce, kind: str, name: str) -> None:
-    st.session_state["policy_trouble"] = ""
-    try:
-        given = parameters_of(str(st.session_state.get(f"policy_parameters-{kind}-{name}", "")))
-    except InvalidRequest as error:
-        st.session_state["policy_trouble"] = error.message
-        return
-    session.want(Change(kind, None if name == FILE else PolicySpec(name, given), found.policies[kind].name))
-
-
-def _body(session: ChangeSession, console: Console, change: Change) -> None:
-    st.write(f"**{change.words}**")
-    st.write(f"It holds for the whole cluster, from the next request on. The audit says: {console.account.name}.")
-    with st.container(horizontal=True, horizontal_alignment="right"):
-        answered = st.button("Cancel", key="cancel", on_click=session.drop_intent)
-        args = (session, console, change)
-        answered |= st.button("Confirm", key="confirm", type="primary", on_click=_act, args=args)
-    if answered:
-        st.rerun()
-
-
-def _act(session: ChangeSession, console: Console, change: Change) -> None:
-    if session.settle(change):
-        wanted = {change.kind: change.spec}
-        session.add(Changing(change, console.submit(console.api.set_policies, wanted, console.account)))
-
-
-_ABOUT = {
+FROM_FILE = "as in the cluster file"
+FOLLOWERS_SHOWN = 50
+_DECISIONS = {
     "placement": "which instance computes a prompt",
-    "split": "how much of it",
+    "split": "how much of the prompt it computes",
     "dispatch": "which instance decodes",
-    "prefill_order": "whose prompt comes first",
-    "decode_admission": "who gets KV memory",
+    "prefill_order": "which prompt is computed first",
+    "decode_admission": "which request gets KV memory",
     "step_budget": "prompt tokens in a step with decodes",
     "role_flip": "when an instance changes its role",
 }
+_ERROR = "policy_form_error"
+
+
+def policy_action(kind: str, spec: PolicySpec | None, before: str, who: str) -> Action:
+    """Use `spec` for this kind of policy; None: the cluster file's."""
+    after = _policy(spec.name, spec.parameters) if spec is not None else FROM_FILE
+
+    async def call(call: Call) -> None:
+        await call.api.monitor.set_policies({kind: spec}, who=call.who)
+
+    return Action(
+        name=f"Change of the {kind} policy",
+        question="Change this policy?",
+        consequences=(
+            f"**{kind}: {before} → {after}**\n\n"
+            f"The change applies to the whole cluster from the next request on. The audit records it under {who}."
+        ),
+        call=call,
+        success=lambda _: f"The {kind} policy has been changed: {before} → {after}.",
+    )
 
 
 def policies(console: Console) -> None:
-    """One run of the page."""
-    session = ChangeSession()
-    ask(session, console)
-    st.fragment(_live, run_every=console.settings.refresh_s)(console, session)
+    confirm_pending(console)
+    st.fragment(_live, run_every=console.settings.refresh_s)(console)
 
 
-def _live(console: Console, session: ChangeSession) -> None:
-    asked_elsewhere(session)
-    read, now_s = console.api.policies().result(), time.time()
-    frame.header(console, "Policies", [frame.of_monitor(console, read)])
-    results(session, console, now_s)
+def _live(console: Console) -> None:
+    read, now_s = console.api.read(POLICIES).result(), time.time()
+    layout.header(console, "Policies", [read])
+    show_results(console, now_s)
     found = read.value
     if found is None:
-        st.html(look.empty(frame.NO_MONITOR))
+        st.html(markup.empty(layout.NO_MONITOR))
         return
     if found.trouble:
         st.warning(found.trouble, icon=":material/warning:")
-    zone = figures.zone()
+    zone = layout.time_zone()
     rows = [_row(kind, choice, now_s, zone) for kind, choice in found.policies.items()]
-    heads = ["Decides", "In force", "By", "The cluster file says"]
-    st.html(look.page(look.table(heads, rows), stale=read.stale))
+    st.html(markup.page(markup.table(["Policy", "In force", "Set by", "Cluster file"], rows), stale=read.stale))
     if console.account.may_operate:
-        form(found, session, read.stale)
+        _form(found, console.account.name, read.stale)
     else:
-        st.caption("With a key of the role *operate* these can be changed here.")
-    _followers(read)
-
-
-def told(name: str, parameters: dict[str, object]) -> str:
-    """A policy in a line."""
-    given = ", ".join(f"{key} = {_short(value)}" for key, value in parameters.items())
-    return f"{name} ({given})" if given else name
+        st.caption("Policies can be changed with a key of the role *operate*.")
+    _followers(read, found)
 
 
 def _row(kind: str, choice: PolicyChoice, now_s: float, zone: str) -> list[str]:
-    by = look.soft("the cluster file")
+    by = markup.soft("the cluster file")
     if choice.changed is not None:
-        by = f"{look.strong(choice.changed.who)} {look.soft(moment(choice.changed.since_s, now_s, zone))}"
-    file = told(choice.file.name, choice.file.parameters) if choice.file is not None else units.NONE
-    what = f"{look.strong(kind.replace('_', ' '))}<br>{look.soft(_ABOUT.get(kind, ''))}"
-    return [what, look.strong(told(choice.name, choice.parameters)), by, look.soft(file)]
+        changed = units.moment(choice.changed.since_s, now_s, zone)
+        by = f"{markup.strong(choice.changed.who)} {markup.soft(changed)}"
+    file = _policy(choice.file.name, choice.file.parameters) if choice.file is not None else units.NONE
+    name = f"{markup.strong(kind.replace('_', ' '))}<br>{markup.soft(_DECISIONS.get(kind, ''))}"
+    return [name, markup.strong(_policy(choice.name, choice.parameters)), by, markup.soft(file)]
 
 
-def _followers(read: Read[PoliciesInForce]) -> None:
-    assert read.value is not None
-    st.subheader("Who follows", anchor=False)
-    late = [one for one in read.value.followers if not one.follows]
-    total = len(read.value.followers)
-    kinds = f"Schedulers go by {', '.join(ROUTING)}; instances by {', '.join(ENGINE)}."
+def _form(found: PoliciesInForce, who: str, stale: bool) -> None:
+    st.subheader("Change a policy", anchor=False)
+    kinds = list(found.choices) or list(found.policies)
+    with st.container(border=True, key="policy-form"):
+        left, middle, right = st.columns([1, 1.4, 2.4], gap="small", vertical_alignment="top")
+        kind = left.selectbox("Kind", kinds, format_func=lambda each: each.replace("_", " "), key="policy_kind")
+        names = [*found.choices.get(kind, {}), FROM_FILE]
+        now = found.policies[kind].name
+        index = names.index(now) if now in names else 0
+        name = middle.selectbox("Policy", names, index=index, key=f"policy_name-{kind}")
+        parameters = found.choices.get(kind, {}).get(name, [])
+        usage = "name: value, name: value. Parameters that are left out have their defaults."
+        right.text_input("Parameters", key=_parameters_key(kind, name), disabled=not parameters, help=usage)
+        right.caption(f"Parameters: {', '.join(parameters)}" if parameters else "No parameters")
+        args = (kind, name, now, who)
+        st.button("Change …", key="policy_change", disabled=stale, on_click=_request_change, args=args)
+        if error := st.session_state.get(_ERROR):
+            st.warning(error, icon=":material/warning:")
+
+
+def _request_change(kind: str, name: str, before: str, who: str) -> None:
+    st.session_state[_ERROR] = ""
+    try:
+        parameters = parse_parameters(str(st.session_state.get(_parameters_key(kind, name), "")))
+    except InvalidRequest as error:
+        st.session_state[_ERROR] = error.message
+        return
+    request_action(policy_action(kind, None if name == FROM_FILE else PolicySpec(name, parameters), before, who))
+
+
+def _parameters_key(kind: str, name: str) -> str:
+    return f"policy_parameters-{kind}-{name}"
+
+
+def parse_parameters(text: str) -> dict[str, Any]:
+    """`name: value, name: value` as a dictionary. Raises InvalidRequest."""
+    try:
+        found = parse_yaml("{" + text + "}", "Parameters")
+    except InvalidRequest as error:
+        raise InvalidRequest(f"Write parameters as name: value, name: value. {error.message}") from error
+    missing = next((name for name, value in found.items() if value is None), None)
+    if missing is not None:
+        raise InvalidRequest(f"Write parameters as name: value. {missing!r} has no value.")
+    return dict(found)
+
+
+def _policy(name: str, parameters: Mapping[str, object]) -> str:
+    """A policy with its parameters in a line."""
+    words = ", ".join(f"{key} = {_shortened(value)}" for key, value in parameters.items())
+    return f"{name} ({words})" if words else name
+
+
+def _followers(read: Read[PoliciesInForce], found: PoliciesInForce) -> None:
+    """The processes that do not use the policies in force yet."""
+    st.subheader("Processes", anchor=False)
+    late, total = [each for each in found.followers if not each.follows], len(found.followers)
+    kinds = f"Schedulers apply {', '.join(ROUTING)}; instances apply {', '.join(ENGINE)}."
     if not late:
-        said = look.dot(f"All {total} follow revision {read.value.revision}.", look.GOOD) if total else "Nobody yet."
-        st.html(look.page(said, f"<div>{look.soft(kinds)}</div>", stale=read.stale))
+        all_follow = markup.dot(f"All {total} processes use revision {found.revision}.", markup.GOOD)
+        words = all_follow if total else "No process has connected yet."
+        st.html(markup.page(words, f"<div>{markup.soft(kinds)}</div>", stale=read.stale))
         return
     rows = [
-        [look.strong(one.name), look.text(one.process), look.badge("✕ not yet", look.BAD), look.text(one.trouble)]
-        for one in late[:50]
+        [
+            markup.strong(each.name),
+            markup.text(each.process),
+            markup.badge("✕ not yet", markup.BAD),
+            markup.text(each.trouble),
+        ]
+        for each in late[:FOLLOWERS_SHOWN]
     ]
-    said = f"{total - len(late)} of {total} follow revision {read.value.revision}. {kinds}"
-    table = look.narrow(look.table(["Name", "Process", "Follows", "Why"], rows))
-    st.html(look.page(f"<div>{look.soft(said)}</div>", table, stale=read.stale))
+    words = f"{total - len(late)} of {total} processes use revision {found.revision}. {kinds}"
+    table = markup.table(["Name", "Process", "Up to date", "Reason"], rows, narrow=True)
+    st.html(markup.page(f"<div>{markup.soft(words)}</div>", table, stale=read.stale))
 
 
-def _short(value: object) -> str:
-    said = str(value)
-    return said if len(said) <= 60 else f"{said[:57]}…"
+def _shortened(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -1,4 +1,4 @@
-"""Run the predictor: `python -m predictor`, settings from POLYPHASE_PREDICTOR_…"""
+"""`python -m predictor` serves until SIGTERM; settings from POLYPHASE_PREDICTOR_…"""
 
 from shared.runtime.signals import end_at_sigterm
 
@@ -13,11 +13,10 @@ from shared.runtime.logs import configure_logs
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
     settings = PredictorSettings.load()
     configure_logs("predictor", settings.log_level)
-    # Each operation of the classifier's thread takes the GIL back; at Python's 5 ms a busy event loop doubles
-    # its slowest answers (seen: p99 of 8 streams 200 ms, with 0.5 ms 95 ms).
+    # Each operation of the classifier's thread has to acquire the GIL again. With Python's 5 ms a busy event loop
+    # doubles the slowest answers (p99 of 8 streams 200 ms; with 0.5 ms 95 ms).
     sys.setswitchinterval(0.0005)
     serve(build_app(settings), settings.host, settings.port)
 

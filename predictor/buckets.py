@@ -1,8 +1,8 @@
-"""Length buckets, which are fixed-size classes of output length, and the prediction from recently observed lengths:
-a decayed histogram for each band of prompt lengths. Pure; age is counted in observations.
+"""Length buckets, which are fixed-size classes of output length, and the prediction from observed lengths: a decayed
+histogram for each band of prompt lengths. Pure.
 
-Observed lengths are used while there is no trained classifier, and are the baseline that a classifier has to beat.
-Their age is counted in observations, not in time.
+Observed lengths are used while there is no trained classifier, and are a baseline for it. Their age is counted in
+observations, not in time.
 """
 
 from bisect import bisect_right
@@ -38,10 +38,10 @@ class Buckets:
 
 
 def predict(probabilities: Sequence[float], buckets: Buckets, max_tokens: int | None, source: str) -> LengthPrediction:
-    """The likeliest bucket (the shorter one of equals), its bounds, its probability as the confidence, and all of them.
+    """The likeliest bucket (the shorter of equals) with its bounds, its probability as the confidence, and all shares.
 
-    An answer is cut at `max_tokens`, so all that is expected beyond falls into the bucket of `max_tokens`,
-    whose upper bound becomes `max_tokens + 1`: exactly `max_tokens` is possible, more is not.
+    Answers end at `max_tokens`, so the probabilities of longer answers count for the bucket of `max_tokens`, whose
+    upper bound becomes `max_tokens + 1`.
     """
     folded = _fold(probabilities, buckets.count - 1 if max_tokens is None else buckets.of(max_tokens))
     bucket = max(range(len(folded)), key=lambda index: (folded[index], -index))
@@ -53,7 +53,7 @@ def predict(probabilities: Sequence[float], buckets: Buckets, max_tokens: int | 
 
 
 def no_prediction(max_tokens: int | None, source: str) -> LengthPrediction:
-    """The prediction without information: every length is possible, with confidence 0. Its bucket has no meaning."""
+    """The prediction without information: any length, with confidence 0. Its bucket has no meaning."""
     return LengthPrediction(0, 0, OPEN_END if max_tokens is None else max_tokens + 1, 0.0, source)
 
 
@@ -62,11 +62,9 @@ def _fold(probabilities: Sequence[float], last: int) -> list[float]:
 
 
 SOURCE = "observed"
-# First prompt length, in tokens, of each band.
-BAND_EDGES = (0, 32, 128, 512, 2048, 8192)
-# How many observations the uniform prior counts as, and, in one band, the picture over all bands.
-UNIFORM_WEIGHT = 1.0
-OVERALL_WEIGHT = 8.0
+BAND_EDGES = (0, 32, 128, 512, 2048, 8192)  # the first prompt length of each band, in tokens
+UNIFORM_WEIGHT = 1.0  # of the uniform prior, in observations
+OVERALL_WEIGHT = 8.0  # of the histogram over all bands as the prior of one band
 
 
 @dataclass(slots=True)
@@ -77,7 +75,7 @@ class Histogram:
     keep: float
 
     def add(self, shares: list[float]) -> None:
-        """Count one observation, which is in each bucket with that probability."""
+        """Count one observation with these probabilities of the buckets."""
         self.weights = [weight * self.keep + share for weight, share in zip(self.weights, shares, strict=True)]
 
     @property
@@ -115,10 +113,10 @@ class ObservedLengths:
         self._hits = Histogram([0.0, 0.0], keep)
 
     def observe(self, prompt_tokens: int, output_tokens: int, *, cut: bool = False) -> None:
-        """Learn from one finished answer; before that, see whether it would have been predicted.
+        """Count a finished answer, and whether it would have been predicted correctly.
 
-        One that was cut would have been at least so long: it counts for that bucket and all after it, as they are
-        known to be shared.
+        A cut answer would have been at least as long: it counts for its bucket and all longer ones, in proportion to
+        their probabilities.
         """
         bucket, count = self.buckets.of(output_tokens), self.buckets.count
         if self.observations:
@@ -133,22 +131,22 @@ class ObservedLengths:
         self.observations += 1
 
     def predict(self, prompt_tokens: int, max_tokens: int | None = None) -> LengthPrediction:
-        """The likeliest bucket at that prompt length; before any observation, any length, confidence 0."""
+        """The likeliest bucket at that prompt length; before the first observation, any length with confidence 0."""
         if not self.observations:
             return no_prediction(max_tokens, SOURCE)
         return predict(self.probabilities(prompt_tokens), self.buckets, max_tokens, SOURCE)
 
     def probabilities(self, prompt_tokens: int) -> list[float]:
-        """Per bucket: the band's weights, smoothed by those over all bands, themselves smoothed evenly."""
+        """The band's weights, smoothed by those over all bands, which are smoothed by a uniform prior."""
         return self._bands[band_of(prompt_tokens)].posterior(self.overall(), OVERALL_WEIGHT)
 
     def overall(self) -> list[float]:
-        """Per bucket, whatever the prompt's length."""
+        """The probabilities for prompts of any length."""
         uniform = [1.0 / self.buckets.count] * self.buckets.count
         return self._overall.posterior(uniform, UNIFORM_WEIGHT)
 
     def describe(self) -> dict[str, Any]:
-        """Counts for people. `accuracy` is that of its own predictions, each made before its observation."""
+        """`observed` of `GET /v1/model`. accuracy: of the predictions made before each observation."""
         accuracy = self._hits.weights[1] / self._hits.total if self._hits.total else None
         bands = zip(BAND_EDGES, self._bands, strict=True)
         return {
@@ -164,5 +162,4 @@ class ObservedLengths:
 
 
 def band_of(prompt_tokens: int) -> int:
-    """The index of a prompt's band."""
     return max(bisect_right(BAND_EDGES, prompt_tokens) - 1, 0)

@@ -11,14 +11,14 @@ from shutil import rmtree
 import msgspec
 
 from predictor.buckets import Buckets, ObservedLengths
-from predictor.data.examples import Example
+from predictor.examples import Example
 from shared.errors import Unavailable
 
 CALIBRATION_BINS = 10
 
 
 class CalibrationBin(msgspec.Struct, frozen=True):
-    """Predictions whose confidence lies in [lower, upper): how sure they were, and how often right."""
+    """Predictions with a confidence in [lower, upper)."""
 
     lower: float
     upper: float
@@ -30,7 +30,7 @@ class CalibrationBin(msgspec.Struct, frozen=True):
 class Scores(msgspec.Struct, frozen=True):
     """Scores over one split. Shares are in [0, 1].
 
-    mean_error_tokens: how far the expected length lay from the true one, on average. calibration_error: the expected
+    mean_error_tokens: mean distance of the expected from the actual length. calibration_error: the expected
     calibration error over ten bins. confusion[true][predicted] counts examples.
     """
 
@@ -46,18 +46,18 @@ class Scores(msgspec.Struct, frozen=True):
 def score(
     lengths: Sequence[int], probabilities: Sequence[Sequence[float]], buckets: Buckets, means: Sequence[float]
 ) -> Scores:
-    """Compare predicted distributions with true lengths. means: see `bucket_means`. Raises ValueError without any."""
+    """Compare predicted distributions with actual lengths. means: see `bucket_means`. Raises ValueError without any."""
     if not lengths or len(lengths) != len(probabilities):
         raise ValueError(f"{len(lengths)} lengths for {len(probabilities)} predictions")
     truth = [buckets.of(tokens) for tokens in lengths]
     guesses = [likeliest(row) for row in probabilities]
-    sure = [row[guess] for row, guess in zip(probabilities, guesses, strict=True)]
+    confidences = [row[guess] for row, guess in zip(probabilities, guesses, strict=True)]
     confusion = [[0] * buckets.count for _ in range(buckets.count)]
     for label, guess in zip(truth, guesses, strict=True):
         confusion[label][guess] += 1
     gaps = [abs(label - guess) for label, guess in zip(truth, guesses, strict=True)]
     errors = [abs(expected(row, means) - tokens) for row, tokens in zip(probabilities, lengths, strict=True)]
-    calibration = _calibrate(sure, [gap == 0 for gap in gaps])
+    calibration = _calibrate(confidences, [gap == 0 for gap in gaps])
     return Scores(
         examples=len(truth),
         accuracy=gaps.count(0) / len(gaps),
@@ -71,17 +71,17 @@ def score(
 
 
 def likeliest(row: Sequence[float]) -> int:
-    """The bucket with the highest probability, the shorter one of equals."""
+    """The bucket with the highest probability, the shorter of equals."""
     return max(range(len(row)), key=lambda index: (row[index], -index))
 
 
 def expected(row: Sequence[float], means: Sequence[float]) -> float:
-    """Tokens, by the buckets' probabilities."""
+    """The expected number of tokens."""
     return sum(share * mean for share, mean in zip(row, means, strict=True))
 
 
 def bucket_means(lengths: Sequence[int], buckets: Buckets) -> list[float]:
-    """Mean length in each bucket; its middle where there is none."""
+    """The mean length in each bucket; the middle of an empty bucket."""
     inside: list[list[int]] = [[] for _ in range(buckets.count)]
     for tokens in lengths:
         inside[buckets.of(tokens)].append(tokens)
@@ -107,10 +107,10 @@ def _calibrate(confidences: Sequence[float], hits: Sequence[bool]) -> list[Calib
 
 
 class Ceiling(msgspec.Struct, frozen=True):
-    """The most that can be right of answers that differ each time, out of several to each prompt.
+    """Bounds of the highest possible accuracy when answers to the same prompt differ.
 
-    upper: of who knows the very answers, which flatters few samples. lower: of who knows all answers to a prompt but
-    the one in question. The truth lies between. prompts: with several answers.
+    upper: with knowledge of the evaluated answers themselves, optimistic for few samples. lower: with knowledge of all
+    other answers to the same prompt. prompts: number of prompts with several answers.
     """
 
     prompts: int
@@ -119,13 +119,13 @@ class Ceiling(msgspec.Struct, frozen=True):
 
 
 def commonest(train: Iterable[Example], buckets: Buckets) -> list[float]:
-    """Shares of the buckets: the prediction that does not look at the prompt."""
-    seen = Counter(buckets.of(example.output_tokens) for example in train)
-    return [seen[bucket] / seen.total() for bucket in range(buckets.count)]
+    """The shares of the buckets: a prediction that ignores the prompt."""
+    found = Counter(buckets.of(example.output_tokens) for example in train)
+    return [found[bucket] / found.total() for bucket in range(buckets.count)]
 
 
 def by_prompt_length(train: Sequence[Example], buckets: Buckets) -> ObservedLengths:
-    """Who looks at the prompt's length alone: what the service falls back to, having seen all of `train`."""
+    """The service's fallback, which uses the prompt's length alone, after all answers of `train`."""
     observed = ObservedLengths(buckets, half_life=float(max(1, len(train))))
     for example in train:
         observed.observe(example.prompt_tokens, example.output_tokens)
@@ -133,7 +133,7 @@ def by_prompt_length(train: Sequence[Example], buckets: Buckets) -> ObservedLeng
 
 
 def ceiling(examples: Iterable[Example], buckets: Buckets) -> Ceiling | None:
-    """None where no prompt has several answers."""
+    """None if no prompt has several answers."""
     answers: dict[tuple[str, int], list[int]] = defaultdict(list)
     for example in examples:
         answers[example.text, example.prompt_tokens].append(buckets.of(example.output_tokens))
@@ -145,23 +145,23 @@ def ceiling(examples: Iterable[Example], buckets: Buckets) -> Ceiling | None:
 
 
 def _left_out(found: Sequence[int]) -> float:
-    """How often an answer is as most of the others are; of equally common ones by chance."""
-    seen, right = Counter(found), 0.0
+    """The share of answers in the commonest bucket of the others; equally common buckets are chosen by chance."""
+    all_counts, right = Counter(found), 0.0
     for bucket in found:
-        others = seen - Counter([bucket])
+        others = all_counts - Counter([bucket])
         most = max(others.values())
-        leaders = [one for one, count in others.items() if count == most]
+        leaders = [other for other, count in others.items() if count == most]
         right += (bucket in leaders) / len(leaders)
     return right / len(found)
 
 
 META_FILE = "length_predictor.json"
 TOKENIZER_FILE = "tokenizer.json"
-FORMAT = 2  # 1 looked at the end of a prompt alone
+FORMAT = 2  # format 1 read the end of a prompt alone
 
 
 class BrokenCheckpoint(Unavailable):
-    """The checkpoint is there, but cannot be used; the message names the file and the reason."""
+    """The checkpoint exists, but is unusable; the message names the file and the reason."""
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True):
@@ -196,7 +196,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True):
 
 
 def read_meta(folder: Path) -> CheckpointMeta:
-    """Read and check the metadata. Raises BrokenCheckpoint."""
+    """Raises BrokenCheckpoint."""
     path = folder / META_FILE
     try:
         meta = msgspec.json.decode(path.read_bytes(), type=CheckpointMeta)
@@ -212,13 +212,12 @@ def read_meta(folder: Path) -> CheckpointMeta:
 
 
 def write_meta(folder: Path, meta: CheckpointMeta) -> None:
-    """Write the metadata file."""
     (folder / META_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(meta), indent=2) + b"\n")
 
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """An empty folder that replaces `target` when the block succeeds: no reload sees half a checkpoint."""
+    """An empty folder that replaces `target` when the block succeeds, so that a reload reads a whole checkpoint."""
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
     for leftover in (fresh, old):

@@ -1,5 +1,5 @@
-"""Fine-tunes the classifier with the Hugging Face Trainer, from a base model or from a small OPT network that is
-created here. Imports torch and transformers.
+"""Fine-tunes the classifier with the Hugging Face Trainer, from a base model or from a new small OPT network. Imports
+torch and transformers.
 """
 
 import math
@@ -30,13 +30,12 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from predictor.buckets import Buckets
-from predictor.data.examples import Example, labels
+from predictor.evaluate import OnProgress, silent
+from predictor.examples import Example, labels
 from predictor.model import encode_ends
-from predictor.progress import OnProgress, silent
 from shared.errors import InvalidRequest
 
-# layers, hidden size, heads, vocabulary
-SIZES = {
+SIZES = {  # of new networks: layers, hidden size, heads, vocabulary
     "tiny": (2, 64, 2, 1024),
     "small": (2, 128, 4, 4096),
     "medium": (4, 256, 4, 8192),
@@ -90,9 +89,8 @@ CONSOLE = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True)
 class FineTuning:
-    """How to train. `from_scratch` names a size of `scratch.SIZES` and takes the place of `base`.
-
-    patience: epochs without a lower loss on the validation split, after which it ends. device: cpu, cuda, or auto.
+    """Settings of a training. from_scratch: a size of SIZES, instead of `base`. patience: epochs without a lower loss
+    on the validation split that end the training. device: cpu, cuda, or auto.
     """
 
     buckets: Buckets
@@ -111,12 +109,12 @@ class FineTuning:
 
 
 def start(train: list[Example], plan: FineTuning) -> tuple[Any, Tokenizer]:
-    """The network to fine-tune and its tokenizer. Raises InvalidRequest for a device or a base that is not there."""
+    """The network to fine-tune and its tokenizer. Raises InvalidRequest for an unavailable device or base."""
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest("--device cuda: torch sees no CUDA device")
     set_seed(plan.seed)
     disable_progress_bar()  # of loading and writing weights
-    set_verbosity_error()  # that a base has no classifier's head is as it should be
+    set_verbosity_error()  # a warning that the base has no classifier's head
     count = plan.buckets.count
     if plan.from_scratch:
         if plan.from_scratch not in SIZES:
@@ -129,15 +127,13 @@ def start(train: list[Example], plan: FineTuning) -> tuple[Any, Tokenizer]:
     except (OSError, ValueError) as error:  # no such folder, no hub, no weights, another kind of model
         reason = str(error).strip().partition("\n")[0]
         raise InvalidRequest(
-            f"--base {plan.base!r}: {reason} Name a folder or a hub's name of an OPT model, or train without one: "
+            f"--base {plan.base!r}: {reason} Use the folder or the hub name of an OPT model, or train without a base: "
             f"--from-scratch {', '.join(SIZES)}"
         ) from error
     return network, tokenizer
 
 
 class _Progress(TrainerCallback):  # type: ignore[misc]  # transformers is Any to mypy
-    """Reports each step."""
-
     def __init__(self, on_progress: OnProgress) -> None:
         self._on_progress = on_progress
 
@@ -147,7 +143,7 @@ class _Progress(TrainerCallback):  # type: ignore[misc]  # transformers is Any t
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._on_progress("training", state.global_step, state.global_step)  # it may have stopped early
+        self._on_progress("training", state.global_step, state.global_step)  # patience may have ended the training
 
 
 def fine_tune(
@@ -159,9 +155,9 @@ def fine_tune(
     folder: Path,
     on_progress: OnProgress = silent,
 ) -> Any:
-    """Train; what comes back is the state after the epoch with the lowest loss on `val`.
+    """Train; returns the network after the epoch with the lowest loss on `val`.
 
-    folder: of the state after each epoch; what stands there is gone on with.
+    folder: for the state after each epoch; a training continues from the last state there.
     """
     pad, bos = network.config.pad_token_id, network.config.bos_token_id
     weights = class_weights(labels(train, plan.buckets), plan.buckets.count) if plan.class_weights else None
@@ -180,7 +176,7 @@ def fine_tune(
         compute_loss_func=loss,
         callbacks=[EarlyStoppingCallback(plan.patience), _Progress(on_progress)],
     )
-    trainer.remove_callback(PrinterCallback)  # it prints a dictionary for each epoch
+    trainer.remove_callback(PrinterCallback)  # prints a dictionary for each epoch
     last = get_last_checkpoint(str(folder))
     if last is not None:
         CONSOLE.print(f"The training continues from {last}", markup=False, highlight=False, soft_wrap=True)
@@ -197,13 +193,13 @@ def fit_temperature(logits: list[list[float]], truth: list[int]) -> float:
 
 
 def class_weights(truth: list[int], count: int) -> list[float]:
-    """Inverse frequencies with a mean of 1 over the examples; 0 for a class that has none."""
-    seen = Counter(truth)
-    return [len(truth) / (len(seen) * seen[label]) if seen[label] else 0.0 for label in range(count)]
+    """Inverse frequencies with a mean of 1 over the examples; 0 for a class without examples."""
+    found = Counter(truth)
+    return [len(truth) / (len(found) * found[label]) if found[label] else 0.0 for label in range(count)]
 
 
 def collate(rows: list[Row], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Rows of unlike lengths, padded on the right, as [row, token] tensors."""
+    """Rows, padded on the right to the longest, as [row, token] tensors."""
     longest = max(len(row["input_ids"]) for row in rows)
     gaps = [longest - len(row["input_ids"]) for row in rows]
     pairs = list(zip(rows, gaps, strict=True))
@@ -215,7 +211,6 @@ def collate(rows: list[Row], pad_token_id: int) -> dict[str, torch.Tensor]:
 
 
 def save(network: Any, tokenizer: Tokenizer, folder: Path, tokenizer_file: str) -> None:
-    """Write weights, configuration and tokenizer."""
     network.save_pretrained(folder)
     tokenizer.save(str(folder / tokenizer_file))
 

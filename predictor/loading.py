@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from predictor.checkpoint import BrokenCheckpoint, CheckpointMeta
-from predictor.served import ServedTokenizer, estimate_tokens, load_served
+from predictor.examples import ServedTokenizer, estimate_tokens, load_served
 from predictor.settings import PredictorSettings
 from shared.errors import InvalidRequest
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Either `text` or token ids of the served model's prompt, or of its ends."""
+    """A prediction to make, of a `text` or of the served model's token ids of a prompt or its ends."""
 
     timeout_s: float
     text: str | None = None
@@ -33,15 +33,15 @@ class Query:
 
     @property
     def length(self) -> int:
-        """Tokens of the whole prompt, estimated if the caller did not count them."""
+        """Tokens of the whole prompt, estimated if the caller sent no count."""
         if self.prompt_tokens is not None:
             return self.prompt_tokens
         return len(self.token_ids) if self.text is None else estimate_tokens(self.text)
 
 
 TRIES = 3
-SHARE = 0.5  # of the deadline that one full prompt may take: the rest is for those before it
-FEWEST_TOKENS = 32
+DEADLINE_SHARE = 0.5  # of the deadline for one full prompt; the rest is for the prompts before it
+MIN_INPUT_TOKENS = 32
 _PROMPT = Query(inf, text="How long will the answer to this question be? " * 8)
 WARM_UP = ((_PROMPT,), (_PROMPT,) * 4)
 
@@ -52,7 +52,7 @@ class TextClassifier(Protocol):
     meta: CheckpointMeta
 
     def encode(self, text: str) -> list[int]:
-        """The token ids that it looks at."""
+        """The token ids that it reads."""
         ...
 
     def batch(self, rows: Sequence[list[int]]) -> list[list[float]]:
@@ -62,10 +62,10 @@ class TextClassifier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A classifier, and the means to turn token ids into its input; without these, ids are not for it.
+    """A classifier and the served model's tokenizer, without which queries by token ids cannot be classified.
 
-    runs: device, dtype, input tokens, and milliseconds for a full prompt.
-    warm_up: batches to compute before the first query.
+    runs: device, dtype, input tokens, and milliseconds for a full prompt. warm_up: batches to compute before the first
+    query.
     """
 
     classifier: TextClassifier
@@ -76,25 +76,23 @@ class Loaded:
 
     @property
     def model(self) -> str:
-        """Which classifier it is, alike for all who load it."""
+        """An identifier of the classifier, the same in all processes."""
         return blake2b(msgspec.json.encode(self.classifier.meta), digest_size=6).hexdigest()
 
     def encode(self, query: Query) -> list[int]:
-        """See `Batchable`."""
         if query.text is not None:
             return self.classifier.encode(query.text)
         assert self.served is not None
         return self.classifier.encode(self.served.seen_text(list(query.token_ids)))
 
     def batch(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """See `Batchable`."""
         return self.classifier.batch(rows)
 
 
 def load_from_disk(settings: PredictorSettings) -> Loaded:
     """Load the checkpoint and the served model's tokenizer. Raises BrokenCheckpoint."""
     classifier, runs = _load_classifier(settings)
-    served, error = None, "no served model is set: token ids are answered from observed lengths"
+    served, error = None, "no served model is set: predictions by token ids use observed lengths"
     if settings.model:
         try:
             served, error = load_served(settings.model), ""
@@ -104,7 +102,6 @@ def load_from_disk(settings: PredictorSettings) -> Loaded:
 
 
 def has_cuda() -> bool:
-    """Whether torch sees a CUDA device here."""
     import torch
 
     return torch.cuda.is_available()
@@ -121,41 +118,44 @@ def _load_classifier(settings: PredictorSettings) -> tuple[TextClassifier, dict[
     if device == "auto":
         device = "cuda" if has_cuda() else "cpu"
     elif device.startswith("cuda") and not has_cuda():
-        raise BrokenCheckpoint(f"device {device!r}: torch sees no such device here")
+        raise BrokenCheckpoint(f"device {device!r}: torch finds no such device")
     dtype = settings.dtype if settings.dtype == "bfloat16" else "float32"
     whole = load_classifier(folder, settings.threads, dtype, device)
     if settings.input_tokens:
-        whole = whole.looking_at(settings.input_tokens)
+        whole = whole.with_input_tokens(settings.input_tokens)
     if settings.dtype == "int8":
         if device != "cpu":
-            raise BrokenCheckpoint(f"dtype int8 is for a CPU, not for {device!r}")
+            raise BrokenCheckpoint(f"dtype int8 requires a CPU, got {device!r}")
         whole, dtype = whole.quantised(), "int8"
     elif settings.dtype == "auto" and device == "cpu":
-        whole, dtype = _quick_enough(whole, SHARE * settings.timeout_ms)
-    told = {"device": device, "dtype": dtype, "input_tokens": whole.input_tokens, "full_prompt_ms": _takes_ms(whole)}
-    return whole, told
+        whole, dtype = _within_limit(whole, DEADLINE_SHARE * settings.timeout_ms)
+    runs = {"device": device, "dtype": dtype, "input_tokens": whole.input_tokens, "full_prompt_ms": _prompt_ms(whole)}
+    return whole, runs
 
 
-def _quick_enough(whole: "LengthClassifier", most_ms: float) -> "tuple[LengthClassifier, str]":
-    """As it is, else in int8, else with fewer tokens: the first that computes a full prompt within `most_ms`."""
-    before_ms = _takes_ms(whole)
-    if before_ms <= most_ms:
+def _within_limit(whole: "LengthClassifier", limit_ms: float) -> "tuple[LengthClassifier, str]":
+    """In float32, in int8, or with fewer tokens: the first way that computes a full prompt within `limit_ms`."""
+    before_ms = _prompt_ms(whole)
+    if before_ms <= limit_ms:
         return whole, "float32"
     quantised = whole.quantised()
-    after_ms = _takes_ms(quantised)
+    after_ms = _prompt_ms(quantised)
     best, dtype = (quantised, "int8") if after_ms < before_ms else (whole, "float32")
     taken_ms = min(before_ms, after_ms)
-    while taken_ms > most_ms and best.input_tokens > FEWEST_TOKENS:
-        best = best.looking_at(max(FEWEST_TOKENS, best.input_tokens // 2))
-        taken_ms = _takes_ms(best)
+    while taken_ms > limit_ms and best.input_tokens > MIN_INPUT_TOKENS:
+        best = best.with_input_tokens(max(MIN_INPUT_TOKENS, best.input_tokens // 2))
+        taken_ms = _prompt_ms(best)
     return best, dtype
 
 
-def _takes_ms(classifier: "LengthClassifier") -> float:
-    """For one prompt as long as it looks at."""
-    row, took = (classifier.encode("how long will this be? ") * classifier.input_tokens)[: classifier.input_tokens], []
+def _prompt_ms(classifier: "LengthClassifier") -> float:
+    """The median time of a prompt with all input tokens."""
+    row, times_ms = (
+        (classifier.encode("how long will this be? ") * classifier.input_tokens)[: classifier.input_tokens],
+        [],
+    )
     for _ in range(TRIES):
         began_s = monotonic()
         classifier.batch([row])
-        took.append((monotonic() - began_s) * 1000)
-    return median(took)
+        times_ms.append((monotonic() - began_s) * 1000)
+    return median(times_ms)

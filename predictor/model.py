@@ -1,6 +1,6 @@
 """The classifier: OPT for sequence classification (TetriInfer 3.3.2), over the ends of a prompt. Imports torch.
 
-The paper classifies the whole prompt; that the ends decide is ours.
+The paper classifies the whole prompt; the restriction to the ends is ours.
 """
 
 import warnings
@@ -23,9 +23,9 @@ CHARACTERS_PER_INPUT_TOKEN = 16
 
 
 class LengthClassifier:
-    """Token ids in, probabilities per length bucket out. Not for several threads at once.
+    """Token ids in, probabilities of the length buckets out. Not thread-safe.
 
-    input_tokens: how much of a prompt it looks at; at most what it was trained on, fewer are quicker.
+    input_tokens: of a prompt, at most as many as in the training; fewer are faster.
     """
 
     def __init__(self, network: Any, tokenizer: Tokenizer, meta: CheckpointMeta) -> None:
@@ -35,19 +35,17 @@ class LengthClassifier:
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text's head and tail."""
         return encode_ends(self._tokenizer, text, self.input_tokens, self._network.config.bos_token_id)
 
     def batch(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Probabilities of each row, summing to 1. Raises Unavailable when the network gives no numbers."""
+        """Probabilities of each row. Raises Unavailable when the network's output is not finite."""
         logits = torch.tensor(self.logits(rows))
         if not bool(torch.isfinite(logits).all()):
-            raise Unavailable("the length classifier gave no finite numbers")
+            raise Unavailable("the length classifier's output is not finite")
         result: list[list[float]] = torch.softmax(logits / self.meta.temperature, dim=-1).tolist()
         return result
 
     def probabilities(self, text: str) -> list[float]:
-        """Of one text."""
         return self.batch([self.encode(text)])[0]
 
     @torch.inference_mode()
@@ -62,26 +60,26 @@ class LengthClassifier:
         return result
 
     def quantised(self) -> "LengthClassifier":
-        """The same with int8 weights and activations, for a CPU."""
+        """A copy with int8 weights and activations, for a CPU."""
         from torch.ao.quantization import quantize_dynamic
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it will move to another package
+            warnings.simplefilter("ignore")  # about its move to another package
             network = quantize_dynamic(self._network, {torch.nn.Linear}, dtype=torch.qint8)  # type: ignore[no-untyped-call]
-        return self._like(network, self.input_tokens)
+        return self._copy(network, self.input_tokens)
 
-    def looking_at(self, input_tokens: int) -> "LengthClassifier":
-        """The same that looks at so many tokens of a prompt, at most as many as it was trained on."""
-        return self._like(self._network, min(self.meta.input_tokens, input_tokens))
+    def with_input_tokens(self, input_tokens: int) -> "LengthClassifier":
+        """A copy that reads fewer tokens of a prompt."""
+        return self._copy(self._network, min(self.meta.input_tokens, input_tokens))
 
-    def _like(self, network: Any, input_tokens: int) -> "LengthClassifier":
+    def _copy(self, network: Any, input_tokens: int) -> "LengthClassifier":
         other = LengthClassifier(network, self._tokenizer, self.meta)
         other.input_tokens = input_tokens
         return other
 
 
 def load_classifier(folder: Path, threads: int = 1, dtype: str = "float32", device: str = "cpu") -> LengthClassifier:
-    """Load a checkpoint and try it once. Raises BrokenCheckpoint for anything that is wrong with it.
+    """Load a checkpoint and run it once. Raises BrokenCheckpoint for any problem.
 
     `threads` sets torch's thread count for the whole process.
     """
@@ -93,21 +91,21 @@ def load_classifier(folder: Path, threads: int = 1, dtype: str = "float32", devi
         network = OPTForSequenceClassification(config)
         network.load_state_dict(
             load((folder / WEIGHTS_FILE).read_bytes())
-        )  # a mapped file that is replaced kills its reader
+        )  # not mapped: replacing a mapped file kills its reader
         network = network.to(getattr(torch, dtype))
         _check_shapes(network.config, tokenizer, meta)
         classifier = LengthClassifier(network.to(device).eval(), tokenizer, meta)
         classifier.probabilities("How long will this answer be?")
-    except Exception as error:  # a damaged file shows as nearly anything; it is logged where it is caught
+    except Exception as error:  # damaged files cause many types of errors
         raise BrokenCheckpoint(f"{folder}: {type(error).__name__}: {error}") from error
     return classifier
 
 
 def encode_ends(tokenizer: Tokenizer, text: str, input_tokens: int, bos_token_id: int) -> list[int]:
-    """Ids of a text's head and tail, 1 to `input_tokens` of them. The same cut at training and in service."""
-    most = input_tokens * CHARACTERS_PER_INPUT_TOKEN
-    if len(text) > 2 * most:
-        text = text[:most] + text[-most:]
+    """The ids of a text's head and tail, 1 to `input_tokens` of them; the same in training and in service."""
+    limit = input_tokens * CHARACTERS_PER_INPUT_TOKEN
+    if len(text) > 2 * limit:
+        text = text[:limit] + text[-limit:]
     ids: list[int] = ends_of(tokenizer.encode(text).ids, input_tokens)
     return ids or [bos_token_id]
 

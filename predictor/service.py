@@ -1,6 +1,5 @@
-"""Answers predictions with the checkpoint's classifier, or with the observed lengths while the classifier is absent
-or measurably worse. Prompts are batched and answered by their deadline; a rolling window of finished requests
-compares the classifier with the baselines.
+"""Predicts output lengths with the checkpoint's classifier, or with observed lengths while the classifier is absent or
+measurably worse. A rolling window of finished requests compares the classifier with the baselines.
 
 Micro-batches follow TetriInfer 5.2.2: prompts are computed together, padded to the longest of them, and a prompt
 beyond 512 tokens runs alone. Beyond the paper, a batch has at most `batch_tokens` with padding, because on a busy
@@ -29,17 +28,25 @@ from shared.domain.job import LengthPrediction
 from shared.errors import Busy, DeadlineExceeded, Unavailable
 from shared.runtime.logs import get_log
 
-WINDOW = 500  # answers that it is judged by
-FEWEST = 200  # answers, before which the classifier is not judged
-MARGIN = 0.02  # by so much it has to be better than the commonest bucket to be believed again
-RECENT = 200  # pairs that are shown
+SOURCE = "classifier"
+WINDOW = 500  # answers that the classifier is judged by
+MIN_ANSWERS = 200  # with fewer the classifier is not judged
+MARGIN = 0.02  # the gain over the commonest bucket from which on a rejected classifier is used again
+RECENT = 200  # pairs of predicted and actual length that are kept for display
+SHADOW = 4  # a rejected classifier still computes one prediction in so many, to be judged
+CUTTING_TOKENS = 512  # a longer prompt is a batch of its own
+BATCH_TOKENS = 512
+NEWEST_WEIGHT = 0.2  # of the newest batch in the running means of batches' times and sizes
+Q = TypeVar("Q")
+Q_in = TypeVar("Q_in", contravariant=True)
+Use = Literal["auto", "classifier", "observed"]
+log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished answer. model, classified: which classifier was asked, and the bucket that it said; "" and -1: none.
-
-    expected_tokens: what was answered to who asked, by whom ever.
+    """A finished answer. model, classified: the classifier that computed a prediction and the bucket that it predicted;
+    "" and -1 without one. expected_tokens: the prediction that the gateway received, from either source.
     """
 
     prompt_tokens: int
@@ -51,54 +58,59 @@ class Answer:
 
     @property
     def cut(self) -> bool:
-        """Whether it might have gone on."""
+        """Whether the answer may have ended at `max_tokens`."""
         return self.max_tokens is not None and self.output_tokens >= self.max_tokens
 
 
-class _Right(NamedTuple):
+class _Score(NamedTuple):
+    """Whether each prediction of one answer was right (0 or 1), and the error of the one that was sent; or sums."""
+
     classifier: float
     commonest: float
     prompt_length: float
     error_tokens: float
 
-    def plus(self, other: "_Right", sign: int = 1) -> "_Right":
-        return _Right(*(mine + sign * more for mine, more in zip(self, other, strict=True)))
+    def plus(self, other: "_Score", sign: int = 1) -> "_Score":
+        return _Score(*(own + sign * more for own, more in zip(self, other, strict=True)))
 
 
 class Reality:
-    """Judges one classifier. `believed` is whether it answers; `why` says why not."""
+    """Judges one classifier by finished answers. believed: whether it is used; why: the reason if it is not."""
 
     def __init__(self, model: str, buckets: Buckets, half_life: float) -> None:
         self.model = model
         self.believed, self.why = True, ""
         self._buckets = buckets
         self._lengths = ObservedLengths(buckets, half_life)
-        self._right: deque[_Right] = deque()
-        self._sums = _Right(0.0, 0.0, 0.0, 0.0)  # over them
+        self._scores: deque[_Score] = deque()
+        self._sums = _Score(0.0, 0.0, 0.0, 0.0)
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)
 
     def doubt(self, why: str) -> None:
-        """Begin without belief in it."""
         self.believed, self.why = False, why
 
     def observe(self, answer: Answer) -> bool:
-        """Judge by one more; whether `believed` has changed."""
+        """Count an answer; returns whether `believed` has changed."""
         if answer.expected_tokens is not None:
             self._recent.append((answer.expected_tokens, answer.output_tokens))
         if answer.model == self.model and answer.classified >= 0 and self._lengths.observations:
-            self._count(self._judged(answer))
+            score = self._score(answer)
+            self._scores.append(score)
+            self._sums = self._sums.plus(score)
+            if len(self._scores) > WINDOW:
+                self._sums = self._sums.plus(self._scores.popleft(), -1)
         self._lengths.observe(answer.prompt_tokens, answer.output_tokens, cut=answer.cut)
-        return self._decide()
+        return self._judge()
 
     @property
     def accuracy(self) -> dict[str, float | None]:
-        """Shares that were right, of the classifier and of either baseline; None before the first answer."""
-        names, count = ("classifier", "commonest", "prompt_length"), len(self._right)
+        """Shares that were right, of the classifier and of both baselines; None before the first answer."""
+        names, count = ("classifier", "commonest", "prompt_length"), len(self._scores)
         return {name: getattr(self._sums, name) / count if count else None for name in names}
 
     def describe(self) -> dict[str, Any]:
-        """For people."""
-        count = len(self._right)
+        """`reality` of `GET /v1/model`."""
+        count = len(self._scores)
         return {
             "model": self.model,
             "answers": count,
@@ -108,56 +120,44 @@ class Reality:
             "recent": [list(pair) for pair in self._recent],
         }
 
-    def _count(self, one: _Right) -> None:
-        self._right.append(one)
-        self._sums = self._sums.plus(one)
-        if len(self._right) > WINDOW:
-            self._sums = self._sums.plus(self._right.popleft(), -1)
-
-    def _judged(self, answer: Answer) -> _Right:
-        true = self._buckets.of(answer.output_tokens)
-        overall = predict(self._lengths.overall(), self._buckets, answer.max_tokens, "")
-        alone = self._lengths.predict(answer.prompt_tokens, answer.max_tokens)
+    def _score(self, answer: Answer) -> _Score:
+        actual = self._buckets.of(answer.output_tokens)
+        commonest = predict(self._lengths.overall(), self._buckets, answer.max_tokens, "")
+        by_length = self._lengths.predict(answer.prompt_tokens, answer.max_tokens)
         error = abs((answer.expected_tokens or 0.0) - answer.output_tokens)
-        return _Right(answer.classified == true, overall.bucket == true, alone.bucket == true, error)
+        return _Score(answer.classified == actual, commonest.bucket == actual, by_length.bucket == actual, error)
 
-    def _decide(self) -> bool:
-        if len(self._right) < FEWEST:
+    def _judge(self) -> bool:
+        if len(self._scores) < MIN_ANSWERS:
             return False
-        found = self.accuracy
-        own, base = found["classifier"] or 0.0, found["commonest"] or 0.0
-        before = self.believed
+        accuracy, before = self.accuracy, self.believed
+        own, base = accuracy["classifier"] or 0.0, accuracy["commonest"] or 0.0
         if self.believed and own <= base:
             self.doubt(
-                f"right for {own:.0%} of the last {len(self._right)} answers, no better than the commonest bucket, "
-                f"which is for {base:.0%}"
+                f"right for {own:.0%} of the last {len(self._scores)} answers, no better than the commonest bucket, "
+                f"which is right for {base:.0%}"
             )
         elif not self.believed and own >= base + MARGIN:
             self.believed, self.why = True, ""
         return self.believed is not before
 
 
-CUTTING_TOKENS = 512
-BATCH_TOKENS = 512
-NEWEST = 0.2  # weight of the newest batch in the running means of how long batches take, and how many are in one
-Q = TypeVar("Q")
-Q_in = TypeVar("Q_in", contravariant=True)
-
-
 class Batchable(Protocol[Q_in]):
-    """What computes. Called in the batcher's thread, one call at a time."""
+    """A model. The batcher's thread makes one call at a time."""
 
     def encode(self, query: Q_in) -> list[int]:
-        """A query's token ids, at least one."""
+        """The token ids of a query, at least one."""
         ...
 
     def batch(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Probabilities of each row."""
+        """The probabilities of each row."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Item(Generic[Q]):
+    """A waiting query. ids: once they are encoded."""
+
     model: Batchable[Q]
     query: Q
     deadline_s: float
@@ -166,7 +166,9 @@ class _Item(Generic[Q]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Computed(Generic[Q]):
+class _Batch(Generic[Q]):
+    """A computed batch."""
+
     items: tuple[_Item[Q], ...]
     answers: tuple[list[float] | Exception, ...]
     padded_tokens: int
@@ -174,10 +176,10 @@ class _Computed(Generic[Q]):
 
 
 class Batcher(Generic[Q]):
-    """Queries of one event loop, computed in one thread, the oldest first; at most `depth` wait.
+    """Computes queries in batches in one thread, the oldest first; at most `depth` queries wait. `run` must be running.
 
-    batch_tokens: padded tokens of a batch of several; 0 sets no such bound.
-    `run` has to be under way. Queries to a model that was replaced meanwhile are still its own.
+    batch_tokens: padded tokens of a batch of several queries; 0: no limit. A query is computed by the model that it was
+    submitted to, even if that model has been replaced.
     """
 
     def __init__(self, depth: int, batch_tokens: int = BATCH_TOKENS) -> None:
@@ -187,16 +189,17 @@ class Batcher(Generic[Q]):
         self._waiting: deque[_Item[Q]] = deque()
         self._computing = False
         self._closed = False
-        self._some = asyncio.Event()
+        self._not_empty = asyncio.Event()
         self._mean_s, self._mean_items = 0.0, 1.0  # of a batch; 0 s before the first
-        self._token_s = 0.0  # a padded token takes in a batch; 0 before the first
+        self._token_s = 0.0  # per padded token; 0 before the first batch
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="length-classifier")
 
-    async def ask(self, model: Batchable[Q], query: Q, timeout_s: float) -> list[float]:
-        """Probabilities. Raises Busy when too many wait for the deadline, DeadlineExceeded after `timeout_s`.
+    async def compute(self, model: Batchable[Q], query: Q, timeout_s: float) -> list[float]:
+        """The probabilities. Raises Busy when too many queries wait for the deadline to be met, DeadlineExceeded after
+        `timeout_s`, Unavailable when the model fails.
 
-        An idle batcher takes every query, however slow batches were: else it would never learn better. What waits when
-        its time is over is not computed.
+        An idle batcher accepts a query however slow earlier batches were; otherwise its measurements would never
+        improve. A query whose deadline passes while it waits is not computed.
         """
         needed_s = ceil((self.pending + 1) / self._mean_items) * self._mean_s
         if self.pending > self._depth or (self._computing and needed_s > timeout_s):
@@ -204,38 +207,40 @@ class Batcher(Generic[Q]):
         deadline_s = monotonic() + timeout_s
         item = _Item(model, query, deadline_s, asyncio.get_running_loop().create_future())
         self._waiting.append(item)
-        self._some.set()
+        self._not_empty.set()
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await item.answer
         except TimeoutError:
             answer = None
-        if answer is None or monotonic() > deadline_s:  # or the loop was held up: its reader is too late
+        if answer is None or monotonic() > deadline_s:  # the event loop may have been blocked past the deadline
             raise DeadlineExceeded(f"no prediction within {timeout_s * 1000:.0f} ms")
         return answer
 
     async def run(self) -> None:
-        """Compute for ever."""
+        """Compute until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            await self._some.wait()
-            batch = self._of_one_model()
-            if not batch:
-                self._some.clear()
+            await self._not_empty.wait()
+            self._waiting = deque(item for item in self._waiting if not item.answer.done())
+            if not self._waiting:
+                self._not_empty.clear()
                 continue
+            of_one_model = [item for item in self._waiting if item.model is self._waiting[0].model]
+            limit = self._token_limit(of_one_model[0])
             self._computing = True
             try:
-                done = await loop.run_in_executor(self._pool, _compute, batch, self._most_tokens(batch[0]))
+                batch = await loop.run_in_executor(self._pool, _compute, of_one_model, limit)
             finally:
                 self._computing = False
-            self._deliver(done)
+            self._deliver(batch)
 
     async def warm_up(self, model: Batchable[Q], queries: Sequence[Q]) -> None:
         """Compute a batch in the batcher's thread without a deadline and without counting its time.
 
-        The first batch of a model takes several times as long as later ones: torch starts the thread's workers, picks
-        kernels and reads the weights. As a query's batch it would miss its deadline and, as the only measurement of how
-        long batches take, turn the queries behind it away.
+        The first batch of a model takes several times as long as later ones: torch starts the thread's workers, selects
+        kernels and reads the weights. As a query's batch it would miss its deadline and, as the only measurement of the
+        time of a batch, cause the queries behind it to be rejected.
         """
         if self._closed:
             return
@@ -249,32 +254,26 @@ class Batcher(Generic[Q]):
         return sum(not item.answer.done() for item in self._waiting)
 
     async def close(self) -> None:
-        """Wait for what is computed."""
+        """Wait for the running batch."""
         self._closed = True
         await asyncio.to_thread(self._pool.shutdown, wait=True, cancel_futures=True)
 
-    def _of_one_model(self) -> list[_Item[Q]]:
-        """Those that may be computed together, in their order; who gave up is forgotten."""
-        self._waiting = deque(item for item in self._waiting if not item.answer.done())
-        return [item for item in self._waiting if item.model is self._waiting[0].model]
-
-    def _most_tokens(self, oldest: _Item[Q]) -> float:
-        """Padded tokens of a batch that is ready by the oldest query's deadline, so far as earlier ones tell."""
+    def _token_limit(self, oldest: _Item[Q]) -> float:
+        """Padded tokens of a batch that is computed by the deadline of the oldest query, judged by earlier batches."""
         if not self._token_s:
             return self._batch_tokens
         return min(self._batch_tokens, max(1.0, (oldest.deadline_s - monotonic()) / self._token_s))
 
-    def _deliver(self, done: _Computed[Q]) -> None:
-        count = len(done.items)
-        weight = NEWEST if self._mean_s else 1.0
-        self._mean_s += weight * (done.took_s - self._mean_s)
-        if done.padded_tokens:
-            self._token_s += weight * (done.took_s / done.padded_tokens - self._token_s)
+    def _deliver(self, batch: _Batch[Q]) -> None:
+        count, weight = len(batch.items), NEWEST_WEIGHT if self._mean_s else 1.0
+        self._mean_s += weight * (batch.took_s - self._mean_s)
+        if batch.padded_tokens:
+            self._token_s += weight * (batch.took_s / batch.padded_tokens - self._token_s)
         self._mean_items += weight * (count - self._mean_items)
         self.largest = max(self.largest, count)
-        computed = set(map(id, done.items))
+        computed = set(map(id, batch.items))
         self._waiting = deque(item for item in self._waiting if id(item) not in computed)
-        for item, answer in zip(done.items, done.answers, strict=True):
+        for item, answer in zip(batch.items, batch.answers, strict=True):
             if item.answer.done():
                 continue
             if isinstance(answer, Exception):
@@ -283,30 +282,30 @@ class Batcher(Generic[Q]):
                 item.answer.set_result(answer)
 
 
-def _compute(items: list[_Item[Q]], most_tokens: float) -> _Computed[Q]:
-    """In the thread: the oldest, with those after it that fit beside it; an error is the error of all of them."""
+def _compute(items: list[_Item[Q]], token_limit: float) -> _Batch[Q]:
+    """In the thread: the oldest item and those that fit beside it. An error is the answer of the whole batch."""
     began_s = monotonic()
     chosen = [items[0]]
     answers: Sequence[list[float] | Exception]
     try:
-        chosen = _fitting(items, most_tokens)
+        chosen = _fitting(items, token_limit)
         answers = items[0].model.batch([item.ids or [] for item in chosen])
-    except Exception as error:  # whatever a network makes of it: its callers do without
+    except Exception as error:  # of torch; the callers use observed lengths
         log.exception("a batch failed", queries=len(chosen))
         answers = [Unavailable(f"the length classifier failed: {error}")] * len(chosen)
     padded = len(chosen) * max(len(item.ids or []) for item in chosen)
-    return _Computed(tuple(chosen), tuple(answers), padded, monotonic() - began_s)
+    return _Batch(tuple(chosen), tuple(answers), padded, monotonic() - began_s)
 
 
-def _fitting(items: list[_Item[Q]], most_tokens: float) -> list[_Item[Q]]:
+def _fitting(items: list[_Item[Q]], token_limit: float) -> list[_Item[Q]]:
     chosen: list[_Item[Q]] = []
     longest = 0
     for item in items:
-        if chosen and longest * (len(chosen) + 1) > most_tokens:
+        if chosen and longest * (len(chosen) + 1) > token_limit:
             break
         item.ids = item.ids or item.model.encode(item.query)
         padded = max(longest, len(item.ids))
-        if chosen and (len(item.ids) > CUTTING_TOKENS or padded * (len(chosen) + 1) > most_tokens):
+        if chosen and (len(item.ids) > CUTTING_TOKENS or padded * (len(chosen) + 1) > token_limit):
             continue
         chosen.append(item)
         longest = padded
@@ -315,14 +314,8 @@ def _fitting(items: list[_Item[Q]], most_tokens: float) -> list[_Item[Q]]:
     return chosen
 
 
-SOURCE = "classifier"
-SHADOW = 4  # while the classifier is not believed it is asked once in so many times, to see whether it has got better
-Use = Literal["auto", "classifier", "observed"]
-log = get_log(__name__)
-
-
 class CheckpointState(StrEnum):
-    """What is known of the checkpoint on disk."""
+    """The state of the checkpoint on disk."""
 
     MISSING = "missing"
     LOADING = "loading"
@@ -331,10 +324,7 @@ class CheckpointState(StrEnum):
 
 
 class Predictor:
-    """Answers predictions, learns from finished answers, and follows the checkpoint on disk when told to.
-
-    `run` computes for the classifier, and has to be under way.
-    """
+    """Predicts lengths, learns from finished answers, and loads the checkpoint. `batcher.run` must be running."""
 
     def __init__(self, settings: PredictorSettings, load: Callable[[PredictorSettings], Loaded] | None = None) -> None:
         self.observed = ObservedLengths(settings.buckets, settings.half_life_observations)
@@ -343,48 +333,46 @@ class Predictor:
         self.error = ""
         self.use: Use = settings.use
         self.reality: Reality | None = None
-        self.fallbacks: Counter[str] = Counter()  # answers of observed lengths in a classifier's place, by cause
+        self.fallbacks: Counter[str] = Counter()  # predictions without a loaded classifier's answer, by error code
         self._settings = settings
         self._load = load or load_from_disk
         self._loaded: Loaded | None = None
         self._reloading = asyncio.Lock()
-        self._doubted = 0  # predictions asked for since the classifier is not believed
+        self._doubted = 0  # predictions requested since the classifier is rejected
 
     async def predict(self, query: Query) -> LengthPrediction:
-        """Predict one length by the query's deadline: where the classifier cannot, by observed lengths."""
-        loaded, known = self._loaded, self.observed.predict
-        if loaded is None or (query.text is None and loaded.served is None) or not self._to_be_asked():
-            return known(query.length, query.max_tokens)
+        """A prediction by the query's deadline, from observed lengths where the classifier has none."""
+        loaded = self._loaded
+        if loaded is None or (query.text is None and loaded.served is None) or not self._runs_classifier():
+            return self.observed.predict(query.length, query.max_tokens)
         try:
-            probabilities = await self.batcher.ask(loaded, query, query.timeout_s)
+            probabilities = await self.batcher.compute(loaded, query, query.timeout_s)
         except (Busy, DeadlineExceeded, Unavailable) as error:
             self.fallbacks[error.code] += 1
-            return known(query.length, query.max_tokens)
-        said = predict(probabilities, loaded.classifier.meta.buckets, query.max_tokens, SOURCE)
-        answer = said if self._believed else known(query.length, query.max_tokens)
-        return msgspec.structs.replace(answer, model=loaded.model, classified=said.bucket)
+            return self.observed.predict(query.length, query.max_tokens)
+        classified = predict(probabilities, loaded.classifier.meta.buckets, query.max_tokens, SOURCE)
+        sent = classified if self._believed else self.observed.predict(query.length, query.max_tokens)
+        return msgspec.structs.replace(sent, model=loaded.model, classified=classified.bucket)
 
     def observe(self, answer: Answer) -> None:
         """Learn from a finished answer, and judge the classifier by it."""
         self.observed.observe(answer.prompt_tokens, answer.output_tokens, cut=answer.cut)
-        if self.reality is not None and self.reality.observe(answer):
-            say = log.info if self.reality.believed else log.warning
-            say(
-                "length classifier is believed"
-                if self.reality.believed
-                else "observed lengths answer in the place of the length classifier",
-                why=self.reality.why or None,
-                **_rounded(self.reality.accuracy),
-            )
+        reality = self.reality
+        if reality is None or not reality.observe(answer):
+            return
+        accuracy = {name: round(share, 3) for name, share in reality.accuracy.items() if share is not None}
+        if reality.believed:
+            log.info("the length classifier is used", **accuracy)
+        else:
+            log.warning("observed lengths are used instead of the length classifier", why=reality.why, **accuracy)
 
     async def reload(self) -> None:
-        """Take what is on disk now; the previous classifier answers meanwhile, and further where that is broken.
-
-        Without a checkpoint observed lengths answer. Raises BrokenCheckpoint.
+        """Load the checkpoint that is on disk now. The present classifier is used meanwhile, and afterwards if the new
+        one is broken; without a checkpoint observed lengths are used. Raises BrokenCheckpoint.
         """
         async with self._reloading:
             folder = self._settings.checkpoint
-            if folder is None or _absent(folder):
+            if folder is None or _is_empty(folder):
                 self._become(CheckpointState.MISSING, None)
                 return
             self.state = CheckpointState.LOADING
@@ -398,7 +386,7 @@ class Predictor:
             self._become(CheckpointState.LOADED, loaded, loaded.served_error)
 
     async def start(self) -> None:
-        """The first load, beside serving: a broken checkpoint is logged, and observed lengths answer."""
+        """The first load; a broken checkpoint is logged."""
         try:
             await self.reload()
         except BrokenCheckpoint:
@@ -406,18 +394,17 @@ class Predictor:
 
     @property
     def source(self) -> str:
-        """Who answers now."""
         return SOURCE if self._loaded and self._believed else OBSERVED
 
     @property
     def why(self) -> str:
-        """Why the loaded classifier does not answer; empty where it does, or there is none."""
+        """Why the loaded classifier is not used; empty if it is, or if there is none."""
         if self._loaded is None or self._believed:
             return ""
         return "switched off" if self.use == OBSERVED or self.reality is None else self.reality.why
 
     def describe(self) -> dict[str, Any]:
-        """Who answers, what it rests on, and how right it was."""
+        """`GET /v1/model`."""
         loaded, folder = self._loaded, self._settings.checkpoint
         return {
             "source": self.source,
@@ -442,7 +429,7 @@ class Predictor:
     def _believed(self) -> bool:
         return self.use == SOURCE or (self.use == "auto" and self.reality is not None and self.reality.believed)
 
-    def _to_be_asked(self) -> bool:
+    def _runs_classifier(self) -> bool:
         if self._believed or self.use == OBSERVED:
             return self._believed
         self._doubted += 1
@@ -457,19 +444,19 @@ class Predictor:
             if meta.scores.accuracy <= (base := meta.baselines.get("majority", 0.0)):
                 self.reality.doubt(
                     f"right for {meta.scores.accuracy:.0%} of its own test split, no better than the commonest bucket, "
-                    f"which is for {base:.0%}"
+                    f"which is right for {base:.0%}"
                 )
         self.state, self._loaded, self.error = state, loaded, error
-        say = log.error if error else log.info
-        runs = loaded.runs if loaded else None
-        told = {"checkpoint": str(self._settings.checkpoint), "error": error or None, "runs": runs}
-        say("length classifier", state=state.value, why=self.why or None, **told)
+        (log.error if error else log.info)(
+            "length classifier",
+            state=state.value,
+            why=self.why or None,
+            checkpoint=str(self._settings.checkpoint),
+            error=error or None,
+            runs=loaded.runs if loaded else None,
+        )
 
 
-def _absent(folder: Path) -> bool:
-    """Nothing there yet, as opposed to something unusable."""
+def _is_empty(folder: Path) -> bool:
+    """Whether there is nothing yet, as opposed to something unusable."""
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-
-
-def _rounded(accuracy: dict[str, float | None]) -> dict[str, float]:
-    return {name: round(share, 3) for name, share in accuracy.items() if share is not None}

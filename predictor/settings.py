@@ -11,29 +11,27 @@ from shared.runtime.settings import ServiceSettings
 
 
 class PredictorSettings(ServiceSettings):
-    """Read from POLYPHASE_PREDICTOR_…; every key has a default that works without a checkpoint."""
+    """Prefix `POLYPHASE_PREDICTOR_`; the defaults work without a checkpoint."""
 
     model_config = SettingsConfigDict(env_prefix="POLYPHASE_PREDICTOR_", frozen=True, extra="forbid")
 
     host: str = "127.0.0.1"
     port: int = Field(default=8300, ge=0, le=65535)
-    rpc_address: str = ""  # where gateways ask, such as tcp://127.0.0.1:8301; empty: over HTTP only
-    # The folder that `predictor.train` wrote; it may appear later (POST /v1/model/reload).
-    checkpoint: Path | None = None
-    # The served model (folder or Hugging Face name): its tokenizer turns token ids back into text.
-    model: str = ""
-    # auto: the classifier while it is better than the commonest bucket; classifier: whatever comes of it.
+    rpc_address: str = ""  # for gateways, such as tcp://127.0.0.1:8301; empty: HTTP only
+    checkpoint: Path | None = None  # folder of `polyphase predictor train`; it may appear later (POST /v1/model/reload)
+    model: str = ""  # served model, folder or Hugging Face name: its tokenizer turns token ids into text
+    # auto: the classifier while it is better than the commonest bucket; classifier: in any case.
     use: Literal["auto", "classifier", "observed"] = "auto"
-    # What the classifier has not answered by then, observed lengths answer; a request may ask for less or more.
+    # After this time the prediction comes from observed lengths; a request may set its own.
     timeout_ms: float = Field(default=250.0, gt=0, le=60_000)
-    # Of a batch of several prompts, padding included; 0: as many as wait, but a prompt of more than 512 tokens alone.
+    # Of a batch of several prompts, with padding; 0: no limit, but a prompt of more than 512 tokens runs alone.
     batch_tokens: int = Field(default=512, ge=0, le=1 << 20)
     queue_depth: int = Field(default=512, ge=0, le=10_000)
     threads: int = Field(default=1, ge=1, le=256)
-    device: str = "auto"  # auto: a GPU where there is one; or "cpu", "cuda", "cuda:1"
-    # auto, on a CPU: int8, and then fewer tokens, where a prompt would take more than half of the deadline.
+    device: str = "auto"  # auto: a GPU if there is one; or "cpu", "cuda", "cuda:1"
+    # auto, on a CPU: int8, and then fewer input tokens, if a prompt would take more than half of the deadline.
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    input_tokens: int = Field(default=0, ge=0)  # of a prompt, at most; 0: as many as it was trained on
+    input_tokens: int = Field(default=0, ge=0)  # of a prompt, at most; 0: as in the training
     # Granularity of the observed estimator; a classifier's is in its checkpoint.
     bucket_tokens: int = Field(default=200, ge=1)
     bucket_count: int = Field(default=10, ge=2, le=1000)
@@ -42,5 +40,4 @@ class PredictorSettings(ServiceSettings):
 
     @property
     def buckets(self) -> Buckets:
-        """The classes of the observed estimator."""
         return Buckets(self.bucket_tokens, self.bucket_count)

@@ -1,4 +1,4 @@
-"""The console's pages without a browser."""
+"""Reading and clicking pages without a browser."""
 
 from concurrent.futures import wait
 
@@ -10,7 +10,7 @@ LONG_S = 20.0
 
 
 def opened(page: AppTest, path: str, **address: str) -> AppTest:
-    """The page of that path, as its address has it; not yet run."""
+    """The page of that path and address; not yet run."""
     page._page_hash = calc_hash(path)
     page.query_params.clear()
     for name, value in address.items():
@@ -20,6 +20,14 @@ def opened(page: AppTest, path: str, **address: str) -> AppTest:
 
 def html(page: AppTest) -> str:
     return " ".join(element.value for element in page.get("html"))
+
+
+def shows(page: AppTest, *parts: str) -> bool:
+    """Whether the page's HTML has all these parts and the page raised nothing; names what is missing."""
+    assert not page.exception
+    missing = [part for part in parts if part not in html(page)]
+    assert not missing, missing
+    return True
 
 
 def links(page: AppTest) -> list[tuple[str, str]]:
@@ -32,10 +40,17 @@ def button(page: AppTest, key: str) -> Button:
 
 
 def has(page: AppTest, key: str) -> bool:
-    return any(b.key == key for b in page.button)
+    return any(each.key == key for each in page.button)
 
 
-def finish(page: AppTest, name: str = "operations") -> AppTest:
+def confirm(page: AppTest, key: str) -> AppTest:
+    """Click a button, confirm, and wait for the result."""
+    button(page, key).click().run()
+    button(page, "confirm").click().run()
+    return finish(page)
+
+
+def finish(page: AppTest) -> AppTest:
     """Wait for the confirmed actions and show their results."""
-    wait([operation.future for operation in page.session_state[name]], LONG_S)
+    wait([started.future for started in page.session_state["started_actions"]], LONG_S)
     return page.run()

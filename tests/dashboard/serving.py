@@ -1,4 +1,4 @@
-"""Servers of the tests: an application on a loopback socket, the dashboard as users start it, a browser's tab."""
+"""An application on a loopback socket, the dashboard as users start it, and a tab of a browser."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ SHOWN_MS = 30_000
 
 @contextmanager
 def application(app: FastAPI) -> Iterator[str]:
-    """Its URL."""
+    """Serve it in a thread; the value is its URL."""
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -49,15 +49,8 @@ def application(app: FastAPI) -> Iterator[str]:
 
 
 @contextmanager
-def dashboard(environment: Mapping[str, str], folder: Path) -> Iterator[str]:
-    """The URL of a dashboard process that runs in `folder`."""
-    with dashboard_process(environment, folder) as (url, _):
-        yield url
-
-
-@contextmanager
-def dashboard_process(environment: Mapping[str, str], folder: Path) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    """Its URL, and the process itself."""
+def dashboard(environment: Mapping[str, str], folder: Path) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """A dashboard process that runs in `folder`: its URL, and the process."""
     port = free_port()
     command = [sys.executable, "-P", "-m", "streamlit", "run", str(ROOT / "dashboard" / "app.py")]
     command += ["--server.port", str(port), "--server.address", "127.0.0.1", "--server.headless", "true"]

@@ -1,5 +1,6 @@
-"""The page understands what the services themselves produce, field by field."""
+"""The dashboard decodes what the services themselves produce, field by field."""
 
+import re
 import time
 from dataclasses import asdict
 from random import Random
@@ -9,29 +10,27 @@ from typing import Any, cast
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
-from dashboard.events_page import KINDS as EVENT_KINDS
-from dashboard.instance_details import Step
-from dashboard.overview_graphs import PANELS
-from dashboard.records import (
-    AuditEntry,
+from dashboard import answers
+from dashboard.answers import (
     ClassLoad,
-    DemandSeen,
-    EventRow,
-    Found,
-    FoundRow,
+    DemandAnswer,
+    Endpoint,
     History,
     InstanceRow,
     LengthSource,
     PoliciesInForce,
+    RequestRow,
+    SearchPage,
+    Step,
     class_loads,
 )
+from dashboard.overview_page import PANELS
 from gateway.metrics import GatewayMetrics
 from predictor.service import Predictor
 from predictor.settings import PredictorSettings
 from services.cluster_monitor import history
 from services.cluster_monitor.edge import DrainIn, FlipIn
 from services.cluster_monitor.events import Events
-from services.cluster_monitor.operations import OperationLog, OperationRequest
 from services.cluster_monitor.policy_book import Followers, PolicyBook
 from services.cluster_monitor.registry import Record
 from services.cluster_monitor.routes import router as monitor_routes
@@ -47,7 +46,6 @@ from shared.domain.policies import KINDS
 from shared.domain.slo import SloReport
 from shared.policy.registry import from_file
 from shared.store.reading import SHOWN
-from shared.wire.api import EventKind, OperationKind, OperationResult
 from shared.wire.messages import JobReport, StepRecord
 
 
@@ -63,48 +61,27 @@ def test_instances() -> None:
     assert row.kv_usage is None  # no load report yet
 
 
-def test_audit() -> None:
-    log = OperationLog(cast(Any, SimpleNamespace(put=lambda *_: None)), CollectorRegistry())
-    operation = log.begin(OperationRequest(OperationKind.FLIP, "p0", "dashboard"), record())
-    operation.drain_s, operation.flip_s = 1.5, 0.0004
-    log.end(operation, OperationResult.SUCCEEDED)
-    known = msgspec.convert(msgspec.to_builtins(log.newest(1)[0]), AuditEntry)
-    assert (known.kind, known.to_role, known.result, known.flip_s) == ("flip", "decode", "succeeded", 0.0004)
-
-
-def test_events() -> None:
-    told = Events(cast(Any, SimpleNamespace(put=lambda *_: None)))
-    told.note(EventKind.DEATH, "connection lost", "p0", "prefill")
-    known = msgspec.convert(msgspec.to_builtins(told.newest(1)[0]), EventRow)
-    assert (known.kind, known.instance_id, known.text) == ("death", "p0", "connection lost")
-
-
-def test_every_kind_of_event_can_be_chosen() -> None:
-    assert set(EVENT_KINDS) == {kind.value for kind in EventKind}
-
-
 def test_history() -> None:
     grid = history.Grid.of(60, 12, time.time())
     known = msgspec.json.decode(history._page(grid, [], [], []), type=History)
     assert len(known.time_s) == 12
-    shown = {name for panel in PANELS for name, *_ in panel.lines}
-    assert shown <= set(known.series)
+    assert {name for panel in PANELS for name, *_ in panel.series} <= set(known.series)
     assert {panel.target for panel in PANELS if panel.target} - {"attainment"} <= set(known.targets)
 
 
 def test_steps() -> None:
     rates = SimpleNamespace(start=None, step=None)
     idle = cast(Any, SimpleNamespace())
-    told = Details(idle, cast(Any, rates), idle, idle)._step(StepRecord(7, 5.0, 0.031, 0.02, ((512, 0),), 2, 900))
-    known = msgspec.convert(told, Step)
+    step = Details(idle, cast(Any, rates), idle, idle)._step(StepRecord(7, 5.0, 0.031, 0.02, ((512, 0),), 2, 900))
+    known = msgspec.convert(step, Step)
     assert (known.kind, known.seconds, known.prefill_tokens, known.decodes) == ("both", 0.031, 512, 2)
 
 
-def test_found_requests() -> None:
+def test_request_search() -> None:
     columns = {column.name for column in SHOWN}
-    assert set(FoundRow.__struct_fields__) - {"timeline", "prediction", "asked", "max_tokens", "losses"} <= columns
+    assert set(RequestRow.__struct_fields__) - {"timeline", "prediction", "asked", "max_tokens", "losses"} <= columns
     row = {**plain(JobReport("job", "gateway-0", Phase.DECODE, 1.0, 10)), "caller": "ann"}
-    assert msgspec.convert({"rows": [row], "more": True}, Found).rows[0].caller == "ann"
+    assert msgspec.convert({"rows": [row], "more": True}, SearchPage).rows[0].caller == "ann"
 
 
 def test_slo() -> None:
@@ -119,14 +96,14 @@ def test_demand() -> None:
     service = DemandService(Events(cast(Any, SimpleNamespace(put=lambda *_: None))), CollectorRegistry())
     service.take(DemandSecond("s0", int(time.time()) - ago, 10, 5_000.0, per_ttft=5.0) for ago in (3, 2))
     service.step()
-    known = msgspec.convert(service.describe(RolesWanted(3, 5, 0.25, 0.01)), DemandSeen)
+    known = msgspec.convert(service.describe(RolesWanted(3, 5, 0.25, 0.01)), DemandAnswer)
     assert [(one.requests, one.prompt_tokens) for one in known.seconds] == [(10, 500.0)] * 2
     assert known.roles == RolesWanted(3, 5, 0.25, 0.01)
     shift = {"at_s": 7.0, **msgspec.to_builtins(Shift("prompts", 100.0, 900.0, 4.0, 6.0))}
-    assert msgspec.convert({**service.describe(None), "shifts": [shift]}, DemandSeen).shifts[0].at_s == 7.0
+    assert msgspec.convert({**service.describe(None), "shifts": [shift]}, DemandAnswer).shifts[0].at_s == 7.0
 
 
-def test_what_the_gateway_counts_of_each_class() -> None:
+def test_class_loads() -> None:
     registry = CollectorRegistry()
     metrics = GatewayMetrics("demo", registry)
     for cause in ("busy", "busy", "overloaded", "invalid_request"):
@@ -147,20 +124,15 @@ def test_what_the_gateway_counts_of_each_class() -> None:
 
 def test_policies() -> None:
     book = PolicyBook(from_file({"split": {"name": "fraction", "fraction": 0.5}}), cast(Any, None), lambda *_: None)
-    told = Followers(cast(Any, SimpleNamespace(all=lambda: [record()])))
-    told.update("s0", 7, "unknown policy")
-    known = msgspec.convert({**book.describe(), "followers": told.describe(book.policies)}, PoliciesInForce)
+    followers = Followers(cast(Any, SimpleNamespace(all=lambda: [record()])))
+    followers.update("s0", 7, "unknown policy")
+    known = msgspec.convert({**book.describe(), "followers": followers.describe(book.policies)}, PoliciesInForce)
     assert tuple(known.policies) == KINDS
     assert known.policies["split"].parameters == {"fraction": 0.5}
     assert [(one.name, one.follows, one.trouble) for one in known.followers] == [
         ("s0", False, "unknown policy"),
         ("p0", True, ""),
     ]
-
-
-def test_requests() -> None:
-    report = JobReport("job", "gateway-0", Phase.DECODE, 1.0, 10)
-    assert msgspec.convert(plain(report), JobReport) == report
 
 
 def test_predictor() -> None:
@@ -175,26 +147,11 @@ def test_predictor() -> None:
 def test_paths_and_bodies() -> None:
     routers = (monitor_routes, scheduler_routes)
     paths = {route.path for router in routers for route in cast(Any, router.routes)}
-    asked = (
-        "/instances",
-        "/cluster",
-        "/flips",
-        "/events",
-        "/demand",
-        "/verdict",
-        "/history",
-        "/history/instances",
-        "/instances/{instance_id}/details",
-        "/instances/{instance_id}/log",
-        "/operations/{operation_id}",
-        "/requests",
-        "/requests/search",
-        "/requests/{job_id}",
-        "/requests/{job_id}/timeline",
-        "/policies",
-    )
-    for path in asked:
-        assert path in paths
+    endpoints = [each for each in vars(answers).values() if isinstance(each, Endpoint)]
+    used = [each.path for each in endpoints if each.service in ("monitor", "scheduler") and each.path != "/health"]
+    assert len(used) > 12
+    for path in used:
+        assert any(re.sub(r"{\w+}", "{id}", known) == path for known in paths), path
     for what in ("drain", "resume", "flip"):
         assert f"/instances/{{instance_id}}/{what}" in paths
     assert FlipIn(force=False, drain_timeout_s=30.0)

@@ -1,4 +1,4 @@
-"""Who may come in, and what they may do."""
+"""The login, and the rights of an account."""
 
 from pathlib import Path
 from typing import Any
@@ -8,20 +8,18 @@ import yaml
 from streamlit import config
 from streamlit.testing.v1 import AppTest
 
-from dashboard import resources
-from dashboard.accounts import Account, KeyFile, NotAllowed, Tickets
+from dashboard.console import shared_api
 from dashboard.dashboard_settings import DashboardSettings
-from dashboard.operations import Action, Intent
+from dashboard.login import Account, KeyFile, NotAllowed, Tickets
 from services.launcher.cluster_keys import add_key
-from shared.domain.instance import Role
 from shared.errors import Unauthorized
 from shared.runtime.keys import LOOK, OPERATE
-from tests.dashboard.pages import button, finish, has, html, opened
+from tests.dashboard.pages import button, confirm, has, html, opened
 
 
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Secrets by role: one who looks, one who operates, one for the API only."""
+    """API keys of a read-only account, of an operator, and one without a role."""
     file = tmp_path / "keys.yaml"
     made = {
         "ann": add_key(file, "ann", role=LOOK),
@@ -37,7 +35,7 @@ def entered(page: AppTest, secret: str) -> AppTest:
     return page.button(key="login_submit").click().run()
 
 
-def test_without_a_key_there_is_nothing_to_see(page: AppTest, keys: dict[str, str], cluster: Any) -> None:
+def test_without_a_key_each_page_is_the_login_form(page: AppTest, keys: dict[str, str], cluster: Any) -> None:
     for path in ("", "instances", "plan"):
         opened(page, path).run()
         assert not page.exception
@@ -46,48 +44,38 @@ def test_without_a_key_there_is_nothing_to_see(page: AppTest, keys: dict[str, st
     assert cluster.reads == 0
 
 
-@pytest.mark.parametrize(("name", "said"), [("wrong", "not known here"), ("bot", "opens the API only")])
-def test_a_key_that_opens_nothing(page: AppTest, keys: dict[str, str], name: str, said: str) -> None:
+@pytest.mark.parametrize(("name", "text"), [("wrong", "Unknown API key"), ("bot", "no dashboard role")])
+def test_keys_that_are_refused(page: AppTest, keys: dict[str, str], name: str, text: str) -> None:
     entered(page, keys.get(name, "pp-wrong"))
     assert not page.exception
-    assert said in page.error[0].value
+    assert text in page.error[0].value
     assert "Good: SLO" not in html(page)
 
 
-def test_one_who_looks_sees_no_buttons_and_is_refused_where_it_is_posted(
-    page: AppTest, keys: dict[str, str], cluster: Any
-) -> None:
+def test_a_read_only_account_has_no_buttons_and_no_calls(page: AppTest, keys: dict[str, str], cluster: Any) -> None:
     entered(opened(page, "instances"), keys["ann"])
     assert "p0" in html(page)
     assert not has(page, "flip-p0")
-    api, ann = (
-        resources.api(DashboardSettings.load()),
-        Account("ann", OPERATE, keys["ann"]),
-    )  # as if the page were wrong
-    with pytest.raises(NotAllowed, match="'ann' may look and not operate"):
-        api.operate(Intent(Action.FLIP, "p0", Role.PREFILL, 0, last_ready=False), "4f", ann)
-    with pytest.raises(NotAllowed):
-        api.set_policies({"split": None}, ann)
+    ann = Account("ann", OPERATE, keys["ann"])  # as if the page had shown the buttons
+    with pytest.raises(NotAllowed, match="'ann' has the role 'look', which changes nothing"):
+        shared_api(DashboardSettings.load()).change(ann, lambda: pytest.fail("called"))
     assert cluster.posts == []
-    assert cluster.policy_changes == []
 
 
-def test_one_who_operates_is_named_in_the_audit(page: AppTest, keys: dict[str, str], cluster: Any) -> None:
+def test_the_audit_names_the_operator(page: AppTest, keys: dict[str, str], cluster: Any) -> None:
     entered(opened(page, "instances"), keys["ben"])
-    button(page, "flip-p0").click().run()
-    button(page, "confirm").click().run()
-    finish(page)
+    confirm(page, "flip-p0")
     assert cluster.posts[0][3] == "ben"
 
 
-def test_a_key_taken_out_of_the_file_ends_it(page: AppTest, keys: dict[str, str], tmp_path: Path) -> None:
+def test_a_key_that_is_removed_from_the_file(page: AppTest, keys: dict[str, str], tmp_path: Path) -> None:
     entered(page, keys["ben"])
     assert "Good: SLO" in html(page)
     file = tmp_path / "keys.yaml"
     file.write_text(yaml.safe_dump([one for one in yaml.safe_load(file.read_text()) if one["name"] != "ben"]))
     page.run()
     assert page.text_input(key="login_key")
-    assert "not known here" in page.error[0].value
+    assert "Unknown API key" in page.error[0].value
 
 
 def test_logging_out(page: AppTest, keys: dict[str, str]) -> None:
@@ -102,18 +90,18 @@ def test_without_keys_only_loopback_is_served(page: AppTest, cluster: Any) -> No
     config.set_option("server.address", "0.0.0.0")
     page.run()
     assert not page.exception
-    assert "listens on 0.0.0.0 and asks nobody for a key" in page.error[0].value
+    assert "listens on 0.0.0.0 and requires no login" in page.error[0].value
     assert cluster.reads == 0
 
 
-def test_no_secret_is_shown_where_an_account_is(keys: dict[str, str], tmp_path: Path) -> None:
+def test_an_accounts_representation_has_no_secret(keys: dict[str, str], tmp_path: Path) -> None:
     account = KeyFile(tmp_path / "keys.yaml").account(keys["ben"])
     assert keys["ben"] not in repr(account)
     with pytest.raises(Unauthorized):
         KeyFile(tmp_path / "keys.yaml").account("")
 
 
-def test_a_ticket_is_good_until_it_is_void() -> None:
+def test_a_ticket_is_valid_until_it_is_void() -> None:
     tickets = Tickets()
     one, other = tickets.issue("pp-a"), tickets.issue("pp-a")
     assert one != other

@@ -19,7 +19,7 @@ from gateway.job import Job
 from gateway.metrics import GatewayMetrics
 from gateway.reports import MAX_WAITING, REFRESH_S, Recorder, RecordsFile, Reporter, recording, seen_text
 from gateway.settings import GatewaySettings
-from predictor.served import load_served
+from predictor.examples import load_served
 from shared.domain.job import PREDICTED_FROM, Phase, ends_of
 from shared.errors import InvalidRequest
 from shared.runtime.tasks import background

@@ -28,7 +28,7 @@ META = CheckpointMeta(
 
 
 class FakeClassifier:
-    """Certain of bucket 2. While `gate` is closed it hangs; `started` tells that a call runs."""
+    """Predicts bucket 2. A call waits while `gate` is closed; `started` is set by the first call."""
 
     def __init__(self) -> None:
         self.meta = META

@@ -6,7 +6,7 @@ import pytest
 from predictor.checkpoint import META_FILE, BrokenCheckpoint, CheckpointMeta, read_meta, replacing, write_meta
 
 
-def test_metadata_comes_back(tmp_path: Path, meta: CheckpointMeta) -> None:
+def test_metadata_round_trip(tmp_path: Path, meta: CheckpointMeta) -> None:
     write_meta(tmp_path, meta)
     assert read_meta(tmp_path) == meta
 
@@ -14,14 +14,14 @@ def test_metadata_comes_back(tmp_path: Path, meta: CheckpointMeta) -> None:
 @pytest.mark.parametrize(
     "change", [{"format": 99}, {"bucket_count": 1}, {"bucket_tokens": 0}, {"input_tokens": 0}, {"temperature": 0.0}]
 )
-def test_metadata_that_cannot_be(tmp_path: Path, meta: CheckpointMeta, change: dict[str, float]) -> None:
+def test_invalid_metadata(tmp_path: Path, meta: CheckpointMeta, change: dict[str, float]) -> None:
     write_meta(tmp_path, msgspec.structs.replace(meta, **change))
     with pytest.raises(BrokenCheckpoint, match=META_FILE):
         read_meta(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"bucket_tokens": "many"}'])
-def test_metadata_that_is_not(tmp_path: Path, text: str) -> None:
+def test_metadata_of_another_form(tmp_path: Path, text: str) -> None:
     (tmp_path / META_FILE).write_text(text)
     with pytest.raises(BrokenCheckpoint, match=META_FILE):
         read_meta(tmp_path)

@@ -18,14 +18,14 @@ from predictor.checkpoint import META_FILE, read_meta
 from predictor.cli import app
 from predictor.settings import PredictorSettings
 from shared.sim.prediction import Prediction
-from tests.predictor.learnt import MANNERS, folder, records, settings
+from tests.predictor.trained import MANNERS, folder, records, settings
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 __all__ = ["folder", "settings"]
 
 
-def test_metadata_tells_what_was_trained(folder: Path) -> None:
+def test_the_metadata_of_a_training(folder: Path) -> None:
     meta = read_meta(folder / "checkpoint")
     assert (meta.bucket_tokens, meta.bucket_count, meta.input_tokens, meta.seed) == (100, 4, 32, 1)
     assert sum(meta.examples.values()) == 600
@@ -51,7 +51,7 @@ def test_evaluation_beats_the_baselines(folder: Path) -> None:
     assert not json.loads(missed.output.strip().splitlines()[-1])["ok"]
 
 
-def test_the_card_says_what_was_made_of_what(folder: Path) -> None:
+def test_the_model_card(folder: Path) -> None:
     card = (folder / "checkpoint" / "README.md").read_text()
     meta = read_meta(folder / "checkpoint")
     assert f"| this classifier | {meta.scores.accuracy:.1%} |" in card
@@ -60,7 +60,7 @@ def test_the_card_says_what_was_made_of_what(folder: Path) -> None:
     assert "- learning_rate: 0.003" in card
 
 
-def test_an_evaluation_is_what_a_simulation_reads(folder: Path, tmp_path: Path) -> None:
+def test_a_simulation_reads_an_evaluation(folder: Path, tmp_path: Path) -> None:
     from tools.simulate.sim_file import load_prediction
 
     arguments = (
@@ -68,18 +68,18 @@ def test_an_evaluation_is_what_a_simulation_reads(folder: Path, tmp_path: Path) 
     )
     assert CliRunner().invoke(app, ["evaluate", *arguments.split()]).exit_code == 0
     confusion = read_meta(folder / "checkpoint").scores.confusion
-    said = load_prediction(tmp_path / "prediction.yaml")
-    assert (said.width_tokens, said.buckets) == (100, 4)
-    assert said.confusion is not None
-    assert said.confusion[0] == pytest.approx([count / sum(confusion[0]) for count in confusion[0]])
-    assert sum(said.confusion[2]) == pytest.approx(1.0), "no answer is of that length"
-    Prediction(**said.model_dump())
+    prediction = load_prediction(tmp_path / "prediction.yaml")
+    assert (prediction.width_tokens, prediction.buckets) == (100, 4)
+    assert prediction.confusion is not None
+    assert prediction.confusion[0] == pytest.approx([count / sum(confusion[0]) for count in confusion[0]])
+    assert sum(prediction.confusion[2]) == pytest.approx(1.0), "no answer is of that length"
+    Prediction(**prediction.model_dump())
     page = (tmp_path / "evaluation.html").read_text()
     assert "Reliability" in page
     assert "Confusion" in page
 
 
-def test_a_training_that_was_killed_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_a_killed_training_continues(folder: Path, tmp_path: Path) -> None:
     arguments = f"--data {folder}/data.jsonl --out {tmp_path}/made --served-model {folder}/served --from-scratch tiny"
     arguments += " --bucket-tokens 100 --bucket-count 4 --input-tokens 32 --epochs 8 --patience 8 --learning-rate 0.003"
     command = [sys.executable, "-P", "-m", "predictor.cli", "train", *arguments.split(), "--json"]
@@ -120,7 +120,7 @@ async def test_served_over_http_from_text_and_from_ids(serve: Any, settings: Pre
         assert (await client.post("/v1/predict", json={"prompt_token_ids": [10**9]})).status_code == 200
 
 
-def test_a_real_process_loads_it_beside_serving(settings: PredictorSettings) -> None:
+def test_a_process_loads_the_checkpoint_while_it_serves(settings: PredictorSettings) -> None:
     environment = {**os.environ, **settings.to_environment(), "POLYPHASE_PREDICTOR_PORT": "0"}
     command = [sys.executable, "-m", "predictor"]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
@@ -140,7 +140,7 @@ def test_a_real_process_loads_it_beside_serving(settings: PredictorSettings) -> 
 
 
 @pytest.mark.parametrize("damage", ["weights", "no weights", "tokenizer", "buckets", "no metadata"])
-async def test_a_damaged_checkpoint_is_told_and_serving_goes_on(
+async def test_a_damaged_checkpoint_is_reported_and_serving_continues(
     serve: Any, settings: PredictorSettings, damage: str
 ) -> None:
     assert settings.checkpoint is not None
@@ -182,13 +182,13 @@ def test_training_prints_tables_and_no_json_without_the_option(folder: Path, tmp
     text = " ".join(done.stdout.split())
     assert "buckets of 100 tokens, 4 of them" in text, "a third of the answers has each of three lengths"
     assert "Warning: 100.0% of the training answers fall into one bucket" in text
-    assert "--granularity auto would take 100 tokens" in text
+    assert "--granularity auto would select 100 tokens" in text
     assert "Shares that are right" in text
     read_meta(tmp_path / "made" / "100")
     assert read_meta(tmp_path / "made" / "1000").bucket_count == 10
-    told = ran("train", *arguments.split(), "--out", str(tmp_path / "again"), "--json", code=3)
-    report = json.loads(told.stdout)
-    assert told.stderr == ""
+    again = ran("train", *arguments.split(), "--out", str(tmp_path / "again"), "--json", code=3)
+    report = json.loads(again.stdout)
+    assert again.stderr == ""
     assert report["granularities"]["1000"]["findings"][0]["code"] == "one_bucket"
     assert not report["ok"]
 
@@ -214,7 +214,7 @@ def test_an_evaluation_prints_a_table(folder: Path) -> None:
         ("--from-scratch tiny --data {folder}/few.jsonl", "2 answers leave none for"),
     ],
 )
-def test_what_is_wrong_is_a_line(folder: Path, tmp_path: Path, wrong: str, message: str) -> None:
+def test_errors_are_one_line(folder: Path, tmp_path: Path, wrong: str, message: str) -> None:
     (folder / "few.jsonl").write_text("\n".join(json.dumps(one) for one in list(records())[:2]))
     data = [] if "--data" in wrong else ["--data", f"{folder}/data.jsonl"]
     common = ["--out", str(tmp_path / "made"), "--served-model", f"{folder}/served", *data]

@@ -21,7 +21,7 @@ def process() -> Iterator[subprocess.Popen[str]]:
         child.kill()
 
 
-def test_it_starts_small_serves_and_stops(process: subprocess.Popen[str]) -> None:
+def test_the_process_starts_small_serves_and_stops(process: subprocess.Popen[str]) -> None:
     started_s = perf_counter()
     assert process.stderr is not None
     address = next(found[1] for line in process.stderr if (found := re.search(r"running on (http\S+)", line)))

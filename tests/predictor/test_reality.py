@@ -3,7 +3,7 @@ from random import Random
 import pytest
 
 from predictor.buckets import Buckets
-from predictor.service import FEWEST, Answer, Reality
+from predictor.service import MIN_ANSWERS, Answer, Reality
 
 BUCKETS = Buckets(100, 4)
 RNG = Random(7)
@@ -15,8 +15,8 @@ def answers(count: int, right: float, model: str = "m") -> list[Answer]:
     for _ in range(count):
         tokens = 50 if RNG.random() < 0.6 else 250
         true = BUCKETS.of(tokens)
-        said = true if RNG.random() < right else 1
-        found.append(Answer(10, tokens, 1000, model, said, 100.0))
+        predicted = true if RNG.random() < right else 1
+        found.append(Answer(10, tokens, 1000, model, predicted, 100.0))
     return found
 
 
@@ -25,14 +25,14 @@ def judged(*parts: list[Answer]) -> tuple[Reality, list[bool]]:
     return reality, [reality.believed for part in parts for one in part if reality.observe(one)]
 
 
-def test_one_that_is_better_is_believed_all_along() -> None:
+def test_a_better_classifier_stays_in_use() -> None:
     reality, changes = judged(answers(2000, 0.9))
     assert changes == []
     assert reality.accuracy["classifier"] == pytest.approx(0.9, abs=0.05)
     assert reality.accuracy["commonest"] == pytest.approx(0.6, abs=0.08)
 
 
-def test_one_that_is_no_better_is_not_and_says_why_and_is_again_once_it_is_better() -> None:
+def test_a_classifier_without_a_gain_is_rejected_until_it_is_better() -> None:
     reality, changes = judged(answers(600, 0.3))
     assert (changes, reality.believed) == ([False], False)
     assert "no better than the commonest bucket" in reality.why
@@ -40,19 +40,19 @@ def test_one_that_is_no_better_is_not_and_says_why_and_is_again_once_it_is_bette
     assert reality.why == ""
 
 
-def test_few_answers_condemn_nobody() -> None:
-    _, changes = judged(answers(FEWEST - 1, 0.0))
+def test_few_answers_reject_no_classifier() -> None:
+    _, changes = judged(answers(MIN_ANSWERS - 1, 0.0))
     assert changes == []
 
 
-def test_answers_of_another_classifier_or_of_none_do_not_count() -> None:
+def test_answers_without_this_classifiers_prediction_do_not_count() -> None:
     reality, changes = judged(answers(1000, 0.0, model="other"), answers(1000, 0.0, model=""))
     assert changes == []
     assert reality.accuracy["classifier"] is None
 
 
-def test_cut_answers_are_judged_by_what_was_asked_for() -> None:
-    """Whoever asks for 30 tokens gets bucket 0: all are right, none is better."""
+def test_cut_answers_are_judged_by_their_limit() -> None:
+    """An answer of at most 30 tokens is in bucket 0: all predictions are right, and none is better."""
     reality = Reality("m", BUCKETS, 500.0)
     for one in answers(300, 1.0):
         reality.observe(Answer(10, 30, 30, "m", 0, 30.0))

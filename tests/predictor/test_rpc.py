@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from tokenizers import Tokenizer, models
 
-from predictor.app import Metrics, open_rpc
+from predictor.app import Metrics, Service, open_rpc
+from predictor.examples import ServedTokenizer
 from predictor.loading import Loaded
-from predictor.served import ServedTokenizer
 from predictor.service import Predictor
 from predictor.settings import PredictorSettings
 from shared.errors import InvalidRequest
@@ -29,7 +29,7 @@ async def serving(predictor: Predictor, registry: CollectorRegistry) -> AsyncIte
     try:
         async with (
             background() as tasks,
-            open_rpc(PredictorSettings(rpc_address=address), predictor, Metrics(registry, predictor)),
+            open_rpc(Service(PredictorSettings(rpc_address=address), predictor, Metrics(registry, predictor))),
         ):
             tasks.start("batches", predictor.batcher.run())
             client = RpcClient(sockets, address)
@@ -42,7 +42,7 @@ async def serving(predictor: Predictor, registry: CollectorRegistry) -> AsyncIte
         sockets.close()
 
 
-async def test_observed_lengths_go_by_the_whole_prompt_and_the_limit() -> None:
+async def test_observed_lengths_use_the_whole_prompts_length_and_the_limit() -> None:
     registry, predictor = CollectorRegistry(), Predictor(PredictorSettings())
     for _ in range(50):
         predictor.observed.observe(2000, 410)
@@ -58,8 +58,8 @@ async def test_observed_lengths_go_by_the_whole_prompt_and_the_limit() -> None:
     assert 'polyphase_predictor_latency_seconds_count{source="observed"} 3.0' in counted
 
 
-async def test_the_classifier_reads_the_tokens_and_keeps_to_the_deadline(fake: FakeClassifier, tmp_path: Path) -> None:
-    (tmp_path / "checkpoint").write_text("read by nobody here")
+async def test_the_classifier_reads_the_tokens_and_meets_the_deadline(fake: FakeClassifier, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").write_text("not read here")
     served = ServedTokenizer(Tokenizer(models.WordLevel({"one": 0, "two": 1, "three": 2}, unk_token="one")))
     registry, predictor = (
         CollectorRegistry(),
@@ -77,7 +77,7 @@ async def test_the_classifier_reads_the_tokens_and_keeps_to_the_deadline(fake: F
     assert 'fallbacks_total{cause="deadline_exceeded"} 1.0' in generate_latest(registry).decode()
 
 
-async def test_what_is_no_request_is_refused_and_the_next_one_answered() -> None:
+async def test_an_invalid_request_does_not_affect_the_next() -> None:
     registry, predictor = CollectorRegistry(), Predictor(PredictorSettings())
     wrong: Any = {"prompt_token_ids": "words"}
     async with serving(predictor, registry) as client:

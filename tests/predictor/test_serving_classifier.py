@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from predictor.loading import FEWEST_TOKENS, load_from_disk
+from predictor.loading import MIN_INPUT_TOKENS, load_from_disk
 from predictor.settings import PredictorSettings
-from tests.predictor.learnt import folder, records, settings
+from tests.predictor.trained import folder, records, settings
 
 pytestmark = pytest.mark.slow
 __all__ = ["folder", "settings"]
 
 
-def test_a_batch_says_what_each_would_hear_alone(settings: PredictorSettings) -> None:
+def test_a_batch_and_single_rows_have_equal_results(settings: PredictorSettings) -> None:
     classifier = load_from_disk(settings).classifier
     texts = ["", "cats", *[one["prompt"] for one in list(records())[:20]], "x " * 5000]
     rows = [classifier.encode(text) for text in texts]
@@ -25,26 +25,26 @@ def test_a_batch_says_what_each_would_hear_alone(settings: PredictorSettings) ->
 
 
 @pytest.mark.parametrize("changes", [{"dtype": "int8"}, {"dtype": "bfloat16"}, {"input_tokens": 24}])
-def test_cheaper_ways_say_nearly_the_same(settings: PredictorSettings, changes: dict[str, Any]) -> None:
+def test_cheaper_settings_have_nearly_equal_results(settings: PredictorSettings, changes: dict[str, Any]) -> None:
     exact = load_from_disk(settings).classifier
     cheap = load_from_disk(settings.model_copy(update=changes))
     assert cheap.runs is not None
     assert {name: cheap.runs[name] for name in changes} == changes
     agreed = 0
     for one in list(records())[:60]:
-        said = [each.batch([each.encode(one["prompt"])])[0] for each in (exact, cheap.classifier)]
-        agreed += max(range(4), key=said[0].__getitem__) == max(range(4), key=said[1].__getitem__)
+        rows = [each.batch([each.encode(one["prompt"])])[0] for each in (exact, cheap.classifier)]
+        agreed += max(range(4), key=rows[0].__getitem__) == max(range(4), key=rows[1].__getitem__)
     assert agreed >= 54
 
 
-def test_where_the_deadline_is_short_it_looks_at_less(settings: PredictorSettings) -> None:
+def test_a_short_deadline_reduces_the_input_tokens(settings: PredictorSettings) -> None:
     hurried = load_from_disk(settings.model_copy(update={"timeout_ms": 1e-6, "dtype": "auto"}))
     assert hurried.runs is not None
-    assert hurried.runs["input_tokens"] == min(32, FEWEST_TOKENS)
+    assert hurried.runs["input_tokens"] == min(32, MIN_INPUT_TOKENS)
     assert load_from_disk(settings).runs["dtype"] == "float32"  # type: ignore[index]
 
 
-async def test_reloads_under_load_lose_no_request_and_a_corrupt_one_leaves_the_old(
+async def test_reloads_under_load_lose_no_request_and_a_broken_one_keeps_the_classifier(
     serve: Any, settings: PredictorSettings
 ) -> None:
     assert settings.checkpoint is not None

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from dashboard.plan import records
+from dashboard import answers
 from services.launcher import operate
 from services.planner import watch
 from services.planner.watch import LOST_KEPT, Presence
@@ -296,13 +296,13 @@ async def test_the_page_and_the_command_understand_all_of_it(watching: Watching)
     cluster = await lost_prefill(watching, promise={"rate": 5.0, "goodput": 6.0, "attainment": 0.9})
     one = await cluster.proposal("open")
     fleet, proposed = await cluster.client.fleet(), await cluster.client.proposals()
-    page = msgspec.convert(fleet, records.Fleet)
+    page = msgspec.convert(fleet, answers.Fleet)
     assert {row.instance_id: row.state for row in page.instances}["p1"] == "lost"
-    assert page.promise == records.Promise(rate=5.0, goodput=6.0, attainment=0.9)
+    assert page.promise == answers.Promise(rate=5.0, goodput=6.0, attainment=0.9)
     assert page.expected is not None
     assert page.expected.goodput == pytest.approx(one["now"]["goodput"], rel=0.05)
-    assert msgspec.convert(proposed, list[records.Proposal])[0].flips
-    msgspec.convert(await cluster.client.what_if({"lost": ["p0"]}), records.WhatIf)
+    assert msgspec.convert(proposed, list[answers.Proposal])[0].flips
+    msgspec.convert(await cluster.client.what_if({"lost": ["p0"]}), answers.WhatIf)
     shown = io.StringIO()
     operate.show_proposals(Console(file=shown, width=160), {"said": "", "fleet": fleet, "proposals": proposed})
     assert "p1 gone: " in shown.getvalue()

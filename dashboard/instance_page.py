@@ -1,0 +1,404 @@
+"""Parts for one instance, and its page: the card with action buttons, its history, its engine's steps against the step
+cost, its reported details and its log.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import msgspec
+import plotly.graph_objects as go
+import streamlit as st
+
+from dashboard import charts, layout, markup, units
+from dashboard.actions import Action, Call, count_jobs, is_busy, request_action, show_results
+from dashboard.answers import (
+    DETAILS,
+    EVENTS,
+    INSTANCE_HISTORY,
+    INSTANCES,
+    LOG,
+    InstanceColumns,
+    InstanceHistory,
+    InstanceRow,
+    Step,
+)
+from dashboard.api import Read
+from dashboard.charts import POINTS, RANGES, Line, Panel
+from dashboard.console import Console
+from dashboard.events_page import event_table
+from dashboard.layout import NO_MONITOR
+from shared.domain.instance import InstanceState
+from shared.wire.api import Operation, OperationKind
+
+SLOW_S = 5.0  # refresh period of details, events and log, at least
+AS_EXPECTED = (0.8, 1.25)  # measured over expected step time
+DETAIL_ROWS = 24
+_SHOWN_ELSEWHERE = ("known", "instance_id", "started_s", "steps")  # details that other parts of the page show
+
+
+def instance_action(
+    kind: OperationKind, row: InstanceRow, rows: Sequence[InstanceRow], drain_timeout_s: float
+) -> Action:
+    """A flip, drain or resume of `row`, one of `rows`."""
+    instance_id, role, other, inflight = row.instance_id, row.role.value, row.role.other.value, row.load.inflight
+    jobs, limit = count_jobs(inflight), f"at most {units.duration(drain_timeout_s)}"
+    match kind:
+        case OperationKind.FLIP:
+            question = f"Flip {instance_id} from {role} to {other}?"
+            drain = f"The instance first drains {jobs} ({limit})" if inflight else "The instance has no jobs to drain"
+            consequences = f"{drain}. It then changes its role and accepts {other} work."
+        case OperationKind.DRAIN:
+            question = f"Drain {instance_id}?"
+            work = f"finishes {jobs} (the drain takes {limit})" if inflight else "has no jobs to finish"
+            consequences = f"The instance accepts no new {role} work and {work}. It stays drained until it is resumed."
+        case OperationKind.RESUME:
+            question = f"Resume {instance_id}?"
+            consequences = f"The instance accepts new {role} work again."
+
+    async def call(call: Call) -> Operation:
+        monitor = call.api.monitor
+        audit: dict[str, Any] = {"who": call.who, "operation_id": call.operation_id}
+        match kind:
+            case OperationKind.DRAIN:
+                answer = await monitor.drain(instance_id, force=call.force, timeout_s=drain_timeout_s, **audit)
+            case OperationKind.RESUME:
+                answer = await monitor.resume(instance_id, **audit)
+            case OperationKind.FLIP:
+                answer = await monitor.flip(instance_id, force=call.force, drain_timeout_s=drain_timeout_s, **audit)
+        return msgspec.convert(answer, Operation)
+
+    ready = [each.instance_id for each in rows if each.role is row.role and each.state is InstanceState.READY]
+    warning = ""
+    if ready == [instance_id] and kind is not OperationKind.RESUME:
+        warning = (
+            f"{instance_id} is the last ready {role} instance. Without it requests wait or fail. "
+            f"The monitor refuses this {kind} unless it is forced."
+        )
+    return Action(
+        name=f"{kind.capitalize()} of {instance_id}",
+        question=question,
+        consequences=consequences,
+        call=call,
+        success=operation_success,
+        target=instance_id,
+        force_warning=warning,
+        operation=True,
+        drains=kind is not OperationKind.RESUME,
+    )
+
+
+def operation_success(operation: Operation) -> str:
+    drain = f"Drain {units.duration(operation.drain_s)}" if operation.drain_s is not None else "No drain"
+    match operation.kind:
+        case OperationKind.FLIP:
+            flip = f"flip {units.duration(operation.flip_s)}" if operation.flip_s is not None else "flip time unknown"
+            roles = f"is now {operation.to_role} (was {operation.from_role})"
+            return f"{operation.instance_id} {roles}. {drain}, {flip}."
+        case OperationKind.DRAIN:
+            return f"{operation.instance_id} is drained and accepts no new work. {drain}."
+        case OperationKind.RESUME:
+            return f"{operation.instance_id} accepts {operation.to_role} work again."
+
+
+def card(row: InstanceRow, rows: Sequence[InstanceRow], console: Console, stale: bool) -> None:
+    """The state of an instance, a link to its page, and its buttons."""
+    with st.container(border=True, key=f"card-{row.instance_id}"):
+        st.html(markup.page(_head(row), _engine(row), _load(row), _kv(row), stale=stale))
+        with st.container(horizontal=True, vertical_alignment="center"):
+            console.link("instances", "Open", icon=":material/chevron_right:", instance=row.instance_id)
+            _buttons(row, rows, console, stale)
+
+
+def instance(console: Console, instance_id: str) -> None:
+    """The page of one instance; its parts refresh at their own periods."""
+    refresh_s = console.settings.refresh_s
+    st.fragment(_now, run_every=refresh_s)(console, instance_id)
+    minutes = layout.range_heading("Over time", RANGES, "15 min")
+    every_s = max(refresh_s, min(30.0, minutes * 60.0 / POINTS))
+    st.fragment(_history, run_every=every_s)(console, minutes, instance_id)
+    st.fragment(_reports, run_every=max(SLOW_S, refresh_s))(console, instance_id)
+
+
+def _now(console: Console, instance_id: str) -> None:
+    read, now_s = console.api.read(INSTANCES).result(), time.time()
+    layout.header(console, "Instances", [read])
+    console.link("instances", "All instances", icon=":material/arrow_back:")
+    show_results(console, now_s, {row.instance_id: row.load.inflight for row in read.value or ()})
+    if read.value is None:
+        st.html(markup.empty(NO_MONITOR))
+        return
+    row = next((row for row in read.value if row.instance_id == instance_id), None)
+    if row is None:
+        st.html(markup.empty(f"The monitor knows no instance {instance_id!r}."))
+        return
+    with st.container(key=f"instance-{instance_id}"):
+        st.html(markup.page(_head(row), _engine(row), stale=read.stale))
+        left, right = st.columns(2, gap="medium")
+        left.html(markup.page(_load(row), _kv(row), stale=read.stale))
+        right.html(markup.page(_properties(row, now_s), stale=read.stale))
+        with st.container(horizontal=True, vertical_alignment="center"):
+            _buttons(row, read.value, console, read.stale)
+            console.link("requests", "Requests", icon=":material/search:", instance=instance_id)
+            console.link("events", "Events", icon=":material/history:", instance=instance_id)
+
+
+def _head(row: InstanceRow) -> str:
+    state = markup.dot(row.operation or row.state.value, markup.STATE[row.state], row.death)
+    role = markup.badge(row.role.value, markup.ROLE[row.role])
+    parts = f'{markup.strong(row.instance_id)}{role}<span class="pp-state">{state}</span>'
+    return f'<div class="pp-card-head">{parts}</div>'
+
+
+def _engine(row: InstanceRow) -> str:
+    info = row.info
+    if row.emulated:
+        name = markup.badge("EMULATED", markup.CAUTION, outlined=True)
+    else:
+        name = markup.text(f"{info.compatibility.engine} {info.compatibility.engine_version}")
+    degrees = (("TP", info.tensor_parallel), ("PP", info.pipeline_parallel))
+    parallel = "".join(f", {name} {degree}" for name, degree in degrees if degree > 1)
+    return f"<div>{name} {markup.soft(f'{info.accelerator}, {info.dtype}{parallel}')}</div>"
+
+
+def _load(row: InstanceRow) -> str:
+    load = row.load
+    return markup.grid(
+        [
+            ("running", units.count(load.running)),
+            ("waiting", units.count(load.waiting)),
+            ("queued tokens", units.count(load.queued_prefill_tokens)),
+            ("in flight", units.count(load.inflight)),
+            ("decoding", units.count(load.decoding)),
+            ("staged", units.size(load.staged_bytes)),
+        ]
+    )
+
+
+def _kv(row: InstanceRow) -> str:
+    """The KV memory in use, or why the instance is dead."""
+    if row.state is InstanceState.DEAD:
+        return markup.soft(row.death or "its connection is lost")
+    return markup.bar("KV", row.kv_usage, units.share(row.kv_usage), markup.ROLE[row.role])
+
+
+def _properties(row: InstanceRow, now_s: float) -> str:
+    info = row.info
+    started_s = info.generation / 1e9
+    return markup.grid(
+        [
+            ("time in this state", units.span(now_s - row.state_since_s) if row.state_since_s else units.NONE),
+            ("uptime", units.span(now_s - started_s) if started_s > 1e9 else units.NONE),
+            ("KV blocks", f"{units.count(info.total_blocks)} of {info.block_size} tokens"),
+            ("chunk size", f"{units.count(info.chunk_size)} tokens"),
+            ("longest request", f"{units.count(info.max_model_len)} tokens"),
+            ("HTTP", info.http),
+        ]
+    )
+
+
+def _buttons(row: InstanceRow, rows: Sequence[InstanceRow], console: Console, stale: bool) -> None:
+    """Drain, resume and flip; none for read-only accounts."""
+    if not console.account.may_operate:
+        return
+    draining = row.state is InstanceState.DRAINING
+    kinds = ((OperationKind.DRAIN, not draining), (OperationKind.RESUME, draining), (OperationKind.FLIP, True))
+    for kind, allowed in kinds:
+        st.button(
+            f"Flip to {row.role.other.value}" if kind is OperationKind.FLIP else kind.capitalize(),
+            key=f"{kind}-{row.instance_id}",
+            disabled=stale or not (row.operable and allowed) or is_busy(row.instance_id),
+            on_click=request_action,
+            args=(instance_action(kind, row, rows, console.settings.drain_timeout_s),),
+        )
+
+
+def _history(console: Console, minutes: int, instance_id: str) -> None:
+    params: dict[str, Any] = {"minutes": minutes, "points": POINTS, "instance": instance_id}
+    read = console.api.read(INSTANCE_HISTORY, fresh_s=minutes * 60.0 / POINTS, **params).result()
+    columns = read.value.instances.get(instance_id) if read.value else None
+    if read.value is None or columns is None:
+        st.html(markup.empty(NO_MONITOR if read.error else "No history of this instance yet."))
+        return
+    zone = layout.time_zone()
+    state = f"instance {instance_id} {minutes} {read.value.to_s} {zone}"
+    with layout.stale_container("past", read):
+        figure = charts.cached_figure(state, partial(history_figure, read.value, columns, zone))
+        st.plotly_chart(figure, key=f"past-{minutes}", config=charts.CONFIG)
+
+
+def history_figure(history: InstanceHistory, columns: InstanceColumns, zone: str) -> go.Figure:
+    jobs = [Line(columns.running, "running", markup.DECODE), Line(columns.waiting, "waiting", markup.CAUTION)]
+    panels = [
+        Panel("KV in use", [Line(columns.kv_used, "", markup.BAD)], share=True),
+        Panel("Jobs", jobs),
+        Panel("Queued prompt tokens", [Line(columns.queued_prefill_tokens, "tokens", markup.PREFILL)]),
+        Panel("Jobs in flight", [Line(columns.inflight, "jobs", charts.JOBS_COLOUR)]),
+        Panel("Exported KV, not yet fetched", [Line(columns.staged_bytes, "bytes", markup.TRANSFER)]),
+        Panel("Role", strip=columns),
+    ]
+    return charts.panel_grid(history.time_s, (history.from_s, history.to_s), panels, zone)
+
+
+def _reports(console: Console, instance_id: str) -> None:
+    api, now_s = console.api, time.time()
+    details_read, log_read = api.read(DETAILS, instance_id), api.read(LOG, instance_id, lines=api.settings.log_lines)
+    events = api.read(EVENTS, limit=api.settings.events_shown, instance=instance_id).result()
+    details, log = details_read.result(), log_read.result()
+    if details.value is not None:
+        _steps(details.value.get("steps", {}))
+    st.subheader("Details", anchor=False)
+    _details(details, now_s)
+    st.subheader("Events", anchor=False)
+    event_table(events, console, now_s, "its-events", max_px=260)
+    st.subheader("Log", anchor=False)
+    if log.value is None:
+        st.html(markup.empty(f"No log: {log.error}"))
+        return
+    lines = [log_line(line) for line in log.value.lines[-console.settings.log_lines :]]
+    st.code("\n".join(lines) or "(empty)", language=None, height=300)
+
+
+def _steps(reported: Mapping[str, Any]) -> None:
+    """A table by kind of step, and each step as a point; nothing where the instance reports none."""
+    newest = msgspec.convert(reported.get("newest", []), list[Step])
+    if not newest:
+        return
+    st.subheader("Engine steps and step cost", anchor=False)
+    colours = {"prefill": markup.PREFILL, "both": markup.TRANSFER, "decode": markup.DECODE}
+    by_kind = {kind: [step for step in newest if step.kind == kind] for kind in colours}
+    left, right = st.columns([3, 2], gap="medium")
+    with left:
+        heads = ["Steps", "Number", "Tokens", "Decodes", "Measured, p50", "Expected", "Learned"]
+        st.html(markup.page(markup.table(heads, [_step_row(kind, some) for kind, some in by_kind.items() if some])))
+        st.caption(f"The newest {len(newest)} of {units.count(reported.get('total'))} steps since the start.")
+    groups = {}
+    for kind, some in by_kind.items():
+        known = [step for step in some if step.expected_s is not None]
+        expected, measured = (
+            [1000 * (step.expected_s or 0.0) for step in known],
+            [1000 * step.seconds for step in known],
+        )
+        groups[kind] = (colours[kind], expected, measured)
+    axes, hover = ("expected, ms", "measured, ms"), "expected %{x:.1f}, measured %{y:.1f} ms"
+    figure = charts.against_expected(groups, axes, hover, 250)
+    right.plotly_chart(figure, key="steps-scatter", config=charts.CONFIG)
+
+
+def _step_row(kind: str, steps: Sequence[Step]) -> list[str]:
+    measured_s = median(step.seconds for step in steps)
+    return [
+        markup.strong(kind),
+        markup.text(len(steps)),
+        markup.text(units.count(median(step.prefill_tokens for step in steps))),
+        markup.text(units.count(median(step.decodes for step in steps))),
+        markup.strong(units.duration(measured_s)),
+        _compared(measured_s, [step.expected_s for step in steps]),
+        _compared(measured_s, [step.learned_s for step in steps]),
+    ]
+
+
+def _compared(measured_s: float, expected: Sequence[float | None]) -> str:
+    """The median of the expected times, and the measured time over it."""
+    known = [value for value in expected if value is not None]
+    if not known:
+        return units.NONE
+    middle_s = median(known)
+    if middle_s <= 0.0:
+        return markup.text(units.duration(middle_s))
+    ratio = measured_s / middle_s
+    colour = markup.GOOD if AS_EXPECTED[0] <= ratio <= AS_EXPECTED[1] else markup.CAUTION
+    return f"{markup.text(units.duration(middle_s))} {markup.badge(f'measured {ratio:.2f} ×', colour)}"
+
+
+def _details(read: Read[dict[str, Any]], now_s: float) -> None:
+    """Everything else that the instance reports; the page does not know its fields."""
+    if read.value is None:
+        st.html(markup.empty(f"No details: {read.error}"))
+        return
+    details = {name: value for name, value in read.value.items() if name not in _SHOWN_ELSEWHERE}
+    parts = [f"<div>{layout.age(read, now_s)}</div>" if read.stale else "", _facts(details)]
+    for name, value in details.items():
+        if isinstance(value, dict | list) and value:
+            parts.append(markup.below(f"<div>{markup.strong(_field_name(name))}</div>", nested_details(value)))
+    st.html(markup.page(*parts, stale=read.stale))
+
+
+def nested_details(value: Any) -> str:
+    """A dictionary or list as HTML: plain values in a line, dictionaries of plain values as rows of a table."""
+    if isinstance(value, Mapping):
+        flat = {name: each for name, each in value.items() if isinstance(each, Mapping) and not _is_deep(each)}
+        table = _detail_table([{"": name, **each} for name, each in flat.items()]) if flat else ""
+        deeper = (
+            markup.below(markup.soft(_field_name(name)), nested_details(each))
+            for name, each in value.items()
+            if each and (_is_deep(each) or isinstance(each, list))
+        )
+        return _facts(value) + table + "".join(deeper)
+    rows = [each for each in value if isinstance(each, Mapping)]
+    if rows:
+        return _detail_table(rows)
+    return f"<div>{markup.text(', '.join(map(str, value[:DETAIL_ROWS])))}</div>"
+
+
+def _is_deep(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(each, dict | list) for each in value.values())
+
+
+def _facts(fields: Mapping[str, Any]) -> str:
+    plain = {name: value for name, value in fields.items() if not isinstance(value, dict | list)}
+    return markup.facts([(_field_name(name), _quantity(name, value)) for name, value in plain.items()]) if plain else ""
+
+
+def _detail_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    plain = (name for row in rows for name, value in row.items() if not isinstance(value, dict | list))
+    names = list(dict.fromkeys(plain))
+    cells = [[markup.text(_quantity(name, row.get(name))) for name in names] for row in rows[:DETAIL_ROWS]]
+    more = markup.soft(f"and {len(rows) - DETAIL_ROWS} more") if len(rows) > DETAIL_ROWS else ""
+    return markup.table([_field_name(name) for name in names], cells, narrow=True) + more
+
+
+def _quantity(name: str, value: Any) -> str:
+    """A value in the unit that the field's name ends in."""
+    if value is None:
+        return units.NONE
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if name.endswith(("bytes_per_s", "bandwidth")):
+        return f"{units.size(value)}/s"
+    if name.endswith("_per_s"):
+        return units.rate(value)
+    if name.endswith("_s"):
+        return units.span(value) if value >= 120 else units.duration(value)
+    if name.endswith("_ms"):
+        return units.duration(value / 1000)
+    if name.endswith("bytes"):
+        return units.size(value)
+    if name.endswith(("share", "ratio", "rate")) and 0 <= value <= 1:
+        return units.share(value)
+    return units.count(value) if float(value).is_integer() else f"{value:.4g}"
+
+
+def _field_name(name: str) -> str:
+    """A field's name without its unit, as a label."""
+    for unit in ("_bytes_per_s", "_per_s", "_bytes", "_ms", "_s"):
+        name = name.removesuffix(unit)
+    label = name.replace("_", " ")
+    return label[:1].upper() + label[1:]
+
+
+def log_line(line: str) -> str:
+    """A structured log record as time of day, level, event and fields; other lines unchanged."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(record, dict) or "event" not in record:
+        return line
+    shown = ("timestamp", "level", "event", "service")
+    fields = " ".join(f"{name}={value}" for name, value in record.items() if name not in shown)
+    at = str(record.get("timestamp", ""))[11:23]
+    return f"{at:12} {record.get('level', '')!s:8} {record['event']}{'  ' if fields else ''}{fields}"

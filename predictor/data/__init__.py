@@ -1,1 +1,0 @@
-"""Training data: prompts, the answers of the model that is served, and what of both a checkpoint learns from."""
