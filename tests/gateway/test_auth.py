@@ -125,7 +125,10 @@ def test_a_changed_file_revokes_and_adds_keys(file: Path) -> None:
     assert not any(opens(ring, secret) for secret in (SECRET, "")), "a ring that had keys stays closed"
 
 
-@pytest.mark.parametrize("text", ["{", "- 5", "- {name: a, digest: x}", "", yaml.safe_dump([entry(slo="nope")])])
+UNKNOWN_CLASS = f"- {{name: team, digest: {'0' * 64}, slo: nope}}"
+
+
+@pytest.mark.parametrize("text", ["{", "- 5", "- {name: a, digest: x}", "", UNKNOWN_CLASS])
 def test_a_file_that_turned_bad_or_is_missing_leaves_the_keys_as_they_were(file: Path, text: str) -> None:
     write(file, entry())
     ring = KeyRing.of_file(file)
