@@ -203,7 +203,7 @@ async def main():
     spec = ProcessSpec("probe", (), environment, module="probe")
     async with supervising([spec], Path(sys.argv[1]), lambda _: None, None, environment, ["heavy"]) as supervisor:
         await supervisor.started()
-        await supervisor._keepers["fork-server"].was_ready.wait()
+        await supervisor._processes["fork-server"].was_ready.wait()
         print(*(s.pid for s in supervisor.statuses), flush=True)
         await asyncio.Event().wait()
 
