@@ -1,6 +1,18 @@
-"""The cluster file: one YAML file that defines the processes of all hosts. Errors name file, line and key."""
+"""The cluster file: one YAML file that defines the processes of all hosts. Errors name file, line and key.
 
-from collections.abc import Iterator
+The section of a process accepts its own keys, which are the fields of its class below, and the settings of the process
+without those that `GIVEN_ELSEWHERE` names. To add a key that
+
+- one process reads: add it to the settings class of the process. The section accepts the setting without a change here.
+- the launcher computes for a process: add it to the settings class and here to the table, and compute it in `plan`.
+- has one value for all processes: the same, with a field of `Cluster` from which `plan` takes the value.
+- only the launcher reads: add a field to the class of the section.
+
+A rule that concerns several sections, or the top of the file, is a function in `RULES`.
+"""
+
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -36,48 +48,95 @@ from shared.runtime.settings import ServiceSettings, Tracing
 
 LOCAL = "local"
 CLUSTERS = Path(__file__).parent / "clusters"
-_MOVED = frozenset(  # keys of `policies`, since policies hold for the whole cluster
-    kind + suffix for kind in KINDS for suffix in ("", "_parameters")
+PREDICTOR_BESIDE = "predictor-"  # begins the names of predictors beside instances
+
+
+class KeyKind(Enum):
+    """Who gives a key of a section."""
+
+    OWN = auto()  # the file, for the launcher: a field of the section's class
+    SETTING = auto()  # the file, for the process: a field of its settings
+    DERIVED = auto()  # the launcher, from the rest of the file
+    CLUSTER = auto()  # the file, once for all sections: a field of `Cluster`
+    POLICY = auto()  # the file, once for all sections: in `Cluster.policies`
+
+
+ACCEPTED = (KeyKind.OWN, KeyKind.SETTING)
+
+# The keys that a section does not accept, unless its class has a field of the name. A row holds for its settings class
+# and for the subclasses of that class, so that a row with ServiceSettings holds for all processes.
+GIVEN_ELSEWHERE: tuple[tuple[type[ServiceSettings], KeyKind, tuple[str, ...]], ...] = (
+    (ServiceSettings, KeyKind.CLUSTER, ("model", "database_url", "cluster_token", "curve_public", "curve_secret")),
+    (ServiceSettings, KeyKind.POLICY, KINDS),
+    (ServiceSettings, KeyKind.POLICY, tuple(f"{kind}_parameters" for kind in KINDS)),
+    (ServiceSettings, KeyKind.DERIVED, ("cluster_token_file", "curve_file")),
+    (GatewaySettings, KeyKind.DERIVED, ("gateway_id", "served_model_name", "max_model_len")),
+    (GatewaySettings, KeyKind.DERIVED, ("schedulers", "predictors", "predictors_beside")),
+    (GatewaySettings, KeyKind.DERIVED, ("process", "own_port", "shared_table")),
+    (SchedulerSettings, KeyKind.DERIVED, ("scheduler_id", "http_host", "http_port", "rpc_address")),
+    (SchedulerSettings, KeyKind.DERIVED, ("monitor_url", "broadcast_address", "predictor_urls")),
+    (MonitorSettings, KeyKind.DERIVED, ("monitor_id", "http_host", "http_port", "advertise_url")),
+    (MonitorSettings, KeyKind.DERIVED, ("heartbeat_address", "broadcast_address")),
+    (MonitorSettings, KeyKind.DERIVED, ("policies", "expected_instances", "scrape")),
+    (PredictorSettings, KeyKind.DERIVED, ("host", "port", "rpc_address")),
+    (PlannerSettings, KeyKind.DERIVED, ("http_host", "http_port", "monitor_url", "broadcast_address")),
+    (WorkerSettings, KeyKind.DERIVED, ("instance_id", "rpc_port", "http_port", "kv_port")),
+    (WorkerSettings, KeyKind.DERIVED, ("monitor_url", "heartbeat_address", "broadcast_address")),
+    (WorkerSettings, KeyKind.DERIVED, ("emulated_links", "lossy_kv")),
 )
-_AT_THE_TOP = frozenset({"curve_public", "curve_secret", "cluster_token", "database_url", "model"})
-COMMON = _AT_THE_TOP | {"monitor_url", "broadcast_address", "cluster_token_file", "curve_file"}
 
 
 class Section(BaseModel):
-    """The section of a process: our keys, and the settings of the process that the launcher does not derive."""
+    """The section of a process: the section's own keys, and settings of the process."""
 
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="allow")
     settings: ClassVar[type[ServiceSettings]] = ServiceSettings
-    derived: ClassVar[frozenset[str]] = frozenset()  # settings that follow from the rest of the file
 
     enabled: bool = True
     env: dict[str, str] = Field({}, repr=False)  # further environment of the process
 
-    @model_validator(mode="after")
-    def _known_keys(self) -> Self:
-        faults = [f"{key}: {fault}" for key in self.extra if (fault := self._fault_of(key))]
-        if faults:
-            raise ValueError("\n".join(faults))
-        return self
-
-    def _fault_of(self, key: str) -> str:
-        """Why a key is not allowed here; empty if it is."""
-        choices = (set(self.settings.model_fields) - self.derived - COMMON) | set(type(self).model_fields)
-        if key in _MOVED:
-            kind = key.removesuffix("_parameters")
-            return f"it belongs to the whole cluster: write `policies: {{{kind}: …}}` at the top"
-        if key in choices:
-            return ""
-        if key in _AT_THE_TOP:
-            return "it belongs to the whole cluster: write it at the top of the file"
-        if key in self.settings.model_fields:
-            return "it is derived from the rest of the file: leave it out"
-        return unknown("key", key, choices)
+    @classmethod
+    def key_kinds(cls) -> dict[str, KeyKind]:
+        """All keys that the section knows, with the one kind of each. It accepts those of the kinds `ACCEPTED`."""
+        kinds = dict.fromkeys(cls.settings.model_fields, KeyKind.SETTING)
+        for process, kind, keys in GIVEN_ELSEWHERE:
+            if issubclass(cls.settings, process):
+                kinds.update(dict.fromkeys(keys, kind))
+        kinds.update(dict.fromkeys(cls.model_fields, KeyKind.OWN))
+        return kinds
 
     @property
     def extra(self) -> dict[str, Any]:
         """The settings of the process that the file gives."""
         return self.model_extra or {}
+
+    @model_validator(mode="after")
+    def _only_accepted_keys(self) -> Self:
+        kinds = self.key_kinds()
+        _raise_if_any([f"{key}: {fault}" for key in self.extra for fault in _faults_of_key(key, kinds)])
+        return self
+
+
+def _faults_of_key(key: str, kinds: dict[str, KeyKind]) -> Iterator[str]:
+    """Why a section with keys of these kinds does not accept the key."""
+    match kinds.get(key):
+        case KeyKind.OWN | KeyKind.SETTING:
+            return
+        case KeyKind.DERIVED:
+            yield "it is derived from the rest of the file: leave it out"
+        case KeyKind.CLUSTER:
+            yield "it belongs to the whole cluster: write it at the top of the file"
+        case KeyKind.POLICY:
+            policy = key.removesuffix("_parameters")
+            yield f"it belongs to the whole cluster: write `policies: {{{policy}: …}}` at the top"
+        case None:
+            yield unknown("key", key, [known for known, kind in kinds.items() if kind in ACCEPTED])
+
+
+def _raise_if_any(faults: list[str]) -> None:
+    """One error for pydantic, with a line for each fault that begins with the key; `describe` adds the places."""
+    if faults:
+        raise ValueError("\n".join(faults))
 
 
 class LauncherSection(BaseModel):
@@ -94,10 +153,6 @@ class GatewaySection(Section):
     """The API. `extra`: GatewaySettings."""
 
     settings = GatewaySettings
-    derived = frozenset(
-        {"schedulers", "served_model_name", "max_model_len", "gateway_id", "predictors", "predictors_beside"}
-        | {"process", "own_port", "shared_table"}
-    )
 
     host: str = ""  # default: the address of the control host
     port: int = Field(8000, gt=0, lt=65536)
@@ -110,17 +165,17 @@ class GatewaySection(Section):
     @property
     def lossy_kv(self) -> bool:
         """Whether any request may use a lossy KV codec."""
+        named = [self.extra.get("kv_codec")]
         classes = self.extra.get("slo")
-        rows = classes.values() if isinstance(classes, dict) else ()
-        named = [each.get("lossy_kv") for each in rows if isinstance(each, dict)]
-        return any(codec.lossy and codec in (self.extra.get("kv_codec"), *named) for codec in Codec)
+        if isinstance(classes, dict):
+            named += [each.get("lossy_kv") for each in classes.values() if isinstance(each, dict)]
+        return any(codec in named for codec in Codec if codec.lossy)
 
 
 class SchedulerSection(Section):
     """The global schedulers, all alike. `extra`: SchedulerSettings."""
 
     settings = SchedulerSettings
-    derived = frozenset({"scheduler_id", "http_host", "http_port", "rpc_address", "predictor_urls"})
 
     count: int = Field(1, gt=0, le=16)
 
@@ -133,9 +188,6 @@ class MonitorSection(Section):
     """The cluster monitor. `extra`: MonitorSettings."""
 
     settings = MonitorSettings
-    derived = frozenset(
-        {"monitor_id", "http_host", "http_port", "heartbeat_address", "policies", "expected_instances"}
-    ) | {"advertise_url", "scrape"}
 
 
 class PredictorSection(Section):
@@ -144,7 +196,6 @@ class PredictorSection(Section):
     """
 
     settings = PredictorSettings
-    derived = frozenset({"host", "port", "rpc_address"})
 
     count: int = Field(1, gt=0, le=16)
     beside: Literal["prefill"] | None = None  # each request is predicted beside its prefill instance
@@ -162,14 +213,13 @@ class PredictorSection(Section):
 
     @staticmethod
     def name_beside(instance_id: str) -> str:
-        return f"predictor-{instance_id}"
+        return f"{PREDICTOR_BESIDE}{instance_id}"
 
 
 class PlannerSection(Section):
     """The planner. `extra`: PlannerSettings."""
 
     settings = PlannerSettings
-    derived = frozenset({"http_host", "http_port"})
 
 
 class DashboardSection(BaseModel):
@@ -187,9 +237,6 @@ class InstanceSection(Section):
     """One instance, or `count` identical ones named id-0, id-1, … `extra`: WorkerSettings."""
 
     settings = WorkerSettings
-    derived = frozenset(
-        {"instance_id", "rpc_port", "http_port", "kv_port", "heartbeat_address", "emulated_links", "lossy_kv"}
-    )
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     role: Role
@@ -197,9 +244,8 @@ class InstanceSection(Section):
     count: int = Field(1, gt=0, le=1024)
     # Numbers of the devices of its host; empty: the next free ones. See `devices`.
     devices: tuple[Annotated[int, Field(ge=0, strict=True)], ...] = ()
-    resources: dict[
-        str, float
-    ] = {}  # with --on ray: resources that its Ray node must have besides CPUs and accelerators
+    # With --on ray: resources that its Ray node must have besides CPUs and accelerators.
+    resources: dict[str, float] = {}
 
     @field_validator("devices")
     @classmethod
@@ -246,9 +292,8 @@ class Cluster(BaseModel):
     control: str = ""  # the host of all processes but the instances
     monitors: int = Field(1, ge=1, le=3)  # all but one are standbys
 
-    network: NetworkEntry | None = (
-        None  # links between the `node`s of instances, for emulated engines and the simulator
-    )
+    # Links between the `node`s of instances, for emulated engines and the simulator.
+    network: NetworkEntry | None = None
     tracing: Tracing | None = None  # of gateways, schedulers and instances, unless their sections differ
     policies: dict[str, Any] = {}  # the monitor's: see `shared.policy.registry.from_file`
     launcher: LauncherSection = LauncherSection()
@@ -269,41 +314,9 @@ class Cluster(BaseModel):
         return with_defaults(data)
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        faults = [*self._of_instances(), *self._of_hosts()]
-        if faults:
-            raise ValueError("\n".join(faults))
+    def _follows_rules(self) -> Self:
+        _raise_if_any([fault for rule in RULES for fault in rule(self)])
         return self
-
-    def _of_instances(self) -> Iterator[str]:
-        """Faults of the instances, each beginning with the key."""
-        seen: set[str] = set()
-        for index, entry in enumerate(self.instances):
-            at = f"instances.{index}"
-            if twice := [name for name in entry.ids if name in seen]:
-                yield f"{at}.id: another instance already has the name {twice[0]!r}"
-            seen |= set(entry.ids)
-            if self.predictor.beside and (taken := [name for name in entry.ids if name.startswith("predictor-")]):
-                yield f"{at}.id: {taken[0]!r} is reserved for predictors beside instances: choose another"
-            if entry.host and entry.host not in self.hosts:
-                yield f"{at}.host: {unknown('host', entry.host, self.hosts)}"
-            if entry.extra.get("node") and self.network is None:
-                yield f"{at}.node: the file has no `network`"
-
-    def _of_hosts(self) -> Iterator[str]:
-        if self.hosts and self.control not in self.hosts:
-            near, known = meant(self.control, list(self.hosts)), ", ".join(self.hosts)
-            yield f"control: must name the control plane's host, one of `hosts` ({known}){near}"
-        if not self.hosts and self.control:
-            yield f"control: {self.control!r} is not a host, since the file has no `hosts`"
-        if bool(self.curve_public) != bool(self.curve_secret):
-            there, other = sorted(("curve_public", "curve_secret"), key=lambda key: not getattr(self, key))
-            yield f"{there}: {other} is missing; `polyphase keys curve` creates both"
-        if token := self.cluster_token.get_secret_value():
-            try:
-                checked(token, "cluster_token")
-            except InvalidRequest as error:
-                yield error.message
 
     def from_places(self, places: Places) -> Self:
         """The same cluster with the places of its keys, so that later faults name their line."""
@@ -324,6 +337,74 @@ class Cluster(BaseModel):
     def expected_instances(self) -> dict[str, str]:
         """The enabled instances of all hosts with their initial roles."""
         return {name: str(entry.role) for entry in self.instances if entry.enabled for name in entry.ids}
+
+
+def instance_names_are_unique(cluster: Cluster) -> Iterator[str]:
+    seen: set[str] = set()
+    for index, entry in enumerate(cluster.instances):
+        if repeated := [name for name in entry.ids if name in seen]:
+            yield f"instances.{index}.id: another instance already has the name {repeated[0]!r}"
+        seen.update(entry.ids)
+
+
+def instance_names_are_not_of_predictors(cluster: Cluster) -> Iterator[str]:
+    if not cluster.predictor.beside:
+        return
+    for index, entry in enumerate(cluster.instances):
+        if reserved := [name for name in entry.ids if name.startswith(PREDICTOR_BESIDE)]:
+            fault = f"{reserved[0]!r} is reserved for predictors beside instances: choose another"
+            yield f"instances.{index}.id: {fault}"
+
+
+def instances_are_on_known_hosts(cluster: Cluster) -> Iterator[str]:
+    for index, entry in enumerate(cluster.instances):
+        if entry.host and entry.host not in cluster.hosts:
+            yield f"instances.{index}.host: {unknown('host', entry.host, cluster.hosts)}"
+
+
+def instances_on_nodes_have_a_network(cluster: Cluster) -> Iterator[str]:
+    if cluster.network is not None:
+        return
+    for index, entry in enumerate(cluster.instances):
+        if entry.extra.get("node"):
+            yield f"instances.{index}.node: the file has no `network`"
+
+
+def control_is_one_of_the_hosts(cluster: Cluster) -> Iterator[str]:
+    if cluster.hosts and cluster.control not in cluster.hosts:
+        similar, known = meant(cluster.control, list(cluster.hosts)), ", ".join(cluster.hosts)
+        yield f"control: must name the control plane's host, one of `hosts` ({known}){similar}"
+    if cluster.control and not cluster.hosts:
+        yield f"control: {cluster.control!r} is not a host, since the file has no `hosts`"
+
+
+def curve_keys_are_a_pair(cluster: Cluster) -> Iterator[str]:
+    if cluster.curve_public and not cluster.curve_secret:
+        yield "curve_public: curve_secret is missing; `polyphase keys curve` creates both"
+    if cluster.curve_secret and not cluster.curve_public:
+        yield "curve_secret: curve_public is missing; `polyphase keys curve` creates both"
+
+
+def cluster_token_is_usable(cluster: Cluster) -> Iterator[str]:
+    token = cluster.cluster_token.get_secret_value()
+    if not token:
+        return
+    try:
+        checked(token, "cluster_token")
+    except InvalidRequest as error:
+        yield error.message
+
+
+# Each rule yields its faults as `key: fault`, with the full key, such as `instances.0.id`.
+RULES: tuple[Callable[[Cluster], Iterator[str]], ...] = (
+    instance_names_are_unique,
+    instance_names_are_not_of_predictors,
+    instances_are_on_known_hosts,
+    instances_on_nodes_have_a_network,
+    control_is_one_of_the_hosts,
+    curve_keys_are_a_pair,
+    cluster_token_is_usable,
+)
 
 
 def load_cluster(file: Path) -> Cluster:

@@ -7,21 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from services.launcher.cluster_file import GatewaySection, MonitorSection, Section, load_cluster
+from services.launcher.cluster_file import ACCEPTED, GatewaySection, MonitorSection, Section, load_cluster
 from services.launcher.plan import make_plan
 from services.launcher.preflight import preflight
 from services.launcher.up import UpOptions, cluster_of
 from shared.errors import InvalidRequest, PolyphaseError
 
-NOT_HERE = {
-    "curve_public",
-    "curve_secret",
-    "curve_file",
-    "monitor_url",
-    "broadcast_address",
-    "database_url",
-    "model",
-} | {"cluster_token", "cluster_token_file"}
 HEAD = "name: bad\nmodel: models/demo\n"
 TAIL = "instances:\n  - {id: p, role: prefill}\n  - {id: d, role: decode}\n"
 
@@ -303,7 +294,7 @@ def test_a_good_file_is_not_spoken_of(tmp_path: Path) -> None:
 def test_every_key_that_may_be_given_is_listed(tmp_path: Path, section: str, key: str, kind: type[Section]) -> None:
     listed = said_of(tmp_path, f"{HEAD}{section}: {{{key}: 1}}\n{TAIL}").partition(" Known: ")[2].split(", ")
     assert listed == sorted(listed)
-    assert set(listed) == (set(kind.settings.model_fields) - kind.derived - NOT_HERE) | set(kind.model_fields)
+    assert set(listed) == {key for key, given_by in kind.key_kinds().items() if given_by in ACCEPTED}
 
 
 def test_a_key_by_way_of_an_anchor_stands_where_the_anchor_does(tmp_path: Path) -> None:

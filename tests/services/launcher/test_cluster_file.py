@@ -6,7 +6,18 @@ from typing import Any
 import pytest
 import yaml
 
-from services.launcher.cluster_file import CLUSTERS, load_cluster
+from services.launcher.cluster_file import (
+    CLUSTERS,
+    GIVEN_ELSEWHERE,
+    Cluster,
+    GatewaySection,
+    InstanceSection,
+    KeyKind,
+    MonitorSection,
+    PredictorSection,
+    Section,
+    load_cluster,
+)
 from services.launcher.model_source import PROJECT, resolve_model
 from services.launcher.plan import make_plan
 from shared.cost.catalogue import Catalogue
@@ -81,6 +92,33 @@ def test_errors_name_file_and_key(tmp_path: Path, changes: dict[str, Any], words
         load_cluster(write(tmp_path, **changes))
     for word in words:
         assert word in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "kind"),
+    [
+        (GatewaySection, "port", KeyKind.OWN),  # also a setting, which the launcher passes on
+        (PredictorSection, "port", KeyKind.DERIVED),
+        (GatewaySection, "env", KeyKind.OWN),
+        (GatewaySection, "drain_s", KeyKind.SETTING),
+        (GatewaySection, "max_model_len", KeyKind.DERIVED),
+        (InstanceSection, "max_model_len", KeyKind.SETTING),
+        (InstanceSection, "curve_file", KeyKind.DERIVED),
+        (MonitorSection, "policies", KeyKind.DERIVED),
+        (MonitorSection, "database_url", KeyKind.CLUSTER),
+        (MonitorSection, "role_flip_parameters", KeyKind.POLICY),
+        (MonitorSection, "monitor_url", None),
+    ],
+)
+def test_a_key_of_a_section_has_one_kind(section: type[Section], key: str, kind: KeyKind | None) -> None:
+    assert section.key_kinds().get(key) is kind
+
+
+def test_the_table_names_existing_settings_each_once() -> None:
+    rows = [(process, kind, key) for process, kind, keys in GIVEN_ELSEWHERE for key in keys]
+    assert len({(process, key) for process, _, key in rows}) == len(rows)
+    assert {key for process, kind, key in rows if kind is KeyKind.DERIVED and key not in process.model_fields} == set()
+    assert {key for _, kind, key in rows if kind is KeyKind.CLUSTER} <= set(Cluster.model_fields)
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n", "", "just words"])
