@@ -16,9 +16,9 @@ from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.cluster_file import Cluster
 from services.launcher.devices import VISIBLE, catalogue
+from services.launcher.fork_client import NAME as FORK_SERVER
 from services.launcher.model_source import fault_of
 from services.launcher.spec import Plan
-from services.launcher.supervisor import NAME as FORK_SERVER
 from services.worker.settings import MARGIN_BYTES, WorkerSettings
 from shared.cost.library import bundled_geometry
 from shared.errors import InvalidRequest, PolyphaseError

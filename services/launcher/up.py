@@ -7,12 +7,12 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from rich.console import Console
 from rich.live import Live
@@ -29,16 +29,8 @@ from services.launcher.plan import make_plan
 from services.launcher.ports import check_free
 from services.launcher.spec import Plan
 from services.launcher.suite import Suite
-from services.launcher.supervisor import (
-    RemoteInstances,
-    Running,
-    State,
-    Status,
-    Supervisor,
-    local_instances,
-    supervising,
-)
-from shared.errors import InvalidRequest
+from services.launcher.supervisor import Changed, State, Status, Supervisor, supervising
+from shared.errors import InvalidRequest, NotFound
 
 Result = TypeVar("Result")
 REGISTER_S = 60.0
@@ -68,6 +60,52 @@ class UpOptions:
     ray: str | None = None  # address of the Ray cluster that runs the instances; None: this host does
 
 
+class Instances(Protocol):
+    """The instances of a suite, whatever runs them: this launcher (`LocalInstances`) or Ray (`on_ray.suite`)."""
+
+    @property
+    def statuses(self) -> tuple[Status, ...]:
+        """Those that the supervisor of this host does not run."""
+        ...
+
+    async def started(self, within_s: float) -> tuple[str, ...]:
+        """Wait until they run; the names of the instances that the suite waits for. Raises Unavailable."""
+        ...
+
+    async def kept(self) -> None:
+        """Run until an error ends the supervision of the instances."""
+        ...
+
+    def node_of(self, name: str) -> str:
+        """The node of an instance, as the system that runs it names it. Raises NotFound."""
+        ...
+
+
+RunInstances = Callable[[Changed], AbstractAsyncContextManager[Instances]]
+
+
+class LocalInstances:
+    """For a suite whose instances are all processes of this launcher: the supervisor starts and keeps them."""
+
+    statuses: tuple[Status, ...] = ()
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
+    async def started(self, within_s: float) -> tuple[str, ...]:
+        return self._names
+
+    async def kept(self) -> None:
+        await asyncio.Event().wait()
+
+    def node_of(self, name: str) -> str:
+        raise NotFound(f"{name!r} runs on this host")
+
+
+def _local_instances(names: tuple[str, ...]) -> RunInstances:
+    return lambda _: nullcontext(LocalInstances(names))
+
+
 @dataclass(frozen=True, slots=True)
 class RunningSuite:
     """A suite that this process runs."""
@@ -75,7 +113,7 @@ class RunningSuite:
     suite: Suite
     plan: Plan
     supervisor: Supervisor
-    remote: RemoteInstances
+    remote: Instances
     took_s: float
 
 
@@ -130,18 +168,22 @@ async def running_suite(
         preflight(cluster, plan, where, places_instances=ray is None)
         stack.enter_context(state_file.owning(data_dir))
         start_s = plan.start_s
-        plan, others = (plan, local_instances(plan.instance_ids)) if ray is None else divide(cluster, plan)
+        run_instances: RunInstances
+        if ray is None:
+            run_instances = _local_instances(plan.instance_ids)
+        else:
+            plan, run_instances = divide(cluster, plan)
         check_free(plan.port_uses)
         cluster_keys.keep_token(cluster, data_dir)
         cluster_keys.keep_curve_key(cluster, data_dir)
         make_shared_table(plan)
-        async with _running(cluster, plan, data_dir, console, others, start_s) as suite:
+        async with _running(cluster, plan, data_dir, console, run_instances, start_s) as suite:
             yield suite
 
 
 @asynccontextmanager
 async def _running(
-    cluster: Cluster, plan: Plan, data_dir: Path, console: Console, others: Running, start_s: float
+    cluster: Cluster, plan: Plan, data_dir: Path, console: Console, run_instances: RunInstances, start_s: float
 ) -> AsyncIterator[RunningSuite]:
     began = time.monotonic()
     listener = _Listener()
@@ -149,7 +191,7 @@ async def _running(
     logs = data_dir / "logs"
     async with (
         supervising(plan.processes, logs, listener.changed, limits, plan.fork_env, plan.preload) as supervisor,
-        others(listener.changed) as remote,
+        run_instances(listener.changed) as remote,
     ):
 
         def save() -> None:

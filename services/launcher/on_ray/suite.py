@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from services.launcher.devices import VISIBLE
 from services.launcher.health import HttpHealth
 from services.launcher.on_ray.actor import InstanceActor
 from services.launcher.spec import Plan, ProcessSpec
-from services.launcher.supervisor import Changed, Running, State, Status
+from services.launcher.supervisor import Changed, State, Status
 from services.worker.settings import WorkerSettings
 from shared.cost.catalogue import Catalogue
 from shared.errors import InvalidRequest, NotFound, PolyphaseError, Unavailable
@@ -60,6 +60,7 @@ _TYPES = {
     "910B": "Ascend910B",
     "910B4": "Ascend910B4",
 }
+RunOnRay = Callable[[Changed], "AbstractAsyncContextManager[RayInstances]"]
 
 
 @contextmanager
@@ -72,7 +73,7 @@ def on_ray(cluster: Cluster, address: str) -> Iterator[Cluster]:
         yield placed_at(cluster, here)
 
 
-def divide(cluster: Cluster, plan: Plan) -> tuple[Plan, Running]:
+def divide(cluster: Cluster, plan: Plan) -> tuple[Plan, RunOnRay]:
     """The plan without instances, and what runs those on Ray. Raises InvalidRequest for needs that Ray cannot meet."""
     others: list[ProcessSpec] = []
     instances: list[tuple[WorkerSettings, InstanceSection, Needs]] = []

@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from services.launcher.child_process import Child, Limits
+from services.launcher.fork_client import ForkServer
 from services.launcher.spec import ProcessSpec
 from services.launcher.suite import until
-from services.launcher.supervisor import ForkServer, State, Status, Supervisor, supervising
+from services.launcher.supervisor import State, Status, Supervisor, supervising
 from shared.errors import Unavailable
 
 PROBE = """
@@ -41,7 +42,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 async def server(tmp_path: Path, environment: dict[str, str]) -> AsyncIterator[tuple[ForkServer, Child]]:
     forks = ForkServer({**environment, "ONLY_SERVER": "1"}, ["heavy"])
-    process = await forks.start(tmp_path / "server.log")
+    process = await forks.start(forks.spec, tmp_path / "server.log")
     yield forks, process
     forks.close()
     process.kill()
@@ -134,7 +135,7 @@ async def test_one_that_is_forked_too_late_ends_by_itself(
 
 async def test_a_server_that_cannot_import_is_never_ready(tmp_path: Path, environment: dict[str, str]) -> None:
     forks = ForkServer(environment, ["no_such_module"])
-    process = await forks.start(tmp_path / "server.log")
+    process = await forks.start(forks.spec, tmp_path / "server.log")
     assert not await forks.ready()
     assert await process.wait() == 1
     assert "no_such_module" in (tmp_path / "server.log").read_text()
@@ -196,6 +197,7 @@ LAUNCHER = """
 import asyncio, json, sys
 from pathlib import Path
 from services.launcher.spec import ProcessSpec
+from services.launcher.suite import until
 from services.launcher.supervisor import supervising
 
 async def main():
@@ -203,7 +205,7 @@ async def main():
     spec = ProcessSpec("probe", (), environment, module="probe")
     async with supervising([spec], Path(sys.argv[1]), lambda _: None, None, environment, ["heavy"]) as supervisor:
         await supervisor.started()
-        await supervisor._processes["fork-server"].was_ready.wait()
+        await until(lambda: all(s.state == "ready" for s in supervisor.statuses), 20, "the fork server")
         print(*(s.pid for s in supervisor.statuses), flush=True)
         await asyncio.Event().wait()
 
