@@ -28,7 +28,7 @@ from benchmarks.scenarios import TARGET, instances, lengths, shipped
 from services.launcher import cluster_keys, ports
 from services.launcher.cluster_file import load_cluster
 from services.launcher.model_source import PROJECT
-from services.worker.engines.emulated_scheduler import token_at
+from services.worker.engines.emulated_tokens import token_at
 from shared.domain.job import LengthPrediction, Slo
 from shared.errors import Busy
 from shared.runtime.keys import read_pair

@@ -23,7 +23,7 @@ from benchmarks.predictor import (
 from benchmarks.predictor_worth import ARMS, MAJORITY, NONE, ORACLE, TRAINED, StandIn, number_of, predictors, prompt_of
 from predictor.train import default_epochs, default_learning_rate
 from services.launcher.cluster_file import load_cluster
-from services.worker.engines.emulated_scheduler import token_at
+from services.worker.engines.emulated_tokens import token_at
 from shared.errors import Busy, InvalidRequest
 from shared.sim.prediction import Prediction
 from shared.wire.messages import PREDICT, PredictRequest

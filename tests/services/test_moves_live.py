@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.engines.emulated_scheduler import token_at
+from services.worker.engines.emulated_tokens import token_at
 from services.worker.jobs import decode
 from shared.domain.job import Phase
 from shared.domain.policies import KINDS

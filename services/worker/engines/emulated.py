@@ -24,7 +24,8 @@ from services.worker.engines.base import (
     StepLog,
     deliver,
 )
-from services.worker.engines.emulated_scheduler import EmulatedCache, EmulatedRequest, EmulatedScheduler, refusal
+from services.worker.engines.emulated_scheduler import Chunk, EmulatedRequest, EmulatedScheduler, RequestState
+from services.worker.engines.emulated_tokens import EmulatedCache, output_token, refusal
 from services.worker.kv.port import ExpectedImport, KvPort
 from services.worker.settings import WorkerSettings
 from services.worker.step_costs import kind_of
@@ -105,7 +106,7 @@ class EmulatedEngine:
         if why := refusal(request):
             sink(TokenStep([], finish_reason="refused", stop_reason=why))
             return
-        lane = min(self._lanes, key=lambda one: len(one.scheduler.known))
+        lane = min(self._lanes, key=lambda one: len(one.scheduler.requests))
         now = time.monotonic()
         lane.scheduler.add(request, sink, now)
         lane.scheduler.begin_imports(now)
@@ -141,8 +142,8 @@ class EmulatedEngine:
             sum(len(s.running) for s in each),
             sum(len(s.waiting) + len(s.importing) for s in each),
             sum(s.waiting.decode_tokens for s in each),
-            sum(s.free for s in each),
-            sum(s.total for s in each),
+            sum(s.free_blocks for s in each),
+            sum(s.total_blocks for s in each),
             sum(s.prompt_tokens for s in each),
             sum(s.hit_tokens for s in each),
             sum(s.preemptions for s in each),
@@ -197,23 +198,23 @@ class EmulatedLane:
     async def _wait(self, now: float) -> None:
         """Until there is new work or the next import is complete."""
         self._work.clear()
-        ready_s = min((entry.imported_mono for entry in self.scheduler.importing), default=None)
+        ready_s = min(self.scheduler.importing.values(), default=None)
         try:
             async with asyncio.timeout(None if ready_s is None else ready_s - now):
                 await self._work.wait()
         except TimeoutError:
             pass
 
-    def _finish_step(self, chunks: list[tuple[EmulatedRequest, int]], decodes: list[EmulatedRequest]) -> None:
+    def _finish_step(self, chunks: list[Chunk], decodes: list[EmulatedRequest]) -> None:
         for entry, tokens in (*((entry, 1) for entry in decodes), *chunks):
-            if entry not in self.scheduler.running:
+            if entry.state is not RequestState.RUNNING:
                 continue  # aborted during the step
-            entry.computed += tokens
+            entry.computed_tokens += tokens
             if entry.cached is not None:
-                entry.cached.computed(entry.computed)
-            if entry.missing:
+                entry.cached.computed(entry.computed_tokens)
+            if entry.uncomputed_tokens:
                 continue  # not done with its prompt
-            token = entry.token_at(entry.tokens)
+            token = output_token(entry.request, entry.tokens)
             entry.tokens += 1
             entry.remaining_output_tokens -= 1
             if not entry.remaining_output_tokens:
@@ -225,9 +226,9 @@ class EmulatedLane:
             )
 
 
-def _batch_of(chunks: list[tuple[EmulatedRequest, int]], decodes: list[EmulatedRequest]) -> Batch:
-    prefill = tuple((tokens, entry.computed) for entry, tokens in chunks)
-    return Batch(prefill, len(decodes), sum(entry.computed for entry in decodes))
+def _batch_of(chunks: list[Chunk], decodes: list[EmulatedRequest]) -> Batch:
+    prefill = tuple((tokens, entry.computed_tokens) for entry, tokens in chunks)
+    return Batch(prefill, len(decodes), sum(entry.computed_tokens for entry in decodes))
 
 
 class EmulatedLink:

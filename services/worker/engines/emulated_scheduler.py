@@ -1,88 +1,97 @@
 """The scheduler of an emulated engine: continuous batching with chunked prefill, priorities, paged KV and preemption.
 
-Its prefix cache is like vLLM's, but holds block names and no KV.
-
 The order of work is vLLM's with Polyphase's policies: decodes first, then streams (requests whose clients have tokens)
 that are computed again or wait, then prompts under way, then prompts that may start; within each, heavier SLO classes
 go before lighter ones. When blocks run out, the youngest prompt of the lightest class is preempted and computed again,
 or the youngest stream where that class has no prompt. The simulator's scheduler does the same in virtual time.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
 from math import inf
 
-import msgspec
-
 from services.worker.engines.admission_queue import AdmissionQueue
-from services.worker.engines.base import (
-    BlocksRemoved,
-    BlocksStored,
-    CacheSink,
-    CurrentRates,
-    EnginePolicies,
-    EngineRequest,
-    Sink,
-)
+from services.worker.engines.base import CurrentRates, EnginePolicies, EngineRequest, Sink
+from services.worker.engines.emulated_tokens import CachedPrefix, EmulatedCache, answer_tokens, output_token
 from services.worker.settings import WorkerSettings
 from shared.domain.job import LengthPrediction
 from shared.domain.kv import KvHandle
-from shared.domain.prompt import block_hashes, next_hash, packed, root_hash
 from shared.policy.decode_admission import Blocks, Decoding
 from shared.policy.prefill_order import Rank, heaviest_first, victim
 from shared.policy.step_budget import StepLoad, gap_target_s, joining_gap_s, prefill_tokens
 from shared.wire.messages import Reused
 
-_MAX_BLOCKS = 1 << 30  # of a prompt: no bound
-_TOKENS = 997  # a prime, so that the tokens of two positions rarely agree
-_FIRST = 300  # below it tokenizers keep their special tokens and single bytes
+
+class RequestState(Enum):
+    """WAITING leads to RUNNING, by way of IMPORTING where the request comes with KV. A running request may be PREEMPTED
+    and run again, any number of times. Every other state may become FINISHED.
+    """
+
+    WAITING = auto()  # in the queue; it has not started yet
+    IMPORTING = auto()  # it has blocks, and its KV is under way
+    RUNNING = auto()  # in the batch
+    PREEMPTED = auto()  # in the queue again, without blocks; all of its tokens are computed here
+    FINISHED = auto()  # complete or aborted
 
 
 @dataclass(slots=True, eq=False)
 class EmulatedRequest:
-    """A request in exactly one place: it waits, imports its KV, or runs."""
+    """A request and its progress."""
 
     request: EngineRequest
     sink: Sink
-    tokens: int  # prompt and output
+    arrived_mono: float
+    tokens: int  # of the prompt and of the output so far
     remaining_output_tokens: int
-    finish_reason: str = "length"  # why it ends then
-    computed: int = 0  # of `tokens`, those whose KV is in the cache
-    blocks: int = 0
-    imports: bool = False  # it imports its KV when it starts, which it has not; it does so once
-    imported_mono: float = 0.0  # when its import is complete; 0 for a request that computes its KV here
-    arrived_mono: float = 0.0
-    cached: "CachedPrefix | None" = None  # its part in the prefix cache, while it holds blocks
-    started_before: bool = False
-    reused: Reused | None = None  # until its first token is out
-
-    def token_at(self, position: int) -> int:
-        at, forced = position - len(self.request.prompt_token_ids), self.request.forced_tokens
-        return forced[at] if at < len(forced) else token_at(position)
+    finish_reason: str  # reported with the last output token
+    state: RequestState = RequestState.WAITING
+    computed_tokens: int = 0  # of `tokens`, those whose KV is in the cache
+    blocks: int = 0  # that it holds
+    cached: CachedPrefix | None = None  # its part in the prefix cache, while it holds blocks
+    reused: Reused | None = None  # from its first start until its first token is out
 
     @property
-    def started(self) -> bool:
-        """Whether it is a stream: its client has a token, from this instance or another."""
+    def is_stream(self) -> bool:
+        """Whether its client has a token, from this instance or another."""
         return self.request.job.started or self.tokens > len(self.request.prompt_token_ids)
 
-    def waited_s(self, now: float) -> float:
-        """Since it was handed over; 0 for a request that was preempted here."""
-        return now - self.arrived_mono if self.imports or self.imported_mono > 0.0 else 0.0
+    @property
+    def uncomputed_tokens(self) -> int:
+        """Tokens to compute before the next token is generated."""
+        return self.tokens - self.computed_tokens
 
     @property
-    def missing(self) -> int:
-        """Tokens to compute before the next one is generated."""
-        return self.tokens - self.computed
+    def is_decode(self) -> bool:
+        """Whether its next step computes one token after some context; the last token of an imported prompt counts
+        too.
+        """
+        return self.uncomputed_tokens == 1 and self.computed_tokens > 0
 
     @property
-    def decodes(self) -> bool:
-        """Whether its step computes one token after some context; the last token of an imported prompt counts too."""
-        return self.missing == 1 and self.computed > 0
+    def kv_to_import(self) -> KvHandle | None:
+        """The KV with which it starts; None where it computes its tokens here."""
+        if self.state is RequestState.WAITING:
+            return self.request.import_from
+        return None
+
+    def handed_over_s(self, now: float) -> float:
+        """How long ago a stream that has yet to join the batch was handed over with its KV; 0 without KV, and after a
+        preemption here.
+        """
+        if self.request.import_from is None or self.state is RequestState.PREEMPTED:
+            return 0.0
+        return now - self.arrived_mono
+
+
+Chunk = tuple[EmulatedRequest, int]  # prompt tokens of a request that a step computes
 
 
 class EmulatedScheduler:
-    """Who waits, imports and runs, and who holds how many blocks. `pull` begins an import and returns its seconds."""
+    """Decides what each step computes, and which requests hold how many blocks. `pull` begins an import and returns
+    its seconds. `now` is in monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -91,25 +100,33 @@ class EmulatedScheduler:
         policies: EnginePolicies,
         rates: CurrentRates,
         pull: Callable[[KvHandle, int], float],
-        cache: "EmulatedCache | None" = None,
+        cache: EmulatedCache | None = None,
     ) -> None:
-        self._settings = settings
+        self.policies = policies
+        self.chunk_size = settings.step_tokens
+        self._block_size = settings.block_size
+        self._max_num_seqs = max(1, settings.max_seqs // settings.pipeline_parallel)  # each lane has its share
         self._rates = rates
         self._pull = pull
         self._cache = cache
-        self.prompt_tokens = self.hit_tokens = 0  # of all that started, and of these, held by the prefix cache
-        self.policies = policies
-        self.chunk_size = settings.step_tokens
-        self._max_num_seqs = max(1, settings.max_seqs // settings.pipeline_parallel)  # each lane has its share
-        self.total = self.free = total_blocks
-        self.preemptions = 0
-        self.waiting: AdmissionQueue[EmulatedRequest] = AdmissionQueue(
-            policies, lambda each: each.request, lambda each: each.tokens, self._decoding, self._blocks
+        self.total_blocks = total_blocks
+        self.free_blocks = total_blocks
+
+        self.requests: dict[str, EmulatedRequest] = {}  # all that are not finished, by id
+        self.waiting: AdmissionQueue[EmulatedRequest] = AdmissionQueue(  # also those that were preempted
+            policies, lambda entry: entry.request, lambda entry: entry.tokens, self._decoding, self._memory
         )
-        self.importing: dict[EmulatedRequest, None] = {}  # blocks are allocated, KV is under way
+        self.importing: dict[EmulatedRequest, float] = {}  # when the import is complete, in monotonic seconds
         self.running: dict[EmulatedRequest, None] = {}  # in order of admission
-        self.known: dict[str, EmulatedRequest] = {}  # all of them
-        self._chunks: list[tuple[EmulatedRequest, int]] = []  # of the step that is being planned
+
+        # Of the step that is being planned:
+        self._chunks: list[Chunk] = []
+        self._has_preempted = False
+
+        # Since the start:
+        self.preemptions = 0
+        self.prompt_tokens = 0  # of all requests that started
+        self.hit_tokens = 0  # of these, held by the prefix cache
 
     def set_policies(self, policies: EnginePolicies) -> None:
         """From the next step on."""
@@ -117,11 +134,49 @@ class EmulatedScheduler:
         self.waiting.set_policies(policies)
 
     def add(self, request: EngineRequest, sink: Sink, now: float) -> None:
-        """`now`: monotonic seconds."""
-        tokens, imports = len(request.prompt_token_ids), request.import_from is not None
-        entry = EmulatedRequest(request, sink, tokens, *answer_tokens(request), imports=imports, arrived_mono=now)
-        self.known[request.request_id] = entry
+        output_tokens, finish_reason = answer_tokens(request)
+        entry = EmulatedRequest(
+            request,
+            sink,
+            arrived_mono=now,
+            tokens=len(request.prompt_token_ids),
+            remaining_output_tokens=output_tokens,
+            finish_reason=finish_reason,
+        )
+        self.requests[request.request_id] = entry
         self.waiting.add(entry)
+
+    def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
+        entry = self.requests.get(request_id)
+        if entry is not None:
+            entry.request = entry.request.expecting(prediction)
+
+    def remove(self, request_id: str) -> None:
+        """The request is complete or aborted."""
+        entry = self.requests.pop(request_id, None)
+        if entry is None:
+            return
+        if entry.state is RequestState.RUNNING:
+            del self.running[entry]
+        elif entry.state is RequestState.IMPORTING:
+            del self.importing[entry]
+        else:
+            self.waiting.remove(entry)
+        entry.state = RequestState.FINISHED
+        self._release(entry)
+
+    def plan(self, now: float) -> tuple[list[Chunk], list[EmulatedRequest]]:
+        """Prefill chunks and decodes of the coming step."""
+        self._chunks = []
+        self._has_preempted = False
+        joined = self._run_imported(now)
+        self._allocate_decodes()
+        budget = self._prefill_budget(joined, now)
+        for streams in (True, False):
+            budget = self._continue_prefill(budget, streams=streams)
+            if not self._has_preempted:
+                budget = self._admit(budget, now, streams=streams)
+        return self._chunks, [entry for entry in self.running if entry.is_decode]
 
     def begin_imports(self, now: float) -> None:
         """Between two steps: start the imports of streams, as far as there is room for them beside the step under
@@ -129,136 +184,194 @@ class EmulatedScheduler:
         """
         self._admit(0, now, streams=True)
 
-    def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
-        if (entry := self.known.get(request_id)) is not None:
-            entry.request = entry.request.expecting(prediction)
+    # Requests in the batch
 
-    def remove(self, request_id: str) -> None:
-        entry = self.known.pop(request_id, None)
-        if entry is not None:
-            self.waiting.remove(entry)
-            self.importing.pop(entry, None)
-            self.running.pop(entry, None)
-            self._release(entry)
-
-    def plan(self, now: float) -> tuple[list[tuple[EmulatedRequest, int]], list[EmulatedRequest]]:
-        """Prefill chunks and decodes of the coming step."""
-        self._chunks = []
-        joined = self._start_imported(now)
-        preempted = self._allocate_decodes()
-        budget = self._budget(joined, now)
-        for streams in (True, False):
-            budget, more = self._continue_prefill(budget, streams=streams)
-            preempted |= more
-            if not preempted:
-                budget = self._admit(budget, now, streams=streams)
-        return self._chunks, [entry for entry in self.running if entry.decodes]
-
-    def _start_imported(self, now: float) -> list[EmulatedRequest]:
-        """Run requests whose import is complete, streams before prompts, heavier classes first; those that run now."""
-        arrived, joined = [entry for entry in self.importing if entry.imported_mono <= now], []
-        for entry in sorted(arrived, key=lambda one: (one.started, one.request.job.slo.weight), reverse=True):
-            if len(self.running) < self._max_num_seqs:
-                del self.importing[entry]
-                self.running[entry] = None
-                joined.append(entry)
+    def _run_imported(self, now: float) -> list[EmulatedRequest]:
+        """Run the requests whose import is complete, as many as the batch has places for: streams before prompts,
+        heavier classes first. Returns these requests.
+        """
+        imported = [entry for entry, complete_mono in self.importing.items() if complete_mono <= now]
+        imported.sort(key=lambda entry: (entry.is_stream, entry.request.job.slo.weight), reverse=True)
+        joined = imported[: max(0, self._max_num_seqs - len(self.running))]
+        for entry in joined:
+            del self.importing[entry]
+            self._run(entry)
         return joined
 
-    def _continue_prefill(self, budget: int, *, streams: bool) -> tuple[int, bool]:
+    def _run(self, entry: EmulatedRequest) -> None:
+        entry.state = RequestState.RUNNING
+        self.running[entry] = None
+
+    def _allocate_decodes(self) -> None:
+        """Allocate room for the next token of each decode."""
+        decodes = [entry for entry in self.running if entry.is_decode]
+        for entry in heaviest_first(decodes, _rank):
+            if entry.state is not RequestState.PREEMPTED:
+                self._allocate_or_preempt(entry, entry.tokens)
+
+    def _continue_prefill(self, budget: int, *, streams: bool) -> int:
         """Plan chunks of the streams, or of the prompts without a token, that are being computed. Returns what is left
-        of the budget, and whether any request had to be preempted.
+        of the budget.
         """
-        preempted = False
-        for entry in heaviest_first(self.running, _rank):
-            tokens = 0 if entry.decodes or entry.started is not streams else min(entry.missing, budget)
-            if entry not in self.running or tokens <= 0:
-                continue
-            while entry in self.running and not self._allocate(entry, entry.computed + tokens):
-                self._preempt()
-                preempted = True
-            if entry in self.running:
+        prefills = [entry for entry in self.running if not entry.is_decode and entry.is_stream is streams]
+        for entry in heaviest_first(prefills, _rank):
+            if budget <= 0:
+                break
+            if entry.state is RequestState.PREEMPTED:
+                continue  # for a request before it in this loop
+            tokens = min(entry.uncomputed_tokens, budget)
+            if self._allocate_or_preempt(entry, entry.computed_tokens + tokens):
                 self._chunks.append((entry, tokens))
                 budget -= tokens
-        return budget, preempted
+        return budget
 
-    def _allocate_decodes(self) -> bool:
-        """Allocate room for the next token of each decode; whether any request had to be preempted."""
-        preempted = False
-        for entry in heaviest_first(self.running, _rank):
-            while entry in self.running and entry.decodes and not self._allocate(entry, entry.tokens):
-                self._preempt()
-                preempted = True
-        return preempted
+    def _allocate_or_preempt(self, entry: EmulatedRequest, tokens: int) -> bool:
+        """Preempt requests until this one has blocks for `tokens` tokens in all; False when it is preempted itself."""
+        while not self._allocate(entry, tokens):
+            self._preempt()
+            if entry.state is RequestState.PREEMPTED:
+                return False
+        return True
 
-    def _budget(self, joined: list[EmulatedRequest], now: float) -> int:
+    def _preempt(self) -> None:
+        """Preempt the `victim`: it waits before the others of its class, a stream before all prompts."""
+        entry = victim(self.running, _rank)
+        del self.running[entry]
+        self._chunks = [chunk for chunk in self._chunks if chunk[0] is not entry]
+        self._release(entry)
+        entry.computed_tokens = 0
+        entry.state = RequestState.PREEMPTED
+        self.waiting.preempted(entry)
+        self.preemptions += 1
+        self._has_preempted = True
+
+    # The prompt tokens of a step
+
+    def _prefill_budget(self, joined: list[EmulatedRequest], now: float) -> int:
         """Prompt tokens of the coming step, which is the first one for the requests that `joined`."""
-        most = max(0, self.chunk_size - sum(entry.decodes for entry in self.running))
+        max_tokens = max(0, self.chunk_size - sum(entry.is_decode for entry in self.running))
         if not self.policies.step_budget:
-            return most
-        decodes = [entry for entry in self.running if entry.decodes and entry.request.decodes]
-        joining = [entry for entry in self.importing if entry.started]
-        joining += [entry] if (entry := self.waiting.stream) is not None else []
+            return max_tokens
+        return prefill_tokens(self._rates(), self._step_load(joined, now), max_tokens)
+
+    def _step_load(self, joined: list[EmulatedRequest], now: float) -> StepLoad:
+        """The decodes of the coming step with the streams that are about to join them, and the tightest gap target of
+        all requests that generate more than one token here (`request.decodes`).
+        """
+        decodes = [entry for entry in self.running if entry.is_decode and entry.request.decodes]
+        here = [entry for entry in joined if entry.is_stream and entry.state is RequestState.RUNNING]
+        coming = [entry for entry in self.importing if entry.is_stream]
+        if (next_stream := self.waiting.stream) is not None:
+            coming.append(next_stream)
+
         gaps_s = [gap_target_s(entry.request.job.slo) for entry in (*decodes, *self._prompts())]
-        gaps_s += [joining_gap_s(entry.request.job.slo, entry.waited_s(now), here=False) for entry in joining]
-        here = [entry for entry in joined if entry.started and entry in self.running]
-        gaps_s += [joining_gap_s(entry.request.job.slo, entry.waited_s(now), here=True) for entry in here]
-        load = StepLoad(
-            len(decodes) + len(joining),
-            sum(entry.computed for entry in decodes) + sum(entry.tokens for entry in joining),
-            min(gaps_s, default=inf),
-            max((entry.computed for entry in self.running if not entry.decodes), default=0),
+        for entry in here:
+            gaps_s.append(joining_gap_s(entry.request.job.slo, entry.handed_over_s(now), here=True))
+        for entry in coming:
+            gaps_s.append(joining_gap_s(entry.request.job.slo, entry.handed_over_s(now), here=False))
+        context_tokens = sum(entry.computed_tokens for entry in decodes) + sum(entry.tokens for entry in coming)
+        return StepLoad(
+            decodes=len(decodes) + len(coming),
+            context_tokens=context_tokens,
+            gap_s=min(gaps_s, default=inf),
+            before_tokens=max((entry.computed_tokens for entry in self.running if not entry.is_decode), default=0),
         )
-        return prefill_tokens(self._rates(), load, most)
 
     def _prompts(self) -> list[EmulatedRequest]:
         """Prompts that are being computed, or else the next that waits, of requests that decode here."""
-        prompts = [entry for entry in self.running if not entry.decodes]
+        prompts = [entry for entry in self.running if not entry.is_decode]
         if not prompts and len(self.waiting):
             prompts = [self.waiting.peek()]
         return [entry for entry in prompts if entry.request.decodes]
 
+    # Admission
+
     def _admit(self, budget: int, now: float, *, streams: bool) -> int:
         """Start requests that wait, with `streams` only streams. Returns what is left of the budget."""
         while len(self.running) < self._max_num_seqs:
-            if streams and self.waiting.stream is None:
-                return budget
-            entry = self.waiting.next()
-            if entry is None or (streams and not entry.started) or not self._may_run(entry):
-                return budget
-            handle, held = entry.request.import_from, self._find_cached(entry)
-            if entry.imports and handle is not None:
-                computed = max(held, min(handle.tokens, entry.tokens - 1))
-                if not self._fits(entry) or not self._allocate(entry, computed):
-                    self._leave_cache(entry)
-                    return budget
-                entry.computed, entry.imports = computed, False
-                entry.imported_mono = now + self._pull(handle, held)
-                self._count_start(entry, held, computed)
-                self.importing[self.waiting.pop()] = None
-                continue
-            tokens = min(entry.missing - held, budget)
-            if tokens <= 0 or not self._fits(entry) or not self._allocate(entry, held + tokens):
-                self._leave_cache(entry)
-                return budget
-            entry.computed = held
-            self._count_start(entry, held, held)
-            self.running[self.waiting.pop()] = None
-            self._chunks.append((entry, tokens))
-            budget -= tokens
+            entry = self._next_waiting(streams=streams)
+            if entry is None:
+                break
+            if (handle := entry.kv_to_import) is not None:
+                if not self._start_import(entry, handle, now):
+                    break
+            else:
+                tokens = self._start_prefill(entry, budget)
+                if not tokens:
+                    break
+                budget -= tokens
         return budget
 
-    def _may_run(self, entry: EmulatedRequest) -> bool:
-        """Whether the batch has a place for it; a prompt leaves one for each stream whose KV is under way."""
-        return entry.started or len(self.running) + sum(one.started for one in self.importing) < self._max_num_seqs
+    def _next_waiting(self, *, streams: bool) -> EmulatedRequest | None:
+        """The request that may start now, with `streams` only a stream."""
+        if streams and self.waiting.stream is None:
+            return None
+        entry = self.waiting.next()
+        if entry is None or entry.is_stream:
+            return entry
+        if streams:
+            return None  # a prompt whose room for an export is reserved goes before streams
+        # A prompt leaves a place in the batch for each stream whose KV is under way.
+        coming = sum(other.is_stream for other in self.importing)
+        if len(self.running) + coming >= self._max_num_seqs:
+            return None
+        return entry
 
-    def _find_cached(self, entry: EmulatedRequest) -> int:
-        """Use the blocks of its prompt that the prefix cache holds; their tokens."""
+    def _start_import(self, entry: EmulatedRequest, handle: KvHandle, now: float) -> bool:
+        """Import the KV of its prompt, beyond what the prefix cache holds. The last token is always computed here."""
+        cached_tokens = self._use_cache(entry)
+        computed_tokens = max(cached_tokens, min(handle.tokens, entry.tokens - 1))
+        if not self._fits(entry) or not self._allocate(entry, computed_tokens):
+            self._leave_cache(entry)
+            return False
+        entry.computed_tokens = computed_tokens
+        complete_mono = now + self._pull(handle, cached_tokens)
+        self._count_reuse(entry, cached_tokens)
+        self.waiting.pop()
+        entry.state = RequestState.IMPORTING
+        self.importing[entry] = complete_mono
+        return True
+
+    def _start_prefill(self, entry: EmulatedRequest, budget: int) -> int:
+        """Plan its first chunk, after what the prefix cache holds. Returns the tokens of the chunk; 0 when the request
+        has to wait.
+        """
+        cached_tokens = self._use_cache(entry)
+        tokens = min(entry.uncomputed_tokens - cached_tokens, budget)
+        if tokens <= 0 or not self._fits(entry) or not self._allocate(entry, cached_tokens + tokens):
+            self._leave_cache(entry)
+            return 0
+        entry.computed_tokens = cached_tokens
+        if entry.state is RequestState.WAITING:
+            self._count_reuse(entry, cached_tokens)
+        self.waiting.pop()
+        self._run(entry)
+        self._chunks.append((entry, tokens))
+        return tokens
+
+    def _count_reuse(self, entry: EmulatedRequest, cached_tokens: int) -> None:
+        """At its first start: what it does not have to compute, and what of its prompt is new to the prefix cache."""
+        created_tokens = 0
+        if self._cache is not None:
+            prompt_tokens = len(entry.request.prompt_token_ids)
+            self.prompt_tokens += prompt_tokens
+            self.hit_tokens += cached_tokens
+            whole_blocks = prompt_tokens // self._cache.block_size
+            created_tokens = max(0, whole_blocks * self._cache.block_size - entry.computed_tokens)
+        entry.reused = Reused(
+            entry.computed_tokens, created=created_tokens, imported=entry.computed_tokens - cached_tokens
+        )
+
+    # KV blocks
+
+    def _use_cache(self, entry: EmulatedRequest) -> int:
+        """Use the blocks of its prompt that the prefix cache holds. Returns their tokens."""
         if self._cache is None:
             return 0
-        self._cache.shrink(self.free)
+        self._cache.shrink(self.free_blocks)
         request = entry.request
         entry.cached = CachedPrefix(
-            self._cache, request.prompt_token_ids, request.generation.cache_salt, entry.token_at
+            self._cache, request.prompt_token_ids, request.generation.cache_salt, partial(output_token, request)
         )
         return entry.cached.begin()
 
@@ -267,50 +380,35 @@ class EmulatedScheduler:
             entry.cached.end()
             entry.cached = None
 
-    def _count_start(self, entry: EmulatedRequest, held: int, computed: int) -> None:
-        """Count a first start, with `held` tokens in the prefix cache and `computed` with KV."""
-        if entry.started_before:
-            return
-        entry.started_before, prompt = True, len(entry.request.prompt_token_ids)
-        kept = 0
-        if self._cache is not None:
-            self.prompt_tokens += prompt
-            self.hit_tokens += held
-            kept = prompt // self._cache.block_size * self._cache.block_size
-        entry.reused = Reused(computed, max(0, kept - computed), computed - held)
+    def _missing_blocks(self, entry: EmulatedRequest, tokens: int) -> int:
+        """Blocks that it lacks for `tokens` tokens in all; a request needs at most every block."""
+        needed = -(-tokens // self._block_size)
+        return min(needed, self.total_blocks) - entry.blocks
 
     def _fits(self, entry: EmulatedRequest) -> bool:
         """Whether there is room for all that it has to compute now. vLLM requires that too
         (`scheduler_reserve_full_isl`): a request that starts with less would soon be preempted again.
         """
-        return min(-(-entry.tokens // self._settings.block_size), self.total) - entry.blocks <= self.free
+        return self._missing_blocks(entry, entry.tokens) <= self.free_blocks
 
     def _allocate(self, entry: EmulatedRequest, tokens: int) -> bool:
-        """Allocate blocks for `tokens` tokens in all, at most every block; False when too few are free."""
-        more = min(-(-tokens // self._settings.block_size), self.total) - entry.blocks
-        if more > self.free:
+        """Allocate blocks for `tokens` tokens in all; False when too few are free."""
+        missing = self._missing_blocks(entry, tokens)
+        if missing > self.free_blocks:
             return False
-        if more > 0:
-            self.free -= more
-            entry.blocks += more
+        if missing > 0:
+            self.free_blocks -= missing
+            entry.blocks += missing
             if self._cache is not None:
-                self._cache.shrink(self.free)
+                self._cache.shrink(self.free_blocks)
         return True
 
     def _release(self, entry: EmulatedRequest) -> None:
-        self.free += entry.blocks
+        self.free_blocks += entry.blocks
         entry.blocks = 0
         self._leave_cache(entry)
 
-    def _preempt(self) -> None:
-        """Preempt the `victim`: it waits before the others of its class, a stream before all prompts."""
-        entry = victim(self.running, _rank)
-        del self.running[entry]
-        self._chunks = [chunk for chunk in self._chunks if chunk[0] is not entry]
-        self._release(entry)
-        entry.computed, entry.imported_mono = 0, 0.0
-        self.preemptions += 1
-        self.waiting.preempted(entry)
+    # What admission policies see
 
     def _decoding(self) -> list[Decoding]:
         return [
@@ -319,146 +417,9 @@ class EmulatedScheduler:
             if entry.request.decodes
         ]
 
-    def _blocks(self) -> Blocks:
-        return Blocks(self.free, self.total, self._settings.block_size)
+    def _memory(self) -> Blocks:
+        return Blocks(self.free_blocks, self.total_blocks, self._block_size)
 
 
 def _rank(entry: EmulatedRequest) -> Rank:
-    return entry.request.job.slo.weight, entry.started
-
-
-def token_at(position: int) -> int:
-    """The token at a position of the sequence: the same on every instance, so that an answer goes on alike after a
-    hand-over.
-    """
-    return _FIRST + position * 7919 % _TOKENS
-
-
-class _Sampling(msgspec.Struct):
-    """The sampling parameters that matter here, by vLLM's names: when an answer ends, beside max_tokens, and log
-    probabilities, which an engine without a model does not have.
-    """
-
-    stop_token_ids: list[int] = []
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
-
-
-_SAMPLING = msgspec.msgpack.Decoder(_Sampling)
-_LOGPROBS = ("logprobs", "prompt_logprobs", "logprob_token_ids")
-
-
-def refusal(request: EngineRequest) -> str:
-    """Why an emulated engine cannot compute this request; empty where it can."""
-    sampling = _sampling(request)
-    requested = [f"{name} {value}" for name in _LOGPROBS if (value := getattr(sampling, name)) is not None]
-    if not requested:
-        return ""
-    return f"{', '.join(requested)}: an emulated engine has no model and no log probabilities: leave them out"
-
-
-def answer_tokens(request: EngineRequest) -> tuple[int, str]:
-    """How many tokens the answer has, and why it ends then. An emulated token follows from its position, so both are
-    known before. A stop token ends an answer, as with a real engine, so that clients can allow more tokens than they
-    get.
-    """
-    prompt, limit, stops = len(request.prompt_token_ids), request.max_tokens, set(_sampling(request).stop_token_ids)
-    for at in range(len(request.forced_tokens), limit if stops else 0):
-        if token_at(prompt + at) in stops:
-            return at + 1, "stop"
-    return limit, "length"
-
-
-def _sampling(request: EngineRequest) -> _Sampling:
-    """Undecodable sampling parameters count as the defaults."""
-    try:
-        return _SAMPLING.decode(request.generation.sampling)
-    except msgspec.MsgspecError:
-        return _Sampling()
-
-
-class EmulatedCache:
-    """Whole blocks of computed tokens. Blocks that no request uses lie in free memory and are dropped as it is taken:
-    the least recently used first, of one request the last first.
-
-    Blocks that requests share are counted once for each of them, so memory is a little tighter than in vLLM.
-    """
-
-    def __init__(self, block_size: int, sink: CacheSink) -> None:
-        self.block_size = block_size
-        self._sink = sink
-        self._users: dict[int, int] = {}  # of each block that is held
-        self._unused: OrderedDict[int, None] = OrderedDict()  # the first goes first
-
-    def __contains__(self, name: int) -> bool:
-        return name in self._users
-
-    def use(self, names: Sequence[int]) -> None:
-        for name in names:
-            self._users[name] += 1
-            self._unused.pop(name, None)
-
-    def store(self, name: int, parent: int | None, token_ids: Sequence[int], salt: str) -> None:
-        """A request has computed a block, or the last token of it."""
-        if name not in self._users:
-            self._users[name] = 0
-            self._sink([BlocksStored([name], parent, token_ids, salt)])
-
-    def leave(self, names: Sequence[int]) -> None:
-        for name in reversed(names):
-            self._users[name] -= 1
-            if not self._users[name]:
-                self._unused[name] = None
-
-    def shrink(self, free_blocks: int) -> None:
-        """Drop unused blocks beyond the free ones."""
-        gone = []
-        while len(self._unused) > free_blocks:
-            name, _ = self._unused.popitem(last=False)
-            del self._users[name]
-            gone.append(name)
-        if gone:
-            self._sink([BlocksRemoved(gone)])
-
-
-class CachedPrefix:
-    """One request's part in the cache. `token_at` gives the tokens after the prompt, by position."""
-
-    def __init__(self, cache: EmulatedCache, prompt: Sequence[int], salt: str, token_at: Callable[[int], int]) -> None:
-        self._cache = cache
-        self._prompt = prompt
-        self._salt = salt
-        self._token_at = token_at
-        self._used: list[int] = []
-
-    def begin(self) -> int:
-        """Use the blocks that are held of the prompt; their tokens. The last token is not among them: it is
-        computed.
-        """
-        size = self._cache.block_size
-        for name in block_hashes(self._prompt[:-1], self._salt, block_tokens=size, most=_MAX_BLOCKS):
-            if name not in self._cache:
-                break
-            self._used.append(name)
-        self._cache.use(self._used)
-        return len(self._used) * size
-
-    def computed(self, tokens: int) -> None:
-        """The first `tokens` tokens have their KV: their whole blocks can be hit from now on."""
-        size = self._cache.block_size
-        while (len(self._used) + 1) * size <= tokens:
-            at = len(self._used)
-            block = self._tokens(at * size, (at + 1) * size)
-            name = next_hash(self._used[-1] if at else root_hash(self._salt), packed(block))
-            self._cache.store(name, self._used[-1] if at else None, block, self._salt)
-            self._cache.use([name])
-            self._used.append(name)
-
-    def end(self) -> None:
-        self._cache.leave(self._used)
-        self._used = []
-
-    def _tokens(self, start: int, stop: int) -> list[int]:
-        prompt = self._prompt
-        return [*prompt[start:stop], *(self._token_at(at) for at in range(max(start, len(prompt)), stop))]
+    return entry.request.job.slo.weight, entry.is_stream

@@ -12,7 +12,7 @@ import pytest
 
 from services.worker.engines.base import EngineRequest, failure
 from services.worker.engines.emulated import EmulatedEngine, EmulatedPort
-from services.worker.engines.emulated_scheduler import answer_tokens, token_at
+from services.worker.engines.emulated_tokens import answer_tokens, token_at
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.roles import RoleState
 from services.worker.settings import WorkerSettings

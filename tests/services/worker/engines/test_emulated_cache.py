@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.worker.engines.base import CacheEvent, EngineRequest
 from services.worker.engines.emulated import EmulatedEngine
-from services.worker.engines.emulated_scheduler import CachedPrefix, EmulatedCache
+from services.worker.engines.emulated_tokens import CachedPrefix, EmulatedCache
 from services.worker.prefix_feed import HeldPrefixes
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle

@@ -64,7 +64,9 @@ class Live:
         self._now += 1.0
         chunks, decodes = self.scheduler.plan(self._now)
         names = {entry.request.request_id for entry in decodes}
-        planned = _planned([(entry.request.request_id, tokens, entry.computed) for entry, tokens in chunks], names)
+        planned = _planned(
+            [(entry.request.request_id, tokens, entry.computed_tokens) for entry, tokens in chunks], names
+        )
         self._lane._finish_step(chunks, decodes)
         return planned
 
@@ -257,6 +259,6 @@ def test_both_take_the_same_steps_with_streams_and_prompts(
                 for run in (live, simulated):
                     run.come(Come(str(at), prompt, output, stream, slo))
         assert live.step() == simulated.step()
-        if number > 12 and not live.scheduler.known:
+        if number > 12 and not live.scheduler.requests:
             return
     raise AssertionError("it does not come to an end")
