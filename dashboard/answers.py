@@ -57,7 +57,7 @@ class InstanceRow(msgspec.Struct, frozen=True):
         """Share of the KV blocks in use, 0..1; None before its first load report."""
         if not self.load.time_s or self.info.total_blocks <= 0:
             return None
-        return min(1.0, max(0.0, 1.0 - self.load.free_blocks / self.info.total_blocks))
+        return min(1.0, max(0.0, self.load.kv_used_share(self.info.total_blocks)))
 
 
 class ClusterSummary(msgspec.Struct, frozen=True):

@@ -56,11 +56,13 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What does not change. `carry`: later tokens depend on earlier ones only through the prompt.
+    """The parts of a job that stay the same from its arrival to its end.
 
-    A job that can be carried continues on any instance from prompt + tokens. Another one (with penalties, a seed or a
-    grammar) is produced by one engine from its first token on; after a loss a second engine starts again, is made to
-    repeat the tokens that the client has, which are not sent twice, and continues from there.
+    `carry` says how the job continues on another instance. If it is true, the tokens of the answer so far are appended
+    to the prompt, and any engine continues from there with the same result. It is false where an engine treats tokens
+    of the answer differently from tokens of the prompt (penalties, a seed, a grammar). Then one engine produces the
+    whole answer. If that engine is lost, another one starts again from the prompt, has to repeat the tokens that the
+    client already has, and continues; the client gets no token twice.
     """
 
     job_id: str

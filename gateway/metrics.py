@@ -36,9 +36,9 @@ class GatewayMetrics:
         self.requests = RequestSeries(model, max_model_len, registry)
         self.http = HttpSeries(registry)
         self._jobs = Bound(counter("polyphase_jobs", "Answers requested, by how they ended.", ["slo", "outcome"]))
-        text = "Requests by whether they met their targets; without cancelled ones."
+        text = "Answers by whether they met their targets; without cancelled ones."
         self._slo = Bound(counter("polyphase_slo_requests", text, ["slo", "met"]))
-        text = "Requests that missed a target, by target: ttft, tpot, itl, or the whole answer."
+        text = "Answers that missed a target, by target: ttft, tpot, itl; answer for those that failed."
         self._missed = Bound(counter("polyphase_slo_missed", text, ["slo", "target"]))
         text = "The longest gap between two deliveries of tokens of each completed answer."
         self._longest = Bound(histogram("polyphase_longest_gap_seconds", text, ["slo"], buckets=_GAP_S))
@@ -52,8 +52,10 @@ class GatewayMetrics:
         text = "Time of each stretch of a request."
         spans = histogram("polyphase_request_span_seconds", text, ["span"], buckets=_SPAN_S)
         self._spans = {span: spans.labels(span=span.value) for span in Span}
-        self.refused = counter("polyphase_refused", "Requests refused, by cause and SLO class.", ["cause", "slo"])
-        self._delayed = counter("polyphase_delayed", "Jobs that had to wait for heavier classes.", ["slo"])
+        text = "Requests refused on arrival and answers refused later, by cause and SLO class."
+        self.refused = counter("polyphase_refused", text, ["cause", "slo"])
+        text = "Answers that a scheduler delayed, for lack of room, for long queues or for heavier classes."
+        self._delayed = counter("polyphase_delayed", text, ["slo"])
         self.waiting = gauge("polyphase_gateway_delayed_jobs", "Jobs that wait for their turn or for room.", ["slo"])
         text = "Lengths of answers for training, by outcome."
         self.records = counter("polyphase_gateway_records", text, ["outcome"])
@@ -94,7 +96,10 @@ class GatewayMetrics:
 
 
 def _missed(job: Job, report: JobReport) -> list[str]:
-    """Which targets a job missed. A job that failed has missed all of them."""
+    """The values of the label `target` for the targets that a job missed.
+
+    A job that failed counts once, as `answer`, and not under `ttft`, `tpot` and `itl`: it has no complete times.
+    """
     if report.phase is not Phase.COMPLETED:
         return ["answer"]
     slo = job.spec.slo
@@ -143,7 +148,7 @@ class RequestSeries:
         self.ended_tokens, self.ended_prompt_tokens, self.ended_gaps_s = 0, 0, 0.0
         self._siblings: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # by ParentRequest: ended, longest
         ended = Counter(
-            "vllm:request_success", "Requests by how they ended.", [*LABELS, "finished_reason"], registry=registry
+            "vllm:request_success", "Answers by how they ended.", [*LABELS, "finished_reason"], registry=registry
         )
         self._ended = Bound(ended)
         lengths = token_buckets(max_model_len)
@@ -258,15 +263,15 @@ class HttpSeries:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         histogram = partial(Histogram, registry=registry)
-        text, labels = "Answers by method, status and handler.", ["method", "status", "handler"]
+        text, labels = "Responses by method, status and handler.", ["method", "status", "handler"]
         self._requests = Bound(Counter("http_requests", text, labels, registry=registry))
-        text = "Time to the end of an answer, in many buckets."
+        text = "Time to the end of a response, in many buckets."
         self._fine = histogram("http_request_duration_highr_seconds", text, buckets=_FINE)
-        text, labels = "Time to the end of an answer.", ["method", "handler"]
+        text, labels = "Time to the end of a response.", ["method", "handler"]
         self._coarse = Bound(histogram("http_request_duration_seconds", text, labels, buckets=_COARSE))
 
     def answered(self, scope: Any, served: bool, status: int, took_s: float) -> None:
-        """Count an answer. served: its path is one of the API."""
+        """Count a response. served: its path is one of the API."""
         method = scope["method"] if scope["method"] in METHODS else "other"
         handler = scope["path"] if served else "none"
         self._requests.of(method, f"{status // 100}xx", handler).inc()

@@ -63,10 +63,10 @@ class Capacity:
     measured: float
 
 
-# The twelve capacities are all that the coefficients are fitted to (FORMULAS section 6). Eight numbers are fitted: each
-# GPU's share of predicted compute (from its prefill) and of predicted bandwidth (from its decode), shared by both
-# models, and the cost of a step and of a sequence. Those two follow from the decodes: 25 to 256 sequences run at once,
-# and the models differ in the bytes that they read. Means where two hardware columns give the A100's figure.
+# The twelve capacities (Cronus, Table 2 over Table 3) are all that the coefficients are fitted to. Eight numbers are
+# fitted: each GPU's share of predicted compute (from its prefill) and of predicted bandwidth (from its decode), shared
+# by both models, and the cost of a step and of a sequence. Those two follow from the decodes: 25 to 256 sequences run
+# at once, and the models differ in the bytes that they read. Means where two hardware columns give the A100's figure.
 _MEASURED = {  # prefill and decode of the first model, then of the second
     HIGH: (11.82, 12.95, 12.40, 17.37),
     "A10": (4.15, 1.35, 4.18, 3.42),

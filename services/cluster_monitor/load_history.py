@@ -111,7 +111,7 @@ def kv_used(view: InstanceView) -> float:
     """Share of its KV blocks in use; NaN before its first heartbeat."""
     if not view.load.time_s:
         return float("nan")
-    return 1.0 - view.load.free_blocks / max(1, view.info.total_blocks)
+    return view.load.kv_used_share(view.info.total_blocks)
 
 
 def _add_up(totals: Totals, views: Sequence[InstanceView], values: NDArray[np.float64]) -> None:

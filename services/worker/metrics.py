@@ -72,7 +72,7 @@ class WorkerMetrics(Collector):
 
     def _of_engine(self, load: InstanceLoad, stats: EngineStats) -> Iterator[Metric]:
         labels = (self._model, "0")
-        used = 1 - load.free_blocks / max(1, self._info.total_blocks)
+        used = load.kv_used_share(self._info.total_blocks)
         for name, text, value in (
             ("vllm:num_requests_running", "Requests that the engine steps.", load.running),
             ("vllm:num_requests_waiting", "Requests in the engine's queue, KV waiters included.", load.waiting),

@@ -249,7 +249,7 @@ def kv_capacity_tokens(
 ) -> int:
     """Tokens of KV that an instance holds; negative when the weights alone do not fit.
 
-    Source: Huawei eq. 1 (R): C_s = t·(u·m − v) − a·P, divided by the KV bytes of a token. KV that several ranks must
+    Source: Huawei eq. 1: C_s = t·(u·m − v) − a·P, divided by the KV bytes of a token. KV that several ranks must
     each hold (fewer KV heads than ranks, a latent) counts once for each copy. Data-parallel engines that compute the
     experts together hold a share of them each.
     """

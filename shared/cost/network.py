@@ -46,8 +46,8 @@ def transfer_time_s(
 ) -> float:
     """Seconds to move the KV of `tokens` tokens; 0 for none.
 
-    Source: ThunderServe eq. 1 with the layer count and grouped-query attention put back (F):
-    `α + b·s·κ·(bits/16)/(η·β)`.
+    Source: ThunderServe eq. 1, to which we add the layer count and grouped-query attention:
+    `α + b·s·κ·(bits/16)/(η·β)`, where κ is `KvGeometry.bytes_per_token`.
     """
     if tokens <= 0:
         return 0.0

@@ -39,7 +39,7 @@ class KvGeometry(msgspec.Struct, frozen=True):
     head_dim: int
 
     def bytes_per_token(self, bytes_per_element: float) -> float:
-        """KV bytes of one token: K and V, all layers and heads (FORMULAS: kappa)."""
+        """KV bytes of one token: K and V, all layers and heads."""
         return 2.0 * self.layers * self.kv_heads * self.head_dim * bytes_per_element
 
 
@@ -131,6 +131,14 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     kv_ahead: tuple[int, ...] = ()
     accepted: tuple[int, ...] | None = None  # marks of recently accepted jobs; None: not reported
     promised: tuple[Promised, ...] = ()  # announced decodes that have not arrived
+
+    def kv_used_share(self, total_blocks: int) -> float:
+        """Share of the instance's `total_blocks` KV blocks that are in use, 0 to 1; 0 for an instance without blocks.
+
+        A load from before the first heartbeat (`time_s` is 0) has no free blocks, so that its share is 1: callers that
+        can meet such a load check `time_s` first.
+        """
+        return (total_blocks - self.free_blocks) / total_blocks if total_blocks else 0.0
 
     def by_name(self) -> dict[str, Any]:
         """Its fields by their names, for JSON that people read."""

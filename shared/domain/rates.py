@@ -4,7 +4,7 @@ import msgspec
 
 
 class HuaweiCost(msgspec.Struct, frozen=True):
-    """p1…p8 of one (machine, t). Source: Huawei eqs 3–4 (R). b: requests in a padded batch; lengths in tokens."""
+    """p1…p8 of one (machine, t). Source: Huawei eqs 3–4. b: requests in a padded batch; lengths in tokens."""
 
     p1: float
     p2: float

@@ -53,8 +53,8 @@ def predicted_tokens(job: JobView, end: PredictedEnd, unpredicted_tokens: int) -
 def is_heavy(job: JobView) -> bool:
     """Whether `job` counts as a heavy decode: more than `HEAVY_TOKENS` output tokens.
 
-    Source: TetriInfer 5.1 for the bound. F: the predicted median is compared (the middle of a mere range), and without
-    a prediction max_tokens, so that unpredicted jobs are spread by their number.
+    Source: TetriInfer 5.1 for the bound. Ours: the predicted median is compared (the middle of a mere range), and
+    without a prediction max_tokens, so that unpredicted jobs are spread by their number.
     """
     has_shares = job.prediction is not None and bool(job.prediction.shares)
     return predicted_tokens(job, PredictedEnd.P50 if has_shares else PredictedEnd.MIDDLE, job.max_tokens) > HEAVY_TOKENS

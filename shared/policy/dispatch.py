@@ -114,8 +114,8 @@ class RandomDispatch:
 class MemoryAware(ByPrediction):
     """Base of the policies that pick among the instances with free KV memory for the prompt and the predicted answer.
 
-    When no instance has that much free memory (by the last broadcast), the one with the most free memory takes the
-    job and lets it wait there (F).
+    If the last broadcast shows no instance with that much free memory, the policy picks the instance with the most free
+    memory, where the job waits until there is room. TetriInfer does not say what happens then; this rule is ours.
     """
 
     def choose(
@@ -131,15 +131,15 @@ class MemoryAware(ByPrediction):
         picked = self._pick(candidates, has_memory, is_heavy(job), rng, figures)
         if picked is not None:
             return _choice(f"dispatch:{self.name}", picked, figures)
-        fullest = max(
+        emptiest = max(
             (view for view in candidates if usable(view, context, exclude)),
             key=lambda view: (free_tokens(view), view.info.instance_id),
             default=None,
         )
-        if fullest is None:
+        if emptiest is None:
             return None
-        figures = {"need_tokens": need, "free_tokens": free_tokens(fullest)}
-        return _choice(f"dispatch:{self.name}, none has the memory: most free", fullest, figures)
+        figures = {"need_tokens": need, "free_tokens": free_tokens(emptiest)}
+        return _choice(f"dispatch:{self.name}, none has the memory: most free", emptiest, figures)
 
     def _pick(
         self, candidates: Sequence[InstanceView], has_memory: Accept, heavy: bool, rng: Random, figures: Figures
@@ -153,7 +153,7 @@ class PowerOfTwo(MemoryAware):
     """Of two random instances with enough memory, the one with less interference.
 
     The smaller (H + [heavy]) / (L + [light] + 1) wins, where H and L count the heavy and light decodes of an instance.
-    Source: TetriInfer 3.3.4. F: the "+1"; ties go to fewer decodes, then to more free memory.
+    Source: TetriInfer 3.3.4. Ours: the "+1"; ties go to fewer decodes, then to more free memory.
     """
 
     name: ClassVar[str] = "power_of_two"
@@ -208,7 +208,7 @@ def free_tokens(view: InstanceView) -> int:
 
 
 def interference(view: InstanceView, heavy: bool) -> float:
-    """Ratio of heavy to light decodes with the job on this instance. Source: TetriInfer 3.3.4; F: the "+1"."""
+    """Ratio of heavy to light decodes with the job on this instance. Source: TetriInfer 3.3.4; ours: the "+1"."""
     load = view.load
     lights = max(0, load.decoding - load.heavy_decodes)
     return (load.heavy_decodes + 1) / (lights + 1) if heavy else load.heavy_decodes / (lights + 2)

@@ -214,9 +214,9 @@ class DecodeSide:
 
         # Room: `room_s` until there is room for the job's KV to its end, and a seat; `behind_s` by which those who wait
         # for room wait longer; `memory` the cost of memory that is promised twice.
-        blocks, takes, fits_s = info.total_blocks, takes_tokens(view, prompt, saved), 0.0
+        takes, fits_s = takes_tokens(view, prompt, saved), 0.0
         self.room_s = self.behind_s = 0.0
-        self.memory = EVEN * (1.0 - load.free_blocks / blocks if blocks else 0.0)
+        self.memory = EVEN * load.kv_used_share(info.total_blocks)
         kept: Kept = context.kept.get(info.instance_id, ()) if context.kept else ()
         if load.kv_ahead or kept:
             fits_s = self.after_s * _steps_until_it_fits(view, takes, context.bound or job.max_tokens, kept)

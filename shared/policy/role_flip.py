@@ -105,7 +105,8 @@ def load_share(view: InstanceView) -> float:
     whichever is more.
     """
     load, info = view.load, view.info
-    used = min(1.0, max(0.0, (info.total_blocks - load.free_blocks) / max(1, info.total_blocks)))
+    # The numbers come from another process: a wrong count of blocks must not lead to a share outside 0..1.
+    used = min(1.0, max(0.0, load.kv_used_share(info.total_blocks)))
     if view.role is Role.DECODE:
         return used
     return max(used, min(1.0, load.queued_prefill_tokens / max(1, info.chunk_size)))

@@ -130,5 +130,5 @@ def _numbers(view: InstanceView) -> tuple[int, int, int, float]:
     """Role, decodes, queued prompt tokens and share of the KV memory; a dead instance has the role -1 and no KV."""
     dead, load = view.state is InstanceState.DEAD, view.load
     role = -1 if dead else int(view.role is Role.DECODE)
-    kv_share = 0.0 if dead else 1.0 - load.free_blocks / view.info.total_blocks
+    kv_share = 0.0 if dead else load.kv_used_share(view.info.total_blocks)
     return role, load.decoding, load.queued_prefill_tokens, kv_share

@@ -124,20 +124,21 @@ class RunSpec:
 
     step_budget: each engine has one, whatever its limits say. role_flip: the policy decides every `role_flip_every_s`,
     and does not undo what `flips` orders for `role_flip_respects_s`. streaming: KV leaves chunk by chunk while the
-    prompt is still being computed. network: between instances that stand on nodes. broadcast_s: age at which the loads
-    that decisions see are read again. fresh_prefixes: placements see prefix caches as they are, not as old as the
-    loads, to show what perfect knowledge would bring. gateway_s: from arrival to placement; hop_s: from a decision to
-    the instance; token_s: from an engine's token to the client. flip_s: a role flip, without its drain (TetriInfer: 5–7
-    ms). patience_s: how long a request waits in all, since its last token, for an instance that can take it, before it
-    is refused. job_timeout_s: from arrival to the last token; requests that take longer are stopped. max_queued_jobs,
-    max_queued_tokens: requests that do not decode yet, and their prompt tokens, beyond which new requests are refused
-    at once; requests of classes that are delayed do not count, and wait for at most `delay_s`. returns: how often a
-    client sends a refused request again, at the time that it was given. moves: how often at most a stream goes on
-    elsewhere when its KV blocks were taken back. drain_timeout_s: a flip whose drain takes longer is given up, and the
-    instance keeps its role. max_tokens: the output limit that clients set at least, which is all that policies know of
-    a length without a prediction; None: the true length. concurrency: a closed loop of so many clients, which ignores
-    the workload's arrivals and sends a request when one has ended. sample_s: spacing of the load timeline, 0 for none.
-    stepwise: one event for each engine step, to check macro-steps.
+    prompt is still being computed. network: between instances that stand on nodes. broadcast_s: policies decide on a
+    copy of the instances' loads; a decision that finds the copy this old or older copies the loads anew.
+    fresh_prefixes: placements see prefix caches as they are, not as old as the loads, to show what perfect knowledge
+    would bring. gateway_s: from arrival to placement; hop_s: from a decision to the instance; token_s: from an engine's
+    token to the client. flip_s: a role flip, without its drain (TetriInfer: 5–7 ms). patience_s: how long a request
+    waits in all, since its last token, for an instance that can take it, before it is refused. job_timeout_s: from
+    arrival to the last token; requests that take longer are stopped. max_queued_jobs, max_queued_tokens: requests that
+    do not decode yet, and their prompt tokens, beyond which new requests are refused at once; requests of classes that
+    are delayed do not count, and wait for at most `delay_s`. returns: how often a client sends a refused request again,
+    at the time that it was given. moves: how often at most a stream goes on elsewhere when its KV blocks were taken
+    back. drain_timeout_s: a flip whose drain takes longer is given up, and the instance keeps its role. max_tokens: the
+    output limit that clients set at least, which is all that policies know of a length without a prediction; None: the
+    true length. concurrency: a closed loop of so many clients, which ignores the workload's arrivals and sends a
+    request when one has ended. sample_s: spacing of the load timeline, 0 for none. stepwise: one event for each engine
+    step, to check macro-steps.
     """
 
     label: str = "default"

@@ -1,8 +1,7 @@
 """Every policy of the registry is one that services use: all processes follow it, and a job is served under it."""
 
 import asyncio
-import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from tests.services.control_plane import until
 from tests.services.live_suite import LiveSuite, live_suite, pipelines
 
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
-DOCS = Path(__file__).parents[2] / "docs"
 BASE = {"placement": "least_load", "split": "full", "dispatch": "power_of_two"}  # every job passes both instances
 NEEDED: dict[str, dict[str, Any]] = {"plan": {"routes": [["p0", "d0", 1]]}, "single": {"instance": "p0"}}
 ALL = [(kind, name) for kind, table in registry.KINDS.items() for name in table]
@@ -149,20 +147,3 @@ async def test_under_cronus_requests_wait_at_the_gateway_until_the_prefill_insta
         changes += [(spans[Span.QUEUE].started_s, 1), (spans[Span.PREFILL].ended_s, -1)]
     inside = accumulate(change for _, change in sorted(changes))
     assert max(inside) <= 2
-
-
-def documented() -> Iterator[tuple[str, set[str]]]:
-    """The table of docs/deciding.md: a kind and the policies that it names."""
-    for line in (DOCS / "deciding.md").read_text().splitlines():
-        found = re.match(r"\| `(\w+)` \| (.*?) \|", line)
-        if found and found[1] in KINDS:
-            yield found[1], set(re.findall(r"`(\w+)`", found[2]))
-
-
-def test_the_docs_name_exactly_the_policies_that_there_are() -> None:
-    assert dict(documented()) == {kind: set(table) for kind, table in registry.KINDS.items()}
-
-
-def test_the_policies_that_the_simulator_takes_are_those() -> None:
-    (line,) = re.findall(r"^Kinds: (.*?)\. ", (DOCS / "simulate.md").read_text(), re.MULTILINE)
-    assert re.findall(r"`(\w+)`", line) == list(KINDS)

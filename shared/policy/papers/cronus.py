@@ -69,7 +69,7 @@ class CronusSplit:
     gateway while every prefill instance has this many prompts to compute (`place`), so that each split rests on fresh
     loads; 0: it does not wait. The prefill instance computes the whole prompt without measured rates, without free KV
     blocks for the prompt, and without room beside the decodes.
-    Source: Cronus 4.2 and algorithm 1. F, where the print is garbled: the guard on n_p, the context of the first and
+    Source: Cronus 4.2 and algorithm 1. Ours, where the print is garbled: the guard on n_p, the context of the first and
     the last iteration.
     Ours, and off by default (see `BalancedSplit`): include_zero: L_p = 0, the whole prompt on the decode instance, is a
     candidate, too. queue_aware: the queues of both instances count, instead of waiting until they are empty.

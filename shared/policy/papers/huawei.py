@@ -38,7 +38,7 @@ class Penalty(StrEnum):
 
 
 def batch_time_s(cost: HuaweiCost, capacity_tokens: int, prompt: int, output: int) -> float:
-    """T: seconds of the largest batch of such jobs that fits, over its size. Source: Huawei eqs 5 and 6 (R)."""
+    """T: seconds of the largest batch of such jobs that fits, over its size. Source: Huawei eqs 5 and 6."""
     batch = max(1, capacity_tokens // max(1, prompt + output))
     seconds = cost.prefill_s(batch, prompt) + (cost.decode_s(batch, prompt, output) if output else 0.0)
     return max(MIN_BATCH_S, seconds / batch)
@@ -121,8 +121,8 @@ class Workload(Memory):
     W_rs = T_rs · factor(u_s); T_rs is the time of a batch of jobs like r that fills the instance, over its size; u_s
     the share of the instance's KV that its unfinished jobs need, prompt and predicted output. On a prefill instance
     the output does not count. Kinds without a measured batch cost get the mean T of the measured ones, or 1.
-    Source: Huawei eqs 5–8 (R) and algorithm 2; `penalty` exp is a reading of eq. 7, the others are alternatives to it.
-    F: equal scores are broken at random, once a broadcast.
+    Source: Huawei eqs 5–8 and algorithm 2; `penalty` exp is a reading of eq. 7, the others are alternatives to it.
+    Ours: equal scores are broken at random, once a broadcast.
     """
 
     name: ClassVar[str] = "workload"
@@ -153,7 +153,7 @@ def _kinds(index: ClusterIndex, rng: Random) -> list[_Kind]:
 class Weighted:
     """Each candidate in turn, as often as its `rates.weight` says, spread evenly over the turns.
 
-    Source: Huawei 5.2, WRR. F: the order of the turns (`ledger.Rotation`).
+    Source: Huawei 5.2, WRR. Ours: the order of the turns (`ledger.Rotation`).
     """
 
     name: ClassVar[str] = "weighted"

@@ -18,7 +18,8 @@ from shared.policy.role_flip import FlipContext, FlipDecision, FlipHistory, drai
 class WorstCase(MemoryAware):
     """Every heavy decode goes to the same instance, the first by id, until its memory is full, then to the next.
 
-    Source: TetriInfer 5.2.3, "imbalance", a worst case to compare with. F: a light decode goes to a random instance.
+    Source: TetriInfer 5.2.3, "imbalance", a worst case to compare with. Ours: a light decode goes to a random
+    instance.
     """
 
     name: ClassVar[str] = "worst_case"
@@ -36,8 +37,8 @@ class ReserveStatic(ByPrediction):
 
     reserve_all (ours): admit if and only if all running jobs and this one fit at their predicted full lengths, and the
     prompt fits now, because jobs outgrow their predictions.
-    Source: TetriInfer 3.4, reserve-static; 5.2.3 for the lower end of the predicted range. F: where no job runs, the
-    prompt alone decides, so that no job waits for ever.
+    Source: TetriInfer 3.4, reserve-static; 5.2.3 for the lower end of the predicted range. Ours: where no job runs,
+    the prompt alone decides, so that no job waits for ever.
     """
 
     name: ClassVar[str] = "reserve_static"
@@ -58,8 +59,8 @@ class ReserveDynamic(ByPrediction):
     """Admit if and only if memory is left when the first of the running jobs and this one is predicted to end.
 
     With k the shortest predicted remaining length, every context grows by k; each is rounded up to whole blocks.
-    Source: TetriInfer 3.4, reserve-dynamic; 5.2.3 for the lower end of the predicted range. F: the prompt must fit now,
-    and it alone decides where no job runs.
+    Source: TetriInfer 3.4, reserve-dynamic; 5.2.3 for the lower end of the predicted range. Ours: the prompt must fit
+    now, and it alone decides where no job runs.
     """
 
     name: ClassVar[str] = "reserve_dynamic"
@@ -77,8 +78,8 @@ class ReserveDynamic(ByPrediction):
 class IdleFlip:
     """An instance whose load stayed under `threshold_share` for `for_s` flips, if the other role has work.
 
-    Source: TetriInfer 3.5 (under 10 % for a minute; idle for a minute in 5.1). F: the last ready instance of a role
-    does not flip, none flips while another drains or while the other role is idle, too.
+    Source: TetriInfer 3.5 (under 10 % for a minute; idle for a minute in 5.1). Ours: the last ready instance of a
+    role does not flip, none flips while another drains or while the other role is idle, too.
     """
 
     name: ClassVar[str] = "idle"

@@ -32,7 +32,7 @@ class PlanRoutes:
 
     Pairs that are not ready have no turn, and their share goes to the others in proportion. While no pair can take the
     job, the least loaded candidate does.
-    Source: ThunderServe 3.3 for routes as shares of pairs. F: the order of the turns (`ledger.Rotation`).
+    Source: ThunderServe 3.3 for routes as shares of pairs. Ours: the order of the turns (`ledger.Rotation`).
     """
 
     name: ClassVar[str] = "plan"

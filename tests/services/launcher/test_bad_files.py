@@ -12,6 +12,7 @@ from services.launcher.plan import make_plan
 from services.launcher.preflight import preflight
 from services.launcher.up import UpOptions, cluster_of
 from shared.errors import InvalidRequest, PolyphaseError
+from shared.policy.registry import DISPATCH, KINDS
 
 HEAD = "name: bad\nmodel: models/demo\n"
 TAIL = "instances:\n  - {id: p, role: prefill}\n  - {id: d, role: decode}\n"
@@ -116,11 +117,11 @@ BAD: dict[str, tuple[str, str]] = {  # "Known: …" stands for a list that grows
     ),
     "policy": (
         HEAD + "policies:\n  dispatch: rndom\n" + TAIL,
-        "c.yaml:4: policies.dispatch: unknown dispatch policy 'rndom'; known: adaptive, power_of_two, random, spread, worst_case; did you mean random?",
+        f"c.yaml:4: policies.dispatch: unknown dispatch policy 'rndom'; known: {', '.join(sorted(DISPATCH))}; did you mean random?",
     ),
     "policy_kind": (
         HEAD + "policies:\n  dispach: random\n" + TAIL,
-        "c.yaml:4: policies.dispach: no kind of policy 'dispach'; known: placement, split, dispatch, prefill_order, decode_admission, step_budget, role_flip; did you mean dispatch?",
+        f"c.yaml:4: policies.dispach: no kind of policy 'dispach'; known: {', '.join(KINDS)}; did you mean dispatch?",
     ),
     "policy_parameter": (
         HEAD + "policies:\n  split: {name: fraction, fracton: 0.5}\n" + TAIL,

@@ -1,5 +1,8 @@
 """Policies as a person writes them."""
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,8 @@ from shared.policy.papers.tetriinfer import IdleFlip, ReserveStatic
 from shared.policy.papers.thunderserve import PlanRoute, PlanRoutes
 from shared.policy.registry import from_file, from_words, in_words
 from shared.policy.split import FractionSplit
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_every_name_makes_its_policy() -> None:
@@ -137,3 +142,23 @@ def test_words_are_read_as_they_are_written(kind: str) -> None:
 )
 def test_parameters_of_every_type(spec: PolicySpec) -> None:
     assert from_words(f" placement = {in_words(spec)} ") == {"placement": spec}
+
+
+# The documentation names what the registry has
+
+
+def documented() -> Iterator[tuple[str, set[str]]]:
+    """The table of docs/deciding.md: a kind and the policies that it names."""
+    for line in (DOCS / "deciding.md").read_text().splitlines():
+        found = re.match(r"\| `(\w+)` \| (.*?) \|", line)
+        if found and found[1] in KINDS:
+            yield found[1], set(re.findall(r"`(\w+)`", found[2]))
+
+
+def test_the_docs_name_exactly_the_policies_that_there_are() -> None:
+    assert dict(documented()) == {kind: set(table) for kind, table in registry.KINDS.items()}
+
+
+def test_the_policies_that_the_simulator_takes_are_those() -> None:
+    (line,) = re.findall(r"^Kinds: (.*?)\. ", (DOCS / "simulate.md").read_text(), re.MULTILINE)
+    assert re.findall(r"`(\w+)`", line) == list(KINDS)
