@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.domain.prompt import PrefixDelta, block_hashes
-from shared.policy.prefix_index import PrefixIndex, ReachableBlocks, saved_tokens
+from shared.policy.prefix_index import PrefixIndex, ReachableBlocks, run_length, saved_tokens
 from tests.shared.policy import views
 
 TOKENS = 4
@@ -46,6 +46,14 @@ def without(held: dict[int, None], prompt: Sequence[int], count: int) -> dict[in
 
 def run(held: dict[int, None], prompt: Sequence[int]) -> int:
     return next((at for at, block in enumerate(prompt) if block not in held), len(prompt))
+
+
+@pytest.mark.parametrize("end", range(4))
+@pytest.mark.parametrize("held", range(4))
+def test_the_length_of_a_run_is_found_among_the_first_blocks(held: int, end: int) -> None:
+    a_b_c, length = (11, 22, 33), min(held, end)
+    for known in range(length + 1):
+        assert run_length(a_b_c, lambda block: block not in a_b_c[:held], known, end) == length
 
 
 @given(steps, st.integers(1, 4))
@@ -103,7 +111,7 @@ def test_with_too_many_blocks_it_knows_less_and_nothing_wrong(
             index.forget(name)
         assert len(index) == 0
         assert not index.holders(PROMPTS[0], 9)
-        assert not index._holders
+        assert len(index._table) == 0
 
 
 def test_a_delta_that_comes_twice_or_from_another_life_is_a_lost_one() -> None:
@@ -146,7 +154,7 @@ def test_holders_of_a_block_come_and_go_in_any_number() -> None:
     for number, name in enumerate(names):
         assert index.apply(name, PrefixDelta(1, 1, removed=list(block)))
         assert [holder for holder, _ in index.holders(block, 99)] == names[number + 1 :]
-    assert (len(index), index._holders) == (0, {})
+    assert (len(index), len(index._table)) == (0, 0)
 
 
 # What of a cache can be hit, against counting it anew each time
