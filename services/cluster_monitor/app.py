@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from services.cluster_monitor.broadcaster import Broadcaster, Heartbeats, Wires
 from services.cluster_monitor.events import Events
 from services.cluster_monitor.history import SERVED_S, History
-from services.cluster_monitor.lease import NAME, Lease, Turn
+from services.cluster_monitor.lease import NAME, LeaderTerm, Lease
 from services.cluster_monitor.metrics import ClusterCollector, count_detections
 from services.cluster_monitor.operations import OperationLog, Operations, PolicyController, RoleController, facts_now
 from services.cluster_monitor.policy_book import Followers, PolicyBook
@@ -22,7 +22,7 @@ from services.cluster_monitor.settings import MonitorSettings
 from services.cluster_monitor.situation import PERIOD_S as WATCH_S
 from services.cluster_monitor.situation import Judge, Peers, Watch
 from services.cluster_monitor.slo import DemandService, SloService
-from services.cluster_monitor.state import State, Turns
+from services.cluster_monitor.state import Leadership, State
 from shared.domain.policies import PolicySet
 from shared.errors import PolyphaseError
 from shared.policy.registry import from_file
@@ -44,59 +44,64 @@ DEMAND_S = 1.0  # between two looks at what schedulers report
 
 def create_app(settings: MonitorSettings) -> FastAPI:
     """The service. Raises InvalidRequest for an unknown policy before anything starts."""
-    metrics, turns = CollectorRegistry(), Turns(settings.monitor_id)
-    metrics.register(turns)
+    metrics, leadership = CollectorRegistry(), Leadership(settings.monitor_id)
+    metrics.register(leadership)
     file = from_file(settings.policies)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.turns = turns
+        app.state.leadership = leadership
         async with AsyncExitStack() as stack:
             wires = Wires(stack, settings)
             if settings.lease_s:
-                await _act_in_turns(stack, settings, turns, wires, file)
+                await _act_in_terms(stack, settings, leadership, wires, file)
             else:
-                turns.state = await _act(stack, settings, turns, wires, Turn(), file)
+                leadership.state = await _act(stack, settings, leadership, wires, LeaderTerm(), file)
             yield
 
-    app = service_app("cluster_monitor", lifespan, metrics, standing=turns.describe, token=settings.token())
+    app = service_app("cluster_monitor", lifespan, metrics, standing=leadership.describe, token=settings.token())
     app.include_router(router)
     app.include_router(targets_router(settings.scrape))
     return app
 
 
-async def _act_in_turns(
-    stack: AsyncExitStack, settings: MonitorSettings, turns: Turns, wires: Wires, file: PolicySet
+async def _act_in_terms(
+    stack: AsyncExitStack, settings: MonitorSettings, leadership: Leadership, wires: Wires, file: PolicySet
 ) -> None:
     """Act whenever this monitor holds the lease."""
     store = LeaseStore(settings.database_url, NAME, settings.lease_s / 3)
     stack.push_async_callback(store.close)
-    lease = turns.lease = Lease(store, settings.monitor_id, settings.url, settings.lease_s)
+    lease = leadership.lease = Lease(store, settings.monitor_id, settings.url, settings.lease_s)
     wires.on_epoch = lease.note_epoch
     stack.push_async_callback(lease.give_back)
 
-    async def take_turns() -> None:
+    async def take_terms() -> None:
         await migrated(settings.database_url)
         tasks.start("lease", lease.run())
         while True:
-            turn = await lease.gained()
+            term = await lease.gained()
             async with AsyncExitStack() as parts:
-                turns.state = await _act(parts, settings, turns, wires, turn, file)
-                await lease.lost(turn.epoch)
-                turns.state = None
+                leadership.state = await _act(parts, settings, leadership, wires, term, file)
+                await lease.lost(term.epoch)
+                leadership.state = None
 
     tasks = await stack.enter_async_context(background())
-    tasks.start("turns", take_turns())
+    tasks.start("terms", take_terms())
 
 
 async def _act(
-    stack: AsyncExitStack, settings: MonitorSettings, turns: Turns, wires: Wires, turn: Turn, file: PolicySet
+    stack: AsyncExitStack,
+    settings: MonitorSettings,
+    leadership: Leadership,
+    wires: Wires,
+    term: LeaderTerm,
+    file: PolicySet,
 ) -> State:
     """The parts of an acting monitor, at work until the stack closes."""
-    metrics = turns.metrics = CollectorRegistry()
-    engine = open_engine(settings.database_url, idle_s=None if turn.alone else settings.lease_s / 2)
+    metrics = leadership.metrics = CollectorRegistry()
+    engine = open_engine(settings.database_url, idle_s=None if term.alone else settings.lease_s / 2)
     stack.push_async_callback(engine.dispose)
-    store = WriteBehind(engine, metrics, capacity=settings.queue_rows, fence=turn.fence())
+    store = WriteBehind(engine, metrics, capacity=settings.queue_rows, fence=term.fence())
 
     registry, memory, events = Registry(settings, wires.sockets), Memory(), Events(store)
     stack.callback(registry.close)
@@ -114,14 +119,14 @@ async def _act(
             events.note(EventKind.POLICIES_CHANGED, f"by {who}: {text}")
 
     book, followers = PolicyBook(file, store, policies_changed), Followers(registry)
-    broadcaster = Broadcaster(settings, registry, book, wires.publisher, memory, turn)
+    broadcaster = Broadcaster(settings, registry, book, wires.publisher, memory, term)
     stack.callback(broadcaster.close)
     beats = Heartbeats(registry, memory, broadcaster, settings.broadcast_period_s)
     stack.enter_context(wires.handing_to(beats))
     metrics.register(ClusterCollector(registry, beats, broadcaster, slo, wires.subscriber))
 
     operation_log = OperationLog(store, metrics, events.operated)
-    operations = Operations(settings, registry, operation_log, turn)
+    operations = Operations(settings, registry, operation_log, term)
     controller = PolicyController(
         broadcaster.view,
         lambda: facts_now(demand.demand(), operation_log.newest_first(), settings.role_flip_respects_s),
@@ -142,7 +147,7 @@ async def _act(
 
     tasks = await stack.enter_async_context(background())
     stack.callback(history.close)
-    tasks.start("write-behind", store.run(migrated=not turn.alone))
+    tasks.start("write-behind", store.run(migrated=not term.alone))
     tasks.start("recall", _recall(settings, store, engine, registry, memory, operation_log, events))
     tasks.start("recall policies", _recall_policies(store, engine, book))
     tasks.start("silence", beats.watch())

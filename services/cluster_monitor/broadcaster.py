@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, contextmanager
 
 import msgspec
 
-from services.cluster_monitor.lease import Turn
+from services.cluster_monitor.lease import LeaderTerm
 from services.cluster_monitor.policy_book import PolicyBook
 from services.cluster_monitor.registry import Memory, Record, Registry
 from services.cluster_monitor.settings import MonitorSettings
@@ -51,12 +51,12 @@ class Broadcaster:
         book: PolicyBook,
         publisher: ClusterPublisher,
         memory: Memory,
-        turn: Turn,
+        term: LeaderTerm,
     ) -> None:
         self._registry = registry
         self._book = book
         self._memory = memory
-        self._turn = turn
+        self._term = term
         self._loop = asyncio.get_running_loop()
         self._loud_mono = self._loop.time() + settings.quiet_start_s
         self._period_s = settings.broadcast_period_s
@@ -71,7 +71,7 @@ class Broadcaster:
         self._alarm = Alarm(self.publish)
         self._closed = False
         self._publisher = publisher
-        publisher.epoch, publisher.on_wanted = turn.epoch, self._on_request
+        publisher.epoch, publisher.on_wanted = term.epoch, self._on_request
         registry.on_change(lambda record, before: self.changed(record))
         registry.on_renewed(self.renewed)
         registry.on_gone(lambda record, how, why: self.changed(record))
@@ -90,7 +90,7 @@ class Broadcaster:
         if self._closed or not (self._memory.empty or self._loop.time() >= self._loud_mono):
             return False
         try:
-            self._turn.check()
+            self._term.check()
         except Standby:
             return False
         return True

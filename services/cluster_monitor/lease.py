@@ -21,11 +21,11 @@ RENEWALS = 6  # of a lease's length
 _MARGIN = 0.1  # of a lease's length, by which its holder stops before another one may begin
 
 
-class Turn:
+class LeaderTerm:
     """A time during which this monitor acts. Call `check` before each act, and again before reporting its success.
 
-    A turn of a lease's holder ends with the lease, and stays over even where the same monitor takes the lease again.
-    Without a lease the monitor is alone: its only turn, of epoch 0, does not end.
+    A term of a lease's holder ends with the lease, and stays over even where the same monitor takes the lease again.
+    Without a lease the monitor is alone: its only term, of epoch 0, does not end.
     """
 
     def __init__(self, lease: "Lease | None" = None, epoch: int = 0) -> None:
@@ -37,7 +37,7 @@ class Turn:
         return self._lease is None
 
     def check(self) -> None:
-        """Raises Standby once the turn is over or may be over."""
+        """Raises Standby once the term is over or may be over."""
         if self._lease is None:
             return
         self._lease.check()
@@ -45,17 +45,17 @@ class Turn:
             raise Standby(f"{self._lease.holder} has begun another turn meanwhile")
 
     def fence(self) -> Fence | None:
-        """Lets the database be written during this turn only."""
+        """Lets the database be written during this term only."""
         return None if self._lease is None else self._lease.fence(self.epoch)
 
 
 class Lease:
     """Keeps the lease, or waits for it, while `run` runs.
 
-    A holder that cannot renew the lease in time stops acting. Its turn goes on if a later renewal succeeds, since no
-    other monitor can have held the lease in between; if another one has, the turn is over.
+    A holder that cannot renew the lease in time stops acting. Its term goes on if a later renewal succeeds, since no
+    other monitor can have held the lease in between; if another one has, the term is over.
 
-    A holder that notes a higher epoch than its own ends its turn and takes the lease again with an epoch above it,
+    A holder that notes a higher epoch than its own ends its term and takes the lease again with an epoch above it,
     because instances do not obey a lower one. This happens where the database was lost and the clock set back.
     """
 
@@ -71,11 +71,11 @@ class Lease:
         self._seen_mono: float | None = None  # since when the row has been unchanged
         self._noted_epoch = 0
         self._trouble = ""
-        self._changed = asyncio.Event()  # set for a moment whenever a turn begins or ends
+        self._changed = asyncio.Event()  # set for a moment whenever a term begins or ends
 
     @property
     def epoch(self) -> int:
-        """Of our turn; 0 outside of one."""
+        """Of our term; 0 outside of one."""
         return self._mine.epoch if self._mine is not None else 0
 
     @property
@@ -89,7 +89,7 @@ class Lease:
             raise Standby(f"{self.holder} does not act: {self.describe()}")
 
     def fence(self, epoch: int) -> Fence:
-        """Lets write while it is still the turn of that epoch."""
+        """Lets write while it is still the term of that epoch."""
         return partial(self._store.allows, epoch=epoch)
 
     def note_epoch(self, epoch: int) -> None:
@@ -109,14 +109,14 @@ class Lease:
             return "no monitor acts yet"
         return f"{self._seen.holder} at {self._seen.url} acts, as far as it has seen"
 
-    async def gained(self) -> Turn:
-        """Wait for this monitor's turn; returns at once within one."""
+    async def gained(self) -> LeaderTerm:
+        """Wait for this monitor's term; returns at once within one."""
         while self._mine is None:
             await self._changed.wait()
-        return Turn(self, self._mine.epoch)
+        return LeaderTerm(self, self._mine.epoch)
 
     async def lost(self, epoch: int) -> None:
-        """Wait for the end of the turn of that epoch."""
+        """Wait for the end of the term of that epoch."""
         while self.epoch == epoch:
             await self._changed.wait()
 
@@ -175,7 +175,7 @@ class Lease:
             self._lose(None)
 
     async def _raise_epoch(self, mine: Held) -> None:
-        """End this turn and begin one above every epoch that was received; another monitor may take the lease first."""
+        """End this term and begin one above every epoch that was received; another monitor may take the lease first."""
         log.error(
             "the cluster has obeyed a later monitor than this one; this one takes the lease with a higher epoch",
             epoch=mine.epoch,

@@ -25,7 +25,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from services.cluster_monitor.lease import Turn
+from services.cluster_monitor.lease import LeaderTerm
 from services.cluster_monitor.registry import Record, Registry
 from services.cluster_monitor.settings import MonitorSettings
 from shared.domain.demand import Demand, RolesWanted
@@ -92,12 +92,12 @@ class Operations:
     """
 
     def __init__(
-        self, settings: MonitorSettings, registry: Registry, operation_log: "OperationLog", turn: Turn
+        self, settings: MonitorSettings, registry: Registry, operation_log: "OperationLog", term: LeaderTerm
     ) -> None:
         self._settings = settings
         self._registry = registry
         self._log = operation_log
-        self._turn = turn
+        self._term = term
         self._running: dict[str, asyncio.Event] = {}  # set at the end of each operation, by operation id
 
     async def run(self, request: OperationRequest) -> Operation:
@@ -167,13 +167,13 @@ class Operations:
         try:
             async with asyncio.timeout(request.left_s()):
                 await self._take_steps(record, request, operation)
-            self._turn.check()  # another monitor may act by now, and may have undone the operation
+            self._term.check()  # another monitor may act by now, and may have undone the operation
         except TimeoutError:
             late = DeadlineExceeded(f"{operation.kind} of {record.instance_id}: not done by its deadline")
-            failure = self._unknown_after_turn(operation) or late
+            failure = self._unknown_after_term(operation) or late
             raise failure from None
         except PolyphaseError as error:
-            failure = self._unknown_after_turn(operation) or error
+            failure = self._unknown_after_term(operation) or error
             if failure is error:
                 raise
             raise failure from error
@@ -188,10 +188,10 @@ class Operations:
             del self._running[operation.operation_id]
             ended.set()
 
-    def _unknown_after_turn(self, operation: Operation) -> OutcomeUnknown | None:
-        """If this monitor's turn is over, the outcome of the operation is unknown."""
+    def _unknown_after_term(self, operation: Operation) -> OutcomeUnknown | None:
+        """If this monitor's term is over, the outcome of the operation is unknown."""
         try:
-            self._turn.check()
+            self._term.check()
         except Standby as over:
             text = f"whether the {operation.kind} of {operation.instance_id} was carried out is unknown: {over.message}"
             return OutcomeUnknown(text, operation_id=operation.operation_id)
@@ -214,13 +214,13 @@ class Operations:
 
     async def _drain(self, record: Record, request: OperationRequest, operation: Operation) -> None:
         """Wait for the instance's work to end. It goes on draining when some is left."""
-        self._turn.check()
+        self._term.check()
         limit_s = request.drain_timeout_s or self._settings.drain_timeout_s
         record.resumed_mono = -math.inf
         started = asyncio.get_running_loop().time()
         try:
             reply = await record.client.call(
-                DRAIN, DrainRequest(limit_s, self._turn.epoch), timeout_s=limit_s + self._settings.rpc_timeout_s
+                DRAIN, DrainRequest(limit_s, self._term.epoch), timeout_s=limit_s + self._settings.rpc_timeout_s
             )
         finally:
             operation.drain_s = asyncio.get_running_loop().time() - started
@@ -231,9 +231,9 @@ class Operations:
             )
 
     async def _change_role(self, record: Record, operation: Operation) -> None:
-        self._turn.check()
+        self._term.check()
         target = operation.to_role
-        request = FlipRequest(target, self._turn.epoch)
+        request = FlipRequest(target, self._term.epoch)
         reply = await record.client.call(FLIP, request, timeout_s=self._settings.rpc_timeout_s)
         operation.flip_s = reply.duration_s
         if reply.role is not target:
@@ -247,8 +247,8 @@ class Operations:
             ) from error
 
     async def _resume(self, record: Record) -> None:
-        self._turn.check()
-        await record.client.call(RESUME, ResumeRequest(self._turn.epoch), timeout_s=self._settings.rpc_timeout_s)
+        self._term.check()
+        await record.client.call(RESUME, ResumeRequest(self._term.epoch), timeout_s=self._settings.rpc_timeout_s)
         record.draining, record.resumed_mono = False, asyncio.get_running_loop().time()
 
     async def _undo(self, record: Record) -> None:

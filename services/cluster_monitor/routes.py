@@ -25,7 +25,7 @@ from services.cluster_monitor.edge import (
 from services.cluster_monitor.history import Grid
 from services.cluster_monitor.registry import Record
 from services.cluster_monitor.settings import ScrapeTarget
-from services.cluster_monitor.state import State, Turns
+from services.cluster_monitor.state import Leadership, State
 from shared.domain.instance import Role
 from shared.domain.route import PolicySpec
 from shared.errors import PolyphaseError, Unavailable
@@ -54,8 +54,8 @@ Limit = Annotated[int, Query(ge=1, le=1_000)]
 
 
 async def _state(request: Request) -> State:
-    turns: Turns = request.app.state.turns
-    return turns.acting()
+    leadership: Leadership = request.app.state.leadership
+    return leadership.acting()
 
 
 Monitor = Annotated[State, Depends(_state)]

@@ -22,7 +22,7 @@ from shared.store.write_behind import WriteBehind
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The parts of an acting monitor; built when its turn begins."""
+    """The parts of an acting monitor; built when its term begins."""
 
     registry: Registry
     memory: Memory
@@ -40,8 +40,8 @@ class State:
     judge: Judge
 
 
-class Turns(Collector):
-    """The monitor's present turn, if it has one. Metrics of a turn are collected during that turn only."""
+class Leadership(Collector):
+    """The monitor's present term, if it has one. Metrics of a term are collected during that term only."""
 
     def __init__(self, monitor_id: str) -> None:
         self._monitor_id = monitor_id

@@ -13,7 +13,7 @@ from shared.domain.job import Slo, tight_gaps
 from shared.errors import InvalidRequest, NotFound, PolyphaseError
 from shared.files.places import Places
 from shared.files.yaml_file import Document, parse_document
-from shared.plan.answer import Asked, Wanted
+from shared.plan.answer import PlanGoals, PlanRequest
 from shared.plan.inventory import Inventory, checked, located
 from shared.sim.workload import Workload, made
 
@@ -89,14 +89,14 @@ class SearchIn(_Edge):
     chunk_size: Annotated[int, Field(ge=1, le=1 << 20)] = 2048
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 1
 
-    def resolved(self, library: Library, search_s: float) -> Asked:
+    def resolved(self, library: Library, search_s: float) -> PlanRequest:
         """As the planner takes it; no search takes longer than `search_s` seconds.
 
         Raises InvalidRequest that names the key.
         """
-        options = self.model_dump(include=set(Wanted.__dataclass_fields__) - {"seconds"})
-        wanted = Wanted(**options, seconds=min(self.seconds or Wanted().seconds, search_s))
-        wanted.check()
+        options = self.model_dump(include=set(PlanGoals.__dataclass_fields__) - {"seconds"})
+        goals = PlanGoals(**options, seconds=min(self.seconds or PlanGoals().seconds, search_s))
+        goals.check()
         try:
             bundled_geometry(self.model)
         except NotFound as error:
@@ -105,7 +105,7 @@ class SearchIn(_Edge):
         inventory, name = _inventory(self.inventory, library)
         shop = Workshop(library, bundled_geometry(self.model))
         slo = Slo(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s, itl_s=self.slo.itl_s or 0.0)
-        return Asked.of(wanted, name, inventory, self.model, shop, self._workload(), slo)
+        return PlanRequest.build(goals, name, inventory, self.model, shop, self._workload(), slo)
 
     def _workload(self) -> Workload:
         if isinstance(self.workload, str):

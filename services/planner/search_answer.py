@@ -7,7 +7,7 @@ from typing import Any
 from services.planner.edge import SearchIn
 from services.planner.search_process import Answer
 from shared.cost.library import Library
-from shared.plan.answer import Asked, answered, cluster_file, figures, why
+from shared.plan.answer import PlanRequest, answered, cluster_file, figures, why
 from shared.plan.search import Outcome, Tell
 
 
@@ -18,7 +18,7 @@ def answer(request: str, seconds: float, tell: Tell) -> Answer:
     return Answer(result(asked, outcomes), outcomes[0].stopped)
 
 
-def result(asked: Asked, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def result(asked: PlanRequest, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """The first outcome as JSON, with those that it is compared with."""
     problem, chosen = asked.problem, outcomes[0]
     plan, names = chosen.plan, chosen.plan.names(problem)
@@ -56,7 +56,7 @@ def result(asked: Asked, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def _promise(asked: Asked, one: Outcome) -> dict[str, float | None]:
+def _promise(asked: PlanRequest, one: Outcome) -> dict[str, float | None]:
     known = figures(one)
     return {
         "goodput": one.promise.goodput,

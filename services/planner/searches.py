@@ -16,7 +16,7 @@ from services.planner.search_process import COMMAND, Answer, Failed, Progress, S
 from services.planner.settings import PlannerSettings
 from shared.cost.library import Library
 from shared.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
-from shared.plan.answer import Wanted
+from shared.plan.answer import PlanGoals
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background
 from shared.store.reading import read_plan, read_plans
@@ -187,7 +187,7 @@ class Searches:
         limit_s = self._settings.search_s
         if wanted.seconds is not None and wanted.seconds > limit_s:
             raise InvalidRequest(f"seconds: at most {limit_s:g}, not {wanted.seconds:g}")
-        wanted = wanted.model_copy(update={"seconds": wanted.seconds or min(Wanted().seconds, limit_s)})
+        wanted = wanted.model_copy(update={"seconds": wanted.seconds or min(PlanGoals().seconds, limit_s)})
         await asyncio.to_thread(wanted.resolved, self._library, limit_s)  # so that faults are reported at once
         self._require_room()  # other searches came meanwhile
         record = SearchRecord(uuid.uuid4().hex, who, time.time(), wanted.model_dump_json())

@@ -37,7 +37,7 @@ _LOOSER = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 8.0)  # multiples of a lone request's 
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PlanGoals:
     """What a plan and the search for it should be. Errors name the fields.
 
     rate: requests a second to be served; 0: as many as possible. target: SLO attainment at which a rate counts as
@@ -71,66 +71,66 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanRequest:
     """A problem, and how to search it. name: the inventory's. model: as it was named in the request."""
 
     problem: Problem
-    wanted: Wanted
+    goals: PlanGoals
     name: str
     model: str
 
     @classmethod
-    def of(
-        cls, wanted: Wanted, name: str, inventory: Inventory, model: str, shop: Workshop, workload: Workload, slo: Slo
-    ) -> "Asked":
+    def build(
+        cls, goals: PlanGoals, name: str, inventory: Inventory, model: str, shop: Workshop, workload: Workload, slo: Slo
+    ) -> "PlanRequest":
         """Raises InvalidRequest that names what is wrong."""
-        wanted.check()
+        goals.check()
         problem = Problem(
             inventory,
             shop,
-            fitting(workload, wanted.max_model_len or shop.geometry.max_position),
+            fitting(workload, goals.max_model_len or shop.geometry.max_position),
             slo=slo,
-            rate=wanted.rate,
-            target=wanted.target,
-            limits=EngineLimits(batched_tokens=wanted.chunk_size, sequences=min(MAX_SEQUENCES, wanted.chunk_size)),
-            one_node=wanted.one_node or wanted.engine == "vllm",
-            codec=Codec(wanted.codec),
-            budget_usd_hour=inf if wanted.budget is None else wanted.budget,
-            longest_tokens=wanted.max_model_len or 0,
+            rate=goals.rate,
+            target=goals.target,
+            limits=EngineLimits(batched_tokens=goals.chunk_size, sequences=min(MAX_SEQUENCES, goals.chunk_size)),
+            one_node=goals.one_node or goals.engine == "vllm",
+            codec=Codec(goals.codec),
+            budget_usd_hour=inf if goals.budget is None else goals.budget,
+            longest_tokens=goals.max_model_len or 0,
         )
-        return cls(problem, wanted, name, model)
+        return cls(problem, goals, name, model)
 
 
-def answered(asked: Asked, clock: Clock, tell: Tell, helped: bool = False) -> list[Outcome]:
+def answered(asked: PlanRequest, clock: Clock, tell: Tell, helped: bool = False) -> list[Outcome]:
     """The requested plan, then those of the methods that it is compared with. helped: see `Search`.
 
     Ctrl-C ends the search with the best plan so far, and the comparison with what is complete. Raises Incompatible that
     says what is possible instead; Stopped where Ctrl-C came before there was a plan.
     """
-    wanted, problem, began = asked.wanted, asked.problem, clock()
+    goals, problem, began = asked.goals, asked.problem, clock()
 
     def search(helped: bool) -> Search:
         # Emulated engines send KV when the whole prompt is computed.
-        run = RunSpec(streaming=wanted.engine != "emulated", step_budget=True)
-        return Search(problem, clock, run, began + wanted.seconds, wanted.seed, tell, helped)
+        run = RunSpec(streaming=goals.engine != "emulated", step_budget=True)
+        return Search(problem, clock, run, began + goals.seconds, goals.seed, tell, helped)
 
-    if wanted.cheapest:
+    if goals.cheapest:
         offers = search(helped=False)
         plan = cheapest(offers)
         promise = offers.judge.promise(plan, offers.judge.goodput(plan, problem.rate))
         took_s = clock() - began
         return [Outcome("cheapest", plan, promise, took_s, took_s, offers.judge.runs)]
     try:
-        chosen = searched(wanted.method, method(wanted.method), search(helped))
+        chosen = searched(goals.method, method(goals.method), search(helped))
     except Incompatible as error:
-        if wanted.method != "best" or isinstance(error, Stopped):
+        if goals.method != "best" or isinstance(error, Stopped):
             raise
         raise Incompatible(f"{error.message}\n{nearest(problem, clock)}") from error
     if chosen.promise.goodput <= 0.0:
         raise Incompatible(f"no deployment serves this within the SLO\n{nearest(problem, clock)}")
     outcomes = [chosen]
-    for name in QUICK if wanted.compare and not chosen.stopped else ():
-        if name == wanted.method or clock() - began >= wanted.seconds:
+    for name in QUICK if goals.compare and not chosen.stopped else ():
+        if name == goals.method or clock() - began >= goals.seconds:
             continue
         try:
             other = searched(name, method(name), search(helped))
@@ -182,8 +182,8 @@ def nearest(problem: Problem, clock: Clock) -> str:
     return missing or _tightest_slo(problem, clock) or "no deployment serves any request in time"
 
 
-def cluster_file(asked: Asked, chosen: Outcome) -> str:
-    emulated = asked.wanted.engine == "emulated"
+def cluster_file(asked: PlanRequest, chosen: Outcome) -> str:
+    emulated = asked.goals.engine == "emulated"
     problem, estimator = asked.problem, Estimator(asked.problem)
     target = Target(
         f"{asked.name}: {problem.shop.geometry.name} for {problem.workload.name}",
@@ -208,7 +208,7 @@ def promised(chosen: Outcome) -> dict[str, float]:
     return {name: float(f"{value:.4g}") for name, value in found.items() if isfinite(value)}
 
 
-def _head(asked: Asked, chosen: Outcome) -> str:
+def _head(asked: PlanRequest, chosen: Outcome) -> str:
     problem, promise, figures = asked.problem, chosen.promise, chosen.promise.figures
     slo = problem.slo
     return (

@@ -60,10 +60,10 @@ def plan_command(
     """
     if context.invoked_subcommand is not None:
         return
-    from shared.plan.answer import Wanted
+    from shared.plan.answer import PlanGoals
     from tools.plan.session import PlanOptions, run_plan
 
-    wanted = Wanted(
+    goals = PlanGoals(
         rate=rate,
         target=target,
         budget=budget,
@@ -78,7 +78,7 @@ def plan_command(
         chunk_size=chunk_size,
         seed=seed,
     )
-    answer = run_plan(PlanOptions(inventory, model, workload, slo, requests, wanted, out), Console())
+    answer = run_plan(PlanOptions(inventory, model, workload, slo, requests, goals, out), Console())
     if as_json:
         cli_common.print_json(cli_common.summary(answer))
 

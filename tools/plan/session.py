@@ -18,7 +18,7 @@ from shared.cost.kinds import Workshop
 from shared.domain.instance import Role
 from shared.domain.job import Slo, tight_gaps
 from shared.errors import InvalidRequest
-from shared.plan.answer import Asked, Wanted, answered, cluster_file, figures, why
+from shared.plan.answer import PlanGoals, PlanRequest, answered, cluster_file, figures, why
 from shared.plan.inventory import read_inventory
 from shared.plan.plan import Plan
 from shared.plan.problem import Problem
@@ -35,7 +35,7 @@ class PlanOptions:
     workload: str = "azure-conv"
     slo: str = "ttft=2,tpot=0.1"
     requests: int = 3000
-    wanted: Wanted = field(default_factory=Wanted)
+    goals: PlanGoals = field(default_factory=PlanGoals)
     out: Path = Path("plan.yaml")
 
 
@@ -68,17 +68,19 @@ def run_plan(options: PlanOptions, console: Console) -> dict[str, Any]:
     return {"figures": figures(outcomes[0]) | others}
 
 
-def read_request(options: PlanOptions) -> Asked:
+def read_request(options: PlanOptions) -> PlanRequest:
     """The planning problem of the options, with the files that they name."""
     if not options.model:
         raise InvalidRequest("--model is missing: a bundled name, or a config.json or its folder")
     if options.inventory == Path():
         raise InvalidRequest("--inventory is missing: `polyphase plan inventory` writes a file for this machine")
-    options.wanted.check()
+    options.goals.check()
     inventory, library, name = read_inventory(options.inventory)
     shop = Workshop(library, library.geometry(options.model))
-    words = WorkloadOptions(options.workload, requests=options.requests, seed=options.wanted.seed)
-    return Asked.of(options.wanted, name, inventory, options.model, shop, make_workload(words), read_slo(options.slo))
+    words = WorkloadOptions(options.workload, requests=options.requests, seed=options.goals.seed)
+    return PlanRequest.build(
+        options.goals, name, inventory, options.model, shop, make_workload(words), read_slo(options.slo)
+    )
 
 
 def read_slo(text: str) -> Slo:

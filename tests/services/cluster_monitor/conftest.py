@@ -111,7 +111,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             transport = await own.enter_async_context(running(app))
             client = await own.enter_async_context(MonitorClient("http://monitor", transport=transport))
             workers = await stack.enter_async_context(AsyncExitStack())
-            cluster = Cluster(settings, app.state.turns.acting(), transport, client, workers, own)
+            cluster = Cluster(settings, app.state.leadership.acting(), transport, client, workers, own)
             sockets = Sockets()
             stack.callback(sockets.close)
             stack.callback(follow(sockets, settings.broadcast_address, cluster.views.append).close)

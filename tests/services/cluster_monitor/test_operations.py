@@ -189,7 +189,7 @@ async def test_a_monitor_whose_turn_ended_meanwhile_reports_no_success(
         if (kind if kind == "drain" else "resume") in worker.calls:
             raise Standby("m0 does not act: m1 at http://m1 acts")
 
-    monkeypatch.setattr(cluster.state.operations, "_turn", SimpleNamespace(epoch=0, check=check))
+    monkeypatch.setattr(cluster.state.operations, "_term", SimpleNamespace(epoch=0, check=check))
     asked = OperationRequest(OperationKind(kind), "p0", "test", drain_timeout_s=1.0)
     operations = cluster.state.operations
     with pytest.raises(OutcomeUnknown, match="is unknown: m0 does not act: m1") as unknown:

@@ -389,7 +389,7 @@ async def test_of_several_monitors_the_one_that_acts_tells(tmp_path: Path) -> No
 
     first, other = create_app(settings("one")), create_app(settings("two"))
     async with running(first) as acting:
-        await until(lambda: first.state.turns.state is not None, "it acts", timeout_s=20)
+        await until(lambda: first.state.leadership.state is not None, "it acts", timeout_s=20)
         async with running(other) as standby:
             told = await request(acting, "GET", "/sd/prometheus")
             assert [group["labels"]["process"] for group in told.json()] == ["monitor"]

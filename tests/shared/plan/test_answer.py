@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shared.errors import InvalidRequest
-from shared.plan.answer import Asked, Wanted, answered, cluster_file, figures, fitting, why
+from shared.plan.answer import PlanGoals, PlanRequest, answered, cluster_file, figures, fitting, why
 from shared.plan.judge import Judge, Promise
 from shared.plan.search import Found, silent
 from shared.sim.workload import synthetic
@@ -15,8 +15,8 @@ from tests.shared.plan.problems import inventory, problem
 STOCK = inventory(("a", "A100-SXM-80", 1), ("b", "A10", 1))
 
 
-def asked(**wanted: Any) -> Asked:
-    return Asked(problem(STOCK, prompt=2000), Wanted(method="coupled", **wanted), "mine", "Llama-3-8B")
+def asked(**goals: Any) -> PlanRequest:
+    return PlanRequest(problem(STOCK, prompt=2000), PlanGoals(method="coupled", **goals), "mine", "Llama-3-8B")
 
 
 def test_the_first_is_the_one_that_was_asked_for() -> None:
@@ -58,17 +58,17 @@ def test_ctrl_c_while_the_promise_is_made_costs_no_plan(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("goals", "message"),
     [
-        (Wanted(engine="steam"), "engine: emulated or vllm, not 'steam'"),
-        (Wanted(codec="zip"), "codec: one of raw"),
-        (Wanted(cheapest=True), "cheapest needs the rate"),
-        (Wanted(method="luck"), "unknown method 'luck'"),
+        (PlanGoals(engine="steam"), "engine: emulated or vllm, not 'steam'"),
+        (PlanGoals(codec="zip"), "codec: one of raw"),
+        (PlanGoals(cheapest=True), "cheapest needs the rate"),
+        (PlanGoals(method="luck"), "unknown method 'luck'"),
     ],
 )
-def test_what_cannot_be_wanted_is_named(wanted: Wanted, message: str) -> None:
+def test_what_cannot_be_wanted_is_named(goals: PlanGoals, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        wanted.check()
+        goals.check()
 
 
 def test_what_a_context_cannot_hold_is_left_out() -> None:
