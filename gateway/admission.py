@@ -1,33 +1,41 @@
-"""Bounds the work that waits in the gateway, and holds the state of each HTTP request.
+"""Bounds and orders the work that waits in the gateway, and holds the state of each HTTP request.
 
 Waiting work is counted in jobs and prompt tokens, with a fair share for each caller. A request is admitted at its
 headers (`Admission.admit`), claims its jobs once their number is known (`RequestState.claim`), and starts them one by
 one (`RequestState.start_job`). `RequestState` is also what the layers on either side of vLLM's handlers know of a
 request: vLLM passes no object of ours down to the engine client, so the state follows the request's tasks in the one
 context variable `current_request`.
+
+Jobs that started and that the scheduler delays wait in the `FairQueue`.
 """
 
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gateway.connection import BodyWriter
+from gateway.job import Job
 from gateway.settings import GatewaySettings
 from gateway.table import Counts, Kind, LocalTable, Table
 from shared.domain.job import WhenFull
-from shared.errors import Busy, InvalidRequest, PolyphaseError
+from shared.domain.route import Route
+from shared.errors import Busy, Delayed, InvalidRequest, Overloaded, PolyphaseError
+from shared.policy.fair_share import CallerQueue, Ledger, TokenCounters
+from shared.policy.overload import steps_aside
 
 if TYPE_CHECKING:
     from gateway.plain_stream import PlainStream
     from gateway.tracing import RequestTrace
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+PLACE_RETRY_S = 0.5  # between two placements of the head of a fair queue, where the scheduler names no time
+Place = Callable[[Job], Awaitable[Route]]  # requests a route; raises Delayed
 
 
 class Admissions:
@@ -295,3 +303,104 @@ class QueuedJob:
         if self._has_turn:
             self._has_turn = False
             self._turns.release()
+
+
+class FairQueue:
+    """The jobs that wait for placement: each SLO class has a queue, fair between callers, of which only the head is
+    placed. A waiting job costs one entry and no polling.
+
+    Each class has a second queue, for jobs whose first token will be late anyway: they step aside for the jobs behind
+    them, which may still be in time (`shared.policy.overload.steps_aside`).
+    """
+
+    def __init__(self, weights: Mapping[str, float] | None = None, ledger: Ledger | None = None) -> None:
+        """ledger: what callers were served by the processes that share the port."""
+        self.shares = TokenCounters(weights, ledger)  # what each caller was served, in any class
+        self._queues: dict[str, CallerQueue[asyncio.Event]] = {}  # by class
+        self._late: dict[str, CallerQueue[asyncio.Event]] = {}  # by class: of the jobs that stepped aside
+
+    def waiting(self, slo: str) -> int:
+        """How many jobs of the class wait, including those that are being placed."""
+        return sum(len(queues[slo]) for queues in (self._queues, self._late) if slo in queues)
+
+    def is_waiting(self, slo: str) -> bool:
+        """Whether a new job of the class has others before it."""
+        return slo in self._queues and len(self._queues[slo]) > 0
+
+    async def place(self, job: Job, place: Place, queue_s: float) -> Route:
+        """A route for a job of which nothing was computed yet. While the scheduler delays the job, it waits here.
+
+        A job of a class that yields to heavier classes waits at most `queue_s`; then it is Overloaded. Others wait
+        until their deadline.
+        """
+        slo = job.spec.slo
+        if slo.when_full is WhenFull.DELAY:
+            return await self._place_within(job, place, queue_s)
+        if not self.is_waiting(slo.name):
+            placed = await _try_to_place(job, place)
+            if isinstance(placed, Route):
+                return placed
+        return await self._place_in_turn(job, place)
+
+    async def _place_within(self, job: Job, place: Place, queue_s: float) -> Route:
+        try:
+            async with asyncio.timeout(queue_s) as limit:
+                return await self._place_in_turn(job, place)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            message = f"no room beside heavier classes for {queue_s:g} s (SLO class {job.spec.slo.name!r})"
+            raise Overloaded(message, cause="queue", retry_after_s=queue_s) from None
+
+    async def _place_in_turn(self, job: Job, place: Place) -> Route:
+        """Wait for the job's turn, then place it; again at the end of the second queue if it steps aside."""
+        slo, caller = job.spec.slo, job.spec.caller
+        async with self.turn(slo.name, caller):
+            while True:
+                placed = await _try_to_place(job, place)
+                if isinstance(placed, Route):
+                    return placed
+                retry_s = placed.retry_after_s or PLACE_RETRY_S
+                if steps_aside(slo, slo.ttft_s - job.ttft_left_s, retry_s):
+                    break
+                await asyncio.sleep(retry_s)
+        async with self._turn_in(self._late, slo.name, caller):
+            while True:
+                placed = await _try_to_place(job, place)
+                if isinstance(placed, Route):
+                    return placed
+                await asyncio.sleep(placed.retry_after_s or PLACE_RETRY_S)
+
+    def turn(self, slo: str, caller: str) -> AbstractAsyncContextManager[None]:
+        """Enters the block when it is the turn of this job; the end of the block is the next job's turn."""
+        return self._turn_in(self._queues, slo, caller)
+
+    @asynccontextmanager
+    async def _turn_in(
+        self, queues: dict[str, CallerQueue[asyncio.Event]], slo: str, caller: str
+    ) -> AsyncIterator[None]:
+        queue = queues.get(slo)
+        if queue is None:
+            queue = queues[slo] = CallerQueue(self.shares)
+        turn = asyncio.Event()
+        queue.push(turn, caller)
+        _wake_head(queue)
+        try:
+            await turn.wait()
+            yield
+        finally:
+            queue.remove(turn, caller)
+            _wake_head(queue)
+
+
+async def _try_to_place(job: Job, place: Place) -> Route | Delayed:
+    try:
+        return await place(job)
+    except Delayed as delay:
+        job.delayed(delay)
+        return delay
+
+
+def _wake_head(queue: CallerQueue[asyncio.Event]) -> None:
+    if (head := queue.head()) is not None:
+        head.set()

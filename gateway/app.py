@@ -26,7 +26,7 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from gateway import vllm_options, vllm_patches
-from gateway.admission import Admissions
+from gateway.admission import Admissions, FairQueue
 from gateway.auth import LOOPBACK, REREAD_S, KeyRates, KeyRing
 from gateway.connection import WRITE_TIMEOUT_S, stream_protocol
 from gateway.core import ClusterCore, ClusterLLM, JobRunner
@@ -34,7 +34,7 @@ from gateway.edge import Edge
 from gateway.fast_path import FastPath, health_of, serve_plain_streams
 from gateway.lengths import LengthClient
 from gateway.metrics import GatewayMetrics
-from gateway.pipeline import FairQueue, Pipeline
+from gateway.pipeline import Pipeline
 from gateway.plain_stream import Pace
 from gateway.reports import Reporter, recording
 from gateway.settings import GatewaySettings

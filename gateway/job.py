@@ -285,6 +285,11 @@ class Job:
         self.decode_instance = route.decode.instance_id if route.decode else ""
         self.decided("placement", self.prefill_instance or self.decode_instance, route.reasons)
 
+    def can_move(self, max_moves: int) -> bool:
+        """Whether it can continue elsewhere. A job that cannot be carried would repeat its tokens one by one."""
+        spec = self.spec
+        return spec.carry and not spec.local_only and bool(self.tokens) and self.moves < max_moves
+
     def moved(self, instance_id: str, waited_s: float, pause: Pause, route: Route) -> None:
         """It leaves an instance where it has been paused for `waited_s`, and continues on another route."""
         self.moves += 1

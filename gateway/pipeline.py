@@ -1,6 +1,6 @@
 """The order of a request's steps: place, prefill, transfer, decode; and the retries after a failure.
 
-`Pipeline.run` serves one job: it waits for a placement (`_place_in_turn`), has the prefill instance compute the prompt
+`Pipeline.run` serves one job: it waits for a placement (`_next_route`), has the prefill instance compute the prompt
 (`_prefill`), has the decode instance fetch the KV meanwhile (`StagedKv`) and produce the answer (`_decode`). The
 pipeline owns the job's deadline and the cancellation of its calls. It reacts to failures as follows:
 
@@ -20,38 +20,36 @@ A token renews the patience, and progress of the answer forgives losses (`loss_f
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
 
+from gateway.admission import FairQueue
 from gateway.job import Job
 from gateway.lengths import LengthClient
 from gateway.reports import Reporter
 from gateway.settings import GatewaySettings
-from shared.domain.job import JobView, LengthPrediction, Phase, WhenFull
+from shared.domain.job import JobView, LengthPrediction, Phase
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.domain.prompt import beginning
 from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import (
     Busy,
     DeadlineExceeded,
-    Delayed,
     EngineFailed,
     InstancesLost,
     NoRoom,
     NotConnected,
-    Overloaded,
     PolyphaseError,
     Unavailable,
     WrongRole,
 )
-from shared.policy.fair_share import CallerQueue, Ledger, TokenCounters
 from shared.policy.ledger import Assignment, assignments, promise_of
-from shared.policy.overload import MOVE_LEAST_S, steps_aside
+from shared.policy.overload import MOVE_LEAST_S
 from shared.runtime.logs import get_log
 from shared.timeline import Span
 from shared.wire.clients.scheduler import SchedulerClient
@@ -62,6 +60,7 @@ from shared.wire.messages import (
     PREFETCH,
     PREFILL,
     RELEASE,
+    DecodeReply,
     DecodeRequest,
     ExpectRequest,
     Method,
@@ -80,16 +79,54 @@ log = get_log(__name__)
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 Item = TypeVar("Item")
-PLACE_S = 2.0
+PLACE_S = 2.0  # for one call of a scheduler
 RETRY_S, MAX_RETRY_S = 0.1, 0.5
 ANNOUNCE_S = 2.0  # for the connection to a decode instance that is new to this gateway
-MAX_REFUSALS = 3  # of a job by decode instances that turn out to have no room; the next one lets the job wait
+MAX_TIMES_FULL = 3  # so often a job finds a decode instance without room; then it waits where it is placed
 
 
 class OutOfPatience(Unavailable):
     """No instance accepted the job for as long as it may wait for one."""
 
     retriable = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTarget:
+    """The instance on which a job is to decode."""
+
+    instance: InstanceRef
+    saved: int  # prompt tokens whose KV the instance is known to hold
+    only_if_room: bool  # it is to refuse the job if it has no room for the job's KV, instead of queueing the job
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The decode has ended: the client has the whole answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The decode has ended: the job was paused, and continues elsewhere."""
+
+    route: Route
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """The instance has refused the job because it has no room for its KV."""
+
+    error: NoRoom
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The instance has refused the job for another reason, or cannot be reached."""
+
+    error: WrongRole | Busy | NotConnected
+
+
+DecodeOutcome = Finished | Moved | Full | Refused
 
 
 class Pipeline:
@@ -100,7 +137,7 @@ class Pipeline:
         schedulers: SchedulerClient,
         reporter: Reporter,
         lengths: LengthClient,
-        queue: "FairQueue | None" = None,
+        queue: FairQueue | None = None,
     ) -> None:
         self._settings = settings
         self._lengths = lengths
@@ -144,7 +181,8 @@ class Pipeline:
         route: Route | None = None
         while not job.finished:
             job.begin_attempt()
-            route = route or await self._place_in_turn(job)
+            if route is None:
+                route = await self._next_route(job)
             try:
                 route = await self._attempt(job, route)
             except PolyphaseError as error:
@@ -159,23 +197,30 @@ class Pipeline:
         job.placed(route)
         self._reporter.report(job)
         if route.prefill is None:
-            return await self._decode_alone(job, route)
+            return await self._decode(job, _decode_target(route), None)
         async with StagedKv(self._clients, job, route.prefill) as staged:
             if self._schedulers.several and route.decode is not None:
-                bound = next(one for one in assignments(job.view(), route, time.time()) if one.coming)
-                staged.announce(route.decode, bound)
+                _, decode = assignments(job.view(), route, time.time())
+                staged.announce(route.decode, decode)
             prefilled = await self._prefill(job, route, route.prefill, staged)
             if job.finished:
                 return None
             if prefilled.handle is None:
                 raise self._broken(job, route.prefill, "staged no KV")
-            return await self._decode_staged(job, route, prefilled.decode, prefilled.handle, staged)
+            staged.handle = prefilled.handle
+            if prefilled.decode is None:
+                target = await self._place_decode(job)
+            elif prefilled.decode == route.decode:
+                target = _decode_target(route)
+            else:
+                target = DecodeTarget(prefilled.decode, saved=0, only_if_room=False)
+            return await self._decode(job, target, staged)
 
     def _prepare_another(self, job: Job, error: PolyphaseError) -> None:
         """Raises where there is to be no other attempt."""
         job.moved_from = ""  # the instance where it was paused may be the only one left
         if isinstance(error, WrongRole | Busy | NotConnected):
-            self._wait(job, RETRY_S, error)  # nothing was lost, but a series of refusals must have an end
+            self._spend_patience(job, RETRY_S, error)  # nothing was lost, but a series of refusals must have an end
         elif error.retriable:
             job.add_loss()
             self._refuse_after_losses(job, error)
@@ -203,55 +248,13 @@ class Pipeline:
 
     # Place
 
-    async def _place_in_turn(self, job: Job) -> Route:
-        """A route. A job that has not begun, and finds no room at a decode instance, waits in the fair queue of its SLO
-        class before anything of it is computed; a job of a class that yields waits there for heavier classes, too.
-        """
-        slo = job.spec.slo
+    async def _next_route(self, job: Job) -> Route:
+        """The route of an attempt. A job of which nothing was computed yet waits in the fair queue of its SLO class."""
         if job.begun:
             return await self._place(job)
-        yields = slo.when_full is WhenFull.DELAY
-        route = None
-        if not yields and not self._queue.is_waiting(slo.name):
-            try:
-                route = await self._place(job)
-            except Delayed as delay:
-                job.delayed(delay)
-        if route is None:
-            queue_s = self._settings.slo[slo.name].queue_s if yields else None
-            try:
-                async with asyncio.timeout(queue_s) as limit:
-                    route = await self._place_from_queue(job)
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                message = f"no room beside heavier classes for {queue_s:g} s (SLO class {slo.name!r})"
-                raise Overloaded(message, cause="queue", retry_after_s=queue_s) from None
+        route = await self._queue.place(job, self._place, self._settings.slo[job.spec.slo.name].queue_s)
         self._queue.shares.charge(job.spec.caller, job.prompt_tokens, 0)
         return route
-
-    async def _place_from_queue(self, job: Job) -> Route:
-        """A job whose first token will be late steps aside for the jobs behind it, which may still be in time."""
-        slo, caller = job.spec.slo, job.spec.caller
-        async with self._queue.turn(slo.name, caller):
-            route = await self._place_repeatedly(job, aside=False)
-        if route is None:
-            async with self._queue.turn(slo.name, caller, aside=True):
-                route = await self._place_repeatedly(job, aside=True)
-        assert route is not None
-        return route
-
-    async def _place_repeatedly(self, job: Job, *, aside: bool) -> Route | None:
-        """A route; None where the job steps aside, which it does once."""
-        while True:
-            try:
-                return await self._place(job)
-            except Delayed as delay:
-                job.delayed(delay)
-                retry_s = delay.retry_after_s or MAX_RETRY_S
-                if not aside and steps_aside(job.spec.slo, job.spec.slo.ttft_s - job.ttft_left_s, retry_s):
-                    return None
-                await asyncio.sleep(retry_s)
 
     async def _place(self, job: Job, *, decode_only: bool = False) -> Route:
         """A scheduler's route. Without a scheduler or a ready instance the request is repeated, within the patience."""
@@ -268,7 +271,7 @@ class Pipeline:
                     raise
                 job.failed_instances.clear()  # an instance that failed once is better than none
                 job.moved_from = ""
-                self._wait(job, time.monotonic() - began_s, error)
+                self._spend_patience(job, time.monotonic() - began_s, error)
                 pause_s = min(max(RETRY_S, job.waited_s / 2), MAX_RETRY_S)
                 await asyncio.sleep(pause_s)
                 job.waited_s += pause_s
@@ -280,8 +283,43 @@ class Pipeline:
         view = job.view(decode_only=decode_only)
         return msgspec.structs.replace(view, prefix=job.prefix) if self._wants_prefix else view
 
-    def _wait(self, job: Job, seconds: float, error: PolyphaseError) -> None:
-        """Charge time without an instance to the job's patience. Raises OutOfPatience when that is used up."""
+    async def _place_decode(self, job: Job) -> DecodeTarget:
+        """Another decode instance for staged KV. If it has no room, the job waits there."""
+        route = await self._place(job, decode_only=True)
+        return self._dispatched(job, route, only_if_room=False)
+
+    async def _place_with_room(
+        self, job: Job, full: InstanceRef, refusal: NoRoom, *, decode_only: bool
+    ) -> Route | None:
+        """Another route on which the job's KV is expected to find room; None where there is none."""
+        job.decided("full", full.instance_id, (Reason(refusal.message, {"code": refusal.code}),))
+        view, exclude = job.view(decode_only=decode_only), (*job.failed_instances, full.instance_id)
+        try:
+            route = await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S)
+        except PolyphaseError as error:
+            log.info("no other decode instance", job_id=job.spec.job_id, reason=error.message)
+            return None
+        if route.decode is None or not route.has_room:
+            return None  # the job would only wait elsewhere
+        return route
+
+    async def _place_elsewhere(self, job: Job, instance: InstanceRef, pause_s: float) -> Route:
+        """A route on which a job that stays paused for `pause_s` continues clearly sooner. Raises Stays, and the errors
+        of a placement.
+        """
+        view = msgspec.structs.replace(self._view(job), pause_s=pause_s)
+        exclude = (*job.failed_instances, instance.instance_id)
+        return await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S)
+
+    def _dispatched(self, job: Job, route: Route, *, only_if_room: bool) -> DecodeTarget:
+        """The decode instance of a route for staged KV."""
+        if route.decode is None:
+            raise Unavailable("placement named no decode instance")
+        job.decided("dispatch", route.decode.instance_id, route.reasons)
+        return DecodeTarget(route.decode, route.decode_saved, only_if_room)
+
+    def _spend_patience(self, job: Job, seconds: float, error: PolyphaseError) -> None:
+        """The job was without an instance for so long. Raises OutOfPatience when its patience is used up."""
         job.waited_s += seconds
         patience_s = self._settings.patience_s
         if job.waited_s >= patience_s:
@@ -295,14 +333,15 @@ class Pipeline:
         if self._lengths.beside and job.prediction is None:
             job.request_length(self._lengths, instance.instance_id)
             await self._lengths.wait_before_prefill(job.length, job.ttft_left_s)
-        full = route.split >= job.prompt_tokens
+        # Of a job that cannot be carried, one engine has to produce all tokens.
+        gives_token = route.split >= job.prompt_tokens and job.spec.carry
         request = PrefillRequest(
             job=job.view(),
             transfer_id=job.transfer_id,
             prompt=beginning(job.prompt, route.split),
             generation=job.spec.generation,
-            want_token=full and job.spec.carry,
-            export=not (full and job.spec.carry and job.remaining <= 1),
+            want_token=gives_token,
+            export=not (gives_token and job.remaining <= 1),  # else there is nothing left to decode
             codec=self._settings.kv_codec,
             decode=route.decode,
             exclude=job.excluded,
@@ -322,78 +361,45 @@ class Pipeline:
             job.decided("codec", reply.handle.codec.value, (reply.codec,))
         return reply
 
-    # Transfer and decode
+    # Decode
 
-    async def _decode_alone(self, job: Job, route: Route) -> Route | None:
-        """Prefill and decode on one instance. If it has no room after all, the job is placed again where there is room.
-        Returns what `_attempt` does.
+    async def _decode(self, job: Job, target: DecodeTarget, staged: "StagedKv | None") -> Route | None:
+        """Decode to the end of the answer, on other instances if the first does not take the job. Returns what
+        `_attempt` does.
+
+        staged: KV that any of these instances can fetch; None where the decode instance computes the prompt itself.
         """
-        refusals, if_room = 0, route.has_room
+        times_full = 0
         while True:
-            assert route.decode is not None
-            try:
-                return await self._decode(job, route.decode, None, route.decode_saved, if_room=if_room)
-            except NoRoom as refusal:
-                found = await self._place_with_room(job, refusal, decode_only=False)
-            if found is not None and found.prefill is not None:
-                return await self._attempt(job, found)
-            refusals += 1
-            route, if_room = found or route, found is not None and refusals < MAX_REFUSALS
-            if found is not None:
-                job.placed(route)
+            match await self._decode_at(job, target, staged.handle if staged is not None else None):
+                case Finished():
+                    if staged is not None:
+                        staged.decoded_on(target.instance)
+                    return None
+                case Moved(route):
+                    return route
+                case Refused(error):
+                    if staged is None:
+                        raise error  # there is no KV to keep: it takes another attempt
+                    self._spend_patience(job, RETRY_S, error)
+                    target = await self._place_decode(job)
+                case Full(refusal):
+                    times_full += 1
+                    only_if_room = times_full < MAX_TIMES_FULL
+                    found = await self._place_with_room(job, target.instance, refusal, decode_only=staged is not None)
+                    if found is None:
+                        target = replace(target, only_if_room=False)  # the job waits where it is
+                    elif staged is not None:
+                        target = self._dispatched(job, found, only_if_room=only_if_room)
+                    elif found.prefill is not None:
+                        return await self._attempt(job, found)  # another instance is to compute the prompt
+                    else:
+                        job.placed(found)
+                        target = replace(_decode_target(found), only_if_room=only_if_room)
 
-    async def _decode_staged(
-        self, job: Job, route: Route, instance: InstanceRef | None, handle: KvHandle, staged: "StagedKv"
-    ) -> Route | None:
-        """Decode from staged KV; if an instance refuses the job, is unreachable or has no room, another instance gets
-        the same KV. Returns what `_attempt` does.
-        """
-        refusals, if_room = 0, route.has_room and instance == route.decode
-        saved = route.decode_saved if instance == route.decode else 0
-        while True:
-            if instance is None:
-                placed = await self._place(job, decode_only=True)
-                instance, saved, if_room = self._dispatched(job, placed), placed.decode_saved, False
-            try:
-                next_route = await self._decode(job, instance, handle, saved, if_room=if_room)
-            except NoRoom as refusal:
-                found = await self._place_with_room(job, refusal, decode_only=True)
-                refusals += 1
-                if found is not None:
-                    instance, saved = self._dispatched(job, found), found.decode_saved
-                if_room = found is not None and refusals < MAX_REFUSALS
-            except (WrongRole, Busy, NotConnected) as refusal:
-                self._wait(job, RETRY_S, refusal)
-                instance = None
-            else:
-                if next_route is None:
-                    staged.decoded_on(instance)
-                return next_route
-
-    async def _place_with_room(self, job: Job, refusal: NoRoom, *, decode_only: bool) -> Route | None:
-        """Another route on which the job's KV is expected to find room; None where there is none."""
-        full = job.failed_instances.pop()  # it has not failed
-        job.decided("full", full, (Reason(refusal.message, {"code": refusal.code}),))
-        view, exclude = job.view(decode_only=decode_only), (*job.failed_instances, full)
-        try:
-            route = await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S)
-        except PolyphaseError as error:
-            log.info("no other decode instance", job_id=job.spec.job_id, reason=error.message)
-            return None
-        return route if route.has_room and route.decode is not None else None
-
-    def _dispatched(self, job: Job, route: Route) -> InstanceRef:
-        if route.decode is None:
-            raise Unavailable("placement named no decode instance")
-        job.decided("dispatch", route.decode.instance_id, route.reasons)
-        return route.decode
-
-    async def _decode(
-        self, job: Job, instance: InstanceRef, handle: KvHandle | None, saved: int = 0, *, if_room: bool = False
-    ) -> Route | None:
-        """Decode to the end, or until the job is paused and continues on the route that is returned. Raises NoRoom
-        where `if_room` and the instance finds that it has none.
-        """
+    async def _decode_at(self, job: Job, target: DecodeTarget, handle: KvHandle | None) -> DecodeOutcome:
+        """Call one decode instance. Raises the errors by which the attempt is lost."""
+        instance = target.instance
         job.phase = Phase.DECODE
         job.decode_instance = instance.instance_id
         self._reporter.report(job)
@@ -402,25 +408,29 @@ class Pipeline:
             job.prompt,
             job.spec.generation,
             handle,
-            saved,
+            target.saved,
             job.wire_trace,
             job.repeated,
             tell_pauses=True,
-            if_room=if_room,
+            if_room=target.only_if_room,
         )
+        mover = Mover(job, instance, self._settings.moves, self._place_elsewhere, self._reporter.report)
         try:
-            async with asyncio.timeout(None) as limit, _Mover(self, job, instance, limit) as mover:
-                reply = await self._call(job, instance, DECODE, request, job.accept, mover.on_pause)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            return mover.route
-        job.record_decode(instance.instance_id, reply)
-        if handle is not None and reply.transfer.outcome is TransferOutcome.RECOMPUTED:
-            log.warning("KV was recomputed", job_id=job.spec.job_id, error=reply.transfer.error)
+            ended = await mover.run(self._call(job, instance, DECODE, request, job.accept, mover.on_pause))
+        except NoRoom as error:
+            return Full(error)
+        except (WrongRole, Busy, NotConnected) as error:
+            return Refused(error)
+        if isinstance(ended, Route):
+            return Moved(ended)
+        job.record_decode(instance.instance_id, ended)
+        if handle is not None and ended.transfer.outcome is TransferOutcome.RECOMPUTED:
+            log.warning("KV was recomputed", job_id=job.spec.job_id, error=ended.transfer.error)
         if not job.finished:
             raise self._broken(job, instance, "ended the job without a reason")
-        return None
+        return Finished()
+
+    # Calls
 
     def _broken(self, job: Job, instance: InstanceRef, what: str) -> EngineFailed:
         job.failed_instances.append(instance.instance_id)
@@ -436,7 +446,9 @@ class Pipeline:
         on_item: Callable[[Any], None],
         on_pause: Callable[[Pause], None] | None = None,
     ) -> Reply:
-        """Call an instance for the rest of the job's time. An error is a failure of this instance, and no other."""
+        """Call an instance for the rest of the job's time. An error is a failure of this instance, and no other; except
+        for NoRoom, which is no failure.
+        """
         call = job.begin_call(instance)
         call.on_pause = on_pause
         if job.prediction is None:
@@ -447,10 +459,10 @@ class Pipeline:
             reply = await self._clients.to(instance.rpc).call(method, request, timeout_s=job.left_s, on_item=on_item)
         except BaseException as error:
             job.record_failed_call(instance.instance_id, error)
-            if isinstance(error, PolyphaseError):
+            if isinstance(error, PolyphaseError) and not isinstance(error, NoRoom):
                 job.failed_instances.append(instance.instance_id)
             if isinstance(error, NotConnected):
-                self._wait(job, time.monotonic() - began_s, error)
+                self._spend_patience(job, time.monotonic() - began_s, error)
             raise
         finally:
             call.on_pause = call.on_predicted = None
@@ -460,73 +472,10 @@ class Pipeline:
     def _send_prediction(self, job: Job, instance: InstanceRef, prediction: LengthPrediction) -> None:
         self._clients.to(instance.rpc).notify(PREDICTED, Predicted(job.transfer_id, prediction, job.spec.job_id))
 
-    # Moves of paused jobs
 
-    def may_move(self, job: Job) -> bool:
-        """Whether the job can continue elsewhere. A job that cannot be carried would repeat its tokens one by one."""
-        spec = job.spec
-        return spec.carry and not spec.local_only and bool(job.tokens) and job.moves < self._settings.moves
-
-    async def place_elsewhere(self, job: Job, instance_id: str, pause_s: float) -> Route:
-        """A route on which a job that stays paused for `pause_s` continues clearly sooner. Raises Stays, and the errors
-        of a placement.
-        """
-        view = msgspec.structs.replace(self._view(job), pause_s=pause_s)
-        exclude = (*job.failed_instances, instance_id)
-        return await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S)
-
-    def stays(self, job: Job) -> None:
-        """The job does not use the route of `place_elsewhere`: report to the scheduler where it decodes."""
-        self._reporter.report(job)
-
-
-class _Mover:
-    """Entered around the decode of a job: when the instance reports that the job is paused, requests another route, and
-    ends the decode once there is a better one (`route`).
-
-    A job stays where it is if a token arrived meanwhile, or if its KV is being computed again.
-    """
-
-    def __init__(self, pipeline: Pipeline, job: Job, instance: InstanceRef, limit: asyncio.Timeout) -> None:
-        self.route: Route | None = None
-        self._pipeline = pipeline
-        self._job = job
-        self._instance_id = instance.instance_id
-        self._limit = limit
-        self._placement: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._placement is not None:
-            self._placement.cancel()
-            await asyncio.gather(self._placement)
-
-    def on_pause(self, pause: Pause) -> None:
-        placing = self._placement is not None and not self._placement.done()
-        if placing or pause.computing or pause.expected_s < MOVE_LEAST_S or not self._pipeline.may_move(self._job):
-            return
-        self._placement = asyncio.get_running_loop().create_task(self._move(pause))
-
-    async def _move(self, pause: Pause) -> None:
-        job, instance_id, paused = self._job, self._instance_id, self._job.call.paused
-        try:
-            route = await self._pipeline.place_elsewhere(job, instance_id, pause.expected_s)
-        except asyncio.CancelledError:
-            return  # by `__aexit__`
-        except PolyphaseError as error:
-            log.debug("a paused job stays", job_id=job.spec.job_id, instance_id=instance_id, reason=error.message)
-            return
-        if paused is None or job.call.paused is not paused or paused.computed_s:
-            self._pipeline.stays(job)
-            return
-        log.info("a paused job moves", job_id=job.spec.job_id, instance_id=instance_id, tokens=len(job.tokens))
-        job.moved(instance_id, time.time() - paused.began_s, pause, route)
-        self.route = route
-        self._limit.reschedule(asyncio.get_running_loop().time())
+def _decode_target(route: Route) -> DecodeTarget:
+    assert route.decode is not None
+    return DecodeTarget(route.decode, route.decode_saved, only_if_room=route.has_room)
 
 
 class StagedKv:
@@ -538,11 +487,12 @@ class StagedKv:
     """
 
     def __init__(self, clients: RpcClients, job: Job, prefill: InstanceRef) -> None:
+        self.handle: KvHandle | None = None  # of the staged KV, once the prefill instance has replied
         self._clients = clients
         self._job = job
         self._transfer_id = job.transfer_id
-        self._holders = {prefill.rpc}
-        self._calls: list[asyncio.Task[None]] = []
+        self._holders = {prefill.rpc}  # addresses of the instances that hold something for the attempt
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         return self
@@ -552,15 +502,15 @@ class StagedKv:
     ) -> None:
         for address in self._holders:
             self._clients.to(address).notify(RELEASE, ReleaseRequest([self._transfer_id]))
-        for call in self._calls:
-            call.cancel()
-        if self._calls:
-            await asyncio.gather(*self._calls)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.gather(*self._tasks)
 
-    def announce(self, decode: InstanceRef, bound: Assignment) -> None:
+    def announce(self, decode: InstanceRef, assignment: Assignment) -> None:
         """Announce the job to the decode instance, so that the load of the instance shows it to all schedulers."""
         self._holders.add(decode.rpc)
-        request = ExpectRequest(self._transfer_id, promise_of(bound), keep_s=self._job.left_s)
+        request = ExpectRequest(self._transfer_id, promise_of(assignment), keep_s=self._job.left_s)
         client = self._clients.to(decode.rpc)
         if client.connected:
             client.notify(EXPECT, request)
@@ -582,7 +532,7 @@ class StagedKv:
         self._holders.discard(decode.rpc)
 
     def _start(self, client: RpcClient, method: Method[Request, Any, Any], request: Request, timeout_s: float) -> None:
-        self._calls.append(asyncio.get_running_loop().create_task(self._call(client, method, request, timeout_s)))
+        self._tasks.append(asyncio.get_running_loop().create_task(self._call(client, method, request, timeout_s)))
 
     async def _call(
         self, client: RpcClient, method: Method[Request, Any, Any], request: Request, timeout_s: float
@@ -597,46 +547,74 @@ class StagedKv:
             )
 
 
-class FairQueue:
-    """The jobs that wait for placement: a queue for each SLO class, fair between callers, of which only the head is
-    placed. Jobs that step aside for others of their class (`shared.policy.overload.steps_aside`) have another queue.
+class Mover:
+    """Runs one decode of a job, and ends it early once the job, while it is paused, gets a better place elsewhere.
 
-    A waiting job costs one entry and no polling. `shares`: what each caller was served, in any class.
+    The instance reports that the job is paused (`on_pause`). The mover then requests a route for it. The job does not
+    use the route if a token arrived meanwhile, or if its KV is being computed again.
     """
 
-    def __init__(self, weights: Mapping[str, float] | None = None, ledger: Ledger | None = None) -> None:
-        """ledger: what callers were served by the processes that share the port."""
-        self.shares = TokenCounters(weights, ledger)
-        self._queues: dict[
-            tuple[str, bool], CallerQueue[asyncio.Event]
-        ] = {}  # by class, and whether they stepped aside
+    def __init__(
+        self,
+        job: Job,
+        instance: InstanceRef,
+        max_moves: int,
+        place_elsewhere: Callable[[Job, InstanceRef, float], Awaitable[Route]],
+        report: Callable[[Job], None],
+    ) -> None:
+        """place_elsewhere: requests a route on which a job that stays paused at the instance for so many seconds
+        continues clearly sooner. report: reports to the scheduler where the job decodes.
+        """
+        self._job = job
+        self._instance = instance
+        self._max_moves = max_moves
+        self._place_elsewhere = place_elsewhere
+        self._report = report
+        self._decoding = asyncio.timeout(None)  # the block in which the job decodes; `_leave` sets its time limit
+        self._placement: asyncio.Task[None] | None = None
+        self._route: Route | None = None  # on which the job continues
 
-    def waiting(self, slo: str) -> int:
-        """How many jobs of the class wait, including those that are being placed."""
-        return sum(len(queue) for (name, _), queue in self._queues.items() if name == slo)
-
-    def is_waiting(self, slo: str) -> bool:
-        """Whether a new job of the class has others before it."""
-        queue = self._queues.get((slo, False))
-        return queue is not None and len(queue) > 0
-
-    @asynccontextmanager
-    async def turn(self, slo: str, caller: str, *, aside: bool = False) -> AsyncIterator[None]:
-        """Enters the block when it is the turn of this job; the end of the block is the next job's turn."""
-        queue = self._queues.get((slo, aside))
-        if queue is None:
-            queue = self._queues[slo, aside] = CallerQueue(self.shares)
-        turn = asyncio.Event()
-        queue.push(turn, caller)
-        _wake_head(queue)
+    async def run(self, decode: Awaitable[DecodeReply]) -> DecodeReply | Route:
+        """The reply of the decode; or the route on which the job continues, and then the decode was cancelled."""
         try:
-            await turn.wait()
-            yield
-        finally:
-            queue.remove(turn, caller)
-            _wake_head(queue)
+            async with self._decoding:
+                try:
+                    return await decode
+                finally:
+                    await self._cancel_placement()
+        except TimeoutError:
+            if self._route is None or not self._decoding.expired():
+                raise
+            return self._route
 
+    def on_pause(self, pause: Pause) -> None:
+        is_placing = self._placement is not None and not self._placement.done()
+        if is_placing or pause.computing or pause.expected_s < MOVE_LEAST_S or not self._job.can_move(self._max_moves):
+            return
+        self._placement = asyncio.get_running_loop().create_task(self._move(pause))
 
-def _wake_head(queue: CallerQueue[asyncio.Event]) -> None:
-    if (head := queue.head()) is not None:
-        head.set()
+    async def _move(self, pause: Pause) -> None:
+        job, instance_id, paused = self._job, self._instance.instance_id, self._job.call.paused
+        try:
+            route = await self._place_elsewhere(job, self._instance, pause.expected_s)
+        except asyncio.CancelledError:
+            return  # by `_cancel_placement`
+        except PolyphaseError as error:
+            log.debug("a paused job stays", job_id=job.spec.job_id, instance_id=instance_id, reason=error.message)
+            return
+        if paused is None or job.call.paused is not paused or paused.computed_s:
+            self._report(job)  # the scheduler has booked the job on the route
+            return
+        log.info("a paused job moves", job_id=job.spec.job_id, instance_id=instance_id, tokens=len(job.tokens))
+        job.moved(instance_id, time.time() - paused.began_s, pause, route)
+        self._leave(route)
+
+    def _leave(self, route: Route) -> None:
+        """Cancel the decode, and only the decode: asyncio does so when the time limit of a block has passed."""
+        self._route = route
+        self._decoding.reschedule(asyncio.get_running_loop().time())
+
+    async def _cancel_placement(self) -> None:
+        if self._placement is not None:
+            self._placement.cancel()
+            await asyncio.gather(self._placement)

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from gateway.admission import MAX_RETRY_S, MIN_RETRY_S, Admissions, retry_after_s
+from gateway.admission import MAX_RETRY_S, MIN_RETRY_S, Admissions, FairQueue, retry_after_s
 from gateway.auth import ApiKey, KeyRates
 from gateway.job import Job
-from gateway.pipeline import FairQueue
 from gateway.settings import BUILT_IN, GatewaySettings, SloClass
 from gateway.table import Counts, Kind, LocalTable, ServedTokens, SharedTable, make_table, shared_table
 from shared.domain.job import Phase, WhenFull
