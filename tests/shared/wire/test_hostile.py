@@ -64,9 +64,9 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 @given(messages)
 def test_a_server_serves_on(messages: list[list[bytes]]) -> None:
     async def test() -> None:
-        async with connected() as (_, server, client, sockets):
-            dealer = sockets.unconnected(zmq.DEALER)
-            dealer.connect(client.address)
+        async with connected() as rpc:
+            dealer = rpc.raw_socket(zmq.DEALER)
+            dealer.connect(rpc.address)
             for message in messages:
                 dealer.send_multipart(message)
             dealer.send(pack([Envelope(Kind.CALL, 77, "echo", 5.0, encode_body(Ask(77)))]))
@@ -74,9 +74,9 @@ def test_a_server_serves_on(messages: list[list[bytes]]) -> None:
             while not answered:  # after all that came before it
                 await until(lambda: dealer.poll(0))
                 answered = any(each.call == 77 and each.kind == Kind.REPLY for each in unpack(dealer.recv()))
-            assert (await client.call(ECHO, Ask(1), timeout_s=20)).number == 1
+            assert (await rpc.client.call(ECHO, Ask(1), timeout_s=20)).number == 1
             dealer.close()
-            await until(lambda: server.calls == 0)
+            await until(lambda: rpc.server.calls == 0)
 
     run(test)
 
@@ -160,24 +160,24 @@ async def test_one_message_that_breaks_its_handler_leaves_none_unread(monkeypatc
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), 0.0, -1.0, 1e30])
 async def test_a_call_without_a_sane_deadline_is_refused(timeout_s: float) -> None:
-    async with connected() as (peer, server, client, sockets):
-        dealer = sockets.unconnected(zmq.DEALER)
-        dealer.connect(client.address)
+    async with connected() as rpc:
+        dealer = rpc.raw_socket(zmq.DEALER)
+        dealer.connect(rpc.address)
         dealer.send(pack([Envelope(Kind.CALL, 1, ECHO.name, timeout_s, encode_body(Ask(1)))]))
         await until(lambda: dealer.poll(0))
         (answer,) = unpack(dealer.recv())
         assert answer.kind == Kind.ERROR
         assert InvalidRequest.code.encode() in bytes(answer.body)
-        assert not peer.seen
+        assert not rpc.peer.seen
         dealer.close()
-        await until(lambda: server.calls == 0)
+        await until(lambda: rpc.server.calls == 0)
 
 
 async def test_a_call_that_comes_again_is_not_carried_out_again() -> None:
     """Neither one that is under way nor one that is over; what the caller does next goes on."""
-    async with connected() as (peer, server, client, sockets):
-        dealer = sockets.unconnected(zmq.DEALER)
-        dealer.connect(client.address)
+    async with connected() as rpc:
+        dealer = rpc.raw_socket(zmq.DEALER)
+        dealer.connect(rpc.address)
         done = pack([Envelope(Kind.CALL, 1, ECHO.name, 30.0, encode_body(Ask(1)))])
         under_way = pack([Envelope(Kind.CALL, 2, WAIT.name, 30.0, encode_body(Ask(2)))])
         heard: list[tuple[int, int]] = []
@@ -194,10 +194,10 @@ async def test_a_call_that_comes_again_is_not_carried_out_again() -> None:
         dealer.send(pack([Envelope(Kind.CALL, 3, ECHO.name, 30.0, encode_body(Ask(3)))]))
         await hear(Kind.REPLY, 3)
         assert heard == [(Kind.REPLY, 1), (Kind.ERROR, 1), (Kind.ERROR, 1), (Kind.REPLY, 3)]
-        assert peer.seen == [1, 3]
-        assert server.calls == 1
+        assert rpc.peer.seen == [1, 3]
+        assert rpc.server.calls == 1
         dealer.close()
-        await until(lambda: server.calls == 0)
+        await until(lambda: rpc.server.calls == 0)
 
 
 async def test_who_sends_what_cannot_be_read_is_told_that_its_calls_are_lost() -> None:
