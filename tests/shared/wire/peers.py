@@ -115,7 +115,8 @@ class Loopback:
     def __init__(self, sockets: Sockets) -> None:
         self.sockets = sockets
         self.address = free_address()  # of the server
-        self._raw = zmq.Context()
+        self._raw_context = zmq.Context()
+        self._raw_sockets: list[zmq.Socket[bytes]] = []  # a socket without a reference would be closed
         self._running_server = AsyncExitStack()
         self._clients: list[RpcClient] = []
 
@@ -134,15 +135,16 @@ class Loopback:
 
     def raw_socket(self, kind: int) -> zmq.Socket[bytes]:
         """A socket without any of our code, neither connected nor bound."""
-        socket: zmq.Socket[bytes] = self._raw.socket(kind)
+        socket: zmq.Socket[bytes] = self._raw_context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
+        self._raw_sockets.append(socket)
         return socket
 
     async def close(self) -> None:
         """Close everything. A context that stays open would end in another test, and block it."""
         for client in self._clients:
             client.close()
-        self._raw.destroy(linger=0)
+        self._raw_context.destroy(linger=0)
         await self.stop_server()
         self.sockets.close()
 
