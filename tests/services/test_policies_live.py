@@ -93,7 +93,7 @@ async def test_a_monitor_that_restarts_changes_nothing_and_goes_on(suite: LiveSu
     )
     await suite.stop_monitor()
     app = await suite.start_monitor()
-    monitor = app.state.turns.acting()
+    monitor = app.state.leadership.acting()
     await until(lambda: monitor.policies.policies.revision == answer["revision"], "recalled", timeout_s=20)
     sequence = monitor.broadcaster.sequence
     views = [app.state.scheduler.placer for app in suite.schedulers]
