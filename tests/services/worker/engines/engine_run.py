@@ -158,8 +158,10 @@ async def full_staging(run: Run) -> dict[str, Any]:
     await run.end("steady")
     stats = rank.stats()
     rank.stage = stage  # type: ignore[method-assign]
-    held = [name for name in (f"t{number}" for number in range(40)) if rank._pool.release(name)]
-    return {"refused": stats.staging_failed, "held": len(held), "refusals_s": sum(spent)}
+    held_bytes = rank.staged_bytes
+    for number in range(40):
+        rank.release(f"t{number}")
+    return {"refused": stats.staging_failed, "held": held_bytes, "refusals_s": sum(spent)}
 
 
 async def seeded(run: Run) -> dict[str, Any]:
