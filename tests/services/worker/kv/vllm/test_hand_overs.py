@@ -5,10 +5,9 @@ Tests of identity count pulls: a silent recomputation would be identical, too. T
 """
 
 import asyncio
-import sys
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -94,28 +93,56 @@ class Cluster:
             engine.events.clear()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    model = make_llama(tmp_path_factory.mktemp("llama"))
-    plain = Engine("plain", model, dtype="float32", connector=False)
-    made = {name: Engine(name, model, **({"dtype": "float32"} | each)) for name, each in ENGINES[request.param].items()}
-    async with AsyncExitStack() as stack:
+class Clusters:
+    """The cluster that runs: the one that a test asked for last. `conftest` orders the tests by it."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._name = ""
+        self._stack = AsyncExitStack()
+        self._cluster: Cluster | None = None
+
+    async def named(self, name: str) -> Cluster:
+        if self._cluster is None or name != self._name:
+            await self.stop()
+            self._name, self._cluster = name, await self._start(ENGINES[name])
+        return self._cluster
+
+    async def stop(self) -> None:
+        self._cluster = None
+        await self._stack.aclose()
+
+    async def _start(self, engines: Mapping[str, Mapping[str, Any]]) -> Cluster:
+        plain = Engine("plain", self._model, dtype="float32", connector=False)
+        made = {name: Engine(name, self._model, **({"dtype": "float32"} | each)) for name, each in engines.items()}
         for engine in (plain, *made.values()):
-            stack.callback(engine.kill)  # also where another one does not start
+            self._stack.callback(engine.kill)  # also where another one does not start
         for engine in (plain, *made.values()):
-            await stack.enter_async_context(engine)
+            await self._stack.enter_async_context(engine)
         cluster = Cluster(made, plain)
         for engine in made.values():  # the first forward of several ranks takes seconds
             await engine.generate(cluster.prompts[-1], 2)
         cluster.references = [await plain.generate(text, NEW_TOKENS) for text in cluster.prompts]
         assert len({token for reference in cluster.references for token in reference}) > 50  # not degenerate
-        yield cluster
+        return cluster
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def clusters(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clusters]:
+    clusters = Clusters(make_llama(tmp_path_factory.mktemp("llama")))
+    yield clusters
+    await clusters.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def cluster(request: pytest.FixtureRequest, clusters: Clusters) -> Cluster:
+    return await clusters.named(request.param)
 
 
 @pytest.mark.parametrize(
     ("cluster", "source", "target"),
     [
-        pytest.param(*map(sys.intern, each.split()), marks=engines, id=each)  # alike clusters are one
+        pytest.param(*each.split(), marks=engines, id=each)
         for each in (
             "blocks p d",
             "overlapping p d",
