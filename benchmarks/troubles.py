@@ -284,7 +284,7 @@ TROUBLES = (
     ),
     Trouble(
         MISSING,
-        "nobody starts an instance of the cluster file",
+        "an instance of the cluster file is never started",
         "instances_missing",
         _missing,
         stage=Stage.DECODE,

@@ -42,7 +42,7 @@ class LeaderTerm:
             return
         self._lease.check()
         if self._lease.epoch != self.epoch:
-            raise Standby(f"{self._lease.holder} has begun another turn meanwhile")
+            raise Standby(f"{self._lease.holder} has begun another term meanwhile")
 
     def fence(self) -> Fence | None:
         """Lets the database be written during this term only."""

@@ -42,7 +42,7 @@ async def _disconnect_storm(suite: SuiteUnderTest) -> None:
     await hostile.leaving_clients(suite.gateways, suite.requests, STORM, 3.0, rng)
 
 
-@client("slow-readers", f"{SLOW} streams of 200 tokens that nobody reads for 5 s")
+@client("slow-readers", f"{SLOW} streams of 200 tokens whose clients read nothing for 5 s")
 async def _slow_readers(suite: SuiteUnderTest) -> None:
     request = hostile.changed(suite.requests[0], max_tokens=200)
     await hostile.crowd(SLOW, lambda n: hostile.never_read(suite.gateway(n), fresh(request), _SLOW_S))

@@ -65,7 +65,7 @@ link("link-silent", "one decode instance's RPC is silent for 4 s", outage_s=NOTI
 link("link-gateway-workers", "one of two gateways cannot reach any instance for 4 s")(
     link_fault(lambda s: _of_first_gateway(s, "worker"), lambda proxy: proxy.cut(refuse=True), 0.0)
 )
-link("link-gateway-schedulers", "one of two gateways hears of no scheduler for 4 s")(
+link("link-gateway-schedulers", "one of two gateways is cut off from all schedulers for 4 s")(
     link_fault(lambda s: _of_first_gateway(s, "scheduler"), Proxy.stall, _PLACEMENT_S)
 )
 link("link-one-scheduler", "one of two schedulers is silent for 4 s", outage_s=NOTICED_S)(

@@ -161,7 +161,7 @@ async def test_a_holder_takes_the_lease_again_above_an_epoch_that_the_cluster_ha
         second = await asyncio.wait_for(only.lease.gained(), 20)
         assert second.epoch == later + 1
         second.check()
-        with pytest.raises(Standby, match="a has begun another turn"):
+        with pytest.raises(Standby, match="a has begun another term"):
             first.check()
 
 

@@ -91,7 +91,7 @@ class Rig:
 
     def events(self) -> KvEvents:
         """The events of endpoints; to be entered before there is one."""
-        assert self._unread is None, "there are endpoints already, whose events nobody reads"
+        assert self._unread is None, "another endpoint exists, and its events are not read"
         return KvEvents(self.events_address)
 
     def endpoint(

@@ -133,13 +133,13 @@ async def test_a_paused_prefetch_goes_on_when_another_leaves_room(rig: Rig) -> N
         await asyncio.to_thread(wait_until, lambda: importer.stats().received_bytes > received)
 
 
-@pytest.mark.parametrize("why", ["no progress", "nobody loads it", "drop", "release"])
+@pytest.mark.parametrize("why", ["no progress", "never loaded", "drop", "release"])
 async def test_a_prefetch_that_ends_leaves_nothing(rig: Rig, why: str) -> None:
     limits = PullLimits(stall_s=0.3 if why == "no progress" else 10.0)
     exporter, importer, kv = rig.endpoint(), rig.endpoint(limits=limits), model_kv(64)
     stage(exporter, kv, end=32)
     async with control_of(importer) as control:
-        await control.call(prefetch(rig.handle([exporter], 64), keep_s=0.3 if why == "nobody loads it" else 60.0))
+        await control.call(prefetch(rig.handle([exporter], 64), keep_s=0.3 if why == "never loaded" else 60.0))
         await level(control, "prefetches", 1)
         if why in ("drop", "release"):
             await level(control, "inbox_bytes", 32 * TOKEN_BYTES)
