@@ -85,7 +85,7 @@ def _by_size(size: int) -> Iterator[tuple[str, Decide]]:
         loaded, fill = _index(size), Policies(policy, full.split, registry.dispatch("random"))
         for number in range(2 * size):  # unfinished work, for policies that consider it
             job = msgspec.structs.replace(jobs[number % 64], job_id=f"before-{number}")
-            loaded.ledger.add(job, place(job, loaded, fill, 0.0, rng))
+            loaded.ledger.add(job, place(job, loaded, fill, 0.0, rng).route)
         yield f"placement_{name}", lambda call, p=policy, i=loaded: p.choose(jobs[call % 64], i, (), 0.0, rng)  # type: ignore[misc]
     for name in registry.DISPATCH:
         dispatch = registry.dispatch(name)
@@ -94,7 +94,7 @@ def _by_size(size: int) -> Iterator[tuple[str, Decide]]:
         flips = registry.role_flip(name)
         context = FlipContext(DEMAND)
         yield f"role_flip_{name}", lambda call, p=flips, c=context: p.propose(view, float(call), FlipHistory(), c)  # type: ignore[misc]
-    yield "place", lambda call: place(jobs[call % 64], index, full, 0.0, rng)
+    yield "place", lambda call: place(jobs[call % 64], index, full, 0.0, rng).route
     cronus = registry.split("cronus")
     yield (
         "split_cronus",

@@ -239,19 +239,10 @@ def _best_with_room(
 
 
 def _choice(best: Option, reasons: tuple[Reason, ...]) -> Choice:
-    decode, ttft_s = best.decode, best.ttft_s - best.hold_s
-    if best.prefill is None or best.part is None:
-        return Choice(decode.view, reasons, ttft_s=ttft_s, hold_s=best.hold_s, has_room=best.has_room)
-    return Choice(
-        best.prefill.view,
-        reasons,
-        decode=decode.view,
-        split=best.split,
-        lead_steps=int(best.part.begins_s / decode.after_s) if decode.after_s > 0.0 else 0,
-        ttft_s=ttft_s,
-        hold_s=best.hold_s,
-        has_room=best.has_room,
-    )
+    view, has_room = best.decode.view, best.has_room
+    if best.prefill is None:
+        return Choice(view, reasons, estimate=best, has_room=has_room)
+    return Choice(best.prefill.view, reasons, decode=view, split=best.split, estimate=best, has_room=has_room)
 
 
 def _comparison(best: Option, index: ClusterIndex) -> Figures:

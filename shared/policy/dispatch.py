@@ -17,6 +17,7 @@ from shared.domain.job import JobView
 from shared.domain.route import InstanceRef, Reason, Work
 from shared.errors import InvalidRequest, PolyphaseError, Unavailable
 from shared.policy.decode_admission import ByPrediction, is_heavy
+from shared.policy.estimate import Option
 from shared.policy.index import ClusterIndex, InstanceIds, context_of, usable
 
 DRAWS = 8  # random draws before all instances are searched
@@ -30,7 +31,8 @@ class Choice(msgspec.Struct, frozen=True):
     """The chosen instance and the reasons for it.
 
     A placement policy may also fix the decode instance, the split between both, and the work to count on the instance
-    until the job is complete. For lead_steps, ttft_s, hold_s and has_room see `Route`.
+    until the job is complete. estimate: of the whole route, from a placement policy that makes one. has_room: see
+    `Route`.
     """
 
     instance: InstanceView
@@ -38,9 +40,7 @@ class Choice(msgspec.Struct, frozen=True):
     decode: InstanceView | None = None
     work: Work | None = None
     split: int | None = None
-    lead_steps: int = 0
-    ttft_s: float = 0.0
-    hold_s: float = 0.0
+    estimate: Option | None = None
     has_room: bool = False
 
     @property

@@ -341,6 +341,12 @@ class Option(msgspec.Struct, frozen=True, gc=False):
         return self.part.tokens if self.part is not None else 0
 
     @property
+    def lead_steps(self) -> int:
+        """Steps of the decode instance before it has to allocate blocks for the job's KV."""
+        step_s = self.decode.after_s
+        return int(self.part.begins_s / step_s) if self.part is not None and step_s > 0.0 else 0
+
+    @property
     def has_room(self) -> bool:
         """Whether the job's KV finds room to the end of its answer when it reaches the decode instance."""
         return self.hold_s <= HOLD_S

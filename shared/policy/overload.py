@@ -1,7 +1,8 @@
 """Overload control: whether a job that has a route may start now. It is placed, refused early, delayed for heavier
 classes, held until there is room for its KV, or, when it is paused, left where it is.
 
-`decide` is the entry point. It rests on the same estimate as placement, of the chosen route, whatever policy chose it.
+`decide` is the entry point. It rests on the estimate by which placement chose the route, or, where another policy chose
+it, on the same estimate of that route.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from shared.policy.adaptive import AdaptiveSplit
 from shared.policy.decode_admission import Ahead, ahead_of, fits_after, takes_tokens
 from shared.policy.estimate import ENDLESS, HOLD_S, DecodeSide, JobContext, Option, PrefillSide, local, pair
 from shared.policy.index import ClusterIndex, InstanceIds
-from shared.policy.placement import Policies, place
+from shared.policy.placement import Placed, Policies, place
 from shared.policy.prefix_index import saved_tokens
 
 LOOKS = 3  # other routes that are tried for a job of a class that yields
@@ -83,17 +84,17 @@ class _Decision:
 
     def route(self) -> Route:
         job, index = self.job, self.index
-        route = self._place(self.exclude)
-        slo, needs = job.slo, index.ledger.class_demand
+        placed = self._place(self.exclude)
+        slo, needs, route = job.slo, index.ledger.class_demand, placed.route
         if job.pause_s > 0.0:
-            return self._sooner(route)
+            return self._sooner(placed)
         if job.begun:
             return route
         if slo.when_full is not WhenFull.DELAY:
             needs.arrived(job, self.now)
         if slo.when_full is WhenFull.NEVER:
             return self._with_room(route)
-        obstacle = self._obstacle(route)
+        obstacle = self._obstacle(placed)
         if obstacle is None:
             return self._with_room(route)
         message = f"{obstacle.message} (SLO class {slo.name!r})"
@@ -107,12 +108,12 @@ class _Decision:
             raise Delayed(message, cause=obstacle.cause, retry_after_s=min(LATE_S, max(SOON_S, seconds)))
         return self._with_room(other)
 
-    def _place(self, exclude: InstanceIds) -> Route:
+    def _place(self, exclude: InstanceIds) -> Placed:
         return place(self.job, self.index, self.policies, self.now, self.rng, exclude)
 
-    def _sooner(self, route: Route) -> Route:
+    def _sooner(self, placed: Placed) -> Route:
         """The route of a paused job, with what it saves among its reasons. Raises Stays when that is too little."""
-        pause_s, option = self.job.pause_s, self._option(route, self.exclude)
+        pause_s, option = self.job.pause_s, self._estimate(placed, self.exclude)
         if option is None:
             raise Stays("no estimate of the route is known; the job stays where it is paused")
         elsewhere_s = max(option.ttft_s, option.decode.room_s)
@@ -122,7 +123,7 @@ class _Decision:
                 "elsewhere; it stays"
             )
         reason = Reason("sooner", {"pause_s": round(pause_s, 4), "elsewhere_s": round(elsewhere_s, 4)})
-        return msgspec.structs.replace(route, reasons=(reason, *route.reasons))
+        return msgspec.structs.replace(placed.route, reasons=(reason, *placed.route.reasons))
 
     def _with_room(self, route: Route) -> Route:
         """The route. Raises Delayed while its KV would find no room: the job then waits before its prompt is computed.
@@ -165,18 +166,18 @@ class _Decision:
             except (Unavailable, InvalidRequest):
                 break
             split_is_free = isinstance(self.policies.split, AdaptiveSplit)
-            if other.prefill is None and route.prefill is not None and not split_is_free:
+            if other.route.prefill is None and route.prefill is not None and not split_is_free:
                 break
             found = self._obstacle(other)
             if found is None:
-                return other, 0.0
+                return other.route, 0.0
             obstacle = found
             seconds = min(seconds, obstacle.seconds)
         return None, seconds
 
-    def _obstacle(self, route: Route) -> _Obstacle | None:
+    def _obstacle(self, placed: Placed) -> _Obstacle | None:
         """What keeps the job from starting now on this route; None if nothing does, or no estimate is known."""
-        option = self._option(route)
+        option = self._estimate(placed)
         if option is None:
             return None
         return self._in_the_way(option) if self.job.slo.when_full is WhenFull.DELAY else self._misses(option)
@@ -229,11 +230,13 @@ class _Decision:
             return _Obstacle("reserve", each_s, message)
         return None
 
-    def _option(self, route: Route, exclude: InstanceIds = ()) -> Option | None:
+    def _estimate(self, placed: Placed, exclude: InstanceIds = ()) -> Option | None:
         """The estimate of a route. Where a dispatcher is to choose the decode instance, that of the instance with the
         least pressure which it may choose.
         """
-        job, index = self.job, self.index
+        if placed.estimate is not None:
+            return placed.estimate
+        job, index, route = self.job, self.index, placed.route
         if route.decode is not None:
             view = index.decode.get(route.decode.instance_id)
         else:

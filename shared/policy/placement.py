@@ -7,7 +7,7 @@ instance, where the route has to name it.
 
 from dataclasses import dataclass
 from random import Random
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
@@ -17,6 +17,7 @@ from shared.domain.route import Reason, Route
 from shared.errors import Delayed, InvalidRequest
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.dispatch import Choice, DispatchPolicy, Figures, choose_decode, why_none
+from shared.policy.estimate import Option
 from shared.policy.index import ClusterIndex, InstanceIds, context_of, queued_prefill_s, usable
 from shared.policy.prefix_index import saved_tokens
 from shared.policy.split import Split
@@ -39,6 +40,13 @@ class Placement(Protocol):
     ) -> Choice | None: ...
 
 
+class Placed(NamedTuple):
+    """A route, and the estimate of it if the placement policy made one."""
+
+    route: Route
+    estimate: Option | None
+
+
 class Policies(msgspec.Struct, frozen=True):
     """The three policies that make a route."""
 
@@ -49,7 +57,7 @@ class Policies(msgspec.Struct, frozen=True):
 
 def place(
     job: JobView, index: ClusterIndex, policies: Policies, now: float, rng: Random, exclude: InstanceIds = ()
-) -> Route:
+) -> Placed:
     """The route of `job`.
 
     Without a ready prefill instance, the decode instance that dispatch chooses computes the whole job; in a coupled
@@ -59,7 +67,7 @@ def place(
     """
     if job.prompt_tokens < 1 or job.max_tokens < 0:
         raise InvalidRequest(f"a job of {job.prompt_tokens} prompt and {job.max_tokens} output tokens")
-    return _Placing(job, index, policies, now, rng, exclude).route()
+    return _Placing(job, index, policies, now, rng, exclude).place()
 
 
 @dataclass(slots=True)
@@ -73,11 +81,11 @@ class _Placing:
     rng: Random
     exclude: InstanceIds
 
-    def route(self) -> Route:
+    def place(self) -> Placed:
         job, index, split = self.job, self.index, self.policies.split
         if job.local_only and not index.coupled:
             return self._whole(self._dispatched(), Reason("local_only: one instance must compute it whole"))
-        chosen = self._place()
+        chosen = self._choose()
         if chosen is None:
             why = why_none(job, index.placing, index, self.exclude)
             if index.coupled:
@@ -86,15 +94,15 @@ class _Placing:
         if chosen.instance.role is Role.DECODE:
             return self._whole(chosen)
         if chosen.split is not None and chosen.decode is not None:  # placement decided on all three
-            return self._route(chosen, Choice(chosen.decode), chosen.split, chosen.reasons)
+            return self._placed(chosen, Choice(chosen.decode), chosen.split, chosen.reasons)
         if chosen.decode is not None or split.needs_decode:
             return self._pair(chosen)
         # The dispatcher of the prefill instance chooses the decode instance, from fresher loads.
         self._require_decode()
         part = split.choose(job, chosen.instance, None, self.rng)
-        return self._route(chosen, None, part.tokens, chosen.reasons + part.reasons)
+        return self._placed(chosen, None, part.tokens, chosen.reasons + part.reasons)
 
-    def _place(self) -> Choice | None:
+    def _choose(self) -> Choice | None:
         """The choice of the placement policy.
 
         Raises Delayed when every instance that could take the job has as many prompts as the split allows.
@@ -120,22 +128,22 @@ class _Placing:
         fixed_dispatch = None if isinstance(dispatch, AdaptiveDispatch) else dispatch
         return placement.decide(job, index, fixed_split, fixed_dispatch, exclude, self.now, self.rng)
 
-    def _pair(self, prefill: Choice) -> Route:
+    def _pair(self, prefill: Choice) -> Placed:
         """The route over a prefill and a decode instance: the split depends on both, or placement chose both."""
         prompt, bound = self.job.prompt_tokens, prefill.decode
         decode = Choice(bound) if bound is not None else self._dispatched()
         split = self.policies.split.choose(self.job, prefill.instance, decode.instance, self.rng)
         reasons = prefill.reasons + split.reasons
         if split.tokens <= 0:
-            return self._route(None, decode, 0, reasons + decode.reasons)
+            return self._placed(None, decode, 0, reasons + decode.reasons)
         if split.tokens >= prompt and bound is None:
             # The split needs no decode instance after all: the loads will be fresher when the dispatcher chooses one.
-            return self._route(prefill, None, prompt, reasons)
-        return self._route(prefill, decode, min(split.tokens, prompt), reasons + decode.reasons)
+            return self._placed(prefill, None, prompt, reasons)
+        return self._placed(prefill, decode, min(split.tokens, prompt), reasons + decode.reasons)
 
-    def _whole(self, decode: Choice, *why: Reason) -> Route:
+    def _whole(self, decode: Choice, *why: Reason) -> Placed:
         """The route on which a decode instance computes the whole job."""
-        return self._route(None, decode, 0, (*why, *decode.reasons))
+        return self._placed(None, decode, 0, (*why, *decode.reasons))
 
     def _dispatched(self) -> Choice:
         return choose_decode(self.policies.dispatch, self.job, self.index, self.exclude, self.now, self.rng)
@@ -148,10 +156,11 @@ class _Placing:
                 return
         raise why_none(self.job, Role.DECODE, self.index, self.exclude)
 
-    def _route(self, prefill: Choice | None, decode: Choice | None, split: int, reasons: tuple[Reason, ...]) -> Route:
+    def _placed(self, prefill: Choice | None, decode: Choice | None, split: int, reasons: tuple[Reason, ...]) -> Placed:
         placed = prefill or decode
         assert placed is not None
-        return Route(
+        estimate = placed.estimate
+        route = Route(
             prefill=prefill.ref if prefill else None,
             decode=decode.ref if decode else None,
             split=split,
@@ -161,11 +170,12 @@ class _Placing:
             prefill_saved=self._saved(prefill, split),
             decode_saved=self._saved(decode, self.job.prompt_tokens),
             answer_tokens=self.index.ledger.output_lengths.bound(self.job),
-            lead_steps=placed.lead_steps,
-            ttft_s=placed.ttft_s,
-            hold_s=placed.hold_s,
+            lead_steps=estimate.lead_steps if estimate is not None else 0,
+            ttft_s=estimate.ttft_s - estimate.hold_s if estimate is not None else 0.0,
+            hold_s=estimate.hold_s if estimate is not None else 0.0,
             has_room=placed.has_room,
         )
+        return Placed(route, estimate)
 
     def _saved(self, chosen: Choice | None, tokens: int) -> int:
         if chosen is None or not self.job.prefix:

@@ -181,7 +181,7 @@ def test_real_routes_have_words(placement: str, split: str) -> None:
     policies = Policies(
         registry.placement(placement, parameters), registry.split(split), registry.dispatch("power_of_two")
     )
-    route = place(job(200), there, policies, 0.0, Random(0))
+    route = place(job(200), there, policies, 0.0, Random(0)).route
     first = route.prefill or route.decode
     assert first is not None
     said = sentence(Decision(0.0, "placement", first.instance_id, route.reasons), 200)

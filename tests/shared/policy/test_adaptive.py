@@ -81,7 +81,7 @@ def test_in_a_burst_both_instances_get_their_part() -> None:
     found.ledger.output_lengths = answers
     for number in range(120):
         one = asked(job_id=f"{number}")
-        routed = place(one, found, ALL, 0.0, Random(0))
+        routed = place(one, found, ALL, 0.0, Random(0)).route
         found.ledger.add(one, routed)
         for assignment in assignments(one, routed, 0.0):
             found.book(assignment)
@@ -105,7 +105,7 @@ def test_a_fixed_dispatch_is_kept_to() -> None:
     found = index(*views)
     wanted = fixed.choose(asked(), found.decode.views, (), 0.0, Random(0))
     assert wanted is not None
-    routed = place(asked(), found, Policies(Adaptive(), AdaptiveSplit(), fixed), 0.0, Random(0))
+    routed = place(asked(), found, Policies(Adaptive(), AdaptiveSplit(), fixed), 0.0, Random(0)).route
     assert routed.decode == wanted.ref
 
 
@@ -139,7 +139,7 @@ def test_a_prefix_draws_the_job_to_who_holds_it_unless_that_one_is_much_busier()
 
     def chosen(*views: InstanceView) -> str:
         found = ClusterIndex(view(*views), rng=Random(0), prefixes=prefixes)
-        routed = place(one, found, ALL, 0.0, Random(0))
+        routed = place(one, found, ALL, 0.0, Random(0)).route
         return routed.prefill.instance_id if routed.prefill else ""
 
     stalled = d(**busy(64))
@@ -160,7 +160,7 @@ def test_beside_those_that_hold_the_prompt_none_are_looked_at_at_random() -> Non
     found = ClusterIndex(view(*views), rng=Random(0), prefixes=prefixes)
 
     def looked_at(asked_for: JobView, seed: int) -> float:
-        reasons = place(asked_for, found, ALL, 0.0, Random(seed)).reasons
+        reasons = place(asked_for, found, ALL, 0.0, Random(seed)).route.reasons
         figures = next(one for one in reasons if one.what == "placement:adaptive").figures
         return float(figures["decode_candidates"])
 
@@ -179,4 +179,4 @@ def test_where_all_serve_whole_jobs_a_holder_is_not_held_to_the_prompt_that_it_h
     others = [d(f"other-{at}", prefill_share=0.4, **busy(8)) for at in range(3)]
     views = view(*others, d("holder", prefill_share=0.9, **busy(8)))
     coupled = ClusterIndex(views, rng=Random(0), prefixes=prefixes)
-    assert way(place(asked(2_800, prefix=blocks), coupled, ALL, 0.0, Random(0))) == ("", chosen, "none")
+    assert way(place(asked(2_800, prefix=blocks), coupled, ALL, 0.0, Random(0)).route) == ("", chosen, "none")

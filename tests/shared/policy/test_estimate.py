@@ -39,7 +39,7 @@ def test_decodes_on_their_way_count_until_they_come() -> None:
     chosen = []
     for number in range(20):
         one = asked(job_id=f"{number}")
-        routed = place(one, found, ALL, 0.0, Random(0))
+        routed = place(one, found, ALL, 0.0, Random(0)).route
         found.ledger.add(one, routed)
         found = ClusterIndex(found.view, found.ledger.coming, rng=Random(0), ledger=found.ledger)
         chosen.append(routed.decode.instance_id if routed.decode else "")

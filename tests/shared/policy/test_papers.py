@@ -57,7 +57,7 @@ def test_penalties_at_half_full(penalty: Penalty, factor: float) -> None:
     # Five jobs of 1600 tokens are half of 16000.
     works = []
     for number in range(6):
-        route = place(asked, indexed(ledger, one), run, 0.0, Random(0))
+        route = place(asked, indexed(ledger, one), run, 0.0, Random(0)).route
         ledger.add(job(job_id=f"j{number}"), route)
         assert route.work is not None
         works.append(route.work)
@@ -87,7 +87,7 @@ def test_workload_by_example(
     for one, count in zip(views, jobs, strict=True):
         for number in range(count):
             ledger.add(
-                job(job_id=f"{one.instance_id}-{number}"), place(asked, indexed(ledger, one), run, 0.0, Random(0))
+                job(job_id=f"{one.instance_id}-{number}"), place(asked, indexed(ledger, one), run, 0.0, Random(0)).route
             )
     assert chosen(Workload().choose(asked, indexed(ledger, *views), (), 0.0, Random(0))) == winner
 
@@ -98,7 +98,7 @@ def test_memory_only_looks_at_memory() -> None:
     run = Policies(Memory(), registry.split("full"), registry.dispatch("random"))
     counts = {"slow": 0, "fast": 0}
     for number in range(25):
-        route = place(asked, indexed(ledger, *views, seed=number), run, 0.0, Random(number))
+        route = place(asked, indexed(ledger, *views, seed=number), run, 0.0, Random(number)).route
         ledger.add(job(job_id=f"j{number}"), route)
         assert route.decode is not None
         counts[route.decode.instance_id] += 1
@@ -167,7 +167,7 @@ def run(plan: PlanRoutes, views: list[InstanceView], jobs: int, split: str = "fu
     ledger, rng, routes = WorkloadLedger(), Random(0), []
     for number in range(jobs):
         cluster = ClusterIndex(view(*views), rng=rng, ledger=ledger)
-        routes.append(place(job(prompt, 10, job_id=f"j{number}"), cluster, policies, 0.0, rng))
+        routes.append(place(job(prompt, 10, job_id=f"j{number}"), cluster, policies, 0.0, rng).route)
         ledger.add(job(job_id=f"j{number}"), routes[-1])
     return routes
 

@@ -44,7 +44,7 @@ def test_least_load_by_example(what: str, loads: list[Any], prompt: int, winner:
         prefill(f"p{at}", queued_prefill_tokens=tokens, queued_prefill=jobs, rate=rate, base=base)
         for at, (tokens, jobs, rate, base) in enumerate(loads)
     ]
-    route = place(job(prompt), index(*views, decode("d")), policies(), 0.0, Random(0))
+    route = place(job(prompt), index(*views, decode("d")), policies(), 0.0, Random(0)).route
     assert chosen(route) == winner
 
 
@@ -53,7 +53,7 @@ def test_under_cronus_at_most_two_requests_are_in_a_prefill_instance() -> None:
     cluster, wanted = index(prefill("p", rate=1e-4), decode("d")), policies(split="cronus")
     for number in range(2):
         asked = job(100, job_id=f"j{number}", can_wait=True)
-        route = place(asked, cluster, wanted, 0.0, Random(0))
+        route = place(asked, cluster, wanted, 0.0, Random(0)).route
         assert chosen(route) == "p"
         for assignment in assignments(asked, route, 0.0):
             cluster.book(assignment)
@@ -62,10 +62,10 @@ def test_under_cronus_at_most_two_requests_are_in_a_prefill_instance() -> None:
     assert held.value.cause == "prefills"
     assert held.value.retry_after_s
     # A request that has begun, or whose gateway cannot let it wait, goes on.
-    assert chosen(place(job(100, can_wait=True, begun=True), cluster, wanted, 0.0, Random(0))) == "p"
-    assert chosen(place(job(100), cluster, wanted, 0.0, Random(0))) == "p"
+    assert chosen(place(job(100, can_wait=True, begun=True), cluster, wanted, 0.0, Random(0)).route) == "p"
+    assert chosen(place(job(100), cluster, wanted, 0.0, Random(0)).route) == "p"
     unlimited = policies(split="cronus", max_prefills=0)
-    assert chosen(place(job(100, can_wait=True), cluster, unlimited, 0.0, Random(0))) == "p"
+    assert chosen(place(job(100, can_wait=True), cluster, unlimited, 0.0, Random(0)).route) == "p"
 
 
 @pytest.mark.parametrize("placement", ["least_load", "round_robin", "adaptive"])
@@ -74,7 +74,7 @@ def test_under_cronus_a_full_prefill_instance_is_passed_over(placement: str) -> 
     slow = Rates(PartialPrefillCost(1e-3, 0.0), ChunkedCost(0.0, 0.0, 0.02))
     cluster = index(prefill("a", rates=fast, queued_prefill=2), prefill("b", rates=slow), decode("d", rates=fast))
     wanted = policies(placement, "cronus")
-    assert chosen(place(job(100, can_wait=True), cluster, wanted, 0.0, Random(0))) == "b"
+    assert chosen(place(job(100, can_wait=True), cluster, wanted, 0.0, Random(0)).route) == "b"
     full = index(prefill("a", rates=fast, queued_prefill=2), decode("d", rates=fast))
     with pytest.raises(Delayed):
         place(job(100, can_wait=True), full, wanted, 0.0, Random(0))
@@ -82,7 +82,7 @@ def test_under_cronus_a_full_prefill_instance_is_passed_over(placement: str) -> 
 
 def test_reasons_name_filters_the_chosen_and_the_runner_up() -> None:
     cluster = index(prefill("a", queued_prefill_tokens=50), prefill("b"), prefill("c"), decode("d"))
-    route = place(job(10), cluster, policies(), 0.0, Random(0), ("c",))
+    route = place(job(10), cluster, policies(), 0.0, Random(0), ("c",)).route
     by_name = {reason.what: reason.figures for reason in route.reasons}
     assert by_name["filter: ready, not excluded, context fits"]["excluded"] == "c"
     assert by_name["placement:least_load"] == {"chosen": "b", "score": 10.0, "runner_up": "a", "runner_up_score": 60.0}
@@ -98,7 +98,7 @@ def test_reasons_name_filters_the_chosen_and_the_runner_up() -> None:
     ids=["prefill silent", "prefill draining", "prompt too long for prefill"],
 )
 def test_without_prefill_the_decode_instance_does_it_all(instances: list[InstanceView]) -> None:
-    route = place(job(100), index(*instances), policies(), 0.0, Random(0))
+    route = place(job(100), index(*instances), policies(), 0.0, Random(0)).route
     assert route.prefill is None
     assert route.split == 0
     assert route.decode is not None
@@ -109,7 +109,7 @@ def test_without_prefill_the_decode_instance_does_it_all(instances: list[Instanc
 @pytest.mark.parametrize("local_only", [False, True])
 def test_in_a_coupled_cluster_placement_chooses_who_does_it_all(placement: str, local_only: bool) -> None:
     cluster = index(decode("a", max_model_len=149), decode("b"), decode("c"))
-    route = place(job(100, 50, local_only=local_only), cluster, policies(placement), 0.0, Random(0), ("b",))
+    route = place(job(100, 50, local_only=local_only), cluster, policies(placement), 0.0, Random(0), ("b",)).route
     assert (route.prefill, route.split, route.policy) == (None, 0, placement)
     assert route.decode is not None
     assert route.decode.instance_id == "c"
@@ -122,12 +122,14 @@ def test_in_a_coupled_cluster_placement_chooses_who_does_it_all(placement: str, 
 
 def test_what_a_route_books() -> None:
     asked = job(100, 1000)
-    split = place(asked, index(prefill("p"), decode("d")), policies(split="fraction", fraction=0.3), 0.0, Random(0))
+    split = place(
+        asked, index(prefill("p"), decode("d")), policies(split="fraction", fraction=0.3), 0.0, Random(0)
+    ).route
     assert [(a.instance_id, a.prefill_tokens, a.decode_tokens, a.heavy) for a in assignments(asked, split, 0.0)] == [
         ("p", 30, 0, False),
         ("d", 70, 100, True),
     ]
-    whole = place(asked, index(decode("d")), policies(), 0.0, Random(0))
+    whole = place(asked, index(decode("d")), policies(), 0.0, Random(0)).route
     (booked,) = assignments(asked, whole, 0.0)
     assert (booked.instance_id, booked.prefill_tokens, booked.decode_tokens) == ("d", 100, 100)
 
@@ -143,14 +145,14 @@ def test_a_route_books_no_tokens_that_instances_hold(
     cluster = index(prefill("p"), decode("d"))
     for instance_id, blocks in held.items():
         cluster.prefixes.replace(instance_id, 1, asked.prefix[:blocks])
-    route = place(asked, cluster, policies(split="fraction", fraction=0.5), 0.0, Random(0))
+    route = place(asked, cluster, policies(split="fraction", fraction=0.5), 0.0, Random(0)).route
     there, here = assignments(asked, route, 0.0)
     booked = there.prefill_tokens, here.prefill_tokens, here.import_tokens
     assert booked == (computes_there, computes_here, comes)
 
 
 def test_local_only_never_uses_a_prefill_instance() -> None:
-    route = place(job(local_only=True), index(prefill("p"), decode("d")), policies(), 0.0, Random(0))
+    route = place(job(local_only=True), index(prefill("p"), decode("d")), policies(), 0.0, Random(0)).route
     assert (route.prefill, route.split) == (None, 0)
 
 
@@ -177,7 +179,7 @@ def test_no_decode_instance(
 @pytest.mark.parametrize(("fraction", "split"), [(0.0, 0), (0.25, 25), (0.501, 51), (1.0, 100)])
 def test_a_partial_split_names_both_instances(fraction: float, split: int) -> None:
     cluster = index(prefill("p"), decode("d"))
-    route = place(job(100), cluster, policies(split="fraction", fraction=fraction), 0.0, Random(0))
+    route = place(job(100), cluster, policies(split="fraction", fraction=fraction), 0.0, Random(0)).route
     assert route.split == split
     assert (route.prefill is None) == (split == 0)
     assert (route.decode is None) == (split == 100)
@@ -222,7 +224,7 @@ def test_any_route_holds_what_it_promises(
 
     def decide() -> Route:
         fresh = ClusterIndex(cluster, rng=Random(seed))
-        return place(asked, fresh, policies(placement, split), 0.0, Random(seed), frozenset(exclude))
+        return place(asked, fresh, policies(placement, split), 0.0, Random(seed), frozenset(exclude)).route
 
     try:
         route = decide()
@@ -255,7 +257,7 @@ def run(name: str, views: list[InstanceView], jobs: int, exclude: tuple[str, ...
         if number % each == 0:
             cluster = ClusterIndex(view(*views), rng=rng, turn=turn, ledger=ledger)
         asked = job(10, 5, job_id=f"j{number}")
-        route = place(asked, cluster, policies, 0.0, rng, exclude)
+        route = place(asked, cluster, policies, 0.0, rng, exclude).route
         for assignment in assignments(asked, route, 0.0):
             cluster.book(assignment)
         turn = cluster.turn

@@ -117,7 +117,7 @@ def asked(prompt: int = 800, **more: object) -> JobView:
 
 
 def route(asked_for: JobView, *views: InstanceView, policies: Policies = ALL, seed: int = 0) -> Route:
-    return place(asked_for, index(*views), policies, 0.0, Random(seed))
+    return place(asked_for, index(*views), policies, 0.0, Random(seed)).route
 
 
 def way(found: Route) -> tuple[str, str, str]:
