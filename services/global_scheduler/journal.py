@@ -21,50 +21,50 @@ log = get_log(__name__)
 _LENGTH_BYTES = 4
 
 
-class Begun(msgspec.Struct, tag=True):
+class LogStarted(msgspec.Struct, tag=True):
     """The first entry of a log."""
 
     seed: int
     prefix_blocks: int = MAX_BLOCKS
 
 
-class Heard(msgspec.Struct, tag=True):
-    """A broadcast of the monitor."""
+class BroadcastApplied(msgspec.Struct, tag=True):
+    """A broadcast of the monitor that was applied at `now`, unix seconds; `now` means the same in the other entries."""
 
     delta: ClusterDelta
     now: float
 
 
-class Told(msgspec.Struct, tag=True):
+class PrefixesReported(msgspec.Struct, tag=True):
     """A change of an instance's prefix cache; None: nothing is known of the cache any more."""
 
     instance_id: str
     delta: PrefixDelta | None
 
 
-class Decided(msgspec.Struct, tag=True):
-    """A route, or the code, message and retry time of the error that came instead."""
+class Decision(msgspec.Struct, tag=True):
+    """A route, or the code, message and retry time of the error that was raised instead."""
 
     request: PlaceRequest
     now: float
     route: Route | None
     error: str = ""
-    said: str = ""
+    message: str = ""
     retry_after_s: float | None = None
 
     @classmethod
-    def refusal(cls, request: PlaceRequest, now: float, error: PolyphaseError) -> "Decided":
+    def refusal(cls, request: PlaceRequest, now: float, error: PolyphaseError) -> "Decision":
         return cls(request, now, None, error.code, error.message, error.retry_after_s)
 
 
-class Came(msgspec.Struct, tag=True):
+class DecodeStarted(msgspec.Struct, tag=True):
     """A job has arrived at its decode instance."""
 
     job_id: str
     now: float
 
 
-class Ended(msgspec.Struct, tag=True):
+class JobEnded(msgspec.Struct, tag=True):
     """A job has ended; met: whether it met its targets."""
 
     job_id: str
@@ -73,7 +73,7 @@ class Ended(msgspec.Struct, tag=True):
     now: float = 0.0
 
 
-Entry = Begun | Heard | Told | Decided | Came | Ended
+Entry = LogStarted | BroadcastApplied | PrefixesReported | Decision | DecodeStarted | JobEnded
 
 
 class Journal:
@@ -124,7 +124,10 @@ class Journal:
 
 
 def read(path: Path) -> Iterator[Entry]:
-    """All complete entries; one that was being written when the process died is left out."""
+    """All complete entries; one that was being written when the process died is left out.
+
+    Raises InvalidRequest for an entry that this version does not know.
+    """
     decoder = msgspec.msgpack.Decoder(Entry)
     with path.open("rb") as file:
         while len(head := file.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
@@ -132,41 +135,45 @@ def read(path: Path) -> Iterator[Entry]:
             data = file.read(size)
             if len(data) < size:
                 return
-            yield decoder.decode(data)
+            try:
+                entry = decoder.decode(data)
+            except msgspec.DecodeError as error:
+                raise InvalidRequest(f"{path} is not a decision log of this version: {error}") from error
+            yield entry
 
 
-def replay(path: Path) -> Iterator[tuple[Decided, Decided]]:
-    """Each decision as it was logged, and as it is made again. Raises InvalidRequest for a file of another kind."""
+def replay(path: Path) -> Iterator[tuple[Decision, Decision]]:
+    """Each decision as it was logged, and as it is made again. Raises InvalidRequest if `path` is not such a log."""
     entries = read(path)
     first = next(entries, None)
-    if not isinstance(first, Begun):
+    if not isinstance(first, LogStarted):
         raise InvalidRequest(f"{path} does not begin like a decision log")
     decider = Decider(first.seed, first.prefix_blocks)
     for entry in entries:
-        if isinstance(entry, Decided):
+        if isinstance(entry, Decision):
             yield entry, _decide(decider, entry)
         else:
             _apply(decider, entry)
 
 
-def _decide(decider: Decider, entry: Decided) -> Decided:
+def _decide(decider: Decider, entry: Decision) -> Decision:
     try:
         route = decider.decide(entry.request.job, entry.request.exclude, entry.now)
     except PolyphaseError as error:
-        return Decided.refusal(entry.request, entry.now, error)
-    return Decided(entry.request, entry.now, route)
+        return Decision.refusal(entry.request, entry.now, error)
+    return Decision(entry.request, entry.now, route)
 
 
 def _apply(decider: Decider, entry: Entry) -> None:
     match entry:
-        case Heard():
+        case BroadcastApplied():
             decider.apply(entry.delta, entry.now)
-        case Told():
+        case PrefixesReported():
             if entry.delta is None:
                 decider.forget_prefixes(entry.instance_id)
             else:
                 decider.apply_prefixes(entry.instance_id, entry.delta)
-        case Came():
+        case DecodeStarted():
             decider.arrived(entry.job_id, entry.now)
-        case Ended():
+        case JobEnded():
             decider.ended(entry.job_id, entry.output_tokens, entry.met, entry.now)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from services.global_scheduler.journal import Begun, Came, Decided, Ended, Heard, Journal, Told
+from services.global_scheduler.journal import (
+    BroadcastApplied,
+    Decision,
+    DecodeStarted,
+    JobEnded,
+    Journal,
+    LogStarted,
+    PrefixesReported,
+)
 from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import ClusterView, Role
 from shared.domain.job import JobView
@@ -93,7 +101,7 @@ class Placer:
         self.on_policies: Callable[[], None] = lambda: None  # called when `followed` changes
         self._refused: dict[str, int] = {}  # jobs without a placement, and how often they were refused
         if journal is not None:
-            journal.add(Begun(seed, prefix_blocks))
+            journal.add(LogStarted(seed, prefix_blocks))
 
     def apply(self, delta: ClusterDelta) -> bool:
         """Apply a broadcast of the monitor. False, and nothing is applied, where the broadcast before it is missing."""
@@ -104,7 +112,7 @@ class Placer:
         if self.decider.loads.moves != moves:
             self._metrics.keep({view.info.instance_id for view in self.view.instances})
         if self._journal is not None:
-            self._journal.add(Heard(delta, now))
+            self._journal.add(BroadcastApplied(delta, now))
         if delta.policies is not None and self.followed != before:
             self._log_policies()
             self.on_policies()
@@ -113,13 +121,13 @@ class Placer:
     def apply_prefixes(self, instance_id: str, delta: PrefixDelta) -> bool:
         """Apply a change of an instance's prefix cache; False when a change before it was lost."""
         if self._journal is not None:
-            self._journal.add(Told(instance_id, delta))
+            self._journal.add(PrefixesReported(instance_id, delta))
         return self.decider.apply_prefixes(instance_id, delta)
 
     def forget_prefixes(self, instance_id: str) -> None:
         """Nothing is known of the instance's prefix cache any more."""
         if self._journal is not None:
-            self._journal.add(Told(instance_id, None))
+            self._journal.add(PrefixesReported(instance_id, None))
         self.decider.forget_prefixes(instance_id)
 
     @property
@@ -146,10 +154,10 @@ class Placer:
             if not request.job.pause_s:  # else the job has a placement, and keeps it
                 self._refuse(request.job, error)
             if self._journal is not None:
-                self._journal.add(Decided.refusal(request, now, error))
+                self._journal.add(Decision.refusal(request, now, error))
             raise
         if self._journal is not None:
-            self._journal.add(Decided(request, now, route))
+            self._journal.add(Decision(request, now, route))
         if refusals := self._refused.pop(request.job.job_id, 0):
             log.info("placed after all", job_id=request.job.job_id, refusals=refusals)
         self._metrics.placed(route, time.perf_counter() - started)
@@ -160,14 +168,14 @@ class Placer:
         now = time.time()
         self.decider.arrived(job_id, now)
         if self._journal is not None:
-            self._journal.add(Came(job_id, now))
+            self._journal.add(DecodeStarted(job_id, now))
 
     def ended(self, job_id: str, output_tokens: int, met: bool | None) -> None:
         """A job has ended here; `output_tokens` of a complete answer, else 0. met: its targets, None if not judged."""
         now = time.time()
         self.decider.ended(job_id, output_tokens, met, now)
         if self._journal is not None:
-            self._journal.add(Ended(job_id, output_tokens, met, now))
+            self._journal.add(JobEnded(job_id, output_tokens, met, now))
         if refusals := self._refused.pop(job_id, 0):
             log.info("ended without a placement", job_id=job_id, refusals=refusals)
 

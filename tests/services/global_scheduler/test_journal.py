@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from services.global_scheduler.journal import Begun, Decided, Journal, read, replay
+from services.global_scheduler.journal import Decision, Journal, LogStarted, read, replay
 from shared.domain.instance import Role
 from shared.domain.job import JobView, LengthPrediction, Phase, Slo, WhenFull
 from shared.domain.prompt import PrefixDelta
@@ -106,7 +106,7 @@ async def test_other_inputs_make_other_decisions(start: Start, tmp_path: Path) -
     for number in range(20):
         await scheduler.client.place(job(number, rng), timeout_s=5)
     entries = list(read(flushed(scheduler.state.placer._journal, file)))
-    dropped = next(at for at, entry in enumerate(entries) if isinstance(entry, Decided))
+    dropped = next(at for at, entry in enumerate(entries) if isinstance(entry, Decision))
     with Journal(tmp_path / "less", 1 << 20) as less:
         for entry in entries[:dropped] + entries[dropped + 1 :]:
             less.add(entry)
@@ -117,10 +117,10 @@ def test_a_full_log_stops_and_says_so_and_half_an_entry_is_left_out(tmp_path: Pa
     file = tmp_path / "deep" / "decisions"
     with capture_logs() as logs, Journal(file, 400) as journal:
         for number in range(100):
-            journal.add(Begun(number))
+            journal.add(LogStarted(number))
     assert [entry["event"] for entry in logs] == ["the decision log is full; decisions are no longer logged"]
     whole = list(read(file))
-    assert [entry.seed for entry in whole if isinstance(entry, Begun)] == list(range(len(whole)))
+    assert [entry.seed for entry in whole if isinstance(entry, LogStarted)] == list(range(len(whole)))
     assert file.stat().st_size <= 400
     file.write_bytes(file.read_bytes()[:-3])
     assert len(list(read(file))) == len(whole) - 1
@@ -131,6 +131,11 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
     empty.write_bytes(b"")
     with pytest.raises(InvalidRequest, match="does not begin like a decision log"):
         next(replay(empty))
+    newer = tmp_path / "newer"
+    entry = msgspec.msgpack.encode({"type": "FromALaterVersion"})
+    newer.write_bytes(len(entry).to_bytes(4, "big") + entry)
+    with pytest.raises(InvalidRequest, match=r"newer is not a decision log of this version: .*FromALaterVersion"):
+        next(read(newer))
     with pytest.raises(InvalidRequest, match="cannot write"), Journal(tmp_path, 100):
         pass
 
@@ -139,5 +144,5 @@ def test_a_disk_that_takes_no_more_fails_no_request() -> None:
     """/dev/full takes what a buffer holds, and nothing after it."""
     with capture_logs() as logs, Journal(Path("/dev/full"), 1 << 20) as journal:
         for number in range(2000):
-            journal.add(Begun(number))
+            journal.add(LogStarted(number))
     assert [entry["event"] for entry in logs] == ["decisions are no longer logged"]
