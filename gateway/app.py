@@ -133,7 +133,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         config = VllmConfig(model_config=AsyncEngineArgs.from_cli_args(args).create_model_config())
         grammars = stack.enter_context(Grammars(config, settings))  # it forks: before any connection
 
-        sockets = Sockets.of(settings)
+        sockets = Sockets.from_settings(settings)
         stack.callback(sockets.close)
         keep = (*settings.schedulers, *settings.predictors, *settings.predictors_beside.values())
         clients = stack.enter_context(RpcClients(sockets, keep=keep))

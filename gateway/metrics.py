@@ -66,10 +66,10 @@ class GatewayMetrics:
         """Create the series of each SLO class with the value 0: a rate misses the value that a series begins with."""
         for name in names:
             for met in ("yes", "no"):
-                self._slo.of(name, met)
-            self._longest.of(name)
+                self._slo.labels(name, met)
+            self._longest.labels(name)
             for target in _TARGETS:
-                self._missed.of(name, target)
+                self._missed.labels(name, target)
 
     def ended(self, job: Job, report: JobReport) -> None:
         """Observe a job that is over, with its final report."""
@@ -79,13 +79,13 @@ class GatewayMetrics:
             self.requests.ended(job, _REASONS.get(report.phase, report.outcome))
         if job.delays:
             self._delayed.labels(slo=report.slo).inc()
-        self._jobs.of(report.slo, report.outcome).inc()
+        self._jobs.labels(report.slo, report.outcome).inc()
         if report.phase is not Phase.CANCELLED:
-            self._slo.of(report.slo, "yes" if report.slo_met else "no").inc()
+            self._slo.labels(report.slo, "yes" if report.slo_met else "no").inc()
             for target in _missed(job, report):
-                self._missed.of(report.slo, target).inc()
+                self._missed.labels(report.slo, target).inc()
         if report.phase is Phase.COMPLETED and report.longest_gap_s is not None:
-            self._longest.of(report.slo).observe(report.longest_gap_s)
+            self._longest.labels(report.slo).observe(report.longest_gap_s)
         for span in job.timeline.spans:
             self._spans[span.span].observe(span.ended_s - span.started_s)
         if job.attempt > 1:
@@ -162,7 +162,7 @@ class RequestSeries:
         registry.register(_TokenSeries(self))
 
     def ended(self, job: Job, reason: str) -> None:
-        self._ended.of(self._model, ENGINE, reason).inc()
+        self._ended.labels(self._model, ENGINE, reason).inc()
         timeline, tokens = job.timeline, len(job.tokens)
         self._observe("vllm:request_params_max_tokens", job.spec.max_tokens)
         if not timeline.first_token_s:
@@ -274,6 +274,6 @@ class HttpSeries:
         """Count a response. served: its path is one of the API."""
         method = scope["method"] if scope["method"] in METHODS else "other"
         handler = scope["path"] if served else "none"
-        self._requests.of(method, f"{status // 100}xx", handler).inc()
+        self._requests.labels(method, f"{status // 100}xx", handler).inc()
         self._fine.observe(took_s)
-        self._coarse.of(method, handler).observe(took_s)
+        self._coarse.labels(method, handler).observe(took_s)

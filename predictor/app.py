@@ -223,7 +223,7 @@ async def open_rpc(service: Service) -> AsyncIterator[None]:
     if not service.settings.rpc_address:
         yield
         return
-    sockets = Sockets.of(service.settings)
+    sockets = Sockets.from_settings(service.settings)
     try:
         async with RpcServer(sockets, service.settings.rpc_address, {PREDICT: predict}):
             yield

@@ -140,7 +140,7 @@ class Broadcaster:
             self.sequence += 1
             self._publisher.change(self._delta(policies))
         if WHOLE in self._requested:
-            self._publisher.whole(ClusterDelta.of(self.view()))
+            self._publisher.whole(ClusterDelta.from_view(self.view()))
         if policies or POLICIES in self._requested or now - self._policies_mono >= POLICIES_S:
             self._policies_mono = now
             self._publisher.policies(self._book.policies)
@@ -253,7 +253,7 @@ class Wires:
     """The bound sockets of the process."""
 
     def __init__(self, stack: AsyncExitStack, settings: MonitorSettings) -> None:
-        self.sockets = Sockets.of(settings)
+        self.sockets = Sockets.from_settings(settings)
         stack.callback(self.sockets.close)
         self.publisher = ClusterPublisher(self.sockets, settings.broadcast_address)
         stack.callback(self.publisher.close)

@@ -199,7 +199,7 @@ class Lease:
         await self._take(row, self._clock())
 
     async def _take(self, row: Held | None, asked_mono: float) -> None:
-        taken = await self._store.take(row, self.holder, self._url, self._length_s, self._noted_epoch)
+        taken = await self._store.acquire(row, self.holder, self._url, self._length_s, self._noted_epoch)
         if taken is None:
             return
         self._hold(taken, asked_mono)

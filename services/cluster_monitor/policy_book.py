@@ -107,8 +107,8 @@ class PolicyBook:
         changed = self._kept.changed
         in_force = {
             kind: {
-                **msgspec.to_builtins(self.policies.of(kind)),
-                "file": msgspec.to_builtins(self._file.of(kind)),
+                **msgspec.to_builtins(self.policies.spec(kind)),
+                "file": msgspec.to_builtins(self._file.spec(kind)),
                 "changed": {"who": changed[kind].who, "since_s": changed[kind].since_s} if kind in changed else None,
             }
             for kind in KINDS
@@ -156,9 +156,9 @@ class PolicyBook:
         self._kept, self._row = kept, row
         after = kept.policies
         text = ", ".join(
-            f"{kind}: {in_words(before.of(kind))} → {in_words(after.of(kind))}"
+            f"{kind}: {in_words(before.spec(kind))} → {in_words(after.spec(kind))}"
             for kind in KINDS
-            if before.of(kind) != after.of(kind)
+            if before.spec(kind) != after.spec(kind)
         )
         log.info("policies in force", revision=after.revision, who=row["who"], changed=text)
         self._on_change(text, row["who"])

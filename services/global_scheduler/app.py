@@ -98,7 +98,7 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     limit = Limit(settings.retention_s, settings.retention_rows, settings.retention_bytes)
     tasks.every("retention", settings.prune_period_s, Retention(engine, {"requests": limit}, store.ready).step)
 
-    sockets = Sockets.of(settings)
+    sockets = Sockets.from_settings(settings)
     stack.callback(sockets.close)
     clients = stack.enter_context(RpcClients(sockets))
     tasks.every("sweep-clients", SWEEP_CLIENTS_S, clients.sweep)

@@ -54,7 +54,7 @@ class Waiting:
         self._items.append(item)
         self._bound()
 
-    def take(self) -> Batch:
+    def next_batch(self) -> Batch:
         """The oldest items, BATCH at most."""
         return [self._items.popleft() for _ in range(min(BATCH, len(self._items)))]
 
@@ -113,7 +113,7 @@ async def deliver(queues: Sequence[Waiting], send: Callable[[Sequence[Batch]], A
     A message that is refused, or cannot be encoded, is halved until the items at fault are alone, and those are
     dropped. After SENDS messages nothing is halved any more: a refused message is then dropped whole.
     """
-    pieces: list[Owned] = [[(queue, item) for queue in queues for item in queue.take()]]
+    pieces: list[Owned] = [[(queue, item) for queue in queues for item in queue.next_batch()]]
     sends = 0
     try:
         while pieces:

@@ -77,10 +77,10 @@ class SchedulerMetrics:
         """Count one decision."""
         self._decisions.observe(duration_s)
         kind = "local" if route.prefill is None else "partial" if route.decode is not None else "full"
-        self._placements.of(kind).inc()
+        self._placements.labels(kind).inc()
         for role, instance in ((Role.PREFILL, route.prefill), (Role.DECODE, route.decode)):
             if instance is not None:
-                self._chosen.of(instance.instance_id, role.value).inc()
+                self._chosen.labels(instance.instance_id, role.value).inc()
 
 
 class Placer:
@@ -143,7 +143,7 @@ class Placer:
     @property
     def followed(self) -> tuple[PolicySet, str]:
         """The policies that the scheduler follows, and why it does not follow newer ones; empty if there are none."""
-        return self.decider.following.policies, self.decider.following.trouble
+        return self.decider.follower.policies, self.decider.follower.problem
 
     def place(self, request: PlaceRequest) -> Route:
         """Decide. Raises Unavailable, InvalidRequest, Overloaded, Delayed, Stays."""
@@ -184,7 +184,7 @@ class Placer:
         if trouble:
             log.error("newer policies are not followed", following=policies.revision, reason=trouble)
         else:
-            named = {kind: in_words(policies.of(kind)) for kind in ROUTING}
+            named = {kind: in_words(policies.spec(kind)) for kind in ROUTING}
             log.info("policies followed", revision=policies.revision, **named)
 
     def _refuse(self, job: JobView, error: PolyphaseError) -> None:

@@ -84,7 +84,7 @@ class Reports:
             self._news.ended(refusal_of(refused, now))
         self._open.alive(reports.origin)
         for report in reports.reports:
-            self._take(report, now)
+            self._apply(report, now)
             if not report.phase.final:
                 self._open.reported(report.job_id, reports.origin)
 
@@ -100,7 +100,7 @@ class Reports:
                 self._end(job_id, 0, None)
             else:
                 ended = {"phase": Phase.FAILED, "outcome": LOST, "slo_met": False}
-                self._take(msgspec.structs.replace(known, **ended), time.time())
+                self._apply(msgspec.structs.replace(known, **ended), time.time())
         if swept.lost:
             self._metrics.lost.inc(len(swept.lost))
             log.warning("jobs lost with their gateway", count=len(swept.lost), first=swept.lost[0])
@@ -119,7 +119,7 @@ class Reports:
         """The newest report of a job that is in memory."""
         return self._jobs.get(job_id)
 
-    def _take(self, report: JobReport, now: float) -> None:
+    def _apply(self, report: JobReport, now: float) -> None:
         """Apply a report. A report that comes after a final one of its job was overtaken on the way, and is ignored."""
         known = self._jobs.get(report.job_id)
         if known is not None and known.phase.final and known.outcome != LOST:

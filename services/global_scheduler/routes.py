@@ -106,5 +106,5 @@ async def get_timeline(scheduler: Scheduler, job_id: str) -> Response:
 async def get_policies(scheduler: Scheduler) -> dict[str, Any]:
     """The policies that this scheduler follows; the monitor changes them."""
     policies, trouble = scheduler.placer.followed
-    followed = {kind: msgspec.to_builtins(policies.of(kind)) for kind in ROUTING}
+    followed = {kind: msgspec.to_builtins(policies.spec(kind)) for kind in ROUTING}
     return {"revision": policies.revision, "trouble": trouble, **followed}

@@ -52,7 +52,7 @@ async def _start(stack: AsyncExitStack, settings: PlannerSettings, registry: Col
     engine = open_engine(settings.database_url)
     stack.push_async_callback(engine.dispose)
     store = WriteBehind(engine, registry, capacity=settings.queue_rows)
-    sockets = Sockets.of(settings)
+    sockets = Sockets.from_settings(settings)
     stack.callback(sockets.close)
     monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url, token=settings.token()))
     news = PlanNews(monitor)

@@ -319,7 +319,7 @@ class Decider:
     def _misfit(self, proposal: Proposal) -> str:
         """Why its flips are not possible any more; empty when they are."""
         for flip in proposal.flips:
-            view = self.view.of(flip.instance_id) if self.view is not None else None
+            view = self.view.get(flip.instance_id) if self.view is not None else None
             if view is None:
                 return f"{flip.instance_id} is gone"
             if view.state is not InstanceState.READY or view.role is not flip.from_role:

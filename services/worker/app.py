@@ -119,7 +119,7 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
     """
     generation = time.time_ns()
     async with AsyncExitStack() as stack:
-        sockets = Sockets.of(settings)
+        sockets = Sockets.from_settings(settings)
         stack.callback(sockets.close)
         roles, known, prefixes = RoleState(settings.role), KnownRates(), PrefixFeed(generation)
         engine, engine_info, kv = await start_engine(settings, generation, known.step, prefixes.receive, stack)

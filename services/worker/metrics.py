@@ -148,8 +148,8 @@ class TransferMetrics:
     def ended(self, handle: KvHandle, report: TransferReport) -> None:
         self._then(handle, report)
         transport, codec = report.transport or NOTHING, handle.codec.value
-        self._imports.of(transport, codec, report.outcome.value).inc()
+        self._imports.labels(transport, codec, report.outcome.value).inc()
         if report.outcome is TransferOutcome.PULLED:
-            self._bytes.of(transport, codec).inc(report.wire_bytes)
-            self._tokens.of(transport, codec).inc(report.tokens)
-            self._took.of(transport, codec).observe(max(0.0, report.ended_s - report.started_s))
+            self._bytes.labels(transport, codec).inc(report.wire_bytes)
+            self._tokens.labels(transport, codec).inc(report.tokens)
+            self._took.labels(transport, codec).observe(max(0.0, report.ended_s - report.started_s))

@@ -207,12 +207,12 @@ class FollowedPolicies:
     def hear(self, policies: PolicySet) -> None:
         """Policies of a broadcast."""
         following = self._following
-        made, trouble = following.made, following.trouble
+        made, trouble = following.current, following.problem
         following.apply(policies)
-        if following.made is not made:
-            log.info("new policies for the engine", revision=policies.revision, **following.made.names())
-        if following.trouble not in ("", trouble):
-            log.error("new policies cannot be followed", revision=policies.revision, reason=following.trouble)
+        if following.current is not made:
+            log.info("new policies for the engine", revision=policies.revision, **following.current.names())
+        if following.problem not in ("", trouble):
+            log.error("new policies cannot be followed", revision=policies.revision, reason=following.problem)
 
     @property
     def revision(self) -> int:
@@ -224,14 +224,14 @@ class FollowedPolicies:
     @property
     def trouble(self) -> str:
         """Why the engine does not use the newest policies; empty when it does."""
-        return self._following.trouble or ("" if self._taken else _NOT_YET)
+        return self._following.problem or ("" if self._taken else _NOT_YET)
 
     def describe(self) -> dict[str, int | str]:
         return {"revision": self.revision, "trouble": self.trouble}
 
     @property
     def _taken(self) -> bool:
-        return self._engine.policies == self._following.made
+        return self._engine.policies == self._following.current
 
     def _set(self, policies: PolicySet) -> EnginePolicies:
         made = EnginePolicies.of(policies)

@@ -107,7 +107,7 @@ class ChunkSize:
 
     def __init__(self, settings: WorkerSettings, start: StepRates, use: Callable[[int], None]) -> None:
         self._use = use
-        self._bounds = ChunkBounds.of(settings.step_tokens, settings.max_seqs, settings.block_size)
+        self._bounds = ChunkBounds.for_seats(settings.step_tokens, settings.max_seqs, settings.block_size)
         self._auto = settings.chunk_size == "auto"
         self.tokens = chunk_tokens(start.prefill, self._bounds) if self._auto else settings.step_tokens
         self.why = "auto: the first estimate of its steps" if self._auto else "as the settings say"

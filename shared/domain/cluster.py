@@ -22,7 +22,7 @@ class ClusterDelta(msgspec.Struct, frozen=True, array_like=True):
     policies: PolicySet | None = None
 
     @classmethod
-    def of(cls, view: ClusterView) -> "ClusterDelta":
+    def from_view(cls, view: ClusterView) -> "ClusterDelta":
         """A whole view as a delta."""
         return cls(view.sequence, view.time_s, True, view.instances, policies=view.policies)
 

@@ -168,7 +168,7 @@ class ClusterView(msgspec.Struct, frozen=True):
     instances: tuple[InstanceView, ...] = ()
     policies: PolicySet = PolicySet()
 
-    def of(self, instance_id: str) -> InstanceView | None:
+    def get(self, instance_id: str) -> InstanceView | None:
         """The instance of that id, if known."""
         return next((view for view in self.instances if view.instance_id == instance_id), None)
 

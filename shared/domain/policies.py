@@ -21,7 +21,7 @@ class PolicySet(msgspec.Struct, frozen=True):
     step_budget: PolicySpec = PolicySpec("on")
     role_flip: PolicySpec = PolicySpec("off")
 
-    def of(self, kind: str) -> PolicySpec:
+    def spec(self, kind: str) -> PolicySpec:
         """The policy of a kind, one of `KINDS`."""
         spec: PolicySpec = getattr(self, kind)
         return spec

@@ -24,26 +24,26 @@ from shared.policy.placement import Policies
 from shared.policy.prefix_index import MAX_BLOCKS, saved_tokens, wants_prefixes
 from shared.policy.split import Freedom, freedom
 
-Made = TypeVar("Made")
+Policy = TypeVar("Policy")
 
 
-class PolicyFollower(Generic[Made]):
-    """The policies of some `kinds` that a process follows: the newest of those in the broadcasts that it can make.
+class PolicyFollower(Generic[Policy]):
+    """The policies of some `kinds` that a process follows: the newest in the broadcasts that this version knows.
 
-    `make` makes them, and raises InvalidRequest for policies that it does not know. made: its last result; as policies
-    may have state, it is called only when a policy of those kinds has changed. policies: the policies that are
-    followed. trouble: why the newest policies are not followed; empty when they are.
+    `make` builds a process's policy objects from a `PolicySet` and raises InvalidRequest for policies that it does not
+    know. current: what it built last; as policies may have state, it is called only when a policy of those kinds has
+    changed. policies: the set from which `current` was built. problem: why a newer set is not followed, or empty.
     """
 
     def __init__(
-        self, kinds: Collection[str], make: Callable[[PolicySet], Made], first: PolicySet = PolicySet()
+        self, kinds: Collection[str], make: Callable[[PolicySet], Policy], first: PolicySet = PolicySet()
     ) -> None:
         self._kinds = tuple(kinds)
         self._make = make
         self._refused: PolicySet | None = None
         self.policies = first
-        self.made = make(self.policies)
-        self.trouble = ""
+        self.current = make(self.policies)
+        self.problem = ""
 
     def apply(self, policies: PolicySet) -> None:
         """Apply the policies of a broadcast.
@@ -52,17 +52,17 @@ class PolicyFollower(Generic[Made]):
         policies that cannot be made: another version of Polyphase may know more of them.
         """
         if policies == self.policies:
-            self._refused, self.trouble = None, ""
+            self._refused, self.problem = None, ""
             return
         if policies.revision < self.policies.revision or policies == self._refused:
             return
-        if any(policies.of(kind) != self.policies.of(kind) for kind in self._kinds):
+        if any(policies.spec(kind) != self.policies.spec(kind) for kind in self._kinds):
             try:
-                self.made = self._make(policies)
+                self.current = self._make(policies)
             except PolyphaseError as error:
-                self._refused, self.trouble = policies, error.message
+                self._refused, self.problem = policies, error.message
                 return
-        self.policies, self._refused, self.trouble = policies, None, ""
+        self.policies, self._refused, self.problem = policies, None, ""
 
 
 class Decider:
@@ -70,14 +70,14 @@ class Decider:
     clocks do.
 
     prefix_blocks: how many prefix-cache blocks of all instances are known at most. loads: the cluster by the
-    broadcasts. following: the policies in force. prefixes: what the instances have reported of their prefix caches.
+    broadcasts. follower: of the policies in force. prefixes: what the instances have reported of their prefix caches.
     ledger: unfinished work that was placed here.
     """
 
     def __init__(self, seed: int, prefix_blocks: int = MAX_BLOCKS) -> None:
         self._rng = Random(seed)
         self.loads = LoadTracker(prefix_blocks)
-        self.following = PolicyFollower(ROUTING, _routing)
+        self.follower = PolicyFollower(ROUTING, _routing)
         self.prefixes = self.loads.prefixes
         self.ledger = self.loads.ledger
 
@@ -86,7 +86,7 @@ class Decider:
         if not self.loads.apply(delta, now, self._rng):
             return False
         if delta.policies is not None:
-            self.following.apply(delta.policies)
+            self.follower.apply(delta.policies)
         return True
 
     def apply_prefixes(self, instance_id: str, delta: PrefixDelta) -> bool:
@@ -102,14 +102,14 @@ class Decider:
 
         Raises what `overload.decide` raises.
         """
-        route = decide(job, self.loads.current, self.following.made, now, self._rng, exclude)
+        route = decide(job, self.loads.current, self.follower.current, now, self._rng, exclude)
         for assignment in self.ledger.add(job, route, now):
             self.loads.book(assignment)
         reasons = route.reasons
         if age_s := self.loads.stale_s(now):
             reasons += (Reason("old loads: the monitor is silent", {"broadcast_age_s": round(age_s, 1)}),)
         return msgspec.structs.replace(
-            route, dispatch=self.following.policies.dispatch, reasons=reasons, wants_prefix=self.wants_prefixes
+            route, dispatch=self.follower.policies.dispatch, reasons=reasons, wants_prefix=self.wants_prefixes
         )
 
     def expected(self, job: JobView, route: Route) -> tuple[int, float]:
@@ -136,13 +136,13 @@ class Decider:
     @property
     def freedom(self) -> Freedom:
         """The range of splits that the split policy in force allows."""
-        return freedom(self.following.made.split)
+        return freedom(self.follower.current.split)
 
     @property
     def wants_prefixes(self) -> bool:
         """Whether the placement policy in force uses the prefix caches."""
-        return wants_prefixes(self.following.made.placement)
+        return wants_prefixes(self.follower.current.placement)
 
 
 def _routing(policies: PolicySet) -> Policies:
-    return Policies(*(registry.make(kind, policies.of(kind)) for kind in ROUTING))
+    return Policies(*(registry.make(kind, policies.spec(kind)) for kind in ROUTING))

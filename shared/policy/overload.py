@@ -304,7 +304,7 @@ class Beside(NamedTuple):
     context_tokens: int
 
     @classmethod
-    def of(cls, jobs: Sequence[tuple[int, int]], block_size: int, part: float = 1.0) -> "Beside":
+    def from_jobs(cls, jobs: Sequence[tuple[int, int]], block_size: int, part: float = 1.0) -> "Beside":
         """Of jobs with (tokens held now, tokens to come). part: see `own_part`."""
         return cls(ahead_of(jobs, block_size, part), len(jobs), ceil(part * sum(now for now, _ in jobs)))
 

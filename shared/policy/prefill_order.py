@@ -273,11 +273,11 @@ class PrefillQueue(Generic[Item]):
         return self._lines[self._turn(started)].peek() if started else None
 
     def push(self, item: Item, waiting: WaitingJob) -> None:
-        self._of((waiting.started, waiting.job.slo.weight)).push(item, waiting)
+        self._class_queue((waiting.started, waiting.job.slo.weight)).push(item, waiting)
 
     def put_back(self, item: Item, weight: float = 1.0, *, started: bool = False) -> None:
         """Add an item that has been taken before: it is the next of its class."""
-        self._of((started, weight)).put_back(item)
+        self._class_queue((started, weight)).put_back(item)
 
     def peek(self) -> Item:
         """The next item, without taking it; a later item may become the next. Raises IndexError when empty."""
@@ -311,7 +311,7 @@ class PrefillQueue(Generic[Item]):
             if not started:
                 line.reorder(order)
 
-    def _of(self, group: Group) -> _ClassQueue[Item]:
+    def _class_queue(self, group: Group) -> _ClassQueue[Item]:
         line = self._lines.get(group)
         if line is None:
             self._lines[group] = _ClassQueue(STREAMS if group[0] else self._order)

@@ -111,7 +111,7 @@ class ChunkBounds:
     block: int = 1
 
     @classmethod
-    def of(cls, most: int, max_seqs: int, block: int) -> "ChunkBounds":
+    def for_seats(cls, most: int, max_seqs: int, block: int) -> "ChunkBounds":
         """Bounds that leave at least half of a step for prompts with all seats decoding, as far as `most` allows."""
         return cls(min(most, max(LEAST_CHUNK_TOKENS, 2 * max_seqs)), most, block)
 

@@ -55,7 +55,7 @@ class Bound(Generic[Metric]):
             del self._children[labels]
             self._metric.remove(*labels)
 
-    def of(self, *labels: str) -> Metric:
+    def labels(self, *labels: str) -> Metric:
         """The child with these labels, in the order of their names."""
         found = self._children.get(labels)
         if found is None:

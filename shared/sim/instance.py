@@ -117,7 +117,7 @@ class SimInstance:
         first = sum(other.tokens for other in others if not other.blocks and other.pause > leg.pause)
         limits, block_tokens = self.spec.limits, self.spec.limits.block_tokens
         room = self.engines[leg.lane or 0].scheduler.memory.total * block_tokens - first
-        beside = Beside.of(inside, block_tokens)
+        beside = Beside.from_jobs(inside, block_tokens)
         held, left = self._held_and_left(leg, now)
         return pause_s(beside, room, held, left, block_tokens, self.spec.rates.step, limits.batched_tokens)
 

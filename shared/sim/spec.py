@@ -184,7 +184,7 @@ _SETTINGS: dict[str, type[StrEnum]] = {"codec": Codec, "first_token": FirstToken
 def with_policies(run: RunSpec, policies: PolicySet) -> RunSpec:
     """`run` under these policies. Raises InvalidRequest."""
     for kind in KINDS:
-        run = _under(run, kind, policies.of(kind))
+        run = _under(run, kind, policies.spec(kind))
     return run
 
 

@@ -75,7 +75,7 @@ class LeaseStore:
         _, found = await self._execute(select(table).where(table.c.name == self._name))
         return Held(**{key: value for key, value in found.items() if key != "name"}) if found is not None else None
 
-    async def take(
+    async def acquire(
         self, seen: Held | None, holder: str, url: str, length_s: float, above_epoch: int = 0
     ) -> Held | None:
         """Become the holder if the row is as it was seen; None when another process was first.

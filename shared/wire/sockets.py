@@ -55,7 +55,7 @@ class Sockets:
         _allow_files()
 
     @classmethod
-    def of(cls, settings: ServiceSettings) -> Self:
+    def from_settings(cls, settings: ServiceSettings) -> Self:
         """With the keys of a process's settings. Raises InvalidRequest for a key file that cannot be used."""
         pair = settings.curve_pair()
         return cls(Curve(*pair) if pair else None)

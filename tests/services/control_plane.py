@@ -54,7 +54,7 @@ class Announcer:
         self._publisher = ClusterPublisher(sockets, address, lambda topic: None)
 
     def publish(self, view: ClusterView) -> None:
-        self._publisher.change(ClusterDelta.of(view))
+        self._publisher.change(ClusterDelta.from_view(view))
 
     def say(self, value: object) -> None:
         """Anything at all."""

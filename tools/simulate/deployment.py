@@ -165,7 +165,7 @@ class _Instance:
         if isinstance(entry.chunk_size, int):
             return entry.chunk_size
         form = step_rates_of(times.step_time_s, entry.max_chunk_size).prefill
-        return chunk_tokens(form, ChunkBounds.of(entry.max_chunk_size, entry.max_seqs, entry.block_size))
+        return chunk_tokens(form, ChunkBounds.for_seats(entry.max_chunk_size, entry.max_seqs, entry.block_size))
 
     def _kv_tokens(self) -> int:
         """KV capacity: the entry's, if it fits beside the weights; by default what the weights leave."""

@@ -46,7 +46,7 @@ class EnginePolicies:
     @classmethod
     def of(cls, policies: PolicySet) -> "EnginePolicies":
         """The policies of a set that concern an engine. Raises InvalidRequest that names the choices."""
-        order, admission, budget = (registry.make(kind, policies.of(kind)) for kind in ENGINE)
+        order, admission, budget = (registry.make(kind, policies.spec(kind)) for kind in ENGINE)
         return cls(order, admission, budget.limits)
 
     def names(self) -> dict[str, str | bool]:

@@ -349,7 +349,7 @@ class DecodeService:
     def _have_blocks(self, block_size: int) -> Beside:
         stats, inside = self._engine.stats(), [one for one in self._active.values() if one.has_blocks]
         held, used = sum(one.context_tokens for one in inside), (stats.total_blocks - stats.free_blocks) * block_size
-        return Beside.of([one.ahead for one in inside], block_size, own_part(used, held))
+        return Beside.from_jobs([one.ahead for one in inside], block_size, own_part(used, held))
 
     async def _transfer(self, job: _Decode) -> TransferReport:
         if job.imported is None:

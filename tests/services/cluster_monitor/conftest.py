@@ -85,7 +85,7 @@ class Cluster:
         await until(lambda: self.state.registry.get(instance_id).state is state, f"{instance_id} {state}", timeout_s)
 
     def seen(self, instance_id: str) -> Any:
-        return self.views[-1].of(instance_id) if self.views else None
+        return self.views[-1].get(instance_id) if self.views else None
 
 
 Start = Callable[..., Any]

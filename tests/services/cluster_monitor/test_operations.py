@@ -53,7 +53,7 @@ async def test_a_flip_drains_changes_verifies_and_resumes(cluster: Cluster) -> N
     assert done["flip_s"] == 0.0042  # as the instance measured it, apart from the drain
     assert 0 <= done["drain_s"] < done["total_s"] < 1.0
     await cluster.wait_ready("p0", Role.DECODE)
-    assert any(view.of("p0").state is InstanceState.DRAINING for view in cluster.views if view.of("p0"))  # type: ignore[union-attr]
+    assert any(view.get("p0").state is InstanceState.DRAINING for view in cluster.views if view.get("p0"))  # type: ignore[union-attr]
     assert (await cluster.client.flips())[0] == done
     await cluster.client.flip("p0")
     await cluster.wait_ready("p0", Role.PREFILL)

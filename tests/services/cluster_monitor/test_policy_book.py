@@ -36,7 +36,7 @@ async def answered(cluster: Cluster) -> None:
 
 
 def named(policies: PolicySet) -> dict[str, str]:
-    return {kind: policies.of(kind).name for kind in KINDS}
+    return {kind: policies.spec(kind).name for kind in KINDS}
 
 
 async def test_the_files_hold_over_the_suites_defaults_and_are_broadcast(start: Start) -> None:

@@ -61,7 +61,7 @@ async def test_a_worker_is_stopped_continued_and_killed_under_the_real_monitor(t
     views: list[ClusterView] = []
 
     def state() -> Any:
-        found = views[-1].of("d0") if views else None
+        found = views[-1].get("d0") if views else None
         return found.state if found else None
 
     async def healthy() -> bool:

@@ -98,7 +98,7 @@ async def test_a_lost_connection_is_death_within_a_second(cluster: Cluster) -> N
     await cluster.workers(p0=Role.PREFILL)
     async with cluster.mortal("d0", Role.DECODE):
         await cluster.wait_ready("d0", Role.DECODE)
-    await until(lambda: cluster.views[-1].of("d0") is None, "d0 gone from the broadcast", timeout_s=1.0)
+    await until(lambda: cluster.views[-1].get("d0") is None, "d0 gone from the broadcast", timeout_s=1.0)
     assert cluster.seen("p0").state is InstanceState.READY
     gone = await cluster.client.instance("d0")
     assert (gone["state"], gone["death"]) == ("dead", "connection lost")

@@ -88,7 +88,7 @@ async def test_nothing_is_lost_when_the_receiver_goes_meanwhile(away_from: int, 
     except asyncio.CancelledError:
         there = False
     assert there is (receiver.messages < away_from)
-    left = [[item["n"] for item in queue.take()] for queue in waiting]
+    left = [[item["n"] for item in queue.next_batch()] for queue in waiting]
     assert [taken + rest for taken, rest in zip(receiver.taken, left, strict=True)] == [
         [n for n in range(16) if n != 6 or 6 in left[0]],
         list(range(BATCH, BATCH + 4)),

@@ -215,7 +215,7 @@ async def test_a_job_that_waits_is_told_of_once(scheduler: Scheduler) -> None:
 
 
 async def test_by_default_one_decision_is_for_all_three(start: Start) -> None:
-    scheduler = await start(**{kind: PolicySet().of(kind) for kind in ROUTING})
+    scheduler = await start(**{kind: PolicySet().spec(kind) for kind in ROUTING})
     await scheduler.hear(**CLUSTER)
     route = await scheduler.client.place(job(), timeout_s=5)
     assert route.decode is not None

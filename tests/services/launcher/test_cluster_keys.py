@@ -302,7 +302,7 @@ async def suite_and_stranger(folder: Path) -> AsyncIterator[tuple[Sockets, Socke
     cluster_keys.keep_curve_key(two_instances(), folder)
     worker = next(spec.settings for spec in make_plan(two_instances(), folder).processes if spec.name == "d")
     assert worker is not None
-    ours, theirs = Sockets.of(worker), Sockets()
+    ours, theirs = Sockets.from_settings(worker), Sockets()
     try:
         yield ours, theirs
     finally:

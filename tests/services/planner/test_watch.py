@@ -360,7 +360,7 @@ async def test_a_proposal_that_does_not_fit_any_more_is_not_carried_out(watching
 
 def role_of(cluster: Watched, name: str) -> Role | None:
     view = cluster.state.watch.view
-    found = view.of(name) if view is not None else None
+    found = view.get(name) if view is not None else None
     return found.role if found is not None else None
 
 

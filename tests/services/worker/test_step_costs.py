@@ -129,7 +129,7 @@ START = Rates(step=StepRates(SHORT, SHORT, SHORT))
 AUTO = {"chunk_size": "auto", "max_chunk_size": 512, "max_seqs": 8, "block_size": 32, "emulated_prefix_cache": False}
 
 
-BOUNDS = ChunkBounds.of(512, 8, 32)
+BOUNDS = ChunkBounds.for_seats(512, 8, 32)
 
 
 def learn(live: LiveRates, log: StepLog, looks: int = 20) -> None:

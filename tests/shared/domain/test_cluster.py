@@ -64,12 +64,14 @@ def test_a_change_after_a_gap_changes_nothing_and_all_of_it_mends_that() -> None
     state = ClusterState()
     assert not state.apply(ClusterDelta(1, 0.0))  # nothing is known yet
     assert state.view() == ClusterView(0, 0.0)
-    assert state.apply(ClusterDelta.of(view(prefill("p"), sequence=5)))
+    assert state.apply(ClusterDelta.from_view(view(prefill("p"), sequence=5)))
     before = state.view()
     assert not state.apply(ClusterDelta(7, 0.0, gone=("p",)))
     assert not state.apply(ClusterDelta(5, 0.0, gone=("p",)))  # one that comes again
     assert state.view() is before
-    assert state.apply(ClusterDelta.of(view(decode("d"), sequence=2)))  # of another monitor, whose clock is behind
+    assert state.apply(
+        ClusterDelta.from_view(view(decode("d"), sequence=2))
+    )  # of another monitor, whose clock is behind
     assert [one.instance_id for one in state.view().instances] == ["d"]
 
 

@@ -17,7 +17,7 @@ class Maker:
 
     def __call__(self, policies: PolicySet) -> str:
         for kind in ROUTING:
-            registry.make(kind, policies.of(kind))
+            registry.make(kind, policies.spec(kind))
         self.made.append(policies)
         return policies.split.name
 
@@ -29,7 +29,7 @@ def following() -> tuple[PolicyFollower[str], Maker]:
 
 def test_it_begins_with_the_suites_defaults() -> None:
     found, _ = following()
-    assert (found.policies, found.made, found.trouble) == (PolicySet(), "adaptive", "")
+    assert (found.policies, found.current, found.problem) == (PolicySet(), "adaptive", "")
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_the_newest_that_can_be_made_is_followed(
     found, _ = following()
     for policies in heard:
         found.apply(policies)
-    assert (found.policies.revision, found.made) == follows
-    assert found.trouble.startswith(trouble)
-    assert bool(found.trouble) == bool(trouble)
+    assert (found.policies.revision, found.current) == follows
+    assert found.problem.startswith(trouble)
+    assert bool(found.problem) == bool(trouble)
 
 
 def test_policies_are_made_only_when_one_of_its_kinds_is_another() -> None:

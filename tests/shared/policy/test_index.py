@@ -21,7 +21,7 @@ CHUNKED = Rates(PartialPrefillCost(1e-4, 0.01), ChunkedCost(0.0, 1e-6, 0.0256))
 
 
 def update(live: LoadTracker, whole: ClusterView, now: float, rng: Random) -> None:
-    assert live.apply(ClusterDelta.of(whole), now, rng)
+    assert live.apply(ClusterDelta.from_view(whole), now, rng)
 
 
 def waits(cluster: ClusterIndex) -> dict[str, float]:
@@ -223,7 +223,7 @@ def test_step_by_step_is_the_same_as_all_at_once(events: list[tuple[str, object,
     views = {name: instance(name, Role.PREFILL if name[0] == "p" else Role.DECODE) for name in NAMES}
     now, sequence = 100.0, 1
     first = view(*views.values(), sequence=sequence)
-    assert one.apply(ClusterDelta.of(first), now, Random(0))
+    assert one.apply(ClusterDelta.from_view(first), now, Random(0))
     update(all_at_once, first, now, Random(0))
     for number, (what, who, value) in enumerate(events):
         if what == "pass":

@@ -235,7 +235,7 @@ def test_a_large_job_waits_until_room_is_kept_and_the_answers_there_have_ended(s
     shape = decode("d", rates=Rates(step=StepRates(form, form, form)), total_blocks=512)
     scheduler, running, placed, rng = Decider(0), dict[str, tuple[float, JobView]](), dict[str, float](), Random(1)
     assert scheduler.apply(
-        ClusterDelta.of(ClusterView(1, 0.0, (shape,), PolicySet(step_budget=PolicySpec("off")))), 0.0
+        ClusterDelta.from_view(ClusterView(1, 0.0, (shape,), PolicySet(step_budget=PolicySpec("off")))), 0.0
     )
     small = [(at / 12.0, at, held_job(f"s{at}", 50, rng.randint(150, 206))) for at in range(12 * 80)]
     events = [*small, (20.0, -1, held_job("large", 3000, 1000, slo))]

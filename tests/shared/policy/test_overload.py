@@ -277,7 +277,7 @@ LOCAL = Policies(LeastLoad(), NoSplit(), PowerOfTwo())
 def test_a_pause_lasts_until_there_is_room_and_the_prompt_is_computed_again(
     beside: list[tuple[int, int]], room: int, held: int, chunk: int, expected_s: float
 ) -> None:
-    assert pause_s(Beside.of(beside, 16), room, held, 100, 16, STEP, chunk) == pytest.approx(expected_s)
+    assert pause_s(Beside.from_jobs(beside, 16), room, held, 100, 16, STEP, chunk) == pytest.approx(expected_s)
 
 
 def test_it_moves_only_where_that_is_clearly_sooner() -> None:

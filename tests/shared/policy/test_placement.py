@@ -236,7 +236,7 @@ def test_any_route_holds_what_it_promises(
     assert (route.decode is None) == (route.split == prompt)
     for ref, role in ((route.prefill, Role.PREFILL), (route.decode, Role.DECODE)):
         if ref is not None:
-            found = cluster.of(ref.instance_id)
+            found = cluster.get(ref.instance_id)
             assert found is not None
             assert (found.role, found.state) == (role, InstanceState.READY)
             assert ref.instance_id not in exclude

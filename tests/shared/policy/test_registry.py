@@ -88,7 +88,7 @@ def test_mistakes_are_named(make: Any, name: str, parameters: dict[str, Any], sa
 def test_kinds_are_those_of_a_policy_set_and_its_defaults_can_be_made() -> None:
     assert tuple(registry.KINDS) == KINDS
     for kind in KINDS:
-        registry.make(kind, PolicySet().of(kind))
+        registry.make(kind, PolicySet().spec(kind))
     with pytest.raises(InvalidRequest, match="no policy 'prefix'; it was removed; use 'adaptive' instead"):
         from_words("prefix")
     assert all(not any(name in table for table in registry.KINDS.values()) for name in registry.SUCCESSORS)

@@ -101,7 +101,7 @@ def test_no_flip_takes_the_last_of_a_role_or_comes_while_one_drains(clusters: li
     views = [view(*(instance(f"i{at}", *one[:2], **one[2]) for at, one in enumerate(c))) for c in clusters]
     for at, decision in watch(IdleFlip(for_s=for_s), views):
         cluster = views[round(at)]
-        chosen = cluster.of(decision.instance_id)
+        chosen = cluster.get(decision.instance_id)
         assert chosen is not None
         assert (chosen.state, chosen.role) == (InstanceState.READY, decision.to.other)
         assert len(cluster.ready(chosen.role)) >= 2

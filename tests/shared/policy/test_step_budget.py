@@ -120,9 +120,9 @@ def test_it_is_a_number_of_blocks_within_its_bounds() -> None:
     assert chunk_tokens(form(0.01, 1e-4), BOUNDS) == 928
     assert chunk_tokens(form(0.01, 1e-4), ChunkBounds(1000, 2048, 32)) == 1000
     assert chunk_tokens(form(0.01, 1e-4), ChunkBounds(128, 700, 32)) == 700
-    assert ChunkBounds.of(2048, 256, 16) == ChunkBounds(512, 2048, 16)
-    assert ChunkBounds.of(2048, 8, 16) == ChunkBounds(64, 2048, 16)
-    assert ChunkBounds.of(300, 256, 16) == ChunkBounds(300, 300, 16)
+    assert ChunkBounds.for_seats(2048, 256, 16) == ChunkBounds(512, 2048, 16)
+    assert ChunkBounds.for_seats(2048, 8, 16) == ChunkBounds(64, 2048, 16)
+    assert ChunkBounds.for_seats(300, 256, 16) == ChunkBounds(300, 300, 16)
 
 
 def test_it_stays_while_little_is_learned_or_little_would_change() -> None:

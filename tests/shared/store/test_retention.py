@@ -108,14 +108,17 @@ async def test_a_pass_that_is_cut_off_keeps_its_progress(engine: AsyncEngine) ->
     await migrate(engine)
     async with engine.begin() as connection:
         await connection.execute(insert(requests), ended_rows(0, 4 * CHUNK_ROWS, 10))
-    chunks = asyncio.Event()
+    commits, second = 0, asyncio.Event()
 
-    def ended(_: Any) -> None:
-        chunks.set()
+    def committing(_: Any) -> None:
+        nonlocal commits
+        commits += 1
+        if commits == 2:  # the event precedes its commit: only the first one is known to be complete
+            second.set()
 
-    event.listen(engine.sync_engine, "commit", ended)
+    event.listen(engine.sync_engine, "commit", committing)
     task = asyncio.create_task(prune(engine, {"requests": Limit(1.0)}, now=1e9))
-    await chunks.wait()
+    await second.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

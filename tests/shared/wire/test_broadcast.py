@@ -36,7 +36,7 @@ class Monitor:
         self.asked.append(topic)
         if self.answers and topic == WHOLE:
             load = prefill("p", running=self.sequence)
-            self.publisher.whole(ClusterDelta.of(view(load, sequence=self.sequence)))
+            self.publisher.whole(ClusterDelta.from_view(view(load, sequence=self.sequence)))
         if self.answers and topic == POLICIES:
             self.publisher.policies(PolicySet(revision=4))
 

@@ -232,5 +232,5 @@ def test_a_simulated_setting_changes_the_simulation(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_changes_the_simulation(tmp_path: Path, kind: str) -> None:
     plain = load_deployment(write(tmp_path)).run
-    assert load_deployment(write(tmp_path, policies={kind: PolicySet().of(kind).name})).run == plain
+    assert load_deployment(write(tmp_path, policies={kind: PolicySet().spec(kind).name})).run == plain
     assert load_deployment(write(tmp_path, policies={kind: POLICIES[kind]})).run != plain

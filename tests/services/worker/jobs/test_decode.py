@@ -239,7 +239,7 @@ async def test_a_pause_is_expected_to_end_with_the_jobs_that_have_the_blocks(mon
     side.engine.requests[-1].preempted()
     await until(lambda: bool(side.call.items), "the pause is told")
     (item,) = side.call.items
-    alone_s = pause_s(Beside.of([], 32), 32, 3, 8, 32, UNKNOWN_STEPS, side.info.chunk_size)
+    alone_s = pause_s(Beside.from_jobs([], 32), 32, 3, 8, 32, UNKNOWN_STEPS, side.info.chunk_size)
     assert item.pause.expected_s > 16 * UNKNOWN_STEPS.decode_s(1, 3) > alone_s
     for task in tasks:
         task.cancel()

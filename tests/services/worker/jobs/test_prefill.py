@@ -21,7 +21,7 @@ from tests.shared.policy.views import decode, job
 
 def dispatcher(seed: int | str = 0, instances: int = 8) -> Dispatcher:
     made = Dispatcher(seed)
-    assert made.hear(ClusterDelta.of(ClusterView(1, 0.0, tuple(decode(f"d{at}") for at in range(instances)))))
+    assert made.hear(ClusterDelta.from_view(ClusterView(1, 0.0, tuple(decode(f"d{at}") for at in range(instances)))))
     return made
 
 
@@ -77,7 +77,7 @@ async def test_the_cluster_is_followed_while_jobs_ask_for_it(monkeypatch: pytest
     await asyncio.sleep(0)
     assert not made.hear(ClusterDelta(5, 0.0))  # a change of what nobody knows
     assert not waiting.done()
-    assert made.hear(ClusterDelta.of(ClusterView(5, 0.0, (decode("d0"),))))
+    assert made.hear(ClusterDelta.from_view(ClusterView(5, 0.0, (decode("d0"),))))
     await asyncio.wait_for(waiting, 10)
     assert made.choose(job(100, 10), PolicySpec("random"))[0].instance_id == "d0"
     now[0] += REST_S - 1.0
