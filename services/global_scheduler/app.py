@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.global_scheduler.forward import ForwardMetrics, Waiting, post_all
 from services.global_scheduler.journal import Journal
-from services.global_scheduler.news import Gateways, MonitorNews
+from services.global_scheduler.monitor_reporter import GatewayLiveness, MonitorReporter
 from services.global_scheduler.placer import Placer, SchedulerMetrics, traced
 from services.global_scheduler.prefixes import PrefixWatch
 from services.global_scheduler.reports import SWEEP_S, Reports
@@ -82,10 +82,10 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
 
     placer = Placer(metrics, settings.policy_seed, journal, settings.prefix_blocks)
     outcomes, seconds = Waiting("monitor", forwarded), Waiting("demand", forwarded, capacity=KEPT)
-    gateways = Gateways(time.monotonic)
-    news = MonitorNews(settings.scheduler_id, placer, monitor, outcomes, seconds, gateways)
-    reports = Reports(settings, store, metrics, placer, news, [queue for queue, _ in predictors], gateways)
-    stack.push_async_callback(news.leave)  # after the background tasks have ended
+    gateways = GatewayLiveness(time.monotonic)
+    reporter = MonitorReporter(settings.scheduler_id, placer, monitor, outcomes, seconds, gateways)
+    reports = Reports(settings, store, metrics, placer, reporter, [queue for queue, _ in predictors], gateways)
+    stack.push_async_callback(reporter.leave)  # after the background tasks have ended
 
     tasks = await stack.enter_async_context(background())
     tasks.start("write-behind", store.run())
@@ -93,7 +93,7 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
         tasks.every(f"forward-lengths-{index}", FORWARD_S, partial(post_all, queue, client, "/v1/observations"))
     tasks.every("sweep", SWEEP_S, reports.sweep)
     if monitor is not None:
-        tasks.start("report to the monitor", news.run())
+        tasks.start("report to the monitor", reporter.run())
     tasks.start("former jobs", _close_former(settings, engine, store))
     limit = Limit(settings.retention_s, settings.retention_rows, settings.retention_bytes)
     tasks.every("retention", settings.prune_period_s, Retention(engine, {"requests": limit}, store.ready).step)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from services.global_scheduler.forward import Waiting
-from services.global_scheduler.news import Gateways, MonitorNews
+from services.global_scheduler.monitor_reporter import GatewayLiveness, MonitorReporter
 from services.global_scheduler.placer import Placer, SchedulerMetrics
 from services.global_scheduler.settings import SchedulerSettings
 from shared.domain.job import LOST, Phase, Slo
@@ -44,16 +44,16 @@ class Reports:
         store: WriteBehind,
         metrics: SchedulerMetrics,
         placer: Placer,
-        news: MonitorNews,
+        monitor: MonitorReporter,
         lengths: Sequence[Waiting],
-        gateways: Gateways,
+        gateways: GatewayLiveness,
     ) -> None:
         self._scheduler_id = settings.scheduler_id
         self._ring_jobs = settings.ring_jobs
         self._store = store
         self._metrics = metrics
         self._placer = placer
-        self._news = news
+        self._monitor = monitor
         self._lengths = lengths
         self._gateways = gateways
         self._jobs: OrderedDict[str, JobReport] = OrderedDict()
@@ -70,18 +70,18 @@ class Reports:
         new = job.job_id not in self._open and job.job_id not in self._jobs
         self._open.placed(job.job_id)
         if new:
-            self._news.placed(job, route)
+            self._monitor.placed(job, route)
         return route
 
     def handle(self, reports: JobReports, _: ServerCall) -> None:
         """The REPORT method."""
         now = time.time()
         if reports.leaving:
-            self._gateways.left(reports.gateway_id)
+            self._gateways.stopped(reports.gateway_id)
         else:
-            self._gateways.heard(reports.gateway_id)
+            self._gateways.received(reports.gateway_id)
         for refused in reports.refused:
-            self._news.ended(refusal_of(refused, now))
+            self._monitor.request_ended(refusal_of(refused, now))
         self._open.alive(reports.origin)
         for report in reports.reports:
             self._apply(report, now)
@@ -134,7 +134,7 @@ class Reports:
             complete = report.phase is Phase.COMPLETED
             met = False if report.phase is Phase.FAILED else report.slo_met
             self._end(report.job_id, report.output_tokens if complete else 0, met)
-            self._news.ended(outcome_of(report, self._classes.get(report.slo, Slo(report.slo)), now))
+            self._monitor.request_ended(outcome_of(report, self._classes.get(report.slo, Slo(report.slo)), now))
             if complete:
                 for replica in self._lengths:
                     replica.add(_length(report))
@@ -143,7 +143,7 @@ class Reports:
 
     def _end(self, job_id: str, output_tokens: int, met: bool | None) -> None:
         self._placer.ended(job_id, output_tokens, met)
-        self._news.answered(job_id, output_tokens)
+        self._monitor.job_ended(job_id, output_tokens)
 
     def _row(self, report: JobReport, now: float) -> dict[str, Any]:
         row = {**plain(report), "scheduler_id": self._scheduler_id, "final": report.phase.final, "updated_s": now}
@@ -244,7 +244,7 @@ def _fault(error: str) -> str:
 @dataclass(slots=True)
 class _OpenJob:
     origin: str  # of the gateway process that reported the job; empty until it did
-    heard_s: float
+    last_report_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,9 +258,9 @@ class Swept:
 
 
 class OpenJobs:
-    """When each open job, and each gateway process, was last heard of.
+    """When each open job, and each gateway process, was last reported.
 
-    The clock counts the time between two sweeps, but no pause of this process: messages that came while it was frozen
+    The clock counts the time between two sweeps, but no pause of this process: messages that arrived while it was frozen
     wait unread, and are not silence. Steps of the host's clock do not matter either. `now_mono` is monotonic.
     """
 
@@ -299,8 +299,10 @@ class OpenJobs:
         self._clock_s += min(_STEP_S, max(0.0, now_mono - self._mono))
         self._mono = now_mono
         since_s = self._clock_s - self._lost_after_s
-        self._origins = {origin: heard_s for origin, heard_s in self._origins.items() if heard_s > since_s}
-        silent = [(job_id, one.origin) for job_id, one in self._jobs.items() if one.heard_s <= since_s]
+        self._origins = {
+            origin: last_report_s for origin, last_report_s in self._origins.items() if last_report_s > since_s
+        }
+        silent = [(job_id, one.origin) for job_id, one in self._jobs.items() if one.last_report_s <= since_s]
         for job_id, _ in silent:
             del self._jobs[job_id]
         return Swept(

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from gateway.settings import GatewaySettings
-from services.global_scheduler.news import Gateways
+from services.global_scheduler.monitor_reporter import GatewayLiveness
 from services.global_scheduler.settings import SchedulerSettings
 from services.worker.settings import WorkerSettings
 
@@ -22,8 +22,8 @@ def test_a_name_that_the_monitor_does_not_take_is_no_setting(kind: Any, setting:
     assert (setting,) in [error["loc"] for error in refused.value.errors()]
 
 
-def test_who_has_no_name_neither_lives_nor_leaves() -> None:
-    gateways = Gateways(lambda: 0.0)
-    gateways.heard("")
-    gateways.left("")
-    assert (gateways.silent_s(), gateways.gone()) == ({}, [])
+def test_an_empty_name_of_a_gateway_is_ignored() -> None:
+    gateways = GatewayLiveness(lambda: 0.0)
+    gateways.received("")
+    gateways.stopped("")
+    assert (gateways.silent_s(), gateways.recently_stopped()) == ({}, [])
