@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from services.global_scheduler.forward import ForwardMetrics, Waiting, post_all
+from services.global_scheduler.forward import DeliveryQueue, ForwardMetrics, post_all
 from services.global_scheduler.journal import Journal
 from services.global_scheduler.monitor_reporter import GatewayLiveness, MonitorReporter
 from services.global_scheduler.placer import Placer, SchedulerMetrics, traced
@@ -74,14 +74,14 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     predictors = []
     for index, url in enumerate(settings.predictor_urls):  # each replica has a queue of its own
         client = await stack.enter_async_context(JsonClient(url, token=settings.token()))
-        queue = Waiting("predictor" if len(settings.predictor_urls) == 1 else f"predictor-{index}", forwarded)
+        queue = DeliveryQueue("predictor" if len(settings.predictor_urls) == 1 else f"predictor-{index}", forwarded)
         predictors.append((queue, client))
     journal = None
     if settings.decision_log is not None:
         journal = stack.enter_context(Journal(settings.decision_log, settings.decision_log_bytes))
 
     placer = Placer(metrics, settings.policy_seed, journal, settings.prefix_blocks)
-    outcomes, seconds = Waiting("monitor", forwarded), Waiting("demand", forwarded, capacity=KEPT)
+    outcomes, seconds = DeliveryQueue("monitor", forwarded), DeliveryQueue("demand", forwarded, capacity=KEPT)
     gateways = GatewayLiveness(time.monotonic)
     reporter = MonitorReporter(settings.scheduler_id, placer, monitor, outcomes, seconds, gateways)
     reports = Reports(settings, store, metrics, placer, reporter, [queue for queue, _ in predictors], gateways)

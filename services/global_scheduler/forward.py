@@ -1,4 +1,4 @@
-"""Forwarding items to services that may be away: items wait in a bounded queue until they are delivered."""
+"""Delivery to services that may be unreachable: items wait in a bounded queue until the service has them."""
 
 import asyncio
 from collections import deque
@@ -18,7 +18,7 @@ TIMEOUT_S = 2.0
 SENDS = 64  # messages of one delivery; one bad item of 2,000 is found with 23
 Item = object  # anything that `msgspec.to_builtins` takes
 Batch = list[Item]
-Owned = list[tuple["Waiting", Item]]  # items with the queue that each came from, in order
+Owned = list[tuple["DeliveryQueue", Item]]  # items with the queue that each came from, in order
 
 
 class ForwardMetrics:
@@ -32,10 +32,10 @@ class ForwardMetrics:
         )
 
 
-class Waiting:
+class DeliveryQueue:
     """Items for one service, in order. Beyond `capacity` the oldest are dropped, counted and logged.
 
-    Call one of `delivered`, `refused` and `undelivered` with each batch that was taken.
+    Call one of `delivered`, `refused` and `undelivered` with each batch of `next_batch`.
     """
 
     def __init__(self, name: str, metrics: ForwardMetrics, capacity: int = CAPACITY) -> None:
@@ -55,11 +55,11 @@ class Waiting:
         self._bound()
 
     def next_batch(self) -> Batch:
-        """The oldest items, BATCH at most."""
+        """Remove and return the oldest items, at most BATCH."""
         return [self._items.popleft() for _ in range(min(BATCH, len(self._items)))]
 
     def delivered(self, batch: Batch) -> None:
-        """The service has the batch."""
+        """The service received the batch."""
         if batch:
             self._metrics.sent.labels(self._name).inc(len(batch))
         if self._down and not self._items:
@@ -67,14 +67,14 @@ class Waiting:
             self._down, self._dropped = False, 0
 
     def refused(self, batch: Batch, reason: str) -> None:
-        """The service will not take the batch."""
+        """The service refused the batch; it is dropped."""
         if batch:
             self._drop("refused", len(batch))
             first = repr(batch[0])[:SHOWN]
             log.error("deliveries refused", to=self._name, count=len(batch), first=first, reason=reason)
 
     def undelivered(self, batch: Batch, reason: str = "") -> None:
-        """The batch waits again, before all other items. reason: of the service's outage, if there is one."""
+        """Put the batch back before all other items. reason: why the service is unreachable; empty if it is not."""
         self._items.extendleft(reversed(batch))
         self._bound()
         if reason and batch:
@@ -94,7 +94,7 @@ class Waiting:
         self._metrics.dropped.labels(self._name, cause).inc(count)
 
 
-async def post_all(queue: Waiting, client: JsonClient, path: str) -> None:
+async def post_all(queue: DeliveryQueue, client: JsonClient, path: str) -> None:
     """Post the waiting items as JSON lists, in order, as long as the service takes them.
 
     A batch whose answer was lost arrives twice: the service recognises its items.
@@ -107,11 +107,11 @@ async def post_all(queue: Waiting, client: JsonClient, path: str) -> None:
         pass
 
 
-async def deliver(queues: Sequence[Waiting], send: Callable[[Sequence[Batch]], Awaitable[None]]) -> bool:
-    """Send a batch of each queue in one message. Returns whether the receiver was there.
+async def deliver(queues: Sequence[DeliveryQueue], send: Callable[[Sequence[Batch]], Awaitable[None]]) -> bool:
+    """Send a batch of each queue in one message. Returns whether the receiver was reachable.
 
     A message that is refused, or cannot be encoded, is halved until the items at fault are alone, and those are
-    dropped. After SENDS messages nothing is halved any more: a refused message is then dropped whole.
+    dropped. After SENDS messages a refused message is not halved but dropped whole.
     """
     pieces: list[Owned] = [[(queue, item) for queue in queues for item in queue.next_batch()]]
     sends = 0
@@ -141,11 +141,11 @@ async def deliver(queues: Sequence[Waiting], send: Callable[[Sequence[Batch]], A
     return True
 
 
-def _items_of(queue: Waiting, piece: Owned) -> Batch:
+def _items_of(queue: DeliveryQueue, piece: Owned) -> Batch:
     return [item for owner, item in piece if owner is queue]
 
 
-def _put_back(queues: Sequence[Waiting], pieces: Sequence[Owned], reason: str = "") -> None:
+def _put_back(queues: Sequence[DeliveryQueue], pieces: Sequence[Owned], reason: str = "") -> None:
     left = [pair for piece in reversed(pieces) for pair in piece]
     for queue in queues:
         queue.undelivered(_items_of(queue, left), reason)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import cast
 
-from services.global_scheduler.forward import Batch, Waiting, deliver
+from services.global_scheduler.forward import Batch, DeliveryQueue, deliver
 from services.global_scheduler.placer import Placer
 from shared.domain.demand import DemandSecond
 from shared.domain.job import JobView
@@ -67,8 +67,8 @@ class MonitorReporter:
         scheduler_id: str,
         placer: Placer,
         monitor: MonitorClient | None,
-        outcomes: Waiting,
-        seconds: Waiting,
+        outcomes: DeliveryQueue,
+        seconds: DeliveryQueue,
         gateways: GatewayLiveness,
     ) -> None:
         self._scheduler_id = scheduler_id

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
-from services.global_scheduler.forward import Waiting
+from services.global_scheduler.forward import DeliveryQueue
 from services.global_scheduler.monitor_reporter import GatewayLiveness, MonitorReporter
 from services.global_scheduler.placer import Placer, SchedulerMetrics
 from services.global_scheduler.settings import SchedulerSettings
@@ -45,7 +45,7 @@ class Reports:
         metrics: SchedulerMetrics,
         placer: Placer,
         monitor: MonitorReporter,
-        lengths: Sequence[Waiting],
+        lengths: Sequence[DeliveryQueue],
         gateways: GatewayLiveness,
     ) -> None:
         self._scheduler_id = settings.scheduler_id
@@ -260,8 +260,8 @@ class Swept:
 class OpenJobs:
     """When each open job, and each gateway process, was last reported.
 
-    The clock counts the time between two sweeps, but no pause of this process: messages that arrived while it was frozen
-    wait unread, and are not silence. Steps of the host's clock do not matter either. `now_mono` is monotonic.
+    The clock counts the time between two sweeps, but no pause of this process: messages that arrived while it was
+    frozen wait unread, and are not silence. Steps of the host's clock do not matter either. `now_mono` is monotonic.
     """
 
     def __init__(self, lost_after_s: float, now_mono: float) -> None:
@@ -299,9 +299,7 @@ class OpenJobs:
         self._clock_s += min(_STEP_S, max(0.0, now_mono - self._mono))
         self._mono = now_mono
         since_s = self._clock_s - self._lost_after_s
-        self._origins = {
-            origin: last_report_s for origin, last_report_s in self._origins.items() if last_report_s > since_s
-        }
+        self._origins = {origin: last_s for origin, last_s in self._origins.items() if last_s > since_s}
         silent = [(job_id, one.origin) for job_id, one in self._jobs.items() if one.last_report_s <= since_s]
         for job_id, _ in silent:
             del self._jobs[job_id]

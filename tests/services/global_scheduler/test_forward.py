@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from structlog.testing import capture_logs
 
-from services.global_scheduler.forward import BATCH, SENDS, Batch, ForwardMetrics, Waiting, deliver, post_all
+from services.global_scheduler.forward import BATCH, SENDS, Batch, DeliveryQueue, ForwardMetrics, deliver, post_all
 from shared.errors import InvalidRequest, Unavailable
 from shared.wire.clients.http import JsonClient
 
@@ -34,9 +34,9 @@ class Receiver:
             taken += new
 
 
-def queues(registry: CollectorRegistry, outcomes: int, seconds: int) -> list[Waiting]:
+def queues(registry: CollectorRegistry, outcomes: int, seconds: int) -> list[DeliveryQueue]:
     metrics = ForwardMetrics(registry)
-    found = [Waiting("monitor", metrics), Waiting("demand", metrics)]
+    found = [DeliveryQueue("monitor", metrics), DeliveryQueue("demand", metrics)]
     for number in range(outcomes):
         found[0].add({"n": number})
     for number in range(seconds):
@@ -102,7 +102,7 @@ async def test_an_item_that_cannot_be_encoded_costs_nothing_but_itself() -> None
         taken.extend(item["n"] for item in json.loads(request.content))
         return httpx.Response(200, json={})
 
-    waiting = Waiting("monitor", ForwardMetrics(registry))
+    waiting = DeliveryQueue("monitor", ForwardMetrics(registry))
     for number in range(10):
         waiting.add({"n": number, "ttft_s": math.inf if number == 3 else 1.0})
     client = JsonClient("http://monitor", transport=httpx.MockTransport(answer))

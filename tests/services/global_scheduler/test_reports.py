@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.global_scheduler.forward import ForwardMetrics, Waiting, post_all
+from services.global_scheduler.forward import DeliveryQueue, ForwardMetrics, post_all
 from services.global_scheduler.reports import outcome_of
 from shared.domain.instance import Role
 from shared.domain.job import JobView, LengthPrediction, Loss, Phase, Slo
@@ -180,7 +180,7 @@ async def test_outcomes_wait_for_a_monitor_that_is_away(start: Start) -> None:
 async def test_of_too_many_that_wait_the_oldest_are_dropped_and_counted() -> None:
     port, registry = free_port(), CollectorRegistry()
     async with JsonClient(f"http://127.0.0.1:{port}") as client:
-        waiting = Waiting("predictor", ForwardMetrics(registry), capacity=10)
+        waiting = DeliveryQueue("predictor", ForwardMetrics(registry), capacity=10)
         for number in range(15):
             waiting.add({"number": number})
         await post_all(waiting, client, "/v1/observations")
