@@ -304,5 +304,5 @@ async def test_a_quiet_scheduler_tells_of_several_seconds_at_once(start: Start) 
     port = free_port()
     await start(monitor_url=f"http://127.0.0.1:{port}")
     async with json_sink(port) as taken:
-        await until(lambda: len(taken.get("demand", ())) >= 7, "seven seconds told", timeout_s=60)
+        await until(lambda: len(taken.get("demand", ())) >= 4, "four seconds told", timeout_s=60)
     assert len(taken["revision"]) <= len(taken["demand"]) / 2 + 1  # each message tells of its policies

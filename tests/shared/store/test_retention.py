@@ -21,7 +21,7 @@ from tests.shared.store.rows import load_row, request_row
 # The full size, by hand: POLYPHASE_TEST_RETENTION_ROWS=100000, which is 100,000 rows and 200 MB.
 ROWS = int(os.environ.get("POLYPHASE_TEST_RETENTION_ROWS", "2000"))
 BYTES = 2_000 * ROWS
-TIMES = 20
+TIMES = 10
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def ended_rows(first: int, count: int, timeline: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("timeline", [100, 3_000], ids=["rows", "bytes"])
-async def test_twenty_times_the_limit_leaves_the_limit(engine: AsyncEngine, timeline: int) -> None:
+async def test_ten_times_the_limit_leaves_the_limit(engine: AsyncEngine, timeline: int) -> None:
     """Small rows meet the limit of rows, long ones the limit of bytes."""
     await migrate(engine)
     limits = {"requests": Limit(rows=ROWS, bytes=BYTES)}
