@@ -1,10 +1,14 @@
 """`polyphase up`, and the command beside it, as processes of their own."""
 
 import asyncio
+import json
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +43,25 @@ def cluster(folder: Path, **changes: Any) -> Path:
     return file
 
 
+@cache
+def _command_server() -> str:
+    """The address of a process that ends with this one."""
+    address = str(Path(tempfile.mkdtemp(prefix="polyphase-commands-")) / "socket")
+    words = [sys.executable, "-m", "tests.services.launcher.command_server", address]
+    server = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    assert server.stdout.readline(), "the command server has ended"
+    return address
+
+
 async def polyphase(*words: str, **environment: str) -> tuple[int, str]:
     """The command's exit code and output."""
-    process = await asyncio.create_subprocess_exec(
-        *POLYPHASE,
-        *words,
-        env={**os.environ, **environment},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await process.communicate()
-    return process.returncode or 0, output.decode()
+    reader, writer = await asyncio.open_unix_connection(_command_server())
+    order = {"words": words, "environment": {**os.environ, **environment}}
+    writer.write(json.dumps(order).encode() + b"\n")
+    output, _, code = (await reader.read()).rpartition(b"\0")
+    writer.close()
+    return int(code), output.decode()
 
 
 @asynccontextmanager
