@@ -1,14 +1,10 @@
 """`polyphase up`, and the command beside it, as processes of their own."""
 
 import asyncio
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +12,10 @@ import yaml
 
 from services.launcher.ports import free_range
 from services.launcher.suite import POLL_S, Suite
+from tests.commands import Commands
 
 START_S = 300.0
+COMMANDS = Commands()
 POLYPHASE = [sys.executable, "-m", "services.launcher.cli"]
 Up = tuple[asyncio.subprocess.Process, Suite]
 
@@ -43,25 +41,10 @@ def cluster(folder: Path, **changes: Any) -> Path:
     return file
 
 
-@cache
-def _command_server() -> str:
-    """The address of a process that ends with this one."""
-    address = str(Path(tempfile.mkdtemp(prefix="polyphase-commands-")) / "socket")
-    words = [sys.executable, "-m", "tests.services.launcher.command_server", address]
-    server = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-    assert server.stdout is not None
-    assert server.stdout.readline(), "the command server has ended"
-    return address
-
-
 async def polyphase(*words: str, **environment: str) -> tuple[int, str]:
-    """The command's exit code and output."""
-    reader, writer = await asyncio.open_unix_connection(_command_server())
-    order = {"words": words, "environment": {**os.environ, **environment}}
-    writer.write(json.dumps(order).encode() + b"\n")
-    output, _, code = (await reader.read()).rpartition(b"\0")
-    writer.close()
-    return int(code), output.decode()
+    """The command's exit code, and what it prints: first its output, then its errors."""
+    done = await asyncio.to_thread(COMMANDS.run, words, {**os.environ, **environment})
+    return done.returncode, done.stdout + done.stderr
 
 
 @asynccontextmanager

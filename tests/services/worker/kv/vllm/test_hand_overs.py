@@ -8,7 +8,6 @@ import asyncio
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,17 +60,18 @@ class Engines:
         self.references: list[list[int]] = []  # answers of the plain engine to the prompts
         self._model = model
         self._engines: dict[str, Engine] = {}
-        self._stack = AsyncExitStack()
 
     async def get(self, *names: str) -> list[Engine]:
         """These engines, without the prefixes, faults and events of earlier tests."""
         missing = [name for name in ("plain", *names) if name not in self._engines]
         started = {name: Engine(name, self._model, **({"dtype": "float32"} | ENGINES[name])) for name in missing}
-        for engine in started.values():
-            self._stack.callback(engine.kill)  # also where another one does not start
-        for name, engine in started.items():
-            self._engines[name] = await self._stack.enter_async_context(engine)
-            await engine.generate(self.prompts[-1], 2)  # the first forward of several ranks takes seconds
+        try:
+            for name, engine in started.items():
+                self._engines[name] = await engine.__aenter__()
+                await engine.generate(self.prompts[-1], 2)  # the first forward of several ranks takes seconds
+        finally:
+            for name in started.keys() - self._engines.keys():  # another one did not start
+                started[name].kill()
         if not self.references:
             self.references = [await self._engines["plain"].generate(text, NEW_TOKENS) for text in self.prompts]
             assert len({token for reference in self.references for token in reference}) > 50  # not degenerate
@@ -84,14 +84,16 @@ class Engines:
         return found
 
     async def stop(self) -> None:
-        await self._stack.aclose()
+        await asyncio.gather(*(engine.__aexit__() for engine in self._engines.values()))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engines]:
     engines = Engines(make_llama(tmp_path_factory.mktemp("llama")))
-    yield engines
-    await engines.stop()
+    try:
+        yield engines
+    finally:
+        await engines.stop()
 
 
 @dataclass(frozen=True)

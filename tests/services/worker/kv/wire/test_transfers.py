@@ -3,6 +3,7 @@
 import asyncio
 import threading
 
+import msgspec
 import pytest
 import torch
 
@@ -48,7 +49,7 @@ def test_a_pull_may_come_before_the_first_chunk_and_follows_the_chunks(rig: Rig)
     assert [token for _, token in got.writes] == sorted(token for _, token in got.writes)
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, 1), (17, 100), (31, 32), (99, 100), (10, 90)])
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (17, 100), (10, 90)])
 def test_any_range_of_tokens(rig: Rig, start: int, end: int) -> None:
     exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(100)
     stage(exporter, kv, each=40)
@@ -108,16 +109,6 @@ def test_unlike_stages_and_ranks(
     wait_until(lambda: all(exporter.staged_bytes == 0 for exporter, _, _ in exporters))
 
 
-@pytest.mark.parametrize("stages", [(1, 2), (2, 2), (1, 1, 1), ()])
-def test_a_handle_with_other_stages_fails(rig: Rig, stages: tuple[int, ...]) -> None:
-    kv, exporters = model_kv(50), instance(rig, (2, 1), 1)
-    for exporter, layers, _ in exporters:
-        stage(exporter, kv, layers=slice(*layers))
-    got = rig.load(rig.endpoint(), rig.handle([exporter for exporter, _, _ in exporters], 50, stages=stages))
-    assert rig.result().error.startswith("invalid_request")
-    assert not {layer for layer, _ in got.writes} & {1, 2}
-
-
 def test_a_stage_holds_no_more_than_its_layers(rig: Rig) -> None:
     exporter = rig.endpoint(1, stages=(2, 1), staging_bytes=50 * TOKEN_BYTES // LAYERS)
     stage(exporter, model_kv(50), layers=slice(2, 3))
@@ -125,23 +116,17 @@ def test_a_stage_holds_no_more_than_its_layers(rig: Rig) -> None:
     assert exporter.stats().rank == 1
 
 
-@pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4, Codec.FP8])
-def test_lossy_codecs_arrive_approximately_and_smaller(rig: Rig, codec: Codec) -> None:
-    exporter, importer, kv = rig.endpoint(lossy=True), rig.endpoint(lossy=True), model_kv(100)
+@pytest.mark.parametrize("codec", Codec)
+def test_codecs_and_precisions_are_decoded_by_the_receiver(rig: Rig, codec: Codec) -> None:
+    exporter, importer = rig.endpoint(dtype=torch.bfloat16, lossy=True), rig.endpoint(lossy=True)
+    kv = model_kv(100, torch.bfloat16)
     stage(exporter, kv)
-    got = rig.load(importer, rig.handle([exporter], 100, codec=codec))
+    got = rig.load(importer, rig.handle([exporter], 100, codec=codec, dtype="bfloat16"))
     result = rig.result()
     assert result.ok
-    assert result.wire_bytes < kv.numel() * 4 / 2
-    assert (got.kv - kv).abs().max() < 0.5
-
-
-def test_precision_is_cast_at_the_receiver(rig: Rig) -> None:
-    exporter, importer, kv = rig.endpoint(dtype=torch.bfloat16), rig.endpoint(), model_kv(40, torch.bfloat16)
-    stage(exporter, kv)
-    got = rig.load(importer, rig.handle([exporter], 40, dtype="bfloat16"))
-    assert rig.result().ok
-    assert torch.equal(got.kv, kv.float())
+    assert result.wire_bytes == kv.numel() * 2 if codec is Codec.RAW else result.wire_bytes < kv.numel() * 2 * 0.8
+    error = (got.kv - kv.float()).abs().max()
+    assert error == 0 if codec is Codec.RAW else error < 0.5
 
 
 def test_credit_bounds_what_is_under_way(rig: Rig) -> None:
@@ -191,6 +176,8 @@ def test_values_that_cannot_be_coded_fail_the_pull(rig: Rig) -> None:
         ({"fingerprint": "another"}, "fingerprint_mismatch"),
         ({"generation": 6}, "stale_generation"),
         ({"dtype": "bfloat16"}, "protocol"),
+        ({"tokens": 65}, "invalid_request"),  # more than were exported
+        ({"stages": (1, 2)}, "invalid_request"),  # of one rank
         ({"endpoints": ("kv://127.0.0.1:1",) * 3}, "invalid_request"),  # heads do not divide among three ranks
         ({"endpoints": ("tcp://127.0.0.1:7000",)}, "unreachable: tcp://127.0.0.1:7000: KV over ZeroMQ was removed"),
     ],
@@ -198,14 +185,8 @@ def test_values_that_cannot_be_coded_fail_the_pull(rig: Rig) -> None:
 def test_a_handle_that_does_not_match_fails(rig: Rig, change: dict[str, object], code: str) -> None:
     exporter = rig.endpoint()
     stage(exporter, model_kv(64))
-    assert rig.refused(rig.endpoint(), rig.handle([exporter], 64, **change)).startswith(code)
-
-
-def test_more_tokens_than_were_exported_fail(rig: Rig) -> None:
-    exporter = rig.endpoint()
-    stage(exporter, model_kv(64))
-    rig.load(rig.endpoint(), rig.handle([exporter], 65))
-    assert rig.result().error.startswith("invalid_request")
+    rig.load(rig.endpoint(), msgspec.structs.replace(rig.handle([exporter], 64), **change))
+    assert rig.result().error.startswith(code)
 
 
 def test_a_transfer_that_never_comes_ends_at_the_deadline(rig: Rig) -> None:
