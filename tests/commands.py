@@ -2,10 +2,10 @@
 for each. A command has the words, the environment and the output that it would have in a process started anew.
 """
 
-import ctypes
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
+ROOT = Path(__file__).parents[1]
 
 
 class Commands:
@@ -43,15 +43,17 @@ class Commands:
         if not self._address:
             self._address = str(Path(tempfile.mkdtemp(prefix="polyphase-commands-")) / "socket")
             words = [sys.executable, "-P", "-m", "tests.commands", self._address, *self._modules]
-            server = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            paths = {**os.environ, "PYTHONPATH": str(ROOT)}
+            server = subprocess.Popen(words, env=paths, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             assert server.stdout is not None
             assert server.stdout.readline(), "the server of commands has ended"
         return self._address
 
 
 def serve(address: str, modules: Sequence[str]) -> None:
-    """Fork for each connection, which sends an order as a line of JSON and is answered with the exit code."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Fork for each connection, which sends an order as a line of JSON and is answered with the exit code; until stdin
+    ends, which is with the process that started this one.
+    """
     for module in ("services.launcher.cli", *modules):
         importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no child is waited for
@@ -59,7 +61,7 @@ def serve(address: str, modules: Sequence[str]) -> None:
         server.bind(address)
         server.listen(64)
         print("ready", flush=True)
-        while True:
+        while server in select.select([server, sys.stdin], [], [])[0]:
             connection, _ = server.accept()
             if os.fork() == 0:
                 server.close()
@@ -73,8 +75,8 @@ def carry_out(connection: socket.socket) -> None:
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     order = json.loads(connection.makefile().readline())
-    for stream, path in enumerate(order["outputs"], 1):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream, path in enumerate((os.devnull, *order["outputs"])):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(file, stream)
         os.close(file)
     os.environ.clear()

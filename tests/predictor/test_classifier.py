@@ -18,12 +18,10 @@ from predictor.checkpoint import META_FILE, read_meta
 from predictor.cli import app
 from predictor.settings import PredictorSettings
 from shared.sim.prediction import Prediction
-from tests.commands import Commands
-from tests.predictor.trained import MANNERS, folder, records, settings
+from tests.predictor.trained import COMMANDS, MANNERS, folder, records, settings
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-COMMANDS = Commands("predictor.train", "predictor.evaluate")
 __all__ = ["folder", "settings"]
 
 

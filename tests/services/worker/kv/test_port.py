@@ -136,13 +136,13 @@ async def test_pulls_that_end_after_their_decode_leave_nothing_and_harm_no_other
             port.queue.put(pull(name=f"cancelled {number}"))
         port.queue.put(pull(name="again"))
         assert (await port.report(again)).outcome is TransferOutcome.PULLED
-        assert list(port._imports.values()) == [long, again]
+        assert list(port.imports.values()) == [long, again]
         report = port.known_report(long)  # without a wait
         assert report is not None
         assert (report.outcome, report.tokens) == (TransferOutcome.PULLED, 5000)
         for decode in (long, again):
             port.end(decode)
-        assert not port._imports
+        assert not port.imports
 
 
 async def test_a_lease_is_renewed_three_times_until_its_import_ends_or_its_decode_does() -> None:

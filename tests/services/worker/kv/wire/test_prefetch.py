@@ -212,11 +212,6 @@ LEASE_S = 30.0
 TOKENS = 64
 
 
-def on_clock(exporter: KvEndpoint) -> Clock:
-    clock = exporter.pool._clock = Clock()
-    return clock
-
-
 def renew(exporter: KvEndpoint, importer: KvEndpoint, handle: KvHandle, count: int) -> None:
     importer.carry_out(RenewLease(handle))
     wait_until(lambda: exporter.stats().leases_renewed == count)
@@ -224,8 +219,8 @@ def renew(exporter: KvEndpoint, importer: KvEndpoint, handle: KvHandle, count: i
 
 async def test_a_decode_that_waits_for_blocks_longer_than_the_lease_still_pulls(rig: Rig) -> None:
     async with rig.events() as events, background() as tasks:
-        exporter, importer, kv = rig.endpoint(lease_s=LEASE_S), rig.endpoint(), model_kv(TOKENS)
-        clock = on_clock(exporter)
+        clock = Clock()
+        exporter, importer, kv = rig.endpoint(lease_s=LEASE_S, clock=clock), rig.endpoint(), model_kv(TOKENS)
         handle = rig.handle([exporter], TOKENS, lease_s=LEASE_S)
         port = ConnectorPort(DirectControl(importer.carry_out), events, handle, ExportLedger(1000, 1), 10, clock)
         stage(exporter, kv)
@@ -243,19 +238,20 @@ async def test_a_decode_that_waits_for_blocks_longer_than_the_lease_still_pulls(
 
 
 def test_every_exporter_rank_from_which_a_rank_will_pull_is_renewed(rig: Rig) -> None:
-    exporters = [rig.endpoint(rank, 2, lease_s=LEASE_S) for rank in range(2)]
+    clock = Clock()
+    exporters = [rig.endpoint(rank, 2, lease_s=LEASE_S, clock=clock) for rank in range(2)]
     importer, kv = rig.endpoint(), model_kv(TOKENS)
     for rank, exporter in enumerate(exporters):
-        clock = on_clock(exporter)
         stage(exporter, kv, heads=slice(2 * rank, 2 * rank + 2))
-        clock.now += LEASE_S / 2
+    clock.now += LEASE_S / 2
     importer.carry_out(RenewLease(rig.handle(exporters, TOKENS)))
     wait_until(lambda: [exporter.stats().leases_renewed for exporter in exporters] == [1, 1])
 
 
 def test_renewals_are_bounded_in_number_and_the_lease_ends_after_the_last(rig: Rig) -> None:
-    exporter, importer = rig.endpoint(lease_s=LEASE_S, lease_renewals=3), rig.endpoint()
-    clock, handle = on_clock(exporter), rig.handle([exporter], TOKENS)
+    clock = Clock()
+    exporter, importer = rig.endpoint(lease_s=LEASE_S, lease_renewals=3, clock=clock), rig.endpoint()
+    handle = rig.handle([exporter], TOKENS)
     stage(exporter, model_kv(TOKENS))
     for turn in range(1, 4):
         clock.now += LEASE_S / 2
@@ -270,8 +266,8 @@ def test_renewals_are_bounded_in_number_and_the_lease_ends_after_the_last(rig: R
 
 @pytest.mark.parametrize("why", ["stale", "unknown", "ended", "being pulled"])
 def test_leases_that_need_or_get_no_renewal(rig: Rig, why: str) -> None:
-    exporter, importer = rig.endpoint(lease_s=LEASE_S), rig.endpoint()
-    clock = on_clock(exporter)
+    clock = Clock()
+    exporter, importer = rig.endpoint(lease_s=LEASE_S, clock=clock), rig.endpoint()
     stage(exporter, model_kv(TOKENS), end=32)
     stage(exporter, model_kv(TOKENS), "after")
     if why == "ended":
