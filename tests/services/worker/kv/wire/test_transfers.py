@@ -1,6 +1,5 @@
 """Transfers between endpoints: any ranges, ranks, stages and precisions, how they end, and exports of a device."""
 
-import asyncio
 import threading
 
 import msgspec
@@ -8,7 +7,6 @@ import pytest
 import torch
 
 from services.worker.kv.device import DeviceCopies
-from services.worker.kv.rank_links import KvEvent, KvEvents, StagingFailed, TransferEnded
 from services.worker.kv.shards import Shards
 from services.worker.kv.staging import PinnedMemory
 from services.worker.kv.wire.endpoint import Faults, KvEndpoint
@@ -16,18 +14,7 @@ from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.protocol import FRAME_BYTES
 from shared.domain.kv import Codec
 from tests.services.worker.kv.late_device import LateDevice
-from tests.services.worker.kv.rig import (
-    DIM,
-    KV_HEADS,
-    LAYERS,
-    TOKEN_BYTES,
-    WAIT_S,
-    Capture,
-    Rig,
-    model_kv,
-    stage,
-    wait_until,
-)
+from tests.services.worker.kv.rig import DIM, KV_HEADS, LAYERS, TOKEN_BYTES, Capture, Rig, model_kv, stage, wait_until
 
 
 def test_everything_arrives_and_the_exporter_frees_it(rig: Rig) -> None:
@@ -148,15 +135,6 @@ def test_credit_bounds_what_is_under_way(rig: Rig) -> None:
     assert torch.equal(got.kv, kv)
 
 
-def test_imports_from_one_peer_share_the_link(rig: Rig) -> None:
-    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
-    captures = [rig.load(importer, rig.handle([exporter], 64, name)) for name in "abcd"]
-    for name in "dcba":
-        stage(exporter, kv, name)
-    assert all(rig.result().ok for _ in captures)
-    assert all(torch.equal(capture.kv, kv) for capture in captures)
-
-
 def test_corruption_on_the_wire_is_found(rig: Rig) -> None:
     exporter = rig.endpoint(faults=Faults(corrupt=True))
     stage(exporter, model_kv(64))
@@ -260,32 +238,3 @@ def test_the_importer_gets_what_was_computed_though_the_blocks_are_used_again(ri
     assert torch.equal(capture.kv, kv)
     assert sorted(device.entered) == ["kv-copies", "kv-puller", "kv-server"]
     assert exporter.stats().staged_bytes in (0, TOKENS * TOKEN_BYTES)
-
-
-async def events_until(events: KvEvents, last: type[KvEvent]) -> list[KvEvent]:
-    seen: list[KvEvent] = []
-    async with asyncio.timeout(WAIT_S):
-        while not seen or not isinstance(seen[-1], last):
-            seen.append(await events.get())
-    return seen
-
-
-async def test_a_transfer_that_ends_while_it_is_copied_holds_its_room_until_the_copy_is_over(rig: Rig) -> None:
-    async with rig.events() as events:
-        device = LateDevice()
-        exporter = rig.endpoint(copies=copies_of(device), staging_bytes=TOKENS * TOKEN_BYTES)
-        with device.lock:  # the copy does not end
-            exporter.stage("t", 0, TOKENS, TOKENS, lambda *_: None)
-            exporter.release("t")
-            assert exporter.staged_bytes == TOKENS * TOKEN_BYTES
-        assert await events_until(events, TransferEnded) == [TransferEnded("t", 0, 0)]
-        assert exporter.staged_bytes == 0
-
-
-async def test_want_of_pinned_memory_fails_the_transfer_and_not_the_engine(rig: Rig) -> None:
-    async with rig.events() as events:
-        exporter, importer = rig.endpoint(copies=copies_of(LateDevice(), tokens=10)), rig.endpoint()
-        exporter.stage("t", 0, TOKENS, TOKENS, lambda *_: pytest.fail("nothing is gathered"))
-        seen = await events_until(events, StagingFailed)
-        assert "pinned memory has no room" in str(seen[-1])
-        assert rig.refused(importer, rig.handle([exporter], TOKENS)).startswith("refused")
