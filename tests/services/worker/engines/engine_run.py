@@ -201,11 +201,11 @@ async def freed(run: Run) -> dict[str, int]:
     return {"free": stats.free_blocks, "total": stats.total_blocks, "waiting": stats.waiting}
 
 
-async def found(port: int, overlapping: bool) -> dict[str, Any]:
-    """Try it all, with asynchronous scheduling or without."""
+async def found(port: int) -> dict[str, Any]:
+    """Try it all."""
     # In bfloat16 an answer depends on what its steps are shared with, on CPUs that compute in it.
     exact = {"dtype": "float32", "kv_cache_bytes": 128 << 20}
-    async with started(port, 2 << 20, {}, async_scheduling=overlapping, **exact) as here:
+    async with started(port, 2 << 20, {}, async_scheduling=True, **exact) as here:
         run = Run(here.engine)
         return {
             "overlapping": here.engine._core.engine_core.batch_queue_size,

@@ -283,8 +283,8 @@ async def grammar(run: WatchedEngine) -> dict[str, Any]:
     return found
 
 
-async def found(port: int, overlapping: bool) -> dict[str, Any]:
-    """Try it all, with asynchronous scheduling or without."""
+async def found(port: int) -> dict[str, Any]:
+    """Try it all."""
     more = {"num_gpu_blocks_override": BLOCKS, "enable_prefix_caching": False}
     limits = {
         "dtype": "float32",
@@ -292,12 +292,12 @@ async def found(port: int, overlapping: bool) -> dict[str, Any]:
         "chunk_size": 128,
         "max_seqs": 16,
         "engine_args": more,
-        "async_scheduling": overlapping,
+        "async_scheduling": True,
     }
     async with started(port, 16 << 20, {"rates": lambda: RATES}, **limits) as here:
         run = WatchedEngine(here.engine, here.settings)
         following = asyncio.create_task(run.follow_events(here.events))
-        answers: dict[str, Any] = {"overlapping": here.engine._core.engine_core.batch_queue_size}
+        answers: dict[str, Any] = {}
         for scenario in (
             orders,
             small_kv,

@@ -11,8 +11,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """With asynchronous scheduling; `test_vllm_policies` and `test_vllm_forced` run without it too."""
-    answers = found_by("tests.services.worker.engines.engine_run", tmp_path_factory.mktemp("engine"), True)
+    """With asynchronous scheduling; engines of `test_vllm_pipeline` and `test_vllm_forced` run without it, too."""
+    answers = found_by("tests.services.worker.engines.engine_run", tmp_path_factory.mktemp("engine"))
     assert answers["overlapping"] == 2
     return answers
 

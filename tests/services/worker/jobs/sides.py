@@ -12,11 +12,10 @@ from services.worker.kv.port import ExpectedImport, KvPort
 from services.worker.rpc import handlers
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import Generation, JobView, LengthPrediction
-from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
+from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import packed
 from shared.domain.route import InstanceRef, PolicySpec
 from shared.errors import PolyphaseError
-from shared.runtime.tasks import Background
 from shared.wire.messages import (
     PREDICTED,
     DecodeReply,
@@ -87,13 +86,11 @@ class ScriptedEngine:
         sink(output)
 
 
-class ScriptedPort:
-    """The KV side, as a list of what was asked."""
-
-    staged_bytes = 0
-    nixl_failures = 0
+class ScriptedPort(KvPort):
+    """Keeps what it is given."""
 
     def __init__(self) -> None:
+        super().__init__(KvHandle("", "p0", 1, "f", (), 0, "bfloat16"))
         self.released: list[str] = []
         self.dropped: list[str] = []
         self.reserved: dict[str, bytes] = {}
@@ -102,12 +99,6 @@ class ScriptedPort:
         self.expected: list[ExpectedImport] = []
         self.full = False
         self.callbacks: dict[str, Callable[[], None]] = {}
-
-    def start(self, tasks: Background) -> None:
-        """Nothing runs."""
-
-    def handle(self, transfer_id: str, tokens: int, codec: Codec) -> KvHandle:
-        return KvHandle(transfer_id, "p0", 1, "f", (), tokens, "bfloat16", codec)
 
     def when_staged(self, transfer_id: str, callback: Callable[[], None]) -> None:
         self.callbacks[transfer_id] = callback
@@ -122,10 +113,6 @@ class ScriptedPort:
 
     def end(self, expected: ExpectedImport) -> None:
         self.expected.remove(expected)
-
-    async def import_report(self, expected: ExpectedImport) -> TransferReport:
-        assert expected in self.expected
-        return TransferReport(TransferOutcome.PULLED, tokens=3)
 
     def known_report(self, expected: ExpectedImport) -> TransferReport | None:
         assert expected in self.expected
@@ -238,7 +225,7 @@ class Side:
     @property
     def handlers(self) -> Handlers:
         """Those of the RPC."""
-        return handlers(self.prefills, self.decodes, self.roles, cast(KvPort, self.port))
+        return handlers(self.prefills, self.decodes, self.roles, self.port)
 
     async def predicted(self, said: Predicted) -> None:
         await self.handlers[PREDICTED](said, cast(ServerCall, self.call))
