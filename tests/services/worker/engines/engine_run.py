@@ -29,9 +29,17 @@ class Run:
         self.tokens: dict[str, list[int]] = {}
         self.firsts: dict[str, TokenStep] = {}
         self.ends: dict[str, asyncio.Future[TokenStep]] = {}
+        self.ended: list[str] = []
 
     def submit(
-        self, name: str, prompt: list[int], tokens: int = 8, sampling: Any = None, salt: str = "", **more: Any
+        self,
+        name: str,
+        prompt: list[int],
+        tokens: int = 8,
+        sampling: Any = None,
+        salt: str = "",
+        job: JobView | None = None,
+        **more: Any,
     ) -> None:
         given = sampling if isinstance(sampling, bytes) else msgspec.msgpack.encode(sampling or greedy())
         self.times[name], self.tokens[name] = [], []
@@ -42,9 +50,10 @@ class Run:
             self.firsts.setdefault(name, step)
             self.tokens[name] += step.tokens
             if step.finish_reason:
+                self.ended.append(name)
                 self.ends[name].set_result(step)
 
-        job = JobView(name, len(prompt), tokens)
+        job = job or JobView(name, len(prompt), tokens)
         generation = Generation(given, time.time(), salt)
         self.engine.submit(EngineRequest(name, job, prompt, generation, tokens, **more), sink)
 
