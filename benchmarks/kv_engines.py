@@ -199,7 +199,7 @@ SIZES_MB = (8, 64)
 ROUNDS = 7
 
 
-def run_kv_engines_bench(rounds: int = ROUNDS) -> Result:
+def run_kv_engines_bench(transports: Sequence[str] = TRANSPORTS, rounds: int = ROUNDS) -> Result:
     """Medians over `rounds` of each transport and size."""
     transfers: dict[str, list[TransferReport]] = {}
     memory = {"kv_cache_bytes": 256 << 20, "staging_bytes": 256 << 20}
@@ -212,7 +212,7 @@ def run_kv_engines_bench(rounds: int = ROUNDS) -> Result:
             "chunk_size": MAX_MODEL_LEN,
             **memory,
         }
-        pairs = {name: stack.enter_context(engine_pair(kv_transport=name, **settings)) for name in TRANSPORTS}
+        pairs = {name: stack.enter_context(engine_pair(kv_transport=name, **settings)) for name in transports}
         for turn in range(rounds + 1):
             for size_mb in SIZES_MB:
                 for name, pair in pairs.items():

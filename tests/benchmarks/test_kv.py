@@ -66,7 +66,6 @@ def test_tasks_are_written_as_the_chat_template_writes_them() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_each_codec_is_measured_over_the_transfer_that_serves(prompt_response: Path) -> None:
     found = run_kv_quality_bench(prompt_response.parent, texts=2, tasks=2)
@@ -81,9 +80,10 @@ def test_each_codec_is_measured_over_the_transfer_that_serves(prompt_response: P
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.timeout(600)
-def test_each_transport_moves_kv_between_engines() -> None:
-    figures = run_kv_engines_bench(rounds=1)["figures"]
-    assert {f"{name}_{size}mb_gb_per_s" for name in TRANSPORTS for size in (8, 64)} <= figures.keys()
+def test_a_transport_moves_kv_between_engines() -> None:
+    """NIXL where it is installed; the test of the codecs moves KV over TCP."""
+    transport = TRANSPORTS[-1]
+    figures = run_kv_engines_bench((transport,), rounds=1)["figures"]
+    assert {f"{transport}_{size}mb_gb_per_s" for size in (8, 64)} <= figures.keys()
     assert all(value > 0 for value in figures.values())

@@ -59,6 +59,7 @@ async def test_failures_are_named_and_one_by_chance_is_tried_again(
     (folder / "test_some.py").write_text(TESTS)
     paths = [f"{vllm_check.FOLDER}/test_some.py::{name}" for name in names]
     monkeypatch.setattr(vllm_check, "listed_tests", lambda: paths)
+    monkeypatch.setattr(vllm_check, "TRIES", 2)
     output = io.StringIO()
     console = Console(file=output, width=200)
     assert await vllm_check.check("http://127.0.0.1:9", vllm_check.LOCAL, tmp_path, console) == code

@@ -6,7 +6,7 @@ import pytest
 
 from tests.gpu.shared_device import NEW_TOKENS, PROMPTS, two_instances
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 async def test_a_prefill_and_a_decode_instance_share_a_device(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Layers, tokens, heads, head_dim: whole groups of 32 tokens, rests of them, and head sizes that are no powers of two.
 SHAPES = ((1, 1, 1, 64), (2, 32, 2, 64), (1, 37, 1, 128), (2, 66, 2, 80), (1, 95, 3, 96), (3, 64, 1, 32))
 if INTERPRETED:
-    SHAPES = ((1, 1, 1, 64), (2, 33, 2, 24), (1, 64, 1, 128))
+    SHAPES = ((1, 1, 1, 64), (2, 33, 2, 24))
 
 
 class Paged:
@@ -104,7 +104,7 @@ def test_payloads_and_values_are_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("codec", LOSSY)
-@pytest.mark.parametrize(("layers", "each"), [(5, 2), (4, 2), (3, 1), (2, 3)])
+@pytest.mark.parametrize(("layers", "each"), [(3, 2), (2, 3)] if INTERPRETED else [(5, 2), (4, 2), (3, 1), (2, 3)])
 def test_layers_in_several_payloads(codec: Codec, layers: int, each: int) -> None:
     from services.worker.kv.device_codec import encode_into, require_finite, spacing
 

@@ -1,5 +1,5 @@
 """Models of other shapes than Llama's, and attention backends that lay KV out in ways of their own, on one GPU: KV goes
-from an instance with one of them to an instance with another. `tests/services/worker/kv/vllm/test_hand_overs.py` runs
+from an instance with one of them to an instance with another. `tests/services/worker/kv/vllm/test_two_engines.py` runs
 the same models on a CPU.
 """
 

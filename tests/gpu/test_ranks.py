@@ -1,5 +1,5 @@
 """Instances of two ranks on two GPUs, each process with a context on its own device alone.
-`tests/services/worker/kv/vllm/test_hand_overs.py` runs the same on a CPU.
+`tests/services/worker/kv/vllm/test_two_engines.py` runs the same on a CPU.
 """
 
 from pathlib import Path

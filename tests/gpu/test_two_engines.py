@@ -1,4 +1,4 @@
-"""A prefill and a decode instance on one GPU, beside a plain one. `tests/services/worker/kv/vllm/test_hand_overs.py`
+"""A prefill and a decode instance on one GPU, beside a plain one. `tests/services/worker/kv/vllm/test_two_engines.py`
 runs the same on a CPU.
 """
 

@@ -18,7 +18,7 @@ from predictor.checkpoint import META_FILE, read_meta
 from predictor.cli import app
 from predictor.settings import PredictorSettings
 from shared.sim.prediction import Prediction
-from tests.predictor.trained import MANNERS, folder, records, settings
+from tests.predictor.trained import COMMANDS, MANNERS, folder, records, settings
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -165,10 +165,8 @@ async def test_a_damaged_checkpoint_is_reported_and_serving_continues(
 
 
 def ran(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """`polyphase predictor` as a program with pipes in place of a terminal."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-    command = [sys.executable, "-P", "-m", "services.launcher.cli", "predictor", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    """`polyphase predictor`, without a terminal."""
+    done = COMMANDS.run(["predictor", *arguments], {**os.environ, "COLUMNS": "80"})
     assert done.returncode == code, done.stderr
     return done
 

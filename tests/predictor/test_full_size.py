@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from benchmarks.predictor import SERVED, Generator
 from predictor.checkpoint import read_meta
 from predictor.model import WEIGHTS_FILE
 from predictor.settings import PredictorSettings
+from tests.predictor.trained import COMMANDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
@@ -40,9 +39,7 @@ def make_base(folder: Path) -> int:
 
 def ran(*arguments: str) -> dict[str, Any]:
     """The JSON that the command prints, and nothing else does."""
-    command = [sys.executable, "-P", "-m", "services.launcher.cli", "predictor", *arguments, "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = COMMANDS.run(["predictor", *arguments, "--json"], os.environ)
     assert done.returncode in (0, 3), done.stderr
     assert done.stderr == ""
     found: dict[str, Any] = json.loads(done.stdout)

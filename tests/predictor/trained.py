@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 from predictor.cli import app
 from predictor.settings import PredictorSettings
+from tests.commands import Commands
 
+COMMANDS = Commands("predictor.cli", "predictor.fine_tune", "predictor.evaluate")
 THINGS = ["cats", "dogs", "rivers", "stars", "bridges", "poems", "ships", "clocks", "maps", "songs", "trees", "storms"]
 MANNERS = {"short": 40, "plain": 150, "long": 380}  # requested manner -> output tokens
 

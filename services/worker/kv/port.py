@@ -188,7 +188,7 @@ class ConnectorPort(KvPort):
         self._clock = clock
         self._staged: dict[int, int] = {}  # by rank, as of its last event or figures
         self._callbacks: dict[str, Callable[[], None]] = {}
-        self._imports: dict[str, ExpectedImport] = {}  # by transfer id, of decodes that run
+        self.imports: dict[str, ExpectedImport] = {}  # by transfer id, of decodes that run
 
     @property
     def staged_bytes(self) -> int:  # type: ignore[override]
@@ -217,12 +217,12 @@ class ConnectorPort(KvPort):
 
     def expect(self, handle: KvHandle) -> ExpectedImport:
         # A second decode of the same transfer takes the place of the first.
-        expected = self._imports[handle.transfer_id] = ExpectedImport(handle, renew_s=self._clock())
+        expected = self.imports[handle.transfer_id] = ExpectedImport(handle, renew_s=self._clock())
         return expected
 
     def end(self, expected: ExpectedImport) -> None:
-        if self._imports.get(expected.handle.transfer_id) is expected:
-            del self._imports[expected.handle.transfer_id]
+        if self.imports.get(expected.handle.transfer_id) is expected:
+            del self.imports[expected.handle.transfer_id]
 
     async def import_report(self, expected: ExpectedImport) -> TransferReport:
         """All ranks in one: it failed if one failed, it lasted from the first start to the last end."""
@@ -262,7 +262,7 @@ class ConnectorPort(KvPort):
     async def renew_leases(self) -> None:
         """Renew the leases that are due, of imports that have not ended on any rank."""
         now = self._clock()
-        for expected in list(self._imports.values()):
+        for expected in list(self.imports.values()):
             if expected.pulls or not expected.handle.lease_s or now < expected.renew_s:
                 continue
             expected.renew_s = now + max(_REFRESH_S, expected.handle.lease_s * _RENEW_SHARE)
@@ -288,7 +288,7 @@ class ConnectorPort(KvPort):
                 case rank_links.ThreadEnded():
                     raise RuntimeError(f"the KV {event.thread} of rank {event.rank} died: {event.error}")
                 case PullEnded():
-                    expected = self._imports.get(event.transfer_id)
+                    expected = self.imports.get(event.transfer_id)
                     if expected is not None:  # else its decode has ended before its pull
                         expected.pulls.append(event)
                         if len(expected.pulls) == len(self._template.endpoints):

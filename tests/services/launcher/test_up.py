@@ -32,7 +32,7 @@ def pids(suite: Suite) -> list[int]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Up]:
-    """One for the tests that leave it serving, and for the one that ends it."""
+    """One for the tests that leave it serving, and for the last one, which ends it."""
     async with running(tmp_path_factory.mktemp("up")) as found:
         yield found
 
@@ -94,12 +94,24 @@ async def test_the_clusters_secret_is_wanted_and_told_to_nobody(up: Up, tmp_path
                 assert secret not in (await http.get(url + path)).text
 
 
-async def test_told_to_end_it_ends_all_that_it_started(up: Up) -> None:
+async def test_a_frozen_process_is_noticed_and_told_to_end_the_launcher_ends_all_that_it_started(up: Up) -> None:
+    """SIGSTOP is the rudest hang: nothing is closed, nothing is answered, SIGTERM is not taken."""
     launcher, suite = up
+    for names in (("d-0", "gateway"), ("monitor",)):
+        frozen = {name: suite.kill(name, signal.SIGSTOP) for name in names}
+        for name, old in frozen.items():
+            await suite.restarted(name, old)
+            state = next(process for process in suite.state.processes if process.name == name)
+            assert "hung" in state.fault
+            assert "stopped by a signal" in state.fault
+            assert not _alive(old)
+        await suite.wait_ready()
+        assert (await ask(suite)).json()["usage"]["completion_tokens"] == 5
     started = pids(suite)
+    suite.kill("gateway", signal.SIGSTOP)
     launcher.send_signal(signal.SIGINT)
-    assert await asyncio.wait_for(launcher.wait(), 30) == 0
-    assert not any(psutil.pid_exists(pid) for pid in started)
+    assert await asyncio.wait_for(launcher.wait(), STOP_S + KILL_S + 30) == 0
+    assert not any(_alive(pid) for pid in started)
     assert not (suite.data_dir / "state.json").exists()
 
 
@@ -113,26 +125,6 @@ async def test_a_killed_instance_comes_back_and_none_outlives_the_launcher(tmp_p
         launcher.kill()
         await launcher.wait()
         await until(lambda: not any(_alive(pid) for pid in started), 10, "every process to end")
-
-
-async def test_a_frozen_process_is_noticed_and_serves_again(tmp_path: Path) -> None:
-    """SIGSTOP is the rudest hang: nothing is closed, nothing is answered, SIGTERM is not taken."""
-    async with running(tmp_path) as (launcher, suite):
-        for names in (("d-0", "gateway"), ("monitor",)):
-            frozen = {name: suite.kill(name, signal.SIGSTOP) for name in names}
-            for name, old in frozen.items():
-                await suite.restarted(name, old)
-                state = next(process for process in suite.state.processes if process.name == name)
-                assert "hung" in state.fault
-                assert "stopped by a signal" in state.fault
-                assert not _alive(old)
-            await suite.wait_ready()
-            assert (await ask(suite)).json()["usage"]["completion_tokens"] == 5
-        started = pids(suite)
-        suite.kill("gateway", signal.SIGSTOP)
-        launcher.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(launcher.wait(), STOP_S + KILL_S + 30) == 0
-        assert not any(_alive(pid) for pid in started)
 
 
 def _alive(pid: int) -> bool:

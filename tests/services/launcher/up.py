@@ -12,8 +12,10 @@ import yaml
 
 from services.launcher.ports import free_range
 from services.launcher.suite import POLL_S, Suite
+from tests.commands import Commands
 
 START_S = 300.0
+COMMANDS = Commands()
 POLYPHASE = [sys.executable, "-m", "services.launcher.cli"]
 Up = tuple[asyncio.subprocess.Process, Suite]
 
@@ -40,16 +42,9 @@ def cluster(folder: Path, **changes: Any) -> Path:
 
 
 async def polyphase(*words: str, **environment: str) -> tuple[int, str]:
-    """The command's exit code and output."""
-    process = await asyncio.create_subprocess_exec(
-        *POLYPHASE,
-        *words,
-        env={**os.environ, **environment},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await process.communicate()
-    return process.returncode or 0, output.decode()
+    """The command's exit code, and what it prints: first its output, then its errors."""
+    done = await asyncio.to_thread(COMMANDS.run, words, {**os.environ, **environment})
+    return done.returncode, done.stdout + done.stderr
 
 
 @asynccontextmanager

@@ -12,26 +12,12 @@ import pytest
 from services.launcher.suite import until
 from services.worker.app import create_app, expected_s, finish
 from services.worker.jobs.roles import RoleState
-from services.worker.settings import WorkerSettings
 from shared.domain.instance import Role
 from shared.domain.rates import UNKNOWN_STEPS
 from shared.errors import WrongRole
 from shared.runtime.http import service_app
 from shared.wire.messages import StepRecord
-
-
-def settings() -> WorkerSettings:
-    return WorkerSettings(
-        instance_id="p",
-        model="m",
-        rpc_port=1,
-        http_port=2,
-        kv_port=3,
-        monitor_url="",
-        heartbeat_address="",
-        broadcast_address="",
-        hang_s=60.0,
-    )
+from tests.services.worker.test_settings import settings
 
 
 async def health(app: Any, path: str = "/health") -> httpx.Response:
@@ -42,7 +28,7 @@ async def health(app: Any, path: str = "/health") -> httpx.Response:
 
 @pytest.mark.parametrize(("step_s", "code", "said"), [(0.0, 200, "ok"), (59.0, 200, "ok"), (61.0, 503, "61 s")])
 async def test_an_engine_whose_step_does_not_end_is_not_well(step_s: float, code: int, said: str) -> None:
-    app = create_app(settings())
+    app = create_app(settings(hang_s=60.0))
     app.state.instance = SimpleNamespace(engine=SimpleNamespace(step_s=step_s))
     answer = await health(app)
     assert answer.status_code == code
@@ -51,7 +37,7 @@ async def test_an_engine_whose_step_does_not_end_is_not_well(step_s: float, code
 
 @pytest.mark.parametrize(("unready", "code"), [("", 200), ("it is draining", 503)])
 async def test_one_that_drains_is_well_and_not_ready(unready: str, code: int) -> None:
-    app = create_app(settings())
+    app = create_app(settings(hang_s=60.0))
     telemetry = SimpleNamespace(unready=unready)
     app.state.instance = SimpleNamespace(engine=SimpleNamespace(step_s=0.0), telemetry=telemetry)
     assert (await health(app)).status_code == 200

@@ -1,12 +1,8 @@
 """An instance as a process, told to end by SIGTERM while it decodes: the answer is whole, others are refused."""
 
 import asyncio
-import os
 import signal
-import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -20,44 +16,11 @@ from shared.errors import PolyphaseError, WrongRole
 from shared.wire.messages import DECODE, DecodeReply, DecodeRequest, TokenStep
 from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets
-from tests.ports import free_port
+from tests.services.worker.worker_process import worker_process
 
 pytestmark = pytest.mark.slow  # vLLM is imported
-ROOT = Path(__file__).parents[3]
 SAMPLING = msgspec.msgpack.encode(SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))
 TOKENS, STEP_S = 120, 0.05
-
-
-@asynccontextmanager
-async def worker(drain_s: float, log: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """An emulated decode instance that answers; the address of its RPC."""
-    rpc, http, kv = free_port(), free_port(), free_port()
-    settings = {
-        "instance_id": "d0",
-        "role": "decode",
-        "engine": "emulated",
-        "model": str(ROOT / "models" / "demo"),
-        "accelerator": "A10",
-        "emulated_step_s": STEP_S,
-        "rpc_port": rpc,
-        "http_port": http,
-        "kv_port": kv,
-        "monitor_url": "http://127.0.0.1:1",
-        "heartbeat_address": f"tcp://127.0.0.1:{free_port()}",
-        "broadcast_address": f"tcp://127.0.0.1:{free_port()}",
-        "drain_s": drain_s,
-    }
-    env = os.environ | {f"POLYPHASE_WORKER_{key.upper()}": str(value) for key, value in settings.items()}
-    words = [sys.executable, "-m", "services.worker"]
-    with log.open("wb") as out:
-        process = await asyncio.create_subprocess_exec(*words, cwd=ROOT, env=env, stdout=out, stderr=out)
-    try:
-        await until(lambda: "instance is ready" in log.read_text(), 60, "the instance")
-        yield process, f"tcp://127.0.0.1:{rpc}"
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 def request(name: str) -> DecodeRequest:
@@ -67,7 +30,9 @@ def request(name: str) -> DecodeRequest:
 @pytest.mark.parametrize("drain_s", [60.0, 0.0])
 async def test_what_it_has_begun(tmp_path: Path, drain_s: float) -> None:
     items: list[TokenStep] = []
-    async with worker(drain_s, tmp_path / "log") as (process, address):
+    emulated = {"engine": "emulated", "accelerator": "A10", "emulated_step_s": STEP_S}
+    async with worker_process(tmp_path, instance_id="d0", role="decode", drain_s=drain_s, **emulated) as worker:
+        process, address = worker.process, worker.rpc
         with RpcClients(Sockets()) as clients:
             call = clients.to(address).call(DECODE, request("first"), timeout_s=60, on_item=items.append)
             first = asyncio.create_task(call)
@@ -78,7 +43,7 @@ async def test_what_it_has_begun(tmp_path: Path, drain_s: float) -> None:
                     await first
                 assert sum(len(item.tokens) for item in items) < TOKENS
             else:
-                await until(lambda: "Shutting down" in (tmp_path / "log").read_text(), 10, "it to have heard")
+                await until(lambda: "Shutting down" in worker.log.read_text(), 10, "it to have heard")
                 with pytest.raises(WrongRole, match="draining"):
                     await _refused(clients, address)
                 assert isinstance(await first, DecodeReply)

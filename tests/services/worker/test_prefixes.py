@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from services.worker import app
 from services.worker.app import Instance
-from services.worker.settings import WorkerSettings
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import Generation, JobView
 from shared.domain.prompt import PrefixDelta, block_hashes, packed
@@ -20,6 +19,7 @@ from shared.wire.rpc_client import RpcClient
 from shared.wire.sockets import Sockets
 from tests.ports import free_address, free_port
 from tests.services.control_plane import until
+from tests.services.worker.test_settings import settings
 
 PROMPT = list(range(300))
 
@@ -27,23 +27,15 @@ PROMPT = list(range(300))
 @asynccontextmanager
 async def worker(block_size: int) -> AsyncIterator[tuple[Instance, CollectorRegistry]]:
     registry = CollectorRegistry()
-    settings = WorkerSettings(
-        instance_id="p0",
-        role=Role.PREFILL,
-        engine="emulated",
-        accelerator="A100",
-        model="m",
-        rpc_port=free_port(),
-        http_port=free_port(),
-        kv_port=free_port(),
-        monitor_url="http://127.0.0.1:1",
-        heartbeat_address=free_address(),
-        broadcast_address=free_address(),
-        block_size=block_size,
-        kv_cache_bytes=1 << 30,
-        emulated_step_s=0.001,
-    )
-    async with app.running(settings, registry) as instance:
+    emulated = {"engine": "emulated", "accelerator": "A100", "model": "m", "emulated_step_s": 0.001}
+    ports = {"rpc_port": free_port(), "http_port": free_port(), "kv_port": free_port()}
+    nobody = {
+        "monitor_url": "http://127.0.0.1:1",
+        "heartbeat_address": free_address(),
+        "broadcast_address": free_address(),
+    }
+    given = settings(role=Role.PREFILL, block_size=block_size, kv_cache_bytes=1 << 30, **emulated, **ports, **nobody)
+    async with app.running(given, registry) as instance:
         yield instance, registry
 
 

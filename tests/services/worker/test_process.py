@@ -22,13 +22,12 @@ from shared.domain.prompt import packed
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.wire.messages import PREFILL, RELEASE, PrefillReply, PrefillRequest, ReleaseRequest
-from shared.wire.rpc_client import RpcClients
+from shared.wire.rpc_client import RpcClient, RpcClients
 from shared.wire.sockets import Sockets
-from tests.ports import free_port
 from tests.services.worker.kv.wire.peers import NOT_UTF8, SEALED_NESTED
+from tests.services.worker.worker_process import ROOT, WorkerProcess, worker_process
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
-ROOT = Path(__file__).parents[3]
 CHUNK = 64
 SAMPLING = msgspec.msgpack.encode(SamplingParams(temperature=0))
 LEASE_S = 120.0
@@ -36,12 +35,13 @@ LEASE_S = 120.0
 
 @dataclass
 class Worker:
-    process: asyncio.subprocess.Process
-    log: Path
-    rpc: str
-    kv: str
+    process: WorkerProcess
     http: httpx.AsyncClient
     clients: RpcClients
+
+    @property
+    def rpc(self) -> RpcClient:
+        return self.clients.to(self.process.rpc)
 
     async def prefill(self, name: str, prompt: list[int], items: list[Any] | None = None) -> PrefillReply:
         request = PrefillRequest(
@@ -52,7 +52,7 @@ class Worker:
             dispatch=PolicySpec("power_of_two"),
         )
         on_item = (items if items is not None else []).append
-        return await self.clients.to(self.rpc).call(PREFILL, request, timeout_s=120, on_item=on_item)
+        return await self.rpc.call(PREFILL, request, timeout_s=120, on_item=on_item)
 
     async def staged_bytes(self, wanted: bool, within_s: float = 60.0) -> float:
         """Seconds until something, or nothing, is staged."""
@@ -62,60 +62,16 @@ class Worker:
                 await asyncio.sleep(0.02)
         return time.monotonic() - began
 
-    def lives(self) -> bool:
-        return self.process.returncode is None
-
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Worker]:
-    folder = tmp_path_factory.mktemp("worker")
-    rpc, http, kv, beats, broadcasts = (free_port() for _ in range(5))
-    settings = {
-        "instance_id": "p0",
-        "model": str(ROOT / "models" / "demo"),
-        "rpc_port": rpc,
-        "http_port": http,
-        "kv_port": kv,
-        "monitor_url": "http://127.0.0.1:1",
-        "heartbeat_address": f"tcp://127.0.0.1:{beats}",
-        "broadcast_address": f"tcp://127.0.0.1:{broadcasts}",
-        "kv_cache_bytes": 64 << 20,
-        "chunk_size": CHUNK,
-        "lease_s": LEASE_S,
-        "staging_bytes": 8 << 20,
-    }
-    env = os.environ | {f"POLYPHASE_WORKER_{key.upper()}": str(value) for key, value in settings.items()}
-    log = folder / "log"
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "services.worker",
-            cwd=ROOT,
-            env=env | {"PYTHONPATH": str(ROOT)},
-            stdout=output,
-            stderr=output,
-        )
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http}", timeout=20) as client:
+    limits = {"kv_cache_bytes": 64 << 20, "chunk_size": CHUNK, "lease_s": LEASE_S, "staging_bytes": 8 << 20}
+    async with (
+        worker_process(tmp_path_factory.mktemp("worker"), instance_id="p0", **limits) as process,
+        httpx.AsyncClient(base_url=process.http, timeout=20) as http,
+    ):
         with RpcClients(Sockets()) as clients:
-            made = Worker(process, log, f"tcp://127.0.0.1:{rpc}", f"tcp://127.0.0.1:{kv}", client, clients)
-            try:
-                await _up(made)
-                yield made
-            finally:
-                process.terminate()
-                await asyncio.wait_for(process.wait(), 60)
-
-
-async def _up(worker: Worker) -> None:
-    async with asyncio.timeout(200):
-        while True:
-            assert worker.lives(), worker.log.read_text()[-4000:]
-            try:
-                if (await worker.http.get("/health")).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                await asyncio.sleep(0.2)
+            yield Worker(process, http, clients)
 
 
 async def test_long_prompts_without_a_decode_instance_end_well_and_the_worker_lives(worker: Worker) -> None:
@@ -130,9 +86,9 @@ async def test_long_prompts_without_a_decode_instance_end_well_and_the_worker_li
         assert reply.handle.tokens == len(prompt)
         assert reply.reasons
     assert items == []  # nothing to announce
-    assert worker.lives()
+    assert worker.process.lives()
     await worker.staged_bytes(True)
-    worker.clients.to(worker.rpc).notify(RELEASE, ReleaseRequest([f"t-long{number}" for number in range(6)]))
+    worker.rpc.notify(RELEASE, ReleaseRequest([f"t-long{number}" for number in range(6)]))
     await worker.staged_bytes(False)
 
 
@@ -140,7 +96,7 @@ async def test_what_a_killed_gateway_had_staged_is_free_soon_after(worker: Worke
     gateway = await asyncio.create_subprocess_exec(
         sys.executable,
         str(Path(__file__).with_name("prefill_client.py")),
-        worker.rpc,
+        worker.process.rpc,
         SAMPLING.hex(),
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -159,15 +115,15 @@ async def test_what_a_killed_gateway_had_staged_is_free_soon_after(worker: Worke
 
 async def test_frames_of_garbage_on_the_kv_socket_and_requests_without_sense_do_no_harm(worker: Worker) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.connect(worker.kv)
+        stranger.connect(worker.process.kv)
         stranger.send(NOT_UTF8)
         stranger.send(SEALED_NESTED)
         for prompt in ([], [10**6], list(range(10, 4000))):
             with pytest.raises(InvalidRequest):
                 await worker.prefill("senseless", prompt)
         assert (await worker.prefill("after", list(range(10, 300)))).handle is not None
-        worker.clients.to(worker.rpc).notify(RELEASE, ReleaseRequest(["t-after"]))
-    assert worker.lives()
+        worker.rpc.notify(RELEASE, ReleaseRequest(["t-after"]))
+    assert worker.process.lives()
 
 
 async def test_prompts_whose_kv_does_not_fit_together_wait_for_each_other(worker: Worker) -> None:
@@ -177,7 +133,7 @@ async def test_prompts_whose_kv_does_not_fit_together_wait_for_each_other(worker
     await asyncio.sleep(0.5)
     assert not second.done()
     assert first.handle is not None
-    worker.clients.to(worker.rpc).notify(RELEASE, ReleaseRequest(["t-first"]))
+    worker.rpc.notify(RELEASE, ReleaseRequest(["t-first"]))
     assert (await second).handle is not None
-    worker.clients.to(worker.rpc).notify(RELEASE, ReleaseRequest(["t-second"]))
+    worker.rpc.notify(RELEASE, ReleaseRequest(["t-second"]))
     await worker.staged_bytes(False)

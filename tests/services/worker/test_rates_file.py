@@ -7,54 +7,26 @@ import pytest
 
 from services.worker.engines.base import EngineInfo
 from services.worker.identity import instance_info
-from services.worker.settings import WorkerSettings
 from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind
 from shared.domain.instance import Compatibility, KvGeometry
 from shared.domain.rates import PartialPrefillCost, Rates
 from shared.errors import NotFound
+from tests.services.worker.test_settings import settings
 
 MEASURED = Rates(PartialPrefillCost(1e-4, 0.01))
 
 
 def info(rates_file: str, **more: Any) -> Any:
-    values: dict[str, Any] = {
-        "instance_id": "p0",
-        "model": "/models/demo",
-        "rpc_port": 1,
-        "http_port": 2,
-        "kv_port": 3,
-        "monitor_url": "",
-        "heartbeat_address": "",
-        "broadcast_address": "",
-        "dtype": "float32",
-        "rates_file": rates_file,
-        **more,
-    }
+    given = settings(model="/models/demo", dtype="float32", rates_file=rates_file, **more)
     compatibility = Compatibility("abc", "vllm", "1", 2, KvGeometry(6, 2, 64))
     engine = EngineInfo(compatibility, 100, 2048, 32, Rates(price_per_hour=2.0))
-    return instance_info(WorkerSettings(**values), engine, 7)
+    return instance_info(given, engine, 7)
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    kind = CalibratedKind(
-        Kind("vllm", "cpu", "demo", "float32", 1, 1),
-        "demo",
-        ("p0",),
-        100,
-        5.0,
-        50.0,
-        0.0,
-        1.0,
-        1.0,
-        0.0,
-        0.0,
-        1.0,
-        0.0,
-        (1.0,),
-        512,
-        MEASURED,
-    )
+    figures = (100, 5.0, 50.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, (1.0,), 512)
+    kind = CalibratedKind(Kind("vllm", "cpu", "demo", "float32", 1, 1), "demo", ("p0",), *figures, MEASURED)
     path = tmp_path / "calibration.yaml"
     path.write_text(Calibration("d", "c", ControlPlane(), (kind,)).to_yaml())
     return str(path)

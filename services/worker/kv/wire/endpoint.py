@@ -3,7 +3,8 @@
 A connector needs nothing else, whatever the engine. Emulated instances move no KV and have no endpoint.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -104,9 +105,11 @@ class KvEndpoint:
         faults: Faults | None = None,
         copies: Copies | None = None,
         limits: PullLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Binds and starts at once. `copies`: how KV leaves the cache, by default one in host memory; closed with this.
-        `limits` are those of the settings by default. Raises OSError when an address cannot be bound.
+        `limits` are those of the settings by default; `clock` is that of the leases. Raises OSError when an address
+        cannot be bound.
         """
         if settings.lossy:
             prepare(shape.dtype)
@@ -125,6 +128,7 @@ class KvEndpoint:
         self.pool = StagingPool(
             staging_bytes,
             settings.lease_s,
+            clock,
             on_change=self.exporting.wake,
             on_end=lambda transfer_id, left: self._events.send(rank_links.TransferEnded(transfer_id, self._rank, left)),
             renewals=settings.lease_renewals,

@@ -130,20 +130,26 @@ class NixlTransport(TcpTransport):
 
     def _wait_for_nixl(self, timeout_s: float) -> bool:
         """Wait while NIXL is active, until a read is done or a socket has something; whether NIXL is active."""
-        if not self._active or self.busy:
-            return self._active
+        if not self.active or self.busy:
+            return self.active
         until_s = time.monotonic() + min(timeout_s, _LONGEST_S)
         while not self._poller.poll(0):
             self._progress()
-            if not self._active or any(link.ready for link in self._nixl_links) or time.monotonic() >= until_s:
+            if not self.active or any(link.ready for link in self._nixl_links) or time.monotonic() >= until_s:
                 break
             lively = self._reading or any(each.lively for each in self._nixl_listeners)
             time.sleep(_FAST_S if lively else _SLOW_S)
         return True
 
     @property
-    def _active(self) -> bool:
+    def active(self) -> bool:
+        """Whether it has to be polled: this side or a peer reads, or a trial is under way."""
         return self._reading or any(each.active for each in self._nixl_listeners)
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory to read into that no read and no prefetch holds."""
+        return self._imports.free_bytes if self._imports is not None else 0
 
     @property
     def _reading(self) -> bool:
@@ -170,6 +176,10 @@ class ImportMemory:
         for slab in self._arena.slabs:
             self.agent.register(slab)
         self._abandoned: list[tuple[Read, float]] = []
+
+    @property
+    def free_bytes(self) -> int:
+        return self._arena.free * _PLACE_BYTES
 
     def read(self, peer: bytes, address: int, size: int) -> Read | None:
         """Begin to read a peer's bytes; None while there is no memory for them. Raises NixlError."""

@@ -29,9 +29,17 @@ class Run:
         self.tokens: dict[str, list[int]] = {}
         self.firsts: dict[str, TokenStep] = {}
         self.ends: dict[str, asyncio.Future[TokenStep]] = {}
+        self.ended: list[str] = []
 
     def submit(
-        self, name: str, prompt: list[int], tokens: int = 8, sampling: Any = None, salt: str = "", **more: Any
+        self,
+        name: str,
+        prompt: list[int],
+        tokens: int = 8,
+        sampling: Any = None,
+        salt: str = "",
+        job: JobView | None = None,
+        **more: Any,
     ) -> None:
         given = sampling if isinstance(sampling, bytes) else msgspec.msgpack.encode(sampling or greedy())
         self.times[name], self.tokens[name] = [], []
@@ -42,9 +50,10 @@ class Run:
             self.firsts.setdefault(name, step)
             self.tokens[name] += step.tokens
             if step.finish_reason:
+                self.ended.append(name)
                 self.ends[name].set_result(step)
 
-        job = JobView(name, len(prompt), tokens)
+        job = job or JobView(name, len(prompt), tokens)
         generation = Generation(given, time.time(), salt)
         self.engine.submit(EngineRequest(name, job, prompt, generation, tokens, **more), sink)
 
@@ -201,11 +210,11 @@ async def freed(run: Run) -> dict[str, int]:
     return {"free": stats.free_blocks, "total": stats.total_blocks, "waiting": stats.waiting}
 
 
-async def found(port: int, overlapping: bool) -> dict[str, Any]:
-    """Try it all, with asynchronous scheduling or without."""
+async def found(port: int) -> dict[str, Any]:
+    """Try it all."""
     # In bfloat16 an answer depends on what its steps are shared with, on CPUs that compute in it.
     exact = {"dtype": "float32", "kv_cache_bytes": 128 << 20}
-    async with started(port, 2 << 20, {}, async_scheduling=overlapping, **exact) as here:
+    async with started(port, 2 << 20, {}, async_scheduling=True, **exact) as here:
         run = Run(here.engine)
         return {
             "overlapping": here.engine._core.engine_core.batch_queue_size,

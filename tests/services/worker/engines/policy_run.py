@@ -39,7 +39,7 @@ async def orders(run: WatchedEngine) -> dict[str, Any]:
     """Prompts that are there at once, under each order; the policy is exchanged while they wait."""
     found = {}
     run.submit("warm up", make_prompt(300), 4)
-    await run.end("warm up")
+    await run.ends_of("warm up")
     for label, order in ORDERS.items():
         async with run.at_once():
             for at, length in enumerate(LENGTHS):
@@ -47,12 +47,11 @@ async def orders(run: WatchedEngine) -> dict[str, Any]:
                 run.submit(f"{label} {length}", make_prompt(length, at), slo=slo, first_token_only=True)
             run.follow(order)
         names = [f"{label} {length}" for length in LENGTHS]
-        await run.end(*names)
+        await run.ends_of(*names)
         lengths = dict(zip(names, LENGTHS, strict=True))
         found[label] = {
             "entered": [lengths[name] for name in run.entered if name in lengths],
             "ended": [lengths[name] for name in run.ended if name in lengths],
-            "mean_ttft_s": sum(run.first_s[name] for name in names) / len(names),
         }
     return found
 
@@ -68,7 +67,7 @@ async def small_kv(run: WatchedEngine) -> dict[str, Any]:
         async with run.at_once():
             for at, each in enumerate(names):
                 run.submit(each, make_prompt(40 + 3 * at, at), 120 - 3 * at)
-        await run.end(*names)
+        await run.ends_of(*names)
         found[name] = {
             "preemptions": run.preemptions - before,
             "told": run.engine.stats().preemptions - told,
@@ -80,7 +79,7 @@ async def small_kv(run: WatchedEngine) -> dict[str, Any]:
     found["alone"] = []
     for at in range(8):
         run.submit(f"alone {at}", make_prompt(40 + 3 * at, at), 120 - 3 * at)
-        await run.end(f"alone {at}")
+        await run.ends_of(f"alone {at}")
         found["alone"].append(run.tokens[f"alone {at}"])
     return found
 
@@ -93,7 +92,7 @@ async def local_order(run: WatchedEngine) -> dict[str, Any]:
     names = [f"local {length}" for length in (200, 100, 150)]
     for name in names:
         run.submit(name, make_prompt(int(name.split()[1])), 4)
-    await run.end("large", *names)
+    await run.ends_of("large", *names)
     run.follow()
     return {"entered": [name for name in run.entered if name in names], "beside": [run.beside[name] for name in names]}
 
@@ -113,7 +112,7 @@ async def shut(run: WatchedEngine) -> dict[str, Any]:
     room.set()
     began_s = time.monotonic()
     run.engine.wake()
-    await run.end("no room", "behind")
+    await run.ends_of("no room", "behind")
     at = run.entered.index("no room")
     return {**found, "opened_s": time.monotonic() - began_s, "entered": run.entered[at:]}
 
@@ -128,7 +127,7 @@ async def aborts(run: WatchedEngine) -> dict[str, Any]:
     await run.until(lambda: len(run.tokens["runs"]) > 5)
     held = [name for name in ("too large", "small") if name not in run.entered]
     run.engine.abort("too large")
-    await run.end("small")
+    await run.ends_of("small")
     beside = not run.ends["runs"].done()
     run.engine.abort("runs")
     await run.until(lambda: run.engine.stats().running == 0)
@@ -145,7 +144,7 @@ async def late_prediction(run: WatchedEngine) -> dict[str, Any]:
     await run.until(lambda: len(run.tokens["holds"]) > 5)
     held = "waits" not in run.entered
     run.engine.predicted("holds", LengthPrediction(0, 100, 120, 1.0, "observed"))
-    await run.end("waits")
+    await run.ends_of("waits")
     beside = not run.ends["holds"].done()
     run.engine.abort("holds")
     await run.until(lambda: run.engine.stats().running == 0)
@@ -159,7 +158,7 @@ async def imports(run: WatchedEngine) -> dict[str, Any]:
     run.submit("whole", asked, 60)
     for number in (1, 2):
         run.submit(f"export {number}", asked, 1, first_token_only=True, export_to=f"t{number}")
-    await run.end("whole", "export 1", "export 2")
+    await run.ends_of("whole", "export 1", "export 2")
     run.follow(Fcfs(), ReserveStatic(reserve_all=True))
 
     def handle(number: int) -> KvHandle:
@@ -169,7 +168,7 @@ async def imports(run: WatchedEngine) -> dict[str, Any]:
         for number in (1, 2):  # 260 of 768 tokens each
             run.submit(f"import {number}", asked, 60, import_from=handle(number))
         run.submit("beside", make_prompt(200, 5), 100)
-    await run.end("beside", "import 1", "import 2")
+    await run.ends_of("beside", "import 1", "import 2")
     run.follow()
     return {
         "whole": run.tokens["whole"],
@@ -189,7 +188,7 @@ async def budget(run: WatchedEngine) -> dict[str, Any]:
         await run.until(lambda label=label: len(run.tokens[f"other {label}"]) > 2)
         since = run.engine.steps.page("e", 1, -1, 1).next
         run.submit(f"long {label}", make_prompt(400, 9), 3)
-        await run.end(*(f"{who} {label}" for who in ("hurry", "other", "long")))
+        await run.ends_of(*(f"{who} {label}" for who in ("hurry", "other", "long")))
         steps = run.engine.steps.page("e", 1, since, 1000).steps
         found[label] = [sum(tokens for tokens, _ in step.prefill) for step in steps if step.prefill]
         found[f"tokens {label}"] = [run.tokens[f"{who} {label}"] for who in ("hurry", "other", "long")]
@@ -204,7 +203,7 @@ async def chunks(run: WatchedEngine) -> dict[str, Any]:
         run.engine.set_chunk_size(tokens)
         since = run.engine.steps.page("e", 1, -1, 1).next
         run.submit(f"chunks {tokens}", make_prompt(200, 11), 3)
-        await run.end(f"chunks {tokens}")
+        await run.ends_of(f"chunks {tokens}")
         steps = run.engine.steps.page("e", 1, since, 1000).steps
         found[f"of {tokens}"] = [new for step in steps for new, _ in step.prefill]
         found[f"tokens {tokens}"] = run.tokens[f"chunks {tokens}"]
@@ -218,7 +217,7 @@ async def streams(run: WatchedEngine) -> dict[str, Any]:
     asked = make_prompt(100, 3)
     run.submit("whole stream", asked, 20)
     run.submit("its export", asked, 1, first_token_only=True, export_to="stream")
-    await run.end("whole stream", "its export")
+    await run.ends_of("whole stream", "its export")
     kv = KvHandle("stream", "e", 1, "f", run.settings.kv_endpoints, 100, run.settings.dtype)
     scheduler, plans = run.engine._scheduler, list[tuple[bool, dict[str, int]]]()
     schedule = scheduler.schedule
@@ -236,7 +235,7 @@ async def streams(run: WatchedEngine) -> dict[str, Any]:
         run.submit("long", make_prompt(600, 9), 3)
         run.submit("stream", asked + run.tokens["its export"], 19, import_from=kv, started=True)
         run.submit("heavy prompt", make_prompt(20, 4), 3, slo=Slo(weight=8.0))
-    await run.end("long", "stream", "heavy prompt")
+    await run.ends_of("long", "stream", "heavy prompt")
     scheduler.schedule = schedule
     run.engine.set_chunk_size(128)
     came = next(at for at, (come, _) in enumerate(plans) if come)
@@ -254,7 +253,7 @@ async def pressure(run: WatchedEngine) -> dict[str, Any]:
     """Blocks run out under a prompt that is computed slowly and a stream that came after it."""
     asked = make_prompt(100, 3)
     run.submit("one of pressure", asked, 1, first_token_only=True, export_to="pressure")
-    await run.end("one of pressure")
+    await run.ends_of("one of pressure")
     kv = KvHandle("pressure", "e", 1, "f", run.settings.kv_endpoints, 100, run.settings.dtype)
     run.engine.set_chunk_size(4)
     before = run.preemptions
@@ -263,7 +262,7 @@ async def pressure(run: WatchedEngine) -> dict[str, Any]:
     await run.until(lambda: "slow prompt" in run.entered)
     asked = asked + run.tokens["one of pressure"]
     run.submit("growing stream", asked, 250, import_from=kv, started=True)
-    await run.end("slow prompt", "growing stream")
+    await run.ends_of("slow prompt", "growing stream")
     run.engine.set_chunk_size(128)
     times = {name: run.entered.count(name) for name in ("slow prompt", "growing stream")}
     return {"entered": times, "preemptions": run.preemptions - before}
@@ -278,13 +277,13 @@ async def grammar(run: WatchedEngine) -> dict[str, Any]:
     await run.until(lambda: len(run.tokens["plain"]) > 1 or run.ends["dear"].done())
     found = {"began": len(run.tokens["plain"]) > 1, "compiling": not run.ends["dear"].done()}
     run.engine.abort("dear")
-    await run.end("plain")
+    await run.ends_of("plain")
     run.follow()
     return found
 
 
-async def found(port: int, overlapping: bool) -> dict[str, Any]:
-    """Try it all, with asynchronous scheduling or without."""
+async def found(port: int) -> dict[str, Any]:
+    """Try it all."""
     more = {"num_gpu_blocks_override": BLOCKS, "enable_prefix_caching": False}
     limits = {
         "dtype": "float32",
@@ -292,12 +291,12 @@ async def found(port: int, overlapping: bool) -> dict[str, Any]:
         "chunk_size": 128,
         "max_seqs": 16,
         "engine_args": more,
-        "async_scheduling": overlapping,
+        "async_scheduling": True,
     }
     async with started(port, 16 << 20, {"rates": lambda: RATES}, **limits) as here:
         run = WatchedEngine(here.engine, here.settings)
         following = asyncio.create_task(run.follow_events(here.events))
-        answers: dict[str, Any] = {"overlapping": here.engine._core.engine_core.batch_queue_size}
+        answers: dict[str, Any] = {}
         for scenario in (
             orders,
             small_kv,

@@ -1,20 +1,16 @@
 """A real engine in a process of its own: what it tells of its prefix cache beside what requests find there."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
-
-import msgspec
 
 from services.worker.engines.base import CacheEvent
 from services.worker.engines.vllm import VllmEngine
 from services.worker.kv import lossy_salt
 from services.worker.prefix_feed import HeldPrefixes
 from services.worker.settings import WorkerSettings
-from shared.domain.job import Generation
 from shared.domain.kv import KvHandle
 from shared.domain.prompt import BLOCK_TOKENS, block_hashes
 from shared.policy.prefix_index import PrefixIndex
@@ -63,7 +59,7 @@ class Trial(Run):
     async def ask(self, what: str, prompt: list[int], salt: str = "", **more: Any) -> None:
         name = f"{what} {len(self.found)}"
         known, before = self.told.tokens(prompt, salt), self.engine.stats()
-        self.submit_salted(name, prompt, salt, **more)
+        self.submit(name, prompt, 2, salt=salt, **more)
         step = await self.end(name)
         assert step.finish_reason == "length", step
         after = await self.counted(before.prompt_tokens + len(prompt))
@@ -79,17 +75,6 @@ class Trial(Run):
                 await asyncio.sleep(0.005)
         await freed(self)
         return self.engine.stats().hit_tokens
-
-    def submit_salted(self, name: str, prompt: list[int], salt: str, **more: Any) -> None:
-        submit = self.engine.submit
-        self.engine.submit = lambda request, sink: submit(salted(request, salt), sink)  # type: ignore[method-assign]
-        self.submit(name, prompt, 2, greedy(), **more)
-        self.engine.submit = submit  # type: ignore[method-assign]
-
-
-def salted(request: Any, salt: str) -> Any:
-    given = Generation(request.generation.sampling, time.time(), salt)
-    return msgspec.structs.replace(request, generation=given)
 
 
 async def conversations(trial: Trial, rng: Random) -> None:

@@ -3,6 +3,7 @@
 import threading
 
 import msgspec
+import pytest
 
 from services.worker.engines.base import StepLog
 from shared.wire.messages import StepPage
@@ -19,37 +20,32 @@ def filled(steps: int, kept: int = 8) -> StepLog:
     return log
 
 
-def test_steps_are_read_page_by_page() -> None:
+def test_steps_are_read_page_by_page_and_survive_the_wire() -> None:
     log = filled(5)
     first = log.page("p0", 7, 0, 3)
     assert (numbers(first), first.next, first.lost) == ([0, 1, 2], 3, 0)
     rest = log.page("p0", 7, first.next, 3)
     assert (numbers(rest), rest.next, rest.lost) == ([3, 4], 5, 0)
     assert numbers(log.page("p0", 7, rest.next, 3)) == []
-    assert rest.steps[0].prefill == ((16, 3),)
-    assert rest.steps[0].seconds == 0.004
+    assert (rest.steps[0].prefill, rest.steps[0].seconds) == (((16, 3),), 0.004)
     assert (rest.instance_id, rest.generation) == ("p0", 7)
+    assert msgspec.json.decode(msgspec.json.encode(rest), type=StepPage) == rest
 
 
-def test_without_a_number_the_newest_come() -> None:
-    assert numbers(filled(6).page("p0", 1, -1, 2)) == [4, 5]
-    assert numbers(StepLog().page("p0", 1, -1, 2)) == []
-
-
-def test_forgotten_steps_are_counted() -> None:
-    page = filled(20).page("p0", 1, 5, 100)
-    assert numbers(page) == list(range(12, 20))
-    assert (page.next, page.lost) == (20, 7)
-
-
-def test_a_number_from_before_a_restart_starts_anew() -> None:
-    page = filled(3).page("p0", 2, 1000, 10)
-    assert (numbers(page), page.next, page.lost) == ([], 3, 0)
-
-
-def test_a_page_survives_the_wire() -> None:
-    page = filled(3).page("p0", 1, 0, 10)
-    assert msgspec.json.decode(msgspec.json.encode(page), type=StepPage) == page
+@pytest.mark.parametrize(
+    ("steps", "since", "most", "found", "following", "lost"),
+    [
+        (6, -1, 2, [4, 5], 6, 0),  # without a number the newest come
+        (0, -1, 2, [], 0, 0),
+        (20, 5, 100, list(range(12, 20)), 20, 7),  # forgotten steps are counted
+        (3, 1000, 10, [], 3, 0),  # a number from before a restart
+    ],
+)
+def test_pages_that_begin_elsewhere(
+    steps: int, since: int, most: int, found: list[int], following: int, lost: int
+) -> None:
+    page = filled(steps).page("p0", 1, since, most)
+    assert (numbers(page), page.next, page.lost) == (found, following, lost)
 
 
 def test_reading_while_another_thread_writes() -> None:

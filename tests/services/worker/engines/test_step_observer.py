@@ -21,25 +21,22 @@ def plan(scheduled: dict[str, int], known: dict[str, int] | None = None, new: di
     )
 
 
-def test_decodes_alone() -> None:
-    assert batch_of(plan({"a": 1, "b": 1}, {"a": 100, "b": 28})) == ((), 2, 128)
-
-
-def test_chunks_beside_decodes() -> None:
-    mixed = plan({"a": 1, "b": 200, "c": 300}, {"a": 50, "b": 512}, {"c": 0})
-    assert batch_of(mixed) == (((200, 512), (300, 0)), 1, 50)
-
-
-def test_the_last_token_of_an_imported_prompt_is_a_decode() -> None:
-    assert batch_of(plan({"a": 1}, new={"a": 99})) == ((), 1, 99)
-
-
-def test_a_prompt_of_one_token_is_a_prefill() -> None:
-    assert batch_of(plan({"a": 1}, new={"a": 0})) == (((1, 0),), 0, 0)
-
-
-def test_requests_that_are_not_scheduled_do_not_count() -> None:
-    assert batch_of(plan({"a": 1}, {"a": 10, "b": 20})) == ((), 1, 10)
+@pytest.mark.parametrize(
+    ("planned", "batch"),
+    [
+        pytest.param(plan({"a": 1, "b": 1}, {"a": 100, "b": 28}), ((), 2, 128), id="decodes"),
+        pytest.param(
+            plan({"a": 1, "b": 200, "c": 300}, {"a": 50, "b": 512}, {"c": 0}),
+            (((200, 512), (300, 0)), 1, 50),
+            id="chunks beside a decode",
+        ),
+        pytest.param(plan({"a": 1}, new={"a": 99}), ((), 1, 99), id="the last token of an imported prompt"),
+        pytest.param(plan({"a": 1}, new={"a": 0}), (((1, 0),), 0, 0), id="a prompt of one token"),
+        pytest.param(plan({"a": 1}, {"a": 10, "b": 20}), ((), 1, 10), id="a request that is not scheduled"),
+    ],
+)
+def test_a_plan_is_a_batch_of_the_cost_model(planned: Any, batch: Any) -> None:
+    assert batch_of(planned) == batch
 
 
 class Scheduler:
@@ -72,16 +69,6 @@ def test_a_turn_is_recorded_iff_something_was_computed() -> None:
     assert first.cpu_s >= 0
 
 
-def test_cpu_time_of_work_done_elsewhere_is_not_claimed() -> None:
-    log = StepLog()
-    scheduler = Scheduler(plan({"a": 8}, new={"a": 0}))
-    observer = StepObserver(scheduler, log, own_cpu=False)
-    observer.began()
-    assert scheduler.update_from_output(scheduler.schedule(), "tokens") == "tokens"
-    observer.ended()
-    assert log.page("p0", 1, 0, 10).steps[0].cpu_s == 0.0
-
-
 def test_with_pipeline_stages_a_step_ends_some_turns_after_it_began() -> None:
     log = StepLog()
     first, second = plan({"a": 8}, new={"a": 0}), plan({"b": 4}, new={"b": 0})
@@ -104,6 +91,7 @@ def test_with_pipeline_stages_a_step_ends_some_turns_after_it_began() -> None:
     assert turn(plan({})) == (2, True)
     one, other = log.page("p0", 1, 0, 10).steps
     assert (one.prefill, other.prefill) == (((8, 0),), ((4, 0),))
+    assert (one.cpu_s, other.cpu_s) == (0.0, 0.0)  # the engine's thread did not compute them
 
 
 class Clock:
@@ -146,11 +134,9 @@ def overlapping(monkeypatch: pytest.MonkeyPatch, *, own_cpu: bool) -> list[float
     return [step.seconds for step in log.page("p0", 1, 0, 10).steps]
 
 
-def test_of_steps_that_overlap_each_lasts_from_the_end_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert overlapping(monkeypatch, own_cpu=False) == [8.0, 2.0]
-
-
-def test_what_the_engines_thread_computes_is_done_in_its_turn_whenever_it_is_fetched(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("own_cpu", [False, True])
+def test_of_steps_that_overlap_each_lasts_from_the_end_of_the_one_before(
+    own_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert overlapping(monkeypatch, own_cpu=True) == [8.0, 2.0]
+    """What the engine's thread computes itself is done in its turn, whenever it is fetched."""
+    assert overlapping(monkeypatch, own_cpu=own_cpu) == [8.0, 2.0]

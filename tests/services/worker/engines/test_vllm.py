@@ -9,11 +9,11 @@ from tests.services.worker.engines.own_engine import found_by
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["one step at a time", "overlapping"])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """With vLLM's asynchronous scheduling and without."""
-    answers = found_by("tests.services.worker.engines.engine_run", tmp_path_factory.mktemp("engine"), request.param)
-    assert answers["overlapping"] == (2 if request.param else 1)
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """With asynchronous scheduling; engines of `test_vllm_pipeline` and `test_vllm_forced` run without it, too."""
+    answers = found_by("tests.services.worker.engines.engine_run", tmp_path_factory.mktemp("engine"))
+    assert answers["overlapping"] == 2
     return answers
 
 

@@ -22,7 +22,6 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_sampler_goes_on_as_if_it_had_chosen_the_known_tokens(found: dict[str, Any], kind: str) -> None:
     """All of its logits up to there were disturbed, which without the known tokens leads to another answer."""
@@ -35,13 +34,11 @@ def test_the_sampler_goes_on_as_if_it_had_chosen_the_known_tokens(found: dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_several_runs_beside_each_other_keep_apart(found: dict[str, Any]) -> None:
     assert found["together"] == [found["answers"]["seed and penalties"]["first"]] * 4
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_what_is_no_token_is_refused(found: dict[str, Any]) -> None:
     assert found["refused"] == "forced token ids must be 0 to 4095"
 

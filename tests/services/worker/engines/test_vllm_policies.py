@@ -10,12 +10,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 LENGTHS = [300, 120, 20, 250, 60, 30, 200, 90]  # as `policy_run` submits them
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["one step at a time", "overlapping"])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """With vLLM's asynchronous scheduling and without."""
-    answers = found_by("tests.services.worker.engines.policy_run", tmp_path_factory.mktemp("engine"), request.param)
-    assert answers["overlapping"] == (2 if request.param else 1)
-    return answers
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """With asynchronous scheduling; engines of `test_vllm_pipeline` and `test_vllm_forced` run without it, too."""
+    return found_by("tests.services.worker.engines.policy_run", tmp_path_factory.mktemp("engine"))
 
 
 @pytest.mark.parametrize(
@@ -36,12 +34,14 @@ def test_all_that_waits_in_the_engine_is_taken_in_the_policys_order(
     assert found["orders"][order]["ended"] == expected
 
 
-def test_tokens_are_the_same_under_every_order_and_admission_preempted_or_not(found: dict[str, Any]) -> None:
-    runs = found["small_kv"]
-    alone = runs.pop("alone")
+def test_tokens_are_the_same_under_every_order_and_admission_and_preemptions_are_counted(found: dict[str, Any]) -> None:
+    runs = {name: run for name, run in found["small_kv"].items() if name != "alone"}
+    alone = found["small_kv"]["alone"]
     assert all(len(tokens) == 120 - 3 * at for at, tokens in enumerate(alone))
-    assert {name: run["tokens"] == alone for name, run in runs.items()} == dict.fromkeys(runs, True)
-    runs["alone"] = alone
+    for name, run in runs.items():
+        assert run["tokens"] == alone, name
+        assert run["told"] == run["paused"] == run["preemptions"], name
+        assert run["entered"] == 8 + run["preemptions"], name
 
 
 def test_reserving_admissions_preempt_less_than_greedy(found: dict[str, Any]) -> None:
@@ -51,18 +51,6 @@ def test_reserving_admissions_preempt_less_than_greedy(found: dict[str, Any]) ->
     assert greedy >= 3
     assert dynamic < greedy
     assert static == 0
-
-
-def test_preemptions_are_counted(found: dict[str, Any]) -> None:
-    runs = {name: run for name, run in found["small_kv"].items() if name != "alone"}
-    counted = {name: run["preemptions"] for name, run in runs.items()}
-    assert {name: run["told"] for name, run in runs.items()} == counted
-
-
-def test_a_request_is_told_each_time_that_it_loses_its_blocks_and_has_some_again(found: dict[str, Any]) -> None:
-    for name, run in found["small_kv"].items():
-        if name != "alone":
-            assert (run["paused"], run["entered"]) == (run["preemptions"], 8 + run["preemptions"])
 
 
 def test_whole_prompts_are_ordered_where_they_decode_and_wait_for_the_gate(found: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 RUN = "tests.services.worker.engines.prefix_run"
 
 
-@pytest.mark.parametrize(("block_size", "overlapping"), [(32, False), (128, False), (128, True)])
+@pytest.mark.parametrize(("block_size", "overlapping"), [(32, False), (128, True)])
 def test_what_is_known_is_what_is_hit(tmp_path: Path, block_size: int, overlapping: bool) -> None:
     answer = found_by(RUN, tmp_path, block_size, True, overlapping)
     by_name: dict[str, dict[str, Any]] = {}

@@ -2,37 +2,31 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-import msgspec
-from vllm import SamplingParams
-
-from services.worker.engines.base import EnginePolicies, EngineRequest
+from services.worker.engines.base import EnginePolicies
 from services.worker.engines.vllm import VllmEngine
 from services.worker.kv.rank_links import KvEvents, PullEnded
 from services.worker.settings import WorkerSettings
-from shared.domain.job import Generation, JobView, LengthPrediction, Slo
+from shared.domain.job import JobView, LengthPrediction, Slo
 from shared.policy.decode_admission import DecodeAdmission, Greedy
 from shared.policy.prefill_order import Fcfs, PrefillOrder
-from shared.wire.messages import TokenStep
+from tests.services.worker.engines.engine_run import Run
+
+DEFAULT = Slo()
 
 
-class WatchedEngine:
-    """The engine, and all that was asked of it, by name."""
+class WatchedEngine(Run):
+    """Requests of one engine, by name, and what the engine's scheduler did with them."""
 
     def __init__(self, engine: VllmEngine, settings: WorkerSettings) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self.settings = settings
         self.entered: list[str] = []
         self.paused: list[str] = []  # each time that one lost its blocks
-        self.ended: list[str] = []
-        self.tokens: dict[str, list[int]] = {}
-        self.first_s: dict[str, float] = {}
-        self.ends: dict[str, asyncio.Future[TokenStep]] = {}
         self.beside: dict[str, list[str]] = {}  # who was inside when it entered
         self.pulls: list[PullEnded] = []
         self.preemptions = self.turns = 0
@@ -57,35 +51,31 @@ class WatchedEngine:
             if isinstance(event, PullEnded):
                 self.pulls.append(event)
 
-    def submit(self, name: str, prompt: list[int], tokens: int = 1, **more: Any) -> None:
-        """`slo`, `started` and `sampling` are taken out of what else an EngineRequest has."""
-        slo, sampling = more.pop("slo", Slo()), more.pop("sampling", SamplingParams(temperature=0, ignore_eos=True))
-        self.tokens[name] = []
-        self.ends[name] = asyncio.get_running_loop().create_future()
-        asked_s = time.monotonic()
-
-        def sink(step: TokenStep) -> None:
-            self.first_s.setdefault(name, time.monotonic() - asked_s)
-            self.tokens[name] += step.tokens
-            if step.finish_reason:
-                self.ended.append(name)
-                self.ends[name].set_result(step)
-
-        # As long as it will be: who predicts better knows nothing more.
+    def submit(
+        self,
+        name: str,
+        prompt: list[int],
+        tokens: int = 1,
+        sampling: Any = None,
+        salt: str = "",
+        job: JobView | None = None,
+        *,
+        slo: Slo = DEFAULT,
+        started: bool = False,
+        **more: Any,
+    ) -> None:
+        """As long an answer is predicted as it will be: a better prediction would change nothing."""
         said = LengthPrediction(0, tokens, tokens, 1.0, "observed")
-        job = JobView(name, len(prompt), tokens, slo, prediction=said, started=more.pop("started", False))
-        given = msgspec.msgpack.encode(sampling)
-        generation = Generation(given, time.time())
+        job = job or JobView(name, len(prompt), tokens, slo, prediction=said, started=started)
         more |= {"entered": partial(self._entered, name), "preempted": partial(self.paused.append, name)}
-        self.engine.submit(EngineRequest(name, job, prompt, generation, tokens, **more), sink)
+        super().submit(name, prompt, tokens, sampling, salt, job, **more)
 
     def _entered(self, name: str) -> None:  # on the engine's thread, between two looks at the gate
         self.entered.append(name)
         self.beside[name] = [one.job.job_id for one in self.engine._scheduling._decoding() if one.job.job_id != name]
 
-    async def end(self, *names: str) -> None:
-        async with asyncio.timeout(60):
-            await asyncio.gather(*(asyncio.shield(self.ends[name]) for name in names))
+    async def ends_of(self, *names: str) -> None:
+        await asyncio.gather(*(self.end(name) for name in names))
 
     async def until(self, what: Any) -> None:
         async with asyncio.timeout(30):

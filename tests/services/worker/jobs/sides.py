@@ -12,16 +12,24 @@ from services.worker.kv.port import ExpectedImport, KvPort
 from services.worker.rpc import handlers
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import Generation, JobView, LengthPrediction
-from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
+from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import packed
 from shared.domain.route import InstanceRef, PolicySpec
 from shared.errors import PolyphaseError
-from shared.runtime.tasks import Background
-from shared.wire.messages import PREDICTED, DecodeRequest, Predicted, PrefillReply, PrefillRequest, TokenStep
-from shared.wire.rpc_server import ServerCall
+from shared.wire.messages import (
+    PREDICTED,
+    DecodeReply,
+    DecodeRequest,
+    Predicted,
+    PrefillReply,
+    PrefillRequest,
+    TokenStep,
+)
+from shared.wire.rpc_server import Handlers, ServerCall
 from tests.services.fake_worker import make_info
 
 TARGET = InstanceRef("d0", 1, "tcp://127.0.0.1:1")
+FIRST_TOKEN = TokenStep([42], "length")  # of a prefill: the engine ends there
 
 
 class ScriptedEngine:
@@ -78,13 +86,11 @@ class ScriptedEngine:
         sink(output)
 
 
-class ScriptedPort:
-    """The KV side, as a list of what was asked."""
-
-    staged_bytes = 0
-    nixl_failures = 0
+class ScriptedPort(KvPort):
+    """Keeps what it is given."""
 
     def __init__(self) -> None:
+        super().__init__(KvHandle("", "p0", 1, "f", (), 0, "bfloat16"))
         self.released: list[str] = []
         self.dropped: list[str] = []
         self.reserved: dict[str, bytes] = {}
@@ -93,12 +99,6 @@ class ScriptedPort:
         self.expected: list[ExpectedImport] = []
         self.full = False
         self.callbacks: dict[str, Callable[[], None]] = {}
-
-    def start(self, tasks: Background) -> None:
-        """Nothing runs."""
-
-    def handle(self, transfer_id: str, tokens: int, codec: Codec) -> KvHandle:
-        return KvHandle(transfer_id, "p0", 1, "f", (), tokens, "bfloat16", codec)
 
     def when_staged(self, transfer_id: str, callback: Callable[[], None]) -> None:
         self.callbacks[transfer_id] = callback
@@ -113,10 +113,6 @@ class ScriptedPort:
 
     def end(self, expected: ExpectedImport) -> None:
         self.expected.remove(expected)
-
-    async def import_report(self, expected: ExpectedImport) -> TransferReport:
-        assert expected in self.expected
-        return TransferReport(TransferOutcome.PULLED, tokens=3)
 
     def known_report(self, expected: ExpectedImport) -> TransferReport | None:
         assert expected in self.expected
@@ -198,27 +194,45 @@ class Side:
         self.dispatcher = FixedDispatcher()
         dispatcher = cast(Dispatcher, self.dispatcher)
         codecs = Codecs(lambda: make_info("p0", "tcp://a:1"), dispatcher, lossy)
-        self._prefill = PrefillService(self.engine, self.port, self.roles, dispatcher, codecs, lambda: chunk_size)
+        self.prefills = PrefillService(self.engine, self.port, self.roles, dispatcher, codecs, lambda: chunk_size)
         self.transfers: list[TransferReport] = []
         told = self.transfers.append
         self.info = make_info("d0", "tcp://a:1", block_size=1, total_blocks=64)
-        self._decode = DecodeService(
+        self.decodes = DecodeService(
             self.engine, self.port, self.roles, lambda _, report: told(report), lambda: self.info
         )
 
     async def prefill(self, request: PrefillRequest) -> "asyncio.Task[PrefillReply]":
-        task = asyncio.create_task(self._prefill.prefill(request, cast(ServerCall, self.call)))
+        self.engine.arrived.clear()
+        task = asyncio.create_task(self.prefills.prefill(request, cast(ServerCall, self.call)))
         await asyncio.wait_for(self.engine.arrived.wait(), 5)
         return task
 
+    async def prefilled(self, request: PrefillRequest, last: TokenStep = FIRST_TOKEN) -> PrefillReply:
+        """The reply to a request whose prompt the engine computes in one step, which ends like this."""
+        task = await self.prefill(request)
+        self.engine.step(last)
+        return await task
+
+    async def decoded(self, request: DecodeRequest, *steps: TokenStep) -> DecodeReply:
+        """The reply to a request for which the engine does these steps."""
+        task = await self.decode(request)
+        for step in steps:
+            self.engine.step(step)
+        reply: DecodeReply = await task
+        return reply
+
+    @property
+    def handlers(self) -> Handlers:
+        """Those of the RPC."""
+        return handlers(self.prefills, self.decodes, self.roles, self.port)
+
     async def predicted(self, said: Predicted) -> None:
-        """By the RPC's own handler."""
-        await handlers(self._prefill, self._decode, self.roles, cast(KvPort, self.port))[PREDICTED](
-            said, cast(ServerCall, self.call)
-        )
+        await self.handlers[PREDICTED](said, cast(ServerCall, self.call))
 
     async def decode(self, request: DecodeRequest) -> "asyncio.Task[Any]":
-        task = asyncio.create_task(self._decode.decode(request, cast(ServerCall, self.call)))
+        self.engine.arrived.clear()
+        task = asyncio.create_task(self.decodes.decode(request, cast(ServerCall, self.call)))
         await asyncio.wait_for(self.engine.arrived.wait(), 5)
         return task
 

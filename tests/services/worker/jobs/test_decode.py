@@ -9,8 +9,6 @@ import pytest
 
 from services.worker.engines.base import EngineStats
 from services.worker.jobs import decode as decode_side
-from services.worker.kv.port import KvPort
-from services.worker.rpc import handlers
 from shared.domain.instance import Promised, Role
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import Codec, KvHandle
@@ -30,21 +28,20 @@ async def test_prompts_that_a_decode_instance_has_to_compute_count_as_queued_unt
     handle = KvHandle("t1", "p0", 1, "fp", (), 2, "bfloat16")
     for given, queued, tokens in ((None, 1, 2), (handle, 0, 0)):  # the last token is the first decode's
         task = await side.decode(decode_request(given))
-        assert (side._decode.queued, side._decode.queued_tokens) == (queued, tokens)
+        assert (side.decodes.queued, side.decodes.queued_tokens) == (queued, tokens)
         side.engine.step(TokenStep([5], ""))
-        assert (side._decode.queued, side._decode.queued_tokens) == (0, 0)
+        assert (side.decodes.queued, side.decodes.queued_tokens) == (0, 0)
         side.engine.step(TokenStep([6], "stop"))
         await task
-        side.engine.arrived.clear()
 
 
 async def test_what_an_instance_is_known_to_hold_of_a_prompt_does_not_count_as_queued() -> None:
     computes, decodes = Side(Role.PREFILL), Side(Role.DECODE)
     task = await computes.prefill(prefill_request(50, saved=32))
-    assert (computes._prefill.queued, computes._prefill.queued_tokens) == (1, 18)
+    assert (computes.prefills.queued, computes.prefills.queued_tokens) == (1, 18)
     request = msgspec.structs.replace(decode_request(), saved=1)
     other = await decodes.decode(request)
-    assert (decodes._decode.queued, decodes._decode.queued_tokens) == (1, 1)
+    assert (decodes.decodes.queued, decodes.decodes.queued_tokens) == (1, 1)
     for side in (computes, decodes):
         side.engine.step(TokenStep([42], "length"))
     await task
@@ -54,14 +51,14 @@ async def test_what_an_instance_is_known_to_hold_of_a_prompt_does_not_count_as_q
 async def test_prompts_count_as_queued_until_they_are_computed_and_the_wait_ends_when_the_engine_takes_them() -> None:
     side = Side(Role.PREFILL)
     task = await side.prefill(prefill_request(5))
-    assert (side._prefill.queued, side._prefill.queued_tokens) == (1, 5)
+    assert (side.prefills.queued, side.prefills.queued_tokens) == (1, 5)
     await asyncio.sleep(0.01)
     side.engine.enter()
     entered_s = time.time()
     side.engine.enter()  # preempted, and taken again
     side.engine.step(TokenStep([42], "length"))
     reply = await task
-    assert (side._prefill.queued, side._prefill.queued_tokens) == (0, 0)
+    assert (side.prefills.queued, side.prefills.queued_tokens) == (0, 0)
     assert reply.started_s - reply.queued_s >= 0.009
     assert reply.started_s <= entered_s
 
@@ -69,15 +66,18 @@ async def test_prompts_count_as_queued_until_they_are_computed_and_the_wait_ends
 async def test_jobs_that_share_a_prefix_hold_its_blocks_once() -> None:
     """Two prompts of three tokens whose blocks hold four tokens together: each counts for two."""
     side = Side(Role.DECODE)
-    assert side._decode.kv_ahead(0, 0) == ()
+    assert side.decodes.kv_ahead(0, 0) == ()
     tasks = []
     for _ in range(2):
         tasks.append(await side.decode(msgspec.structs.replace(decode_request(), saved=2)))
-        side.engine.arrived.clear()
-    assert (side._decode.context_tokens, side._decode.queued_tokens) == (6, 0)
-    assert side._decode.kv_ahead(6, 0)[0] == 2 * (3 + 8)
-    assert side._decode.kv_ahead(4, 0)[0] == 2 * (2 + 8)
-    assert side._decode.kv_ahead(0, 0)[0] == 2 * (3 + 8), "nothing is known of blocks"
+    assert (side.decodes.context_tokens, side.decodes.queued_tokens) == (6, 0)
+    assert side.decodes.kv_ahead(6, 0)[0] == 2 * (3 + 8)
+    assert side.decodes.kv_ahead(4, 0)[0] == 2 * (2 + 8)
+    assert side.decodes.kv_ahead(0, 0)[0] == 2 * (3 + 8), "nothing is known of blocks"
+    await cancelled(*tasks)
+
+
+async def cancelled(*tasks: "asyncio.Task[Any]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -87,22 +87,20 @@ COMING = Promised(mark=7, decode_tokens=3, answer_tokens=8, lead_steps=2)
 
 
 def expecting(side: Side, transfer_id: str, promised: Promised = COMING, peer: bytes = b"gateway", **more: Any) -> None:
-    calls = handlers(side._prefill, side._decode, side.roles, cast(KvPort, side.port))
-    calls[EXPECT](ExpectRequest(transfer_id, promised, **more), cast(ServerCall, Call(peer)))
+    side.handlers[EXPECT](ExpectRequest(transfer_id, promised, **more), cast(ServerCall, Call(peer)))
 
 
 async def test_what_is_bound_to_it_shows_until_it_comes_is_released_or_its_gateway_is_gone() -> None:
     side = Side(Role.DECODE)
     for transfer_id in ("comes", "released", "of another"):
         expecting(side, transfer_id, peer=transfer_id.encode())
-    assert side._decode.promised == (COMING,) * 3
+    assert side.decodes.promised == (COMING,) * 3
     task = await side.decode(decode_request(side.port.handle("comes", 3, Codec.RAW)))
-    assert (len(side._decode.promised), side._decode.active) == (2, 1)
-    calls = handlers(side._prefill, side._decode, side.roles, cast(KvPort, side.port))
-    await calls[RELEASE](ReleaseRequest(["released"]), cast(ServerCall, side.call))
-    assert len(side._decode.promised) == 1
-    await side._decode.drop_of(b"of another")
-    assert side._decode.promised == ()
+    assert (len(side.decodes.promised), side.decodes.active) == (2, 1)
+    await side.handlers[RELEASE](ReleaseRequest(["released"]), cast(ServerCall, side.call))
+    assert len(side.decodes.promised) == 1
+    await side.decodes.drop_of(b"of another")
+    assert side.decodes.promised == ()
     side.engine.step(TokenStep([1], "length"))
     await task
 
@@ -111,7 +109,7 @@ async def test_what_never_comes_is_forgotten_with_its_time() -> None:
     side = Side(Role.DECODE)
     expecting(side, "late", keep_s=-1.0)
     expecting(side, "in time")
-    assert len(side._decode.promised) == 1
+    assert len(side.decodes.promised) == 1
 
 
 def _sized(tokens: int, *, if_room: bool = True) -> DecodeRequest:
@@ -120,66 +118,53 @@ def _sized(tokens: int, *, if_room: bool = True) -> DecodeRequest:
     return DecodeRequest(JobView("job", tokens - 8, 8), prompt, Generation(b"", 1.0), if_room=if_room)
 
 
-async def _start(side: Side, request: DecodeRequest) -> "asyncio.Task[Any]":
-    side.engine.arrived.clear()
-    return await side.decode(request)
-
-
 async def _refused(side: Side, request: DecodeRequest) -> None:
     async with asyncio.timeout(5):
-        await side._decode.decode(request, cast(ServerCall, side.call))
+        await side.decodes.decode(request, cast(ServerCall, side.call))
 
 
 async def test_a_job_is_refused_where_its_answer_finds_no_room_beside_those_that_decode() -> None:
     side = Side(Role.DECODE)
-    tasks = [await _start(side, _sized(32)), await _start(side, _sized(22))]
+    tasks = [await side.decode(_sized(32)), await side.decode(_sized(22))]
     with pytest.raises(NoRoom, match="d0: the answers that decode there come to 54 tokens of KV, and the job to 11; "):
         await _refused(side, _sized(11))
-    assert (side._decode.active, side.roles.inflight, side.roles.accepted.__len__()) == (2, 2, 2)
-    tasks.append(await _start(side, _sized(10)))
-    tasks.append(await _start(side, _sized(11, if_room=False)))  # it is to wait there
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    tasks = [await _start(side, _sized(100))]  # alone: whatever it needs
-    tasks[0].cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (side.decodes.active, side.roles.inflight, side.roles.accepted.__len__()) == (2, 2, 2)
+    tasks.append(await side.decode(_sized(10)))
+    tasks.append(await side.decode(_sized(11, if_room=False)))  # it is to wait there
+    await cancelled(*tasks)
+    tasks = [await side.decode(_sized(100))]  # alone: whatever it needs
+    await cancelled(*tasks)
 
 
 async def test_room_that_an_answer_leaves_is_there_from_the_next_heartbeat_on() -> None:
     side = Side(Role.DECODE)
-    first, second = await _start(side, _sized(32)), await _start(side, _sized(22))
-    second.cancel()
-    await asyncio.gather(second, return_exceptions=True)
+    first, second = await side.decode(_sized(32)), await side.decode(_sized(22))
+    await cancelled(second)
     with pytest.raises(NoRoom):
         await _refused(side, _sized(30))
-    side._decode.kv_ahead(0, 0)
-    third = await _start(side, _sized(30))
-    for task in (first, third):
-        task.cancel()
-    await asyncio.gather(first, third, return_exceptions=True)
+    side.decodes.kv_ahead(0, 0)
+    third = await side.decode(_sized(30))
+    await cancelled(first, third)
 
 
 async def test_a_refused_job_drops_what_was_fetched_for_it() -> None:
     side = Side(Role.DECODE)
-    task = await _start(side, _sized(60))
+    task = await side.decode(_sized(60))
     expecting(side, "t")
     request = msgspec.structs.replace(_sized(10), handle=side.port.handle("t", 3, Codec.RAW))
     with pytest.raises(NoRoom):
         await _refused(side, request)
-    assert (side.port.dropped, side._decode.promised) == (["t"], ())
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    assert (side.port.dropped, side.decodes.promised) == (["t"], ())
+    await cancelled(task)
 
 
 async def test_without_a_seat_there_is_no_room_either() -> None:
     side = Side(Role.DECODE)
     side.info = msgspec.structs.replace(side.info, max_seqs=1)
-    task = await _start(side, _sized(10))
+    task = await side.decode(_sized(10))
     with pytest.raises(NoRoom, match="all 1 seats are taken"):
         await _refused(side, _sized(10))
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await cancelled(task)
 
 
 async def test_a_stream_that_loses_its_blocks_tells_how_long_that_is_expected_to_last(
@@ -205,7 +190,7 @@ async def test_a_stream_that_loses_its_blocks_tells_how_long_that_is_expected_to
     assert all(pause.expected_s > 0.0 and not pause.computing for pause in pauses())
     side.engine.enter()
     await until(lambda: pauses()[-1].computing, "it is computed again")
-    (job,) = side._decode._active.values()
+    (job,) = side.decodes._active.values()
     assert job.repeat is None, "nothing more is told of a pause that is over"
     side.engine.step(TokenStep([6], "stop"))
     await task
@@ -241,6 +226,4 @@ async def test_a_pause_is_expected_to_end_with_the_jobs_that_have_the_blocks(mon
     (item,) = side.call.items
     alone_s = pause_s(Beside.from_jobs([], 32), 32, 3, 8, 32, UNKNOWN_STEPS, side.info.chunk_size)
     assert item.pause.expected_s > 16 * UNKNOWN_STEPS.decode_s(1, 3) > alone_s
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancelled(*tasks)

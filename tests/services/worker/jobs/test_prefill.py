@@ -13,9 +13,9 @@ from shared.domain.kv import Codec
 from shared.domain.rates import LinkRate, Rates
 from shared.domain.route import InstanceRef, PolicySpec
 from shared.errors import InvalidRequest, Unavailable
-from shared.wire.messages import Predicted, PrefillStarted, TokenStep
+from shared.wire.messages import Predicted, PrefillStarted
 from tests.services.fake_worker import make_info
-from tests.services.worker.jobs.sides import TARGET, Side, decode_request, prefill_request
+from tests.services.worker.jobs.sides import FIRST_TOKEN, TARGET, Side, decode_request, prefill_request
 from tests.shared.policy.views import decode, job
 
 
@@ -99,7 +99,7 @@ async def test_a_prediction_that_comes_while_the_prompt_is_computed_is_for_its_d
     task = await side.prefill(prefill_request())
     await side.predicted(Predicted("t1", said))
     await side.predicted(Predicted("another", LengthPrediction(9, 1800, 2000, 0.8, "classifier")))
-    side.engine.step(TokenStep([42], "length"))
+    side.engine.step(FIRST_TOKEN)
     await task
     assert [job.prediction for job in side.dispatcher.jobs] == [said]
     await side.predicted(Predicted("t1", said))  # the prompt is computed: no fault
@@ -112,7 +112,7 @@ async def test_a_prediction_that_comes_while_it_waits_or_decodes_is_for_the_engi
     assert not side.engine.predictions
     await side.predicted(Predicted("", said, "job"))
     assert side.engine.predictions == {side.engine.requests[0].request_id: said}
-    side.engine.step(TokenStep([42], "length"))
+    side.engine.step(FIRST_TOKEN)
     await task
     await side.predicted(Predicted("", said, "job"))  # it is over: no fault
 
@@ -130,7 +130,7 @@ async def test_the_codec_goes_by_the_link_and_the_class_and_stays_what_it_was_fi
     task = await side.prefill(request)
     side.port.callbacks["t1"]()
     side.dispatcher.views["d0"] = far(1e12)
-    side.engine.step(TokenStep([42], "length"))
+    side.engine.step(FIRST_TOKEN)
     reply = await task
     assert isinstance(started := side.call.items[0], PrefillStarted)
     assert reply.handle is not None
@@ -139,60 +139,34 @@ async def test_the_codec_goes_by_the_link_and_the_class_and_stays_what_it_was_fi
     assert reply.codec.what == "codec:int8"
 
 
+INT8, NONE = Slo(lossy_kv=Codec.INT8), Slo()
+
+
 @pytest.mark.parametrize(
-    ("decode", "slo", "codec", "want"),
+    ("slo", "codec", "far_away", "lossy", "want"),
     [
-        (TARGET, Slo(lossy_kv=Codec.INT8), Codec.RAW, Codec.INT8),
-        (TARGET, Slo(), Codec.RAW, Codec.RAW),
-        (None, Slo(lossy_kv=Codec.INT8), Codec.RAW, Codec.RAW),  # the link is not known yet
-        (None, Slo(), Codec.FP8, Codec.FP8),
+        (NONE, Codec.RAW, True, True, Codec.RAW),
+        (NONE, Codec.FP8, True, True, Codec.FP8),  # the gateway's setting, for all
+        (Slo(lossy_kv=Codec.INT4), Codec.FP8, True, True, Codec.FP8),
+        (INT8, Codec.RAW, False, True, Codec.RAW),  # nothing is known of the link
+        (INT8, Codec.RAW, True, True, Codec.INT8),
+        (INT8, Codec.RAW, True, False, Codec.RAW),  # the codecs were not loaded
+        (INT8, Codec.FP8, True, False, Codec.RAW),
     ],
 )
-async def test_a_codec_that_is_known_when_the_prompt_goes_to_the_engine_goes_with_it(
-    decode: InstanceRef | None, slo: Slo, codec: Codec, want: Codec
+@pytest.mark.parametrize("decode", [TARGET, None])
+async def test_exact_unless_a_class_or_the_gateway_allows_a_codec_that_is_loaded(
+    slo: Slo, codec: Codec, far_away: bool, lossy: bool, want: Codec, decode: InstanceRef | None
 ) -> None:
-    side = Side(Role.PREFILL)
-    side.dispatcher.views["d0"] = far(1.0)
-    request = prefill_request(codec=codec)
-    request.decode, request.job = decode, msgspec.structs.replace(request.job, slo=slo)
-    task = await side.prefill(request)
-    assert side.engine.requests[0].export_codec is want
-    side.engine.step(TokenStep([42], "length"))
-    assert (await task).handle is not None
-
-
-@pytest.mark.parametrize(
-    ("slo", "codec", "known", "want"),
-    [
-        (Slo(), Codec.RAW, True, Codec.RAW),
-        (Slo(), Codec.FP8, True, Codec.FP8),  # the gateway's setting, for all
-        (Slo(lossy_kv=Codec.INT4), Codec.FP8, True, Codec.FP8),
-        (Slo(lossy_kv=Codec.INT8), Codec.RAW, False, Codec.RAW),
-        (Slo(lossy_kv=Codec.INT4), Codec.RAW, True, Codec.INT4),
-    ],
-)
-async def test_exact_unless_somebody_said_otherwise(slo: Slo, codec: Codec, known: bool, want: Codec) -> None:
-    side = Side(Role.PREFILL)
-    if known:
+    side = Side(Role.PREFILL, lossy=lossy)
+    if far_away:
         side.dispatcher.views["d0"] = far(1.0)
     request = prefill_request(codec=codec)
-    request.job = msgspec.structs.replace(request.job, slo=slo)
-    task = await side.prefill(request)
-    side.engine.step(TokenStep([42], "length"))
-    reply = await task
+    request.decode, request.job = decode, msgspec.structs.replace(request.job, slo=slo)
+    reply = await side.prefilled(request)
     assert reply.handle is not None
     assert reply.handle.codec is want
-    assert (reply.codec is not None) == (known and slo.lossy_kv.lossy and not codec.lossy)
-
-
-@pytest.mark.parametrize("codec", [Codec.RAW, Codec.FP8])
-async def test_what_was_not_loaded_is_not_used(codec: Codec) -> None:
-    side = Side(Role.PREFILL, lossy=False)
-    side.dispatcher.views["d0"] = far(1.0)
-    request = prefill_request(codec=codec)
-    request.job = msgspec.structs.replace(request.job, slo=Slo(lossy_kv=Codec.INT8))
-    task = await side.prefill(request)
-    side.engine.step(TokenStep([42], "length"))
-    reply = await task
-    assert reply.handle is not None
-    assert reply.handle.codec is Codec.RAW
+    # Without a decode instance the class's codec is not known when the prompt goes to the engine.
+    early = decode is not None or not slo.lossy_kv.lossy or want is codec
+    assert side.engine.requests[0].export_codec is (want if early else Codec.RAW)
+    assert (reply.codec is not None) == (far_away and lossy and slo.lossy_kv.lossy and not codec.lossy)

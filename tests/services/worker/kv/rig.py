@@ -107,6 +107,7 @@ class Rig:
         scheme: str = "",
         address: str = "",
         limits: PullLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
         staging_bytes: int = 64 << 20,
         curve: tuple[str, str] | None = None,
         **settings: Any,
@@ -134,6 +135,7 @@ class Rig:
             faults,
             copies,
             limits or PullLimits(),
+            clock,
         )
         self.endpoints.append(made)
         return made

@@ -35,13 +35,9 @@ def roundtrip(kv: torch.Tensor, codec: Codec, out: torch.dtype | None = None) ->
 @given(SHAPES, st.sampled_from(DTYPES), st.integers(0, 9))
 def test_raw_is_exact(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
     kv = random_kv(shape, dtype, seed)
-    assert torch.equal(roundtrip(kv, Codec.RAW), kv)
+    kv.view(-1)[:3] = torch.tensor([float("nan"), -float("inf"), -0.0])
+    assert torch.equal(roundtrip(kv, Codec.RAW).view(torch.uint8), kv.view(torch.uint8))
     assert encode(kv, Codec.RAW).data_ptr() == kv.data_ptr()  # not a copy
-
-
-def test_raw_keeps_bits_of_nan_and_infinity() -> None:
-    kv = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0], dtype=torch.bfloat16).view(1, 2, 1, 1, 2)
-    assert torch.equal(roundtrip(kv, Codec.RAW).view(torch.int16), kv.view(torch.int16))
 
 
 @given(SHAPES, st.sampled_from([Codec.INT8, Codec.INT4]), st.integers(0, 9), st.floats(-30, 30))
@@ -60,21 +56,6 @@ def test_integers_stay_within_half_a_step(shape: tuple[int, ...], codec: Codec, 
         tokens = slice(first, first + TOKEN_GROUP)
         assert (error[:, 0, tokens] <= bound(kv[:, 0, tokens], 1)).all()
     assert (error[:, 1] <= bound(kv[:, 1], -1)).all()
-
-
-@lossy
-@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e6, 1e37])
-def test_lossy_codecs_survive_any_magnitude(codec: Codec, scale: float) -> None:
-    kv = random_kv((2, 2, 40, 2, 64), torch.float32, scale=scale)
-    relative = {Codec.INT8: 0.02, Codec.INT4: 0.3, Codec.FP8: 0.3}[codec]
-    assert (roundtrip(kv, codec) - kv).abs().max() <= relative * scale
-
-
-@pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
-@pytest.mark.parametrize("value", [0.0, 3.3, -7000.0, 1e-20])
-def test_constant_groups_come_back(codec: Codec, value: float) -> None:
-    kv = torch.full((1, 2, 33, 1, 64), value)
-    assert torch.allclose(roundtrip(kv, codec), kv, rtol=1e-3, atol=0.0)
 
 
 @given(SHAPES)
@@ -111,19 +92,13 @@ def test_precision_is_cast_and_sizes_are_checked_at_the_receiver(codec: Codec) -
     assert raised.value.fault is KvFault.PROTOCOL
 
 
-@pytest.mark.parametrize(("codec", "share"), [(Codec.INT8, 0.56), (Codec.INT4, 0.31), (Codec.FP8, 0.51)])
-def test_sizes_against_bfloat16(codec: Codec, share: float) -> None:
-    shape = (4, 2, 64, 8, 128)
-    assert payload_bytes(shape, torch.bfloat16, codec) < share * payload_bytes(shape, torch.bfloat16, Codec.RAW)
-
-
 @given(
     SHAPES,
     st.sampled_from(DTYPES),
     st.sampled_from(DTYPES),
     st.sampled_from(LOSSY),
     st.integers(0, 99),
-    st.sampled_from([1e-30, 1e-9, 1e-3, 1.0, 77.0, 1e4]),
+    st.sampled_from([1e-30, 1e-9, 1e-3, 1.0, 77.0, 1e4, 1e37]),
     st.sampled_from([0.0, 0.7, -20.0]),
 )
 def test_payloads_and_values_are_torchs(
@@ -137,7 +112,9 @@ def test_payloads_and_values_are_torchs(
 
 
 @lossy
-@pytest.mark.parametrize("values", [(0.0, -0.0), (-0.0, 0.0), (-1.0, 1.0), (65504.0, -65504.0), (2.0**-24, 0.0)])
+@pytest.mark.parametrize(
+    "values", [(0.0, -0.0), (-0.0, 0.0), (-1.0, 1.0), (65504.0, -65504.0), (2.0**-24, 0.0), (3.3, 3.3)]
+)
 def test_values_at_the_edges(codec: Codec, values: tuple[float, float]) -> None:
     kv = torch.tensor(values).repeat(2 * 2 * 33 * 32).view(1, 2, 66, 1, 64)
     for dtype in DTYPES:

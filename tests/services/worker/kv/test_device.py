@@ -116,18 +116,6 @@ def test_the_engines_thread_does_not_wait() -> None:
     assert threading.current_thread() not in device.waited
 
 
-def test_chunks_and_their_segments_come_in_order() -> None:
-    found = []
-    with running(LateDevice(3)) as run:
-        for start, end in ((0, 4), (4, 8), (8, 14)):
-            run.copies.stage(start, end, run.fill, run.results.put)
-        for _ in range(3):
-            result = run.result()
-            assert isinstance(result, list)
-            found.append([(segment.token_start, segment.token_end) for segment in result])
-    assert found == [[(0, 4)], [(4, 8)], [(8, 12), (12, 14)]]
-
-
 def imported(device: LateDevice, *, join: bool = True) -> list[float]:
     """A block that the model still reads is freed and imported into; what the model reads before and after."""
     seen: list[float] = []

@@ -136,13 +136,13 @@ async def test_pulls_that_end_after_their_decode_leave_nothing_and_harm_no_other
             port.queue.put(pull(name=f"cancelled {number}"))
         port.queue.put(pull(name="again"))
         assert (await port.report(again)).outcome is TransferOutcome.PULLED
-        assert list(port._imports.values()) == [long, again]
+        assert list(port.imports.values()) == [long, again]
         report = port.known_report(long)  # without a wait
         assert report is not None
         assert (report.outcome, report.tokens) == (TransferOutcome.PULLED, 5000)
         for decode in (long, again):
             port.end(decode)
-        assert not port._imports
+        assert not port.imports
 
 
 async def test_a_lease_is_renewed_three_times_until_its_import_ends_or_its_decode_does() -> None:
@@ -216,52 +216,18 @@ async def test_a_kv_thread_that_dies_ends_the_process_with_a_reason(monkeypatch:
     assert "KV puller of rank 0" in str(logs[0]["exc_info"])
 
 
-class Ledger(ExportLedger):
-    """100 bytes, and what was reserved each time there was more room."""
-
-    def __init__(self, ranks: int = 1) -> None:
-        super().__init__(100, ranks)
-        self.room: list[int] = []
-        self.when_room = lambda: self.room.append(self.reserved_bytes)
-
-    def admit(self, transfer_id: str, size_bytes: int, owner: bytes = b"x") -> bool:
-        self.announce(transfer_id, size_bytes, owner)
-        return self.reserve(transfer_id)
-
-
-def test_exports_are_admitted_while_all_of_them_fit() -> None:
-    ledger = Ledger()
-    assert ledger.admit("a", 60)
-    assert ledger.reserve("a")  # which takes no more
-    assert not ledger.admit("b", 60)
-    assert ledger.admit("c", 40, b"y")
-    assert not ledger.reserve("b")
-    ledger.dropped("a", 0)
-    assert ledger.room == [40]
-    assert ledger.reserve("b")
-    assert (ledger.owned_by(b"x"), ledger.owned_by(b"y"), ledger.owned_by(b"z")) == (["b"], ["c"], [])
-
-
-def test_an_export_that_waits_holds_nothing_and_after_its_end_delays_nothing() -> None:
-    ledger = Ledger()
-    assert ledger.admit("full", 100)
-    assert not ledger.admit("a", 60)
-    ledger.end("a")
-    assert ledger.room == []
-    assert ledger.reserve("a")
-    assert (ledger.reserved_bytes, len(ledger)) == (100, 1)
-    assert ledger.admit("can never fit", 101, b"y")
-    assert ledger.reserved_bytes == 100
-    assert ledger.owned_by(b"y") == ["can never fit"]
-
-
 def test_an_export_ends_when_its_last_rank_has_dropped_it() -> None:
-    ledger = Ledger(ranks=2)
-    ledger.admit("a", 60)
+    ledger, room = ExportLedger(100, ranks=2), list[int]()
+    ledger.when_room = lambda: room.append(ledger.reserved_bytes)
+    for name, size, fits in (("a", 60, True), ("b", 60, False), ("larger than the pool", 101, True)):
+        ledger.announce(name, size, b"x")
+        assert ledger.reserve(name) == ledger.reserve(name) == fits
     for rank, reserved in ((1, 60), (1, 60), (0, 0), (0, 0)):
         ledger.dropped("a", rank)
         assert ledger.reserved_bytes == reserved
-    assert len(ledger) == 0
+    assert room == [0]
+    assert ledger.reserve("b")
+    assert ledger.owned_by(b"x") == ["b", "larger than the pool"]
 
 
 @given(
@@ -272,7 +238,7 @@ def test_an_export_ends_when_its_last_rank_has_dropped_it() -> None:
     )
 )
 def test_the_ledger_never_promises_more_than_there_is(steps: list[tuple[str, int, str]]) -> None:
-    ledger = Ledger()
+    ledger = ExportLedger(100, ranks=1)
     for name, size, step in steps:
         if step == "announce":
             ledger.announce(name, size, b"x")

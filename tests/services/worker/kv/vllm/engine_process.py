@@ -66,6 +66,9 @@ class Driver:
         if DEVICE == "cpu":
             own["worker_cls"] = CPU_WORKER
         config = EngineArgs(**(own | options)).create_engine_config()
+        if DEVICE == "cpu":
+            # Ranks are forks, too: vLLM's CPU platform would spawn them, and each would import vLLM anew.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         if options.get("async_scheduling") and DEVICE == "cpu":
             overlap_on_cpu(config)
         self.client = InprocClient(config, Executor.get_class(config), log_stats=False)

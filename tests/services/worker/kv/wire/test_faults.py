@@ -90,31 +90,6 @@ def test_an_importer_that_is_gone_in_mid_pull_holds_nothing_for_long(rig: Rig, h
         wait_until(lambda: exporter.staged_bytes == 0)
 
 
-def test_an_exporter_that_lives_but_sends_nothing_fails_the_pull_at_the_progress_deadline(rig: Rig) -> None:
-    exporter, importer = rig.endpoint(), rig.endpoint(limits=PullLimits(stall_s=0.3))
-    stage(exporter, model_kv(64), end=32)
-    began = time.monotonic()
-    rig.load(importer, rig.handle([exporter], 64), timeout_s=600.0)
-    assert rig.result().error == "timeout"
-    assert time.monotonic() - began < 5
-
-
-def test_an_exporter_that_restarts_fails_the_pull_and_its_successor_is_reached(rig: Rig) -> None:
-    exporter, importer = rig.endpoint(), rig.endpoint(limits=PullLimits(connect_timeout_s=1.5))
-    got = rig.load(importer, rig.handle([exporter], 64))
-    stage(exporter, model_kv(64), end=32)
-    wait_until(lambda: got.writes)
-    rig.stop(exporter)
-    assert rig.result().error.startswith("peer_lost")
-    began = time.monotonic()
-    assert rig.refused(importer, rig.handle([exporter], 64, "down")).startswith("unreachable")
-    assert time.monotonic() - began < 4
-    successor = rig.endpoint(address=exporter.address, generation=8)
-    assert rig.refused(importer, rig.handle([successor], 64, "old")).startswith("stale_generation")
-    rig.generation = 8
-    rig.transfer(successor, importer, "new")
-
-
 def test_many_dead_exporters_fail_their_own_imports_only(rig: Rig) -> None:
     importer, exporter = rig.endpoint(limits=PullLimits(connect_timeout_s=0.5)), rig.endpoint()
     with socket.socket() as deaf:  # bound, so that no process answers there

@@ -97,7 +97,7 @@ def test_pulls_out_of_range_are_refused(rig: Rig, changes: dict[str, object]) ->
 def test_oversized_messages_and_raw_bytes_cost_their_sender_the_connection(rig: Rig) -> None:
     exporter = rig.endpoint()
     with Stranger(exporter.address) as peer:
-        peer.send(b"x" * (MAX_MESSAGE_BYTES + 1))
+        peer.send(TOO_LARGE)
         with pytest.raises(ConnectionError):
             peer.receive()
     for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 4096, bytes(range(256)) * 64, struct.pack(">Q", 2**63)):
@@ -118,24 +118,6 @@ def true_frame(rig: Rig, exporter: KvEndpoint) -> tuple[Frame, bytes]:
 
 def answer(listener: TcpListener, peer: bytes, parts: list[bytes]) -> None:
     listener.send(peer, parts[0], parts[1] if len(parts) > 1 else None)
-
-
-def test_an_exporter_that_lies_fails_the_pull_only(rig: Rig) -> None:
-    """Headers without payload, frames of another transfer, text: the import fails, the puller lives."""
-    transport = TcpTransport()
-    listener = transport.listen(f"{rig.scheme}://127.0.0.1:*")
-    exporter, importer = rig.endpoint(), rig.endpoint()
-    frame, payload = true_frame(rig, exporter)
-    texts = [b"\xff\xff", NOT_UTF8_REPLY, SEALED_NESTED, b"x" * (MAX_MESSAGE_BYTES + 1)]
-    for lie in [*([text] for text in texts), [b""], [b"", payload[:-4]], [b"", b""]]:
-        got = rig.load(importer, rig.handle([], 40, endpoints=(listener.address,)), timeout_s=1.0)
-        peer, request = next_pull(transport, listener)
-        header = lie[0] or encode_message(msgspec.structs.replace(frame, pull_id=request.pull_id))
-        answer(listener, peer, [header, *lie[1:]])
-        assert not rig.result().ok
-        assert not got.writes
-    transport.close()
-    rig.transfer(exporter, importer, "after")
 
 
 async def test_garbage_answers_do_not_end_the_workers_own_side(rig: Rig) -> None:
@@ -194,6 +176,7 @@ TAGGED = st.builds(lambda word, fields: msgspec.msgpack.encode([word, *fields]),
 MESSAGES = st.sampled_from([pull(), Credit(1, 5), Cancel(1), Confirm("t", 7, 0, 1), Failed(1, "timeout", "text")])
 _SEAL = len(sealed(b""))
 UNREADABLE = st.sampled_from([NESTED[:200], NOT_UTF8[:-_SEAL], NOT_UTF8_REPLY[:-_SEAL]])
+TOO_LARGE = b"x" * (MAX_MESSAGE_BYTES + 1)
 
 
 @st.composite
@@ -207,7 +190,7 @@ def mutants(draw: st.DrawFn) -> bytes:
 
 
 NOISE = st.binary(max_size=200) | TAGGED | mutants()
-PARTS = st.lists(NOISE | NOISE.map(sealed) | NOISE.map(sealed), min_size=1, max_size=3)  # sealed, most of it is read
+PARTS = st.lists(NOISE | NOISE.map(sealed) | st.just(TOO_LARGE), min_size=1, max_size=3)  # sealed, most of it is read
 
 
 def test_no_input_ends_the_server(rig: Rig) -> None:
@@ -231,7 +214,7 @@ def test_no_input_ends_the_server(rig: Rig) -> None:
             plain.sendall(b"".join([HEARTBEAT if greets else b"", *parts]))
 
     send_raw()
-    rig.transfer(exporter)
+    rig.transfer(exporter, name="after")  # the noise may have confirmed what it names
 
 
 def test_no_answer_ends_the_puller(rig: Rig) -> None:
@@ -241,7 +224,7 @@ def test_no_answer_ends_the_puller(rig: Rig) -> None:
     exporter, importer = rig.endpoint(), rig.endpoint(limits=PullLimits(stall_s=5.0))
     frame, _ = true_frame(rig, exporter)
 
-    @settings(max_examples=60, deadline=None, database=None)
+    @settings(max_examples=40, deadline=None, database=None)
     @given(st.lists(PARTS, max_size=3), st.sampled_from(frame.__struct_fields__), VALUES, st.binary(max_size=100))
     def lie(noise: list[list[bytes]], field: str, value: object, payload: bytes) -> None:
         rig.load(importer, rig.handle([], 40, endpoints=(listener.address,)))

@@ -14,10 +14,9 @@ import zmq
 
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.tcp_streams import HEARTBEAT, TlsContexts, identity, prefix
-from services.worker.kv.wire.tcp_transport import TcpTransport, host_and_port
+from services.worker.kv.wire.tcp_transport import host_and_port
 from tests.services.worker.kv.conftest import NIXL
 from tests.services.worker.kv.rig import Capture, Rig, model_kv, stage
-from tests.services.worker.kv.wire.peers import Proxy, Stranger
 
 over_tcp = pytest.mark.parametrize("rig", ["kv"], indirect=True)
 LIMITS = PullLimits(connect_timeout_s=1.0)
@@ -138,18 +137,6 @@ def test_a_peer_that_begins_no_handshake_is_dropped_and_holds_up_no_other(
         rig.transfer(exporter)
         assert silent.recv(100)  # its greeting, and then the end
         assert ends(lambda: silent.recv(100))
-
-
-@over_tcp
-def test_a_tls_client_does_not_connect_to_a_plain_server(rig: Rig) -> None:
-    with Proxy(rig.endpoint().address) as proxy, Stranger(proxy.address):
-        transport = TcpTransport(OURS)
-        link = transport.connect(proxy.address)
-        end = time.monotonic() + 2.0
-        while time.monotonic() < end:
-            transport.wait(0.1)
-            assert not link.connected
-        transport.close()
 
 
 FIRST = prefix(36, 0) + b"PKA1" + bytes(32)  # the importer's random number

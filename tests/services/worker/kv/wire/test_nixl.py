@@ -24,7 +24,7 @@ from services.worker.kv.wire.nixl_agent import (
     encode_nixl,
     this_host,
 )
-from services.worker.kv.wire.nixl_transport import ExportMemory
+from services.worker.kv.wire.nixl_transport import ExportMemory, NixlTransport
 from services.worker.kv.wire.protocol import MAX_FRAME_BYTES, encode_message
 from services.worker.kv.wire.tcp_transport import TcpTransport
 from shared.domain.kv import Codec
@@ -44,7 +44,9 @@ def test_all_of_it_goes_by_nixl_where_both_have_it_and_nothing_is_polled_after(r
     sent, received = exporter.stats(), importer.stats()
     assert sent.nixl_sent_bytes == sent.sent_bytes == received.nixl_received_bytes == received.received_bytes > 0
     assert (received.nixl_failures, received.nixl_refused) == (0, 0)
-    wait_until(lambda: not exporter.exporting._active and not importer.importing._active)  # type: ignore[attr-defined]
+    for transport in (exporter.exporting, importer.importing):
+        assert isinstance(transport, NixlTransport)
+        wait_until(lambda transport=transport: not transport.active)
 
 
 @pytest.mark.parametrize(("exports", "imports"), [("nixl", "kv"), ("kv", "nixl"), ("nixl", "tcp")])
@@ -163,10 +165,11 @@ def test_a_read_that_does_not_end_ends_its_import_and_its_memory_is_not_used_aga
     monkeypatch.setattr(nixl_transport, "_READ_S", 0.2)
     monkeypatch.setattr(nixl_transport, "_QUARANTINE_S", 0.0)  # NIXL may call it failed when the peer is removed
     exporter, importer = rig.endpoint(), rig.endpoint()
+    transport = importer.importing
+    assert isinstance(transport, NixlTransport)
+    free = transport.free_bytes
     assert rig.transfer(exporter, importer).transport == "nixl"
-    arena = importer.importing._imports._arena  # type: ignore[attr-defined]
-    free = sum(slab.nbytes for slab in arena.slabs) // 4096
-    wait_until(lambda: arena.free == free)
+    wait_until(lambda: transport.free_bytes == free)
 
     def never(read: Read) -> bool:
         read._state = "PROC"
@@ -176,11 +179,11 @@ def test_a_read_that_does_not_end_ends_its_import_and_its_memory_is_not_used_aga
         stuck.setattr(Read, "done", never)
         stage(exporter, model_kv(TOKENS), "stuck")
         assert rig.refused(importer, rig.handle([exporter], TOKENS, "stuck")) == "nixl: nothing came within 0.2 s"
-        assert arena.free < free
+        assert transport.free_bytes < free
         assert rig.transfer(exporter, importer, "after").transport == "tcp"
-        assert arena.free < free
-    importer.importing.wake()
-    wait_until(lambda: arena.free == free)
+        assert transport.free_bytes < free
+    transport.wake()
+    wait_until(lambda: transport.free_bytes == free)
 
 
 @pytest.mark.parametrize("stuck_s", [30.0, 0.3])
@@ -258,19 +261,3 @@ def test_two_processes_over_ucx(rig: Rig, tls: str, monkeypatch: pytest.MonkeyPa
         assert rig.result().error.startswith("peer_lost")
         assert got.finished
     assert rig.transfer(other, importer).transport == "nixl"
-
-
-def test_an_importer_that_is_killed_while_it_reads_holds_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    exporter = rig.endpoint(lease_s=0.5)
-    memory = exporter.copies.memory
-    free = memory.free_tokens  # type: ignore[attr-defined]
-    with peer(rig, exporter.address, tokens=30_000) as importer:
-        line_of(importer)  # it is up
-        stage(exporter, model_kv(30_000))
-        while line_of(importer) != "writing":
-            pass
-        importer.send_signal(signal.SIGKILL)
-        wait_until(lambda: exporter.stats().serving == 0)
-        wait_until(lambda: (exporter.staged_bytes, memory.free_tokens) == (0, free))  # type: ignore[attr-defined]
-    assert rig.transfer(exporter, name="after").transport == "nixl"

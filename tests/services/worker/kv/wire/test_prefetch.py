@@ -21,7 +21,7 @@ from services.worker.kv.rank_links import (
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.protocol import Credit, encode_message
-from shared.domain.kv import KvHandle, TransferOutcome
+from shared.domain.kv import TransferOutcome
 from shared.errors import DeadlineExceeded, PolyphaseError
 from shared.runtime.tasks import background
 from tests.services.worker.kv.rig import KEY, TOKEN_BYTES, Clock, Rig, model_kv, prefetch, stage, wait_until
@@ -212,20 +212,10 @@ LEASE_S = 30.0
 TOKENS = 64
 
 
-def on_clock(exporter: KvEndpoint) -> Clock:
-    clock = exporter.pool._clock = Clock()
-    return clock
-
-
-def renew(exporter: KvEndpoint, importer: KvEndpoint, handle: KvHandle, count: int) -> None:
-    importer.carry_out(RenewLease(handle))
-    wait_until(lambda: exporter.stats().leases_renewed == count)
-
-
 async def test_a_decode_that_waits_for_blocks_longer_than_the_lease_still_pulls(rig: Rig) -> None:
     async with rig.events() as events, background() as tasks:
-        exporter, importer, kv = rig.endpoint(lease_s=LEASE_S), rig.endpoint(), model_kv(TOKENS)
-        clock = on_clock(exporter)
+        clock = Clock()
+        exporter, importer, kv = rig.endpoint(lease_s=LEASE_S, clock=clock), rig.endpoint(), model_kv(TOKENS)
         handle = rig.handle([exporter], TOKENS, lease_s=LEASE_S)
         port = ConnectorPort(DirectControl(importer.carry_out), events, handle, ExportLedger(1000, 1), 10, clock)
         stage(exporter, kv)
@@ -243,44 +233,11 @@ async def test_a_decode_that_waits_for_blocks_longer_than_the_lease_still_pulls(
 
 
 def test_every_exporter_rank_from_which_a_rank_will_pull_is_renewed(rig: Rig) -> None:
-    exporters = [rig.endpoint(rank, 2, lease_s=LEASE_S) for rank in range(2)]
+    clock = Clock()
+    exporters = [rig.endpoint(rank, 2, lease_s=LEASE_S, clock=clock) for rank in range(2)]
     importer, kv = rig.endpoint(), model_kv(TOKENS)
     for rank, exporter in enumerate(exporters):
-        clock = on_clock(exporter)
         stage(exporter, kv, heads=slice(2 * rank, 2 * rank + 2))
-        clock.now += LEASE_S / 2
+    clock.now += LEASE_S / 2
     importer.carry_out(RenewLease(rig.handle(exporters, TOKENS)))
     wait_until(lambda: [exporter.stats().leases_renewed for exporter in exporters] == [1, 1])
-
-
-def test_renewals_are_bounded_in_number_and_the_lease_ends_after_the_last(rig: Rig) -> None:
-    exporter, importer = rig.endpoint(lease_s=LEASE_S, lease_renewals=3), rig.endpoint()
-    clock, handle = on_clock(exporter), rig.handle([exporter], TOKENS)
-    stage(exporter, model_kv(TOKENS))
-    for turn in range(1, 4):
-        clock.now += LEASE_S / 2
-        renew(exporter, importer, handle, turn)
-    clock.now += LEASE_S / 2
-    importer.carry_out(RenewLease(handle))
-    clock.now += LEASE_S / 2
-    wait_until(lambda: exporter.staged_bytes == 0)
-    assert (exporter.stats().leases_renewed, exporter.stats().leases_expired) == (3, 1)
-    assert rig.refused(importer, handle).startswith("expired_lease")
-
-
-@pytest.mark.parametrize("why", ["stale", "unknown", "ended", "being pulled"])
-def test_leases_that_need_or_get_no_renewal(rig: Rig, why: str) -> None:
-    exporter, importer = rig.endpoint(lease_s=LEASE_S), rig.endpoint()
-    clock = on_clock(exporter)
-    stage(exporter, model_kv(TOKENS), end=32)
-    stage(exporter, model_kv(TOKENS), "after")
-    if why == "ended":
-        exporter.release("t")
-    if why == "being pulled":
-        importer.carry_out(prefetch(rig.handle([exporter], TOKENS)))
-        wait_until(lambda: exporter.stats().serving == 1)
-    clock.now += LEASE_S / 2
-    more = {"generation": rig.generation + 1} if why == "stale" else {}
-    importer.carry_out(RenewLease(rig.handle([exporter], TOKENS, "other" if why == "unknown" else "t", **more)))
-    renew(exporter, importer, rig.handle([exporter], TOKENS, "after"), 1)  # messages keep their order
-    assert exporter.stats().transfers == (1 if why == "ended" else 2)

@@ -222,7 +222,7 @@ def test_a_name_server_that_is_silent_holds_up_no_other_link(rig: Rig, monkeypat
 def test_idle_endpoints_cost_nothing_that_can_be_measured(rig: Rig) -> None:
     exporter, importer = rig.endpoint(), rig.endpoint()
     rig.transfer(exporter, importer)
-    threads = [importer.puller._thread, exporter.server._thread]
+    threads = [each for each in threading.enumerate() if each.name in ("kv-puller", "kv-server")]
     before = [_cpu_s(thread.native_id) for thread in threads]
     threading.Event().wait(2.0)
     spent = [_cpu_s(thread.native_id) - at for thread, at in zip(threads, before, strict=True)]

@@ -1,13 +1,12 @@
 """Transfers between endpoints: any ranges, ranks, stages and precisions, how they end, and exports of a device."""
 
-import asyncio
 import threading
 
+import msgspec
 import pytest
 import torch
 
 from services.worker.kv.device import DeviceCopies
-from services.worker.kv.rank_links import KvEvent, KvEvents, StagingFailed, TransferEnded
 from services.worker.kv.shards import Shards
 from services.worker.kv.staging import PinnedMemory
 from services.worker.kv.wire.endpoint import Faults, KvEndpoint
@@ -15,18 +14,7 @@ from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.protocol import FRAME_BYTES
 from shared.domain.kv import Codec
 from tests.services.worker.kv.late_device import LateDevice
-from tests.services.worker.kv.rig import (
-    DIM,
-    KV_HEADS,
-    LAYERS,
-    TOKEN_BYTES,
-    WAIT_S,
-    Capture,
-    Rig,
-    model_kv,
-    stage,
-    wait_until,
-)
+from tests.services.worker.kv.rig import DIM, KV_HEADS, LAYERS, TOKEN_BYTES, Capture, Rig, model_kv, stage, wait_until
 
 
 def test_everything_arrives_and_the_exporter_frees_it(rig: Rig) -> None:
@@ -48,7 +36,7 @@ def test_a_pull_may_come_before_the_first_chunk_and_follows_the_chunks(rig: Rig)
     assert [token for _, token in got.writes] == sorted(token for _, token in got.writes)
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, 1), (17, 100), (31, 32), (99, 100), (10, 90)])
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (17, 100), (10, 90)])
 def test_any_range_of_tokens(rig: Rig, start: int, end: int) -> None:
     exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(100)
     stage(exporter, kv, each=40)
@@ -108,16 +96,6 @@ def test_unlike_stages_and_ranks(
     wait_until(lambda: all(exporter.staged_bytes == 0 for exporter, _, _ in exporters))
 
 
-@pytest.mark.parametrize("stages", [(1, 2), (2, 2), (1, 1, 1), ()])
-def test_a_handle_with_other_stages_fails(rig: Rig, stages: tuple[int, ...]) -> None:
-    kv, exporters = model_kv(50), instance(rig, (2, 1), 1)
-    for exporter, layers, _ in exporters:
-        stage(exporter, kv, layers=slice(*layers))
-    got = rig.load(rig.endpoint(), rig.handle([exporter for exporter, _, _ in exporters], 50, stages=stages))
-    assert rig.result().error.startswith("invalid_request")
-    assert not {layer for layer, _ in got.writes} & {1, 2}
-
-
 def test_a_stage_holds_no_more_than_its_layers(rig: Rig) -> None:
     exporter = rig.endpoint(1, stages=(2, 1), staging_bytes=50 * TOKEN_BYTES // LAYERS)
     stage(exporter, model_kv(50), layers=slice(2, 3))
@@ -125,23 +103,17 @@ def test_a_stage_holds_no_more_than_its_layers(rig: Rig) -> None:
     assert exporter.stats().rank == 1
 
 
-@pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4, Codec.FP8])
-def test_lossy_codecs_arrive_approximately_and_smaller(rig: Rig, codec: Codec) -> None:
-    exporter, importer, kv = rig.endpoint(lossy=True), rig.endpoint(lossy=True), model_kv(100)
+@pytest.mark.parametrize("codec", Codec)
+def test_codecs_and_precisions_are_decoded_by_the_receiver(rig: Rig, codec: Codec) -> None:
+    exporter, importer = rig.endpoint(dtype=torch.bfloat16, lossy=True), rig.endpoint(lossy=True)
+    kv = model_kv(100, torch.bfloat16)
     stage(exporter, kv)
-    got = rig.load(importer, rig.handle([exporter], 100, codec=codec))
+    got = rig.load(importer, rig.handle([exporter], 100, codec=codec, dtype="bfloat16"))
     result = rig.result()
     assert result.ok
-    assert result.wire_bytes < kv.numel() * 4 / 2
-    assert (got.kv - kv).abs().max() < 0.5
-
-
-def test_precision_is_cast_at_the_receiver(rig: Rig) -> None:
-    exporter, importer, kv = rig.endpoint(dtype=torch.bfloat16), rig.endpoint(), model_kv(40, torch.bfloat16)
-    stage(exporter, kv)
-    got = rig.load(importer, rig.handle([exporter], 40, dtype="bfloat16"))
-    assert rig.result().ok
-    assert torch.equal(got.kv, kv.float())
+    assert result.wire_bytes == kv.numel() * 2 if codec is Codec.RAW else result.wire_bytes < kv.numel() * 2 * 0.8
+    error = (got.kv - kv.float()).abs().max()
+    assert error == 0 if codec is Codec.RAW else error < 0.5
 
 
 def test_credit_bounds_what_is_under_way(rig: Rig) -> None:
@@ -163,15 +135,6 @@ def test_credit_bounds_what_is_under_way(rig: Rig) -> None:
     assert torch.equal(got.kv, kv)
 
 
-def test_imports_from_one_peer_share_the_link(rig: Rig) -> None:
-    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
-    captures = [rig.load(importer, rig.handle([exporter], 64, name)) for name in "abcd"]
-    for name in "dcba":
-        stage(exporter, kv, name)
-    assert all(rig.result().ok for _ in captures)
-    assert all(torch.equal(capture.kv, kv) for capture in captures)
-
-
 def test_corruption_on_the_wire_is_found(rig: Rig) -> None:
     exporter = rig.endpoint(faults=Faults(corrupt=True))
     stage(exporter, model_kv(64))
@@ -191,6 +154,8 @@ def test_values_that_cannot_be_coded_fail_the_pull(rig: Rig) -> None:
         ({"fingerprint": "another"}, "fingerprint_mismatch"),
         ({"generation": 6}, "stale_generation"),
         ({"dtype": "bfloat16"}, "protocol"),
+        ({"tokens": 65}, "invalid_request"),  # more than were exported
+        ({"stages": (1, 2)}, "invalid_request"),  # of one rank
         ({"endpoints": ("kv://127.0.0.1:1",) * 3}, "invalid_request"),  # heads do not divide among three ranks
         ({"endpoints": ("tcp://127.0.0.1:7000",)}, "unreachable: tcp://127.0.0.1:7000: KV over ZeroMQ was removed"),
     ],
@@ -198,14 +163,8 @@ def test_values_that_cannot_be_coded_fail_the_pull(rig: Rig) -> None:
 def test_a_handle_that_does_not_match_fails(rig: Rig, change: dict[str, object], code: str) -> None:
     exporter = rig.endpoint()
     stage(exporter, model_kv(64))
-    assert rig.refused(rig.endpoint(), rig.handle([exporter], 64, **change)).startswith(code)
-
-
-def test_more_tokens_than_were_exported_fail(rig: Rig) -> None:
-    exporter = rig.endpoint()
-    stage(exporter, model_kv(64))
-    rig.load(rig.endpoint(), rig.handle([exporter], 65))
-    assert rig.result().error.startswith("invalid_request")
+    rig.load(rig.endpoint(), msgspec.structs.replace(rig.handle([exporter], 64), **change))
+    assert rig.result().error.startswith(code)
 
 
 def test_a_transfer_that_never_comes_ends_at_the_deadline(rig: Rig) -> None:
@@ -279,32 +238,3 @@ def test_the_importer_gets_what_was_computed_though_the_blocks_are_used_again(ri
     assert torch.equal(capture.kv, kv)
     assert sorted(device.entered) == ["kv-copies", "kv-puller", "kv-server"]
     assert exporter.stats().staged_bytes in (0, TOKENS * TOKEN_BYTES)
-
-
-async def events_until(events: KvEvents, last: type[KvEvent]) -> list[KvEvent]:
-    seen: list[KvEvent] = []
-    async with asyncio.timeout(WAIT_S):
-        while not seen or not isinstance(seen[-1], last):
-            seen.append(await events.get())
-    return seen
-
-
-async def test_a_transfer_that_ends_while_it_is_copied_holds_its_room_until_the_copy_is_over(rig: Rig) -> None:
-    async with rig.events() as events:
-        device = LateDevice()
-        exporter = rig.endpoint(copies=copies_of(device), staging_bytes=TOKENS * TOKEN_BYTES)
-        with device.lock:  # the copy does not end
-            exporter.stage("t", 0, TOKENS, TOKENS, lambda *_: None)
-            exporter.release("t")
-            assert exporter.staged_bytes == TOKENS * TOKEN_BYTES
-        assert await events_until(events, TransferEnded) == [TransferEnded("t", 0, 0)]
-        assert exporter.staged_bytes == 0
-
-
-async def test_want_of_pinned_memory_fails_the_transfer_and_not_the_engine(rig: Rig) -> None:
-    async with rig.events() as events:
-        exporter, importer = rig.endpoint(copies=copies_of(LateDevice(), tokens=10)), rig.endpoint()
-        exporter.stage("t", 0, TOKENS, TOKENS, lambda *_: pytest.fail("nothing is gathered"))
-        seen = await events_until(events, StagingFailed)
-        assert "pinned memory has no room" in str(seen[-1])
-        assert rig.refused(importer, rig.handle([exporter], TOKENS)).startswith("refused")
