@@ -88,11 +88,11 @@ class MonitorNews:
         """A job has got its first route."""
         decider = self._placer.decider
         held_tokens, output_tokens = decider.expected(job, route)
-        self._demand.add(job, held_tokens, output_tokens, decider.freedom, time.time())
+        self._demand.count_request(job, held_tokens, output_tokens, decider.freedom, time.time())
 
     def answered(self, job_id: str, output_tokens: int) -> None:
         """A job has ended here; `output_tokens` of a complete answer, else 0."""
-        self._demand.ended(job_id, output_tokens, time.time())
+        self._demand.count_end(job_id, output_tokens, time.time())
 
     def ended(self, outcome: Outcome) -> None:
         """A request has ended."""
@@ -113,7 +113,7 @@ class MonitorNews:
         """Report if there is news worth a message by now; at_once: in any case."""
         if self._monitor is None:
             return
-        for second in self._demand.take(time.time()):
+        for second in self._demand.pop_finished(time.time()):
             self._seconds.add(second)
             self._busy = self._busy or not second.quiet
         lately = time.monotonic() - self._sent_mono < QUIET_S

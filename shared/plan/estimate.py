@@ -34,6 +34,7 @@ from shared.plan.routes import (
     decode_capacity,
     prefill_capacity,
 )
+from shared.policy.queueing import NO_WAIT, Wait, queue_wait
 from shared.sim.workload import Times
 
 _TP = (1, 2, 4, 8, 16)
@@ -201,48 +202,17 @@ def widest_path(rates: tuple[tuple[float, ...], ...]) -> tuple[int, ...]:
     return max((best[full, last] for last in range(count)), key=lambda one: one[:2])[2]
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """A prompt waits with `probability` an exponential time of `rate`, else not. Source: Sakasegawa's M/G/c form."""
-
-    probability: float
-    rate: float
-
-    @classmethod
-    def of(cls, costs: Sequence[EngineCost], flows: NDArray[np.float64]) -> "Wait":
-        """The wait for engines to which these flows come, and which take waiting prompts when they are free."""
-        used = [(cost, flow) for cost, flow in zip(costs, flows.tolist(), strict=True) if flow > 0.0]
-        if not used:
-            return cls(0.0, inf)
-        speed = sum(cost.prefills_per_s for cost, _ in used)
-        load = sum(flow for _, flow in used) / speed
-        if load >= 1.0:
-            return cls(1.0, 0.0)
-        servers = sum(cost.lanes for cost, _ in used)
-        times = np.concatenate([cost.prefill_s for cost, _ in used])
-        varies = float(times.var() / times.mean() ** 2)
-        return cls(load ** (sqrt(2.0 * (servers + 1.0)) - 1.0), 2.0 * (1.0 - load) * speed / (1.0 + varies))
-
-    @classmethod
-    def for_seats(cls, taken: float, seats: float, life_s: float) -> "Wait":
-        """The wait for a seat where decodes of `life_s` take so many of the seats on average."""
-        load = taken / seats
-        if load >= 1.0:
-            return cls(1.0, 0.0)
-        return cls(load ** (sqrt(2.0 * (seats + 1.0)) - 1.0), seats * (1.0 - load) / life_s)
-
-    @property
-    def mean_s(self) -> float:
-        return self.probability / self.rate if self.rate > 0.0 else inf
-
-    def within(self, left_s: Times) -> NDArray[np.float64]:
-        """The probability that a prompt waits at most so long, by request."""
-        if self.rate == inf or self.probability == 0.0:
-            return (left_s >= 0.0).astype(np.float64)
-        waits: NDArray[np.float64] = np.where(
-            left_s >= 0.0, 1.0 - self.probability * np.exp(-self.rate * np.maximum(left_s, 0.0)), 0.0
-        )
-        return waits
+def prefill_wait(costs: Sequence[EngineCost], flows: NDArray[np.float64]) -> Wait:
+    """The wait for engines to which these flows of prompts come, and which take waiting prompts when they are free."""
+    used = [(cost, flow) for cost, flow in zip(costs, flows.tolist(), strict=True) if flow > 0.0]
+    if not used:
+        return NO_WAIT
+    speed = sum(cost.prefills_per_s for cost, _ in used)
+    load = sum(flow for _, flow in used) / speed
+    servers = sum(cost.lanes for cost, _ in used)
+    times = np.concatenate([cost.prefill_s for cost, _ in used])
+    variation = float(times.var() / times.mean() ** 2)
+    return queue_wait(load, servers, speed, (1.0 + variation) / 2.0)
 
 
 _SPREAD = 0.7  # deviation of a batch over a request's life, in square roots of the batch (a Poisson instant has 1)
@@ -411,8 +381,8 @@ class _Sides:
         step_s, spread_s, seats = self._decode_sides(flows)
         from_, to = np.nonzero(flows.sent)
         alone = np.flatnonzero(flows.local)
-        wait = Wait.of(self._before, flows.sent.sum(axis=1))
-        own = Wait.of(self._after, flows.local)
+        wait = prefill_wait(self._before, flows.sent.sum(axis=1))
+        own = prefill_wait(self._after, flows.local)
         prefill_s = np.concatenate([self._prefill_s[from_], self._local_s[alone]])
         in_time = np.concatenate(
             [wait.within(slo.ttft_s - self._prefill_s)[from_], own.within(slo.ttft_s - self._local_s)[alone]]
@@ -443,7 +413,7 @@ class _Sides:
         """
         coming = (flows.sent.sum(axis=0) + flows.local).tolist()
         step_s, spread_s = np.full(len(self._after), inf), np.ones((len(self._after), len(self._estimator.outputs)))
-        seats = [Wait(0.0, inf)] * len(self._after)
+        seats = [NO_WAIT] * len(self._after)
         for j, cost in enumerate(self._after):
             side = self._decode_side(cost, coming[j], float(flows.local[j]) / cost.prefills_per_s)
             if side is not None:
@@ -451,7 +421,8 @@ class _Sides:
                 if not self._estimator.crowded:
                     continue
                 life_s = self._estimator.problem.sample.output * float(step_s[j])
-                seats[j] = Wait.for_seats(coming[j] * life_s, cost.lanes * cost.batch / self._estimator.unlike, life_s)
+                count = cost.lanes * cost.batch / self._estimator.unlike
+                seats[j] = queue_wait(coming[j] * life_s / count, count, count / life_s)
         return step_s, spread_s, seats
 
     def _decode_side(self, cost: EngineCost, rate: float, share: float) -> tuple[float, Times] | None:

@@ -31,8 +31,8 @@ from shared.plan.inventory import Inventory, Pool
 from shared.plan.plan import Plan, canonical, routes_of
 from shared.plan.problem import Problem, Sample
 from shared.plan.routes import Engine, EngineCost, Route
+from shared.policy.outlook import InstanceClass, classify
 from shared.policy.papers.thunderserve import PlanRoute
-from shared.policy.role_flip import Sort, sorted_out
 from shared.sim.spec import EngineLimits
 from shared.sim.workload import Lengths, Times, Workload
 
@@ -111,9 +111,9 @@ class Fleet:
         return tuple(Group(view.role, 1, (Part(at, layers),)) for at, view in enumerate(self.views))
 
     @cached_property
-    def sorts(self) -> tuple[list[Sort], dict[str, int]]:
-        """Sorts of equal instances, and the number of each instance's sort."""
-        return sorted_out(self.views)
+    def classes(self) -> tuple[list[InstanceClass], dict[str, int]]:
+        """Classes of instances that are about alike, and the number of each instance's class."""
+        return classify(self.views)
 
     def lane_tokens(self, at: int) -> int:
         """KV tokens of each batch in flight of an instance."""
@@ -133,7 +133,7 @@ class Fleet:
     @cached_property
     def _inventory(self) -> Inventory:
         pools = tuple(
-            Pool(view.instance_id, _accelerator(view.info, self.sorts[1][view.instance_id]), 1, 0.0)
+            Pool(view.instance_id, _accelerator(view.info, self.classes[1][view.instance_id]), 1, 0.0)
             for view in self.views
         )
         inside = {view.instance_id: _UNKNOWN for view in self.views}  # no KV goes from an instance to itself
@@ -165,14 +165,14 @@ class _Measured:
 
     def _engine(self, at: int) -> Engine:
         view = self._fleet.views[at]
-        sorts, numbers = self._fleet.sorts
-        sort, lanes = sorts[numbers[view.instance_id]], view.info.pipeline_parallel
+        classes, class_of = self._fleet.classes
+        kind, lanes = classes[class_of[view.instance_id]], view.info.pipeline_parallel
 
         def decode_s(decodes: int, context: int) -> float:
-            return sort.rates.decode_s(lanes * decodes, lanes * context)
+            return kind.rates.decode_s(lanes * decodes, lanes * context)
 
-        seats = max(1, sort.seats // lanes)
-        return Engine(sort.rates.prefill_s, decode_s, lanes, self._fleet.lane_tokens(at), seats, sort.chunk)
+        seats = max(1, kind.seats // lanes)
+        return Engine(kind.rates.prefill_s, decode_s, lanes, self._fleet.lane_tokens(at), seats, kind.chunk)
 
 
 def workload_of(demand: Demand, longest: int) -> Workload:
@@ -221,9 +221,9 @@ def _link(one: InstanceInfo, other: InstanceInfo) -> Link:
     return Link(exp(round(log(bytes_s) / _LINK_CLASS) * _LINK_CLASS), round(max(wait for _, wait in known), 4), 1.0)
 
 
-def _accelerator(info: InstanceInfo, sort: int) -> Accelerator:
+def _accelerator(info: InstanceInfo, number: int) -> Accelerator:
     """An accelerator of which only measured rates are known: a name."""
-    name = f"{info.accelerator} {info.tensor_parallel}x{info.pipeline_parallel} #{sort}"
+    name = f"{info.accelerator} {info.tensor_parallel}x{info.pipeline_parallel} #{number}"
     return Accelerator(name, "", 0.0, 0.0, 0, {}, "measured", Links(1.0, 1.0, 1.0), 0.0, "measured while serving")
 
 

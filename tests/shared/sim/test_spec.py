@@ -7,7 +7,7 @@ from shared.errors import InvalidRequest
 from shared.policy.dispatch import PowerOfTwo, RandomDispatch
 from shared.policy.placement import LeastLoad, RoundRobin
 from shared.policy.prefill_order import Sjf
-from shared.policy.role_flip import PredictiveFlip
+from shared.policy.predictive_flip import PredictiveFlip
 from shared.policy.split import FractionSplit, NoSplit
 from shared.sim.spec import FirstToken, RunSpec, with_words
 
