@@ -30,7 +30,7 @@ from shared.runtime.tasks import Background
 from shared.store.reading import read_proposals
 from shared.store.tables import proposals as table
 from shared.store.write_behind import WriteBehind
-from shared.wire.api import EventKind, OperationResult
+from shared.wire.api import EventKind, OperationResult, Origin
 from shared.wire.clients.monitor import SLACK_S, MonitorClient
 
 log = get_log(__name__)
@@ -426,7 +426,13 @@ async def _flip(
     """The operation that the monitor carried out, even if the monitor was restarted meanwhile. Raises its error."""
     try:
         return await monitor.flip(
-            flip.instance_id, force=force, drain_timeout_s=drain_timeout_s, who=who, why=why, to=flip.to_role
+            flip.instance_id,
+            force=force,
+            drain_timeout_s=drain_timeout_s,
+            who=who,
+            why=why,
+            origin=Origin.PLAN,
+            to=flip.to_role,
         )
     except OutcomeUnknown as lost:
         until_s = time.monotonic() + drain_timeout_s + SLACK_S
