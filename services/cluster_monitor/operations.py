@@ -88,9 +88,9 @@ class Operations:
         """Carry a request out, unless the rule forbids it.
 
         Raises Conflict when the rule or the state of the instance does not allow it (it is the last ready one of its
-        role, it has the role already, it is not ready); DeadlineExceeded when it does not drain or does not show the new role in
-        time; PeerLost; OutcomeUnknown when another monitor took over meanwhile. After a failed drain the instance goes
-        on draining; after a failed flip it gets work again in the role that it has.
+        role, it has the role already, it is not ready); DeadlineExceeded when it does not drain or does not show the
+        new role in time; PeerLost; OutcomeUnknown when another monitor took over meanwhile. After a failed drain the
+        instance goes on draining; after a failed flip it gets work again in the role that it has.
         """
         if (known := self._log.find(request.operation_id)) is not None:
             return await self._repeat(known, request)

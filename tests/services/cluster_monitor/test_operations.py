@@ -48,8 +48,10 @@ async def test_a_flip_drains_changes_verifies_and_resumes(cluster: Cluster) -> N
     await cluster.wait_ready("p0", Role.DECODE)
     assert any(view.of("p0").state is InstanceState.DRAINING for view in cluster.views if view.of("p0"))  # type: ignore[union-attr]
     assert (await cluster.client.flips())[0] == done
-    await cluster.client.flip("p0")
+    await cluster.client.flip("p0", to=Role.PREFILL)
     await cluster.wait_ready("p0", Role.PREFILL)
+    with pytest.raises(Conflict, match="p0 has the role prefill already"):
+        await cluster.client.flip("p0", to=Role.PREFILL)
 
 
 async def test_the_last_of_a_role_stays_unless_forced(cluster: Cluster) -> None:
@@ -66,13 +68,6 @@ async def test_the_last_of_a_role_stays_unless_forced(cluster: Cluster) -> None:
     await cluster.client.drain("d0", timeout_s=1)
     await cluster.client.drain("p0", force=True, timeout_s=1)
     await cluster.wait_state("p0", InstanceState.DRAINING)
-
-
-async def test_a_role_that_is_meant_is_not_taken_from_who_has_it(cluster: Cluster) -> None:
-    await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
-    with pytest.raises(Conflict, match="p1 has the role prefill already"):
-        await cluster.client.flip("p1", to=Role.PREFILL)
-    assert (await cluster.client.flip("p1", to=Role.DECODE))["to_role"] == "decode"
 
 
 async def test_two_at_once_on_one_instance_or_on_the_last_two_of_a_role(cluster: Cluster) -> None:
@@ -152,15 +147,11 @@ async def test_drain_and_resume(cluster: Cluster) -> None:
     await cluster.wait_ready("d0", Role.DECODE)
     assert worker.calls == ["drain", "resume"]
     assert [entry["kind"] for entry in await cluster.client.flips()] == ["resume", "drain"]
-
-
-async def test_a_drain_that_times_out_goes_on_draining(cluster: Cluster) -> None:
-    (worker,) = await cluster.workers(d0=Role.DECODE)
     worker.drained = False
     with pytest.raises(DeadlineExceeded, match="3 jobs remain"):
-        await cluster.client.drain("d0", force=True, timeout_s=0.2)
+        await cluster.client.drain("d0", timeout_s=0.2)
     await cluster.wait_state("d0", InstanceState.DRAINING)
-    assert worker.calls == ["drain"]
+    assert worker.calls == ["drain", "resume", "drain"]
 
 
 async def test_only_known_and_living_instances(cluster: Cluster) -> None:

@@ -40,7 +40,6 @@ def test_load_share(one: InstanceView, share: float) -> None:
     assert load_share(one) == pytest.approx(share)
 
 
-SILENT, DRAINS = InstanceState.UNRESPONSIVE, InstanceState.DRAINING
 IDLE: list[tuple[str, list[InstanceView], tuple[str, Role] | None]] = [
     ("idle for a minute (TetriInfer 5.1)", [prefill("p"), prefill("q"), decode("d", **BUSY)], ("p", Role.DECODE)),
     (
@@ -49,10 +48,7 @@ IDLE: list[tuple[str, list[InstanceView], tuple[str, Role] | None]] = [
         ("e", Role.PREFILL),
     ),
     ("10 % is not", [prefill("p", **BUSY), decode("d", **BUSY), decode("e", free_blocks=900)], None),
-    ("the last of a role stays", [prefill("p"), decode("d", **BUSY), decode("e", **BUSY)], None),
-    ("the last ready one stays", [prefill("p"), prefill("q", state=SILENT), decode("d", **BUSY)], None),
     ("all are idle", [prefill("p"), prefill("q"), decode("d"), decode("e")], None),
-    ("another drains", [prefill("p"), prefill("q"), decode("d", **BUSY), decode("e", state=DRAINS)], None),
 ]
 
 
