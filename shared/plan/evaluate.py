@@ -20,7 +20,7 @@ from shared.sim.cluster import simulate
 from shared.sim.metrics import summary
 from shared.sim.outcomes import Outcomes, SimResult
 from shared.sim.spec import RunSpec, with_words
-from shared.sim.workload import ARRIVALS, Times, Workload
+from shared.sim.workload import Times, Workload, poisson
 
 SPAN_S, LIVES = 30.0, 3.0  # of a run's arrivals, at least: seconds, and multiples of a request's lifetime
 TOO_MUCH = 0.18  # a rate that exceeds what can be served without end by this share must show in a run
@@ -79,19 +79,16 @@ class TrialHelper(Protocol):
 class Evaluator:
     """Runs plans of one problem in the simulator, each plan at each rate once.
 
-    run: how clusters are run, before the plan's policies. arrivals: a name of `shared.sim.workload.ARRIVALS`. A run
-    lasts so long that the cluster is full, and that a queue which grows without end exceeds what the SLO allows.
+    run: how clusters are run, before the plan's policies. A run lasts so long that the cluster is full, and that a
+    queue which grows without end exceeds what the SLO allows.
     """
 
-    def __init__(
-        self, problem: Problem, estimator: Estimator, run: RunSpec = RunSpec(), arrivals: str = "poisson", seed: int = 1
-    ) -> None:
+    def __init__(self, problem: Problem, estimator: Estimator, run: RunSpec = RunSpec(), seed: int = 1) -> None:
         self.problem = problem
         self.runs = 0  # runs that were needed
         self._estimator = estimator
         self.helper: TrialHelper | None = None
         self.run = replace(run, slo=problem.slo, codec=problem.codec)
-        self.arrivals = arrivals
         self.seed = seed
         self._attainments: dict[Trial, float] = {}
         self._prefetched: dict[Trial, float] = {}  # runs made before they were needed
@@ -110,7 +107,7 @@ class Evaluator:
             else max(MIN_REQUESTS, filled, min(ENOUGH, rate * SPAN_S))
         )
         count = ceil(min(MAX_REQUESTS, least))
-        return ARRIVALS[self.arrivals](repeated(problem.workload, count), rate, self.seed)
+        return poisson(repeated(problem.workload, count), rate, self.seed)
 
     def spec(self, plan: Plan) -> RunSpec:
         return with_words(self.run, plan.policies)

@@ -357,18 +357,15 @@ def review(fleet: Fleet, in_force: Sequence[PlanRoute] = (), fixed: Collection[s
         return _without_flips(fleet, in_force, now, f"the roles serve this: {_goodput_in_words(now)}")
     positions = {at for at, view in enumerate(fleet.views) if view.instance_id in set(fixed)}
     plan = Plan(fleet.groups, routes, "adaptive" if fleet.local else "plan:")
-    groups = reschedule(fleet.estimator, plan, positions).plan.groups
+    found = reschedule(fleet.estimator, plan, positions)
+    groups = found.plan.groups
     then = fleet.expected(groups)
     if then.goodput <= MIN_GAIN * now.goodput:
         kept = f"; {len(positions)} are kept as they are" if positions else ""
-        return _without_flips(
-            fleet, in_force, now, f"no other roles serve clearly more: {_goodput_in_words(now)}{kept}"
-        )
-    flips = tuple(
-        Flip(view.instance_id, view.role, group.role)
-        for view, group in zip(fleet.views, groups, strict=True)
-        if view.role is not group.role
-    )
+        why = f"no other roles serve clearly more: {_goodput_in_words(now)}{kept}"
+        return _without_flips(fleet, in_force, now, why)
+    changed = (fleet.views[at] for at in found.flips)
+    flips = tuple(Flip(view.instance_id, view.role, view.role.other) for view in changed)
     best = routes_by_id(fleet.views, routes_of(fleet.estimate(groups)))
     why = f"{_goodput_in_words(now)}; with {_in_words(flips, bool(in_force))} {then.goodput:.3g}"
     return Finding(flips, best, bool(in_force), now, then, why)

@@ -19,7 +19,7 @@ from shared.plan.problem import Clock, Problem
 from shared.sim.spec import RunSpec
 
 _CLOSE_S = 5.0
-_Task = tuple[Problem, RunSpec, str, int]  # what the process makes its evaluator from
+_Task = tuple[Problem, RunSpec, int]  # what the process makes its evaluator from
 
 
 class TrialProcess:
@@ -36,7 +36,7 @@ class TrialProcess:
         there.close()
         shop = evaluator.problem.shop
         problem = replace(evaluator.problem, shop=Workshop(shop.library, shop.geometry))  # without what it has cached
-        self._task: _Task | None = problem, evaluator.run, evaluator.arrivals, evaluator.seed  # until it is sent
+        self._task: _Task | None = problem, evaluator.run, evaluator.seed  # until it is sent
 
     def share(self, trials: Sequence[Trial], run_here: Callable[[Trial], float]) -> dict[Trial, float]:
         """See `TrialHelper`. The process takes runs from the end. Raises EOFError or OSError when it has ended."""
@@ -77,8 +77,8 @@ def _serve(trials: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         task: _Task = trials.recv()
-        problem, run, arrivals, seed = task
-        evaluator = Evaluator(problem, Estimator(problem), run, arrivals, seed)
+        problem, run, seed = task
+        evaluator = Evaluator(problem, Estimator(problem), run, seed)
         while True:
             trial: Trial = trials.recv()
             trials.send(evaluator.run_trial(trial))
@@ -113,7 +113,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.estimator = Estimator(self.problem)
-        self.evaluator = Evaluator(self.problem, self.estimator, self.run, seed=self.seed)
+        self.evaluator = Evaluator(self.problem, self.estimator, self.run, self.seed)
 
     def over(self) -> bool:
         return self.clock() >= self.until_s

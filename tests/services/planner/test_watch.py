@@ -1,4 +1,4 @@
-"""Who is at work, lost or back, out of broadcasts; time is the test's own."""
+"""Which instances are at work, lost or back, from broadcasts; reviews and proposals of a real cluster."""
 
 import io
 from collections.abc import Iterator
@@ -47,52 +47,39 @@ def view(*states: tuple[str, InstanceState], generation: int = 1) -> ClusterView
     return ClusterView(1, 0.0, tuple(views))
 
 
-def lost(watched: Presence) -> list[str]:
-    return [one.instance_id for one in watched.lost]
+Step = tuple[dict[str, InstanceState], float, list[str]]  # a broadcast, seconds after it, and who counts as lost then
+BOTH = {"a": READY, "b": READY}
+B_SILENT = {"a": READY, "b": SILENT}
+ONE = {"a": READY}
 
 
-def test_who_is_gone_is_lost_at_once_and_told_once(clock: Clock) -> None:
-    watched = Presence(0.0)
-    assert watched.update(view(("a", READY), ("b", READY))) == []
-    watched.update(view(("a", READY)))
-    assert watched.pop_lost() == {"b": 1_000.0}
-    watched.update(view(("a", READY)))
-    assert watched.pop_lost() == {}
-    assert lost(watched) == ["b"]
-    assert watched.update(view(("a", READY), ("b", READY), generation=1)) == ["b"]
-    assert lost(watched) == []
+@pytest.mark.parametrize(
+    ("steps", "lost"),
+    [
+        ([(BOTH, 0.0, []), (ONE, 0.0, ["b"]), (ONE, 0.0, [])], ["b"]),
+        ([(BOTH, 0.0, []), (B_SILENT, 0.0, []), (B_SILENT, watch.SILENT_S + 0.01, ["b"]), (ONE, 0.0, [])], ["b"]),
+        ([(BOTH, 0.0, []), (B_SILENT, 0.0, []), (ONE, 0.0, ["b"])], ["b"]),
+        ([(BOTH, 0.0, []), ({"a": SILENT, "b": SILENT}, 0.2, []), (BOTH, 10.0, [])], []),
+        ([(BOTH, 0.0, []), ({"a": READY, "b": DRAINING}, 0.0, []), (ONE, 0.0, ["b"])], []),
+    ],
+    ids=["gone", "silent for long", "silent, then gone", "silent for a moment", "gone after its drain"],
+)
+def test_an_instance_that_is_away_is_lost_once(clock: Clock, steps: list[Step], lost: list[str]) -> None:
+    presence = Presence(0.0)
+    for states, later_s, lost_now in steps:
+        assert presence.update(view(*states.items())) == []
+        clock.now_s += later_s
+        assert list(presence.pop_lost()) == lost_now
+    assert [one.instance_id for one in presence.lost] == lost
 
 
-def test_a_silent_host_is_lost_after_a_moment(clock: Clock) -> None:
-    watched = Presence(0.0)
-    watched.update(view(("a", READY), ("b", READY)))
-    watched.update(view(("a", READY), ("b", SILENT)))
-    assert watched.pop_lost() == {}
-    clock.now_s += watch.SILENT_S + 0.01
-    assert list(watched.pop_lost()) == ["b"]
-    watched.update(view(("a", READY)))
-    assert watched.pop_lost() == {}, "its end is no second loss"
-    assert lost(watched) == ["b"]
-
-
-def test_one_that_goes_silent_and_then_dies_is_lost(clock: Clock) -> None:
-    watched = Presence(0.0)
-    watched.update(view(("a", READY), ("b", READY)))
-    watched.update(view(("a", READY), ("b", SILENT)))
-    watched.update(view(("a", READY)))
-    assert list(watched.pop_lost()) == ["b"]
-
-
-def test_a_moment_of_silence_is_no_news(clock: Clock) -> None:
-    watched = Presence(0.0)
-    watched.update(view(("a", READY), ("b", READY)))
-    watched.update(view(("a", SILENT), ("b", SILENT)))
-    clock.now_s += 0.2
-    assert watched.pop_lost() == {}
-    assert watched.update(view(("a", READY), ("b", READY))) == []
-    clock.now_s += 10.0
-    assert watched.pop_lost() == {}
-    assert lost(watched) == []
+def test_an_instance_that_returns_is_not_lost_any_more(clock: Clock) -> None:
+    presence = Presence(0.0)
+    for states in (BOTH, ONE):
+        presence.update(view(*states.items()))
+    assert presence.pop_lost() == {"b": 1_000.0}
+    assert presence.update(view(*BOTH.items())) == ["b"]
+    assert presence.lost == ()
 
 
 def test_another_life_under_the_same_name_has_come(clock: Clock) -> None:
@@ -101,16 +88,6 @@ def test_another_life_under_the_same_name_has_come(clock: Clock) -> None:
     watched.update(view())
     assert watched.pop_lost() == {}
     assert watched.update(view(("a", READY), generation=2)) == ["a"]
-
-
-def test_who_leaves_in_good_order_is_gone_but_not_missed(clock: Clock) -> None:
-    watched = Presence(0.0)
-    watched.update(view(("a", READY), ("b", READY)))
-    watched.update(view(("a", READY), ("b", DRAINING)))
-    assert watched.pop_lost() == {}
-    watched.update(view(("a", READY)))
-    assert list(watched.pop_lost()) == ["b"]
-    assert lost(watched) == []
 
 
 def test_the_lost_are_bounded(clock: Clock) -> None:
