@@ -1,18 +1,24 @@
 """The simulator decides how good a plan is.
 
 `Evaluator` simulates plans and finds their goodput, `race` finds the best of several plans in few runs, and `Scout`
-compares many plans in short runs first, so that long runs are only for those that lead.
+compares many plans in short runs first, so that long runs are only for those that lead. `helped` gives an evaluator a
+second process.
 """
 
+import signal
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil, exp, inf, log, sqrt
-from typing import Protocol
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.cost.kinds import Workshop
 from shared.plan.estimate import Estimator
 from shared.plan.plan import Plan, deployed
 from shared.plan.problem import Problem
@@ -68,14 +74,6 @@ class Trial:
     short: bool = False
 
 
-class TrialHelper(Protocol):
-    """Runs some of the evaluator's trials elsewhere."""
-
-    def share(self, trials: Sequence[Trial], run_here: Callable[[Trial], float]) -> dict[Trial, float]:
-        """The attainment of each trial. run_here: runs one in this process."""
-        ...
-
-
 class Evaluator:
     """Runs plans of one problem in the simulator, each plan at each rate once.
 
@@ -87,7 +85,7 @@ class Evaluator:
         self.problem = problem
         self.runs = 0  # runs that were needed
         self._estimator = estimator
-        self.helper: TrialHelper | None = None
+        self.helper: TrialProcess | None = None
         self.run = replace(run, slo=problem.slo, codec=problem.codec)
         self.seed = seed
         self._attainments: dict[Trial, float] = {}
@@ -191,6 +189,77 @@ class Evaluator:
         price = problem.price_usd_hour(plan.groups)
         usd = 1e6 * price / tokens if tokens > 0 else inf
         return Promise(goodput, rate, settled_attainment(result.outcomes, problem), summary(result, problem.slo), usd)
+
+
+_CLOSE_S = 5.0
+_Task = tuple[Problem, RunSpec, int]  # what the process makes its evaluator from
+
+
+class TrialProcess:
+    """A second process that runs some of the trials, one at a time, with the results that the evaluator would get.
+
+    It ends with the process that started it, which alone handles Ctrl-C.
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        spawn = get_context("spawn")  # the process starts while plans are still being composed
+        self._here, there = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(there,), daemon=True)
+        self._process.start()
+        there.close()
+        shop = evaluator.problem.shop
+        problem = replace(evaluator.problem, shop=Workshop(shop.library, shop.geometry))  # without what it has cached
+        self._task: _Task | None = problem, evaluator.run, evaluator.seed  # until it is sent
+
+    def share(self, trials: Sequence[Trial], run_here: Callable[[Trial], float]) -> dict[Trial, float]:
+        """The attainment of each trial. run_here: runs one in this process; the other one takes trials from the end.
+
+        Raises EOFError or OSError when the process has ended.
+        """
+        if self._task is not None:
+            self._here.send(self._task)  # late, so that no caller waits for the process to start
+            self._task = None
+        left, found = deque(trials), dict[Trial, float]()
+        sent: Trial | None = None
+        while left or sent is not None:
+            if sent is None:
+                sent = left.pop()
+                self._here.send(sent)
+            if left:
+                trial = left.popleft()
+                found[trial] = run_here(trial)
+            if not left or self._here.poll():
+                found[sent], sent = float(self._here.recv()), None
+        return found
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.join(_CLOSE_S)
+        self._here.close()
+
+
+@contextmanager
+def helped(evaluator: Evaluator) -> Iterator[None]:
+    """Gives the evaluator a second process for the duration of the context."""
+    evaluator.helper = helper = TrialProcess(evaluator)
+    try:
+        yield
+    finally:
+        evaluator.helper = None
+        helper.close()
+
+
+def _serve(trials: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        task: _Task = trials.recv()
+        problem, run, seed = task
+        evaluator = Evaluator(problem, Estimator(problem), run, seed)
+        while True:
+            trial: Trial = trials.recv()
+            trials.send(evaluator.run_trial(trial))
+    except EOFError:
+        return
 
 
 def repeated(workload: Workload, count: int) -> Workload:

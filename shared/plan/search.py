@@ -1,90 +1,17 @@
-"""A search for a plan: what methods work with, how the best plan is kept, and a second process that runs trials."""
+"""A search for a plan: what methods work with, and how the best plan is kept."""
 
-import signal
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from math import inf
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from random import Random
 
-from shared.cost.kinds import Workshop
 from shared.errors import Incompatible
 from shared.plan.estimate import Estimator
-from shared.plan.evaluate import Evaluator, Promise, Trial
+from shared.plan.evaluate import Evaluator, Promise, helped
 from shared.plan.plan import Plan
 from shared.plan.problem import Clock, Problem
 from shared.sim.spec import RunSpec
-
-_CLOSE_S = 5.0
-_Task = tuple[Problem, RunSpec, int]  # what the process makes its evaluator from
-
-
-class TrialProcess:
-    """A second process that runs some of the trials, one at a time, with the results that the evaluator would get.
-
-    It ends with the process that started it, which alone handles Ctrl-C.
-    """
-
-    def __init__(self, evaluator: Evaluator) -> None:
-        spawn = get_context("spawn")  # the process starts while plans are still being composed
-        self._here, there = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(there,), daemon=True)
-        self._process.start()
-        there.close()
-        shop = evaluator.problem.shop
-        problem = replace(evaluator.problem, shop=Workshop(shop.library, shop.geometry))  # without what it has cached
-        self._task: _Task | None = problem, evaluator.run, evaluator.seed  # until it is sent
-
-    def share(self, trials: Sequence[Trial], run_here: Callable[[Trial], float]) -> dict[Trial, float]:
-        """See `TrialHelper`. The process takes runs from the end. Raises EOFError or OSError when it has ended."""
-        if self._task is not None:
-            self._here.send(self._task)  # late, so that no caller waits for the process to start
-            self._task = None
-        left, found = deque(trials), dict[Trial, float]()
-        sent: Trial | None = None
-        while left or sent is not None:
-            if sent is None:
-                sent = left.pop()
-                self._here.send(sent)
-            if left:
-                trial = left.popleft()
-                found[trial] = run_here(trial)
-            if not left or self._here.poll():
-                found[sent], sent = float(self._here.recv()), None
-        return found
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.join(_CLOSE_S)
-        self._here.close()
-
-
-@contextmanager
-def helped(evaluator: Evaluator) -> Iterator[None]:
-    """Gives the evaluator a second process for the duration of the context."""
-    evaluator.helper = helper = TrialProcess(evaluator)
-    try:
-        yield
-    finally:
-        evaluator.helper = None
-        helper.close()
-
-
-def _serve(trials: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        task: _Task = trials.recv()
-        problem, run, seed = task
-        evaluator = Evaluator(problem, Estimator(problem), run, seed)
-        while True:
-            trial: Trial = trials.recv()
-            trials.send(evaluator.run_trial(trial))
-    except EOFError:
-        return
-
 
 ScoredPlan = tuple[Plan, float]  # a plan and its simulated goodput
 ReportProgress = Callable[[str, ScoredPlan | None], None]  # with a message, and the best plan so far

@@ -7,11 +7,11 @@ import pytest
 
 from shared.domain.instance import Role
 from shared.domain.job import Slo
-from shared.plan.evaluate import TOO_MUCH, Curve, Scout, Trial, race, repeated
+from shared.plan.evaluate import TOO_MUCH, Curve, Scout, Trial, TrialProcess, helped, race, repeated
 from shared.plan.group import Group, Part
 from shared.plan.methods.best import best
 from shared.plan.plan import Plan
-from shared.plan.search import Search, TrialProcess, helped, run_method
+from shared.plan.search import Search, run_method
 from tests.shared.plan.problems import inventory, problem, search
 
 RNG = Random(4)
