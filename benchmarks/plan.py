@@ -30,14 +30,14 @@ from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.errors import InvalidRequest
 from shared.plan.estimate import Estimator
+from shared.plan.evaluate import Trial, later
 from shared.plan.group import Group, Part
-from shared.plan.judge import Ask, later
 from shared.plan.methods.registry import method
 from shared.plan.plan import Plan, plan_text, routes_of
 from shared.plan.plan import Target as PlanTarget
 from shared.plan.problem import Problem
-from shared.plan.running import Proposal, rescheduled, survivors
-from shared.plan.search import Outcome, Search, searched
+from shared.plan.running import Rescheduling, after_loss, reschedule
+from shared.plan.search import Outcome, Search, run_method
 from shared.sim.spec import RunSpec
 from shared.sim.workload import Workload
 from shared.wire.clients.planner import PlannerClient
@@ -189,7 +189,7 @@ class Kept:
 def promise(kind: str, data: Path) -> Result:
     """A plan for that kind of requests, started."""
     search = search_for(kind, data)
-    one = Planned(kind, search, searched("best", method("best"), search))
+    one = Planned(kind, search, run_method("best", method("best"), search))
     found = one.outcome.promise
     note = f"promise, {kind}: {one.groups_text()}; {found.rate:.2f} requests/s (goodput {found.goodput:.2f})"
     return merged(compared(f"promise_{kind}", keep(one)), result({}, notes=[note]))
@@ -198,7 +198,7 @@ def promise(kind: str, data: Path) -> Result:
 def keep(one: Planned, most: int | None = None) -> Kept:
     """Start the plan and send the requests of its promise; the first `most` of them, to see only that it works."""
     promise = one.outcome.promise
-    workload = one.search.judge.workload(Ask(one.plan, promise.rate))
+    workload = one.search.evaluator.workload(Trial(one.plan, promise.rate))
     workload = workload.head(most) if most else workload
     factor = factor_for(promise.figures["output_tokens_per_s"], PROMISE_TOKENS_PER_S)
     slow = slower(workload, factor)
@@ -294,7 +294,7 @@ def loss(data: Path | None) -> Change:
     one = _started(data)
     candidates = []
     for lost in range(len(one.plan.groups)):
-        left = by_roles(survivors(one.plan, [lost])[0])
+        left = by_roles(after_loss(one.plan, [lost])[0])
         if len(left.roles) == len(Role):
             proposal = rescheduled_roles(one.search.estimator, left)
             if proposal.before.goodput > 0.0:
@@ -325,10 +325,10 @@ def by_roles(groups: tuple[Group, ...]) -> Plan:
     return Plan(groups, policies=PLAIN)
 
 
-def rescheduled_roles(estimator: Estimator, running: Plan) -> Proposal:
+def rescheduled_roles(estimator: Estimator, running: Plan) -> Rescheduling:
     """A proposal of roles alone; rescheduling takes groups that decode to compute prompts only along routes."""
-    routes = routes_of(estimator.of(running.groups, local=False))
-    found = rescheduled(estimator, Plan(running.groups, routes, "plan:"))
+    routes = routes_of(estimator.estimate(running.groups, local=False))
+    found = reschedule(estimator, Plan(running.groups, routes, "plan:"))
     return replace(found, plan=by_roles(found.plan.groups))
 
 
@@ -340,14 +340,14 @@ def _started(data: Path | None) -> Planned:
     roles = [Role.DECODE] + [Role.PREFILL] * (len(places) - 1)
     first = tuple(Group(role, 1, (Part(at, layers),)) for role, at in zip(roles, places, strict=True))
     plan = rescheduled_roles(search.estimator, by_roles(first)).plan
-    goodput = search.judge.goodput(plan, search.estimator.of(plan.groups, local=False).goodput)
-    outcome = Outcome("rescheduled", plan, search.judge.promise(plan, goodput), 0.0, 0.0, 0)
+    goodput = search.evaluator.goodput(plan, search.estimator.estimate(plan.groups, local=False).goodput)
+    outcome = Outcome("rescheduled", plan, search.evaluator.promise(plan, goodput), 0.0, 0.0, 0)
     return Planned("conversation", search, outcome)
 
 
-def _goodputs(search: Search, plan: Plan, proposal: Proposal) -> tuple[float, float]:
-    judge = search.judge
-    return judge.goodput(plan, proposal.before.goodput), judge.goodput(proposal.plan, proposal.after.goodput)
+def _goodputs(search: Search, plan: Plan, proposal: Rescheduling) -> tuple[float, float]:
+    evaluator = search.evaluator
+    return evaluator.goodput(plan, proposal.before.goodput), evaluator.goodput(proposal.plan, proposal.after.goodput)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.domain.kv import Codec
 from shared.errors import Incompatible
-from shared.plan.answer import cheapest
+from shared.plan.find import cheapest
 from shared.plan.group import Group, Part
 from shared.plan.inventory import Inventory, Pool, read_inventory
 from shared.plan.methods.papers import machine_throughputs, recommended
@@ -33,8 +33,8 @@ from shared.plan.methods.registry import QUICK, method
 from shared.plan.methods.simple import COUPLED, SPLIT, deployments
 from shared.plan.plan import Plan, deployed, routes_of
 from shared.plan.problem import Problem
-from shared.plan.running import rescheduled, survivors
-from shared.plan.search import Found, Outcome, Search, searched
+from shared.plan.running import after_loss, reschedule
+from shared.plan.search import Outcome, ScoredPlan, Search, run_method
 from shared.sim.cluster import simulate
 from shared.sim.spec import EngineLimits, RunSpec, with_words
 from shared.sim.workload import Workload, synthetic
@@ -73,7 +73,7 @@ def search_of(problem: Problem) -> Search:
 
 
 def solved(problem: Problem, name: str, seconds: float = float("inf")) -> Outcome:
-    return searched(name, method(name), Search(problem, perf_counter, until_s=perf_counter() + seconds))
+    return run_method(name, method(name), Search(problem, perf_counter, until_s=perf_counter() + seconds))
 
 
 def goodput(problem: Problem, name: str, seconds: float = float("inf")) -> float:
@@ -146,10 +146,10 @@ def case_32(data: Path) -> Result:
         ours, groups = found.promise.goodput, found.plan.groups
         groups_3, _ = table_3(kind, problem.inventory)
         search = search_of(problem)
-        estimate = search.estimator.of(groups_3, local=False)
+        estimate = search.estimator.estimate(groups_3, local=False)
         routed = Plan(groups_3, routes_of(estimate))
-        by_routes = search.judge.goodput(replace(routed, policies=routed.routed(problem)), estimate.goodput)
-        by_adaptive = search.judge.goodput(Plan(groups_3), estimate.goodput)
+        by_routes = search.evaluator.goodput(replace(routed, policies=routed.routed(problem)), estimate.goodput)
+        by_adaptive = search.evaluator.goodput(Plan(groups_3), estimate.goodput)
         home = problem_of(
             cluster({"home": ("A100-SXM-80", HOME)}, ethernet(100.0)), MODEL, requests(data, kind), SLO, Codec.INT4
         )
@@ -195,11 +195,11 @@ def converged(problem: Problem) -> tuple[Outcome, float]:
     began = perf_counter()
     curve: list[tuple[float, float]] = []
 
-    def tell(_: str, found: Found | None) -> None:
+    def report(_: str, found: ScoredPlan | None) -> None:
         if found:
             curve.append((perf_counter() - began, found[1]))
 
-    outcome = searched("best", method("best"), Search(problem, perf_counter, tell=tell, helped=True))
+    outcome = run_method("best", method("best"), Search(problem, perf_counter, report=report, helped=True))
     return outcome, next(at_s for at_s, goodput in curve if goodput >= CONVERGED * outcome.promise.goodput)
 
 
@@ -221,8 +221,8 @@ def split_goodput(home: Problem) -> float:
             decodes = (HOME - prefills * prefill_size) // decode_size
             if decodes:
                 candidates.append((prefill,) * prefills + (decode,) * decodes)
-    candidates.sort(key=lambda groups: -search.estimator.of(groups, local=False).goodput)
-    return max(search.judged(Plan(groups, policies=SPLIT), local=False)[1] for groups in candidates[:3])
+    candidates.sort(key=lambda groups: -search.estimator.estimate(groups, local=False).goodput)
+    return max(search.score(Plan(groups, policies=SPLIT), local=False)[1] for groups in candidates[:3])
 
 
 def case_bandwidth() -> Result:
@@ -246,7 +246,7 @@ def case_bandwidth() -> Result:
         search = search_of(problem)  # each node one group, which computes whole requests
         pair = [search.estimator.layouts.best({at: pool.count}, Role.DECODE) for at, pool in enumerate(inventory.pools)]
         coupled = Plan(tuple(group for group in pair if group is not None), policies=COUPLED)
-        base = search_of(problem).judged(coupled, local=True)[1]
+        base = search_of(problem).score(coupled, local=True)[1]
         figures[f"link_{gbps:g}_goodput_requests_per_s"] = ours
         figures[f"link_{gbps:g}_coupled_requests_per_s"] = base
         aims[f"{gbps:g} Gb/s"] = aim(want, groups_text(problem, groups), met)
@@ -268,18 +268,18 @@ def case_loss(data: Path) -> Result:
         ours = converged(problem)[0].plan
         paper, paper_lost = table_3(kind, problem.inventory)
         for key, plan, lost in (("ours", ours, losing(ours)), ("paper", Plan(paper), paper_lost)):
-            groups, _ = survivors(plan, lost)
+            groups, _ = after_loss(plan, lost)
             search = search_of(problem)
-            search.estimator.of(plan.groups)  # as a planner that watches the plan has done
+            search.estimator.estimate(plan.groups)  # as a planner that watches the plan has done
             began_s = perf_counter()
-            proposal = rescheduled(search.estimator, Plan(groups))
+            proposal = reschedule(search.estimator, Plan(groups))
             took_s = perf_counter() - began_s
-            flipped = search.judge.goodput(proposal.plan, proposal.after.goodput)
+            flipped = search.evaluator.goodput(proposal.plan, proposal.after.goodput)
             name = f"{kind}_{key}"
             figures |= {
                 f"{name}_reschedule_s": took_s,
                 f"{name}_flipped_requests_per_s": flipped,
-                f"{name}_unchanged_requests_per_s": search.judge.goodput(Plan(groups), flipped),
+                f"{name}_unchanged_requests_per_s": search.evaluator.goodput(Plan(groups), flipped),
                 f"{name}_flips": len(proposal.flips),
             }
             whose = "ours" if key == "ours" else "paper's plan"
@@ -293,7 +293,7 @@ def case_loss(data: Path) -> Result:
                     entry = problem.inventory.pools[pool]
                     gone[entry.node, entry.accelerator.name] += count
                 full = goodput(replace(problem, inventory=problem.inventory.without(dict(gone))), "best")
-                own = search_of(problem).judge.attained(proposal.plan, 0.9 * full)
+                own = search_of(problem).evaluator.attainment(proposal.plan, 0.9 * full)
                 figures |= {f"{kind}_full_search_requests_per_s": full, f"{kind}_flips_attainment_share": own}
                 got = f"{own:.3f} at 0.9 of the full search's {full:.2f} (flips {flipped:.2f})"
                 kept_aim = aim("within 5 %", got, own >= 0.95 * problem.target)
@@ -492,7 +492,7 @@ def savings(problem: Problem, rate: float) -> float | None:
             plan = cheapest(search_of(at_rate))
         except Incompatible:
             return None
-        return sum(group.price_usd_hour(at_rate.inventory) for group in plan.groups)
+        return at_rate.price_usd_hour(plan.groups)
 
     problem, inventory = replace(problem, rate=rate), problem.inventory
     prices = []

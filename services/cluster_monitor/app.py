@@ -14,9 +14,11 @@ from services.cluster_monitor.events import Events
 from services.cluster_monitor.history import SERVED_S, History
 from services.cluster_monitor.lease import NAME, LeaderTerm, Lease
 from services.cluster_monitor.metrics import ClusterCollector, count_detections
-from services.cluster_monitor.operations import OperationLog, Operations, PolicyController, RoleController, facts_now
+from services.cluster_monitor.operation_log import OperationLog
+from services.cluster_monitor.operations import Operations
 from services.cluster_monitor.policy_book import Followers, PolicyBook
 from services.cluster_monitor.registry import MAX_DEAD, Memory, Registry
+from services.cluster_monitor.roles import RoleController
 from services.cluster_monitor.routes import router, targets_router
 from services.cluster_monitor.settings import MonitorSettings
 from services.cluster_monitor.situation import PERIOD_S as WATCH_S
@@ -127,19 +129,13 @@ async def _act(
 
     operation_log = OperationLog(store, metrics, events.operated)
     operations = Operations(settings, registry, operation_log, term)
-    controller = PolicyController(
-        broadcaster.view,
-        lambda: facts_now(demand.demand(), operation_log.newest_first(), settings.role_flip_respects_s),
+    controller = RoleController(
+        broadcaster.view, demand.demand, operations, operation_log, settings.role_flip_respects_s
     )
 
-    controllers: tuple[RoleController, ...] = (controller,)
-
     def control_roles() -> None:
-        if not broadcaster.loud:  # instances are not all known yet, or another monitor acts
-            return
-        for one in controllers:
-            if (request := one.propose()) is not None:
-                tasks.start(f"role flip of {request.instance_id}", operations.run_proposed(request))
+        if broadcaster.loud:  # else not all instances are known yet, or another monitor acts
+            controller.step(tasks)
 
     window_s, expected = min(settings.slo_windows_s), settings.expected_instances
     judge = Judge(window_s, expected, registry, history.served, demand, followers, Peers())

@@ -14,7 +14,7 @@ from shared.domain.instance import Compatibility, InstanceInfo, Role
 from shared.domain.numbers import infinite_in
 from shared.domain.rates import Rates
 from shared.runtime.settings import Name
-from shared.wire.api import EventKind, OperationKind, Outcome, SchedulerNews
+from shared.wire.api import EventKind, OperationKind, Origin, Outcome, SchedulerNews
 
 Text = Annotated[str, Field(min_length=1, max_length=512)]
 Parsed = TypeVar("Parsed")
@@ -132,15 +132,19 @@ class LeaveIn(_FromService):
 
 class OperationIn(_Strict):
     """Body of any operation. A repeated `operation_id` means the same operation. `deadline_s`: unix seconds. `why`: the
-    reasons of a program; people need none.
+    reasons of the planner; operators need none. `origin`: by default an operator.
     """
 
     operation_id: Name | None = None
     deadline_s: Annotated[float, Field(allow_inf_nan=False)] | None = None
     why: Annotated[str, Field(max_length=2048)] | None = None
+    origin: Annotated[Origin, Field(strict=False)] | None = None
 
     def to_request(self, kind: OperationKind, instance_id: str, who: str) -> OperationRequest:
-        return OperationRequest(kind, instance_id, who, **self.model_dump(exclude_none=True))
+        # Planners of earlier releases state no origin, and they alone give reasons.
+        origin = self.origin or (Origin.PLAN if self.why else Origin.OPERATOR)
+        fields = self.model_dump(exclude_none=True) | {"origin": origin}
+        return OperationRequest(kind, instance_id, who, **fields)
 
 
 class DrainIn(OperationIn):

@@ -15,7 +15,7 @@ from shared.runtime.logs import get_log
 from shared.store.reading import read_events
 from shared.store.tables import events
 from shared.store.write_behind import WriteBehind
-from shared.wire.api import Event, EventKind, LostInstance, Operation, OperationResult
+from shared.wire.api import Event, EventKind, LostInstance, Operation, OperationResult, Origin
 
 log = get_log(__name__)
 KEPT = 500  # of each kind: a flood of one kind must not push out the others
@@ -74,10 +74,11 @@ class Events:
         job_id: str = "",
         subject: str = "",
         event_id: str = "",
+        origin: str = "",
     ) -> None:
         """Log an event, with the instance, operation, request or other subject that it concerns."""
         event_id = event_id or uuid.uuid4().hex
-        event = Event(event_id, time.time(), kind, text, instance_id, role, operation_id, job_id, subject)
+        event = Event(event_id, time.time(), kind, text, instance_id, role, operation_id, job_id, subject, origin)
         self._rings[kind].append(event)
         self._store.put(events, msgspec.to_builtins(event))
 
@@ -135,12 +136,14 @@ class Events:
                 kind = EventKind.OPERATION_REFUSED
             case OperationResult.FAILED:
                 kind = EventKind.OPERATION_FAILED
-            case OperationResult.SUCCEEDED if operation.why:
+            case OperationResult.SUCCEEDED if operation.origin is not Origin.OPERATOR:
                 kind, role = EventKind.POLICY_FLIP, operation.to_role
-                text = f"{operation.from_role} → {operation.to_role} by {operation.who}: {operation.why}"
+                why = f": {operation.why}" if operation.why else ""
+                text = f"{operation.from_role} → {operation.to_role} by {operation.who}{why}"
             case _:
                 return
-        self.note(kind, text, operation.instance_id, role, operation_id=operation.operation_id)
+        subject = {"operation_id": operation.operation_id, "origin": operation.origin.value}
+        self.note(kind, text, operation.instance_id, role, **subject)
 
     def _has(self, kind: EventKind, event_id: str) -> bool:
         return any(event.event_id == event_id for event in self._rings[kind])

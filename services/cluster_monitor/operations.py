@@ -1,63 +1,43 @@
-"""Flips, drains and resumes of instances: who proposes them, how each is carried out, and the log of all of them.
+"""Flips, drains and resumes of instances, step by step: the only code that changes a role.
 
-There is one way to change a role. An `OperationRequest` says what is to be done, and `Operations.run` does it: it
-checks the request, drains the instance, changes its role, waits for the heartbeat that shows the new role, and lets the
-instance work again. `OperationLog` keeps every request, refused ones included. Requests come from
-
-- people, with `polyphase flip` or the dashboard, over HTTP (`routes.flip`);
-- the planner, over the same route, once one of its proposals is accepted (`services.planner.proposals`);
-- `RoleController`s of this process: `PolicyController` asks the policy `role_flip` that is in force, `idle` or
-  `predictive` of `shared.policy`.
+An `OperationRequest` says what is to be done, and `Operations.run` does it: it checks the request, drains the instance,
+changes its role, waits for the heartbeat that shows the new role, and lets the instance work again. `OperationLog`
+keeps every request, refused ones included. Operators' requests come over HTTP (`routes`); automatic role changes come
+from `services.cluster_monitor.roles.RoleController`.
 """
 
 import asyncio
 import math
 import time
 import uuid
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Protocol
 
 import anyio
-import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.cluster_monitor.lease import LeaderTerm
+from services.cluster_monitor.operation_log import OperationLog
 from services.cluster_monitor.registry import Record, Registry
 from services.cluster_monitor.settings import MonitorSettings
-from shared.domain.demand import Demand, RolesWanted
-from shared.domain.instance import ClusterView, InstanceState, Role
-from shared.domain.policies import PolicySet
-from shared.domain.route import Reason
+from shared.domain.instance import InstanceState, Role
 from shared.errors import Conflict, DeadlineExceeded, NotFound, OutcomeUnknown, PolyphaseError, Standby, from_code
-from shared.policy import registry
-from shared.policy.role_flip import FlipContext, FlipHistory, NoFlip, PredictiveFlip
 from shared.runtime.logs import get_log
-from shared.store.reading import read_flips
-from shared.store.tables import flips
-from shared.store.write_behind import WriteBehind
-from shared.wire.api import Operation, OperationKind, OperationResult
+from shared.wire.api import Operation, OperationKind, OperationResult, Origin
 from shared.wire.messages import DRAIN, FLIP, RESUME, DrainRequest, FlipRequest, ResumeRequest
 
 log = get_log(__name__)
 UNDO_S = 3.0
 OPERABLE = (InstanceState.READY, InstanceState.DRAINING)
-KEPT = 1_000  # operations in memory
-_FLIP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
-_DRAIN_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
 @dataclass(frozen=True, slots=True)
 class OperationRequest:
-    """What is to be done to an instance, and who wants it.
+    """What is to be done to an instance, who requests it, and by what it was decided (`origin`).
 
     deadline_s: unix time by the caller's clock. A request may lie in a socket for as long as this process is frozen; it
     must not be carried out once its caller has given up. force: also if this is the last ready instance of its role.
-    to_role: of a flip; an instance that has this role already is refused. why: the reasons of a program; None for a
-    person. drain_timeout_s None: as the settings say.
+    to_role: of a flip; an instance that has this role already is refused. why: the reasons of a policy or a plan.
+    drain_timeout_s None: as the settings say.
     """
 
     kind: OperationKind
@@ -68,6 +48,7 @@ class OperationRequest:
     drain_timeout_s: float | None = None
     why: str | None = None
     deadline_s: float | None = None
+    origin: Origin = Origin.OPERATOR
     operation_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def left_s(self) -> float | None:
@@ -84,6 +65,9 @@ class OperationRequest:
             )
 
 
+Rule = Callable[[OperationRequest], None]  # raises Conflict where it forbids the request
+
+
 class Operations:
     """Carries operations out, one at a time on each instance.
 
@@ -92,7 +76,7 @@ class Operations:
     """
 
     def __init__(
-        self, settings: MonitorSettings, registry: Registry, operation_log: "OperationLog", term: LeaderTerm
+        self, settings: MonitorSettings, registry: Registry, operation_log: OperationLog, term: LeaderTerm
     ) -> None:
         self._settings = settings
         self._registry = registry
@@ -100,34 +84,41 @@ class Operations:
         self._term = term
         self._running: dict[str, asyncio.Event] = {}  # set at the end of each operation, by operation id
 
-    async def run(self, request: OperationRequest) -> Operation:
-        """Carry a request out.
+    async def run(self, request: OperationRequest, rule: Rule | None = None) -> Operation:
+        """Carry a request out, unless the rule forbids it.
 
-        Raises Conflict when the state of the instance does not allow it (it is the last ready one of its role, it has
-        the role already, it is not ready); DeadlineExceeded when it does not drain or does not show the new role in
-        time; PeerLost; OutcomeUnknown when another monitor took over meanwhile. After a failed drain the instance goes
-        on draining; after a failed flip it gets work again in the role that it has.
+        Raises Conflict when the rule or the state of the instance does not allow it (it is the last ready one of its
+        role, it has the role already, it is not ready); DeadlineExceeded when it does not drain or does not show the
+        new role in time; PeerLost; OutcomeUnknown when another monitor took over meanwhile. After a failed drain the
+        instance goes on draining; after a failed flip it gets work again in the role that it has.
         """
         if (known := self._log.find(request.operation_id)) is not None:
             return await self._repeat(known, request)
         record = self._registry.get(request.instance_id)
-        operation = self._log.begin(request, record)
+        operation = Operation(
+            operation_id=request.operation_id,
+            kind=request.kind,
+            instance_id=record.instance_id,
+            generation=record.info.generation,
+            from_role=record.role,
+            to_role=record.role.other if request.kind is OperationKind.FLIP else record.role,
+            who=request.who,
+            started_s=time.time(),
+            why=request.why,
+            origin=request.origin,
+        )
+        self._log.begin(operation)
         try:
             request.check_deadline()
             self._check(record, request)
+            if rule is not None:
+                rule(request)
         except PolyphaseError as refusal:
             expired = isinstance(refusal, DeadlineExceeded)
             self._log.end(operation, OperationResult.EXPIRED if expired else OperationResult.REFUSED, refusal)
             raise
         await self._carry_out(record, request, operation)
         return operation
-
-    async def run_proposed(self, request: OperationRequest) -> None:
-        """Carry out what a controller proposed. A failure is logged: the controller may propose the flip again."""
-        try:
-            await self.run(request)
-        except PolyphaseError as error:
-            log.warning("a flip failed", instance_id=request.instance_id, who=request.who, error=error.message)
 
     def describe(self, operation_id: str) -> Operation:
         """Raises NotFound."""
@@ -260,167 +251,3 @@ class Operations:
                 await self._resume(record)
         except PolyphaseError as error:
             log.error("an instance could not be resumed", instance_id=record.instance_id, why=error.message)
-
-
-class OperationLog:
-    """The newest operations in memory, all of them in the database. `on_end` is called with each that has ended."""
-
-    def __init__(
-        self, store: WriteBehind, metrics: CollectorRegistry, on_end: Callable[[Operation], None] = lambda _: None
-    ) -> None:
-        self._store = store
-        self._on_end = on_end
-        self._operations: OrderedDict[str, Operation] = OrderedDict()  # by operation id, newest last
-        self._ended = Counter(
-            "polyphase_operations", "Flips, drains and resumes by result", ["kind", "result"], registry=metrics
-        )
-        for kind in OperationKind:
-            for result in OperationResult:
-                if result is not OperationResult.RUNNING:
-                    self._ended.labels(kind, result)  # a series starts at 0: rate() misses a first value other than 0
-        self._flip = Histogram(
-            "polyphase_flip_seconds",
-            "The role change itself, as the instance measured it",
-            buckets=_FLIP_BUCKETS_S,
-            registry=metrics,
-        )
-        self._drain = Histogram(
-            "polyphase_drain_seconds", "Waiting for accepted work to end", buckets=_DRAIN_BUCKETS_S, registry=metrics
-        )
-
-    async def load(self, engine: AsyncEngine) -> None:
-        """Read the newest operations of earlier monitor processes. Raises Unavailable."""
-        for row in await read_flips(engine, KEPT):  # newest first
-            if row["operation_id"] in self._operations or len(self._operations) >= KEPT:
-                continue
-            try:
-                operation = msgspec.convert({str(name): value for name, value in row.items()}, Operation)
-            except msgspec.ValidationError as error:  # written by another version
-                log.warning("an operation in the database was not understood", error=str(error))
-                continue
-            if operation.result is OperationResult.RUNNING:
-                unknown = OutcomeUnknown("the monitor ended while it was under way")
-                operation.result = OperationResult.UNKNOWN
-                operation.error, operation.code = unknown.message, unknown.code
-                self._write(operation)
-            self._operations[operation.operation_id] = operation
-            self._operations.move_to_end(operation.operation_id, last=False)
-
-    def newest(self, limit: int) -> list[Operation]:
-        """The newest first."""
-        return list(islice(self.newest_first(), limit))
-
-    def newest_first(self) -> Iterator[Operation]:
-        """All operations in memory."""
-        return reversed(self._operations.values())
-
-    def find(self, operation_id: str) -> Operation | None:
-        """An operation in memory."""
-        return self._operations.get(operation_id)
-
-    def begin(self, request: OperationRequest, record: Record) -> Operation:
-        """Log a request before it is checked."""
-        operation = Operation(
-            operation_id=request.operation_id,
-            kind=request.kind,
-            instance_id=record.instance_id,
-            generation=record.info.generation,
-            from_role=record.role,
-            to_role=record.role.other if request.kind is OperationKind.FLIP else record.role,
-            who=request.who,
-            started_s=time.time(),
-            why=request.why,
-        )
-        self._operations[operation.operation_id] = operation
-        if len(self._operations) > KEPT:
-            self._operations.popitem(last=False)
-        self._write(operation)
-        return operation
-
-    def end(self, operation: Operation, result: OperationResult, error: PolyphaseError | None = None) -> None:
-        """Log how an operation ended."""
-        operation.total_s = max(0.0, time.time() - operation.started_s)
-        operation.result = result
-        if error is not None:
-            operation.error, operation.code = error.message, error.code
-        self._write(operation)
-        self._ended.labels(operation.kind, result).inc()
-        if operation.drain_s is not None:
-            self._drain.observe(operation.drain_s)
-        if operation.flip_s is not None:
-            self._flip.observe(operation.flip_s)
-        self._on_end(operation)
-        level = log.warning if error else log.info
-        level("operation ended", **msgspec.to_builtins(operation))
-
-    def _write(self, operation: Operation) -> None:
-        self._store.put(flips, msgspec.to_builtins(operation))
-
-
-class RoleController(Protocol):
-    """Proposes role flips from what the monitor knows. `Operations` carries them out."""
-
-    def propose(self) -> OperationRequest | None:
-        """At most one flip at a time."""
-        ...
-
-
-class PolicyController:
-    """The `RoleController` of the policy `role_flip` that the view names.
-
-    A policy that replaces another starts without the history of its predecessor. facts: what a policy may know beside
-    the loads.
-    """
-
-    def __init__(self, view: Callable[[], ClusterView], facts: Callable[[], FlipContext]) -> None:
-        self._view = view
-        self.facts = facts
-        self._spec = PolicySet().role_flip
-        self._policy = registry.role_flip(self._spec.name)
-        self._history = FlipHistory()
-
-    def propose(self) -> OperationRequest | None:
-        """Ask the policy."""
-        view = self._view()
-        if view.policies.role_flip != self._spec:
-            self._spec = view.policies.role_flip
-            self._policy = registry.role_flip(self._spec.name, self._spec.parameters)
-            self._history = FlipHistory()
-        if isinstance(self._policy, NoFlip):
-            return None
-        now = asyncio.get_running_loop().time()
-        decision = self._policy.propose(view, now, self._history, self.facts())
-        if decision is None:
-            return None
-        who, why = f"role_flip:{self._policy.name}", in_words(decision.reasons)
-        return OperationRequest(OperationKind.FLIP, decision.instance_id, who, why=why)
-
-    def wanted(self) -> RolesWanted | None:
-        """The roles that `predictive` would aim for, whether or not it is in force; None while it cannot tell."""
-        policy = self._policy if isinstance(self._policy, PredictiveFlip) else PredictiveFlip()
-        return policy.wanted(self._view(), self.facts())
-
-
-def facts_now(demand: Demand | None, operations: Iterable[Operation], respects_s: float) -> FlipContext:
-    """Demand, and what people's flips forbid for `respects_s`. operations: newest first."""
-    now = time.time()
-    return FlipContext.after_orders(demand, _flips_by_people(operations, now - respects_s), now, respects_s)
-
-
-def _flips_by_people(operations: Iterable[Operation], since_s: float) -> Iterator[tuple[float, str, Role]]:
-    """Time, instance and new role of each flip that a person ordered since then and that stands."""
-    stands = (OperationResult.RUNNING, OperationResult.SUCCEEDED, OperationResult.UNKNOWN)
-    for one in operations:
-        if one.started_s < since_s:
-            return
-        by_person = not one.why  # programs give their reasons
-        if one.kind is OperationKind.FLIP and one.result in stands and by_person:
-            yield one.started_s, one.instance_id, one.to_role
-
-
-def in_words(reasons: Iterable[Reason]) -> str:
-    """Reasons as one line of text."""
-    return "; ".join(
-        f"{reason.what} ({', '.join(f'{name} {value}' for name, value in reason.figures.items())})"
-        for reason in reasons
-    )

@@ -126,7 +126,7 @@ async def resume(monitor: Monitor, instance_id: str, who: Who, body: OperationIn
 async def flip(monitor: Monitor, instance_id: str, who: Who, body: FlipIn | None = None) -> Response:
     """Change the instance's role; answers when it works in the new one, with drain and flip times apart."""
     request = (body or FlipIn()).to_request(OperationKind.FLIP, instance_id, who)
-    return _json(await monitor.operations.run(request))
+    return _json(await monitor.controller.run(request))
 
 
 @router.get("/operations/{operation_id}")
@@ -275,7 +275,7 @@ async def demand(monitor: Monitor) -> dict[str, Any]:
 @router.get("/demand/profile")
 async def demand_profile(monitor: Monitor, least_requests: Annotated[int, Query(ge=1, le=100_000)] = 20) -> Response:
     """Demand, as soon as so many requests are known since the last shift, else null; when that shift was noticed; and
-    what people's flips forbid.
+    what operators' flips forbid.
     """
     facts, shift = monitor.controller.facts(), monitor.demand.last_shift
     return _json(DemandProfile(monitor.demand.profile(least_requests), shift, facts.kept, facts.barred))

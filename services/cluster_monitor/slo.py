@@ -119,7 +119,7 @@ class DemandService:
     def take(self, seconds: Iterable[DemandSecond]) -> int:
         """Add what a scheduler reports; returns how many seconds were of use."""
         before, reported = self._book.ignored, list(seconds)
-        self._book.take(reported, time.time())
+        self._book.add(reported, time.time())
         ignored = self._book.ignored - before
         self._ignored.inc(ignored)
         return len(reported) - ignored

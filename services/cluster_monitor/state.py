@@ -11,9 +11,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from services.cluster_monitor.broadcaster import Broadcaster
 from services.cluster_monitor.events import Events
 from services.cluster_monitor.lease import Lease
-from services.cluster_monitor.operations import OperationLog, Operations, PolicyController
+from services.cluster_monitor.operation_log import OperationLog
+from services.cluster_monitor.operations import Operations
 from services.cluster_monitor.policy_book import Followers, PolicyBook
 from services.cluster_monitor.registry import Memory, Registry
+from services.cluster_monitor.roles import RoleController
 from services.cluster_monitor.situation import Judge
 from services.cluster_monitor.slo import DemandService, SloService
 from shared.errors import Standby
@@ -31,7 +33,7 @@ class State:
     events: Events
     slo: SloService
     demand: DemandService
-    controller: PolicyController
+    controller: RoleController
     broadcaster: Broadcaster
     policies: PolicyBook
     followers: Followers

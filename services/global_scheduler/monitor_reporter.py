@@ -88,11 +88,11 @@ class MonitorReporter:
         """Count the demand of a job that has its first route."""
         decider = self._placer.decider
         held_tokens, output_tokens = decider.expected(job, route)
-        self._demand.add(job, held_tokens, output_tokens, decider.freedom, time.time())
+        self._demand.count_request(job, held_tokens, output_tokens, decider.freedom, time.time())
 
     def job_ended(self, job_id: str, output_tokens: int) -> None:
         """Complete the job's demand. output_tokens: of a complete answer, else 0."""
-        self._demand.ended(job_id, output_tokens, time.time())
+        self._demand.count_end(job_id, output_tokens, time.time())
 
     def request_ended(self, outcome: Outcome) -> None:
         if self._monitor is not None:
@@ -112,7 +112,7 @@ class MonitorReporter:
         """Report if requests arrived or ended, or after `QUIET_S`. force: in any case."""
         if self._monitor is None:
             return
-        for second in self._demand.take(time.time()):
+        for second in self._demand.pop_finished(time.time()):
             self._seconds.add(second)
             self._has_demand = self._has_demand or not second.quiet
         is_recent = time.monotonic() - self._sent_mono < QUIET_S

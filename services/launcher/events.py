@@ -26,7 +26,7 @@ from shared.errors import DeadlineExceeded, InvalidRequest, NotFound, PolyphaseE
 from shared.explain import Explanation, explain
 from shared.store.reading import Order
 from shared.timeline import RequestTimeline, SpanRecord
-from shared.wire.api import EventKind, Operation, OperationKind, OperationResult
+from shared.wire.api import EventKind, Operation, OperationKind, OperationResult, Origin
 from shared.wire.clients.http import JsonClient
 from shared.wire.clients.scheduler import SchedulerAdmin
 
@@ -153,11 +153,11 @@ class _EventLog:
             ended = one.operation_id in self._running and not running
             if ended:
                 self._running.discard(one.operation_id)
-            # Operations of policies, and those that failed, are among the events already.
-            by_people = one.result in _SUCCEEDED_OR_OPEN and not one.why
+            # Operations of policies and plans, and those that failed, are among the events already.
+            by_operators = one.result in _SUCCEEDED_OR_OPEN and one.origin is Origin.OPERATOR
             fits = wanted.instance in ("", one.instance_id) and (not wanted.kinds or one.kind in wanted.kinds)
             event = _as_event(one)
-            if by_people and fits and (ended or event["time_s"] > since_s):
+            if by_operators and fits and (ended or event["time_s"] > since_s):
                 found.append(event)
                 if running:
                     self._running.add(one.operation_id)

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.planner.fleet import FleetPages
-from services.planner.proposals import PERIOD_S, Decider, PlanNews, Proposals
+from services.planner.proposals import PERIOD_S, Decider, ProposalEvents, Proposals
 from services.planner.routes import State, router
 from services.planner.searches import Searches
 from services.planner.settings import PlannerSettings
@@ -55,8 +55,8 @@ async def _start(stack: AsyncExitStack, settings: PlannerSettings, registry: Col
     sockets = Sockets.from_settings(settings)
     stack.callback(sockets.close)
     monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url, token=settings.token()))
-    news = PlanNews(monitor)
-    proposals = Proposals(store, registry, settings.hold_s, news.became)
+    events = ProposalEvents(monitor)
+    proposals = Proposals(store, registry, settings.hold_s, events.record)
     library = await asyncio.to_thread(Library.built_in)
     tasks = await stack.enter_async_context(background())
     searches = Searches(settings, store, tasks)
@@ -84,7 +84,7 @@ async def _start(stack: AsyncExitStack, settings: PlannerSettings, registry: Col
     retention = Retention(engine, {"plans": limit, "proposals": limit}, store.ready)
     tasks.start("write-behind", store.run())
     tasks.start("recall", _recall(engine, store, proposals, searches))
-    tasks.every("report proposals", PERIOD_S, news.step)
+    tasks.every("report proposals", PERIOD_S, events.step)
     tasks.every("retention", settings.prune_period_s, retention.step)
     tasks.start("watch", watch.run())
     return State(settings, watch, proposals, decider, searches, FleetPages(monitor, watch))

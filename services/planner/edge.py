@@ -13,7 +13,7 @@ from shared.domain.job import Slo, tight_gaps
 from shared.errors import InvalidRequest, NotFound, PolyphaseError
 from shared.files.places import Places
 from shared.files.yaml_file import Document, parse_document
-from shared.plan.answer import PlanGoals, PlanRequest
+from shared.plan.find import PlanGoals, PlanRequest
 from shared.plan.inventory import Inventory, checked, located
 from shared.sim.workload import Workload, made
 

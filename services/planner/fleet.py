@@ -14,7 +14,7 @@ from services.planner.watch import Watch
 from shared.domain.instance import InstanceState, InstanceView
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.plan.plan import routes_of
-from shared.plan.running import Fleet, changed, named, reviewed, surviving
+from shared.plan.running import Fleet, review, routes_by_id, scaled, surviving_routes
 from shared.policy.papers.thunderserve import PlanRoute
 from shared.policy.role_flip import load_share
 from shared.wire.clients.monitor import MonitorClient
@@ -27,7 +27,7 @@ def describe(watch: Watch, slo: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     view = watch.view
     found: dict[str, Any] = {
         "time_s": time.time(),
-        "trouble": watch.trouble,
+        "trouble": watch.problem,
         "instances": [_instance(one, one.state.value) for one in (view.instances if view is not None else ())]
         + [_instance(one, "lost") for one in watch.lost],
         "placement": view.policies.placement.name if view is not None else "",
@@ -42,9 +42,9 @@ def describe(watch: Watch, slo: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     except PolyphaseError as error:
         found["trouble"] = found["trouble"] or error.message
         return found
-    routes = surviving(fleet.views, watch.in_force)
+    routes = surviving_routes(fleet.views, watch.in_force)
     shown = routes or routes_of(fleet.estimate())
-    found["routes"] = [route_json(one) for one in named(fleet.views, shown)]
+    found["routes"] = [route_json(one) for one in routes_by_id(fleet.views, shown)]
     found["expected"] = asdict(fleet.expected(routes=routes))
     return found
 
@@ -54,12 +54,12 @@ def what_if(watch: Watch, change: WhatIf) -> dict[str, Any]:
     if ready := watch.ready():
         _with_changes(ready, change)  # a wrong name is refused, even while the demand is not known
     fleet = watch.fleet()
-    routes = surviving(fleet.views, watch.in_force)
-    demand = changed(fleet.demand, change.rate_factor, change.prompt_factor, change.output_factor)
+    routes = surviving_routes(fleet.views, watch.in_force)
+    demand = scaled(fleet.demand, change.rate_factor, change.prompt_factor, change.output_factor)
     views = _with_changes(fleet.views, change)
     then = Fleet(views, demand, fleet.library, fleet.local, fleet.codec, fleet.target)
-    left = surviving(views, watch.in_force)
-    found = reviewed(then, watch.in_force, watch.fixed(then))
+    left = surviving_routes(views, watch.in_force)
+    found = review(then, watch.in_force, watch.fixed(then))
     best = {"flips": [msgspec.to_builtins(one) for one in found.flips], "expected": asdict(found.then)}
     return {
         "now": asdict(fleet.expected(routes=routes)),

@@ -1,8 +1,8 @@
 """Proposals of other roles and routes: their book, who decides on them, and how an accepted one is carried out.
 
-`watch.Watch` is the role controller that proposes. At most one proposal is open, and at most one is being carried out.
+`watch.Watch` makes proposals. At most one proposal is open, and at most one is being carried out.
 `Decider` accepts a proposal for a person, or at once in mode `auto`, and has `carry_out` do it: each flip is requested
-from the monitor, whose `services.cluster_monitor.operations` is the only place that changes roles; the routes follow.
+from the monitor with the origin `plan`, whose `RoleController` applies its rules; the routes follow.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from shared.runtime.tasks import Background
 from shared.store.reading import read_proposals
 from shared.store.tables import proposals as table
 from shared.store.write_behind import WriteBehind
-from shared.wire.api import EventKind, OperationResult
+from shared.wire.api import EventKind, OperationResult, Origin
 from shared.wire.clients.monitor import SLACK_S, MonitorClient
 
 log = get_log(__name__)
@@ -154,9 +154,9 @@ class Proposals:
             self._all[known.proposal_id] = known
             self._all.move_to_end(known.proposal_id, last=False)
             if known.state is ProposalState.APPLYING:
-                self._become(known, ProposalState.FAILED, error="the planner ended meanwhile")
+                self._change_state(known, ProposalState.FAILED, error="the planner ended meanwhile")
             elif known.state is ProposalState.OPEN:
-                self._become(known, ProposalState.WITHDRAWN, error="the planner was restarted")
+                self._change_state(known, ProposalState.WITHDRAWN, error="the planner was restarted")
 
     def newest(self, limit: int) -> list[Proposal]:
         """The newest first."""
@@ -192,7 +192,7 @@ class Proposals:
         None where a mere review repeats the open proposal, or one that was refused or has failed not long ago. New
         facts (a loss, a return, a shift, a request) bring those back.
         """
-        if proposal.cause not in _NEW_FACTS and (self._repeats_open(proposal) or self._in_vain(proposal)):
+        if proposal.cause not in _NEW_FACTS and (self._repeats_open(proposal) or self._failed_lately(proposal)):
             return None
         self.withdraw("another proposal took its place")
         self._keep(proposal)
@@ -203,18 +203,18 @@ class Proposals:
     def withdraw(self, why: str) -> None:
         """End the open proposal, if there is one."""
         if (open_one := self.open) is not None:
-            self._become(open_one, ProposalState.WITHDRAWN, error=why)
+            self._change_state(open_one, ProposalState.WITHDRAWN, error=why)
 
     def refuse(self, proposal_id: str, who: str) -> Proposal:
         """Raises NotFound, or Conflict where it is not open."""
-        return self._become(self.decidable(proposal_id), ProposalState.REFUSED, who=who)
+        return self._change_state(self.decidable(proposal_id), ProposalState.REFUSED, who=who)
 
     def accept(self, proposal_id: str, who: str) -> Proposal:
         """It is being carried out from now on. Raises NotFound; Conflict where it is not open or another one is."""
         wanted = self.decidable(proposal_id)
         if (other := self.applying) is not None:
             raise Conflict(f"proposal {other.proposal_id} is being carried out")
-        return self._become(wanted, ProposalState.APPLYING, who=who)
+        return self._change_state(wanted, ProposalState.APPLYING, who=who)
 
     def note(self, proposal_id: str, step: Step) -> None:
         """A step of the proposal has ended."""
@@ -223,7 +223,7 @@ class Proposals:
 
     def end(self, proposal_id: str, error: str = "") -> None:
         """The proposal was carried out, or failed."""
-        self._become(self.get(proposal_id), ProposalState.FAILED if error else ProposalState.APPLIED, error=error)
+        self._change_state(self.get(proposal_id), ProposalState.FAILED if error else ProposalState.APPLIED, error=error)
 
     def decidable(self, proposal_id: str) -> Proposal:
         """An open proposal. Raises NotFound, Conflict."""
@@ -240,7 +240,7 @@ class Proposals:
     def _repeats_open(self, proposal: Proposal) -> bool:
         return (open_one := self.open) is not None and open_one.changes_like(proposal)
 
-    def _in_vain(self, proposal: Proposal) -> bool:
+    def _failed_lately(self, proposal: Proposal) -> bool:
         """Whether the same changes were refused, or went wrong, not long ago."""
         since_s = time.time() - self._hold_s
         return any(
@@ -250,7 +250,7 @@ class Proposals:
             for one in self._all.values()
         )
 
-    def _become(self, known: Proposal, state: ProposalState, who: str = "", error: str = "") -> Proposal:
+    def _change_state(self, known: Proposal, state: ProposalState, who: str = "", error: str = "") -> Proposal:
         self._counted.labels(state.value).inc()
         log.info("proposal decided", proposal_id=known.proposal_id, state=state.value, who=who, error=error)
         decided_s, who = known.decided_s or time.time(), who or known.who
@@ -309,14 +309,14 @@ class Decider:
 
     def accept(self, proposal_id: str, who: str) -> Proposal:
         """Begin to carry a proposal out. Raises NotFound; Conflict, also where the roles are others by now."""
-        if misfit := self._misfit(self._proposals.decidable(proposal_id)):
-            self._proposals.withdraw(misfit)
-            raise Conflict(f"proposal {proposal_id} does not fit any more: {misfit}")
+        if mismatch := self._mismatch(self._proposals.decidable(proposal_id)):
+            self._proposals.withdraw(mismatch)
+            raise Conflict(f"proposal {proposal_id} does not fit any more: {mismatch}")
         accepted = self._proposals.accept(proposal_id, who)
         self._tasks.start(f"proposal {proposal_id}", self._carry_out(accepted))
         return accepted
 
-    def _misfit(self, proposal: Proposal) -> str:
+    def _mismatch(self, proposal: Proposal) -> str:
         """Why its flips are not possible any more; empty when they are."""
         for flip in proposal.flips:
             view = self.view.get(flip.instance_id) if self.view is not None else None
@@ -426,7 +426,13 @@ async def _flip(
     """The operation that the monitor carried out, even if the monitor was restarted meanwhile. Raises its error."""
     try:
         return await monitor.flip(
-            flip.instance_id, force=force, drain_timeout_s=drain_timeout_s, who=who, why=why, to=flip.to_role
+            flip.instance_id,
+            force=force,
+            drain_timeout_s=drain_timeout_s,
+            who=who,
+            why=why,
+            origin=Origin.PLAN,
+            to=flip.to_role,
         )
     except OutcomeUnknown as lost:
         until_s = time.monotonic() + drain_timeout_s + SLACK_S
@@ -466,15 +472,15 @@ EVENTS = {
 }
 
 
-class PlanNews:
-    """What became of proposals, as events of the cluster: the newest wait until the monitor has taken them."""
+class ProposalEvents:
+    """New states of proposals, as events of the cluster: the newest wait until the monitor accepts them."""
 
     def __init__(self, monitor: MonitorClient) -> None:
         self._monitor = monitor
         self._waiting: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
-    def became(self, proposal: Proposal) -> None:
-        """The proposal has another state."""
+    def record(self, proposal: Proposal) -> None:
+        """Report the new state of a proposal."""
         kind = EVENTS[proposal.state].value
         parts = [f"by {proposal.who}" if proposal.who else "", proposal.error or proposal.why]
         event = {

@@ -13,7 +13,7 @@ from services.planner.fleet import FleetPages, route_json, what_if
 from services.planner.proposals import Cause, Decider, Proposal, Proposals
 from services.planner.searches import Searches
 from services.planner.settings import PlannerSettings
-from services.planner.watch import News, Watch
+from services.planner.watch import ReviewReason, Watch
 from shared.errors import Busy, Conflict
 from shared.runtime.actor import actor
 
@@ -110,7 +110,7 @@ async def propose(planner: Planner, who: Who) -> dict[str, Any]:
     """Review the roles now: a proposal, or none and why."""
     if (applying := planner.proposals.applying) is not None:
         raise Conflict(f"proposal {applying.proposal_id} is being carried out")
-    made, why = await planner.watch.review(News(Cause.ASKED, time.time(), f"{who} asked"))
+    made, why = await planner.watch.review(ReviewReason(Cause.ASKED, time.time(), f"{who} asked"))
     return {"proposal": proposal_json(made) if made is not None else None, "why": why}
 
 

@@ -7,14 +7,14 @@ from typing import Any
 from services.planner.edge import SearchIn
 from services.planner.search_process import Answer
 from shared.cost.library import Library
-from shared.plan.answer import PlanRequest, answered, cluster_file, figures, why
-from shared.plan.search import Outcome, Tell
+from shared.plan.find import PlanRequest, cluster_file, figures, find_plans, why
+from shared.plan.search import Outcome, ReportProgress
 
 
-def answer(request: str, seconds: float, tell: Tell) -> Answer:
-    """The plan for a request, JSON of `SearchIn`. Raises errors of `shared.errors`; see `shared.plan.answer`."""
+def answer(request: str, seconds: float, tell: ReportProgress) -> Answer:
+    """The plan for a request, JSON of `SearchIn`. Raises errors of `shared.errors`; see `shared.plan.find`."""
     asked = SearchIn.model_validate_json(request).resolved(Library.built_in(), seconds)
-    outcomes = answered(asked, perf_counter, tell)
+    outcomes = find_plans(asked, perf_counter, tell)
     return Answer(result(asked, outcomes), outcomes[0].stopped)
 
 

@@ -64,7 +64,7 @@ class _Reporter:
         self._written_mono = 0.0
 
     def report(self, what: str, found: tuple[object, float] | None) -> None:
-        """For `Search.tell`."""
+        """For `Search.report`."""
         better = found is not None and found[1] > (self._best or 0.0)
         if found is not None and better:
             self._best = found[1]

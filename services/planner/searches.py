@@ -16,7 +16,7 @@ from services.planner.search_process import COMMAND, Answer, Failed, Progress, S
 from services.planner.settings import PlannerSettings
 from shared.cost.library import Library
 from shared.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
-from shared.plan.answer import PlanGoals
+from shared.plan.find import PlanGoals
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background
 from shared.store.reading import read_plan, read_plans

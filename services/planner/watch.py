@@ -1,7 +1,7 @@
-"""The planner's role controller: watches the running cluster, reviews its roles on news, and proposes better ones.
+"""The planner's proposer: watches the running cluster, reviews its roles, and proposes better ones.
 
-`Presence` derives from the monitor's broadcasts which instances are at work, lost or back. `Watch` turns these and the
-monitor's demand profile into news, has `shared.plan.running.reviewed` think about them, and makes proposals.
+`Presence` derives from the monitor's broadcasts which instances are at work, lost or back. `Watch` reviews the roles
+(`shared.plan.running.review`) when instances are lost or return, when the demand shifts, and from time to time.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from shared.cost.library import Library
 from shared.domain.demand import Demand
 from shared.domain.instance import ClusterView, InstanceState, InstanceView, Role
 from shared.errors import PolyphaseError, Unavailable
-from shared.plan.running import Fleet, reviewed
+from shared.plan.running import Fleet, review
 from shared.policy.papers.thunderserve import PlanRoute, parse_routes
 from shared.runtime.logs import get_log
 from shared.wire.api import DemandProfile
@@ -30,12 +30,12 @@ SILENT_S = 0.4  # an unresponsive instance counts as lost after so long: the mon
 LOST_KEPT = 64
 NO_VIEW = "the monitor has broadcast nothing yet"
 NO_DEMAND = "too few requests for a profile of the demand"
-ALERT_REVIEW_S = 2.0  # between two reviews after news
+ALERT_REVIEW_S = 2.0  # between two reviews after an event
 SOLID = 50  # requests that a profile must rest on, unless demand has shifted: the old profile is certainly wrong then
 SETTLED_S, RESTLESS_S = 0.3, 5.0  # a return is reviewed once nothing changes for so long, or after so long anyway
 MEANWHILE = "the cluster changed while its roles were reviewed"
 _AT_WORK = (InstanceState.READY, InstanceState.DRAINING)
-_MAX_NAMES, _MAX_TEXT = 8, 400  # instances that news name, and characters of news that wait
+_MAX_NAMES, _MAX_TEXT = 8, 400  # instances that a reason names, and characters of a reason that waits
 
 
 class Presence:
@@ -71,7 +71,7 @@ class Presence:
             if name not in before or before[name].info.generation != one.info.generation
         )
 
-    def take_lost(self) -> dict[str, float]:
+    def pop_lost(self) -> dict[str, float]:
         """Instances that count as lost from now on, and since when each is away. Each is returned once."""
         now_s, found = time.time(), {}
         for name, since_s in self._away.items():
@@ -88,8 +88,8 @@ class Presence:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """A reason to review the roles, and when it was noticed (unix seconds)."""
+class ReviewReason:
+    """Why the roles are reviewed, and when the cause was noticed (unix seconds)."""
 
     cause: Cause
     noticed_s: float
@@ -97,7 +97,7 @@ class News:
 
 
 class Watch:
-    """Calls `proposed` with each new proposal."""
+    """Calls `on_proposal` with each new proposal."""
 
     def __init__(
         self,
@@ -105,33 +105,33 @@ class Watch:
         monitor: MonitorClient,
         proposals: Proposals,
         library: Library,
-        proposed: Callable[[Proposal], None],
+        on_proposal: Callable[[Proposal], None],
     ) -> None:
         self._settings = settings
         self._monitor = monitor
         self._proposals = proposals
         self._library = library
-        self._proposed = proposed
+        self._on_proposal = on_proposal
         self._wake = asyncio.Event()
-        self._news: News | None = None
-        self._looking = asyncio.Lock()
+        self._pending: ReviewReason | None = None
+        self._reviewing = asyncio.Lock()
         self._presence = Presence(settings.loss_s)
         self._shift_s = time.time()
         self._reviewed_s = time.monotonic()
-        self._held: tuple[frozenset[str], frozenset[Role]] = frozenset(), frozenset()
+        self._operators_hold: tuple[frozenset[str], frozenset[Role]] = frozenset(), frozenset()
         self._no_profile = self._no_review = ""  # why the monitor gave no demand profile; why there was no review
         self.view: ClusterView | None = None  # of the monitor's latest broadcast
         self.demand: Demand | None = None
         self.reviews = 0  # so far
-        self._news_s = -inf  # when the latest news came, monotonic
+        self._alert_mono = -inf  # when a review was requested last
 
     def update(self, view: ClusterView) -> None:
         """Apply a broadcast of the monitor."""
         self.view = view
-        came = self._presence.update(view)
-        self._note_losses()
-        if came:
-            self._note(Cause.RETURN, f"{_named(came)} can work")
+        returned = self._presence.update(view)
+        self._notice_losses()
+        if returned:
+            self._request_review(Cause.RETURN, f"{_listed(returned)} can work")
 
     @property
     def lost(self) -> tuple[InstanceView, ...]:
@@ -139,13 +139,13 @@ class Watch:
         return self._presence.lost
 
     @property
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """Why nothing can be proposed at the moment; empty when proposals are possible."""
         unknown = NO_VIEW if self.view is None else NO_DEMAND if self.demand is None else ""
         return self._no_profile or unknown or self._no_review
 
     async def run(self) -> None:
-        """Step on news, and every `step_s`."""
+        """Step when there is a reason to review the roles, and every `step_s`."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.step_s):
@@ -154,47 +154,47 @@ class Watch:
             await self.step()
 
     async def step(self) -> None:
-        """Fetch the demand, and review the roles if there is news or a review is due."""
-        self._note_losses()
+        """Fetch the demand, and review the roles if there is a reason or a review is due."""
+        self._notice_losses()
         await self._fetch_demand()
-        news = self._due()
-        if news is None or self._proposals.applying is not None or self.view is None or self.demand is None:
-            return  # the news wait
-        self._news, self._no_review = None, ""
+        reason = self._next_reason()
+        if reason is None or self._proposals.applying is not None or self.view is None or self.demand is None:
+            return  # the reason waits
+        self._pending, self._no_review = None, ""
         try:
-            await self.review(news)
-        except Unavailable as error:  # no instance is ready: the next one that comes is news
+            await self.review(reason)
+        except Unavailable as error:  # no instance is ready: the next one that returns is a reason
             self._no_review = error.message
             self._proposals.withdraw(error.message)
         except PolyphaseError as error:
             self._no_review = f"the roles cannot be reviewed: {error.message}"
-            log.warning("no review", cause=news.cause.value, error=error.message)
+            log.warning("no review", cause=reason.cause.value, error=error.message)
 
-    async def review(self, news: News) -> tuple[Proposal | None, str]:
+    async def review(self, reason: ReviewReason) -> tuple[Proposal | None, str]:
         """Review the roles now, one review at a time: a new proposal, or None, and why.
 
         Raises Unavailable while too little is known or no instance is ready, and what `reviewed` raises.
         """
-        async with self._looking:
+        async with self._reviewing:
             fleet = self.fleet()
             began, self._reviewed_s = time.time(), time.monotonic()
-            flipped = self._proposals.flipped_lately if news.cause in (Cause.REVIEW, Cause.RETURN) else frozenset()
-            found = await asyncio.to_thread(reviewed, fleet, self.in_force, [*self.fixed(fleet), *flipped])
+            flipped = self._proposals.flipped_lately if reason.cause in (Cause.REVIEW, Cause.RETURN) else frozenset()
+            found = await asyncio.to_thread(review, fleet, self.in_force, [*self.fixed(fleet), *flipped])
             took_s = time.time() - began
             self.reviews += 1
             if self._proposals.applying is not None or _roles(fleet.views) != _roles(self.ready()):
-                if news.cause not in (Cause.REVIEW, Cause.ASKED):
-                    self._news = self._news or news
+                if reason.cause not in (Cause.REVIEW, Cause.ASKED):
+                    self._pending = self._pending or reason
                 return None, MEANWHILE
             if not found.changes:
                 self._proposals.withdraw("the situation has changed: " + found.why)
                 return None, found.why
-            proposal = Proposal.from_finding(found, news.cause, news.text, news.noticed_s, took_s)
-            made = self._proposals.make(proposal)
-            if made is None:
+            proposal = Proposal.from_finding(found, reason.cause, reason.text, reason.noticed_s, took_s)
+            opened = self._proposals.make(proposal)
+            if opened is None:
                 return None, "it is proposed already, was refused not long ago, or has failed"
-            self._proposed(made)
-            return made, made.why
+            self._on_proposal(opened)
+            return opened, opened.why
 
     def fleet(self) -> Fleet:
         """The ready instances under the present demand. Raises Unavailable."""
@@ -217,7 +217,7 @@ class Watch:
 
     def fixed(self, fleet: Fleet) -> list[str]:
         """Instances whose roles people's flips fix for a while."""
-        kept, barred = self._held
+        kept, barred = self._operators_hold
         return [one.instance_id for one in fleet.views if one.instance_id in kept or one.role.other in barred]
 
     def ready(self) -> tuple[InstanceView, ...]:
@@ -225,33 +225,33 @@ class Watch:
         views = self.view.instances if self.view is not None else ()
         return tuple(one for one in views if one.state is InstanceState.READY)
 
-    def _due(self) -> News | None:
-        """The news to review now, or a review that is due."""
+    def _next_reason(self) -> ReviewReason | None:
+        """The reason for a review now: what has happened, or that a review is due."""
         changed_s = self._presence.changed_s
-        if (news := self._news) is not None:
-            restless = news.cause is Cause.RETURN and time.monotonic() - changed_s < SETTLED_S
-            return None if restless and time.time() - news.noticed_s < RESTLESS_S else news
+        if (reason := self._pending) is not None:
+            restless = reason.cause is Cause.RETURN and time.monotonic() - changed_s < SETTLED_S
+            return None if restless and time.time() - reason.noticed_s < RESTLESS_S else reason
         if time.monotonic() - max(self._reviewed_s, changed_s) >= self._pause_s:
-            return News(Cause.REVIEW, time.time())
+            return ReviewReason(Cause.REVIEW, time.time())
         return None
 
     @property
     def _pause_s(self) -> float:
-        """Between two reviews: shorter after news, when the remaining instances show what they can do."""
-        lately = time.monotonic() - self._news_s < self._settings.alert_s
-        return min(ALERT_REVIEW_S, self._settings.review_s) if lately else self._settings.review_s
+        """Between two reviews: shorter after an event, when the remaining instances show what they can do."""
+        alert = time.monotonic() - self._alert_mono < self._settings.alert_s
+        return min(ALERT_REVIEW_S, self._settings.review_s) if alert else self._settings.review_s
 
-    def _note_losses(self) -> None:
-        if lost := self._presence.take_lost():
-            self._note(Cause.LOSS, f"{_named(lost)} gone", min(lost.values()))
+    def _notice_losses(self) -> None:
+        if lost := self._presence.pop_lost():
+            self._request_review(Cause.LOSS, f"{_listed(lost)} gone", min(lost.values()))
 
-    def _note(self, cause: Cause, text: str, noticed_s: float | None = None) -> None:
-        """Keep news until the next review; a loss or a return that waits already is joined with it."""
-        waiting = self._news
+    def _request_review(self, cause: Cause, text: str, noticed_s: float | None = None) -> None:
+        """Request a review. A loss or a return that already waits for one is named beside the new cause."""
+        waiting = self._pending
         if waiting is not None and waiting.cause in (Cause.LOSS, Cause.RETURN):
             text = f"{waiting.text}; {text}" if len(waiting.text) < _MAX_TEXT else waiting.text
             cause = Cause.LOSS if waiting.cause is Cause.LOSS else cause
-        self._news, self._news_s = News(cause, noticed_s or time.time(), text), time.monotonic()
+        self._pending, self._alert_mono = ReviewReason(cause, noticed_s or time.time(), text), time.monotonic()
         self._wake.set()
 
     async def _fetch_demand(self) -> None:
@@ -260,20 +260,22 @@ class Watch:
         except (PolyphaseError, msgspec.ValidationError) as error:
             self._no_profile = f"the monitor does not report the demand: {error}"
             return
-        self._no_profile, self._held = "", (profile.kept, profile.barred)
+        self._no_profile, self._operators_hold = "", (profile.kept, profile.barred)
         shift = profile.shift if profile.shift is not None and profile.shift.at_s > self._shift_s else None
         if profile.demand is not None and (shift is not None or profile.demand.requests >= SOLID):
             self.demand = profile.demand
             if shift is not None:
                 self._shift_s = shift.at_s
-                self._note(Cause.SHIFT, f"{shift.what} went from {shift.before:.3g} to {shift.after:.3g}", shift.at_s)
+                self._request_review(
+                    Cause.SHIFT, f"{shift.what} went from {shift.before:.3g} to {shift.after:.3g}", shift.at_s
+                )
 
 
 def _roles(views: Sequence[InstanceView]) -> list[tuple[str, int, Role]]:
     return [(one.instance_id, one.info.generation, one.role) for one in views]
 
 
-def _named(names: Iterable[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     known = sorted(names)
     more = f" and {len(known) - _MAX_NAMES} more" if len(known) > _MAX_NAMES else ""
     return ", ".join(known[:_MAX_NAMES]) + more

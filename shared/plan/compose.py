@@ -13,13 +13,12 @@ from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import lil_array
 
 from shared.cost.network import rate_of
 from shared.domain.instance import Role
 from shared.plan.estimate import Estimator
 from shared.plan.group import Group
+from shared.plan.linear import Programme
 from shared.plan.routes import Capacity, decode_capacity, prefill_capacity
 
 # When a programme is solved well enough: (relative gap, nodes of its search tree), so that it ends at the same solution
@@ -67,8 +66,8 @@ class Kind:
         return tuple(one for one, _ in self.uses)
 
 
-class Programme:
-    """The integer programme: groups of each kind, prompts that each computes for itself, flows between places."""
+class _Composition:
+    """The integer programme of one margin: groups of each kind, prompts that each computes itself, and flows."""
 
     def __init__(
         self, estimator: Estimator, classes: Mapping[int, Sequence[int]], kinds: Sequence[Kind], margin: Margin
@@ -77,53 +76,38 @@ class Programme:
         self._classes = classes
         self._kinds = kinds
         self._margin = margin
-        self._rows: list[tuple[dict[int, float], float]] = []  # coefficients by variable, and the bound of their sum
         self._places = sorted({kind.place for kind in kinds})
         count, places = len(kinds), len(self._places)
         self._local = count  # first variable of prompts that are computed where they are decoded, one for each kind
         self._flow = 2 * count  # first variable of flows from place to place
-        self._size = 2 * count + places * places
+        self._programme = Programme(2 * count + places * places)
 
-    def solved(self) -> list[int]:
+    def counts(self) -> list[int]:
+        """How many groups of each kind."""
         self._pools()
         self._sides()
         self._ports()
-        gain, upper = np.zeros(self._size), np.full(self._size, np.inf)
+        gain, upper = np.zeros(self._programme.size), np.full(self._programme.size, np.inf)
         gain[self._flow :] = -1.0
         for at, kind in enumerate(self._kinds):
             if kind.group.role is Role.DECODE and self._margin.local:
                 gain[self._local + at] = -1.0
             else:
                 upper[self._local + at] = 0.0
-        gain = self._priced(gain)
-        table = lil_array((len(self._rows), self._size))
-        for row, (entries, _) in enumerate(self._rows):
-            for column, value in entries.items():
-                table[row, column] = value
-        most = np.array([bound for _, bound in self._rows])
-        whole = np.zeros(self._size)
-        whole[: len(self._kinds)] = 1
         gap, nodes = WELL_FOR_PRICE if self._margin.rate else WELL_FOR_GOODPUT
-        found = milp(
-            gain,
-            constraints=LinearConstraint(table.tocsr(), -np.inf, most),
-            integrality=whole,
-            bounds=Bounds(0.0, upper),
-            options={"mip_rel_gap": gap, "node_limit": nodes},
-        )
-        if found.x is None:
-            return [0] * len(self._kinds)
-        return [round(float(x)) for x in found.x[: len(self._kinds)]]
+        options = {"mip_rel_gap": gap, "node_limit": nodes}
+        found = self._programme.minimise(self._priced(gain), upper, len(self._kinds), options)
+        return [round(float(count)) for count in found[: len(self._kinds)]]
 
     def _priced(self, gain: NDArray[np.float64]) -> NDArray[np.float64]:
         """The objective to minimise: the requests not served, or the price of what serves the rate."""
         problem, rate = self._estimator.problem, self._margin.rate
         prices = {at: kind.group.price_usd_hour(problem.inventory) for at, kind in enumerate(self._kinds)}
         if problem.budget_usd_hour < inf:
-            self._rows.append((dict(prices), problem.budget_usd_hour))
+            self._programme.add(prices, problem.budget_usd_hour)
         if not rate:
             return gain
-        self._rows.append(({int(at): float(gain[at]) for at in np.flatnonzero(gain)}, -rate))
+        self._programme.add({int(at): float(gain[at]) for at in np.flatnonzero(gain)}, -rate)
         spare = 1e-4 * max(prices.values()) / rate  # of equal prices the deployment that serves more wins
         cost = spare * gain
         cost[: len(self._kinds)] = list(prices.values())
@@ -141,7 +125,7 @@ class Programme:
                         if of == one and size >= least:
                             entries[at] = entries.get(at, 0.0) + size
                 room = sum(pools[pool].count for pool in members if pools[pool].count >= least)
-                self._rows.append((entries, float(room)))
+                self._programme.add(entries, float(room))
 
     def _sides(self) -> None:
         """Prompts leave a place as fast as they are computed there, and arrive as fast as they are decoded."""
@@ -156,13 +140,13 @@ class Programme:
                 if kind.group.role is Role.PREFILL:
                     leaving[at] = -kind.capacity.prefills
                     continue
-                self._rows.append(({self._local + at: 1.0, at: -kind.capacity.prefills}, 0.0))
+                self._programme.add({self._local + at: 1.0, at: -kind.capacity.prefills}, 0.0)
                 own = kind.capacity.cuts
                 for table, (most, slope) in zip(tables, [*own, *[own[-1]] * (len(tables) - len(own))], strict=True):
                     table[at] = -most
                     table[self._local + at] = 1.0 + slope / kind.capacity.prefills
-            self._rows.append((leaving, 0.0))
-            self._rows += [(table, 0.0) for table in tables]
+            for table in (leaving, *tables):
+                self._programme.add(table, 0.0)
 
     def _ports(self) -> None:
         """What leaves and enters the nodes of a place, in requests' KV a second."""
@@ -173,7 +157,8 @@ class Programme:
             others = [b for b, other in enumerate(self._places) if self._nodes(other) != nodes]
             if others:
                 out, into = {self._to(a, b): 1.0 for b in others}, {self._to(b, a): 1.0 for b in others}
-                self._rows += [(out, port), (into, port)]
+                self._programme.add(out, port)
+                self._programme.add(into, port)
                 own = port / len(nodes)  # and each group has at most the ports of its own nodes
                 for table, role in ((out, Role.PREFILL), (into, Role.DECODE)):
                     groups = {
@@ -181,10 +166,10 @@ class Programme:
                         for at, kind in enumerate(self._kinds)
                         if kind.place == place and kind.group.role is role
                     }
-                    self._rows.append((table | groups, 0.0))
+                    self._programme.add(table | groups, 0.0)
             for b in others:
                 link = self._between(place, self._places[b])
-                self._rows.append(({self._to(a, b): 1.0}, link * max(len(nodes), 1) / places.kv_bytes))
+                self._programme.add({self._to(a, b): 1.0}, link * max(len(nodes), 1) / places.kv_bytes)
 
     def _nodes(self, place: tuple[int, ...]) -> set[str]:
         pools = self._estimator.problem.inventory.pools
@@ -225,7 +210,7 @@ class Composer:
         kinds = _useful(self._kinds(margin))
         if not any(kind.group.role is Role.DECODE for kind in kinds):
             return ()
-        return self._packed(kinds, Programme(self._estimator, self._classes, kinds, margin).solved())
+        return self._packed(kinds, _Composition(self._estimator, self._classes, kinds, margin).counts())
 
     def _kinds(self, margin: Margin) -> list[Kind]:
         problem, found = self._problem, []
@@ -279,15 +264,15 @@ class Composer:
         left = [pool.count for pool in pools]
         wanted = [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
         wanted.sort(key=lambda kind: (-len(kind.uses), -kind.group.accelerators, kind.group.role.value))
-        made = []
+        groups = []
         for kind in wanted:
             places = self._places(kind, left)
             if places is None:
                 continue  # two classes may not have accelerators left on one node
             for (_, size), pool in zip(kind.uses, places, strict=True):
                 left[pool] -= size
-            made.append(kind.group.moved(dict(zip(self._samples(kind), places, strict=True))))
-        return tuple(made)
+            groups.append(kind.group.moved(dict(zip(self._samples(kind), places, strict=True))))
+        return tuple(groups)
 
     def _samples(self, kind: Kind) -> tuple[int, ...]:
         """The pools on which the kind's layout was made, in the order of its classes."""

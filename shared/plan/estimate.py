@@ -4,24 +4,20 @@ Flows come from a linear programme, waits for prefill from a queue with several 
 law, and the share of requests within their SLO from these over a sample of the workload. The simulator judges the rest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
-from math import floor, inf, sqrt
+from math import inf, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from shared.cost.geometry import kv_capacity_tokens
-from shared.cost.kinds import EngineKind, Stage, even_layers
-from shared.cost.network import rate_of
-from shared.cost.step import Batch
 from shared.domain.instance import Role
 from shared.domain.kv import wire_share
 from shared.errors import Incompatible
-from shared.plan.group import Group, Part
+from shared.plan.group import Group
+from shared.plan.layouts import Layouts
 from shared.plan.problem import Problem
 from shared.plan.routes import (
     Costs,
@@ -34,215 +30,21 @@ from shared.plan.routes import (
     decode_capacity,
     prefill_capacity,
 )
+from shared.policy.queueing import NO_WAIT, Wait, queue_wait
 from shared.sim.workload import Times
 
-_TP = (1, 2, 4, 8, 16)
-MAX_STAGES = 8
-_BATCH = 16  # decodes of the step by which stages are compared
 
-
-class Layouts:
-    """The ways to divide the model over a set of accelerators: tensor-parallel degree, order of stages, layers of each.
-
-    Source: ThunderServe Algorithm 2, with all (TP, PP) whose product is the number of accelerators.
-    """
-
-    def __init__(self, problem: Problem, costs: EngineCosts) -> None:
-        self._problem = problem
-        self._costs = costs
-        self._known: dict[tuple[Role, tuple[tuple[int, int], ...]], tuple[Group, ...]] = {}
-        self._layer_s: dict[tuple[str, int, Role], float] = {}
-        self._room: dict[tuple[str, int, int], int] = {}
-        self._alike = problem.inventory.alike
-
-    def cost(self, group: Group) -> EngineCost:
-        found = self._costs.of(group.kind(self._problem.inventory, self._problem.dtype))
-        assert found is not None
-        return found
-
-    def all(self, uses: Mapping[int, int], role: Role) -> tuple[Group, ...]:
-        """The layouts that hold the model and the longest request; none where the memory is too small."""
-        key = (role, tuple(sorted(uses.items())))
-        if key not in self._known:
-            made = [group for degree in self._degrees(uses) for group in self._of(uses, degree, role)]
-            self._known[key] = tuple(dict.fromkeys(made))
-        return self._known[key]
-
-    def best(self, uses: Mapping[int, int], role: Role) -> Group | None:
-        """The best layout: for prefill by latency, for decode by throughput within the TPOT target."""
-        return max(self.all(uses, role), key=self.worth, default=None)
-
-    def worth(self, group: Group) -> float:
-        """What is best for the group's role: a short time of prompts, or many decodes."""
-        cost = self.cost(group)
-        if group.role is Role.PREFILL:
-            return -float(cost.prefill_s.mean())
-        batch = cost.batch_within(self._problem.slo.tpot_s)
-        return cost.lanes * batch / cost.decode_s(batch) if batch >= 1.0 else -cost.decode_s(1.0)
-
-    def _degrees(self, uses: Mapping[int, int]) -> list[int]:
-        """Degrees of tensor parallelism, which stays inside one node and type: it divides what each pool gives."""
-        heads = self._problem.shop.geometry.heads
-        return [t for t in _TP if heads % t == 0 and all(count % t == 0 for count in uses.values())]
-
-    def _of(self, uses: Mapping[int, int], degree: int, role: Role) -> list[Group]:
-        pools = [pool for pool, count in sorted(uses.items()) for _ in range(count // degree)]
-        if len(pools) > min(MAX_STAGES, self._problem.shop.geometry.layers):
-            return []
-        ordered = self._ordered(pools)
-        found = []
-        for weights in self._weights(ordered, degree, role):
-            layers = self._layers(ordered, degree, weights)
-            if layers is None:
-                continue
-            group = Group(role, degree, tuple(map(Part, ordered, layers)))
-            if self._costs.of(group.kind(self._problem.inventory, self._problem.dtype)) is not None:
-                found.append(group)
-        return found
-
-    def _ordered(self, pools: Sequence[int]) -> tuple[int, ...]:
-        if len(set(pools)) == 1:
-            return tuple(pools)
-        network, at = self._problem.inventory.network, self._problem.inventory.pools
-        rates = tuple(tuple(rate_of(network.path(at[one].node, at[other].node)) for other in pools) for one in pools)
-        return tuple(pools[position] for position in widest_path(rates))
-
-    def _weights(self, pools: Sequence[int], degree: int, role: Role) -> list[list[float]]:
-        """Layers in proportion to speed; for decode also to memory, which admits more requests."""
-        names = [self._problem.inventory.pools[pool].accelerator.name for pool in pools]
-        if len(set(names)) == 1:
-            return [[1.0] * len(pools)]
-        speed = [1.0 / self._layer_time_s(name, degree, role) for name in names]
-        memory = [self._problem.shop.device(name).memory_bytes for name in names]
-        return [speed, memory] if role is Role.DECODE else [speed]
-
-    def _layers(self, pools: Sequence[int], degree: int, weights: Sequence[float]) -> tuple[int, ...] | None:
-        total = self._problem.shop.geometry.layers
-        names = [self._problem.inventory.pools[pool].accelerator.name for pool in pools]
-        rooms = [self._max_layers(name, degree, len(pools)) for name in names]
-        if sum(rooms) < total or min(rooms) < 1:
-            return None
-        if len(set(weights)) == 1 and len(set(rooms)) == 1:
-            return even_layers(total, len(pools))
-        return proportional(total, weights, rooms)
-
-    def _layer_time_s(self, name: str, degree: int, role: Role) -> float:
-        key = (name, degree, role)
-        if key not in self._layer_s:
-            problem = self._problem
-            kind = EngineKind((Stage(name, problem.shop.geometry.layers),), degree, problem.dtype)
-            times, context = problem.shop.times(kind), int(problem.sample.context)
-            self._layer_s[key] = (
-                times.step_time_s(Batch(((problem.limits.batched_tokens, 0),)))
-                if role is Role.PREFILL
-                else times.decode_time_s(_BATCH, _BATCH * context)
-            )
-        return self._layer_s[key]
-
-    def _max_layers(self, name: str, degree: int, stages: int) -> int:
-        """Layers that a stage's memory holds beside the KV of the longest request in each lane."""
-        key = (name, degree, stages)
-        if key not in self._room:
-            problem = self._problem
-            device, geometry, need = problem.shop.device(name), problem.shop.geometry, problem.longest * stages
-
-            def fits(layers: int) -> bool:
-                part = geometry.part(layers)
-                return kv_capacity_tokens(device, part, tensor_parallel=degree, dtype=problem.dtype) >= need
-
-            self._room[key] = next((n for n in range(geometry.layers, 0, -1) if fits(n)), 0)
-        return self._room[key]
-
-
-def proportional(total: int, weights: Sequence[float], rooms: Sequence[int]) -> tuple[int, ...]:
-    """`total` divided into whole numbers in proportion to the weights, each from 1 to its room; the rooms suffice."""
-    counts = [1] * len(weights)
-    left = total - len(weights)
-    while left:
-        open_ = [at for at in range(len(weights)) if counts[at] < rooms[at]]
-        whole = sum(weights[at] for at in open_)
-        wants = {at: min(rooms[at] - counts[at], floor(left * weights[at] / whole)) for at in open_}
-        if not any(wants.values()):
-            # Less than one each: the stage that is furthest below its share.
-            neediest = max(open_, key=lambda at: weights[at] / (counts[at] + 1))
-            wants = {neediest: 1}
-        for at, more in wants.items():
-            counts[at] += more
-            left -= more
-    return tuple(counts)
-
-
-@lru_cache(maxsize=4096)
-def widest_path(rates: tuple[tuple[float, ...], ...]) -> tuple[int, ...]:
-    """The order of stages whose slowest hop is fastest, and of several such orders the one with the fastest hops.
-
-    rates: bytes a second from one stage to the other, shape [n, n]. Source: ThunderServe Algorithm 2, a bitmask dynamic
-    programme over the stages in the path so far and the last of them.
-    """
-    count = len(rates)
-    best: dict[tuple[int, int], tuple[float, float, tuple[int, ...]]] = {
-        (1 << at, at): (float("inf"), 0.0, (at,)) for at in range(count)
-    }
-    for mask in range(1, 1 << count):
-        for last in range(count):
-            so_far = best.get((mask, last))
-            if so_far is None:
-                continue
-            slowest, total, path = so_far
-            for after in range(count):
-                if mask & 1 << after:
-                    continue
-                rate = rates[last][after]
-                found = (min(slowest, rate), total + rate, (*path, after))
-                key = (mask | 1 << after, after)
-                if key not in best or found[:2] > best[key][:2]:
-                    best[key] = found
-    full = (1 << count) - 1
-    return max((best[full, last] for last in range(count)), key=lambda one: one[:2])[2]
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """A prompt waits with `probability` an exponential time of `rate`, else not. Source: Sakasegawa's M/G/c form."""
-
-    probability: float
-    rate: float
-
-    @classmethod
-    def of(cls, costs: Sequence[EngineCost], flows: NDArray[np.float64]) -> "Wait":
-        """The wait for engines to which these flows come, and which take waiting prompts when they are free."""
-        used = [(cost, flow) for cost, flow in zip(costs, flows.tolist(), strict=True) if flow > 0.0]
-        if not used:
-            return cls(0.0, inf)
-        speed = sum(cost.prefills_per_s for cost, _ in used)
-        load = sum(flow for _, flow in used) / speed
-        if load >= 1.0:
-            return cls(1.0, 0.0)
-        servers = sum(cost.lanes for cost, _ in used)
-        times = np.concatenate([cost.prefill_s for cost, _ in used])
-        varies = float(times.var() / times.mean() ** 2)
-        return cls(load ** (sqrt(2.0 * (servers + 1.0)) - 1.0), 2.0 * (1.0 - load) * speed / (1.0 + varies))
-
-    @classmethod
-    def for_seats(cls, taken: float, seats: float, life_s: float) -> "Wait":
-        """The wait for a seat where decodes of `life_s` take so many of the seats on average."""
-        load = taken / seats
-        if load >= 1.0:
-            return cls(1.0, 0.0)
-        return cls(load ** (sqrt(2.0 * (seats + 1.0)) - 1.0), seats * (1.0 - load) / life_s)
-
-    @property
-    def mean_s(self) -> float:
-        return self.probability / self.rate if self.rate > 0.0 else inf
-
-    def within(self, left_s: Times) -> NDArray[np.float64]:
-        """The probability that a prompt waits at most so long, by request."""
-        if self.rate == inf or self.probability == 0.0:
-            return (left_s >= 0.0).astype(np.float64)
-        waits: NDArray[np.float64] = np.where(
-            left_s >= 0.0, 1.0 - self.probability * np.exp(-self.rate * np.maximum(left_s, 0.0)), 0.0
-        )
-        return waits
+def prefill_wait(costs: Sequence[EngineCost], flows: NDArray[np.float64]) -> Wait:
+    """The wait for engines to which these flows of prompts come, and which take waiting prompts when they are free."""
+    used = [(cost, flow) for cost, flow in zip(costs, flows.tolist(), strict=True) if flow > 0.0]
+    if not used:
+        return NO_WAIT
+    speed = sum(cost.prefills_per_s for cost, _ in used)
+    load = sum(flow for _, flow in used) / speed
+    servers = sum(cost.lanes for cost, _ in used)
+    times = np.concatenate([cost.prefill_s for cost, _ in used])
+    variation = float(times.var() / times.mean() ** 2)
+    return queue_wait(load, servers, speed, (1.0 + variation) / 2.0)
 
 
 _SPREAD = 0.7  # deviation of a batch over a request's life, in square roots of the batch (a Poisson instant has 1)
@@ -286,13 +88,15 @@ class Estimator:
         self._known: dict[tuple[tuple[Group, ...], bool, float], Estimate] = {}
         contexts = sample.prompts + sample.outputs / 2.0
         self.crowded = False  # whether decodes wait for seats, as in bursts they do
-        self.unlike = 1.0 + float(contexts.var() / contexts.mean() ** 2)  # contexts that vary: fewer seats pool waits
+        self.context_variation = 1.0 + float(
+            contexts.var() / contexts.mean() ** 2
+        )  # contexts that vary: fewer seats pool waits
         self._outputs = np.maximum(1, sample.outputs - 1).astype(np.float64)
 
     def cost(self, group: Group) -> EngineCost:
         """The cost of a group. Raises Incompatible where it does not hold the model and the longest request."""
         problem = self.problem
-        found = self.costs.of(group.kind(problem.inventory, problem.dtype))
+        found = self.costs.cost_of(group.kind(problem.inventory, problem.dtype))
         if found is None:
             raise Incompatible(
                 f"{group.words(problem.inventory)}, {group.layout}: no room for {problem.shop.geometry.name} and a "
@@ -306,11 +110,11 @@ class Estimator:
         other.crowded, other._known = True, {}
         return other
 
-    def most(self, groups: Sequence[Group], *, local: bool = True) -> float:
+    def max_rate(self, groups: Sequence[Group], *, local: bool = True) -> float:
         """Requests a second that get through, whatever they wait."""
         return self._flowing(groups, local)[0].rate
 
-    def of(
+    def estimate(
         self,
         groups: Sequence[Group],
         *,
@@ -333,7 +137,7 @@ class Estimator:
             return False
         return _Sides(self, groups, prefill, decode).met(flows.times(rate / flows.rate))[0] >= self.problem.target
 
-    def along(self, groups: Sequence[Group], routes: Sequence[Route], *, rate: float = 0.0) -> Estimate:
+    def estimate_along(self, groups: Sequence[Group], routes: Sequence[Route], *, rate: float = 0.0) -> Estimate:
         """The estimate with the requests divided as the routes say."""
         best, prefill, decode = self._flowing(groups, True)
         sent, own = np.zeros((len(prefill), len(decode))), np.zeros(len(decode))
@@ -411,8 +215,8 @@ class _Sides:
         step_s, spread_s, seats = self._decode_sides(flows)
         from_, to = np.nonzero(flows.sent)
         alone = np.flatnonzero(flows.local)
-        wait = Wait.of(self._before, flows.sent.sum(axis=1))
-        own = Wait.of(self._after, flows.local)
+        wait = prefill_wait(self._before, flows.sent.sum(axis=1))
+        own = prefill_wait(self._after, flows.local)
         prefill_s = np.concatenate([self._prefill_s[from_], self._local_s[alone]])
         in_time = np.concatenate(
             [wait.within(slo.ttft_s - self._prefill_s)[from_], own.within(slo.ttft_s - self._local_s)[alone]]
@@ -443,7 +247,7 @@ class _Sides:
         """
         coming = (flows.sent.sum(axis=0) + flows.local).tolist()
         step_s, spread_s = np.full(len(self._after), inf), np.ones((len(self._after), len(self._estimator.outputs)))
-        seats = [Wait(0.0, inf)] * len(self._after)
+        seats = [NO_WAIT] * len(self._after)
         for j, cost in enumerate(self._after):
             side = self._decode_side(cost, coming[j], float(flows.local[j]) / cost.prefills_per_s)
             if side is not None:
@@ -451,7 +255,8 @@ class _Sides:
                 if not self._estimator.crowded:
                     continue
                 life_s = self._estimator.problem.sample.output * float(step_s[j])
-                seats[j] = Wait.for_seats(coming[j] * life_s, cost.lanes * cost.batch / self._estimator.unlike, life_s)
+                count = cost.lanes * cost.batch / self._estimator.context_variation
+                seats[j] = queue_wait(coming[j] * life_s / count, count, count / life_s)
         return step_s, spread_s, seats
 
     def _decode_side(self, cost: EngineCost, rate: float, share: float) -> tuple[float, Times] | None:

@@ -10,8 +10,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Self
 
+import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from scipy.sparse.csgraph import connected_components
 
 from shared.cost.catalogue import Accelerator, Catalogue
 from shared.cost.kinds import HOP_LATENCY_S
@@ -102,20 +104,12 @@ class Inventory:
 
     def islands(self) -> tuple[tuple[str, ...], ...]:
         """Nodes that are connected, directly or not; more than one tuple where the network is partitioned."""
-        parent = {node: node for node in self.nodes}
-
-        def root(node: str) -> str:
-            while parent[node] != node:
-                node = parent[node]
-            return node
-
-        for one, other in combinations(self.nodes, 2):
-            if pair_of(one, other) in self.network.between:
-                parent[root(other)] = root(one)
-        found: dict[str, list[str]] = {}
-        for node in self.nodes:
-            found.setdefault(root(node), []).append(node)
-        return tuple(map(tuple, found.values()))
+        joined = [[pair_of(one, other) in self.network.between for other in self.nodes] for one in self.nodes]
+        count, labels = connected_components(np.array(joined), directed=False)
+        return tuple(
+            tuple(node for node, label in zip(self.nodes, labels, strict=True) if label == island)
+            for island in range(count)
+        )
 
     def require_joined(self) -> None:
         """Raises InvalidRequest that names nodes without a link between them."""
@@ -216,9 +210,9 @@ class InventoryFile(_Part):
         network = self.network.network(nodes, inside)
         if len(nodes) > 1 and not (self.network.between or self.network.pairs or self.network.matrix):
             return _with_assumed_links(Inventory(tuple(pools), network))
-        made = Inventory(tuple(pools), network)
-        made.require_joined()
-        return made
+        inventory = Inventory(tuple(pools), network)
+        inventory.require_joined()
+        return inventory
 
 
 def _with_assumed_links(inventory: Inventory) -> Inventory:
@@ -234,12 +228,12 @@ def _with_assumed_links(inventory: Inventory) -> Inventory:
     rates = sorted({round(link.bandwidth_bytes_s * 8.0 / 1e9, 1) for link in between.values()})
     width = " to ".join(f"{rate:g}" for rate in dict.fromkeys((rates[0], rates[-1])))
     usual = next(iter(between.values()))
-    told = (
+    note = (
         "The inventory gives no links between its nodes. Each two are assumed to be joined by the network cards that "
         f"the catalogue has for the accelerators of the slower one ({width} Gbit/s, of which {usual.efficiency:.0%} is "
         f"reached, {usual.latency_s * 1000:g} ms). Give yours: `network: {{between: {{gbps: …}}}}`."
     )
-    return replace(inventory, network=Network(inventory.network.inside, between), assumed=told)
+    return replace(inventory, network=Network(inventory.network.inside, between), assumed=note)
 
 
 def read_inventory(file: Path) -> tuple[Inventory, Library, str]:

@@ -5,7 +5,7 @@ The file is a cluster file, which `polyphase up --cluster` starts and `polyphase
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -32,7 +32,6 @@ class Plan:
     groups: tuple[Group, ...]
     routes: tuple[Route, ...] = ()
     policies: str = ADAPTIVE
-    method: str = field(default="", compare=False)
 
     @cached_property
     def roles(self) -> Counter[Role]:
@@ -117,11 +116,11 @@ def deployed(
 ) -> tuple[tuple[InstanceSpec, ...], Network]:
     """The plan's groups as instances of the simulator, and the network between their places."""
     shop, inventory, limits = problem.shop, problem.inventory, problem.limits
-    made = []
+    instances = []
     for name, group in zip(plan.names(problem), plan.groups, strict=True):
         kind = group.kind(inventory, problem.dtype)
         price = group.price_usd_hour(inventory)
-        made.append(
+        instances.append(
             InstanceSpec(
                 instance_id=name,
                 model=shop.times(kind),
@@ -138,7 +137,7 @@ def deployed(
                 rates=shop.rates(kind, limits.batched_tokens, price),
             )
         )
-    return tuple(made), places.network([group.place(inventory) for group in plan.groups])
+    return tuple(instances), places.network([group.place(inventory) for group in plan.groups])
 
 
 TOKENIZER = "models/demo"  # of emulated engines: a folder of the project

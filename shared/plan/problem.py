@@ -1,6 +1,6 @@
 """The planner's question: an inventory, a model, a workload and an SLO."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -11,6 +11,7 @@ from shared.cost.kinds import Workshop
 from shared.domain.job import Slo
 from shared.domain.kv import Codec
 from shared.errors import InvalidRequest
+from shared.plan.group import Group
 from shared.plan.inventory import Inventory
 from shared.sim.spec import EngineLimits
 from shared.sim.workload import Lengths, Workload
@@ -53,12 +54,19 @@ class Problem:
 
     @cached_property
     def sample(self) -> "Sample":
-        return Sample.of(self.workload)
+        return Sample.from_workload(self.workload)
 
     @cached_property
     def longest(self) -> int:
         """Tokens of context that each group must hold: `longest_tokens`, else the workload's longest request."""
         return self.longest_tokens or int((self.workload.prompt_tokens + self.workload.output_tokens).max())
+
+    def price_usd_hour(self, groups: Iterable[Group]) -> float:
+        return sum(group.price_usd_hour(self.inventory) for group in groups)
+
+    def affords(self, groups: Iterable[Group]) -> bool:
+        """Whether the groups are within the budget."""
+        return self.price_usd_hour(groups) <= self.budget_usd_hour * (1.0 + 1e-9)
 
     def on(self, inventory: Inventory) -> "Problem":
         return replace(self, inventory=inventory)
@@ -77,7 +85,7 @@ class Sample:
     context: float
 
     @classmethod
-    def of(cls, workload: Workload, count: int = SAMPLE) -> "Sample":
+    def from_workload(cls, workload: Workload, count: int = SAMPLE) -> "Sample":
         """Requests at even distances in the order of their prompts."""
         order = np.argsort(workload.prompt_tokens, kind="stable")
         picks = order[np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int)]

@@ -14,8 +14,6 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from shared.cost.catalogue import bytes_of
 from shared.cost.kinds import EngineKind
@@ -23,6 +21,7 @@ from shared.cost.network import Link, Network, pair_of, rate_of
 from shared.cost.step import Batch
 from shared.plan.group import Group
 from shared.plan.inventory import Inventory
+from shared.plan.linear import Programme
 from shared.plan.problem import Problem, Sample
 from shared.sim.workload import Times
 
@@ -95,7 +94,7 @@ class EngineCosts(Protocol):
 
     kv_bytes: float
 
-    def of(self, kind: EngineKind) -> EngineCost | None:
+    def cost_of(self, kind: EngineKind) -> EngineCost | None:
         """The cost of such an engine; None if the model does not fit."""
         ...
 
@@ -109,7 +108,7 @@ class Costs:
         geometry = problem.shop.geometry
         self.kv_bytes = geometry.kv_bytes_per_token(bytes_of(problem.dtype or geometry.dtype))
 
-    def of(self, kind: EngineKind) -> EngineCost | None:
+    def cost_of(self, kind: EngineKind) -> EngineCost | None:
         if kind not in self._known:
             self._known[kind] = self._made(kind)
         return self._known[kind]
@@ -226,46 +225,20 @@ def best_flows(
     if not d or (not p and not local):
         return Flows(np.zeros((p, d)), np.zeros(d))
     pairs = p * d  # variables: what is sent, pair by pair, then what each computes for itself
-    table = _Table(pairs + d)
+    programme = Programme(pairs + d)
     for i, capacity in enumerate(prefill):
-        table.add([(i * d + j, 1.0) for j in range(d)], capacity.prefills)
+        programme.add({i * d + j: 1.0 for j in range(d)}, capacity.prefills)
     for j, capacity in enumerate(decode):
-        into = [(i * d + j, 1.0) for i in range(p)]
+        into = {i * d + j: 1.0 for i in range(p)}
         for most, slope in capacity.cuts or ((0.0, 0.0),):
             share = slope / capacity.prefills if capacity.prefills > 0 else 0.0
-            table.add([*into, (pairs + j, 1.0 + share)], most)
-    for over, most in joints.ports:
-        table.add([(i * d + j, part) for i, j, part in over], most)
+            programme.add({**into, pairs + j: 1.0 + share}, most)
+    for passing, most in joints.ports:
+        programme.add({i * d + j: part for i, j, part in passing}, most)
     gain = np.ones(pairs + d) if worth is None else worth.ravel()
     upper = np.concatenate([joints.pair_per_s.ravel(), np.full(d, np.inf if local else 0.0)])
-    flat = table.highest(gain, upper)
+    flat = programme.minimise(-gain, upper)
     return Flows(flat[:pairs].reshape(p, d), flat[pairs:])
-
-
-class _Table:
-    """A linear programme over variables of at least 0. Each row is a weighted sum with an upper bound."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._rows: list[int] = []
-        self._columns: list[int] = []
-        self._values: list[float] = []
-        self._bounds: list[float] = []
-
-    def add(self, entries: Sequence[tuple[int, float]], most: float) -> None:
-        for column, value in entries:
-            self._rows.append(len(self._bounds))
-            self._columns.append(column)
-            self._values.append(value)
-        self._bounds.append(most)
-
-    def highest(self, gain: NDArray[np.float64], upper: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The variables, each at most its `upper`, with the highest gain; zeros where there is no solution."""
-        shape = (len(self._bounds), self._size)
-        table = coo_array((self._values, (self._rows, self._columns)), shape=shape).tocsr()
-        below = LinearConstraint(table, -np.inf, np.array(self._bounds))
-        found = milp(-gain, constraints=below, bounds=Bounds(0.0, upper))  # no integers; half the time of `linprog`
-        return np.maximum(found.x, 0.0) if found.x is not None else np.zeros(self._size)
 
 
 Place = tuple[tuple[str, int], ...]  # (node, layers) in the order of the layers

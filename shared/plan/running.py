@@ -31,8 +31,8 @@ from shared.plan.inventory import Inventory, Pool
 from shared.plan.plan import Plan, canonical, routes_of
 from shared.plan.problem import Problem, Sample
 from shared.plan.routes import Engine, EngineCost, Route
+from shared.policy.outlook import InstanceClass, classify
 from shared.policy.papers.thunderserve import PlanRoute
-from shared.policy.role_flip import Sort, sorted_out
 from shared.sim.spec import EngineLimits
 from shared.sim.workload import Lengths, Times, Workload
 
@@ -40,10 +40,10 @@ REQUESTS = 480  # that represent a demand
 _GOLDEN = (sqrt(5.0) - 1.0) / 2.0  # multiples of it are spread evenly: prompt and output lengths are paired at random
 _UNKNOWN = Link(1.25e9, 1e-3, 1.0)  # where no KV has been sent yet: 10 Gb/s
 _LINK_CLASS = 0.25  # difference of logarithms below which links count as equal
-LOOKED_AT = 4  # deployments within reach that are estimated in full: those that let most requests through
+MAX_ESTIMATED = 4  # deployments within reach that are estimated in full: those with the highest rates
 STRIDES = (1, 2, 4, 8)  # flips of equal groups in one step of the climb, which goes on while it gains
-WORTH_IT = 1.1  # factor of goodput below which a change is not worth a drain, and is within the estimate's error
-ENOUGH = 1.1  # factor of the demand's rate at which goodput needs no change
+MIN_GAIN = 1.1  # factor of goodput below which a change is not worth a drain, and is within the estimate's error
+SPARE = 1.1  # factor of the demand's rate at which goodput needs no change
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Expected:
     tpot_s: float | None
 
     @classmethod
-    def of(cls, estimate: Estimate, rate: float) -> "Expected":
+    def from_estimate(cls, estimate: Estimate, rate: float) -> "Expected":
         ttft_s, tpot_s = (one if isfinite(one) else None for one in (estimate.ttft_s, estimate.tpot_s))
         return cls(rate, estimate.goodput, estimate.attainment, ttft_s, tpot_s)
 
@@ -85,7 +85,7 @@ class Fleet:
 
     @cached_property
     def estimator(self) -> Estimator:
-        return Estimator(self.problem, _Measured(self))
+        return Estimator(self.problem, _MeasuredCosts(self))
 
     @cached_property
     def problem(self) -> Problem:
@@ -111,9 +111,9 @@ class Fleet:
         return tuple(Group(view.role, 1, (Part(at, layers),)) for at, view in enumerate(self.views))
 
     @cached_property
-    def sorts(self) -> tuple[list[Sort], dict[str, int]]:
-        """Sorts of equal instances, and the number of each instance's sort."""
-        return sorted_out(self.views)
+    def classes(self) -> tuple[list[InstanceClass], dict[str, int]]:
+        """Classes of instances that are about alike, and the number of each instance's class."""
+        return classify(self.views)
 
     def lane_tokens(self, at: int) -> int:
         """KV tokens of each batch in flight of an instance."""
@@ -124,16 +124,16 @@ class Fleet:
         """The estimate at the demand's rate, with the present roles or those of `groups`, along `routes` if given."""
         groups = groups or self.groups
         if routes:
-            return self.estimator.along(groups, routes, rate=self.demand.rate)
-        return self.estimator.of(groups, local=self.local, rate=self.demand.rate)
+            return self.estimator.estimate_along(groups, routes, rate=self.demand.rate)
+        return self.estimator.estimate(groups, local=self.local, rate=self.demand.rate)
 
     def expected(self, groups: Sequence[Group] | None = None, routes: Sequence[Route] = ()) -> Expected:
-        return Expected.of(self.estimate(groups, routes), self.demand.rate)
+        return Expected.from_estimate(self.estimate(groups, routes), self.demand.rate)
 
     @cached_property
     def _inventory(self) -> Inventory:
         pools = tuple(
-            Pool(view.instance_id, _accelerator(view.info, self.sorts[1][view.instance_id]), 1, 0.0)
+            Pool(view.instance_id, _accelerator(view.info, self.classes[1][view.instance_id]), 1, 0.0)
             for view in self.views
         )
         inside = {view.instance_id: _UNKNOWN for view in self.views}  # no KV goes from an instance to itself
@@ -142,13 +142,13 @@ class Fleet:
         return Inventory(pools, Network(inside, between))
 
 
-class _Measured:
+class _MeasuredCosts:
     """Engine costs from what instances have measured."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._known: dict[str, EngineCost] = {}
         self._fleet = fleet
-        self._sample = Sample.of(fleet.problem.workload)
+        self._sample = Sample.from_workload(fleet.problem.workload)
         info = fleet.views[0].info
         self.kv_bytes = info.kv_bytes_per_token
         demand = fleet.demand
@@ -157,7 +157,7 @@ class _Measured:
             pool.accelerator.name: self._engine(at) for at, pool in enumerate(fleet.problem.inventory.pools)
         }
 
-    def of(self, kind: EngineKind) -> EngineCost | None:
+    def cost_of(self, kind: EngineKind) -> EngineCost | None:
         name = kind.stages[0].accelerator
         if name not in self._known:
             self._known[name] = self._engines[name].cost(self._sample, self._held)
@@ -165,14 +165,14 @@ class _Measured:
 
     def _engine(self, at: int) -> Engine:
         view = self._fleet.views[at]
-        sorts, numbers = self._fleet.sorts
-        sort, lanes = sorts[numbers[view.instance_id]], view.info.pipeline_parallel
+        classes, class_of = self._fleet.classes
+        kind, lanes = classes[class_of[view.instance_id]], view.info.pipeline_parallel
 
         def decode_s(decodes: int, context: int) -> float:
-            return sort.rates.decode_s(lanes * decodes, lanes * context)
+            return kind.rates.decode_s(lanes * decodes, lanes * context)
 
-        seats = max(1, sort.seats // lanes)
-        return Engine(sort.rates.prefill_s, decode_s, lanes, self._fleet.lane_tokens(at), seats, sort.chunk)
+        seats = max(1, kind.seats // lanes)
+        return Engine(kind.rates.prefill_s, decode_s, lanes, self._fleet.lane_tokens(at), seats, kind.chunk)
 
 
 def workload_of(demand: Demand, longest: int) -> Workload:
@@ -186,7 +186,7 @@ def workload_of(demand: Demand, longest: int) -> Workload:
     return Workload("the demand", np.zeros(REQUESTS), prompts, outputs)
 
 
-def changed(demand: Demand, rate: float = 1.0, prompt: float = 1.0, output: float = 1.0) -> Demand:
+def scaled(demand: Demand, rate: float = 1.0, prompt: float = 1.0, output: float = 1.0) -> Demand:
     """The demand with its rate and lengths multiplied. Raises InvalidRequest for factors of 0 or less."""
     if min(rate, prompt, output) <= 0.0:
         raise InvalidRequest("factors of rate and lengths must be positive")
@@ -221,9 +221,9 @@ def _link(one: InstanceInfo, other: InstanceInfo) -> Link:
     return Link(exp(round(log(bytes_s) / _LINK_CLASS) * _LINK_CLASS), round(max(wait for _, wait in known), 4), 1.0)
 
 
-def _accelerator(info: InstanceInfo, sort: int) -> Accelerator:
+def _accelerator(info: InstanceInfo, number: int) -> Accelerator:
     """An accelerator of which only measured rates are known: a name."""
-    name = f"{info.accelerator} {info.tensor_parallel}x{info.pipeline_parallel} #{sort}"
+    name = f"{info.accelerator} {info.tensor_parallel}x{info.pipeline_parallel} #{number}"
     return Accelerator(name, "", 0.0, 0.0, 0, {}, "measured", Links(1.0, 1.0, 1.0), 0.0, "measured while serving")
 
 
@@ -237,7 +237,7 @@ def _geometry(info: InstanceInfo) -> ModelGeometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class Rescheduling:
     """New roles and routes of groups that stay. flips: positions of groups with another role."""
 
     plan: Plan
@@ -250,7 +250,7 @@ class Proposal:
         return bool(self.flips)
 
 
-def rescheduled(estimator: Estimator, running: Plan, fixed: Collection[int] = ()) -> Proposal:
+def reschedule(estimator: Estimator, running: Plan, fixed: Collection[int] = ()) -> Rescheduling:
     """The roles that serve most of the problem's workload; the present ones where no others are clearly better.
 
     fixed: positions of groups whose roles must not change. Raises Incompatible for a group whose memory does not hold
@@ -261,24 +261,24 @@ def rescheduled(estimator: Estimator, running: Plan, fixed: Collection[int] = ()
     policies, problem = running.policies, estimator.problem
     local = not policies.startswith("plan:") or any(route.prefill is None for route in running.routes)
     start = running.groups
-    before = estimator.of(start, local=local)
+    before = estimator.estimate(start, local=local)
     here, best = start, before
     while True:
-        turned = _flipped(problem.inventory.alike, here, frozenset(fixed))
-        able = nlargest(LOOKED_AT, turned, key=lambda one: estimator.most(one, local=local))
-        near = max(able, key=lambda one: estimator.of(one, local=local).goodput, default=here)
-        found = estimator.of(near, local=local)
-        if found.goodput <= best.goodput * WORTH_IT:
+        neighbours = _flipped(problem.inventory.alike, here, frozenset(fixed))
+        promising = nlargest(MAX_ESTIMATED, neighbours, key=lambda groups: estimator.max_rate(groups, local=local))
+        near = max(promising, key=lambda groups: estimator.estimate(groups, local=local).goodput, default=here)
+        found = estimator.estimate(near, local=local)
+        if found.goodput <= best.goodput * MIN_GAIN:
             break
         here, best = near, found
     flips = tuple(at for at, (one, other) in enumerate(zip(start, here, strict=True)) if one.role is not other.role)
     plan = Plan(here, routes_of(best), policies)
     if policies.startswith("plan:"):
         plan = Plan(here, plan.routes, plan.routed(problem))
-    return Proposal(plan, flips, before, best)
+    return Rescheduling(plan, flips, before, best)
 
 
-def survivors(plan: Plan, lost: Sequence[int]) -> tuple[tuple[Group, ...], tuple[Route, ...]]:
+def after_loss(plan: Plan, lost: Sequence[int]) -> tuple[tuple[Group, ...], tuple[Route, ...]]:
     """The groups that are left and the routes between them, with shares in proportion."""
     kept = [at for at in range(len(plan.groups)) if at not in set(lost)]
     number = {at: new for new, at in enumerate(kept)}
@@ -287,9 +287,13 @@ def survivors(plan: Plan, lost: Sequence[int]) -> tuple[tuple[Group, ...], tuple
         for route in plan.routes
         if route.decode in number and (route.prefill is None or route.prefill in number)
     ]
+    return tuple(plan.groups[at] for at in kept), _in_proportion(routes)
+
+
+def _in_proportion(routes: Sequence[Route]) -> tuple[Route, ...]:
+    """The routes with shares that sum to 1."""
     whole = sum(route.share for route in routes)
-    shares = tuple(Route(route.prefill, route.decode, route.share / whole) for route in routes)
-    return tuple(plan.groups[at] for at in kept), shares
+    return tuple(Route(route.prefill, route.decode, route.share / whole) for route in routes)
 
 
 def _flipped(alike: Sequence[int], groups: Sequence[Group], fixed: frozenset[int]) -> Iterator[tuple[Group, ...]]:
@@ -299,19 +303,19 @@ def _flipped(alike: Sequence[int], groups: Sequence[Group], fixed: frozenset[int
         for at, group in enumerate(groups):
             if group.role is not role or at in fixed:
                 continue
-            turned, made = list(groups), 0
+            flipped, count = list(groups), 0
             for other in range(at, len(groups)):
                 same = groups[other].role is role and canonical((groups[other],), alike) == canonical((group,), alike)
                 if not same or other in fixed:
                     continue
-                turned[other] = groups[other].flipped()
-                made += 1
-                if made not in STRIDES:
+                flipped[other] = groups[other].flipped()
+                count += 1
+                if count not in STRIDES:
                     continue
-                key = canonical(turned, alike)
-                if key not in seen and any(one.role is Role.DECODE for one in turned):
+                key = canonical(flipped, alike)
+                if key not in seen and any(one.role is Role.DECODE for one in flipped):
                     seen.add(key)
-                    yield tuple(turned)
+                    yield tuple(flipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,42 +345,41 @@ class Finding:
         return bool(self.flips) or self.changes_routes
 
 
-def reviewed(fleet: Fleet, in_force: Sequence[PlanRoute] = (), fixed: Collection[str] = ()) -> Finding:
+def review(fleet: Fleet, in_force: Sequence[PlanRoute] = (), fixed: Collection[str] = ()) -> Finding:
     """The best roles and routes for the fleet's demand.
 
     in_force: the routes of placement `plan`; empty under another. fixed: instances whose roles must not change. Nothing
     changes where the demand is served with some spare capacity, or nothing else is clearly better.
     """
-    routes = surviving(fleet.views, in_force)
+    routes = surviving_routes(fleet.views, in_force)
     now = fleet.expected(routes=routes)
-    if now.goodput >= ENOUGH * now.rate and now.attainment >= fleet.target:
-        return _as_it_is(fleet, in_force, now, f"the roles serve this: {_served(now)}")
+    if now.goodput >= SPARE * now.rate and now.attainment >= fleet.target:
+        return _without_flips(fleet, in_force, now, f"the roles serve this: {_goodput_in_words(now)}")
     positions = {at for at, view in enumerate(fleet.views) if view.instance_id in set(fixed)}
     plan = Plan(fleet.groups, routes, "adaptive" if fleet.local else "plan:")
-    groups = rescheduled(fleet.estimator, plan, positions).plan.groups
+    found = reschedule(fleet.estimator, plan, positions)
+    groups = found.plan.groups
     then = fleet.expected(groups)
-    if then.goodput <= WORTH_IT * now.goodput:
+    if then.goodput <= MIN_GAIN * now.goodput:
         kept = f"; {len(positions)} are kept as they are" if positions else ""
-        return _as_it_is(fleet, in_force, now, f"no other roles serve clearly more: {_served(now)}{kept}")
-    flips = tuple(
-        Flip(view.instance_id, view.role, group.role)
-        for view, group in zip(fleet.views, groups, strict=True)
-        if view.role is not group.role
-    )
-    best = named(fleet.views, routes_of(fleet.estimate(groups)))
-    why = f"{_served(now)}; with {_said(flips, bool(in_force))} {then.goodput:.3g}"
+        why = f"no other roles serve clearly more: {_goodput_in_words(now)}{kept}"
+        return _without_flips(fleet, in_force, now, why)
+    changed = (fleet.views[at] for at in found.flips)
+    flips = tuple(Flip(view.instance_id, view.role, view.role.other) for view in changed)
+    best = routes_by_id(fleet.views, routes_of(fleet.estimate(groups)))
+    why = f"{_goodput_in_words(now)}; with {_in_words(flips, bool(in_force))} {then.goodput:.3g}"
     return Finding(flips, best, bool(in_force), now, then, why)
 
 
-def _as_it_is(fleet: Fleet, in_force: Sequence[PlanRoute], now: Expected, why: str) -> Finding:
+def _without_flips(fleet: Fleet, in_force: Sequence[PlanRoute], now: Expected, why: str) -> Finding:
     """A finding without flips, and with other routes only where no route in force has its instances any more."""
-    routes = surviving(fleet.views, in_force)
+    routes = surviving_routes(fleet.views, in_force)
     dead = bool(in_force) and not routes
-    here = named(fleet.views, routes or routes_of(fleet.estimate()))
+    here = routes_by_id(fleet.views, routes or routes_of(fleet.estimate()))
     return Finding((), here, dead, now, now, f"no route in force has its instances any more; {why}" if dead else why)
 
 
-def surviving(views: Sequence[InstanceView], in_force: Sequence[PlanRoute]) -> tuple[Route, ...]:
+def surviving_routes(views: Sequence[InstanceView], in_force: Sequence[PlanRoute]) -> tuple[Route, ...]:
     """The routes in force whose instances exist in their roles, by position, with shares in proportion."""
     at = {(view.instance_id, view.role): position for position, view in enumerate(views)}
     found = []
@@ -385,11 +388,10 @@ def surviving(views: Sequence[InstanceView], in_force: Sequence[PlanRoute]) -> t
         prefill = at.get((route.prefill, Role.PREFILL)) if route.prefill else None
         if decode is not None and (prefill is not None or not route.prefill):
             found.append(Route(prefill, decode, route.share))
-    whole = sum(route.share for route in found)
-    return tuple(Route(route.prefill, route.decode, route.share / whole) for route in found)
+    return _in_proportion(found)
 
 
-def named(views: Sequence[InstanceView], routes: Sequence[Route]) -> tuple[PlanRoute, ...]:
+def routes_by_id(views: Sequence[InstanceView], routes: Sequence[Route]) -> tuple[PlanRoute, ...]:
     return tuple(
         PlanRoute(
             "" if route.prefill is None else views[route.prefill].instance_id,
@@ -400,11 +402,11 @@ def named(views: Sequence[InstanceView], routes: Sequence[Route]) -> tuple[PlanR
     )
 
 
-def _served(now: Expected) -> str:
-    return f"{now.goodput:.3g} requests/s within the SLO, {now.rate:.3g} asked for"
+def _goodput_in_words(now: Expected) -> str:
+    return f"{now.goodput:.3g} requests/s within the SLO, {now.rate:.3g} requested"
 
 
-def _said(flips: Sequence[Flip], routed: bool) -> str:
+def _in_words(flips: Sequence[Flip], routed: bool) -> str:
     words = [f"{flip.instance_id} for {flip.to_role.value}" for flip in flips]
     if routed:
         words.append("other routes")

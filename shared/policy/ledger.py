@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from shared.domain.instance import ClusterView, InstanceState, Promised
 from shared.domain.job import JobView
 from shared.domain.route import Route
+from shared.policy.class_demand import ClassDemand
 from shared.policy.decode_admission import is_heavy
-from shared.policy.demand import ClassDemand
 from shared.policy.output_lengths import OutputLengths
 
 SETTLE_S = 1.0  # a job that was placed this long ago shows in the load of its instance

@@ -24,8 +24,9 @@ from shared.policy.papers.huawei import Memory, Single, Weighted, Workload
 from shared.policy.papers.tetriinfer import IdleFlip, ReserveDynamic, ReserveStatic, WorstCase
 from shared.policy.papers.thunderserve import PlanRoute, PlanRoutes, parse_routes
 from shared.policy.placement import LeastLoad, Placement, RoundRobin
+from shared.policy.predictive_flip import PredictiveFlip
 from shared.policy.prefill_order import Fcfs, Ljf, PrefillOrder, Sjf
-from shared.policy.role_flip import NoFlip, PredictiveFlip, RoleFlip
+from shared.policy.role_flip import NoFlip, RoleFlip
 from shared.policy.split import FractionSplit, FullSplit, NoSplit, RandomSplit, Split
 from shared.policy.step_budget import NoBudget, StepBudget, TpotBudget
 

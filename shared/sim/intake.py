@@ -502,7 +502,7 @@ class AutoFlips:
         self._split = freedom(run.policies.split)
         self._book = DemandBook()
         self._unreported: list[DemandSecond] = []
-        self._ordered: list[tuple[float, str, Role]] = []
+        self._by_operators: list[tuple[float, str, Role]] = []
         self.made: list[RoleFlipped] = []
         self.shifts: list[tuple[float, Shift]] = []
 
@@ -513,24 +513,24 @@ class AutoFlips:
         if job.prefix:
             view = self._fleet.instance(self._fleet.position(first.instance_id)).view(now)
             held = saved_tokens(index.prefixes, view, job)
-        self._counter.add(job, held, self._fleet.ledger.output_lengths.expected(job).mean, self._split, now)
+        self._counter.count_request(job, held, self._fleet.ledger.output_lengths.expected(job).mean, self._split, now)
 
     def ended(self, job_id: str, output_tokens: int, now: float) -> None:
         """A request is over; `output_tokens` of a whole answer, else 0."""
-        self._counter.ended(job_id, output_tokens, now)
+        self._counter.count_end(job_id, output_tokens, now)
 
     def ordered(self, view: InstanceView, now: float) -> None:
         """The run's spec orders a flip, as an operator would."""
-        self._ordered.append((now, view.instance_id, view.role.other))
+        self._by_operators.append((now, view.instance_id, view.role.other))
 
     def decide(self, now: float) -> FlipDecision | None:
-        self._unreported += self._counter.take(now)
+        self._unreported += self._counter.pop_finished(now)
         reported = [one for one in self._unreported if one.second + 1 + _DEMAND_DELAY_S <= now]
         del self._unreported[: len(reported)]
-        self._book.take(reported, now)
+        self._book.add(reported, now)
         self.shifts += [(now, shift) for shift in self._book.advance(now)]
         respects_s = self._run.role_flip_respects_s
-        context = FlipContext.after_orders(self._book.demand(now), self._ordered, now, respects_s)
+        context = FlipContext.after_flips(self._book.demand(now), self._by_operators, now, respects_s)
         decision = self._policy.propose(self._fleet.view(now), now, self._history, context)
         if decision is not None:
             self.made.append(RoleFlipped(now, decision.instance_id, decision.to.value, decision.reasons))

@@ -1,7 +1,7 @@
 """Schema upgrades: create the database and bring it to the newest revision, at the start of a process that uses it.
 
-The revisions are in `migrations/versions`; `initial` replaced the former ones, 0001 to 0010. A database of revision
-0010 has the same tables and is upgraded; an older one is refused (`why_refused`).
+The revisions are in `migrations/versions`, `initial` first; it replaced the former ones, 0001 to 0010. A database of
+revision 0010 has the tables of `initial` and is upgraded; an older one is refused (`why_refused`).
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, text
+from sqlalchemy import Column, Connection, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -32,6 +32,7 @@ LOCK_S = 30.0
 RETRY_S = 1.0
 CONVERT_BYTES = 256 << 20
 _POLL_S = 0.05
+_ADDED_SINCE_INITIAL = {("flips", "origin"), ("events", "origin")}  # columns
 _ADVISORY_KEY = zlib.crc32(b"polyphase.migrations")
 
 
@@ -94,7 +95,7 @@ def _upgrade(connection: Connection, database: str) -> None:
     config.attributes["connection"] = connection
     revision = MigrationContext.configure(connection).get_current_revision()
     if revision == LAST_FORMER:
-        differing = _differences(connection)
+        differing = [one for one in _differences(connection) if not _added_since_initial(one)]
         if differing:
             raise Conflict(
                 f"the tables of {database} are not those of its schema revision {revision} ({differing[0]}, …): move "
@@ -113,6 +114,14 @@ def _differences(connection: Connection) -> list[object]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SQLite's indexes on expressions cannot be compared
         return list(compare_metadata(MigrationContext.configure(connection), metadata))
+
+
+def _added_since_initial(difference: object) -> bool:
+    """Whether the difference is a column that a revision after `initial` adds."""
+    match difference:
+        case ("add_column", _, str(table), Column(name=column)):
+            return (table, column) in _ADDED_SINCE_INITIAL
+    return False
 
 
 @asynccontextmanager

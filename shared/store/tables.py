@@ -153,7 +153,7 @@ slo_windows = Table(
     Index("slo_windows_time", "time_s"),
 )
 
-# The audit of operations on instances: flips, drains and resumes, by people and programs.
+# The audit of operations on instances: flips, drains and resumes.
 flips = Table(
     "flips",
     metadata,
@@ -171,7 +171,8 @@ flips = Table(
     Column("result", String, nullable=False),  # shared.wire.api.OperationResult
     Column("error", Text, nullable=False),
     Column("code", String),  # of the error
-    Column("why", Text),  # the reasons of a policy; null for people
+    Column("why", Text),  # the reasons of a policy or of the planner; null for operators
+    Column("origin", String, nullable=False, server_default="operator"),  # shared.wire.api.Origin
     Index("flips_started", "started_s"),
 )
 
@@ -188,6 +189,7 @@ events = Table(
     Column("operation_id", String, nullable=False, server_default=""),
     Column("job_id", String, nullable=False, server_default=""),
     Column("subject", String, nullable=False, server_default=""),  # what else it concerns: a plan, a gateway
+    Column("origin", String, nullable=False, server_default=""),  # of the operation
     Index("events_time", "time_s"),
     Index("events_instance", "instance_id", "time_s"),
 )

@@ -23,6 +23,14 @@ class OperationKind(StrEnum):
     RESUME = "resume"
 
 
+class Origin(StrEnum):
+    """What decided that an operation is carried out."""
+
+    OPERATOR = "operator"  # a person, or a program that acts for one
+    POLICY = "policy"  # the policy `role_flip` in force
+    PLAN = "plan"  # an accepted proposal of the planner
+
+
 class OperationResult(StrEnum):
     """How an operation stands."""
 
@@ -38,7 +46,7 @@ class Operation(Struct):
     """A flip, drain or resume: the monitor's `GET /flips` and `GET /operations/{id}`, and a row of the table `flips`.
 
     Durations are seconds, None for a step that was not reached; `started_s` is unix time. why: the reasons of a policy
-    or of another program; None where a person acts. code: of the error.
+    or of the planner; None for an operator. code: of the error.
     """
 
     operation_id: str
@@ -56,6 +64,7 @@ class Operation(Struct):
     result: OperationResult = OperationResult.RUNNING
     error: str = ""
     code: str | None = None
+    origin: Origin = Origin.OPERATOR
 
 
 class EventKind(StrEnum):
@@ -95,6 +104,7 @@ class Event(Struct, frozen=True):
     """An entry of the cluster's log: the monitor's `GET /events`, and a row of the table `events`.
 
     The ids and `subject` (a plan, a gateway) name what the event concerns; empty where it concerns no such thing.
+    origin: an `Origin`, of the operation that the event concerns.
     """
 
     event_id: str
@@ -106,6 +116,7 @@ class Event(Struct, frozen=True):
     operation_id: str = ""
     job_id: str = ""
     subject: str = ""
+    origin: str = ""
 
 
 class NoticedShift(Shift, frozen=True, kw_only=True):
@@ -115,7 +126,7 @@ class NoticedShift(Shift, frozen=True, kw_only=True):
 
 
 class DemandProfile(Struct, frozen=True):
-    """The monitor's `GET /demand/profile`: demand, and what people's flips forbid for a while.
+    """The monitor's `GET /demand/profile`: demand, and what operators' flips forbid for a while.
 
     kept: instances that keep their roles. barred: roles that no instance may be given.
     """

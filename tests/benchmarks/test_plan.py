@@ -43,9 +43,9 @@ from services.launcher.cluster_file import load_cluster
 from shared.cost.step import Batch
 from shared.domain.instance import Role
 from shared.errors import InvalidRequest
+from shared.plan.evaluate import Promise
 from shared.plan.group import Group, Part
 from shared.plan.inventory import read_inventory
-from shared.plan.judge import Promise
 from shared.plan.plan import Plan
 from shared.plan.search import Outcome
 from shared.sim.workload import Workload
@@ -186,7 +186,7 @@ def pair(rate: float = 2.0, longest: int = 2_000) -> Planned:
     search = replace(search, problem=replace(search.problem, workload=workload, rate=rate))
     layers = search.problem.shop.geometry.layers
     plan = Plan((Group(Role.PREFILL, 1, (Part(1, layers),)), Group(Role.DECODE, 1, (Part(0, layers),))))
-    outcome = Outcome("by hand", plan, search.judge.promise(plan, rate), 0.0, 0.0, 1)
+    outcome = Outcome("by hand", plan, search.evaluator.promise(plan, rate), 0.0, 0.0, 1)
     return Planned("conversation", search, outcome)
 
 

@@ -60,7 +60,7 @@ def plan_command(
     """
     if context.invoked_subcommand is not None:
         return
-    from shared.plan.answer import PlanGoals
+    from shared.plan.find import PlanGoals
     from tools.plan.session import PlanOptions, run_plan
 
     goals = PlanGoals(

@@ -18,11 +18,11 @@ from shared.cost.kinds import Workshop
 from shared.domain.instance import Role
 from shared.domain.job import Slo, tight_gaps
 from shared.errors import InvalidRequest
-from shared.plan.answer import PlanGoals, PlanRequest, answered, cluster_file, figures, why
+from shared.plan.find import PlanGoals, PlanRequest, cluster_file, figures, find_plans, why
 from shared.plan.inventory import read_inventory
 from shared.plan.plan import Plan
 from shared.plan.problem import Problem
-from shared.plan.search import Found, Outcome
+from shared.plan.search import Outcome, ScoredPlan
 from tools.simulate.workloads import WorkloadOptions, make_workload
 
 
@@ -49,7 +49,7 @@ def run_plan(options: PlanOptions, console: Console) -> dict[str, Any]:
         console.print(assumed, style="yellow", markup=False)
     with Console(stderr=True).status("planning") as status:
         progress = _progress(status, perf_counter())
-        outcomes = answered(request, perf_counter, progress, helped=(cpu_count() or 1) > 1)
+        outcomes = find_plans(request, perf_counter, progress, helped=(cpu_count() or 1) > 1)
     text = cluster_file(request, outcomes[0])
     show(console, request.problem, outcomes)
     try:
@@ -102,10 +102,10 @@ def read_slo(text: str) -> Slo:
     return slo
 
 
-def _progress(status: Status, begin: float) -> Callable[[str, Found | None], None]:
+def _progress(status: Status, begin: float) -> Callable[[str, ScoredPlan | None], None]:
     best = 0.0
 
-    def progress(what: str, found: Found | None) -> None:
+    def progress(what: str, found: ScoredPlan | None) -> None:
         nonlocal best
         best = max(best, found[1] if found else 0.0)
         so_far = f", best so far {best:.2f} requests/s" if best else ""
@@ -159,7 +159,7 @@ def _percent(share: float) -> str:
 
 
 def _price(problem: Problem, outcome: Outcome) -> float:
-    return sum(group.price_usd_hour(problem.inventory) for group in outcome.plan.groups)
+    return problem.price_usd_hour(outcome.plan.groups)
 
 
 def _groups(problem: Problem, chosen: Outcome) -> Table:

@@ -6,17 +6,18 @@ promising ones by the estimate, and the simulator decides. For a few accelerator
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from math import inf
 
 from shared.domain.instance import Role
 from shared.plan.compose import Composer
 from shared.plan.estimate import Estimator
+from shared.plan.evaluate import Scout, race
 from shared.plan.group import Group
-from shared.plan.judge import Scout, race
 from shared.plan.methods.papers import exhaustive_groups, joint_groups
 from shared.plan.methods.simple import deployments, smallest
 from shared.plan.plan import Plan, canonical, routes_of
-from shared.plan.search import Found, Search
+from shared.plan.search import ScoredPlan, Search
 
 FEW = 8  # accelerators for which all deployments are estimated
 _MAX_OF_FEW = 1500  # such deployments; unlike accelerators on many nodes may have more
@@ -29,23 +30,23 @@ _TURNED = 12  # changes of the best plan that are judged
 _TURNS = 3  # rounds of small changes that the simulator judges
 
 
-def best(search: Search) -> Iterator[Found]:
+def best(search: Search) -> Iterator[ScoredPlan]:
     few = _all_of_few(search) if search.problem.inventory.accelerators <= FEW else None
     plans = [Plan(one) for one in few[:_RACED_OF_FEW]] if few is not None else _likely(search)
     if not plans:
         return
-    scout = Scout(search.judge, _expected(search, plans[0]) or 1.0, search.over)
+    scout = Scout(search.evaluator, _expected(search, plans[0]) or 1.0, search.over)
     first = [(plan, _expected(search, plan)) for plan in plans] if few is not None else _leading(search, scout, plans)
-    found: Found | None = None
-    for found in race(search.judge, first, search.over):
+    found: ScoredPlan | None = None
+    for found in race(search.evaluator, first, search.over):
         yield found
     if found is None:
         return
     others = plans if few is None else []
     for _ in range(_TURNS):
         better = None
-        near = scout.beside(found[0], [*others, *_around(search, found[0])])
-        for better in race(search.judge, [found, *near], search.over):
+        near = scout.challengers(found[0], [*others, *_around(search, found[0])])
+        for better in race(search.evaluator, [found, *near], search.over):
             if better[1] <= found[1]:
                 better = None
                 continue
@@ -57,40 +58,39 @@ def best(search: Search) -> Iterator[Found]:
 
 
 def _expected(search: Search, plan: Plan) -> float:
-    return search.estimator.of(plan.groups).goodput
+    return search.estimator.estimate(plan.groups).goodput
 
 
 def _likely(search: Search) -> list[Plan]:
     return [Plan(one) for one in _climbed(search, search.estimator, _composed(search))[:_RACED]]
 
 
-def _leading(search: Search, scout: Scout, plans: Sequence[Plan]) -> list[Found]:
+def _leading(search: Search, scout: Scout, plans: Sequence[Plan]) -> list[ScoredPlan]:
     """Plans between which long runs decide: only the first where it keeps its promise, as no other promises more.
 
     Where it does not, also what small changes make of the plans when the estimate counts crowded batches.
     """
-    if scout.holds(plans[0]):
+    if scout.meets_target(plans[0]):
         return [(plans[0], _expected(search, plans[0]))]
     crowded = _climbed(search, search.estimator.for_crowds(), [plan.groups for plan in plans])[:_CROWDED]
-    return scout.led([*plans, *(plan for plan in map(Plan, crowded) if plan not in plans)])
+    return scout.leaders([*plans, *(plan for plan in map(Plan, crowded) if plan not in plans)])
 
 
 def _all_of_few(search: Search) -> list[tuple[Group, ...]] | None:
     """All deployments within the budget, the most promising first; None where they are too many."""
-    inventory, budget = search.problem.inventory, search.problem.budget_usd_hour * (1.0 + 1e-9)
-    made = []
-    for at, groups in enumerate(deployments(search, whole=budget == inf)):
+    found = []
+    for at, groups in enumerate(deployments(search, whole=search.problem.budget_usd_hour == inf)):
         if at == _MAX_OF_FEW or search.over():
             return None
-        if sum(group.price_usd_hour(inventory) for group in groups) <= budget:
-            search.estimator.of(groups)
-            made.append(groups)
-    return sorted(made, key=lambda groups: -search.estimator.of(groups).goodput)
+        if search.problem.affords(groups):
+            search.estimator.estimate(groups)
+            found.append(groups)
+    return sorted(found, key=lambda groups: -search.estimator.estimate(groups).goodput)
 
 
 def _composed(search: Search) -> list[tuple[Group, ...]]:
     """Candidates, each once, the most promising first."""
-    made: dict[object, tuple[Group, ...]] = {}
+    found: dict[object, tuple[Group, ...]] = {}
     alike = search.problem.inventory.alike
     for groups in (
         *Composer(search.estimator).candidates(),
@@ -99,21 +99,20 @@ def _composed(search: Search) -> list[tuple[Group, ...]]:
         joint_groups(search, per_accelerator=True),
         smallest(search, Role.DECODE),
     ):
-        price = sum(group.price_usd_hour(search.problem.inventory) for group in groups)
         decodes = any(group.role is Role.DECODE for group in groups)
-        if decodes and price <= search.problem.budget_usd_hour * (1.0 + 1e-9):
-            made.setdefault(canonical(groups, alike), groups)
-        search.tell(f"best: {len(made)} candidates", None)
-    return sorted(made.values(), key=lambda groups: -search.estimator.of(groups).goodput)
+        if decodes and search.problem.affords(groups):
+            found.setdefault(canonical(groups, alike), groups)
+        search.report(f"best: {len(found)} candidates", None)
+    return sorted(found.values(), key=lambda groups: -search.estimator.estimate(groups).goodput)
 
 
 def _climbed(search: Search, estimator: Estimator, candidates: Sequence[tuple[Group, ...]]) -> list[tuple[Group, ...]]:
-    """Candidates, with what small changes made of the most promising ones as long as the estimate rose."""
-    candidates = sorted(candidates, key=lambda groups: -estimator.of(groups).goodput)
+    """Candidates, and the most promising ones after small changes for as long as the estimate rose."""
+    candidates = sorted(candidates, key=lambda groups: -estimator.estimate(groups).goodput)
     alike = search.problem.inventory.alike
     known = {canonical(groups, alike): groups for groups in candidates}
     for start in candidates[:_CLIMBED]:
-        here, worth = start, estimator.of(start).goodput
+        here, worth = start, estimator.estimate(start).goodput
         for _ in range(_STEPS):
             if search.over():
                 break
@@ -122,7 +121,7 @@ def _climbed(search: Search, estimator: Estimator, candidates: Sequence[tuple[Gr
                 break
             here, worth = near, value
         known.setdefault(canonical(here, alike), here)
-    return sorted(known.values(), key=lambda groups: -estimator.of(groups).goodput)
+    return sorted(known.values(), key=lambda groups: -estimator.estimate(groups).goodput)
 
 
 def _highest(
@@ -131,67 +130,66 @@ def _highest(
     """The change with the highest estimate, and its estimate; None where none is above `worth`."""
     found: tuple[Group, ...] | None = None
     for groups in changes(search, here):
-        if estimator.reaches(groups, worth) and (value := estimator.of(groups).goodput) > worth:
+        if estimator.reaches(groups, worth) and (value := estimator.estimate(groups).goodput) > worth:
             found, worth = groups, value
     return found, worth
 
 
 def changes(search: Search, groups: Sequence[Group]) -> Iterator[tuple[Group, ...]]:
-    """Deployments one step away: a group flipped, cut in two, or joined with another one. Equal results once."""
-    layouts, alike = search.estimator.layouts, search.problem.inventory.alike
-    pools = search.problem.inventory.pools
+    """Deployments one step away that decode: a group flipped, halved, or joined with another; equal results once."""
+    alike = search.problem.inventory.alike
     seen = {canonical(groups, alike)}
+    for changed in _steps_from(search, groups):
+        key = canonical(changed, alike)
+        if key not in seen and any(group.role is Role.DECODE for group in changed):
+            seen.add(key)
+            yield changed
 
-    def fresh(made: tuple[Group, ...]) -> bool:
-        key = canonical(made, alike)
-        if key in seen or not any(group.role is Role.DECODE for group in made):
-            return False
-        seen.add(key)
-        return True
 
+def _steps_from(search: Search, groups: Sequence[Group]) -> Iterator[tuple[Group, ...]]:
+    layouts, pools = search.estimator.layouts, search.problem.inventory.pools
     for at, group in enumerate(groups):
-        rest = (*groups[:at], *groups[at + 1 :])
-        turned = layouts.best(group.uses, group.role.other)
-        if turned is not None and fresh(made := (*rest, turned)):
-            yield made
-        halves = {pool: count // 2 for pool, count in group.uses.items()}
+        others = (*groups[:at], *groups[at + 1 :])
+        flipped = layouts.best(group.uses, group.role.other)
+        if flipped is not None:
+            yield (*others, flipped)
         if all(count % 2 == 0 for count in group.uses.values()):
-            for first in Role:
-                for second in Role:
-                    pair = (layouts.best(halves, first), layouts.best(halves, second))
-                    if pair[0] is not None and pair[1] is not None and fresh(made := (*rest, pair[0], pair[1])):
-                        yield made
+            half = {pool: count // 2 for pool, count in group.uses.items()}
+            for roles in product(Role, repeat=2):
+                halves = [layout for role in roles if (layout := layouts.best(half, role)) is not None]
+                if len(halves) == 2:
+                    yield (*others, *halves)
         for other_at in range(at + 1, len(groups)):
             other = groups[other_at]
             nodes = {pools[pool].node for pool in (*group.uses, *other.uses)}
             if len({*group.uses, *other.uses}) > 2 or (search.problem.one_node and len(nodes) > 1):
                 continue
-            left = tuple(one for i, one in enumerate(groups) if i not in (at, other_at))
+            left = tuple(kept for i, kept in enumerate(groups) if i not in (at, other_at))
             for role in Role:
                 joined = layouts.best(group.uses + other.uses, role)
-                if joined is not None and fresh(made := (*left, joined)):
-                    yield made
+                if joined is not None:
+                    yield (*left, joined)
 
 
 def _around(search: Search, plan: Plan) -> list[Plan]:
     """The most promising changes of a plan, by the estimate."""
-    base = search.estimator.of(plan.groups).goodput or 1.0
+    base = search.estimator.estimate(plan.groups).goodput or 1.0
     near = [
-        (search.estimator.of(groups).goodput, groups)
+        (search.estimator.estimate(groups).goodput, groups)
         for groups in changes(search, plan.groups)
-        if search.estimator.most(groups) >= 0.8 * base
+        if search.estimator.max_rate(groups) >= 0.8 * base
     ]
     near.sort(key=lambda one: -one[0])
     return [Plan(groups, policies=plan.policies) for _, groups in near[:_TURNED]]
 
 
-def _routed(search: Search, found: Found) -> Iterator[Found]:
+def _routed(search: Search, found: ScoredPlan) -> Iterator[ScoredPlan]:
     """The same groups along routes, where that serves more than decisions request by request."""
     plan, goodput = found
-    estimate = search.estimator.of(plan.groups)
+    estimate = search.estimator.estimate(plan.groups)
     along = Plan(plan.groups, routes_of(estimate))
     yield replace(plan, routes=along.routes), goodput
     if along.routes and not search.over():
         routed = replace(along, policies=along.routed(search.problem))
-        if search.judge.attained(routed, goodput) >= search.problem.target:
-            yield routed, search.judge.goodput(routed, goodput)
+        if search.evaluator.attainment(routed, goodput) >= search.problem.target:
+            yield routed, search.evaluator.goodput(routed, goodput)

@@ -20,13 +20,13 @@ from shared.cost.network import rate_of
 from shared.domain.instance import Role
 from shared.domain.rates import HuaweiCost
 from shared.plan.estimate import Estimate
+from shared.plan.evaluate import Trial
 from shared.plan.group import Group, Part
-from shared.plan.judge import Ask
 from shared.plan.methods.simple import SPLIT
 from shared.plan.plan import Plan, canonical, routes_of
 from shared.plan.problem import Problem
 from shared.plan.routes import Route
-from shared.plan.search import Found, Search
+from shared.plan.search import ScoredPlan, Search
 from shared.sim.outcomes import SimResult
 
 POLICIES = "workload+split=none+dispatch=random"
@@ -36,7 +36,7 @@ _SAMPLE = 200  # requests that batches are packed of
 Pairs = Sequence[tuple[int, int]]  # prompt and output tokens of requests
 
 
-def exhaustive(search: Search) -> Iterator[Found]:
+def exhaustive(search: Search) -> Iterator[ScoredPlan]:
     """One plan: the best tensor-parallel degree of each machine that holds the model, by its estimated throughput.
 
     Source: Huawei Algorithm 1 and eqs 1-4. Machines are independent, and each instance serves whole requests, which the
@@ -44,7 +44,7 @@ def exhaustive(search: Search) -> Iterator[Found]:
     """
     groups = exhaustive_groups(search)
     if groups:
-        yield search.judged(Plan(groups, policies=POLICIES), local=True)
+        yield search.score(Plan(groups, policies=POLICIES), local=True)
 
 
 def exhaustive_groups(search: Search) -> tuple[Group, ...]:
@@ -142,7 +142,7 @@ class Ratio:
         return self.rate / self.accelerators, self.prefill.each + self.decode.each
 
 
-def joint(search: Search) -> Iterator[Found]:
+def joint(search: Search) -> Iterator[ScoredPlan]:
     """One plan: a parallel strategy and an accelerator type for each phase, and the number of instances of each.
 
     Source: ZTE III.C: equation 1 maximises prefill throughput per accelerator under TTFT and memory, equation 4 the
@@ -152,7 +152,7 @@ def joint(search: Search) -> Iterator[Found]:
     """
     groups = joint_groups(search)
     if groups:
-        yield search.judged(Plan(groups, policies=SPLIT), local=False)
+        yield search.score(Plan(groups, policies=SPLIT), local=False)
 
 
 def joint_groups(search: Search, per_accelerator: bool = False) -> tuple[Group, ...]:
@@ -250,15 +250,15 @@ def _placed(search: Search, strategy: Strategy, count: int, beside: Ratio | None
         for group in _placed(search, beside.prefill, beside.prefills):
             for pool, used in group.uses.items():
                 left[pool] -= used
-    made: list[Group] = []
+    groups: list[Group] = []
     for _ in range(count):
         pool = max(left, key=lambda one: left[one])
         if left[pool] < strategy.size:
             break
         left[pool] -= strategy.size
         parts = tuple(Part(pool, part.layers) for part in strategy.group.parts)
-        made.append(Group(strategy.group.role, strategy.group.tensor_parallel, parts))
-    return made
+        groups.append(Group(strategy.group.role, strategy.group.tensor_parallel, parts))
+    return groups
 
 
 ROUNDS = 3
@@ -266,28 +266,28 @@ _DAMPING = 0.5  # share of the new routes in the mixture with the old
 _UNSEEN = 0.95  # worth of a route that no request took
 
 
-def orchestrated(search: Search, groups: Sequence[Group]) -> Iterator[Found]:
+def orchestrated(search: Search, groups: Sequence[Group]) -> Iterator[ScoredPlan]:
     """The groups under routes: the linear programme and the simulator in turn, a few damped rounds.
 
     Source: ThunderServe 3.3. As D depends on the load, what a run shows of a route is its worth in the next round.
     """
-    estimate = search.estimator.of(groups, local=False)
+    estimate = search.estimator.estimate(groups, local=False)
     plan = _along(search, groups, routes_of(estimate))
     if plan is None:
         return
-    goodput = search.judge.goodput(plan, estimate.goodput or 0.3 * estimate.most)
+    goodput = search.evaluator.goodput(plan, estimate.goodput or 0.3 * estimate.most)
     yield plan, goodput
     for _ in range(ROUNDS - 1):
         if search.over() or goodput <= 0.0:
             return
-        worth = _worth(search, search.judge.result(Ask(plan, goodput)), estimate)
-        better = search.estimator.of(groups, local=False, worth=worth)
+        worth = _worth(search, search.evaluator.result(Trial(plan, goodput)), estimate)
+        better = search.estimator.estimate(groups, local=False, worth=worth)
         mixed = _mixed(plan.routes, routes_of(better))
         following = _along(search, groups, mixed)
         if following is None or following.routes == plan.routes:
             return
         plan = following
-        goodput = search.judge.goodput(plan, goodput)
+        goodput = search.evaluator.goodput(plan, goodput)
         yield plan, goodput
 
 
@@ -328,7 +328,7 @@ Cell = tuple[Role, tuple[tuple[int, int], ...]]  # a group before its layout: ph
 Cells = tuple[Cell, ...]
 
 
-def tabu(search: Search) -> Iterator[Found]:
+def tabu(search: Search) -> Iterator[ScoredPlan]:
     """A tabu search over the construction and the phases of groups; the best few deployments are orchestrated.
 
     Source: ThunderServe Algorithms 1 and 2 and section 3.3. Deployments need both phases, are tabu by their canonical
@@ -365,7 +365,7 @@ class _Walk:
             here = max(fresh, key=self._value)
             tabu_list.append(self._key(here))
             if step % 10 == 0:
-                self._search.tell(f"tabu: step {step} of {STEPS}, {len(self._worth)} deployments", None)
+                self._search.report(f"tabu: step {step} of {STEPS}, {len(self._worth)} deployments", None)
         best = sorted(self._worth.values(), key=lambda one: -one[0])
         return [groups for worth, groups in best[:_FINALISTS] if worth > 0.0]
 
@@ -461,7 +461,7 @@ class _Walk:
         groups = tuple(group for group in layouts if group is not None)
         key = canonical(groups, self._alike)
         if key not in self._worth:
-            self._worth[key] = (self._search.estimator.of(groups, local=False).goodput, groups)
+            self._worth[key] = (self._search.estimator.estimate(groups, local=False).goodput, groups)
         return self._worth[key][0]
 
 

@@ -6,11 +6,11 @@ from itertools import product
 from shared.domain.instance import Role
 from shared.errors import Incompatible
 from shared.plan.compose import Composer, Margin
+from shared.plan.evaluate import race
 from shared.plan.group import Group
 from shared.plan.inventory import Inventory
-from shared.plan.judge import race
 from shared.plan.plan import Plan, canonical
-from shared.plan.search import Found, Search
+from shared.plan.search import ScoredPlan, Search
 
 COUPLED = "least_load+split=none+dispatch=random"
 SPLIT = "least_load+split=full+power_of_two"
@@ -19,14 +19,14 @@ _BEHIND = 0.75  # of the best estimate: deployments below are not simulated
 _JUDGED = 60
 
 
-def coupled(search: Search) -> Iterator[Found]:
+def coupled(search: Search) -> Iterator[ScoredPlan]:
     """Each group serves whole requests; each pool is cut into the groups that decode most."""
     groups = smallest(search, Role.DECODE)
     if groups:
-        yield search.judged(Plan(groups, policies=COUPLED), local=True)
+        yield search.score(Plan(groups, policies=COUPLED), local=True)
 
 
-def thirds(search: Search) -> Iterator[Found]:
+def thirds(search: Search) -> Iterator[ScoredPlan]:
     """Every third group computes prompts, the others decode; adaptive policies let those compute some, too."""
     groups = list(smallest(search, Role.DECODE))
     if len(groups) < 2:
@@ -34,10 +34,10 @@ def thirds(search: Search) -> Iterator[Found]:
     for at, group in enumerate(groups):
         if at % 3 == 0:
             groups[at] = search.estimator.layouts.best(group.uses, Role.PREFILL) or group.flipped()
-    yield search.judged(Plan(tuple(groups)), local=True)
+    yield search.score(Plan(tuple(groups)), local=True)
 
 
-def single_type(search: Search) -> Iterator[Found]:
+def single_type(search: Search) -> Iterator[ScoredPlan]:
     """The best split or coupled deployment of one type of accelerators alone; the other types idle."""
     inventory = search.problem.inventory
     for name in sorted({pool.accelerator.name for pool in inventory.pools}):
@@ -47,7 +47,7 @@ def single_type(search: Search) -> Iterator[Found]:
         for margin in (Margin(), Margin(split=False)):
             groups = Composer(part.estimator).best(margin)
             if groups:
-                yield search.judged(Plan(tuple(group.moved(pools) for group in groups)), local=True)
+                yield search.score(Plan(tuple(group.moved(pools) for group in groups)), local=True)
 
 
 def smallest(search: Search, role: Role) -> tuple[Group, ...]:
@@ -62,21 +62,21 @@ def smallest(search: Search, role: Role) -> tuple[Group, ...]:
     return tuple(found)
 
 
-def bruteforce(search: Search) -> Iterator[Found]:
+def bruteforce(search: Search) -> Iterator[ScoredPlan]:
     """The best of all deployments of a small inventory, under adaptive policies: the oracle.
 
     All are estimated; those not far behind the best estimate are simulated. Raises Incompatible for too many.
     """
     estimated: list[tuple[Plan, float]] = []
     for groups in deployments(search):
-        estimated.append((Plan(groups), search.estimator.of(groups).goodput))
+        estimated.append((Plan(groups), search.estimator.estimate(groups).goodput))
         if len(estimated) % 500 == 0:
-            search.tell(f"bruteforce: {len(estimated)} deployments estimated", None)
+            search.report(f"bruteforce: {len(estimated)} deployments estimated", None)
         if search.over():
             break
     top = max((near for _, near in estimated), default=0.0)
     kept = sorted((one for one in estimated if one[1] >= _BEHIND * top > 0.0), key=lambda one: -one[1])
-    yield from race(search.judge, kept[:_JUDGED], search.over)
+    yield from race(search.evaluator, kept[:_JUDGED], search.over)
 
 
 def deployments(search: Search, whole: bool = True) -> Iterator[tuple[Group, ...]]:

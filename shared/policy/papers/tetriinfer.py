@@ -96,12 +96,13 @@ class IdleFlip:
         since = history.hold(idle, now)
         if draining(view):
             return None
+        candidates = context.candidates(ready)
         highest = {role: max(map(load_share, ready[role]), default=0.0) for role in Role}
-        for key, chosen in sorted(idle.items(), key=lambda one: (since[one[0]], one[1].instance_id)):
+        for key, chosen in sorted(idle.items(), key=lambda item: (since[item[0]], item[1].instance_id)):
             idle_s, to = now - since[key], chosen.role.other
             if idle_s < self.for_s:
                 break
-            if len(ready[chosen.role]) < 2 or highest[to] < self.threshold_share or not context.may_flip(chosen):
+            if chosen not in candidates[chosen.role] or highest[to] < self.threshold_share:
                 continue
             history.hold(idle.keys() - {key}, now)
             history.flips.append((now, to))

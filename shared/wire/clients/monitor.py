@@ -11,7 +11,7 @@ from shared.domain.instance import InstanceInfo, Role
 from shared.domain.route import PolicySpec
 from shared.errors import DeadlineExceeded, OutcomeUnknown, Unavailable
 from shared.runtime.actor import acting_as
-from shared.wire.api import SchedulerNews
+from shared.wire.api import Origin, SchedulerNews
 from shared.wire.clients.http import JsonClient, unanswered
 
 SLACK_S = 10.0  # of a flip beyond its drain; the deadline of an operation is their sum
@@ -62,6 +62,7 @@ class MonitorClient(JsonClient):
         who: str = "",
         operation_id: str = "",
         why: str | None = None,
+        origin: Origin | None = None,
         to: Role | None = None,
     ) -> dict[str, Any]:
         """Change the role of the instance. Raises Conflict for the last ready instance of a role, unless forced, and
@@ -69,6 +70,8 @@ class MonitorClient(JsonClient):
         outcome later.
         """
         body = {"force": force, "drain_timeout_s": drain_timeout_s, "why": why, "to_role": to}
+        if origin is not None:  # by default an operator's
+            body["origin"] = origin
         return await self._operate(instance_id, "flip", body, drain_timeout_s, who, operation_id)
 
     async def operation(self, operation_id: str) -> dict[str, Any]:

@@ -8,27 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.cluster_monitor.app import create_app
-from services.cluster_monitor.operations import OperationRequest, PolicyController, in_words
+from services.cluster_monitor.operations import OperationRequest
 from services.cluster_monitor.settings import MonitorSettings
 from services.launcher import operate
-from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, Role
-from shared.domain.policies import PolicySet
-from shared.domain.route import PolicySpec, Reason
+from shared.domain.instance import InstanceState, Role
 from shared.errors import (
     Conflict,
     DeadlineExceeded,
     EngineFailed,
-    InvalidRequest,
     NotFound,
     OutcomeUnknown,
     PolyphaseError,
     Standby,
     Unavailable,
 )
-from shared.policy import registry
-from shared.policy.papers.tetriinfer import IdleFlip
-from shared.policy.role_flip import FlipContext, FlipDecision, FlipHistory
 from shared.wire.api import OperationKind
 from shared.wire.clients import monitor as monitor_client
 from shared.wire.clients.monitor import MonitorClient
@@ -49,14 +42,16 @@ async def test_a_flip_drains_changes_verifies_and_resumes(cluster: Cluster) -> N
         "decode",
         "tester",
     )
-    assert done["why"] is None  # people give no reasons
+    assert (done["why"], done["origin"]) == (None, "operator")
     assert done["flip_s"] == 0.0042  # as the instance measured it, apart from the drain
     assert 0 <= done["drain_s"] < done["total_s"] < 1.0
     await cluster.wait_ready("p0", Role.DECODE)
     assert any(view.get("p0").state is InstanceState.DRAINING for view in cluster.views if view.get("p0"))  # type: ignore[union-attr]
     assert (await cluster.client.flips())[0] == done
-    await cluster.client.flip("p0")
+    await cluster.client.flip("p0", to=Role.PREFILL)
     await cluster.wait_ready("p0", Role.PREFILL)
+    with pytest.raises(Conflict, match="p0 has the role prefill already"):
+        await cluster.client.flip("p0", to=Role.PREFILL)
 
 
 async def test_the_last_of_a_role_stays_unless_forced(cluster: Cluster) -> None:
@@ -73,13 +68,6 @@ async def test_the_last_of_a_role_stays_unless_forced(cluster: Cluster) -> None:
     await cluster.client.drain("d0", timeout_s=1)
     await cluster.client.drain("p0", force=True, timeout_s=1)
     await cluster.wait_state("p0", InstanceState.DRAINING)
-
-
-async def test_a_role_that_is_meant_is_not_taken_from_who_has_it(cluster: Cluster) -> None:
-    await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
-    with pytest.raises(Conflict, match="p1 has the role prefill already"):
-        await cluster.client.flip("p1", to=Role.PREFILL)
-    assert (await cluster.client.flip("p1", to=Role.DECODE))["to_role"] == "decode"
 
 
 async def test_two_at_once_on_one_instance_or_on_the_last_two_of_a_role(cluster: Cluster) -> None:
@@ -159,15 +147,11 @@ async def test_drain_and_resume(cluster: Cluster) -> None:
     await cluster.wait_ready("d0", Role.DECODE)
     assert worker.calls == ["drain", "resume"]
     assert [entry["kind"] for entry in await cluster.client.flips()] == ["resume", "drain"]
-
-
-async def test_a_drain_that_times_out_goes_on_draining(cluster: Cluster) -> None:
-    (worker,) = await cluster.workers(d0=Role.DECODE)
     worker.drained = False
     with pytest.raises(DeadlineExceeded, match="3 jobs remain"):
-        await cluster.client.drain("d0", force=True, timeout_s=0.2)
+        await cluster.client.drain("d0", timeout_s=0.2)
     await cluster.wait_state("d0", InstanceState.DRAINING)
-    assert worker.calls == ["drain"]
+    assert worker.calls == ["drain", "resume", "drain"]
 
 
 async def test_only_known_and_living_instances(cluster: Cluster) -> None:
@@ -326,90 +310,3 @@ async def _answers(client: MonitorClient) -> bool:
         return bool(await client.call("GET", "/health"))
     except PolyphaseError:
         return False
-
-
-STEADY = {"silence_s": 5.0}  # the workers are on the monitor's loop: while it stalls they cannot beat
-
-IDLE = {"policies": {"role_flip": {"name": "idle", "for_s": 0.3}}, "role_flip_period_s": 0.05, **STEADY}
-
-STEPS = [(1, 5.0), (2, 5.0), (3, 6.0), (4, 6.0)]  # revisions, and the policy's for_s
-
-EMPTY, FULL = InstanceLoad(free_blocks=1000), InstanceLoad(free_blocks=100)
-
-
-async def test_an_idle_instance_flips_by_itself_and_the_audit_says_why(start: Start) -> None:
-    cluster: Cluster = await start(**IDLE)
-    p0, p1, d0 = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
-    p0.loads[Role.DECODE] = FULL  # else it flips back when it has been idle again
-    p0.load, p1.load, d0.load = EMPTY, FULL, FULL
-    await cluster.wait_ready("p0", Role.DECODE)
-    assert (p0.calls, p1.calls, d0.calls) == (["drain", "flip", "resume"], [], [])
-    await until(lambda: cluster.state.operation_log.newest(1)[0].result == "succeeded", "audited")
-    (entry,) = await cluster.client.flips()
-    assert (entry["kind"], entry["who"], entry["to_role"]) == ("flip", "role_flip:idle", "decode")
-    assert entry["why"].startswith("role_flip:idle (load_share 0.0, idle_s 0.3")
-    (event,) = await cluster.client.events(kind="policy_flip")
-    assert event["text"] == f"prefill → decode by role_flip:idle: {entry['why']}"
-
-
-async def test_a_flip_that_fails_is_tried_again(start: Start) -> None:
-    cluster: Cluster = await start(**IDLE)
-    p0, p1, d0 = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
-    p0.load, p1.load, d0.load = EMPTY, FULL, FULL
-    p0.fail_flip = True
-    await until(lambda: len(cluster.state.operation_log.newest(9)) >= 2, "two attempts")
-    p0.fail_flip = False
-    await cluster.wait_ready("p0", Role.DECODE)
-    assert cluster.state.operation_log.newest(9)[-1].error == "the engine is stuck"
-
-
-async def test_another_policy_holds_from_the_next_step_on_and_begins_anew(start: Start) -> None:
-    """Off, then idle for half a minute: an idleness of before does not count; then idle at once; then off again."""
-    cluster: Cluster = await start(role_flip_period_s=0.02, **STEADY)
-    p0, p1, d0 = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
-    p0.load, p1.load, d0.load = EMPTY, FULL, FULL
-    await cluster.client.set_policies({"role_flip": PolicySpec("idle", {"for_s": 30.0})})
-    await cluster.client.set_policies({"role_flip": PolicySpec("idle", {"for_s": 0.05})})
-    await cluster.wait_ready("p0", Role.DECODE)
-    held_s = float(str(cluster.state.operation_log.newest(9)[-1].why).partition("idle_s ")[2].partition(",")[0])
-    assert held_s < 30.0
-    await cluster.client.set_policies({"role_flip": None})
-    await until(lambda: not any(one.operation for one in cluster.state.registry.all()), "what was under way has ended")
-    flips = len(cluster.state.operation_log.newest(9))
-    p0.load, p1.load, d0.load = FULL, FULL, EMPTY
-    sequence = cluster.views[-1].sequence
-    await until(lambda: cluster.views[-1].sequence > sequence + 10, "steps have passed")
-    assert len(cluster.state.operation_log.newest(9)) == flips
-
-
-def test_a_policy_that_stays_keeps_what_it_remembers() -> None:
-    histories: list[tuple[FlipHistory, int]] = []
-
-    class Policy(IdleFlip):
-        def propose(
-            self, view: ClusterView, now: float, history: FlipHistory, context: FlipContext
-        ) -> FlipDecision | None:
-            history.flips.append((now, Role.PREFILL))
-            histories.append((history, len(history.flips)))
-            return None
-
-    views = [ClusterView(n, 0.0, (), PolicySet(n, role_flip=PolicySpec("idle", {"for_s": s}))) for n, s in STEPS]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(registry.ROLE_FLIP, "idle", Policy)
-        auto = PolicyController(lambda: views.pop(0), FlipContext)
-        asyncio.run(_steps(auto, len(STEPS)))
-    assert [seen for _, seen in histories] == [1, 2, 1, 2]
-
-
-async def _steps(auto: PolicyController, count: int) -> None:
-    for _ in range(count):
-        auto.propose()
-
-
-def test_an_unknown_policy_stops_the_start() -> None:
-    with pytest.raises(InvalidRequest, match="role_flip: unknown role flip policy 'lazy'; known: idle, off, p"):
-        create_app(MonitorSettings(policies={"role_flip": "lazy"}))
-
-
-def test_reasons_in_words() -> None:
-    assert in_words([Reason("a", {"x": 1.5, "y": "z"}), Reason("b", {"n": 2})]) == "a (x 1.5, y z); b (n 2)"

@@ -4,12 +4,24 @@ import asyncio
 from collections import Counter
 from typing import Any, cast
 
+import msgspec
 import pytest
 
-from services.planner.proposals import KEPT, MAX_WHY, Cause, PlanNews, Proposal, ProposalState, Step, carry_out
+from services.planner.proposals import (
+    EVENTS,
+    KEPT,
+    MAX_WHY,
+    Cause,
+    Proposal,
+    ProposalEvents,
+    ProposalState,
+    Step,
+    carry_out,
+)
 from shared.domain.instance import Role
 from shared.errors import Conflict, InvalidRequest, NotFound, OutcomeUnknown, PeerLost, PolyphaseError, Unavailable
 from shared.plan.running import Expected, Flip
+from shared.wire.api import Origin
 from shared.wire.clients.monitor import MonitorClient
 
 P, D = Role.PREFILL, Role.DECODE
@@ -23,21 +35,21 @@ class Monitor:
     def __init__(self, roles: dict[str, Role]) -> None:
         self.roles = roles
         self.ready = Counter(roles.values())
-        self.asked: list[str] = []
+        self.flipped: list[str] = []
         self.forced: list[str] = []
         self.whys: list[str] = []
         self.most_away = 0
         self.fails: dict[str, PolyphaseError] = {}
-        self.told: list[dict[str, Any] | PolyphaseError] = []
+        self.outcomes: list[dict[str, Any] | PolyphaseError] = []
 
     async def flip(
-        self, instance_id: str, *, force: bool, drain_timeout_s: float, who: str, why: str, to: Role
+        self, instance_id: str, *, force: bool, drain_timeout_s: float, who: str, why: str, origin: Origin, to: Role
     ) -> dict[str, Any]:
         role = self.roles[instance_id]
-        self.asked.append(instance_id)
+        self.flipped.append(instance_id)
         self.forced += [instance_id] if force else []
         self.whys.append(why)
-        assert role is not to
+        assert (role, origin) == (to.other, Origin.PLAN)
         if self.ready[role] <= 1 and not force:
             raise Conflict(f"{instance_id} is the last")
         self.ready[role] -= 1
@@ -51,7 +63,7 @@ class Monitor:
         return {"drain_s": 0.1}
 
     async def operation(self, operation_id: str) -> dict[str, Any]:
-        told = self.told.pop(0)
+        told = self.outcomes.pop(0)
         if isinstance(told, PolyphaseError):
             raise told
         return told
@@ -81,7 +93,7 @@ async def carried_out(monitor: Monitor, *names: str, why: str = "") -> tuple[str
         ("pppppddd", ["p0", "p1", "d5", "p2", "d6", "d7"]),
     ],
 )
-async def test_all_are_turned_whatever_their_order(letters: str, names: list[str]) -> None:
+async def test_all_flips_are_made_in_whatever_order(letters: str, names: list[str]) -> None:
     monitor = Monitor(roles_of(letters))
     wanted = {name: role.other if name in names else role for name, role in monitor.roles.items()}
     error, steps = await carried_out(monitor, *names)
@@ -98,12 +110,12 @@ async def test_at_most_half_of_a_role_is_away_at_once() -> None:
     assert not monitor.forced
 
 
-async def test_nobody_is_left_without_one_that_decodes() -> None:
+async def test_the_last_decode_instance_stays() -> None:
     monitor = Monitor(roles_of("pd"))
     error, steps = await carried_out(monitor, "d1")
     assert error == "d1 is the last that decodes"
     assert not steps
-    assert not monitor.asked
+    assert not monitor.flipped
 
 
 async def test_a_step_that_fails_ends_it() -> None:
@@ -111,14 +123,14 @@ async def test_a_step_that_fails_ends_it() -> None:
     monitor.fails["p0"] = PeerLost("p0 is gone")
     error, steps = await carried_out(monitor, "p0", "p1")
     assert error == "flip p0 to decode: p0 is gone"
-    assert monitor.asked == ["p0"], "nothing more is begun"
+    assert monitor.flipped == ["p0"], "nothing more is begun"
     assert [step.ok for step in steps] == [False]
 
 
-async def test_an_answer_that_was_lost_is_asked_for() -> None:
+async def test_the_outcome_of_a_lost_answer_is_requested() -> None:
     monitor = Monitor(roles_of("ppdd"))
     monitor.fails["p0"] = OutcomeUnknown("lost", operation_id="o1")
-    monitor.told = [PeerLost("away"), {"result": "running"}, {"result": "succeeded", "drain_s": 0.5}]
+    monitor.outcomes = [PeerLost("away"), {"result": "running"}, {"result": "succeeded", "drain_s": 0.5}]
     error, steps = await carried_out(monitor, "p0")
     assert error == ""
     assert steps[0].text == "drained in 0.50 s"
@@ -131,7 +143,7 @@ async def test_an_answer_that_was_lost_is_asked_for() -> None:
 async def test_an_answer_that_never_comes_is_a_failure(told: Any, said: str) -> None:
     monitor = Monitor(roles_of("ppdd"))
     monitor.fails["p0"] = OutcomeUnknown("lost", operation_id="o1")
-    monitor.told = [told]
+    monitor.outcomes = [told]
     assert (await carried_out(monitor, "p0"))[0] == f"flip p0 to decode: {said}"
 
 
@@ -142,86 +154,68 @@ async def test_reasons_are_as_long_as_the_monitor_takes_them() -> None:
 
 
 class EventSink:
-    """Takes events, or raises what it is told to."""
+    """A monitor that accepts events, or raises an error."""
 
     def __init__(self) -> None:
-        self.taken: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
         self.error: PolyphaseError | None = None
 
     async def happened(self, event: dict[str, Any]) -> None:
         if self.error is not None:
             raise self.error
-        self.taken.append(event)
+        self.events.append(event)
 
 
-class Told:
-    """As much of a proposal as is told."""
-
-    def __init__(self, state: ProposalState, who: str = "", error: str = "") -> None:
-        self.proposal_id, self.state, self.who, self.error, self.why = "plan-1", state, who, error, "shorter queues"
+def proposal(state: ProposalState, who: str = "", error: str = "") -> Proposal:
+    found = Proposal(state, Cause.LOSS, "shorter queues", (), (), False, NOTHING, NOTHING, 0.0, 0.0, 0.0)
+    return msgspec.structs.replace(found, proposal_id="plan-1", who=who, error=error)
 
 
-def became(news: PlanNews, *told: Told) -> None:
-    for one in told:
-        news.became(cast(Proposal, one))
-
-
-@pytest.fixture
-def monitor() -> EventSink:
-    return EventSink()
-
-
-async def test_each_state_is_an_event_in_order(monitor: EventSink) -> None:
-    news = PlanNews(cast(MonitorClient, monitor))
-    became(news, Told(ProposalState.OPEN), Told(ProposalState.APPLYING, "anna"))
-    became(news, Told(ProposalState.FAILED, "anna", "d0 did not drain"))
-    await news.step()
-    assert [(event["kind"], event["text"]) for event in monitor.taken] == [
+@pytest.mark.parametrize("failure", [None, Unavailable("away")])
+async def test_each_state_is_an_event_in_order_once_the_monitor_answers(failure: PolyphaseError | None) -> None:
+    monitor = EventSink()
+    events = ProposalEvents(cast(MonitorClient, monitor))
+    events.record(proposal(ProposalState.OPEN))
+    events.record(proposal(ProposalState.APPLYING, "anna"))
+    events.record(proposal(ProposalState.FAILED, "anna", "d0 did not drain"))
+    monitor.error = failure
+    await events.step()
+    monitor.error = None
+    await events.step()
+    assert [(event["kind"], event["text"]) for event in monitor.events] == [
         ("plan_proposed", "shorter queues"),
         ("plan_accepted", "by anna: shorter queues"),
         ("plan_failed", "by anna: d0 did not drain"),
     ]
-    assert {event["subject"] for event in monitor.taken} == {"plan-1"}
-
-
-async def test_what_the_monitor_could_not_take_is_told_later(monitor: EventSink) -> None:
-    news = PlanNews(cast(MonitorClient, monitor))
-    became(news, Told(ProposalState.OPEN))
-    monitor.error = Unavailable("away")
-    await news.step()
-    monitor.error = None
-    await news.step()
-    assert len(monitor.taken) == 1
-
-
-async def test_what_it_refuses_stands_in_nobodys_way(monitor: EventSink) -> None:
-    news = PlanNews(cast(MonitorClient, monitor))
-    became(news, Told(ProposalState.OPEN))
-    monitor.error = InvalidRequest("no")
-    await news.step()
-    monitor.error = None
-    became(news, Told(ProposalState.REFUSED))
-    await news.step()
-    assert [event["kind"] for event in monitor.taken] == ["plan_refused"]
-
-
-def test_every_state_has_a_kind_of_event() -> None:
-    from services.planner.proposals import EVENTS
-
+    assert {event["subject"] for event in monitor.events} == {"plan-1"}
     assert EVENTS.keys() == set(ProposalState)
 
 
-async def test_an_event_may_be_pushed_out_while_it_is_told(monitor: EventSink) -> None:
-    news = PlanNews(cast(MonitorClient, monitor))
-    became(news, *[Told(ProposalState.OPEN)] * (KEPT - 1), Told(ProposalState.APPLIED))
-    take = monitor.happened
+async def test_an_event_that_the_monitor_refuses_does_not_block_the_next() -> None:
+    monitor = EventSink()
+    events = ProposalEvents(cast(MonitorClient, monitor))
+    events.record(proposal(ProposalState.OPEN))
+    monitor.error = InvalidRequest("no")
+    await events.step()
+    monitor.error = None
+    events.record(proposal(ProposalState.REFUSED))
+    await events.step()
+    assert [event["kind"] for event in monitor.events] == ["plan_refused"]
+
+
+async def test_an_event_may_be_pushed_out_while_it_is_sent() -> None:
+    monitor = EventSink()
+    events = ProposalEvents(cast(MonitorClient, monitor))
+    for state in [ProposalState.OPEN] * (KEPT - 1) + [ProposalState.APPLIED]:
+        events.record(proposal(state))
+    accept = monitor.happened
 
     async def full(event: dict[str, Any]) -> None:
-        monitor.happened = take  # type: ignore[method-assign]
-        became(news, Told(ProposalState.FAILED))
-        await take(event)
+        monitor.happened = accept  # type: ignore[method-assign]
+        events.record(proposal(ProposalState.FAILED))
+        await accept(event)
 
     monitor.happened = full  # type: ignore[method-assign]
-    await news.step()
-    kinds = [event["kind"] for event in monitor.taken]
+    await events.step()
+    kinds = [event["kind"] for event in monitor.events]
     assert kinds == ["plan_proposed"] * (KEPT - 1) + ["plan_applied", "plan_failed"]

@@ -1,4 +1,4 @@
-"""Who is at work, lost or back, out of broadcasts; time is the test's own."""
+"""Which instances are at work, lost or back, from broadcasts; reviews and proposals of a real cluster."""
 
 import io
 from collections.abc import Iterator
@@ -47,77 +47,54 @@ def view(*states: tuple[str, InstanceState], generation: int = 1) -> ClusterView
     return ClusterView(1, 0.0, tuple(views))
 
 
-def lost(watched: Presence) -> list[str]:
-    return [one.instance_id for one in watched.lost]
+Step = tuple[dict[str, InstanceState], float, list[str]]  # a broadcast, seconds after it, and who counts as lost then
+BOTH = {"a": READY, "b": READY}
+B_SILENT = {"a": READY, "b": SILENT}
+ONE = {"a": READY}
 
 
-def test_who_is_gone_is_lost_at_once_and_told_once(clock: Clock) -> None:
-    watched = Presence(0.0)
-    assert watched.update(view(("a", READY), ("b", READY))) == []
-    watched.update(view(("a", READY)))
-    assert watched.take_lost() == {"b": 1_000.0}
-    watched.update(view(("a", READY)))
-    assert watched.take_lost() == {}
-    assert lost(watched) == ["b"]
-    assert watched.update(view(("a", READY), ("b", READY), generation=1)) == ["b"]
-    assert lost(watched) == []
+@pytest.mark.parametrize(
+    ("steps", "lost"),
+    [
+        ([(BOTH, 0.0, []), (ONE, 0.0, ["b"]), (ONE, 0.0, [])], ["b"]),
+        ([(BOTH, 0.0, []), (B_SILENT, 0.0, []), (B_SILENT, watch.SILENT_S + 0.01, ["b"]), (ONE, 0.0, [])], ["b"]),
+        ([(BOTH, 0.0, []), (B_SILENT, 0.0, []), (ONE, 0.0, ["b"])], ["b"]),
+        ([(BOTH, 0.0, []), ({"a": SILENT, "b": SILENT}, 0.2, []), (BOTH, 10.0, [])], []),
+        ([(BOTH, 0.0, []), ({"a": READY, "b": DRAINING}, 0.0, []), (ONE, 0.0, ["b"])], []),
+    ],
+    ids=["gone", "silent for long", "silent, then gone", "silent for a moment", "gone after its drain"],
+)
+def test_an_instance_that_is_away_is_lost_once(clock: Clock, steps: list[Step], lost: list[str]) -> None:
+    presence = Presence(0.0)
+    for states, later_s, lost_now in steps:
+        assert presence.update(view(*states.items())) == []
+        clock.now_s += later_s
+        assert list(presence.pop_lost()) == lost_now
+    assert [one.instance_id for one in presence.lost] == lost
 
 
-def test_a_silent_host_is_lost_after_a_moment(clock: Clock) -> None:
-    watched = Presence(0.0)
-    watched.update(view(("a", READY), ("b", READY)))
-    watched.update(view(("a", READY), ("b", SILENT)))
-    assert watched.take_lost() == {}
-    clock.now_s += watch.SILENT_S + 0.01
-    assert list(watched.take_lost()) == ["b"]
-    watched.update(view(("a", READY)))
-    assert watched.take_lost() == {}, "its end is no second loss"
-    assert lost(watched) == ["b"]
-
-
-def test_one_that_goes_silent_and_then_dies_is_lost(clock: Clock) -> None:
-    watched = Presence(0.0)
-    watched.update(view(("a", READY), ("b", READY)))
-    watched.update(view(("a", READY), ("b", SILENT)))
-    watched.update(view(("a", READY)))
-    assert list(watched.take_lost()) == ["b"]
-
-
-def test_a_moment_of_silence_is_no_news(clock: Clock) -> None:
-    watched = Presence(0.0)
-    watched.update(view(("a", READY), ("b", READY)))
-    watched.update(view(("a", SILENT), ("b", SILENT)))
-    clock.now_s += 0.2
-    assert watched.take_lost() == {}
-    assert watched.update(view(("a", READY), ("b", READY))) == []
-    clock.now_s += 10.0
-    assert watched.take_lost() == {}
-    assert lost(watched) == []
+def test_an_instance_that_returns_is_not_lost_any_more(clock: Clock) -> None:
+    presence = Presence(0.0)
+    for states in (BOTH, ONE):
+        presence.update(view(*states.items()))
+    assert presence.pop_lost() == {"b": 1_000.0}
+    assert presence.update(view(*BOTH.items())) == ["b"]
+    assert presence.lost == ()
 
 
 def test_another_life_under_the_same_name_has_come(clock: Clock) -> None:
     watched = Presence(5.0)
     watched.update(view(("a", READY)))
     watched.update(view())
-    assert watched.take_lost() == {}
+    assert watched.pop_lost() == {}
     assert watched.update(view(("a", READY), generation=2)) == ["a"]
-
-
-def test_who_leaves_in_good_order_is_gone_but_not_missed(clock: Clock) -> None:
-    watched = Presence(0.0)
-    watched.update(view(("a", READY), ("b", READY)))
-    watched.update(view(("a", READY), ("b", DRAINING)))
-    assert watched.take_lost() == {}
-    watched.update(view(("a", READY)))
-    assert list(watched.take_lost()) == ["b"]
-    assert lost(watched) == []
 
 
 def test_the_lost_are_bounded(clock: Clock) -> None:
     watched = Presence(0.0)
     watched.update(view(*((f"w{at}", READY) for at in range(LOST_KEPT + 9))))
     watched.update(view())
-    assert len(watched.take_lost()) == LOST_KEPT + 9
+    assert len(watched.pop_lost()) == LOST_KEPT + 9
     assert len(watched.lost) == LOST_KEPT
 
 
@@ -321,7 +298,7 @@ async def test_the_next_life_knows_what_was_proposed(watching: Watching) -> None
 
 async def test_the_monitor_away_is_said_and_nothing_dies(watching: Watching) -> None:
     cluster: Watched = await watching(monitor_url="http://127.0.0.1:9")
-    await until(lambda: "does not report" in cluster.state.watch.trouble, "the trouble is known")
+    await until(lambda: "does not report" in cluster.state.watch.problem, "the trouble is known")
     fleet = await cluster.client.fleet()
     assert "does not report the demand" in fleet["trouble"]
     assert fleet["measured"] is None
@@ -333,7 +310,7 @@ async def test_with_nobody_ready_it_waits_and_says_so(watching: Watching) -> Non
     await cluster.ask(20, 8, LONG)
     for name in ("p0", "p1", "d2", "d3"):
         await cluster.kill(name)
-    await until(lambda: cluster.state.watch.trouble == "no instance is ready", "the trouble is known", 20.0)
+    await until(lambda: cluster.state.watch.problem == "no instance is ready", "the trouble is known", 20.0)
     fleet = await cluster.client.fleet()
     assert {row["state"] for row in fleet["instances"]} == {"lost"}
     assert not cluster.state.proposals.open
@@ -341,7 +318,7 @@ async def test_with_nobody_ready_it_waits_and_says_so(watching: Watching) -> Non
     for name, role in (("p0", Role.PREFILL), ("d2", Role.DECODE)):
         await cluster.start(name, role)
     await until(lambda: cluster.state.watch.reviews > reviews, "it thinks about those who have come", 20.0)
-    assert cluster.state.watch.trouble == ""
+    assert cluster.state.watch.problem == ""
 
 
 async def test_a_proposal_that_does_not_fit_any_more_is_not_carried_out(watching: Watching) -> None:

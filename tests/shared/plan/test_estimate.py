@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from shared.domain.instance import Role
 from shared.domain.job import Slo
-from shared.plan.estimate import proportional, widest_path
 from shared.plan.group import Group, Part
+from shared.plan.layouts import proportional, widest_path
 from shared.plan.plan import Plan, routes_of
 from tests.shared.plan.problems import inventory, problem, search
 
@@ -32,8 +32,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_near_the_simulator(name: str) -> None:
     found = search(problem(STOCK))
-    estimate = found.estimator.of(CASES[name])
-    simulated = found.judge.goodput(Plan(CASES[name]), estimate.goodput)
+    estimate = found.estimator.estimate(CASES[name])
+    simulated = found.evaluator.goodput(Plan(CASES[name]), estimate.goodput)
     assert estimate.goodput == pytest.approx(simulated, rel=0.35)
     assert estimate.goodput <= estimate.most
 
@@ -41,19 +41,21 @@ def test_it_is_near_the_simulator(name: str) -> None:
 def test_more_accelerators_and_looser_targets_never_serve_less() -> None:
     tight, loose = search(problem(STOCK)), search(problem(STOCK, slo=Slo(ttft_s=4.0, tpot_s=0.2)))
     for groups in CASES.values():
-        base = tight.estimator.of(groups).goodput
-        assert tight.estimator.of((*groups, one(D, 1))).goodput >= 0.99 * base
-        assert loose.estimator.of(groups).goodput >= base
+        base = tight.estimator.estimate(groups).goodput
+        assert tight.estimator.estimate((*groups, one(D, 1))).goodput >= 0.99 * base
+        assert loose.estimator.estimate(groups).goodput >= base
 
 
 def test_a_slow_link_is_what_binds() -> None:
     near, far = (search(problem(inventory(("a", "A100-SXM-80", 2), ("b", "A10", 4), gbps=g))) for g in (40.0, 0.5))
     groups = CASES["split"]
-    assert far.estimator.of(groups, local=False).goodput < 0.5 * near.estimator.of(groups, local=False).goodput
+    assert (
+        far.estimator.estimate(groups, local=False).goodput < 0.5 * near.estimator.estimate(groups, local=False).goodput
+    )
 
 
 def test_routes_are_the_flows_and_sum_to_one() -> None:
-    estimate = search(problem(STOCK)).estimator.of(CASES["mixed"])
+    estimate = search(problem(STOCK)).estimator.estimate(CASES["mixed"])
     routes = routes_of(estimate)
     assert sum(route.share for route in routes) == pytest.approx(1.0)
     for route in routes:
@@ -62,7 +64,7 @@ def test_routes_are_the_flows_and_sum_to_one() -> None:
 
 
 def test_without_a_group_that_decodes_nothing_is_served() -> None:
-    assert search(problem(STOCK)).estimator.of((one(P, 0),)).goodput == 0.0
+    assert search(problem(STOCK)).estimator.estimate((one(P, 0),)).goodput == 0.0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from shared.plan.methods.registry import METHODS, method
 from shared.plan.methods.simple import deployments
 from shared.plan.plan import Plan, canonical, routes_of
 from shared.plan.problem import Problem
-from shared.plan.search import Found, Search, searched
+from shared.plan.search import ScoredPlan, Search, run_method
 from tests.shared.plan.problems import inventory, problem, search
 
 STOCK = inventory(("a", "A100-SXM-80", 1), ("b", "A10", 2))
@@ -37,7 +37,7 @@ def outcomes() -> dict[str, float]:
     found = {}
     for name, one in METHODS.items():
         asked = problem(STOCK)
-        outcome = searched(name, one, search(asked))
+        outcome = run_method(name, one, search(asked))
         check(asked, outcome.plan)
         assert outcome.promise.goodput > 0
         assert outcome.found_s <= outcome.took_s
@@ -52,14 +52,14 @@ def test_every_method_finds_a_plan_and_none_is_ahead_of_best(outcomes: dict[str,
 
 def test_one_accelerator_is_one_group() -> None:
     asked = problem(inventory(("a", "A10", 1)))
-    outcome = searched("best", method("best"), search(asked))
+    outcome = run_method("best", method("best"), search(asked))
     assert len(outcome.plan.groups) == 1
     assert outcome.plan.coupled
 
 
 def test_nothing_that_holds_the_model_is_no_plan() -> None:
     with pytest.raises(Incompatible, match="method best finds no deployment for Llama-2-70B"):
-        searched("best", method("best"), search(problem(STOCK, "Llama-2-70B", longest_tokens=400_000)))
+        run_method("best", method("best"), search(problem(STOCK, "Llama-2-70B", longest_tokens=400_000)))
 
 
 def test_unknown_methods_are_named_with_the_known() -> None:
@@ -80,7 +80,7 @@ def test_the_oracle_looks_at_each_deployment_once() -> None:
 
 def test_a_budget_is_kept() -> None:
     asked = problem(STOCK, budget_usd_hour=2.0)  # of three that cost 1 each
-    outcome = searched("best", method("best"), search(asked))
+    outcome = run_method("best", method("best"), search(asked))
     assert sum(group.price_usd_hour(asked.inventory) for group in outcome.plan.groups) <= 2.0
 
 
@@ -118,26 +118,26 @@ def test_huaweis_estimate_prefers_small_degrees_where_a_model_fits() -> None:
 def test_what_serves_as_much_and_says_more_takes_its_place() -> None:
     asked = search(problem(STOCK))
     plan = Plan(next(iter(deployments(asked))))
-    told = Plan(plan.groups, routes_of(asked.estimator.of(plan.groups)))
+    told = Plan(plan.groups, routes_of(asked.estimator.estimate(plan.groups)))
     assert told.routes
 
-    def two(of: Search) -> Iterator[Found]:
+    def two(of: Search) -> Iterator[ScoredPlan]:
         yield plan, 1.0
         yield told, 1.0
         yield plan, 0.5
 
-    assert searched("two", two, asked).plan == told
+    assert run_method("two", two, asked).plan == told
 
 
 def test_ctrl_c_takes_the_best_so_far() -> None:
     asked = search(problem(STOCK))
     plan = Plan(next(iter(deployments(asked))))
 
-    def pressed(of: Search) -> Iterator[Found]:
+    def pressed(of: Search) -> Iterator[ScoredPlan]:
         yield plan, 1.0
         raise KeyboardInterrupt
 
-    outcome = searched("pressed", pressed, asked)
+    outcome = run_method("pressed", pressed, asked)
     assert outcome.stopped
     assert (outcome.plan, outcome.promise.goodput) == (plan, 1.0)
 

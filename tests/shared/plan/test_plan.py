@@ -13,8 +13,8 @@ from services.launcher.model_source import PROJECT
 from services.launcher.plan import links_between
 from shared.domain.instance import Role
 from shared.domain.kv import Codec
+from shared.plan.evaluate import Trial
 from shared.plan.group import Group, Part
-from shared.plan.judge import Ask
 from shared.plan.plan import Plan, Target, deployed, plan_text, policies_of
 from shared.plan.problem import Problem
 from shared.plan.routes import Route
@@ -50,10 +50,10 @@ def test_simulating_the_file_is_simulating_the_plan(tmp_path: Path, routed: bool
     if routed:
         plan = Plan(GROUPS, ROUTES, plan.routed(asked))
     found = search(asked)
-    run = replace(found.judge.spec(plan), streaming=False)  # emulated engines send KV when a prompt is computed
+    run = replace(found.evaluator.spec(plan), streaming=False)  # emulated engines send KV when a prompt is computed
     instances, network = deployed(asked, plan, found.estimator.costs, found.estimator.places)
     read = load_deployment(written(tmp_path, asked, plan))
-    workload = found.judge.workload(Ask(plan, 4.0))
+    workload = found.evaluator.workload(Trial(plan, 4.0))
     for one, other in zip(instances, read.instances, strict=True):
         assert one.instance_id == other.instance_id
         limits = replace(other.limits, prefix_cache=False)  # the workload says nothing of prefixes

@@ -10,13 +10,11 @@ from shared.cost.library import Library
 from shared.domain.demand import Demand
 from shared.domain.instance import InstanceView, Role
 from shared.domain.rates import LinkRate, Rates
-from shared.errors import Incompatible, InvalidRequest
-from shared.plan.answer import cheapest, nearest
+from shared.errors import InvalidRequest
 from shared.plan.group import Group, Part
 from shared.plan.plan import Plan
 from shared.plan.routes import Route
-from shared.plan.running import Finding, Fleet, changed, rescheduled, reviewed, survivors, workload_of
-from shared.plan.search import Stopped
+from shared.plan.running import Finding, Fleet, after_loss, reschedule, review, scaled, workload_of
 from shared.policy.papers.thunderserve import PlanRoute
 from shared.sim.workload import synthetic
 from tests.shared.plan.problems import inventory, problem, search
@@ -40,7 +38,7 @@ def test_roles_follow_what_clients_ask_for() -> None:
     asked = problem(STOCK)
     prompts = search(replace(asked, workload=synthetic(400, 3000, 15, seed=1)))
     answers = search(replace(asked, workload=synthetic(400, 200, 600, seed=1)))
-    more, less = (rescheduled(found.estimator, Plan(groups, policies="plan:routes=[]")) for found in (prompts, answers))
+    more, less = (reschedule(found.estimator, Plan(groups, policies="plan:routes=[]")) for found in (prompts, answers))
     assert prefills(more.plan.groups) > 4 > prefills(less.plan.groups) >= 1
     for proposal in (more, less):
         assert proposal.after.goodput > 1.1 * proposal.before.goodput
@@ -48,51 +46,12 @@ def test_roles_follow_what_clients_ask_for() -> None:
         assert proposal.plan.policies.startswith("plan:")
 
 
-def test_what_serves_well_stays_as_it_is() -> None:
-    found = search(problem(STOCK))
-    first = rescheduled(found.estimator, Plan((*[one(P, 0)] * 4, *[one(D, 1)] * 4)))
-    again = rescheduled(found.estimator, first.plan)
-    assert not again.changes
-    assert again.plan.groups == first.plan.groups
-
-
 def test_after_a_loss_routes_are_those_that_are_left() -> None:
     groups = (one(P, 0), one(P, 0), one(D, 1), one(D, 1))
     plan = Plan(groups, (Route(0, 2, 0.4), Route(1, 3, 0.4), Route(None, 3, 0.2)))
-    left, routes = survivors(plan, [2])
+    left, routes = after_loss(plan, [2])
     assert left == (groups[0], groups[1], groups[3])
     assert routes == (Route(1, 2, pytest.approx(2 / 3)), Route(None, 2, pytest.approx(1 / 3)))
-
-
-def test_the_cheapest_is_cheaper_than_all_of_it_and_serves_the_rate() -> None:
-    asked = problem(STOCK, rate=3.0)
-    found = search(asked)
-    plan = cheapest(found)
-    price = sum(group.price_usd_hour(STOCK) for group in plan.groups)
-    assert price < STOCK.price_usd_hour / 2
-    assert found.judge.attained(plan, 3.0) >= asked.target
-
-
-def test_a_rate_that_nothing_serves_says_what_can_be_served() -> None:
-    with pytest.raises(Incompatible, match=r"the whole inventory serves \d+\.\d+ requests/s .* not 1000"):
-        cheapest(search(problem(inventory(("a", "A10", 1)), rate=1000.0)))
-
-
-def test_advice_names_the_memory_that_is_missing() -> None:
-    said = nearest(problem(inventory(("a", "A10", 1)), "Llama-2-70B"), lambda: 0.0)
-    assert "needs 138.0 GB of weights" in said
-    assert "GB are missing" in said
-
-
-def test_ctrl_c_during_the_cheapest_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = search(problem(STOCK, rate=3.0))
-
-    def pressed(plan: Plan, rate: float) -> float:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(found.judge, "attained", pressed)
-    with pytest.raises(Stopped, match="stopped before an offer was found"):
-        cheapest(found)
 
 
 LIBRARY = Library.built_in()
@@ -109,20 +68,12 @@ def rates_of(accelerator: str) -> Rates:
     return Rates(rates.prefill, rates.chunked, rates.batch, rates.step, LinkRate(5e9, 1e-3))
 
 
-def views(roles: str, accelerator: str = "A100-SXM-80") -> tuple[InstanceView, ...]:
+def views(roles: str, accelerator: str = "A100-SXM-80", link_bytes_s: float = 5e9) -> tuple[InstanceView, ...]:
     """One instance a letter: p or d."""
-    return tuple(
-        instance(
-            f"i{at}",
-            Role.PREFILL if role == "p" else Role.DECODE,
-            rates=rates_of(accelerator),
-            total_blocks=20_000,
-            chunk_size=2048,
-            max_seqs=256,
-            max_model_len=16_384,
-        )
-        for at, role in enumerate(roles)
-    )
+    shape = {"total_blocks": 20_000, "chunk_size": 2048, "max_seqs": 256, "max_model_len": 16_384}
+    rates = msgspec.structs.replace(rates_of(accelerator), link=LinkRate(link_bytes_s, 1e-3))
+    named = {"p": Role.PREFILL, "d": Role.DECODE}
+    return tuple(instance(f"i{at}", named[letter], rates=rates, **shape) for at, letter in enumerate(roles))
 
 
 def roles_after(fleet: Fleet, finding: Finding) -> str:
@@ -130,52 +81,52 @@ def roles_after(fleet: Fleet, finding: Finding) -> str:
     return "".join(turned.get(view.instance_id, view.role).value[0] for view in fleet.views)
 
 
-def asked(demand: Demand, share: float, roles: str) -> Demand:
+def demand_of(demand: Demand, share: float, roles: str) -> Demand:
     """The demand at that share of what these roles serve."""
     goodput = Fleet(views(roles), demand, LIBRARY, local=False).expected().goodput
-    return changed(demand, rate=share * goodput / demand.rate)
+    return scaled(demand, rate=share * goodput / demand.rate)
 
 
 def test_roles_that_serve_the_demand_stay() -> None:
-    finding = reviewed(Fleet(views("ppdd"), asked(CHAT, 0.5, "ppdd"), LIBRARY, local=False))
+    finding = review(Fleet(views("ppdd"), demand_of(CHAT, 0.5, "ppdd"), LIBRARY, local=False))
     assert not finding.changes
     assert "the roles serve this" in finding.why
     assert finding.now.attainment > 0.9
     assert sum(route.share for route in finding.routes) == pytest.approx(1.0)
 
 
-def test_a_shift_to_long_prompts_turns_decoders() -> None:
-    demand = asked(CODE, 0.8, "pppd")
+def test_a_shift_to_long_prompts_flips_decode_instances() -> None:
+    demand = demand_of(CODE, 0.8, "pppd")
     fleet = Fleet(views("pddd"), demand, LIBRARY, local=False)
-    finding = reviewed(fleet)
+    finding = review(fleet)
     assert roles_after(fleet, finding).count("p") >= 2
     assert finding.then.goodput > 1.5 * finding.now.goodput
     assert finding.then.attainment > finding.now.attainment
     assert not finding.changes_routes
 
 
-def test_a_lost_side_is_made_up_for() -> None:
-    demand = asked(CHAT, 0.4, "pddd")
+def test_a_lost_role_is_replaced() -> None:
+    demand = demand_of(CHAT, 0.4, "pddd")
     fleet = Fleet(views("ddd"), demand, LIBRARY, local=False)
-    finding = reviewed(fleet)
+    finding = review(fleet)
     assert finding.now.goodput == 0.0
     assert roles_after(fleet, finding) == "pdd"
     assert finding.then.goodput > demand.rate
 
 
-def test_what_people_set_stays() -> None:
-    demand = asked(CODE, 0.8, "pppd")
+def test_fixed_instances_keep_their_roles() -> None:
+    demand = demand_of(CODE, 0.8, "pppd")
     fleet = Fleet(views("pddd"), demand, LIBRARY, local=False)
-    finding = reviewed(fleet, fixed=["i1", "i2", "i3"])
+    finding = review(fleet, fixed=["i1", "i2", "i3"])
     assert not finding.changes
     assert "3 are kept as they are" in finding.why
 
 
 def test_routes_in_force_that_lost_an_end_are_replaced() -> None:
     one_way = [PlanRoute("i0", "i2", 0.9), PlanRoute("i1", "i3", 0.1)]
-    demand = asked(CHAT, 0.9, "ppdd")
+    demand = demand_of(CHAT, 0.9, "ppdd")
     fleet = Fleet(views("ppdd"), demand, LIBRARY, local=False)
-    finding = reviewed(fleet, one_way)
+    finding = review(fleet, one_way)
     assert finding.changes_routes
     assert not finding.flips
     assert finding.then.goodput > 1.1 * finding.now.goodput
@@ -184,21 +135,10 @@ def test_routes_in_force_that_lost_an_end_are_replaced() -> None:
 
 
 def test_slow_links_count() -> None:
-    demand = asked(CHAT, 0.5, "pd")
+    demand = demand_of(CHAT, 0.5, "pd")
     fast = Fleet(views("pd"), demand, LIBRARY, local=False).expected()
-    slow_views = tuple(
-        instance(
-            view.instance_id,
-            view.role,
-            rates=Rates(step=view.info.rates.step, link=LinkRate(2e6)),
-            total_blocks=20_000,
-            chunk_size=2048,
-            max_seqs=256,
-            max_model_len=16_384,
-        )
-        for view in views("pd")
-    )
-    assert Fleet(slow_views, demand, LIBRARY, local=False).expected().goodput < 0.8 * fast.goodput
+    slow = views("pd", link_bytes_s=2e6)
+    assert Fleet(slow, demand, LIBRARY, local=False).expected().goodput < 0.8 * fast.goodput
 
 
 def test_the_demand_as_requests_has_its_means_and_spreads() -> None:
@@ -210,19 +150,19 @@ def test_the_demand_as_requests_has_its_means_and_spreads() -> None:
     assert (short.prompt_tokens + short.output_tokens).max() <= 2048
 
 
-def test_nobody_there_is_said() -> None:
+def test_a_fleet_needs_an_instance_and_factors_are_positive() -> None:
     with pytest.raises(InvalidRequest, match="no instance is ready"):
         Fleet((), CHAT, LIBRARY)
     with pytest.raises(InvalidRequest, match="positive"):
-        changed(CHAT, rate=0.0)
+        scaled(CHAT, rate=0.0)
 
 
-def test_many_instances_of_several_kinds_turn_in_strides() -> None:
+def test_many_instances_of_several_kinds_flip_in_strides() -> None:
     mixed = [view for kind in ("A100-SXM-80", "A40", "A10", "H100-SXM") for view in views("ppdddddd", kind)]
     several = tuple(
         msgspec.structs.replace(v, info=msgspec.structs.replace(v.info, instance_id=f"n{at}"))
         for at, v in enumerate(mixed)
     )
-    finding = reviewed(Fleet(several, changed(CODE, rate=6.0), LIBRARY, local=False))
+    finding = review(Fleet(several, scaled(CODE, rate=6.0), LIBRARY, local=False))
     assert len(finding.flips) > 8
     assert finding.then.goodput > 2.0 * finding.now.goodput

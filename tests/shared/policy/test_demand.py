@@ -26,14 +26,14 @@ def asked(rng: Random, second: int, rate: float, kind: tuple[float, float, float
     prompt, prompt_spread, output, output_spread = kind
     while at < second + 1:
         tokens = max(1, round(prompt * rng.lognormvariate(0.0, prompt_spread)))
-        counter.add(job(tokens), 0, 50.0, (0.0, 1.0), at)
-        counter.ended("j", max(1, round(output * rng.lognormvariate(0.0, output_spread))), at)
+        counter.count_request(job(tokens), 0, 50.0, (0.0, 1.0), at)
+        counter.count_end("j", max(1, round(output * rng.lognormvariate(0.0, output_spread))), at)
         at += rng.expovariate(rate)
-    return counter.take(second + 1.0)
+    return counter.pop_finished(second + 1.0)
 
 
 def fed(book: DemandBook, second: int, told: list[DemandSecond]) -> list[Shift]:
-    book.take(told, second + 1.5)
+    book.add(told, second + 1.5)
     return book.advance(second + 1.5)
 
 
@@ -46,29 +46,29 @@ def plain(source: str, second: int, requests: int = 20, **ended: float) -> Deman
 
 def test_a_scheduler_counts_whole_seconds_and_tells_of_empty_ones() -> None:
     counter = DemandCounter("s", T + 0.5)
-    counter.add(job(7), 0, 5.0, (0.0, 1.0), T + 0.7)  # of a second that it did not see whole
-    counter.add(job(100, Slo("x", 2.0, 0.2)), 60, 8.0, (0.0, 1.0), T + 1.1)
-    counter.add(job(300, Slo("y", 1.0, 0.1)), 0, 16.0, (1.0, 1.0), T + 1.9)
-    assert counter.take(T + 1.95) == []
-    full, empty = counter.take(T + 3.0)
+    counter.count_request(job(7), 0, 5.0, (0.0, 1.0), T + 0.7)  # of a second that it did not see whole
+    counter.count_request(job(100, Slo("x", 2.0, 0.2)), 60, 8.0, (0.0, 1.0), T + 1.1)
+    counter.count_request(job(300, Slo("y", 1.0, 0.1)), 0, 16.0, (1.0, 1.0), T + 1.9)
+    assert counter.pop_finished(T + 1.95) == []
+    full, empty = counter.pop_finished(T + 3.0)
     assert (full.second, full.requests, full.prompt_tokens, full.fresh_tokens) == (T + 1, 2, 400.0, 340.0)
     assert (full.fresh_squares, full.output_tokens) == (100**2 - 60**2 + 300**2, 24.0)
     assert (full.per_ttft, full.per_tpot) == pytest.approx((1.5, 15.0))
     assert (full.split_least, full.split_most) == (1.0, 2.0)
     assert full.ended == 0
     assert empty == DemandSecond("s", T + 2)
-    assert counter.take(T + 3.5) == []
+    assert counter.pop_finished(T + 3.5) == []
 
 
 def test_answers_count_in_the_second_in_which_they_end_beside_what_was_expected() -> None:
     counter = DemandCounter("s", T - 1.0)
     for name in ("a", "b", "c"):
-        counter.add(JobView(name, 100, 100), 0, 40.0, (0.0, 1.0), T + 0.5)
-    counter.ended("a", 80, T + 1.5)
-    counter.ended("b", 0, T + 1.5)  # it failed
-    counter.ended("a", 80, T + 1.6)  # told twice
-    counter.ended("x", 10, T + 1.6)  # of another scheduler
-    _, second = counter.take(T + 2.0)
+        counter.count_request(JobView(name, 100, 100), 0, 40.0, (0.0, 1.0), T + 0.5)
+    counter.count_end("a", 80, T + 1.5)
+    counter.count_end("b", 0, T + 1.5)  # it failed
+    counter.count_end("a", 80, T + 1.6)  # told twice
+    counter.count_end("x", 10, T + 1.6)  # of another scheduler
+    _, second = counter.pop_finished(T + 2.0)
     assert (second.requests, second.ended, second.ended_tokens, second.ended_expected) == (0, 1, 80.0, 40.0)
 
 
@@ -83,10 +83,10 @@ def test_expected_lengths_are_corrected_by_how_answers_turn_out() -> None:
 
 def test_a_scheduler_that_stood_still_says_nothing_of_that_time() -> None:
     counter = DemandCounter("s", T + 0.0)
-    counter.add(job(), 0, 5.0, (0.0, 1.0), T + 1.5)
-    counter.add(job(), 0, 5.0, (0.0, 1.0), T + 9.5)
-    assert counter.take(T + 10.0) == []
-    assert [one.second for one in counter.take(T + 11.0)] == [T + 10]
+    counter.count_request(job(), 0, 5.0, (0.0, 1.0), T + 1.5)
+    counter.count_request(job(), 0, 5.0, (0.0, 1.0), T + 9.5)
+    assert counter.pop_finished(T + 10.0) == []
+    assert [one.second for one in counter.pop_finished(T + 11.0)] == [T + 10]
 
 
 def test_the_profile_of_two_schedulers_is_their_sum() -> None:
@@ -127,13 +127,13 @@ def test_a_silent_scheduler_makes_the_profile_unknown_until_the_others_have_a_ne
     assert known[: gone - 1] == [40.0] * (gone - 1)  # what was told until then
     assert known[gone] is None
     assert known[-1] == 40.0
-    book.take([plain("a", T + 39)], T + 41.0)
+    book.add([plain("a", T + 39)], T + 41.0)
     assert book.demand(T + 60.0) is None  # all are silent
 
 
 def test_seconds_of_another_time_are_ignored() -> None:
     book = DemandBook()
-    book.take([plain("a", T - round(LATE_S) - 2), plain("a", T + 3_600)], T + 0.0)
+    book.add([plain("a", T - round(LATE_S) - 2), plain("a", T + 3_600)], T + 0.0)
     assert book.ignored == 2
     assert book.advance(T + 0.0) == []
 
@@ -186,10 +186,10 @@ def test_real_bursty_traffic_rarely_looks_shifted(name: str, speed: float) -> No
     for second in range(int(arrival_s[-1]) + 1):
         while row < len(arrival_s) and arrival_s[row] < second + 1:
             one = job(int(trace.prompt_tokens[row]))
-            counter.add(one, 0, 50.0, (0.0, 1.0), arrival_s[row])
-            counter.ended("j", int(trace.output_tokens[row]), arrival_s[row])
+            counter.count_request(one, 0, 50.0, (0.0, 1.0), arrival_s[row])
+            counter.count_end("j", int(trace.output_tokens[row]), arrival_s[row])
             row += 1
-        found += fed(book, second, counter.take(second + 1.0))
+        found += fed(book, second, counter.pop_finished(second + 1.0))
     assert row > 8_000
     assert len(found) <= 2  # in an hour, or a quarter of one at four times the rate
 
@@ -201,10 +201,10 @@ def test_answers_of_one_burst_end_shortest_first_and_that_is_no_shift() -> None:
         for number in range(24 if second % 20 < 10 else 0):
             name, at = f"{second}-{number}", second + number / 24
             tokens = max(1, round(200 * rng.lognormvariate(0.0, 0.8)))
-            counter.add(JobView(name, 500, 1_000), 0, 200.0, (0.0, 1.0), at)
+            counter.count_request(JobView(name, 500, 1_000), 0, 200.0, (0.0, 1.0), at)
             ends.append((at + 0.02 * tokens, name, tokens))
         for at, name, tokens in sorted(one for one in ends if one[0] < second + 1):
-            counter.ended(name, tokens, max(at, float(second)))
+            counter.count_end(name, tokens, max(at, float(second)))
         ends = [one for one in ends if one[0] >= second + 1]
-        found += fed(book, second, counter.take(second + 1.0))
+        found += fed(book, second, counter.pop_finished(second + 1.0))
     assert found == []

@@ -13,7 +13,7 @@ from shared.domain.job import JobView
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.policy.dispatch import Choice, PowerOfTwo
 from shared.policy.papers.tetriinfer import IdleFlip
-from shared.policy.role_flip import PredictiveFlip
+from shared.policy.predictive_flip import PredictiveFlip
 from shared.policy.split import NoSplit, RandomSplit
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult, Status

@@ -6,8 +6,8 @@ from shared.domain.kv import Codec
 from shared.errors import InvalidRequest
 from shared.policy.dispatch import PowerOfTwo, RandomDispatch
 from shared.policy.placement import LeastLoad, RoundRobin
+from shared.policy.predictive_flip import PredictiveFlip
 from shared.policy.prefill_order import Sjf
-from shared.policy.role_flip import PredictiveFlip
 from shared.policy.split import FractionSplit, NoSplit
 from shared.sim.spec import FirstToken, RunSpec, with_words
 

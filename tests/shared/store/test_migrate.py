@@ -44,17 +44,44 @@ async def test_all_tables_are_there_and_a_second_run_changes_nothing(engine: Asy
         assert await connection.run_sync(_differences) == []
 
 
-async def test_the_last_former_revision_is_upgraded_and_keeps_its_rows(engine: AsyncEngine) -> None:
+@pytest.mark.parametrize("older", [LAST_FORMER, INITIAL])
+async def test_an_older_revision_is_upgraded_and_keeps_its_rows(engine: AsyncEngine, older: str) -> None:
+    """Operations get the origin that their reasons and actors show."""
     await migrate(engine)
+    newest = await revision(engine)
+    operations = {
+        "by ann": ("ann", None),
+        "idle": ("role_flip:idle", "idle"),
+        "a loss": ("planner: proposal x", "loss"),
+    }
     await execute(
         engine,
-        f"UPDATE alembic_version SET version_num = '{LAST_FORMER}'",
+        *(f"ALTER TABLE {table} DROP COLUMN origin" for table in ("flips", "events")),
+        f"UPDATE alembic_version SET version_num = '{older}'",
         "INSERT INTO leases VALUES ('monitor', 'm', 'http://m', 1, 2, 3.0)",
     )
+    insert = text(
+        "INSERT INTO flips (operation_id, kind, instance_id, generation, from_role, to_role, who, started_s, result, "
+        "error, why) VALUES (:id, 'flip', 'p0', 1, 'prefill', 'decode', :who, 1.0, 'succeeded', '', :why)"
+    )
+    event = text(
+        "INSERT INTO events (event_id, time_s, kind, instance_id, role, text, operation_id) VALUES "
+        "(:id, 1.0, 'policy_flip', 'p0', 'decode', 'text', :operation)"
+    )
+    async with engine.begin() as connection:
+        for name, (who, why) in operations.items():
+            await connection.execute(insert, {"id": name, "who": who, "why": why})
+        for operation in ("idle", ""):
+            await connection.execute(event, {"id": f"of {operation}", "operation": operation})
     await migrate(engine)
-    assert await revision(engine) == INITIAL
+    assert await revision(engine) == newest
     async with engine.connect() as connection:
+        assert await connection.run_sync(_differences) == []
         assert (await connection.execute(text("SELECT holder FROM leases"))).scalar_one() == "m"
+        flips = await connection.execute(text("SELECT operation_id, origin FROM flips"))
+        assert {tuple(row) for row in flips} == {("by ann", "operator"), ("idle", "policy"), ("a loss", "plan")}
+        events = await connection.execute(text("SELECT event_id, origin FROM events"))
+        assert {tuple(row) for row in events} == {("of idle", "policy"), ("of ", "")}
 
 
 @pytest.mark.parametrize(

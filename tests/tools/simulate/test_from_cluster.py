@@ -21,7 +21,7 @@ from shared.domain.kv import Codec
 from shared.domain.policies import KINDS, PolicySet
 from shared.domain.rates import PartialPrefillCost, Rates
 from shared.errors import InvalidRequest, NotFound
-from shared.policy.role_flip import PredictiveFlip
+from shared.policy.predictive_flip import PredictiveFlip
 from shared.sim.spec import InstanceSpec
 from tools.simulate.deployment import load_deployment
 from tools.simulate.from_cluster import NOT_SIMULATED, read_cluster

@@ -1,16 +1,17 @@
-"""What is asked and answered, whoever asks."""
+"""From a request to the plan, and what is said where no plan is possible."""
 
 from time import perf_counter
 from typing import Any
 
 import pytest
 
-from shared.errors import InvalidRequest
-from shared.plan.answer import PlanGoals, PlanRequest, answered, cluster_file, figures, fitting, why
-from shared.plan.judge import Judge, Promise
-from shared.plan.search import Found, silent
+from shared.errors import Incompatible, InvalidRequest
+from shared.plan.evaluate import Evaluator, Promise
+from shared.plan.find import PlanGoals, PlanRequest, cheapest, cluster_file, figures, find_plans, fitting, nearest, why
+from shared.plan.plan import Plan
+from shared.plan.search import ScoredPlan, Stopped, no_report
 from shared.sim.workload import synthetic
-from tests.shared.plan.problems import inventory, problem
+from tests.shared.plan.problems import inventory, problem, search
 
 STOCK = inventory(("a", "A100-SXM-80", 1), ("b", "A10", 1))
 
@@ -21,7 +22,7 @@ def asked(**goals: Any) -> PlanRequest:
 
 def test_the_first_is_the_one_that_was_asked_for() -> None:
     one = asked(seconds=5.0)
-    outcomes = answered(one, perf_counter, silent)
+    outcomes = find_plans(one, perf_counter, no_report)
     names = [outcome.method for outcome in outcomes]
     assert names[0] == "coupled"
     assert len(names) == len(set(names)) > 1
@@ -33,26 +34,26 @@ def test_the_first_is_the_one_that_was_asked_for() -> None:
 
 
 def test_ctrl_c_among_the_comparisons_ends_them_all() -> None:
-    def tell(what: str, best: Found | None) -> None:
+    def tell(what: str, best: ScoredPlan | None) -> None:
         if what != "coupled":
             raise KeyboardInterrupt
 
-    (only,) = answered(asked(), perf_counter, tell)
+    (only,) = find_plans(asked(), perf_counter, tell)
     assert (only.method, only.stopped) == ("coupled", False)
 
 
 def test_ctrl_c_while_the_promise_is_made_costs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    promise, calls = Judge.promise, 0
+    promise, calls = Evaluator.promise, 0
 
-    def interrupted(judge: Judge, *plan: Any) -> Promise:
+    def interrupted(evaluator: Evaluator, *plan: Any) -> Promise:
         nonlocal calls
         calls += 1
         if calls == 1:
             raise KeyboardInterrupt
-        return promise(judge, *plan)
+        return promise(evaluator, *plan)
 
-    monkeypatch.setattr(Judge, "promise", interrupted)
-    (only,) = answered(asked(), perf_counter, silent)
+    monkeypatch.setattr(Evaluator, "promise", interrupted)
+    (only,) = find_plans(asked(), perf_counter, no_report)
     assert only.stopped
     assert only.promise.goodput > 0
 
@@ -80,3 +81,37 @@ def test_what_a_context_cannot_hold_is_left_out() -> None:
     assert f"without 1 of 50 requests of more than {longest - 1} tokens" in fewer.name
     with pytest.raises(InvalidRequest, match="every request is longer than 50 tokens"):
         fitting(workload, 50)
+
+
+NODES_OF_4 = inventory(("a", "A10", 4), ("b", "A10", 4), gbps=100.0)
+
+
+def test_the_cheapest_is_cheaper_than_all_of_it_and_serves_the_rate() -> None:
+    wanted = problem(NODES_OF_4, rate=3.0)
+    found = search(wanted)
+    plan = cheapest(found)
+    price = sum(group.price_usd_hour(NODES_OF_4) for group in plan.groups)
+    assert price < NODES_OF_4.price_usd_hour / 2
+    assert found.evaluator.attainment(plan, 3.0) >= wanted.target
+
+
+def test_a_rate_that_nothing_serves_says_what_can_be_served() -> None:
+    with pytest.raises(Incompatible, match=r"the whole inventory serves \d+\.\d+ requests/s .* not 1000"):
+        cheapest(search(problem(inventory(("a", "A10", 1)), rate=1000.0)))
+
+
+def test_advice_names_the_memory_that_is_missing() -> None:
+    said = nearest(problem(inventory(("a", "A10", 1)), "Llama-2-70B"), lambda: 0.0)
+    assert "needs 138.0 GB of weights" in said
+    assert "GB are missing" in said
+
+
+def test_ctrl_c_during_the_cheapest_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = search(problem(NODES_OF_4, rate=3.0))
+
+    def pressed(plan: Plan, rate: float) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(found.evaluator, "attainment", pressed)
+    with pytest.raises(Stopped, match="stopped before an offer was found"):
+        cheapest(found)

@@ -24,7 +24,7 @@ from shared.plan.methods.registry import QUICK, method
 from shared.plan.methods.simple import smallest
 from shared.plan.plan import TOKENIZER, Plan, Target, plan_text
 from shared.plan.problem import Clock, Problem
-from shared.plan.search import Outcome, Search, Stopped, Tell, searched
+from shared.plan.search import Outcome, ReportProgress, Search, Stopped, run_method
 from shared.sim.spec import EngineLimits, RunSpec
 from shared.sim.workload import Workload
 
@@ -101,27 +101,27 @@ class PlanRequest:
         return cls(problem, goals, name, model)
 
 
-def answered(asked: PlanRequest, clock: Clock, tell: Tell, helped: bool = False) -> list[Outcome]:
+def find_plans(request: PlanRequest, clock: Clock, report: ReportProgress, helped: bool = False) -> list[Outcome]:
     """The requested plan, then those of the methods that it is compared with. helped: see `Search`.
 
     Ctrl-C ends the search with the best plan so far, and the comparison with what is complete. Raises Incompatible that
     says what is possible instead; Stopped where Ctrl-C came before there was a plan.
     """
-    goals, problem, began = asked.goals, asked.problem, clock()
+    goals, problem, began = request.goals, request.problem, clock()
 
     def search(helped: bool) -> Search:
         # Emulated engines send KV when the whole prompt is computed.
         run = RunSpec(streaming=goals.engine != "emulated", step_budget=True)
-        return Search(problem, clock, run, began + goals.seconds, goals.seed, tell, helped)
+        return Search(problem, clock, run, began + goals.seconds, goals.seed, report, helped)
 
     if goals.cheapest:
         offers = search(helped=False)
         plan = cheapest(offers)
-        promise = offers.judge.promise(plan, offers.judge.goodput(plan, problem.rate))
+        promise = offers.evaluator.promise(plan, offers.evaluator.goodput(plan, problem.rate))
         took_s = clock() - began
-        return [Outcome("cheapest", plan, promise, took_s, took_s, offers.judge.runs)]
+        return [Outcome("cheapest", plan, promise, took_s, took_s, offers.evaluator.runs)]
     try:
-        chosen = searched(goals.method, method(goals.method), search(helped))
+        chosen = run_method(goals.method, method(goals.method), search(helped))
     except Incompatible as error:
         if goals.method != "best" or isinstance(error, Stopped):
             raise
@@ -133,7 +133,7 @@ def answered(asked: PlanRequest, clock: Clock, tell: Tell, helped: bool = False)
         if name == goals.method or clock() - began >= goals.seconds:
             continue
         try:
-            other = searched(name, method(name), search(helped))
+            other = run_method(name, method(name), search(helped))
         except (Stopped, KeyboardInterrupt):
             break
         except Incompatible:
@@ -150,7 +150,7 @@ def cheapest(search: Search) -> Plan:
     Raises Incompatible that names the highest rate that the whole inventory serves, or says that the time was up;
     Stopped after Ctrl-C: the first offer that serves the rate ends the search, so there is no best so far.
     """
-    problem, composer, inventory = search.problem, Composer(search.estimator), search.problem.inventory
+    problem, composer = search.problem, Composer(search.estimator)
     offers: dict[tuple[Group, ...], float] = {}  # deployments and their prices
     try:
         margins = [replace(side, rate=problem.rate * spare) for spare in SPARES for side in MARGINS[1:]]
@@ -158,18 +158,18 @@ def cheapest(search: Search) -> Plan:
         whole = [*composer.candidates(), smallest(search, Role.DECODE)]
         for groups in (*priced, *whole):
             if groups:
-                offers.setdefault(groups, sum(group.price_usd_hour(inventory) for group in groups))
+                offers.setdefault(groups, problem.price_usd_hour(groups))
         for groups, price in sorted(offers.items(), key=lambda offer: offer[1]):
-            if BEYOND * search.estimator.of(groups).most < problem.rate:
+            if BEYOND * search.estimator.estimate(groups).most < problem.rate:
                 continue
-            if search.judge.attained(Plan(groups), problem.rate) >= problem.target:
-                search.tell(f"cheapest: {price:.2f} USD/h serves it", None)
+            if search.evaluator.attainment(Plan(groups), problem.rate) >= problem.target:
+                search.report(f"cheapest: {price:.2f} USD/h serves it", None)
                 return Plan(groups)
             if search.over():
                 raise Incompatible("the time is up before an offer was found that serves the rate (seconds)")
     except KeyboardInterrupt as error:
         raise Stopped("stopped before an offer was found that serves the rate") from error
-    most = max((search.judged(Plan(groups), local=True)[1] for groups in whole), default=0.0)
+    most = max((search.score(Plan(groups), local=True)[1] for groups in whole), default=0.0)
     raise Incompatible(
         f"the whole inventory serves {most:.2f} requests/s of {problem.workload.name} within TTFT "
         f"{problem.slo.ttft_s:g} s and TPOT {problem.slo.tpot_s:g} s, not {problem.rate:g}"
@@ -182,34 +182,34 @@ def nearest(problem: Problem, clock: Clock) -> str:
     return missing or _tightest_slo(problem, clock) or "no deployment serves any request in time"
 
 
-def cluster_file(asked: PlanRequest, chosen: Outcome) -> str:
-    emulated = asked.goals.engine == "emulated"
-    problem, estimator = asked.problem, Estimator(asked.problem)
+def cluster_file(request: PlanRequest, chosen: Outcome) -> str:
+    emulated = request.goals.engine == "emulated"
+    problem, estimator = request.problem, Estimator(request.problem)
     target = Target(
-        f"{asked.name}: {problem.shop.geometry.name} for {problem.workload.name}",
-        TOKENIZER if emulated else asked.model,
-        asked.model,
+        f"{request.name}: {problem.shop.geometry.name} for {problem.workload.name}",
+        TOKENIZER if emulated else request.model,
+        request.model,
         "emulated" if emulated else "vllm",
     )
-    head, promise = _head(asked, chosen), promised(chosen)
+    head, promise = _head(request, chosen), promised(chosen)
     return plan_text(problem, chosen.plan, estimator.costs, estimator.places, target, head, promise)
 
 
 def promised(chosen: Outcome) -> dict[str, float]:
     """The figures with which the planner service compares the running plan."""
-    promise, told = chosen.promise, chosen.promise.figures
+    promise, simulated = chosen.promise, chosen.promise.figures
     found = {
         "goodput": promise.goodput,
         "rate": promise.rate,
         "attainment": promise.attainment,
-        "ttft_mean_s": told["ttft_mean_s"],
-        "tpot_mean_s": told["tpot_mean_s"],
+        "ttft_mean_s": simulated["ttft_mean_s"],
+        "tpot_mean_s": simulated["tpot_mean_s"],
     }
     return {name: float(f"{value:.4g}") for name, value in found.items() if isfinite(value)}
 
 
-def _head(asked: PlanRequest, chosen: Outcome) -> str:
-    problem, promise, figures = asked.problem, chosen.promise, chosen.promise.figures
+def _head(request: PlanRequest, chosen: Outcome) -> str:
+    problem, promise, figures = request.problem, chosen.promise, chosen.promise.figures
     slo = problem.slo
     return (
         f"A plan by `polyphase plan`, method {chosen.method}.\n"
@@ -223,12 +223,12 @@ def _head(asked: PlanRequest, chosen: Outcome) -> str:
 
 def figures(outcome: Outcome) -> dict[str, float]:
     """What an outcome promises, by name and unit; figures that are not finite are left out."""
-    told = outcome.promise.figures
+    simulated = outcome.promise.figures
     found = {
         "goodput_requests_per_s": outcome.promise.goodput,
         "attainment_share": outcome.promise.attainment,
-        "ttft_mean_s": told.get("ttft_mean_s"),
-        "tpot_mean_s": told.get("tpot_mean_s"),
+        "ttft_mean_s": simulated.get("ttft_mean_s"),
+        "tpot_mean_s": simulated.get("tpot_mean_s"),
         "usd_per_million_tokens": outcome.promise.usd_per_million,
         "took_s": outcome.took_s,
     }
@@ -326,14 +326,14 @@ def _served(problem: Problem, clock: Clock) -> float:
     """Goodput of the most promising deployment, by the estimate, checked by a run at half of it."""
     search = Search(problem, clock)
     best = max(
-        ((search.estimator.of(groups).goodput, groups) for groups in Composer(search.estimator).candidates()),
+        ((search.estimator.estimate(groups).goodput, groups) for groups in Composer(search.estimator).candidates()),
         key=lambda one: one[0],
         default=(0.0, ()),
     )
     goodput, groups = best
     if goodput <= 0.0:
         return 0.0
-    return goodput / 2.0 if search.judge.attained(Plan(groups), goodput / 2.0) >= problem.target else 0.0
+    return goodput / 2.0 if search.evaluator.attainment(Plan(groups), goodput / 2.0) >= problem.target else 0.0
 
 
 def _holding(search: Search) -> Iterator[Group]:
