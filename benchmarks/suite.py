@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -20,7 +20,7 @@ from rich.console import Console
 from services.launcher import ports
 from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.model_source import PROJECT
-from services.launcher.suite import Suite, until
+from services.launcher.suite import POLL_S, Suite, until
 from services.launcher.up import RunningSuite, running_suite
 from shared.domain.job import Phase
 from shared.domain.kv import TransferOutcome
@@ -168,6 +168,22 @@ class JobRecord:
     @property
     def attempts(self) -> int:
         return max((span.attempt for span in self.timeline.spans), default=0)
+
+
+async def until_found(
+    find: Callable[[], Awaitable[Found | None]], timeout_s: float, what: str, poll_s: float = POLL_S
+) -> Found:
+    """The first result of `find` that is not None. Raises DeadlineExceeded that names `what`."""
+    found: Found | None = None
+
+    async def is_there() -> bool:
+        nonlocal found
+        found = await find()
+        return found is not None
+
+    await until(is_there, timeout_s, what, poll_s)
+    assert found is not None
+    return found
 
 
 async def find_row(suite: Suite, request_id: str, phase: str = "") -> dict[str, Any]:

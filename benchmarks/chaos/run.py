@@ -1,4 +1,4 @@
-"""`polyphase bench chaos`: runs the chosen scenarios, each on a healthy suite, and reports the results.
+"""`polyphase bench chaos` and `bench troubles`: run the chosen scenarios, each on a healthy suite, and report.
 
 The report is a line for each scenario, a table, JSON figures and aims, and a page of the documentation.
 """
@@ -20,16 +20,17 @@ from rich.table import Table
 from benchmarks.chaos.load import BROKEN, HARM, UNCLEAN, Verdict
 from benchmarks.chaos.random_mode import ROUND, random_round
 from benchmarks.chaos.scenario import FAMILIES, RECOVER_S, Outcome, Scenario, calm, run_scenario
-from benchmarks.chaos.scenarios import SCENARIOS
+from benchmarks.chaos.scenarios import SCENARIOS, TROUBLES
 from benchmarks.chaos.testbeds import OPEN, Testbed
 from benchmarks.chaos.under_test import running_suite_under_test
+from benchmarks.results import aim
 from services.launcher.up import until_stopped
 from shared.errors import InvalidRequest, PolyphaseError
 
 PAGE = "reliability.md"
 _COLUMNS = ("whole", "clean error", "lost", "doubled", "wrong", "cut", "hung", "longest wait", "back after")
 _PAGE_HEAD = Path(__file__).parent / "reliability_head.md"
-_INTERRUPTED = {"the bench ran to its end": {"want": "yes", "got": "interrupted", "met": False}}
+_INTERRUPTED = {"the bench ran to its end": aim("yes", "interrupted", False)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,11 @@ class ChaosOptions:
     kv_transport: str = "tcp"
 
 
-def run_chaos_bench(options: ChaosOptions, console: Console) -> dict[str, Any]:
-    """Returns figures and aims. Raises InvalidRequest when `only` names no scenario."""
-    chosen = () if options.random_minutes else choose(options.only)
+def run_chaos_bench(
+    options: ChaosOptions, console: Console, scenarios: Sequence[Scenario] = SCENARIOS
+) -> dict[str, Any]:
+    """Returns figures and aims. Raises InvalidRequest when a word of `only` names no scenario."""
+    chosen = () if options.random_minutes else choose(options.only, scenarios)
     bench = _Bench(options, console, len(chosen))
     work = bench.run_random() if options.random_minutes else bench.run(chosen)
     finished = asyncio.run(until_stopped(work, console)) is not None
@@ -58,15 +61,21 @@ def run_chaos_bench(options: ChaosOptions, console: Console) -> dict[str, Any]:
     return as_result(bench.outcomes, bench.took_s, finished)
 
 
-def choose(only: Sequence[str]) -> tuple[Scenario, ...]:
+def run_troubles_bench(options: ChaosOptions, console: Console) -> dict[str, Any]:
+    """The same with the scenarios whose problem the monitor's verdict must name."""
+    return run_chaos_bench(options, console, TROUBLES)
+
+
+def choose(only: Sequence[str], scenarios: Sequence[Scenario] = SCENARIOS) -> tuple[Scenario, ...]:
     """Scenarios whose name is one of the words, or contains one. Raises InvalidRequest that lists the names."""
-    exact = {scenario.name for scenario in SCENARIOS} & set(only)
-    chosen = tuple(
-        s for s in SCENARIOS if not only or s.name in exact or any(word in s.name for word in set(only) - exact)
-    )
-    if not chosen:
-        raise InvalidRequest(f"no scenario named {', '.join(only)}; known: {', '.join(s.name for s in SCENARIOS)}")
-    return chosen
+    names = [scenario.name for scenario in scenarios]
+    chosen = set() if only else set(names)
+    for word in only:
+        found = {word} if word in names else {name for name in names if word in name}
+        if not found:
+            raise InvalidRequest(f"no scenario named {word}; known: {', '.join(names)}")
+        chosen |= found
+    return tuple(scenario for scenario in scenarios if scenario.name in chosen)
 
 
 def show_scenarios(options: ChaosOptions, console: Console) -> None:
@@ -144,37 +153,50 @@ class _Bench:
 
     def random_result(self, finished: bool) -> dict[str, Any]:
         """Figures and aims of the random mode."""
-        found = as_result(self.outcomes, self.took_s, finished)["figures"]
+        found = _figures(self.outcomes)
         violations = [f"{each.scenario.name}: {fault}" for each in self.outcomes for fault in each.faults]
         figures = {
             "minutes": round(self.took_s / 60.0, 1),
             "faults": self._drawn.total(),
             "rounds": len(self.outcomes),
             "suites": self._suites,
-            **{name: value for name, value in found.items() if name.endswith("_answers")},
-            "longest_wait_s": found["longest_wait_s"],
-            "slowest_recovery_s": found["slowest_recovery_s"],
+            **found,
             **{f"drawn_{name.replace(' ', '_')}": count for name, count in sorted(self._drawn.items())},
         }
         broken = sum(each.tally.count(*BROKEN) for each in self.outcomes)
         got = "; ".join(violations) or f"{found['whole_answers']} whole, {broken} lost with their gateway"
-        aim = {"want": "no violation", "got": got, "met": not violations}
-        aims = {"every answer whole or clean, every round recovered": aim}
-        return {"figures": figures, "aims": aims if finished else {**aims, **_INTERRUPTED}}
+        aims = {"every answer whole or clean, every round recovered": aim("no violation", got, not violations)}
+        return {"figures": figures, "aims": aims | ({} if finished else _INTERRUPTED)}
 
 
-def line(outcome: Outcome, number: str) -> str:
-    """A result in the markup of the console."""
-    mark = "[green]✔[/]" if outcome.ok else "[red]✘[/]"
-    cells = cells_of(outcome)
-    text = f"{mark} {number} [bold]{outcome.scenario.name}[/] [dim]{escape(outcome.scenario.does)}: "
-    text += f"{cells[0]} whole, {cells[1]} clean errors, longest wait {cells[7]}, back after {cells[8]}, "
-    text += f"took {outcome.took_s:.0f} s{''.join(f', {note}' for note in outcome.notes)}[/]"
-    for fault in outcome.faults:
-        text += f"\n    [red]{escape(fault)}[/]"
-    for verdict, example in outcome.tally.examples.items():
-        text += f"\n    [dim]{verdict}: {escape(example)}[/]"
-    return text
+def as_result(outcomes: Sequence[Outcome], took_s: float, finished: bool) -> dict[str, Any]:
+    """Figures and aims of the JSON line: one aim for each scenario."""
+    figures: dict[str, float] = {
+        "scenarios": len(outcomes),
+        "passed": sum(outcome.ok for outcome in outcomes),
+        "took_s": round(took_s, 1),
+        "answers": sum(outcome.tally.counts.total() for outcome in outcomes),
+        **_figures(outcomes),
+    }
+    for outcome in outcomes:
+        name = outcome.scenario.name.replace("-", "_")
+        figures |= {f"{name}_{key}": value for key, value in outcome.figures.items()}
+    aims = {outcome.scenario.name: _aim(outcome) for outcome in outcomes}
+    return {"figures": figures, "aims": aims | ({} if finished else _INTERRUPTED)}
+
+
+def _figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    return {
+        **{f"{verdict}_answers": sum(each.tally.count(verdict) for each in outcomes) for verdict in Verdict},
+        "longest_wait_s": round(max((each.tally.longest_gap_s for each in outcomes), default=0.0), 3),
+        "slowest_recovery_s": round(max((each.recovered_s or 0.0 for each in outcomes), default=0.0), 3),
+    }
+
+
+def _aim(outcome: Outcome) -> dict[str, Any]:
+    want = f"whole, no wait over {outcome.allowed_gap_s:.1f} s, back within {RECOVER_S:.0f} s, nothing left behind"
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in outcome.tally.counts.items())
+    return aim(want, "; ".join(outcome.faults) or ", ".join((counts, *outcome.notes)), outcome.ok)
 
 
 def cells_of(outcome: Outcome) -> tuple[str, ...]:
@@ -186,6 +208,17 @@ def cells_of(outcome: Outcome) -> tuple[str, ...]:
     return (*map(str, counts), f"{tally.longest_gap_s:.1f} s of {outcome.allowed_gap_s:.1f}", back)
 
 
+def line(outcome: Outcome, number: str) -> str:
+    """A result in the markup of the console."""
+    cells = cells_of(outcome)
+    text = f"{_mark(outcome)} {number} [bold]{outcome.scenario.name}[/] [dim]{escape(outcome.scenario.does)}: "
+    text += f"{cells[0]} whole, {cells[1]} clean errors, longest wait {cells[7]}, back after {cells[8]}, "
+    text += f"took {outcome.took_s:.0f} s{''.join(f', {escape(note)}' for note in outcome.notes)}[/]"
+    text += "".join(f"\n    [red]{escape(fault)}[/]" for fault in outcome.faults)
+    examples = outcome.tally.examples.items()
+    return text + "".join(f"\n    [dim]{verdict}: {escape(example)}[/]" for verdict, example in examples)
+
+
 def table(outcomes: Sequence[Outcome]) -> Table:
     grid = Table(box=None, padding=(0, 1), header_style="dim")
     grid.add_column("")
@@ -193,31 +226,12 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     for name in _COLUMNS:
         grid.add_column(name, justify="right")
     for outcome in outcomes:
-        mark = "[green]✔[/]" if outcome.ok else "[red]✘[/]"
-        grid.add_row(mark, outcome.scenario.name, *cells_of(outcome))
+        grid.add_row(_mark(outcome), outcome.scenario.name, *cells_of(outcome))
     return grid
 
 
-def as_result(outcomes: Sequence[Outcome], took_s: float, finished: bool) -> dict[str, Any]:
-    """Figures and aims of the JSON line: one aim for each scenario."""
-    aims = {outcome.scenario.name: _aim(outcome) for outcome in outcomes} | ({} if finished else _INTERRUPTED)
-    figures: dict[str, float] = {
-        "scenarios": len(outcomes),
-        "passed": sum(outcome.ok for outcome in outcomes),
-        "took_s": round(took_s, 1),
-        "answers": sum(outcome.tally.counts.total() for outcome in outcomes),
-        **{f"{verdict}_answers": sum(o.tally.count(verdict) for o in outcomes) for verdict in Verdict},
-        "longest_wait_s": round(max((o.tally.longest_gap_s for o in outcomes), default=0.0), 3),
-        "slowest_recovery_s": round(max((o.recovered_s or 0.0 for o in outcomes), default=0.0), 3),
-    }
-    return {"figures": figures, "aims": aims}
-
-
-def _aim(outcome: Outcome) -> dict[str, Any]:
-    want = f"whole, no wait over {outcome.allowed_gap_s:.1f} s, back within {RECOVER_S:.0f} s, nothing left behind"
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in outcome.tally.counts.items())
-    got = "; ".join(outcome.faults) or ", ".join((counts, *outcome.notes))
-    return {"want": want, "got": got, "met": outcome.ok}
+def _mark(outcome: Outcome) -> str:
+    return "[green]✔[/]" if outcome.ok else "[red]✘[/]"
 
 
 def write_docs(folder: Path, outcomes: Sequence[Outcome], seed: int) -> None:
@@ -225,22 +239,18 @@ def write_docs(folder: Path, outcomes: Sequence[Outcome], seed: int) -> None:
     by_name = {outcome.scenario.name: outcome for outcome in outcomes}
     command = f"polyphase bench chaos --seed {seed} --write-docs docs"
     text = [_PAGE_HEAD.read_text().rstrip(), "", f"Written by `{command}`.", ""]
+    head = ("scenario", "what is done", "engines", *_COLUMNS, "passed")
     for family, scenarios in FAMILIES.items():
-        rows = [by_name[scenario.name] for scenario in scenarios if scenario.name in by_name]
+        rows = [_row(by_name[scenario.name]) for scenario in scenarios if scenario.name in by_name]
         if rows:
-            text += [f"### {family[0].upper()}{family[1:]}", "", *_markdown(rows), ""]
+            title = f"### {family[0].upper()}{family[1:]}"
+            text += [title, "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *rows, ""]
     failed = [outcome for outcome in outcomes if not outcome.ok]
     text += ["### What did not pass", ""]
     text += [f"- `{o.scenario.name}`: {'; '.join(o.faults)}" for o in failed] or ["Nothing."]
     (folder / PAGE).write_text("\n".join(text) + "\n")
 
 
-def _markdown(rows: Sequence[Outcome]) -> list[str]:
-    head = ("scenario", "what is done", "engines", *_COLUMNS, "passed")
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for outcome in rows:
-        scenario = outcome.scenario
-        passed = "yes" if outcome.ok else "**no**"
-        cells = (f"`{scenario.name}`", scenario.does, scenario.bed.name, *cells_of(outcome), passed)
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+def _row(outcome: Outcome) -> str:
+    scenario, passed = outcome.scenario, "yes" if outcome.ok else "**no**"
+    return f"| {' | '.join((f'`{scenario.name}`', scenario.does, scenario.bed.name, *cells_of(outcome), passed))} |"

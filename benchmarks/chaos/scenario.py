@@ -7,7 +7,7 @@ without users nothing may be left behind: no KV, job, row, memory, open file or 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.load import BROKEN, HARM, UNCLEAN, Load, Tally, Verdict
 from benchmarks.chaos.testbeds import EMULATED, Testbed
 from benchmarks.chaos.under_test import RUN, SuiteUnderTest
@@ -56,7 +57,7 @@ class Scenario:
 
     name: str
     does: str
-    fault: Callable[[SuiteUnderTest], Awaitable[None]]
+    fault: Fault
     bed: Testbed = EMULATED
     outage_s: float = 0.0
     errors: bool = False
@@ -67,16 +68,26 @@ class Scenario:
 
 # All scenarios by family, in the order of the report. The modules of `scenarios` fill them.
 _ORDER = "processes, roles, links, frames, clients, bodies, connections, database, control plane, failover, losses"
+VERDICTS = "verdicts"  # the family of `bench troubles`
 FAMILIES: dict[str, list[Scenario]] = {
-    name: [] for name in f"{_ORDER}, clocks, versions, strangers, KV, one request".split(", ")
+    name: [] for name in (*f"{_ORDER}, clocks, versions, strangers, KV, one request".split(", "), VERDICTS)
 }
 
 
 def scenario(
-    family: str, name: str, does: str, bed: Testbed = EMULATED, **costs: Any
-) -> Callable[[Callable[[SuiteUnderTest], Awaitable[None]]], None]:
-    """Add a fault to a family, also as a decorator. costs: `outage_s`, `errors`, `breaks`, `bound_s` of `Scenario`."""
-    return lambda fault: FAMILIES[family].append(Scenario(name, does, fault, bed, **costs))
+    family: str, name: str, does: str, fault: Fault | None = None, *, bed: Testbed = EMULATED, **costs: Any
+) -> Callable[[Fault], None]:
+    """Add a scenario to a family; without `fault` a decorator of the fault.
+
+    costs: `outage_s`, `errors`, `breaks`, `bound_s` of `Scenario`.
+    """
+
+    def add(fault: Fault) -> None:
+        FAMILIES[family].append(Scenario(name, does, fault, bed, **costs))
+
+    if fault is not None:
+        add(fault)
+    return add
 
 
 @dataclass(slots=True)
@@ -95,6 +106,7 @@ class Outcome:
     broke: str = ""  # why the fault could not be carried out, or what it found
     took_s: float = 0.0
     notes: list[str] = field(default_factory=list)  # measurements of the fault
+    figures: dict[str, float] = field(default_factory=dict)  # the same, for the JSON
 
     @property
     def allowed_gap_s(self) -> float:
@@ -150,7 +162,7 @@ async def run_scenario(suite: SuiteUnderTest, scenario: Scenario, before: Calm, 
     """Run a scenario on a suite that is well. Failures are in the outcome."""
     outcome = Outcome(scenario, calm_gap_s=before.gap_s)
     began, suite.outage_s, now = time.monotonic(), 0.0, footprint(suite)
-    suite.notes = outcome.notes
+    suite.notes, suite.figures = outcome.notes, outcome.figures
     suite.processes.touched.clear()
     since_s = time.time()
     async with stall_watch() as stalled:

@@ -5,6 +5,7 @@ from typing import Any
 
 from benchmarks.chaos.proxy import ALL_LINKS
 from benchmarks.suite import CPU_ENGINE, DEMO_MODEL, on_free_ports
+from services.launcher.child_process import Limits
 from services.launcher.cluster_file import Cluster
 from services.launcher.cluster_keys import curve_pair
 
@@ -25,6 +26,13 @@ EMULATED_ENGINE = {
 REAL_ENGINE = {**CPU_ENGINE, "chunk_size": 256}
 ALONE = {"policies": SPLIT, "predictor": {"enabled": False}, "planner": {"enabled": False}}
 
+# The bench kills often what usually runs for weeks. A process counts as stable after a short time, so that the restarts
+# of one scenario do not lengthen the launcher's pause before the restarts of the next one.
+LIMITS = Limits(stable_s=3.0)
+# For faults that have to last until the monitor's verdict names them: a process that was killed stays away for 8 s, and
+# one that stands still is not killed.
+SLOW_LIMITS = Limits(hang_s=60.0, backoff_s=8.0, backoff_max_s=8.0, stable_s=1.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Testbed:
@@ -34,6 +42,7 @@ class Testbed:
     without it scenarios show what the messages themselves withstand. proxied: purposes of the links with a proxy.
     api_keys: names of the gateways' keys; the steady users have the first. timed: the times of the gateways' event
     loops are measured (`LoopTimes`). memory_bytes: the growth of a process that counts as nothing left behind.
+    limits: the launcher's.
     """
 
     name: str
@@ -51,6 +60,7 @@ class Testbed:
     api_keys: tuple[str, ...] = ()
     timed: bool = False
     memory_bytes: int = MEMORY_BYTES
+    limits: Limits = LIMITS
 
     def build(self) -> Cluster:
         """The cluster on ports that no process uses."""
@@ -188,4 +198,62 @@ BACKLOG = replace(
 
 LOGPROBS = replace(
     REAL, name="logprobs", title=f"{REAL.title}; 16 users", users=16, timed=True, memory_bytes=256 * _MIB
+)
+
+# The verdict covers 10 s in place of 60 s, so that a problem is over sooner after its fault. `instant` and `swift` are
+# classes that no engine here can serve in time.
+_SHORT_WINDOW = {"slo_windows_s": [10.0, 60.0]}
+_CLASSES = {
+    "default": {"ttft_s": 1.5, "tpot_s": 0.2},
+    "instant": {"ttft_s": 0.03, "tpot_s": 0.2},
+    "swift": {"ttft_s": 1.5, "tpot_s": 0.02},
+}
+JOB_S = 10.0  # the longest time of a request
+QUEUED = 40  # jobs that do not decode yet and that a gateway accepts
+_SMALL_KV = {"kv_cache_bytes": 512 * _MIB}  # 4,096 tokens of an emulated Llama-3-8B
+VERDICT = replace(
+    EMULATED,
+    name="verdict",
+    title=f"{EMULATED.title}; a verdict over 10 s",
+    cluster={
+        "monitor": _SHORT_WINDOW,
+        "scheduler": {"count": 2},
+        "planner": {"enabled": False},
+        "policies": SPLIT,
+        "gateway": {"slo": _CLASSES, "job_timeout_s": JOB_S, "max_queued_jobs": QUEUED, "patience_s": 3.0},
+        "instance_defaults": EMULATED_ENGINE,
+        "instances": [
+            {"id": "prefill", "count": 2, "role": "prefill"},
+            {"id": "decode", "count": 3, "role": "decode", **_SMALL_KV},
+        ],
+    },
+    prompts=(90, 300),
+    users=4,
+    proxied=frozenset({"broadcasts", "heartbeats"}),
+    limits=SLOW_LIMITS,
+)
+
+LATE = "decode-late"
+VERDICT_LATE = replace(
+    VERDICT,
+    name="verdict-late",
+    title=f"{VERDICT.title}; a fourth decode instance does not start",
+    cluster={**VERDICT.cluster, "instances": [*VERDICT.cluster["instances"], {"id": LATE, "role": "decode"}]},
+    absent=frozenset({LATE}),
+)
+
+VERDICT_REAL = replace(
+    VERDICT,
+    name="verdict-real",
+    title="one gateway, one scheduler, 1 prefill and 1 decode instance; vLLM on the CPU; a verdict over 10 s",
+    cluster={
+        **ALONE,
+        "monitor": _SHORT_WINDOW,
+        "gateway": {"dtype": "float32", "slo": _CLASSES},
+        "instance_defaults": REAL_ENGINE,
+        "instances": instances(1, 1),
+    },
+    users=2,
+    gateways=1,
+    proxied=frozenset({"kv"}),
 )

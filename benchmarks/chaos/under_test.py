@@ -10,8 +10,9 @@ import signal
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,12 +20,12 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from benchmarks.chaos.inject.sitecustomize import LOOP_TIME, LOST, READ_ONLY, SWITCHES
+from benchmarks.chaos.inject.sitecustomize import LOOP_TIME, READ_ONLY, SWITCHES
 from benchmarks.chaos.load import Load, RightAnswer, learn, request_kinds
 from benchmarks.chaos.proxy import Port, Wires, ports_of, service_of, wired
 from benchmarks.chaos.testbeds import Testbed, secret_of
 from services.launcher import cluster_keys, state_file
-from services.launcher.child_process import Child, Limits, spawn, stop_all
+from services.launcher.child_process import Child, spawn, stop_all
 from services.launcher.cluster_file import Cluster
 from services.launcher.plan import make_plan
 from services.launcher.ports import PortUse
@@ -41,9 +42,6 @@ RUN = "CHAOS_RUN"  # environment variable of all processes of a run; its value n
 BACK_S = 30.0  # the longest time that a scenario waits for a process or an instance to come back
 START_S = 120.0
 _SECOND_GATEWAY = 239  # offset in the cluster's range of ports
-# The bench kills often what usually runs for weeks. A process counts as stable after a short time, so that the restarts
-# of one scenario do not lengthen the launcher's pause before the restarts of the next one.
-LIMITS = Limits(stable_s=3.0)
 
 
 class Processes:
@@ -105,36 +103,30 @@ class Switches:
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.files = {name: folder / name for name in names}  # the value of CHAOS_SWITCHES for each process
-        self._now = dict.fromkeys(self.files, (0.0, 0))
+        self._clocks_s: dict[str, float] = {}
+        self._databases: dict[str, int] = {}
         self.restore()
 
     def clock(self, offset_s: float, *names: str) -> None:
         """The wall clocks jump to this offset from the real time."""
-        for name in names:
-            self._set(name, offset_s, self._now[name][1])
+        self._clocks_s |= dict.fromkeys(names, offset_s)
+        self._write(names)
 
-    def read_only(self, *names: str) -> None:
-        """SQLite refuses writes of these processes."""
-        self._set_database(READ_ONLY, names)
-
-    def lose_answers(self, *names: str) -> None:
-        """SQLite writes changes of leases, and these processes get an error in place of the answer."""
-        self._set_database(LOST, names)
-
-    def writable(self, *names: str) -> None:
-        self._set_database(0, names)
+    def database(self, mode: int, *names: str) -> None:
+        """mode: READ_ONLY, SQLite refuses these processes' writes; LOST, it writes changes of leases and answers with
+        an error; 0, it works.
+        """
+        self._databases |= dict.fromkeys(names, mode)
+        self._write(names)
 
     def restore(self) -> None:
-        for name in self.files:
-            self._set(name, 0.0, 0)
+        self._clocks_s.clear()
+        self._databases.clear()
+        self._write(self.files)
 
-    def _set_database(self, mode: int, names: Sequence[str]) -> None:
+    def _write(self, names: Iterable[str]) -> None:
         for name in names:
-            self._set(name, self._now[name][0], mode)
-
-    def _set(self, name: str, offset_s: float, database: int) -> None:
-        self._now[name] = (offset_s, database)
-        _overwrite(self.files[name], SWITCHES.pack(offset_s, database))
+            _overwrite(self.files[name], SWITCHES.pack(self._clocks_s.get(name, 0.0), self._databases.get(name, 0)))
 
 
 class LoopTimes:
@@ -163,47 +155,58 @@ def _overwrite(file: Path, data: bytes) -> None:
 class Database:
     """Faults of the suite's SQLite file. `writers` are the processes that write to it."""
 
-    def __init__(self, file: Path, processes: Processes, writers: tuple[str, ...]) -> None:
-        self.file = file
-        self.writers = writers
-        self._processes = processes
-        self._limited: dict[int, tuple[int, int]] = {}
+    KINDS = ("locked", "read-only", "disk-full", "gone")
+
+    def __init__(self, file: Path, writers: tuple[str, ...], processes: Processes, switches: Switches) -> None:
+        self.file, self.writers = file, writers
+        self._processes, self._switches = processes, switches
+        self._limits: dict[int, tuple[int, int]] = {}  # former limits on file sizes, by process id
 
     @asynccontextmanager
-    async def locked(self) -> AsyncIterator[None]:
-        """Hold the write lock for the block's length."""
-        other = sqlite3.connect(self.file, isolation_level=None, timeout=0.0)
-
-        def lock() -> bool:
+    async def broken(self, kind: str) -> AsyncIterator[None]:
+        """A fault of the database for the block's length. kind: one of KINDS."""
+        with closing(sqlite3.connect(self.file, isolation_level=None, timeout=0.0)) as other:
+            match kind:
+                case "locked":
+                    await until(partial(_locked, other), 10.0, "the lock of the database", poll_s=0.01)
+                case "gone":
+                    self.remove()
+                case "disk-full":
+                    self._fill_disk()
+                case _:
+                    self._switches.database(READ_ONLY, *self.writers)
             try:
-                other.execute("BEGIN EXCLUSIVE")
-            except sqlite3.OperationalError:  # another connection is writing
-                return False
-            return True
-
-        try:
-            await until(lock, 10.0, "the lock of the database", poll_s=0.01)
-            yield
-        finally:
-            other.close()
+                yield
+            finally:
+                self.restore()
+                self._switches.database(0, *self.writers)
 
     def remove(self) -> None:
         """Remove the file and its journals. Processes that have it open write to the removed file."""
         for file in self.file.parent.glob(f"{self.file.name}*"):
             file.unlink(missing_ok=True)
 
-    def fill_disk(self) -> None:
+    def restore(self) -> None:
+        for pid, limits in self._limits.items():
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+        self._limits.clear()
+
+    def _fill_disk(self) -> None:
         """No file of the writers can grow: the kernel refuses writes to the database and to their logs."""
         for name in self.writers:
             if pid := self._processes.statuses[name].pid:
-                self._limited[pid] = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, self._limited[pid][1]))
+                self._limits[pid] = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, self._limits[pid][1]))
 
-    def restore(self) -> None:
-        for pid, limits in self._limited.items():
-            with suppress(ProcessLookupError):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
-        self._limited.clear()
+
+def _locked(connection: sqlite3.Connection) -> bool:
+    """Take the write lock; False while another connection writes."""
+    try:
+        connection.execute("BEGIN EXCLUSIVE")
+    except sqlite3.OperationalError:
+        return False
+    return True
 
 
 class SuiteUnderTest(Suite):
@@ -232,12 +235,14 @@ class SuiteUnderTest(Suite):
         self.wires, self.switches, self.loop_times = wires, switches, loop_times
         self.ports = ports_of(plan)
         self.processes = Processes(supervisor)
-        self.database = Database(folder / "polyphase.db", self.processes, self.named("monitor", "scheduler"))
+        writers = self.named("monitor", "scheduler")
+        self.database = Database(folder / "polyphase.db", writers, self.processes, switches)
         self.gateways: tuple[Address, ...] = tuple(port.address for port in self.ports if port.service == "gateway")
         self.requests: tuple[Request, ...] = ()
         self.right: dict[str, RightAnswer] = {}
         self.load: Load | None = None
         self.notes: list[str] = []  # measurements of the scenario, for the report
+        self.figures: dict[str, float] = {}  # the same, for the JSON of the bench
         self.outage_s = 0.0  # the longest time for which the scenario made a service unavailable
         self._strangers: list[Child] = []
 
@@ -278,6 +283,16 @@ class SuiteUnderTest(Suite):
         """The testbed's load."""
         return Load(self.gateways, self.requests, self.right, self.bed.users, seed)
 
+    async def learn_answers(self) -> None:
+        """Obtain the right answers to the testbed's requests. Raises Unavailable."""
+        api_key = secret_of(self.bed.api_keys[0] if self.bed.api_keys else "")
+        async with ApiClient(self.plan.api_url, self.plan.model, api_key) as api:
+            prompts = await Prompts.of(api)
+        lengths = (prompts.of_length(length, seed=length) for length in self.bed.prompts)
+        kinds = request_kinds(list(lengths), self.bed.answer_tokens)
+        self.requests = tuple(replace(request, api_key=api_key) for request in kinds)
+        self.right = await learn(self.gateways[0], self.requests)
+
     async def drain(self, instance: str, timeout_s: float = 10.0, **more: Any) -> None:
         async with self.monitor() as monitor:
             await monitor.drain(instance, timeout_s=timeout_s, who="chaos", **more)
@@ -291,8 +306,8 @@ class SuiteUnderTest(Suite):
             await monitor.flip(instance, force=force, drain_timeout_s=timeout_s, who="chaos")
 
     async def until_ready(self, *names: str, timeout_s: float = BACK_S) -> None:
-        """Wait until the monitor reports these as ready, by default all instances. Raises DeadlineExceeded."""
-        await self.wait_ready(names or tuple(self.roles), timeout_s)
+        """Wait until the monitor reports these as ready, by default all that were started. Raises DeadlineExceeded."""
+        await self.wait_ready(names, timeout_s)
 
     async def kill_until_back(self, *names: str) -> None:
         """SIGKILL to these; returns when the launcher has restarted them. Raises DeadlineExceeded."""
@@ -301,7 +316,8 @@ class SuiteUnderTest(Suite):
     async def wrong_roles(self) -> dict[str, dict[str, Any] | None]:
         """The instances that are not ready in their first role, with their entries at the monitor."""
         found = await self.instances()
-        wanted = {name: (InstanceState.READY.value, role.value) for name, role in self.roles.items()}
+        roles = {name: role for name, role in self.roles.items() if name not in self.bed.absent}
+        wanted = {name: (InstanceState.READY.value, role.value) for name, role in roles.items()}
         return {
             name: found.get(name)
             for name, want in wanted.items()
@@ -348,58 +364,45 @@ async def running_suite_under_test(
     bed: Testbed, folder: Path, console: Console, seed: int
 ) -> AsyncIterator[SuiteUnderTest]:
     """The testbed, started, with the right answers to its requests. Raises StartFailed or Unavailable."""
-    async with started_suite_under_test(bed, folder, console, seed) as suite:
-        api_key = secret_of(bed.api_keys[0] if bed.api_keys else "")
-        async with ApiClient(suite.plan.api_url, suite.plan.model, api_key) as api:
-            prompts = await Prompts.of(api)
-        kinds = request_kinds([prompts.of_length(length, seed=length) for length in bed.prompts], bed.answer_tokens)
-        suite.requests = tuple(replace(request, api_key=api_key) for request in kinds)
-        suite.right = await learn(suite.gateways[0], suite.requests)
-        yield suite
-
-
-@asynccontextmanager
-async def started_suite_under_test(
-    bed: Testbed, folder: Path, console: Console, seed: int, limits: Limits = LIMITS
-) -> AsyncIterator[SuiteUnderTest]:
-    """The testbed, ready, before its first request. Raises StartFailed."""
-    async with AsyncExitStack() as stack:
-        cluster, folder = bed.build(), folder.resolve()
-        cluster_keys.keep_token(cluster, folder)
-        if bed.host_key:
-            cluster_keys.keep_curve_key(cluster, folder)
-        run, rng = f"{os.getpid()}-{bed.name}-{time.monotonic_ns()}", Random(seed)
-        plan = _with_gateways(make_plan(cluster, folder, where=bed.name), cluster, bed.gateways)
-        switches = Switches(folder / "switches", [spec.name for spec in plan.processes])
-        loop_times = LoopTimes(folder / "loop-times")
-        gateway_env = _gateway_env(bed, folder, loop_times)
-        specs = tuple(
-            _injected(spec, bed, {"CHAOS_SWITCHES": str(switches.files[spec.name]), RUN: run}, gateway_env)
-            for spec in plan.processes
-        )
-        plan, wires = await stack.enter_async_context(wired(replace(plan, processes=specs), rng, bed.proxied))
+    cluster, folder = bed.build(), folder.resolve()
+    cluster_keys.keep_token(cluster, folder)
+    if bed.host_key:
+        cluster_keys.keep_curve_key(cluster, folder)
+    run, rng = f"{os.getpid()}-{bed.name}-{time.monotonic_ns()}", Random(seed)
+    plan = _with_gateways(make_plan(cluster, folder, where=bed.name), cluster, bed.gateways)
+    switches = Switches(folder / "switches", [spec.name for spec in plan.processes])
+    loop_times = LoopTimes(folder / "loop-times")
+    gateway_env = _gateway_env(bed, folder, loop_times)
+    specs = tuple(
+        _injected(spec, bed, {"CHAOS_SWITCHES": str(switches.files[spec.name]), RUN: run}, gateway_env)
+        for spec in plan.processes
+    )
+    async with wired(replace(plan, processes=specs), rng, bed.proxied) as (plan, wires):
         started, logs, began = _without(plan, bed.absent), folder / "logs", time.monotonic()
-        supervisor = await stack.enter_async_context(
-            supervising(started.processes, logs, lambda _: None, limits, plan.fork_env, plan.preload)
-        )
-        suite = SuiteUnderTest(
-            bed,
-            plan,
-            supervisor,
-            folder=folder,
-            roles={name: entry.role for entry in cluster.instances for name in entry.ids},
-            run=run,
-            rng=rng,
-            wires=wires,
-            switches=switches,
-            loop_times=loop_times,
-        )
-        with console.status(f"starting {bed.name}: {bed.title}"):
-            await supervisor.started()
-            await supervisor.during(suite.wait_ready(started.instance_ids, START_S))
-        console.print(f"[dim]{bed.title}: ready after {time.monotonic() - began:.0f} s[/]")
-        stack.push_async_callback(suite.restore)
-        yield suite
+        async with supervising(
+            started.processes, logs, lambda _: None, bed.limits, plan.fork_env, plan.preload
+        ) as supervisor:
+            suite = SuiteUnderTest(
+                bed,
+                plan,
+                supervisor,
+                folder=folder,
+                roles={name: entry.role for entry in cluster.instances for name in entry.ids},
+                run=run,
+                rng=rng,
+                wires=wires,
+                switches=switches,
+                loop_times=loop_times,
+            )
+            with console.status(f"starting {bed.name}: {bed.title}"):
+                await supervisor.started()
+                await supervisor.during(suite.wait_ready(started.instance_ids, START_S))
+            console.print(f"[dim]{bed.title}: ready after {time.monotonic() - began:.0f} s[/]")
+            try:
+                await suite.learn_answers()
+                yield suite
+            finally:
+                await suite.restore()
 
 
 def _with_gateways(plan: Plan, cluster: Cluster, count: int) -> Plan:

@@ -14,11 +14,12 @@ from benchmarks.chaos.faults import (
     FAULT_S,
     HOUR_S,
     NOTICED_S,
-    broken_database,
     clock_jump,
+    decode,
     freeze,
     kill,
     kill_in_turn,
+    prefill,
     services,
 )
 from benchmarks.chaos.scenario import scenario
@@ -33,10 +34,11 @@ control_plane = partial(scenario, "control plane")
 clock = partial(scenario, "clocks")
 database = partial(scenario, "database")
 
-process("kill-decode", "kill -9 of one decode instance")(kill(lambda s: s.decode[:1]))
-process("kill-prefill", "kill -9 of one prefill instance")(kill(lambda s: s.prefill[:1]))
-process("kill-all-decode", "kill -9 of every decode instance at once")(kill(lambda s: s.decode, outage=True))
-process("kill-all-prefill", "kill -9 of every prefill instance at once")(kill(lambda s: s.prefill, outage=True))
+
+process("kill-decode", "kill -9 of one decode instance", kill(decode(1)))
+process("kill-prefill", "kill -9 of one prefill instance", kill(prefill(1)))
+process("kill-all-decode", "kill -9 of every decode instance at once", kill(decode(), outage=True))
+process("kill-all-prefill", "kill -9 of every prefill instance at once", kill(prefill(), outage=True))
 
 
 @process("kill-in-turn", "kill -9 of a decode instance each second, six times", bound_s=90.0)
@@ -49,22 +51,20 @@ async def _kill_in_turn(suite: SuiteUnderTest) -> None:
     await suite.until_ready(*suite.decode)
 
 
-process("kill-schedulers", "kill -9 of both schedulers at once")(kill(services("scheduler"), outage=True))
-process("kill-monitor", "kill -9 of the monitor")(kill(services("monitor")))
-process("kill-predictor", "kill -9 of the length predictor")(kill(services("predictor")))
-process("kill-control-plane", "kill -9 of schedulers, monitor, predictor")(
-    kill(services("scheduler", "monitor", "predictor"), outage=True)
+process("kill-schedulers", "kill -9 of both schedulers at once", kill(services("scheduler"), outage=True))
+process("kill-monitor", "kill -9 of the monitor", kill(services("monitor")))
+process("kill-predictor", "kill -9 of the length predictor", kill(services("predictor")))
+process(
+    "kill-control-plane",
+    "kill -9 of schedulers, monitor, predictor",
+    kill(services("scheduler", "monitor", "predictor"), outage=True),
 )
-process("freeze-decode", "one decode instance stands still for 4 s", outage_s=NOTICED_S)(freeze(lambda s: s.decode[:1]))
-process("freeze-prefill", "one prefill instance stands still for 4 s", outage_s=NOTICED_S)(
-    freeze(lambda s: s.prefill[:1])
-)
-process("freeze-monitor", "the monitor stands still for 4 s")(freeze(services("monitor")))
-process("freeze-schedulers", "both schedulers stand still for 4 s")(freeze(services("scheduler"), outage=True))
-process("freeze-predictor", "the predictor stands still for 4 s")(freeze(services("predictor")))
-process("freeze-gateway", "one of two gateways stands still for 4 s")(
-    freeze(lambda s: s.named("gateway")[:1], outage=True)
-)
+process("freeze-decode", "one decode instance stands still for 4 s", freeze(decode(1)), outage_s=NOTICED_S)
+process("freeze-prefill", "one prefill instance stands still for 4 s", freeze(prefill(1)), outage_s=NOTICED_S)
+process("freeze-monitor", "the monitor stands still for 4 s", freeze(services("monitor")))
+process("freeze-schedulers", "both schedulers stand still for 4 s", freeze(services("scheduler"), outage=True))
+process("freeze-predictor", "the predictor stands still for 4 s", freeze(services("predictor")))
+process("freeze-gateway", "one of two gateways stands still for 4 s", freeze(services("gateway", count=1), outage=True))
 
 
 @process("hang-decode", "a decode instance stands still for good", outage_s=NOTICED_S)
@@ -76,9 +76,13 @@ async def _hang_decode(suite: SuiteUnderTest) -> None:
     await suite.processes.back({name: pid}, timeout_s=20.0)
 
 
-control_plane("either-scheduler", "kill -9 of one scheduler, then of the other")(kill_in_turn(services("scheduler")))
-control_plane("either-gateway", "kill -9 of one gateway, then of the other", breaks=True, bound_s=60.0)(
-    kill_in_turn(services("gateway"))
+control_plane("either-scheduler", "kill -9 of one scheduler, then of the other", kill_in_turn(services("scheduler")))
+control_plane(
+    "either-gateway",
+    "kill -9 of one gateway, then of the other",
+    kill_in_turn(services("gateway")),
+    breaks=True,
+    bound_s=60.0,
 )
 
 
@@ -89,12 +93,16 @@ async def _monitor_and_decode(suite: SuiteUnderTest) -> None:
     await suite.until_ready()
 
 
-clock("clock-monitor", "the monitor's clock jumps an hour ahead, and behind")(clock_jump(services("monitor")))
-clock("clock-front", "clocks of schedulers and a gateway jump an hour ahead, and behind")(
-    clock_jump(lambda s: (*s.named("scheduler"), s.named("gateway")[0]))
+clock("clock-monitor", "the monitor's clock jumps an hour ahead, and behind", clock_jump(services("monitor")))
+clock(
+    "clock-front",
+    "clocks of schedulers and a gateway jump an hour ahead, and behind",
+    clock_jump(lambda s: (*s.named("scheduler"), s.named("gateway")[0])),
 )
-clock("clock-instances", "clocks of two instances jump an hour ahead, and behind")(
-    clock_jump(lambda s: (s.decode[0], s.prefill[0]))
+clock(
+    "clock-instances",
+    "clocks of two instances jump an hour ahead, and behind",
+    clock_jump(lambda s: (s.decode[0], s.prefill[0])),
 )
 
 
@@ -114,21 +122,21 @@ _PRUNED_S = 30.0
 
 
 async def _break_database(kind: str, suite: SuiteUnderTest) -> None:
-    async with broken_database(suite, kind):
+    async with suite.database.broken(kind):
         await asyncio.sleep(FAULT_S)
     await _written_again(suite)
 
 
-for _kind, _does in {
-    "locked": "somebody else holds the write lock for 4 s",
+for _kind, _text in {
+    "locked": "another connection holds the write lock for 4 s",
     "gone": "the file is removed while it is in use",
     "read-only": "every write is refused for 4 s",
     "disk-full": "no file can grow for 4 s",
 }.items():
-    database(f"database-{_kind}", _does)(partial(_break_database, _kind))
+    database(f"database-{_kind}", _text, partial(_break_database, _kind))
 
 
-@database("database-backlog", f"{BACKLOG_ROWS:,} rows where {KEPT_ROWS:,} are kept, pruned under load", BACKLOG)
+@database("database-backlog", f"{BACKLOG_ROWS:,} rows where {KEPT_ROWS:,} are kept, pruned under load", bed=BACKLOG)
 async def _backlog(suite: SuiteUnderTest) -> None:
     """A scheduler starts with twenty times the rows that are kept, and the oldest are deleted under load."""
     scheduler, _ = suite.named("scheduler")
