@@ -2,6 +2,7 @@
 and the records that a suite keeps of requests, found by the client's request id.
 """
 
+import asyncio
 import multiprocessing
 import os
 import re
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from rich.console import Console
@@ -59,6 +61,12 @@ def on_free_ports(cluster: Cluster) -> Cluster:
     gateway = cluster.gateway.model_copy(update={"port": base + _GATEWAY})
     dashboard = cluster.dashboard.model_copy(update={"port": base + _DASHBOARD})
     return cluster.model_copy(update={"ports": base, "gateway": gateway, "dashboard": dashboard})
+
+
+def address_of(url: str) -> tuple[str, int]:
+    """The host and the port of a URL."""
+    parts = urlsplit(url)
+    return parts.hostname or "127.0.0.1", parts.port or 80
 
 
 @asynccontextmanager
@@ -168,6 +176,18 @@ class JobRecord:
     @property
     def attempts(self) -> int:
         return max((span.attempt for span in self.timeline.spans), default=0)
+
+
+@asynccontextmanager
+async def background(*work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+    """Run this work until the block ends; then it is cancelled."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def until_found(

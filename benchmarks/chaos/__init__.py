@@ -25,5 +25,5 @@ doubled or wrong and no client hangs; when no wait between two signs of life is 
 one second, plus the longest wait without a fault, plus the time for which the machine kept the bench from running; when
 only targets of the fault ended; when within 10 s, without help, all processes and instances are back in their roles and
 users get tokens at the former rate; and when without users no KV, job, row, memory, open file or process is left
-behind. One suite serves all scenarios of its testbed, until one leaves it unwell (`run`).
+behind. One suite serves all scenarios of its testbed, until one leaves it unhealthy (`run`).
 """

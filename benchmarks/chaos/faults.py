@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.chaos import hostile
 from benchmarks.chaos.proxy import Port, Proxy, Wire
 from benchmarks.chaos.under_test import SuiteUnderTest
+from benchmarks.suite import background
 from services.launcher.suite import until
 from services.launcher.supervisor import State
 from tools.client import Request
@@ -21,7 +22,7 @@ Targets = Callable[[SuiteUnderTest], Sequence[str]]  # names of processes
 Links = Callable[[SuiteUnderTest], Iterable[Wire]]
 Cases = Callable[[SuiteUnderTest], Iterable[tuple[str, dict[str, Any]]]]  # paths and bodies of requests
 
-# A frozen process cannot be told from a slow one before its heartbeats, two a second, are missed for two seconds.
+# A frozen process looks like a slow one until its heartbeats, two a second, are missed for two seconds.
 NOTICED_S = 2.5
 FAULT_S = 4.0
 HOUR_S = 3600.0
@@ -87,12 +88,8 @@ async def kept_dead(suite: SuiteUnderTest, *names: str) -> AsyncIterator[None]:
         status = suite.processes.statuses[name]
         return status.state is State.READY and bool(status.pid)
 
-    task = asyncio.create_task(kill())
-    try:
+    async with background(kill()):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
     await until(lambda: all(map(back, names)), 60.0, f"{', '.join(names)} to be back")
 
 

@@ -8,8 +8,8 @@ import asyncio
 import socket
 import struct
 import time
-from collections.abc import Callable, Container, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from random import Random
 from typing import Any
 
@@ -27,6 +27,8 @@ from shared.domain.kv import Codec
 from shared.wire.broadcast import sealed
 from shared.wire.envelope import Envelope, Kind, encode_body, pack
 from shared.wire.messages import Heartbeat
+from shared.wire.rpc_client import RpcClients
+from shared.wire.sockets import Sockets
 from tools.client import COMPLETIONS, Address, Ending, Request, Response, send
 
 _RECV_BYTES = 4096
@@ -139,6 +141,17 @@ async def crowd(count: int, client: Callable[[int], Coroutine[Any, Any, Any]]) -
             group.create_task(client(number))
 
 
+@contextmanager
+def rpc_clients() -> Iterator[RpcClients]:
+    """Clients of a process that does not belong to the suite, without its key."""
+    sockets = Sockets()
+    try:
+        with RpcClients(sockets) as clients:
+            yield clients
+    finally:
+        sockets.close()
+
+
 _MARK = "AAAAAAAA"  # replaced by bytes that are not UTF-8
 _DEEP = b"\x91" * 50_000 + b"\xc0"
 _DEEP_MAP = b"\x81\xa1a" * 30_000 + b"\xc0"
@@ -187,7 +200,7 @@ def messages(rng: Random) -> list[list[bytes]]:
         _call("release", encode_body({"transfer_ids": ["unknown"] * 1000})),
         b"\x93\x01\x02\x03",
         pack([Envelope(99, 1, "", 0.0, encode_body(1))]),
-        sealed(msgspec.msgpack.encode(Heartbeat("nobody", 1, Role.DECODE, False, InstanceLoad()))),
+        sealed(msgspec.msgpack.encode(Heartbeat("unknown", 1, Role.DECODE, False, InstanceLoad()))),
         sealed(msgspec.msgpack.encode(ClusterDelta(2**62, 1e18, whole=True))),
     ]
     return [*([each] for each in singles), [], [b"a", b"b"], [b"x"] * 100, [b"\x00" * (1 << 20)]]

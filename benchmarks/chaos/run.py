@@ -85,7 +85,7 @@ def show_scenarios(options: ChaosOptions, console: Console) -> None:
 
 
 class _Bench:
-    """Runs scenarios one after the other; a suite serves those of its testbed until one of them leaves it unwell."""
+    """Runs scenarios one after the other; a suite serves those of its testbed until it is not healthy any more."""
 
     def __init__(self, options: ChaosOptions, console: Console, total: int) -> None:
         self.outcomes: list[Outcome] = []
@@ -132,14 +132,14 @@ class _Bench:
             while scenario is not None:
                 self._suites += 1
                 folder = (self._options.keep_logs or Path(temporary)) / f"suite-{self._suites}"
-                seed, well = self._options.seed, True
+                seed, healthy = self._options.seed, True
                 try:
                     async with running_suite_under_test(bed, folder, self._console, seed) as suite:
                         before = await calm(suite, seed)
-                        while well and scenario is not None:
+                        while healthy and scenario is not None:
                             users_seed = seed + (len(self.outcomes) if self._options.random_minutes else 0)
                             outcome = await run_scenario(suite, scenario, before, users_seed)
-                            scenario, well = next(waiting, None), outcome.well
+                            scenario, healthy = next(waiting, None), outcome.suite_is_healthy
                             self._add(outcome)
                 except (PolyphaseError, TimeoutError) as error:
                     if scenario is not None:  # the suite did not start, or does not serve

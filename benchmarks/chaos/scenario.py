@@ -19,6 +19,7 @@ from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.load import BROKEN, HARM, UNCLEAN, Load, Tally, Verdict
 from benchmarks.chaos.testbeds import EMULATED, Testbed
 from benchmarks.chaos.under_test import RUN, SuiteUnderTest
+from benchmarks.suite import background
 from services.launcher.supervisor import State
 from shared.domain.instance import InstanceState
 from shared.domain.job import Phase
@@ -52,7 +53,7 @@ class Scenario:
     outage_s: the time for which the fault keeps clients waiting, beside the time that the fault itself measures with
     `SuiteUnderTest.outage`. errors: clients may get typed errors. breaks: the fault takes a gateway away, and with it
     the connections of its clients. bound_s: the longest time of the fault itself; beyond it the scenario fails.
-    resets: roles are put right afterwards; otherwise the suite has to recover without help.
+    resets: the bench resets roles afterwards; otherwise the suite has to recover without help.
     """
 
     name: str
@@ -133,7 +134,7 @@ class Outcome:
         return not self.faults
 
     @property
-    def well(self) -> bool:
+    def suite_is_healthy(self) -> bool:
         """Whether the next scenario can use the suite."""
         return self.recovered_s is not None and not (self.broke or self.left)
 
@@ -159,7 +160,7 @@ async def calm(suite: SuiteUnderTest, seed: int) -> Calm:
 
 
 async def run_scenario(suite: SuiteUnderTest, scenario: Scenario, before: Calm, seed: int) -> Outcome:
-    """Run a scenario on a suite that is well. Failures are in the outcome."""
+    """Run a scenario on a healthy suite. Failures are in the outcome."""
     outcome = Outcome(scenario, calm_gap_s=before.gap_s)
     began, suite.outage_s, now = time.monotonic(), 0.0, footprint(suite)
     suite.notes, suite.figures = outcome.notes, outcome.figures
@@ -306,16 +307,12 @@ def _orphans(suite: SuiteUnderTest, before: Footprint) -> list[str]:
 
 def _unknown(suite: SuiteUnderTest) -> list[tuple[int, str]]:
     """Processes of this run that are neither in the launcher's list nor descend from a process in it."""
-    known = {status.pid for status in suite.processes.statuses.values()}
-    return [(pid, name) for pid, name in of_run(suite.run) if not known & _with_ancestors(pid)]
-
-
-def _with_ancestors(pid: int) -> set[int]:
-    try:
-        process = psutil.Process(pid)
-        return {pid, *(parent.pid for parent in process.parents())}
-    except psutil.Error:  # it has ended
-        return set()
+    known, found = {status.pid for status in suite.processes.statuses.values()}, []
+    for pid, name in of_run(suite.run):
+        with suppress(psutil.Error):  # it has ended
+            if known.isdisjoint({pid, *(parent.pid for parent in psutil.Process(pid).parents())}):
+                found.append((pid, name))
+    return found
 
 
 def of_run(run: str) -> list[tuple[int, str]]:
@@ -343,9 +340,5 @@ async def stall_watch(beat_s: float = 0.02) -> AsyncIterator[list[float]]:
             await asyncio.sleep(beat_s)
             longest_s[0] = max(longest_s[0], time.monotonic() - began - beat_s)
 
-    task = asyncio.create_task(watch())
-    try:
+    async with background(watch()):
         yield longest_s
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

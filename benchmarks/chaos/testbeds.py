@@ -1,5 +1,6 @@
 """The clusters that scenarios run on, with the load of each."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +63,10 @@ class Testbed:
     memory_bytes: int = MEMORY_BYTES
     limits: Limits = LIMITS
 
+    def varied(self, name: str, more: str, cluster: Mapping[str, Any] | None = None, **fields: Any) -> "Testbed":
+        """A variant: more words in its title, other sections of the cluster file, other fields."""
+        return replace(self, name=name, title=self.title + more, cluster={**self.cluster, **(cluster or {})}, **fields)
+
     def build(self) -> Cluster:
         """The cluster on ports that no process uses."""
         fixed = {
@@ -97,12 +102,7 @@ EMULATED = Testbed(
     },
 )
 
-PAIR = replace(
-    EMULATED,
-    name="pair",
-    title="two monitors, gateways and schedulers, 2 prefill and 3 decode instances; EMULATED engines",
-    cluster={**EMULATED.cluster, "monitors": 2},
-)
+PAIR = EMULATED.varied("pair", "; two monitors", {"monitors": 2})
 
 KEYED = Testbed(
     name="keyed",
@@ -152,16 +152,14 @@ NARROW = Testbed(
     gateways=1,
 )
 
-OPEN = replace(EMULATED, name="open", title=f"{EMULATED.title}, without keys", host_key=False)
-OPEN_PAIR = replace(PAIR, name="open-pair", title=f"{PAIR.title}, without keys", host_key=False)
+OPEN = EMULATED.varied("open", "; without keys", host_key=False)
+OPEN_PAIR = PAIR.varied("open-pair", "; without keys", host_key=False)
 
 QUEUED_TOKENS = 16_384  # at each gateway; half of it for a key
-CALLERS = replace(
-    EMULATED,
-    name="callers",
-    title="two gateways with two API keys, two schedulers, 2 prefill and 3 decode instances; EMULATED engines",
-    cluster={
-        **EMULATED.cluster,
+CALLERS = EMULATED.varied(
+    "callers",
+    "; two API keys",
+    {
         "gateway": {**EMULATED.cluster["gateway"], "max_queued_tokens": QUEUED_TOKENS},
         "instance_defaults": {**EMULATED_ENGINE, "chunk_size": 1_024},
     },
@@ -189,16 +187,13 @@ LONG_CONTEXT = Testbed(
 )
 
 KEPT_ROWS = 2_000
-BACKLOG = replace(
-    EMULATED,
-    name="backlog",
-    title=f"{EMULATED.title}; the database keeps {KEPT_ROWS:,} requests",
-    cluster={**EMULATED.cluster, "scheduler": {"count": 2, "retention_rows": KEPT_ROWS, "prune_period_s": 2.0}},
+BACKLOG = EMULATED.varied(
+    "backlog",
+    f"; the database keeps {KEPT_ROWS:,} requests",
+    {"scheduler": {"count": 2, "retention_rows": KEPT_ROWS, "prune_period_s": 2.0}},
 )
 
-LOGPROBS = replace(
-    REAL, name="logprobs", title=f"{REAL.title}; 16 users", users=16, timed=True, memory_bytes=256 * _MIB
-)
+LOGPROBS = REAL.varied("logprobs", "; 16 users", users=16, timed=True, memory_bytes=256 * _MIB)
 
 # The verdict covers 10 s in place of 60 s, so that a problem is over sooner after its fault. `instant` and `swift` are
 # classes that no engine here can serve in time.
@@ -211,17 +206,13 @@ _CLASSES = {
 JOB_S = 10.0  # the longest time of a request
 QUEUED = 40  # jobs that do not decode yet and that a gateway accepts
 _SMALL_KV = {"kv_cache_bytes": 512 * _MIB}  # 4,096 tokens of an emulated Llama-3-8B
-VERDICT = replace(
-    EMULATED,
-    name="verdict",
-    title=f"{EMULATED.title}; a verdict over 10 s",
-    cluster={
+VERDICT = EMULATED.varied(
+    "verdict",
+    "; a verdict over 10 s",
+    {
         "monitor": _SHORT_WINDOW,
-        "scheduler": {"count": 2},
         "planner": {"enabled": False},
-        "policies": SPLIT,
         "gateway": {"slo": _CLASSES, "job_timeout_s": JOB_S, "max_queued_jobs": QUEUED, "patience_s": 3.0},
-        "instance_defaults": EMULATED_ENGINE,
         "instances": [
             {"id": "prefill", "count": 2, "role": "prefill"},
             {"id": "decode", "count": 3, "role": "decode", **_SMALL_KV},
@@ -234,11 +225,10 @@ VERDICT = replace(
 )
 
 LATE = "decode-late"
-VERDICT_LATE = replace(
-    VERDICT,
-    name="verdict-late",
-    title=f"{VERDICT.title}; a fourth decode instance does not start",
-    cluster={**VERDICT.cluster, "instances": [*VERDICT.cluster["instances"], {"id": LATE, "role": "decode"}]},
+VERDICT_LATE = VERDICT.varied(
+    "verdict-late",
+    "; a fourth decode instance does not start",
+    {"instances": [*VERDICT.cluster["instances"], {"id": LATE, "role": "decode"}]},
     absent=frozenset({LATE}),
 )
 

@@ -21,7 +21,7 @@ import yaml
 from rich.console import Console
 
 from benchmarks.chaos.inject.sitecustomize import LOOP_TIME, READ_ONLY, SWITCHES
-from benchmarks.chaos.load import Load, RightAnswer, learn, request_kinds
+from benchmarks.chaos.load import Load, RightAnswer, learn_load
 from benchmarks.chaos.proxy import Port, Wires, ports_of, service_of, wired
 from benchmarks.chaos.testbeds import Testbed, secret_of
 from services.launcher import cluster_keys, state_file
@@ -35,7 +35,7 @@ from services.launcher.supervisor import State, Status, Supervisor, supervising
 from shared.domain.instance import InstanceState, Role
 from shared.errors import PolyphaseError
 from shared.runtime.keys import digest_of
-from tools.client import Address, ApiClient, Prompts, Request
+from tools.client import Address, Request
 
 INJECT = Path(__file__).parent / "inject"
 RUN = "CHAOS_RUN"  # environment variable of all processes of a run; its value names the run
@@ -283,16 +283,6 @@ class SuiteUnderTest(Suite):
         """The testbed's load."""
         return Load(self.gateways, self.requests, self.right, self.bed.users, seed)
 
-    async def learn_answers(self) -> None:
-        """Obtain the right answers to the testbed's requests. Raises Unavailable."""
-        api_key = secret_of(self.bed.api_keys[0] if self.bed.api_keys else "")
-        async with ApiClient(self.plan.api_url, self.plan.model, api_key) as api:
-            prompts = await Prompts.of(api)
-        lengths = (prompts.of_length(length, seed=length) for length in self.bed.prompts)
-        kinds = request_kinds(list(lengths), self.bed.answer_tokens)
-        self.requests = tuple(replace(request, api_key=api_key) for request in kinds)
-        self.right = await learn(self.gateways[0], self.requests)
-
     async def drain(self, instance: str, timeout_s: float = 10.0, **more: Any) -> None:
         async with self.monitor() as monitor:
             await monitor.drain(instance, timeout_s=timeout_s, who="chaos", **more)
@@ -399,7 +389,9 @@ async def running_suite_under_test(
                 await supervisor.during(suite.wait_ready(started.instance_ids, START_S))
             console.print(f"[dim]{bed.title}: ready after {time.monotonic() - began:.0f} s[/]")
             try:
-                await suite.learn_answers()
+                key = secret_of(bed.api_keys[0] if bed.api_keys else "")
+                learned = learn_load(plan.api_url, plan.model, key, bed.prompts, bed.answer_tokens)
+                suite.requests, suite.right = await learned
                 yield suite
             finally:
                 await suite.restore()

@@ -11,27 +11,29 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import httpx
 
+from benchmarks.chaos.load import Load, learn_load
 from benchmarks.demo.report import Check, Section
-from benchmarks.suite import JobRecord, find_row, records
-from services.launcher.suite import Suite, until
+from benchmarks.suite import JobRecord, address_of, find_row, records, until_found
+from services.launcher.suite import Suite
 from services.launcher.up import RunningSuite
 from shared.domain.instance import Role
 from shared.domain.job import Phase
 from shared.domain.kv import TransferOutcome
 from shared.domain.route import PolicySpec
-from shared.errors import PolyphaseError, Unavailable
+from shared.errors import Unavailable
 from shared.timeline import Span
-from tools.client import CHAT, COMPLETIONS, ApiClient, Ask, Prompts, Response, users
+from tools.client import CHAT, COMPLETIONS, ApiClient, Ask, Prompts, Response
 
 ANSWER_TOKENS = 24
+LOAD_PROMPTS = (20, 90, 300)  # tokens
 WHO = "polyphase demo"
 LOCAL, FULL, RANDOM = ({"split": PolicySpec(name)} for name in ("none", "full", "random"))
 
@@ -68,29 +70,18 @@ class Place:
         """The answers to requests that are sent at once."""
         return await asyncio.gather(*(self.api.complete(ask) for ask in asks))
 
+    async def decode_instance(self, ask: Ask) -> str:
+        """The instance that decodes a request. Raises NotFound."""
+        return str((await find_row(self.suite, ask.request_id))["decode_instance"])
+
     async def lose_in_stream(
         self, section: Section, lose: Callable[[str], object], streams: int, tokens: int, after: int
     ) -> str:
-        """Lose the decode instance of one of several streams after so many tokens; returns its name.
-
-        `lose` runs in a thread. No client may see the loss.
-        """
+        """Lose the decode instance of one of several streams after so many tokens; returns its name."""
         prompts = self.prompts.various(streams, 60, 160, seed=41)
         plain = await self.reference(prompts, tokens)
         wanted = asks_for(prompts, tokens)
-        others = [asyncio.create_task(self.api.stream(ask)) for ask in wanted[1:]]
-        stream = await self.api.begin(wanted[0], after)
-        victim = str((await find_row(self.suite, wanted[0].request_id))["decode_instance"])
-        await asyncio.to_thread(lose, victim)
-        answers = await asyncio.gather(stream, *others)
-        section.lines.append(f"{victim} was lost after {after} of {tokens} tokens of a stream")
-        ended = [(answer.error, answer.finish_reason) for answer in answers]
-        section.equal("streams that ended well", streams, ended.count(("", "length")))
-        section.equal("every token exactly once", streams, same_tokens(plain, answers))
-        same = [
-            (a.text, a.completion_tokens) == (b.text, b.completion_tokens) for a, b in zip(plain, answers, strict=True)
-        ]
-        section.equal("text and usage of an undisturbed run", streams, sum(same))
+        victim = await lose_in_stream(self.api, section, wanted, plain, self.decode_instance, lose, after)
         found = await self.records(wanted)
         attempts = [record.attempts for record in found]
         section.check("the stream went on elsewhere", max(attempts) > 1, "a second attempt", attempts)
@@ -98,40 +89,45 @@ class Place:
         return victim
 
 
-@dataclass(slots=True)
-class Load:
-    """What the users in the background got."""
+async def lose_in_stream(
+    api: ApiClient,
+    section: Section,
+    asks: Sequence[Ask],
+    plain: Sequence[Response],
+    decode_instance: Callable[[Ask], Awaitable[str]],
+    lose: Callable[[str], object],
+    after: int,
+) -> str:
+    """Lose the instance that decodes the first of these streams after so many tokens; returns its name.
 
-    served: int = 0
-    failed: list[str] = field(default_factory=list)
-    longest_s: float = 0.0
-
-    def check(self, section: Section) -> None:
-        section.check("requests were served meanwhile", self.served > 0, "some", self.served)
-        section.check("requests that failed", not self.failed, 0, "; ".join(self.failed[:3]) or 0)
+    No client may see the loss: the answers must equal the plain ones. `lose` runs in a thread.
+    """
+    others = [asyncio.create_task(api.stream(ask)) for ask in asks[1:]]
+    stream = await api.begin(asks[0], after)
+    victim = await decode_instance(asks[0])
+    section.check("the stream was under way", not stream.done(), "under way", "ended")
+    await asyncio.to_thread(lose, victim)
+    answers = await asyncio.gather(stream, *others)
+    section.lines.append(f"{victim} was lost after {after} of {asks[0].max_tokens} tokens of a stream")
+    ended = [(answer.error, answer.finish_reason) for answer in answers]
+    section.equal("streams that ended well", len(asks), ended.count(("", "length")))
+    section.equal("every token exactly once", len(asks), same_tokens(plain, answers))
+    same = [(a.text, a.completion_tokens) == (b.text, b.completion_tokens) for a, b in zip(plain, answers, strict=True)]
+    section.equal("text and usage of an undisturbed run", len(asks), sum(same))
+    return victim
 
 
 @asynccontextmanager
-async def under_load(api: ApiClient, count: int, ask: Callable[[int], Ask]) -> AsyncIterator[Load]:
-    """For the block's length, users that send `ask(seed)`, each time with another seed."""
-    load = Load()
-
-    async def request(user: int, turn: int) -> bool:
-        wanted = ask(user * 1000 + turn)
-        try:
-            answer = await api.stream(wanted)
-        except (PolyphaseError, OSError) as error:
-            load.failed.append(f"{type(error).__name__}: {error}")
-            return False
-        if answer.error or len(answer.tokens) != wanted.max_tokens:
-            load.failed.append(answer.error or f"{len(answer.tokens)} of {wanted.max_tokens} tokens")
-        else:
-            load.served += 1
-            load.longest_s = max(load.longest_s, answer.took_s)
-        return True
-
-    async with users(count, request):
+async def under_load(section: Section, url: str, model: str, count: int, api_key: str = "") -> AsyncIterator[Load]:
+    """For the block's length, steady users. Afterwards, each of their answers must be whole and right."""
+    requests, right = await learn_load(url, model, api_key, LOAD_PROMPTS, ANSWER_TOKENS)
+    async with Load([address_of(url)], requests, right, count, seed=7) as load:
         yield load
+    tally = load.tally
+    wrong = {verdict.value: tally.examples[verdict] for verdict in tally.examples}
+    section.check("requests were served meanwhile", load.served > 0, "some", load.served)
+    section.check("answers that were wrong or failed", not wrong, 0, wrong or 0)
+    section.lines.append(f"longest wait for a token {tally.longest_gap_s:.1f} s")
 
 
 def asks_for(prompts: Sequence[list[int]], max_tokens: int = ANSWER_TOKENS) -> list[Ask]:
@@ -143,11 +139,6 @@ def asks_for(prompts: Sequence[list[int]], max_tokens: int = ANSWER_TOKENS) -> l
 def same_tokens(plain: Sequence[Response], answers: Sequence[Response]) -> int:
     """The number of answers without an error whose tokens are those of the plain answer."""
     return sum(a.tokens == b.tokens and not b.error for a, b in zip(plain, answers, strict=True))
-
-
-def _of(total: int, count: int) -> tuple[str, str]:
-    """What is wanted and what there is, of a total."""
-    return f"{total}/{total}", f"{count}/{total}"
 
 
 READY_S, MEMORY_GIB = 60.0, 8.0
@@ -175,13 +166,13 @@ SAMPLE_QUESTIONS = (
 async def samples(place: Place, section: Section) -> None:
     """Some answers to read, and one of each other API."""
     api = place.api
-    section.columns = ("asked", "answered", "tokens", "ended by")
+    section.columns = ("question", "answer", "tokens", "ended by")
     for question in SAMPLE_QUESTIONS:
         answer = await api.chat(question, temperature=0, max_tokens=96)
         choice = answer["choices"][0]
         text = " ".join((choice["message"]["content"] or "").split())
         section.rows.append((question, text, str(answer["usage"]["completion_tokens"]), choice["finish_reason"]))
-    section.equal("questions answered", *_of(len(section.rows), sum(bool(row[1]) for row in section.rows)))
+    section.all_of("questions answered", len(section.rows), sum(bool(row[1]) for row in section.rows))
     two = await api.chat("Hello!", n=2, temperature=0.8, max_tokens=16)
     section.equal("n = 2 gives two choices", 2, len(two["choices"]))
     detail = await api.chat("Hello!", logprobs=True, top_logprobs=2, max_tokens=4)
@@ -237,7 +228,7 @@ async def lengths(place: Place, section: Section) -> None:
     true = await asyncio.gather(*(length_of(*each) for each in enumerate(LENGTH_QUESTIONS)))
     found = await records(place.suite, [f"length-{number}" for number in range(len(LENGTH_QUESTIONS))])
     classified = inside = 0
-    section.columns = ("asked", "predicted", "expected", "true", "in range")
+    section.columns = ("question", "predicted", "expected", "true", "in range")
     for question, tokens, record in zip(LENGTH_QUESTIONS, true, found, strict=True):
         prediction = next((each for each in record.timeline.decisions if each.kind == "prediction"), None)
         if prediction is None or prediction.reasons[0].what != "classifier":
@@ -251,7 +242,7 @@ async def lengths(place: Place, section: Section) -> None:
         reach = f"{lower} to {upper - 1}" if upper <= MAX_TOKENS else f"{lower} and more"
         expected, mark = f"{figures['expected_tokens']:.0f}", "✔" if right else ""
         section.rows.append((question[:READABLE], reach, expected, str(tokens), mark))
-    _, of_all = _of(len(section.rows), classified)
+    of_all = f"{classified}/{len(section.rows)}"
     section.check("the classifier answers", classified > 0, "some questions at least", of_all)
     section.check("answered by the classifier in time", classified >= 0.9 * len(section.rows), "nine of ten", of_all)
     section.lines.append(
@@ -278,9 +269,9 @@ async def _compare(
     place: Place, section: Section, how: str, plain: list[Response], wanted: list[Ask], answers: list[Response]
 ) -> None:
     """Check that the answers equal the plain ones, and that the KV of each was pulled."""
-    section.equal(f"identical, {how}", *_of(len(plain), same_tokens(plain, answers)))
+    section.all_of(f"identical, {how}", len(plain), same_tokens(plain, answers))
     found = await place.records(wanted)
-    section.equal(f"KV pulled, {how}", *_of(len(plain), sum(record.pulled for record in found)))
+    section.all_of(f"KV pulled, {how}", len(plain), sum(record.pulled for record in found))
     moved = sum(transfer.wire_bytes for record in found for transfer in record.timeline.transfers)
     section.figures["kv_moved_bytes"] = section.figures.get("kv_moved_bytes", 0) + moved
 
@@ -300,7 +291,7 @@ async def splits(place: Place, section: Section) -> None:
             answers += await place.at_once(wanted[first : first + 6])
     finally:
         await place.suite.set_policies(FULL, WHO)
-    section.equal("requests whose tokens are identical", *_of(SPLITS, same_tokens(plain, answers)))
+    section.all_of("requests whose tokens are identical", SPLITS, same_tokens(plain, answers))
     found = await place.records(wanted)
     computed = [record.split for record in found]
     expected = Counter("local" if split == 0 else "pulled" for split in computed)
@@ -351,9 +342,8 @@ async def first_token(place: Place, section: Section) -> None:
     answers = [await place.api.stream(ask) for ask in wanted]
     leads = [_lead_s(record) for record in await place.records(wanted)]
     total = len(chosen)
-    early = sum(lead > 0 for lead in leads)
-    section.equal("first token before the first step of the decode instance", *_of(total, early))
-    section.equal("no token twice or missing", *_of(total, same_tokens(plain, answers)))
+    section.all_of("first token before the first step of the decode instance", total, sum(lead > 0 for lead in leads))
+    section.all_of("no token twice or missing", total, same_tokens(plain, answers))
     section.figures["first_token_lead_ms"] = sorted(leads)[total // 2] * 1e3
     section.lines.append("Lead over the decode instance: " + ", ".join(f"{lead * 1e3:.1f} ms" for lead in leads))
 
@@ -425,36 +415,36 @@ USERS = 6
 
 
 async def flips(place: Place, section: Section) -> None:
-    """One instance of each role there and back again, while six users keep asking."""
+    """One instance of each role takes the other role and its own again, under load."""
     section.columns = ("instance", "flip", "flip time", "drain time", "served meanwhile")
     chosen = place.prompts.various(8, 40, 600, seed=41)
     plain = await place.reference(chosen)
 
-    def ask(seed: int) -> Ask:
-        prompt = place.prompts.of_length(20 + seed % 300, seed)
-        return Ask(prompt, 8 + seed % 40, f"load-{uuid.uuid4().hex[:12]}")
-
-    async with under_load(place.api, USERS, ask) as load:
+    plan = place.running.plan
+    async with under_load(section, plan.api_url, plan.model, USERS) as load:
         for role in (Role.PREFILL, Role.DECODE):
             instance = sorted(await place.suite.ready(role))[-1]
             for target in (role.other, role):
-                before = load.served
-                async with place.suite.monitor() as monitor:
-                    row = await monitor.flip(instance, drain_timeout_s=30.0, who=WHO)
-                await place.suite.wait_ready([instance])
-                assert (await place.suite.instances())[instance]["role"] == target.value
-                flip_ms, drain_ms = row["flip_s"] * 1e3, row["drain_s"] * 1e3
-                times = (f"{flip_ms:.3f} ms", f"{drain_ms:.0f} ms", str(load.served - before))
-                section.rows.append((instance, f"{target.other.value} → {target.value}", *times))
-                section.at_most(f"{instance} to {target.value}: the flip itself", FLIP_MS, flip_ms, "ms")
-                for name, value in (("flip", flip_ms), ("drain", drain_ms)):
-                    key = f"{name}_to_{target.value}_ms"
-                    section.figures[key] = max(section.figures.get(key, 0.0), value)
+                await _flip(place, section, instance, target, load)
             wanted = asks_for(chosen)
             how = f"after {instance} flipped there and back"
             await _compare(place, section, how, plain, wanted, await place.at_once(wanted))
-    load.check(section)
     section.figures["requests_under_flips"] = load.served
+
+
+async def _flip(place: Place, section: Section, instance: str, target: Role, load: Load) -> None:
+    before = load.served
+    async with place.suite.monitor() as monitor:
+        row = await monitor.flip(instance, drain_timeout_s=30.0, who=WHO)
+    await place.suite.wait_ready([instance])
+    assert (await place.suite.instances())[instance]["role"] == target.value
+    flip_ms, drain_ms = row["flip_s"] * 1e3, row["drain_s"] * 1e3
+    times = (f"{flip_ms:.3f} ms", f"{drain_ms:.0f} ms", str(load.served - before))
+    section.rows.append((instance, f"{target.other.value} → {target.value}", *times))
+    section.at_most(f"{instance} to {target.value}: the flip itself", FLIP_MS, flip_ms, "ms")
+    for name, value in (("flip", flip_ms), ("drain", drain_ms)):
+        key = f"{name}_to_{target.value}_ms"
+        section.figures[key] = max(section.figures.get(key, 0.0), value)
 
 
 async def decode_loss(place: Place, section: Section) -> None:
@@ -480,21 +470,17 @@ async def prefill_loss(place: Place, section: Section) -> None:
     plain = await place.reference(chosen, 16)
     wanted = asks_for(chosen, 16)
     running = [asyncio.create_task(place.api.stream(ask)) for ask in wanted]
-    victim = ""
 
-    async def busy() -> bool:
-        nonlocal victim
-        found = await place.suite.instances()
-        inflight = {n: e["load"]["inflight"] for n, e in found.items() if e["role"] == Role.PREFILL.value}
-        victim = max(inflight, key=inflight.__getitem__)
-        return bool(inflight[victim])
+    async def busy() -> str | None:
+        found = (await place.suite.instances()).items()
+        return next((n for n, e in found if e["role"] == Role.PREFILL.value and e["load"]["inflight"]), None)
 
-    await until(busy, 10.0, "prompts in a prefill instance", poll_s=0.01)
+    victim = await until_found(busy, 10.0, "prompts in a prefill instance", poll_s=0.01)
     pid = place.suite.kill(victim)
     answers = await asyncio.gather(*running)
     section.lines.append(f"{victim} (process {pid}) was killed with {len(chosen)} requests under way")
     section.equal("requests answered", len(chosen), sum(not answer.error for answer in answers))
-    section.equal("identical", *_of(len(chosen), same_tokens(plain, answers)))
+    section.all_of("identical", len(chosen), same_tokens(plain, answers))
     again = sum(record.attempts > 1 or "recomputed" in record.outcomes for record in await place.records(wanted))
     section.check("some had to be done again", again > 0, "at least one", again)
     await _await_restart(place, section, Role.PREFILL, victim, pid)

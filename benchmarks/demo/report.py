@@ -58,6 +58,9 @@ class Section:
     def equal(self, name: str, want: Any, got: Any) -> None:
         self.check(name, want == got, want, got)
 
+    def all_of(self, name: str, total: int, count: int) -> None:
+        self.equal(name, f"{total}/{total}", f"{count}/{total}")
+
     def at_most(self, name: str, bound: float, got: float, unit: str = "s") -> None:
         self.check(name, got <= bound, f"at most {bound:g} {unit}", f"{got:.3g} {unit}")
 

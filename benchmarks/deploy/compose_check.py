@@ -17,14 +17,13 @@ from functools import partial
 
 from rich.console import Console
 
-from benchmarks.demo.checks import under_load
+from benchmarks.demo.checks import lose_in_stream, under_load
 from benchmarks.demo.report import Check, Report, Section
-from benchmarks.deploy.containers import MONITOR, TOKEN, Project, compose_command, postgres_image
-from benchmarks.suite import run_command
+from benchmarks.deploy.containers import MONITOR, TOKEN, Project, compose_command, docker, postgres_image
+from benchmarks.suite import until_found
 from services.launcher.ports import free_range
 from services.launcher.suite import until
-from shared.errors import NotFound
-from tools.client import ApiClient, Ask
+from tools.client import ApiClient, Ask, Response
 
 IMAGE = "polyphase:check"
 PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST")  # this machine's, for the build only
@@ -46,11 +45,13 @@ class Place:
 
     project: Project
     stack: AsyncExitStack
+    url: str = ""
+    key: str = ""
     api: ApiClient = field(init=False)
-    reference: str = ""
+    reference: Response = field(init=False)
 
 
-def _ask(tokens: int, _: int = 0) -> Ask:
+def _ask(tokens: int) -> Ask:
     return Ask(PROMPT, tokens, f"check-{uuid.uuid4().hex[:12]}")
 
 
@@ -58,7 +59,7 @@ async def build(place: Place, section: Section) -> None:
     given = [word for name in PIP if os.environ.get(name) for word in ("--build-arg", f"{name}={os.environ[name]}")]
     place.project.compose("build", *given, "gateway", timeout_s=3600)
     for name in (IMAGE, place.project.env["POSTGRES_IMAGE"]):
-        size = int(run_command(["docker", "image", "inspect", "-f", "{{.Size}}", name]))
+        size = int(docker("image", "inspect", "-f", "{{.Size}}", name))
         section.lines.append(f"{name} {size / 1e9:.2f} GB")
 
 
@@ -70,17 +71,18 @@ async def up(place: Place, section: Section) -> None:
     await until(project.all_healthy, 600, "all containers to be healthy", poll_s=0.5)
     await project.until_ready(prefill=1, decode=1)
     section.equal("exit codes of keys and migrate", {"keys": 0, "migrate": 0}, project.one_shots())
-    key = project.compose("exec", "-T", "gateway", "cat", "/api-keys/api-key").strip()
-    place.api = await place.stack.enter_async_context(ApiClient(f"http://127.0.0.1:{port}", "demo", key))
+    place.url = f"http://127.0.0.1:{port}"
+    place.key = project.compose("exec", "-T", "gateway", "cat", "/api-keys/api-key").strip()
+    place.api = await place.stack.enter_async_context(ApiClient(place.url, "demo", place.key))
     section.lines.append(f"{len(project.containers(stopped=False))} containers healthy")
 
 
 async def answers(place: Place, section: Section) -> None:
     """Answers in one piece, streamed and by a grammar."""
     text = (await place.api.complete(_ask(24))).text
-    place.reference = (await place.api.stream(_ask(LONG))).text
-    same = bool(text) and place.reference.startswith(text)
-    section.check("two answers to one prompt agree", same, text, place.reference[:80])
+    place.reference = await place.api.stream(_ask(LONG))
+    same = bool(text) and place.reference.text.startswith(text)
+    section.check("two answers to one prompt agree", same, text, place.reference.text[:80])
     choice = await place.api.chat(PROMPT, 8, structured_outputs={"choice": CHOICES}, temperature=0)
     content = choice["choices"][0]["message"]["content"]
     section.check("a grammar is followed", content in CHOICES, CHOICES, content)
@@ -95,27 +97,26 @@ async def scale(place: Place, section: Section) -> None:
 async def flip(place: Place, section: Section) -> None:
     """An instance takes the other role, and back, under load."""
     project = place.project
-    name, *_ = (name for name, each in project.instances().items() if each["role"] == "decode")
+    name, *_ = (name for name, each in (await project.instances()).items() if each["role"] == "decode")
     command = ("exec", "-T", *TOKEN, "monitor", "polyphase", "flip", name, "--monitor", MONITOR)
-    async with under_load(place.api, 2, partial(_ask, 8)) as load:
+    async with under_load(section, place.url, "demo", 2, place.key):
         for prefill, decode in ((2, 2), (1, 3)):
             await asyncio.to_thread(project.compose, *command)
             await project.until_ready(prefill=prefill, decode=decode)
-    load.check(section)
-    section.lines.append(f"{name} twice; longest answer {load.longest_s:.1f} s")
+    section.lines.append(f"{name} twice")
 
 
 async def kill(place: Place, section: Section) -> None:
     """`docker kill` of the instance that decodes an answer: the answer is the same as before."""
-    await _in_mid_stream(place, section, lambda container: run_command(["docker", "kill", container]))
+    await _in_mid_stream(place, section, partial(docker, "kill"))
 
 
 async def drain(place: Place, section: Section) -> None:
     """`docker stop` of the instance that decodes an answer: it finishes the answer and ends with code 0."""
 
     def stop(container: str) -> None:
-        run_command(["docker", "stop", "-t", "80", container])
-        code = run_command(["docker", "inspect", "-f", "{{.State.ExitCode}}", container]).strip()
+        docker("stop", "-t", "80", container)
+        code = docker("inspect", "-f", "{{.State.ExitCode}}", container).strip()
         section.equal("exit code after `docker stop`", "0", code)
 
     await _in_mid_stream(place, section, stop)
@@ -123,30 +124,28 @@ async def drain(place: Place, section: Section) -> None:
 
 async def _in_mid_stream(place: Place, section: Section, act: Callable[[str], object]) -> None:
     """Act on the container that decodes a streamed answer, compare the answer, and start the container again."""
-    stream = await place.api.begin(_ask(LONG), 5)
-    busy = ""
 
-    async def decoding() -> bool:
-        nonlocal busy
-        found = await asyncio.to_thread(place.project.instances)
-        busy = next((name for name, each in found.items() if each["load"]["decoding"]), "")
-        return bool(busy) or stream.done()
+    async def decoding() -> str | None:
+        found = await place.project.instances()
+        return next((name for name, each in found.items() if each["load"]["decoding"]), None)
 
-    await until(decoding, 30, "an instance to decode the answer")
-    section.check("the answer was under way", not stream.done(), "under way", "ended")
-    container, began = busy.removeprefix("decode-"), time.monotonic()
-    await asyncio.to_thread(act, container)
-    section.lines.append(f"{busy}: gone after {time.monotonic() - began:.1f} s")
-    answer = await stream
-    section.check("the answer is the same", answer.text == place.reference, place.reference, answer.text)
-    run_command(["docker", "start", container])
+    async def decode_instance(_: Ask) -> str:
+        return await until_found(decoding, 30, "an instance to decode the answer")
+
+    def lose(name: str) -> None:
+        began = time.monotonic()
+        act(name.removeprefix("decode-"))
+        section.lines.append(f"{name}: gone after {time.monotonic() - began:.1f} s")
+
+    victim = await lose_in_stream(place.api, section, [_ask(LONG)], [place.reference], decode_instance, lose, after=5)
+    docker("start", victim.removeprefix("decode-"))
     await place.project.until_ready(prefill=1, decode=3)
 
 
 async def hang(place: Place, section: Section) -> None:
     """A container whose service is frozen ends and is restarted, under the same id."""
     (container, *_) = place.project.containers("prefill")
-    run_command(["docker", "exec", container["Id"], "python3", "-c", _FREEZE_WORKER])
+    docker("exec", container["Id"], "python3", "-c", _FREEZE_WORKER)
     began = time.monotonic()
 
     def again() -> bool:
@@ -161,23 +160,22 @@ async def hang(place: Place, section: Section) -> None:
 async def database(place: Place, section: Section) -> None:
     """PostgreSQL restarts under load: no request fails, and no row is lost."""
     before = place.project.rows()
-    async with under_load(place.api, 2, partial(_ask, 8)) as load:
+    async with under_load(section, place.url, "demo", 2, place.key) as load:
         await asyncio.sleep(2.0)  # requests on both sides of the restart
         await asyncio.to_thread(place.project.compose, "restart", "postgres")
         await asyncio.sleep(4.0)
-    load.check(section)
-    wanted = before + load.served
+    wanted = before + len(load.requests) + load.served  # one of each kind was sent before, to learn the right answer
     await until(lambda: place.project.rows() >= wanted, 60, f"{wanted} rows of requests", poll_s=0.5)
-    section.lines.append(f"longest answer {load.longest_s:.1f} s; {place.project.rows() - before} rows written")
+    section.lines.append(f"{place.project.rows() - before} rows written")
 
 
 async def down(place: Place, section: Section) -> None:
     """No container or volume is left."""
     name = place.project.name
     place.project.compose("down", "-v", "--remove-orphans", timeout_s=300)
-    containers = run_command(["docker", "ps", "-aq", "--filter", f"label=com.docker.compose.project={name}"])
+    containers = docker("ps", "-aq", "--filter", f"label=com.docker.compose.project={name}")
     section.equal("containers left", [], containers.split())
-    volumes = run_command(["docker", "volume", "ls", "-q", "--filter", f"name={name}_"])
+    volumes = docker("volume", "ls", "-q", "--filter", f"name={name}_")
     section.equal("volumes left", [], volumes.split())
 
 
@@ -212,12 +210,8 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--keep", action="store_true", help="leave it running at the end, or where it failed")
     keep = options.parse_args().keep
-    try:
-        command = compose_command()
-    except NotFound as error:
-        print(f"compose-check: {error.message}", file=sys.stderr)
-        sys.exit(2)
-    print(f"with {' '.join(command)}, Docker {run_command(['docker', 'version', '-f', '{{.Server.Version}}']).strip()}")
+    command = compose_command("compose-check")
+    print(f"with {' '.join(command)}, Docker {docker('version', '-f', '{{.Server.Version}}').strip()}")
     # float32, because answers are compared letter by letter.
     env = {"POLYPHASE_IMAGE": IMAGE, "POLYPHASE_DTYPE": "float32", "POSTGRES_IMAGE": postgres_image()}
     report = Report(Console())

@@ -101,8 +101,8 @@ async def starts(place: Place, section: Section) -> None:
 
 async def answers(place: Place, section: Section) -> None:
     """A chat, and a prompt that one node computes and another decodes."""
-    said = await place.api.chat("Hello!", max_tokens=16)
-    section.check("a chat", bool(said["choices"][0]["message"]["content"]), "an answer", said["choices"][0])
+    reply = await place.api.chat("Hello!", max_tokens=16)
+    section.check("a chat", bool(reply["choices"][0]["message"]["content"]), "an answer", reply["choices"][0])
     wanted = asks_for([place.prompts.of_length(200, seed=5)], 24)
     answer = await place.api.complete(wanted[0])
     (record,) = await place.records(wanted)

@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from functools import partial
 
+from benchmarks.chaos.hostile import rpc_clients
 from benchmarks.chaos.inject.sitecustomize import LOST, READ_ONLY
 from benchmarks.chaos.proxy import Piece, ZmtpSplitter
 from benchmarks.chaos.scenario import scenario
 from benchmarks.chaos.testbeds import OPEN_PAIR, PAIR
 from benchmarks.chaos.under_test import SuiteUnderTest
-from benchmarks.suite import until_found
+from benchmarks.suite import background, until_found
 from services.launcher import cluster_keys
 from services.launcher.addresses import LEASE_S
 from services.launcher.suite import until
@@ -23,8 +24,7 @@ from shared.store.lease import ENDING
 from shared.wire.broadcast import opened, sealed
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.messages import DRAIN, FLIP, RESUME, DrainRequest, FlipRequest, Method, ResumeRequest
-from shared.wire.rpc_client import RpcClient, RpcClients
-from shared.wire.sockets import Sockets
+from shared.wire.rpc_client import RpcClient
 
 TAKEN_OVER_S = 6.0  # the longest time on a busy machine; the report has the measured one
 _POLL_S = 0.01
@@ -208,13 +208,8 @@ async def _one_acts_at_a_time(suite: SuiteUnderTest) -> AsyncIterator[None]:
                 acts.append((began, time.monotonic(), name))
             await asyncio.sleep(_WATCH_S)
 
-    watches = [asyncio.create_task(watch(name)) for name in suite.named("monitor")]
-    try:
+    async with background(*map(watch, suite.named("monitor"))):
         yield
-    finally:
-        for each in watches:
-            each.cancel()
-        await asyncio.gather(*watches, return_exceptions=True)
     for began, ended, name in acts:
         others = [(start, end) for start, end, other in acts if other != name]
         before = [start for start, end in others if began - LEASE_S < start and end < began]
@@ -240,14 +235,10 @@ async def _old_epochs(suite: SuiteUnderTest) -> None:
         forged += sum(wire.proxy.replay(changed=changed) for wire in wires)
         await asyncio.sleep(_REPLAY_S)
     assert min(replayed, forged), "nothing was replayed: the scenario shows nothing"
-    sockets = Sockets()
-    try:
-        with RpcClients(sockets) as clients:
-            for port in suite.ports_for("worker", "rpc"):
-                role = suite.roles[port.process].other
-                await _require_obeys_no_other(clients.to(port.url), port.process, role, old, now)
-    finally:
-        sockets.close()
+    with rpc_clients() as clients:
+        for port in suite.ports_for("worker", "rpc"):
+            role = suite.roles[port.process].other
+            await _require_obeys_no_other(clients.to(port.url), port.process, role, old, now)
     found = await suite.instances()
     wrong = [name for name, role in suite.roles.items() if found[name]["role"] != role.value]
     assert not wrong, f"instances with another role than before: {', '.join(wrong)}"

@@ -156,12 +156,8 @@ async def _drains(suite: SuiteUnderTest) -> None:
         (RESUME, ResumeRequest(_EPOCH)),
     )
     ports = suite.ports_for("worker", "rpc")
-    sockets = Sockets()
-    try:
-        with RpcClients(sockets) as clients:
-            await asyncio.gather(*(_refused(clients, port, *order) for port in ports for order in orders))
-    finally:
-        sockets.close()
+    with hostile.rpc_clients() as clients:
+        await asyncio.gather(*(_refused(clients, port, *order) for port in ports for order in orders))
     await suite.until_ready()
 
 

@@ -215,5 +215,5 @@ trouble(
     "transfers_slow",
     bed=VERDICT_REAL,
     stage=Stage.TRANSFER,
-    value=(1.8 * SLOW_S, 10.0),
+    value=(0.9 * SLOW_S, 10.0),
 )
