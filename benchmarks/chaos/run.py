@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from benchmarks.chaos.random_mode import ROUND, random_round
 from benchmarks.chaos.scenario import FAMILIES, RECOVER_S, Outcome, Scenario, calm, run_scenario
 from benchmarks.chaos.scenarios import SCENARIOS, TROUBLES
 from benchmarks.chaos.testbeds import OPEN, Testbed
-from benchmarks.chaos.under_test import running_suite_under_test
+from benchmarks.chaos.under_test import SuiteUnderTest, running_suite_under_test
 from benchmarks.results import aim
 from services.launcher.up import until_stopped
 from shared.errors import InvalidRequest, PolyphaseError
@@ -125,26 +126,28 @@ class _Bench:
         return True
 
     async def _run_on(self, bed: Testbed, scenarios: Iterable[Scenario]) -> None:
-        bed = replace(bed, kv_transport=self._options.kv_transport)
-        waiting = iter(scenarios)
-        scenario = next(waiting, None)
         with tempfile.TemporaryDirectory(prefix="polyphase-chaos-") as temporary:
-            while scenario is not None:
-                self._suites += 1
-                folder = (self._options.keep_logs or Path(temporary)) / f"suite-{self._suites}"
-                seed, healthy = self._options.seed, True
-                try:
-                    async with running_suite_under_test(bed, folder, self._console, seed) as suite:
-                        before = await calm(suite, seed)
-                        while healthy and scenario is not None:
-                            users_seed = seed + (len(self.outcomes) if self._options.random_minutes else 0)
-                            outcome = await run_scenario(suite, scenario, before, users_seed)
-                            scenario, healthy = next(waiting, None), outcome.suite_is_healthy
-                            self._add(outcome)
-                except (PolyphaseError, TimeoutError) as error:
-                    if scenario is not None:  # the suite did not start, or does not serve
-                        self._add(Outcome(scenario, broke=f"the suite: {error}"))
-                        scenario = next(waiting, None)
+            async with AsyncExitStack() as running:
+                suite: SuiteUnderTest | None = None
+                for scenario in scenarios:
+                    try:
+                        if suite is None:
+                            suite = await running.enter_async_context(self._suite(bed, Path(temporary)))
+                            before = await calm(suite, self._options.seed)
+                        seed = self._options.seed + (len(self.outcomes) if self._options.random_minutes else 0)
+                        outcome = await run_scenario(suite, scenario, before, seed)
+                    except (PolyphaseError, TimeoutError) as error:  # the suite did not start, or does not serve
+                        outcome = Outcome(scenario, broke=f"the suite: {error}")
+                    self._add(outcome)
+                    if not outcome.suite_is_healthy:
+                        await running.aclose()
+                        suite = None
+
+    def _suite(self, bed: Testbed, folder: Path) -> AbstractAsyncContextManager[SuiteUnderTest]:
+        self._suites += 1
+        folder = (self._options.keep_logs or folder) / f"suite-{self._suites}"
+        bed = replace(bed, kv_transport=self._options.kv_transport)
+        return running_suite_under_test(bed, folder, self._console, self._options.seed)
 
     def _add(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
