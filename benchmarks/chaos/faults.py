@@ -10,8 +10,10 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from benchmarks.chaos import hostile
-from benchmarks.chaos.proxy import Port, Proxy, Wire
+from benchmarks.chaos.garbage import make_noise, send_messages
+from benchmarks.chaos.proxy import Proxy
 from benchmarks.chaos.under_test import SuiteUnderTest
+from benchmarks.chaos.wires import Port, Wire
 from benchmarks.suite import background
 from services.launcher.suite import until
 from services.launcher.supervisor import State
@@ -228,8 +230,8 @@ def garbage(ports: Callable[[SuiteUnderTest], Sequence[Port]]) -> Fault:
 
     async def fault(suite: SuiteUnderTest) -> None:
         chosen = ports(suite)
-        await hostile.make_noise(chosen, suite.rng)
-        await hostile.send_messages([port for port in chosen if port.purpose != "http"], suite.rng)
+        await make_noise(chosen, suite.rng)
+        await send_messages([port for port in chosen if port.purpose != "http"], suite.rng)
 
     return fault
 

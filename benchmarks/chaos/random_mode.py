@@ -15,11 +15,13 @@ from random import Random
 
 from benchmarks.chaos import hostile
 from benchmarks.chaos.faults import disturbed, frozen, garbage, links
+from benchmarks.chaos.handles import Processes
 from benchmarks.chaos.load import fresh
-from benchmarks.chaos.proxy import Proxy, Wire
+from benchmarks.chaos.proxy import Proxy
 from benchmarks.chaos.scenario import Scenario
 from benchmarks.chaos.testbeds import OPEN
-from benchmarks.chaos.under_test import Processes, SuiteUnderTest
+from benchmarks.chaos.under_test import SuiteUnderTest
+from benchmarks.chaos.wires import Wire
 from shared.errors import PolyphaseError
 
 MEAN_PAUSE_S = 3.0  # between two draws; faults that last longer overlap

@@ -20,7 +20,8 @@ from rich.table import Table
 
 from benchmarks.chaos.load import BROKEN, HARM, UNCLEAN, Verdict
 from benchmarks.chaos.random_mode import ROUND, random_round
-from benchmarks.chaos.scenario import FAMILIES, RECOVER_S, Outcome, Scenario, calm, run_scenario
+from benchmarks.chaos.recovery import RECOVER_S
+from benchmarks.chaos.scenario import FAMILIES, Outcome, Scenario, calm, run_scenario
 from benchmarks.chaos.scenarios import SCENARIOS, TROUBLES
 from benchmarks.chaos.testbeds import OPEN, Testbed
 from benchmarks.chaos.under_test import SuiteUnderTest, running_suite_under_test

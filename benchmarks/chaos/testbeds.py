@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.chaos.proxy import ALL_LINKS
+from benchmarks.chaos.wires import ALL_LINKS
 from benchmarks.suite import CPU_ENGINE, DEMO_MODEL, on_free_ports
 from services.launcher.child_process import Limits
 from services.launcher.cluster_file import Cluster

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from functools import partial
 
-from benchmarks.chaos.hostile import rpc_clients
+from benchmarks.chaos.garbage import rpc_clients
 from benchmarks.chaos.inject.sitecustomize import LOST, READ_ONLY
 from benchmarks.chaos.proxy import Piece, ZmtpSplitter
 from benchmarks.chaos.scenario import scenario

@@ -9,7 +9,6 @@ import socket
 from contextlib import ExitStack, suppress
 from functools import partial
 
-from benchmarks.chaos import hostile
 from benchmarks.chaos.faults import (
     FAULT_S,
     NOTICED_S,
@@ -24,10 +23,11 @@ from benchmarks.chaos.faults import (
     silence,
     spoil,
 )
-from benchmarks.chaos.proxy import Port
+from benchmarks.chaos.garbage import rpc_clients
 from benchmarks.chaos.scenario import scenario
 from benchmarks.chaos.testbeds import KEYED, OPEN, REAL
 from benchmarks.chaos.under_test import SuiteUnderTest
+from benchmarks.chaos.wires import Port
 from services.launcher.suite import until
 from services.worker.kv.wire.tcp_streams import HEARTBEAT
 from shared.domain.cluster import ClusterDelta
@@ -144,7 +144,7 @@ async def _drains(suite: SuiteUnderTest) -> None:
         (RESUME, ResumeRequest(_EPOCH)),
     )
     ports = suite.ports_for("worker", "rpc")
-    with hostile.rpc_clients() as clients:
+    with rpc_clients() as clients:
         await asyncio.gather(*(_refused(clients, port, *order) for port in ports for order in orders))
     await suite.until_ready()
 

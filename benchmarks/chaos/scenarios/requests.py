@@ -12,7 +12,8 @@ from typing import Any
 from benchmarks.chaos import hostile
 from benchmarks.chaos.faults import Cases, bodies
 from benchmarks.chaos.load import fresh, learn, unstreamed
-from benchmarks.chaos.scenario import footprint, scenario
+from benchmarks.chaos.recovery import footprint
+from benchmarks.chaos.scenario import scenario
 from benchmarks.chaos.testbeds import CALLERS, CONTEXT, LOGPROBS, LONG_CONTEXT, MEMORY_BYTES, QUEUED_TOKENS, secret_of
 from benchmarks.chaos.under_test import SuiteUnderTest
 from benchmarks.suite import find_row, until_found

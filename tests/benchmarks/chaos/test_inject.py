@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos.handles import LoopTimes, Switches
 from benchmarks.chaos.inject.sitecustomize import LOST, READ_ONLY
-from benchmarks.chaos.under_test import INJECT, LoopTimes, Switches
+from benchmarks.chaos.under_test import INJECT
 
 ROOT = Path(__file__).parents[3]
 

@@ -10,13 +10,15 @@ from rich.console import Console
 
 from benchmarks.chaos import testbeds
 from benchmarks.chaos.load import HARM, UNCLEAN, Verdict
-from benchmarks.chaos.proxy import ZmtpSplitter, ports_of
+from benchmarks.chaos.proxy import ZmtpSplitter
 from benchmarks.chaos.random_mode import FAULTS, draw
+from benchmarks.chaos.recovery import of_run
 from benchmarks.chaos.run import as_result, cells_of, choose
-from benchmarks.chaos.scenario import FAMILIES, Outcome, Scenario, calm, of_run, run_scenario
+from benchmarks.chaos.scenario import FAMILIES, Outcome, Scenario, calm, run_scenario
 from benchmarks.chaos.scenarios import SCENARIOS, TROUBLES
 from benchmarks.chaos.scenarios.failover import of_epoch
 from benchmarks.chaos.under_test import SuiteUnderTest, running_suite_under_test
+from benchmarks.chaos.wires import ports_of
 from services.launcher.plan import make_plan
 from services.launcher.suite import until
 from shared.errors import InvalidRequest
