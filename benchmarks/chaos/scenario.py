@@ -33,7 +33,7 @@ class Scenario:
     """
 
     name: str
-    does: str
+    description: str
     fault: Fault
     bed: Testbed = EMULATED
     outage_s: float = 0.0
@@ -52,7 +52,7 @@ FAMILIES: dict[str, list[Scenario]] = {
 
 
 def scenario(
-    family: str, name: str, does: str, fault: Fault | None = None, *, bed: Testbed = EMULATED, **costs: Any
+    family: str, name: str, description: str, fault: Fault | None = None, *, bed: Testbed = EMULATED, **costs: Any
 ) -> Callable[[Fault], None]:
     """Add a scenario to a family; without `fault` a decorator of the fault.
 
@@ -60,7 +60,7 @@ def scenario(
     """
 
     def add(fault: Fault) -> None:
-        FAMILIES[family].append(Scenario(name, does, fault, bed, **costs))
+        FAMILIES[family].append(Scenario(name, description, fault, bed, **costs))
 
     if fault is not None:
         add(fault)

@@ -54,21 +54,17 @@ class Place:
         """The records of the jobs of these requests."""
         return await records(self.suite, [ask.request_id for ask in asks], at_least)
 
-    async def reference(self, prompts: Sequence[list[int]], max_tokens: int = ANSWER_TOKENS) -> list[Response]:
+    async def reference(self, prompts: Sequence[list[int]], max_tokens: int = ANSWER_TOKENS) -> "Reference":
         """The answers of an instance that computes everything itself, without a prefill instance and a KV transfer."""
+        asks = asks_for(prompts, max_tokens)
         await self.suite.set_policies(LOCAL, WHO)
         try:
-            wanted = asks_for(prompts, max_tokens)
-            answers = [await self.api.complete(ask) for ask in wanted]
-            outcomes = {outcome for record in await self.records(wanted) for outcome in record.outcomes}
-            assert outcomes <= {TransferOutcome.LOCAL.value}, outcomes
-            return answers
+            answers = [await self.api.complete(ask) for ask in asks]
         finally:
             await self.suite.set_policies(FULL, WHO)
-
-    async def at_once(self, asks: Sequence[Ask]) -> list[Response]:
-        """The answers to requests that are sent at once."""
-        return await asyncio.gather(*(self.api.complete(ask) for ask in asks))
+        outcomes = {outcome for record in await self.records(asks) for outcome in record.outcomes}
+        assert outcomes <= {TransferOutcome.LOCAL.value}, outcomes
+        return Reference(self, prompts, max_tokens, answers)
 
     async def decode_instance(self, ask: Ask) -> str:
         """The instance that decodes a request. Raises NotFound."""
@@ -79,7 +75,7 @@ class Place:
     ) -> str:
         """Lose the decode instance of one of several streams after so many tokens; returns its name."""
         prompts = self.prompts.various(streams, 60, 160, seed=41)
-        plain = await self.reference(prompts, tokens)
+        plain = (await self.reference(prompts, tokens)).answers
         wanted = asks_for(prompts, tokens)
         victim = await lose_in_stream(self.api, section, wanted, plain, self.decode_instance, lose, after)
         found = await self.records(wanted)
@@ -87,6 +83,42 @@ class Place:
         section.check("the stream went on elsewhere", max(attempts) > 1, "a second attempt", attempts)
         section.figures["decode_loss_gap_s"] = max(map(_resume_gap_s, found))
         return victim
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Answers to the prompts of a reference and their jobs. same: how many have its tokens, without an error."""
+
+    answers: list[Response]
+    records: list[JobRecord]
+    same: int
+
+    @property
+    def pulled(self) -> int:
+        """The number of jobs whose KV was pulled."""
+        return sum(record.pulled for record in self.records)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Prompts with their right answers."""
+
+    place: Place
+    prompts: Sequence[list[int]]
+    max_tokens: int
+    answers: list[Response]
+
+    async def repeat(self, *, stream: bool = False, at_once: int = 1) -> Repeated:
+        """Send the prompts again, so many at a time."""
+        few, asks = asyncio.Semaphore(at_once), asks_for(self.prompts, self.max_tokens)
+        send = self.place.api.stream if stream else self.place.api.complete
+
+        async def answer_to(ask: Ask) -> Response:
+            async with few:
+                return await send(ask)
+
+        answers = await asyncio.gather(*map(answer_to, asks))
+        return Repeated(answers, await self.place.records(asks), same_tokens(self.answers, answers))
 
 
 async def lose_in_stream(
@@ -251,28 +283,23 @@ async def lengths(place: Place, section: Section) -> None:
     section.figures |= {"lengths_in_predicted_range": inside, "lengths_predicted": classified}
 
 
+ALL = 1_000  # at a time
+
+
 async def identity(place: Place, section: Section) -> None:
     """25 prompts one after the other, then all at once."""
-    ladder = place.prompts.ladder(ANSWER_TOKENS)
-    plain = await place.reference(ladder)
-    wanted = asks_for(ladder)
-    answers = [await place.api.complete(ask) for ask in wanted]
-    await _compare(place, section, "one after the other", plain, wanted, answers)
-    wanted = asks_for(ladder)
-    answers = await asyncio.gather(*(place.api.stream(ask) for ask in wanted))
-    await _compare(place, section, "all at once, streamed", plain, wanted, answers)
-    section.figures["identity_prompts"] = len(ladder)
-    section.figures["longest_prompt_tokens"] = max(len(prompt) for prompt in ladder)
+    reference = await place.reference(place.prompts.ladder(ANSWER_TOKENS))
+    _compare(section, "one after the other", await reference.repeat())
+    _compare(section, "all at once, streamed", await reference.repeat(stream=True, at_once=ALL))
+    section.figures["identity_prompts"] = len(reference.prompts)
+    section.figures["longest_prompt_tokens"] = max(len(prompt) for prompt in reference.prompts)
 
 
-async def _compare(
-    place: Place, section: Section, how: str, plain: list[Response], wanted: list[Ask], answers: list[Response]
-) -> None:
-    """Check that the answers equal the plain ones, and that the KV of each was pulled."""
-    section.all_of(f"identical, {how}", len(plain), same_tokens(plain, answers))
-    found = await place.records(wanted)
-    section.all_of(f"KV pulled, {how}", len(plain), sum(record.pulled for record in found))
-    moved = sum(transfer.wire_bytes for record in found for transfer in record.timeline.transfers)
+def _compare(section: Section, how: str, repeated: Repeated) -> None:
+    """Check that the answers equal those of the reference, and that the KV of each was pulled."""
+    section.all_of(f"identical, {how}", len(repeated.answers), repeated.same)
+    section.all_of(f"KV pulled, {how}", len(repeated.answers), repeated.pulled)
+    moved = sum(transfer.wire_bytes for record in repeated.records for transfer in record.timeline.transfers)
     section.figures["kv_moved_bytes"] = section.figures.get("kv_moved_bytes", 0) + moved
 
 
@@ -282,20 +309,16 @@ SPLITS = 60
 async def splits(place: Place, section: Section) -> None:
     """Partial prefill: the prefill instance computes any part of the prompt, the decode instance the rest."""
     chosen = place.prompts.various(SPLITS, 2, 400, seed=11)
-    plain = await place.reference(chosen, 12)
-    wanted = asks_for(chosen, 12)
-    answers: list[Response] = []
+    reference = await place.reference(chosen, 12)
     await place.suite.set_policies(RANDOM, WHO)
     try:
-        for first in range(0, SPLITS, 6):
-            answers += await place.at_once(wanted[first : first + 6])
+        repeated = await reference.repeat(at_once=6)
     finally:
         await place.suite.set_policies(FULL, WHO)
-    section.all_of("requests whose tokens are identical", SPLITS, same_tokens(plain, answers))
-    found = await place.records(wanted)
-    computed = [record.split for record in found]
+    section.all_of("requests whose tokens are identical", SPLITS, repeated.same)
+    computed = [record.split for record in repeated.records]
     expected = Counter("local" if split == 0 else "pulled" for split in computed)
-    outcomes = Counter(outcome for record in found for outcome in record.outcomes)
+    outcomes = Counter(outcome for record in repeated.records for outcome in record.outcomes)
     section.equal("KV imports by outcome, as the splits say", dict(expected), dict(outcomes))
     section.figures["partial_splits"] = sum(0 < s < len(p) for s, p in zip(computed, chosen, strict=True))
     shown = sorted(Random(3).sample(range(SPLITS), 5))
@@ -307,24 +330,20 @@ FAULT = "POLYPHASE_WORKER_KV_FAULT"
 
 async def zeroed_kv(place: Place, section: Section) -> None:
     """One decode instance imports zeroes in place of KV, while all others of its role are drained."""
-    ladder = place.prompts.ladder(ANSWER_TOKENS)
-    plain = await place.reference(ladder)
+    reference = await place.reference(place.prompts.ladder(ANSWER_TOKENS))
     faulty, *others = sorted(await place.suite.ready(Role.DECODE))
     await _restart(place, faulty, "zero")
     async with place.suite.monitor() as monitor:
         for other in others:
             await monitor.drain(other, timeout_s=30.0, who=WHO)
-    wanted = asks_for(ladder)
-    answers = await place.at_once(wanted)
-    found = await place.records(wanted)
-    async with place.suite.monitor() as monitor:
+        repeated = await reference.repeat(at_once=ALL)
         for other in others:
             await monitor.resume(other, who=WHO)
     await _restart(place, faulty, "")
-    total, same = len(ladder), same_tokens(plain, answers)
-    section.equal("zeroed KV pulled", total, sum(record.pulled for record in found))
-    section.check("answers that stay the same", same <= total // 2, f"at most {total // 2}", same)
-    section.figures["zeroed_kv_identical"] = same
+    total = len(reference.prompts)
+    section.equal("zeroed KV pulled", total, repeated.pulled)
+    section.check("answers that stay the same", repeated.same <= total // 2, f"at most {total // 2}", repeated.same)
+    section.figures["zeroed_kv_identical"] = repeated.same
 
 
 async def _restart(place: Place, name: str, fault: str) -> None:
@@ -336,14 +355,11 @@ async def _restart(place: Place, name: str, fault: str) -> None:
 
 async def first_token(place: Place, section: Section) -> None:
     """Long prompts, one at a time; their timelines say which came first."""
-    chosen = place.prompts.various(5, 900, 1100, seed=5)
-    plain = await place.reference(chosen, 16)
-    wanted = asks_for(chosen, 16)
-    answers = [await place.api.stream(ask) for ask in wanted]
-    leads = [_lead_s(record) for record in await place.records(wanted)]
-    total = len(chosen)
+    reference = await place.reference(place.prompts.various(5, 900, 1100, seed=5), 16)
+    repeated = await reference.repeat(stream=True)
+    leads, total = [_lead_s(record) for record in repeated.records], len(reference.prompts)
     section.all_of("first token before the first step of the decode instance", total, sum(lead > 0 for lead in leads))
-    section.all_of("no token twice or missing", total, same_tokens(plain, answers))
+    section.all_of("no token twice or missing", total, repeated.same)
     section.figures["first_token_lead_ms"] = sorted(leads)[total // 2] * 1e3
     section.lines.append("Lead over the decode instance: " + ", ".join(f"{lead * 1e3:.1f} ms" for lead in leads))
 
@@ -417,18 +433,15 @@ USERS = 6
 async def flips(place: Place, section: Section) -> None:
     """One instance of each role takes the other role and its own again, under load."""
     section.columns = ("instance", "flip", "flip time", "drain time", "served meanwhile")
-    chosen = place.prompts.various(8, 40, 600, seed=41)
-    plain = await place.reference(chosen)
-
+    reference = await place.reference(place.prompts.various(8, 40, 600, seed=41))
     plan = place.running.plan
     async with under_load(section, plan.api_url, plan.model, USERS) as load:
         for role in (Role.PREFILL, Role.DECODE):
             instance = sorted(await place.suite.ready(role))[-1]
             for target in (role.other, role):
                 await _flip(place, section, instance, target, load)
-            wanted = asks_for(chosen)
             how = f"after {instance} flipped there and back"
-            await _compare(place, section, how, plain, wanted, await place.at_once(wanted))
+            _compare(section, how, await reference.repeat(at_once=ALL))
     section.figures["requests_under_flips"] = load.served
 
 
@@ -466,10 +479,9 @@ def _resume_gap_s(record: JobRecord) -> float:
 
 async def prefill_loss(place: Place, section: Section) -> None:
     """kill -9 of a prefill instance while it works on several prompts."""
-    chosen = place.prompts.various(16, 900, 1100, seed=31)
-    plain = await place.reference(chosen, 16)
-    wanted = asks_for(chosen, 16)
-    running = [asyncio.create_task(place.api.stream(ask)) for ask in wanted]
+    reference = await place.reference(place.prompts.various(16, 900, 1100, seed=31), 16)
+    total = len(reference.prompts)
+    running = asyncio.create_task(reference.repeat(stream=True, at_once=ALL))
 
     async def busy() -> str | None:
         found = (await place.suite.instances()).items()
@@ -477,11 +489,11 @@ async def prefill_loss(place: Place, section: Section) -> None:
 
     victim = await until_found(busy, 10.0, "prompts in a prefill instance", poll_s=0.01)
     pid = place.suite.kill(victim)
-    answers = await asyncio.gather(*running)
-    section.lines.append(f"{victim} (process {pid}) was killed with {len(chosen)} requests under way")
-    section.equal("requests answered", len(chosen), sum(not answer.error for answer in answers))
-    section.all_of("identical", len(chosen), same_tokens(plain, answers))
-    again = sum(record.attempts > 1 or "recomputed" in record.outcomes for record in await place.records(wanted))
+    repeated = await running
+    section.lines.append(f"{victim} (process {pid}) was killed with {total} requests under way")
+    section.equal("requests answered", total, sum(not answer.error for answer in repeated.answers))
+    section.all_of("identical", total, repeated.same)
+    again = sum(record.attempts > 1 or "recomputed" in record.outcomes for record in repeated.records)
     section.check("some had to be done again", again > 0, "at least one", again)
     await _await_restart(place, section, Role.PREFILL, victim, pid)
 

@@ -53,9 +53,9 @@ async def _flood(suite: SuiteUnderTest) -> None:
     assert not wrong, f"{len(wrong)} of {len(answers)} requests had no answer or a wrong one: {wrong[0]}"
 
 
-def _expensive(name: str, does: str, **fields: Any) -> None:
+def _expensive(name: str, description: str, **fields: Any) -> None:
     """The gateway must answer it without a 5xx, or not before its client leaves."""
-    client(name, does, bodies(completions(fields), range(500), seconds=_BIG_S))
+    client(name, description, bodies(completions(fields), range(500), seconds=_BIG_S))
 
 
 _GRAMMAR = {"regex": "((((a{1,60}){1,60}){1,60})b){1,60}"}
@@ -149,7 +149,7 @@ HEAD_S = 10.0  # the default of `head_timeout_s`
 _PATIENCE_S = 15.0  # beyond HEAD_S
 
 
-def _must_be_closed(name: str, does: str, count: int, head: bytes) -> None:
+def _must_be_closed(name: str, description: str, count: int, head: bytes) -> None:
     """Each connection must be closed, also when bytes of its head keep coming, while clients are served."""
 
     async def hold_open(suite: SuiteUnderTest) -> None:
@@ -157,7 +157,7 @@ def _must_be_closed(name: str, does: str, count: int, head: bytes) -> None:
         still_open = (await asyncio.gather(*held)).count(False)
         assert not still_open, f"{still_open} of {count} connections were open after {HEAD_S + _PATIENCE_S:g} s"
 
-    connection(name, does, hold_open, bound_s=60.0)
+    connection(name, description, hold_open, bound_s=60.0)
 
 
 _must_be_closed("silent-connections", f"{SILENT} connections that send nothing", SILENT, b"")

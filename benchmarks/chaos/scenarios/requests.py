@@ -73,9 +73,9 @@ _IMAGE = {"type": "input_image", "image_url": _PICTURE, "detail": "auto"}
 _PART = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGVsbG8="}}
 
 
-def _refused(name: str, does: str, reason: str, *cases: Body) -> None:
+def _refused(name: str, description: str, reason: str, *cases: Body) -> None:
     """Every gateway answers these bodies with a 400 that gives the reason, each time."""
-    one_request(name, does, bodies(lambda _: cases, (400,), reason, rounds=_ROUNDS, seconds=_ANSWER_S))
+    one_request(name, description, bodies(lambda _: cases, (400,), reason, rounds=_ROUNDS, seconds=_ANSWER_S))
 
 
 # Log probabilities of a prompt of one token do not exist, and emulated engines have none.

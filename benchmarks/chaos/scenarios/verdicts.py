@@ -22,13 +22,13 @@ _BURST, _TOO_LONG = 4 * QUEUED, int(40 * JOB_S)  # requests; tokens of 40 ms
 
 
 def trouble(
-    name: str, does: str, hold: Hold, problem: str, *, bed: Testbed = VERDICT, state: str = "", **expected: Any
+    name: str, description: str, hold: Hold, problem: str, *, bed: Testbed = VERDICT, state: str = "", **expected: Any
 ) -> None:
     """state: of the problem's instances meanwhile. expected: fields of `Expected`."""
     if state:
         expected["states"] = dict.fromkeys(expected["instances"], state)
     check = partial(check_verdict, hold, Expected(problem, **expected))
-    scenario(VERDICTS, name, does, check, bed=bed, errors=True, breaks=True, bound_s=200.0)
+    scenario(VERDICTS, name, description, check, bed=bed, errors=True, breaks=True, bound_s=200.0)
 
 
 async def _send(suite: SuiteUnderTest, number: int, prompt_tokens: int, max_tokens: int, slo: str) -> bool:

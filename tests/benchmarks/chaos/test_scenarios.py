@@ -13,7 +13,8 @@ from benchmarks.chaos.load import HARM, UNCLEAN, Verdict
 from benchmarks.chaos.proxy import ZmtpSplitter
 from benchmarks.chaos.random_mode import FAULTS, draw
 from benchmarks.chaos.recovery import of_run
-from benchmarks.chaos.run import as_result, cells_of, choose
+from benchmarks.chaos.report import as_result, cells_of
+from benchmarks.chaos.run import choose
 from benchmarks.chaos.scenario import FAMILIES, Outcome, Scenario, calm, run_scenario
 from benchmarks.chaos.scenarios import SCENARIOS, TROUBLES
 from benchmarks.chaos.scenarios.failover import of_epoch
@@ -46,7 +47,7 @@ def test_scenarios_have_names_of_their_own() -> None:
     assert all(FAMILIES.values())
     for scenarios in (SCENARIOS, TROUBLES):
         assert not [name for name, count in Counter(s.name for s in scenarios).items() if count > 1]
-    assert all(scenario.does for scenario in EVERY)
+    assert all(scenario.description for scenario in EVERY)
     assert all(scenario.bound_s <= 90 for scenario in SCENARIOS)
 
 
