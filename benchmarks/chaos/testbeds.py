@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.chaos.wires import ALL_LINKS
-from benchmarks.suite import CPU_ENGINE, DEMO_MODEL, on_free_ports
+from benchmarks.suite import BARE, CPU_ENGINE, DEMO, SPLIT, on_free_ports
 from services.launcher.child_process import Limits
 from services.launcher.cluster_file import Cluster
 from services.launcher.cluster_keys import curve_pair
@@ -13,8 +13,6 @@ from services.launcher.cluster_keys import curve_pair
 _MIB = 1 << 20
 MEMORY_BYTES = 64 * _MIB  # growth that the arenas of an allocator and filling rings explain
 
-# Each job is computed by an instance of either role, because the hand-over is what scenarios disturb.
-SPLIT = {"placement": "least_load", "split": "full", "dispatch": "power_of_two"}
 # Steps that are slow enough for two cores to run the bench beside them, and blocks for all users at once.
 EMULATED_ENGINE = {
     "engine": "emulated",
@@ -25,7 +23,7 @@ EMULATED_ENGINE = {
     "kv_cache_bytes": 2048 * _MIB,
 }
 REAL_ENGINE = {**CPU_ENGINE, "chunk_size": 256}
-ALONE = {"policies": SPLIT, "predictor": {"enabled": False}, "planner": {"enabled": False}}
+ALONE = {**BARE, "policies": SPLIT}
 
 # The bench kills often what usually runs for weeks. A process counts as stable after a short time, so that the restarts
 # of one scenario do not lengthen the launcher's pause before the restarts of the next one.
@@ -69,14 +67,7 @@ class Testbed:
 
     def build(self) -> Cluster:
         """The cluster on ports that no process uses."""
-        fixed = {
-            "name": f"chaos {self.name}",
-            "model": str(DEMO_MODEL),
-            "served_model_name": "demo",
-            "max_model_len": 2048,
-            "dashboard": {"enabled": False},
-            **(curve_pair() if self.curve else {}),
-        }
+        fixed = {**DEMO, "name": f"chaos {self.name}", **(curve_pair() if self.curve else {})}
         defaults = {"kv_transport": self.kv_transport, **self.cluster.get("instance_defaults", {})}
         return on_free_ports(Cluster.model_validate({**fixed, **self.cluster, "instance_defaults": defaults}))
 

@@ -61,7 +61,9 @@ async def check_verdict(hold: Hold, expected: Expected, suite: SuiteUnderTest) -
         async with hold(suite):
             verdict = await _until_named(monitor, expected.problem)
             suite.figures["alarm_s"] = round(time.monotonic() - began, 1)
-            suite.notes.append(f"named after {time.monotonic() - began:.1f} s: {verdict.headline}")
+            problem = _problem(verdict, expected.problem)
+            cause = problem.cause if problem is not None else ""
+            suite.notes.append(f"named after {suite.figures['alarm_s']} s: {verdict.headline} ({cause or 'no cause'})")
             for look in range(LOOKS):
                 if look:
                     await asyncio.sleep(BETWEEN_S)
@@ -72,7 +74,7 @@ async def check_verdict(hold: Hold, expected: Expected, suite: SuiteUnderTest) -
         undone = time.monotonic()
         await _until_good(monitor, len(suite.roles))
         suite.figures["clear_s"] = round(time.monotonic() - undone, 1)
-    suite.notes.append(f"good again after {time.monotonic() - undone:.1f} s")
+    suite.notes.append(f"good again after {suite.figures['clear_s']} s")
     suite.figures |= {"figures": compared, "wrong": len(differences)}
     if differences:
         raise AssertionError("; ".join(dict.fromkeys(differences)))

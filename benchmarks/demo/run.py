@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.demo.checks import CHECKS, Place
+from benchmarks.demo.checks import CHECKS
+from benchmarks.demo.place import Place
 from benchmarks.demo.report import Report
 from benchmarks.suite import started
 from services.launcher import cli_common

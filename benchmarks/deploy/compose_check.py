@@ -17,7 +17,7 @@ from functools import partial
 
 from rich.console import Console
 
-from benchmarks.demo.checks import lose_in_stream, under_load
+from benchmarks.demo.place import lose_in_stream, under_load
 from benchmarks.demo.report import Check, Report, Section
 from benchmarks.deploy.containers import MONITOR, TOKEN, Project, compose_command, docker, postgres_image
 from benchmarks.suite import until_found

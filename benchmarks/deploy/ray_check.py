@@ -6,7 +6,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.demo import checks
-from benchmarks.demo.checks import asks_for
+from benchmarks.demo import place as demo_place
+from benchmarks.demo.place import asks_for
 from benchmarks.demo.report import Check, Report, Section
-from benchmarks.suite import on_free_ports
-from services.launcher.cluster_file import Cluster, load_cluster
+from benchmarks.suite import BARE, CPU_ENGINE, SPLIT, on_free_ports
+from services.launcher.cluster_file import Cluster
 from services.launcher.on_ray import stay_local
 from services.launcher.suite import until
 from services.launcher.supervisor import State, Status
@@ -30,7 +30,18 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 from ray.cluster_utils import Cluster as RayCluster  # noqa: E402
 
-FILE = Path(__file__).with_name("on_ray.yaml")
+# Three nodes have room for one instance each: the third decode instance waits for a node.
+CLUSTER: dict[str, Any] = {
+    **BARE,
+    "name": "on Ray",
+    "gateway": {"dtype": "float32"},
+    "policies": SPLIT,
+    "instance_defaults": CPU_ENGINE,
+    "instances": [
+        {"id": "prefill-0", "role": "prefill", "resources": {"A100": 1}},
+        {"id": "decode", "count": 3, "role": "decode", "resources": {"A10": 1}},
+    ],
+}
 BACK_S = 90.0
 LONG_TOKENS, LOST_AFTER = 300, 30
 STREAMS = 6
@@ -64,7 +75,7 @@ def ray_nodes() -> Iterator[RayNodes]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place(checks.Place):
+class Place(demo_place.Place):
     """The suite, a client of it, and its Ray nodes."""
 
     nodes: RayNodes
@@ -159,12 +170,12 @@ CHECKS: dict[str, Check[Place]] = {
 
 
 @asynccontextmanager
-async def place_on_ray(console: Console, cluster: Cluster | None = None) -> AsyncIterator[Place]:
-    """The suite on three nodes: of `cluster`, or of the file beside this module."""
+async def place_on_ray(console: Console, cluster: Mapping[str, Any] = CLUSTER) -> AsyncIterator[Place]:
+    """The suite on three nodes."""
     with ray_nodes() as nodes, tempfile.TemporaryDirectory(prefix="polyphase-ray-") as folder:
         for accelerator in ("A100", "A10", "A10"):
             nodes.add(**{accelerator: 1})
-        wanted, address = on_free_ports(cluster or load_cluster(FILE)), str(nodes.cluster.address)
+        wanted, address = on_free_ports(Cluster.model_validate(cluster)), str(nodes.cluster.address)
         async with (
             running_suite(wanted, Path(folder), console, ray=address) as running,
             ApiClient(running.plan.api_url, running.plan.model) as api,

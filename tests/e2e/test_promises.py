@@ -7,7 +7,8 @@ import pytest
 import pytest_asyncio
 from rich.console import Console
 
-from benchmarks.demo.checks import CHECKS, Place
+from benchmarks.demo.checks import CHECKS
+from benchmarks.demo.place import Place
 from benchmarks.demo.report import Section
 from benchmarks.suite import started
 from services.launcher.up import UpOptions, cluster_of

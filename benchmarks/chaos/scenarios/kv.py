@@ -24,7 +24,7 @@ from benchmarks.chaos.load import describe, fresh
 from benchmarks.chaos.scenario import scenario
 from benchmarks.chaos.testbeds import LEASE_S, NARROW, REAL
 from benchmarks.chaos.under_test import SuiteUnderTest
-from benchmarks.suite import JobRecord, records
+from benchmarks.jobs import JobRecord, records
 from shared.domain.kv import TransferOutcome
 from shared.timeline import Span
 from tools.client import Ending, Request, send

@@ -16,7 +16,8 @@ from benchmarks.chaos.recovery import footprint
 from benchmarks.chaos.scenario import scenario
 from benchmarks.chaos.testbeds import CALLERS, CONTEXT, LOGPROBS, LONG_CONTEXT, MEMORY_BYTES, QUEUED_TOKENS, secret_of
 from benchmarks.chaos.under_test import SuiteUnderTest
-from benchmarks.suite import find_row, until_found
+from benchmarks.jobs import find_row
+from benchmarks.suite import until_found
 from services.launcher.suite import until
 from shared.errors import InstancesLost, PolyphaseError
 from tools.client import CHAT, COMPLETIONS, Address, Ending, Request, Response, send
