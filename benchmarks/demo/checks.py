@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from benchmarks.chaos.load import Load
-from benchmarks.demo.place import ANSWER_TOKENS, FULL, RANDOM, WHO, Place, Repeated, asks_for, under_load
+from benchmarks.demo.checked_suite import ANSWER_TOKENS, FULL, RANDOM, WHO, CheckedSuite, Repeated, asks_for, under_load
 from benchmarks.demo.report import Check, Section
 from benchmarks.jobs import JobRecord, records
 from benchmarks.suite import until_found
@@ -32,12 +32,12 @@ from tools.client import CHAT, COMPLETIONS, ApiClient, Ask
 READY_S, MEMORY_GIB = 60.0, 8.0
 
 
-async def start(place: Place, section: Section) -> None:
-    memory, took_s = place.suite.memory_bytes() / 2**30, place.running.took_s
+async def start(checked: CheckedSuite, section: Section) -> None:
+    memory, took_s = checked.suite.memory_bytes() / 2**30, checked.running.took_s
     section.at_most("ready to serve", READY_S, took_s)
     section.check("memory of all processes", memory < MEMORY_GIB, f"under {MEMORY_GIB:g} GiB", f"{memory:.2f} GiB")
     section.figures |= {"ready_s": took_s, "memory_gib": memory}
-    names = [process.name for process in place.running.plan.processes]
+    names = [process.name for process in checked.running.plan.processes]
     section.lines.append(f"{len(names)} processes: {', '.join(names)}")
 
 
@@ -51,9 +51,9 @@ SAMPLE_QUESTIONS = (
 )
 
 
-async def samples(place: Place, section: Section) -> None:
+async def samples(checked: CheckedSuite, section: Section) -> None:
     """Some answers to read, and one of each other API."""
-    api = place.api
+    api = checked.api
     section.columns = ("question", "answer", "tokens", "ended by")
     for question in SAMPLE_QUESTIONS:
         answer = await api.chat(question, temperature=0, max_tokens=96)
@@ -104,17 +104,17 @@ Create an HTML page with a heading and a table of three rows.
 """.strip().splitlines()
 
 
-async def lengths(place: Place, section: Section) -> None:
+async def lengths(checked: CheckedSuite, section: Section) -> None:
     """Each question once, sampled; the timelines have the predictions."""
     few = asyncio.Semaphore(AT_ONCE)
 
     async def length_of(number: int, question: str) -> int:
         async with few:
-            answer = await place.api.chat(question, MAX_TOKENS, request_id=f"length-{number}", seed=number)
+            answer = await checked.api.chat(question, MAX_TOKENS, request_id=f"length-{number}", seed=number)
         return int(answer["usage"]["completion_tokens"])
 
     true = await asyncio.gather(*(length_of(*each) for each in enumerate(LENGTH_QUESTIONS)))
-    found = await records(place.suite, [f"length-{number}" for number in range(len(LENGTH_QUESTIONS))])
+    found = await records(checked.suite, [f"length-{number}" for number in range(len(LENGTH_QUESTIONS))])
     classified = inside = 0
     section.columns = ("question", "predicted", "expected", "true", "in range")
     for question, tokens, record in zip(LENGTH_QUESTIONS, true, found, strict=True):
@@ -142,9 +142,9 @@ async def lengths(place: Place, section: Section) -> None:
 ALL = 1_000  # at a time
 
 
-async def identity(place: Place, section: Section) -> None:
+async def identity(checked: CheckedSuite, section: Section) -> None:
     """25 prompts one after the other, then all at once."""
-    reference = await place.reference(place.prompts.ladder(ANSWER_TOKENS))
+    reference = await checked.reference(checked.prompts.ladder(ANSWER_TOKENS))
     _compare(section, "one after the other", await reference.repeat())
     _compare(section, "all at once, streamed", await reference.repeat(stream=True, at_once=ALL))
     section.figures["identity_prompts"] = len(reference.prompts)
@@ -162,15 +162,15 @@ def _compare(section: Section, how: str, repeated: Repeated) -> None:
 SPLITS = 60
 
 
-async def splits(place: Place, section: Section) -> None:
+async def splits(checked: CheckedSuite, section: Section) -> None:
     """Partial prefill: the prefill instance computes any part of the prompt, the decode instance the rest."""
-    chosen = place.prompts.various(SPLITS, 2, 400, seed=11)
-    reference = await place.reference(chosen, 12)
-    await place.suite.set_policies(RANDOM, WHO)
+    chosen = checked.prompts.various(SPLITS, 2, 400, seed=11)
+    reference = await checked.reference(chosen, 12)
+    await checked.suite.set_policies(RANDOM, WHO)
     try:
         repeated = await reference.repeat(at_once=6)
     finally:
-        await place.suite.set_policies(FULL, WHO)
+        await checked.suite.set_policies(FULL, WHO)
     section.all_of("requests whose tokens are identical", SPLITS, repeated.same)
     computed = [record.split for record in repeated.records]
     expected = Counter("local" if split == 0 else "pulled" for split in computed)
@@ -184,34 +184,34 @@ async def splits(place: Place, section: Section) -> None:
 FAULT = "POLYPHASE_WORKER_KV_FAULT"
 
 
-async def zeroed_kv(place: Place, section: Section) -> None:
+async def zeroed_kv(checked: CheckedSuite, section: Section) -> None:
     """One decode instance imports zeroes in place of KV, while all others of its role are drained."""
-    reference = await place.reference(place.prompts.ladder(ANSWER_TOKENS))
-    faulty, *others = sorted(await place.suite.ready(Role.DECODE))
-    await _restart(place, faulty, "zero")
-    async with place.suite.monitor() as monitor:
+    reference = await checked.reference(checked.prompts.ladder(ANSWER_TOKENS))
+    faulty, *others = sorted(await checked.suite.ready(Role.DECODE))
+    await _restart(checked, faulty, "zero")
+    async with checked.suite.monitor() as monitor:
         for other in others:
             await monitor.drain(other, timeout_s=30.0, who=WHO)
         repeated = await reference.repeat(at_once=ALL)
         for other in others:
             await monitor.resume(other, who=WHO)
-    await _restart(place, faulty, "")
+    await _restart(checked, faulty, "")
     total = len(reference.prompts)
     section.equal("zeroed KV pulled", total, repeated.pulled)
     section.check("answers that stay the same", repeated.same <= total // 2, f"at most {total // 2}", repeated.same)
     section.figures["zeroed_kv_identical"] = repeated.same
 
 
-async def _restart(place: Place, name: str, fault: str) -> None:
-    pid = place.suite.state.pid(name)
-    await place.running.supervisor.restart(name, {FAULT: fault})
-    await place.suite.restarted(name, pid)
-    await place.suite.wait_ready()
+async def _restart(checked: CheckedSuite, name: str, fault: str) -> None:
+    pid = checked.suite.state.pid(name)
+    await checked.running.supervisor.restart(name, {FAULT: fault})
+    await checked.suite.restarted(name, pid)
+    await checked.suite.wait_ready()
 
 
-async def first_token(place: Place, section: Section) -> None:
+async def first_token(checked: CheckedSuite, section: Section) -> None:
     """Long prompts, one at a time; their timelines say which came first."""
-    reference = await place.reference(place.prompts.various(5, 900, 1100, seed=5), 16)
+    reference = await checked.reference(checked.prompts.various(5, 900, 1100, seed=5), 16)
     repeated = await reference.repeat(stream=True)
     leads, total = [_lead_s(record) for record in repeated.records], len(reference.prompts)
     section.all_of("first token before the first step of the decode instance", total, sum(lead > 0 for lead in leads))
@@ -234,7 +234,7 @@ CROWDS = (8, 16, 32)
 _SETTLED_S = 0.5  # the gateway has ended all jobs when it has ended none for this time
 
 
-async def disconnects(place: Place, section: Section) -> None:
+async def disconnects(checked: CheckedSuite, section: Section) -> None:
     """A client leaves in the middle of its answer; then many at once, some of them still in prefill or transfer."""
 
     async def leave(clients: Sequence[asyncio.Task[Any]], how: str) -> None:
@@ -243,24 +243,24 @@ async def disconnects(place: Place, section: Section) -> None:
         for result in await asyncio.gather(*clients, return_exceptions=True):
             if isinstance(result, Exception):
                 raise result
-        section.at_most(how, FREE_S, await place.suite.wait_idle())
+        section.at_most(how, FREE_S, await checked.suite.wait_idle())
 
-    await place.suite.wait_idle()
-    (ask,) = asks_for([place.prompts.of_length(1000, seed=51)], max_tokens=900)
-    await leave([await place.api.begin(ask, tokens=5)], "KV and staging free after leaving mid-answer")
-    (left,) = _endings(await place.records([ask]))
+    await checked.suite.wait_idle()
+    (ask,) = asks_for([checked.prompts.of_length(1000, seed=51)], max_tokens=900)
+    await leave([await checked.api.begin(ask, tokens=5)], "KV and staging free after leaving mid-answer")
+    (left,) = _endings(await checked.records([ask]))
     section.check("it is recorded as cancelled", left == (Phase.CANCELLED, True), "cancelled, with tokens", left)
     for size in CROWDS:
-        ended = await _jobs_ended(place.api)
-        crowd = asks_for(place.prompts.various(size, 900, 1100, seed=52), max_tokens=800)
-        begun = [asyncio.create_task(place.api.begin(ask)) for ask in crowd]
+        ended = await _jobs_ended(checked.api)
+        crowd = asks_for(checked.prompts.various(size, 900, 1100, seed=52), max_tokens=800)
+        begun = [asyncio.create_task(checked.api.begin(ask)) for ask in crowd]
         await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
         streams = [task.result() if task.done() else task for task in begun]
         await leave(streams, f"… after {size} leave at the first one's first token")
         # The first token may come while the gateway still reads the last prompts: their requests have no job, and it
         # counts none. A job that it counts is reported by the same call, so that each must have a record.
-        jobs = await _jobs_ended(place.api) - ended
-        found = _endings(await place.records(crowd, at_least=jobs))
+        jobs = await _jobs_ended(checked.api) - ended
+        found = _endings(await checked.records(crowd, at_least=jobs))
         section.equal("records of those whose job had begun, as the gateway counts them", jobs, len(found))
         section.equal("jobs recorded as cancelled", jobs, sum(phase == Phase.CANCELLED for phase, _ in found))
         if before := found.count((Phase.CANCELLED, False)):
@@ -286,27 +286,27 @@ FLIP_MS = 10.0
 USERS = 6
 
 
-async def flips(place: Place, section: Section) -> None:
+async def flips(checked: CheckedSuite, section: Section) -> None:
     """One instance of each role takes the other role and its own again, under load."""
     section.columns = ("instance", "flip", "flip time", "drain time", "served meanwhile")
-    reference = await place.reference(place.prompts.various(8, 40, 600, seed=41))
-    plan = place.running.plan
+    reference = await checked.reference(checked.prompts.various(8, 40, 600, seed=41))
+    plan = checked.running.plan
     async with under_load(section, plan.api_url, plan.model, USERS) as load:
         for role in (Role.PREFILL, Role.DECODE):
-            instance = sorted(await place.suite.ready(role))[-1]
+            instance = sorted(await checked.suite.ready(role))[-1]
             for target in (role.other, role):
-                await _flip(place, section, instance, target, load)
+                await _flip(checked, section, instance, target, load)
             how = f"after {instance} flipped there and back"
             _compare(section, how, await reference.repeat(at_once=ALL))
     section.figures["requests_under_flips"] = load.served
 
 
-async def _flip(place: Place, section: Section, instance: str, target: Role, load: Load) -> None:
+async def _flip(checked: CheckedSuite, section: Section, instance: str, target: Role, load: Load) -> None:
     before = load.served
-    async with place.suite.monitor() as monitor:
+    async with checked.suite.monitor() as monitor:
         row = await monitor.flip(instance, drain_timeout_s=30.0, who=WHO)
-    await place.suite.wait_ready([instance])
-    assert (await place.suite.instances())[instance]["role"] == target.value
+    await checked.suite.wait_ready([instance])
+    assert (await checked.suite.instances())[instance]["role"] == target.value
     flip_ms, drain_ms = row["flip_s"] * 1e3, row["drain_s"] * 1e3
     times = (f"{flip_ms:.3f} ms", f"{drain_ms:.0f} ms", str(load.served - before))
     section.rows.append((instance, f"{target.other.value} → {target.value}", *times))
@@ -316,41 +316,41 @@ async def _flip(place: Place, section: Section, instance: str, target: Role, loa
         section.figures[key] = max(section.figures.get(key, 0.0), value)
 
 
-async def decode_loss(place: Place, section: Section) -> None:
+async def decode_loss(checked: CheckedSuite, section: Section) -> None:
     pids: dict[str, int] = {}
 
     def kill(victim: str) -> None:
-        pids[victim] = place.suite.kill(victim)
+        pids[victim] = checked.suite.kill(victim)
 
-    victim = await place.lose_in_stream(section, kill, streams=1, tokens=400, after=40)
-    await _await_restart(place, section, Role.DECODE, victim, pids[victim])
+    victim = await checked.lose_in_stream(section, kill, streams=1, tokens=400, after=40)
+    await _await_restart(checked, section, Role.DECODE, victim, pids[victim])
 
 
-async def prefill_loss(place: Place, section: Section) -> None:
+async def prefill_loss(checked: CheckedSuite, section: Section) -> None:
     """kill -9 of a prefill instance while it works on several prompts."""
-    reference = await place.reference(place.prompts.various(16, 900, 1100, seed=31), 16)
+    reference = await checked.reference(checked.prompts.various(16, 900, 1100, seed=31), 16)
     total = len(reference.prompts)
     running = asyncio.create_task(reference.repeat(stream=True, at_once=ALL))
 
     async def busy() -> str | None:
-        found = (await place.suite.instances()).items()
+        found = (await checked.suite.instances()).items()
         return next((n for n, e in found if e["role"] == Role.PREFILL.value and e["load"]["inflight"]), None)
 
     victim = await until_found(busy, 10.0, "prompts in a prefill instance", poll_s=0.01)
-    pid = place.suite.kill(victim)
+    pid = checked.suite.kill(victim)
     repeated = await running
     section.lines.append(f"{victim} (process {pid}) was killed with {total} requests under way")
     section.equal("requests answered", total, sum(not answer.error for answer in repeated.answers))
     section.all_of("identical", total, repeated.same)
     again = sum(record.attempts > 1 or "recomputed" in record.outcomes for record in repeated.records)
     section.check("some had to be done again", again > 0, "at least one", again)
-    await _await_restart(place, section, Role.PREFILL, victim, pid)
+    await _await_restart(checked, section, Role.PREFILL, victim, pid)
 
 
-async def _await_restart(place: Place, section: Section, role: Role, victim: str, pid: int) -> None:
-    await place.suite.restarted(victim, pid)
-    await place.suite.wait_ready()
-    state = next(process for process in place.suite.state.processes if process.name == victim)
+async def _await_restart(checked: CheckedSuite, section: Section, role: Role, victim: str, pid: int) -> None:
+    await checked.suite.restarted(victim, pid)
+    await checked.suite.wait_ready()
+    state = next(process for process in checked.suite.state.processes if process.name == victim)
     section.check(f"the launcher started {victim} again", True, "ready", f"ready after {state.took_s:.1f} s")
     section.figures[f"restart_{role.value}_s"] = state.took_s
 
@@ -359,21 +359,21 @@ RESUME_S, HANG_S = 2.0, 30.0
 STREAM_TOKENS = 500
 
 
-async def control_plane(place: Place, section: Section) -> None:
+async def control_plane(checked: CheckedSuite, section: Section) -> None:
     """kill -9 of scheduler, monitor, predictor and planner, each under a stream and with new requests arriving."""
-    for process in place.suite.state.processes:
+    for process in checked.suite.state.processes:
         if process.name.startswith(("scheduler", "monitor", "predictor", "planner")):
-            await _lose_service(place, section, process.name)
-    await place.suite.wait_ready()
+            await _lose_service(checked, section, process.name)
+    await checked.suite.wait_ready()
 
 
-async def _lose_service(place: Place, section: Section, process: str) -> None:
+async def _lose_service(checked: CheckedSuite, section: Section, process: str) -> None:
     async with asyncio.timeout(HANG_S):
-        stream = await place.api.begin(_short_prompt(place, STREAM_TOKENS))
-    pid = place.suite.kill(process)
+        stream = await checked.api.begin(_short_prompt(checked, STREAM_TOKENS))
+    pid = checked.suite.kill(process)
     killed = time.monotonic()
-    arriving = asyncio.create_task(_first_success(place))
-    restart_s = await place.suite.restarted(process, pid)
+    arriving = asyncio.create_task(_first_success(checked))
+    restart_s = await checked.suite.restarted(process, pid)
     served, refused = await asyncio.wait_for(arriving, HANG_S)
     after_ready_s = served - (killed + restart_s)
     answer = await asyncio.wait_for(stream, HANG_S)
@@ -386,20 +386,20 @@ async def _lose_service(place: Place, section: Section, process: str) -> None:
     section.figures |= {f"restart_{name}_s": restart_s, f"resume_after_{name}_s": max(0.0, after_ready_s)}
 
 
-async def _first_success(place: Place) -> tuple[float, int]:
+async def _first_success(checked: CheckedSuite) -> tuple[float, int]:
     """The time of the first whole answer to a new request, and the number of 503 before it."""
     refused = 0
     while True:
         with suppress(Unavailable):
-            answer = await place.api.complete(_short_prompt(place, 4))
+            answer = await checked.api.complete(_short_prompt(checked, 4))
             assert len(answer.tokens) == 4, answer
             return time.monotonic(), refused
         refused += 1
         await asyncio.sleep(0.05)
 
 
-def _short_prompt(place: Place, tokens: int) -> Ask:
-    (ask,) = asks_for([place.prompts.of_length(64, seed=uuid.uuid4().int >> 104)], tokens)
+def _short_prompt(checked: CheckedSuite, tokens: int) -> Ask:
+    (ask,) = asks_for([checked.prompts.of_length(64, seed=uuid.uuid4().int >> 104)], tokens)
     return ask
 
 
@@ -437,9 +437,9 @@ def bad_requests(model: str, max_model_len: int, max_body_bytes: int) -> tuple[B
 UNKNOWN_CLASS = "an unknown SLO class"  # the case that has a header of its own
 
 
-async def bad_input(place: Place, section: Section) -> None:
+async def bad_input(checked: CheckedSuite, section: Section) -> None:
     """Send all bad requests; then a good request must be answered."""
-    api = place.api
+    api = checked.api
     section.columns = ("sent", "status", "message")
     for name, path, want, body in bad_requests(api.model, await api.max_model_len(), MAX_BODY_BYTES):
         headers = {"content-type": "application/json"}
@@ -462,7 +462,7 @@ def _message(response: httpx.Response) -> str | None:
         return None
 
 
-CHECKS: dict[str, Check[Place]] = {
+CHECKS: dict[str, Check[CheckedSuite]] = {
     "The whole suite is up": start,
     "Real answers of a real model": samples,
     "How long answers get is predicted, by a classifier trained on this model's own answers": lengths,

@@ -87,9 +87,9 @@ def _fill(suite: SuiteUnderTest) -> None:
     }
     columns = requests.c.keys()
     copy = f"""
+        INSERT INTO requests ({", ".join(columns)})
         WITH RECURSIVE numbers(number) AS
             (SELECT 1 UNION ALL SELECT number + 1 FROM numbers WHERE number < {BACKLOG_ROWS})
-        INSERT INTO requests ({", ".join(columns)})
         SELECT {", ".join(own.get(column, column) for column in columns)}
         FROM numbers, (SELECT * FROM requests WHERE final LIMIT 1)
     """

@@ -28,7 +28,7 @@ LOCAL, FULL, RANDOM = ({"split": PolicySpec(name)} for name in ("none", "full", 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CheckedSuite:
     """A running suite, a client of it, and prompts for its model."""
 
     running: RunningSuite
@@ -92,7 +92,7 @@ class Repeated:
 class Reference:
     """Prompts with their right answers."""
 
-    place: Place
+    checked: CheckedSuite
     prompts: Sequence[list[int]]
     max_tokens: int
     answers: list[Response]
@@ -100,14 +100,14 @@ class Reference:
     async def repeat(self, *, stream: bool = False, at_once: int = 1) -> Repeated:
         """Send the prompts again, so many at a time."""
         few, asks = asyncio.Semaphore(at_once), asks_for(self.prompts, self.max_tokens)
-        send = self.place.api.stream if stream else self.place.api.complete
+        send = self.checked.api.stream if stream else self.checked.api.complete
 
         async def answer_to(ask: Ask) -> Response:
             async with few:
                 return await send(ask)
 
         answers = await asyncio.gather(*map(answer_to, asks))
-        return Repeated(answers, await self.place.records(asks), same_tokens(self.answers, answers))
+        return Repeated(answers, await self.checked.records(asks), same_tokens(self.answers, answers))
 
 
 async def lose_in_stream(
