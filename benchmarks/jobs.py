@@ -18,8 +18,6 @@ _RECORDED_S = 10.0  # the longest time until a job that has ended is recorded
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """One job, as its scheduler knows it."""
-
     row: dict[str, Any]
     timeline: RequestTimeline
 

@@ -57,7 +57,6 @@ def on_free_ports(cluster: Cluster) -> Cluster:
 
 
 def address_of(url: str) -> tuple[str, int]:
-    """The host and the port of a URL."""
     parts = urlsplit(url)
     return parts.hostname or "127.0.0.1", parts.port or 80
 

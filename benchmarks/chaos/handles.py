@@ -26,7 +26,6 @@ class Processes:
 
     @property
     def statuses(self) -> dict[str, Status]:
-        """As the launcher sees them."""
         return {status.name: status for status in self._supervisor.statuses}
 
     def kill(self, *names: str) -> dict[str, int]:
@@ -38,7 +37,6 @@ class Processes:
         return self._signal(signal.SIGTERM, names)
 
     def freeze(self, *names: str) -> None:
-        """SIGSTOP."""
         self._frozen |= self._signal(signal.SIGSTOP, names)
 
     def thaw(self, *names: str) -> None:

@@ -158,7 +158,6 @@ def request_kinds(model: str, prompts: Sequence[list[int]], max_tokens: int) -> 
 
 
 def unstreamed(request: Request) -> dict[str, Any]:
-    """The body of the same request without streaming."""
     return {key: value for key, value in request.body.items() if key not in ("stream", "stream_options")}
 
 
@@ -228,7 +227,6 @@ class Load:
 
     @property
     def served(self) -> int:
-        """The number of whole answers."""
         return self.tally.count(Verdict.WHOLE)
 
     def served_since(self, begin_s: float) -> bool:
@@ -252,7 +250,6 @@ class Load:
 
 
 def describe(response: Response) -> str:
-    """An answer in one line, for a report."""
     line = f"{response.ending} after {response.took_s:.1f} s and {len(response.tokens)} tokens"
     details = " ".join(str(part) for part in (response.status or "", response.code, response.error) if part)
     return f"{line}: {details}" if details else line

@@ -160,7 +160,6 @@ class Proxy:
             reset(pipe.writer)
 
     def stall(self) -> None:
-        """Forward nothing, as a network that drops all packets."""
         self.flowing.clear()
 
     def slow(self, *, latency_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
@@ -240,7 +239,6 @@ class _Pipe:
         self._swapped = b""  # a message that goes after the next one
 
     async def run(self) -> None:
-        """Forward until one side ends."""
         reading, writing = asyncio.ensure_future(self._read()), asyncio.ensure_future(self._write())
 
         async def drained() -> None:

@@ -31,8 +31,6 @@ Act = Callable[[SuiteUnderTest, Random, float], Awaitable[str]]  # a fault of th
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A fault that was drawn."""
-
     number: int
     name: str
     pause_s: float  # before it
@@ -42,7 +40,6 @@ class Draw:
 
 
 def draw(seed: int, number: int) -> Draw:
-    """The draw with this number."""
     rng = Random(f"{seed}/{number}")
     name = rng.choices(list(FAULTS), [weight for weight, _, _ in FAULTS.values()])[0]
     _, longest_s, act = FAULTS[name]

@@ -75,7 +75,6 @@ async def left_behind(suite: SuiteUnderTest, before: Footprint, since_s: float) 
 
 
 async def _held(suite: SuiteUnderTest) -> list[str]:
-    """KV and jobs, without users."""
     held = []
     try:
         for name, entry in (await suite.instances()).items():
@@ -91,7 +90,6 @@ async def _held(suite: SuiteUnderTest) -> list[str]:
 
 
 async def _unended(suite: SuiteUnderTest, since_s: float) -> list[str]:
-    """Jobs that do not end, according to the status tables."""
     found = []
     for scheduler in suite.schedulers():
         async with scheduler:

@@ -69,8 +69,6 @@ def scenario(
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of one run of a scenario."""
-
     scenario: Scenario
     tally: Tally = field(default_factory=Tally)
     outage_s: float = 0.0

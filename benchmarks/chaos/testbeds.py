@@ -73,7 +73,6 @@ class Testbed:
 
 
 def secret_of(name: str) -> str:
-    """The secret of a testbed's API key; empty for no key."""
     return f"pp-chaos-{name}" if name else ""
 
 

@@ -82,12 +82,10 @@ class SuiteUnderTest(Suite):
 
     @property
     def prefill(self) -> tuple[str, ...]:
-        """The instances that began as prefill instances."""
         return tuple(name for name, role in self.roles.items() if role is Role.PREFILL)
 
     @property
     def decode(self) -> tuple[str, ...]:
-        """The instances that began as decode instances."""
         return tuple(name for name, role in self.roles.items() if role is Role.DECODE)
 
     def spec(self, name: str) -> ProcessSpec:
@@ -110,7 +108,6 @@ class SuiteUnderTest(Suite):
             self.outage_s = max(self.outage_s, time.monotonic() - began + more_s)
 
     def users(self, seed: int) -> Load:
-        """The testbed's load."""
         return Load(self.gateways, self.requests, self.right, self.bed.users, seed)
 
     async def drain(self, instance: str, timeout_s: float = 10.0, **more: Any) -> None:

@@ -48,8 +48,6 @@ _SPLITTERS: dict[str, Callable[[], Splitter]] = {"http": Splitter, "tcp": ZmtpSp
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A port that a process of the plan listens on."""
-
     process: str
     service: str
     purpose: str  # "http", "rpc", "kv", "heartbeats", "broadcasts"
@@ -68,8 +66,6 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The link from one process to a port of another."""
-
     source: str
     port: Port
     proxy: Proxy
@@ -80,8 +76,6 @@ class Wire:
 
 
 class Wires:
-    """All links between the processes of a plan."""
-
     def __init__(self, wires: Iterable[Wire]) -> None:
         self.all = tuple(wires)
 
@@ -99,7 +93,6 @@ class Wires:
         return found
 
     def touching(self, process: str) -> tuple[Wire, ...]:
-        """Links from or to a process."""
         return tuple(wire for wire in self.all if process in (wire.source, wire.port.process))
 
 
@@ -109,7 +102,6 @@ def service_of(spec: ProcessSpec) -> str:
 
 
 def ports_of(plan: Plan) -> tuple[Port, ...]:
-    """All ports that processes of the plan listen on."""
     found = []
     for spec in plan.processes:
         service = service_of(spec)

@@ -29,8 +29,6 @@ LOCAL, FULL, RANDOM = ({"split": PolicySpec(name)} for name in ("none", "full", 
 
 @dataclass(frozen=True, slots=True)
 class CheckedSuite:
-    """A running suite, a client of it, and prompts for its model."""
-
     running: RunningSuite
     api: ApiClient
     prompts: Prompts
@@ -40,7 +38,6 @@ class CheckedSuite:
         return self.running.suite
 
     async def records(self, asks: Sequence[Ask], at_least: int | None = None) -> list[JobRecord]:
-        """The records of the jobs of these requests."""
         return await records(self.suite, [ask.request_id for ask in asks], at_least)
 
     async def reference(self, prompts: Sequence[list[int]], max_tokens: int = ANSWER_TOKENS) -> "Reference":
@@ -84,7 +81,6 @@ class Repeated:
 
     @property
     def pulled(self) -> int:
-        """The number of jobs whose KV was pulled."""
         return sum(record.pulled for record in self.records)
 
 

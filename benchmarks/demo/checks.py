@@ -52,7 +52,6 @@ SAMPLE_QUESTIONS = (
 
 
 async def samples(checked: CheckedSuite, section: Section) -> None:
-    """Some answers to read, and one of each other API."""
     api = checked.api
     section.columns = ("question", "answer", "tokens", "ended by")
     for question in SAMPLE_QUESTIONS:
@@ -327,7 +326,6 @@ async def decode_loss(checked: CheckedSuite, section: Section) -> None:
 
 
 async def prefill_loss(checked: CheckedSuite, section: Section) -> None:
-    """kill -9 of a prefill instance while it works on several prompts."""
     reference = await checked.reference(checked.prompts.various(16, 900, 1100, seed=31), 16)
     total = len(reference.prompts)
     running = asyncio.create_task(reference.repeat(stream=True, at_once=ALL))
@@ -360,7 +358,6 @@ STREAM_TOKENS = 500
 
 
 async def control_plane(checked: CheckedSuite, section: Section) -> None:
-    """kill -9 of scheduler, monitor, predictor and planner, each under a stream and with new requests arriving."""
     for process in checked.suite.state.processes:
         if process.name.startswith(("scheduler", "monitor", "predictor", "planner")):
             await _lose_service(checked, section, process.name)

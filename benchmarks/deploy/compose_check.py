@@ -78,7 +78,6 @@ async def up(checked: ComposeSuite, section: Section) -> None:
 
 
 async def answers(checked: ComposeSuite, section: Section) -> None:
-    """Answers in one piece, streamed and by a grammar."""
     text = (await checked.api.complete(_ask(24))).text
     checked.reference = await checked.api.stream(_ask(LONG))
     same = bool(text) and checked.reference.text.startswith(text)
@@ -89,13 +88,11 @@ async def answers(checked: ComposeSuite, section: Section) -> None:
 
 
 async def scale(checked: ComposeSuite, section: Section) -> None:
-    """`--scale decode=3`, without ids in a file."""
     checked.project.compose("up", "-d", "--no-recreate", "--scale", "decode=3", timeout_s=1200)
     section.lines.append(", ".join(await checked.project.until_ready(prefill=1, decode=3)))
 
 
 async def flip(checked: ComposeSuite, section: Section) -> None:
-    """An instance takes the other role, and back, under load."""
     project = checked.project
     name, *_ = (name for name, each in (await project.instances()).items() if each["role"] == "decode")
     command = ("exec", "-T", *TOKEN, "monitor", "polyphase", "flip", name, "--monitor", MONITOR)
@@ -107,7 +104,6 @@ async def flip(checked: ComposeSuite, section: Section) -> None:
 
 
 async def kill(checked: ComposeSuite, section: Section) -> None:
-    """`docker kill` of the instance that decodes an answer: the answer is the same as before."""
     await _in_mid_stream(checked, section, partial(docker, "kill"))
 
 

@@ -117,6 +117,5 @@ class Project:
         return await until_found(all_ready, 300, what, poll_s=0.5)
 
     def rows(self) -> int:
-        """The number of requests in the database."""
         query = ["psql", "-h", "/run/postgresql", "-U", "polyphase", "-tAc"]
         return int(self.compose("exec", "-T", "postgres", *query, "select count(*) from requests", "polyphase"))

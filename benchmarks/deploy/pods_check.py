@@ -55,7 +55,6 @@ class Pod:
 
     @property
     def http_port(self) -> int:
-        """The port of the probes."""
         return next(int(port["containerPort"]) for port in self.container["ports"] if port["name"] == "http")
 
 
@@ -162,7 +161,6 @@ class Pods:
 
 
 def cluster_for(folder: Path, file: Path) -> Cluster:
-    """The cluster file, with keys."""
     cluster = load_cluster(file)
     gateway = cluster.gateway.model_copy(update={"api_keys_file": str(folder / "keys.yaml")})
     return cluster.model_copy(update={**curve_pair(), "gateway": gateway, "cluster_token": SecretStr(new_token())})

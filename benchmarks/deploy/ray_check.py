@@ -60,7 +60,6 @@ class RayNodes:
         self._nodes[node.node_id] = node
 
     def lose(self, node_id: str) -> None:
-        """Kill the processes of a node."""
         self.cluster.remove_node(self._nodes.pop(node_id), allow_graceful=False)
 
 
@@ -75,19 +74,15 @@ def ray_nodes() -> Iterator[RayNodes]:
 
 @dataclass(frozen=True, slots=True)
 class RaySuite(CheckedSuite):
-    """The suite, a client of it, and its Ray nodes."""
-
     nodes: RayNodes
 
     def statuses(self) -> dict[str, Status]:
         return {status.name: status for status in self.running.remote.statuses}
 
     def waiting(self) -> list[str]:
-        """The instances that wait for a node."""
         return [status.name for status in self.statuses().values() if status.state is State.WAITING]
 
     def node_of(self, name: str) -> str:
-        """The Ray node that an instance is on."""
         return self.running.remote.node_of(name)
 
     async def until_ready(self, *names: str) -> float:
@@ -170,7 +165,6 @@ CHECKS: dict[str, Check[RaySuite]] = {
 
 @asynccontextmanager
 async def place_on_ray(console: Console, cluster: Mapping[str, Any] = CLUSTER) -> AsyncIterator[RaySuite]:
-    """The suite on three nodes."""
     with ray_nodes() as nodes, tempfile.TemporaryDirectory(prefix="polyphase-ray-") as folder:
         for accelerator in ("A100", "A10", "A10"):
             nodes.add(**{accelerator: 1})
@@ -191,7 +185,6 @@ async def check(report: Report) -> None:
 
 
 def main() -> None:
-    """Exit code 0: everything held."""
     report = Report(Console())
     asyncio.run(check(report))
     sys.exit(0 if report.ok else 1)

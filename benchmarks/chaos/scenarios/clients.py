@@ -131,8 +131,6 @@ async def _unread_answers(suite: SuiteUnderTest) -> None:
 
 @partial(scenario, "bodies")("hammered-metrics", f"{SCRAPERS} clients that request /metrics {SCRAPES} times each")
 async def _hammered_metrics(suite: SuiteUnderTest) -> None:
-    """Clients without a key that request /metrics without a pause."""
-
     async def scrape(number: int) -> None:
         reader, writer = await asyncio.open_connection(*suite.gateway(number))
         for _ in range(SCRAPES):
@@ -180,7 +178,6 @@ async def _drained_gateway(suite: SuiteUnderTest) -> None:
 
 @connection("infinite-numbers", "NaN and infinity in bodies")
 async def _infinite_numbers(suite: SuiteUnderTest) -> None:
-    """NaN and infinity in bodies of clients and of operators get a 4xx."""
     infinite, nan = float("inf"), float("nan")
     odd = completions({"temperature": infinite}, {"temperature": nan}, {"repetition_penalty": nan})
     await bodies(odd, range(400, 500), seconds=10.0)(suite)

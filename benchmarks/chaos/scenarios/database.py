@@ -41,7 +41,6 @@ for _kind, _text in {
 
 @database("database-backlog", f"{BACKLOG_ROWS:,} rows where {KEPT_ROWS:,} are kept, pruned under load", bed=BACKLOG)
 async def _backlog(suite: SuiteUnderTest) -> None:
-    """A scheduler starts with twenty times the rows that are kept, and the oldest are deleted under load."""
     scheduler, _ = suite.named("scheduler")
     await asyncio.to_thread(_fill, suite)
     before = await asyncio.to_thread(_pages, suite)

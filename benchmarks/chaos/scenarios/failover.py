@@ -36,7 +36,6 @@ failover = partial(scenario, "failover", bed=PAIR)
 
 
 def _client(suite: SuiteUnderTest, name: str) -> MonitorClient:
-    """A client of this monitor, whether it acts or not."""
     url = next(port.url for port in suite.ports if port.process == name and port.purpose == "http")
     return MonitorClient(url, token=cluster_keys.kept_token(suite.data_dir))
 
@@ -100,7 +99,6 @@ async def _kill(suite: SuiteUnderTest) -> None:
 
 @failover("monitor-failover-freeze", "the monitor that acts stands still, and wakes")
 async def _freeze(suite: SuiteUnderTest) -> None:
-    """When the old monitor wakes, it must become the standby."""
     active, other = await _take_over(suite, suite.processes.freeze)
     await asyncio.sleep(1.0)
     suite.processes.thaw()
@@ -110,7 +108,6 @@ async def _freeze(suite: SuiteUnderTest) -> None:
 
 @failover("monitor-failover-unwritable", "the monitor that acts cannot write to its database")
 async def _no_database(suite: SuiteUnderTest) -> None:
-    """The database refuses the writes of the acting monitor alone."""
     active, _ = await _take_over(suite, partial(suite.switches.database, READ_ONLY))
     suite.switches.database(0, active)
     await _until_standby(suite, active)
@@ -278,7 +275,6 @@ def of_epoch(message: bytes, epoch: int) -> bytes:
 
 
 def _epoch(suite: SuiteUnderTest) -> int:
-    """The epoch of the monitor that has the lease."""
     file = f"file:{suite.database.file}{ENDING}?mode=ro"
     with closing(sqlite3.connect(file, uri=True, timeout=TAKEN_OVER_S)) as connection:
         return int(connection.execute("SELECT epoch FROM leases").fetchone()[0])

@@ -81,7 +81,6 @@ async def _wait_for_blocks(suite: SuiteUnderTest) -> None:
 
 @narrow("kv-cancel-storm", "clients leave while their decodes wait and pull; the report of one that stays is right")
 async def _cancel_storm(suite: SuiteUnderTest) -> None:
-    """Clients that leave while their decode waits, pulls, or has begun; then a client that stays."""
     rng = Random(suite.rng.getrandbits(32))
 
     async def client(_: int) -> None:
@@ -97,7 +96,6 @@ async def _cancel_storm(suite: SuiteUnderTest) -> None:
 
 
 def _longest(suite: SuiteUnderTest) -> Request:
-    """The request with the longest of the testbed's prompts."""
     key = f"prompt of {max(suite.bed.prompts)}"
     return next(request for request in suite.requests if request.key == key)
 

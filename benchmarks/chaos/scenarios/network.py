@@ -100,7 +100,6 @@ frame("garbage", "noise and well-framed nonsense on every port", _garbage_everyw
 
 @frame("half-open", "ten connections a port that say half a word and stay for 4 s")
 async def _half_open(suite: SuiteUnderTest) -> None:
-    """Connections that send a part of a message, or nothing, and stay."""
     with ExitStack() as stack:
         for port in suite.ports:
             for number in range(_HALF_OPEN):
@@ -137,7 +136,6 @@ _FALSE_INSTANCE = "false-instance"
 
 @stranger("stranger-drains", "a process without the key drains and flips every instance")
 async def _drains(suite: SuiteUnderTest) -> None:
-    """Order every instance by RPC to drain, flip and resume, as a monitor of a very high epoch."""
     orders: tuple[tuple[Method, object], ...] = (  # type: ignore[type-arg]
         (DRAIN, DrainRequest(_TRY_S, _EPOCH)),
         (FLIP, FlipRequest(Role.PREFILL, _EPOCH)),
@@ -161,7 +159,6 @@ async def _refused(clients: RpcClients, port: Port, method: Method, order: objec
 
 @stranger("stranger-fences", "a process without the key sends heartbeats and listens to broadcasts")
 async def _fences(suite: SuiteUnderTest) -> None:
-    """Publish heartbeats of an instance that does not exist, and subscribe to the monitors' broadcasts."""
     sockets, received = Sockets(), list[ClusterDelta]()
     publishers = [Publisher(sockets, port.url) for port in suite.ports_for("monitor", "heartbeats")]
     feeds = [

@@ -60,7 +60,6 @@ async def _many_items(suite: SuiteUnderTest) -> None:
 
 @body("huge-tokenize", "six texts of 4 MB to tokenise at once")
 async def _huge_tokenize(suite: SuiteUnderTest) -> None:
-    """Texts of four megabytes, none of which fits the model."""
     request = Request(_TOKENIZE, {"model": "demo", "prompt": "word " * (TEXT_BYTES // 5 - 100)})
     await hostile.crowd(6, lambda number: hostile.require(suite.gateway(number), request, (400,)))
 
@@ -115,7 +114,6 @@ _SHARE_S = 2.0  # the time for which prompts of one key's share, at both gateway
     outage_s=_SHARE_S,
 )
 async def _long_prompts_of_a_key(suite: SuiteUnderTest) -> None:
-    """One key sends long prompts to each gateway at once: as many as fit its share of the queue, and many more."""
     served = 0
     for _ in range(GREEDY_ROUNDS):
         for answers in await asyncio.gather(*(_greedy(address) for address in suite.gateways)):
@@ -148,8 +146,6 @@ _WORD = " fox"  # a token of the demo's model
 
 @one_request("held-loop", "the largest bodies that are allowed, beside 16 streams", bed=LONG_CONTEXT, bound_s=90.0)
 async def _held_loop(suite: SuiteUnderTest) -> None:
-    """The largest bodies within the limits, and some beyond them, one at a time beside the streams."""
-
     def chat(messages: list[dict[str, Any]], status: int = 200, **more: Any) -> tuple[str, dict[str, Any], int]:
         return CHAT, {"messages": messages, "max_tokens": 1, **more}, status
 
@@ -236,7 +232,6 @@ _REPORT_S = 10.0
 
 
 async def _decode_instance(suite: SuiteUnderTest, request: Request) -> str | None:
-    """The instance that decodes the request, according to the schedulers."""
     try:
         return str((await find_row(suite, request.body["request_id"], phase="decode"))["decode_instance"])
     except PolyphaseError:
