@@ -24,23 +24,17 @@ _WINDOW_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One fault under load.
-
-    outage_s: the time for which the fault keeps clients waiting, beside the time that the fault itself measures with
-    `SuiteUnderTest.outage`. errors: clients may get typed errors. breaks: the fault takes a gateway away, and with it
-    the connections of its clients. bound_s: the longest time of the fault itself; beyond it the scenario fails.
-    resets: the bench resets roles afterwards; otherwise the suite has to recover without help.
-    """
+    """One fault under load, and its highest cost to clients."""
 
     name: str
     description: str
     fault: Fault
     bed: Testbed = EMULATED
-    outage_s: float = 0.0
-    errors: bool = False
-    breaks: bool = False
-    bound_s: float = 40.0
-    resets: bool = False
+    outage_s: float = 0.0  # clients may wait for so long, beside the time that the fault measures (`suite.outage`)
+    errors: bool = False  # clients may get typed errors
+    breaks: bool = False  # the fault takes a gateway away, and with it the connections of its clients
+    bound_s: float = 40.0  # the longest time of the fault itself
+    resets: bool = False  # the bench resets roles afterwards; otherwise the suite has to recover without help
 
 
 # All scenarios by family, in the order of the report. The modules of `scenarios` fill them.

@@ -35,31 +35,26 @@ SLOW_LIMITS = Limits(hang_s=60.0, backoff_s=8.0, backoff_max_s=8.0, stable_s=1.0
 
 @dataclass(frozen=True, slots=True)
 class Testbed:
-    """A cluster and its load. `prompts` are lengths in tokens; some take several chunks.
-
-    absent: instances of the file that are not started. host_key: with the key of one host, as under `polyphase up`;
-    without it scenarios show what the messages themselves withstand. proxied: purposes of the links with a proxy.
-    api_keys: names of the gateways' keys; the steady users have the first. timed: the times of the gateways' event
-    loops are measured (`LoopTimes`). memory_bytes: the growth of a process that counts as nothing left behind.
-    limits: the launcher's.
-    """
+    """A cluster and its load."""
 
     name: str
     title: str
     cluster: dict[str, Any]
-    prompts: tuple[int, ...] = (8, 90, 300, 900)
+    prompts: tuple[int, ...] = (8, 90, 300, 900)  # lengths in tokens; some take several chunks
     users: int = 8
     answer_tokens: int = 24
     gateways: int = 2
-    curve: bool = False
-    host_key: bool = True
+    curve: bool = False  # CurveZMQ keys are in the cluster file
+    host_key: bool = (
+        True  # as under `polyphase up`; without a key scenarios show what the messages themselves withstand
+    )
     kv_transport: str = "tcp"
-    absent: frozenset[str] = frozenset()
-    proxied: frozenset[str] = ALL_LINKS
-    api_keys: tuple[str, ...] = ()
-    timed: bool = False
-    memory_bytes: int = MEMORY_BYTES
-    limits: Limits = LIMITS
+    absent: frozenset[str] = frozenset()  # instances of the cluster file that are not started
+    proxied: frozenset[str] = ALL_LINKS  # purposes of the links that have a proxy
+    api_keys: tuple[str, ...] = ()  # names of the gateways' keys; the steady users have the first
+    timed: bool = False  # the times of the gateways' event loops are measured (`LoopTimes`)
+    memory_bytes: int = MEMORY_BYTES  # growth of a process that does not count as left behind
+    limits: Limits = LIMITS  # of the launcher
 
     def varied(self, name: str, more: str, cluster: Mapping[str, Any] | None = None, **fields: Any) -> "Testbed":
         """A variant: more words in its title, other sections of the cluster file, other fields."""

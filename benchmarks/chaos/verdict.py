@@ -31,19 +31,15 @@ _INFINITE = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The problem that the verdict must name, by its code. None: any value passes.
-
-    value: the bounds of the measured value. states: of the instances that are not ready meanwhile. counts_requests: the
-    reports of all requests reach the monitor.
-    """
+    """The problem that the verdict must name, by its code. None: any value passes."""
 
     problem: str
     level: Level = Level.DEGRADED
     stage: Stage | None = None
     instances: tuple[str, ...] | None = None
-    value: tuple[float, float] = (0.0, _INFINITE)
-    states: Mapping[str, str] = field(default_factory=dict)
-    counts_requests: bool = True
+    value: tuple[float, float] = (0.0, _INFINITE)  # the bounds of the measured value
+    states: Mapping[str, str] = field(default_factory=dict)  # of the instances that are not ready meanwhile
+    counts_requests: bool = True  # the reports of all requests reach the monitor
 
 
 async def check_verdict(hold: Hold, expected: Expected, suite: SuiteUnderTest) -> None:
