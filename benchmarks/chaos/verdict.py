@@ -55,11 +55,10 @@ async def check_verdict(hold: Hold, expected: Expected, suite: SuiteUnderTest) -
         await _until_good(monitor, len(suite.state.instance_ids))
         began = time.monotonic()
         async with hold(suite):
-            verdict = await _until_named(monitor, expected.problem)
+            verdict, problem = await _until_named(monitor, expected.problem)
             suite.figures["alarm_s"] = round(time.monotonic() - began, 1)
-            problem = _problem(verdict, expected.problem)
-            cause = problem.cause if problem is not None else ""
-            suite.notes.append(f"named after {suite.figures['alarm_s']} s: {verdict.headline} ({cause or 'no cause'})")
+            cause = problem.cause or "no cause"
+            suite.notes.append(f"named after {suite.figures['alarm_s']} s: {verdict.headline} ({cause})")
             for look in range(LOOKS):
                 if look:
                     await asyncio.sleep(BETWEEN_S)
@@ -136,12 +135,13 @@ async def _verdict(monitor: MonitorClient) -> Verdict:
     return msgspec.convert(await monitor.call("GET", "/verdict"), Verdict)
 
 
-async def _until_named(monitor: MonitorClient, problem: str) -> Verdict:
-    async def find() -> Verdict | None:
+async def _until_named(monitor: MonitorClient, code: str) -> tuple[Verdict, Problem]:
+    async def find() -> tuple[Verdict, Problem] | None:
         verdict = await _verdict(monitor)
-        return None if _problem(verdict, problem) is None else verdict
+        problem = _problem(verdict, code)
+        return None if problem is None else (verdict, problem)
 
-    return await until_found(find, NAMED_S, f"the verdict to name {problem}", _POLL_S)
+    return await until_found(find, NAMED_S, f"the verdict to name {code}", _POLL_S)
 
 
 async def _until_good(monitor: MonitorClient, ready: int) -> None:
