@@ -127,7 +127,7 @@ async def complete(url: str, sent: Sent, number: int) -> None:
     stream: dict[str, Any] = {"stream_options": {"include_usage": True}} if number % 2 == 0 else {"stream": False}
     prompt = [300 + (number * 31 + at) % 400 for at in range(length)]
     slo = "strict" if number % 4 == 1 else "default"
-    body = completion_body(prompt, most, MODEL, n=answers, **stream)
+    body = completion_body(prompt, most, MODEL, n=answers, temperature=1, **stream)  # n = 2 needs sampling
     answer = await send(address_of(url), Request(COMPLETIONS, body, slo))
     assert answer.ending is Ending.DONE, answer
     assert (answer.usage["prompt_tokens"], answer.completion_tokens) == (length, most * answers)
