@@ -38,7 +38,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "plan": ("benchmarks.plan", "run_plan_bench"),
     "predictor": ("benchmarks.predictor", "run_predictor_bench"),
     "papers": ("benchmarks.papers", "run_papers_bench"),
-    "troubles": ("benchmarks.troubles", "run_troubles_bench"),
+    "troubles": ("benchmarks.chaos.run", "run_troubles_bench"),
     "chaos": ("benchmarks.chaos.run", "run_chaos_bench"),
 }
 Bench = Callable[..., dict[str, Any]]
@@ -233,15 +233,15 @@ def bench_chaos(
 
 @bench_app.command("troubles")
 def bench_troubles(
-    only: Annotated[list[str] | None, typer.Option(help="One fault by name; may be repeated.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="A fault or a part of its name; may be repeated.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Keep logs and data of the suites in this folder.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Stage faults on running suites and check the verdict on each, with all its figures."""
-    from benchmarks.troubles import TroublesOptions
+    """Inject faults into running suites and check that the monitor's verdict names the problem of each."""
+    from benchmarks.chaos.run import ChaosOptions
 
-    console = Console(stderr=as_json)
-    answer = cli_common.summary(find_bench("troubles")(TroublesOptions(tuple(only or ()), logs), console))
+    chosen = ChaosOptions(tuple(only or ()), keep_logs=logs)
+    answer = cli_common.summary(find_bench("troubles")(chosen, Console(stderr=as_json)))
     if as_json:
         cli_common.print_json(answer)
     if not answer["ok"]:

@@ -1,47 +1,42 @@
-"""Suites and processes that benchmarks start on this machine: cluster files, free ports, start and stop, commands;
-and the records that a suite keeps of requests, found by the client's request id.
-"""
+"""Suites, processes and commands that benchmarks start on this machine, and how they wait for them."""
 
+import asyncio
 import multiprocessing
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
-import msgspec
 from rich.console import Console
 
 from services.launcher import ports
 from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.model_source import PROJECT
-from services.launcher.suite import Suite, until
+from services.launcher.suite import POLL_S, until
 from services.launcher.up import RunningSuite, running_suite
-from shared.domain.job import Phase
-from shared.domain.kv import TransferOutcome
-from shared.errors import DeadlineExceeded, NotFound, PolyphaseError, Unavailable
-from shared.timeline import RequestTimeline
+from shared.errors import PolyphaseError, Unavailable
 
 DEMO_MODEL = PROJECT / "models" / "demo"
 _GATEWAY, _DASHBOARD = 240, 241  # offsets in a range of free ports
 _MIB = 1 << 20
-_RECORDED_S = 10.0  # the longest time until a job that has ended is recorded
 Found = TypeVar("Found")
 
-# Services that are not measured would take cores from those that are.
-BARE: dict[str, Any] = {
+DEMO: dict[str, Any] = {
     "model": str(DEMO_MODEL),
     "served_model_name": "demo",
     "max_model_len": 2048,
-    "predictor": {"enabled": False},
-    "planner": {"enabled": False},
     "dashboard": {"enabled": False},
 }
+# Services that are not measured would take cores from those that are.
+BARE: dict[str, Any] = {**DEMO, "predictor": {"enabled": False}, "planner": {"enabled": False}}
+# A prefill instance computes each prompt, and a decode instance the tokens: KV is handed over.
+SPLIT = {"placement": "least_load", "split": "full", "dispatch": "power_of_two"}
 CPU_ENGINE: dict[str, Any] = {
     "engine": "vllm",
     "accelerator": "cpu",
@@ -59,6 +54,11 @@ def on_free_ports(cluster: Cluster) -> Cluster:
     gateway = cluster.gateway.model_copy(update={"port": base + _GATEWAY})
     dashboard = cluster.dashboard.model_copy(update={"port": base + _DASHBOARD})
     return cluster.model_copy(update={"ports": base, "gateway": gateway, "dashboard": dashboard})
+
+
+def address_of(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    return parts.hostname or "127.0.0.1", parts.port or 80
 
 
 @asynccontextmanager
@@ -143,61 +143,29 @@ def spawned(target: Callable[..., None], *arguments: object, end_s: float = 10.0
             child.join()
 
 
-@dataclass(frozen=True, slots=True)
-class JobRecord:
-    """One job, as its scheduler knows it."""
-
-    row: dict[str, Any]
-    timeline: RequestTimeline
-
-    @property
-    def split(self) -> int:
-        """Prompt tokens that the prefill instance computed."""
-        return int(self.row["split"])
-
-    @property
-    def outcomes(self) -> list[str]:
-        """How each of its KV imports ended."""
-        return [transfer.outcome.value for transfer in self.timeline.transfers]
-
-    @property
-    def pulled(self) -> bool:
-        """Whether it had a single import, which was pulled whole."""
-        return self.outcomes == [TransferOutcome.PULLED.value]
-
-    @property
-    def attempts(self) -> int:
-        return max((span.attempt for span in self.timeline.spans), default=0)
+@asynccontextmanager
+async def background(*work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+    """Run this work until the block ends; then it is cancelled."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def find_row(suite: Suite, request_id: str, phase: str = "") -> dict[str, Any]:
-    """The newest row of a request, if it is in that phase. Raises NotFound."""
-    for scheduler in suite.schedulers():
-        async with scheduler:
-            for row in await scheduler.requests(limit=2_000, phase=phase):
-                if request_id in row["job_id"]:
-                    return row
-    raise NotFound(f"no scheduler knows of {request_id}")
+async def until_found(
+    find: Callable[[], Awaitable[Found | None]], timeout_s: float, what: str, poll_s: float = POLL_S
+) -> Found:
+    """The first result of `find` that is not None. Raises DeadlineExceeded that names `what`."""
+    found: Found | None = None
 
+    async def is_there() -> bool:
+        nonlocal found
+        found = await find()
+        return found is not None
 
-async def records(suite: Suite, request_ids: Sequence[str], at_least: int | None = None) -> list[JobRecord]:
-    """The ended jobs of these requests, in their order. Raises DeadlineExceeded when some do not show up.
-
-    at_least: return once there are so many, and those that there are when they stay fewer: a client may leave before
-    its job has begun.
-    """
-    found: dict[str, JobRecord] = {}
-
-    async def recorded() -> bool:
-        for scheduler in suite.schedulers():
-            async with scheduler:
-                for row in await scheduler.requests(limit=5_000):
-                    name = next((one for one in request_ids if one not in found and one in row["job_id"]), None)
-                    if name is not None and Phase(row["phase"]).final:
-                        timeline = msgspec.convert(await scheduler.timeline(row["job_id"]), RequestTimeline)
-                        found[name] = JobRecord(row, timeline)
-        return len(found) >= (len(request_ids) if at_least is None else at_least)
-
-    with suppress(*(() if at_least is None else (DeadlineExceeded,))):
-        await until(recorded, _RECORDED_S, f"the records of {len(request_ids)} jobs")
-    return [found[request_id] for request_id in request_ids if request_id in found]
+    await until(is_there, timeout_s, what, poll_s)
+    assert found is not None
+    return found

@@ -1,7 +1,7 @@
-"""Faults that scenarios, the random mode and `bench troubles` share.
+"""The library of faults that scenarios and the random mode share.
 
-A context manager holds a fault for its block's length. The functions below return a fault of a scenario: an async
-function of the suite under test.
+`frozen`, `kept_dead` and `disturbed` hold a fault for a block's length, as `Database.broken` does. The other functions
+return a fault of a scenario: an async function of the suite under test.
 """
 
 import asyncio
@@ -10,8 +10,11 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from benchmarks.chaos import hostile
-from benchmarks.chaos.proxy import Port, Proxy, Wire
+from benchmarks.chaos.garbage import make_noise, send_messages
+from benchmarks.chaos.proxy import Proxy
 from benchmarks.chaos.under_test import SuiteUnderTest
+from benchmarks.chaos.wires import Port, Wire
+from benchmarks.suite import background
 from services.launcher.suite import until
 from services.launcher.supervisor import State
 from tools.client import Request
@@ -19,14 +22,49 @@ from tools.client import Request
 Fault = Callable[[SuiteUnderTest], Awaitable[None]]
 Targets = Callable[[SuiteUnderTest], Sequence[str]]  # names of processes
 Links = Callable[[SuiteUnderTest], Iterable[Wire]]
+Cases = Callable[[SuiteUnderTest], Iterable[tuple[str, dict[str, Any]]]]  # paths and bodies of requests
 
-# A frozen process cannot be told from a slow one before its heartbeats, two a second, are missed for two seconds.
+# A frozen process looks like a slow one until its heartbeats, two a second, are missed for two seconds.
 NOTICED_S = 2.5
 FAULT_S = 4.0
 HOUR_S = 3600.0
-DATABASE_FAULTS = ("locked", "read-only", "disk-full", "gone")
 _CLOCK_S = 1.5
 _KILL_AGAIN_S = 0.1
+
+
+def services(*names: str, count: int | None = None) -> Targets:
+    """So many processes of these services; all of them by default."""
+    return lambda suite: suite.named(*names)[:count]
+
+
+def decode(count: int | None = None) -> Targets:
+    """So many decode instances; all of them by default."""
+    return lambda suite: suite.decode[:count]
+
+
+def prefill(count: int | None = None) -> Targets:
+    """So many prefill instances; all of them by default."""
+    return lambda suite: suite.prefill[:count]
+
+
+def links(*purposes: str, source: Targets | None = None, target: Targets | None = None) -> Links:
+    """The links for these purposes, by default for all, from one process and to one process (`Wires.between`)."""
+
+    def found(suite: SuiteUnderTest) -> Iterable[Wire]:
+        names = (targets(suite)[0] if targets else "" for targets in (source, target))
+        return suite.wires.between(*names, *purposes)
+
+    return found
+
+
+def links_of(targets: Targets, service: str = "") -> Links:
+    """The links from and to the targets; with `service` those to its processes alone."""
+
+    def found(suite: SuiteUnderTest) -> Iterable[Wire]:
+        wires = (wire for name in targets(suite) for wire in suite.wires.touching(name))
+        return [wire for wire in wires if service in ("", wire.port.service)]
+
+    return found
 
 
 @asynccontextmanager
@@ -52,12 +90,8 @@ async def kept_dead(suite: SuiteUnderTest, *names: str) -> AsyncIterator[None]:
         status = suite.processes.statuses[name]
         return status.state is State.READY and bool(status.pid)
 
-    task = asyncio.create_task(kill())
-    try:
+    async with background(kill()):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
     await until(lambda: all(map(back, names)), 60.0, f"{', '.join(names)} to be back")
 
 
@@ -72,26 +106,6 @@ async def disturbed(wires: Iterable[Wire], change: Callable[[Proxy], object]) ->
     finally:
         for wire in wires:
             wire.proxy.heal()
-
-
-@asynccontextmanager
-async def broken_database(suite: SuiteUnderTest, kind: str) -> AsyncIterator[None]:
-    """kind: one of DATABASE_FAULTS."""
-    if kind == "locked":
-        async with suite.database.locked():
-            yield
-        return
-    if kind == "gone":
-        suite.database.remove()
-    elif kind == "disk-full":
-        suite.database.fill_disk()
-    else:
-        suite.switches.read_only(*suite.database.writers)
-    try:
-        yield
-    finally:
-        suite.database.restore()
-        suite.switches.writable(*suite.database.writers)
 
 
 def kill(targets: Targets, *, outage: bool = False) -> Fault:
@@ -120,6 +134,16 @@ def kill_in_turn(targets: Targets) -> Fault:
     return fault
 
 
+def replace(targets: Targets) -> Fault:
+    """SIGTERM to one target after the other; the launcher starts each again before the next one ends."""
+
+    async def fault(suite: SuiteUnderTest) -> None:
+        for name in targets(suite):
+            await suite.processes.back(suite.processes.stop(name))
+
+    return fault
+
+
 def freeze(targets: Targets, *, outage: bool = False) -> Fault:
     """SIGSTOP to the targets for FAULT_S."""
 
@@ -142,46 +166,63 @@ def clock_jump(targets: Targets) -> Fault:
     return fault
 
 
-def link_fault(links: Links, change: Callable[[Proxy], object], outage_s: float | None = None) -> Fault:
+def link_fault(wires: Links, change: Callable[[Proxy], object], outage_s: float | None = None) -> Fault:
     """Disturb links for FAULT_S. outage_s: clients may have to wait for so much longer; None: for no time."""
 
     async def fault(suite: SuiteUnderTest) -> None:
         with nullcontext() if outage_s is None else suite.outage(outage_s):
-            async with disturbed(links(suite), change):
+            async with disturbed(wires(suite), change):
                 await asyncio.sleep(FAULT_S)
 
     return fault
 
 
-def spoil(links: Links, kind: str, share: float) -> Fault:
-    """Spoil this share of messages for FAULT_S (`Proxy.spoil`). The scenario fails when it hit no message."""
+def silence(wires: Links, outage_s: float | None = None) -> Fault:
+    """Links forward nothing for FAULT_S, and notify neither side."""
+    return link_fault(wires, Proxy.stall, outage_s)
+
+
+def flap(wires: Links, *, share: float = 1.0) -> Fault:
+    """Reset a share of the links' connections twice a second for FAULT_S, drawn anew each time."""
 
     async def fault(suite: SuiteUnderTest) -> None:
-        wires = tuple(links(suite))
-        async with disturbed(wires, lambda proxy: proxy.spoil(kind, share)):
-            await asyncio.sleep(FAULT_S)
-        _require_effect(wires, kind)
+        chosen = tuple(wires(suite))
+        for _ in range(int(FAULT_S / 0.5)):
+            for wire in suite.rng.sample(chosen, int(share * len(chosen))):
+                wire.proxy.cut()
+            await asyncio.sleep(0.5)
 
     return fault
 
 
-def replay(links: Links, period_s: float, *, back: bool = True) -> Fault:
+def spoil(wires: Links, kind: str, share: float) -> Fault:
+    """Spoil this share of messages for FAULT_S (`Proxy.spoil`). The scenario fails when it hit no message."""
+
+    async def fault(suite: SuiteUnderTest) -> None:
+        chosen = tuple(wires(suite))
+        async with disturbed(chosen, lambda proxy: proxy.spoil(kind, share)):
+            await asyncio.sleep(FAULT_S)
+        _require_effect(chosen, kind)
+
+    return fault
+
+
+def replay(wires: Links, period_s: float, *, back: bool = True) -> Fault:
     """Send recent messages again and again for FAULT_S; without `back` only those of the side that connected."""
 
     async def fault(suite: SuiteUnderTest) -> None:
-        wires = tuple(links(suite))
+        chosen = tuple(wires(suite))
         for _ in range(int(FAULT_S / period_s)):
-            for wire in wires:
+            for wire in chosen:
                 wire.proxy.replay(back=back)
             await asyncio.sleep(period_s)
-        _require_effect(wires, "replayed")
+        _require_effect(chosen, "replayed")
 
     return fault
 
 
 def _require_effect(wires: Iterable[Wire], kind: str) -> None:
-    if not sum(wire.proxy.counts[kind] for wire in wires):
-        raise AssertionError(f"no message was {kind}: the scenario shows nothing")
+    assert sum(wire.proxy.counts[kind] for wire in wires), f"no message was {kind}: the scenario shows nothing"
 
 
 def garbage(ports: Callable[[SuiteUnderTest], Sequence[Port]]) -> Fault:
@@ -189,21 +230,16 @@ def garbage(ports: Callable[[SuiteUnderTest], Sequence[Port]]) -> Fault:
 
     async def fault(suite: SuiteUnderTest) -> None:
         chosen = ports(suite)
-        await hostile.make_noise(chosen, suite.rng)
-        await hostile.send_messages([port for port in chosen if port.purpose != "http"], suite.rng)
+        await make_noise(chosen, suite.rng)
+        await send_messages([port for port in chosen if port.purpose != "http"], suite.rng)
 
     return fault
 
 
 def bodies(
-    cases: Callable[[SuiteUnderTest], Iterable[tuple[str, dict[str, Any]]]],
-    statuses: Container[int],
-    reason: str = "",
-    *,
-    rounds: int = 1,
-    seconds: float = 15.0,
+    cases: Cases, statuses: Container[int], reason: str = "", *, rounds: int = 1, seconds: float = 15.0
 ) -> Fault:
-    """Send requests (path, body) one after the other, in each round to another gateway (`hostile.require`)."""
+    """Send requests one after the other, in each round to another gateway (`hostile.require`)."""
 
     async def fault(suite: SuiteUnderTest) -> None:
         for number in range(rounds):
@@ -221,12 +257,3 @@ async def drain_all_decode(suite: SuiteUnderTest) -> None:
             await suite.drain(name, force=True)
         await asyncio.sleep(2.0)
         await suite.reset_roles()
-
-
-def state_links(suite: SuiteUnderTest) -> tuple[Wire, ...]:
-    return suite.wires.between("", "", "heartbeats", "broadcasts")
-
-
-def services(*names: str) -> Targets:
-    """All processes of these services."""
-    return lambda suite: suite.named(*names)

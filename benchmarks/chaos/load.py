@@ -12,13 +12,16 @@ from enum import StrEnum
 from random import Random
 from typing import Any, Self
 
+from benchmarks.suite import address_of
 from shared.errors import Unavailable
 from tools.client import (
     CHAT,
     COMPLETIONS,
     HUNG_S,
     Address,
+    ApiClient,
     Ending,
+    Prompts,
     Request,
     Response,
     chat_body,
@@ -127,9 +130,20 @@ class Tally:
         return sum(self.counts[verdict] for verdict in verdicts)
 
 
-def request_kinds(prompts: Sequence[list[int]], max_tokens: int) -> tuple[Request, ...]:
+async def learn_load(
+    base_url: str, model: str, api_key: str, lengths: Sequence[int], max_tokens: int
+) -> tuple[tuple[Request, ...], dict[str, RightAnswer]]:
+    """The requests of a load with prompts of these lengths, and the right answers to them. Raises Unavailable."""
+    async with ApiClient(base_url, model, api_key) as api:
+        source = await Prompts.of(api)
+    prompts = [source.of_length(length, seed=length) for length in lengths]
+    requests = tuple(replace(request, api_key=api_key) for request in request_kinds(model, prompts, max_tokens))
+    return requests, await learn(address_of(base_url), requests)
+
+
+def request_kinds(model: str, prompts: Sequence[list[int]], max_tokens: int) -> tuple[Request, ...]:
     """The kinds of requests of the load, which differ in prompt length, API, streaming, and in what may be resumed."""
-    more: dict[str, Any] = {"return_token_ids": True, "stream_options": {"include_usage": True}}
+    more: dict[str, Any] = {"model": model, "return_token_ids": True, "stream_options": {"include_usage": True}}
 
     def completion(key: str, prompt: list[int], **others: Any) -> Request:
         return Request(COMPLETIONS, completion_body(prompt, max_tokens, **more, **others), key=key)
@@ -144,7 +158,6 @@ def request_kinds(prompts: Sequence[list[int]], max_tokens: int) -> tuple[Reques
 
 
 def unstreamed(request: Request) -> dict[str, Any]:
-    """The body of the same request without streaming."""
     return {key: value for key, value in request.body.items() if key not in ("stream", "stream_options")}
 
 
@@ -188,7 +201,8 @@ class Load:
     ) -> None:
         self.tally = Tally()
         self.answered: deque[Answered] = deque(maxlen=_KEPT)
-        self._addresses, self._requests, self._right, self._hung_s = addresses, requests, right, hung_s
+        self.requests = requests
+        self._addresses, self._right, self._hung_s = addresses, right, hung_s
         self._token_times_s: deque[float] = deque(maxlen=_KEPT)
         self._rngs = [Random(seed * 1000 + number) for number in range(count)]
         self._waiting = set(range(count))  # users without an answer so far
@@ -211,12 +225,16 @@ class Load:
         """Tokens per second between two moments of the monotonic clock."""
         return sum(begin_s <= time_s < end_s for time_s in self._token_times_s) / (end_s - begin_s)
 
+    @property
+    def served(self) -> int:
+        return self.tally.count(Verdict.WHOLE)
+
     def served_since(self, begin_s: float) -> bool:
         """Whether a request that was sent after this moment has a whole answer."""
         return any(each.began_s > begin_s and each.verdict is Verdict.WHOLE for each in self.answered)
 
     async def _request(self, user: int, turn: int) -> bool:
-        request = self._rngs[user].choice(self._requests)
+        request = self._rngs[user].choice(self.requests)
         got = await send(self._addresses[(user + turn) % len(self._addresses)], fresh(request), self._hung_s)
         right = self._right[request.key]
         verdict = judge(right, got)
@@ -232,7 +250,6 @@ class Load:
 
 
 def describe(response: Response) -> str:
-    """An answer in one line, for a report."""
     line = f"{response.ending} after {response.took_s:.1f} s and {len(response.tokens)} tokens"
     details = " ".join(str(part) for part in (response.status or "", response.code, response.error) if part)
     return f"{line}: {details}" if details else line

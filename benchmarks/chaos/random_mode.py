@@ -14,22 +14,23 @@ from dataclasses import dataclass
 from random import Random
 
 from benchmarks.chaos import hostile
-from benchmarks.chaos.faults import DATABASE_FAULTS, broken_database, disturbed, frozen, garbage, state_links
+from benchmarks.chaos.faults import disturbed, frozen, garbage, links
+from benchmarks.chaos.handles import Processes
 from benchmarks.chaos.load import fresh
-from benchmarks.chaos.proxy import Proxy, Wire
+from benchmarks.chaos.proxy import Proxy
 from benchmarks.chaos.scenario import Scenario
 from benchmarks.chaos.testbeds import OPEN
-from benchmarks.chaos.under_test import Processes, SuiteUnderTest
+from benchmarks.chaos.under_test import SuiteUnderTest
+from benchmarks.chaos.wires import Wire
 from shared.errors import PolyphaseError
 
 MEAN_PAUSE_S = 3.0  # between two draws; faults that last longer overlap
+STATE = links("heartbeats", "broadcasts")
 Act = Callable[[SuiteUnderTest, Random, float], Awaitable[str]]  # a fault of that many seconds; returns what it hit
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A fault that was drawn."""
-
     number: int
     name: str
     pause_s: float  # before it
@@ -39,7 +40,6 @@ class Draw:
 
 
 def draw(seed: int, number: int) -> Draw:
-    """The draw with this number."""
     rng = Random(f"{seed}/{number}")
     name = rng.choices(list(FAULTS), [weight for weight, _, _ in FAULTS.values()])[0]
     _, longest_s, act = FAULTS[name]
@@ -104,13 +104,13 @@ def _slow(proxy: Proxy, rng: Random) -> None:
 
 
 async def _corrupt(suite: SuiteUnderTest, rng: Random, seconds: float) -> str:
-    async with disturbed(state_links(suite), lambda proxy: proxy.spoil("corrupted", rng.uniform(0.0, 0.5))):
+    async with disturbed(STATE(suite), lambda proxy: proxy.spoil("corrupted", rng.uniform(0.0, 0.5))):
         await asyncio.sleep(seconds)
     return "heartbeats and broadcasts"
 
 
 async def _replay(suite: SuiteUnderTest, rng: Random, _: float) -> str:
-    for wire in state_links(suite):
+    for wire in STATE(suite):
         wire.proxy.replay()
     return "heartbeats and broadcasts"
 
@@ -130,8 +130,8 @@ async def _clock(suite: SuiteUnderTest, rng: Random, seconds: float) -> str:
 
 
 async def _database(suite: SuiteUnderTest, rng: Random, seconds: float) -> str:
-    kind = rng.choice(DATABASE_FAULTS)
-    async with broken_database(suite, kind):
+    kind = rng.choice(suite.database.KINDS)
+    async with suite.database.broken(kind):
         await asyncio.sleep(seconds)
     return kind
 
@@ -175,24 +175,24 @@ _END_S = 30.0  # the longest time that a fault may take to end
 def random_round(seed: int, first: int, drawn: Counter[str], log: Callable[[str], object]) -> Scenario:
     """ROUND draws from this number on as one scenario. Each begins after its pause, also when others have not ended."""
 
-    async def act(suite: SuiteUnderTest, one: Draw, failed: list[str]) -> None:
-        drawn[one.name] += 1
+    async def inject(suite: SuiteUnderTest, fault: Draw, failed: list[str]) -> None:
+        drawn[fault.name] += 1
         began = time.monotonic()
         try:
-            target = await one.act(suite, one.rng, one.seconds)
+            target = await fault.act(suite, fault.rng, fault.seconds)
         except Exception as error:  # a boundary: a fault that fails is a finding, and the run goes on
             target = f"failed: {type(error).__name__}: {error}"
-            failed.append(f"{one.name} {target}")
-        log(f"{one.number:4} {one.name}: {target}, {time.monotonic() - began:.1f} s")
+            failed.append(f"{fault.name} {target}")
+        log(f"{fault.number:4} {fault.name}: {target}, {time.monotonic() - began:.1f} s")
 
-    async def fault(suite: SuiteUnderTest) -> None:
+    async def inject_all(suite: SuiteUnderTest) -> None:
         running: list[asyncio.Task[None]] = []
         failed: list[str] = []
         try:
             for number in range(first, first + ROUND):
-                one = draw(seed, number)
-                await asyncio.sleep(one.pause_s)
-                running.append(asyncio.create_task(act(suite, one, failed)))
+                fault = draw(seed, number)
+                await asyncio.sleep(fault.pause_s)
+                running.append(asyncio.create_task(inject(suite, fault, failed)))
             await asyncio.wait(running, timeout=_END_S)
         finally:
             for task in running:
@@ -200,7 +200,5 @@ def random_round(seed: int, first: int, drawn: Counter[str], log: Callable[[str]
             await asyncio.gather(*running, return_exceptions=True)
         assert not failed, "; ".join(failed)
 
-    name, endless = f"draws {first} to {first + ROUND - 1}", float("inf")
-    return Scenario(
-        name, "faults at random", fault, OPEN, outage_s=endless, errors=True, breaks=True, bound_s=600.0, resets=True
-    )
+    name, costs = f"draws {first} to {first + ROUND - 1}", {"outage_s": float("inf"), "bound_s": 600.0}
+    return Scenario(name, "faults at random", inject_all, OPEN, errors=True, breaks=True, resets=True, **costs)

@@ -1,18 +1,18 @@
 """The clusters that scenarios run on, with the load of each."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.chaos.proxy import ALL_LINKS
-from benchmarks.suite import CPU_ENGINE, DEMO_MODEL, on_free_ports
+from benchmarks.chaos.wires import ALL_LINKS
+from benchmarks.suite import BARE, CPU_ENGINE, DEMO, SPLIT, on_free_ports
+from services.launcher.child_process import Limits
 from services.launcher.cluster_file import Cluster
 from services.launcher.cluster_keys import curve_pair
 
 _MIB = 1 << 20
 MEMORY_BYTES = 64 * _MIB  # growth that the arenas of an allocator and filling rings explain
 
-# Each job is computed by an instance of either role, because the hand-over is what scenarios disturb.
-SPLIT = {"placement": "least_load", "split": "full", "dispatch": "power_of_two"}
 # Steps that are slow enough for two cores to run the bench beside them, and blocks for all users at once.
 EMULATED_ENGINE = {
     "engine": "emulated",
@@ -23,51 +23,51 @@ EMULATED_ENGINE = {
     "kv_cache_bytes": 2048 * _MIB,
 }
 REAL_ENGINE = {**CPU_ENGINE, "chunk_size": 256}
-ALONE = {"policies": SPLIT, "predictor": {"enabled": False}, "planner": {"enabled": False}}
+ALONE = {**BARE, "policies": SPLIT}
+
+# The bench kills often what usually runs for weeks. A process counts as stable after a short time, so that the restarts
+# of one scenario do not lengthen the launcher's pause before the restarts of the next one.
+LIMITS = Limits(stable_s=3.0)
+# For faults that have to last until the monitor's verdict names them: a process that was killed stays away for 8 s, and
+# one that stands still is not killed.
+SLOW_LIMITS = Limits(hang_s=60.0, backoff_s=8.0, backoff_max_s=8.0, stable_s=1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Testbed:
-    """A cluster and its load. `prompts` are lengths in tokens; some take several chunks.
-
-    absent: instances of the file that are not started. host_key: with the key of one host, as under `polyphase up`;
-    without it scenarios show what the messages themselves withstand. proxied: purposes of the links with a proxy.
-    api_keys: names of the gateways' keys; the steady users have the first. timed: the times of the gateways' event
-    loops are measured (`LoopTimes`). memory_bytes: the growth of a process that counts as nothing left behind.
-    """
+    """A cluster and its load."""
 
     name: str
     title: str
     cluster: dict[str, Any]
-    prompts: tuple[int, ...] = (8, 90, 300, 900)
+    prompts: tuple[int, ...] = (8, 90, 300, 900)  # lengths in tokens; some take several chunks
     users: int = 8
     answer_tokens: int = 24
     gateways: int = 2
-    curve: bool = False
-    host_key: bool = True
+    curve: bool = False  # CurveZMQ keys are in the cluster file
+    host_key: bool = (
+        True  # as under `polyphase up`; without a key scenarios show what the messages themselves withstand
+    )
     kv_transport: str = "tcp"
-    absent: frozenset[str] = frozenset()
-    proxied: frozenset[str] = ALL_LINKS
-    api_keys: tuple[str, ...] = ()
-    timed: bool = False
-    memory_bytes: int = MEMORY_BYTES
+    absent: frozenset[str] = frozenset()  # instances of the cluster file that are not started
+    proxied: frozenset[str] = ALL_LINKS  # purposes of the links that have a proxy
+    api_keys: tuple[str, ...] = ()  # names of the gateways' keys; the steady users have the first
+    timed: bool = False  # the times of the gateways' event loops are measured (`LoopTimes`)
+    memory_bytes: int = MEMORY_BYTES  # growth of a process that does not count as left behind
+    limits: Limits = LIMITS  # of the launcher
+
+    def varied(self, name: str, more: str, cluster: Mapping[str, Any] | None = None, **fields: Any) -> "Testbed":
+        """A variant: more words in its title, other sections of the cluster file, other fields."""
+        return replace(self, name=name, title=self.title + more, cluster={**self.cluster, **(cluster or {})}, **fields)
 
     def build(self) -> Cluster:
         """The cluster on ports that no process uses."""
-        fixed = {
-            "name": f"chaos {self.name}",
-            "model": str(DEMO_MODEL),
-            "served_model_name": "demo",
-            "max_model_len": 2048,
-            "dashboard": {"enabled": False},
-            **(curve_pair() if self.curve else {}),
-        }
+        fixed = {**DEMO, "name": f"chaos {self.name}", **(curve_pair() if self.curve else {})}
         defaults = {"kv_transport": self.kv_transport, **self.cluster.get("instance_defaults", {})}
         return on_free_ports(Cluster.model_validate({**fixed, **self.cluster, "instance_defaults": defaults}))
 
 
 def secret_of(name: str) -> str:
-    """The secret of a testbed's API key; empty for no key."""
     return f"pp-chaos-{name}" if name else ""
 
 
@@ -87,12 +87,7 @@ EMULATED = Testbed(
     },
 )
 
-PAIR = replace(
-    EMULATED,
-    name="pair",
-    title="two monitors, gateways and schedulers, 2 prefill and 3 decode instances; EMULATED engines",
-    cluster={**EMULATED.cluster, "monitors": 2},
-)
+PAIR = EMULATED.varied("pair", "; two monitors", {"monitors": 2})
 
 KEYED = Testbed(
     name="keyed",
@@ -142,16 +137,14 @@ NARROW = Testbed(
     gateways=1,
 )
 
-OPEN = replace(EMULATED, name="open", title=f"{EMULATED.title}, without keys", host_key=False)
-OPEN_PAIR = replace(PAIR, name="open-pair", title=f"{PAIR.title}, without keys", host_key=False)
+OPEN = EMULATED.varied("open", "; without keys", host_key=False)
+OPEN_PAIR = PAIR.varied("open-pair", "; without keys", host_key=False)
 
 QUEUED_TOKENS = 16_384  # at each gateway; half of it for a key
-CALLERS = replace(
-    EMULATED,
-    name="callers",
-    title="two gateways with two API keys, two schedulers, 2 prefill and 3 decode instances; EMULATED engines",
-    cluster={
-        **EMULATED.cluster,
+CALLERS = EMULATED.varied(
+    "callers",
+    "; two API keys",
+    {
         "gateway": {**EMULATED.cluster["gateway"], "max_queued_tokens": QUEUED_TOKENS},
         "instance_defaults": {**EMULATED_ENGINE, "chunk_size": 1_024},
     },
@@ -179,13 +172,63 @@ LONG_CONTEXT = Testbed(
 )
 
 KEPT_ROWS = 2_000
-BACKLOG = replace(
-    EMULATED,
-    name="backlog",
-    title=f"{EMULATED.title}; the database keeps {KEPT_ROWS:,} requests",
-    cluster={**EMULATED.cluster, "scheduler": {"count": 2, "retention_rows": KEPT_ROWS, "prune_period_s": 2.0}},
+BACKLOG = EMULATED.varied(
+    "backlog",
+    f"; the database keeps {KEPT_ROWS:,} requests",
+    {"scheduler": {"count": 2, "retention_rows": KEPT_ROWS, "prune_period_s": 2.0}},
 )
 
-LOGPROBS = replace(
-    REAL, name="logprobs", title=f"{REAL.title}; 16 users", users=16, timed=True, memory_bytes=256 * _MIB
+LOGPROBS = REAL.varied("logprobs", "; 16 users", users=16, timed=True, memory_bytes=256 * _MIB)
+
+# The verdict covers 10 s in place of 60 s, so that a problem is over sooner after its fault. `instant` and `swift` are
+# classes that no engine here can serve in time.
+_SHORT_WINDOW = {"slo_windows_s": [10.0, 60.0]}
+_CLASSES = {
+    "default": {"ttft_s": 1.5, "tpot_s": 0.2},
+    "instant": {"ttft_s": 0.03, "tpot_s": 0.2},
+    "swift": {"ttft_s": 1.5, "tpot_s": 0.02},
+}
+JOB_S = 10.0  # the longest time of a request
+QUEUED = 40  # jobs that do not decode yet and that a gateway accepts
+_SMALL_KV = {"kv_cache_bytes": 512 * _MIB}  # 4,096 tokens of an emulated Llama-3-8B
+VERDICT = EMULATED.varied(
+    "verdict",
+    "; a verdict over 10 s",
+    {
+        "monitor": _SHORT_WINDOW,
+        "planner": {"enabled": False},
+        "gateway": {"slo": _CLASSES, "job_timeout_s": JOB_S, "max_queued_jobs": QUEUED, "patience_s": 3.0},
+        "instances": [
+            {"id": "prefill", "count": 2, "role": "prefill"},
+            {"id": "decode", "count": 3, "role": "decode", **_SMALL_KV},
+        ],
+    },
+    prompts=(90, 300),
+    users=4,
+    proxied=frozenset({"broadcasts", "heartbeats"}),
+    limits=SLOW_LIMITS,
+)
+
+LATE = "decode-late"
+VERDICT_LATE = VERDICT.varied(
+    "verdict-late",
+    "; a fourth decode instance does not start",
+    {"instances": [*VERDICT.cluster["instances"], {"id": LATE, "role": "decode"}]},
+    absent=frozenset({LATE}),
+)
+
+VERDICT_REAL = replace(
+    VERDICT,
+    name="verdict-real",
+    title="one gateway, one scheduler, 1 prefill and 1 decode instance; vLLM on the CPU; a verdict over 10 s",
+    cluster={
+        **ALONE,
+        "monitor": _SHORT_WINDOW,
+        "gateway": {"dtype": "float32", "slo": _CLASSES},
+        "instance_defaults": REAL_ENGINE,
+        "instances": instances(1, 1),
+    },
+    users=2,
+    gateways=1,
+    proxied=frozenset({"kv"}),
 )

@@ -1,6 +1,6 @@
 """Checks on a running suite and their report: sections with ticks and figures, and a summary at the end.
 
-The demo and the deployment checks share it: a check is an async function of the place that it checks and of the section
+The demo and the deployment checks share it: a check is an async function of the suite that it checks and of the section
 that it fills.
 """
 
@@ -19,7 +19,7 @@ from rich.table import Table
 from shared.errors import PolyphaseError
 
 _BREAKS = (PolyphaseError, AssertionError, OSError, TimeoutError, LookupError, ValueError, httpx.HTTPError)
-Place = TypeVar("Place")
+Checked = TypeVar("Checked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,14 @@ class Section:
     def equal(self, name: str, want: Any, got: Any) -> None:
         self.check(name, want == got, want, got)
 
+    def all_of(self, name: str, total: int, count: int) -> None:
+        self.equal(name, f"{total}/{total}", f"{count}/{total}")
+
     def at_most(self, name: str, bound: float, got: float, unit: str = "s") -> None:
         self.check(name, got <= bound, f"at most {bound:g} {unit}", f"{got:.3g} {unit}")
 
 
-Check = Callable[[Place, Section], Awaitable[None]]
+Check = Callable[[Checked, Section], Awaitable[None]]
 
 
 class Report:
@@ -78,14 +81,14 @@ class Report:
     def ok(self) -> bool:
         return all(section.ok for section in self.sections)
 
-    async def run(self, checks: Mapping[str, Check[Place]], place: Place, *, stop: bool = False) -> None:
+    async def run(self, checks: Mapping[str, Check[Checked]], checked: Checked, *, stop: bool = False) -> None:
         """Run checks by their titles; with `stop` none after one that has failed."""
         for title, check in checks.items():
             section, began = Section(title), time.monotonic()
             self.sections.append(section)
             try:
                 with self.console.status(f"{len(self.sections)} …"):
-                    await check(place, section)
+                    await check(checked, section)
             except (*_BREAKS, ExceptionGroup) as error:
                 cause: BaseException = error
                 while isinstance(cause, BaseExceptionGroup):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.demo.checks import CHECKS, Place
+from benchmarks.demo.checked_suite import CheckedSuite
+from benchmarks.demo.checks import CHECKS
 from benchmarks.demo.report import Report
 from benchmarks.suite import started
 from services.launcher import cli_common
@@ -34,8 +35,8 @@ async def _check(options: UpOptions, data_dir: Path | None, report: Report, keep
         async with started(cluster_of(options), data_dir or Path(folder), report.console) as running:
             report.console.print()
             async with ApiClient(running.plan.api_url, running.plan.model) as api:
-                place = Place(running, api, await Prompts.of(api))
-                await running.supervisor.during(report.run(CHECKS, place))
+                checked = CheckedSuite(running, api, await Prompts.of(api))
+                await running.supervisor.during(report.run(CHECKS, checked))
             if keep:
                 report.summarise()
                 urls = f"{running.plan.api_url}/v1 and {running.plan.dashboard_url}"

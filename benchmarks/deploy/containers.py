@@ -3,11 +3,11 @@
 import asyncio
 import json
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.suite import CommandFailed, run_command
-from services.launcher.suite import until
+from benchmarks.suite import CommandFailed, run_command, until_found
 from shared.errors import NotFound
 
 POSTGRES, STAND_IN = "postgres:16", "polyphase-check-postgres:15"
@@ -19,34 +19,44 @@ _HOW = (
 )
 
 
+def docker(*words: str, timeout_s: float = 600.0) -> str:
+    """The output of `docker WORDS`. Raises CommandFailed."""
+    return run_command(["docker", *words], timeout_s=timeout_s)
+
+
 def succeeds(*words: str) -> bool:
+    """Whether `docker WORDS` ends without an error."""
     try:
-        run_command(words)
+        docker(*words)
     except CommandFailed:
         return False
     return True
 
 
-def compose_command() -> list[str]:
-    """Compose v2, else docker-compose. Raises NotFound that says what is missing and how to install it."""
-    if shutil.which("docker") is None:
-        raise NotFound(f"`docker` is not installed. {_HOW}")
+def compose_command(check: str) -> list[str]:
+    """Compose v2, else docker-compose. Without Docker, prints how to install it and ends the process with code 2."""
     try:
-        run_command(["docker", "info"])
-    except CommandFailed as error:
-        raise NotFound(f"Docker's engine does not answer: {error.message.splitlines()[-1]} {_HOW}") from error
-    if succeeds("docker", "compose", "version"):
-        return ["docker", "compose"]
-    if shutil.which("docker-compose") is None:
-        raise NotFound(f"neither `docker compose` nor `docker-compose` is installed. {_HOW}")
+        if shutil.which("docker") is None:
+            raise NotFound(f"`docker` is not installed. {_HOW}")
+        try:
+            docker("info")
+        except CommandFailed as error:
+            raise NotFound(f"Docker's engine does not answer: {error.message.splitlines()[-1]} {_HOW}") from error
+        if succeeds("compose", "version"):
+            return ["docker", "compose"]
+        if shutil.which("docker-compose") is None:
+            raise NotFound(f"neither `docker compose` nor `docker-compose` is installed. {_HOW}")
+    except NotFound as error:
+        print(f"{check}: {error.message}", file=sys.stderr)
+        sys.exit(2)
     return ["docker-compose"]
 
 
 def postgres_image() -> str:
     """The official image; where it cannot be pulled, a stand-in with Debian's server."""
-    if succeeds("docker", "image", "inspect", POSTGRES) or succeeds("docker", "pull", "-q", POSTGRES):
+    if succeeds("image", "inspect", POSTGRES) or succeeds("pull", "-q", POSTGRES):
         return POSTGRES
-    run_command(["docker", "build", "-q", "-t", STAND_IN, "benchmarks/deploy/postgres"], timeout_s=900)
+    docker("build", "-q", "-t", STAND_IN, "benchmarks/deploy/postgres", timeout_s=900)
     print(f"{POSTGRES} cannot be pulled here: {STAND_IN}, Debian's PostgreSQL, stands in for it")
     return STAND_IN
 
@@ -69,8 +79,8 @@ class Project:
         if service:
             labels.append(f"label=com.docker.compose.service={service}")
         filters = [word for label in labels for word in ("--filter", label)]
-        ids = run_command(["docker", "ps", "-q", *(["-a"] if stopped else []), *filters]).split()
-        found: list[dict[str, Any]] = json.loads(run_command(["docker", "inspect", *ids])) if ids else []
+        ids = docker("ps", "-q", *(["-a"] if stopped else []), *filters).split()
+        found: list[dict[str, Any]] = json.loads(docker("inspect", *ids)) if ids else []
         return found
 
     def all_healthy(self) -> bool:
@@ -87,27 +97,25 @@ class Project:
         ended = [each for each in self.containers() if each["State"]["Status"] == "exited"]
         return {each["Config"]["Labels"][label]: each["State"]["ExitCode"] for each in ended}
 
-    def instances(self) -> dict[str, dict[str, Any]]:
+    async def instances(self) -> dict[str, dict[str, Any]]:
         """The monitor's instances, by id, as requested inside its container."""
         code = f"import urllib.request as u; print(u.urlopen('{MONITOR}/instances', timeout=5).read().decode())"
-        found = json.loads(self.compose("exec", "-T", "monitor", "python3", "-S", "-c", code))
+        command = ("exec", "-T", "monitor", "python3", "-S", "-c", code)
+        found = json.loads(await asyncio.to_thread(self.compose, *command))
         return {each["instance_id"]: each for each in found}
 
     async def until_ready(self, *, prefill: int, decode: int) -> list[str]:
         """Wait until exactly so many instances are ready in each role; returns them. Raises DeadlineExceeded."""
-        ready: dict[str, str] = {}
 
-        async def all_ready() -> bool:
-            found = await asyncio.to_thread(self.instances)
-            ready.clear()
-            ready.update({name: each["role"] for name, each in found.items() if each["state"] == "ready"})
+        async def all_ready() -> list[str] | None:
+            found = await self.instances()
+            ready = {name: each["role"] for name, each in found.items() if each["state"] == "ready"}
             roles = list(ready.values())
-            return (roles.count("prefill"), roles.count("decode")) == (prefill, decode)
+            return sorted(ready) if (roles.count("prefill"), roles.count("decode")) == (prefill, decode) else None
 
-        await until(all_ready, 300, f"{prefill} prefill and {decode} decode instances ready", poll_s=0.5)
-        return sorted(ready)
+        what = f"{prefill} prefill and {decode} decode instances ready"
+        return await until_found(all_ready, 300, what, poll_s=0.5)
 
     def rows(self) -> int:
-        """The number of requests in the database."""
         query = ["psql", "-h", "/run/postgresql", "-U", "polyphase", "-tAc"]
         return int(self.compose("exec", "-T", "postgres", *query, "select count(*) from requests", "polyphase"))

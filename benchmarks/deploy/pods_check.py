@@ -24,7 +24,7 @@ from rich.console import Console
 
 from benchmarks.demo.report import Check, Report, Section
 from benchmarks.deploy.compose_check import PROMPT
-from benchmarks.deploy.containers import compose_command, postgres_image, succeeds
+from benchmarks.deploy.containers import compose_command, docker, postgres_image, succeeds
 from benchmarks.suite import run_command
 from services.launcher.cluster_file import CLUSTERS, Cluster, load_cluster
 from services.launcher.cluster_keys import add_key, curve_pair
@@ -32,7 +32,6 @@ from services.launcher.render.groups import Manifest
 from services.launcher.render.manifests import render
 from services.launcher.render.options import RenderOptions
 from services.launcher.suite import until
-from shared.errors import NotFound
 from shared.runtime.keys import new_token
 from tools.client import ApiClient, Ask
 
@@ -56,7 +55,6 @@ class Pod:
 
     @property
     def http_port(self) -> int:
-        """The port of the probes."""
         return next(int(port["containerPort"]) for port in self.container["ports"] if port["name"] == "http")
 
 
@@ -73,19 +71,19 @@ class Pods:
 
     def start(self) -> None:
         """Start the network, then all pods, each after its init containers."""
-        run_command(["docker", "network", "create", "--subnet", f"{_SUBNET}.0.0/16", self._mark])
+        docker("network", "create", "--subnet", f"{_SUBNET}.0.0/16", self._mark)
         for pod in self.pods:
             for container in pod.spec.get("initContainers", []):
                 command = (container["image"], *container["command"][1:])
-                run_command(["docker", "run", "--rm", *self._options(pod, container), *command], timeout_s=150)
+                docker("run", "--rm", *self._options(pod, container), *command, timeout_s=150)
             words = ["--name", f"{self._mark}-{pod.name}", "--ip", pod.address]
             words += [word for each in pod.aliases for word in ("--network-alias", each)]
             command = (pod.container["image"], *pod.container.get("command", [""])[1:])
-            run_command(["docker", "run", "-d", *words, *self._options(pod, pod.container), *command])
+            docker("run", "-d", *words, *self._options(pod, pod.container), *command)
 
     def ready(self, pod: Pod) -> bool:
         """The result of the readiness probe. Raises AssertionError when the pod has ended."""
-        state = json.loads(run_command(["docker", "inspect", f"{self._mark}-{pod.name}"]))[0]["State"]
+        state = json.loads(docker("inspect", f"{self._mark}-{pod.name}"))[0]["State"]
         if not state["Running"]:
             log = run_command(["sh", "-c", f"docker logs --tail 20 {self._mark}-{pod.name} 2>&1"])
             raise AssertionError(f"{pod.name} ended with code {state['ExitCode']}: {log[-3000:]}")
@@ -95,20 +93,20 @@ class Pods:
         else:
             url = f"http://127.0.0.1:{pod.http_port}{probe['httpGet']['path']}"
             words = ["python3", "-S", "-c", f"import urllib.request as u; u.urlopen({url!r}, timeout=2)"]
-        return succeeds("docker", "exec", f"{self._mark}-{pod.name}", *words)
+        return succeeds("exec", f"{self._mark}-{pod.name}", *words)
 
     def stop(self, pod: Pod) -> tuple[float, int]:
         """Stop a pod as Kubernetes does; returns the seconds that it took, and its exit code."""
         began, name = time.monotonic(), f"{self._mark}-{pod.name}"
-        run_command(["docker", "stop", "-t", str(pod.spec["terminationGracePeriodSeconds"]), name])
-        code = int(run_command(["docker", "inspect", "-f", "{{.State.ExitCode}}", name]))
+        docker("stop", "-t", str(pod.spec["terminationGracePeriodSeconds"]), name)
+        code = int(docker("inspect", "-f", "{{.State.ExitCode}}", name))
         return time.monotonic() - began, code
 
     def remove(self) -> None:
-        found = run_command(["docker", "ps", "-aq", "--filter", f"name={self._mark}-"]).split()
+        found = docker("ps", "-aq", "--filter", f"name={self._mark}-").split()
         if found:
-            run_command(["docker", "rm", "-f", "-v", *found])
-        run_command(["docker", "network", "rm", self._mark])
+            docker("rm", "-f", "-v", *found)
+        docker("network", "rm", self._mark)
 
     def _all(self) -> Iterator[Pod]:
         number = 0
@@ -163,7 +161,6 @@ class Pods:
 
 
 def cluster_for(folder: Path, file: Path) -> Cluster:
-    """The cluster file, with keys."""
     cluster = load_cluster(file)
     gateway = cluster.gateway.model_copy(update={"api_keys_file": str(folder / "keys.yaml")})
     return cluster.model_copy(update={**curve_pair(), "gateway": gateway, "cluster_token": SecretStr(new_token())})
@@ -200,11 +197,7 @@ def main() -> None:
     options.add_argument("--image", default="polyphase:check", help="as `make compose-check` builds it")
     options.add_argument("--cluster", type=Path, default=CLUSTERS / "laptop.yaml", help="a cluster file")
     given = options.parse_args()
-    try:
-        compose_command()
-    except NotFound as error:
-        print(f"pods-check: {error.message}", file=sys.stderr)
-        sys.exit(2)
+    compose_command("pods-check")
     report = Report(Console())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

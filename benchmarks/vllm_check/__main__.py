@@ -16,15 +16,27 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import requires
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from benchmarks.suite import CommandFailed, run_command, started
+from benchmarks.suite import BARE, CPU_ENGINE, SPLIT, CommandFailed, run_command, started
 from shared.errors import NotFound, PolyphaseError
 
 HERE = Path(__file__).parent
 FOLDER = "tests/entrypoints/openai"  # of the tests that tests.txt names
 LOCAL = Path("models/demo")
+CLUSTER: dict[str, Any] = {  # one instance of each role, of unlike block sizes
+    **BARE,
+    "name": "vllm-check",
+    "gateway": {"dtype": "float32"},
+    "policies": SPLIT,
+    "instance_defaults": CPU_ENGINE,
+    "instances": [
+        {"id": "prefill-0", "role": "prefill", "block_size": 32},
+        {"id": "decode-0", "role": "decode", "block_size": 128},
+    ],
+}
 WORK = Path(".polyphase/vllm-check")
 FETCH_S, TEST_S, ALL_S = 600, 120, 1800
 # Answers are sampled, and one in ten of the demo model's to a JSON schema is white space up to the end of its context,
@@ -121,7 +133,7 @@ async def run(options: argparse.Namespace, console: Console) -> int:
     """Check the given server, or a suite that is started for this."""
     if options.url:
         return await check(options.url.rstrip("/"), options.model, options.work, console)
-    async with started(HERE / "cluster.yaml", options.work / "suite", console) as running:
+    async with started(CLUSTER, options.work / "suite", console) as running:
         return await check(running.plan.api_url, options.model, options.work, console)
 
 

@@ -55,9 +55,9 @@ class Prometheus:
 
     async def get(self, path: str, **parameters: str) -> Any:
         answer = await self.http.get(f"/api/v1/{path}", params=parameters)
-        said = answer.json()
-        assert said["status"] == "success", f"{parameters}: {said}"
-        return said["data"]
+        body = answer.json()
+        assert body["status"] == "success", f"{parameters}: {body}"
+        return body["data"]
 
     async def query(self, expr: str) -> list[tuple[dict[str, str], float]]:
         data = await self.get("query", query=expr)
@@ -66,7 +66,7 @@ class Prometheus:
         return [(one["metric"], float(one["value"][1])) for one in data["result"]]
 
     async def number(self, expr: str) -> float:
-        """Of a query that has one answer; 0 where it has none."""
+        """The value of a query with at most one result; 0 without a result."""
         found = await self.query(expr)
         assert len(found) <= 1, f"{expr}: {found}"
         return found[0][1] if found else 0.0
@@ -77,7 +77,7 @@ class Prometheus:
 
 @asynccontextmanager
 async def prometheus(folder: Path, monitor_url: str) -> AsyncIterator[Prometheus]:
-    """Scrapes once a second what the monitor says, by our rules."""
+    """A Prometheus that scrapes the processes of the monitor's discovery once a second, with our rules."""
     program, port = need("prometheus"), free_port()
     local = yaml.safe_load((HERE / "prometheus.local.yml").read_text())
     local["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}

@@ -48,8 +48,8 @@ def test_the_dashboard_is_what_its_panels_make() -> None:
     assert drawn == panel_queries()
 
 
-async def test_panels_and_rules_name_series_that_there_are(tmp_path: Path) -> None:
-    known = {sample for said in (await expositions(tmp_path)).values() for sample in samples(said)}
+async def test_panels_and_rules_name_existing_series(tmp_path: Path) -> None:
+    known = {sample for text in (await expositions(tmp_path)).values() for sample in samples(text)}
     known |= {rule["record"] for rule in rules() if "record" in rule} | {"up"}
     for expr in (*panel_queries(), *(rule["expr"] for rule in rules())):
         named = set(re.findall(r"\b(?:polyphase[_:]|vllm:|http_|process_)[\w:]+|\bup\b", expr))
@@ -60,16 +60,16 @@ async def test_the_docs_have_every_series_with_owner_type_and_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(RESTARTS, "0")
-    told, found = documented(), dict[str, list[Metric]]()
+    described, found = documented(), dict[str, list[Metric]]()
     owners: dict[str, set[str]] = {}
-    for service, said in (await expositions(tmp_path)).items():
-        for family in families(said).values():
+    for service, text in (await expositions(tmp_path)).items():
+        for family in families(text).values():
             name = f"{family.name}_total" if family.type == "counter" else family.name
-            if name in told or not name.startswith("process_"):
+            if name in described or not name.startswith("process_"):
                 found.setdefault(name, []).append(family)
                 owners.setdefault(name, set()).add(service)
-    assert set(told) == set(found)
-    for name, (owner, kind, labels) in told.items():
+    assert set(described) == set(found)
+    for name, (owner, kind, labels) in described.items():
         assert owner == ("each" if len(owners[name]) > 1 else owners[name].pop()), name
         assert {family.type for family in found[name]} == {kind}, name
         shown = {frozenset(sample.labels) - {"le"} for family in found[name] for sample in family.samples}

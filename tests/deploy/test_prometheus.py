@@ -17,7 +17,7 @@ import pytest_asyncio
 import yaml
 from rich.console import Console
 
-from benchmarks.suite import on_free_ports
+from benchmarks.suite import address_of, on_free_ports
 from services.launcher.cluster_file import load_cluster
 from services.launcher.suite import until
 from services.launcher.up import RunningSuite, running_suite
@@ -26,11 +26,12 @@ from tests.deploy.test_observability import samples
 from tests.deploy.vllm_queries import vllm_queries
 from tests.services.expositions import expositions
 from tests.services.test_metric_owners import complaints
+from tools.client import COMPLETIONS, ApiClient, Ask, Ending, Request, completion_body, send
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 MODEL = "m"
 WINDOW = "2m"
-# What this load makes nothing of: nobody is refused or delayed, the predictor has no classifier, the planner no news.
+# Series without samples: no request is refused or delayed, the predictor has no classifier, the planner no proposal.
 SILENT = {
     "polyphase_refused_total",
     "polyphase_delayed_total",
@@ -111,53 +112,44 @@ def content() -> dict[str, Any]:
 async def load(urls: tuple[str, ...]) -> Sent:
     """Streams and whole answers to each gateway, some of one token; a client that leaves, and a bad request."""
     sent = Sent()
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
-        asked = [complete(http, urls[n % 2], sent, number=n) for n in range(40)]
-        await asyncio.gather(*asked)
-        for url in urls:
-            await leave(http, url, sent, token=300 + len(sent.statuses) + sent.outcomes["cancelled"])
-            answer = await http.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": [1] * 9000})
-            assert answer.status_code == 400
-            sent.statuses["4xx"] += 1
+    await asyncio.gather(*(complete(urls[number % 2], sent, number) for number in range(40)))
+    for number, url in enumerate(urls):
+        async with ApiClient(url, MODEL) as api:
+            await leave(api, url, sent, token=300 + number)
+            answer = await api.post(COMPLETIONS, json={"model": MODEL, "prompt": [1] * 9000})
+        assert answer.status_code == 400
+        sent.statuses["4xx"] += 1
     return sent
 
 
-async def complete(http: httpx.AsyncClient, url: str, sent: Sent, number: int) -> None:
-    prompt, most, answers = 50 + 7 * number, 1 + number % 9, 1 + (number % 5 == 0)
-    body = {
-        "model": MODEL,
-        "prompt": [300 + (number * 31 + at) % 400 for at in range(prompt)],
-        "max_tokens": most,
-        "ignore_eos": True,
-        "n": answers,
-        "stream": number % 2 == 0,
-        **({"stream_options": {"include_usage": True}} if number % 2 == 0 else {}),
-    }
+async def complete(url: str, sent: Sent, number: int) -> None:
+    length, most, answers = 50 + 7 * number, 1 + number % 9, 1 + (number % 5 == 0)
+    stream: dict[str, Any] = {"stream_options": {"include_usage": True}} if number % 2 == 0 else {"stream": False}
+    prompt = [300 + (number * 31 + at) % 400 for at in range(length)]
     slo = "strict" if number % 4 == 1 else "default"
-    answer = await http.post(f"{url}/v1/completions", json=body, headers={"X-Polyphase-Slo": slo})
-    assert answer.status_code == 200, answer.text
-    last = answer.text.removesuffix("data: [DONE]\n\n").rpartition("data: ")[2] if body["stream"] else answer.text
-    usage = json.loads(last)["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt, most * answers)
+    body = completion_body(prompt, most, MODEL, n=answers, temperature=1, **stream)  # n = 2 needs sampling
+    answer = await send(address_of(url), Request(COMPLETIONS, body, slo))
+    assert answer.ending is Ending.DONE, answer
+    assert (answer.usage["prompt_tokens"], answer.completion_tokens) == (length, most * answers)
     sent.statuses["2xx"] += 1
     sent.outcomes["length"] += answers
     sent.slos[slo] += answers
-    sent.prompt_tokens += prompt * answers  # each answer is a job with the whole prompt, as with vLLM
+    sent.prompt_tokens += length * answers  # each answer is a job with the whole prompt, as with vLLM
     sent.generated_tokens += most * answers
     sent.transfers += answers if most > 1 else 0
 
 
-async def leave(http: httpx.AsyncClient, url: str, sent: Sent, token: int) -> None:
-    """While its prompt is computed: nothing of it counts but that it was cancelled."""
-    body = {"model": MODEL, "prompt": [token] * 2000, "max_tokens": 4, "stream": True}
+async def leave(api: ApiClient, url: str, sent: Sent, token: int) -> None:
+    """A client that leaves while its prompt is computed: of its request only the cancellation counts."""
 
     async def computing() -> bool:
-        return "polyphase_gateway_queued_jobs 1.0" in (await http.get(f"{url}/metrics")).text
+        async with httpx.AsyncClient(trust_env=False) as http:
+            return "polyphase_gateway_queued_jobs 1.0" in (await http.get(f"{url}/metrics")).text
 
-    post = asyncio.create_task(http.post(f"{url}/v1/completions", json=body))
+    stream = asyncio.create_task(api.stream(Ask([token] * 2000, 4, f"leaving-{token}")))
     await until(computing, 30, "the job to be under way")
-    post.cancel()
-    await asyncio.gather(post, return_exceptions=True)
+    stream.cancel()
+    await asyncio.gather(stream, return_exceptions=True)
     sent.outcomes["cancelled"] += 1
 
 
@@ -194,7 +186,7 @@ async def test_every_process_is_found_once_and_under_its_name(scene: Scene) -> N
     assert {group["labels"]["process"]: group["labels"] for group in file} == labels
 
 
-async def test_sums_are_the_load_generators(scene: Scene) -> None:
+async def test_sums_equal_the_load_generators(scene: Scene) -> None:
     prom, sent = scene.prometheus, scene.sent
     assert await prom.by("outcome", "sum by (outcome) (polyphase_jobs_total)") == dict(sent.outcomes)
     reasons = await prom.by("finished_reason", "sum by (finished_reason) (vllm:request_success_total)")
@@ -230,10 +222,10 @@ async def test_sums_are_the_load_generators(scene: Scene) -> None:
 
 async def test_every_query_of_our_dashboard_answers(scene: Scene) -> None:
     for expr in panel_queries():
-        asked = partial(scene.prometheus.query, expr.replace("$__rate_interval", WINDOW))
-        await asked()
+        query = partial(scene.prometheus.query, expr.replace("$__rate_interval", WINDOW))
+        await query()
         if not any(silent in expr for silent in SILENT):
-            await until(asked, 10, expr)  # a rate wants two scrapes
+            await until(query, 10, expr)  # a rate wants two scrapes
 
 
 async def test_every_query_of_vllms_dashboard_answers(scene: Scene) -> None:
@@ -241,11 +233,11 @@ async def test_every_query_of_vllms_dashboard_answers(scene: Scene) -> None:
         assert await scene.prometheus.query(expr), expr
 
 
-async def test_every_rule_is_evaluated_and_what_is_wrong_alarms(scene: Scene) -> None:
+async def test_every_rule_is_evaluated_and_missed_targets_alarm(scene: Scene) -> None:
     groups = (await scene.prometheus.get("rules"))["groups"]
-    told = [rule for group in groups for rule in group["rules"]]
-    assert {rule["name"] for rule in told} == {rule.get("alert") or rule["record"] for rule in rules()}
-    assert {(rule["health"], rule.get("lastError", "")) for rule in told} == {("ok", "")}
+    evaluated = [rule for group in groups for rule in group["rules"]]
+    assert {rule["name"] for rule in evaluated} == {rule.get("alert") or rule["record"] for rule in rules()}
+    assert {(rule["health"], rule.get("lastError", "")) for rule in evaluated} == {("ok", "")}
     alarms = [alert["labels"] for alert in (await scene.prometheus.get("alerts"))["alerts"]]
     burns = [("PolyphaseSloBurnsFast", "strict"), ("PolyphaseSloBurnsSlowly", "strict")]
     assert sorted((labels["alertname"], labels.get("slo", "")) for labels in alarms) == burns
@@ -253,25 +245,25 @@ async def test_every_rule_is_evaluated_and_what_is_wrong_alarms(scene: Scene) ->
         await scene.prometheus.query(rule["expr"])
 
 
-async def test_instances_tell_what_they_run_on(scene: Scene) -> None:
+async def test_instances_report_their_accelerators(scene: Scene) -> None:
     joined = "vllm:num_requests_running * on (instance) group_left (accelerator, emulated) polyphase_instance_info"
     found = await scene.prometheus.query(joined)
-    told = {(labels["instance_id"], labels["accelerator"], labels["emulated"]) for labels, _ in found}
-    assert told == {(name, "A100-SXM-80", "true") for name in ("p0", "d0", "d1")}
+    described = {(labels["instance_id"], labels["accelerator"], labels["emulated"]) for labels, _ in found}
+    assert described == {(name, "A100-SXM-80", "true") for name in ("p0", "d0", "d1")}
 
 
-async def test_what_is_really_exposed_is_sound_and_documented(scene: Scene, tmp_path: Path) -> None:
-    known = {name for said in (await expositions(tmp_path)).values() for name in samples(said)}
+async def test_all_exposed_series_are_valid_and_documented(scene: Scene, tmp_path: Path) -> None:
+    known = {name for text in (await expositions(tmp_path)).values() for name in samples(text)}
     known.add("polyphase_process_restarts_total")
     targets = (await scene.prometheus.get("targets"))["activeTargets"]
     async with httpx.AsyncClient(trust_env=False) as http:
         for target in targets:
-            said = (await http.get(target["scrapeUrl"])).text
-            assert complaints(said) == [], target["scrapeUrl"]
-            assert samples(said) - known == set(), target["scrapeUrl"]
+            text = (await http.get(target["scrapeUrl"])).text
+            assert complaints(text) == [], target["scrapeUrl"]
+            assert samples(text) - known == set(), target["scrapeUrl"]
 
 
-async def test_a_process_that_is_started_again_counts_it(scene: Scene) -> None:
+async def test_a_restart_of_a_process_is_counted(scene: Scene) -> None:
     restarts = "polyphase_process_restarts_total{process='d1'}"
     assert await scene.prometheus.query(restarts) != []
     assert await scene.prometheus.number(restarts) == 0

@@ -7,7 +7,8 @@ import pytest
 import pytest_asyncio
 from rich.console import Console
 
-from benchmarks.demo.checks import CHECKS, Place
+from benchmarks.demo.checked_suite import CheckedSuite
+from benchmarks.demo.checks import CHECKS
 from benchmarks.demo.report import Section
 from benchmarks.suite import started
 from services.launcher.up import UpOptions, cluster_of
@@ -20,20 +21,20 @@ TIMED = {"ready to serve", "answered by the classifier in time"}
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def place(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Place]:
+async def checked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[CheckedSuite]:
     """One running suite for all tests of this file."""
     cluster = cluster_of(UpOptions(Path("demo"), dashboard=False))
     async with (
         started(cluster, tmp_path_factory.mktemp("suite"), Console(stderr=True)) as running,
         ApiClient(running.plan.api_url, running.plan.model) as api,
     ):
-        yield Place(running, api, await Prompts.of(api))
+        yield CheckedSuite(running, api, await Prompts.of(api))
 
 
 @pytest.mark.parametrize("title", CHECKS)
-async def test_promise(place: Place, title: str) -> None:
+async def test_promise(checked: CheckedSuite, title: str) -> None:
     section = Section(title)
-    await CHECKS[title](place, section)
+    await CHECKS[title](checked, section)
     assert section.findings, f"{title}: nothing was checked"
     failures = [finding for finding in section.failures if finding.name not in TIMED]
     assert not failures, "\n".join(f"{each.name}: want {each.want}, got {each.got}" for each in failures)

@@ -1,4 +1,4 @@
-"""One trace of a disaggregated chat through a real suite: every process tells its part, and nothing is unexplained."""
+"""One trace of a disaggregated chat through a real suite: spans of every process, which explain the whole time."""
 
 import asyncio
 import json
@@ -39,9 +39,9 @@ class Suite:
 
     async def ask(self, trace_id: str, **body: object) -> httpx.Response:
         text = f"{SECRET} " * 120
-        said = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 6, **body}
+        content = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 6, **body}
         headers = {"traceparent": f"00-{trace_id}-{PARENT}-01", "tracestate": "vendor=one"}
-        return await self.http.post("/v1/chat/completions", json=said, headers=headers)
+        return await self.http.post("/v1/chat/completions", json=content, headers=headers)
 
     async def trace(self, trace_id: str) -> list[ReceivedSpan]:
         """All of it: a moment after the last span that is due."""
@@ -94,7 +94,7 @@ async def test_one_disaggregated_chat_is_one_trace(suite: Suite, stream: bool) -
     assert found.unexplained_s <= 0.05 * found.ttft_s, found
 
 
-async def test_it_says_where_what_and_why_and_nothing_of_the_prompt(suite: Suite) -> None:
+async def test_spans_have_places_and_reasons_and_no_prompt(suite: Suite) -> None:
     trace_id = "ef" * 16
     answer = (await suite.ask(trace_id)).json()
     spans = {span.name: span for span in await suite.trace(trace_id)}
@@ -107,10 +107,10 @@ async def test_it_says_where_what_and_why_and_nothing_of_the_prompt(suite: Suite
     chat = spans["chat demo"].attributes
     assert chat["gen_ai.usage.input_tokens"] == answer["usage"]["prompt_tokens"]
     assert chat["gen_ai.usage.output_tokens"] == answer["usage"]["completion_tokens"]
-    said = answer["choices"][0]["message"]["content"]
+    text = answer["choices"][0]["message"]["content"]
     for body in suite.collector.bodies:
         assert SECRET.encode() not in body
-        assert not said or said.encode() not in body
+        assert not text or text.encode() not in body
 
 
 async def test_a_body_with_several_jobs_is_one_tree(suite: Suite) -> None:
@@ -121,7 +121,7 @@ async def test_a_body_with_several_jobs_is_one_tree(suite: Suite) -> None:
     assert faults(spans, PARENT) == []
 
 
-async def test_metrics_tell_what_became_of_spans(suite: Suite) -> None:
+async def test_metrics_count_exported_and_lost_spans(suite: Suite) -> None:
     async def exported() -> bool:
         text = (await suite.http.get("/metrics")).text
         lines = [line for line in text.splitlines() if line.startswith("polyphase_trace_spans_total")]
@@ -144,8 +144,8 @@ async def test_a_lost_instance_is_an_attempt_in_the_trace_and_a_line_in_the_log(
     assert [span.error for span in attempts] == [True, False]
     assert [span.parent_id for span in spans if span.name == "lost"] == [attempts[0].span_id]
     lines = [line for file in suite.folder.rglob("*.log") for line in _json_lines(file)]
-    told = [json.loads(line) for line in lines if trace_id in line]
-    assert {(line["event"], line["service"]) for line in told} >= {
+    logged = [json.loads(line) for line in lines if trace_id in line]
+    assert {(line["event"], line["service"]) for line in logged} >= {
         ("attempt failed", "gateway"),
         ("no placement", "global_scheduler"),
     }

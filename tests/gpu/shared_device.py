@@ -6,7 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.suite import on_free_ports, records
+from benchmarks.jobs import records
+from benchmarks.suite import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import resolve_model
 from services.launcher.up import running_suite

@@ -25,7 +25,7 @@ import uvloop
 import zmq
 
 SWITCHES = struct.Struct("<dQ")  # clock offset in seconds; what is wrong with the database
-READ_ONLY, LOST = 1, 2  # it refuses writes; it carries out what is changed of leases, and the answer is lost
+READ_ONLY, LOST = 1, 2  # SQLite refuses writes; it writes changes of leases, and reports an error
 LOOP_TIME = struct.Struct("<d")  # CPU seconds
 LOOP_BEAT_S = 0.002
 
@@ -57,21 +57,22 @@ def _wrong_time_ns() -> int:
     return _time_ns() + int(_switches()[0] * 1e9)
 
 
-def _connect_by_proxy(made: Any, address: str) -> Any:
-    return _connect(made, _swapped(address))
+def _connect_by_proxy(zmq_socket: Any, address: str) -> Any:
+    return _connect(zmq_socket, _proxied(address))
 
 
-def _connect_kv_by_proxy(made: socket.socket, address: Any) -> int:
-    """What KV over TCP connects by; nothing else in the suite does to these ports."""
-    if made.family != socket.AF_INET:
-        return _connect_ex(made, address)
-    host, _, port = _swapped("kv://{}:{}".format(*address)).removeprefix("kv://").rpartition(":")
-    return _connect_ex(made, (host, int(port)))
+def _connect_kv_by_proxy(tcp_socket: socket.socket, address: Any) -> int:
+    """KV over TCP connects with `connect_ex`; no other connection to these ports does."""
+    if tcp_socket.family != socket.AF_INET:
+        return _connect_ex(tcp_socket, address)
+    host, _, port = _proxied("kv://{}:{}".format(*address)).removeprefix("kv://").rpartition(":")
+    return _connect_ex(tcp_socket, (host, int(port)))
 
 
-def _swapped(address: str) -> str:
-    swapped: str = json.loads(os.environ.get("CHAOS_LINKS", "{}")).get(address, address)
-    return swapped
+def _proxied(address: str) -> str:
+    """The address of the proxy before this address, if it has one."""
+    proxied: str = json.loads(os.environ.get("CHAOS_LINKS", "{}")).get(address, address)
+    return proxied
 
 
 class _Cursor(sqlite3.Cursor):
@@ -147,5 +148,5 @@ def _install() -> None:
         wire.OURS = wire.WireVersions(wire.WIRE_VERSION, wire.MIN_WIRE_VERSION)
 
 
-if __name__ == "sitecustomize":  # imported by Python itself, not by who wants to know the layout of the switches
+if __name__ == "sitecustomize":  # imported by Python itself, not by the bench, which reads the layout of the switches
     _install()

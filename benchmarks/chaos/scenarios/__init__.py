@@ -1,7 +1,19 @@
-"""All scenarios, in the order of the report. A scenario is a fault and what it may cost clients."""
+"""All scenarios, in the order of the report: those of `bench chaos`, and those of `bench troubles`."""
 
-from benchmarks.chaos.scenario import FAMILIES, Scenario
-from benchmarks.chaos.scenarios import clients, failover, network, operations, processes
+from benchmarks.chaos.scenario import FAMILIES, VERDICTS, Scenario
+from benchmarks.chaos.scenarios import (
+    clients,
+    database,
+    failover,
+    kv,
+    network,
+    operations,
+    processes,
+    requests,
+    verdicts,
+)
 
-MODULES = (clients, failover, network, operations, processes)  # each adds its scenarios when imported
-SCENARIOS: tuple[Scenario, ...] = tuple(scenario for family in FAMILIES.values() for scenario in family)
+# Each module adds its scenarios when it is imported.
+MODULES = (clients, database, failover, kv, network, operations, processes, requests, verdicts)
+TROUBLES: tuple[Scenario, ...] = tuple(FAMILIES[VERDICTS])
+SCENARIOS: tuple[Scenario, ...] = tuple(s for family in FAMILIES.values() for s in family if s not in TROUBLES)

@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from functools import partial
 
+from benchmarks.chaos.garbage import rpc_clients
+from benchmarks.chaos.inject.sitecustomize import LOST, READ_ONLY
 from benchmarks.chaos.proxy import Piece, ZmtpSplitter
 from benchmarks.chaos.scenario import scenario
 from benchmarks.chaos.testbeds import OPEN_PAIR, PAIR
 from benchmarks.chaos.under_test import SuiteUnderTest
+from benchmarks.suite import background, until_found
 from services.launcher import cluster_keys
 from services.launcher.addresses import LEASE_S
 from services.launcher.suite import until
@@ -21,8 +24,7 @@ from shared.store.lease import ENDING
 from shared.wire.broadcast import opened, sealed
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.messages import DRAIN, FLIP, RESUME, DrainRequest, FlipRequest, Method, ResumeRequest
-from shared.wire.rpc_client import RpcClient, RpcClients
-from shared.wire.sockets import Sockets
+from shared.wire.rpc_client import RpcClient
 
 TAKEN_OVER_S = 6.0  # the longest time on a busy machine; the report has the measured one
 _POLL_S = 0.01
@@ -34,7 +36,6 @@ failover = partial(scenario, "failover", bed=PAIR)
 
 
 def _client(suite: SuiteUnderTest, name: str) -> MonitorClient:
-    """A client of this monitor, whether it acts or not."""
     url = next(port.url for port in suite.ports if port.process == name and port.purpose == "http")
     return MonitorClient(url, token=cluster_keys.kept_token(suite.data_dir))
 
@@ -67,14 +68,17 @@ async def _require_acting(suite: SuiteUnderTest, name: str) -> None:
 
 async def _monitors(suite: SuiteUnderTest) -> tuple[str, str]:
     """The acting monitor and the standby. Raises DeadlineExceeded when no monitor acts."""
-    acting: list[str] = []
 
-    async def one_acts() -> bool:
-        acting[:] = [name for name in suite.named("monitor") if await _acts(suite, name)]
-        return len(acting) == 1
+    async def find() -> tuple[str, str] | None:
+        first, second = suite.named("monitor")
+        match await _acts(suite, first), await _acts(suite, second):
+            case True, False:
+                return first, second
+            case False, True:
+                return second, first
+        return None
 
-    await until(one_acts, TAKEN_OVER_S, "one monitor to act")
-    return acting[0], next(name for name in suite.named("monitor") if name != acting[0])
+    return await until_found(find, TAKEN_OVER_S, "one monitor to act")
 
 
 async def _take_over(suite: SuiteUnderTest, lose: Callable[[str], object]) -> tuple[str, str]:
@@ -95,7 +99,6 @@ async def _kill(suite: SuiteUnderTest) -> None:
 
 @failover("monitor-failover-freeze", "the monitor that acts stands still, and wakes")
 async def _freeze(suite: SuiteUnderTest) -> None:
-    """When the old monitor wakes, it must become the standby."""
     active, other = await _take_over(suite, suite.processes.freeze)
     await asyncio.sleep(1.0)
     suite.processes.thaw()
@@ -105,9 +108,8 @@ async def _freeze(suite: SuiteUnderTest) -> None:
 
 @failover("monitor-failover-unwritable", "the monitor that acts cannot write to its database")
 async def _no_database(suite: SuiteUnderTest) -> None:
-    """The database refuses the writes of the acting monitor alone."""
-    active, _ = await _take_over(suite, suite.switches.read_only)
-    suite.switches.writable(active)
+    active, _ = await _take_over(suite, partial(suite.switches.database, READ_ONLY))
+    suite.switches.database(0, active)
     await _until_standby(suite, active)
 
 
@@ -146,17 +148,17 @@ async def _answers_lost(suite: SuiteUnderTest) -> None:
     active, other = await _monitors(suite)
     early, late = suite.decode[:2]
     async with _one_acts_at_a_time(suite):
-        suite.switches.lose_answers(active)
+        suite.switches.database(LOST, active)
         early_refusal = await _drain_by(suite, active, early)
         await _until_standby(suite, active)
         late_refusal = await _drain_by(suite, active, late)
         began = time.monotonic()
-        suite.switches.read_only(active)
+        suite.switches.database(READ_ONLY, active)
         await until(lambda: _acts(suite, other), TAKEN_OVER_S, f"{other} to take over", poll_s=_POLL_S)
         suite.notes.append(f"taken over {time.monotonic() - began:.2f} s after the database was out of its reach")
         await _require_true(suite, early, early_refusal)
         await _require_true(suite, late, late_refusal)
-        suite.switches.writable(active)
+        suite.switches.database(0, active)
         await _until_standby(suite, active)
         await asyncio.sleep(2 * LEASE_S)  # long enough for the old monitor to take the lease, if it could
     assert isinstance(late_refusal, Standby), f"a monitor without a lease answered a drain with {late_refusal!r}"
@@ -203,27 +205,22 @@ async def _one_acts_at_a_time(suite: SuiteUnderTest) -> AsyncIterator[None]:
                 acts.append((began, time.monotonic(), name))
             await asyncio.sleep(_WATCH_S)
 
-    watches = [asyncio.create_task(watch(name)) for name in suite.named("monitor")]
-    try:
+    async with background(*map(watch, suite.named("monitor"))):
         yield
-    finally:
-        for each in watches:
-            each.cancel()
-        await asyncio.gather(*watches, return_exceptions=True)
     for began, ended, name in acts:
         others = [(start, end) for start, end, other in acts if other != name]
         before = [start for start, end in others if began - LEASE_S < start and end < began]
         after = [end for start, end in others if ended < start and end < began + LEASE_S]
-        if before and after and min(after) - max(before) < LEASE_S:
-            raise AssertionError(f"{name} acted while the other monitor did")
+        both = before and after and min(after) - max(before) < LEASE_S
+        assert not both, f"{name} acted while the other monitor did"
 
 
 @failover("old-epochs", "broadcasts and orders of epoch 0 and of past epochs are replayed", bed=OPEN_PAIR)
 async def _old_epochs(suite: SuiteUnderTest) -> None:
     """Broadcasts of a monitor that was replaced are replayed, and broadcasts of its successor under past epochs."""
     old = _epoch(suite)
-    active, other = await _take_over(suite, suite.switches.read_only)
-    suite.switches.writable(active)
+    active, other = await _take_over(suite, partial(suite.switches.database, READ_ONLY))
+    suite.switches.database(0, active)
     await _until_standby(suite, active)
     now = _epoch(suite)
     assert old < now, f"the epoch of the acting monitor fell from {old} to {now}"
@@ -234,16 +231,11 @@ async def _old_epochs(suite: SuiteUnderTest) -> None:
         wires = suite.wires.between("", other, "broadcasts")
         forged += sum(wire.proxy.replay(changed=changed) for wire in wires)
         await asyncio.sleep(_REPLAY_S)
-    if not replayed or not forged:
-        raise AssertionError("nothing was replayed: the scenario shows nothing")
-    sockets = Sockets()
-    try:
-        with RpcClients(sockets) as clients:
-            for port in suite.ports_for("worker", "rpc"):
-                role = suite.roles[port.process].other
-                await _require_obeys_no_other(clients.to(port.url), port.process, role, old, now)
-    finally:
-        sockets.close()
+    assert min(replayed, forged), "nothing was replayed: the scenario shows nothing"
+    with rpc_clients() as clients:
+        for port in suite.ports_for("worker", "rpc"):
+            role = suite.roles[port.process].other
+            await _require_obeys_no_other(clients.to(port.url), port.process, role, old, now)
     found = await suite.instances()
     wrong = [name for name, role in suite.roles.items() if found[name]["role"] != role.value]
     assert not wrong, f"instances with another role than before: {', '.join(wrong)}"
@@ -283,7 +275,6 @@ def of_epoch(message: bytes, epoch: int) -> bytes:
 
 
 def _epoch(suite: SuiteUnderTest) -> int:
-    """The epoch of the monitor that has the lease."""
     file = f"file:{suite.database.file}{ENDING}?mode=ro"
     with closing(sqlite3.connect(file, uri=True, timeout=TAKEN_OVER_S)) as connection:
         return int(connection.execute("SELECT epoch FROM leases").fetchone()[0])

@@ -8,9 +8,10 @@ import asyncio
 from collections.abc import Awaitable
 from functools import partial
 
-from benchmarks.chaos.faults import drain_all_decode
+from benchmarks.chaos.faults import drain_all_decode, replace, services
 from benchmarks.chaos.scenario import scenario
 from benchmarks.chaos.under_test import SuiteUnderTest
+from benchmarks.suite import until_found
 from services.launcher.child_process import Child
 from services.launcher.ports import free_range
 from services.launcher.suite import until
@@ -31,7 +32,7 @@ async def _drain_in_turn(suite: SuiteUnderTest) -> None:
         await suite.resume(name)
 
 
-@roles("drain-last", "all decode instances but one drain; the last one is asked to")
+@roles("drain-last", "all decode instances but one drain; the last one is to drain, too")
 async def _drain_last(suite: SuiteUnderTest) -> None:
     """The monitor must refuse to drain the last ready decode instance."""
     *others, last = suite.decode
@@ -47,7 +48,7 @@ async def _drain_last(suite: SuiteUnderTest) -> None:
     raise AssertionError("the last ready decode instance was drained without being forced")
 
 
-roles("drain-all", "every decode instance drains by force, and resumes")(drain_all_decode)
+roles("drain-all", "every decode instance drains by force, and resumes", drain_all_decode)
 
 
 @roles("flip-race", "flips and drains of all instances at once, three times")
@@ -58,8 +59,7 @@ async def _flip_race(suite: SuiteUnderTest) -> None:
         await _together(*(suite.flip(name) for name in names), *(suite.drain(name) for name in names))
         await _together(*(suite.resume(name) for name in names))
         ready = {entry["role"] for entry in (await suite.instances()).values() if entry["state"] == "ready"}
-        if ready != {"prefill", "decode"}:
-            raise AssertionError(f"after a race of flips and drains only these roles are ready: {sorted(ready)}")
+        assert ready == {"prefill", "decode"}, f"after a race of flips and drains only {sorted(ready)} is ready"
     await suite.reset_roles()
 
 
@@ -87,7 +87,7 @@ async def _monitor_dies_in_flips(suite: SuiteUnderTest) -> None:
         await suite.reset_roles()
 
 
-@roles("drain-monitor-frozen", "a drain is asked of a monitor that stands still for 4 s")
+@roles("drain-monitor-frozen", "a drain is requested of a monitor that stands still for 4 s")
 async def _monitor_frozen_in_drain(suite: SuiteUnderTest) -> None:
     """The monitor wakes when its client has long given up; the operation must come to an end."""
     (monitor,), name = suite.named("monitor"), suite.decode[0]
@@ -123,18 +123,18 @@ async def _rolling(suite: SuiteUnderTest) -> None:
         await suite.drain(name)
         await suite.processes.back(suite.processes.stop(name))
         await suite.until_ready(name)
-    await _replace(suite, "predictor", "scheduler", "monitor")
+    await replace(services("predictor", "scheduler", "monitor"))(suite)
 
 
-@version("rolling-gateways", "both gateways are replaced, one at a time", errors=True, breaks=True, bound_s=60.0)
-async def _rolling_gateways(suite: SuiteUnderTest) -> None:
-    """A gateway that ends refuses new clients, and finishes the answers under way."""
-    await _replace(suite, "gateway")
-
-
-async def _replace(suite: SuiteUnderTest, *services: str) -> None:
-    for name in suite.named(*services):
-        await suite.processes.back(suite.processes.stop(name))
+# A gateway that ends refuses new clients, and finishes the answers under way.
+version(
+    "rolling-gateways",
+    "both gateways are replaced, one at a time",
+    replace(services("gateway")),
+    errors=True,
+    breaks=True,
+    bound_s=60.0,
+)
 
 
 async def _require_refused(env: dict[str, str], reason: str, suite: SuiteUnderTest) -> None:
@@ -146,8 +146,7 @@ async def _require_refused(env: dict[str, str], reason: str, suite: SuiteUnderTe
 
     async with admin:
         await until(reports, _JOIN_S, f"the refusal to name {reason}")
-    if _REFUSED in await suite.instances():
-        raise AssertionError("an instance that was refused is in the list")
+    assert _REFUSED not in await suite.instances(), "an instance that was refused is in the list"
     async with suite.monitor() as monitor:
         try:
             await monitor.instance(_REFUSED)
@@ -156,28 +155,33 @@ async def _require_refused(env: dict[str, str], reason: str, suite: SuiteUnderTe
     raise AssertionError("the monitor knows an instance that it refused")
 
 
-version("other-wire", "an instance of another wire version wants to join")(
-    partial(_require_refused, {"CHAOS_WIRE_VERSION": _OTHER_WIRE}, "wire_version")
+version(
+    "other-wire",
+    "an instance of another wire version tries to join",
+    partial(_require_refused, {"CHAOS_WIRE_VERSION": _OTHER_WIRE}, "wire_version"),
+)
+version(
+    "other-model",
+    "an instance of another model tries to join",
+    partial(_require_refused, {"POLYPHASE_WORKER_EMULATED_MODEL": "Llama-2-13B"}, "fingerprint"),
 )
 
 
-@version("other-wire-gateway", "a gateway of another wire version wants to serve")
+@version("other-wire-gateway", "a gateway of another wire version tries to serve")
 async def _other_wire_gateway(suite: SuiteUnderTest) -> None:
     """The gateway reaches no scheduler. Its clients must get a 503, and not an error that blames their requests."""
     spec, port = suite.spec(suite.named("gateway")[0]), free_range(size=1)
     env = {**spec.env, "POLYPHASE_GATEWAY_PORT": str(port), "POLYPHASE_GATEWAY_GATEWAY_ID": _REFUSED}
     await suite.start_stranger(_REFUSED, spec.argv, {**env, "CHAOS_WIRE_VERSION": _OTHER_WIRE})
-    answers: list[Response] = []
 
-    async def answered() -> bool:
-        answers.append(await send(("127.0.0.1", port), suite.requests[0]))
-        return answers[-1].ending is not Ending.UNREACHABLE
+    async def find() -> Response | None:
+        answer = await send(("127.0.0.1", port), suite.requests[0])
+        return None if answer.ending is Ending.UNREACHABLE else answer
 
-    await until(answered, _JOIN_S, "the gateway to answer")
-    answer = answers[-1]
-    unavailable = "503" in (str(answer.status), answer.code)  # the code, where a stream has begun
-    if not unavailable or f"wire_version {_OTHER_WIRE} " not in answer.error:
-        raise AssertionError(f"a gateway of another wire version answers {answer.status} {answer.code}: {answer.error}")
+    answer = await until_found(find, _JOIN_S, "the gateway to answer")
+    got = f"a gateway of another wire version answers {answer.status} {answer.code}: {answer.error}"
+    assert "503" in (str(answer.status), answer.code), got  # the code, where a stream has begun
+    assert f"wire_version {_OTHER_WIRE} " in answer.error, got
 
 
 async def _require_joins(env: dict[str, str], suite: SuiteUnderTest) -> None:
@@ -204,10 +208,9 @@ async def _start(suite: SuiteUnderTest, name: str, env: dict[str, str]) -> tuple
 
 # A process of the next wire version that still supports the present one.
 _NEXT_WIRE = {"CHAOS_WIRE_VERSION": str(OURS.version + 1), "CHAOS_MIN_WIRE_VERSION": str(OURS.version)}
-version("next-wire", "an instance of the next wire version joins, gets work, and is killed")(
-    partial(_require_joins, _NEXT_WIRE)
+version(
+    "next-wire",
+    "an instance of the next wire version joins, gets work, and is killed",
+    partial(_require_joins, _NEXT_WIRE),
 )
-version("other-model", "an instance of another model wants to join")(
-    partial(_require_refused, {"POLYPHASE_WORKER_EMULATED_MODEL": "Llama-2-13B"}, "fingerprint")
-)
-version("newcomer", "one more instance joins, gets work, and is killed")(partial(_require_joins, {}))
+version("newcomer", "one more instance joins, gets work, and is killed", partial(_require_joins, {}))

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.under_test import INJECT, LoopTimes, Switches
+from benchmarks.chaos.handles import LoopTimes, Switches
+from benchmarks.chaos.inject.sitecustomize import LOST, READ_ONLY
+from benchmarks.chaos.under_test import INJECT
 
 ROOT = Path(__file__).parents[3]
 
@@ -60,17 +62,13 @@ print(cursor.execute("SELECT renewals FROM leases").fetchone()[0])
 
 
 @pytest.mark.parametrize(
-    ("switch", "lines"),
-    [
-        ("writable", ["2"]),
-        ("read_only", ["attempt to write a readonly database"]),
-        ("lose_answers", ["disk I/O error", "2"]),
-    ],
+    ("mode", "lines"),
+    [(0, ["2"]), (READ_ONLY, ["attempt to write a readonly database"]), (LOST, ["disk I/O error", "2"])],
 )
 def test_a_database_refuses_writes_or_loses_answers(
-    switch: str, lines: list[str], switches: Switches, tmp_path: Path
+    mode: int, lines: list[str], switches: Switches, tmp_path: Path
 ) -> None:
-    getattr(switches, switch)("it")
+    switches.database(mode, "it")
     code = DATABASE.format(file=str(tmp_path / "data.db"))
     assert run(code, {"CHAOS_SWITCHES": str(switches.files["it"])})[:-1] == lines
 

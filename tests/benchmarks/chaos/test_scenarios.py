@@ -10,20 +10,24 @@ from rich.console import Console
 
 from benchmarks.chaos import testbeds
 from benchmarks.chaos.load import HARM, UNCLEAN, Verdict
-from benchmarks.chaos.proxy import ZmtpSplitter, ports_of
+from benchmarks.chaos.proxy import ZmtpSplitter
 from benchmarks.chaos.random_mode import FAULTS, draw
-from benchmarks.chaos.run import as_result, cells_of, choose
-from benchmarks.chaos.scenario import FAMILIES, Outcome, Scenario, calm, of_run, run_scenario
-from benchmarks.chaos.scenarios import SCENARIOS
+from benchmarks.chaos.recovery import of_run
+from benchmarks.chaos.report import as_result, cells_of
+from benchmarks.chaos.run import choose
+from benchmarks.chaos.scenario import FAMILIES, Outcome, Scenario, calm, run_scenario
+from benchmarks.chaos.scenarios import SCENARIOS, TROUBLES
 from benchmarks.chaos.scenarios.failover import of_epoch
 from benchmarks.chaos.under_test import SuiteUnderTest, running_suite_under_test
+from benchmarks.chaos.wires import ports_of
 from services.launcher.plan import make_plan
 from services.launcher.suite import until
 from shared.errors import InvalidRequest
 from shared.runtime.wire_version import OURS
 from shared.wire.broadcast import opened, sealed
 
-BEDS = {scenario.bed.name: scenario.bed for scenario in SCENARIOS}
+EVERY = (*SCENARIOS, *TROUBLES)
+BEDS = {scenario.bed.name: scenario.bed for scenario in EVERY}
 
 
 async def nothing(_: object) -> None:
@@ -41,8 +45,10 @@ def outcome(**changes: object) -> Outcome:
 def test_scenarios_have_names_of_their_own() -> None:
     assert len(SCENARIOS) >= 112
     assert all(FAMILIES.values())
-    assert not [name for name, count in Counter(s.name for s in SCENARIOS).items() if count > 1]
-    assert all(scenario.does and scenario.bound_s <= 90 for scenario in SCENARIOS)
+    for scenarios in (SCENARIOS, TROUBLES):
+        assert not [name for name, count in Counter(s.name for s in scenarios).items() if count > 1]
+    assert all(scenario.description for scenario in EVERY)
+    assert all(scenario.bound_s <= 90 for scenario in SCENARIOS)
 
 
 def test_names_and_parts_of_names_choose() -> None:
@@ -50,7 +56,7 @@ def test_names_and_parts_of_names_choose() -> None:
     assert {s.name for s in choose(["database"])} == {s.name for s in FAMILIES["database"]}
     assert choose([]) == SCENARIOS
     with pytest.raises(InvalidRequest, match="kill-decode"):
-        choose(["no-such"])
+        choose(["kill-decode", "no-such"])
 
 
 @pytest.mark.parametrize("verdict", Verdict)

@@ -7,25 +7,22 @@ import pytest_asyncio
 from rich.console import Console
 
 from benchmarks.demo.report import Section
-from benchmarks.deploy.ray_check import CHECKS, FILE, Place, place_on_ray
-from services.launcher.cluster_file import load_cluster
+from benchmarks.deploy.ray_check import CHECKS, CLUSTER, RaySuite, place_on_ray
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 EMULATED = {"engine": "emulated", "accelerator": "A10", "emulated_model": "Llama-3-8B", "emulated_step_s": 0.006}
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def place() -> AsyncIterator[Place]:
+async def checked() -> AsyncIterator[RaySuite]:
     """One for all tests of this file, which are in the order of what happens to it."""
-    cluster = load_cluster(FILE)
-    instances = tuple(type(one).model_validate({**one.model_dump(), **EMULATED}) for one in cluster.instances)
-    async with place_on_ray(Console(stderr=True), cluster.model_copy(update={"instances": instances})) as found:
+    async with place_on_ray(Console(stderr=True), {**CLUSTER, "instance_defaults": EMULATED}) as found:
         yield found
 
 
 @pytest.mark.parametrize("title", CHECKS)
-async def test_check(place: Place, title: str) -> None:
+async def test_check(checked: RaySuite, title: str) -> None:
     section = Section(title)
-    await CHECKS[title](place, section)
+    await CHECKS[title](checked, section)
     assert section.findings, f"{title}: nothing was checked"
     assert section.ok, [f"{finding.name}: want {finding.want}, got {finding.got}" for finding in section.failures]
