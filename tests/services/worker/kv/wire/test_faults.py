@@ -291,3 +291,28 @@ def test_large_pulls_use_several_connections_whose_parts_come_in_any_order(
             assert torch.equal(got.kv, kv[:, :, :tokens])
     layers = [layer for layer, _ in got.writes]
     assert layers != sorted(layers) or layers[0] != 0
+
+
+def test_an_exporter_that_lives_but_sends_nothing_fails_the_pull_at_the_progress_deadline(rig: Rig) -> None:
+    exporter, importer = rig.endpoint(), rig.endpoint(limits=PullLimits(stall_s=0.3))
+    stage(exporter, model_kv(64), end=32)
+    began = time.monotonic()
+    rig.load(importer, rig.handle([exporter], 64), timeout_s=600.0)
+    assert rig.result().error == "timeout"
+    assert time.monotonic() - began < 5
+
+
+def test_an_exporter_that_restarts_fails_the_pull_and_its_successor_is_reached(rig: Rig) -> None:
+    exporter, importer = rig.endpoint(), rig.endpoint(limits=PullLimits(connect_timeout_s=1.5))
+    got = rig.load(importer, rig.handle([exporter], 64))
+    stage(exporter, model_kv(64), end=32)
+    wait_until(lambda: got.writes)
+    rig.stop(exporter)
+    assert rig.result().error.startswith("peer_lost")
+    began = time.monotonic()
+    assert rig.refused(importer, rig.handle([exporter], 64, "down")).startswith("unreachable")
+    assert time.monotonic() - began < 4
+    successor = rig.endpoint(address=exporter.address, generation=8)
+    assert rig.refused(importer, rig.handle([successor], 64, "old")).startswith("stale_generation")
+    rig.generation = 8
+    rig.transfer(successor, importer, "new")

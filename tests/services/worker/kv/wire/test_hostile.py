@@ -241,3 +241,21 @@ def test_no_answer_ends_the_puller(rig: Rig) -> None:
     lie()
     transport.close()
     rig.transfer(exporter, importer, "after")
+
+
+def test_an_exporter_that_lies_fails_the_pull_only(rig: Rig) -> None:
+    """Headers without payload, frames of another transfer, text: the import fails, the puller lives."""
+    transport = TcpTransport()
+    listener = transport.listen(f"{rig.scheme}://127.0.0.1:*")
+    exporter, importer = rig.endpoint(), rig.endpoint()
+    frame, payload = true_frame(rig, exporter)
+    texts = [b"\xff\xff", NOT_UTF8_REPLY, SEALED_NESTED, b"x" * (MAX_MESSAGE_BYTES + 1)]
+    for lie in [*([text] for text in texts), [b""], [b"", payload[:-4]], [b"", b""]]:
+        got = rig.load(importer, rig.handle([], 40, endpoints=(listener.address,)), timeout_s=1.0)
+        peer, request = next_pull(transport, listener)
+        header = lie[0] or encode_message(msgspec.structs.replace(frame, pull_id=request.pull_id))
+        answer(listener, peer, [header, *lie[1:]])
+        assert not rig.result().ok
+        assert not got.writes
+    transport.close()
+    rig.transfer(exporter, importer, "after")

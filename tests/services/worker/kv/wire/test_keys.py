@@ -14,9 +14,10 @@ import zmq
 
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.tcp_streams import HEARTBEAT, TlsContexts, identity, prefix
-from services.worker.kv.wire.tcp_transport import host_and_port
+from services.worker.kv.wire.tcp_transport import TcpTransport, host_and_port
 from tests.services.worker.kv.conftest import NIXL
 from tests.services.worker.kv.rig import Capture, Rig, model_kv, stage
+from tests.services.worker.kv.wire.peers import Proxy, Stranger
 
 over_tcp = pytest.mark.parametrize("rig", ["kv"], indirect=True)
 LIMITS = PullLimits(connect_timeout_s=1.0)
@@ -167,3 +168,15 @@ def test_a_proof_is_of_one_connection(rig: Rig) -> None:
             stranger.sendall(FIRST)
             answers.add(stranger.recv(200))
     assert len(answers) == 2
+
+
+@over_tcp
+def test_a_tls_client_does_not_connect_to_a_plain_server(rig: Rig) -> None:
+    with Proxy(rig.endpoint().address) as proxy, Stranger(proxy.address):
+        transport = TcpTransport(OURS)
+        link = transport.connect(proxy.address)
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            transport.wait(0.1)
+            assert not link.connected
+        transport.close()

@@ -261,3 +261,19 @@ def test_two_processes_over_ucx(rig: Rig, tls: str, monkeypatch: pytest.MonkeyPa
         assert rig.result().error.startswith("peer_lost")
         assert got.finished
     assert rig.transfer(other, importer).transport == "nixl"
+
+
+def test_an_importer_that_is_killed_while_it_reads_holds_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    exporter = rig.endpoint(lease_s=0.5)
+    memory = exporter.copies.memory
+    free = memory.free_tokens  # type: ignore[attr-defined]
+    with peer(rig, exporter.address, tokens=30_000) as importer:
+        line_of(importer)  # it is up
+        stage(exporter, model_kv(30_000))
+        while line_of(importer) != "writing":
+            pass
+        importer.send_signal(signal.SIGKILL)
+        wait_until(lambda: exporter.stats().serving == 0)
+        wait_until(lambda: (exporter.staged_bytes, memory.free_tokens) == (0, free))  # type: ignore[attr-defined]
+    assert rig.transfer(exporter, name="after").transport == "nixl"

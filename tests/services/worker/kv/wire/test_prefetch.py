@@ -21,7 +21,7 @@ from services.worker.kv.rank_links import (
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.protocol import Credit, encode_message
-from shared.domain.kv import TransferOutcome
+from shared.domain.kv import KvHandle, TransferOutcome
 from shared.errors import DeadlineExceeded, PolyphaseError
 from shared.runtime.tasks import background
 from tests.services.worker.kv.rig import KEY, TOKEN_BYTES, Clock, Rig, model_kv, prefetch, stage, wait_until
@@ -241,3 +241,43 @@ def test_every_exporter_rank_from_which_a_rank_will_pull_is_renewed(rig: Rig) ->
     clock.now += LEASE_S / 2
     importer.carry_out(RenewLease(rig.handle(exporters, TOKENS)))
     wait_until(lambda: [exporter.stats().leases_renewed for exporter in exporters] == [1, 1])
+
+
+def renew(exporter: KvEndpoint, importer: KvEndpoint, handle: KvHandle, count: int) -> None:
+    """Have the importer renew the lease, for the `count`th time, and wait until the exporter has."""
+    importer.carry_out(RenewLease(handle))
+    wait_until(lambda: exporter.stats().leases_renewed == count)
+
+
+def test_renewals_are_bounded_in_number_and_the_lease_ends_after_the_last(rig: Rig) -> None:
+    clock = Clock()
+    exporter, importer = rig.endpoint(lease_s=LEASE_S, lease_renewals=3, clock=clock), rig.endpoint()
+    handle = rig.handle([exporter], TOKENS)
+    stage(exporter, model_kv(TOKENS))
+    for turn in range(1, 4):
+        clock.now += LEASE_S / 2
+        renew(exporter, importer, handle, turn)
+    clock.now += LEASE_S / 2
+    importer.carry_out(RenewLease(handle))
+    clock.now += LEASE_S / 2
+    wait_until(lambda: exporter.staged_bytes == 0)
+    assert (exporter.stats().leases_renewed, exporter.stats().leases_expired) == (3, 1)
+    assert rig.refused(importer, handle).startswith("expired_lease")
+
+
+@pytest.mark.parametrize("why", ["stale", "unknown", "ended", "being pulled"])
+def test_leases_that_need_or_get_no_renewal(rig: Rig, why: str) -> None:
+    clock = Clock()
+    exporter, importer = rig.endpoint(lease_s=LEASE_S, clock=clock), rig.endpoint()
+    stage(exporter, model_kv(TOKENS), end=32)
+    stage(exporter, model_kv(TOKENS), "after")
+    if why == "ended":
+        exporter.release("t")
+    if why == "being pulled":
+        importer.carry_out(prefetch(rig.handle([exporter], TOKENS)))
+        wait_until(lambda: exporter.stats().serving == 1)
+    clock.now += LEASE_S / 2
+    more = {"generation": rig.generation + 1} if why == "stale" else {}
+    importer.carry_out(RenewLease(rig.handle([exporter], TOKENS, "other" if why == "unknown" else "t", **more)))
+    renew(exporter, importer, rig.handle([exporter], TOKENS, "after"), 1)  # messages keep their order
+    assert exporter.stats().transfers == (1 if why == "ended" else 2)

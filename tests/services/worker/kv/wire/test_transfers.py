@@ -1,5 +1,6 @@
 """Transfers between endpoints: any ranges, ranks, stages and precisions, how they end, and exports of a device."""
 
+import asyncio
 import threading
 
 import msgspec
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from services.worker.kv.device import DeviceCopies
+from services.worker.kv.rank_links import StagingFailed
 from services.worker.kv.shards import Shards
 from services.worker.kv.staging import PinnedMemory
 from services.worker.kv.wire.endpoint import Faults, KvEndpoint
@@ -14,7 +16,18 @@ from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.protocol import FRAME_BYTES
 from shared.domain.kv import Codec
 from tests.services.worker.kv.late_device import LateDevice
-from tests.services.worker.kv.rig import DIM, KV_HEADS, LAYERS, TOKEN_BYTES, Capture, Rig, model_kv, stage, wait_until
+from tests.services.worker.kv.rig import (
+    DIM,
+    KV_HEADS,
+    LAYERS,
+    TOKEN_BYTES,
+    WAIT_S,
+    Capture,
+    Rig,
+    model_kv,
+    stage,
+    wait_until,
+)
 
 
 def test_everything_arrives_and_the_exporter_frees_it(rig: Rig) -> None:
@@ -238,3 +251,14 @@ def test_the_importer_gets_what_was_computed_though_the_blocks_are_used_again(ri
     assert torch.equal(capture.kv, kv)
     assert sorted(device.entered) == ["kv-copies", "kv-puller", "kv-server"]
     assert exporter.stats().staged_bytes in (0, TOKENS * TOKEN_BYTES)
+
+
+async def test_want_of_pinned_memory_fails_the_transfer_and_not_the_engine(rig: Rig) -> None:
+    async with rig.events() as events:
+        exporter, importer = rig.endpoint(copies=copies_of(LateDevice(), tokens=10)), rig.endpoint()
+        exporter.stage("t", 0, TOKENS, TOKENS, lambda *_: pytest.fail("nothing is gathered"))
+        async with asyncio.timeout(WAIT_S):
+            while not isinstance(event := await events.get(), StagingFailed):
+                pass
+        assert "pinned memory has no room" in str(event)
+        assert rig.refused(importer, rig.handle([exporter], TOKENS)).startswith("refused")
