@@ -21,8 +21,8 @@ import msgspec
 import uvloop
 from pydantic import SecretStr
 
-from benchmarks.measuring import Figures, cores, serving
-from benchmarks.results import Result, at_most, result
+from benchmarks.measuring import cores, serving
+from benchmarks.results import Figures, Result, at_most, result
 from benchmarks.suite import metric, spawned
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings

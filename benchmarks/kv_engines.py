@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.real_engines import LlamaShape, make_llama
+from benchmarks.cluster_files import LlamaShape, make_llama
 from benchmarks.results import Result, result
 from benchmarks.suite import spawned
 from services.worker.kv import lossy_salt

@@ -8,16 +8,17 @@ live cluster knows; then emulated instances behind a real gateway.
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.experiment import Session, goodput, measured
+from benchmarks.cluster_files import emulated
+from benchmarks.experiment import Session, measured
+from benchmarks.goodput import goodput
 from benchmarks.results import Result, at_least, merged, result
 from benchmarks.scenarios import SLO, TARGET, Scenario, instances, run_of
-from benchmarks.suite import BARE
 from shared.domain.job import Slo, WhenFull
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import Outcomes, Status
@@ -144,23 +145,18 @@ def _simulated(scenario: Scenario, streams: Sequence[Stream], policy: str) -> li
 
 LIVE_CONTROLLED, LIVE_PLAIN = _classes(Slo("default", 3.0, 0.15), Slo("batch", 600.0, 2.0))
 LIVE_PLAIN = {key: msgspec.structs.replace(slo, name=f"plain-{key}") for key, slo in LIVE_PLAIN.items()}
-_INSTANCE: dict[str, Any] = {"accelerator": "A10", "kv_cache_bytes": 6 << 30}
-CLUSTER: dict[str, Any] = {
-    **BARE,
-    "name": "bench overload (emulated)",
-    "gateway": {
+CLUSTER = emulated(
+    "overload",
+    [{"id": "prefill", "role": "prefill"}, {"id": "decode", "count": 2, "role": "decode"}],
+    {"accelerator": "A10", "kv_cache_bytes": 6 << 30, "emulated_link_gbps": 10.0, "chunk_size": 512, "max_seqs": 32},
+    gateway={
         "slo": {
             slo.name: {**slo.targets, "weight": slo.weight, "when_full": slo.when_full.value}
             for classes in (LIVE_CONTROLLED, LIVE_PLAIN)
             for slo in classes.values()
         }
     },
-    "instance_defaults": {"engine": "emulated", "emulated_link_gbps": 10.0, "chunk_size": 512, "max_seqs": 32},
-    "instances": [
-        {"id": "prefill", "count": 1, "role": "prefill", **_INSTANCE},
-        {"id": "decode", "count": 2, "role": "decode", **_INSTANCE},
-    ],
-}
+)
 PROMPT, OUTPUT = (400, 1600), (20, 100)  # tokens, uniform
 LIVE_LASTS_S, LIVE_FROM_S = 75.0, 15.0  # of arrivals, and where what is counted begins
 ENDS_S = 90.0  # after which clients give up

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +25,9 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.experiment import Session, in_turns, measured, medians
+from benchmarks.experiment import Session, measured
 from benchmarks.predictor_worth import run_worth
-from benchmarks.results import Aim, Result, at_least, at_most, merged, result
+from benchmarks.results import Aim, Result, arm_medians, at_least, at_most, in_turns, result, run_parts
 from predictor.buckets import Buckets
 from predictor.checkpoint import TOKENIZER_FILE, CheckpointMeta, Scores, write_meta
 from predictor.evaluate import Evaluation
@@ -39,7 +39,7 @@ from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.suite import until
 from shared.domain.job import PREDICTED_FROM, ends_of
-from shared.errors import InvalidRequest, PolyphaseError, Unavailable
+from shared.errors import PolyphaseError, Unavailable
 from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_client import RpcClient, RpcClients
 from shared.wire.sockets import Sockets
@@ -49,10 +49,7 @@ DEMO, SERVED = PROJECT / "models" / "demo-lengths", PROJECT / "models" / "demo"
 
 
 def run_predictor_bench(parts: Sequence[str] = ()) -> Result:
-    """The parts of these names, all without any. Raises InvalidRequest for an unknown one."""
-    if unknown := set(parts) - set(PARTS):
-        raise InvalidRequest(f"unknown part {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
-    return merged(*(PARTS[name]() for name in parts or PARTS))
+    return run_parts({"bayes": run_bayes, "latency": run_latency, "modes": run_modes, "worth": run_worth}, parts)
 
 
 # Accuracy. A drawn prompt contains one verb and one topic; all other words carry no information. Verbs and topics are
@@ -410,7 +407,7 @@ def run_modes() -> Result:
         return await measured(_cluster(mode), _ttfts)
 
     rounds = asyncio.run(in_turns(MODES, ROUNDS, run_mode))
-    figures = medians("modes", rounds, [name for name in rounds[0]["off"] if name.startswith("ttft_")])
+    figures = arm_medians("modes", rounds, [name for name in rounds[0]["off"] if name.startswith("ttft_")])
     loads = f"at once and in all: {LOADS}; prompts of {PROMPT_TOKENS} tokens, {OUTPUT_TOKENS} out"
     return result(figures, notes=[f"modes: {ROUNDS} rounds; {loads}"])
 
@@ -441,11 +438,3 @@ def _cluster(mode: str) -> Cluster:
     }
     sections = {name: getattr(cluster, name).model_copy(update=change) for name, change in changes.items()}
     return cluster.model_copy(update=sections)
-
-
-PARTS: dict[str, Callable[[], Result]] = {
-    "bayes": run_bayes,
-    "latency": run_latency,
-    "modes": run_modes,
-    "worth": run_worth,
-}

@@ -22,8 +22,9 @@ import httpx
 import psutil
 
 from benchmarks.chaos import hostile
-from benchmarks.measuring import emulated, port_of
-from benchmarks.real_engines import cpu_quota
+from benchmarks.cluster_files import emulated
+from benchmarks.measuring import port_of
+from benchmarks.quotas import cpu_quota
 from benchmarks.results import Result, at_most, result
 from benchmarks.suite import spawned, started
 from services.launcher.suite import Suite

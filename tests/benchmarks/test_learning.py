@@ -8,7 +8,7 @@ import pytest
 from benchmarks.learning import (
     BATCHES,
     CORES,
-    FEWEST_STEPS,
+    MIN_STEPS,
     Compared,
     Episode,
     Placed,
@@ -21,7 +21,6 @@ from benchmarks.learning import (
     reaction,
     share,
 )
-from benchmarks.mixed import kind_of
 from services.launcher.cluster_file import Cluster
 from shared.cost.library import Library
 from shared.cost.rates_file import CalibratedKind, Kind, ScaledSteps
@@ -31,7 +30,7 @@ from shared.domain.rates import Rates, StepRates
 from shared.wire.messages import StepRecord
 
 TRUE = ScaledSteps(Library.built_in().step_model("cpu", "Llama-3-8B"))
-FEW, MANY = FEWEST_STEPS - 1, FEWEST_STEPS
+FEW, MANY = MIN_STEPS - 1, MIN_STEPS
 EVERY = dict.fromkeys(BATCHES, MANY)
 
 
@@ -59,12 +58,6 @@ def test_the_cluster_is_valid_and_starts_without_rates() -> None:
     assert cluster.instance_ids == tuple(CORES)
     assert [one.role for one in cluster.instances] == [Role.DECODE, Role.DECODE, Role.PREFILL]
     assert not any("rates_file" in one.extra for one in cluster.instances)
-
-
-def test_batches_are_of_their_kind() -> None:
-    for kind, batches in BATCHES.items():
-        assert {kind_of(batch) for batch in batches} == {kind}
-        assert len(set(batches)) == len(batches)
 
 
 def test_an_error_of_the_rates_is_found() -> None:

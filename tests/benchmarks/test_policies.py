@@ -13,22 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import policies as bench
-from benchmarks.experiment import Bracket, goodput, shots_of
-from benchmarks.policies import (
-    ADAPTIVE,
-    SIMPLE,
-    TARGETS,
-    Compared,
-    Runs,
-    Single,
-    best_single,
-    met_by,
-    off_of,
-    pause_scenarios,
-    race,
-    report,
-    run_policies_bench,
-)
+from benchmarks.experiment import shots_of
+from benchmarks.goodput import Bracket, goodput
+from benchmarks.pauses import ADAPTIVE, SIMPLE, TARGETS, off_of, pause_scenarios
+from benchmarks.policies import Compared, Runs, Single, best_single, met_by, race, report, run_policies_bench
 from benchmarks.scenarios import Scenario, all_scenarios
 from services.launcher.cluster_file import load_cluster
 from shared.errors import InvalidRequest

@@ -21,10 +21,9 @@ from benchmarks.predictor import (
     latency_figures,
 )
 from benchmarks.predictor_worth import ARMS, MAJORITY, NONE, ORACLE, TRAINED, StandIn, number_of, predictors, prompt_of
-from predictor.train import default_epochs, default_learning_rate
 from services.launcher.cluster_file import load_cluster
 from services.worker.engines.emulated_tokens import token_at
-from shared.errors import Busy, InvalidRequest
+from shared.errors import Busy
 from shared.sim.prediction import Prediction
 from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_client import RpcClient
@@ -61,21 +60,6 @@ def test_the_aims_are_of_the_worst_concurrency(cells: list[tuple[list[Call], flo
     for number, (calls, timeout_ms) in enumerate(cells):
         figures |= latency_figures(f"x{number}", calls, timeout_ms, 1.0)
     assert [aim["met"] for aim in latency_aims(figures).values()] == met
-
-
-def test_parts_are_run_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = {name: lambda name=name: {"figures": {name: 1.0}} for name in ("bayes", "latency")}
-    monkeypatch.setattr(predictor, "PARTS", parts)
-    assert predictor.run_predictor_bench(["latency"])["figures"] == {"latency": 1.0}
-    assert list(predictor.run_predictor_bench()["figures"]) == ["bayes", "latency"]
-    with pytest.raises(InvalidRequest, match="unknown part luck; known: bayes, latency"):
-        predictor.run_predictor_bench(["luck"])
-
-
-def test_training_from_nothing_has_defaults_of_its_own() -> None:
-    assert (default_epochs(""), default_learning_rate("")) == (3.0, 5e-5)
-    assert default_epochs("tiny") > 3.0
-    assert default_learning_rate("base") < default_learning_rate("small")
 
 
 GENERATOR, MANY = Generator.like_sharegpt(), 20_000

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import prefix
-from benchmarks.prefix import Played, chats, imbalance, live, oracle_tokens, oracles, traced, traces
+from benchmarks.prefix import Played, chats, live, oracle_tokens, oracles, traced, traces
 from benchmarks.scenarios import instances
 from services.launcher.cluster_file import Cluster
 from shared.errors import NotFound
@@ -24,10 +24,6 @@ def test_an_oracle_of_few_blocks_forgets_the_least_recently_used() -> None:
     prompts = [((1, 2), 25), ((3,), 15), ((1, 2), 25), ((4,), 15), ((3,), 15), ((1, 2), 25)]
     assert oracle_tokens(prompts, 10, 3) == [0, 0, 20, 0, 0, 0]
     assert oracle_tokens(prompts, 10, 4) == oracle_tokens(prompts, 10) == [0, 0, 20, 0, 10, 20]
-
-
-def test_imbalance_is_the_most_over_the_mean() -> None:
-    assert [imbalance(computed) for computed in ([2.0, 2.0], [3.0, 1.0, 2.0], [4.0, 0.0])] == [1.0, 1.5, 2.0]
 
 
 def test_each_prompt_is_the_conversation_so_far_and_something_new() -> None:
