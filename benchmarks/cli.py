@@ -28,8 +28,12 @@ def _bench() -> None:
     """Run a benchmark."""
 
 
-DataFolder = Annotated[Path, typer.Option("--data", help="The folder with public traces and measurements.")]
 DATA = Path("../shared/data")
+DataFolder = Annotated[Path, typer.Option("--data", help="The folder with public traces and measurements.")]
+Parts = Annotated[list[str] | None, typer.Option("--part", help="One part of the bench by name; may be repeated.")]
+Processes = Annotated[int, typer.Option(min=1, help="Number of processes that simulate or search in parallel.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds over all systems on real engines; results are medians.")]
+Live = Annotated[bool, typer.Option("--live", help="Run on instances in real time instead of the simulator.")]
 
 
 def find_bench(name: str) -> Bench:
@@ -89,14 +93,9 @@ def bench_soak(
 
 
 @bench_app.command("predictor")
-def bench_predictor(
-    part: Annotated[
-        list[str] | None, typer.Option(help="One part: bayes, latency, modes or worth; may be repeated.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """The length predictor: accuracy against the optimum, latency, cost of a request, benefit."""
-    _measure("predictor", as_json, part or [])
+def bench_predictor(part: Parts = None, as_json: Json = False) -> None:
+    """The length predictor: bayes (accuracy against the optimum), latency, modes (cost of a request) and worth."""
+    _measure("predictor", as_json, part or ())
 
 
 @bench_app.command("policies")
@@ -108,28 +107,19 @@ def bench_policies(
     results: Annotated[
         Path | None, typer.Option(help="Keep each run in this file, and continue from its runs of the same code.")
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="Number of processes that simulate.")] = 2,
-    live: Annotated[
-        bool, typer.Option("--live", help="Run three scenarios, or pauses, on emulated instances.")
-    ] = False,
+    processes: Processes = 2,
+    live: Live = False,
     runs: Annotated[int, typer.Option(min=1, help="With --live: runs of each pause, for medians.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Goodput of adaptive compared with all fixed policies, in twelve simulated scenarios (long: see --results)."""
     if live and results is not None:
         raise typer.BadParameter("--live repeats all runs: --results is for simulated runs only")
-    options = {"results": results, "processes": processes, "live": live, "runs": runs}
-    _measure("policies", as_json, scenario or (), **options)
+    _measure("policies", as_json, scenario or (), results=results, processes=processes, live=live, runs=runs)
 
 
 @bench_app.command("roles")
-def bench_roles(
-    data: DataFolder = DATA,
-    live: Annotated[
-        bool, typer.Option("--live", help="Use emulated instances in real time instead of the simulator.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
+def bench_roles(data: DataFolder = DATA, live: Live = False, as_json: Json = False) -> None:
     """Roles that follow demand compared with all fixed ratios, while demand shifts from conversation to code."""
     _measure("roles", as_json, data, live=live)
 
@@ -137,7 +127,7 @@ def bench_roles(
 @bench_app.command("mixed")
 def bench_mixed(
     data: DataFolder = DATA,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds over all systems; results are medians.")] = 2,
+    rounds: Rounds = 2,
     quick: Annotated[
         bool, typer.Option("--quick", help="Send only a few requests, to check that the bench works.")
     ] = False,
@@ -150,7 +140,7 @@ def bench_mixed(
 @bench_app.command("prefix")
 def bench_prefix(
     data: DataFolder = DATA,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of chats on real engines.")] = 2,
+    rounds: Rounds = 2,
     simulated: Annotated[bool, typer.Option("--simulated", help="Run the simulated part only.")] = False,
     live: Annotated[bool, typer.Option("--live", help="Run the part on real engines only.")] = False,
     as_json: Json = False,
@@ -160,12 +150,7 @@ def bench_prefix(
 
 
 @bench_app.command("plan")
-def bench_plan(
-    data: DataFolder = DATA,
-    part: Annotated[list[str] | None, typer.Option(help="One part of the bench by name; may be repeated.")] = None,
-    processes: Annotated[int, typer.Option(min=1, help="Number of processes that search in parallel.")] = 2,
-    as_json: Json = False,
-) -> None:
+def bench_plan(data: DataFolder = DATA, part: Parts = None, processes: Processes = 2, as_json: Json = False) -> None:
     """The planner on the papers' cases, compared with the oracle and all other methods, and on 512 devices (long)."""
     _measure("plan", as_json, data, part or (), processes)
 

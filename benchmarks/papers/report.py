@@ -59,7 +59,7 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def bounds(self) -> tuple[float, float]:
         """Of the magnitude."""
         if isinstance(self.claimed, tuple):
-            return (*self.claimed, inf)[:2]
+            return self.claimed[0], self.claimed[1] if self.claimed[1:] else inf
         if self.kind is ClaimKind.ABOUT:
             return self.claimed - self.within, self.claimed + self.within
         zero = 1.0 if self.kind is ClaimKind.RATIO else 0.0

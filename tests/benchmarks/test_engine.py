@@ -1,37 +1,25 @@
 """`bench engine`: its cluster, its loads and its report."""
 
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.engine import (
-    BURST,
-    CHUNK,
     KINDS,
     KV_TOKENS,
     MAX_MODEL_LEN,
-    PATIENT,
     PRESSING,
-    PROMPTS,
-    SEATS,
     Request,
     Run,
     Served,
-    burst,
-    cluster_of,
     different_tokens,
     overtaken,
     pressing,
     report,
 )
-from services.launcher.cluster_file import Cluster
-from shared.policy.prefill_order import WINDOW
 
 
 def test_the_cluster_has_less_kv_than_the_answers_need() -> None:
-    assert Cluster.model_validate(cluster_of(Path("model"))).instance_ids == ("engine",)
     whole = [len(one.prompt) + one.output_tokens for one in pressing(1)]
     assert len(whole) == PRESSING
     assert sum(len(one.prompt) for one in pressing(1)) < KV_TOKENS < sum(whole) / 2
@@ -39,16 +27,6 @@ def test_the_cluster_has_less_kv_than_the_answers_need() -> None:
     for one in pressing(3):
         outputs = [output for prompt, output in KINDS if prompt[0] <= len(one.prompt) <= prompt[1]]
         assert [low <= one.output_tokens <= high for low, high in outputs] == [True]
-
-
-def test_a_burst_has_every_length_and_more_requests_than_may_overtake() -> None:
-    found = burst(1)
-    assert Counter(len(one.prompt) for one in found) == dict.fromkeys(PROMPTS, BURST // len(PROMPTS))
-    assert [one.slo for one in found[:2]] == ["", PATIENT]
-    assert found != burst(2)
-    assert found == burst(1)
-    assert max(WINDOW + 1, SEATS) < BURST
-    assert max(PROMPTS) > CHUNK
 
 
 def served(at_s: float, ttft_s: float, jct_s: float = 9.0, tokens: tuple[int, ...] = (1,)) -> Served:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks import engine, learning, mixed, overhead, overload, prefix, roles, soak
 from benchmarks.cluster_files import model_with_context
 from benchmarks.experiment import COLUMNS, Arm, Experiment, Means, judged, observed, row_of, twin
 from benchmarks.live import EMULATED, REAL
@@ -15,8 +16,10 @@ from benchmarks.pauses import ADAPTIVE, BALANCED
 from benchmarks.policies import CONTEXT, LIVE, cluster_into
 from benchmarks.results import Result, arm_medians, in_turns, run_parts
 from benchmarks.scenarios import SLO, Scenario, instances
+from benchmarks.suite import DEMO_MODEL
 from services.launcher.cli_common import report
 from services.launcher.cluster_file import Cluster, load_cluster
+from services.launcher.plan import settings_of
 from shared.cost.step import Batch
 from shared.domain.job import Slo
 from shared.errors import InvalidRequest
@@ -82,9 +85,30 @@ def test_parts_are_run_by_name() -> None:
         run_parts(parts, ["luck"])
 
 
-def test_the_clusters_are_valid_and_their_policies_exist() -> None:
+CLUSTERS = {
+    "live": REAL.cluster,
+    "emulated": EMULATED.cluster,
+    "overload": overload.CLUSTER,
+    "overhead": overhead.CLUSTER,
+    "structured": overhead.STRUCTURED_CLUSTER,
+    "soak": soak.CLUSTER,
+    "engine": engine.cluster_of(DEMO_MODEL),
+    "mixed": mixed.cluster_of(DEMO_MODEL),
+    "learning": learning.cluster_of(DEMO_MODEL),
+    "prefix": prefix.cluster_of(DEMO_MODEL),
+    "roles": roles.cluster_of(DEMO_MODEL, 1, "predictive"),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_cluster_of_each_bench_is_valid(name: str) -> None:
+    cluster = Cluster.model_validate(CLUSTERS[name])
+    assert cluster.instance_ids
+    assert settings_of(type(cluster.monitor).settings, "file", "monitor", cluster.monitor.extra)
+
+
+def test_the_policies_of_live_arms_differ() -> None:
     for setting in (REAL, EMULATED):
-        assert len(Cluster.model_validate(setting.cluster).instance_ids) == 4
         assert len({str(arm.specs) for arm in setting.arms}) == 3
 
 

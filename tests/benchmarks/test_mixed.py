@@ -22,7 +22,6 @@ from benchmarks.mixed import (
     SYSTEMS,
     FormSteps,
     Twin,
-    cluster_of,
     conversations,
     drawn,
     over_others,
@@ -31,7 +30,6 @@ from benchmarks.mixed import (
     with_pauses,
 )
 from benchmarks.results import Figures
-from services.launcher.cluster_file import Cluster
 from shared.cost.rates_file import ControlPlane
 from shared.cost.step import Batch
 from shared.cost.step_rates import NAMES, TERMS
@@ -54,8 +52,7 @@ def lengths() -> Workload:
     return conversations(Path("nowhere"))
 
 
-def test_the_cluster_and_the_policies_of_every_system_are_valid() -> None:
-    assert Cluster.model_validate(cluster_of(Path("model"))).instance_ids == (FAST, SLOW)
+def test_the_policies_of_every_system_are_valid() -> None:
     for label, system in SYSTEMS.items():
         assert system.arm(label, SPEEDS).specs.keys() == {"placement", "split", "dispatch"}
     routes = SYSTEMS[DATA_PARALLEL].arm(DATA_PARALLEL, SPEEDS).specs["placement"]
@@ -74,16 +71,6 @@ def test_conversations_are_scaled(tmp_path: Path, lengths: Workload) -> None:
     assert found.output_tokens.tolist() == [10, 10]
     assert 250 < lengths.prompt_tokens.mean() < 400
     assert lengths.prompt_tokens.max() < 800
-
-
-def test_loads(lengths: Workload) -> None:
-    assert np.array_equal(drawn(lengths, 30, 1).prompt_tokens, drawn(lengths, 30, 1).prompt_tokens)
-    assert not np.array_equal(drawn(lengths, 30, 1).prompt_tokens, drawn(lengths, 30, 2).prompt_tokens)
-    assert drawn(lengths, 30, 1).arrival_s.max() == 0.0
-    later = replay(lengths, 2.0, 30.0, 1)
-    assert len(later) == 60
-    assert later.arrival_s[0] == 0.0
-    assert 20.0 < later.arrival_s[-1] < 45.0
 
 
 AT_50 = "at_50_percent"

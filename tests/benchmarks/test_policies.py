@@ -151,12 +151,6 @@ def test_scenarios_are_chosen_by_name() -> None:
             run_policies_bench(names, live=live)
 
 
-def test_a_head_is_the_first_of_the_same_requests() -> None:
-    one = Scenario("fast_slow", "code")
-    assert one.attained("adaptive", 2.0, 40) == one.attained("adaptive", 2.0, 40, 20) == 1.0
-    assert one.attained("adaptive", 400.0, 200, 10) > one.attained("adaptive", 400.0, 200)
-
-
 def test_two_policies_and_few_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"MIN_REQUESTS": 30, "SHORT_S": 0.5, "LASTS_S": 1.0, "MORE_SEEDS": 1}.items():
         monkeypatch.setattr(bench, name, value)

@@ -9,7 +9,6 @@ import pytest
 from benchmarks import prefix
 from benchmarks.prefix import Played, chats, live, oracle_tokens, oracles, traced, traces
 from benchmarks.scenarios import instances
-from services.launcher.cluster_file import Cluster
 from shared.errors import NotFound
 from shared.sim.traces import read_trace
 
@@ -38,12 +37,6 @@ def test_each_prompt_is_the_conversation_so_far_and_something_new() -> None:
         assert third[: len(second)] == second
         assert first[: prefix.SYSTEM_TOKENS] == made[0][0].prompt[: prefix.SYSTEM_TOKENS]
     assert len({tuple(chat[0].prompt) for chat in made}) == len(made)
-
-
-def test_the_live_cluster_serves_whole_requests() -> None:
-    cluster = Cluster.model_validate(prefix.cluster_of(Path("model")))
-    assert cluster.instance_ids == prefix.NAMES
-    assert {section.role for section in cluster.instances} == {"decode"}
 
 
 def test_a_missing_trace_is_named(tmp_path: Path) -> None:

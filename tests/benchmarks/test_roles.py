@@ -10,9 +10,6 @@ import pytest
 from benchmarks import roles
 from benchmarks.roles import Figures, Setting, flip_figures, judged
 from benchmarks.scenarios import Phase, shares, turning
-from benchmarks.suite import DEMO_MODEL
-from services.launcher.cluster_file import Cluster
-from services.launcher.plan import settings_of
 
 TURNS = (Phase("conversation", 10.0, 20.0), Phase("code", 5.0, 20.0), Phase("conversation", 10.0, 20.0))
 SETTING = Setting("s", ("A100-SXM-80",) * 3, TURNS, "adaptive", 1)
@@ -93,10 +90,3 @@ def test_a_small_run_through_the_simulator() -> None:
     runs = roles.simulated(small, 1, None)
     assert [one.label for one in runs] == ["1:2", "2:1", *roles.FLIPS]
     assert all(one.failed == 0 and min(one.attained) > 0.9 for one in runs)
-
-
-def test_the_live_clusters_are_as_their_services_want_them() -> None:
-    cluster = Cluster.model_validate(roles.cluster_of(DEMO_MODEL, 1, "predictive"))
-    assert [one.role for one in cluster.instances] == ["prefill", "decode", "decode", "decode"]
-    assert cluster.policies["role_flip"] == "predictive"
-    assert settings_of(type(cluster.monitor).settings, "file", "monitor", cluster.monitor.extra)
