@@ -11,13 +11,16 @@ from rich.console import Console
 from services.launcher import cli_common
 from services.launcher.cli_common import Json
 
-# Each returns {"figures": {name_unit: number}, "aims": {name: {want, got, met}}}, and optionally
-# "tables": {title: rows} and "notes": [text]. `benchmarks.NAME` has the function `run_NAME_bench`.
-BENCHES = (
-    "overhead", "kv", "soak", "streams", "kv_engines", "kv_quality", "control", "dashboard", "policy", "policies",
-    "roles", "overload", "cost", "mixed", "prefix", "learning", "engine", "live", "traces", "sim", "plan", "predictor",
-    "papers", "troubles", "chaos",
+# `benchmarks.NAME` has the function `run_NAME_bench`. Each returns {"figures": {name_unit: number},
+# "aims": {name: {want, got, met}}}, and optionally "tables": {title: rows} and "notes": [text].
+MODULES = (
+    "benchmarks.overhead", "benchmarks.kv", "benchmarks.soak", "benchmarks.streams", "benchmarks.kv_engines",
+    "benchmarks.kv_quality", "benchmarks.control", "benchmarks.dashboard", "benchmarks.policy", "benchmarks.policies",
+    "benchmarks.roles", "benchmarks.overload", "benchmarks.cost", "benchmarks.mixed", "benchmarks.prefix",
+    "benchmarks.learning", "benchmarks.engine", "benchmarks.live", "benchmarks.traces", "benchmarks.sim",
+    "benchmarks.plan", "benchmarks.predictor", "benchmarks.papers", "benchmarks.troubles", "benchmarks.chaos.run",
 )  # fmt: skip
+BENCHES = {module.removesuffix(".run").rpartition(".")[2]: module for module in MODULES}  # by name
 Bench = Callable[..., dict[str, Any]]
 
 bench_app = typer.Typer(no_args_is_help=True, help="Run a benchmark. The exit code is 0 if all its aims are met.")
@@ -38,8 +41,7 @@ Live = Annotated[bool, typer.Option("--live", help="Run on instances in real tim
 
 def find_bench(name: str) -> Bench:
     """The function of a bench; its module is loaded now, so that the command line starts quickly."""
-    module = importlib.import_module("benchmarks.chaos.run" if name == "chaos" else f"benchmarks.{name}")
-    bench: Bench = getattr(module, f"run_{name}_bench")
+    bench: Bench = getattr(importlib.import_module(BENCHES[name]), f"run_{name}_bench")
     return bench
 
 

@@ -82,7 +82,9 @@ class LlamaShape:
 def make_llama(folder: Path, shape: LlamaShape) -> Path:
     """Write a model with random float16 weights and the demo model's tokenizer into `folder`."""
     from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     set_seed(0)
     config = LlamaConfig(**asdict(shape), tie_word_embeddings=True, bos_token_id=0, eos_token_id=1)
     LlamaForCausalLM(config).half().save_pretrained(folder)

@@ -50,7 +50,7 @@ WHO = "polyphase bench"
 TRIES = 3
 CLEAR_DIFFERENCE = 0.15  # live differences between arms of less than this share have no winner
 AIM_PERCENT = 15.0  # by which simulated means may be off
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 Answer = StreamResult | Exception
 Body = Callable[[int, Shot], dict[str, Any]]  # of the request with that number
 
@@ -179,13 +179,13 @@ def random_prompt(number: int, shot: Shot) -> dict[str, Any]:
 
 async def measured(
     cluster: Cluster | Mapping[str, Any] | Path,
-    work: Callable[[Session], Coroutine[Any, Any, Found]],
+    work: Callable[[Session], Coroutine[Any, Any, Value]],
     folder: Path | None = None,
     seed: int = 1,
-) -> Found:
+) -> Value:
     """The result of `work` on a suite of that cluster. Raises as `benchmarks.suite.started` does, and Unavailable."""
 
-    async def with_client(running: RunningSuite) -> Found:
+    async def with_client(running: RunningSuite) -> Value:
         target = Target.local(running.suite)
         return await work(Session(running, target, await Traffic.to(target, seed)))
 
@@ -219,9 +219,9 @@ def observed(workload: Workload, answers: Sequence[Answer], slo: Slo) -> SimResu
     return SimResult(workload.name, "live", out, (), gaps, duration_s, 0)
 
 
-async def quietest(measure: Callable[[], Awaitable[Found]], noise: Callable[[Found], float], max_noise: float) -> Found:
+async def quietest(measure: Callable[[], Awaitable[Value]], noise: Callable[[Value], float], max_noise: float) -> Value:
     """A measurement that was not disturbed by more than that; after TRIES, the least disturbed one."""
-    tries: list[Found] = []
+    tries: list[Value] = []
     while len(tries) < TRIES and (not tries or noise(tries[-1]) > max_noise):
         tries.append(await measure())
     return min(tries, key=noise)

@@ -74,8 +74,8 @@ def run_kv_bench(sizes_mb: tuple[int, ...] = (1, 8, 64), rounds: int = 15) -> Re
         stack.callback(puller.stop)
         copies: dict[str, Copy] = {SOCKET: lambda size: _read_socket(plain, size), TCP: puller.copy}
         if installed():
-            most = max(sizes_mb) << 20
-            copies[NIXL_OVER_TCP] = PlainNixl(stack.enter_context(spawned(_export_nixl, most)), most).copy
+            max_bytes = max(sizes_mb) << 20
+            copies[NIXL_OVER_TCP] = PlainNixl(stack.enter_context(spawned(_export_nixl, max_bytes)), max_bytes).copy
         for size_mb in sizes_mb:
             samples: dict[str, list[Sample]] = {name: [] for name in copies}
             for turn in range(rounds + 1):

@@ -295,7 +295,7 @@ class Twin:
 # The measurement.
 
 BESIDE = 8  # decodes of one step, when speeds are compared
-KEEPS_UP = 1.1  # of its own throughput: at higher rates a system's queue only grows
+KEEPS_UP = 1.1  # of its own best throughput: at higher rates the queue of a system only grows
 LONE = (64, 128, 256, 384, 512, 640, 768, 64, 256, 512)  # prompt tokens of requests sent one at a time
 WARM_UP, TOGETHER = 12, 4
 EQUAL_SPEEDS: Speeds = dict.fromkeys(CORES, 1.0)
@@ -337,7 +337,7 @@ async def _measure(lengths: Workload, rounds: int, quick: bool, on: QuotaSession
     for share in shares:
         rate = share * median(served[DATA_PARALLEL])
         loads = [replay(lengths, rate, duration_s, SEED + 100 + number) for number in range(rounds)]
-        label, keeps_up = f"at_{round(100 * share)}_percent", [n for n in SYSTEMS if rate <= KEEPS_UP * min(served[n])]
+        label, keeps_up = f"at_{round(100 * share)}_percent", [n for n in SYSTEMS if rate <= KEEPS_UP * max(served[n])]
         found[label] = await meter.rounds(label, loads, keeps_up)
     twin = await meter.twin(control)
     parts = [await asyncio.to_thread(_report, load, each, twin, lengths) for load, each in found.items()]

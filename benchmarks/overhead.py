@@ -115,34 +115,30 @@ async def _cell(targets: Mapping[str, Target], path: str, streams: int, rounds: 
 
 
 def _compared(ours: Figures, base: Figures) -> Figures:
-    return (
-        ours
-        | {f"api_layer_alone_{name}": value for name, value in base.items()}
-        | {f"{name}_ratio": ours[name] / base[name] for name in ("cpu_per_token_us", "cpu_per_request_ms")}
-        | {f"added_{name}": ours[name] - base[name] for name in ("ttft_p50_ms", "ttft_p99_ms")}
-    )
+    ratios = {f"{name}_ratio": ours[name] / base[name] for name in ("cpu_per_token_us", "cpu_per_request_ms")}
+    added = {f"added_{name}": ours[name] - base[name] for name in ("ttft_p50_ms", "ttft_p99_ms")}
+    return ours | {f"api_layer_alone_{name}": value for name, value in base.items()} | ratios | added
 
 
 async def _costs(target: Target, path: str, streams: int) -> Figures:
     """Of short and of long answers; the difference is the cost of the tokens."""
-    short_s, _ = await _cpu_of(target, path, max(MIN_SHORT, 2 * streams), SHORT, streams)
-    long_s, events_per_token = await _cpu_of(target, path, max(MIN_LONG, 2 * streams), LONG, streams)
+    short_s = await _cpu_s(target, path, max(MIN_SHORT, 2 * streams), SHORT, streams)
+    long_s = await _cpu_s(target, path, max(MIN_LONG, 2 * streams), LONG, streams)
     per_token_s = (long_s - short_s) / (LONG - SHORT)
     times = await _ttfts(target, path, max(MIN_SHORT, 2 * streams), streams)
     return {
         "cpu_per_token_us": per_token_s * 1e6,
         "cpu_per_request_ms": (short_s - SHORT * per_token_s) * 1e3,
-        "events_per_token": events_per_token,
         "ttft_p50_ms": times[len(times) // 2] * 1e3,
         "ttft_p99_ms": times[len(times) * 99 // 100] * 1e3,
     }
 
 
-async def _cpu_of(target: Target, path: str, requests: int, tokens: int, streams: int) -> tuple[float, float]:
-    """CPU seconds per request, and events per token."""
-    before = cpu_s(target.pids)
-    results = await run_load(HOST, target.port, _bodies(path, requests, tokens), streams, path)
-    return (cpu_s(target.pids) - before) / requests, sum(seen.chunks for seen in results) / (requests * tokens)
+async def _cpu_s(target: Target, path: str, requests: int, tokens: int, streams: int) -> float:
+    """CPU seconds per request."""
+    before_s = cpu_s(target.pids)
+    await run_load(HOST, target.port, _bodies(path, requests, tokens), streams, path)
+    return (cpu_s(target.pids) - before_s) / requests
 
 
 async def _ttfts(target: Target, path: str, requests: int, streams: int) -> list[float]:

@@ -111,9 +111,9 @@ def search_for(kind: str, data: Path | None, nodes: Nodes = NODES, gbps: float =
     return Search(problem, perf_counter, RunSpec(streaming=False, step_budget=True), perf_counter() + 60.0)
 
 
-def factor_for(tokens_per_s: float, most: float) -> float:
-    """How slow a cluster that answers so many tokens a second has to be for `most` to arrive here."""
-    return float(max(MIN_FACTOR, ceil(tokens_per_s / most)))
+def factor_for(tokens_per_s: float, max_tokens_per_s: float) -> float:
+    """How slow a cluster that answers so many tokens a second has to be for `max_tokens_per_s` to arrive here."""
+    return float(max(MIN_FACTOR, ceil(tokens_per_s / max_tokens_per_s)))
 
 
 def file_of(one: Planned, factor: float, folder: Path, more: Mapping[str, Any] | None = None) -> Path:
@@ -170,11 +170,11 @@ def promise(kind: str, data: Path) -> Result:
     return merged(compared(f"promise_{kind}", keep(one)), result({}, notes=[note]))
 
 
-def keep(one: Planned, most: int | None = None) -> Kept:
-    """Start the plan and send the requests of its promise; the first `most` of them, to see only that it works."""
+def keep(one: Planned, max_requests: int | None = None) -> Kept:
+    """Start the plan and send the requests of its promise; with `max_requests` only the first of them, as a check."""
     promise = one.outcome.promise
     workload = one.search.judge.workload(Ask(one.plan, promise.rate))
-    workload = workload.head(most) if most else workload
+    workload = workload.head(max_requests) if max_requests else workload
     factor = factor_for(promise.figures["output_tokens_per_s"], PROMISE_TOKENS_PER_S)
     slow, slo = slower(workload, factor), one.problem.slo.slower(factor)
 

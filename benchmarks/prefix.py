@@ -143,7 +143,7 @@ def oracles(work: Workload) -> list[int]:
     assert work.prefixes is not None  # these traces name them
     prompts = list(zip(work.prefixes, work.prompt_tokens.tolist(), strict=True))
     blocks = sum(node.kv_tokens for node in instances("prefix")) // work.prefix_block_tokens
-    return [sum(oracle_tokens(prompts, work.prefix_block_tokens, most)) for most in (None, blocks)]
+    return [sum(oracle_tokens(prompts, work.prefix_block_tokens, bound)) for bound in (None, blocks)]
 
 
 def run(system: str, work: Workload) -> SimResult:

@@ -135,7 +135,7 @@ def _remove(path: Path) -> None:
 # Suites.
 
 DRAIN_TIMEOUT_S = 60.0
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +162,9 @@ async def measured_under_quotas(
     shape: LlamaShape,
     cores: Mapping[str, float],
     cluster_of: Callable[[Path], ClusterDict],
-    work: Callable[[QuotaSession], Coroutine[Any, Any, Found]],
+    work: Callable[[QuotaSession], Coroutine[Any, Any, Value]],
     seed: int,
-) -> Found:
+) -> Value:
     """The result of `work` on a suite of real engines of a random Llama. cores: of each instance.
 
     cluster_of: makes the cluster file of the model's folder. Raises Unavailable where this machine allows no quotas.
@@ -173,7 +173,7 @@ async def measured_under_quotas(
         groups = {name: stack.enter_context(cpu_quota(name, share)) for name, share in cores.items()}
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polyphase-engines-")))
 
-        async def limited(on: Session) -> Found:
+        async def limited(on: Session) -> Value:
             pids = {name: on.suite.state.pid(name) for name in groups}
             for name, pid in pids.items():
                 groups[name].add(pid)
