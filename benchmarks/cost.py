@@ -61,8 +61,8 @@ def table_errors(profiles: Path, library: Library) -> Result:
             continue
         got, naive = 100.0 * one.fit.mape, 100.0 * one.fit.naive_mape
         figures = {f"{name}_mape_percent": round(got, 2), f"{name}_naive_mape_percent": round(naive, 2)}
-        most = TABLE_AIMS.get(table.operator)
-        parts.append(result(figures, {f"{name}_mape_percent": at_most(most, got, 2)} if most is not None else {}))
+        bound = TABLE_AIMS.get(table.operator)
+        parts.append(result(figures, {f"{name}_mape_percent": at_most(bound, got, 2)} if bound is not None else {}))
     return merged(*parts)
 
 
@@ -114,13 +114,13 @@ def run_errors(folder: Path, library: Library) -> Result:
         return result({}, notes=[f"{folder.name}: {error.message}"])
     outcomes = simulate(run.workload, run.instances, COUPLED).outcomes
     name, figures, aims = word(folder.name), {}, {}
-    for what, most in RUN_AIMS.items():
+    for what, bound in RUN_AIMS.items():
         measured, predicted = fmean(getattr(one, f"{what}_s") for one in run.measured), mean_s(outcomes, what)
         off = 100.0 * (predicted / measured - 1.0)
         figures[f"{name}_{what}_measured_ms"] = round(1e3 * measured, 2)
         figures[f"{name}_{what}_predicted_ms"] = round(1e3 * predicted, 2)
         figures[f"{name}_{what}_mean_off_percent"] = round(off, 2)
-        aims[f"{name}_{what}_mean_off_percent"] = at_most(most, abs(off), 2)
+        aims[f"{name}_{what}_mean_off_percent"] = at_most(bound, abs(off), 2)
     return result(figures, aims)
 
 

@@ -1,17 +1,13 @@
-"""`polyphase bench dashboard`: how soon a page shows something useful, what a session costs, and what the monitor
-spends on the answers behind the pages.
+"""`polyphase bench dashboard`: how soon a page shows something useful, and what a session costs.
 
 Monitor, scheduler and dashboard are real processes, the instances those of `bench control`, all of whose loads change
 each 100 ms; the database holds a day with 10^5 requests. The browser is headless Chromium, as Playwright drives it.
 """
 
 import asyncio
-import resource
-import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -22,23 +18,18 @@ import numpy as np
 import uvloop
 from playwright.async_api import Browser, async_playwright
 from prometheus_client import CollectorRegistry
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.control import Control, make_info, running
-from benchmarks.measuring import Figures, cores
-from benchmarks.results import Result, at_most, result
-from services.cluster_monitor.history import Grid, history, instances_over_time
-from services.cluster_monitor.load_history import FIGURES, STEPS_S, LoadBook, Totals
+from benchmarks.measuring import cores
+from benchmarks.results import Figures, Result, at_most, result
+from services.cluster_monitor.load_history import FIGURES, STEPS_S, Totals
 from services.cluster_monitor.request_stats import STEPS_S as SERVED_STEPS_S
 from services.cluster_monitor.request_stats import Ended, How, Served
-from services.cluster_monitor.verdict import judge
 from services.launcher import ports
 from services.launcher.plan import dashboard_command
 from shared.domain.instance import InstanceLoad, InstanceState, InstanceView, Role
-from shared.domain.verdict import Situation, Standing, Thresholds
 from shared.errors import NotFound
 from shared.store.database import open_engine
-from shared.store.reading import Order, RequestSearch, search_requests
 from shared.store.tables import load_steps, requests, served
 from shared.store.write_behind import WriteBehind
 
@@ -51,40 +42,32 @@ PAGES = {
     "instances": ("instances", "[data-testid=stDataFrame], .st-key-cards"),
     "requests": ("requests", "[data-testid=stDataFrame]"),
 }
-READS = 5  # of each answer; the fastest counts, since other processes use the machine too
-PROBE_S = 0.001  # between two looks at the event loop
 AIM_FIRST_S, AIM_SESSION_CORES = 2.0, 0.05
-AIM_READ_CPU_S, AIM_READ_PAUSE_S = 0.2, 0.02
 NOTE = (
     "…_first: from the address to what is of use on that page, in a new session of a running dashboard; median of "
     f"{VISITS}. session_cores: CPU of the dashboard's process for one more session that looks at the overview, in "
-    f"cores, from {SESSIONS} sessions and one. Browser, monitor and instances share the machine's cores. reads: the "
-    f"fastest of {READS}; cpu: of the process, SQLite's thread included; pause: the longest time without a turn of the "
-    "event loop. sample: of all loads, once a second; verdict: at most twice a second."
+    f"cores, from {SESSIONS} sessions and one. Browser, monitor and instances share the machine's cores."
 )
 
 
 def run_dashboard_bench(sizes: tuple[int, ...] = SIZES) -> Result:
-    """Figures by number of instances, and of the monitor's reads; aims are about the largest. Raises NotFound."""
+    """Figures by number of instances; aims are about the largest. Raises NotFound."""
     if not CHROMIUM.exists():
         raise NotFound(f"{CHROMIUM} is missing: apt-get install -y chromium")
     figures: dict[str, Figures] = {str(size): uvloop.run(_measure(size)) for size in sizes}
-    largest, reads = figures[str(sizes[-1])], measure_reads()
+    largest = figures[str(sizes[-1])]
     aims = {
         f"overview_first_s at {sizes[-1]}": at_most(AIM_FIRST_S, largest["overview_first_s"]),
         f"session_cores at {sizes[-1]}": at_most(AIM_SESSION_CORES, largest["session_cores"]),
     }
-    for ending, want in (("_cpu_s", AIM_READ_CPU_S), ("_pause_s", AIM_READ_PAUSE_S)):
-        worst = max((name for name in reads if name.endswith(ending)), key=lambda name: reads[name])
-        aims[worst] = at_most(want, reads[worst])
-    return result({**figures, "reads": reads}, aims, [NOTE])
+    return result(figures, aims, [NOTE])
 
 
 # Pages.
 
 
 async def _measure(size: int) -> Figures:
-    async with running(size, _fill_at) as control, _dashboard(control) as url, async_playwright() as playwright:
+    async with running(size, fill) as control, _dashboard(control) as url, async_playwright() as playwright:
         control.fleet.send("busy")
         flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
@@ -98,12 +81,6 @@ async def _measure(size: int) -> Figures:
         await browser.close()
     figures |= {"one_session_cores": one, "session_cores": (several - one) / (SESSIONS - 1)}
     return {name: round(value, 3) for name, value in figures.items()}
-
-
-async def _fill_at(url: str) -> None:
-    engine = open_engine(url)
-    await fill(engine, time.time())
-    await engine.dispose()
 
 
 @asynccontextmanager
@@ -143,7 +120,7 @@ async def _sessions(browser: Browser, url: str, control: Control, sessions: int)
     return used["dashboard"]
 
 
-# Answers of the monitor, with 200 instances.
+# The database of a day.
 
 INSTANCES, REQUESTS, HOURS = 200, 100_000, 24
 KEPT_S = {10: 3 * 3_600, 60: HOURS * 3_600, 600: HOURS * 3_600}
@@ -151,91 +128,9 @@ CLASSES = ("default", "chat", "batch")
 TIMELINE = "x" * 2_000  # as long as that of a usual request
 
 
-def measure_reads() -> Figures:
-    """The cost of each answer that reads the database, and of what the monitor computes periodically."""
-    with tempfile.TemporaryDirectory(prefix="polyphase-bench-") as folder:
-        return asyncio.run(_reads(f"sqlite:///{folder}/console.db")) | _periodic(time.time())
-
-
-async def _reads(url: str) -> Figures:
+async def fill(url: str) -> None:
+    """Fill the database at that URL."""
     engine, now = open_engine(url), time.time()
-    await fill(engine, now)
-    figures: Figures = {}
-    for name, read in _queries(engine, now).items():
-        seen = [await _read(read) for _ in range(READS)]
-        for figure in ("cpu_s", "wall_s", "pause_s"):
-            figures[f"{name}_{figure}"] = round(min(each[figure] for each in seen), 4)
-    await engine.dispose()
-    return figures
-
-
-async def _read(read: Callable[[], Awaitable[Any]]) -> Figures:
-    longest_s = 0.0
-
-    async def probe() -> None:
-        nonlocal longest_s
-        before = time.perf_counter()
-        while True:
-            await asyncio.sleep(PROBE_S)
-            now = time.perf_counter()
-            longest_s, before = max(longest_s, now - before - PROBE_S), now
-
-    probing = asyncio.create_task(probe())
-    await asyncio.sleep(0)
-    began, cpu = time.perf_counter(), time.process_time()
-    await read()
-    spent = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - began}
-    await asyncio.sleep(2 * PROBE_S)
-    probing.cancel()
-    return {**spent, "pause_s": longest_s}
-
-
-def _queries(engine: AsyncEngine, now: float) -> dict[str, Callable[[], Awaitable[Any]]]:
-    found: dict[str, Callable[[], Awaitable[Any]]] = {}
-    for minutes in (5, 60, 1_440):
-        grid = Grid.of(minutes, 120, now)
-        found[f"history_{minutes}"] = partial(history, engine, grid, [])
-        found[f"instances_{minutes}"] = partial(instances_over_time, engine, grid)
-        found[f"instance_{minutes}"] = partial(instances_over_time, engine, grid, "decode-7")
-    searches = {order.value: RequestSearch(order=order) for order in Order} | {
-        "caller": RequestSearch(caller="key-3"),
-        "instance": RequestSearch(instance="decode-7"),
-        "instance_ttft": RequestSearch(instance="decode-7", order=Order.SLOWEST_TTFT),
-        "class_missed": RequestSearch(slo="batch", missed=True),
-        "job": RequestSearch(job="job-0777"),
-        "rare": RequestSearch(outcome="peer_lost"),
-        "nothing": RequestSearch(slo="none"),
-        "hour_longest": RequestSearch(since_s=now - 3_600, order=Order.LONGEST),
-        "far": RequestSearch(offset=50_000),
-    }
-    return found | {f"search_{name}": partial(search_requests, engine, one) for name, one in searches.items()}
-
-
-def _periodic(now: float) -> Figures:
-    """CPU time of a sample of all loads and of a verdict, and the memory of the process so far."""
-    views, book = _views(), LoadBook()
-    instances = tuple(Standing(one.info.instance_id, one.role, one.state, 0.8, 20, 3, 0, 5) for one in views)
-    situation = Situation(now, 60.0, 1_000.0, instances, completed=1_000, placed=1_000)
-    found = {}
-    works: dict[str, Callable[[], object]] = {
-        "sample": lambda: book.sample(views, now),
-        "verdict": lambda: judge(situation, Thresholds()),
-    }
-    for name, work in works.items():
-        times = []
-        for _ in range(50):
-            began = time.process_time()
-            work()
-            times.append(time.process_time() - began)
-        found[f"{name}_cpu_s"] = round(min(times), 5)
-    found["peak_mib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
-    return found
-
-
-# The database of a day.
-
-
-async def fill(engine: AsyncEngine, now: float) -> None:
     store = WriteBehind(engine, CollectorRegistry(), capacity=1_000_000)
     await store._migrate()
     rng = Random(1)
@@ -245,6 +140,7 @@ async def fill(engine: AsyncEngine, now: float) -> None:
             if store.queued >= 20_000:
                 await store.flush()
         await store.flush()
+    await engine.dispose()
 
 
 def _requests(rng: Random, now: float) -> Iterator[dict[str, Any]]:

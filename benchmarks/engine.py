@@ -7,22 +7,17 @@ that were overtaken.
 
 import asyncio
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
-from typing import Any
 
-import httpx
-
-from benchmarks.experiment import WHO, Session, measured
-from benchmarks.real_engines import LlamaShape, cluster_file, make_llama
-from benchmarks.results import Aim, Result, at_least, at_most, merged, progress, result, rotated
-from benchmarks.suite import metric
+from benchmarks.cluster_files import ClusterDict, LlamaShape, engines_on_cpu, make_llama
+from benchmarks.experiment import Session, measured
+from benchmarks.results import Figures, Result, aim, arm_medians, at_least, at_most, in_turns, merged, progress, result
 from shared.domain.instance import Role
 from shared.domain.route import PolicySpec
 from shared.errors import Unavailable
@@ -39,13 +34,13 @@ PATIENT = "patient"
 SEED = 21
 
 
-def cluster_of(model: Path) -> dict[str, Any]:
+def cluster_of(model: Path) -> ClusterDict:
     """The only instance decodes, so it computes whole requests: no placement and no KV transfer is measured."""
     sizes = {"chunk_size": CHUNK, "max_seqs": SEATS, "block_size": BLOCK}
     memory = (KV_TOKENS + BLOCK) * SHAPE.kv_bytes_per_token  # a block is vLLM's own
     instances = [{"id": ENGINE, "role": Role.DECODE.value}]
     return {
-        **cluster_file("engine", model, instances, MAX_MODEL_LEN, kv_cache_bytes=memory, **sizes),
+        **engines_on_cpu("engine", model, instances, MAX_MODEL_LEN, kv_cache_bytes=memory, **sizes),
         "gateway": {"dtype": "float32", "slo": {PATIENT: {"ttft_s": 30.0, "tpot_s": 1.0}}},
         "predictor": {"bucket_tokens": 32, "bucket_count": 16},
     }
@@ -136,27 +131,34 @@ async def send(api: ApiClient, requests: Sequence[Request], label: str, at_once:
 
 FCFS, SJF = "fcfs", "sjf"
 GREEDY, STATIC, DYNAMIC = "greedy", "reserve_static", "reserve_dynamic"
-ALONE = "alone"  # a run of few requests at once, for the reference tokens
 JCT_SHARE = 1.02  # of greedy's, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    round: int
-    policy: str
     served: Sequence[Served]
     preemptions: int = 0
 
-    def mean(self, value: Callable[[Served], float]) -> float:
-        return fmean(map(value, self.served))
+    @property
+    def jct_mean_s(self) -> float:
+        return fmean(one.jct_s for one in self.served)
+
+    @property
+    def ttft_mean_s(self) -> float:
+        return fmean(one.ttft_s for one in self.served)
+
+    def of_order(self) -> Figures:
+        return {
+            "ttft_mean_s": self.ttft_mean_s,
+            "ttft_max_s": max(one.ttft_s for one in self.served),
+            "tight_ttft_mean_s": fmean(one.ttft_s for one in self.served if not one.request.slo),
+        }
+
+    def of_admission(self) -> Figures:
+        return {"preemptions": self.preemptions, "jct_mean_s": self.jct_mean_s, "ttft_mean_s": self.ttft_mean_s}
 
 
-def ttft_s(one: Served) -> float:
-    return one.ttft_s
-
-
-def jct_s(one: Served) -> float:
-    return one.jct_s
+Rounds = Sequence[dict[str, Run]]  # by policy
 
 
 def overtaken(served: Sequence[Served]) -> list[int]:
@@ -164,71 +166,49 @@ def overtaken(served: Sequence[Served]) -> list[int]:
     return [sum(later.first_s < one.first_s for later in served[at + 1 :]) for at, one in enumerate(served)]
 
 
-def different_tokens(runs: Sequence[Run]) -> list[str]:
-    """Requests whose tokens are not those that they had in the round's first run of the same load."""
+def different_tokens(rounds: Rounds, alone: Run | None = None) -> list[str]:
+    """Requests whose tokens are not those of the round's first policy. alone: the requests of the first round."""
     found = []
-    first: dict[int, Run] = {}
-    for run in runs:
-        before = first.setdefault(run.round, run)
-        for at, (one, other) in enumerate(zip(before.served, run.served, strict=True)):
-            if one.tokens != other.tokens:
-                found.append(f"round {run.round}: {before.policy} and {run.policy}, request {at}")
+    for number, by_policy in enumerate(rounds):
+        runs = ({"alone": alone} if alone is not None and not number else {}) | by_policy
+        first, *others = runs
+        for name in others:
+            pairs = zip(runs[first].served, runs[name].served, strict=True)
+            different = [at for at, (one, other) in enumerate(pairs) if one.tokens != other.tokens]
+            found += [f"round {number}: {first} and {name}, request {at}" for at in different]
     return found
 
 
-def report(orders: Sequence[Run], admissions: Sequence[Run]) -> Result:
-    found = [*different_tokens(orders), *different_tokens(admissions)]
-    answers = sum(len(run.served) for run in (*orders, *admissions))
-    same = {"want": 0, "got": "; ".join(found[:5]) or 0, "met": not found}
-    compared = result({"answers_compared": float(answers)}, {"answers_with_other_tokens": same})
-    return merged(_of_orders(_by_policy(orders)), _of_admissions(_by_policy(admissions)), compared)
+def report(orders: Rounds, admissions: Rounds, alone: tuple[Run, Run] | None = None) -> Result:
+    """alone: runs of few requests at a time, for the reference tokens of orders and admissions."""
+    found = [*different_tokens(orders, alone and alone[0]), *different_tokens(admissions, alone and alone[1])]
+    runs = [*(alone or ()), *(run for by_policy in (*orders, *admissions) for run in by_policy.values())]
+    same = aim(0, "; ".join(found[:5]) or 0, not found)
+    compared = {"answers_compared": float(sum(len(run.served) for run in runs))}
+    return merged(_orders(orders), _admissions(admissions), result(compared, {"answers_with_other_tokens": same}))
 
 
-def _by_policy(runs: Sequence[Run]) -> Mapping[str, list[Run]]:
-    found: defaultdict[str, list[Run]] = defaultdict(list)
-    for run in runs:
-        if run.policy != ALONE:
-            found[run.policy].append(run)
-    return found
-
-
-def _of_orders(runs: Mapping[str, Sequence[Run]]) -> Result:
-    figures: dict[str, float] = {}
-    for policy, rounds in runs.items():
-        figures |= {
-            f"{policy}_ttft_mean_s": median(run.mean(ttft_s) for run in rounds),
-            f"{policy}_ttft_max_s": median(max(map(ttft_s, run.served)) for run in rounds),
-            f"{policy}_tight_ttft_mean_s": median(
-                fmean(one.ttft_s for one in run.served if not one.request.slo) for run in rounds
-            ),
-            f"{policy}_passed_by_at_most": float(max(max(overtaken(run.served)) for run in rounds)),
-        }
-    ratio = figures[f"{SJF}_ttft_mean_s"] / figures[f"{FCFS}_ttft_mean_s"]
-    figures["sjf_ttft_mean_over_fcfs"] = ratio
-    most = max(figures[f"{policy}_passed_by_at_most"] for policy in runs)
-    aims: dict[str, Aim] = {
-        "sjf_ttft_mean_over_fcfs": {"want": "< 1", "got": round(ratio, 3), "met": ratio < 1.0},
-        "passed_by_at_most": at_most(WINDOW, most),
-    }
-    return result(figures, aims)
-
-
-def _of_admissions(runs: Mapping[str, Sequence[Run]]) -> Result:
-    figures: dict[str, float] = {}
-    for policy, rounds in runs.items():
-        figures |= {
-            f"{policy}_preemptions": median(run.preemptions for run in rounds),
-            f"{policy}_jct_mean_s": median(run.mean(jct_s) for run in rounds),
-            f"{policy}_ttft_under_pressure_mean_s": median(run.mean(ttft_s) for run in rounds),
-        }
-    for policy in (STATIC, DYNAMIC):
-        pairs = zip(runs[policy], runs[GREEDY], strict=True)
-        figures[f"{policy}_jct_mean_over_greedy"] = median(run.mean(jct_s) / base.mean(jct_s) for run, base in pairs)
-    fewer = figures[f"{GREEDY}_preemptions"] - figures[f"{DYNAMIC}_preemptions"]
+def _orders(rounds: Rounds) -> Result:
+    figures = arm_medians("order", [{name: run.of_order() for name, run in row.items()} for row in rounds])
+    passed = {name: max(max(overtaken(row[name].served)) for row in rounds) for name in rounds[0]}
+    figures |= {f"order_{name}_passed_by_at_most": float(count) for name, count in passed.items()}
+    ratio = figures[f"order_{SJF}_ttft_mean_s"] / figures[f"order_{FCFS}_ttft_mean_s"]
     aims = {
-        "greedy_preemptions": at_least(1, figures[f"{GREEDY}_preemptions"]),
-        "reserve_dynamic_fewer_preemptions": at_least(1, fewer),
-        "reserve_dynamic_jct_mean_over_greedy": at_most(JCT_SHARE, figures[f"{DYNAMIC}_jct_mean_over_greedy"]),
+        "sjf_ttft_mean_over_fcfs": aim("< 1", round(ratio, 3), ratio < 1.0),
+        "passed_by_at_most": at_most(WINDOW, max(passed.values())),
+    }
+    return result({**figures, "sjf_ttft_mean_over_fcfs": ratio}, aims)
+
+
+def _admissions(rounds: Rounds) -> Result:
+    rows = [{name: run.of_admission() for name, run in row.items()} for row in rounds]
+    figures = arm_medians("admission", rows, ("jct_mean_s",))
+    greedy, dynamic = (figures[f"admission_{name}_preemptions"] for name in (GREEDY, DYNAMIC))
+    jct_share = median(row[DYNAMIC].jct_mean_s / row[GREEDY].jct_mean_s for row in rounds)
+    aims = {
+        "greedy_preemptions": at_least(1, greedy),
+        "reserve_dynamic_fewer_preemptions": at_least(1, greedy - dynamic),
+        "reserve_dynamic_jct_mean_over_greedy": at_most(JCT_SHARE, jct_share),
     }
     return result(figures, aims)
 
@@ -241,6 +221,7 @@ ADMISSIONS = (GREEDY, STATIC, DYNAMIC)
 PARAMETERS = {STATIC: {"reserve_all": True}, SJF: {"overtake": True}, "ljf": {"overtake": True}}
 ROUNDS = 3
 FITTING = 6  # requests at once that the KV holds at their full lengths
+PREEMPTIONS = "vllm:num_preemptions_total"
 
 
 def run_engine_bench(rounds: int = ROUNDS) -> Result:
@@ -253,44 +234,26 @@ async def _measure(rounds: int, on: Session) -> Result:
     names = count()
     async with ApiClient(on.target.api_url, on.target.model) as api, HostWatch(on.target.launcher_pid) as watch:
 
-        async def run(
-            number: int, label: str, requests: Sequence[Request], order: str, admission: str, at_once: int = 0
-        ) -> Run:
+        async def run(requests: Sequence[Request], order: str, admission: str, at_once: int = 0) -> Run:
             """One load under these policies, on an engine that has nothing else to do."""
-            await on.suite.wait_idle()
             chosen = {"prefill_order": order, "decode_admission": admission}
-            specs = {kind: PolicySpec(name, PARAMETERS.get(name, {})) for kind, name in chosen.items()}
-            await on.suite.set_policies(specs, WHO)
-            before = await _preemptions(on)
+            await on.use({kind: PolicySpec(name, PARAMETERS.get(name, {})) for kind, name in chosen.items()})
+            before = (await on.metrics(PREEMPTIONS))[ENGINE][0]
             served = await send(api, requests, f"e{next(names)}", at_once)
-            preemptions = await _preemptions(on) - before
-            found = Run(number, label, served, preemptions)
-            means = f"TTFT {found.mean(ttft_s):6.2f} s, JCT {found.mean(jct_s):6.2f} s"
-            progress(f"{number} {label:16} {means}, {preemptions} preemptions")
+            found = Run(served, round((await on.metrics(PREEMPTIONS))[ENGINE][0] - before))
+            means = f"TTFT {found.ttft_mean_s:6.2f} s, JCT {found.jct_mean_s:6.2f} s"
+            progress(f"{order:8} {admission:16} {means}, {found.preemptions} preemptions")
             return found
 
         # Admissions first: the short answers of bursts would teach the predictor other lengths.
-        admissions = [await run(0, ALONE, pressing(SEED), FCFS, GREEDY, FITTING)]
-        for number in range(rounds):
-            for name in rotated(ADMISSIONS, number):
-                admissions.append(await run(number, name, pressing(SEED + number), FCFS, name))
-        orders = [await run(0, ALONE, burst(SEED), FCFS, GREEDY, 1)]
-        for number in range(rounds):
-            for name in rotated(ORDERS, number):
-                orders.append(await run(number, name, burst(SEED + number), name, GREEDY))
+        pressed = await run(pressing(SEED), FCFS, GREEDY, FITTING)
+        admissions = await in_turns(ADMISSIONS, rounds, lambda number, name: run(pressing(SEED + number), FCFS, name))
+        alone = await run(burst(SEED), FCFS, GREEDY, 1)
+        orders = await in_turns(ORDERS, rounds, lambda number, name: run(burst(SEED + number), name, GREEDY))
     notes = [
         f"one engine on one core, {KV_TOKENS} tokens of KV in blocks of {BLOCK}, {SEATS} seats; {rounds} rounds",
         "admissions that reserve use what the predictor has observed, beginning with an uncounted run",
     ]
-    return merged(report(orders, admissions), result({"foreign_cores": watch.mean_cores}, notes=notes))
-
-
-async def _preemptions(on: Session) -> int:
-    """The count so far. Raises Unavailable."""
-    entry = (await on.suite.instances())[ENGINE]
-    async with httpx.AsyncClient(base_url=entry["info"]["http"], timeout=10, trust_env=False) as http:
-        try:
-            text = (await http.get("/metrics")).raise_for_status().text
-        except httpx.HTTPError as error:
-            raise Unavailable(f"{ENGINE}: {error}") from error
-    return int(metric(text, "vllm:num_preemptions_total"))
+    return merged(
+        report(orders, admissions, (alone, pressed)), result({"foreign_cores": watch.mean_cores}, notes=notes)
+    )

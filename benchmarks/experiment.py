@@ -7,31 +7,31 @@ arrivals and targets are then as many times as long, and figures are divided by 
 
 import asyncio
 import gc
-import json
 import secrets
-import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
-from math import ceil, floor, inf, isfinite, log, nan
+from math import inf, isfinite, nan
 from pathlib import Path
 from random import Random
-from statistics import fmean, median
+from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
-import yaml
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks import suite
-from benchmarks.results import Aim, Result, aim, result, rotated
+from benchmarks.results import Aim, Result, aim, in_turns, result
 from benchmarks.scenarios import with_learned_rates
-from benchmarks.suite import BARE, DEMO_MODEL
 from services.launcher.cluster_file import Cluster
 from services.launcher.suite import Suite
 from services.launcher.up import RunningSuite
+from shared.domain.instance import InstanceInfo
 from shared.domain.job import Slo
 from shared.domain.route import PolicySpec
 from shared.errors import Unavailable
@@ -42,7 +42,7 @@ from shared.sim.outcomes import Gaps, Outcomes, SimResult, Status
 from shared.sim.spec import with_words
 from shared.sim.workload import Workload
 from tools.calibrate.host_watch import HostWatch, TimerWatch
-from tools.calibrate.target import Sample, Shot, Target, Traffic
+from tools.calibrate.target import Shot, Target, Traffic
 from tools.client import Refused, StreamFailed, StreamResult, completion_body, stream_completion
 from tools.simulate.deployment import Deployment, load_deployment
 
@@ -50,8 +50,7 @@ WHO = "polyphase bench"
 TRIES = 3
 CLEAR_DIFFERENCE = 0.15  # live differences between arms of less than this share have no winner
 AIM_PERCENT = 15.0  # by which simulated means may be off
-Found = TypeVar("Found")
-Key = TypeVar("Key")
+Value = TypeVar("Value")
 Answer = StreamResult | Exception
 Body = Callable[[int, Shot], dict[str, Any]]  # of the request with that number
 
@@ -74,13 +73,13 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """One workload on a running suite. samples: of the completed requests. began_s: Unix time of the start.
+    """One workload on a running suite. failures: errors of requests. began_s: Unix time of the start.
 
     late_s: the longest delay of a timer of the clients. foreign_cores: cores that foreign processes used meanwhile.
     """
 
     result: SimResult
-    samples: Sequence[Sample]
+    failures: Sequence[str]
     began_s: float
     late_s: float
     foreign_cores: float
@@ -116,29 +115,32 @@ class Session:
         shots = shots_of(workload)
         async with self._under(arm), HostWatch(self.target.launcher_pid) as host, TimerWatch() as timers:
             began_s = time.time()
-            answers = await self._stream(shots, body or _random_prompt, ends_s)
-        failures = [answer for answer in answers if isinstance(answer, Exception)]
+            answers = await self._stream(shots, body or random_prompt, ends_s)
+        failures = [repr(answer) for answer in answers if isinstance(answer, Exception)]
         if failures and not may_fail:
-            raise Unavailable(f"{len(failures)} of {len(shots)} requests failed, the first with: {failures[0]!r}")
+            raise Unavailable(f"{len(failures)} of {len(shots)} requests failed, the first with: {failures[0]}")
         await self.suite.wait_idle(120.0)
-        samples = [
-            Sample("", shot, began_s + shot.at_s, seen.ttft_s, seen.last_s, seen.gaps_s)
-            for shot, seen in zip(shots, answers, strict=True)
-            if isinstance(seen, StreamResult)
-        ]
         seen = observed(workload, answers, slo or Slo())
-        return LiveRun(seen, samples, began_s, timers.late_s, host.mean_cores)
+        return LiveRun(seen, failures, began_s, timers.late_s, host.mean_cores)
 
     async def warm_up(self) -> None:
         """Open connections and load code."""
         await self.traffic.closed((Shot(64, 4),) * 8, 2)
         await self.suite.wait_idle()
 
+    async def use(self, specs: Mapping[str, PolicySpec | None]) -> None:
+        """Change policies once no request is left."""
+        await self.suite.wait_idle()
+        await self.suite.set_policies(specs, WHO)
+
+    async def instances(self) -> list[InstanceInfo]:
+        """As the monitor knows them, with the rates that they have learned."""
+        return [msgspec.convert(entry["info"], InstanceInfo) for entry in (await self.suite.instances()).values()]
+
     async def metrics(self, *names: str) -> dict[str, list[float]]:
         """By instance the sum of each metric's series. Raises Unavailable where one is missing."""
-        urls = {name: f"{entry['info']['http']}/metrics" for name, entry in (await self.suite.instances()).items()}
         async with httpx.AsyncClient(timeout=10, trust_env=False) as http:
-            pages = {instance: (await http.get(url)).text for instance, url in urls.items()}
+            pages = {info.instance_id: (await http.get(f"{info.http}/metrics")).text for info in await self.instances()}
         return {instance: [suite.metric(page, name) for name in names] for instance, page in pages.items()}
 
     async def _stream(self, shots: Sequence[Shot], body: Body, ends_s: float) -> list[Answer]:
@@ -170,20 +172,20 @@ class Session:
             await self.suite.set_policies(dict.fromkeys(arm.specs), WHO)
 
 
-def _random_prompt(number: int, shot: Shot) -> dict[str, Any]:
+def random_prompt(number: int, shot: Shot) -> dict[str, Any]:
     prompt = Random(number).choices(range(300, 1200), k=shot.prompt_tokens)  # ids that the demo model knows
     return completion_body(prompt, shot.output_tokens, cache_salt=secrets.token_hex(8))
 
 
 async def measured(
     cluster: Cluster | Mapping[str, Any] | Path,
-    work: Callable[[Session], Coroutine[Any, Any, Found]],
+    work: Callable[[Session], Coroutine[Any, Any, Value]],
     folder: Path | None = None,
     seed: int = 1,
-) -> Found:
+) -> Value:
     """The result of `work` on a suite of that cluster. Raises as `benchmarks.suite.started` does, and Unavailable."""
 
-    async def with_client(running: RunningSuite) -> Found:
+    async def with_client(running: RunningSuite) -> Value:
         target = Target.local(running.suite)
         return await work(Session(running, target, await Traffic.to(target, seed)))
 
@@ -217,32 +219,15 @@ def observed(workload: Workload, answers: Sequence[Answer], slo: Slo) -> SimResu
     return SimResult(workload.name, "live", out, (), gaps, duration_s, 0)
 
 
-async def quietest(measure: Callable[[], Awaitable[Found]], noise: Callable[[Found], float], max_noise: float) -> Found:
+async def quietest(measure: Callable[[], Awaitable[Value]], noise: Callable[[Value], float], max_noise: float) -> Value:
     """A measurement that was not disturbed by more than that; after TRIES, the least disturbed one."""
-    tries: list[Found] = []
+    tries: list[Value] = []
     while len(tries) < TRIES and (not tries or noise(tries[-1]) > max_noise):
         tries.append(await measure())
     return min(tries, key=noise)
 
 
-# Cluster files.
-
-
-def emulated_file(folder: Path, name: str, instances: Sequence[Mapping[str, Any]], **sections: Any) -> Path:
-    """Write the cluster file of emulated Llama-3-8B instances. sections: replace those that every suite here has."""
-    defaults = {"engine": "emulated", **sections.pop("instance_defaults", {})}
-    file = folder / f"{name}.yaml"
-    cluster = {**BARE, "name": name, **sections, "instance_defaults": defaults, "instances": list(instances)}
-    file.write_text(yaml.safe_dump(cluster))
-    return file
-
-
-def model_with_context(folder: Path, tokens: int) -> Path:
-    """The demo model in `folder` with a configuration of so much context, which emulated engines never compute."""
-    shutil.copytree(DEMO_MODEL, folder)
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": tokens}))
-    return folder
+# Experiments.
 
 
 def twin(file: Path, seed: int = 1) -> Deployment:
@@ -262,7 +247,10 @@ def slower(workload: Workload, factor: float) -> Workload:
     return workload.with_arrivals(factor * workload.arrival_s)
 
 
-# Experiments.
+def part_of(seen: SimResult, requests: NDArray[np.bool_]) -> SimResult:
+    """The outcomes of these requests alone. The figures of instances and of gaps remain those of the whole run."""
+    columns = {column.name: getattr(seen.outcomes, column.name)[requests] for column in fields(Outcomes)}
+    return replace(seen, outcomes=Outcomes(**columns))
 
 
 class Pair(NamedTuple):
@@ -314,17 +302,6 @@ class Experiment:
         return await in_turns(self.arms, len(self.seeds), compare)
 
 
-async def in_turns(
-    arms: Sequence[Key], rounds: int, run: Callable[[int, Key], Awaitable[Found]]
-) -> list[dict[Key, Found]]:
-    """The results of each round, in which every arm is run; rounds begin with another arm in turn."""
-    found = []
-    for number in range(rounds):
-        by_arm = {arm: await run(number, arm) for arm in rotated(arms, number)}
-        found.append({arm: by_arm[arm] for arm in arms})
-    return found
-
-
 # Figures.
 
 Row = dict[str, Any]  # by column; seconds, and shares in 0..1; None where no request has the figure
@@ -344,6 +321,28 @@ def median_of(rows: Sequence[Row]) -> Row:
     return {name: round(median(values), 4) if values else None for name, values in numbers.items()}
 
 
+def side_by_side(
+    rounds: Sequence[Mapping[Arm, Pair]], row: Callable[[SimResult, int], Row]
+) -> dict[str, dict[str, Row]]:
+    """By arm, the medians over the rounds, live and simulated. row: of a run, and the number of its round."""
+    return {
+        arm.label: {
+            side: median_of([row(by_arm[arm].sides[side], number) for number, by_arm in enumerate(rounds)])
+            for side in pair.sides
+        }
+        for arm, pair in rounds[0].items()
+    }
+
+
+def table_of(scenario: str, arms: Mapping[str, Mapping[str, Row]]) -> list[Row]:
+    """The rows of `side_by_side` as those of a table."""
+    return [
+        {"scenario": scenario, "policy": arm, "run": side, **row}
+        for arm, sides in arms.items()
+        for side, row in sides.items()
+    ]
+
+
 class Means(NamedTuple):
     """Means over all requests, seconds."""
 
@@ -356,32 +355,6 @@ class Means(NamedTuple):
         """Of a run that was `factor` times as slow."""
         figures = summary(seen, Slo())
         return cls(*(figures[f"{name}_mean_s"] / factor for name in cls._fields))
-
-    @classmethod
-    def from_samples(cls, samples: Sequence[Sample]) -> "Means":
-        gaps = [gap for sample in samples if (gap := sample.tpot_s) is not None]
-        return cls(fmean(s.ttft_s for s in samples), fmean(gaps), fmean(s.jct_s for s in samples))
-
-
-def share_within(samples: Sequence[Sample], slo: Slo) -> float:
-    """The share of requests within their targets."""
-    return sum(one.met(slo) for one in samples) / len(samples)
-
-
-def medians(
-    name: str, rounds: Sequence[Mapping[str, Mapping[str, float]]], compared: Sequence[str]
-) -> dict[str, float]:
-    """Of the figures of each arm, and of those `compared` over the first arm's of the same round (NaN over 0)."""
-    figures: dict[str, float] = {}
-    first, *others = rounds[0]
-    for arm in rounds[0]:
-        for field in rounds[0][arm]:
-            figures[f"{name}_{arm}_{field}"] = round(median(one[arm][field] for one in rounds), 4)
-    for arm, field in product(others, compared):
-        pairs = [(one[arm][field], one[first][field]) for one in rounds]
-        stem = field.removesuffix("_per_s").removesuffix("_ms").removesuffix("_s")
-        figures[f"{name}_{arm}_{stem}_over_{first}"] = round(median(a / b if b else nan for a, b in pairs), 4)
-    return figures
 
 
 def judged(name: str, rounds: Sequence[Mapping[Arm, Sequence[Means]]]) -> Result:
@@ -412,81 +385,3 @@ def judged(name: str, rounds: Sequence[Mapping[Arm, Sequence[Means]]]) -> Result
             winners[f"{name}_{first.label}_or_{arm.label}_by_{metric}"] = aim(want, got, want == got)
     differ = aim("in a mean at least", f"in {len(winners)}", bool(winners))
     return result(figures, aims | winners | {f"{name}_the_policies_differ": differ})
-
-
-# Goodput. The search relies on monotony: an arm that misses the target at a rate misses it at each higher rate.
-
-LOWEST = 0.02  # of the first rate of a search: what serves less counts as nothing
-STRIDE = 1.25  # times the rate, the first of a search
-Meets = Callable[[float], bool]  # whether the target is met at a rate
-
-
-@dataclass(frozen=True, slots=True)
-class Bracket:
-    """What is known of a goodput on the ladder of rates step^rung: met at the rung `low`, missed at `high`.
-
-    start: the first rung of the search. low is below the ladder while no rate was met, high is None while none was
-    missed.
-    """
-
-    step: float
-    start: int
-    low: int
-    high: int | None = None
-
-    @classmethod
-    def near(cls, rate: float, step: float) -> "Bracket":
-        """Nothing is known; the search starts near that rate."""
-        start = round(log(rate) / log(step))
-        return cls(step, start, start + floor(log(LOWEST) / log(step)) - 1)
-
-    @property
-    def lowest(self) -> int:
-        return self.start + floor(log(LOWEST) / log(self.step))
-
-    @property
-    def exact(self) -> bool:
-        return self.high is not None and self.high - self.low <= 1
-
-    @property
-    def min_rate(self) -> float:
-        return self.rate(self.low)
-
-    @property
-    def max_rate(self) -> float:
-        return inf if self.high is None else self.rate(self.high - 1)
-
-    @property
-    def next(self) -> int:
-        """The rung to try: outwards from the start, further each time, then by halves."""
-        stride, met = self.rungs(STRIDE), self.low >= self.lowest
-        if self.high is None:
-            return self.low + max(stride, self.low - self.start) if met else self.start
-        if not met and self.high > self.lowest:
-            return max(self.lowest, self.high - max(stride, self.start - self.high))
-        return (self.low + self.high) // 2
-
-    def rate(self, rung: int) -> float:
-        """Requests a second; 0 below the lowest rung."""
-        return float(self.step**rung) if rung >= self.lowest else 0.0
-
-    def rungs(self, times: float) -> int:
-        """From a rate to so many times as much; at least one."""
-        return max(1, ceil(log(times) / log(self.step)))
-
-    def tried(self, rung: int, meets: Meets) -> "Bracket":
-        """After a run at that rung; unchanged where the bracket already decides it."""
-        if rung <= self.low or (self.high is not None and rung >= self.high):
-            return self
-        return replace(self, low=rung) if meets(self.rate(rung)) else replace(self, high=rung)
-
-    def settled(self, meets: Meets) -> "Bracket":
-        found = self
-        while not found.exact:
-            found = found.tried(found.next, meets)
-        return found
-
-
-def goodput(meets: Meets, near: float, step: float) -> float:
-    """The highest rate of a ladder at which the target is met, just below one at which it is missed; 0 if none is."""
-    return Bracket.near(near, step).settled(meets).min_rate

@@ -1,7 +1,7 @@
 """`polyphase bench kv`: speed of staged KV between two processes, beside a plain socket that moves the same bytes.
 
-A child process exports and serves KV; the parent imports it into one tensor per layer. All kinds of copy are measured
-in turns. Where NIXL is installed, the bench also measures NIXL without our transport, over TCP.
+A child process exports and serves KV over our TCP transport; the parent imports it into one tensor per layer. All kinds
+of copy are measured in turns. Where NIXL is installed, the bench also measures NIXL without our transport, over TCP.
 """
 
 import os
@@ -33,8 +33,7 @@ from shared.domain.kv import KvHandle
 LAYERS, HEADS, DIM, DTYPE = 16, 8, 64, torch.bfloat16
 TOKEN_BYTES = LAYERS * 2 * HEADS * DIM * DTYPE.itemsize  # 32 KiB
 SHAPE = RankShape(Shards((LAYERS,), HEADS), DIM, DTYPE)
-SCHEMES = {"tcp": "kv"} | ({"nixl": "nixl"} if installed() else {})  # of addresses, by transport
-SOCKET, NIXL_OVER_TCP = "socket", "nixl_over_tcp"
+TCP, SOCKET, NIXL_OVER_TCP = "tcp", "socket", "nixl_over_tcp"
 WANT = {1: 0.6, 8: 0.8, 64: 0.8}  # of a plain socket's rate, by MiB
 WANT_OF_NIXL = {8: 1.0, 64: 1.0}  # of the rate of NIXL over TCP
 WANT_CPU = 1.5  # of what a plain socket's reader uses, at most
@@ -69,16 +68,14 @@ def run_kv_bench(sizes_mb: tuple[int, ...] = (1, 8, 64), rounds: int = 15) -> Re
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
         pipe = stack.enter_context(spawned(_export, folder))
-        addresses, port = pipe.recv()
+        address, port = pipe.recv()
         plain = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=PULL_S))
-        copies: dict[str, Copy] = {SOCKET: lambda size: _read_socket(plain, size)}
-        for name in SCHEMES:
-            puller = Puller(name, addresses[name], folder, pipe)
-            stack.callback(puller.stop)
-            copies[name] = puller.copy
+        puller = Puller(address, folder, pipe)
+        stack.callback(puller.stop)
+        copies: dict[str, Copy] = {SOCKET: lambda size: _read_socket(plain, size), TCP: puller.copy}
         if installed():
-            most = max(sizes_mb) << 20
-            copies[NIXL_OVER_TCP] = PlainNixl(stack.enter_context(spawned(_export_nixl, most)), most).copy
+            max_bytes = max(sizes_mb) << 20
+            copies[NIXL_OVER_TCP] = PlainNixl(stack.enter_context(spawned(_export_nixl, max_bytes)), max_bytes).copy
         for size_mb in sizes_mb:
             samples: dict[str, list[Sample]] = {name: [] for name in copies}
             for turn in range(rounds + 1):
@@ -91,24 +88,25 @@ def run_kv_bench(sizes_mb: tuple[int, ...] = (1, 8, 64), rounds: int = 15) -> Re
 
 
 def _compared(size_mb: int, samples: Samples) -> Result:
-    figures, aims = {}, dict[str, Aim]()
+    def over(name: str, other: str, figure: Callable[[Sample], float]) -> float:
+        pairs = zip(samples[name], samples[other], strict=True)
+        return round(median(figure(one) / figure(base) for one, base in pairs), 3)
+
+    figures, aims, key = {}, dict[str, Aim](), f"tcp_{size_mb}mb"
     for name, each in samples.items():
-        key = f"{name}_{size_mb}mb"
-        figures[f"{key}_gb_per_s"] = round((size_mb << 20) / median(one.seconds for one in each) / 1e9, 3)
-        figures[f"{key}_import_cpu_ms"] = round(median(one.cpu_s for one in each) * 1e3, 2)
-        if name != SOCKET:
-            pairs = list(zip(each, samples[SOCKET], strict=True))
-            figures[f"{key}_to_socket_ratio"] = round(median(plain.seconds / one.seconds for one, plain in pairs), 3)
-            figures[f"{key}_import_cpu_ratio"] = round(median(one.cpu_s / plain.cpu_s for one, plain in pairs), 3)
+        figures[f"{name}_{size_mb}mb_gb_per_s"] = round((size_mb << 20) / median(one.seconds for one in each) / 1e9, 3)
+        figures[f"{name}_{size_mb}mb_import_cpu_ms"] = round(median(one.cpu_s for one in each) * 1e3, 2)
+    figures[f"{key}_to_socket_ratio"] = over(SOCKET, TCP, lambda one: one.seconds)
+    figures[f"{key}_import_cpu_ratio"] = over(TCP, SOCKET, lambda one: one.cpu_s)
+    wanted = {"to_socket_ratio": WANT}
     if NIXL_OVER_TCP in samples:
-        pairs = list(zip(samples["tcp"], samples[NIXL_OVER_TCP], strict=True))
-        name = f"tcp_{size_mb}mb_to_nixl_over_tcp_ratio"
-        figures[name] = round(median(nixl.seconds / ours.seconds for ours, nixl in pairs), 3)
-        if size_mb in WANT_OF_NIXL:
-            aims[name] = at_least(WANT_OF_NIXL[size_mb], figures[name])
+        figures[f"{key}_to_nixl_over_tcp_ratio"] = over(NIXL_OVER_TCP, TCP, lambda one: one.seconds)
+        wanted["to_nixl_over_tcp_ratio"] = WANT_OF_NIXL
+    for name, want in wanted.items():
+        if size_mb in want:
+            aims[f"{key}_{name}"] = at_least(want[size_mb], figures[f"{key}_{name}"])
     if size_mb in WANT:
-        rate, cpu = f"tcp_{size_mb}mb_to_socket_ratio", f"tcp_{size_mb}mb_import_cpu_ratio"
-        aims |= {rate: at_least(WANT[size_mb], figures[rate]), cpu: at_most(WANT_CPU, figures[cpu])}
+        aims[f"{key}_import_cpu_ratio"] = at_most(WANT_CPU, figures[f"{key}_import_cpu_ratio"])
     return result(figures, aims)
 
 
@@ -129,22 +127,22 @@ def _buffer(size: int) -> memoryview:
 
 
 class Puller:
-    """Pulls KV over one transport into paged tensors."""
+    """Pulls KV over TCP into paged tensors."""
 
-    def __init__(self, transport: str, address: str, folder: str, pipe: Connection) -> None:
-        self._transport, self._address, self._pipe = transport, address, pipe
+    def __init__(self, address: str, folder: str, pipe: Connection) -> None:
+        self._address, self._pipe = address, pipe
         self._ended = threading.Event()
         self._result: PullEnded | None = None
         self._count = 0
-        self._endpoint = _endpoint(transport, f"ipc://{folder}/importer-{transport}", self._on_end)
+        self._endpoint = _endpoint(f"ipc://{folder}/importer", self._on_end)
         self.stop = self._endpoint.stop
 
     def copy(self, size: int) -> Sample:
         """Raises RuntimeError when the pull fails."""
         self._count += 1
-        tokens, name = size // TOKEN_BYTES, f"{self._transport}-{self._count}"
+        tokens, name = size // TOKEN_BYTES, f"tcp-{self._count}"
         destination = _destination(tokens)
-        self._pipe.send((self._transport, name, tokens))
+        self._pipe.send((name, tokens))
         self._pipe.recv()  # staged: the time counts from the pull on
         handle = KvHandle(name, "exporter", 1, "bench", (self._address,), tokens, "bfloat16")
         self._ended.clear()
@@ -152,8 +150,8 @@ class Puller:
         self._endpoint.load(Load(name, handle, 0, tokens, destination, PULL_S))
         self._ended.wait(PULL_S)
         sample = watch()
-        if self._result is None or not self._result.ok or self._result.transport != self._transport:
-            raise RuntimeError(f"the pull over {self._transport} failed: {self._result}")
+        if self._result is None or not self._result.ok or self._result.transport != TCP:
+            raise RuntimeError(f"the pull over TCP failed: {self._result}")
         return sample
 
     def _on_end(self, _: str, ended: PullEnded) -> None:
@@ -190,11 +188,8 @@ def _destination(tokens: int) -> Destination:
     return Destination(tokens)
 
 
-def _endpoint(
-    transport: str, events: str, on_end: Callable[[str, PullEnded], None], staging_bytes: int = 256 << 20
-) -> KvEndpoint:
-    address = f"{SCHEMES[transport]}://127.0.0.1:*"
-    settings = KvSettings((address,), events, generation=1, fingerprint="bench", control_key="")
+def _endpoint(events: str, on_end: Callable[[str, PullEnded], None], staging_bytes: int = 256 << 20) -> KvEndpoint:
+    settings = KvSettings(("kv://127.0.0.1:*",), events, generation=1, fingerprint="bench", control_key="")
     return KvEndpoint(settings, SHAPE, on_end, staging_bytes)
 
 
@@ -206,11 +201,8 @@ def _export(pipe: Connection, folder: str) -> None:
     torch.set_num_threads(1)
     server = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_serve_plain, args=(server,), daemon=True).start()
-    endpoints = {
-        name: _endpoint(name, f"ipc://{folder}/exporter-{name}", lambda *_: None, staging_bytes=512 << 20)
-        for name in SCHEMES
-    }
-    pipe.send(({name: each.address for name, each in endpoints.items()}, server.getsockname()[1]))
+    endpoint = _endpoint(f"ipc://{folder}/exporter", lambda *_: None, staging_bytes=512 << 20)
+    pipe.send((endpoint.address, server.getsockname()[1]))
     source = torch.randn(LAYERS, 2, 64, HEADS, DIM).to(DTYPE)
 
     def fill(start: int, end: int, kv: torch.Tensor) -> None:
@@ -219,11 +211,10 @@ def _export(pipe: Connection, folder: str) -> None:
             part.copy_(source[:, :, : part.shape[2]])
 
     while (order := pipe.recv()) is not None:
-        transport, transfer_id, tokens = order
-        endpoints[transport].stage(transfer_id, 0, tokens, tokens, fill)
+        transfer_id, tokens = order
+        endpoint.stage(transfer_id, 0, tokens, tokens, fill)
         pipe.send(True)
-    for each in endpoints.values():
-        each.stop()
+    endpoint.stop()
 
 
 def _serve_plain(server: socket.socket) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.real_engines import LlamaShape, make_llama
+from benchmarks.cluster_files import LlamaShape, make_llama
 from benchmarks.results import Result, result
 from benchmarks.suite import spawned
 from services.worker.kv import lossy_salt
@@ -34,13 +34,13 @@ START_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A greedy request for `most` tokens, or for those that are `forced`; `stops` end it early.
+    """A greedy request for `max_tokens` tokens, or for those that are `forced`; `stops` end it early.
 
     salt: keeps it apart from prefix caches. transfer_id: of its export with this codec. handle: of its import.
     """
 
     prompt: Sequence[int]
-    most: int
+    max_tokens: int
     forced: Sequence[int] = ()
     stops: Sequence[int] = ()
     salt: str = ""
@@ -152,10 +152,10 @@ async def _answered(engine: Any, port: Any, order: Order) -> Answer | str:
     sampling = {"temperature": 0.0, "ignore_eos": True, "stop_token_ids": list(order.stops), "logprobs": 0}
     request = EngineRequest(
         request_id=order.salt,
-        job=JobView(order.salt, len(order.prompt), order.most),
+        job=JobView(order.salt, len(order.prompt), order.max_tokens),
         prompt_token_ids=list(order.prompt),
         generation=Generation(msgspec.msgpack.encode(sampling), 0.0, cache_salt=order.salt),
-        max_tokens=order.most,
+        max_tokens=order.max_tokens,
         first_token_only=bool(order.transfer_id),
         export_to=order.transfer_id,
         export_codec=order.codec,

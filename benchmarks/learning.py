@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.cluster_files import ClusterDict, engines_on_cpu
+from benchmarks.experiment import shots_of
 from benchmarks.mixed import (
     CHUNK,
     SEATS,
@@ -31,7 +33,7 @@ from benchmarks.mixed import (
     replay,
     speed_of,
 )
-from benchmarks.real_engines import QuotaSuite, cluster_file, measured_under_quotas
+from benchmarks.quotas import QuotaSession, measured_under_quotas
 from benchmarks.results import Aim, Result, at_most, merged, progress, result
 from shared.cost.kinds import others_busy, slowdown_at
 from shared.cost.library import Library
@@ -53,26 +55,28 @@ EQUAL, HALF = 0.5, 0.25  # cores of each where they are alike, and of the one th
 MAX_MODEL_LEN = 1024
 
 
-def cluster_of(model: Path) -> dict[str, Any]:
+def cluster_of(model: Path) -> ClusterDict:
     """Two instances compute whole requests, in steps of decodes and of chunks beside them; the third prompts only."""
     roles = {FAST: Role.DECODE, SLOW: Role.DECODE, THIRD: Role.PREFILL}
     instances = [{"id": name, "role": role.value} for name, role in roles.items()]
     memory = {"kv_cache_bytes": 256 << 20, "staging_bytes": STAGING_BYTES}
-    return cluster_file("learning", model, instances, MAX_MODEL_LEN, chunk_size=CHUNK, max_seqs=SEATS, **memory)
+    return engines_on_cpu("learning", model, instances, MAX_MODEL_LEN, chunk_size=CHUNK, max_seqs=SEATS, **memory)
 
 
-async def published_rates(suite: QuotaSuite) -> dict[str, StepRates]:
+async def published_rates(on: QuotaSession) -> dict[str, StepRates]:
     """The step times of all instances. Raises Unavailable for an instance that publishes none."""
-    rates = {info.instance_id: info.rates.step for info in await suite.instances()}
-    if silent := [name for name, step in rates.items() if step is None]:
-        raise Unavailable(f"{', '.join(silent)}: no step times are published")
-    return {name: step for name, step in rates.items() if step is not None}
+    rates: dict[str, StepRates] = {}
+    for info in await on.instances():
+        if info.rates.step is None:
+            raise Unavailable(f"{info.instance_id} publishes no step times")
+        rates[info.instance_id] = info.rates.step
+    return rates
 
 
 # Learned rates beside those of a calibration.
 
 OFF_PERCENT = 15.0
-FEWEST_STEPS = 10  # of a kind, in the traffic and in the calibration; with fewer a kind is not compared
+MIN_STEPS = 10  # of a kind, in the traffic and in the calibration; with fewer a kind is not compared
 # Prefill chunks at a prompt's beginning and further on; decodes at several counts and contexts; both together.
 BATCHES: Mapping[str, tuple[Batch, ...]] = MappingProxyType(
     {
@@ -112,7 +116,7 @@ def compare(
     published, timed, found = FormSteps(learned), [timed_step(step) for step in steps], []
     for kind, batches in BATCHES.items():
         known, measured = getattr(learned, kind).steps, [one for one in timed if kind_of(one.batch) == kind]
-        if min(known, len(measured)) >= FEWEST_STEPS:
+        if min(known, len(measured)) >= MIN_STEPS:
             off = tuple(published.step_time_s(batch) / calibrated.step_time_s(batch) - 1.0 for batch in batches)
             measured_off = tuple(published.step_time_s(one.batch) / one.seconds - 1.0 for one in measured)
             found.append(Compared(instance_id, kind, known, off, measured_off))
@@ -235,14 +239,14 @@ _ROWS = 10_000
 def run_learning_bench(data: Path) -> Result:
     """Raises Unavailable where CPU quotas are not allowed."""
     work = partial(_measure, conversations(data))
-    return asyncio.run(measured_under_quotas(QuotaSuite, SHAPE, CORES, cluster_of, work, SEED))
+    return asyncio.run(measured_under_quotas(SHAPE, CORES, cluster_of, work, SEED))
 
 
-async def _measure(lengths: Workload, suite: QuotaSuite) -> Result:
-    async with HostWatch(suite.target.launcher_pid) as watch:
-        cold = await _cold_start(suite, lengths)
-        work, episodes = await _halved(suite)
-        suite.check()
+async def _measure(lengths: Workload, on: QuotaSession) -> Result:
+    async with HostWatch(on.target.launcher_pid) as watch:
+        cold = await _cold_start(on, lengths)
+        work, episodes = await _halved(on)
+        on.check()
     cores = ", ".join(f"{name} {cores:g}" for name, cores in CORES.items())
     notes = [
         f"{lengths.name}, prompts a third and answers a quarter as long, {COLD_RATE:g} requests/s; cores: {cores}",
@@ -251,13 +255,13 @@ async def _measure(lengths: Workload, suite: QuotaSuite) -> Result:
     return merged(accuracy(cold), reaction(work, episodes), result({"foreign_cores": watch.mean_cores}, notes=notes))
 
 
-async def _cold_start(suite: QuotaSuite, lengths: Workload) -> list[Compared]:
-    target, traffic = suite.target, suite.traffic
+async def _cold_start(on: QuotaSession, lengths: Workload) -> list[Compared]:
+    target, traffic = on.target, on.traffic
     serving = StepReader(await target.instances())
     async with asyncio.TaskGroup() as group:
-        group.create_task(traffic.timed(replay(lengths, 0.0, COLD_RATE, COLD_S, SEED).shots))
+        group.create_task(traffic.timed(shots_of(replay(lengths, COLD_RATE, COLD_S, SEED))))
         await asyncio.sleep(COLD_S)
-        learned = await published_rates(suite)  # while it serves: they follow the last seconds
+        learned = await published_rates(on)  # while it serves: they follow the last seconds
         steps = await serving.read()
     progress("two minutes of chats are over; calibrating")
     instances = apart(await target.instances())
@@ -271,31 +275,31 @@ async def _cold_start(suite: QuotaSuite, lengths: Workload) -> list[Compared]:
     return found
 
 
-async def _halved(suite: QuotaSuite) -> tuple[list[Placed], list[Episode]]:
-    await suite.suite.wait_idle()
-    await suite.flip(THIRD)
-    for group in suite.groups.values():
+async def _halved(on: QuotaSession) -> tuple[list[Placed], list[Episode]]:
+    await on.suite.wait_idle()
+    await on.flip(THIRD)
+    for group in on.groups.values():
         group.limit(EQUAL)
-    fast = speed_of((await published_rates(suite))[FAST], sum(PROMPT) / 2, sum(OUTPUT) / 2, BESIDE)
+    fast = speed_of((await published_rates(on))[FAST], sum(PROMPT) / 2, sum(OUTPUT) / 2, BESIDE)
     rate = LOAD * len(CORES) * fast * EQUAL / CORES[FAST]
     duration_s = WARM_UP_S + len(CORES) * (BEFORE_S + SLOW_S + AFTER_S)
     progress(f"{rate:.1f} requests/s for {duration_s:.0f} s")
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(suite.traffic.timed(steady(rate, duration_s, SEED)))
-        slowing = tasks.create_task(_slow_down(suite))
-    await suite.suite.wait_idle()
+        tasks.create_task(on.traffic.timed(steady(rate, duration_s, SEED)))
+        slowing = tasks.create_task(_slow_down(on))
+    await on.suite.wait_idle()
     rows: list[dict[str, Any]] = []
-    for scheduler in suite.suite.schedulers():
+    for scheduler in on.suite.schedulers():
         async with scheduler:
             rows += await scheduler.requests(limit=_ROWS)
     return placed(rows), slowing.result()
 
 
-async def _slow_down(suite: QuotaSuite) -> list[Episode]:
+async def _slow_down(on: QuotaSession) -> list[Episode]:
     """Slow one instance after the other for a while."""
     episodes = []
     await asyncio.sleep(WARM_UP_S)
-    for name, group in suite.groups.items():
+    for name, group in on.groups.items():
         await asyncio.sleep(BEFORE_S)
         group.limit(HALF)
         episodes.append(Episode(name, time.time()))

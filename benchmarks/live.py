@@ -13,8 +13,9 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from benchmarks.experiment import Arm, LiveRun, Means, Session, in_turns, judged, measured, quietest
-from benchmarks.results import Result, merged, result
+from benchmarks.cluster_files import emulated
+from benchmarks.experiment import Arm, LiveRun, Means, Session, judged, measured, quietest
+from benchmarks.results import Result, in_turns, merged, result
 from benchmarks.suite import BARE, CPU_ENGINE
 from shared.cost.library import Library
 from shared.domain.instance import Role
@@ -78,16 +79,15 @@ REAL = Setting(
 EMULATED = Setting(
     name="emulated",
     title="emulated accelerators of two kinds, Llama-3-8B, links of 10 Gb/s",
-    cluster={
-        **BARE,
-        "name": "bench live (emulated)",
-        "instance_defaults": {"engine": "emulated", "emulated_link_gbps": 10.0, "chunk_size": 512, "max_seqs": 64},
-        "instances": [
+    cluster=emulated(
+        "live (emulated)",
+        [
             {"id": f"{role}-{name}", "role": role, "accelerator": accelerator, "kv_cache_bytes": gib << 30}
             for role in ("prefill", "decode")
             for name, accelerator, gib in (("a100", "A100-SXM-80", 56), ("a10", "A10", 6))
         ],
-    },
+        {"emulated_link_gbps": 10.0, "chunk_size": 512, "max_seqs": 64},
+    ),
     arms=(
         Arm("least_load", "placement=least_load+split=full+power_of_two"),
         Arm("round_robin", "placement=round_robin+split=full+power_of_two"),

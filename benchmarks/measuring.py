@@ -1,45 +1,26 @@
-"""What the benches of a running system share: clusters of emulated instances, servers without a suite, CPU time and
-memory of processes, and medians of rounds in which several arms take turns.
-"""
+"""Processes that a bench starts beside or instead of a suite, and the CPU time and memory of processes."""
 
 import asyncio
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 import psutil
 
-from benchmarks.results import rotated
-from benchmarks.suite import BARE
+from benchmarks.results import Figures
 from services.launcher.suite import until
 from services.launcher.supervisor import StartFailed
 from services.launcher.up import RunningSuite
 
 START_S, END_S = 180.0, 30.0  # of a process
-Figures = dict[str, float]
-Name = TypeVar("Name", bound=str | int)
-Arm = TypeVar("Arm")
-
-
-def emulated(name: str, instances: list[dict[str, Any]], defaults: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    """A cluster file of emulated instances, without the services that would take cores from those that are measured."""
-    return {
-        **BARE,
-        "name": f"{name} bench (emulated instances)",
-        "instance_defaults": {"engine": "emulated", "accelerator": "A100-SXM-80", **defaults},
-        "instances": instances,
-        **sections,
-    }
 
 
 def port_of(running: RunningSuite) -> int:
@@ -116,18 +97,3 @@ async def cores(groups: Mapping[str, Sequence[int]], window_s: float) -> Figures
 def own_bytes(pids: Iterable[int]) -> int:
     """Memory that belongs to these processes alone, without what the fork server shares with them."""
     return sum(psutil.Process(pid).memory_full_info().uss for pid in pids)
-
-
-async def in_turns(
-    arms: Mapping[Name, Arm], rounds: int, measure: Callable[[Arm, int], Awaitable[Figures]]
-) -> list[dict[Name, Figures]]:
-    """Measure every arm once in each round. Each round begins with another arm, so that drifts favour none."""
-    return [
-        {name: await measure(arms[name], number) for name in rotated(list(arms), number)} for number in range(rounds)
-    ]
-
-
-def medians(rounds: Iterable[Mapping[str, float]]) -> Figures:
-    """The median of each figure over the rounds."""
-    seen = list(rounds)
-    return {name: statistics.median(each[name] for each in seen) for name in seen[0]}

@@ -16,8 +16,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.measuring import Figures, cores, cpu_s, emulated, in_turns, medians, pids_of, port_of, serving
-from benchmarks.results import Aim, Result, at_most, merged, result
+from benchmarks.cluster_files import emulated
+from benchmarks.measuring import cores, cpu_s, pids_of, port_of, serving
+from benchmarks.results import Aim, Figures, Result, at_most, in_turns, medians, merged, result
 from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, started
 from gateway.alone import TimerTokens
 from gateway.app import prepare_environment, running
@@ -78,12 +79,13 @@ async def _load(rounds: int, streams: tuple[int, ...]) -> Result:
     async with started(CLUSTER) as running_suite, _api_layer_alone() as alone:
         # All processes but the instances, of which a real cluster has the same.
         suite = Target(port_of(running_suite), pids_of(running_suite, "gateway", "scheduler", "monitor"))
-        for target in (suite, alone):
+        targets = {"suite": suite, "alone": alone}
+        for target in targets.values():
             for path in PATHS.values():
                 await run_load(HOST, target.port, _bodies(path, 64, SHORT), 8, path)
         idle_ms = (await cores({"suite": suite.pids}, IDLE_S))["suite"] * 1e3
         cells = {
-            kind: {str(count): await _cell(suite, alone, path, count, rounds) for count in streams}
+            kind: {str(count): await _cell(targets, path, count, rounds) for count in streams}
             for kind, path in PATHS.items()
         }
     return result({"idle_cpu_ms_per_s": round(idle_ms, 2), **cells}, aims_of(idle_ms, cells))
@@ -105,42 +107,38 @@ async def _api_layer_alone() -> AsyncIterator[Target]:
         yield Target(settings.port, [process.pid])
 
 
-async def _cell(suite: Target, alone: Target, path: str, streams: int, rounds: int) -> Figures:
+async def _cell(targets: Mapping[str, Target], path: str, streams: int, rounds: int) -> Figures:
     """Medians of rounds in each of which both targets have their turn."""
-    seen = await in_turns({"suite": suite, "alone": alone}, rounds, lambda target, _: _costs(target, path, streams))
+    seen = await in_turns(targets, rounds, lambda _, name: _costs(targets[name], path, streams))
     found = medians(_compared(each["suite"], each["alone"]) for each in seen)
     return {name: round(value, 3) for name, value in found.items()}
 
 
 def _compared(ours: Figures, base: Figures) -> Figures:
-    return (
-        ours
-        | {f"api_layer_alone_{name}": value for name, value in base.items()}
-        | {f"{name}_ratio": ours[name] / base[name] for name in ("cpu_per_token_us", "cpu_per_request_ms")}
-        | {f"added_{name}": ours[name] - base[name] for name in ("ttft_p50_ms", "ttft_p99_ms")}
-    )
+    ratios = {f"{name}_ratio": ours[name] / base[name] for name in ("cpu_per_token_us", "cpu_per_request_ms")}
+    added = {f"added_{name}": ours[name] - base[name] for name in ("ttft_p50_ms", "ttft_p99_ms")}
+    return ours | {f"api_layer_alone_{name}": value for name, value in base.items()} | ratios | added
 
 
 async def _costs(target: Target, path: str, streams: int) -> Figures:
     """Of short and of long answers; the difference is the cost of the tokens."""
-    short_s, _ = await _cpu_of(target, path, max(MIN_SHORT, 2 * streams), SHORT, streams)
-    long_s, events_per_token = await _cpu_of(target, path, max(MIN_LONG, 2 * streams), LONG, streams)
+    short_s = await _cpu_s(target, path, max(MIN_SHORT, 2 * streams), SHORT, streams)
+    long_s = await _cpu_s(target, path, max(MIN_LONG, 2 * streams), LONG, streams)
     per_token_s = (long_s - short_s) / (LONG - SHORT)
     times = await _ttfts(target, path, max(MIN_SHORT, 2 * streams), streams)
     return {
         "cpu_per_token_us": per_token_s * 1e6,
         "cpu_per_request_ms": (short_s - SHORT * per_token_s) * 1e3,
-        "events_per_token": events_per_token,
         "ttft_p50_ms": times[len(times) // 2] * 1e3,
         "ttft_p99_ms": times[len(times) * 99 // 100] * 1e3,
     }
 
 
-async def _cpu_of(target: Target, path: str, requests: int, tokens: int, streams: int) -> tuple[float, float]:
-    """CPU seconds per request, and events per token."""
-    before = cpu_s(target.pids)
-    results = await run_load(HOST, target.port, _bodies(path, requests, tokens), streams, path)
-    return (cpu_s(target.pids) - before) / requests, sum(seen.chunks for seen in results) / (requests * tokens)
+async def _cpu_s(target: Target, path: str, requests: int, tokens: int, streams: int) -> float:
+    """CPU seconds per request."""
+    before_s = cpu_s(target.pids)
+    await run_load(HOST, target.port, _bodies(path, requests, tokens), streams, path)
+    return (cpu_s(target.pids) - before_s) / requests
 
 
 async def _ttfts(target: Target, path: str, requests: int, streams: int) -> list[float]:
@@ -236,7 +234,8 @@ STRUCTURED_CLUSTER: dict[str, Any] = {
 async def _structured(rounds: int) -> Result:
     """By kind of grammar, cold and repeated: medians of both, their ratio, what the suite adds beyond AIM_RATIO."""
     async with _plain_vllm() as plain, started(STRUCTURED_CLUSTER) as suite:
-        seen = await in_turns({"suite": port_of(suite), "plain": plain}, 1 + rounds, _structured_ttfts)
+        ports_of = {"suite": port_of(suite), "plain": plain}
+        seen = await in_turns(ports_of, 1 + rounds, lambda number, name: _structured_ttfts(ports_of[name], number))
     suite_ms, plain_ms = (medians(each[arm] for each in seen[1:]) for arm in ("suite", "plain"))  # the first warms up
     figures = {
         kind: {when: _ratio(suite_ms[f"{kind} {when}"], plain_ms[f"{kind} {when}"]) for when in ("cold", "repeated")}

@@ -13,22 +13,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
-from statistics import fmean
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from benchmarks import plan_cases as cases
-from benchmarks.experiment import Session, measured, model_with_context, shots_of, slower
+from benchmarks.cluster_files import model_with_context, write_cluster
+from benchmarks.experiment import LiveRun, Means, Session, measured, slower
 from benchmarks.plan_cases import cluster, ethernet, problem_of
-from benchmarks.results import Aim, Result, aim, merged, result
+from benchmarks.results import Aim, Figures, Result, aim, merged, result, run_parts
 from benchmarks.scenarios import Phase, lengths, trace_of, turning
 from services.launcher.up import RunningSuite
 from shared.domain.instance import Role
 from shared.domain.job import Slo
-from shared.errors import InvalidRequest
 from shared.plan.estimate import Estimator
 from shared.plan.evaluate import Trial, later
 from shared.plan.group import Group, Part
@@ -38,42 +38,27 @@ from shared.plan.plan import Target as PlanTarget
 from shared.plan.problem import Problem
 from shared.plan.running import Rescheduling, after_loss, reschedule
 from shared.plan.search import Outcome, Search, run_method
+from shared.sim.outcomes import SimResult
 from shared.sim.spec import RunSpec
-from shared.sim.workload import Workload
+from shared.sim.workload import Times, Workload
 from shared.wire.clients.planner import PlannerClient
-from tools.calibrate.host_watch import HostWatch
-from tools.calibrate.target import Sample
 
 
-@dataclass(frozen=True, slots=True)
-class PlanBenchOptions:
-    """parts: names of `PARTS`; all without any. processes: that search, where there are many inventories."""
-
-    data: Path
-    parts: tuple[str, ...] = ()
-    processes: int = 2
-
-
-PARTS: dict[str, Callable[[PlanBenchOptions], Result]] = {
-    "thunderserve": lambda options: cases.case_32(options.data),
-    "sizes": lambda options: cases.case_sizes(options.data),
-    "bandwidth": lambda _: cases.case_bandwidth(),
-    "loss": lambda options: cases.case_loss(options.data),
-    "oracle": lambda options: cases.case_oracle(options.processes),
-    "huawei": lambda options: cases.case_huawei(options.data),
-    "zte": lambda _: cases.case_zte(),
-    "scale": lambda _: cases.case_scale(),
-    "beside": lambda options: cases.case_beside(options.processes),
-    "live": lambda options: case_live(options.data),
-}
-
-
-def run_plan_bench(options: PlanBenchOptions) -> Result:
-    """Each part in turn. Raises InvalidRequest for an unknown part."""
-    for name in options.parts:
-        if name not in PARTS:
-            raise InvalidRequest(f"no part {name!r}; there are {', '.join(PARTS)}")
-    return merged(*(PARTS[name](options) for name in options.parts or PARTS))
+def run_plan_bench(data: Path, parts: Sequence[str] = (), processes: int = 2) -> Result:
+    """The parts of these names, all without any. processes: that search, where there are many inventories."""
+    all_parts: dict[str, Callable[[], Result]] = {
+        "thunderserve": partial(cases.case_32, data),
+        "sizes": partial(cases.case_sizes, data),
+        "bandwidth": cases.case_bandwidth,
+        "loss": partial(cases.case_loss, data),
+        "oracle": partial(cases.case_oracle, processes),
+        "huawei": partial(cases.case_huawei, data),
+        "zte": cases.case_zte,
+        "scale": cases.case_scale,
+        "beside": partial(cases.case_beside, processes),
+        "live": partial(case_live, data),
+    }
+    return run_parts(all_parts, parts)
 
 
 def case_live(data: Path) -> Result:
@@ -126,9 +111,9 @@ def search_for(kind: str, data: Path | None, nodes: Nodes = NODES, gbps: float =
     return Search(problem, perf_counter, RunSpec(streaming=False, step_budget=True), perf_counter() + 60.0)
 
 
-def factor_for(tokens_per_s: float, most: float) -> float:
-    """How slow a cluster that answers so many tokens a second has to be for `most` to arrive here."""
-    return float(max(MIN_FACTOR, ceil(tokens_per_s / most)))
+def factor_for(tokens_per_s: float, max_tokens_per_s: float) -> float:
+    """How slow a cluster that answers so many tokens a second has to be for `max_tokens_per_s` to arrive here."""
+    return float(max(MIN_FACTOR, ceil(tokens_per_s / max_tokens_per_s)))
 
 
 def file_of(one: Planned, factor: float, folder: Path, more: Mapping[str, Any] | None = None) -> Path:
@@ -147,6 +132,7 @@ def file_of(one: Planned, factor: float, folder: Path, more: Mapping[str, Any] |
     waits = {"patience_s": factor * PATIENCE_S, "job_timeout_s": factor * JOB_S}
     engine = {"emulated_slowdown": factor, "pull_timeout_s": factor * PULL_S}
     content |= {
+        "name": one.kind,
         "planner": {"enabled": False},
         "predictor": {"enabled": False},
         "dashboard": {"enabled": False},
@@ -155,9 +141,7 @@ def file_of(one: Planned, factor: float, folder: Path, more: Mapping[str, Any] |
         "instance_defaults": {**content["instance_defaults"], **engine},
         **(more or {}),
     }
-    file = folder / f"{one.kind}.yaml"
-    file.write_text(yaml.safe_dump(content, sort_keys=False))
-    return file
+    return write_cluster(folder, content)
 
 
 # The promise: the plan's own file is started and gets the requests of the simulated run that the promise is made of.
@@ -168,20 +152,11 @@ PROMISE_TOKENS_PER_S = 600.0  # that arrive at most: the machine streams three t
 
 
 @dataclass(frozen=True, slots=True)
-class PromiseFigures:
-    """Of one run, in the accelerators' time: mean TTFT and TPOT, and the settled share within the SLO."""
-
-    ttft_mean_s: float
-    tpot_mean_s: float
-    attainment_share: float
-
-
-@dataclass(frozen=True, slots=True)
 class Kept:
-    """A promise, and the result of the started plan."""
+    """A promise, and the result of the started plan: mean TTFT and TPOT, and the settled share within the SLO."""
 
-    promised: PromiseFigures
-    live: PromiseFigures
+    promised: Figures
+    live: Figures
     factor: float
     foreign_cores: float
 
@@ -195,41 +170,38 @@ def promise(kind: str, data: Path) -> Result:
     return merged(compared(f"promise_{kind}", keep(one)), result({}, notes=[note]))
 
 
-def keep(one: Planned, most: int | None = None) -> Kept:
-    """Start the plan and send the requests of its promise; the first `most` of them, to see only that it works."""
+def keep(one: Planned, max_requests: int | None = None) -> Kept:
+    """Start the plan and send the requests of its promise; with `max_requests` only the first of them, as a check."""
     promise = one.outcome.promise
     workload = one.search.evaluator.workload(Trial(one.plan, promise.rate))
-    workload = workload.head(most) if most else workload
+    workload = workload.head(max_requests) if max_requests else workload
     factor = factor_for(promise.figures["output_tokens_per_s"], PROMISE_TOKENS_PER_S)
-    slow = slower(workload, factor)
+    slow, slo = slower(workload, factor), one.problem.slo.slower(factor)
 
-    async def send(on: Session) -> tuple[PromiseFigures, float]:
+    async def send(on: Session) -> LiveRun:
         await on.warm_up()
-        sent = await on.send(slow)
-        return observed(sent.samples, slow, one.problem.slo, factor), sent.foreign_cores
+        return await on.send(slow, slo=slo)
 
     with tempfile.TemporaryDirectory(prefix="polyphase-promise-") as folder:
-        live, foreign_cores = asyncio.run(measured(file_of(one, factor, Path(folder)), send))
-    promised = PromiseFigures(promise.figures["ttft_mean_s"], promise.figures["tpot_mean_s"], promise.attainment)
-    return Kept(promised, live, factor, foreign_cores)
+        run = asyncio.run(measured(file_of(one, factor, Path(folder)), send))
+    promised = {name: promise.figures[name] for name in ("ttft_mean_s", "tpot_mean_s")}
+    promised["attainment_share"] = promise.attainment
+    return Kept(promised, promise_figures(run.result, slo, factor), factor, run.foreign_cores)
 
 
-def observed(samples: Sequence[Sample], workload: Workload, slo: Slo, factor: float) -> PromiseFigures:
-    """What clients saw of a workload on a cluster that is `factor` times as slow."""
-    ttft_s = fmean(sample.ttft_s for sample in samples)
-    tpot_s = fmean(value for sample in samples if (value := sample.tpot_s) is not None)
-    settled = np.flatnonzero(later(workload.arrival_s))
-    share = fmean(samples[at].met(slo.slower(factor)) for at in settled)
-    return PromiseFigures(ttft_s / factor, tpot_s / factor, share)
+def promise_figures(seen: SimResult, slo: Slo, factor: float) -> Figures:
+    """What clients saw on a cluster that is `factor` times as slow. slo: of that cluster."""
+    means, settled = Means.from_result(seen, factor), later(seen.outcomes.arrival_s)
+    share = float(seen.outcomes.met(slo)[settled].mean())
+    return {"ttft_mean_s": means.ttft, "tpot_mean_s": means.tpot, "attainment_share": share}
 
 
 def compared(name: str, kept: Kept) -> Result:
     """Figures of both sides, and an aim for each: live within so many percent of what was promised."""
     figures = {f"{name}_times_as_slow": kept.factor, f"{name}_foreign_cores": round(kept.foreign_cores, 3)}
     aims: dict[str, Aim] = {}
-    for what in PromiseFigures.__slots__:
-        promised, live = getattr(kept.promised, what), getattr(kept.live, what)
-        stem, unit = what.rsplit("_", 1)
+    for what, promised in kept.promised.items():
+        live, (stem, unit) = kept.live[what], what.rsplit("_", 1)
         off = 100.0 * (live / promised - 1.0)
         figures |= {
             f"{name}_{stem}_promised_{unit}": round(promised, 5),
@@ -381,16 +353,16 @@ async def ran(change: Change, data: Path | None, planner: bool) -> Ran:
 
 async def _served(change: Change, workload: Workload, planner: bool, on: Session) -> Ran:
     await on.warm_up()
-    change_s = change.factor * change.phases[0].seconds
-    changed_s = time.time() + change_s
-    async with HostWatch(on.target.launcher_pid) as watch, asyncio.TaskGroup() as group:
-        sending = group.create_task(on.traffic.tried(shots_of(workload)))
+    change_s, slo = change.factor * change.phases[0].seconds, change.one.problem.slo.slower(change.factor)
+    async with asyncio.TaskGroup() as group:
+        sending = group.create_task(on.send(workload, slo=slo, may_fail=True))
         if change.lost:
             group.create_task(_lose(on.running, change.lost, change_s))
-    answers = sending.result()
+    run = sending.result()
+    changed_s = run.began_s + change_s
     proposals = await _proposals(on.suite.state.planner_url, changed_s) if planner else ()
-    failed = tuple(answer for answer in answers if isinstance(answer, str))
-    return Ran(settled_shares(answers, workload, change), failed, changed_s, watch.mean_cores, proposals)
+    settled = settled_shares(workload.arrival_s, run.result.outcomes.met(slo), change)
+    return Ran(settled, tuple(run.failures), changed_s, run.foreign_cores, proposals)
 
 
 async def _lose(running: RunningSuite, name: str, after_s: float) -> None:
@@ -410,14 +382,12 @@ async def _proposals(url: str, since_s: float) -> tuple[Mapping[str, Any], ...]:
             await asyncio.sleep(1.0)
 
 
-def settled_shares(answers: Sequence[Sample | str], workload: Workload, change: Change) -> tuple[float, float]:
+def settled_shares(arrival_s: Times, met: NDArray[np.bool_], change: Change) -> tuple[float, float]:
     """By phase the share of its last requests within the SLO; those that failed are not."""
-    slo = change.one.problem.slo.slower(change.factor)
-    met = np.array([isinstance(answer, Sample) and answer.met(slo) for answer in answers])
     found, start_s = [], 0.0
     for phase in change.phases:
         end_s = start_s + change.factor * phase.seconds
-        last = (workload.arrival_s >= end_s - LAST * (end_s - start_s)) & (workload.arrival_s < end_s)
+        last = (arrival_s >= end_s - LAST * (end_s - start_s)) & (arrival_s < end_s)
         found.append(float(met[last].mean()) if last.any() else float("nan"))
         start_s = end_s
     return found[0], found[1]

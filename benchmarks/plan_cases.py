@@ -394,10 +394,10 @@ class Drawn:
     words: str
 
 
-def drawn(seed: int, most: int = 8) -> Drawn:
-    """A random inventory of up to `most` accelerators on one to three nodes, a model and a workload."""
+def drawn(seed: int, max_accelerators: int = 8) -> Drawn:
+    """A random inventory of up to `max_accelerators` accelerators on one to three nodes, a model and a workload."""
     rng = Random(seed)
-    left, nodes = rng.randint(2, most), {}
+    left, nodes = rng.randint(2, max_accelerators), {}
     for at in range(rng.randint(1, 3)):
         count = min(left, rng.choice((1, 2, 2, 4)))
         if count:
@@ -473,7 +473,7 @@ def case_beside(processes: int = 2) -> Result:
 
 def beside_methods(seed: int) -> dict[str, float] | None:
     """Goodput of `best` over each other method's, and the share of the price that the cheapest plan saves."""
-    problem = drawn(seed, most=12).problem
+    problem = drawn(seed, max_accelerators=12).problem
     if len({pool.accelerator.name for pool in problem.inventory.pools}) < 2:
         return None
     best = goodput(problem, "best")

@@ -6,12 +6,9 @@ torch and transformers are imported by the parts that need them.
 
 import asyncio
 import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -25,9 +22,10 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.experiment import Session, in_turns, measured, medians
+from benchmarks.experiment import Session, measured
+from benchmarks.measuring import serving
 from benchmarks.predictor_worth import run_worth
-from benchmarks.results import Aim, Result, at_least, at_most, merged, result
+from benchmarks.results import Aim, Result, arm_medians, at_least, at_most, in_turns, result, run_parts
 from predictor.buckets import Buckets
 from predictor.checkpoint import TOKENIZER_FILE, CheckpointMeta, Scores, write_meta
 from predictor.evaluate import Evaluation
@@ -39,7 +37,7 @@ from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.suite import until
 from shared.domain.job import PREDICTED_FROM, ends_of
-from shared.errors import InvalidRequest, PolyphaseError, Unavailable
+from shared.errors import PolyphaseError, Unavailable
 from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_client import RpcClient, RpcClients
 from shared.wire.sockets import Sockets
@@ -49,10 +47,7 @@ DEMO, SERVED = PROJECT / "models" / "demo-lengths", PROJECT / "models" / "demo"
 
 
 def run_predictor_bench(parts: Sequence[str] = ()) -> Result:
-    """The parts of these names, all without any. Raises InvalidRequest for an unknown one."""
-    if unknown := set(parts) - set(PARTS):
-        raise InvalidRequest(f"unknown part {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
-    return merged(*(PARTS[name]() for name in parts or PARTS))
+    return run_parts({"bayes": run_bayes, "latency": run_latency, "modes": run_modes, "worth": run_worth}, parts)
 
 
 # Accuracy. A drawn prompt contains one verb and one topic; all other words carry no information. Verbs and topics are
@@ -248,8 +243,7 @@ def run_latency() -> Result:
                 notes.append(f"{name}: not measured: there is no {checkpoint}")
                 continue
             for timeout_ms in TIMEOUTS_MS:
-                with _process(checkpoint, timeout_ms) as settings:
-                    figures |= asyncio.run(_latencies(name, settings, notes))
+                figures |= asyncio.run(_latencies(name, checkpoint, timeout_ms, notes))
     return result(figures, latency_aims(figures), notes)
 
 
@@ -320,18 +314,19 @@ def real_prompts() -> list[list[int]]:
     return [ids[start : start + length] for length in lengths for start in (rng.randrange(len(ids) - length),)]
 
 
-async def _latencies(name: str, settings: PredictorSettings, notes: list[str]) -> dict[str, float]:
-    figures, timeout_ms, prompts, sockets = dict[str, float](), settings.timeout_ms, real_prompts(), Sockets()
-    try:
-        notes.append(f"{name}, {timeout_ms:.0f} ms: {await _loaded(settings.port) or 'unknown runtime'}")
-        with RpcClients(sockets) as clients:
-            client = clients.to(settings.rpc_address)
-            for at_once in AT_ONCE:
-                began_s, calls = monotonic(), await _calls(client, prompts, at_once, timeout_ms / 1e3)
-                cell = f"{name}_{at_once}_at_once_{timeout_ms:.0f}ms"
-                figures |= latency_figures(cell, calls, timeout_ms, monotonic() - began_s)
-    finally:
-        sockets.close()
+async def _latencies(name: str, checkpoint: Path, timeout_ms: float, notes: list[str]) -> dict[str, float]:
+    figures, prompts, sockets = dict[str, float](), real_prompts(), Sockets()
+    async with _process(checkpoint, timeout_ms) as settings:
+        try:
+            notes.append(f"{name}, {timeout_ms:.0f} ms: {await _loaded(settings.port) or 'unknown runtime'}")
+            with RpcClients(sockets) as clients:
+                client = clients.to(settings.rpc_address)
+                for at_once in AT_ONCE:
+                    began_s, calls = monotonic(), await _calls(client, prompts, at_once, timeout_ms / 1e3)
+                    cell = f"{name}_{at_once}_at_once_{timeout_ms:.0f}ms"
+                    figures |= latency_figures(cell, calls, timeout_ms, monotonic() - began_s)
+        finally:
+            sockets.close()
     return figures
 
 
@@ -358,8 +353,8 @@ async def _calls(client: RpcClient, prompts: Sequence[list[int]], at_once: int, 
     return calls
 
 
-@contextmanager
-def _process(checkpoint: Path, timeout_ms: float) -> Iterator[PredictorSettings]:
+@asynccontextmanager
+async def _process(checkpoint: Path, timeout_ms: float) -> AsyncIterator[PredictorSettings]:
     """The settings of a running predictor, whose classifier answers whatever it is worth."""
     port = ports.free_range()
     settings = PredictorSettings(
@@ -370,12 +365,8 @@ def _process(checkpoint: Path, timeout_ms: float) -> Iterator[PredictorSettings]
         timeout_ms=timeout_ms,
         use="classifier",
     )
-    environment = {**os.environ, **settings.to_environment()}
-    with subprocess.Popen([sys.executable, "-m", "predictor"], env=environment, stderr=subprocess.DEVNULL) as process:
-        try:
-            yield settings
-        finally:
-            process.terminate()
+    async with serving(f"http://127.0.0.1:{port}/v1/model", "-m", "predictor", **settings.to_environment()):
+        yield settings
 
 
 async def _loaded(port: int) -> dict[str, Any]:
@@ -383,8 +374,7 @@ async def _loaded(port: int) -> dict[str, Any]:
     about: dict[str, Any] = {}
 
     async def loaded() -> bool:
-        with suppress(httpx.HTTPError):  # not listening yet
-            about.update((await http.get("/v1/model")).json()["checkpoint"])
+        about.update((await http.get("/v1/model")).json()["checkpoint"])
         if about.get("state") in ("broken", "missing"):
             raise Unavailable(f"the predictor did not load its checkpoint: {about.get('error') or about}")
         return about.get("state") == "loaded"
@@ -410,7 +400,7 @@ def run_modes() -> Result:
         return await measured(_cluster(mode), _ttfts)
 
     rounds = asyncio.run(in_turns(MODES, ROUNDS, run_mode))
-    figures = medians("modes", rounds, [name for name in rounds[0]["off"] if name.startswith("ttft_")])
+    figures = arm_medians("modes", rounds, [name for name in rounds[0]["off"] if name.startswith("ttft_")])
     loads = f"at once and in all: {LOADS}; prompts of {PROMPT_TOKENS} tokens, {OUTPUT_TOKENS} out"
     return result(figures, notes=[f"modes: {ROUNDS} rounds; {loads}"])
 
@@ -441,11 +431,3 @@ def _cluster(mode: str) -> Cluster:
     }
     sections = {name: getattr(cluster, name).model_copy(update=change) for name, change in changes.items()}
     return cluster.model_copy(update=sections)
-
-
-PARTS: dict[str, Callable[[], Result]] = {
-    "bayes": run_bayes,
-    "latency": run_latency,
-    "modes": run_modes,
-    "worth": run_worth,
-}

@@ -21,9 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.experiment import Arm, Session, emulated_file, goodput, in_turns, measured, medians, twin
+from benchmarks.cluster_files import emulated, write_cluster
+from benchmarks.experiment import Arm, Session, measured, twin
+from benchmarks.goodput import goodput
 from benchmarks.papers.testbed import SHAREGPT, sharegpt
-from benchmarks.results import Result, at_least, merged, progress, result
+from benchmarks.results import Figures, Result, arm_medians, at_least, in_turns, merged, progress, result
 from benchmarks.scenarios import TARGET, instances, lengths, shipped
 from services.launcher import cluster_keys, ports
 from services.launcher.cluster_file import load_cluster
@@ -59,7 +61,6 @@ EVALUATION = PROJECT / "models" / "demo-lengths" / "prediction.yaml"
 NO_WORSE = 0.97  # of the goodput without predictions: the resolution of its search
 STEP = 1.03
 Predictors = Mapping[str, Prediction | None]  # by arm
-Figures = Mapping[str, float]
 
 
 def run_worth() -> Result:
@@ -134,7 +135,7 @@ def simulated(
     figures: dict[str, float] = {}
     for kind, policy in product(KINDS, POLICIES):
         name, mine = f"sim_{kind}_{policy}", [seen for case, seen in found if case[:2] == (kind, policy)]
-        figures |= medians(name, [arms for arms, _ in mine], ("goodput_per_s", "jct_mean_s"))
+        figures |= arm_medians(name, [arms for arms, _ in mine], ("goodput_per_s", "jct_mean_s"))
         figures[f"{name}_rate_per_s"] = round(median(rate for _, rate in mine), 3)
     names = [f"sim_{kind}_{DEFAULT}_{TRAINED}_goodput_over_none" for kind in KINDS]
     note = (
@@ -264,7 +265,7 @@ def live(known: Prediction, data: Path | None) -> Result:
     figures = {"live_rate_per_s": round(rate, 3)}
     for policy in UNDER:
         by_arm = [{arm: one[policy, arm] for arm in ARMS} for one in rounds]
-        figures |= medians(f"live_{policy}", by_arm, ("jct_mean_s",))
+        figures |= arm_medians(f"live_{policy}", by_arm, ("jct_mean_s",))
     note = (
         f"worth, live: {len(workload)} requests a run, {ROUNDS} rounds, medians over them; lengths a {SHORTER}th of "
         f"ShareGPT's, instances {SLOWER:g} times as slow; one suite, arms in turn"
@@ -280,23 +281,17 @@ def short_requests(count: int, seed: int, data: Path | None) -> Workload:
 
 
 def cluster_into(folder: Path) -> Path:
-    return emulated_file(
-        folder,
-        "bench predictor (emulated)",
+    cluster = emulated(
+        "predictor (emulated)",
         [
             {"id": "prefill", "role": "prefill", "kv_cache_bytes": 4096 << 20},
             {"id": "decode", "count": 3, "role": "decode", "kv_cache_bytes": 224 << 20},
         ],
+        {"emulated_slowdown": SLOWER, "emulated_link_gbps": 100.0, "chunk_size": 512, "max_seqs": 64},
         max_model_len=1024,
         gateway={"slo": {"default": LIVE_SLO.targets}},
-        instance_defaults={
-            "emulated_slowdown": SLOWER,
-            "emulated_link_gbps": 100.0,
-            "accelerator": "A100-SXM-80",
-            "chunk_size": 512,
-            "max_seqs": 64,
-        },
     )
+    return write_cluster(folder, cluster)
 
 
 def _timed(drawn: Workload, rate: float, lasts_s: float) -> Workload:

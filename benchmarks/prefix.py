@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.experiment import WHO, in_turns
-from benchmarks.real_engines import LlamaShape, QuotaSuite, cluster_file, measured_under_quotas
-from benchmarks.results import Aim, Result, at_least, at_most, merged, progress, result
+from benchmarks.cluster_files import ClusterDict, LlamaShape, engines_on_cpu
+from benchmarks.quotas import QuotaSession, measured_under_quotas
+from benchmarks.results import Aim, Result, at_least, at_most, in_turns, merged, progress, result
 from benchmarks.scenarios import SEED, instances, shipped
 from shared.domain.instance import Role
 from shared.domain.job import Slo
@@ -51,7 +51,7 @@ def run_prefix_bench(
     if on_engines:
         cores = dict.fromkeys(NAMES, CORES)
         work = partial(_play, rounds)
-        parts.append(live(asyncio.run(measured_under_quotas(QuotaSuite, SHAPE, cores, cluster_of, work, LIVE_SEED))))
+        parts.append(live(asyncio.run(measured_under_quotas(SHAPE, cores, cluster_of, work, LIVE_SEED))))
     return merged(*parts)
 
 
@@ -143,7 +143,7 @@ def oracles(work: Workload) -> list[int]:
     assert work.prefixes is not None  # these traces name them
     prompts = list(zip(work.prefixes, work.prompt_tokens.tolist(), strict=True))
     blocks = sum(node.kv_tokens for node in instances("prefix")) // work.prefix_block_tokens
-    return [sum(oracle_tokens(prompts, work.prefix_block_tokens, most)) for most in (None, blocks)]
+    return [sum(oracle_tokens(prompts, work.prefix_block_tokens, bound)) for bound in (None, blocks)]
 
 
 def run(system: str, work: Workload) -> SimResult:
@@ -210,14 +210,14 @@ def chats(count: int, turns: int, per_s: float, seed: int) -> list[list[Turn]]:
     return found
 
 
-def cluster_of(model: Path) -> dict[str, Any]:
-    """The cluster file: each instance serves whole requests."""
+def cluster_of(model: Path) -> ClusterDict:
+    """Each instance serves whole requests."""
     nodes = [{"id": name, "role": Role.DECODE.value} for name in NAMES]
     memory = {"kv_cache_bytes": 512 << 20, "staging_bytes": 64 << 20}
-    return cluster_file("prefix", model, nodes, 4096, chunk_size=256, max_seqs=32, **memory)
+    return engines_on_cpu("prefix", model, nodes, 4096, chunk_size=256, max_seqs=32, **memory)
 
 
-async def _play(rounds: int, on: QuotaSuite) -> list[dict[str, Played]]:
+async def _play(rounds: int, on: QuotaSession) -> list[dict[str, Played]]:
     await _played(on, "adaptive", chats(2 * len(NAMES), 2, 1.0, LIVE_SEED - 1))  # rates are learned while serving
 
     async def play(number: int, system: str) -> Played:
@@ -225,18 +225,17 @@ async def _play(rounds: int, on: QuotaSuite) -> list[dict[str, Played]]:
         progress(f"{system}: {live_figures([played])}")
         return played
 
-    return await in_turns(list(SYSTEMS), rounds, play)
+    return await in_turns(SYSTEMS, rounds, play)
 
 
-async def _played(on: QuotaSuite, placement: str, conversations: Sequence[Sequence[Turn]]) -> Played:
+async def _played(on: QuotaSession, placement: str, conversations: Sequence[Sequence[Turn]]) -> Played:
     """All chats, under a salt of their own, which separates them from earlier runs. Raises Unavailable."""
-    await on.suite.wait_idle()
-    await on.suite.set_policies({"placement": PolicySpec(placement)}, WHO)
+    await on.use({"placement": PolicySpec(placement)})
     names = [f"vllm:prefix_cache_{name}_total" for name in ("queries", "hits")]
-    before = await on.session.metrics(*names)
+    before = await on.metrics(*names)
     sent = sorted(await _send(on.target, conversations))
     await on.suite.wait_idle()
-    after = await on.session.metrics(*names)
+    after = await on.metrics(*names)
     queried, hit = (np.array([after[name][at] - before[name][at] for name in after]) for at in (0, 1))
     size = (await on.instances())[0].block_size
     prompts = [conversations[at][number].prompt for _, at, number, _ in sent]

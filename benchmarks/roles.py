@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.experiment import Session, emulated_file, measured, model_with_context
+from benchmarks.cluster_files import ClusterDict, emulated, model_with_context
+from benchmarks.experiment import Session, measured
 from benchmarks.results import Result, at_most, merged, result
 from benchmarks.scenarios import MAX_TOKENS, PREDICTION, Phase, shares, shipped, turning, with_learned_rates
 from shared.domain.instance import Role
@@ -92,11 +93,11 @@ SETTINGS = tuple(
 )
 
 
-def run_roles_bench(
-    data: Path, settings: Sequence[Setting] = SETTINGS, seeds: Sequence[int] = SEEDS, processes: int = 2
-) -> Result:
-    work = [(setting, seed, data) for setting in settings for seed in seeds]
-    with ProcessPoolExecutor(processes) as pool:
+def run_roles_bench(data: Path, *, live: bool = False) -> Result:
+    if live:
+        return run_live(data)
+    work = [(setting, seed, data) for setting in SETTINGS for seed in SEEDS]
+    with ProcessPoolExecutor(2) as pool:
         found = list(pool.map(simulated, *zip(*work, strict=True), chunksize=1))
     note = f"lengths: Azure's traces, where they are in {data}; targets {SLO.ttft_s} s, {SLO.tpot_s} s"
     parts = [judged(f"{one.name}_seed{seed}", one, runs) for (one, seed, _), runs in zip(work, found, strict=True)]
@@ -203,32 +204,26 @@ def run_live(data: Path | None) -> Result:
     """The ratios and `predictive`, one suite after the other."""
     workload = turning(LIVE.phases, LIVE_LONGEST, 1, data)
     with tempfile.TemporaryDirectory(prefix="polyphase-roles-") as folder:
-        model_with_context(Path(folder) / "model", CONTEXT)
+        model = model_with_context(Path(folder) / "model", CONTEXT)
         runs = [
-            asyncio.run(measured(cluster_into(Path(folder), prefills, flips), partial(_served, label, workload)))
+            asyncio.run(measured(cluster_of(model, prefills, flips), partial(_served, label, workload)))
             for label, prefills, flips in LIVE_ARMS
         ]
     return merged(result({}, notes=[f"live: {len(workload)} requests a run"]), judged(LIVE.name, LIVE, runs))
 
 
-def cluster_into(folder: Path, prefills: int, flips: str) -> Path:
-    """The cluster file, with so many prefill instances and that policy of role flips."""
+def cluster_of(model: Path, prefills: int, flips: str) -> ClusterDict:
+    """A cluster with so many prefill instances and that policy of role flips."""
     roles = [Role.PREFILL if at < prefills else Role.DECODE for at in range(len(LIVE.accelerators))]
-    return emulated_file(
-        folder,
-        f"bench roles {prefills} {flips}",
-        [{"id": f"i{at}", "role": role.value, "accelerator": A100} for at, role in enumerate(roles)],
-        model=str(folder / "model"),
+    return emulated(
+        f"roles {prefills} {flips}",
+        [{"id": f"i{at}", "role": role.value} for at, role in enumerate(roles)],
+        {"emulated_slowdown": SLOWDOWN, "kv_cache_bytes": 50 << 30, "chunk_size": 2048, "max_seqs": 128},
+        model=str(model),
         max_model_len=CONTEXT,
         gateway={"slo": {"default": SLO.slower(SLOWDOWN).targets}},
         policies={"placement": "least_load", "split": "full", "dispatch": "power_of_two", "role_flip": flips},
         monitor={"drain_timeout_s": 120.0},
-        instance_defaults={
-            "emulated_slowdown": SLOWDOWN,
-            "kv_cache_bytes": 50 << 30,
-            "chunk_size": 2048,
-            "max_seqs": 128,
-        },
     )
 
 

@@ -6,7 +6,6 @@ compared. Every kind of hostile client is bounded in count and rate.
 """
 
 import asyncio
-import itertools
 import os
 import time
 from collections import Counter
@@ -22,8 +21,9 @@ import httpx
 import psutil
 
 from benchmarks.chaos import hostile
-from benchmarks.measuring import emulated, port_of
-from benchmarks.real_engines import cpu_quota
+from benchmarks.cluster_files import emulated
+from benchmarks.measuring import port_of
+from benchmarks.quotas import cpu_quota
 from benchmarks.results import Result, at_most, result
 from benchmarks.suite import spawned, started
 from services.launcher.suite import Suite
@@ -37,6 +37,7 @@ from tools.client import (
     chat_body,
     completion_body,
     stream_completion,
+    users,
 )
 
 MINUTES = 20.0
@@ -65,11 +66,23 @@ class Part:
     streams: int = 0
     failed: list[str] = field(default_factory=list)
     pss_bytes: dict[str, list[int]] = field(default_factory=dict)
-    clients: Counter[str] = field(default_factory=Counter)
+    attacks: Counter[str] = field(default_factory=Counter)
 
     @property
     def gap_p99_s(self) -> float:
         return quantiles(self.gaps_s, n=100)[98]
+
+    async def send(self, port: int, number: int, turn: int) -> bool:
+        """A user's request. Returns whether it was served."""
+        body = chat_body(f"{number} {turn} {PROMPT}", USER_TOKENS)
+        try:
+            seen = await stream_completion("127.0.0.1", port, body, path=CHAT)
+        except (StreamFailed, OSError) as error:
+            self.failed.append(f"{type(error).__name__}: {error}"[:300])
+            return False
+        self.streams += 1
+        self.gaps_s.extend(seen.gaps_s)
+        return True
 
 
 def run_soak_bench(minutes: float = MINUTES) -> Result:
@@ -97,30 +110,14 @@ async def _bench(minutes: float) -> Result:
 
 async def _part(suite: Suite, port: int, clients: Connection, kind: str, seconds: float) -> Part:
     """The users beside clients of this kind."""
-    part, until_s = Part(), time.monotonic() + seconds
+    part = Part()
     clients.send((kind, seconds))
-    async with asyncio.TaskGroup() as tasks:
-        for number in range(USERS):
-            tasks.create_task(_user(port, number, part, until_s))
-        tasks.create_task(_watch(suite, part, until_s))
+    async with users(USERS, lambda number, turn: part.send(port, number, turn)):
+        await _watch(suite, part, time.monotonic() + seconds)
     if not await asyncio.to_thread(clients.poll, 90.0):
         raise Unavailable(f"the {kind} clients have not ended")
-    part.clients = clients.recv()
+    part.attacks = clients.recv()
     return part
-
-
-async def _user(port: int, number: int, part: Part, until_s: float) -> None:
-    for turn in itertools.count():
-        if time.monotonic() > until_s:
-            return
-        body = chat_body(f"{number} {turn} {PROMPT}", USER_TOKENS)
-        try:
-            seen = await stream_completion("127.0.0.1", port, body, path=CHAT)
-            part.streams += 1
-            part.gaps_s.extend(seen.gaps_s)
-        except (StreamFailed, OSError) as error:
-            part.failed.append(f"{type(error).__name__}: {error}"[:300])
-            await asyncio.sleep(0.2)
 
 
 async def _watch(suite: Suite, part: Part, until_s: float) -> None:
@@ -162,19 +159,14 @@ def _result(parts: Mapping[str, list[Part]], before: Counter[str], after: Counte
     grown = {name: growth(values) for name, values in samples.items()}
     changed = {name: after[name] - before[name] for name in before if after[name] != before[name]}
     ratios = [other.gap_p99_s / legal.gap_p99_s for legal, other in zip(*parts.values(), strict=True)]
-    figures: dict[str, Any] = {}
-    for kind, suffix in (("hostile", ""), ("legal", "_beside_legal_load")):
-        figures[f"streams{suffix}"] = sum(part.streams for part in parts[kind])
-        figures[f"gap_p99{suffix}_s"] = [round(part.gap_p99_s, 4) for part in parts[kind]]
-        figures[f"longest_gap{suffix}_s"] = round(max(max(part.gaps_s) for part in parts[kind]), 3)
     per_minute = max(1, round(60.0 / SAMPLE_S))
-    figures |= {
+    figures: dict[str, Any] = {
+        "streams": sum(part.streams for part in in_order),
+        "gap_p99_s": [round(part.gap_p99_s, 4) for part in parts["hostile"]],
+        "gap_p99_beside_legal_load_s": [round(part.gap_p99_s, 4) for part in parts["legal"]],
         "pss_growth": {name: round(value, 4) for name, value in grown.items()},
         "pss_mib": {name: [sample >> 20 for sample in values[::per_minute]] for name, values in samples.items()},
-        "clients": {
-            kind: {name: sum(part.clients[name] for part in seen) for name in seen[0].clients}
-            for kind, seen in parts.items()
-        },
+        "attacks": dict(sum((part.attacks for part in parts["hostile"]), Counter())),
     }
     failed = [failure for part in in_order for failure in part.failed]
     aims = {
@@ -196,12 +188,12 @@ BODY_BYTES = 3_900_000
 
 
 def run_clients(pipe: Connection, address: Address) -> None:
-    """Send this process's id; then answer each (kind, seconds) with how often each thing was done, until None."""
+    """Send this process's id; then answer each (kind, seconds) with the number of attacks by kind, until None."""
     pipe.send(os.getpid())
     while (part := pipe.recv()) is not None:
         kind, seconds = part
         run = {"hostile": _hostile, "legal": _legal}[kind]
-        pipe.send(asyncio.run(run(address, time.monotonic() + seconds)))
+        pipe.send(asyncio.run(run(address, seconds)))
 
 
 def _completion(**more: object) -> Request:
@@ -263,9 +255,9 @@ async def _attack(kind: str, address: Address, rng: Random) -> None:
             await hostile.body_of(address, BODIES[kind](rng), ANSWER_S)
 
 
-async def _hostile(address: Address, until_s: float) -> Counter[str]:
+async def _hostile(address: Address, seconds: float) -> Counter[str]:
     """One client for each kind of attack. Returns how often each attack was made."""
-    made: Counter[str] = Counter()
+    made, until_s = Counter[str](), time.monotonic() + seconds
 
     async def client(number: int, kind: str) -> None:
         rng = Random(number)
@@ -280,17 +272,14 @@ async def _hostile(address: Address, until_s: float) -> Counter[str]:
     return made
 
 
-async def _legal(address: Address, until_s: float) -> Counter[str]:
-    """Short streams, `LEGAL_STREAMS` at a time. Returns how many were whole and how many failed."""
-    made, numbers = Counter(whole=0, failed=0), itertools.count()
+async def _legal(address: Address, seconds: float) -> Counter[str]:
+    """Short streams, `LEGAL_STREAMS` at a time."""
 
-    async def client() -> None:
-        while time.monotonic() < until_s:
-            try:
-                await stream_completion(*address, completion_body(f"{next(numbers)} fox", 16))
-                made["whole"] += 1
-            except (StreamFailed, OSError):
-                made["failed"] += 1
+    async def send(number: int, turn: int) -> bool:
+        with suppress(StreamFailed, OSError):
+            await stream_completion(*address, completion_body(f"{number} {turn} fox", 16))
+        return True
 
-    await asyncio.gather(*(client() for _ in range(LEGAL_STREAMS)))
-    return made
+    async with users(LEGAL_STREAMS, send):
+        await asyncio.sleep(seconds)
+    return Counter()

@@ -15,8 +15,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks.measuring import Figures, cores, cpu_s, emulated, in_turns, medians, own_bytes, pids_of, port_of
-from benchmarks.results import Result, at_most, result
+from benchmarks.cluster_files import emulated
+from benchmarks.measuring import cores, cpu_s, own_bytes, pids_of, port_of
+from benchmarks.results import Figures, Result, at_most, in_turns, medians, result
 from benchmarks.suite import started
 from services.launcher.up import RunningSuite
 from tools.client import CHAT, Request, StreamFailed, chat_body
@@ -165,11 +166,11 @@ async def _rates() -> dict[int, Figures]:
     """By number of gateway processes: medians over the loads but the first, which warms up."""
     async with AsyncExitStack() as stack:
         suites = {n: await stack.enter_async_context(started(_cluster(QUICK_STEP_S, n))) for n in (1, 2)}
-        loads = await in_turns(suites, LOADS, _load)
+        loads = await in_turns(suites, LOADS, lambda _, processes: _load(suites[processes]))
     return {n: medians(load[n] for load in loads[1:]) for n in suites}
 
 
-async def _load(running: RunningSuite, _: int) -> Figures:
+async def _load(running: RunningSuite) -> Figures:
     tokens, gateways = QUICK_STREAMS * QUICK_TOKENS, pids_of(running, "gateway")
     before_s = cpu_s(gateways)
     long = await _at_once(running, QUICK_STREAMS, QUICK_TOKENS)

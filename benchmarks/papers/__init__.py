@@ -4,7 +4,7 @@ from pathlib import Path
 
 from benchmarks.papers.cronus import cronus_section
 from benchmarks.papers.huawei import huawei_section
-from benchmarks.papers.report import as_result, page_text, with_prose
+from benchmarks.papers.report import as_result, page_text
 from benchmarks.papers.testbed import COEFFICIENTS, Testbed
 from benchmarks.papers.tetriinfer import tetriinfer_section
 from benchmarks.papers.thunderserve import thunderserve_section
@@ -16,14 +16,11 @@ def run_papers_bench(data: Path, docs: Path | None = None) -> Result:
     """All five. data: the folder that holds `traces/`. docs: the folder to write `papers.md` into."""
     testbed = Testbed()
     sections = [
-        with_prose(section)
-        for section in (
-            cronus_section(testbed, data),
-            tetriinfer_section(testbed),
-            huawei_section(testbed, data),
-            thunderserve_section(testbed, data),
-            zte_section(testbed),
-        )
+        cronus_section(testbed, data),
+        tetriinfer_section(testbed),
+        huawei_section(testbed, data),
+        thunderserve_section(testbed, data),
+        zte_section(testbed),
     ]
     if docs is not None:
         docs.mkdir(parents=True, exist_ok=True)

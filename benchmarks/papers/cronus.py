@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks.papers.report import Row, Section, gain, informative, order, ratio_gain, value
+from benchmarks.papers.report import Claim, ClaimKind, Figure, Section, section_of
 from benchmarks.papers.testbed import (
     CONVERSATION,
     Coefficients,
@@ -116,19 +116,25 @@ def cronus_section(testbed: Testbed, data: Path) -> Section:
     workload = azure(data, CONVERSATION, REQUESTS)
     at_once = workload.at_once()
     rates = {s: [requests_per_s(run_system(testbed, column, s, at_once)) for column in COLUMNS] for s in SYSTEMS}
-    stages = [
-        informative(
-            f"stage_{at}",
-            "Tables 2, 3",
-            f"calibration: {one.accelerator} {one.role} of {one.model}",
-            "req/s",
-            f"{one.measured:g}",
-            modelled(testbed, workload, one),
-        )
-        for at, one in enumerate(CAPACITIES)
-    ]
-    rows = (*stages, *_throughput_rows(rates), *_latency_rows(testbed, workload, rates))
-    return Section("cronus", "Cronus: partially disaggregated prefill", rows)
+    figures: dict[str, Figure] = {}
+    claims: dict[str, Claim] = {}
+    for at, one in enumerate(CAPACITIES):
+        what = f"calibration: {one.accelerator} {one.role} of {one.model}"
+        claims[f"stage_{at}"] = Claim("Tables 2, 3", what, ClaimKind.NONE, unit="req/s", shown=f"{one.measured:g}")
+        figures[f"stage_{at}"] = modelled(testbed, workload, one)
+    for system, claimed in TABLE_2.items():
+        for at, column in enumerate(COLUMNS):
+            key, what = f"table2_{_word(system)}_{at}", f"{column.name}: {system}"
+            claims[key] = Claim("Table 2", what, ClaimKind.VALUE, claimed[at], "req/s", WITHIN)
+            figures[key] = rates[system][at]
+    for at, column in enumerate(COLUMNS):
+        paper, ours = (" > ".join(sorted(SYSTEMS, key=lambda s: -by[s][at])) for by in (TABLE_2, rates))
+        claims[f"order_{at}"] = Claim("Table 2", f"{column.name}: order", ClaimKind.ORDER, shown=paper)
+        figures[f"order_{at}"] = ours, paper == ours
+    for system in ("PP", "Disagg H-L", "Disagg L-H"):
+        figures[f"up_to_{_word(system)}"] = max(a / b for a, b in zip(rates["Cronus"], rates[system], strict=True))
+    figures |= latencies(testbed, workload, rates)
+    return section_of("cronus", "Cronus: partially disaggregated prefill", figures, claims)
 
 
 def modelled(testbed: Testbed, workload: Workload, capacity: Capacity) -> float:
@@ -184,23 +190,7 @@ def _pair(testbed: Testbed, model: str, prefill: str, decode: str) -> tuple[Inst
     return (*(replace(spec, max_prefills=2) for spec in first), *then)
 
 
-def _throughput_rows(rates: Rates) -> list[Row]:
-    rows = []
-    for s in SYSTEMS:
-        for at, column in enumerate(COLUMNS):
-            key, figures = f"table2_{_word(s)}_{at}", (TABLE_2[s][at], rates[s][at])
-            rows.append(value(key, "Table 2", f"{column.name}: {s}", "req/s", *figures, WITHIN))
-    for at, column in enumerate(COLUMNS):
-        paper, ours = (sorted(SYSTEMS, key=lambda s: -by[s][at]) for by in (TABLE_2, rates))
-        orders = " > ".join(paper), " > ".join(ours)
-        rows.append(order(f"order_{at}", "Table 2", f"{column.name}: order", *orders, paper == ours))
-    for system, claimed in (("PP", 2.58), ("Disagg H-L", 5.64), ("Disagg L-H", 1.9)):
-        most = max(a / b for a, b in zip(rates["Cronus"], rates[system], strict=True))
-        rows.append(ratio_gain(f"up_to_{_word(system)}", "5.2", f"throughput against {system}, up to", claimed, most))
-    return rows
-
-
-def _latency_rows(testbed: Testbed, workload: Workload, rates: Rates) -> list[Row]:
+def latencies(testbed: Testbed, workload: Workload, rates: Rates) -> dict[str, Figure]:
     """P99 of TTFT and TBT of Cronus against each other system, in every column, at a rate that both serve."""
     ttft: dict[str, list[float]] = {system: [] for system in OTHERS}
     tbt: dict[str, list[float]] = {system: [] for system in OTHERS}
@@ -211,25 +201,20 @@ def _latency_rows(testbed: Testbed, workload: Workload, rates: Rates) -> list[Ro
             ttft[system].append(change(p99_ttft_s(ours), p99_ttft_s(theirs)))
             tbt[system].append(change(ours.gaps.percentile_s(0.99), theirs.gaps.percentile_s(0.99)))
 
-    def up_to(key: str, metric: str, system: str, claimed: float, changes: Sequence[float]) -> Row:
-        return gain(key, "Fig 4", f"{metric} P99 against {system}, up to", claimed, min(changes))
+    def higher(changes: Sequence[float]) -> Figure:
+        return f"Cronus {', '.join(f'{one:+.0f}' for one in changes)} %", min(changes) > 0
 
-    def higher(key: str, metric: str, system: str, changes: Sequence[float]) -> Row:
-        ours = ", ".join(f"{one:+.0f}" for one in changes)
-        what = f"{metric} P99 of {system} lower than Cronus'"
-        return order(key, "Fig 4", what, "in every column", f"Cronus {ours} %", min(changes) > 0)
-
-    return [
-        up_to("ttft_dp_a10", "TTFT", "DP, A10", -55.0, ttft["DP"][:2]),
-        up_to("ttft_dp_a30", "TTFT", "DP, A30", -26.0, ttft["DP"][2:]),
-        up_to("ttft_lh", "TTFT", "Disagg L-H", -84.0, ttft["Disagg L-H"]),
-        up_to("ttft_pp", "TTFT", "PP", -58.0, ttft["PP"]),
-        higher("ttft_hl", "TTFT", "Disagg H-L", ttft["Disagg H-L"]),
-        up_to("tbt_pp", "TBT", "PP", -70.0, tbt["PP"]),
-        up_to("tbt_dp", "TBT", "DP", -63.0, tbt["DP"]),
-        up_to("tbt_hl", "TBT", "Disagg H-L", -51.0, tbt["Disagg H-L"]),
-        higher("tbt_lh", "TBT", "Disagg L-H", tbt["Disagg L-H"]),
-    ]
+    return {
+        "ttft_dp_a10": min(ttft["DP"][:2]),
+        "ttft_dp_a30": min(ttft["DP"][2:]),
+        "ttft_lh": min(ttft["Disagg L-H"]),
+        "ttft_pp": min(ttft["PP"]),
+        "ttft_hl": higher(ttft["Disagg H-L"]),
+        "tbt_pp": min(tbt["PP"]),
+        "tbt_dp": min(tbt["DP"]),
+        "tbt_hl": min(tbt["Disagg H-L"]),
+        "tbt_lh": higher(tbt["Disagg L-H"]),
+    }
 
 
 def _word(system: str) -> str:

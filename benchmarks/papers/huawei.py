@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.papers.report import Row, Section, gain, order
+from benchmarks.papers.report import Figure, Section, section_of
 from benchmarks.papers.testbed import Kind, Testbed, Watermark, change, instances, sharegpt, tokens_per_s, weighed
 from shared.cost.linear import huawei_of
 from shared.domain.instance import Role
@@ -32,11 +32,15 @@ TIE = 0.03  # strategies this near to each other change places with the seed
 
 
 def huawei_section(testbed: Testbed, data: Path) -> Section:
-    rows = (_ranking_row(testbed, data), *_strategy_rows(testbed, data), _second_cluster(testbed, data))
-    return Section("huawei", "Huawei: high throughput on heterogeneous clusters", rows)
+    figures = {
+        "degrees": degrees(testbed, data),
+        **strategies(testbed, data),
+        "cluster2": second_cluster(testbed, data),
+    }
+    return section_of("huawei", "Huawei: high throughput on heterogeneous clusters", figures)
 
 
-def _ranking_row(testbed: Testbed, data: Path) -> Row:
+def degrees(testbed: Testbed, data: Path) -> Figure:
     """Throughput of 8 V100 by tensor-parallel degree: estimated by Algorithm 1, and simulated.
 
     As in the paper the requests are there 8 times over and go round, so each of 8/t instances computes every request t
@@ -58,29 +62,20 @@ def _ranking_row(testbed: Testbed, data: Path) -> Row:
         cluster = instances(testbed, Kind(V100, LLAMA, degree, LIMITS), Role.DECODE)
         simulated[degree] = count * tokens_per_s(simulate(repeated, cluster, RunSpec(decode_admission=Watermark())))
     ours, real = (" > ".join(map(str, sorted(by, key=lambda t: -by[t]))) for by in (estimated, simulated))
-    what = "ranking of t in {1, 2, 4, 8}: Algorithm 1's estimate against the run"
-    paper, shown = "identical (the order is lost in the text)", f"estimate {ours}; simulated {real}"
-    return order("degrees", "5.1, Fig 4", what, paper, shown, ours == real)
+    return f"estimate {ours}; simulated {real}", ours == real
 
 
-def _strategy_rows(testbed: Testbed, data: Path) -> list[Row]:
-    figures = {rate: _strategies(testbed, data, rate) for rate in BEST}
-    where = "5.2, Fig 5"
-    better = change(figures[24.0]["OS"], figures[24.0]["RR"])
-    rows = [gain("os_rr", where, "OS against RR at 24 req/s: throughput", 122.5, better)]
+def strategies(testbed: Testbed, data: Path) -> dict[str, Figure]:
+    by_rate = {rate: _strategies(testbed, data, rate) for rate in BEST}
+    figures: dict[str, Figure] = {"os_rr": change(by_rate[24.0]["OS"], by_rate[24.0]["RR"])}
     for rate, best in BEST.items():
-        by, name = figures[rate], f"{rate:g}"
+        by = by_rate[rate]
         ranked = sorted(by, key=lambda strategy: -by[strategy])
         listed = ", ".join(f"{one} {by[one]:,.0f}" for one in ranked)
-        near = by[best] >= (1 - TIE) * by[ranked[0]]
-        rows.append(order(f"best_{name}", where, f"highest at {name} req/s", best, listed, near))
-        if best == "WRR":
-            last = ranked[-1]
-            rows.append(order(f"worst_{name}", where, f"lowest at {name} req/s", "RR, below SI", last, last == "RR"))
-    below = sum(by["MB"] <= (1 + TIE) * by["OS"] for by in figures.values())
-    what, shown = "MB below OS, slightly or by less than seeds differ", f"at {below} of {len(BEST)} rates"
-    rows.append(order("mb_os", where, what, "at all rates", shown, below == len(BEST)))
-    return rows
+        figures[f"best_{rate:g}"] = listed, by[best] >= (1 - TIE) * by[ranked[0]]
+        figures[f"worst_{rate:g}"] = ranked[-1], ranked[-1] == "RR"
+    below = sum(by["MB"] <= (1 + TIE) * by["OS"] for by in by_rate.values())
+    return figures | {"mb_os": (f"at {below} of {len(BEST)} rates", below == len(BEST))}
 
 
 def _strategies(testbed: Testbed, data: Path, rate: float) -> Mapping[str, float]:
@@ -100,15 +95,14 @@ def _strategies(testbed: Testbed, data: Path, rate: float) -> Mapping[str, float
     return {name: _throughput(data, rate, cluster, placement) for name, placement in placements.items()}
 
 
-def _second_cluster(testbed: Testbed, data: Path) -> Row:
+def second_cluster(testbed: Testbed, data: Path) -> float:
     cluster = (
         *instances(testbed, Kind(V100, QWEN, 2, LIMITS), Role.DECODE, 4, "v100"),
         *instances(testbed, Kind(A800, QWEN, 1, LIMITS), Role.DECODE, 1, "a800"),
     )
     placements = LeastWorkload(unpredicted_tokens=_mean_output(data)), RoundRobin()
     ours, base = (_throughput(data, 16.0, cluster, placement) for placement in placements)
-    what = "OS against RR at 16 req/s, 8 V100 + 1 A800: throughput"
-    return gain("cluster2", "5.3, Fig 6", what, 33.6, change(ours, base))
+    return change(ours, base)
 
 
 def _throughput(data: Path, rate: float, cluster: tuple[InstanceSpec, ...], placement: Placement) -> float:

@@ -1,23 +1,24 @@
 """A paper's figures beside ours, as the result of `polyphase bench papers` and as the page `docs/papers.md`.
 
-Signs and orders must be right; a claimed gain must be met within ±30 % of itself. The page is generated from the rows
-and from the texts of `prose.yaml`.
+`claims.yaml` has what each paper claims, `prose.yaml` the texts about it. Signs and orders must be right; a claimed
+gain must be met within ±30 % of itself. The page is generated from both files and the figures of a run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from math import isfinite
+from math import inf
 from pathlib import Path
 
 import msgspec
 
-from benchmarks.results import Result
+from benchmarks.results import Result, result
 from shared.files.yaml_file import read_yaml
 
 WITHIN = 0.30
-PROSE = Path(__file__).with_name("prose.yaml")
+CLAIMS, PROSE = (Path(__file__).with_name(name) for name in ("claims.yaml", "prose.yaml"))
+Figure = float | tuple[str, bool]  # of an order: what was found, and whether it is the paper's
 
 
 class Check(StrEnum):
@@ -26,6 +27,69 @@ class Check(StrEnum):
     SIGN = "sign"
     ORDER = "order"
     MAGNITUDE = "magnitude"
+
+
+class ClaimKind(StrEnum):
+    """What a paper claims of a figure."""
+
+    GAIN = "gain"  # a change in percent, of either sign: the sign right, and within ±30 % of the claim
+    RATIO = "ratio"  # the distance from 1 is the gain: on the right side of 1, and the gain within ±30 %
+    SLOWDOWN = "slowdown"  # no gain: on the right side of 1 and within ±30 %
+    VALUE = "value"  # within a share of the paper's
+    ABOUT = "about"  # a change of about nothing, in percent: within so many points
+    RANGE = "range"
+    ORDER = "order"
+    NONE = "none"  # a figure without an aim
+
+
+class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One claim. claimed: of a range its bounds (no upper one for "more than"). shown: text for the table instead.
+
+    what: may name other figures of the section in braces. within: a share; of `ABOUT`, points.
+    """
+
+    where: str
+    what: str
+    kind: ClaimKind
+    claimed: float | tuple[float, ...] = 0.0
+    unit: str = "%"
+    within: float = WITHIN
+    shown: str = ""
+
+    def bounds(self) -> tuple[float, float]:
+        """Of the magnitude."""
+        if isinstance(self.claimed, tuple):
+            return self.claimed[0], self.claimed[1] if self.claimed[1:] else inf
+        if self.kind is ClaimKind.ABOUT:
+            return self.claimed - self.within, self.claimed + self.within
+        zero = 1.0 if self.kind is ClaimKind.RATIO else 0.0
+        low, high = sorted(zero + (self.claimed - zero) * (1 + share) for share in (-self.within, self.within))
+        return low, high
+
+    def right_sign(self, ours: float) -> bool:
+        assert isinstance(self.claimed, float)
+        zero = 0.0 if self.kind is ClaimKind.GAIN else 1.0
+        return (self.claimed - zero) * (ours - zero) > 0
+
+    @property
+    def paper(self) -> str:
+        """The claim in the table."""
+        if self.shown or self.kind in (ClaimKind.ORDER, ClaimKind.NONE):
+            return self.shown
+        if isinstance(self.claimed, tuple):
+            return "–".join(f"{bound:g}" for bound in self.claimed) if self.claimed[1:] else f"> {self.claimed[0]:g}"
+        return f"~{self.claimed:g}" if self.kind is ClaimKind.ABOUT else self.text_of(self.claimed)
+
+    def text_of(self, figure: float) -> str:
+        match self.kind:
+            case ClaimKind.GAIN | ClaimKind.ABOUT:
+                return f"{figure:+.3g}"
+            case ClaimKind.RATIO:
+                return f"{figure:.3g}"
+        return f"{figure:.4g}"
+
+
+SIGNED = (ClaimKind.GAIN, ClaimKind.RATIO, ClaimKind.SLOWDOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +120,30 @@ class Row:
         return [held for check, held in self.checks if check in kinds]
 
 
+def row_of(key: str, claim: Claim, figure: Figure) -> Row:
+    """The claim beside the figure of a run."""
+    paper = claim.paper
+    if isinstance(figure, tuple):
+        ours, held = figure
+        return Row(key, claim.where, claim.what, "", paper, ours, checks=((Check.ORDER, held),), want=paper)
+    if claim.kind in (ClaimKind.GAIN, ClaimKind.ABOUT):
+        figure = round(figure, 9) + 0.0  # without the rounding error of a zero difference
+    row = Row(key, claim.where, claim.what, claim.unit, paper, claim.text_of(figure), figure)
+    if claim.kind is ClaimKind.NONE:
+        return row
+    low, high = claim.bounds()
+    checks = (
+        [(Check.SIGN, claim.right_sign(figure))]
+        if claim.kind in (ClaimKind.GAIN, ClaimKind.RATIO, ClaimKind.SLOWDOWN)
+        else []
+    )
+    checks.append((Check.MAGNITUDE, low <= figure <= high))
+    if isinstance(claim.claimed, tuple):
+        return replace(row, checks=tuple(checks), want=paper)
+    form = "{:+.3g} … {:+.3g}" if claim.kind is ClaimKind.ABOUT else "{:.3g} … {:.3g}"
+    return replace(row, checks=tuple(checks), want=form.format(low, high), claimed=claim.claimed)
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """One paper. setup, differs: texts of `prose.yaml`."""
@@ -67,86 +155,45 @@ class Section:
     differs: tuple[str, ...] = ()
 
 
-def gain(key: str, where: str, what: str, claimed: float, ours: float) -> Row:
-    """A claimed change in percent, of either sign: sign right, and within ±30 % of the claim."""
-    ours = _without_noise(ours)
-    low, high = sorted((claimed * (1 - WITHIN), claimed * (1 + WITHIN)))
-    checks = ((Check.SIGN, claimed * ours > 0), (Check.MAGNITUDE, low <= ours <= high))
-    return Row(key, where, what, "%", f"{claimed:+.3g}", f"{ours:+.3g}", ours, claimed, checks, _range(low, high))
+def claims_of(name: str) -> dict[str, Claim]:
+    return msgspec.convert(read_yaml(CLAIMS)[name], dict[str, Claim], strict=False)
 
 
-def ratio_gain(key: str, where: str, what: str, claimed: float, ours: float) -> Row:
-    """A claimed ratio whose distance from 1 is the gain: on the right side of 1, and the gain within ±30 %."""
-    low, high = sorted((1 + (claimed - 1) * (1 - WITHIN), 1 + (claimed - 1) * (1 + WITHIN)))
-    checks = ((Check.SIGN, (claimed - 1) * (ours - 1) > 0), (Check.MAGNITUDE, low <= ours <= high))
-    return Row(key, where, what, "x", f"{claimed:.3g}", f"{ours:.3g}", ours, claimed, checks, _range(low, high))
+def section_of(
+    name: str, title: str, figures: Mapping[str, Figure], more: Mapping[str, Claim] | None = None
+) -> Section:
+    """A row for each claim on the paper, those in `more` first, with its texts and a note on each row that misses.
 
-
-def factor(key: str, where: str, what: str, claimed: float, ours: float) -> Row:
-    """A claimed slow-down, which is no gain: on the right side of 1 and within ±30 %."""
-    row = value(key, where, what, "x", claimed, ours)
-    return replace(row, checks=((Check.SIGN, (claimed - 1) * (ours - 1) > 0), *row.checks))
-
-
-def value(key: str, where: str, what: str, unit: str, claimed: float, ours: float, within: float = WITHIN) -> Row:
-    """An absolute figure, within a share of the paper's."""
-    low, high = claimed * (1 - within), claimed * (1 + within)
-    checks = ((Check.MAGNITUDE, low <= ours <= high),)
-    return Row(key, where, what, unit, f"{claimed:.4g}", f"{ours:.4g}", ours, claimed, checks, _range(low, high))
-
-
-def points(key: str, where: str, what: str, claimed: float, ours: float, within: float) -> Row:
-    """A claimed change of about nothing, in percent: within that many points."""
-    ours = _without_noise(ours)
-    checks = ((Check.MAGNITUDE, abs(ours - claimed) <= within),)
-    want = f"{claimed - within:+.3g} … {claimed + within:+.3g}"
-    return Row(key, where, what, "%", f"~{claimed:g}", f"{ours:+.3g}", ours, claimed, checks, want)
-
-
-def between(key: str, where: str, what: str, unit: str, low: float, high: float, ours: float, shown: str = "") -> Row:
-    """A claim of a range or a bound (`high` infinite for "more than")."""
-    text = shown or (f"{low:g}–{high:g}" if isfinite(high) else f"> {low:g}")
-    return Row(key, where, what, unit, text, f"{ours:.4g}", ours, None, ((Check.MAGNITUDE, low <= ours <= high),), text)
-
-
-def order(key: str, where: str, what: str, paper: str, ours: str, held: bool) -> Row:
-    return Row(key, where, what, "", paper, ours, checks=((Check.ORDER, held),), want=paper)
-
-
-def informative(key: str, where: str, what: str, unit: str, paper: str, ours: float) -> Row:
-    """A figure without an aim."""
-    return Row(key, where, what, unit, paper, f"{ours:.4g}", ours)
-
-
-def _without_noise(percent: float) -> float:
-    """Without the rounding error of a zero difference."""
-    return round(percent, 9) + 0.0
-
-
-def _range(low: float, high: float) -> str:
-    return f"{low:.3g} … {high:.3g}"
+    Raises KeyError for a claim without a figure.
+    """
+    claims = {**(more or {}), **claims_of(name)}
+    rows = []
+    for key, claim in claims.items():
+        named = msgspec.structs.replace(claim, what=claim.what.format_map(figures))
+        rows.append(row_of(key, named, figures[key]))
+    return with_prose(Section(name, title, tuple(rows)))
 
 
 _UNITS = {"%": "percent", "x": "ratio", "": "value", "req/s": "rps", "tokens/s": "tokens_s"}
 
 
 def as_result(sections: Iterable[Section]) -> Result:
-    result: Result = {"figures": {}, "aims": {}, "notes": []}
+    found = result({})
     for section in sections:
         for row in section.rows:
             name = f"{section.name}_{row.key}"
             unit = _UNITS.get(row.unit, row.unit)
             if row.figure is not None:
-                result["figures"][f"{name}_{unit}"] = round(row.figure, 4)
+                found["figures"][f"{name}_{unit}"] = round(row.figure, 4)
             if row.claimed is not None:
-                result["figures"][f"{name}_paper_{unit}"] = row.claimed
+                found["figures"][f"{name}_paper_{unit}"] = row.claimed
             for check, held in row.checks:
                 want = f"sign of {row.paper}" if check is Check.SIGN else row.want
                 note = {"note": row.note} if row.note and not held else {}
-                result["aims"][f"{name}_{check}"] = {"want": want, "got": row.ours, "met": held, **note}
+                found["aims"][f"{name}_{check}"] = {"want": want, "got": row.ours, "met": held, **note}
             if row.note and not row.met:
-                result["notes"].append(f"{section.title}, {row.where}, {row.what}: {row.note}")
-    return result
+                found["notes"].append(f"{section.title}, {row.where}, {row.what}: {row.note}")
+    return found
 
 
 class Prose(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

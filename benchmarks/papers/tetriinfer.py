@@ -6,12 +6,12 @@ of 16. TetriInfer has a prefill and a decode instance: chunks of 512, shortest f
 power of two, buckets of 200 tokens with an accuracy of 74.9 %. Requests come at once.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 
 import numpy as np
 
-from benchmarks.papers.report import Row, Section, between, factor, gain, order, points, ratio_gain
+from benchmarks.papers.report import Figure, Section, section_of
 from benchmarks.papers.testbed import (
     AtopWatermark,
     Kind,
@@ -64,35 +64,18 @@ TETRI = RunSpec(
 SEEDS = (0, 1, 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """The paper's figures of one workload: changes in percent, and a ratio."""
-
-    workload: str
-    where: str
-    ttft: float | None
-    jct: float
-    resource: float
-    perf: float
-
-
-CLAIMS = (
-    Claim("LPLD", "Fig 11", -44.0, -40.0, 0.0, 1.4),
-    Claim("LPHD", "Fig 12", -97.0, -47.0, -38.0, 2.4),
-    Claim("HPLD", "Fig 13", -9.0, -23.0, 43.0, 0.86),
-    Claim("HPHD", "Fig 14", None, -19.0, 7.0, 1.1),
-    Claim("Mixed", "Fig 15", -85.0, -50.0, -21.0, 1.9),
-)
+WORKLOADS = ("LPLD", "LPHD", "HPLD", "HPHD", "Mixed")
 
 
 def tetriinfer_section(testbed: Testbed) -> Section:
-    workloads = [row for claim in CLAIMS for row in _workload_rows(testbed, claim)]
-    schedulers = (*_prefill_order(testbed), *_admission(testbed), *_dispatch(testbed))
-    rows = (*interference_rows(testbed), *workloads, *schedulers)
-    return Section("tetriinfer", "TetriInfer: inference without interference", rows)
+    figures: dict[str, Figure] = {**interference(testbed), **prefill_orders(testbed), **admissions(testbed)}
+    for kind in WORKLOADS:
+        figures |= {f"{kind.lower()}_{name}": value for name, value in against_coupled(testbed, kind).items()}
+    figures |= dispatches(testbed)
+    return section_of("tetriinfer", "TetriInfer: inference without interference", figures)
 
 
-def interference_rows(testbed: Testbed) -> tuple[Row, ...]:
+def interference(testbed: Testbed) -> dict[str, Figure]:
     """How requests in one batch slow each other down, from the step model alone."""
     model = testbed.model(ACCELERATOR, MODEL, DEGREE)
 
@@ -103,29 +86,21 @@ def interference_rows(testbed: Testbed) -> tuple[Row, ...]:
         return model.step_time_s(together) / model.step_time_s(alone)
 
     threshold = saturation_tokens(model.prefill_time_s)
-    light, heavy, decode = Batch((LIGHT,)), Batch((HEAVY,)), decodes(1)
+    light, heavy = Batch((LIGHT,)), Batch((HEAVY,))
     all_light = model.decode_time_s(128, 128 * LIGHT_CONTEXT)
     half_heavy = model.decode_time_s(128, 64 * (LIGHT_CONTEXT + HEAVY_CONTEXT))
-    cases = (
-        ("lp_7lp", "Fig 3a", "light prefill, 7 light beside it", 2.0, light, Batch((LIGHT,) * 8)),
-        ("lp_63lp", "Fig 3a", "light prefill, 63 light beside it", 8.0, light, Batch((LIGHT,) * 64)),
-        ("hp_lp", "Fig 3c", "heavy prefill, 63 light beside it", 3.0, heavy, Batch((HEAVY, *(LIGHT,) * 63))),
-        ("ld_hp", "Fig 4b", "light decode, a heavy prefill beside it", 5.0, decode, decodes(1, HEAVY)),
-        ("lp_ld", "Fig 4c", "light prefill, 127 light decodes beside it", 2.5, light, decodes(127, LIGHT)),
-        ("hp_ld", "Fig 4d", "heavy prefill, 127 light decodes beside it", 2.5, heavy, decodes(127, HEAVY)),
-    )
-    factors = [factor(key, where, what, claimed, slowdown(*batches)) for key, where, what, claimed, *batches in cases]
-    seven = slowdown(light, Batch((LIGHT, *(HEAVY,) * 7)))
-    saturation = "tokens a step at which prefill saturates (ChunkSize)"
-    halves = "batch of 128, half heavy"
-    return (
-        order("saturation", "Fig 2", saturation, "512", str(threshold), threshold == 512),
-        *factors[:2],
-        between("lp_hp", "Fig 3b", "light prefill, 7 heavy beside it", "x", 10.0, float("inf"), seven),
-        *factors[2:],
-        gain("dd_throughput", "Fig 5", f"{halves}: throughput", -16.0, change(all_light, half_heavy)),
-        gain("dd_latency", "Fig 5", f"{halves}: latency", 23.0, change(half_heavy, all_light)),
-    )
+    return {
+        "saturation": (str(threshold), threshold == 512),
+        "lp_7lp": slowdown(light, Batch((LIGHT,) * 8)),
+        "lp_63lp": slowdown(light, Batch((LIGHT,) * 64)),
+        "lp_hp": slowdown(light, Batch((LIGHT, *(HEAVY,) * 7))),
+        "hp_lp": slowdown(heavy, Batch((HEAVY, *(LIGHT,) * 63))),
+        "ld_hp": slowdown(decodes(1), decodes(1, HEAVY)),
+        "lp_ld": slowdown(light, decodes(127, LIGHT)),
+        "hp_ld": slowdown(heavy, decodes(127, HEAVY)),
+        "dd_throughput": change(all_light, half_heavy),
+        "dd_latency": change(half_heavy, all_light),
+    }
 
 
 def coupled(testbed: Testbed, workload: Workload) -> SimResult:
@@ -147,33 +122,26 @@ def disaggregated(
     return simulate(workload, cluster, replace(run, seed=seed))
 
 
-def _workload_rows(testbed: Testbed, claim: Claim) -> tuple[Row, ...]:
+def against_coupled(testbed: Testbed, kind: str) -> dict[str, float]:
     """Means of 128 requests; resource time is that in which an instance works, of the coupled one the whole run."""
-    ttft, jct, resource, perf = [], [], [], []
+    rows = []
     for seed in SEEDS:
-        workload = tetri(claim.workload, 128, seed)
+        workload = tetri(kind, 128, seed)
         base, ours = coupled(testbed, workload), disaggregated(testbed, workload, seed=seed)
         busy_s = sum(use.busy_s for use in ours.instances)
-        ttft.append(change(mean_ttft_s(ours), mean_ttft_s(base)))
-        jct.append(change(mean_jct_s(ours), mean_jct_s(base)))
-        resource.append(change(busy_s, base.duration_s))
-        perf.append((1.0 / (mean_jct_s(ours) * busy_s)) / (1.0 / (mean_jct_s(base) * base.duration_s)))
-    name, kind, where = claim.workload.lower(), claim.workload, claim.where
-    first = f"{name}_ttft", where, f"{kind}: mean TTFT"
-    used = f"{name}_resource", where, f"{kind}: resource time"
-    return (
-        between(*first, "%", -100.0, -9.0, fmean(ttft), "< -9 (more than HPLD's)")
-        if claim.ttft is None
-        else gain(*first, claim.ttft, fmean(ttft)),
-        gain(f"{name}_jct", where, f"{kind}: mean JCT", claim.jct, fmean(jct)),
-        gain(*used, claim.resource, fmean(resource))
-        if claim.resource
-        else points(*used, claim.resource, fmean(resource), 10.0),
-        ratio_gain(f"{name}_perf", where, f"{kind}: perf/$", claim.perf, fmean(perf)),
-    )
+        perf = (1.0 / (mean_jct_s(ours) * busy_s)) / (1.0 / (mean_jct_s(base) * base.duration_s))
+        rows.append(
+            {
+                "ttft": change(mean_ttft_s(ours), mean_ttft_s(base)),
+                "jct": change(mean_jct_s(ours), mean_jct_s(base)),
+                "resource": change(busy_s, base.duration_s),
+                "perf": perf,
+            }
+        )
+    return {name: fmean(row[name] for row in rows) for name in rows[0]}
 
 
-def _prefill_order(testbed: Testbed) -> tuple[Row, ...]:
+def prefill_orders(testbed: Testbed) -> dict[str, float]:
     """Fig 16: 128 requests of the mixed workload."""
     model = testbed.model(ACCELERATOR, MODEL, DEGREE)
     workloads = [tetri("Mixed", 128, seed) for seed in SEEDS]
@@ -190,18 +158,15 @@ def _prefill_order(testbed: Testbed) -> tuple[Row, ...]:
         )
         return ttft_s(policy) - own_s
 
-    fixed = fmean(mean_ttft_s(coupled(testbed, workload)) for workload in workloads)
-    batch = "chunked prefill, FCFS, against a fixed batch: mean prefill latency"
-    wait = "SJF against FCFS: mean prefill waiting, window of 16"
-    window = "SJF: mean TTFT, window of 128 against 16"
-    return (
-        gain("chunked", "Fig 16", batch, -86.4, change(ttft_s(Fcfs()), fixed)),
-        gain("sjf", "Fig 16", wait, -7.8, change(waiting_s(Sjf(16)), waiting_s(Fcfs()))),
-        gain("sjf_window", "Fig 16", window, -46.5, change(ttft_s(Sjf(128)), ttft_s(Sjf(16)))),
-    )
+    fixed_s = fmean(mean_ttft_s(coupled(testbed, workload)) for workload in workloads)
+    return {
+        "chunked": change(ttft_s(Fcfs()), fixed_s),
+        "sjf": change(waiting_s(Sjf(16)), waiting_s(Fcfs())),
+        "sjf_window": change(ttft_s(Sjf(128)), ttft_s(Sjf(16))),
+    }
 
 
-def _admission(testbed: Testbed) -> tuple[Row, ...]:
+def admissions(testbed: Testbed) -> dict[str, float]:
     """Fig 18: 256 requests, one decode instance."""
 
     def jct_s(policy: DecodeAdmission, prediction: Prediction) -> float:
@@ -213,14 +178,11 @@ def _admission(testbed: Testbed) -> tuple[Row, ...]:
 
     greedy_s = jct_s(Watermark(), CERTAIN)
     dynamic, static = AtopWatermark(ReserveDynamic()), AtopWatermark(ReserveStatic())
-    cases = (dynamic, PREDICTOR), (dynamic, CERTAIN), (static, CERTAIN)
-    usual, certain, fixed = (change(jct_s(*case), greedy_s) for case in cases)
-    what = "against greedy: mean JCT, accuracy"
-    return (
-        points("rd_749", "Fig 18", f"reserve-dynamic {what} 74.9 %", 0.0, usual, 5.0),
-        gain("rd_100", "Fig 18", f"reserve-dynamic {what} 100 %", -12.0, certain),
-        gain("rs_100", "Fig 18", f"reserve-static {what} 100 %", -10.0, fixed),
-    )
+    return {
+        "rd_749": change(jct_s(dynamic, PREDICTOR), greedy_s),
+        "rd_100": change(jct_s(dynamic, CERTAIN), greedy_s),
+        "rs_100": change(jct_s(static, CERTAIN), greedy_s),
+    }
 
 
 DISPATCHERS: dict[str, DispatchPolicy] = {
@@ -231,7 +193,7 @@ DISPATCHERS: dict[str, DispatchPolicy] = {
 }
 
 
-def _dispatch(testbed: Testbed) -> list[Row]:
+def dispatches(testbed: Testbed) -> dict[str, Figure]:
     """Fig 19: 32 requests a decode instance, 2 to 8 of them; seconds from the first token of all to the last one."""
 
     def decode_s(policy: DispatchPolicy, count: int, seed: int) -> float:
@@ -240,12 +202,11 @@ def _dispatch(testbed: Testbed) -> list[Row]:
         out = disaggregated(testbed, workload, run, prefill=INSTANT, decodes=count, seed=seed).outcomes
         return float(np.nanmax(out.last_token_s) - np.nanmin(out.first_token_s))
 
-    rows = []
+    figures: dict[str, Figure] = {}
     for count in (2, 4, 8):
         took = {n: fmean(decode_s(policy, count, seed) for seed in range(5)) for n, policy in DISPATCHERS.items()}
         ranking = sorted(took, key=lambda name: took[name])
         ours = " < ".join(f"{name} {took[name]:.1f} s" for name in ranking)
         ranking.remove("spread")
-        what, best = f"total decode time, {count} decode instances", ranking[0] == "power of two"
-        rows.append(order(f"dispatch_{count}", "Fig 19", what, "power of two is least", ours, best))
-    return rows
+        figures[f"dispatch_{count}"] = ours, ranking[0] == "power of two"
+    return figures

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.papers.report import Row, Section, between, informative, order, ratio_gain, value
+from benchmarks.papers.report import Figure, Section, section_of
 from benchmarks.papers.testbed import (
     CODING,
     CONVERSATION,
@@ -38,8 +38,10 @@ MODEL, LAYERS = "LLaMA-30B", 60
 
 
 def thunderserve_section(testbed: Testbed, data: Path) -> Section:
-    rows = (*_ratio_rows(testbed, data), *kv_rows(testbed), *_link_rows(testbed), *_loss_rows(testbed, data))
-    return Section("thunderserve", "ThunderServe: heterogeneous GPUs in the cloud", rows)
+    figures = {**ratios(testbed, data), **kv_figures(testbed), **link_gains(testbed)}
+    for trace in DEPLOYMENTS:
+        figures |= {f"loss_{trace}{name}": figure for name, figure in losses(testbed, data, trace).items()}
+    return section_of("thunderserve", "ThunderServe: heterogeneous GPUs in the cloud", figures)
 
 
 # Figs 6 and 14: the best ratio of prefill to decode instances, of 8 with two A5000 each.
@@ -47,9 +49,10 @@ def thunderserve_section(testbed: Testbed, data: Path) -> Section:
 INSTANCES, REQUESTS = 8, 800
 
 
-def _ratio_rows(testbed: Testbed, data: Path) -> list[Row]:
+def ratios(testbed: Testbed, data: Path) -> dict[str, Figure]:
     kind = Kind("RTX-A5000", "Llama-2-13B", 2, LIMITS, NETWORK)
-    rows, best = [], {}
+    figures: dict[str, Figure] = {}
+    best = {}
     for (name, trace), paper in zip(TRACES.items(), (5, 3), strict=True):
         workload = azure(data, trace, REQUESTS, CONTEXT_TOKENS).at_once()
         by = {}  # tokens a second by the number of prefill instances
@@ -60,11 +63,9 @@ def _ratio_rows(testbed: Testbed, data: Path) -> list[Row]:
         ranked = sorted(by, key=lambda prefills: -by[prefills])
         best[name] = ranked[0]
         listed = ", ".join(f"{_ratio(prefills)} {by[prefills]:,.0f}" for prefills in ranked[:3])
-        what, held = f"best P:D of 8 instances, {name}", best[name] == paper
-        rows.append(order(f"ratio_{name}", "Figs 6, 14", what, _ratio(paper), listed, held))
-    what = "more prefill than decode for coding, less for conversation"
-    ours, held = " and ".join(map(_ratio, best.values())), best["coding"] > INSTANCES / 2 > best["conversation"]
-    return [*rows, order("ratio_sides", "Figs 6, 14", what, "yes", ours, held)]
+        figures[f"ratio_{name}"] = listed, best[name] == paper
+    held = best["coding"] > INSTANCES / 2 > best["conversation"]
+    return figures | {"ratio_sides": (" and ".join(map(_ratio, best.values())), held)}
 
 
 def _ratio(prefills: int) -> str:
@@ -78,7 +79,7 @@ OUTPUT_MEDIAN = 13  # of coding (Appendix E)
 PROMPTS = (512, 1024, 2048)
 
 
-def kv_rows(testbed: Testbed) -> list[Row]:
+def kv_figures(testbed: Testbed) -> dict[str, Figure]:
     """Transfer times of one prompt, and their share of a request's time.
 
     The two times are what the link's efficiency was taken from (`Link`: 0.56 and 0.61 of nominal, 0.58), so that
@@ -86,21 +87,12 @@ def kv_rows(testbed: Testbed) -> list[Row]:
     """
     model = testbed.geometry(MODEL)
     raw, packed = (1e3 * transfer_time_s(model, 1024, NETWORK, codec) for codec in (Codec.RAW, Codec.INT4))
-    rows = [
-        informative("kv_16bit", "Table 8", "KV of 1024 tokens, LLaMA-30B, 40 Gb/s, 16 bits (fitted)", "ms", "584", raw),
-        informative("kv_4bit", "Table 8", "the same, 4 bits, ours 4.75 (fitted)", "ms", "133", packed),
-        value("kv_ratio", "Table 8", "16 bits over 4 bits", "x", 584.0 / 133.0, raw / packed),
-    ]
-    for codec, bits, low, high in ((Codec.RAW, 16, 16.0, 30.0), (Codec.INT4, 4, 4.0, 9.0)):
+    figures: dict[str, Figure] = {"kv_16bit": raw, "kv_4bit": packed, "kv_ratio": raw / packed}
+    for codec in (Codec.RAW, Codec.INT4):
         shares = [_kv_share(testbed, prompt, codec) for prompt in PROMPTS]
-        key, shown = f"share_{codec.value}", f"{low:g}–{high:g}"
-        what = f"KV's share of a request, LLaMA-7B, 2 A5000, {bits} bits, mean of prompts 512–2048"
-        rows.append(between(key, "4", what, "%", low, high, sum(shares) / len(shares)))
-        rows += [
-            informative(f"{key}_{at}", "4", f"… prompt of {prompt}, {bits} bits", "%", shown, share)
-            for at, (prompt, share) in enumerate(zip(PROMPTS, shares, strict=True))
-        ]
-    return rows
+        figures[f"share_{codec.value}"] = sum(shares) / len(shares)
+        figures |= {f"share_{codec.value}_{at}": share for at, share in enumerate(shares)}
+    return figures
 
 
 def _kv_share(testbed: Testbed, prompt: int, codec: Codec) -> float:
@@ -112,7 +104,7 @@ def _kv_share(testbed: Testbed, prompt: int, codec: Codec) -> float:
     return 100.0 * transfer_s / (prefill_s + transfer_s + decode_s)
 
 
-def _link_rows(testbed: Testbed) -> tuple[Row, ...]:
+def link_gains(testbed: Testbed) -> dict[str, float]:
     """Gains of splitting and of compression at 40 Gb/s."""
     workload = synthetic(200, 1024, OUTPUT)
     split = _best(testbed, "A40", Role.PREFILL, LIMITS), _best(testbed, "RTX-3090-Ti", Role.DECODE, LIMITS)
@@ -121,12 +113,7 @@ def _link_rows(testbed: Testbed) -> tuple[Row, ...]:
     packed = tokens_per_s(simulate(workload, split, RUN))
     raw = tokens_per_s(simulate(workload, split, replace(RUN, codec=Codec.RAW)))
     base = tokens_per_s(simulate(workload, coupled, RunSpec(label="coupled", decode_admission=Watermark())))
-    against = "throughput: split over 40 Gb/s against two coupled"
-    return (
-        ratio_gain("split", "Table 5", against, 3292 / 1610, packed / base),
-        ratio_gain("bits", "Table 8", "throughput: KV in 4 bits against 16", 3292 / 2450, packed / raw),
-        informative("split_tokens", "Table 5", "throughput: split, 4 bits", "tokens/s", "3292", packed),
-    )
+    return {"split": packed / base, "bits": packed / raw, "split_tokens": packed}
 
 
 def _best(testbed: Testbed, accelerator: str, role: Role, limits: EngineLimits) -> InstanceSpec:
@@ -196,11 +183,8 @@ LOAD = 0.9  # of what the whole cluster serves
 SCALES = (2.0, 3.0, 4.0, 5.0, 6.0, 8.0)  # deadlines: so often a request's time alone on two A100
 
 
-def _loss_rows(testbed: Testbed, data: Path) -> list[Row]:
-    return [row for name in DEPLOYMENTS for row in _rows_of_a_loss(testbed, data, name)]
-
-
-def _rows_of_a_loss(testbed: Testbed, data: Path, name: str) -> tuple[Row, ...]:
+def losses(testbed: Testbed, data: Path, name: str) -> dict[str, Figure]:
+    """Attainment after the loss: with a role flipped or not, while a new plan loads, and by the group that flips."""
     groups, flips = DEPLOYMENTS[name], FLIPPED[name]
     cluster = tuple(_cluster(testbed, groups))
     left = tuple(spec for spec in cluster if not spec.instance_id.startswith(LOST))
@@ -219,16 +203,12 @@ def _rows_of_a_loss(testbed: Testbed, data: Path, name: str) -> tuple[Row, ...]:
     while_s = LOST_AT_S, LOST_AT_S + SEARCH_S + RELOAD_S
     within = [_attainment(run, alone_s, *while_s) for run in _rescheduled(arriving, cluster, flips)]
     ranked = sorted(flipped, key=lambda group: -flipped[group])
-    against = f"{light:.1f} % against {none:.1f} % ({before:.1f} % with them)"
-    without = f"{name}: attainment without the 4 GPUs, a role flipped against nothing done"
-    after = f"{name}: attainment in the 157 s after it, a flip against planning anew"
-    anew, which = f"{within[0]:.1f} % against {within[1]:.1f} %", f"{name}: the group that gives an instance"
     listed = ", ".join(f"{group} {flipped[group]:.1f} %" for group in ranked)
-    return (
-        order(f"loss_{name}", "5.4, Fig 11", without, "higher", against, light > none),
-        order(f"loss_{name}_while", "5.4, Fig 11", after, "higher", anew, within[0] > within[1]),
-        order(f"loss_{name}_which", "App. G", which, flips, listed, ranked[0] == flips),
-    )
+    return {
+        "": (f"{light:.1f} % against {none:.1f} % ({before:.1f} % with them)", light > none),
+        "_while": (f"{within[0]:.1f} % against {within[1]:.1f} %", within[0] > within[1]),
+        "_which": (listed, ranked[0] == flips),
+    }
 
 
 def _cluster(testbed: Testbed, groups: Groups) -> Iterable[InstanceSpec]:

@@ -5,7 +5,7 @@ from statistics import fmean
 
 import numpy as np
 
-from benchmarks.papers.report import Row, Section, gain, informative, order
+from benchmarks.papers.report import Figure, Section, section_of
 from benchmarks.papers.testbed import Kind, Shares, Testbed, Watermark, change, instances, p99_ttft_s
 from shared.cost.catalogue import Accelerator
 from shared.cost.geometry import ModelGeometry
@@ -22,13 +22,12 @@ TTFT_SLO_S = 2.0
 ARRIVALS_S = 60.0
 SEEDS = (0, 1, 2)
 ALONE = (0, 1)  # GPU A computes whole requests
-# Prompt, output, requests a second, source, and the paper's throughput integrated and split.
-SPLITS = ((512, 1024, 3.0, "Fig 9", 19.3, 22.6), (1024, 1024, 2.0, "Fig 10", 19.2, 25.0))
+SPLITS = ((512, 1024, 3.0), (1024, 1024, 2.0))  # prompt, output, requests a second of Figs 9 and 10
 
 
 def zte_section(testbed: Testbed) -> Section:
-    rows = (*_split_rows(testbed), *_ratio_rows(testbed), *_long_rows(testbed), *_formula_rows(testbed))
-    return Section("zte", "ZTE: prefill and decode on GPUs of two vendors", rows)
+    figures = {**splits(testbed), **ratios(testbed), **long_requests(testbed), **formulas(testbed)}
+    return section_of("zte", "ZTE: prefill and decode on GPUs of two vendors", figures)
 
 
 def _runs(testbed: Testbed, prompt: int, output: int, rate: float, ratio: tuple[int, int]) -> list[SimResult]:
@@ -45,53 +44,39 @@ def _runs(testbed: Testbed, prompt: int, output: int, rate: float, ratio: tuple[
     ]
 
 
-def _split_rows(testbed: Testbed) -> list[Row]:
-    rows = []
-    for prompt, output, rate, where, before, after in SPLITS:
+def splits(testbed: Testbed) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {}
+    for prompt, output, rate in SPLITS:
         alone, split = (_runs(testbed, prompt, output, rate, ratio) for ratio in (ALONE, (1, 1)))
         speeds = [_user_tokens_per_s(runs) for runs in (alone, split)]
         ttft_s = [fmean(map(p99_ttft_s, runs)) for runs in (alone, split)]
-        what, claimed = f"{prompt}+{output} at {rate:g} req/s", round(change(after, before))
-        slo, met = f"{ttft_s[1]:.2f} s against {ttft_s[0]:.2f} s", ttft_s[1] <= TTFT_SLO_S < ttft_s[0]
-        against = f"{what}: throughput, split against integrated"
-        rows += [
-            gain(f"gain_{prompt}", where, against, claimed, change(speeds[1], speeds[0])),
-            informative(f"alone_{prompt}", where, f"{what}: integrated", "tokens/s", f"{before:g}", speeds[0]),
-            informative(f"split_{prompt}", where, f"{what}: split", "tokens/s", f"{after:g}", speeds[1]),
-            order(
-                f"ttft_{prompt}", where, f"{what}: TTFT within the SLO", "split meets it, integrated does not", slo, met
-            ),
-        ]
-    return rows
+        slo = f"{ttft_s[1]:.2f} s against {ttft_s[0]:.2f} s", ttft_s[1] <= TTFT_SLO_S < ttft_s[0]
+        figures |= {f"alone_{prompt}": speeds[0], f"split_{prompt}": speeds[1], f"ttft_{prompt}": slo}
+        figures[f"gain_{prompt}"] = change(speeds[1], speeds[0])
+    return figures
 
 
-def _ratio_rows(testbed: Testbed) -> list[Row]:
+def ratios(testbed: Testbed) -> dict[str, Figure]:
     """Fig 7: 256+256 tokens at 2 requests a second."""
-    rows = []
+    figures: dict[str, Figure] = {}
     base = _user_tokens_per_s(_runs(testbed, 256, 256, 2.0, (1, 1)))
-    for ratios in (((2, 1), (3, 1)), ((1, 2), (1, 3))):
-        first, second = (change(_user_tokens_per_s(_runs(testbed, 256, 256, 2.0, each)), base) for each in ratios)
-        names = [f"{prefills}P{decodes}D" for prefills, decodes in ratios]
-        what, ours = f"throughput of {' and '.join(names)} against 1P1D", f"{first:+.2f} % and {second:+.2f} %"
-        held = first > 0 and abs(second - first) < 2.0
-        rows.append(order(f"ratio_{names[0].lower()}", "Fig 7", what, "both higher, and alike", ours, held))
-    return rows
+    for key, pair in (("ratio_2p1d", ((2, 1), (3, 1))), ("ratio_1p2d", ((1, 2), (1, 3)))):
+        first, second = (change(_user_tokens_per_s(_runs(testbed, 256, 256, 2.0, each)), base) for each in pair)
+        figures[key] = f"{first:+.2f} % and {second:+.2f} %", first > 0 and abs(second - first) < 2.0
+    return figures
 
 
-def _long_rows(testbed: Testbed) -> list[Row]:
+def long_requests(testbed: Testbed) -> dict[str, Figure]:
     """Fig 8: 1024+1024 tokens at 3 requests a second, whose figures are not in the text."""
     ratios = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3))
     runs = {ratio: _runs(testbed, 1024, 1024, 3.0, ratio) for ratio in ratios}
     tpot_ms = [1e3 * fmean(map(_mean_tpot_s, runs[1, decodes])) for decodes in (1, 2, 3)]
     ttft_ms = [1e3 * fmean(map(p99_ttft_s, runs[prefills, 1])) for prefills in (1, 2, 3)]
-    rows = []
-    for key, what, found in (
-        ("long_decodes", "mean TPOT of 1P1D, 1P2D, 1P3D", tpot_ms),
-        ("long_prefills", "P99 of TTFT of 1P1D, 2P1D, 3P1D", ttft_ms),
-    ):
-        falls, listed = all(after < before for before, after in pairwise(found)), ", ".join(f"{x:.3g}" for x in found)
-        rows.append(order(key, "Fig 8", f"1024+1024 at 3 req/s: {what}", "falls", f"{listed} ms", falls))
-    return rows
+
+    def falls(values: list[float]) -> Figure:
+        return f"{', '.join(f'{one:.3g}' for one in values)} ms", all(b < a for a, b in pairwise(values))
+
+    return {"long_decodes": falls(tpot_ms), "long_prefills": falls(ttft_ms)}
 
 
 def _mean_tpot_s(result: SimResult) -> float:
@@ -109,19 +94,16 @@ def _user_tokens_per_s(runs: list[SimResult]) -> float:
     return fmean(map(mean, runs))
 
 
-def _formula_rows(testbed: Testbed) -> tuple[Row, ...]:
+def formulas(testbed: Testbed) -> dict[str, float]:
     """Eqs 2 and 5 beside the step model, with what it reaches of the peaks as the discount factors."""
     shares, geometry = testbed.coefficients.default, testbed.geometry(MODEL)
     first, second = (testbed.catalogue.get(name) for name in ("ZTE-GPU-A", "ZTE-GPU-B"))
-    ttft_ms = 1e3 * testbed.model("ZTE-GPU-B", MODEL).prefill_time_s(1024)
-    tpot_ms = 1e3 * testbed.model("ZTE-GPU-A", MODEL).decode_time_s(32, 32 * 1024)
-    beside = "formula, beside the step model's"
-    prompt = f"first token of 1024 tokens on GPU B: {beside} {ttft_ms:.1f} ms"
-    token = f"time per output token of 32 requests on GPU A: {beside} {tpot_ms:.1f} ms"
-    return (
-        informative("eq2", "eq. 2", prompt, "ms", "–", 1e3 * first_token_s(second, geometry, 1024, shares)),
-        informative("eq5", "eq. 5", token, "ms", "–", 1e3 * output_token_s(first, geometry, 32, 1024, shares)),
-    )
+    return {
+        "eq2": 1e3 * first_token_s(second, geometry, 1024, shares),
+        "eq5": 1e3 * output_token_s(first, geometry, 32, 1024, shares),
+        "model_ttft": 1e3 * testbed.model("ZTE-GPU-B", MODEL).prefill_time_s(1024),
+        "model_tpot": 1e3 * testbed.model("ZTE-GPU-A", MODEL).decode_time_s(32, 32 * 1024),
+    }
 
 
 def first_token_s(device: Accelerator, model: ModelGeometry, prompt: int, reached: Shares) -> float:

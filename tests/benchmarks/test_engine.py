@@ -1,40 +1,25 @@
 """`bench engine`: its cluster, its loads and its report."""
 
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.engine import (
-    ALONE,
-    BURST,
-    CHUNK,
     KINDS,
     KV_TOKENS,
     MAX_MODEL_LEN,
-    PATIENT,
     PRESSING,
-    PROMPTS,
-    SEATS,
     Request,
     Run,
     Served,
-    burst,
-    cluster_of,
     different_tokens,
     overtaken,
     pressing,
     report,
 )
-from benchmarks.suite import metric
-from services.launcher.cluster_file import Cluster
-from shared.errors import Unavailable
-from shared.policy.prefill_order import WINDOW
 
 
 def test_the_cluster_has_less_kv_than_the_answers_need() -> None:
-    assert Cluster.model_validate(cluster_of(Path("model"))).instance_ids == ("engine",)
     whole = [len(one.prompt) + one.output_tokens for one in pressing(1)]
     assert len(whole) == PRESSING
     assert sum(len(one.prompt) for one in pressing(1)) < KV_TOKENS < sum(whole) / 2
@@ -42,16 +27,6 @@ def test_the_cluster_has_less_kv_than_the_answers_need() -> None:
     for one in pressing(3):
         outputs = [output for prompt, output in KINDS if prompt[0] <= len(one.prompt) <= prompt[1]]
         assert [low <= one.output_tokens <= high for low, high in outputs] == [True]
-
-
-def test_a_burst_has_every_length_and_more_requests_than_may_overtake() -> None:
-    found = burst(1)
-    assert Counter(len(one.prompt) for one in found) == dict.fromkeys(PROMPTS, BURST // len(PROMPTS))
-    assert [one.slo for one in found[:2]] == ["", PATIENT]
-    assert found != burst(2)
-    assert found == burst(1)
-    assert max(WINDOW + 1, SEATS) < BURST
-    assert max(PROMPTS) > CHUNK
 
 
 def served(at_s: float, ttft_s: float, jct_s: float = 9.0, tokens: tuple[int, ...] = (1,)) -> Served:
@@ -63,38 +38,34 @@ def test_requests_that_overtook_are_counted() -> None:
 
 
 def test_tokens_are_compared_within_a_round() -> None:
-    first, same, other = (
-        Run(0, n, [served(0, 1, tokens=t)]) for n, t in ((ALONE, (1, 2)), ("a", (1, 2)), ("b", (1, 3)))
-    )
-    later = Run(1, "a", [served(0, 1, tokens=(5,))])
-    assert different_tokens([first, same, later]) == []
-    assert different_tokens([first, same, other, later]) == ["round 0: alone and b, request 0"]
+    alone, same, other, later = (Run([served(0, 1, tokens=t)]) for t in ((1, 2), (1, 2), (1, 3), (5,)))
+    rounds = [{"a": same, "b": same}, {"a": later, "b": later}]
+    assert different_tokens(rounds, alone) == []
+    assert different_tokens([{"a": same, "b": other}, rounds[1]], alone) == ["round 0: alone and b, request 0"]
 
 
-def after(passes: int, others_s: float = 1.0, token: int = 1) -> list[Served]:
+def after(passes: int, others_s: float = 1.0, token: int = 1) -> Run:
     """A first request of 3 s that so many of 19 others overtake."""
     others = (served(0.01 * at, others_s if at <= passes else 4.0) for at in range(1, 20))
-    return [served(0.0, 3.0, tokens=(token,)), *others]
+    return Run([served(0.0, 3.0, tokens=(token,)), *others])
 
 
-def orders(sjf_s: float = 1.0, passes: int = 16) -> list[Run]:
-    rows = (("fcfs", 0, 1.0), ("sjf", passes, sjf_s))
-    return [Run(number, name, after(by, others_s)) for number in range(3) for name, by, others_s in rows]
+def orders(sjf_s: float = 1.0, passes: int = 16, token: int = 1) -> list[dict[str, Run]]:
+    return [{"fcfs": after(0), "sjf": after(passes, sjf_s), "ljf": after(16, token=token)}] * 3
 
 
-def admissions(dynamic: int = 2, dynamic_s: float = 9.0) -> list[Run]:
+def admissions(dynamic: int = 2, dynamic_s: float = 9.0) -> list[dict[str, Run]]:
     rows = (("greedy", 10, 9.0), ("reserve_static", 0, 11.0), ("reserve_dynamic", dynamic, dynamic_s))
-    return [Run(n, name, [served(0.0, 1.0, jct_s)], count) for n in range(3) for name, count, jct_s in rows]
+    return [{name: Run([served(0.0, 1.0, jct_s)], count) for name, count, jct_s in rows}] * 3
 
 
-def test_figures_are_medians_without_the_run_alone() -> None:
-    found = report([Run(0, ALONE, orders()[0].served), *orders()], admissions())
+def test_figures_are_medians_of_rounds() -> None:
+    found = report(orders(), admissions())
     assert all(aim["met"] for aim in found["aims"].values())
-    assert found["figures"]["sjf_ttft_mean_over_fcfs"] == pytest.approx((3 + 16 + 3 * 4) / (3 + 19 * 4))
-    assert found["figures"]["sjf_passed_by_at_most"] == 16
-    assert found["figures"]["greedy_preemptions"] == 10
-    assert found["figures"]["reserve_static_jct_mean_over_greedy"] == pytest.approx(11 / 9)
-    assert "alone_ttft_mean_s" not in found["figures"]
+    assert found["figures"]["sjf_ttft_mean_over_fcfs"] == pytest.approx((3 + 16 + 3 * 4) / (3 + 19 * 4), abs=1e-4)
+    assert found["figures"]["order_sjf_passed_by_at_most"] == 16
+    assert found["figures"]["admission_greedy_preemptions"] == 10
+    assert found["figures"]["admission_reserve_static_jct_mean_over_greedy"] == pytest.approx(11 / 9, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +75,8 @@ def test_figures_are_medians_without_the_run_alone() -> None:
         (report(orders(passes=17), admissions()), "passed_by_at_most"),
         (report(orders(), admissions(dynamic=10)), "reserve_dynamic_fewer_preemptions"),
         (report(orders(), admissions(dynamic_s=9.3)), "reserve_dynamic_jct_mean_over_greedy"),
-        (report([*orders(), Run(2, "ljf", after(16, token=2))], admissions()), "answers_with_other_tokens"),
+        (report(orders(token=2), admissions()), "answers_with_other_tokens"),
     ],
 )
 def test_each_aim_can_be_missed(found: dict[str, Any], missed: str) -> None:
     assert [name for name, aim in found["aims"].items() if not aim["met"]] == [missed]
-
-
-def test_a_metric_is_read_from_its_exposition() -> None:
-    text = '# TYPE vllm:num_preemptions_total counter\nvllm:num_preemptions_total{engine="0"} 7.0\nother 3.0\n'
-    assert metric(text, "vllm:num_preemptions_total") == 7
-    with pytest.raises(Unavailable, match="the metrics lack vllm"):
-        metric("other 3.0\n", "vllm:num_preemptions_total")

@@ -8,15 +8,21 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.experiment import COLUMNS, Arm, Experiment, Means, judged, medians, observed, row_of, twin
+from benchmarks import engine, learning, mixed, overhead, overload, prefix, roles, soak
+from benchmarks.cluster_files import model_with_context
+from benchmarks.experiment import COLUMNS, Arm, Experiment, Means, judged, observed, row_of, twin
 from benchmarks.live import EMULATED, REAL
-from benchmarks.policies import ADAPTIVE, BALANCED, CONTEXT, LIVE, cluster_into, model_with_context
-from benchmarks.results import Result
+from benchmarks.pauses import ADAPTIVE, BALANCED
+from benchmarks.policies import CONTEXT, LIVE, cluster_into
+from benchmarks.results import Result, arm_medians, in_turns, run_parts
 from benchmarks.scenarios import SLO, Scenario, instances
+from benchmarks.suite import DEMO_MODEL
 from services.launcher.cli_common import report
 from services.launcher.cluster_file import Cluster, load_cluster
+from services.launcher.plan import settings_of
 from shared.cost.step import Batch
 from shared.domain.job import Slo
+from shared.errors import InvalidRequest
 from shared.sim.metrics import attainment
 from shared.sim.outcomes import SimResult
 from shared.sim.workload import Workload, of_class
@@ -54,13 +60,55 @@ def test_one_disturbed_round_of_three_does_not_decide() -> None:
 
 def test_medians_of_arms_and_of_their_ratios_in_a_round() -> None:
     rounds = [{"none": {"jct_s": base}, "more": {"jct_s": 0.5 * base}} for base in (4.0, 8.0, 6.0)]
-    assert medians("x", rounds, ("jct_s",)) == {"x_none_jct_s": 6.0, "x_more_jct_s": 3.0, "x_more_jct_over_none": 0.5}
-    assert np.isnan(medians("x", [{"none": {"a_s": 0.0}, "more": {"a_s": 1.0}}], ("a_s",))["x_more_a_over_none"])
+    wanted = {"x_none_jct_s": 6.0, "x_more_jct_s": 3.0, "x_more_jct_over_none": 0.5}
+    assert arm_medians("x", rounds, ("jct_s",)) == wanted
+    rounds = [{"none": {"a_s": 0.0}, "more": {"a_s": 1.0}}]
+    assert np.isnan(arm_medians("x", rounds, ("a_s",))["x_more_a_over_none"])
 
 
-def test_the_clusters_are_valid_and_their_policies_exist() -> None:
+async def test_each_round_begins_with_another_arm() -> None:
+    measured: list[str] = []
+
+    async def measure(number: int, arm: str) -> str:
+        measured.append(f"{arm}{number}")
+        return measured[-1]
+
+    assert await in_turns("ab", 2, measure) == [{"a": "a0", "b": "b0"}, {"a": "a1", "b": "b1"}]
+    assert measured == ["a0", "b0", "b1", "a1"]
+
+
+def test_parts_are_run_by_name() -> None:
+    parts = {name: lambda name=name: {"figures": {name: 1.0}} for name in ("bayes", "latency")}
+    assert run_parts(parts, ["latency"])["figures"] == {"latency": 1.0}
+    assert list(run_parts(parts, ())["figures"]) == ["bayes", "latency"]
+    with pytest.raises(InvalidRequest, match="no part luck; known: bayes, latency"):
+        run_parts(parts, ["luck"])
+
+
+CLUSTERS = {
+    "live": REAL.cluster,
+    "emulated": EMULATED.cluster,
+    "overload": overload.CLUSTER,
+    "overhead": overhead.CLUSTER,
+    "structured": overhead.STRUCTURED_CLUSTER,
+    "soak": soak.CLUSTER,
+    "engine": engine.cluster_of(DEMO_MODEL),
+    "mixed": mixed.cluster_of(DEMO_MODEL),
+    "learning": learning.cluster_of(DEMO_MODEL),
+    "prefix": prefix.cluster_of(DEMO_MODEL),
+    "roles": roles.cluster_of(DEMO_MODEL, 1, "predictive"),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_cluster_of_each_bench_is_valid(name: str) -> None:
+    cluster = Cluster.model_validate(CLUSTERS[name])
+    assert cluster.instance_ids
+    assert settings_of(type(cluster.monitor).settings, "file", "monitor", cluster.monitor.extra)
+
+
+def test_the_policies_of_live_arms_differ() -> None:
     for setting in (REAL, EMULATED):
-        assert len(Cluster.model_validate(setting.cluster).instance_ids) == 4
         assert len({str(arm.specs) for arm in setting.arms}) == 3
 
 

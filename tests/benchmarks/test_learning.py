@@ -1,37 +1,29 @@
 """`bench learning`: its cluster, what is compared, and the shares of a slowed instance."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
 from benchmarks.learning import (
     BATCHES,
-    CORES,
-    FEWEST_STEPS,
+    MIN_STEPS,
     Compared,
     Episode,
     Placed,
     accuracy,
-    beside,
     busy_others,
-    cluster_of,
     compare,
     placed,
     reaction,
     share,
 )
-from benchmarks.mixed import kind_of
-from services.launcher.cluster_file import Cluster
 from shared.cost.library import Library
-from shared.cost.rates_file import CalibratedKind, Kind, ScaledSteps
+from shared.cost.rates_file import ScaledSteps
 from shared.cost.step_rates import step_rates_of
-from shared.domain.instance import Role
-from shared.domain.rates import Rates, StepRates
+from shared.domain.rates import StepRates
 from shared.wire.messages import StepRecord
 
 TRUE = ScaledSteps(Library.built_in().step_model("cpu", "Llama-3-8B"))
-FEW, MANY = FEWEST_STEPS - 1, FEWEST_STEPS
+FEW, MANY = MIN_STEPS - 1, MIN_STEPS
 EVERY = dict.fromkeys(BATCHES, MANY)
 
 
@@ -52,19 +44,6 @@ def compared(
         for n, one in enumerate(batches)
     ]
     return compare("i", published(slower, learned), TRUE, steps)
-
-
-def test_the_cluster_is_valid_and_starts_without_rates() -> None:
-    cluster = Cluster.model_validate(cluster_of(Path("model")))
-    assert cluster.instance_ids == tuple(CORES)
-    assert [one.role for one in cluster.instances] == [Role.DECODE, Role.DECODE, Role.PREFILL]
-    assert not any("rates_file" in one.extra for one in cluster.instances)
-
-
-def test_batches_are_of_their_kind() -> None:
-    for kind, batches in BATCHES.items():
-        assert {kind_of(batch) for batch in batches} == {kind}
-        assert len(set(batches)) == len(batches)
 
 
 def test_an_error_of_the_rates_is_found() -> None:
@@ -88,28 +67,6 @@ def test_how_many_others_computed_at_the_same_time() -> None:
 
     steps = {"a": [step(1.0, 1.0), step(3.0, 1.0)], "b": [step(1.0, 0.5)], "c": [], "d": [step(1.0, 1.0)]}
     assert busy_others(steps) == pytest.approx({"a": 0.75, "b": 2.0, "c": 0.0, "d": 1.5})
-
-
-def test_a_calibration_beside_others_is_slower_by_its_curve() -> None:
-    zeros = dict.fromkeys(("mape_percent", "naive_mape_percent", "bias_percent", "step_s", "sequence_s"), 0.0)
-    found = CalibratedKind(
-        kind=Kind("vllm", "cpu", "Llama-3-8B", "float32", 1, 1),
-        geometry="Llama-3-8B",
-        instances=("a",),
-        samples=100,
-        **zeros,
-        compute_factor=1.0,
-        bandwidth_factor=1.0,
-        scale=2.0,
-        chunk_s=0.01,
-        slowdown=(1.0, 1.5),
-        saturation_tokens=64,
-        rates=Rates(),
-    )
-    batch = BATCHES["mixed"][0]
-    alone = found.step_times(Library.built_in()).step_time_s(batch)
-    assert beside(found, 0.0).step_time_s(batch) == pytest.approx(alone)
-    assert beside(found, 0.5).step_time_s(batch) == pytest.approx(1.25 * alone)
 
 
 def test_shares_are_of_tokens_over_all_episodes() -> None:

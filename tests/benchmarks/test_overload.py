@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.overload import CLUSTER, LIVE_CONTROLLED, LIVE_PLAIN, tokens_per_s
-from services.launcher.cluster_file import Cluster
+from benchmarks.overload import tokens_per_s
 from shared.sim.outcomes import Outcomes
 from shared.sim.workload import Workload
 
@@ -25,15 +24,3 @@ def test_prompts_count_with_the_first_token_and_answers_as_they_come(
     seen = Outcomes.empty(Workload("w", np.zeros(2), np.array([100, 100]), np.array([20, 20])))
     seen.first_token_s[0], seen.last_token_s[0] = first_s, last_s
     assert tokens_per_s(seen, np.array([True, False]), 10.0, 20.0) == pytest.approx(tokens / 10.0, abs=0.01)
-
-
-def test_the_live_cluster_has_the_classes() -> None:
-    classes = Cluster.model_validate(CLUSTER).gateway.extra["slo"]
-    wanted = {slo.name: slo for group in (LIVE_CONTROLLED, LIVE_PLAIN) for slo in group.values()}
-    assert classes.keys() == wanted.keys()
-    assert {name: one["when_full"] for name, one in classes.items()} == {
-        "default": "reject",
-        "batch": "delay",
-        "plain-interactive": "never",
-        "plain-batch": "never",
-    }

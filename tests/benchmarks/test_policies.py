@@ -13,22 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import policies as bench
-from benchmarks.experiment import Bracket, goodput, shots_of
-from benchmarks.policies import (
-    ADAPTIVE,
-    SIMPLE,
-    TARGETS,
-    Compared,
-    Runs,
-    Single,
-    best_single,
-    met_by,
-    off_of,
-    pause_scenarios,
-    race,
-    report,
-    run_policies_bench,
-)
+from benchmarks.experiment import shots_of
+from benchmarks.goodput import Bracket, goodput
+from benchmarks.pauses import ADAPTIVE, SIMPLE, TARGETS, off_of, pause_scenarios
+from benchmarks.policies import Compared, Runs, Single, best_single, met_by, race, report, run_policies_bench
 from benchmarks.scenarios import Scenario, all_scenarios
 from services.launcher.cluster_file import load_cluster
 from shared.errors import InvalidRequest
@@ -161,12 +149,6 @@ def test_scenarios_are_chosen_by_name() -> None:
     ):
         with pytest.raises(InvalidRequest, match=words):
             run_policies_bench(names, live=live)
-
-
-def test_a_head_is_the_first_of_the_same_requests() -> None:
-    one = Scenario("fast_slow", "code")
-    assert one.attained("adaptive", 2.0, 40) == one.attained("adaptive", 2.0, 40, 20) == 1.0
-    assert one.attained("adaptive", 400.0, 200, 10) > one.attained("adaptive", 400.0, 200)
 
 
 def test_two_policies_and_few_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,25 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import predictor
 from benchmarks import predictor_worth as worth
-from benchmarks.predictor import (
-    BUCKETS,
-    FILLER,
-    SHARES,
-    TOPICS,
-    VERBS,
-    Call,
-    Drawn,
-    Generator,
-    latency_aims,
-    latency_figures,
-)
+from benchmarks.predictor import BUCKETS, SHARES, Call, Drawn, Generator, latency_aims, latency_figures
 from benchmarks.predictor_worth import ARMS, MAJORITY, NONE, ORACLE, TRAINED, StandIn, number_of, predictors, prompt_of
-from predictor.train import default_epochs, default_learning_rate
 from services.launcher.cluster_file import load_cluster
 from services.worker.engines.emulated_tokens import token_at
-from shared.errors import Busy, InvalidRequest
+from shared.errors import Busy
 from shared.sim.prediction import Prediction
 from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_client import RpcClient
@@ -63,21 +50,6 @@ def test_the_aims_are_of_the_worst_concurrency(cells: list[tuple[list[Call], flo
     assert [aim["met"] for aim in latency_aims(figures).values()] == met
 
 
-def test_parts_are_run_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = {name: lambda name=name: {"figures": {name: 1.0}} for name in ("bayes", "latency")}
-    monkeypatch.setattr(predictor, "PARTS", parts)
-    assert predictor.run_predictor_bench(["latency"])["figures"] == {"latency": 1.0}
-    assert list(predictor.run_predictor_bench()["figures"]) == ["bayes", "latency"]
-    with pytest.raises(InvalidRequest, match="unknown part luck; known: bayes, latency"):
-        predictor.run_predictor_bench(["luck"])
-
-
-def test_training_from_nothing_has_defaults_of_its_own() -> None:
-    assert (default_epochs(""), default_learning_rate("")) == (3.0, 5e-5)
-    assert default_epochs("tiny") > 3.0
-    assert default_learning_rate("base") < default_learning_rate("small")
-
-
 GENERATOR, MANY = Generator.like_sharegpt(), 20_000
 
 
@@ -95,17 +67,6 @@ def test_draws_follow_the_table_and_only_both_words_reach_the_optimum(drawn: lis
     assert counts.max(axis=0).sum() == pytest.approx(GENERATOR.optimum, abs=0.012)
     assert max(SHARES) < GENERATOR.optimum_of_one < 0.8 * GENERATOR.optimum < 0.6
     assert GENERATOR.draw(50, 1) == GENERATOR.draw(50, 1) != GENERATOR.draw(50, 2)
-
-
-def test_each_prompt_has_one_verb_and_one_topic_where_a_predictor_sees_them(drawn: list[Drawn]) -> None:
-    for one in drawn[:2000]:
-        words = one.prompt.split()
-        evidence = [at for at, word in enumerate(words) if word not in FILLER]
-        assert {words[at] for at in evidence} & set(VERBS[one.verb])
-        assert {words[at] for at in evidence} & set(TOPICS[one.topic])
-        assert len(evidence) == 2
-        if len(words) > 60:
-            assert all(at < predictor.FROM_HEAD or at >= len(words) - predictor.FROM_TAIL for at in evidence)
 
 
 ANSWERS = np.array([10] * 50 + [250] * 30 + [450] * 20)  # of 200 tokens a bucket: three of them
@@ -131,17 +92,6 @@ def test_buckets_stretch_with_the_answers() -> None:
         stretched = predictors(known, ANSWERS)[TRAINED]
         assert stretched is not None
         assert stretched.width_tokens == width
-
-
-@pytest.mark.parametrize("kind", worth.KINDS)
-def test_without_tables_lengths_are_made_like_theirs(kind: str, tmp_path: Path) -> None:
-    made, again, other = (
-        worth.requests_of(kind, 400, *case).output_tokens for case in ((1, tmp_path), (1, None), (2, None))
-    )
-    assert len(made) == 400
-    assert np.array_equal(made, again)
-    assert not np.array_equal(made, other)
-    assert 150 < made.mean() < 500
 
 
 def test_a_prompt_tells_its_number() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import prefix
-from benchmarks.prefix import Played, chats, imbalance, live, oracle_tokens, oracles, traced, traces
+from benchmarks.prefix import Played, chats, live, oracle_tokens, oracles, traced, traces
 from benchmarks.scenarios import instances
-from services.launcher.cluster_file import Cluster
 from shared.errors import NotFound
 from shared.sim.traces import read_trace
 
@@ -26,10 +25,6 @@ def test_an_oracle_of_few_blocks_forgets_the_least_recently_used() -> None:
     assert oracle_tokens(prompts, 10, 4) == oracle_tokens(prompts, 10) == [0, 0, 20, 0, 10, 20]
 
 
-def test_imbalance_is_the_most_over_the_mean() -> None:
-    assert [imbalance(computed) for computed in ([2.0, 2.0], [3.0, 1.0, 2.0], [4.0, 0.0])] == [1.0, 1.5, 2.0]
-
-
 def test_each_prompt_is_the_conversation_so_far_and_something_new() -> None:
     made = chats(6, 3, 0.5, seed=1)
     assert made == chats(6, 3, 0.5, seed=1)
@@ -42,12 +37,6 @@ def test_each_prompt_is_the_conversation_so_far_and_something_new() -> None:
         assert third[: len(second)] == second
         assert first[: prefix.SYSTEM_TOKENS] == made[0][0].prompt[: prefix.SYSTEM_TOKENS]
     assert len({tuple(chat[0].prompt) for chat in made}) == len(made)
-
-
-def test_the_live_cluster_serves_whole_requests() -> None:
-    cluster = Cluster.model_validate(prefix.cluster_of(Path("model")))
-    assert cluster.instance_ids == prefix.NAMES
-    assert {section.role for section in cluster.instances} == {"decode"}
 
 
 def test_a_missing_trace_is_named(tmp_path: Path) -> None:

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import roles
-from benchmarks.experiment import model_with_context
 from benchmarks.roles import Figures, Setting, flip_figures, judged
 from benchmarks.scenarios import Phase, shares, turning
-from services.launcher.cluster_file import load_cluster
-from services.launcher.plan import settings_of
 
 TURNS = (Phase("conversation", 10.0, 20.0), Phase("code", 5.0, 20.0), Phase("conversation", 10.0, 20.0))
 SETTING = Setting("s", ("A100-SXM-80",) * 3, TURNS, "adaptive", 1)
@@ -93,11 +90,3 @@ def test_a_small_run_through_the_simulator() -> None:
     runs = roles.simulated(small, 1, None)
     assert [one.label for one in runs] == ["1:2", "2:1", *roles.FLIPS]
     assert all(one.failed == 0 and min(one.attained) > 0.9 for one in runs)
-
-
-def test_the_live_clusters_are_as_their_services_want_them(tmp_path: Path) -> None:
-    model_with_context(tmp_path / "model", roles.CONTEXT)
-    cluster = load_cluster(roles.cluster_into(tmp_path, 1, "predictive"))
-    assert [one.role for one in cluster.instances] == ["prefill", "decode", "decode", "decode"]
-    assert cluster.policies["role_flip"] == "predictive"
-    assert settings_of(type(cluster.monitor).settings, "file", "monitor", cluster.monitor.extra)

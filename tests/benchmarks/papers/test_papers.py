@@ -5,9 +5,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.papers import report
 from benchmarks.papers.cronus import CAPACITIES, COLUMNS, SYSTEMS, modelled, run_system, with_values
-from benchmarks.papers.report import Check, Row, Section, as_result, page_text, with_prose
+from benchmarks.papers.report import (
+    Check,
+    Claim,
+    ClaimKind,
+    Section,
+    as_result,
+    claims_of,
+    page_text,
+    row_of,
+    with_prose,
+)
 from benchmarks.papers.testbed import (
     CONVERSATION,
     AtopWatermark,
@@ -25,8 +34,8 @@ from benchmarks.papers.testbed import (
     weighed,
 )
 from benchmarks.papers.testbed import Testbed as Bed  # pytest would collect a name in Test
-from benchmarks.papers.tetriinfer import interference_rows
-from benchmarks.papers.thunderserve import kv_rows
+from benchmarks.papers.tetriinfer import interference
+from benchmarks.papers.thunderserve import kv_figures
 from benchmarks.papers.zte import first_token_s, output_token_s
 from shared.cost.linear import huawei_of
 from shared.cost.network import Link
@@ -111,8 +120,11 @@ def test_huaweis_estimate_packs_batches_by_their_longest(testbed: Bed) -> None:
 
 def test_rows_that_need_no_simulation(testbed: Bed) -> None:
     """A guard on the cost model: what the papers measured of single steps and transfers stays reproduced."""
-    rows = (*interference_rows(testbed), *kv_rows(testbed))
-    assert [row.key for row in rows if not row.met] == ["hp_ld"]
+    missed = []
+    for name, figures in (("tetriinfer", interference(testbed)), ("thunderserve", kv_figures(testbed))):
+        claims = claims_of(name)
+        missed += [key for key, figure in figures.items() if not row_of(key, claims[key], figure).met]
+    assert missed == ["hp_ld"]
 
 
 def test_zte_formulas(testbed: Bed) -> None:
@@ -140,32 +152,38 @@ def test_lengths_come_from_public_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "paper", "ours", "held"),
+    ("kind", "claimed", "figure", "paper", "ours", "held"),
     [
-        (report.gain("k", "F", "x", -50.0, -36.0), "-50", "-36", {"sign": True, "magnitude": True}),
-        (report.gain("k", "F", "x", -50.0, -34.0), "-50", "-34", {"sign": True, "magnitude": False}),
-        (report.gain("k", "F", "x", -50.0, 40.0), "-50", "+40", {"sign": False, "magnitude": False}),
-        (report.gain("k", "F", "x", -50.0, -1.1e-14), "-50", "+0", {"sign": False, "magnitude": False}),
-        (report.ratio_gain("k", "T", "x", 2.0, 1.71), "2", "1.71", {"sign": True, "magnitude": True}),
-        (report.ratio_gain("k", "T", "x", 2.0, 1.69), "2", "1.69", {"sign": True, "magnitude": False}),
-        (report.ratio_gain("k", "T", "x", 0.8, 1.01), "0.8", "1.01", {"sign": False, "magnitude": False}),
-        (report.factor("k", "F", "x", 8.0, 10.3), "8", "10.3", {"sign": True, "magnitude": True}),
-        (report.value("k", "T", "x", "ms", 100.0, 116.0, 0.15), "100", "116", {"magnitude": False}),
-        (report.points("k", "F", "x", 0.0, -9.0, 10.0), "~0", "-9", {"magnitude": True}),
-        (report.between("k", "F", "x", "%", 16.0, 30.0, 31.0), "16–30", "31", {"magnitude": False}),
-        (report.between("k", "F", "x", "x", 10.0, float("inf"), 30.0), "> 10", "30", {"magnitude": True}),
-        (report.informative("k", "T", "x", "ms", "12", 13.0), "12", "13", {}),
+        ("gain", -50.0, -36.0, "-50", "-36", {"sign": True, "magnitude": True}),
+        ("gain", -50.0, -34.0, "-50", "-34", {"sign": True, "magnitude": False}),
+        ("gain", -50.0, 40.0, "-50", "+40", {"sign": False, "magnitude": False}),
+        ("gain", -50.0, -1.1e-14, "-50", "+0", {"sign": False, "magnitude": False}),
+        ("ratio", 2.0, 1.71, "2", "1.71", {"sign": True, "magnitude": True}),
+        ("ratio", 2.0, 1.69, "2", "1.69", {"sign": True, "magnitude": False}),
+        ("ratio", 0.8, 1.01, "0.8", "1.01", {"sign": False, "magnitude": False}),
+        ("slowdown", 8.0, 10.3, "8", "10.3", {"sign": True, "magnitude": True}),
+        ("value", 100.0, 131.0, "100", "131", {"magnitude": False}),
+        ("about", 0.0, -0.2, "~0", "-0.2", {"magnitude": True}),
+        ("range", (16.0, 30.0), 31.0, "16–30", "31", {"magnitude": False}),
+        ("range", (10.0,), 30.0, "> 10", "30", {"magnitude": True}),
+        ("none", 0.0, 13.0, "", "13", {}),
     ],
 )
-def test_rows(row: Row, paper: str, ours: str, held: dict[str, bool]) -> None:
+def test_rows(
+    kind: str, claimed: float | tuple[float, ...], figure: float, paper: str, ours: str, held: dict[str, bool]
+) -> None:
+    row = row_of("k", Claim("F", "x", ClaimKind(kind), claimed), figure)
     assert (row.paper, row.ours) == (paper, ours)
     assert dict(row.checks) == {Check(name): met for name, met in held.items()}
     assert row.met == all(held.values())
 
 
+GAIN = row_of("gain_1", Claim("Fig 9", "throughput", ClaimKind.GAIN, 17.0), 8.0)
+
+
 def test_a_miss_has_its_note_in_the_result() -> None:
-    gain, formula = report.gain("gain_1", "Fig 9", "x", 17.0, 8.0), report.informative("eq", "eq", "y", "ms", "1", 2.0)
-    result = as_result([with_prose(Section("zte", "ZTE: x", (gain, formula)))])
+    formula = row_of("eq", Claim("eq", "y", ClaimKind.NONE, unit="ms"), 2.0)
+    result = as_result([with_prose(Section("zte", "ZTE: x", (GAIN, formula)))])
     assert result["aims"]["zte_gain_1_sign"] == {"want": "sign of +17", "got": "+8", "met": True}
     missed = result["aims"]["zte_gain_1_magnitude"]
     assert not missed["met"]
@@ -183,9 +201,8 @@ def test_every_paper_has_its_texts() -> None:
 
 
 def test_the_page_shows_rows_marks_and_texts() -> None:
-    gain = report.gain("a", "Fig 9", "throughput", 17.0, 8.0)
-    rows = (gain, report.order("b", "Fig 7", "ratio", "yes", "yes", True))
-    section = Section("zte", "ZTE: two vendors", rows, ("the setup",), ("no expert parallelism",))
+    order = row_of("b", Claim("Fig 7", "ratio", ClaimKind.ORDER, shown="yes"), ("yes", True))
+    section = Section("zte", "ZTE: two vendors", (GAIN, order), ("the setup",), ("no expert parallelism",))
     text = page_text([section], "engine: 1")
     assert "| Fig 9 | throughput | +17 % | +8 % | ✔ | ✘ |" in text
     assert "| Fig 7 | ratio | yes | yes | ✔ | – |" in text

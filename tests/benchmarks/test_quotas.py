@@ -10,24 +10,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import real_engines
-from benchmarks.real_engines import PERIOD_US, Throttled, cpu_quota
+from benchmarks import quotas
+from benchmarks.quotas import PERIOD_US, cpu_quota
 from shared.errors import InvalidRequest, Unavailable
 
 
 @pytest.fixture
 def v1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(real_engines, "rmdir", shutil.rmtree)  # the kernel removes a group's own files
+    monkeypatch.setattr(quotas, "rmdir", shutil.rmtree)  # the kernel removes a group's own files
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "cgroup.procs").write_text("")
     return tmp_path / "cpu"
 
 
-def v2(root: Path, controllers: str = "cpu memory") -> Path:
+def v2(root: Path, controllers: str = "cpu memory") -> None:
     files = {"cgroup.procs": "", "cgroup.controllers": controllers, "cgroup.subtree_control": ""}
     for name, text in files.items():
         (root / name).write_text(text)
-    return root
 
 
 def test_v1(v1: Path) -> None:
@@ -36,24 +35,18 @@ def test_v1(v1: Path) -> None:
         assert (group.path / "cpu.cfs_period_us").read_text() == str(PERIOD_US)
         assert (group.path / "cpu.cfs_quota_us").read_text() == str(round(0.32 * PERIOD_US))
         assert (group.path / "cpu.shares").read_text() == "262144"
-        (group.path / "cpu.stat").write_text("nr_periods 10\nnr_throttled 4\nthrottled_time 1500000000\n")
-        assert group.throttled() == Throttled(10, 4, 1.5)
         group.limit(0.25)
         assert (group.path / "cpu.cfs_quota_us").read_text() == str(round(0.25 * PERIOD_US))
     assert not group.path.exists()
 
 
 def test_v2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real_engines, "rmdir", shutil.rmtree)
-    parent = v2(tmp_path)
+    monkeypatch.setattr(quotas, "rmdir", shutil.rmtree)
+    v2(tmp_path)
     with cpu_quota("slow", 0.32, tmp_path) as group:
-        assert group.path.parent == parent
-        assert (parent / "cgroup.subtree_control").read_text() == "+cpu"
+        assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
         assert (group.path / "cpu.max").read_text() == f"{round(0.32 * PERIOD_US)} {PERIOD_US}"
         assert (group.path / "cpu.weight").read_text() == "10000"
-        (group.path / "cpu.stat").write_text("usage_usec 7\nnr_periods 8\nnr_throttled 2\nthrottled_usec 250000\n")
-        assert group.throttled() == Throttled(8, 2, 0.25)
-        assert group.throttled().share == 0.25
     assert not group.path.exists()
 
 
@@ -94,7 +87,7 @@ def test_without_permission_the_error_names_the_path(v1: Path, monkeypatch: pyte
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(Path, "mkdir", read_only)
-    monkeypatch.setattr(real_engines, "geteuid", lambda: 1000)
+    monkeypatch.setattr(quotas, "geteuid", lambda: 1000)
     with (
         pytest.raises(Unavailable, match=f"{v1} cannot be changed .Read-only file system.; this needs root"),
         cpu_quota("slow", 0.5, v1.parent),
@@ -112,17 +105,12 @@ def test_a_process_that_spins_gets_no_more_than_its_quota() -> None:
                 spinning.stdout.readline()
                 group.add(spinning.pid)
                 process = psutil.Process(spinning.pid)
-                before, began, met = sum(process.cpu_times()[:2]), time.monotonic(), group.throttled()
-                while group.throttled().since(met).periods < 50:
-                    assert time.monotonic() < began + 20.0, "the group's periods do not pass"
-                    time.sleep(0.05)
+                before, began = sum(process.cpu_times()[:2]), time.monotonic()
+                time.sleep(1.0)
                 used_s, took_s = sum(process.cpu_times()[:2]) - before, time.monotonic() - began
-                met = group.throttled().since(met)
             finally:
                 spinning.kill()
     except Unavailable as error:
         pytest.skip(error.message)
-    assert used_s < 0.25 * took_s + 0.1
-    assert met.share > 0.5
-    assert met.lost_s > 0.0
+    assert 0.0 < used_s < 0.25 * took_s + 0.1
     assert not group.path.exists()
