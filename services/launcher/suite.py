@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from services.launcher import child_process, cluster_keys, state_file
+from services.launcher import cluster_keys, log_cause, state_file
 from services.launcher.state_file import SuiteState
 from shared.domain.instance import InstanceState, Role
 from shared.domain.route import PolicySpec
@@ -168,7 +168,7 @@ async def _all_ready(monitor: MonitorClient, wanted: set[str], timeout_s: float,
         lines = []
         for name in missing:
             log = logs / f"{name}.log"
-            reason = child_process.last_error(log)  # such as the monitor's reason to refuse the instance
+            reason = log_cause.last_error(log)  # such as the monitor's reason to refuse the instance
             lines.append(f"{name}: {seen.get(name, 'not registered')}{f'; {reason}' if reason else ''}; its log: {log}")
         raise DeadlineExceeded(f"not ready after {timeout_s:.0f} s:\n" + "\n".join(lines)) from error
 

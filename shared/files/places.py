@@ -24,10 +24,10 @@ class Places:
         A `text` that begins with a key below that one, such as `slo.fast: …`, belongs to the lower key.
         """
         path = self._by_index(tuple(map(str, key.split("."))) if isinstance(key, str) else tuple(map(str, key)))
-        lower, colon, rest = text.partition(": ")
+        lower, _, rest = text.partition(": ")
         while rest and self._written((*path, *lower.split("."))) in self.lines:
             path, text = (*path, *lower.split(".")), rest
-            lower, colon, rest = text.partition(": ")
+            lower, _, rest = text.partition(": ")
         path = self._written(path)
         named = ".".join(map(shown_key, self._by_id(path)))
         if option := self.overruled.get(named):

@@ -83,7 +83,7 @@ def _check_bounds(text: str, where: str) -> None:
     """
 
     def refuse(event: yaml.Event, why: str) -> NoReturn:
-        raise InvalidRequest(f"{where}:{event.start_mark.line + 1}: {why}")
+        raise InvalidRequest(f"{where}:{_line(event)}: {why}")
 
     documents, repeated = 0, 0
     sizes: dict[str, int] = {}  # of the values with an anchor
@@ -206,5 +206,6 @@ class _Reader:
         self.faults.setdefault(id(node), f"{_line(node)}: {named}{why}")
 
 
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
+def _line(part: yaml.Node | yaml.Event) -> int:
+    mark: Any = part.start_mark  # of one of two types, by the parser
+    return int(mark.line) + 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from services.launcher import child, child_process
+from services.launcher import child, log_cause
 from services.launcher.child_process import ending
 from services.launcher.health import HEALTH_URL
 from services.launcher.ports import free_range
@@ -67,7 +67,7 @@ class InstanceActor:
         code = self._process.wait()
         if self._stopping:
             return
-        self._fault = f"{ending(code)}: {child_process.last_error(self._log) or 'its log has no error'}"
+        self._fault = f"{ending(code)}: {log_cause.last_error(self._log) or 'its log has no error'}"
         if time.monotonic() - self._began < _SOON_S:
             time.sleep(_PAUSE_S)  # so that the driver can read the fault
         os._exit(1)

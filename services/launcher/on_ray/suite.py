@@ -246,7 +246,7 @@ class RayInstance:
         if (about["node"], about["pid"]) != self._at:
             self._arrived(about)
         assert self._health is not None
-        fault = await self._health.ask(_ASK_S)
+        fault = await self._health.check(_ASK_S)
         if not fault and self.status.state is not State.READY:
             self._set(State.READY, took_s=time.monotonic() - self._since_s, note=self._where(about))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.launcher import child_process
+from services.launcher import child_process, log_cause
 from services.launcher.child_process import Child, Limits, spawn, until_ended, until_healthy
 from services.launcher.ports import free_range
 from services.launcher.spec import ProcessSpec
@@ -151,7 +151,7 @@ class Never:
         self.clock_s = 0.0
         self.asked = 0
 
-    async def ask(self, deadline_s: float) -> str:
+    async def check(self, deadline_s: float) -> str:
         self.asked += 1
         self.clock_s += self.takes_s.pop(0) if self.takes_s else 0.0
         return "no answer"
@@ -220,21 +220,21 @@ def line(**entry: str) -> str:
 def test_cause(tmp_path: Path, text: str, cause: str) -> None:
     log = tmp_path / "log"
     log.write_text(text)
-    assert cause in child_process.cause_of(log)
+    assert cause in log_cause.cause_of(log)
 
 
 def test_an_earlier_runs_fault_is_not_this_ones(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert child_process.log_size(log) == 0
+    assert log_cause.size_of(log) == 0
     log.write_text(f"{TRACE}ValueError: yesterday\n")
-    since = child_process.log_size(log)
+    since = log_cause.size_of(log)
     with log.open("a") as more:
         more.write("port 1 is taken\n")
-    assert child_process.cause_of(log, since) == "port 1 is taken"
+    assert log_cause.cause_of(log, since) == "port 1 is taken"
 
 
 def test_a_complaint_of_a_running_process(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert child_process.last_error(log) == ""
+    assert log_cause.last_error(log) == ""
     log.write_text(line(event="the cluster refuses this instance", level="error", reason="other weights") + "\nmore\n")
-    assert child_process.last_error(log) == "the cluster refuses this instance: other weights"
+    assert log_cause.last_error(log) == "the cluster refuses this instance: other weights"

@@ -46,7 +46,7 @@ async def test_each_question_opens_a_connection(answer: bytes) -> None:
 
     async with serving(serve) as url:
         health = HttpHealth(url)
-        assert [await health.ask(10) for _ in range(3)] == [""] * 3
+        assert [await health.check(10) for _ in range(3)] == [""] * 3
     assert connections == 3
 
 
@@ -57,8 +57,8 @@ async def test_a_process_that_takes_no_new_connections_is_not_well() -> None:
 
     async with serving(serve) as url:
         health = HttpHealth(url)
-        assert await health.ask(10) == ""
-    assert "ConnectionRefusedError" in await health.ask(10)
+        assert await health.check(10) == ""
+    assert "ConnectionRefusedError" in await health.check(10)
 
 
 async def test_what_is_not_well_says_why() -> None:
@@ -68,7 +68,7 @@ async def test_what_is_not_well_says_why() -> None:
 
     async with serving(serve) as url:
         health = HttpHealth(url)
-        assert await health.ask(10) == "HTTP 503 stuck"
+        assert await health.check(10) == "HTTP 503 stuck"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ async def test_garbage_is_a_fault(noise: bytes) -> None:
         writer.write(noise)
 
     async with serving(serve) as url:
-        assert await HttpHealth(url).ask(10)
+        assert await HttpHealth(url).check(10)
 
 
 async def test_one_that_does_not_answer_is_asked_anew_over_another_connection() -> None:
@@ -96,13 +96,13 @@ async def test_one_that_does_not_answer_is_asked_anew_over_another_connection() 
 
     async with serving(serve) as url:
         health = HttpHealth(url)
-        assert await health.ask(0.1) == "no answer within 0.1 s"
-        assert await health.ask(10) == ""
+        assert await health.check(0.1) == "no answer within 0.1 s"
+        assert await health.check(10) == ""
     assert connections == 2
 
 
 async def test_nobody_there() -> None:
-    assert "ConnectionRefusedError" in await HttpHealth("http://127.0.0.1:1/health").ask(10)
+    assert "ConnectionRefusedError" in await HttpHealth("http://127.0.0.1:1/health").check(10)
 
 
 @pytest.mark.parametrize("well", [True, False])
