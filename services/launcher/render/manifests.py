@@ -5,26 +5,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
 
 from services.launcher.cluster_file import Cluster, load_cluster
-from services.launcher.render.groups import (
-    GATEWAY,
-    KEYS_FILE,
-    METRICS,
-    STATELESS,
-    SUITE,
-    Group,
-    Manifest,
-    groups_of,
-    manifest,
-    selector,
-)
+from services.launcher.render.groups import GATEWAY, KEYS_FILE, POSTGRES, STATELESS, SUITE, Group, Manifest, groups_of
 from services.launcher.render.options import RenderOptions
-from services.launcher.render.pods import MODEL_CLAIM, config_name, extra_environment, pod_template
+from services.launcher.render.pods import FOLDERS, pod_template
+from services.launcher.render.variables import Variable
 from shared.errors import InvalidRequest
 
 render_app = typer.Typer(no_args_is_help=True, help="Render manifests for orchestrators from a cluster file.")
@@ -36,9 +26,8 @@ _HOW = {
     "database-url": "database_url: postgresql://USER:PASSWORD@HOST/NAME, or --with-postgres",
     "keys.yaml": "gateway.api_keys_file: `polyphase keys add NAME --file keys.yaml` creates one",
 }
-_NAME = "postgres"
-_LABELS = {"app.kubernetes.io/name": _NAME, "app.kubernetes.io/instance": _NAME}
-_USER = 999  # of the official image
+METRICS = "polyphase/metrics"  # the label of Services whose pods Prometheus scrapes
+_PASSWORD = "postgres-password"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,39 +140,46 @@ def _how(rendered: Rendered, options: RenderOptions) -> str:
     return "Secrets are not rendered. Create the Secret first (docs/kubernetes.md):\n" + " \\\n".join([make, *words])
 
 
+def manifest(
+    api: str, kind: str, name: str, namespace: str, body: Mapping[str, Any], labels: Mapping[str, str] | None = None
+) -> Manifest:
+    """One object of a namespace."""
+    metadata = {"name": name, "namespace": namespace, "labels": {"app.kubernetes.io/part-of": SUITE, **(labels or {})}}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, **body}
+
+
 def config(options: RenderOptions, group: Group) -> Manifest:
     """The ConfigMap with the environment of a group's pods, without secrets."""
-    plain = {key: value for key, value in group.environment.items() if "$(" not in value}
-    data = {**extra_environment(), **plain}
-    body = {"data": {key: data[key] for key in sorted(data)}}
-    return manifest("v1", "ConfigMap", config_name(group), options.namespace, body)
+    data = {**FOLDERS, **{key: value for key, value in group.environment.items() if "$(" not in value}}
+    body = {"data": dict(sorted(data.items()))}
+    return manifest("v1", "ConfigMap", group.config_name, options.namespace, body)
 
 
 def secret_keys(options: RenderOptions, groups: Sequence[Group]) -> list[str]:
     """The keys that the Secret must have."""
-    keys = {key for group in groups for key in group.secrets.values()}
-    own = {"postgres-password"} if options.postgres.enabled else set()
-    return sorted(keys | own | {KEYS_FILE.rpartition("/")[2]})
+    keys = {each.secret for group in groups for each in group.variables.values()} - {""}
+    own = {_PASSWORD} if options.postgres.enabled else set()
+    return sorted(keys | own | {Path(KEYS_FILE).name})
 
 
 def secret(cluster: Cluster, options: RenderOptions, groups: Sequence[Group], password: str, where: str) -> Manifest:
     """The Secret in clear text. Raises InvalidRequest that names all values which the file lacks."""
-    said = _values(groups, where)
-    said["database-url"] = cluster.database_url
-    said["cluster-token"] = cluster.cluster_token.get_secret_value()
-    said["postgres-password"] = password
+    values = _values(groups, where)
+    values["database-url"] = cluster.database_url
+    values["cluster-token"] = cluster.cluster_token.get_secret_value()
+    values[_PASSWORD] = password
     file = cluster.gateway.extra.get("api_keys_file")
     try:
-        said["keys.yaml"] = Path(file).read_text() if file else ""
+        values["keys.yaml"] = Path(file).read_text() if file else ""
     except OSError as error:
         raise InvalidRequest(f"{where}: gateway.api_keys_file: {error}") from error
     keys = secret_keys(options, groups)
-    if missing := [key for key in keys if not said.get(key)]:
+    if missing := [key for key in keys if not values.get(key)]:
         lines = dict.fromkeys(f"{where}: the Secret needs {_HOW.get(key, key)}" for key in missing)
         raise InvalidRequest("\n".join(lines))
-    if "database-url" in keys and not said["database-url"].startswith("postgres"):
+    if "database-url" in keys and not values["database-url"].startswith("postgres"):
         raise InvalidRequest(f"{where}: database_url: pods share no files: it must be postgresql://…")
-    body = {"type": "Opaque", "stringData": {key: said[key] for key in keys}}
+    body = {"type": "Opaque", "stringData": {key: values[key] for key in keys}}
     return manifest("v1", "Secret", options.secret, options.namespace, body)
 
 
@@ -191,8 +187,9 @@ def _values(groups: Sequence[Group], where: str) -> dict[str, str]:
     """The secrets in the cluster file by key. Raises InvalidRequest for a key with two values."""
     found: dict[str, str] = {}
     for group in groups:
-        for key, value in group.secret_values.items():
-            if found.setdefault(key, value) != value:
+        for each in group.variables.values():
+            if each.secret and each.value and found.setdefault(each.secret, each.value) != each.value:
+                key = each.secret
                 raise InvalidRequest(
                     f"{where}: {group.name}: {key} differs from another group's, and the Secret has one {key} for all"
                 )
@@ -265,64 +262,24 @@ def claim(name: str, size: str, storage_class: str) -> Manifest:
 
 
 def postgres(options: RenderOptions) -> list[Manifest]:
-    """A database for trying out: one pod and its Service, without replica or backup."""
-    said = options.postgres
-    security = {
-        "runAsNonRoot": True,
-        "runAsUser": _USER,
-        "runAsGroup": _USER,
-        "fsGroup": _USER,
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-    pod = {
-        "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": 60,
-        "securityContext": security,
-        "containers": [_server(options)],
-    }
-    spec = {
-        "serviceName": _NAME,
-        "replicas": 1,
-        "selector": {"matchLabels": _LABELS},
-        "template": {"metadata": {"labels": {"app.kubernetes.io/part-of": SUITE, **_LABELS}}, "spec": pod},
-        "volumeClaimTemplates": [claim("data", said.size, said.storage_class)],
-    }
-    port = {"name": "postgres", "port": 5432}
-    service = {"spec": {"clusterIP": "None", "selector": _LABELS, "ports": [port]}}
+    """A database for trials: one pod and its Service, without replica or backup."""
+    bodies = yaml.safe_load(Path(__file__).with_name("postgres.yaml").read_text())
+    spec, chosen = bodies["StatefulSet"]["spec"], options.postgres
+    (server,) = spec["template"]["spec"]["containers"]
+    server["image"] = chosen.image
+    server["env"].append(Variable(secret=_PASSWORD).entry("POSTGRES_PASSWORD", options.secret))
+    spec["volumeClaimTemplates"] = [claim("data", chosen.size, chosen.storage_class)]
     return [
-        manifest("v1", "Service", _NAME, options.namespace, service),
-        manifest("apps/v1", "StatefulSet", _NAME, options.namespace, {"spec": spec}),
+        manifest("v1", "Service", POSTGRES, options.namespace, bodies["Service"]),
+        manifest("apps/v1", "StatefulSet", POSTGRES, options.namespace, bodies["StatefulSet"]),
     ]
-
-
-def _server(options: RenderOptions) -> Manifest:
-    ready = {"exec": {"command": ["pg_isready", "-U", "polyphase"]}, "periodSeconds": 2}
-    return {
-        "name": _NAME,
-        "image": options.postgres.image,
-        "env": [
-            {"name": "POSTGRES_USER", "value": "polyphase"},
-            {"name": "PGDATA", "value": "/var/lib/postgresql/data/pgdata"},
-            {
-                "name": "POSTGRES_PASSWORD",
-                "valueFrom": {"secretKeyRef": {"name": options.secret, "key": "postgres-password"}},
-            },
-        ],
-        "ports": [{"name": "postgres", "containerPort": 5432}],
-        "startupProbe": {**ready, "failureThreshold": 60},
-        "readinessProbe": ready,
-        "livenessProbe": {**ready, "periodSeconds": 10, "timeoutSeconds": 5},
-        "resources": {"requests": {"cpu": "250m", "memory": "512Mi"}},
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": [{"name": "data", "mountPath": "/var/lib/postgresql/data"}],
-    }
 
 
 def workload(cluster: Cluster, options: RenderOptions, group: Group, where: str) -> Manifest:
     """A StatefulSet where pods have names of their own, else a Deployment. Raises InvalidRequest."""
     spec: Manifest = {
         "replicas": group.replicas,
-        "selector": {"matchLabels": selector(group)},
+        "selector": {"matchLabels": group.selector},
         "template": pod_template(cluster, options, group, where),
     }
     if group.component in STATELESS:
@@ -331,12 +288,12 @@ def workload(cluster: Cluster, options: RenderOptions, group: Group, where: str)
     # Pods start in parallel; an update replaces them one at a time, and each drains first.
     body = {"serviceName": group.service, "podManagementPolicy": "Parallel", **spec}
     if group.worker is not None and not options.models.claim:
-        volume = claim(MODEL_CLAIM, options.models.size, options.models.storage_class)
+        volume = claim("models", options.models.size, options.models.storage_class)
         body["volumeClaimTemplates"] = [volume]
     return manifest("apps/v1", "StatefulSet", group.name, options.namespace, {"spec": body})
 
 
 def disruption_budget(options: RenderOptions, group: Group) -> Manifest:
     """Of each group one pod at a time may be evicted."""
-    spec = {"maxUnavailable": 1, "selector": {"matchLabels": selector(group)}}
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": group.selector}}
     return manifest("policy/v1", "PodDisruptionBudget", group.name, options.namespace, {"spec": spec})

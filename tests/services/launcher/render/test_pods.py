@@ -2,8 +2,9 @@
 
 import pytest
 
-from services.launcher.render.pods import _LABELS, _PRODUCTS, _RESOURCES, extra_environment
+from services.launcher.render.pods import ACCELERATORS, FOLDERS
 from shared.cost.catalogue import Catalogue
+from shared.files.yaml_file import read_yaml
 from tests.services.launcher.render.rendering import (
     container,
     environment,
@@ -58,10 +59,12 @@ def test_emulated_accelerators_ask_for_none() -> None:
 
 
 def test_every_accelerator_that_is_known_has_a_resource() -> None:
-    catalogue = Catalogue.built_in()
-    assert {catalogue.get(name).vendor for name in catalogue.names()} <= set(_RESOURCES)
-    assert all(catalogue.get(name).name == name for name in _LABELS)
-    assert all(catalogue.get(product).name == name for name, product in _PRODUCTS.items())  # as nvidia-smi prints it
+    catalogue, names = Catalogue.built_in(), read_yaml(ACCELERATORS)
+    assert {catalogue.get(name).vendor for name in catalogue.names()} <= set(names["resources"])
+    for name, labels in names["labels"].items():
+        assert catalogue.get(name).name == name
+        for product in labels.get("nvidia.com/gpu.product", []):
+            assert catalogue.get(product).name == name  # as nvidia-smi prints it
 
 
 def test_shared_memory_where_ranks_talk_through_it() -> None:
@@ -140,7 +143,7 @@ def test_no_pod_may_more_than_it_needs() -> None:
 
 def test_what_is_written_goes_where_it_may() -> None:
     mounted = {mount["mountPath"] for mount in container(rendered(), "a100")["volumeMounts"]}
-    for path in extra_environment().values():
+    for path in FOLDERS.values():
         assert any(path == folder or path.startswith(f"{folder}/") for folder in mounted), path
 
 
