@@ -3,7 +3,7 @@
 import difflib
 import types
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -20,6 +20,13 @@ _TEXTS = {"missing": "it is missing", "too_short": "at least one is needed", "pa
 _SECRETS = {bool: "true or false", int: "a number", float: "a number", str: "the text that is given"}
 _NAME = "{shown} will not do: letters, digits, '_', '.' and '-', the first a letter or digit"
 _PATTERNS = {OTLP: "must be http://HOST:PORT, or grpc://HOST:PORT, or the same over TLS (https, grpcs), not {shown}"}
+
+
+class Fault(NamedTuple):
+    """What is wrong with a key of a file."""
+
+    key: str  # from the top of the file or of its section, such as `instances.0.id`
+    text: str
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:

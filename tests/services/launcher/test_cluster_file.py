@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from services.launcher.cluster_file import (
+    CLUSTER_KEYS,
     CLUSTERS,
-    GIVEN_ELSEWHERE,
     Cluster,
     GatewaySection,
     InstanceSection,
@@ -114,11 +114,10 @@ def test_a_key_of_a_section_has_one_kind(section: type[Section], key: str, kind:
     assert section.key_kinds().get(key) is kind
 
 
-def test_the_table_names_existing_settings_each_once() -> None:
-    rows = [(process, kind, key) for process, kind, keys in GIVEN_ELSEWHERE for key in keys]
-    assert len({(process, key) for process, _, key in rows}) == len(rows)
-    assert {key for process, kind, key in rows if kind is KeyKind.DERIVED and key not in process.model_fields} == set()
-    assert {key for _, kind, key in rows if kind is KeyKind.CLUSTER} <= set(Cluster.model_fields)
+def test_sections_name_existing_settings() -> None:
+    for section in Section.__subclasses__():
+        assert set(section.derived) <= set(section.settings.model_fields)
+    assert set(CLUSTER_KEYS) <= set(Cluster.model_fields)
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n", "", "just words"])
