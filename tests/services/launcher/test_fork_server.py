@@ -14,12 +14,13 @@ import psutil
 import pytest
 
 from services.launcher import fork_client
-from services.launcher.child_process import Child, Limits
+from services.launcher.child_process import Child
 from services.launcher.fork_client import ForkServer
 from services.launcher.spec import ProcessSpec
 from services.launcher.suite import until
-from services.launcher.supervisor import State, Status, Supervisor, supervising
+from services.launcher.supervisor import State, Supervisor, supervising
 from shared.errors import Unavailable
+from tests.services.launcher.processes import QUICK, gone, logged, restarted, status
 
 PROBE = """
 import os, sys, signal
@@ -30,7 +31,6 @@ if os.environ["WORD"] == "stay":
     while True: signal.pause()
 sys.exit(7)
 """
-QUICK = Limits(poll_s=0.02, hang_s=0.6, check_s=0.05, backoff_s=0.01)
 
 
 @pytest.fixture
@@ -57,15 +57,6 @@ def spec(environment: dict[str, str], word: str) -> ProcessSpec:
     return ProcessSpec("probe", argv, {**environment, "WORD": word}, module="probe")
 
 
-def ran(log: Path) -> int:
-    """How often the module has run."""
-    return log.read_text().count("stay") if log.exists() else 0
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 async def test_a_forked_process_has_its_own_environment_log_group_and_code(
     server: Server, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -87,14 +78,6 @@ async def test_many_at_once_are_told_apart(server: Server, environment: dict[str
     assert [log.read_text().split()[0] for log in logs] == [f"w{n}" for n in range(5)]
 
 
-async def test_a_signal_is_its_exit_code(server: Server, environment: dict[str, str], tmp_path: Path) -> None:
-    forks, _ = server
-    await forks.imported()
-    child = await forks.fork(spec(environment, "stay"), tmp_path / "probe.log")
-    child.kill()
-    assert await asyncio.wait_for(child.wait(), 10) == -signal.SIGKILL
-
-
 async def test_what_it_forked_lives_on_when_the_server_is_killed(
     server: Server, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -102,7 +85,7 @@ async def test_what_it_forked_lives_on_when_the_server_is_killed(
     await forks.imported()
     log = tmp_path / "probe.log"
     child = await forks.fork(spec(environment, "stay"), log)
-    await until(lambda: ran(log) == 1, 10, "the process to run its module")
+    await logged(log, "stay")
     process.kill()
     await process.wait()
     with pytest.raises(Unavailable):
@@ -132,7 +115,7 @@ async def test_a_fork_that_is_given_up_ends_the_server_and_leaves_no_process(
         await fork
     assert await asyncio.wait_for(process.wait(), 10) == -signal.SIGKILL
     assert {child.pid for child in psutil.Process().children()} <= before
-    assert ran(log) == 0
+    assert not log.exists()
 
 
 async def test_a_server_that_cannot_import_is_never_ready(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -154,16 +137,6 @@ async def supervised(tmp_path: Path, environment: dict[str, str], preload: str =
         yield supervisor
 
 
-def status(supervisor: Supervisor, name: str) -> Status:
-    return next(each for each in supervisor.statuses if each.name == name)
-
-
-async def restarted(supervisor: Supervisor, name: str) -> Status:
-    await until(lambda: status(supervisor, name).restarts == 1, 20, f"the end of {name} to be seen")
-    await until(lambda: status(supervisor, name).state is State.READY, 20, f"the restart of {name}")
-    return status(supervisor, name)
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_server_that_dies_or_hangs_is_restarted_and_its_processes_go_on(
     tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
@@ -173,7 +146,7 @@ async def test_a_server_that_dies_or_hangs_is_restarted_and_its_processes_go_on(
     async with supervised(tmp_path, environment) as supervisor:
         log = tmp_path / "logs" / "probe.log"
         await until(lambda: status(supervisor, "fork-server").state is State.READY, 20, "the server")
-        await until(lambda: ran(log) == 1, 10, "the process to run its module")
+        await logged(log, "stay")
         first = status(supervisor, "probe")
         os.kill(status(supervisor, "fork-server").pid, number)
         if number == signal.SIGKILL:
@@ -182,7 +155,7 @@ async def test_a_server_that_dies_or_hangs_is_restarted_and_its_processes_go_on(
         os.kill(first.pid, signal.SIGKILL)
         again = await restarted(supervisor, "probe")
         assert "signal 9" in (await restarted(supervisor, "fork-server")).fault
-        await until(lambda: ran(log) == 2, 10, "the second start")
+        await logged(log, "stay", 2)
         forked = number == signal.SIGKILL
         assert log.read_text() == f"stay None True True\nstay None {forked} True\n"
     assert all(gone(pid) for pid in (first.pid, again.pid))
@@ -195,7 +168,7 @@ async def test_without_a_server_processes_are_started_the_plain_way(
         await until(lambda: status(supervisor, "fork-server").state is State.FAILED, 20, "the server to give up")
         assert status(supervisor, "probe").state is State.READY
         log = tmp_path / "logs" / "probe.log"
-        await until(lambda: ran(log) == 1, 10, "the module to run")
+        await logged(log, "stay")
         assert log.read_text() == "stay None False True\n"
 
 
@@ -229,7 +202,7 @@ async def test_neither_server_nor_forked_process_outlives_a_launcher_that_is_kil
     assert launcher.stdout is not None
     pids = [int(word) for word in (await launcher.stdout.readline()).split()]
     assert len(pids) == 2
-    await until(lambda: ran(tmp_path / "logs" / "probe.log") == 1, 10, "the forked process to run")
+    await logged(tmp_path / "logs" / "probe.log", "stay")
     assert not any(gone(pid) for pid in pids)
     launcher.kill()
     await launcher.wait()
