@@ -45,27 +45,38 @@ def devices(found: Assignment, variable: str = CUDA) -> Mapping[str, str]:
     return {name: env[variable] for name, env in found.env.items()}
 
 
-def test_instances_get_devices_in_the_order_of_the_file() -> None:
-    found = assigned(
-        {**GPU, "id": "p", "tensor_parallel": 2},
-        {**GPU, "id": "d", "count": 2},
-        {**GPU, "id": "q", "pipeline_parallel": 2, "tensor_parallel": 2},
-        count=8,
-    )
-    assert devices(found) == {"p": "0,1", "d-0": "2", "d-1": "3", "q": "4,5,6,7"}
+@pytest.mark.parametrize(
+    ("instances", "expected"),
+    [
+        (  # in the order of the file
+            [
+                {"id": "p", "tensor_parallel": 2},
+                {"id": "d", "count": 2},
+                {"id": "q", "pipeline_parallel": 2, "tensor_parallel": 2},
+            ],
+            {"p": "0,1", "d-0": "2", "d-1": "3", "q": "4,5,6,7"},
+        ),
+        (  # the next free ones after those that the file names
+            [{"id": "a"}, {"id": "b", "env": {CUDA: "0"}}, {"id": "c", "devices": [2]}, {"id": "d"}],
+            {"a": "1", "c": "2", "d": "3"},
+        ),
+        (  # emulated and disabled instances get none
+            [{"id": "e", "engine": "emulated"}, {"id": "o", "enabled": False}, {"id": "d"}],
+            {"d": "0"},
+        ),
+        (  # two instances share a device if both name it and set the size of their KV
+            [{**KV, "id": "p", "devices": [0]}, {**KV, "id": "d", "devices": [0]}, {"id": "e"}],
+            {"p": "0", "d": "0", "e": "1"},
+        ),
+        ([{**KV, "id": "d", "devices": [1], "count": 2}], {"d-0": "1", "d-1": "1"}),
+        ([{"id": "d", "devices": [4, 5, 6, 7], "count": 2, "tensor_parallel": 2}], {"d-0": "4,5", "d-1": "6,7"}),
+    ],
+)
+def test_the_devices_of_each_instance(instances: Sequence[dict[str, Any]], expected: dict[str, str]) -> None:
+    found = assigned(*({**GPU, **each} for each in instances), count=8)
+    assert devices(found) == expected
     assert not found.faults
     assert {env["CUDA_DEVICE_ORDER"] for env in found.env.values()} == {"PCI_BUS_ID"}
-
-
-def test_what_the_file_names_is_left_to_whoever_names_it() -> None:
-    found = assigned(
-        {**GPU, "id": "a"},
-        {**GPU, "id": "b", "env": {CUDA: "0"}},
-        {**GPU, "id": "c", "devices": [2]},
-        {**GPU, "id": "d"},
-    )
-    assert devices(found) == {"a": "1", "c": "2", "d": "3"}
-    assert not found.faults
 
 
 def test_each_host_counts_for_itself() -> None:
@@ -97,22 +108,6 @@ def test_what_has_no_numbers_gets_none(accelerator: str) -> None:
     assert fault == ("instances.d.devices", f"accelerator {accelerator!r} has no numbered devices: leave it out")
 
 
-def test_emulated_engines_and_what_is_off_get_none() -> None:
-    found = assigned({**GPU, "id": "e", "engine": "emulated"}, {**GPU, "id": "o", "enabled": False}, {**GPU, "id": "d"})
-    assert devices(found) == {"d": "0"}
-
-
-def test_two_share_a_device_where_both_say_so_and_give_their_kv() -> None:
-    found = assigned(
-        {**GPU, **KV, "id": "p", "devices": [0]}, {**GPU, **KV, "id": "d", "devices": [0]}, {**GPU, "id": "e"}
-    )
-    assert devices(found) == {"p": "0", "d": "0", "e": "1"}
-    assert not found.faults
-    alike = assigned({**GPU, **KV, "id": "d", "devices": [1], "count": 2})
-    assert devices(alike) == {"d-0": "1", "d-1": "1"}
-    assert not alike.faults
-
-
 def test_the_check_of_two_on_one_gpu_starts_them_so(tmp_path: Path) -> None:
     made = cluster_on("H100-SXM")
     plan = make_plan(made, tmp_path)
@@ -121,13 +116,8 @@ def test_the_check_of_two_on_one_gpu_starts_them_so(tmp_path: Path) -> None:
     assert not make_plan(cluster_on("cpu"), tmp_path).devices.env
 
 
-def test_devices_of_several_alike_are_dealt_out() -> None:
-    found = assigned({**GPU, "id": "d", "devices": [4, 5, 6, 7], "count": 2, "tensor_parallel": 2})
-    assert devices(found) == {"d-0": "4,5", "d-1": "6,7"}
-
-
 @pytest.mark.parametrize(
-    ("instances", "key", "said"),
+    ("instances", "key", "message"),
     [
         (
             [{"id": "p", "devices": [0], **KV}, {"id": "d", "devices": [0]}],
@@ -172,10 +162,10 @@ def test_devices_of_several_alike_are_dealt_out() -> None:
         ),
     ],
 )
-def test_what_is_refused(instances: Sequence[dict[str, Any]], key: str, said: str) -> None:
+def test_faulty_devices_are_named(instances: Sequence[dict[str, Any]], key: str, message: str) -> None:
     ((at, text),) = assigned(*({**GPU, **each} for each in instances), count=4).faults
     assert at == key
-    assert text.startswith(said)
+    assert text.startswith(message)
 
 
 def test_a_device_is_named_once() -> None:
