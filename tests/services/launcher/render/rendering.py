@@ -1,5 +1,6 @@
-"""Clusters to render, and what is asked of the manifests."""
+"""Clusters to render, and the parts of their manifests."""
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,9 +30,9 @@ UNLIKE = {
     "instances": [
         {
             "id": "a100",
-            "count": 3,
             "role": "prefill",
             "accelerator": "A100-SXM-80",
+            "count": 3,
             "tensor_parallel": 4,
             "host": "gpu",
         },
@@ -55,7 +56,15 @@ def shipped(name: str) -> Cluster:
     return load_cluster(Path(name))
 
 
+@functools.cache
+def _unlike() -> Rendered:
+    return render(unlike(), RenderOptions(), "file.yaml")
+
+
 def rendered(cluster: Cluster | None = None, *, with_secrets: bool = False, **options: Any) -> Rendered:
+    """The manifests of a cluster, by default of `unlike()`; do not change them."""
+    if cluster is None and not with_secrets and not options:
+        return _unlike()
     return render(cluster or unlike(), RenderOptions(**options), "file.yaml", with_secrets=with_secrets)
 
 
@@ -78,7 +87,7 @@ def container(objects: Rendered, name: str) -> dict[str, Any]:
 
 
 def environment(objects: Rendered, name: str, ordinal: int = 0, secret: str = SECRET) -> dict[str, str]:
-    """What the process of that pod would find."""
+    """The environment of the process in that pod."""
     box = container(objects, name)
     found: dict[str, str] = {}
     for source in box["envFrom"]:
@@ -97,7 +106,7 @@ def environment(objects: Rendered, name: str, ordinal: int = 0, secret: str = SE
 
 
 def hosts(objects: Rendered) -> dict[str, set[int]]:
-    """Every name by which somebody is found within the namespace, and the ports that answer there."""
+    """Each host name within the namespace, and the ports that answer there."""
     found: dict[str, set[int]] = {}
     pods = list(_pods(objects))
     for service in of_kind(objects, "Service").values():
