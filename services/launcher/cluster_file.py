@@ -12,6 +12,7 @@ that neither the launcher derives nor the whole cluster shares. To add a key tha
 A rule that concerns several sections, or the top of the file, is a function in `RULES`.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 from pathlib import Path
@@ -49,6 +50,7 @@ from shared.runtime.settings import ServiceSettings, Tracing
 
 LOCAL = "local"
 CLUSTERS = Path(__file__).parent / "clusters"
+_NAME_BYTES = 255  # as file systems allow
 PREDICTOR_BESIDE = "predictor-"  # begins the names of predictors beside instances
 
 
@@ -386,6 +388,11 @@ def cluster_token_is_usable(cluster: Cluster) -> Iterator[Fault]:
         yield Fault(key, text)
 
 
+def model_is_a_possible_path(cluster: Cluster) -> Iterator[Fault]:
+    if any(len(os.fsencode(part)) > _NAME_BYTES for part in Path(cluster.model).parts):
+        yield Fault("model", f"a name of a file or folder has at most {_NAME_BYTES} bytes")
+
+
 # Each rule yields faults with the full key, such as `instances.0.id`.
 RULES: tuple[Callable[[Cluster], Iterator[Fault]], ...] = (
     instance_names_are_unique,
@@ -395,6 +402,7 @@ RULES: tuple[Callable[[Cluster], Iterator[Fault]], ...] = (
     control_is_one_of_the_hosts,
     curve_keys_are_a_pair,
     cluster_token_is_usable,
+    model_is_a_possible_path,
 )
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from ipaddress import ip_address
+from os.path import exists, isdir, isfile  # of a name that is too long they are False, where those of `Path` raise
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def _of_gateway(settings: GatewaySettings) -> Faults:
 
 def _names_no_file(value: str) -> bool:
     """Whether a value that may be a path or a template is neither; vLLM distinguishes them by these letters."""
-    return value != "" and not any(letter in value for letter in "{}\n") and not Path(value).is_file()
+    return value != "" and not any(letter in value for letter in "{}\n") and not isfile(value)
 
 
 def _of_scheduler(settings: SchedulerSettings) -> Faults:
@@ -144,7 +145,7 @@ def _meant(kind: str, entry: object) -> str:
 
 
 def _of_instance(at: str, settings: WorkerSettings, env: dict[str, str]) -> Faults:
-    if settings.rates_file and not Path(settings.rates_file).is_file():
+    if settings.rates_file and not isfile(settings.rates_file):
         yield Fault(
             f"{at}.rates_file", f"there is no file {settings.rates_file}: `polyphase calibrate live` writes one"
         )
@@ -201,7 +202,7 @@ def _of_emulated(at: str, settings: WorkerSettings) -> Faults:
     except PolyphaseError as error:
         yield Fault(f"{at}.accelerator", error.message)
     try:
-        if not Path(settings.emulated_model).exists():
+        if not exists(settings.emulated_model):
             bundled_geometry(settings.emulated_model)
     except PolyphaseError as error:
         yield Fault(f"{at}.emulated_model", error.message)
@@ -221,10 +222,10 @@ def _of_database(url: str) -> Faults:
     if not parsed.drivername.startswith("sqlite") or parsed.database in (None, "", ":memory:"):
         return
     file = Path(str(parsed.database)).absolute()
-    there = file if file.exists() else next(parent for parent in file.parents if parent.exists())
-    if there != file and not there.is_dir():
+    there = file if exists(file) else next(parent for parent in file.parents if exists(parent))
+    if there != file and not isdir(there):
         yield Fault("database_url", f"{there} is not a folder, so {file} cannot be created: choose another path")
-    elif file.is_dir() or not os.access(there, os.W_OK):
+    elif isdir(file) or not os.access(there, os.W_OK):
         yield Fault("database_url", f"{there} is not writable: choose another path, or change its permissions")
     elif there == file and (refused := refused_file(file)):
         yield Fault("database_url", refused)

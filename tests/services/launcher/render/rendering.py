@@ -13,38 +13,11 @@ from services.launcher.render.manifests import Rendered, render
 from services.launcher.render.options import RenderOptions
 
 PUBLIC, SECRET, TOKEN = "p" * 40, "s" * 40, "the-cluster-token-itself"
-UNLIKE = {
-    "name": "unlike",
-    "model": "org/model",
-    "ports": 20000,
-    "database_url": "postgresql://us:pass-word@db/polyphase",
+UNLIKE: dict[str, Any] = {
+    **yaml.safe_load((Path(__file__).parent / "unlike.yaml").read_text()),
     "curve_public": PUBLIC,
     "curve_secret": SECRET,
     "cluster_token": TOKEN,
-    "hosts": {"head": "10.0.0.1", "gpu": "10.0.0.2"},
-    "control": "head",
-    "gateway": {"processes": 3, "port": 9000, "slo": {"gold": {"ttft_s": 1.0}}},
-    "scheduler": {"count": 2},
-    "predictor": {"count": 2},
-    "launcher": {"hang_s": 9, "start_s": 100},
-    "instances": [
-        {
-            "id": "a100",
-            "role": "prefill",
-            "accelerator": "A100-SXM-80",
-            "count": 3,
-            "tensor_parallel": 4,
-            "host": "gpu",
-        },
-        {
-            "id": "mi300x",
-            "role": "decode",
-            "accelerator": "MI300X",
-            "env": {"HF_TOKEN": "hf-in-clear", "X": "127.0.0.1:1"},
-        },
-        {"id": "ascend", "role": "decode", "accelerator": "Ascend-910B", "drain_s": 7},
-        {"id": "cpu", "count": 2, "role": "decode", "threads": 2},
-    ],
 }
 
 
