@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -24,6 +24,9 @@ from services.launcher.suite import until
 from services.launcher.supervisor import State, Status
 from services.launcher.up import running_suite
 from tools.client import ApiClient, Prompts
+
+if TYPE_CHECKING:
+    from services.launcher.on_ray.suite import RayInstances
 
 stay_local()
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -69,8 +72,13 @@ class Place(checks.Place):
 
     nodes: RayNodes
 
+    @property
+    def _on_ray(self) -> "RayInstances":
+        assert self.running.remote is not None
+        return self.running.remote
+
     def statuses(self) -> dict[str, Status]:
-        return {status.name: status for status in self.running.remote.statuses}
+        return {status.name: status for status in self._on_ray.statuses}
 
     def waiting(self) -> list[str]:
         """The instances that wait for a node."""
@@ -78,7 +86,7 @@ class Place(checks.Place):
 
     def node_of(self, name: str) -> str:
         """The Ray node that an instance is on."""
-        return self.running.remote.node_of(name)
+        return self._on_ray.node_of(name)
 
     async def until_ready(self, *names: str) -> float:
         """Wait until the monitor reports them as ready; returns the seconds that it took."""

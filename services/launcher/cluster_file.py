@@ -131,8 +131,6 @@ class LauncherSection(BaseModel):
 
 
 class GatewaySection(Section):
-    """The API. `extra`: GatewaySettings."""
-
     settings = GatewaySettings
     derived = (
         *("gateway_id", "served_model_name", "max_model_len", "schedulers", "predictors", "predictors_beside"),
@@ -158,8 +156,6 @@ class GatewaySection(Section):
 
 
 class SchedulerSection(Section):
-    """The global schedulers, all alike. `extra`: SchedulerSettings."""
-
     settings = SchedulerSettings
     derived = (
         *("scheduler_id", "http_host", "http_port", "rpc_address", "monitor_url", "broadcast_address"),
@@ -174,8 +170,6 @@ class SchedulerSection(Section):
 
 
 class MonitorSection(Section):
-    """The cluster monitor. `extra`: MonitorSettings."""
-
     settings = MonitorSettings
     derived = (
         *("monitor_id", "http_host", "http_port", "advertise_url", "heartbeat_address", "broadcast_address"),
@@ -211,15 +205,11 @@ class PredictorSection(Section):
 
 
 class PlannerSection(Section):
-    """The planner. `extra`: PlannerSettings."""
-
     settings = PlannerSettings
     derived = ("http_host", "http_port", "monitor_url", "broadcast_address")
 
 
 class DashboardSection(BaseModel):
-    """The web page."""
-
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
     enabled: bool = True
@@ -274,8 +264,6 @@ def _numbered(name: str, count: int) -> tuple[str, ...]:
 
 
 class Cluster(BaseModel):
-    """The whole file."""
-
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid", protected_namespaces=())
 
     name: str

@@ -202,7 +202,6 @@ def _variable(entry: InstanceSection) -> str:
 
 @functools.cache
 def catalogue() -> Catalogue:
-    """The built-in catalogue, read once."""
     return Catalogue.built_in()
 
 

@@ -88,7 +88,7 @@ def _seconds(status: Status) -> str:
     return f"{status.took_s:.1f}" if status.took_s else ""
 
 
-def welcome(console: Console, plan: Plan, took_s: float, memory_bytes: int, late: Sequence[str]) -> None:
+def welcome(console: Console, plan: Plan, took_s: float, memory_bytes: int, late: Sequence[str] = ()) -> None:
     """The addresses of a suite that is ready, a first request to try, and the instances that are late."""
     lines = [f"API        [bold]{plan.api_url}/v1[/]"] if plan.runs_control else []
     if plan.dashboard_url:

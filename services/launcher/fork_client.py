@@ -36,8 +36,6 @@ class Starter(Protocol):
 
 
 class ProgramStarter:
-    """Starts processes as programs."""
-
     waits_for = ""
 
     async def prepare(self) -> None:

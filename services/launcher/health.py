@@ -16,8 +16,6 @@ _HEAD_BYTES = 16 << 10
 
 
 class Health(Protocol):
-    """A health check."""
-
     async def check(self, deadline_s: float) -> str:
         """The fault, found within `deadline_s`; empty if there is none."""
         ...

@@ -28,8 +28,6 @@ _RESERVATIONS = Path(tempfile.gettempdir()) / f"polyphase-ports-{os.getuid()}"
 
 @dataclass(frozen=True, slots=True)
 class PortUse:
-    """A port on which a process will listen."""
-
     process: str
     host: str
     port: int
@@ -41,21 +39,6 @@ def ranks_of(settings: Mapping[str, Any]) -> int:
         return int(settings.get("tensor_parallel", 1)) * int(settings.get("pipeline_parallel", 1))
     except (TypeError, ValueError):
         return 1
-
-
-def instance_ports(base: int, ranks: Iterable[int]) -> list[int]:
-    """The first port of each instance with so many ranks: RPC, HTTP, and then one per rank for KV."""
-    first, ports = base + INSTANCES, []
-    for count in ranks:
-        ports.append(first)
-        first += 2 + count
-    return ports
-
-
-def beside_ports(base: int, ranks: Iterable[int]) -> list[int]:
-    """The HTTP port of the predictor beside each instance, followed by its RPC port; after all ports of instances."""
-    *instances, first = instance_ports(base, (*ranks, 0))
-    return [first + 2 * index for index in range(len(instances))]
 
 
 def check_distinct(uses: Iterable[PortUse]) -> None:
@@ -79,7 +62,6 @@ def check_free(uses: Iterable[PortUse]) -> None:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server can listen there now."""
     return _fault(host, port) is None
 
 

@@ -77,12 +77,10 @@ class Plan:
 
     @property
     def preload(self) -> tuple[str, ...]:
-        """The modules that the fork server imports."""
         return tuple(dict.fromkeys(name for process in self.processes for name in _PRELOAD.get(process.module, ())))
 
     @property
     def port_uses(self) -> tuple[PortUse, ...]:
-        """All ports on which processes of this host listen."""
         return tuple(use for process in self.processes for use in process.ports)
 
 

@@ -19,8 +19,6 @@ NAME = "state.json"
 
 @dataclass(frozen=True, slots=True)
 class RunningProcess:
-    """A supervised process."""
-
     name: str
     pid: int
     state: str
@@ -33,8 +31,6 @@ class RunningProcess:
 
 @dataclass(frozen=True, slots=True)
 class SuiteState:
-    """The content of the file."""
-
     launcher_pid: int
     launcher_started_s: float
     model: str
@@ -66,7 +62,6 @@ class SuiteState:
 
 
 def describe(plan: Plan, statuses: Iterable[Status]) -> SuiteState:
-    """The state of the suite that this process runs."""
     urls = {spec.name: spec.health_url for spec in plan.processes}
     processes = tuple(
         RunningProcess(

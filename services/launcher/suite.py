@@ -61,12 +61,10 @@ class Suite:
         return time.monotonic() - began
 
     async def instances(self) -> dict[str, dict[str, Any]]:
-        """The instances that the monitor knows, by id."""
         async with self.monitor() as monitor:
             return {entry["instance_id"]: entry for entry in await monitor.instances()}
 
     async def ready(self, role: Role) -> list[str]:
-        """The ids of the ready instances of a role."""
         found = await self.instances()
         return [i for i, entry in found.items() if entry["role"] == role.value and entry["state"] == "ready"]
 

@@ -44,8 +44,6 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One process at one moment."""
-
     name: str
     log: Path
     state: State = State.WAITING
@@ -67,8 +65,6 @@ class StartFailed(Unavailable):
 
 
 class SupervisedProcess:
-    """Keeps one process running."""
-
     def __init__(
         self, spec: ProcessSpec, logs: Path, changed: Changed, limits: Limits, starter: Starter, health: Health | None
     ) -> None:
@@ -119,7 +115,6 @@ class SupervisedProcess:
             await self.child.wait()
 
     def stopped(self) -> None:
-        """Record that the supervisor has stopped the process."""
         if self.status.state is not State.FAILED:
             self._enter(State.STOPPED, pid=0)
 

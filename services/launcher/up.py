@@ -5,11 +5,11 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
@@ -23,8 +23,11 @@ from services.launcher.plan import make_plan
 from services.launcher.ports import check_free
 from services.launcher.spec import Plan
 from services.launcher.suite import Suite
-from services.launcher.supervisor import Changed, Status, Supervisor, supervising
-from shared.errors import InvalidRequest, NotFound
+from services.launcher.supervisor import Status, Supervisor, supervising
+from shared.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from services.launcher.on_ray.suite import RayInstances, RunOnRay
 
 Result = TypeVar("Result")
 REGISTER_S = 60.0
@@ -46,56 +49,12 @@ class UpOptions:
     ray: str | None = None  # address of the Ray cluster that runs the instances; None: this host does
 
 
-class Instances(Protocol):
-    """The instances of a suite, whatever runs them: this launcher (`LocalInstances`) or Ray (`on_ray.suite`)."""
-
-    @property
-    def statuses(self) -> tuple[Status, ...]:
-        """Those that the supervisor of this host does not run."""
-        ...
-
-    async def started(self, within_s: float) -> tuple[str, ...]:
-        """Wait until they run; the names of the instances that the suite waits for. Raises Unavailable."""
-        ...
-
-    async def kept(self) -> None:
-        """Run until an error ends the supervision of the instances."""
-        ...
-
-    def node_of(self, name: str) -> str:
-        """The node of an instance, as the system that runs it names it. Raises NotFound."""
-        ...
-
-
-RunInstances = Callable[[Changed], AbstractAsyncContextManager[Instances]]
-
-
-class LocalInstances:
-    """For a suite whose instances are all processes of this launcher: the supervisor starts and keeps them."""
-
-    statuses: tuple[Status, ...] = ()
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self._names = names
-
-    async def started(self, within_s: float) -> tuple[str, ...]:
-        return self._names
-
-    async def kept(self) -> None:
-        await asyncio.Event().wait()
-
-    def node_of(self, name: str) -> str:
-        raise NotFound(f"{name!r} runs on this host")
-
-
 @dataclass(frozen=True, slots=True)
 class RunningSuite:
-    """A suite that this process runs."""
-
     suite: Suite
     plan: Plan
     supervisor: Supervisor
-    remote: Instances
+    remote: "RayInstances | None"  # None: all instances are processes of this launcher
     took_s: float
 
 
@@ -149,21 +108,20 @@ async def running_suite(
         plan = make_plan(cluster, data_dir, host_name, where)
         preflight(cluster, plan, where, places_instances=ray is None)
         stack.enter_context(state_file.owning(data_dir))
-        start_s, local = plan.start_s, LocalInstances(plan.instance_ids)
-        run_instances: RunInstances = lambda _: nullcontext(local)  # noqa: E731
+        start_s, run_on_ray = plan.start_s, None
         if ray is not None:
-            plan, run_instances = divide(cluster, plan)
+            plan, run_on_ray = divide(cluster, plan)
         check_free(plan.port_uses)
         cluster_keys.keep_token(cluster, data_dir)
         cluster_keys.keep_curve_key(cluster, data_dir)
         make_shared_table(plan)
-        async with _running(cluster, plan, data_dir, console, run_instances, start_s) as suite:
+        async with _running(cluster, plan, data_dir, console, run_on_ray, start_s) as suite:
             yield suite
 
 
 @asynccontextmanager
 async def _running(
-    cluster: Cluster, plan: Plan, data_dir: Path, console: Console, run_instances: RunInstances, start_s: float
+    cluster: Cluster, plan: Plan, data_dir: Path, console: Console, run_on_ray: "RunOnRay | None", start_s: float
 ) -> AsyncIterator[RunningSuite]:
     began, display = time.monotonic(), StatusDisplay(console, f"Starting {cluster.name}")
     observer = _Observer(plan, data_dir, display)
@@ -171,16 +129,18 @@ async def _running(
     logs = data_dir / "logs"
     async with (
         supervising(plan.processes, logs, observer.changed, limits, plan.fork_env, plan.preload) as supervisor,
-        run_instances(observer.changed) as remote,
+        run_on_ray(observer.changed) if run_on_ray is not None else nullcontext() as remote,
     ):
-        observer.statuses = lambda: (*supervisor.statuses, *remote.statuses)
+        observer.statuses = lambda: (*supervisor.statuses, *(remote.statuses if remote is not None else ()))
         observer.write()
         addresses.write_targets(data_dir, plan.processes)
         try:
             suite = Suite(data_dir)
             with display.start(observer.statuses()):
                 await supervisor.started()
-                names = await supervisor.during(remote.started(start_s))
+                names = plan.instance_ids
+                if remote is not None:
+                    names = await supervisor.during(remote.started(start_s))
                 in_time = [name for name in names if name not in supervisor.late]
                 if in_time:
                     await supervisor.during(suite.wait_ready(in_time, REGISTER_S))
@@ -238,7 +198,8 @@ async def _serve(options: UpOptions, console: Console) -> None:
     async with running_suite(cluster, data_dir, console, host_name=host, where=where, ray=options.ray) as running:
         memory_bytes, late = running.suite.memory_bytes(), running.supervisor.late
         welcome(console, running.plan, running.took_s, memory_bytes, late)
-        await running.supervisor.during(running.remote.kept())
+        kept = running.remote.kept() if running.remote is not None else asyncio.Event().wait()
+        await running.supervisor.during(kept)
 
 
 @contextmanager

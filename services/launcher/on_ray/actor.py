@@ -55,7 +55,6 @@ class InstanceActor:
         return {**self._about, "pid": self._process.pid, "log": str(self._log), "fault": self._fault}
 
     def stop(self, within_s: float) -> None:
-        """Stop the process gracefully within that time."""
         self._stopping = True
         self._process.terminate()
         try:

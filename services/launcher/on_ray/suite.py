@@ -217,7 +217,6 @@ class RayInstance:
 
     @property
     def placed(self) -> bool:
-        """Whether Ray has found a node for it."""
         return self.status.state is not State.WAITING
 
     @property

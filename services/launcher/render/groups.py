@@ -82,7 +82,6 @@ class Group:
 
     @property
     def config_name(self) -> str:
-        """The name of its ConfigMap."""
         return f"{self.name}-environment"
 
     @property

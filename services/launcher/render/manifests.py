@@ -254,7 +254,6 @@ def _service(options: RenderOptions, group: Group) -> Manifest:
 
 
 def claim(name: str, size: str, storage_class: str) -> Manifest:
-    """A volume claim template of a StatefulSet."""
     spec: Manifest = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
     if storage_class:
         spec["storageClassName"] = storage_class

@@ -71,7 +71,6 @@ def devices_of(settings: WorkerSettings, options: RenderOptions, at: str) -> Dev
 
 
 def pod_template(cluster: Cluster, options: RenderOptions, group: Group, where: str) -> Manifest:
-    """The `template` of a workload."""
     devices = None
     if group.worker is not None:
         devices = devices_of(group.worker, options, f"{where}: instances.{group.name}")
