@@ -69,7 +69,7 @@ class SupervisedProcess:
         self, spec: ProcessSpec, logs: Path, changed: Changed, limits: Limits, starter: Starter, health: Health | None
     ) -> None:
         self.status = Status(spec.name, logs / f"{spec.name}.log")
-        self.awaited = asyncio.Event()  # set when the suite no longer waits for its first start
+        self.first_start_over = asyncio.Event()  # it was healthy once, or is late: the suite does not wait for it
         self.child: Child | None = None  # of the last start
         self.spec = spec
         self._changed = changed
@@ -83,7 +83,7 @@ class SupervisedProcess:
     @property
     def late(self) -> bool:
         """Whether its start exceeded the time limit, and it has not been ready yet."""
-        return self.awaited.is_set() and not self.status.took_s
+        return self.first_start_over.is_set() and not self.status.took_s
 
     async def keep(self, slots: asyncio.Semaphore) -> None:
         """Start the process, and restart it whenever it ends. Raises StartFailed if its first start fails.
@@ -98,12 +98,12 @@ class SupervisedProcess:
                 unready = await self._start()
             if unready is None:
                 fault = await self._until_ended()
-            elif self.awaited.is_set() or (unready.late and self.spec.may_be_late):
+            elif self.first_start_over.is_set() or (unready.late and self.spec.may_be_late):
                 fault = unready.text
             else:
                 self._enter(State.FAILED, pid=0, note=unready.text)
                 raise self.start_failure(unready.text)
-            self.awaited.set()
+            self.first_start_over.set()
             await self._pause(fault)
 
     async def restart(self, env: dict[str, str]) -> None:
@@ -132,7 +132,7 @@ class SupervisedProcess:
         unready = await until_healthy(self.child, self._health, self._limits)
         if unready is None:
             self._enter(State.READY, took_s=time.monotonic() - began, note="")
-            self.awaited.set()
+            self.first_start_over.set()
         return unready
 
     async def _until_ended(self) -> str:
@@ -235,11 +235,11 @@ class Supervisor:
     async def _first_starts(self) -> None:
         """Wait for the first start of each process. Raises StartFailed if all processes of a role are late."""
         for process in self._suite:
-            await process.awaited.wait()
-        for role in {process.spec.role for process in self._suite} - {""}:
-            alike = [process for process in self._suite if process.spec.role == role]
-            if all(process.late for process in alike):
-                raise alike[0].start_failure(alike[0].status.fault)
+            await process.first_start_over.wait()
+        for process in self._suite:
+            alike = [each for each in self._suite if each.spec.role == process.spec.role]
+            if process.spec.role and all(each.late for each in alike):
+                raise process.start_failure(process.status.fault)
 
     async def _keep_all(self) -> None:
         slots = asyncio.Semaphore(self._limits.at_once)
