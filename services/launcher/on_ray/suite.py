@@ -33,7 +33,7 @@ from shared.errors import InvalidRequest, NotFound, PolyphaseError, Unavailable
 
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 5.0
-LOOK_S = 0.5  # between two checks of all instances
+POLL_S = 0.5  # between two checks of all instances
 TOKEN = "POLYPHASE_WORKER_CLUSTER_TOKEN"
 _CHECK_S = 2.0
 _HEAD = "ray"  # the name of the control plane's host
@@ -210,7 +210,7 @@ class RayInstance:
             )
             .remote(settings.model_dump(mode="json"), dict(env))
         )
-        self._answer: asyncio.Future[Any] | None = None
+        self._pending: asyncio.Future[Any] | None = None
         self._health: HttpHealth | None = None
         self._at: tuple[str, int] | None = None  # node and process
         self._since_s = time.monotonic()  # when it was placed or lost
@@ -224,7 +224,7 @@ class RayInstance:
         """The id of its present or last Ray node; empty before the first."""
         return self._at[0] if self._at else ""
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Update its status from the actor and the health check."""
         about = await self._about()
         if about is None:
@@ -250,12 +250,12 @@ class RayInstance:
 
     async def _about(self) -> dict[str, Any] | None:
         """The actor's description of itself; None while there is no actor."""
-        self._answer = self._answer or _future(self._actor.about.remote())
-        await asyncio.wait([self._answer], timeout=LOOK_S)
-        if not self._answer.done():
+        self._pending = self._pending or _future(self._actor.about.remote())
+        await asyncio.wait([self._pending], timeout=POLL_S)
+        if not self._pending.done():
             self._absent()
             return None
-        answer, self._answer = self._answer, None
+        answer, self._pending = self._pending, None
         try:
             about: dict[str, Any] = answer.result()
         except _LOST as error:
@@ -297,7 +297,7 @@ class RayInstances:
 
     def __init__(self, instances: list[RayInstance]) -> None:
         self._instances = instances
-        self._looked = asyncio.Event()
+        self._refreshed = asyncio.Event()
         self._watching = asyncio.create_task(self._watch())
 
     @property
@@ -311,11 +311,11 @@ class RayInstances:
         has no ready instance by then.
         """
         give_up = time.monotonic() + within_s
-        await self._looked.wait()
+        await self._refreshed.wait()
         while time.monotonic() < give_up:
             if self._all_ready([each for each in self._instances if each.placed]):
                 break
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         ready = [each for each in self._instances if each.status.state is State.READY]
         if self._all_ready(ready):
             return tuple(each.status.name for each in ready)
@@ -347,9 +347,9 @@ class RayInstances:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.gather(*(each.look() for each in self._instances))
-            self._looked.set()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.gather(*(each.refresh() for each in self._instances))
+            self._refreshed.set()
+            await asyncio.sleep(POLL_S)
 
 
 @asynccontextmanager
