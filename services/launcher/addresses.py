@@ -184,9 +184,9 @@ def make_shared_table(plan: Plan) -> None:
 
 def targets_of(processes: Iterable[ProcessSpec]) -> tuple[ScrapeTarget, ...]:
     return tuple(
-        ScrapeTarget(service=service, process=one.name, url=one.health_url.removesuffix("/health"))
-        for one in processes
-        if (service := SERVICES.get(type(one.settings)))
+        ScrapeTarget(service=service, process=spec.name, url=spec.health_url.removesuffix("/health"))
+        for spec in processes
+        if (service := SERVICES.get(type(spec.settings)))
     )
 
 

@@ -222,11 +222,11 @@ class Supervisor:
         """Stop all processes. Raises Unavailable that names those which survive SIGKILL."""
         self._keeping.cancel()
         await asyncio.gather(self._keeping, return_exceptions=True)
-        left = await stop_all([each.child for each in self._all if each.child is not None], self._limits.stop_s)
+        remaining = await stop_all([each.child for each in self._all if each.child is not None], self._limits.stop_s)
         for process in self._all:
             process.stopped()
-        if left:
-            raise Unavailable(f"processes {', '.join(map(str, left))} hang in the kernel and survive SIGKILL")
+        if remaining:
+            raise Unavailable(f"processes {', '.join(map(str, remaining))} hang in the kernel and survive SIGKILL")
 
     @property
     def _all(self) -> tuple[SupervisedProcess, ...]:

@@ -16,7 +16,12 @@ _KNOWN = " Known: "
 _FAULTS = 50  # of one file that a message lists
 OTLP = r"^(https?|grpcs?)://[^\s/]+"  # of `shared.runtime.settings.Tracing`; the scheme says which of two protocols
 _PLAIN = {"a valid ": "a ", "a integer": "a whole number", "a dictionary": "a mapping", "a tuple": "a list"}
-_TEXTS = {"missing": "it is missing", "too_short": "at least one is needed", "path_type": "must be a path, not {shown}"}
+_TEXTS = {
+    "missing": "it is missing",
+    "too_short": "at least one is needed",
+    "path_type": "must be a path, not {shown}",
+    "invalid_key": "a key must be text: write it in quotes",
+}
 _SECRETS = {bool: "true or false", int: "a number", float: "a number", str: "the text that is given"}
 _NAME = "{shown} will not do: letters, digits, '_', '.' and '-', the first a letter or digit"
 _PATTERNS = {OTLP: "must be http://HOST:PORT, or grpc://HOST:PORT, or the same over TLS (https, grpcs), not {shown}"}
@@ -79,10 +84,10 @@ def _texts(fault: Any, path: tuple[str | int, ...], kind: type[BaseModel] | None
             return [f"must be one of {', '.join(choices)}, not {shown}{meant(str(given), choices).removesuffix('.')}"]
         case "string_pattern_mismatch":
             return [_PATTERNS.get(context["pattern"], _NAME).format(shown=shown)]
-        case "string_type" if fault["loc"][-1] != _KEY and isinstance(given, bool | int | float):
+        case "string_type" if fault["loc"][-1:] == (_KEY,):
+            return [_TEXTS["invalid_key"]]
+        case "string_type" if isinstance(given, bool | int | float):
             return [f"must be text, not {shown}: write it in quotes"]
-        case "string_type" | "invalid_key" if fault["type"] == "invalid_key" or fault["loc"][-1] == _KEY:
-            return ["a key must be text: write it in quotes"]
         case known if known in _TEXTS:
             return [_TEXTS[known].format(shown=shown)]
         case _ if given is None:
@@ -91,11 +96,11 @@ def _texts(fault: Any, path: tuple[str | int, ...], kind: type[BaseModel] | None
 
 
 def _plain(message: str) -> str:
-    """pydantic's message without the word input."""
-    said = message.replace("Input should be", "must be", 1).partition(", unable to")[0]
-    for theirs, plain in _PLAIN.items():
-        said = said.replace(theirs, plain)
-    return said.partition(" or instance of ")[0]
+    """pydantic's message in the words of this module."""
+    text = message.replace("Input should be", "must be", 1).partition(", unable to")[0]
+    for theirs, ours in _PLAIN.items():
+        text = text.replace(theirs, ours)
+    return text.partition(" or instance of ")[0]
 
 
 def _shown(path: tuple[str | int, ...], given: object) -> str:

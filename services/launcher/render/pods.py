@@ -190,13 +190,13 @@ def _node(options: RenderOptions, group: Group, devices: Devices | None) -> Mani
             "labelSelector": {"matchLabels": group.selector},
         }
         return {"topologySpreadConstraints": [spread]} if group.replicas > 1 else {}
-    wanted = [{"key": key, "operator": "In", "values": list(values)} for key, values in devices.labels.items()]
+    expressions = [{"key": key, "operator": "In", "values": list(values)} for key, values in devices.labels.items()]
     found: dict[str, Any] = {
         "tolerations": [{"key": devices.resource, "operator": "Exists", "effect": "NoSchedule"}],
         **({"runtimeClassName": options.runtime_class} if options.runtime_class else {}),
     }
-    if wanted:
-        terms = {"nodeSelectorTerms": [{"matchExpressions": wanted}]}
+    if expressions:
+        terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
         found["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
     return found
 

@@ -1,4 +1,4 @@
-"""Which devices instances get: the next that are free, those that the file names, and what is refused."""
+"""The devices of instances: the next free ones, those that the file names, and faults."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -102,13 +102,13 @@ def test_each_vendor_has_its_variable(accelerator: str, variable: str) -> None:
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "EPYC-9654", "Gaudi3", "TPU-v5e", "Trainium2"])
-def test_what_has_no_numbers_gets_none(accelerator: str) -> None:
+def test_accelerators_without_numbers_get_no_devices(accelerator: str) -> None:
     assert not assigned({**GPU, "id": "d", "accelerator": accelerator}).env
     (fault,) = assigned({**GPU, "id": "d", "accelerator": accelerator, "devices": [0]}).faults
     assert fault == ("instances.d.devices", f"accelerator {accelerator!r} has no numbered devices: leave it out")
 
 
-def test_the_check_of_two_on_one_gpu_starts_them_so(tmp_path: Path) -> None:
+def test_the_cluster_of_the_gpu_check_shares_one_device(tmp_path: Path) -> None:
     made = cluster_on("H100-SXM")
     plan = make_plan(made, tmp_path)
     preflight(made, plan, "c.yaml")
@@ -168,7 +168,7 @@ def test_faulty_devices_are_named(instances: Sequence[dict[str, Any]], key: str,
     assert text.startswith(message)
 
 
-def test_a_device_is_named_once() -> None:
+def test_an_entry_names_a_device_once() -> None:
     with pytest.raises(ValueError, match="device 3 is named twice"):
         cluster({**GPU, "id": "d", "devices": [3, 3]})
 
@@ -182,19 +182,19 @@ def test_devices_are_counted_among_those_that_the_launcher_sees(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])
-def test_a_launcher_that_sees_no_devices_has_none_to_give(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+def test_a_launcher_that_sees_no_devices_assigns_none(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
     monkeypatch.setenv(CUDA, hidden)
     ((_, text),) = assign(cluster({**GPU, "id": "d"}), "local").faults
     assert "host 'local' has 0 free of 0" in text
 
 
-def test_amds_variable_and_cudas_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variables_of_amd_and_cuda_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CUDA, "2,3")
     found = assign(cluster({**GPU, "id": "d", "accelerator": "MI300X", "devices": [1]}), "local")
     assert dict(found.env["d"]) == {HIP: "3", CUDA: "3"}
 
 
-def test_processes_get_their_devices_and_mistakes_their_line(tmp_path: Path) -> None:
+def test_processes_get_their_devices_and_faults_their_line(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     model = PROJECT / "models" / "demo"
     head = f"name: c\nmodel: {model}\ninstance_defaults: {{accelerator: A10}}\ninstances:\n"
@@ -238,6 +238,6 @@ def test_devices_have_room_for_all_of_their_instances(
         preflight(read, make_plan(read, tmp_path), "c.yaml")
 
 
-def test_every_accelerator_of_the_catalogue_has_a_variable_or_says_that_there_is_none() -> None:
+def test_the_accelerators_without_a_variable() -> None:
     without = {each.name for each in Catalogue.built_in().all() if not each.visible_by}
     assert without == {"Gaudi2", "Gaudi3", "TPU-v5e", "Trainium2", "Xeon-8480", "EPYC-9654"}
