@@ -26,6 +26,13 @@ _HOW = {
     "database-url": "database_url: postgresql://USER:PASSWORD@HOST/NAME, or --with-postgres",
     "keys.yaml": "gateway.api_keys_file: `polyphase keys add NAME --file keys.yaml` creates one",
 }
+_API_VERSIONS = {
+    **dict.fromkeys(("ConfigMap", "Secret", "Service"), "v1"),
+    **dict.fromkeys(("StatefulSet", "Deployment"), "apps/v1"),
+    "NetworkPolicy": "networking.k8s.io/v1",
+    "PodDisruptionBudget": "policy/v1",
+    "ServiceMonitor": "monitoring.coreos.com/v1",
+}
 METRICS = "polyphase/metrics"  # the label of Services whose pods Prometheus scrapes
 _PASSWORD = "postgres-password"
 
@@ -141,18 +148,19 @@ def _how(rendered: Rendered, options: RenderOptions) -> str:
 
 
 def manifest(
-    api: str, kind: str, name: str, namespace: str, body: Mapping[str, Any], labels: Mapping[str, str] | None = None
+    options: RenderOptions, kind: str, name: str, body: Mapping[str, Any], labels: Mapping[str, str] | None = None
 ) -> Manifest:
-    """One object of a namespace."""
-    metadata = {"name": name, "namespace": namespace, "labels": {"app.kubernetes.io/part-of": SUITE, **(labels or {})}}
-    return {"apiVersion": api, "kind": kind, "metadata": metadata, **body}
+    """One object of the namespace."""
+    labels = {"app.kubernetes.io/part-of": SUITE, **(labels or {})}
+    metadata = {"name": name, "namespace": options.namespace, "labels": labels}
+    return {"apiVersion": _API_VERSIONS[kind], "kind": kind, "metadata": metadata, **body}
 
 
 def config(options: RenderOptions, group: Group) -> Manifest:
     """The ConfigMap with the environment of a group's pods, without secrets."""
     data = {**FOLDERS, **{key: value for key, value in group.environment.items() if "$(" not in value}}
     body = {"data": dict(sorted(data.items()))}
-    return manifest("v1", "ConfigMap", group.config_name, options.namespace, body)
+    return manifest(options, "ConfigMap", group.config_name, body)
 
 
 def secret_keys(options: RenderOptions, groups: Sequence[Group]) -> list[str]:
@@ -180,7 +188,7 @@ def secret(cluster: Cluster, options: RenderOptions, groups: Sequence[Group], pa
     if "database-url" in keys and not values["database-url"].startswith("postgres"):
         raise InvalidRequest(f"{where}: database_url: pods share no files: it must be postgresql://…")
     body = {"type": "Opaque", "stringData": {key: values[key] for key in keys}}
-    return manifest("v1", "Secret", options.secret, options.namespace, body)
+    return manifest(options, "Secret", options.secret, body)
 
 
 def _values(groups: Sequence[Group], where: str) -> dict[str, str]:
@@ -204,9 +212,7 @@ def service_monitor(options: RenderOptions) -> Manifest:
         "targetLabels": ["app.kubernetes.io/part-of"],
         "podTargetLabels": ["app.kubernetes.io/name", "app.kubernetes.io/instance"],
     }
-    return manifest(
-        "monitoring.coreos.com/v1", "ServiceMonitor", SUITE, options.namespace, {"spec": spec}, options.monitor_labels
-    )
+    return manifest(options, "ServiceMonitor", SUITE, {"spec": spec}, options.monitor_labels)
 
 
 def network_policies(options: RenderOptions, groups: Sequence[Group]) -> list[Manifest]:
@@ -216,14 +222,14 @@ def network_policies(options: RenderOptions, groups: Sequence[Group]) -> list[Ma
     inside: Manifest = {"podSelector": ours, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": ours}]}]}
     if options.monitors:
         inside["ingress"].append({"from": [monitoring], "ports": [{"port": "http"}]})
-    found = [manifest("networking.k8s.io/v1", "NetworkPolicy", SUITE, options.namespace, {"spec": inside})]
+    found = [manifest(options, "NetworkPolicy", SUITE, {"spec": inside})]
     if any(group.component == GATEWAY for group in groups):
         clients = {
             "podSelector": {"matchLabels": {"app.kubernetes.io/name": GATEWAY}},
             "policyTypes": ["Ingress"],
             "ingress": [{"ports": [{"port": "http"}]}],
         }
-        found.append(manifest("networking.k8s.io/v1", "NetworkPolicy", GATEWAY, options.namespace, {"spec": clients}))
+        found.append(manifest(options, "NetworkPolicy", GATEWAY, {"spec": clients}))
     return found
 
 
@@ -237,7 +243,7 @@ def services(options: RenderOptions, groups: Sequence[Group]) -> list[Manifest]:
         if group.component == GATEWAY:
             ports = [{"name": "http", "port": group.ports["http"], "targetPort": "http"}]
             spec = {"selector": {"app.kubernetes.io/name": GATEWAY}, "ports": ports}
-            found.append(manifest("v1", "Service", GATEWAY, options.namespace, {"spec": spec}))
+            found.append(manifest(options, "Service", GATEWAY, {"spec": spec}))
     return found
 
 
@@ -250,7 +256,7 @@ def _service(options: RenderOptions, group: Group) -> Manifest:
         # Pods that start or drain are reached, too: each by its own name.
         spec |= {"clusterIP": "None", "publishNotReadyAddresses": True}
     scraped = {} if group.settings is None else {METRICS: "true"}
-    return manifest("v1", "Service", group.service, options.namespace, {"spec": {**spec, "ports": ports}}, scraped)
+    return manifest(options, "Service", group.service, {"spec": {**spec, "ports": ports}}, scraped)
 
 
 def claim(name: str, size: str, storage_class: str) -> Manifest:
@@ -269,8 +275,8 @@ def postgres(options: RenderOptions) -> list[Manifest]:
     server["env"].append(Variable(secret=_PASSWORD).entry("POSTGRES_PASSWORD", options.secret))
     spec["volumeClaimTemplates"] = [claim("data", chosen.size, chosen.storage_class)]
     return [
-        manifest("v1", "Service", POSTGRES, options.namespace, bodies["Service"]),
-        manifest("apps/v1", "StatefulSet", POSTGRES, options.namespace, bodies["StatefulSet"]),
+        manifest(options, "Service", POSTGRES, bodies["Service"]),
+        manifest(options, "StatefulSet", POSTGRES, bodies["StatefulSet"]),
     ]
 
 
@@ -283,16 +289,16 @@ def workload(cluster: Cluster, options: RenderOptions, group: Group, where: str)
     }
     if group.component in STATELESS:
         body = {"strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}, **spec}
-        return manifest("apps/v1", "Deployment", group.name, options.namespace, {"spec": body})
+        return manifest(options, "Deployment", group.name, {"spec": body})
     # Pods start in parallel; an update replaces them one at a time, and each drains first.
     body = {"serviceName": group.service, "podManagementPolicy": "Parallel", **spec}
     if group.worker is not None and not options.models.claim:
         volume = claim("models", options.models.size, options.models.storage_class)
         body["volumeClaimTemplates"] = [volume]
-    return manifest("apps/v1", "StatefulSet", group.name, options.namespace, {"spec": body})
+    return manifest(options, "StatefulSet", group.name, {"spec": body})
 
 
 def disruption_budget(options: RenderOptions, group: Group) -> Manifest:
     """Of each group one pod at a time may be evicted."""
     spec = {"maxUnavailable": 1, "selector": {"matchLabels": group.selector}}
-    return manifest("policy/v1", "PodDisruptionBudget", group.name, options.namespace, {"spec": spec})
+    return manifest(options, "PodDisruptionBudget", group.name, {"spec": spec})
