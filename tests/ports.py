@@ -12,8 +12,8 @@ _FIRST, _EACH, _SHARES = 10_000, 600, 16  # up to 20_000, where the launcher's b
 
 
 def _ports() -> Iterator[int]:
-    """Each process of the test run goes round in its share; runs side by side begin at different places of it."""
-    share = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _SHARES
+    """Each process of a test run cycles through the ports of its share, which a run without workers chooses by pid."""
+    share = int(os.environ.get("PYTEST_XDIST_WORKER", f"gw{os.getpid()}").removeprefix("gw")) % _SHARES
     number = os.getpid() * 7
     while True:
         yield _FIRST + share * _EACH + number % _EACH
@@ -28,6 +28,9 @@ def free_port() -> int:
     for _ in range(_EACH):
         port = next(_PORTS)
         with socket.socket() as probe:
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # as servers do: closed connections do not count
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -23,6 +23,9 @@ from services.launcher.suite import until
 from services.launcher.supervisor import State, Status
 from services.launcher.up import running_suite
 from tools.client import ApiClient, Prompts
+
+if TYPE_CHECKING:
+    from services.launcher.on_ray.suite import RayInstances
 
 stay_local()
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -76,14 +79,20 @@ def ray_nodes() -> Iterator[RayNodes]:
 class RaySuite(CheckedSuite):
     nodes: RayNodes
 
+    @property
+    def _on_ray(self) -> "RayInstances":
+        assert self.running.remote is not None
+        return self.running.remote
+
     def statuses(self) -> dict[str, Status]:
-        return {status.name: status for status in self.running.remote.statuses}
+        return {status.name: status for status in self._on_ray.statuses}
 
     def waiting(self) -> list[str]:
         return [status.name for status in self.statuses().values() if status.state is State.WAITING]
 
     def node_of(self, name: str) -> str:
-        return self.running.remote.node_of(name)
+        """The Ray node that an instance is on."""
+        return self._on_ray.node_of(name)
 
     async def until_ready(self, *names: str) -> float:
         """Wait until the monitor reports them as ready; returns the seconds that it took."""

@@ -6,7 +6,7 @@ The module also writes the scrape targets for Prometheus, which are addresses of
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -124,34 +124,29 @@ def on_hosts(cluster: Cluster) -> Addresses:
 
     monitor_ports = (ports.MONITOR, *(ports.STANDBYS + 3 * index for index in range(monitors - 1)))
     monitor_names = ("monitor",) if monitors == 1 else tuple(f"monitor-{index}" for index in range(monitors))
-    gateway_ports = (
-        (gateway.port,)
-        if gateway.processes == 1
-        else tuple(base + ports.GATEWAYS + index for index in range(gateway.processes))
-    )
-    entries = [(entry, name) for entry in cluster.instances for name in entry.ids]
-    ranks = [ports.ranks_of(entry.extra) for entry, _ in entries]
-    hosts = [cluster.hosts.get(entry.host or cluster.control, LOOPBACK) for entry, _ in entries]
+    gateway_ports = [base + ports.GATEWAYS + index for index in range(gateway.processes)]
+    instances: dict[str, Endpoint] = {}
+    next_port = base + ports.INSTANCES
+    for entry in cluster.instances:
+        host = cluster.hosts.get(entry.host or cluster.control, LOOPBACK)
+        for name in entry.ids:  # its ports: RPC, HTTP, and then one per rank for KV
+            instances[name] = Endpoint(name, host, host, next_port + 1)
+            next_port += 2 + ports.ranks_of(entry.extra)
     beside = {}
-    if predictor.enabled and predictor.beside:
-        beside = {
-            name: Endpoint(predictor.name_beside(name), host, host, port)
-            for (entry, name), host, port in zip(entries, hosts, ports.beside_ports(base, ranks), strict=True)
-            if entry.enabled
-        }
+    if predictor.enabled and predictor.beside:  # their ports follow those of all instances
+        enabled = {name for entry in cluster.instances if entry.enabled for name in entry.ids}
+        for index, (name, at) in enumerate(instances.items()):
+            if name in enabled:
+                beside[name] = replace(at, name=predictor.name_beside(name), port=next_port + 2 * index)
     return Addresses(
         monitors=tuple(map(at_control, monitor_names, monitor_ports)),
         schedulers=tuple(at_control(name, ports.SCHEDULERS + 2 * i) for i, name in enumerate(cluster.scheduler.names)),
         api=at_gateway("gateway", gateway.port),
-        gateways=tuple(map(at_gateway, gateway.names, gateway_ports)),
+        gateways=tuple(map(at_gateway, gateway.names, [gateway.port] if gateway.processes == 1 else gateway_ports)),
         predictors=tuple(at_control(name, ports.PREDICTORS + 2 * i) for i, name in enumerate(predictor.names)),
         planner=at_control("planner", ports.PLANNER) if cluster.planner.enabled else None,
         dashboard=Endpoint("dashboard", LOOPBACK, LOOPBACK, cluster.dashboard.port),
-        # The RPC port of an instance is the one before its HTTP port, the KV ports of its ranks follow that.
-        instances={
-            name: Endpoint(name, host, host, first + 1)
-            for (_, name), host, first in zip(entries, hosts, ports.instance_ports(base, ranks), strict=True)
-        },
+        instances=instances,
         beside=beside,
     )
 
@@ -188,11 +183,10 @@ def make_shared_table(plan: Plan) -> None:
 
 
 def targets_of(processes: Iterable[ProcessSpec]) -> tuple[ScrapeTarget, ...]:
-    """A scrape target for each process that has metrics."""
     return tuple(
-        ScrapeTarget(service=service, process=one.name, url=one.health_url.removesuffix("/health"))
-        for one in processes
-        if (service := SERVICES.get(type(one.settings)))
+        ScrapeTarget(service=service, process=spec.name, url=spec.health_url.removesuffix("/health"))
+        for spec in processes
+        if (service := SERVICES.get(type(spec.settings)))
     )
 
 

@@ -1,14 +1,12 @@
 """One child process: started with its life tied to the launcher's, observed until it is healthy and until it ends or
-hangs, and stopped with all its descendants. The end of its log gives the cause of its end.
+hangs, and stopped with all its descendants.
 
 A process that hangs (stopped, deadlocked, its event loop blocked) does not die: it is killed, so that the launcher or
 the orchestrator of its container can restart it. The entry of a container uses this module, which imports no settings.
 """
 
 import asyncio
-import json
 import os
-import re
 import signal
 import sys
 import time
@@ -25,12 +23,9 @@ from services.launcher.health import Health
 STOP_S = 8.0  # from SIGTERM to SIGKILL; services give their own clean-up 5 s
 KILL_S = 5.0  # from SIGKILL to giving up on a process that hangs in the kernel
 _REAP_S, _REAP_POLL_S = 2.0, 0.01
-ASK_S = 2.0  # for one health check while a process starts
+CHECK_S = 2.0  # for one health check while a process starts
 DUMP_S = 1.0  # for the stacks of a process that hangs
-_TAIL_BYTES = 64 << 10
-_TRACEBACK = "Traceback (most recent call last):"
-_FATAL = re.compile(r"^(Fatal Python error: .*|Killed|Segmentation fault.*|.*: error: .*)$")
-Say = Callable[[str], None]
+WriteLine = Callable[[str], None]
 
 
 class Child:
@@ -178,24 +173,26 @@ async def until_healthy(child: Child, health: Health | None, limits: Limits) -> 
     if health is None:
         return None
     ended = asyncio.ensure_future(child.wait())
-    since_s, stopped_s = time.monotonic(), 0.0
+    started_s = running_s = time.monotonic()  # running_s: the last time when no signal had stopped it
     try:
-        while fault := await health.ask(ASK_S):
+        while fault := await health.check(CHECK_S):
             if (await asyncio.wait([ended], timeout=limits.poll_s))[0]:
                 return Unready(ending(ended.result()))
-            stopped_s = time.monotonic() if not stopped_s or not child.stopped else stopped_s
-            if limits.hang_s and time.monotonic() - stopped_s > limits.hang_s:
+            now_s = time.monotonic()
+            if not child.stopped:
+                running_s = now_s
+            if limits.hang_s and now_s - running_s > limits.hang_s:
                 text = f"stopped by a signal for {limits.hang_s:g} s while it started"
                 return Unready(await _kill(child, text), late=True)
-            if time.monotonic() - since_s > limits.start_s:
+            if now_s - started_s > limits.start_s:
                 return Unready(await _kill(child, f"not healthy after {limits.start_s:g} s ({fault})"), late=True)
     finally:
         ended.cancel()
     return None
 
 
-async def until_ended(child: Child, health: Health | None, limits: Limits, say: Say) -> str:
-    """How a healthy process ended: by itself, or killed because it hung. `say` writes into its log."""
+async def until_ended(child: Child, health: Health | None, limits: Limits, write_line: WriteLine) -> str:
+    """How a healthy process ended: by itself, or killed because it hung. `write_line` writes into its log."""
     ended = asyncio.ensure_future(child.wait())
     hung = asyncio.ensure_future(_until_hung(health, limits))
     try:
@@ -203,7 +200,7 @@ async def until_ended(child: Child, health: Health | None, limits: Limits, say: 
         if ended.done():
             return ending(ended.result())
         fault = f"hung: no good answer for {limits.hang_s:g} s ({hung.result()})"
-        return await _kill(child, fault + await _dump(child, fault, say))
+        return await _kill(child, fault + await _dump(child, fault, write_line))
     finally:
         ended.cancel()
         hung.cancel()
@@ -226,7 +223,7 @@ async def _until_hung(health: Health | None, limits: Limits) -> str:
     pause_s = min(limits.check_s, patience_s)
     while True:
         began = time.monotonic()
-        fault = await health.ask(patience_s)
+        fault = await health.check(patience_s)
         await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
         took = time.monotonic() - began
         if not fault:
@@ -237,11 +234,11 @@ async def _until_hung(health: Health | None, limits: Limits) -> str:
             return fault
 
 
-async def _dump(child: Child, fault: str, say: Say) -> str:
+async def _dump(child: Child, fault: str, write_line: WriteLine) -> str:
     """Have the process write the stacks of its threads, as our services do on SIGUSR1."""
     if child.stopped:
         return ", stopped by a signal"
-    say(f"polyphase: {fault}; the process writes the stacks of its threads and is then killed")
+    write_line(f"polyphase: {fault}; the process writes the stacks of its threads and is then killed")
     child.signal_leader(signal.SIGUSR1)
     with suppress(TimeoutError):
         await asyncio.wait_for(child.wait(), DUMP_S)
@@ -252,67 +249,3 @@ async def _kill(child: Child, fault: str) -> str:
     child.kill()
     await child.wait()
     return fault
-
-
-def log_size(log: Path) -> int:
-    """Its size in bytes; 0 if there is no log."""
-    return log.stat().st_size if log.exists() else 0
-
-
-def cause_of(log: Path, since: int = 0) -> str:
-    """Why the process ended: its last exception, else its last error, else its last line, all after `since` bytes."""
-    lines = _read(log, since)
-    for found in (_exception(lines), _error(lines)):
-        if found:
-            return found
-    return next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
-
-
-def last_error(log: Path) -> str:
-    """The last error of a running process, such as the monitor's reason to refuse it; empty if there is none."""
-    return _error(_read(log, 0))
-
-
-def _read(log: Path, since: int) -> list[str]:
-    try:
-        with log.open("rb") as data:
-            data.seek(max(since, log.stat().st_size - _TAIL_BYTES))
-            return data.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
-
-
-def _exception(lines: list[str]) -> str:
-    """The last line of the last traceback, which may be part of a JSON line."""
-    found, inside = "", False
-    for line in lines:
-        entry = _entry(line)
-        text = "\n".join(str(entry.get(key, "")) for key in ("event", "exception"))
-        if _TRACEBACK in text:
-            found = _last_of(text)
-        elif line.strip().endswith(_TRACEBACK):
-            inside = True
-        elif _FATAL.match(line) or (inside and line and not line[0].isspace()):
-            found, inside = line.strip(), False
-    return found
-
-
-def _error(lines: list[str]) -> str:
-    for line in reversed(lines):
-        entry = _entry(line)
-        if entry.get("level") in ("error", "critical"):
-            reason = entry.get("reason", entry.get("error", ""))
-            return f"{entry.get('event', '')}: {reason}" if reason else str(entry.get("event", ""))
-    return ""
-
-
-def _last_of(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-
-
-def _entry(line: str) -> dict[str, object]:
-    try:
-        found = json.loads(line) if line.startswith("{") else {}
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -1,17 +1,19 @@
 """The cluster file: one YAML file that defines the processes of all hosts. Errors name file, line and key.
 
 The section of a process accepts its own keys, which are the fields of its class below, and the settings of the process
-without those that `GIVEN_ELSEWHERE` names. To add a key that
+that neither the launcher derives nor the whole cluster shares. To add a key that
 
 - one process reads: add it to the settings class of the process. The section accepts the setting without a change here.
-- the launcher computes for a process: add it to the settings class and here to the table, and compute it in `plan`.
-- has one value for all processes: the same, with a field of `Cluster` from which `plan` takes the value.
+- the launcher computes for a process: add it to the settings class and to `derived` of the section, and compute it in
+  `plan`.
+- has one value for all processes: the same, with `CLUSTER_KEYS` and a field of `Cluster` from which `plan` takes it.
 - only the launcher reads: add a field to the class of the section.
 
 A rule that concerns several sections, or the top of the file, is a function in `RULES`.
 """
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -40,7 +42,7 @@ from shared.domain.kv import Codec
 from shared.domain.numbers import infinite_in
 from shared.domain.policies import KINDS
 from shared.errors import InvalidRequest
-from shared.files.faults import describe, meant, unknown
+from shared.files.faults import Fault, describe, meant, unknown
 from shared.files.places import Places
 from shared.files.yaml_file import read_document
 from shared.runtime.keys import checked
@@ -48,6 +50,7 @@ from shared.runtime.settings import ServiceSettings, Tracing
 
 LOCAL = "local"
 CLUSTERS = Path(__file__).parent / "clusters"
+_NAME_BYTES = 255  # as file systems allow
 PREDICTOR_BESIDE = "predictor-"  # begins the names of predictors beside instances
 
 
@@ -62,28 +65,13 @@ class KeyKind(Enum):
 
 
 ACCEPTED = (KeyKind.OWN, KeyKind.SETTING)
-
-# The keys that a section does not accept, unless its class has a field of the name. A row holds for its settings class
-# and for the subclasses of that class, so that a row with ServiceSettings holds for all processes.
-GIVEN_ELSEWHERE: tuple[tuple[type[ServiceSettings], KeyKind, tuple[str, ...]], ...] = (
-    (ServiceSettings, KeyKind.CLUSTER, ("model", "database_url", "cluster_token", "curve_public", "curve_secret")),
-    (ServiceSettings, KeyKind.POLICY, KINDS),
-    (ServiceSettings, KeyKind.POLICY, tuple(f"{kind}_parameters" for kind in KINDS)),
-    (ServiceSettings, KeyKind.DERIVED, ("cluster_token_file", "curve_file")),
-    (GatewaySettings, KeyKind.DERIVED, ("gateway_id", "served_model_name", "max_model_len")),
-    (GatewaySettings, KeyKind.DERIVED, ("schedulers", "predictors", "predictors_beside")),
-    (GatewaySettings, KeyKind.DERIVED, ("process", "own_port", "shared_table")),
-    (SchedulerSettings, KeyKind.DERIVED, ("scheduler_id", "http_host", "http_port", "rpc_address")),
-    (SchedulerSettings, KeyKind.DERIVED, ("monitor_url", "broadcast_address", "predictor_urls")),
-    (MonitorSettings, KeyKind.DERIVED, ("monitor_id", "http_host", "http_port", "advertise_url")),
-    (MonitorSettings, KeyKind.DERIVED, ("heartbeat_address", "broadcast_address")),
-    (MonitorSettings, KeyKind.DERIVED, ("policies", "expected_instances", "scrape")),
-    (PredictorSettings, KeyKind.DERIVED, ("host", "port", "rpc_address")),
-    (PlannerSettings, KeyKind.DERIVED, ("http_host", "http_port", "monitor_url", "broadcast_address")),
-    (WorkerSettings, KeyKind.DERIVED, ("instance_id", "rpc_port", "http_port", "kv_port")),
-    (WorkerSettings, KeyKind.DERIVED, ("monitor_url", "heartbeat_address", "broadcast_address")),
-    (WorkerSettings, KeyKind.DERIVED, ("emulated_links", "lossy_kv")),
-)
+CLUSTER_KEYS = ("model", "database_url", "cluster_token", "curve_public", "curve_secret")
+_POLICY_KEYS = (*KINDS, *(f"{kind}_parameters" for kind in KINDS))
+_REFUSALS = {
+    KeyKind.DERIVED: "it is derived from the rest of the file: leave it out",
+    KeyKind.CLUSTER: "it belongs to the whole cluster: write it at the top of the file",
+    KeyKind.POLICY: "it belongs to the whole cluster: write `policies: {{{policy}: …}}` at the top",
+}
 
 
 class Section(BaseModel):
@@ -91,6 +79,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="allow")
     settings: ClassVar[type[ServiceSettings]] = ServiceSettings
+    derived: ClassVar[tuple[str, ...]] = ()  # settings that the launcher computes
 
     enabled: bool = True
     env: dict[str, str] = Field({}, repr=False)  # further environment of the process
@@ -98,12 +87,13 @@ class Section(BaseModel):
     @classmethod
     def key_kinds(cls) -> dict[str, KeyKind]:
         """All keys that the section knows, with the one kind of each. It accepts those of the kinds `ACCEPTED`."""
-        kinds = dict.fromkeys(cls.settings.model_fields, KeyKind.SETTING)
-        for process, kind, keys in GIVEN_ELSEWHERE:
-            if issubclass(cls.settings, process):
-                kinds.update(dict.fromkeys(keys, kind))
-        kinds.update(dict.fromkeys(cls.model_fields, KeyKind.OWN))
-        return kinds
+        return {
+            **dict.fromkeys(cls.settings.model_fields, KeyKind.SETTING),
+            **dict.fromkeys(CLUSTER_KEYS, KeyKind.CLUSTER),
+            **dict.fromkeys(_POLICY_KEYS, KeyKind.POLICY),
+            **dict.fromkeys(("cluster_token_file", "curve_file", *cls.derived), KeyKind.DERIVED),
+            **dict.fromkeys(cls.model_fields, KeyKind.OWN),
+        }
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -113,30 +103,21 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _only_accepted_keys(self) -> Self:
         kinds = self.key_kinds()
-        _raise_if_any([f"{key}: {fault}" for key in self.extra for fault in _faults_of_key(key, kinds)])
+        accepted = [key for key, kind in kinds.items() if kind in ACCEPTED]
+        faults = []
+        for key in self.extra:
+            if key not in kinds:
+                faults.append(Fault(key, unknown("key", key, accepted)))
+            elif key not in accepted:
+                faults.append(Fault(key, _REFUSALS[kinds[key]].format(policy=key.removesuffix("_parameters"))))
+        _raise_if_any(faults)
         return self
 
 
-def _faults_of_key(key: str, kinds: dict[str, KeyKind]) -> Iterator[str]:
-    """Why a section with keys of these kinds does not accept the key."""
-    match kinds.get(key):
-        case KeyKind.OWN | KeyKind.SETTING:
-            return
-        case KeyKind.DERIVED:
-            yield "it is derived from the rest of the file: leave it out"
-        case KeyKind.CLUSTER:
-            yield "it belongs to the whole cluster: write it at the top of the file"
-        case KeyKind.POLICY:
-            policy = key.removesuffix("_parameters")
-            yield f"it belongs to the whole cluster: write `policies: {{{policy}: …}}` at the top"
-        case None:
-            yield unknown("key", key, [known for known, kind in kinds.items() if kind in ACCEPTED])
-
-
-def _raise_if_any(faults: list[str]) -> None:
-    """One error for pydantic, with a line for each fault that begins with the key; `describe` adds the places."""
-    if faults:
-        raise ValueError("\n".join(faults))
+def _raise_if_any(faults: Iterable[Fault]) -> None:
+    """One error for pydantic, with a line for each fault; `describe` adds the places."""
+    if lines := [f"{fault.key}: {fault.text}" for fault in faults]:
+        raise ValueError("\n".join(lines))
 
 
 class LauncherSection(BaseModel):
@@ -150,9 +131,11 @@ class LauncherSection(BaseModel):
 
 
 class GatewaySection(Section):
-    """The API. `extra`: GatewaySettings."""
-
     settings = GatewaySettings
+    derived = (
+        *("gateway_id", "served_model_name", "max_model_len", "schedulers", "predictors", "predictors_beside"),
+        *("process", "own_port", "shared_table"),
+    )
 
     host: str = ""  # default: the address of the control host
     port: int = Field(8000, gt=0, lt=65536)
@@ -173,9 +156,11 @@ class GatewaySection(Section):
 
 
 class SchedulerSection(Section):
-    """The global schedulers, all alike. `extra`: SchedulerSettings."""
-
     settings = SchedulerSettings
+    derived = (
+        *("scheduler_id", "http_host", "http_port", "rpc_address", "monitor_url", "broadcast_address"),
+        *("predictor_urls",),
+    )
 
     count: int = Field(1, gt=0, le=16)
 
@@ -185,9 +170,11 @@ class SchedulerSection(Section):
 
 
 class MonitorSection(Section):
-    """The cluster monitor. `extra`: MonitorSettings."""
-
     settings = MonitorSettings
+    derived = (
+        *("monitor_id", "http_host", "http_port", "advertise_url", "heartbeat_address", "broadcast_address"),
+        *("policies", "expected_instances", "scrape"),
+    )
 
 
 class PredictorSection(Section):
@@ -196,6 +183,7 @@ class PredictorSection(Section):
     """
 
     settings = PredictorSettings
+    derived = ("host", "port", "rpc_address")
 
     count: int = Field(1, gt=0, le=16)
     beside: Literal["prefill"] | None = None  # each request is predicted beside its prefill instance
@@ -217,14 +205,11 @@ class PredictorSection(Section):
 
 
 class PlannerSection(Section):
-    """The planner. `extra`: PlannerSettings."""
-
     settings = PlannerSettings
+    derived = ("http_host", "http_port", "monitor_url", "broadcast_address")
 
 
 class DashboardSection(BaseModel):
-    """The web page."""
-
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
     enabled: bool = True
@@ -237,6 +222,10 @@ class InstanceSection(Section):
     """One instance, or `count` identical ones named id-0, id-1, … `extra`: WorkerSettings."""
 
     settings = WorkerSettings
+    derived = (
+        *("instance_id", "rpc_port", "http_port", "kv_port", "monitor_url", "heartbeat_address"),
+        *("broadcast_address", "emulated_links", "lossy_kv"),
+    )
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     role: Role
@@ -275,8 +264,6 @@ def _numbered(name: str, count: int) -> tuple[str, ...]:
 
 
 class Cluster(BaseModel):
-    """The whole file."""
-
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid", protected_namespaces=())
 
     name: str
@@ -315,7 +302,7 @@ class Cluster(BaseModel):
 
     @model_validator(mode="after")
     def _follows_rules(self) -> Self:
-        _raise_if_any([fault for rule in RULES for fault in rule(self)])
+        _raise_if_any(fault for rule in RULES for fault in rule(self))
         return self
 
     def from_places(self, places: Places) -> Self:
@@ -339,64 +326,63 @@ class Cluster(BaseModel):
         return {name: str(entry.role) for entry in self.instances if entry.enabled for name in entry.ids}
 
 
-def instance_names_are_unique(cluster: Cluster) -> Iterator[str]:
+def instance_names_are_unique(cluster: Cluster) -> Iterator[Fault]:
     seen: set[str] = set()
     for index, entry in enumerate(cluster.instances):
         if repeated := [name for name in entry.ids if name in seen]:
-            yield f"instances.{index}.id: another instance already has the name {repeated[0]!r}"
+            yield Fault(f"instances.{index}.id", f"another instance already has the name {repeated[0]!r}")
         seen.update(entry.ids)
 
 
-def instance_names_are_not_of_predictors(cluster: Cluster) -> Iterator[str]:
-    if not cluster.predictor.beside:
-        return
-    for index, entry in enumerate(cluster.instances):
+def instance_names_are_not_of_predictors(cluster: Cluster) -> Iterator[Fault]:
+    for index, entry in enumerate(cluster.instances if cluster.predictor.beside else ()):
         if reserved := [name for name in entry.ids if name.startswith(PREDICTOR_BESIDE)]:
-            fault = f"{reserved[0]!r} is reserved for predictors beside instances: choose another"
-            yield f"instances.{index}.id: {fault}"
+            text = f"{reserved[0]!r} is reserved for predictors beside instances: choose another"
+            yield Fault(f"instances.{index}.id", text)
 
 
-def instances_are_on_known_hosts(cluster: Cluster) -> Iterator[str]:
+def instances_are_on_known_hosts(cluster: Cluster) -> Iterator[Fault]:
     for index, entry in enumerate(cluster.instances):
         if entry.host and entry.host not in cluster.hosts:
-            yield f"instances.{index}.host: {unknown('host', entry.host, cluster.hosts)}"
+            yield Fault(f"instances.{index}.host", unknown("host", entry.host, cluster.hosts))
 
 
-def instances_on_nodes_have_a_network(cluster: Cluster) -> Iterator[str]:
-    if cluster.network is not None:
-        return
+def instances_on_nodes_have_a_network(cluster: Cluster) -> Iterator[Fault]:
     for index, entry in enumerate(cluster.instances):
-        if entry.extra.get("node"):
-            yield f"instances.{index}.node: the file has no `network`"
+        if entry.extra.get("node") and cluster.network is None:
+            yield Fault(f"instances.{index}.node", "the file has no `network`")
 
 
-def control_is_one_of_the_hosts(cluster: Cluster) -> Iterator[str]:
+def control_is_one_of_the_hosts(cluster: Cluster) -> Iterator[Fault]:
     if cluster.hosts and cluster.control not in cluster.hosts:
         similar, known = meant(cluster.control, list(cluster.hosts)), ", ".join(cluster.hosts)
-        yield f"control: must name the control plane's host, one of `hosts` ({known}){similar}"
+        yield Fault("control", f"must name the control plane's host, one of `hosts` ({known}){similar}")
     if cluster.control and not cluster.hosts:
-        yield f"control: {cluster.control!r} is not a host, since the file has no `hosts`"
+        yield Fault("control", f"{cluster.control!r} is not a host, since the file has no `hosts`")
 
 
-def curve_keys_are_a_pair(cluster: Cluster) -> Iterator[str]:
-    if cluster.curve_public and not cluster.curve_secret:
-        yield "curve_public: curve_secret is missing; `polyphase keys curve` creates both"
-    if cluster.curve_secret and not cluster.curve_public:
-        yield "curve_secret: curve_public is missing; `polyphase keys curve` creates both"
+def curve_keys_are_a_pair(cluster: Cluster) -> Iterator[Fault]:
+    for given, missing in (("curve_public", "curve_secret"), ("curve_secret", "curve_public")):
+        if getattr(cluster, given) and not getattr(cluster, missing):
+            yield Fault(given, f"{missing} is missing; `polyphase keys curve` creates both")
 
 
-def cluster_token_is_usable(cluster: Cluster) -> Iterator[str]:
-    token = cluster.cluster_token.get_secret_value()
-    if not token:
-        return
+def cluster_token_is_usable(cluster: Cluster) -> Iterator[Fault]:
     try:
-        checked(token, "cluster_token")
+        if token := cluster.cluster_token.get_secret_value():
+            checked(token, "cluster_token")
     except InvalidRequest as error:
-        yield error.message
+        key, _, text = error.message.partition(": ")
+        yield Fault(key, text)
 
 
-# Each rule yields its faults as `key: fault`, with the full key, such as `instances.0.id`.
-RULES: tuple[Callable[[Cluster], Iterator[str]], ...] = (
+def model_is_a_possible_path(cluster: Cluster) -> Iterator[Fault]:
+    if any(len(os.fsencode(part)) > _NAME_BYTES for part in Path(cluster.model).parts):
+        yield Fault("model", f"a name of a file or folder has at most {_NAME_BYTES} bytes")
+
+
+# Each rule yields faults with the full key, such as `instances.0.id`.
+RULES: tuple[Callable[[Cluster], Iterator[Fault]], ...] = (
     instance_names_are_unique,
     instance_names_are_not_of_predictors,
     instances_are_on_known_hosts,
@@ -404,6 +390,7 @@ RULES: tuple[Callable[[Cluster], Iterator[str]], ...] = (
     control_is_one_of_the_hosts,
     curve_keys_are_a_pair,
     cluster_token_is_usable,
+    model_is_a_possible_path,
 )
 
 

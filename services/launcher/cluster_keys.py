@@ -4,7 +4,7 @@ key of a suite on one host.
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -35,13 +35,7 @@ def keep_token(cluster: Cluster, data_dir: Path) -> None:
 
     Raises InvalidRequest for an existing file without a token.
     """
-    file, given = token_file(data_dir), cluster.cluster_token.get_secret_value()
-    if not given and file.exists():
-        file.chmod(0o600)
-        read_token(file)
-        return
-    data_dir.mkdir(parents=True, exist_ok=True)
-    write_secret(file, f"{given or new_token()}\n")
+    _keep(token_file(data_dir), cluster.cluster_token.get_secret_value(), read_token, new_token)
 
 
 def kept_token(data_dir: Path) -> str:
@@ -68,15 +62,18 @@ def keep_curve_key(cluster: Cluster, data_dir: Path) -> None:
 
     Raises InvalidRequest for an existing file without a key.
     """
-    if cluster.curve_public:
-        return
-    file = curve_key_file(data_dir)
-    if file.exists():
+    if not cluster.curve_public:
+        _keep(curve_key_file(data_dir), "", read_pair, new_key)
+
+
+def _keep(file: Path, given: str, read: Callable[[Path], object], create: Callable[[], str]) -> None:
+    """Write a given secret to its file. Without one, check the secret in the file, or create one."""
+    if not given and file.exists():
         file.chmod(0o600)
-        read_pair(file)
+        read(file)
         return
-    data_dir.mkdir(parents=True, exist_ok=True)
-    write_secret(file, f"{new_key()}\n")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_secret(file, f"{given or create()}\n")
 
 
 def add_key(file: Path, name: str, requests_per_s: float = 0.0, burst: int = 0, role: str = "") -> str:
@@ -145,25 +142,21 @@ def _complete_curves(file: Path) -> bool:
     """Add the pair for each process that the file lacks. Returns whether there was one."""
     text = read_text(file) if file.exists() else ""
     known = read_environment(text)
-    missing = [(_variable(who, key), key) for who in _CURVED for key in _PAIR if _variable(who, key) not in known]
-    if not missing:
-        return False
-    pair = {key: _only(file, key, known) for key in _PAIR}
-    if not any(pair.values()):
-        pair = curve_pair()
-    elif not all(pair.values()):
+    pair: dict[str, str] = {}
+    for key in _PAIR:
+        values = {known[name] for who in _CURVED if (name := _variable(who, key)) in known}
+        if len(values) > 1:
+            raise InvalidRequest(f"{file}: {key} differs between processes, so that missing ones cannot be added")
+        if value := next(iter(values), ""):
+            pair[key] = value
+    if len(pair) == 1:
         raise InvalidRequest(f"{file}: it has only one half of a CurveZMQ pair")
-    lines = [f"{name}='{pair[key]}'\n" for name, key in missing]  # Z85 has no quote
-    write_secret(file, text + ("\n" if text and not text.endswith("\n") else "") + "".join(lines))
-    return True
-
-
-def _only(file: Path, key: str, known: Mapping[str, str]) -> str:
-    """The value that all processes in the file share; empty without one."""
-    values = {known[name] for who in _CURVED if (name := _variable(who, key)) in known}
-    if len(values) > 1:
-        raise InvalidRequest(f"{file}: {key} differs between processes, so that missing ones cannot be added")
-    return values.pop() if values else ""
+    pair = pair or curve_pair()
+    missing = [(name, key) for who in _CURVED for key in _PAIR if (name := _variable(who, key)) not in known]
+    if missing:
+        lines = [f"{name}='{pair[key]}'\n" for name, key in missing]  # Z85 has no quote
+        write_secret(file, text + ("\n" if text and not text.endswith("\n") else "") + "".join(lines))
+    return bool(missing)
 
 
 def _variable(who: str, key: str) -> str:

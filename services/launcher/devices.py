@@ -10,6 +10,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -18,13 +19,13 @@ from services.launcher.cluster_file import LOCAL, Cluster, InstanceSection
 from services.launcher.ports import ranks_of
 from shared.cost.catalogue import VISIBLE_BY, Catalogue
 from shared.errors import PolyphaseError
+from shared.files.faults import Fault
 
 CUDA, HIP, _ASCEND = VISIBLE_BY["NVIDIA"], VISIBLE_BY["AMD"], VISIBLE_BY["Huawei"]
 VISIBLE = (*VISIBLE_BY.values(), "ROCR_VISIBLE_DEVICES")
 _ORDER = "CUDA_DEVICE_ORDER"  # the default order of CUDA numbers unequal devices differently from nvidia-smi
 
 Visible = Callable[[str], Sequence[str] | None]
-Fault = tuple[str, str]  # the key of the file, and what is wrong with it
 
 
 class Device(NamedTuple):
@@ -46,29 +47,29 @@ class Assignment:
 
 def assign(cluster: Cluster, here: str, visible: Visible | None = None) -> Assignment:
     """The assignment for all instances of the file; devices are counted only on `here`, this host."""
-    return _Assigning(cluster, here, visible or visible_here).all()
+    return _Assigner(cluster, here, visible or visible_here).assign()
 
 
 def visible_here(variable: str) -> tuple[str, ...] | None:
     """The devices that our processes see; None if unknown."""
     for name in (variable, CUDA) if variable == HIP else (variable,):
-        if (said := os.environ.get(name)) is not None:
-            return tuple(each.strip() for each in said.split(",") if each.strip() not in ("", "-1"))
+        if (listed := os.environ.get(name)) is not None:
+            return tuple(each.strip() for each in listed.split(",") if each.strip() not in ("", "-1"))
     count = {CUDA: _nvidia, HIP: _amd, _ASCEND: _ascend}.get(variable, int)()
     return tuple(map(str, range(count))) or None
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanting:
-    """An instance that computes on devices. key: the key of the file that chooses them, if one does."""
+class _Need:
+    """An instance that computes on devices, and those that the file chooses for it."""
 
     entry: InstanceSection
     name: str
     host: str
     variable: str
     ranks: int
-    key: str = ""
-    chosen: tuple[str, ...] = ()
+    key: str  # of the entry, which chooses the devices; empty: the launcher chooses the next free ones
+    chosen: tuple[str, ...]
 
     def on(self, device: str) -> Device:
         return Device(self.host, self.variable, device)
@@ -79,7 +80,7 @@ class _Wanting:
         return self.key == "devices" and "kv_cache_bytes" in self.entry.extra
 
 
-class _Assigning:
+class _Assigner:
     def __init__(self, cluster: Cluster, here: str, visible: Visible) -> None:
         self._cluster = cluster
         self._here = here
@@ -88,111 +89,104 @@ class _Assigning:
         self._users: dict[Device, list[str]] = {}
         self._env: dict[str, Mapping[str, str]] = {}
 
-    def all(self) -> Assignment:
-        waiting: list[_Wanting] = []
-        explicit: list[_Wanting] = []
-        for each in self._wanting():
-            (explicit if each.key else waiting).append(each)
-        for each in explicit:
-            self._take(each, each.chosen)
-        self._faults += self._overlaps(explicit)
-        for each in waiting:
-            self._take(each, self._next_free(each))
+    def assign(self) -> Assignment:
+        needs = [need for entry in self._cluster.instances for need in self._needs_of(entry)]
+        explicit = [need for need in needs if need.key]
+        for need in explicit:
+            self._give(need, need.chosen)
+        self._check_overlaps(explicit)
+        for need in needs:
+            if not need.key:
+                self._give(need, self._next_free(need))
         return Assignment(self._env, self._users, tuple(dict.fromkeys(self._faults)))
 
-    def _wanting(self) -> Iterator[_Wanting]:
-        for entry in self._cluster.instances:
-            host, at = entry.host or self._cluster.control or LOCAL, f"instances.{entry.id}"
-            variable = _variable(entry)
-            if not variable:
-                if entry.devices:
-                    emulated = entry.extra.get("engine") == "emulated"
-                    on = "an emulated engine" if emulated else f"accelerator {entry.extra.get('accelerator', 'cpu')!r}"
-                    self._faults.append((f"{at}.devices", f"{on} has no numbered devices: leave it out"))
-                continue
-            if not entry.enabled:
-                continue
-            ranks = ranks_of(entry.extra)
-            said = next((name for name in VISIBLE if entry.env.get(name)), "")
-            if said and entry.devices:
-                self._faults.append(
-                    (f"{at}.devices", f"env.{said} already chooses the devices: leave one of the two out")
-                )
-            for index, name in enumerate(entry.ids):
-                each = _Wanting(entry, name, host, variable, ranks)
-                if entry.devices:
-                    chosen = self._named(entry, at, host, variable, ranks, index)
-                    yield _Wanting(entry, name, host, variable, ranks, "devices", chosen)
-                elif said:
-                    seen = tuple(part.strip() for part in entry.env[said].split(","))[:ranks]
-                    yield _Wanting(entry, name, host, variable, ranks, f"env.{said}", seen)
-                else:
-                    yield each
+    def _needs_of(self, entry: InstanceSection) -> Iterator[_Need]:
+        host, variable = entry.host or self._cluster.control or LOCAL, _variable(entry)
+        at = f"instances.{entry.id}.devices"
+        if not variable and entry.devices:
+            emulated = entry.extra.get("engine") == "emulated"
+            on = "an emulated engine" if emulated else f"accelerator {entry.extra.get('accelerator', 'cpu')!r}"
+            self._faults.append(Fault(at, f"{on} has no numbered devices: leave it out"))
+        if not variable or not entry.enabled:
+            return
+        ranks = ranks_of(entry.extra)
+        in_env = next((name for name in VISIBLE if entry.env.get(name)), "")
+        if in_env and entry.devices:
+            text = f"env.{in_env} already chooses the devices: leave one of the two out"
+            self._faults.append(Fault(at, text))
+        for index, name in enumerate(entry.ids):
+            key, chosen = "", tuple[str, ...]()
+            if entry.devices:
+                key, chosen = "devices", self._named(entry, at, host, variable, ranks, index)
+            elif in_env:
+                listed = [part.strip() for part in entry.env[in_env].split(",")]
+                key, chosen = f"env.{in_env}", tuple(listed[:ranks])
+            yield _Need(entry, name, host, variable, ranks, key, chosen)
 
     def _named(
         self, entry: InstanceSection, at: str, host: str, variable: str, ranks: int, index: int
     ) -> tuple[str, ...]:
-        """The devices of this instance among the entry's `devices`."""
-        given, many = entry.devices, len(entry.ids)
-        if len(given) == ranks * many:
-            given = given[index * ranks : (index + 1) * ranks]
-        elif len(given) != ranks:
-            each = f" for each of {many} instances: {ranks * many}, or {ranks} that they share" if many > 1 else ""
-            text = f"{ranks} are needed (tensor_parallel x pipeline_parallel){each}; got {len(given)}"
-            self._faults.append((f"{at}.devices", text))
+        """The devices of an entry's instance with this index among the entry's `devices`."""
+        numbers, count = entry.devices, len(entry.ids)
+        if len(numbers) == ranks * count:
+            numbers = numbers[index * ranks : (index + 1) * ranks]
+        elif len(numbers) != ranks:
+            each = f" for each of {count} instances: {ranks * count}, or {ranks} that they share" if count > 1 else ""
+            text = f"{ranks} are needed (tensor_parallel x pipeline_parallel){each}; got {len(numbers)}"
+            self._faults.append(Fault(at, text))
             return ()
-        base = self._visible(variable) if host == self._here else None
-        if base is None:
-            return tuple(map(str, given))
-        if missing := [number for number in given if number >= len(base)]:
-            text = f"there is no device {missing[0]}: host {host!r} has {_counted(len(base))}"
-            self._faults.append((f"{at}.devices", text))
+        visible = self._visible(variable) if host == self._here else None
+        if visible is None:
+            return tuple(map(str, numbers))
+        if missing := [number for number in numbers if number >= len(visible)]:
+            count = len(visible)
+            known = f"{count} (0 to {count - 1})" if count > 1 else "one (0)"
+            self._faults.append(Fault(at, f"there is no device {missing[0]}: host {host!r} has {known}"))
             return ()
-        return tuple(base[number] for number in given)
+        return tuple(visible[number] for number in numbers)
 
-    def _next_free(self, each: _Wanting) -> tuple[str, ...]:
-        base = self._visible(each.variable) if each.host == self._here else None
-        taken = len(self._users)
-        names = base if base is not None else tuple(map(str, range(taken + each.ranks)))
-        free = [name for name in names if each.on(name) not in self._users]
-        if len(free) < each.ranks:
+    def _next_free(self, need: _Need) -> tuple[str, ...]:
+        visible = self._visible(need.variable) if need.host == self._here else None
+        names = visible if visible is not None else tuple(map(str, range(len(self._users) + need.ranks)))
+        free = [name for name in names if need.on(name) not in self._users]
+        if len(free) < need.ranks:
             text = (
-                f"{each.name} needs {_devices(each.ranks)} (tensor_parallel x pipeline_parallel), and host "
-                f"{each.host!r} has {len(free)} free of {len(names)}: run fewer instances there, or let two share a "
-                "device: `devices: [0]` and `kv_cache_bytes` in both"
+                f"{need.name} needs {need.ranks} device{'s' if need.ranks > 1 else ''} (tensor_parallel x "
+                f"pipeline_parallel), and host {need.host!r} has {len(free)} free of {len(names)}: run fewer instances "
+                "there, or let two share a device: `devices: [0]` and `kv_cache_bytes` in both"
             )
-            self._faults.append((f"instances.{each.entry.id}", text))
-        return tuple(free[: each.ranks])
+            self._faults.append(Fault(f"instances.{need.entry.id}", text))
+        return tuple(free[: need.ranks])
 
-    def _take(self, each: _Wanting, devices: Sequence[str]) -> None:
+    def _give(self, need: _Need, devices: Sequence[str]) -> None:
         for device in devices:
-            self._users.setdefault(each.on(device), []).append(each.name)
-        if each.key.startswith("env.") or not devices:
+            self._users.setdefault(need.on(device), []).append(need.name)
+        if need.key.startswith("env.") or not devices:
             return
-        said = ",".join(devices)
-        found = {each.variable: said}
-        if each.variable == HIP and os.environ.get(CUDA):
-            found[CUDA] = said  # vLLM refuses two that differ
-        if each.variable == CUDA and not (os.environ.get(CUDA) or os.environ.get(_ORDER)):
-            found[_ORDER] = "PCI_BUS_ID"
-        self._env[each.name] = found
+        value = ",".join(devices)
+        env = {need.variable: value}
+        if need.variable == HIP and os.environ.get(CUDA):
+            env[CUDA] = value  # vLLM refuses two that differ
+        if need.variable == CUDA and not (os.environ.get(CUDA) or os.environ.get(_ORDER)):
+            env[_ORDER] = "PCI_BUS_ID"
+        self._env[need.name] = env
 
-    def _overlaps(self, explicit: Sequence[_Wanting]) -> Iterator[Fault]:
-        by_name = {each.name: each for each in explicit}
+    def _check_overlaps(self, explicit: Sequence[_Need]) -> None:
+        by_name = {need.name: need for need in explicit}
         for device, names in self._users.items():
             first, *others = (by_name[name] for name in names)
-            for each in others:
-                if first.shares and each.shares:
+            for need in others:
+                if first.shares and need.shares:
                     continue
-                at, label = f"instances.{each.entry.id}.{each.key}", f"device {device.name} of host {device.host!r}"
-                if first.key == each.key == "devices":
-                    yield at, f"{label} is also assigned to {first.name}: to share it, set `kv_cache_bytes` in both"
+                text = f"device {device.name} of host {device.host!r} is also assigned to {first.name}: "
+                if first.key == need.key == "devices":
+                    text += "to share it, set `kv_cache_bytes` in both"
                 else:
-                    yield (
-                        at,
-                        f"{label} is also assigned to {first.name}: choose another, or let them share it: "
-                        f"`devices: [{device.name}]` and `kv_cache_bytes` in both, in place of `env`",
+                    text += (
+                        f"choose another, or let them share it: `devices: [{device.name}]` and `kv_cache_bytes` in "
+                        "both, in place of `env`"
                     )
+                self._faults.append(Fault(f"instances.{need.entry.id}.{need.key}", text))
 
 
 def _variable(entry: InstanceSection) -> str:
@@ -208,16 +202,7 @@ def _variable(entry: InstanceSection) -> str:
 
 @functools.cache
 def catalogue() -> Catalogue:
-    """The built-in catalogue, read once."""
     return Catalogue.built_in()
-
-
-def _devices(count: int) -> str:
-    return f"{count} device" + ("s" if count > 1 else "")
-
-
-def _counted(count: int) -> str:
-    return f"{count} (0 to {count - 1})" if count > 1 else "one (0)"
 
 
 def _nvidia() -> int:
@@ -225,16 +210,12 @@ def _nvidia() -> int:
 
 
 def _amd() -> int:
-    nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")
-    return sum(re.search(r"^simd_count [1-9]", _text(node), re.MULTILINE) is not None for node in nodes)
+    count = 0
+    for node in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+        with suppress(OSError):
+            count += re.search(r"^simd_count [1-9]", node.read_text(), re.MULTILINE) is not None
+    return count
 
 
 def _ascend() -> int:
     return len([each for each in Path("/dev").glob("davinci*") if each.name.removeprefix("davinci").isdecimal()])
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""

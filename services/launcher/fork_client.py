@@ -7,10 +7,8 @@ import asyncio
 import json
 import socket
 import sys
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
-from enum import Enum
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,33 +19,27 @@ from shared.errors import Unavailable
 
 NAME = "fork-server"
 FORK_S = 10.0
-Message = dict[str, Any]
 
 
 class Starter(Protocol):
     """One way to start processes."""
 
-    waits_for: str  # the reason, besides other starts, for which `turn` may wait; empty: none
+    waits_for: str  # the reason for which `prepare` may wait; empty: it does not wait
 
-    def turn(self) -> AbstractAsyncContextManager[None]:
-        """Wait until a process may start. The block lasts until the process is healthy."""
+    async def prepare(self) -> None:
+        """Wait for what a start needs. The wait does not count as one of the simultaneous starts."""
         ...
 
     async def start(self, spec: ProcessSpec, log: Path) -> Child:
-        """A new process."""
+        """A new process. Call on the main thread only: see `child`."""
         ...
 
 
 class ProgramStarter:
-    """Starts processes as programs, as many at the same time as there are slots."""
-
     waits_for = ""
 
-    def __init__(self, slots: asyncio.Semaphore) -> None:
-        self._slots = slots
-
-    def turn(self) -> AbstractAsyncContextManager[None]:
-        return self._slots
+    async def prepare(self) -> None:
+        return
 
     async def start(self, spec: ProcessSpec, log: Path) -> Child:
         return await spawn(spec.argv, spec.env, log)
@@ -58,169 +50,113 @@ class ForkStarter:
 
     waits_for = "for the import of the engine"
 
-    def __init__(self, server: "ForkServer", slots: asyncio.Semaphore) -> None:
+    def __init__(self, server: "ForkServer") -> None:
         self._server = server
-        self._slots = slots
 
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        await self._server.ready()  # before the slot, which other processes use meanwhile
-        async with self._slots:
-            yield
+    async def prepare(self) -> None:
+        await self._server.imported()
 
     async def start(self, spec: ProcessSpec, log: Path) -> Child:
-        if await self._server.ready():
-            with suppress(Unavailable):
-                return await self._server.fork(spec, log)
+        with suppress(Unavailable):
+            return await self._server.fork(spec, log)
         return await spawn(spec.argv, spec.env, log)
 
 
-class ForkServer:
+class ForkServer(ProgramStarter):
     """The launcher's end of the fork server, which forks processes that share the modules of `preload`.
 
-    The server is kept running like any other process: `spec` describes it, this object starts it and checks its health.
+    The server is kept running like any other process, of which `spec` is the description, this object the starter and
+    the health check.
     """
-
-    waits_for = ""
 
     def __init__(self, env: dict[str, str], preload: Sequence[str]) -> None:
         argv = (sys.executable, "-P", "-m", "services.launcher.fork_server")
         self.spec = ProcessSpec(NAME, argv, env)
         self._preload = tuple(preload)
         self._started = asyncio.Event()
-        self._channel: _Channel | None = None  # to the server of the last start; None before the first start
-
-    def turn(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()  # no slot, since forked processes wait for the server
+        self._connection: _Connection | None = None  # to the server of the last start; None before the first start
 
     async def start(self, spec: ProcessSpec, log: Path) -> Child:
-        """Start the server, which is ready some seconds later. Call on the main thread only: see `child`."""
         child.adopt_orphans()
         ours, theirs = socket.socketpair()
         with theirs:
             program = (*spec.argv, str(theirs.fileno()), *self._preload)
             server = await spawn(program, spec.env, log, pass_fds=(theirs.fileno(),))
-        channel = _Channel(*await asyncio.open_connection(sock=ours))
-        self.close()
-        self._channel = channel
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = _Connection(server, *await asyncio.open_connection(sock=ours))
         self._started.set()
         return server
 
-    async def ready(self) -> bool:
+    async def imported(self) -> bool:
         """Wait until the server can fork; False if it ended instead."""
         await self._started.wait()
-        return await self._last_channel().imported() is ServerState.READY
+        assert self._connection is not None
+        return await self._connection.imported()
 
-    async def ask(self, deadline_s: float) -> str:
-        """The fault of the server, found within `deadline_s`; empty if it answers."""
-        channel = self._last_channel()
+    async def check(self, deadline_s: float) -> str:
+        """The server is healthy once it has imported its modules. A later hang is found by the next fork."""
         try:
             async with asyncio.timeout(deadline_s):
-                await channel.imported()
+                return "" if await self.imported() else "it has ended"
         except TimeoutError:
             return "it is still importing modules"
-        try:
-            await channel.request({}, deadline_s)
-        except Unavailable as error:
-            return error.message
-        return ""
 
     async def fork(self, spec: ProcessSpec, log: Path) -> Child:
         """A new process that runs `spec.module`. Raises Unavailable if the server has ended or does not reply."""
-        request = {"name": spec.name, "module": spec.module, "env": spec.env, "log": str(log)}
-        reply = await self._last_channel().request(request, FORK_S)
-        if "pid" not in reply:
-            raise Unavailable(f"the fork server did not fork: {reply['failed']}")
-        return Child.adopt(reply["pid"])
-
-    def close(self) -> None:
-        """Close the channel; the process is stopped like any other."""
-        if self._channel is not None:
-            self._channel.close()
-
-    def _last_channel(self) -> "_Channel":
-        if self._channel is None:
+        if self._connection is None:
             raise Unavailable("the fork server has not been started")
-        return self._channel
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return await self._connection.fork({"name": spec.name, "module": spec.module, "env": spec.env, "log": str(log)})
 
 
-class ServerState(Enum):
-    """What the launcher knows of one start of the fork server.
+class _Connection:
+    """The connection to the server of one start. It carries one request at a time.
 
-    IMPORTING → READY → ENDED; IMPORTING → ENDED if a module cannot be imported.
+    A request that is not answered in time, or is cancelled, ends the server: the supervisor starts another.
     """
 
-    IMPORTING = "importing"
-    READY = "ready"
-    ENDED = "ended"
-
-
-class _Channel:
-    """Requests to the server of one start and its replies, in order."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._state = ServerState.IMPORTING
-        self._imported = asyncio.Event()  # set when the state is no longer IMPORTING
+    def __init__(self, server: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._server = server
+        self._reader = reader
         self._writer = writer
-        self._pending: deque[asyncio.Future[Message]] = deque()  # in the order of the replies
-        self._reading = asyncio.create_task(self._read(reader))
+        self._turn = asyncio.Lock()
+        self._importing = asyncio.create_task(self._until_imported())
 
-    async def imported(self) -> ServerState:
-        """Wait until the server has imported its modules or has ended; returns its state."""
-        await self._imported.wait()
-        return self._state
+    async def imported(self) -> bool:
+        """Wait until the server can fork; False if it ended instead."""
+        return await asyncio.shield(self._importing)
 
-    async def request(self, message: Message, deadline_s: float) -> Message:
-        """The reply. Raises Unavailable if the server has ended or does not reply in time."""
-        if self._state is ServerState.ENDED:
-            raise Unavailable("the fork server has ended")
-        reply: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._pending.append(reply)
-        self._writer.write(json.dumps(message).encode() + b"\n")
+    async def fork(self, request: dict[str, Any]) -> Child:
+        async with self._turn:
+            if not await self.imported() or not self._server.running:
+                raise Unavailable("the fork server has ended")
+            reply: dict[str, Any] | None = None
+            try:
+                async with asyncio.timeout(FORK_S):
+                    reply = await self._reply_to(request)
+            except (TimeoutError, OSError, EOFError) as error:
+                raise Unavailable(f"the fork server did not reply within {FORK_S:g} s") from error
+            finally:
+                if reply is None:
+                    self.close()
+            if "pid" not in reply:
+                raise Unavailable(f"the fork server did not fork: {reply['failed']}")
+            forked = Child.adopt(reply["pid"])
+            self._writer.write(b"\n")  # the process waits until its pid is known here
+            return forked
+
+    async def _until_imported(self) -> bool:
         try:
-            async with asyncio.timeout(deadline_s):
-                return await reply  # the timeout cancels the future, so that a later reply is discarded
-        except TimeoutError:
-            raise Unavailable(f"the fork server did not reply within {deadline_s:g} s") from None
-        except asyncio.CancelledError:
-            if reply.done() and not reply.cancelled():
-                _discard(reply.result())
-            raise
+            return await self._reader.readline() != b""
+        except OSError:
+            return False
+
+    async def _reply_to(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._writer.write(json.dumps(request).encode() + b"\n")
+        reply: dict[str, Any] = json.loads(await self._reader.readuntil(b"\n"))
+        return reply
 
     def close(self) -> None:
         self._writer.close()
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while line := await reader.readline():
-                self._receive(json.loads(line))
-        except ConnectionError:
-            pass
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        self._enter(ServerState.ENDED)
-        for reply in self._pending:
-            if not reply.done():
-                reply.set_exception(Unavailable("the fork server has ended"))
-
-    def _receive(self, message: Message) -> None:
-        if "ready" in message:
-            self._enter(ServerState.READY)
-            return
-        reply = self._pending.popleft()
-        if not reply.done():
-            reply.set_result(message)
-        else:
-            _discard(message)
-
-    def _enter(self, state: ServerState) -> None:
-        self._state = state
-        self._imported.set()
-
-
-def _discard(reply: Message) -> None:
-    """Kill the process of a reply whose request was given up."""
-    if "pid" in reply:
-        Child.adopt(reply["pid"]).kill()
+        self._server.kill()

@@ -1,8 +1,9 @@
 """Imports the engine once and forks the processes that need it: an import costs 10 s of CPU time, a fork almost none.
 
 Run as `python -m services.launcher.fork_server DESCRIPTOR MODULE…`: the descriptor is one end of a socket pair, the
-modules are imported first. Requests are JSON lines: {"name", "module", "env", "log"} for a process, {} for a health
-check. The server writes {"ready"} once, then one reply for each request in order: {"pid"}, {"failed"} or {"alive"}.
+modules are imported first. The server writes {"ready"} once. Then it reads one request at a time, a JSON line {"name",
+"module", "env", "log"}, and replies {"pid"} or {"failed"}. The new process runs its module when the launcher has
+acknowledged the pid with an empty line; if the server ends first, the process ends, too.
 
 A forked process is a child of the launcher, not of this server (it is forked twice, and the launcher adopts orphans):
 it ends with the launcher and survives this server. Nothing here may start a thread, because a fork copies only the
@@ -18,7 +19,8 @@ import runpy
 import signal
 import socket
 import sys
-from typing import Any
+from contextlib import suppress
+from typing import Any, BinaryIO
 
 from services.launcher.child import name_process, tie_to_parent
 
@@ -31,82 +33,68 @@ def main(arguments: list[str]) -> None:
     faulthandler.register(signal.SIGUSR1)  # as every service does, see `shared.runtime.logs`
     for module in arguments[1:]:
         importlib.import_module(module)
+    sys.stdout.flush()  # else each child would write what is in the buffers
+    sys.stderr.flush()
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page of the parent's objects
-    request = _serve(channel, launcher)
+    with channel, channel.makefile("rb") as lines:
+        request = _serve(channel, lines)
     if request is not None:
+        _detach(request, launcher)
         sys.argv = [request["module"]]
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
 
-def _serve(channel: socket.socket, launcher: int) -> Request | None:
-    """Fork on request. Returns the request in the forked process, None in the server when the launcher has ended."""
+def _serve(channel: socket.socket, lines: BinaryIO) -> Request | None:
+    """Fork on request. Returns the request in a forked process, None in the server when the launcher has ended."""
     _send(channel, {"ready": True})
-    received = b""
-    while data := channel.recv(1 << 16):
-        *lines, received = (received + data).split(b"\n")
-        for line in lines:
-            request: Request = json.loads(line)
-            if "module" not in request:
-                _send(channel, {"alive": True})
-            elif _fork(channel, request, launcher):
+    while line := lines.readline():
+        request: Request = json.loads(line)
+        process, forked = socket.socketpair()
+        with process, forked:
+            if _fork(process, forked):
                 return request
+            forked.close()
+            pid = process.recv(32)
+            _send(channel, {"pid": int(pid)} if pid else {"failed": "out of memory, or too many processes"})
+            if pid and lines.readline():
+                with suppress(OSError):  # it has been killed
+                    process.send(b"!")
     return None
 
 
-def _fork(channel: socket.socket, request: Request, launcher: int) -> bool:
-    """Fork; True in the new process, which first waits until the launcher knows its pid."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    known_read, known_write = os.pipe()
-    pid = _fork_away()
-    if not pid:
-        os.close(known_write)
-        if not os.read(known_read, 1):
-            os._exit(1)  # the server ended before it sent the pid
-        os.close(known_read)
-        _detach(request, launcher, channel)
-        return True
-    _send(channel, {"pid": pid} if pid > 0 else {"failed": "out of memory, or too many processes"})
-    if pid > 0:
-        os.write(known_write, b"!")
-    os.close(known_read)
-    os.close(known_write)
-    return False
+def _fork(process: socket.socket, forked: socket.socket) -> bool:
+    """Fork a process that is not our child. Returns True in that process once the launcher knows its pid.
 
-
-def _fork_away() -> int:
-    """The pid of a new process that is not our child; 0 in that process, -1 if the fork failed."""
-    server, (pid_read, pid_write) = os.getpid(), os.pipe()
+    The process is forked by one that ends at once, so that the launcher adopts it. It sends its pid through `forked`;
+    without one, the fork has failed.
+    """
+    server = os.getpid()
     try:
         between = os.fork()
-        if not between:
-            pid = os.fork()
-            if not pid:
-                os.close(pid_read)
-                os.close(pid_write)
-                return 0
-            os.setpgid(pid, pid)  # before anyone knows the pid, since signals go to the group
-            os.write(pid_write, str(pid).encode())
+        if between:
+            os.waitpid(between, 0)  # from here on the process is the launcher's child
+            return False
+        if os.fork():
             os._exit(0)
     except OSError:
-        if os.getpid() != server:
-            os._exit(1)
-        between = 0
-    os.close(pid_write)
-    if between:
-        os.waitpid(between, 0)  # from here on the process is the launcher's child
-    reported = os.read(pid_read, 32)
-    os.close(pid_read)
-    return int(reported) if reported else -1
+        if os.getpid() == server:
+            return False
+        os._exit(1)
+    process.close()
+    os.setpgid(0, 0)  # before the pid is known, since signals go to the group
+    forked.send(str(os.getpid()).encode())
+    if not forked.recv(1):
+        os._exit(1)
+    return True
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
     channel.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _detach(request: Request, launcher: int, channel: socket.socket) -> None:
-    """Make a forked process independent of the server's descriptors, output and environment."""
+def _detach(request: Request, launcher: int) -> None:
+    """Make a forked process independent of the server's output and environment."""
     tie_to_parent(launcher)
     name_process(request["name"])
     output = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -115,7 +103,6 @@ def _detach(request: Request, launcher: int, channel: socket.socket) -> None:
         os.dup2(source, target)
     for descriptor in (output, nothing):
         os.close(descriptor)
-    channel.close()
     os.environ.clear()
     os.environ.update(request["env"])
 

@@ -16,9 +16,7 @@ _HEAD_BYTES = 16 << 10
 
 
 class Health(Protocol):
-    """A health check."""
-
-    async def ask(self, deadline_s: float) -> str:
+    async def check(self, deadline_s: float) -> str:
         """The fault, found within `deadline_s`; empty if there is none."""
         ...
 
@@ -36,16 +34,16 @@ class HttpHealth:
         head = f"GET {parts.path or '/'}{query} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n"
         self._request = head.encode()
 
-    async def ask(self, deadline_s: float) -> str:
+    async def check(self, deadline_s: float) -> str:
         try:
             async with asyncio.timeout(deadline_s):
-                return await self._ask()
+                return await self._fetch()
         except TimeoutError:
             return f"no answer within {deadline_s:g} s"
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
             return f"{type(error).__name__}: {error}"
 
-    async def _ask(self) -> str:
+    async def _fetch(self) -> str:
         reader, writer = await asyncio.open_connection(self._host, self._port, limit=_HEAD_BYTES)
         try:
             writer.write(self._request)
@@ -61,7 +59,7 @@ class HttpHealth:
 
 
 async def _probe(url: str) -> bool:
-    fault = await HttpHealth(url).ask(_PROBE_S)
+    fault = await HttpHealth(url).check(_PROBE_S)
     if fault:
         print(fault, file=sys.stderr)
     return not fault

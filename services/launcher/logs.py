@@ -37,7 +37,6 @@ async def read(data_dir: Path, monitor: str, name: str, lines: int, *, follow: b
 
 
 def known(data_dir: Path) -> list[str]:
-    """The processes with a log on this host."""
     return sorted(file.stem for file in (data_dir / "logs").glob("*.log"))
 
 

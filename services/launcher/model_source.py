@@ -5,6 +5,7 @@ A model that looks like a path is not looked up on the hub.
 
 import os
 import re
+from os.path import exists, isdir  # of a name that is too long they are False, where those of `Path` raise
 from pathlib import Path
 
 from shared.errors import InvalidRequest
@@ -23,24 +24,24 @@ def resolve_model(model: str, beside: Path | None = None) -> str:
     """The absolute path of `model` if it is, or looks like, a folder here, beside the file or in the project."""
     path = Path(model).expanduser()
     bases = (Path.cwd(), *([beside] if beside else []), PROJECT)
-    folders = [base / path for base in bases if (base / path).is_dir()]
+    folders = [base / path for base in bases if isdir(base / path)]
     if folders:
         return str(max(folders, key=lambda folder: (folder / "config.json").is_file()).resolve())
     if _looks_like_path(model):
         return str(path.absolute())
-    nested = [base / path for base in bases if "/" in model and (base / path.parts[0]).is_dir()]
+    nested = [base / path for base in bases if "/" in model and isdir(base / path.parts[0])]
     return str(nested[0].absolute()) if nested else model
 
 
 def resolve_path(path: Path, beside: Path) -> Path:
     """The absolute path of a file here, beside the cluster file or in the project; if none exists, the first one."""
     path = path.expanduser()
-    return next((base / path for base in (Path.cwd(), beside, PROJECT) if (base / path).exists()), path.absolute())
+    return next((base / path for base in (Path.cwd(), beside, PROJECT) if exists(base / path)), path.absolute())
 
 
 def shipped_or_own(file: Path, folder: Path) -> Path:
     """An existing cluster file, or the shipped one of that name in the folder. Raises InvalidRequest."""
-    if file.exists():
+    if exists(file):
         return file
     shipped = {each.stem: each for each in folder.glob("*.yaml")}
     if str(file) not in shipped:
@@ -78,7 +79,7 @@ def _offline() -> bool:
 
 
 def _fault_of_folder(folder: Path, weights: bool) -> str:
-    if not folder.is_dir():
+    if not isdir(folder):
         return f"there is no folder {folder}{_neighbours(folder)}: {_HINT}"
     if not config_of(str(folder)):
         return f"{folder / 'config.json'} is missing or is not a JSON object: {_HINT}"
@@ -93,7 +94,7 @@ def _fault_of_folder(folder: Path, weights: bool) -> str:
 
 
 def _neighbours(folder: Path) -> str:
-    if not folder.parent.is_dir():
+    if not isdir(folder.parent):
         return ""
     others = sorted(each.name for each in folder.parent.iterdir() if each.is_dir())
     return f" (beside it: {', '.join(others[:8])}{', …' if len(others) > 8 else ''})" if others else ""

@@ -8,11 +8,11 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -22,14 +22,12 @@ MONITOR, PLANNER, SCHEDULERS, PREDICTORS, GATEWAYS, INSTANCES = 0, 5, 10, 42, 80
 STANDBYS = 74  # of all monitors but the first, three ports each
 _SPAN = 250
 RESERVED_S = 60.0
-LOCK_S = 10.0
+_POLL_S = 0.5
 _RESERVATIONS = Path(tempfile.gettempdir()) / f"polyphase-ports-{os.getuid()}"
 
 
 @dataclass(frozen=True, slots=True)
 class PortUse:
-    """A port on which a process will listen."""
-
     process: str
     host: str
     port: int
@@ -41,21 +39,6 @@ def ranks_of(settings: Mapping[str, Any]) -> int:
         return int(settings.get("tensor_parallel", 1)) * int(settings.get("pipeline_parallel", 1))
     except (TypeError, ValueError):
         return 1
-
-
-def instance_ports(base: int, ranks: Iterable[int]) -> list[int]:
-    """The first port of each instance with so many ranks: RPC, HTTP, and then one per rank for KV."""
-    first, ports = base + INSTANCES, []
-    for count in ranks:
-        ports.append(first)
-        first += 2 + count
-    return ports
-
-
-def beside_ports(base: int, ranks: Iterable[int]) -> list[int]:
-    """The HTTP port of the predictor beside each instance, followed by its RPC port; after all ports of instances."""
-    *instances, first = instance_ports(base, (*ranks, 0))
-    return [first + 2 * index for index in range(len(instances))]
 
 
 def check_distinct(uses: Iterable[PortUse]) -> None:
@@ -79,26 +62,26 @@ def check_free(uses: Iterable[PortUse]) -> None:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server can listen there now."""
     return _fault(host, port) is None
 
 
 def free_range(start: int = 20_000, stop: int = 32_000, size: int = _SPAN, host: str = "127.0.0.1") -> int:
     """The first of `size` consecutive free ports, below the system's range of outgoing ports.
 
-    For RESERVED_S no other process of this user gets them, so that the caller can start to listen.
+    For RESERVED_S no other process of this user gets them, so that the caller can start to listen. Where all ports are
+    reserved, the call waits until a reservation ends. Raises Conflict if there are none then.
     """
-    with _opened() as file:
-        _lock(file)
-        reserved = _read(file)
-        for base in range(start, stop, size):
-            ports = range(base, base + size)
-            if not any(entry.meets(ports) for entry in reserved) and all(is_free(host, port) for port in ports):
-                reserved.append(_Reservation(base, size, time.monotonic()))
-                file.truncate(0)
-                file.writelines(json.dumps(entry) + "\n" for entry in reserved)
-                return base
-    raise Conflict(f"there are no {size} consecutive free ports between {start} and {stop}")
+    give_up_s = time.monotonic() + RESERVED_S
+    while True:
+        with _reservations() as reserved:
+            for base in range(start, stop, size):
+                meets_other = any(base < other.base + other.size and other.base < base + size for other in reserved)
+                if not meets_other and all(is_free(host, port) for port in range(base, base + size)):
+                    reserved.append(_Reservation(base, size, time.monotonic()))
+                    return base
+        if not reserved or time.monotonic() > give_up_s:
+            raise Conflict(f"there are no {size} consecutive free ports between {start} and {stop}")
+        time.sleep(_POLL_S)
 
 
 class _Reservation(NamedTuple):
@@ -106,35 +89,23 @@ class _Reservation(NamedTuple):
     size: int
     at_s: float  # on the monotonic clock, which all processes share; after a reboot it may lie in the future
 
-    def meets(self, ports: range) -> bool:
-        return self.base < ports.stop and ports.start < self.base + self.size
 
-
-def _opened() -> TextIO:
-    """The file of reservations; O_NOFOLLOW: not one that another user linked to its name."""
-    return os.fdopen(os.open(_RESERVATIONS, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600), "a+")
-
-
-def _lock(file: TextIO) -> None:
-    """Lock the file until it is closed. Raises Conflict if it stays locked for LOCK_S."""
-    give_up_s = time.monotonic() + LOCK_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > give_up_s:
-                raise Conflict(f"{_RESERVATIONS} has been locked for {LOCK_S:g} s") from None
-            time.sleep(0.01)
-
-
-def _read(file: TextIO) -> list[_Reservation]:
-    file.seek(0)
-    entries = []
-    for line in file:
-        with suppress(ValueError, TypeError):  # an incomplete line of a killed process
-            entries.append(_Reservation(*json.loads(line)))
-    return [entry for entry in entries if 0 <= time.monotonic() - entry.at_s < RESERVED_S]
+@contextmanager
+def _reservations() -> Iterator[list[_Reservation]]:
+    """The reservations that have not ended, locked within the block and written at its end."""
+    # O_NOFOLLOW: not a file that another user linked to this name.
+    descriptor = os.open(_RESERVATIONS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        entries = []
+        for line in file:
+            with suppress(ValueError, TypeError):  # an incomplete line of a killed process
+                entries.append(_Reservation(*json.loads(line)))
+        entries = [entry for entry in entries if 0 <= time.monotonic() - entry.at_s < RESERVED_S]
+        yield entries
+        file.seek(0)
+        file.truncate()
+        file.writelines(json.dumps(entry) + "\n" for entry in entries)
 
 
 def _fault(host: str, port: int) -> OSError | None:
@@ -154,11 +125,9 @@ def _explain(use: PortUse, error: OSError) -> str:
 
 
 def _holder(port: int) -> str:
-    try:
+    with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
-            ours = connection.status == psutil.CONN_LISTEN and getattr(connection.laddr, "port", 0) == port
-            if ours and connection.pid:
+            listens = connection.status == psutil.CONN_LISTEN and getattr(connection.laddr, "port", 0) == port
+            if listens and connection.pid:
                 return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
-    except psutil.Error:
-        pass
     return ""

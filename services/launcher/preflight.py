@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from ipaddress import ip_address
+from os.path import exists, isdir, isfile  # of a name that is too long they are False, where those of `Path` raise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from services.launcher.spec import Plan
 from services.worker.settings import MARGIN_BYTES, WorkerSettings
 from shared.cost.library import bundled_geometry
 from shared.errors import InvalidRequest, PolyphaseError
-from shared.files.faults import meant
+from shared.files.faults import Fault, meant
 from shared.model.support import config_of, fault_of_division, fault_of_stored_kv, faults_of_model, text_config
 from shared.model.weights import weights_of
 from shared.policy import registry
@@ -30,7 +31,7 @@ from shared.policy.registry import from_file
 from shared.store.database import parse_url, refused_file
 
 _FILES = frozenset({"chat_template", "tool_parser_plugin", "reasoning_parser_plugin"})  # of vllm_args
-Faults = Iterator[tuple[str, str]]  # the key of the file, and what is wrong with it
+Faults = Iterator[Fault]
 
 
 def preflight(cluster: Cluster, plan: Plan, where: str, *, places_instances: bool = True) -> None:
@@ -54,7 +55,7 @@ def preflight(cluster: Cluster, plan: Plan, where: str, *, places_instances: boo
                 found += _of_instance(entries[spec.name], settings, spec.env)
     if found:
         places = cluster.places(where)
-        lines = dict.fromkeys(places.tell(key, text) for key, text in found)  # many are alike
+        lines = dict.fromkeys(places.tell(fault.key, fault.text) for fault in found)  # many are alike
         raise InvalidRequest("\n".join(lines))
 
 
@@ -62,22 +63,22 @@ def _of_suite(cluster: Cluster, plan: Plan) -> Faults:
     engines = [spec.settings for spec in plan.processes if isinstance(spec.settings, WorkerSettings)]
     real = any(each.engine == "vllm" for each in engines)
     if fault := fault_of(cluster.model, weights=real):
-        yield "model", fault
+        yield Fault("model", fault)
     elif real:
         for fault in faults_of_model(_config(cluster.model)):
-            yield "model", fault
+            yield Fault("model", fault)
     if cluster.dashboard.login and not cluster.gateway.extra.get("api_keys_file"):
-        yield "dashboard.login", "a login needs API keys: set `gateway: {api_keys_file: keys.yaml}`"
+        yield Fault("dashboard.login", "a login needs API keys: set `gateway: {api_keys_file: keys.yaml}`")
     for name, count in Counter((FORK_SERVER, *(spec.name for spec in plan.processes))).items():
         if count > 1:
-            yield "instances", f"{name!r} is the name of another process of the suite: choose another id"
+            yield Fault("instances", f"{name!r} is the name of another process of the suite: choose another id")
     if cluster.curve_public:
         try:
             fits = zmq.curve_public(cluster.curve_secret.encode()).decode() == cluster.curve_public
         except (ValueError, zmq.ZMQError):
             fits = False
         if not fits:
-            yield "curve_public, curve_secret", "they are not a pair: `polyphase keys curve` creates one"
+            yield Fault("curve_public, curve_secret", "they are not a pair: `polyphase keys curve` creates one")
 
 
 def _of_hosts(cluster: Cluster) -> Faults:
@@ -86,38 +87,38 @@ def _of_hosts(cluster: Cluster) -> Faults:
         try:
             ip_address(address)
         except ValueError:
-            yield (
-                f"hosts.{name}",
-                f"{address!r} is not an IP address: write the address by which the other hosts reach this one",
-            )
+            text = f"{address!r} is not an IP address: write the address by which the other hosts reach this one"
+            yield Fault(f"hosts.{name}", text)
     if len(cluster.hosts) > 1 and not cluster.curve_public:
-        yield "hosts", "several hosts need curve_public and curve_secret: `polyphase keys curve` creates them"
+        yield Fault("hosts", "several hosts need curve_public and curve_secret: `polyphase keys curve` creates them")
     if len(cluster.hosts) > 1 and not cluster.cluster_token.get_secret_value():
-        yield "hosts", "several hosts need cluster_token: `polyphase keys token` creates one"
+        yield Fault("hosts", "several hosts need cluster_token: `polyphase keys token` creates one")
 
 
 def _of_gateway(settings: GatewaySettings) -> Faults:
     file = settings.api_keys_file
     for name, value in settings.vllm_args.items():
         if name.replace("-", "_") in _FILES and isinstance(value, str) and _names_no_file(value):
-            yield f"gateway.vllm_args.{name}", f"there is no file {value}"
+            yield Fault(f"gateway.vllm_args.{name}", f"there is no file {value}")
     make = f"`polyphase keys add NAME --file {file or 'keys.yaml'}` creates one"
     try:
         keys = load_keys(file) if file else ()
     except PolyphaseError as error:
-        yield "gateway.api_keys_file", f"{error.message}; {make}"
+        yield Fault("gateway.api_keys_file", f"{error.message}; {make}")
         return
     if keys or settings.host in LOOPBACK:
         return
     if file:
-        yield "gateway.api_keys_file", f"{file} has no key, and the gateway listens on {settings.host}: {make}"
+        yield Fault("gateway.api_keys_file", f"{file} has no key, and the gateway listens on {settings.host}: {make}")
     else:
-        yield "gateway.host", f"listening on {settings.host} needs API keys: {make}, then `api_keys_file: keys.yaml`"
+        yield Fault(
+            "gateway.host", f"listening on {settings.host} needs API keys: {make}, then `api_keys_file: keys.yaml`"
+        )
 
 
 def _names_no_file(value: str) -> bool:
     """Whether a value that may be a path or a template is neither; vLLM distinguishes them by these letters."""
-    return value != "" and not any(letter in value for letter in "{}\n") and not Path(value).is_file()
+    return value != "" and not any(letter in value for letter in "{}\n") and not isfile(value)
 
 
 def _of_scheduler(settings: SchedulerSettings) -> Faults:
@@ -131,7 +132,7 @@ def _of_monitor(settings: MonitorSettings) -> Faults:
             from_file({kind: entry})
         except InvalidRequest as error:
             key, _, text = error.message.partition(": ")
-            yield f"policies.{key}", text + _meant(kind, entry)
+            yield Fault(f"policies.{key}", text + _meant(kind, entry))
 
 
 def _meant(kind: str, entry: object) -> str:
@@ -144,29 +145,31 @@ def _meant(kind: str, entry: object) -> str:
 
 
 def _of_instance(at: str, settings: WorkerSettings, env: dict[str, str]) -> Faults:
-    if settings.rates_file and not Path(settings.rates_file).is_file():
-        yield f"{at}.rates_file", f"there is no file {settings.rates_file}: `polyphase calibrate live` writes one"
+    if settings.rates_file and not isfile(settings.rates_file):
+        yield Fault(
+            f"{at}.rates_file", f"there is no file {settings.rates_file}: `polyphase calibrate live` writes one"
+        )
     if settings.engine == "emulated":
         yield from _of_emulated(at, settings)
         return
     if settings.kv_transport == "nixl" and find_spec("nixl") is None:
-        yield f"{at}.kv_transport", "NIXL is not installed: `pip install 'polyphase[nixl]'`, or choose tcp"
+        yield Fault(f"{at}.kv_transport", "NIXL is not installed: `pip install 'polyphase[nixl]'`, or choose tcp")
     config, degree, stages = _config(settings.model), settings.tensor_parallel, settings.pipeline_parallel
     stored = str(settings.engine_args.get("kv_cache_dtype", "auto"))
     if fault := fault_of_stored_kv(config, stored, settings.dtype):
-        yield f"{at}.engine_args", fault
+        yield Fault(f"{at}.engine_args", fault)
     if fault := fault_of_division(config, degree):
-        yield f"{at}.tensor_parallel", fault
+        yield Fault(f"{at}.tensor_parallel", fault)
     layers, held = text_config(config).get("num_hidden_layers"), settings.pipeline_layers
     if isinstance(layers, int) and layers < stages:
-        yield f"{at}.pipeline_parallel", f"{stages} stages cannot share the {layers} layers of the model"
+        yield Fault(f"{at}.pipeline_parallel", f"{stages} stages cannot share the {layers} layers of the model")
     elif isinstance(layers, int) and held and sum(held) != layers:
-        yield f"{at}.pipeline_layers", f"must add up to the {layers} layers of the model, got {sum(held)}"
+        yield Fault(f"{at}.pipeline_layers", f"must add up to the {layers} layers of the model, got {sum(held)}")
     for variable in VISIBLE:
         visible = env.get(variable, "")
         if visible and settings.accelerator != "cpu" and len(visible.split(",")) < settings.ranks:
             key = "tensor_parallel" if stages == 1 else "pipeline_parallel"
-            yield f"{at}.{key}", f"{settings.ranks} accelerators are needed, but {variable} is {visible!r}"
+            yield Fault(f"{at}.{key}", f"{settings.ranks} accelerators are needed, but {variable} is {visible!r}")
 
 
 def _of_memory(cluster: Cluster, plan: Plan) -> Faults:
@@ -186,7 +189,7 @@ def _of_memory(cluster: Cluster, plan: Plan) -> Faults:
         least = needed - MARGIN_BYTES * len(users)  # the memory of activations and graphs is unknown
         if least > kind.memory_bytes and not any(users[-1].stage_accelerators):
             of = f" of {', '.join(names)}" if len(names) > 1 else ""
-            yield (
+            yield Fault(
                 f"instances.{entries[names[-1]]}.kv_cache_bytes",
                 f"weights and KV{of} need {least / 2**30:.1f} GiB on device {device.name}, and {kind.name} has "
                 f"{kind.memory_bytes / 2**30:.1f}: lower kv_cache_bytes, or raise tensor_parallel",
@@ -197,12 +200,12 @@ def _of_emulated(at: str, settings: WorkerSettings) -> Faults:
     try:
         catalogue().get(settings.accelerator)
     except PolyphaseError as error:
-        yield f"{at}.accelerator", error.message
+        yield Fault(f"{at}.accelerator", error.message)
     try:
-        if not Path(settings.emulated_model).exists():
+        if not exists(settings.emulated_model):
             bundled_geometry(settings.emulated_model)
     except PolyphaseError as error:
-        yield f"{at}.emulated_model", error.message
+        yield Fault(f"{at}.emulated_model", error.message)
 
 
 def _config(model: str) -> Mapping[str, Any]:
@@ -214,15 +217,15 @@ def _of_database(url: str) -> Faults:
     try:
         parsed = parse_url(url)
     except PolyphaseError as error:
-        yield "database_url", error.message
+        yield Fault("database_url", error.message)
         return
     if not parsed.drivername.startswith("sqlite") or parsed.database in (None, "", ":memory:"):
         return
     file = Path(str(parsed.database)).absolute()
-    there = file if file.exists() else next(parent for parent in file.parents if parent.exists())
-    if there != file and not there.is_dir():
-        yield "database_url", f"{there} is not a folder, so {file} cannot be created: choose another path"
-    elif file.is_dir() or not os.access(there, os.W_OK):
-        yield "database_url", f"{there} is not writable: choose another path, or change its permissions"
+    there = file if exists(file) else next(parent for parent in file.parents if exists(parent))
+    if there != file and not isdir(there):
+        yield Fault("database_url", f"{there} is not a folder, so {file} cannot be created: choose another path")
+    elif isdir(file) or not os.access(there, os.W_OK):
+        yield Fault("database_url", f"{there} is not writable: choose another path, or change its permissions")
     elif there == file and (refused := refused_file(file)):
-        yield "database_url", refused
+        yield Fault("database_url", refused)

@@ -3,7 +3,6 @@
 import os
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from gateway.settings import GatewaySettings
 from services.launcher.devices import Assignment
@@ -78,12 +77,10 @@ class Plan:
 
     @property
     def preload(self) -> tuple[str, ...]:
-        """The modules that the fork server imports."""
         return tuple(dict.fromkeys(name for process in self.processes for name in _PRELOAD.get(process.module, ())))
 
     @property
     def port_uses(self) -> tuple[PortUse, ...]:
-        """All ports on which processes of this host listen."""
         return tuple(use for process in self.processes for use in process.ports)
 
 
@@ -105,7 +102,7 @@ def child_environment(model: str, all_emulated: bool = False) -> dict[str, str]:
     """
     env = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
     env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
-    if Path(model).is_dir():
+    if os.path.isdir(model):
         env["HF_HUB_OFFLINE"] = "1"
     if all_emulated:
         env["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"

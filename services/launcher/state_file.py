@@ -19,8 +19,6 @@ NAME = "state.json"
 
 @dataclass(frozen=True, slots=True)
 class RunningProcess:
-    """A supervised process."""
-
     name: str
     pid: int
     state: str
@@ -33,8 +31,6 @@ class RunningProcess:
 
 @dataclass(frozen=True, slots=True)
 class SuiteState:
-    """The content of the file."""
-
     launcher_pid: int
     launcher_started_s: float
     model: str
@@ -66,27 +62,33 @@ class SuiteState:
 
 
 def describe(plan: Plan, statuses: Iterable[Status]) -> SuiteState:
-    """The state of the suite that this process runs."""
     urls = {spec.name: spec.health_url for spec in plan.processes}
-    processes = tuple(
+    processes = [
         RunningProcess(
-            s.name, s.pid, s.state.value, s.restarts, round(s.took_s, 3), str(s.log), s.fault, urls.get(s.name, "")
+            name=each.name,
+            pid=each.pid,
+            state=each.state.value,
+            restarts=each.restarts,
+            took_s=round(each.took_s, 3),
+            log=str(each.log),
+            fault=each.fault,
+            url=urls.get(each.name, ""),
         )
-        for s in statuses
-    )
+        for each in statuses
+    ]
     return SuiteState(
-        os.getpid(),
-        psutil.Process().create_time(),
-        plan.model,
-        plan.api_url,
-        plan.monitor_url,
-        plan.scheduler_urls,
-        plan.predictor_url,
-        plan.dashboard_url,
-        plan.instance_ids,
-        processes,
-        plan.planner_url,
-        plan.gateway_urls,
+        launcher_pid=os.getpid(),
+        launcher_started_s=psutil.Process().create_time(),
+        model=plan.model,
+        api_url=plan.api_url,
+        monitor_url=plan.monitor_url,
+        scheduler_urls=plan.scheduler_urls,
+        predictor_url=plan.predictor_url,
+        dashboard_url=plan.dashboard_url,
+        instance_ids=plan.instance_ids,
+        processes=tuple(processes),
+        planner_url=plan.planner_url,
+        gateway_urls=plan.gateway_urls,
     )
 
 

@@ -142,7 +142,7 @@ async def _observe_without_monitor(state: SuiteState, fault: str) -> Snapshot:
         known = [process for process in state.processes if process.url]
         instances = [process for process in known if process.name in state.instance_ids]
         health, selves, jobs = await asyncio.gather(
-            asyncio.gather(*(HttpHealth(process.url).ask(ASK_S) for process in known)),
+            asyncio.gather(*(HttpHealth(process.url).check(ASK_S) for process in known)),
             asyncio.gather(*(_self(http, process) for process in instances)),
             _jobs(state.scheduler_urls),
         )

@@ -5,12 +5,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from services.launcher import child_process, cluster_keys, state_file
+from services.launcher import cluster_keys, log_cause, state_file
 from services.launcher.state_file import SuiteState
 from shared.domain.instance import InstanceState, Role
 from shared.domain.route import PolicySpec
@@ -61,20 +62,34 @@ class Suite:
         return time.monotonic() - began
 
     async def instances(self) -> dict[str, dict[str, Any]]:
-        """The instances that the monitor knows, by id."""
         async with self.monitor() as monitor:
             return {entry["instance_id"]: entry for entry in await monitor.instances()}
 
     async def ready(self, role: Role) -> list[str]:
-        """The ids of the ready instances of a role."""
         found = await self.instances()
         return [i for i, entry in found.items() if entry["role"] == role.value and entry["state"] == "ready"]
 
     async def wait_ready(self, names: Collection[str] = (), timeout_s: float = READY_S) -> None:
         """Wait until these instances (default: all of this suite) are ready."""
         wanted = set(names or self.state.instance_ids)
+        states: dict[str, str] = {}  # of all instances that have registered
         async with self.monitor() as monitor:
-            await _all_ready(monitor, wanted, timeout_s, self.data_dir / "logs")
+
+            async def all_ready() -> bool:
+                states.update({entry["instance_id"]: entry["state"] for entry in await monitor.instances()})
+                return all(states.get(name) == InstanceState.READY.value for name in wanted)
+
+            try:
+                await until(all_ready, timeout_s, "instances")
+            except DeadlineExceeded as error:
+                late = sorted(name for name in wanted if states.get(name) != InstanceState.READY.value)
+                lines = [self._lateness(name, states.get(name, "not registered")) for name in late]
+                raise DeadlineExceeded(f"not ready after {timeout_s:.0f} s:\n" + "\n".join(lines)) from error
+
+    def _lateness(self, name: str, state: str) -> str:
+        log = self.data_dir / "logs" / f"{name}.log"
+        reason = log_cause.last_error(log)  # such as the monitor's reason to refuse the instance
+        return f"{name}: {state}{f'; {reason}' if reason else ''}; its log: {log}"
 
     async def wait_idle(self, timeout_s: float = 30.0) -> float:
         """Wait until new reports show no job, KV block or staged KV at any instance. Returns the seconds it took."""
@@ -128,8 +143,8 @@ async def change_policies(
 
     async def followed() -> bool:
         followers = (await monitor.policies())["followers"]
-        late[:] = [f"{one['name']} {one['trouble']}".strip() for one in followers if not one["follows"]]
-        return not late and sum(one["process"] == "scheduler" for one in followers) >= schedulers
+        late[:] = [f"{each['name']} {each['trouble']}".strip() for each in followers if not each["follows"]]
+        return not late and sum(each["process"] == "scheduler" for each in followers) >= schedulers
 
     try:
         await until(followed, timeout_s, "all processes to follow")
@@ -143,8 +158,10 @@ async def until(condition: Callable[[], Any], timeout_s: float, what: str, poll_
     give_up = time.monotonic() + timeout_s
     while True:
         try:
-            found = condition()
-            if await found if asyncio.iscoroutine(found) else found:
+            holds = condition()
+            if asyncio.iscoroutine(holds):
+                holds = await holds
+            if holds:
                 return
         except PolyphaseError:
             if time.monotonic() > give_up:
@@ -154,35 +171,15 @@ async def until(condition: Callable[[], Any], timeout_s: float, what: str, poll_
         await asyncio.sleep(poll_s)
 
 
-async def _all_ready(monitor: MonitorClient, wanted: set[str], timeout_s: float, logs: Path) -> None:
-    seen: dict[str, str] = {}
-
-    async def ready() -> bool:
-        seen.update({entry["instance_id"]: entry["state"] for entry in await monitor.instances()})
-        return all(seen.get(name) == InstanceState.READY.value for name in wanted)
-
-    try:
-        await until(ready, timeout_s, "instances")
-    except DeadlineExceeded as error:
-        missing = sorted(name for name in wanted if seen.get(name) != InstanceState.READY.value)
-        lines = []
-        for name in missing:
-            log = logs / f"{name}.log"
-            reason = child_process.last_error(log)  # such as the monitor's reason to refuse the instance
-            lines.append(f"{name}: {seen.get(name, 'not registered')}{f'; {reason}' if reason else ''}; its log: {log}")
-        raise DeadlineExceeded(f"not ready after {timeout_s:.0f} s:\n" + "\n".join(lines)) from error
-
-
 def _idle(entry: dict[str, Any]) -> bool:
     load, info = entry["load"], entry["info"]
     return not load["inflight"] and not load["staged_bytes"] and load["free_blocks"] >= info["total_blocks"]
 
 
 def _pss(process: psutil.Process) -> int:
-    try:
+    """The proportional set size where the system has it, else the resident set size; 0 for an ended process."""
+    with suppress(psutil.Error, AttributeError):
         return int(process.memory_full_info().pss)
-    except (psutil.Error, AttributeError):
-        try:
-            return int(process.memory_info().rss)
-        except psutil.Error:
-            return 0
+    with suppress(psutil.Error):
+        return int(process.memory_info().rss)
+    return 0

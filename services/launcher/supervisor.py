@@ -9,11 +9,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from enum import Enum, StrEnum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from services.launcher import child, child_process
+from services.launcher import child, log_cause
 from services.launcher.child_process import Child, Limits, Unready, stop_all, until_ended, until_healthy
 from services.launcher.fork_client import ForkServer, ForkStarter, ProgramStarter, Starter
 from services.launcher.health import Health, HttpHealth
@@ -28,9 +28,9 @@ class State(StrEnum):
     WAITING ────▶ STARTING          its turn came
     STARTING ───▶ READY             it became healthy
     READY ──────▶ RESTARTING        it ended, or was killed because it hung
-    STARTING ───▶ RESTARTING        the start failed, and it was not the first, or the process may be late
-    RESTARTING ─▶ STARTING          after a delay; at once if the restart was requested
-    STARTING ───▶ FAILED            the first start failed: see `FirstStart`
+    STARTING ───▶ RESTARTING        a later start failed; or the first took too long, and the process `may_be_late`
+    RESTARTING ─▶ STARTING          after a delay; immediately if the restart was requested
+    STARTING ───▶ FAILED            the first start failed otherwise, which ends the supervision
     all but FAILED ─▶ STOPPED       the supervision ends
     """
 
@@ -42,25 +42,8 @@ class State(StrEnum):
     STOPPED = "stopped"
 
 
-class FirstStart(Enum):
-    """The progress of the first start of a process; the suite waits while it is PENDING.
-
-        PENDING ─▶ DONE     the process became healthy
-        PENDING ─▶ LATE     it took too long and `may_be_late`: the suite serves without it while it is restarted
-        LATE ────▶ DONE     a later start made it healthy
-
-    Any other end of the first start is `State.FAILED`, which also ends the supervision of the process.
-    """
-
-    PENDING = "pending"
-    LATE = "late"
-    DONE = "done"
-
-
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One process at one moment."""
-
     name: str
     log: Path
     state: State = State.WAITING
@@ -82,16 +65,13 @@ class StartFailed(Unavailable):
 
 
 class SupervisedProcess:
-    """Keeps one process running."""
-
     def __init__(
         self, spec: ProcessSpec, logs: Path, changed: Changed, limits: Limits, starter: Starter, health: Health | None
     ) -> None:
         self.status = Status(spec.name, logs / f"{spec.name}.log")
-        self.first_start = FirstStart.PENDING
-        self.first_start_ended = asyncio.Event()  # set when `first_start` is no longer PENDING
+        self.first_start_over = asyncio.Event()  # it was healthy once, or is late: the suite does not wait for it
         self.child: Child | None = None  # of the last start
-        self._spec = spec
+        self.spec = spec
         self._changed = changed
         self._limits = replace(limits, start_s=spec.start_s) if spec.start_s else limits
         self._starter = starter
@@ -103,70 +83,57 @@ class SupervisedProcess:
     @property
     def late(self) -> bool:
         """Whether its start exceeded the time limit, and it has not been ready yet."""
-        return self.first_start is FirstStart.LATE
+        return self.first_start_over.is_set() and not self.status.took_s
 
-    @property
-    def role(self) -> str:
-        """The role of which at least one process must be ready; empty for none."""
-        return self._spec.role
+    async def keep(self, slots: asyncio.Semaphore) -> None:
+        """Start the process, and restart it whenever it ends. Raises StartFailed if its first start fails.
 
-    async def keep(self) -> None:
-        """Start the process, and restart it whenever it ends. Raises StartFailed if its first start fails."""
+        slots: of all processes, for those that start at the same time.
+        """
         if self._starter.waits_for:
             self._enter(State.WAITING, note=self._starter.waits_for)
         while True:
-            async with self._starter.turn():
+            await self._starter.prepare()
+            async with slots:
                 unready = await self._start()
             if unready is None:
-                self._end_first_start(FirstStart.DONE)
                 fault = await self._until_ended()
-            else:
-                if self.first_start is FirstStart.PENDING:
-                    self._end_failed_first_start(unready)
+            elif self.first_start_over.is_set() or (unready.late and self.spec.may_be_late):
                 fault = unready.text
+            else:
+                self._enter(State.FAILED, pid=0, note=unready.text)
+                raise self.start_failure(unready.text)
+            self.first_start_over.set()
             await self._pause(fault)
 
     async def restart(self, env: dict[str, str]) -> None:
         """Kill the process; the next start follows immediately and adds `env`."""
-        self._spec = replace(self._spec, env={**self._spec.env, **env})
+        self.spec = replace(self.spec, env={**self.spec.env, **env})
         self._restart_requested = True
         if self.child is not None and self.child.running:
             self.child.kill()
             await self.child.wait()
 
     def stopped(self) -> None:
-        """Record that the supervisor has stopped the process."""
         if self.status.state is not State.FAILED:
             self._enter(State.STOPPED, pid=0)
 
     def start_failure(self, fault: str) -> StartFailed:
         """The error of a failed start: the process, the fault, its cause and the log."""
-        log = self.status.log
-        cause = child_process.cause_of(log, self._log_from)
-        return StartFailed(f"{self._spec.name} did not start: {fault}: {cause}\nIts log: {log}")
+        cause = log_cause.cause_of(self.status.log, self._log_from)
+        return StartFailed(f"{self.spec.name} did not start: {fault}: {cause}\nIts log: {self.status.log}")
 
     async def _start(self) -> Unready | None:
         """Start it once. Returns why it did not become healthy, or None."""
-        began, self._log_from = time.monotonic(), child_process.log_size(self.status.log)
-        spec = replace(self._spec, env={**self._spec.env, RESTARTS: str(self.status.restarts)})
+        began, self._log_from = time.monotonic(), log_cause.size_of(self.status.log)
+        spec = replace(self.spec, env={**self.spec.env, RESTARTS: str(self.status.restarts)})
         self.child = await self._starter.start(spec, self.status.log)
         self._enter(State.STARTING, pid=self.child.pid, note="")
         unready = await until_healthy(self.child, self._health, self._limits)
         if unready is None:
             self._enter(State.READY, took_s=time.monotonic() - began, note="")
+            self.first_start_over.set()
         return unready
-
-    def _end_first_start(self, outcome: FirstStart) -> None:
-        self.first_start = outcome
-        self.first_start_ended.set()
-
-    def _end_failed_first_start(self, unready: Unready) -> None:
-        """The process is late if it only takes too long and `may_be_late`. Raises StartFailed otherwise."""
-        if unready.late and self._spec.may_be_late:
-            self._end_first_start(FirstStart.LATE)
-            return
-        self._enter(State.FAILED, pid=0, note=unready.text)
-        raise self.start_failure(unready.text)
 
     async def _until_ended(self) -> str:
         """Wait until the process, which was ready, ends. Returns how it ended."""
@@ -206,19 +173,17 @@ class Supervisor:
     def __init__(
         self, specs: Sequence[ProcessSpec], logs: Path, changed: Changed, limits: Limits, forks: ForkServer | None
     ) -> None:
-        self._stop_s = limits.stop_s
-        slots = asyncio.Semaphore(limits.at_once)
-        as_program = ProgramStarter(slots)
-        by_fork: Starter = as_program
-        self._optional: list[SupervisedProcess] = []  # the suite also starts without these
-        if forks is not None:
-            by_fork = ForkStarter(forks, slots)
-            self._optional.append(SupervisedProcess(forks.spec, logs, changed, limits, starter=forks, health=forks))
+        self._limits = limits
+        by_program = ProgramStarter()
+        by_fork: Starter = ForkStarter(forks) if forks is not None else by_program
         self._suite: list[SupervisedProcess] = []
         for spec in specs:
-            starter = by_fork if spec.module else as_program
+            starter = by_fork if spec.module else by_program
             health = HttpHealth(spec.health_url) if spec.health_url else None
             self._suite.append(SupervisedProcess(spec, logs, changed, limits, starter, health))
+        self._optional: list[SupervisedProcess] = []  # the suite also starts without these
+        if forks is not None:
+            self._optional.append(SupervisedProcess(forks.spec, logs, changed, limits, starter=forks, health=forks))
         self._keeping = asyncio.create_task(self._keep_all())
 
     @property
@@ -257,11 +222,11 @@ class Supervisor:
         """Stop all processes. Raises Unavailable that names those which survive SIGKILL."""
         self._keeping.cancel()
         await asyncio.gather(self._keeping, return_exceptions=True)
-        left = await stop_all([each.child for each in self._all if each.child is not None], self._stop_s)
+        remaining = await stop_all([each.child for each in self._all if each.child is not None], self._limits.stop_s)
         for process in self._all:
             process.stopped()
-        if left:
-            raise Unavailable(f"processes {', '.join(map(str, left))} hang in the kernel and survive SIGKILL")
+        if remaining:
+            raise Unavailable(f"processes {', '.join(map(str, remaining))} hang in the kernel and survive SIGKILL")
 
     @property
     def _all(self) -> tuple[SupervisedProcess, ...]:
@@ -270,27 +235,25 @@ class Supervisor:
     async def _first_starts(self) -> None:
         """Wait for the first start of each process. Raises StartFailed if all processes of a role are late."""
         for process in self._suite:
-            await process.first_start_ended.wait()
-        by_role: dict[str, list[SupervisedProcess]] = {}
+            await process.first_start_over.wait()
         for process in self._suite:
-            if process.role:
-                by_role.setdefault(process.role, []).append(process)
-        for alike in by_role.values():
-            if all(process.late for process in alike):
-                raise alike[0].start_failure(alike[0].status.fault)
+            alike = [each for each in self._suite if each.spec.role == process.spec.role]
+            if process.spec.role and all(each.late for each in alike):
+                raise process.start_failure(process.status.fault)
 
     async def _keep_all(self) -> None:
+        slots = asyncio.Semaphore(self._limits.at_once)
         async with asyncio.TaskGroup() as group:
+            for process in self._optional:  # first, since others wait for the fork server
+                group.create_task(_keep_optional(process, slots), name=f"keep {process.status.name}")
             for process in self._suite:
-                group.create_task(process.keep(), name=f"keep {process.status.name}")
-            for process in self._optional:
-                group.create_task(_keep_optional(process), name=f"keep {process.status.name}")
+                group.create_task(process.keep(slots), name=f"keep {process.status.name}")
 
 
-async def _keep_optional(process: SupervisedProcess) -> None:
+async def _keep_optional(process: SupervisedProcess, slots: asyncio.Semaphore) -> None:
     """Keep a process running until its first start fails, which its status then shows."""
     with suppress(StartFailed):
-        await process.keep()
+        await process.keep(slots)
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 import difflib
 import types
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -16,6 +16,22 @@ _KNOWN = " Known: "
 _FAULTS = 50  # of one file that a message lists
 OTLP = r"^(https?|grpcs?)://[^\s/]+"  # of `shared.runtime.settings.Tracing`; the scheme says which of two protocols
 _PLAIN = {"a valid ": "a ", "a integer": "a whole number", "a dictionary": "a mapping", "a tuple": "a list"}
+_TEXTS = {
+    "missing": "it is missing",
+    "too_short": "at least one is needed",
+    "path_type": "must be a path, not {shown}",
+    "invalid_key": "a key must be text: write it in quotes",
+}
+_SECRETS = {bool: "true or false", int: "a number", float: "a number", str: "the text that is given"}
+_NAME = "{shown} will not do: letters, digits, '_', '.' and '-', the first a letter or digit"
+_PATTERNS = {OTLP: "must be http://HOST:PORT, or grpc://HOST:PORT, or the same over TLS (https, grpcs), not {shown}"}
+
+
+class Fault(NamedTuple):
+    """What is wrong with a key of a file."""
+
+    key: str  # from the top of the file or of its section, such as `instances.0.id`
+    text: str
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
@@ -35,101 +51,66 @@ def describe(where: object, error: ValidationError, at: str = "", kind: type[Bas
     listed.
     """
     places = where if isinstance(where, Places) else Places(str(where))
-    told: dict[str, None] = {}  # a fault in `instance_defaults` is listed once, not for each instance
+    lines: dict[str, None] = {}  # a fault in `instance_defaults` is listed once, not for each instance
+    listed: set[str] = set()  # the lists of known keys, each of which is given once
     for fault in _first_causes(error.errors()):
         path = (*(at.split(".") if at else ()), *(part for part in fault["loc"] if part != _KEY))
         for text in _texts(fault, path, kind):
-            told[_place(places, path, text)] = None
-    lines = _listed_once(told)
+            line = places.tell(path, text) if path else places.tell_of_text(text)
+            head, _, known = line.partition(_KNOWN)
+            lines[head if known and known in listed and line not in lines else line] = None
+            listed.add(known)
     more = [f"{places.file}: and {len(lines) - _FAULTS} more"] if len(lines) > _FAULTS else []
-    return "\n".join([*lines[:_FAULTS], *more])
+    return "\n".join([*list(lines)[:_FAULTS], *more])
 
 
 def _first_causes(faults: Sequence[Any]) -> list[Any]:
     """The faults without lists that are too short because their items are invalid."""
-    deep = [fault["loc"] for fault in faults]
-    return [
-        fault
-        for fault in faults
-        if fault["type"] != "too_short"
-        or not any(loc[:-1] and loc[: len(fault["loc"])] == fault["loc"] for loc in deep)
-    ]
-
-
-def _listed_once(lines: Iterable[str]) -> list[str]:
-    """The lines with each long list of known keys only once."""
-    seen: set[str] = set()
-    found: list[str] = []
-    for line in lines:
-        head, _, known = line.partition(_KNOWN)
-        found.append(head if known and known in seen else line)
-        seen.add(known)
-    return found
-
-
-def _place(places: Places, path: Sequence[str | int], text: str) -> str:
-    return places.tell(path, text) if path else places.tell_of_text(text)
+    lists_of_faults = {fault["loc"][:end] for fault in faults for end in range(1, len(fault["loc"]))}
+    return [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in lists_of_faults]
 
 
 def _texts(fault: Any, path: tuple[str | int, ...], kind: type[BaseModel] | None) -> list[str]:
     """The texts of one fault; a validator of ours may have found several. path: of the key in the file."""
-    message, given = str(fault["msg"]), fault["input"]
+    message, given, context = str(fault["msg"]), fault["input"], fault.get("ctx", {})
     shown = _shown(path, given)
     match fault["type"]:
         case "value_error":
             return message.removeprefix("Value error, ").split("\n")
-        case "missing":
-            return ["it is missing"]
         case "extra_forbidden":
             return [unknown("key", str(fault["loc"][-1]), _keys_at(kind, fault["loc"][:-1]))]
         case "literal_error" | "enum":
-            choices = [each.strip("' ") for each in str(fault["ctx"]["expected"]).replace(" or ", ", ").split(",")]
-            return [f"must be one of {', '.join(choices)}, not {shown}{_near(given, choices)}"]
-        case "invalid_key" | "string_type" if fault["type"] == "invalid_key" or fault["loc"][-1] == _KEY:
-            return ["a key must be text: write it in quotes"]
+            choices = [each.strip("' ") for each in str(context["expected"]).replace(" or ", ", ").split(",")]
+            return [f"must be one of {', '.join(choices)}, not {shown}{meant(str(given), choices).removesuffix('.')}"]
+        case "string_pattern_mismatch":
+            return [_PATTERNS.get(context["pattern"], _NAME).format(shown=shown)]
+        case "string_type" if fault["loc"][-1:] == (_KEY,):
+            return [_TEXTS["invalid_key"]]
         case "string_type" if isinstance(given, bool | int | float):
             return [f"must be text, not {shown}: write it in quotes"]
-        case "string_pattern_mismatch" if fault["ctx"]["pattern"] == OTLP:
-            return [f"must be http://HOST:PORT, or grpc://HOST:PORT, or the same over TLS (https, grpcs), not {shown}"]
-        case "string_pattern_mismatch":
-            return [f"{shown} will not do: letters, digits, '_', '.' and '-', the first a letter or digit"]
-        case "too_short":
-            return ["at least one is needed"]
-        case "path_type":
-            return [f"must be a path, not {shown}"]
+        case known if known in _TEXTS:
+            return [_TEXTS[known].format(shown=shown)]
         case _ if given is None:
             return ["nothing is given: give it, or leave the key out"]
     return [f"{_plain(message)}, not {shown}"]
 
 
-def _near(given: object, choices: Sequence[str]) -> str:
-    found = meant(str(given), choices)
-    return "" if found == "." else found
-
-
 def _plain(message: str) -> str:
-    """pydantic's message without the word input."""
-    said = message.replace("Input should be", "must be", 1).partition(", unable to")[0]
-    for theirs, plain in _PLAIN.items():
-        said = said.replace(theirs, plain)
-    return said.partition(" or instance of ")[0]
+    """pydantic's message in the words of this module."""
+    text = message.replace("Input should be", "must be", 1).partition(", unable to")[0]
+    for theirs, ours in _PLAIN.items():
+        text = text.replace(theirs, ours)
+    return text.partition(" or instance of ")[0]
 
 
 def _shown(path: tuple[str | int, ...], given: object) -> str:
     """The value, shortened; for mappings, lists and possible secrets only its type."""
-    match given:
-        case dict():
-            return "a mapping"
-        case list() | tuple():
-            return "a list"
-        case bool() if may_be_secret(path, given):
-            return "true or false"
-        case int() | float() if may_be_secret(path, given):
-            return "a number"
-        case str() if may_be_secret(path, given):
-            return "the text that is given"
-        case _ if may_be_secret(path, given):
-            return f"a {type(given).__name__}"
+    if isinstance(given, dict):
+        return "a mapping"
+    if isinstance(given, list | tuple):
+        return "a list"
+    if may_be_secret(path, given):
+        return _SECRETS.get(type(given), f"a {type(given).__name__}")
     text = repr(given)
     return text if len(text) <= _SHORT else f"{text[:_SHORT]}…"
 

@@ -70,7 +70,7 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 record = parse_json(line.removesuffix("\n"), path, number)
             except InvalidRequest as error:
-                how = "; wanted is one record a line, or a list of records" if first else ""
+                how = "; expected one record a line, or a list of records" if first else ""
                 raise InvalidRequest(f"{error.message}{how}") from error
             first = False
             yield number, record
@@ -162,41 +162,39 @@ class _Checked(io.RawIOBase):
 
 
 def _items(text: str, path: Path, line: int) -> Iterator[tuple[int, Any]]:
-    """Of a list that begins in that line, each with its own."""
+    """The items of a list that begins in that line, each with its own line."""
 
-    def skip(at: int) -> int:
+    def skip_blanks(at: int) -> int:
         found = _BLANK.match(text, at)
         return found.end() if found else at
 
-    def fault(at: int, why: str) -> InvalidRequest:
-        return InvalidRequest(f"{path}:{line + text.count(chr(10), 0, at)}: not JSON: {why}")
-
-    at = skip(text.index("[") + 1)
-    counted, number = 0, line
-    while text[at : at + 1] != "]":
-        number, counted = number + text.count("\n", counted, at), at
+    first_line, counted, at = line, 0, skip_blanks(text.index("[") + 1)
+    while not text.startswith("]", at):
+        line, counted = line + text.count("\n", counted, at), at
         try:
             item, at = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            inside = error if isinstance(error, json.JSONDecodeError) else None
-            raise InvalidRequest(_json_fault(path, line if inside else number, error)) from error
-        yield number, item
-        at = skip(at)
-        if text[at : at + 1] == ",":
-            at = skip(at + 1)
-            if text[at : at + 1] == "]":
-                raise fault(at, "a comma after the last item")
-        elif text[at : at + 1] != "]":
-            raise fault(at, "the list is not closed" if at == len(text) else "a comma is missing")
-    if (rest := skip(at + 1)) < len(text):
-        raise fault(rest, "text after the end of the list")
+            counts_from_start = isinstance(error, json.JSONDecodeError)
+            raise InvalidRequest(_json_fault(path, first_line if counts_from_start else line, error)) from error
+        yield line, item
+        at = skip_blanks(at)
+        if text.startswith(",", at):
+            at = skip_blanks(at + 1)
+            if text.startswith("]", at):
+                break  # a comma after the last item
+        elif not text.startswith("]", at):
+            break
+    else:
+        if skip_blanks(at + 1) == len(text):
+            return
+    parse_json(text, path, first_line)  # raises with the place of what is wrong between or after the items
 
 
 def _json_fault(where: object, line: int, error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{where}:{line + error.lineno - 1}: not JSON: {error.msg} (column {error.colno})"
     why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-    if isinstance(error, ValueError) and "integer string conversion" in why:  # Python's own bound, on its own words
+    if isinstance(error, ValueError) and "integer string conversion" in why:  # Python's own bound
         why = "a number has too many digits"
     return f"{where}:{line}: not JSON: {why}"
 

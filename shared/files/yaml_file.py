@@ -4,27 +4,26 @@ Refused, each with its line: a repeated key (YAML keeps the last), a key that is
 that contains itself, aliases that repeat more than `MAX_REPEATED` values, nesting deeper than `MAX_DEPTH`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from shared.errors import InvalidRequest
-from shared.files.places import MERGE_TAG, Path_, Places, places_of
+from shared.files.places import KeyPath, Places
 from shared.files.text import read_text
 from shared.secrecy import shown_key, yaml_fault
 
 MAX_DEPTH = 64
 MAX_REPEATED = 100_000
 _FAULTS = 20  # of one file that a message lists
-_LEAST, _MOST = -(2**63), 2**64 - 1  # of whole numbers, as the wire and the databases hold them
+_MIN_INTEGER, _MAX_INTEGER = -(2**63), 2**64 - 1  # as the wire and the databases hold whole numbers
 # The C parser is about ten times faster; it is missing where PyYAML was built without libyaml.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _CORE = "tag:yaml.org,2002:"
-_LIST, _MAPPING, _TEXT, _VALUE = f"{_CORE}seq", f"{_CORE}map", f"{_CORE}str", f"{_CORE}value"
-_OF_COLLECTIONS = {yaml.SequenceNode: _LIST, yaml.MappingNode: _MAPPING}
+_LIST, _MAPPING, _VALUE, _MERGE = (f"{_CORE}{name}" for name in ("seq", "map", "value", "merge"))
 _SCALARS = frozenset(f"{_CORE}{name}" for name in ("str", "int", "float", "bool", "null", "timestamp"))
 # Errors of PyYAML's constructors for `!!bool x`, `2026-99-99`, a number of 5,000 digits and the like.
 _UNREADABLE = (ValueError, KeyError, AttributeError, TypeError, OverflowError, yaml.YAMLError)
@@ -51,207 +50,146 @@ def read_document(file: Path, where: str = "") -> Document:
     return parse_document(read_text(file), where or str(file))
 
 
-def parse_document(text: str, where: str) -> Document:
-    """A YAML text; `where` names it in errors. Raises InvalidRequest."""
-    root = _compose(text, where)
-    content = _content(root, where)
-    return Document(content, places_of(where, root))
-
-
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises InvalidRequest."""
-    return parse_yaml(read_text(path), str(path))
+    return read_document(path).mapping()
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
     """The mapping in a YAML text; `where` names it in errors. Raises InvalidRequest."""
-    return Document(_content(_compose(text, where), where), Places(where)).mapping()
+    return parse_document(text, where).mapping()
 
 
-def _compose(text: str, where: str) -> yaml.Node | None:
-    """The node of a text's only document, with aliases replaced by the nodes that they name; None for an empty text."""
-    composer = _Composer(where)
+def parse_document(text: str, where: str) -> Document:
+    """A YAML text; `where` names it in errors. Raises InvalidRequest that lists the first faults."""
     try:
-        for event in yaml.parse(text, Loader=_LOADER):
-            composer.add(event)
+        _check_bounds(text, where)
+        root = yaml.compose(text, Loader=_LOADER)
     except yaml.YAMLError as error:
         raise InvalidRequest(yaml_fault(where, error, text)) from error
     except ValueError as error:  # half a surrogate pair, which only a text that is not from a file can have
         raise InvalidRequest(f"{where}: it has characters that are not text") from error
-    return composer.root
-
-
-class _Open:
-    """A list or mapping that is being read. size: its values so far, including those that aliases repeat."""
-
-    __slots__ = ("anchor", "key", "node", "size")
-
-    def __init__(self, node: yaml.CollectionNode, anchor: str | None) -> None:
-        self.node, self.anchor = node, anchor
-        self.key: yaml.Node | None = None
-        self.size = 1
-
-
-class _Composer:
-    """Builds nodes from events. PyYAML's own composer recurses without a bound, and allows an anchor inside itself."""
-
-    def __init__(self, where: str) -> None:
-        self.root: yaml.Node | None = None
-        self._where = where
-        self._resolve: Callable[..., str] = yaml.resolver.Resolver().resolve
-        self._open: list[_Open] = []
-        self._anchors: dict[str, tuple[yaml.Node, int]] = {}
-        self._repeated = 0
-
-    def add(self, event: yaml.Event) -> None:
-        """Add the next event of the text. Raises InvalidRequest."""
-        match event:
-            case yaml.DocumentStartEvent() if self.root is not None:
-                self._refuse(event, "a second document (`---`) is not read: one file is one document")
-            case yaml.AliasEvent():
-                self._add(event, *self._named(event))
-            case yaml.ScalarEvent():
-                tag = _tag_of(event) or self._resolve(yaml.ScalarNode, event.value, event.implicit)
-                self._keep(event, yaml.ScalarNode(tag, event.value, *_marks(event)))
-            case yaml.SequenceStartEvent():
-                self._begin(event, yaml.SequenceNode)
-            case yaml.MappingStartEvent():
-                self._begin(event, yaml.MappingNode)
-            case yaml.CollectionEndEvent():
-                done = self._open.pop()
-                if done.anchor is not None:
-                    self._anchors[done.anchor] = done.node, done.size
-                self._add(event, done.node, done.size)
-
-    def _named(self, event: yaml.AliasEvent) -> tuple[yaml.Node, int]:
-        if any(each.anchor == event.anchor for each in self._open):
-            self._refuse(event, "an alias inside of what it names would never end")
-        if event.anchor not in self._anchors:
-            self._refuse(event, "an alias (`*name`) without an anchor (`&name`): quote text that begins with *")
-        node, size = self._anchors[str(event.anchor)]
-        self._repeated += size
-        if self._repeated > MAX_REPEATED:
-            self._refuse(event, f"aliases repeat {self._repeated:,} values up to here; at most {MAX_REPEATED:,}")
-        return node, size
-
-    def _keep(self, event: yaml.ScalarEvent, node: yaml.Node) -> None:
-        if event.anchor is not None:
-            self._anchors[event.anchor] = node, 1
-        self._add(event, node, 1)
-
-    def _begin(self, event: yaml.CollectionStartEvent, kind: type[yaml.CollectionNode]) -> None:
-        self._require_key(event, kind is yaml.SequenceNode)
-        if len(self._open) >= MAX_DEPTH:
-            self._refuse(event, f"lists and mappings are nested more than {MAX_DEPTH} deep")
-        node = kind(_tag_of(event) or _OF_COLLECTIONS[kind], [], *_marks(event))
-        self._open.append(_Open(node, event.anchor))
-
-    def _require_key(self, event: yaml.Event, is_list: bool) -> None:
-        """Refuse a list or a mapping where a mapping's next key belongs."""
-        if self._open and isinstance(self._open[-1].node, yaml.MappingNode) and self._open[-1].key is None:
-            self._refuse(event, f"a key must be text, not a {'list' if is_list else 'mapping'}")
-
-    def _add(self, event: yaml.Event, node: yaml.Node, size: int) -> None:
-        if not self._open:
-            self.root = node
-            return
-        into = self._open[-1]
-        into.size += size
-        if isinstance(into.node, yaml.SequenceNode):
-            into.node.value.append(node)
-        elif into.key is None:
-            if isinstance(node, yaml.CollectionNode):
-                self._require_key(event, isinstance(node, yaml.SequenceNode))
-            into.key = node
-        else:
-            into.node.value.append((into.key, node))
-            into.key = None
-
-    def _refuse(self, event: yaml.Event, why: str) -> None:
-        raise InvalidRequest(f"{self._where}:{_marks(event)[0].line + 1}: {why}")
-
-
-def _tag_of(event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> str:
-    """The explicit tag; empty without one, or for `!` alone."""
-    return "" if event.tag in (None, "!") else str(event.tag)
-
-
-def _marks(event: yaml.Event) -> tuple[Any, Any]:
-    """Start and end of an event. The two parsers have different types of marks."""
-    return event.start_mark, event.end_mark
-
-
-def _content(root: yaml.Node | None, where: str) -> Any:
-    """The content of nodes as Python values. Raises InvalidRequest that lists the first faults."""
-    if root is None:
-        return None
     reader = _Reader()
-    content = reader.read(root, ())
+    content = reader.read(root, ()) if root is not None else None
     if reader.faults:
-        told = [f"{where}:{line}: {_name(path)}{why}" for path, line, why in reader.faults[:_FAULTS]]
-        raise InvalidRequest("\n".join(told))
-    return content
+        raise InvalidRequest("\n".join(f"{where}:{fault}" for fault in list(reader.faults.values())[:_FAULTS]))
+    return Document(content, Places(where, reader.lines, _ids(content)))
 
 
-def _name(path: Path_) -> str:
-    return ".".join(map(shown_key, path)) + ": " if path else ""
+def _check_bounds(text: str, where: str) -> None:
+    """Refuse what would make PyYAML's composer recurse or repeat without a bound, and a second document.
+
+    A size counts the values of a list or mapping, including those that aliases repeat.
+    """
+
+    def refuse(event: yaml.Event, why: str) -> NoReturn:
+        raise InvalidRequest(f"{where}:{_line(event)}: {why}")
+
+    documents, repeated = 0, 0
+    sizes: dict[str, int] = {}  # of the values with an anchor
+    anchors: list[str | None] = []  # of the lists and mappings that are open, outermost first
+    open_sizes: list[int] = []
+    for event in yaml.parse(text, Loader=_LOADER):
+        match event:
+            case yaml.DocumentStartEvent():
+                documents += 1
+                if documents > 1:
+                    refuse(event, "a second document (`---`) is not read: one file is one document")
+                continue
+            case yaml.CollectionStartEvent():
+                if len(anchors) == MAX_DEPTH:
+                    refuse(event, f"lists and mappings are nested more than {MAX_DEPTH} deep")
+                anchors.append(event.anchor)
+                open_sizes.append(1)
+                continue
+            case yaml.AliasEvent():
+                if event.anchor in anchors:
+                    refuse(event, "an alias inside of what it names would never end")
+                if event.anchor not in sizes:
+                    refuse(event, "an alias (`*name`) without an anchor (`&name`): quote text that begins with *")
+                size, anchor = sizes[event.anchor], None
+                repeated += size
+                if repeated > MAX_REPEATED:
+                    refuse(event, f"aliases repeat {repeated:,} values up to here; at most {MAX_REPEATED:,}")
+            case yaml.CollectionEndEvent():
+                size, anchor = open_sizes.pop(), anchors.pop()
+            case yaml.ScalarEvent():
+                size, anchor = 1, event.anchor
+            case _:
+                continue
+        if anchor is not None:
+            sizes[anchor] = size
+        if open_sizes:
+            open_sizes[-1] += size
+
+
+def _ids(content: Any) -> tuple[str, ...]:
+    """The ids of `instances`; empty for an instance without one."""
+    instances = content.get("instances") if isinstance(content, dict) else None
+    if not isinstance(instances, list):
+        return ()
+    ids = [entry.get("id", "") if isinstance(entry, dict) else "" for entry in instances]
+    return tuple("" if isinstance(each, list | dict) else str(each) for each in ids)
 
 
 class _Reader:
-    """Converts nodes to Python values, each node once, however many aliases name it. faults: key, line, and the
-    fault.
-    """
+    """Converts nodes to Python values. lines: of the keys. faults: `line: key: fault`, by the node at fault."""
 
     def __init__(self) -> None:
-        self.faults: list[tuple[Path_, int, str]] = []
+        self.lines: dict[KeyPath, int] = {}
+        self.faults: dict[int, str] = {}
         self._scalars = yaml.constructor.SafeConstructor()
-        self._read: dict[int, Any] = {}
 
-    def read(self, node: yaml.Node, path: Path_) -> Any:
-        if id(node) not in self._read:
-            self._read[id(node)] = self._fresh(node, path)
-        return self._read[id(node)]
-
-    def _fresh(self, node: yaml.Node, path: Path_) -> Any:
+    def read(self, node: yaml.Node, path: KeyPath) -> Any:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
         if isinstance(node, yaml.SequenceNode) and node.tag == _LIST:
-            return [self.read(item, (*path, str(index))) for index, item in enumerate(node.value)]
+            return [self._inside(item, item, (*path, str(index))) for index, item in enumerate(node.value)]
         if isinstance(node, yaml.MappingNode) and node.tag == _MAPPING:
             return self._mapping(node, path)
         return self._fault(path, node, "a tag (`!name`) is not read: leave it out")
 
-    def _mapping(self, node: yaml.MappingNode, path: Path_) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
-        merged: dict[Any, Any] = {}  # the first mapping that has a key counts
-        lines: dict[object, int] = {}
+    def _inside(self, key: yaml.Node, value: yaml.Node, path: KeyPath) -> Any:
+        """Read a value inside a list or mapping. The first line of a key counts: its own before a merged one."""
+        self.lines.setdefault(path, _line(key))
+        return self.read(value, path)
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
+        own: dict[Any, Any] = {}
+        first_lines: dict[object, int] = {}
         for key, value in node.value:
-            if key.tag == MERGE_TAG:
-                for each in self._merged(value, path):
-                    for name in each:
-                        merged.setdefault(name, each[name])
+            if key.tag == _MERGE:
                 continue
-            name, inside = self.read(key, path), (*path, str(key.value))
-            for same in (str(key.value), name):  # `1` and `"1"`, and what Python takes for one key: `1` and `true`
-                if same in lines:
-                    self._fault(inside, key, f"it is here twice, first in line {lines[same]}")
-                    break
-            else:
-                lines.setdefault(name, key.start_mark.line + 1)
-                lines.setdefault(str(key.value), key.start_mark.line + 1)
-                found[name] = self.read(value, inside)
-        return {**merged, **found}
+            if not isinstance(key, yaml.ScalarNode):
+                kind = "list" if isinstance(key, yaml.SequenceNode) else "mapping"
+                self._fault(path, key, f"a key must be text, not a {kind}")
+                continue
+            name, below = self._scalar(key, path), (*path, str(key.value))
+            # `1` and `"1"` are the same key for a reader, `1` and `true` for Python.
+            twice = next((first_lines[same] for same in (str(key.value), name) if same in first_lines), None)
+            if twice is not None:
+                self._fault(below, key, f"it is here twice, first in line {twice}")
+                continue
+            first_lines |= {name: _line(key), str(key.value): _line(key)}
+            own[name] = self._inside(key, value, below)
+        merged: dict[Any, Any] = {}  # the first mapping that has a key counts
+        for each in self._merged(node, path):
+            merged = {**each, **merged}
+        return {**merged, **own}
 
-    def _merged(self, value: yaml.Node, path: Path_) -> Iterator[dict[Any, Any]]:
-        for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-            if isinstance(each, yaml.MappingNode):
-                read = self.read(each, path)
-                yield read if isinstance(read, dict) else {}
-            else:
-                self._fault(path, each, "`<<` takes a mapping, or a list of mappings")
+    def _merged(self, node: yaml.MappingNode, path: KeyPath) -> Iterator[dict[Any, Any]]:
+        """The mappings that `<<` names."""
+        for key, value in node.value:
+            if key.tag != _MERGE:
+                continue
+            for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if isinstance(each, yaml.MappingNode):
+                    yield self._mapping(each, path)
+                else:
+                    self._fault(path, each, "`<<` takes a mapping, or a list of mappings")
 
-    def _scalar(self, node: yaml.ScalarNode, path: Path_) -> Any:
-        if node.tag in (_VALUE, MERGE_TAG):  # a plain `=`, or `<<` that is no key
+    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
+        if node.tag in (_VALUE, _MERGE):  # a plain `=`, or `<<` that is no key
             return node.value
         if node.tag not in _SCALARS:
             return self._fault(path, node, "a tag (`!name`) is not read: write text that begins with ! in quotes")
@@ -259,9 +197,15 @@ class _Reader:
             value = self._scalars.yaml_constructors[node.tag](self._scalars, node)
         except _UNREADABLE:
             return self._fault(path, node, "a date or a number that cannot be read: write text in quotes")
-        if isinstance(value, int) and not _LEAST <= value <= _MOST:
+        if isinstance(value, int) and not _MIN_INTEGER <= value <= _MAX_INTEGER:
             return self._fault(path, node, "a whole number of more than 64 bits: write text in quotes")
         return value
 
-    def _fault(self, path: Path_, node: yaml.Node, why: str) -> None:
-        self.faults.append((path, node.start_mark.line + 1, why))
+    def _fault(self, path: KeyPath, node: yaml.Node, why: str) -> None:
+        named = ".".join(map(shown_key, path)) + ": " if path else ""
+        self.faults.setdefault(id(node), f"{_line(node)}: {named}{why}")
+
+
+def _line(part: yaml.Node | yaml.Event) -> int:
+    mark: Any = part.start_mark  # of one of two types, by the parser
+    return int(mark.line) + 1

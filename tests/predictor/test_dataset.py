@@ -251,7 +251,7 @@ def test_byte_order_marks_and_gzip(tmp_path: Path) -> None:
     [
         ("a.json", b"[" * 100_000, r"a\.json:1: not JSON: nested too deeply"),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt": \n', r"a\.jsonl:2: not JSON"),
-        ("a.json", b'{\n "prompt": "x"}', r"a\.json:1: not JSON: .*wanted is one record a line, or a list"),
+        ("a.json", b'{\n "prompt": "x"}', r"a\.json:1: not JSON: .*expected one record a line, or a list"),
         ("a.txt", b"x\ny\0\n", r"a\.txt:2: a NUL character"),
         ("a.txt", b"x\n\xff\n", r"a\.txt:2: not text in UTF-8"),
         ("a.parquet", b"PAR1 not at all", r"a\.parquet: not a Parquet file"),

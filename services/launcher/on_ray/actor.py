@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from services.launcher import child, child_process
+from services.launcher import child, log_cause
 from services.launcher.child_process import ending
 from services.launcher.health import HEALTH_URL
 from services.launcher.ports import free_range
@@ -55,7 +55,6 @@ class InstanceActor:
         return {**self._about, "pid": self._process.pid, "log": str(self._log), "fault": self._fault}
 
     def stop(self, within_s: float) -> None:
-        """Stop the process gracefully within that time."""
         self._stopping = True
         self._process.terminate()
         try:
@@ -67,7 +66,7 @@ class InstanceActor:
         code = self._process.wait()
         if self._stopping:
             return
-        self._fault = f"{ending(code)}: {child_process.last_error(self._log) or 'its log has no error'}"
+        self._fault = f"{ending(code)}: {log_cause.last_error(self._log) or 'its log has no error'}"
         if time.monotonic() - self._began < _SOON_S:
             time.sleep(_PAUSE_S)  # so that the driver can read the fault
         os._exit(1)

@@ -33,26 +33,16 @@ from shared.errors import InvalidRequest, NotFound, PolyphaseError, Unavailable
 
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 5.0
-LOOK_S = 0.5  # between two looks at all instances
+POLL_S = 0.5  # between two checks of all instances
 TOKEN = "POLYPHASE_WORKER_CLUSTER_TOKEN"
-_ASK_S = 2.0
+_CHECK_S = 2.0
 _HEAD = "ray"  # the name of the control plane's host
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError)
 _ANY = 0.001  # of a node's `accelerator_type:…`, which states a type and is not used up
 _DEVICE = {"Huawei": "NPU"}  # Ray's resource for one accelerator, by vendor; else GPU
-# Names of the catalogue → Ray's accelerator types. Ray distinguishes only these; others need `resources`.
+# Ray's accelerator types by a word of the catalogue's name. Ray distinguishes only these; others need `resources`.
 _TYPES = {
-    "T4": "T4",
-    "V100": "V100",
-    "A10G": "A10G",
-    "A100": "A100",
-    "L4": "L4",
-    "L40S": "L40S",
-    "H100": "H100",
-    "H200": "H200",
-    "H20": "H20",
-    "B200": "B200",
-    "B300": "B300",
+    **{name: name for name in ("T4", "V100", "A10G", "A100", "L4", "L40S", "H100", "H200", "H20", "B200", "B300")},
     "PRO": "RTX-PRO-6000",
     "MI210": "AMD-Instinct-MI210",
     "MI300X": "AMD-Instinct-MI300X-OAM",
@@ -105,7 +95,7 @@ def connected(address: str) -> Iterator[str]:
     if address not in ("", "auto"):
         _require_answer(address)
     new = {} if address else {"include_dashboard": False}
-    ours = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             address=address or "local",
@@ -116,7 +106,7 @@ def connected(address: str) -> Iterator[str]:
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise Unavailable(f"no Ray cluster at {address or 'this machine'}: {error}") from error
-    signal.signal(signal.SIGTERM, ours)  # Ray's handler would end this process immediately
+    signal.signal(signal.SIGTERM, handler)  # Ray's handler would end this process immediately
     try:
         here = ray.get_runtime_context().get_node_id()
         yield next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here)
@@ -220,14 +210,13 @@ class RayInstance:
             )
             .remote(settings.model_dump(mode="json"), dict(env))
         )
-        self._answer: asyncio.Future[Any] | None = None
+        self._pending: asyncio.Future[Any] | None = None
         self._health: HttpHealth | None = None
         self._at: tuple[str, int] | None = None  # node and process
         self._since_s = time.monotonic()  # when it was placed or lost
 
     @property
     def placed(self) -> bool:
-        """Whether Ray has found a node for it."""
         return self.status.state is not State.WAITING
 
     @property
@@ -235,7 +224,7 @@ class RayInstance:
         """The id of its present or last Ray node; empty before the first."""
         return self._at[0] if self._at else ""
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Update its status from the actor and the health check."""
         about = await self._about()
         if about is None:
@@ -246,27 +235,27 @@ class RayInstance:
         if (about["node"], about["pid"]) != self._at:
             self._arrived(about)
         assert self._health is not None
-        fault = await self._health.ask(_ASK_S)
+        fault = await self._health.check(_CHECK_S)
         if not fault and self.status.state is not State.READY:
-            self._set(State.READY, took_s=time.monotonic() - self._since_s, note=self._where(about))
+            self._set(State.READY, took_s=time.monotonic() - self._since_s)
 
     async def stop(self) -> None:
         """Stop the worker gracefully, then remove the actor and its placement group."""
         if self.status.pid:
             with suppress(TimeoutError, *_LOST):
-                await asyncio.wait_for(_future(self._actor.stop.remote(STOP_S)), STOP_S + _ASK_S)
+                await asyncio.wait_for(_future(self._actor.stop.remote(STOP_S)), STOP_S + _CHECK_S)
         ray.kill(self._actor, no_restart=True)
         remove_placement_group(self._group)
         self._set(State.STOPPED, pid=0)
 
     async def _about(self) -> dict[str, Any] | None:
         """The actor's description of itself; None while there is no actor."""
-        self._answer = self._answer or _future(self._actor.about.remote())
-        await asyncio.wait([self._answer], timeout=LOOK_S)
-        if not self._answer.done():
+        self._pending = self._pending or _future(self._actor.about.remote())
+        await asyncio.wait([self._pending], timeout=POLL_S)
+        if not self._pending.done():
             self._absent()
             return None
-        answer, self._answer = self._answer, None
+        answer, self._pending = self._pending, None
         try:
             about: dict[str, Any] = answer.result()
         except _LOST as error:
@@ -290,16 +279,13 @@ class RayInstance:
         self._at = (about["node"], about["pid"])
         self._health = HttpHealth(f"{about['url']}/health")
         restarts = self.status.restarts + again
-        self._set(State.STARTING, pid=about["pid"], restarts=restarts, log=Path(about["log"]), note=self._where(about))
+        note = f"on {about['host']}, Ray node {about['node'][:8]}"
+        self._set(State.STARTING, pid=about["pid"], restarts=restarts, log=Path(about["log"]), note=note)
 
     def _lost(self, why: str) -> None:
         if self.status.state not in (State.RESTARTING, State.WAITING):
             self._since_s = time.monotonic()
             self._set(State.RESTARTING, pid=0, note="Ray restarts it", fault=why)
-
-    @staticmethod
-    def _where(about: dict[str, Any]) -> str:
-        return f"on {about['host']}, Ray node {about['node'][:8]}"
 
     def _set(self, state: State, **changes: Any) -> None:
         self.status = replace(self.status, state=state, since_s=time.monotonic(), **changes)
@@ -311,7 +297,7 @@ class RayInstances:
 
     def __init__(self, instances: list[RayInstance]) -> None:
         self._instances = instances
-        self._looked = asyncio.Event()
+        self._refreshed = asyncio.Event()
         self._watching = asyncio.create_task(self._watch())
 
     @property
@@ -325,18 +311,23 @@ class RayInstances:
         has no ready instance by then.
         """
         give_up = time.monotonic() + within_s
-        await self._looked.wait()
+        await self._refreshed.wait()
         while time.monotonic() < give_up:
-            placed = [each for each in self._instances if each.placed]
-            roles = {each.role for each in placed}
-            if roles == {each.role for each in self._instances} and all(e.status.state is State.READY for e in placed):
-                return tuple(each.status.name for each in placed)
-            await asyncio.sleep(LOOK_S)
+            if self._all_ready([each for each in self._instances if each.placed]):
+                break
+            await asyncio.sleep(POLL_S)
         ready = [each for each in self._instances if each.status.state is State.READY]
-        if {each.role for each in ready} == {each.role for each in self._instances}:
+        if self._all_ready(ready):
             return tuple(each.status.name for each in ready)
         late = [f"{s.name}: {s.state.value} {s.note or s.fault}" for s in self.statuses if s.state is not State.READY]
         raise Unavailable(f"not ready on Ray after {within_s:g} s:\n" + "\n".join(late))
+
+    def _all_ready(self, instances: Sequence[RayInstance]) -> bool:
+        """Whether these instances are ready and have all roles of the suite."""
+        roles = {each.role for each in instances if each.status.state is State.READY}
+        return roles == {each.role for each in self._instances} and all(
+            each.status.state is State.READY for each in instances
+        )
 
     def node_of(self, name: str) -> str:
         """The id of an instance's Ray node. Raises NotFound."""
@@ -356,9 +347,9 @@ class RayInstances:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.gather(*(each.look() for each in self._instances))
-            self._looked.set()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.gather(*(each.refresh() for each in self._instances))
+            self._refreshed.set()
+            await asyncio.sleep(POLL_S)
 
 
 @asynccontextmanager

@@ -1,18 +1,19 @@
 """From a cluster file to groups of identical pods.
 
 `in_pods` gives each process the DNS name of its pod and the ports of its group; the processes themselves come from
-`plan.processes_at`, as they do for `polyphase up`. What remains is what pods need besides: which variables are secret,
-which differ between the pods of a group, and the paths of files and programs in the images.
+`plan.processes_at`, as they do for `polyphase up`. What remains is what pods need besides: the variables of each group,
+and the paths of files and programs in the images.
 """
 
-import hashlib
 import json
+import math
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from services.launcher.addresses import SERVICES, Addresses, Endpoint, on_hosts
 from services.launcher.cluster_file import Cluster
@@ -20,75 +21,29 @@ from services.launcher.model_source import PROJECT
 from services.launcher.plan import processes_at
 from services.launcher.ports import check_distinct
 from services.launcher.render.options import RenderOptions
+from services.launcher.render.variables import Variable, classify
 from services.launcher.spec import OURS, ProcessSpec
 from services.worker.settings import WorkerSettings
 from shared.errors import InvalidRequest
 from shared.runtime.settings import ServiceSettings
-from shared.secrecy import SECRET_NAME, SHARED_SECRET, USER_IN_URL
 
 Manifest = dict[str, Any]
 SUITE = "polyphase"
-METRICS = "polyphase/metrics"  # the label of Services whose pods Prometheus scrapes
 GATEWAY, WORKER, POSTGRES = "gateway", "worker", "postgres"
-KEYED = frozenset({GATEWAY, "dashboard"})  # components that check API keys
 GATEWAY_PODS = "gateway-pods"  # the headless Service under which each gateway has a name of its own
 STATELESS = frozenset({"planner", "dashboard"})  # reached by a Service's name, whichever pod answers
 APP, MODELS, DATA, KEYS = "/app", "/models", "/data", "/etc/polyphase"  # folders in the images
 KEYS_FILE = f"{KEYS}/keys.yaml"  # the gateway's API keys, from the Secret
-SECRETS_OF_ALL = ("curve_public", "curve_secret", "database_url")  # settings that pods cannot do without
 DATABASE_URL = "_DATABASE_URL"
-_OWN_URL = "postgresql://polyphase@postgres/polyphase"  # the password is in PGPASSWORD
+_OWN_DATABASE = "postgresql://polyphase@postgres/polyphase"  # the password is in PGPASSWORD
 _ANY = "0.0.0.0"  # pods listen on all addresses
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?")  # leaves room for the suffix that a StatefulSet adds
-_NAMES = ("INSTANCE_ID", "SCHEDULER_ID", "GATEWAY_ID", "MONITOR_ID")  # the name of the pod
-# Left out of the environment: the names above, and secrets that are files on one host and keys of the Secret here.
+# Left out of the environment: the name of the pod, and secrets that are files on one host and keys of the Secret here.
+_NAMES = ("INSTANCE_ID", "SCHEDULER_ID", "GATEWAY_ID", "MONITOR_ID")
 _TOKEN, _TOKEN_FILE = "_CLUSTER_TOKEN", "_CLUSTER_TOKEN_FILE"
 _LEFT_OUT = (*_NAMES, _TOKEN, _TOKEN_FILE, "_CURVE_FILE")
+_SECRET_SETTINGS = ("curve_public", "curve_secret", "database_url")  # which pods cannot do without
 _LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # set by the plan where all engines are emulated
-# Variables of other programs that hold no secret; every other one goes into the Secret. A name that ends like that of a
-# secret, and a value with a URL's user information, are secret whatever stands here.
-_PLAIN_BEGINNINGS = ("CUDA_", "FI_", "GLOO_", "KMP_", "NCCL_", "NIXL_", "OMP_", "TRITON_", "UCX_", "VLLM_")
-_PLAIN = {
-    "ASCEND_RT_VISIBLE_DEVICES",
-    "ASCEND_VISIBLE_DEVICES",
-    "HABANA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "NVIDIA_DRIVER_CAPABILITIES",
-    "NVIDIA_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "TOKENIZERS_PARALLELISM",
-    "HF_ENDPOINT",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HF_HUB_OFFLINE",
-    "TRANSFORMERS_OFFLINE",
-    "HOME",
-    "LANG",
-    "LC_ALL",
-    "LD_LIBRARY_PATH",
-    "PATH",
-    "PYTHONUNBUFFERED",
-    "TZ",
-    "ALL_PROXY",
-    "HTTPS_PROXY",
-    "HTTP_PROXY",
-    "NO_PROXY",
-    "all_proxy",
-    "https_proxy",
-    "http_proxy",
-    "no_proxy",
-    "OTEL_EXPORTER_OTLP_ENDPOINT",
-    "OTEL_EXPORTER_OTLP_PROTOCOL",
-    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-    "OTEL_SERVICE_NAME",
-    "OTEL_TRACES_SAMPLER",
-    "OTEL_TRACES_SAMPLER_ARG",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +56,19 @@ class Group:
     command: tuple[str, ...]
     health: str  # paths
     ready: str
-    ports: dict[str, int]  # name → number; the first is "http"
+    ports: Mapping[str, int]  # name → number; the first is "http"
     settings: ServiceSettings | None  # of the first process
-    environment: dict[str, str] = field(default_factory=dict)
-    secrets: dict[str, str] = field(default_factory=dict)  # variable → key of the Secret
-    fields: dict[str, str] = field(default_factory=dict)  # variable → field of the pod
-    secret_values: dict[str, str] = field(default_factory=dict)  # key of the Secret → value in the cluster file
+    variables: Mapping[str, Variable]
 
     @property
-    def uses_database(self) -> bool:
-        return any(name.endswith(DATABASE_URL) for name in (*self.secrets, *self.environment))
+    def environment(self) -> dict[str, str]:
+        """The variables that are neither secret nor a field of the pod, in order of their names."""
+        return {name: each.value for name, each in sorted(self.variables.items()) if each.is_plain}
+
+    @property
+    def database_variable(self) -> str:
+        """The variable with the URL of the database; empty for processes that use none."""
+        return next((name for name in self.variables if name.endswith(DATABASE_URL)), "")
 
     @property
     def worker(self) -> WorkerSettings | None:
@@ -118,9 +76,24 @@ class Group:
         return self.settings if isinstance(self.settings, WorkerSettings) else None
 
     @property
+    def selector(self) -> dict[str, str]:
+        """The labels that select the pods of this group and no others."""
+        return {"app.kubernetes.io/name": self.component, "app.kubernetes.io/instance": self.name}
+
+    @property
+    def config_name(self) -> str:
+        return f"{self.name}-environment"
+
+    @property
     def service(self) -> str:
         """The Service that governs its pods."""
         return GATEWAY_PODS if self.component == GATEWAY else self.component
+
+    @property
+    def drain_s(self) -> int:
+        """The longest that its processes may take to end their work."""
+        drains = [float(value) for name, value in self.environment.items() if name.endswith("_DRAIN_S")]
+        return math.ceil(max(drains, default=0.0))
 
 
 def groups_of(cluster: Cluster, options: RenderOptions, where: str) -> tuple[Group, ...]:
@@ -170,7 +143,7 @@ def in_pods(cluster: Cluster) -> Addresses:
 
 def _in_images(cluster: Cluster, options: RenderOptions, where: str) -> Cluster:
     """The cluster file with paths as pods find them, a login at the dashboard, and one gateway in place of all."""
-    model = options.model or cluster.model.replace(str(PROJECT), APP)
+    model = options.model or _image_path(cluster.model)
     if not options.model and model == cluster.model and Path(model).is_absolute():
         raise InvalidRequest(
             f"{where}: model: {model} is a folder of this machine: name it as pods find it (--model /models/NAME, a "
@@ -185,48 +158,58 @@ def _component(spec: ProcessSpec) -> str:
     return SERVICES.get(type(spec.settings), spec.name)
 
 
+def _image_path(text: str) -> str:
+    return text.replace(str(PROJECT), APP)
+
+
 def _group(cluster: Cluster, options: RenderOptions, where: str, name: str, specs: Sequence[ProcessSpec]) -> Group:
     first, component = specs[0], _component(specs[0])
     check_distinct(first.ports)
-    found = {spec.name: _environment(cluster, spec, where) for spec in specs}
-    _require_alike(found, where)
-    plain, secrets, values = split_secrets(found[first.name], name, options.plain)
-    secrets |= secrets_of(first)
-    own, fields = own_variables(first, component, len(specs), options)
-    if options.postgres.enabled:
-        secrets = _at_own_postgres(secrets, own)
-    http = int(first.health_url.rpartition(":")[2].partition("/")[0])
-    health = "/" + first.health_url.split("/", 3)[3]
-    numbers = sorted((use.port for use in first.ports), key=lambda port: port != http)
-    gateways = {}
-    if component == "dashboard" and cluster.gateway.processes > 1:  # it adds up the figures of each gateway
-        urls = [f"http://{GATEWAY}-{i}.{GATEWAY_PODS}:{cluster.gateway.port}" for i in range(cluster.gateway.processes)]
-        gateways = {"POLYPHASE_DASHBOARD_GATEWAY_URLS": json.dumps(urls)}
+    health = urlsplit(first.health_url)
+    numbers = sorted((use.port for use in first.ports), key=lambda port: port != health.port)
     return Group(
         name=name,
         component=component,
         replicas=cluster.gateway.processes if component == GATEWAY else len(specs),
-        command=tuple("python3" if word == sys.executable else _in_image(word) for word in first.argv),
-        health=health,
-        ready="/ready" if first.settings is not None else health,
-        ports={"http" if port == http else f"tcp-{port}": port for port in numbers},
+        command=tuple("python3" if word == sys.executable else _image_path(word) for word in first.argv),
+        health=health.path,
+        ready="/ready" if first.settings is not None else health.path,
+        ports={"http" if port == health.port else f"tcp-{port}": port for port in numbers},
         settings=first.settings,
-        environment={**own, **plain, **gateways},
-        secrets=secrets,
-        fields=fields,
-        secret_values=values,
+        variables=_variables(cluster, options, where, name, specs),
     )
 
 
-def _in_image(text: str) -> str:
-    return text.replace(str(PROJECT), APP)
+def _variables(
+    cluster: Cluster, options: RenderOptions, where: str, group: str, specs: Sequence[ProcessSpec]
+) -> dict[str, Variable]:
+    """The variables of a group. The cluster file takes precedence over the values of the renderer."""
+    first, component = specs[0], _component(specs[0])
+    environments = {spec.name: _environment(cluster, spec, where) for spec in specs}
+    _require_alike(environments, where)
+    given = {key: classify(key, value, group, options.plain) for key, value in environments[first.name].items()}
+    for key, secret in _secrets_of(first).items():
+        given[key] = replace(given.get(key, Variable()), secret=secret)
+    if component == "dashboard" and cluster.gateway.processes > 1:  # it adds up the figures of each gateway
+        urls = [f"http://{GATEWAY}-{i}.{GATEWAY_PODS}:{cluster.gateway.port}" for i in range(cluster.gateway.processes)]
+        given["POLYPHASE_DASHBOARD_GATEWAY_URLS"] = Variable(json.dumps(urls))
+    if options.postgres.enabled and (urls := [key for key in given if key.endswith(DATABASE_URL)]):
+        given |= {**dict.fromkeys(urls, Variable(_OWN_DATABASE)), "PGPASSWORD": Variable(secret="postgres-password")}
+    own = _own_variables(first, component, len(specs), options)
+    return {**own, **given, **{key: each for key, each in own.items() if each.field}}
 
 
 def _environment(cluster: Cluster, spec: ProcessSpec, where: str) -> dict[str, str]:
     """Our variables of a process as pods need them, without those that differ between pods, plus the file's `env`."""
-    added = env_of_file(cluster, spec)
-    found = {key: _in_image(value) for key, value in spec.env.items() if key.startswith(OURS) and key not in added}
-    found = {key: value for key, value in found.items() if not key.endswith(_LEFT_OUT)}
+    if isinstance(spec.settings, WorkerSettings):
+        added = next(entry.env for entry in cluster.instances if spec.name in entry.ids)
+    else:
+        added = getattr(cluster, _component(spec)).env
+    found = {
+        key: _image_path(value)
+        for key, value in spec.env.items()
+        if key.startswith(OURS) and key not in added and not key.endswith(_LEFT_OUT)
+    }
     if all(entry.extra.get("engine") == "emulated" for entry in cluster.instances):
         found[_LONG] = "1"
     for key, value in found.items():
@@ -235,14 +218,6 @@ def _environment(cluster: Cluster, spec: ProcessSpec, where: str) -> dict[str, s
                 f"{where}: {spec.name}: {key}: {value} is on this machine only: put it into the image or below {MODELS}"
             )
     return {**found, **added}
-
-
-def env_of_file(cluster: Cluster, spec: ProcessSpec) -> dict[str, str]:
-    """The variables that the cluster file adds to a process by `env`."""
-    if isinstance(spec.settings, WorkerSettings):
-        return next(entry.env for entry in cluster.instances if spec.name in entry.ids)
-    env: dict[str, str] = getattr(cluster, _component(spec)).env
-    return env
 
 
 def _require_alike(environments: Mapping[str, Mapping[str, str]], where: str) -> None:
@@ -256,116 +231,30 @@ def _require_alike(environments: Mapping[str, Mapping[str, str]], where: str) ->
             )
 
 
-def secrets_of(spec: ProcessSpec) -> dict[str, str]:
+def _secrets_of(spec: ProcessSpec) -> dict[str, str]:
     """The variables that a process gets from the Secret whether or not the file gives them: variable → key."""
     found = {}
     if spec.settings is not None:
         prefix, known = str(spec.settings.model_config.get("env_prefix")), type(spec.settings).model_fields
-        found = {f"{prefix}{key.upper()}": key.replace("_", "-") for key in SECRETS_OF_ALL if key in known}
+        found = {f"{prefix}{key.upper()}": key.replace("_", "-") for key in _SECRET_SETTINGS if key in known}
     tokens = {name.removesuffix("_FILE") for name in spec.env if name.endswith((_TOKEN, _TOKEN_FILE))}
     return {**found, **dict.fromkeys(sorted(tokens), "cluster-token")}
 
 
-def _at_own_postgres(secrets: Mapping[str, str], own: dict[str, str]) -> dict[str, str]:
-    """The secrets of a process that uses the rendered database; the database's URL goes into `own`."""
-    urls = [name for name in secrets if name.endswith(DATABASE_URL)]
-    if not urls:
-        return dict(secrets)
-    own |= dict.fromkeys(urls, _OWN_URL)
-    return {name: key for name, key in secrets.items() if name not in urls} | {"PGPASSWORD": "postgres-password"}
-
-
-def split_secrets(
-    environment: Mapping[str, str], group: str, plain: Collection[str] = ()
-) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """The plain variables; the Secret's key of each other variable; and by those keys the values.
-
-    plain: further names of variables without secrets. A variable whose name marks it as a secret has one key for all
-    groups, such as `hf-token`; any other has a key of its own group.
-    """
-    readable, keys, values = {}, {}, {}
-    for name, value in environment.items():
-        if _is_plain(name, value, plain):
-            readable[name] = value
-            continue
-        key = re.sub(r"^POLYPHASE_[A-Z]+_", "", name).lower().replace("_", "-")
-        keys[name] = key if SHARED_SECRET.search(name) else f"{group}-{key}"
-        values[keys[name]] = value
-    return readable, keys, values
-
-
-def _is_plain(name: str, value: str, plain: Collection[str]) -> bool:
-    if USER_IN_URL.search(value):
-        return False
-    if name in plain:
-        return True
-    if SHARED_SECRET.search(name) or (SECRET_NAME.search(name) and not name.startswith(OURS)):
-        return False
-    if name.startswith(OURS):  # the name of a setting is known, but its value may be a mapping of anything
-        return not any(SECRET_NAME.search(key) and text for key, text in _texts(value))
-    return name in _PLAIN or name.startswith(_PLAIN_BEGINNINGS)
-
-
-def _texts(value: str) -> Iterator[tuple[str, str]]:
-    """Key and text of every text within a value that is JSON."""
-    try:
-        waiting: list[tuple[str, Any]] = [("", json.loads(value))]
-    except ValueError:
-        return
-    while waiting:
-        key, part = waiting.pop()
-        if isinstance(part, dict):
-            waiting += part.items()
-        elif isinstance(part, list):
-            waiting += [(key, each) for each in part]
-        elif isinstance(part, str):
-            yield key, part
-
-
-def own_variables(
-    spec: ProcessSpec, component: str, replicas: int, options: RenderOptions
-) -> tuple[dict[str, str], dict[str, str]]:
-    """What each pod has for itself: its name, its address, its time to end. Values, and fields of the pod.
-
-    The cluster file takes precedence over the values. A value with `$(…)` refers to another variable.
-    """
+def _own_variables(spec: ProcessSpec, component: str, replicas: int, options: RenderOptions) -> dict[str, Variable]:
+    """What each pod has for itself: its name, its address, its time to end."""
     if spec.settings is None:
-        return {}, {}
+        return {}
     prefix, known = str(spec.settings.model_config.get("env_prefix")), type(spec.settings).model_fields
-    values: dict[str, str] = {}
-    fields = {f"{prefix}{key}": "metadata.name" for key in _NAMES if key.lower() in known}
+    found = {f"{prefix}{key}": Variable(field="metadata.name") for key in _NAMES if key.lower() in known}
     if "advertise_url" in known:  # the address under which the other monitors reach this one
         http = next(use.port for use in spec.ports)
-        values[f"{prefix}ADVERTISE_URL"] = f"http://$({prefix}MONITOR_ID).{component}:{http}"
+        found[f"{prefix}ADVERTISE_URL"] = Variable(f"http://$({prefix}MONITOR_ID).{component}:{http}")
     if component == GATEWAY:
-        values[f"{prefix}DRAIN_S"] = str(options.gateway_drain_s)
+        found[f"{prefix}DRAIN_S"] = Variable(str(options.gateway_drain_s))
     if isinstance(spec.settings, WorkerSettings):
-        values[f"{prefix}DRAIN_S"] = str(options.worker_drain_s)
-        fields[f"{prefix}ADVERTISE_HOST"] = "status.podIP"
+        found[f"{prefix}DRAIN_S"] = Variable(str(options.worker_drain_s))
+        found[f"{prefix}ADVERTISE_HOST"] = Variable(field="status.podIP")
         if replicas == 1:  # the pod is called NAME-0, the instance NAME
-            del fields[f"{prefix}INSTANCE_ID"]
-            values[f"{prefix}INSTANCE_ID"] = spec.name
-    return values, fields
-
-
-def manifest(
-    api: str, kind: str, name: str, namespace: str, body: Mapping[str, Any], labels: Mapping[str, str] | None = None
-) -> Manifest:
-    """One object of a namespace."""
-    metadata = {"name": name, "namespace": namespace, "labels": {"app.kubernetes.io/part-of": SUITE, **(labels or {})}}
-    return {"apiVersion": api, "kind": kind, "metadata": metadata, **body}
-
-
-def labels(group: Group) -> dict[str, str]:
-    """The labels of a group's pods."""
-    return {"app.kubernetes.io/part-of": SUITE, **selector(group)}
-
-
-def selector(group: Group) -> dict[str, str]:
-    """The labels that select the pods of this group and no others."""
-    return {"app.kubernetes.io/name": group.component, "app.kubernetes.io/instance": group.name}
-
-
-def checksum(config: Mapping[str, str]) -> str:
-    """A digest that changes with any entry."""
-    return hashlib.sha256(json.dumps(dict(config), sort_keys=True).encode()).hexdigest()[:16]
+            found[f"{prefix}INSTANCE_ID"] = Variable(spec.name)
+    return found

@@ -5,26 +5,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
 
 from services.launcher.cluster_file import Cluster, load_cluster
-from services.launcher.render.groups import (
-    GATEWAY,
-    KEYS_FILE,
-    METRICS,
-    STATELESS,
-    SUITE,
-    Group,
-    Manifest,
-    groups_of,
-    manifest,
-    selector,
-)
+from services.launcher.render.groups import GATEWAY, KEYS_FILE, POSTGRES, STATELESS, SUITE, Group, Manifest, groups_of
 from services.launcher.render.options import RenderOptions
-from services.launcher.render.pods import MODEL_CLAIM, config_name, extra_environment, pod_template
+from services.launcher.render.pods import FOLDERS, pod_template
+from services.launcher.render.variables import Variable
 from shared.errors import InvalidRequest
 
 render_app = typer.Typer(no_args_is_help=True, help="Render manifests for orchestrators from a cluster file.")
@@ -36,9 +26,15 @@ _HOW = {
     "database-url": "database_url: postgresql://USER:PASSWORD@HOST/NAME, or --with-postgres",
     "keys.yaml": "gateway.api_keys_file: `polyphase keys add NAME --file keys.yaml` creates one",
 }
-_NAME = "postgres"
-_LABELS = {"app.kubernetes.io/name": _NAME, "app.kubernetes.io/instance": _NAME}
-_USER = 999  # of the official image
+_API_VERSIONS = {
+    **dict.fromkeys(("ConfigMap", "Secret", "Service"), "v1"),
+    **dict.fromkeys(("StatefulSet", "Deployment"), "apps/v1"),
+    "NetworkPolicy": "networking.k8s.io/v1",
+    "PodDisruptionBudget": "policy/v1",
+    "ServiceMonitor": "monitoring.coreos.com/v1",
+}
+METRICS = "polyphase/metrics"  # the label of Services whose pods Prometheus scrapes
+_PASSWORD = "postgres-password"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,48 +147,57 @@ def _how(rendered: Rendered, options: RenderOptions) -> str:
     return "Secrets are not rendered. Create the Secret first (docs/kubernetes.md):\n" + " \\\n".join([make, *words])
 
 
+def manifest(
+    options: RenderOptions, kind: str, name: str, body: Mapping[str, Any], labels: Mapping[str, str] | None = None
+) -> Manifest:
+    """One object of the namespace."""
+    labels = {"app.kubernetes.io/part-of": SUITE, **(labels or {})}
+    metadata = {"name": name, "namespace": options.namespace, "labels": labels}
+    return {"apiVersion": _API_VERSIONS[kind], "kind": kind, "metadata": metadata, **body}
+
+
 def config(options: RenderOptions, group: Group) -> Manifest:
     """The ConfigMap with the environment of a group's pods, without secrets."""
-    plain = {key: value for key, value in group.environment.items() if "$(" not in value}
-    data = {**extra_environment(), **plain}
-    body = {"data": {key: data[key] for key in sorted(data)}}
-    return manifest("v1", "ConfigMap", config_name(group), options.namespace, body)
+    data = {**FOLDERS, **{key: value for key, value in group.environment.items() if "$(" not in value}}
+    body = {"data": dict(sorted(data.items()))}
+    return manifest(options, "ConfigMap", group.config_name, body)
 
 
 def secret_keys(options: RenderOptions, groups: Sequence[Group]) -> list[str]:
     """The keys that the Secret must have."""
-    keys = {key for group in groups for key in group.secrets.values()}
-    own = {"postgres-password"} if options.postgres.enabled else set()
-    return sorted(keys | own | {KEYS_FILE.rpartition("/")[2]})
+    keys = {each.secret for group in groups for each in group.variables.values()} - {""}
+    own = {_PASSWORD} if options.postgres.enabled else set()
+    return sorted(keys | own | {Path(KEYS_FILE).name})
 
 
 def secret(cluster: Cluster, options: RenderOptions, groups: Sequence[Group], password: str, where: str) -> Manifest:
     """The Secret in clear text. Raises InvalidRequest that names all values which the file lacks."""
-    said = _values(groups, where)
-    said["database-url"] = cluster.database_url
-    said["cluster-token"] = cluster.cluster_token.get_secret_value()
-    said["postgres-password"] = password
+    values = _values(groups, where)
+    values["database-url"] = cluster.database_url
+    values["cluster-token"] = cluster.cluster_token.get_secret_value()
+    values[_PASSWORD] = password
     file = cluster.gateway.extra.get("api_keys_file")
     try:
-        said["keys.yaml"] = Path(file).read_text() if file else ""
+        values["keys.yaml"] = Path(file).read_text() if file else ""
     except OSError as error:
         raise InvalidRequest(f"{where}: gateway.api_keys_file: {error}") from error
     keys = secret_keys(options, groups)
-    if missing := [key for key in keys if not said.get(key)]:
+    if missing := [key for key in keys if not values.get(key)]:
         lines = dict.fromkeys(f"{where}: the Secret needs {_HOW.get(key, key)}" for key in missing)
         raise InvalidRequest("\n".join(lines))
-    if "database-url" in keys and not said["database-url"].startswith("postgres"):
+    if "database-url" in keys and not values["database-url"].startswith("postgres"):
         raise InvalidRequest(f"{where}: database_url: pods share no files: it must be postgresql://…")
-    body = {"type": "Opaque", "stringData": {key: said[key] for key in keys}}
-    return manifest("v1", "Secret", options.secret, options.namespace, body)
+    body = {"type": "Opaque", "stringData": {key: values[key] for key in keys}}
+    return manifest(options, "Secret", options.secret, body)
 
 
 def _values(groups: Sequence[Group], where: str) -> dict[str, str]:
     """The secrets in the cluster file by key. Raises InvalidRequest for a key with two values."""
     found: dict[str, str] = {}
     for group in groups:
-        for key, value in group.secret_values.items():
-            if found.setdefault(key, value) != value:
+        for each in group.variables.values():
+            if each.secret and each.value and found.setdefault(each.secret, each.value) != each.value:
+                key = each.secret
                 raise InvalidRequest(
                     f"{where}: {group.name}: {key} differs from another group's, and the Secret has one {key} for all"
                 )
@@ -207,9 +212,7 @@ def service_monitor(options: RenderOptions) -> Manifest:
         "targetLabels": ["app.kubernetes.io/part-of"],
         "podTargetLabels": ["app.kubernetes.io/name", "app.kubernetes.io/instance"],
     }
-    return manifest(
-        "monitoring.coreos.com/v1", "ServiceMonitor", SUITE, options.namespace, {"spec": spec}, options.monitor_labels
-    )
+    return manifest(options, "ServiceMonitor", SUITE, {"spec": spec}, options.monitor_labels)
 
 
 def network_policies(options: RenderOptions, groups: Sequence[Group]) -> list[Manifest]:
@@ -219,14 +222,14 @@ def network_policies(options: RenderOptions, groups: Sequence[Group]) -> list[Ma
     inside: Manifest = {"podSelector": ours, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": ours}]}]}
     if options.monitors:
         inside["ingress"].append({"from": [monitoring], "ports": [{"port": "http"}]})
-    found = [manifest("networking.k8s.io/v1", "NetworkPolicy", SUITE, options.namespace, {"spec": inside})]
+    found = [manifest(options, "NetworkPolicy", SUITE, {"spec": inside})]
     if any(group.component == GATEWAY for group in groups):
         clients = {
             "podSelector": {"matchLabels": {"app.kubernetes.io/name": GATEWAY}},
             "policyTypes": ["Ingress"],
             "ingress": [{"ports": [{"port": "http"}]}],
         }
-        found.append(manifest("networking.k8s.io/v1", "NetworkPolicy", GATEWAY, options.namespace, {"spec": clients}))
+        found.append(manifest(options, "NetworkPolicy", GATEWAY, {"spec": clients}))
     return found
 
 
@@ -240,7 +243,7 @@ def services(options: RenderOptions, groups: Sequence[Group]) -> list[Manifest]:
         if group.component == GATEWAY:
             ports = [{"name": "http", "port": group.ports["http"], "targetPort": "http"}]
             spec = {"selector": {"app.kubernetes.io/name": GATEWAY}, "ports": ports}
-            found.append(manifest("v1", "Service", GATEWAY, options.namespace, {"spec": spec}))
+            found.append(manifest(options, "Service", GATEWAY, {"spec": spec}))
     return found
 
 
@@ -253,11 +256,10 @@ def _service(options: RenderOptions, group: Group) -> Manifest:
         # Pods that start or drain are reached, too: each by its own name.
         spec |= {"clusterIP": "None", "publishNotReadyAddresses": True}
     scraped = {} if group.settings is None else {METRICS: "true"}
-    return manifest("v1", "Service", group.service, options.namespace, {"spec": {**spec, "ports": ports}}, scraped)
+    return manifest(options, "Service", group.service, {"spec": {**spec, "ports": ports}}, scraped)
 
 
 def claim(name: str, size: str, storage_class: str) -> Manifest:
-    """A volume claim template of a StatefulSet."""
     spec: Manifest = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
     if storage_class:
         spec["storageClassName"] = storage_class
@@ -265,78 +267,38 @@ def claim(name: str, size: str, storage_class: str) -> Manifest:
 
 
 def postgres(options: RenderOptions) -> list[Manifest]:
-    """A database for trying out: one pod and its Service, without replica or backup."""
-    said = options.postgres
-    security = {
-        "runAsNonRoot": True,
-        "runAsUser": _USER,
-        "runAsGroup": _USER,
-        "fsGroup": _USER,
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-    pod = {
-        "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": 60,
-        "securityContext": security,
-        "containers": [_server(options)],
-    }
-    spec = {
-        "serviceName": _NAME,
-        "replicas": 1,
-        "selector": {"matchLabels": _LABELS},
-        "template": {"metadata": {"labels": {"app.kubernetes.io/part-of": SUITE, **_LABELS}}, "spec": pod},
-        "volumeClaimTemplates": [claim("data", said.size, said.storage_class)],
-    }
-    port = {"name": "postgres", "port": 5432}
-    service = {"spec": {"clusterIP": "None", "selector": _LABELS, "ports": [port]}}
+    """A database for trials: one pod and its Service, without replica or backup."""
+    bodies = yaml.safe_load(Path(__file__).with_name("postgres.yaml").read_text())
+    spec, chosen = bodies["StatefulSet"]["spec"], options.postgres
+    (server,) = spec["template"]["spec"]["containers"]
+    server["image"] = chosen.image
+    server["env"].append(Variable(secret=_PASSWORD).entry("POSTGRES_PASSWORD", options.secret))
+    spec["volumeClaimTemplates"] = [claim("data", chosen.size, chosen.storage_class)]
     return [
-        manifest("v1", "Service", _NAME, options.namespace, service),
-        manifest("apps/v1", "StatefulSet", _NAME, options.namespace, {"spec": spec}),
+        manifest(options, "Service", POSTGRES, bodies["Service"]),
+        manifest(options, "StatefulSet", POSTGRES, bodies["StatefulSet"]),
     ]
-
-
-def _server(options: RenderOptions) -> Manifest:
-    ready = {"exec": {"command": ["pg_isready", "-U", "polyphase"]}, "periodSeconds": 2}
-    return {
-        "name": _NAME,
-        "image": options.postgres.image,
-        "env": [
-            {"name": "POSTGRES_USER", "value": "polyphase"},
-            {"name": "PGDATA", "value": "/var/lib/postgresql/data/pgdata"},
-            {
-                "name": "POSTGRES_PASSWORD",
-                "valueFrom": {"secretKeyRef": {"name": options.secret, "key": "postgres-password"}},
-            },
-        ],
-        "ports": [{"name": "postgres", "containerPort": 5432}],
-        "startupProbe": {**ready, "failureThreshold": 60},
-        "readinessProbe": ready,
-        "livenessProbe": {**ready, "periodSeconds": 10, "timeoutSeconds": 5},
-        "resources": {"requests": {"cpu": "250m", "memory": "512Mi"}},
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": [{"name": "data", "mountPath": "/var/lib/postgresql/data"}],
-    }
 
 
 def workload(cluster: Cluster, options: RenderOptions, group: Group, where: str) -> Manifest:
     """A StatefulSet where pods have names of their own, else a Deployment. Raises InvalidRequest."""
     spec: Manifest = {
         "replicas": group.replicas,
-        "selector": {"matchLabels": selector(group)},
+        "selector": {"matchLabels": group.selector},
         "template": pod_template(cluster, options, group, where),
     }
     if group.component in STATELESS:
         body = {"strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}, **spec}
-        return manifest("apps/v1", "Deployment", group.name, options.namespace, {"spec": body})
+        return manifest(options, "Deployment", group.name, {"spec": body})
     # Pods start in parallel; an update replaces them one at a time, and each drains first.
     body = {"serviceName": group.service, "podManagementPolicy": "Parallel", **spec}
     if group.worker is not None and not options.models.claim:
-        volume = claim(MODEL_CLAIM, options.models.size, options.models.storage_class)
+        volume = claim("models", options.models.size, options.models.storage_class)
         body["volumeClaimTemplates"] = [volume]
-    return manifest("apps/v1", "StatefulSet", group.name, options.namespace, {"spec": body})
+    return manifest(options, "StatefulSet", group.name, {"spec": body})
 
 
 def disruption_budget(options: RenderOptions, group: Group) -> Manifest:
     """Of each group one pod at a time may be evicted."""
-    spec = {"maxUnavailable": 1, "selector": {"matchLabels": selector(group)}}
-    return manifest("policy/v1", "PodDisruptionBudget", group.name, options.namespace, {"spec": spec})
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": group.selector}}
+    return manifest(options, "PodDisruptionBudget", group.name, {"spec": spec})

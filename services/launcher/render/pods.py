@@ -1,36 +1,34 @@
 """The pod of a group: its container with probes and an orderly stop, its volumes, and the node that it needs.
 
-The tables name accelerators as Kubernetes does: the resource that a device plugin counts, and the labels of nodes.
+`accelerators.yaml` names accelerators as Kubernetes does: the resource of a device plugin, the labels of nodes.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from services.launcher.child_process import Limits
 from services.launcher.cluster_file import Cluster
-from services.launcher.render.groups import (
-    DATA,
-    DATABASE_URL,
-    GATEWAY,
-    KEYED,
-    KEYS,
-    KEYS_FILE,
-    MODELS,
-    Group,
-    Manifest,
-    checksum,
-    labels,
-    selector,
-)
+from services.launcher.render.groups import DATA, GATEWAY, KEYS, KEYS_FILE, MODELS, SUITE, Group, Manifest
 from services.launcher.render.options import RenderOptions, Resources
 from services.worker.settings import WorkerSettings
 from shared.cost.catalogue import Catalogue
 from shared.errors import InvalidRequest, PolyphaseError
+from shared.files.yaml_file import read_yaml
 
 USER = 10001  # of the project's images
-MODEL_CLAIM, SHARED = "models", "shared-memory"
+ACCELERATORS = Path(__file__).with_name("accelerators.yaml")
+# Folders for programs that write to a home folder, which is read-only in pods.
+FOLDERS = {
+    "HOME": "/tmp",
+    "HF_HOME": f"{MODELS}/huggingface",
+    "VLLM_CACHE_ROOT": f"{MODELS}/vllm",
+    "NUMBA_CACHE_DIR": "/tmp/numba",
+}
 _UNLOADED_S = 5  # until all kube-proxies stop sending requests to a gateway that ends
 _CLEAN_UP_S = 30
 _USUAL = {
@@ -39,73 +37,10 @@ _USUAL = {
     "dashboard": Resources(requests={"cpu": "100m", "memory": "512Mi"}),
 }
 _SMALL = Resources(requests={"cpu": "250m", "memory": "512Mi"})
-_RESOURCES = {
-    "NVIDIA": "nvidia.com/gpu",
-    "AMD": "amd.com/gpu",
-    "Huawei": "huawei.com/Ascend910",
-    "Google": "google.com/tpu",
-    "AWS": "aws.amazon.com/neuron",
-    "Intel": "habana.ai/gaudi",
-}
 _CPUS = frozenset({"cpu", "Xeon-8480", "EPYC-9654"})
-_NVIDIA = "nvidia.com/gpu.product"  # as NVIDIA's feature discovery writes it
-_PRODUCTS = {
-    "P40": "Tesla-P40",
-    "RTX-2080-Ti": "NVIDIA-GeForce-RTX-2080-Ti",
-    "RTX-3080": "NVIDIA-GeForce-RTX-3080",
-    "RTX-3090": "NVIDIA-GeForce-RTX-3090",
-    "RTX-4080": "NVIDIA-GeForce-RTX-4080",
-    "RTX-5080": "NVIDIA-GeForce-RTX-5080",
-    "RTX-6000-Ada": "NVIDIA-RTX-6000-Ada-Generation",
-    "L20": "NVIDIA-L20",
-    "L40": "NVIDIA-L40",
-    "A800-PCIe-80": "NVIDIA-A800-80GB-PCIe",
-    "A800-SXM-80": "NVIDIA-A800-SXM4-80GB",
-    "H800-SXM": "NVIDIA-H800",
-    "GH200-96": "NVIDIA-GH200-480GB",
-    "GH200-144": "NVIDIA-GH200-144G-HBM3e",
-    "GB200": "NVIDIA-GB200",
-    "T4": "Tesla-T4",
-    "V100-PCIe-16": "Tesla-V100-PCIE-16GB",
-    "V100-SXM2-16": "Tesla-V100-SXM2-16GB",
-    "V100-SXM2-32": "Tesla-V100-SXM2-32GB",
-    "A10": "NVIDIA-A10",
-    "A10G": "NVIDIA-A10G",
-    "A30": "NVIDIA-A30",
-    "A40": "NVIDIA-A40",
-    "A100-PCIe-40": "NVIDIA-A100-PCIE-40GB",
-    "A100-PCIe-80": "NVIDIA-A100-80GB-PCIe",
-    "A100-SXM-40": "NVIDIA-A100-SXM4-40GB",
-    "A100-SXM-80": "NVIDIA-A100-SXM4-80GB",
-    "RTX-A5000": "NVIDIA-RTX-A5000",
-    "RTX-A6000": "NVIDIA-RTX-A6000",
-    "RTX-3090-Ti": "NVIDIA-GeForce-RTX-3090-Ti",
-    "RTX-4090": "NVIDIA-GeForce-RTX-4090",
-    "RTX-5090": "NVIDIA-GeForce-RTX-5090",
-    "L4": "NVIDIA-L4",
-    "L40S": "NVIDIA-L40S",
-    "RTX-PRO-6000-Server": "NVIDIA-RTX-PRO-6000-Blackwell-Server-Edition",
-    "H100-PCIe": "NVIDIA-H100-PCIe",
-    "H100-NVL": "NVIDIA-H100-NVL",
-    "H100-SXM": "NVIDIA-H100-80GB-HBM3",
-    "H20": "NVIDIA-H20",
-    "H200-SXM": "NVIDIA-H200",
-    "B200-SXM": "NVIDIA-B200",
-    "B300-SXM": "NVIDIA-B300-SXM6-AC",
-}
-_LABELS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    **{name: {_NVIDIA: (product,)} for name, product in _PRODUCTS.items()},
-    "MI210": {"amd.com/gpu.product-name": ("AMD_Instinct_MI210",)},
-    "MI250": {"amd.com/gpu.product-name": ("AMD_Instinct_MI250", "AMD_Instinct_MI250X")},
-    "MI300X": {"amd.com/gpu.product-name": ("AMD_Instinct_MI300X", "AMD_Instinct_MI300X_OAM")},
-    "MI325X": {"amd.com/gpu.product-name": ("AMD_Instinct_MI325X", "AMD_Instinct_MI325_OAM")},
-    "MI300A": {"amd.com/gpu.product-name": ("AMD_Instinct_MI300A",)},
-    "MI350X": {"amd.com/gpu.product-name": ("AMD_Instinct_MI350X",)},
-    "MI355X": {"amd.com/gpu.product-name": ("AMD_Instinct_MI355X",)},
-    "Ascend-910B": {"accelerator": ("huawei-Ascend910",)},
-    "Ascend-910B4": {"accelerator": ("huawei-Ascend910",)},
-    "TPU-v5e": {"cloud.google.com/gke-tpu-accelerator": ("tpu-v5-lite-podslice",)},
-}
+# Privileges that no container needs are dropped.
+_LOCKED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+_SCRATCH = [{"name": "scratch", "mountPath": "/tmp"}, {"name": "data", "mountPath": DATA}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +50,7 @@ class Devices:
     vendor: str
     resource: str
     count: int
-    labels: Mapping[str, tuple[str, ...]]  # of the node: label → acceptable values
+    labels: Mapping[str, list[str] | tuple[str, ...]]  # of the node: label → acceptable values
 
 
 def devices_of(settings: WorkerSettings, options: RenderOptions, at: str) -> Devices | None:
@@ -130,25 +65,25 @@ def devices_of(settings: WorkerSettings, options: RenderOptions, at: str) -> Dev
         known = Catalogue.built_in().get(settings.accelerator)
     except PolyphaseError as error:
         raise InvalidRequest(f"{at}.accelerator: {error.message}") from error
-    labels = options.selectors.get(settings.accelerator, _LABELS.get(known.name, {}))
-    return Devices(known.vendor, _RESOURCES[known.vendor], settings.ranks, labels)
+    names_of = read_yaml(ACCELERATORS)
+    labels = options.selectors.get(settings.accelerator, names_of["labels"].get(known.name, {}))
+    return Devices(known.vendor, names_of["resources"][known.vendor], settings.ranks, labels)
 
 
 def pod_template(cluster: Cluster, options: RenderOptions, group: Group, where: str) -> Manifest:
-    """The `template` of a workload."""
     devices = None
     if group.worker is not None:
         devices = devices_of(group.worker, options, f"{where}: instances.{group.name}")
-    config = {key: group.environment[key] for key in sorted(group.environment)}
+    checksum = hashlib.sha256(json.dumps(group.environment, sort_keys=True).encode()).hexdigest()[:16]
     return {
         "metadata": {
-            "labels": labels(group),
-            "annotations": {"polyphase/config": checksum(config)},  # a change replaces the pods
+            "labels": {"app.kubernetes.io/part-of": SUITE, **group.selector},
+            "annotations": {"polyphase/config": checksum},  # a change replaces the pods
         },
         "spec": {
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,  # their variables could begin with POLYPHASE_
-            "terminationGracePeriodSeconds": _grace_s(group),
+            "terminationGracePeriodSeconds": group.drain_s + _UNLOADED_S + _CLEAN_UP_S,  # a killed process cuts answers
             "securityContext": {
                 "runAsNonRoot": True,
                 "runAsUser": USER,
@@ -159,7 +94,7 @@ def pod_template(cluster: Cluster, options: RenderOptions, group: Group, where: 
             },
             **_node(options, group, devices),
             **({"imagePullSecrets": [{"name": name} for name in options.pull_secrets]} if options.pull_secrets else {}),
-            **({"initContainers": [_migration(options, group)]} if group.uses_database else {}),
+            **({"initContainers": [_migration(options, group)]} if group.database_variable else {}),
             "containers": [_container(cluster, options, group, devices)],
             "volumes": _volumes(options, group, devices),
         },
@@ -170,63 +105,46 @@ def _container(cluster: Cluster, options: RenderOptions, group: Group, devices: 
     stop = {"preStop": {"exec": {"command": ["sleep", str(_UNLOADED_S)]}}} if group.component == GATEWAY else {}
     return {
         "name": group.component,
-        "image": image_of(options, devices),
+        "image": options.images.get(devices.vendor, options.image) if devices is not None else options.image,
         "command": list(group.command),
         "workingDir": DATA,
-        "envFrom": [{"configMapRef": {"name": config_name(group)}}],
-        "env": [
-            *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in group.fields.items()),
-            *(_secret(options, name, key) for name, key in sorted(group.secrets.items())),
-            *({"name": name, "value": value} for name, value in sorted(group.environment.items()) if "$(" in value),
-        ],
+        "envFrom": [{"configMapRef": {"name": group.config_name}}],
+        "env": _env(options, group),
         "ports": [{"name": name, "containerPort": port} for name, port in group.ports.items()],
         **_probes(cluster, options, group),
         **({"lifecycle": stop} if stop else {}),
         "resources": _resources(options, group, devices),
-        "securityContext": locked(),
+        "securityContext": _LOCKED,
         "volumeMounts": _mounts(group, devices),
     }
 
 
-def image_of(options: RenderOptions, devices: Devices | None) -> str:
-    """The image with the engine for that vendor's accelerators, if there is a special one."""
-    return options.images.get(devices.vendor, options.image) if devices is not None else options.image
-
-
-def config_name(group: Group) -> str:
-    """The name of the group's ConfigMap."""
-    return f"{group.name}-environment"
-
-
-def locked() -> Manifest:
-    """The security context: privileges that no container needs are dropped."""
-    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+def _env(options: RenderOptions, group: Group) -> list[Manifest]:
+    """The variables that a ConfigMap cannot hold: fields of the pod, secrets, and values that refer to other ones."""
+    variables = sorted(group.variables.items())
+    found = [(name, each) for name, each in group.variables.items() if each.field]
+    found += [(name, each) for name, each in variables if each.secret]
+    found += [(name, each) for name, each in variables if "$(" in each.value and each.is_plain]
+    return [each.entry(name, options.secret) for name, each in found]
 
 
 def _migration(options: RenderOptions, group: Group) -> Manifest:
     """An init container that upgrades the database's schema; the first pod does it while the others wait."""
-    url = next(name for name in (*group.secrets, *group.environment) if name.endswith(DATABASE_URL))
-    sources = {"POLYPHASE_DATABASE_URL": url, "PGPASSWORD": "PGPASSWORD"}
-    env: list[Manifest] = []
-    for name, source in sources.items():
-        if source in group.secrets:
-            env.append(_secret(options, name, group.secrets[source]))
-        elif source in group.environment:
-            env.append({"name": name, "value": group.environment[source]})
+    sources = {"POLYPHASE_DATABASE_URL": group.database_variable, "PGPASSWORD": "PGPASSWORD"}
     return {
         "name": "migrate",
         "image": options.image,
         "command": ["polyphase", "migrate", "--wait", "120"],
         "workingDir": DATA,
-        "env": env,
+        "env": [
+            group.variables[source].entry(name, options.secret)
+            for name, source in sources.items()
+            if source in group.variables
+        ],
         "resources": _SMALL.model_dump(exclude_defaults=True),
-        "securityContext": locked(),
-        "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}, {"name": "data", "mountPath": DATA}],
+        "securityContext": _LOCKED,
+        "volumeMounts": list(_SCRATCH),
     }
-
-
-def _secret(options: RenderOptions, name: str, key: str) -> Manifest:
-    return {"name": name, "valueFrom": {"secretKeyRef": {"name": options.secret, "key": key}}}
 
 
 def _probes(cluster: Cluster, options: RenderOptions, group: Group) -> Manifest:
@@ -246,12 +164,6 @@ def _probes(cluster: Cluster, options: RenderOptions, group: Group) -> Manifest:
         alive = get(group.health, periodSeconds=timeout, timeoutSeconds=timeout, failureThreshold=3)
         probes["livenessProbe"] = alive
     return probes
-
-
-def _grace_s(group: Group) -> int:
-    """Longer than the drain of the process, since a killed process cuts answers."""
-    drain_s = next((float(value) for key, value in group.environment.items() if key.endswith("_DRAIN_S")), 0.0)
-    return math.ceil(drain_s) + _UNLOADED_S + _CLEAN_UP_S
 
 
 def _resources(options: RenderOptions, group: Group, devices: Devices | None) -> Manifest:
@@ -275,55 +187,44 @@ def _node(options: RenderOptions, group: Group, devices: Devices | None) -> Mani
             "maxSkew": 1,
             "topologyKey": "kubernetes.io/hostname",
             "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": {"matchLabels": selector(group)},
+            "labelSelector": {"matchLabels": group.selector},
         }
         return {"topologySpreadConstraints": [spread]} if group.replicas > 1 else {}
-    wanted = [{"key": key, "operator": "In", "values": list(values)} for key, values in devices.labels.items()]
+    expressions = [{"key": key, "operator": "In", "values": list(values)} for key, values in devices.labels.items()]
     found: dict[str, Any] = {
         "tolerations": [{"key": devices.resource, "operator": "Exists", "effect": "NoSchedule"}],
         **({"runtimeClassName": options.runtime_class} if options.runtime_class else {}),
     }
-    if wanted:
-        terms = {"nodeSelectorTerms": [{"matchExpressions": wanted}]}
+    if expressions:
+        terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
         found["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
     return found
 
 
 def _mounts(group: Group, devices: Devices | None) -> list[Manifest]:
-    found: list[Manifest] = [{"name": "scratch", "mountPath": "/tmp"}, {"name": "data", "mountPath": DATA}]
+    found: list[Manifest] = list(_SCRATCH)
     if group.component in ("gateway", "predictor", "worker"):
-        found.append({"name": MODEL_CLAIM, "mountPath": MODELS})
+        found.append({"name": "models", "mountPath": MODELS})
     if group.worker is not None and (devices is not None or group.worker.ranks > 1):
-        found.append({"name": SHARED, "mountPath": "/dev/shm"})
-    if group.component in KEYED:
+        found.append({"name": "shared-memory", "mountPath": "/dev/shm"})
+    if group.component in ("gateway", "dashboard"):  # they check API keys
         found.append({"name": "keys", "mountPath": KEYS, "readOnly": True})
     return found
 
 
 def _volumes(options: RenderOptions, group: Group, devices: Devices | None) -> list[Manifest]:
     """The volumes, except for claims of each pod."""
-    found: list[Manifest] = [{"name": "scratch", "emptyDir": {}}, {"name": "data", "emptyDir": {}}]
-    mounted = {mount["name"] for mount in _mounts(group, devices)}
-    if MODEL_CLAIM in mounted:
-        if options.models.claim:
-            claim = {"claimName": options.models.claim}
-            found.append({"name": MODEL_CLAIM, "persistentVolumeClaim": claim})
-        elif group.worker is None:
-            found.append({"name": MODEL_CLAIM, "emptyDir": {}})  # a tokenizer, not weights
-    if SHARED in mounted:
-        found.append({"name": SHARED, "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}})
-    if group.component in KEYED:
-        name = KEYS_FILE.rpartition("/")[2]
-        items = [{"key": name, "path": name}]
-        found.append({"name": "keys", "secret": {"secretName": options.secret, "items": items}})
-    return found
-
-
-def extra_environment() -> Mapping[str, str]:
-    """Folders for programs that write to a home folder, which is read-only in pods."""
-    return {
-        "HOME": "/tmp",
-        "HF_HOME": f"{MODELS}/huggingface",
-        "VLLM_CACHE_ROOT": f"{MODELS}/vllm",
-        "NUMBA_CACHE_DIR": "/tmp/numba",
+    keys = Path(KEYS_FILE).name
+    volumes: dict[str, Manifest] = {
+        "scratch": {"emptyDir": {}},
+        "data": {"emptyDir": {}},
+        "models": {"emptyDir": {}},  # a tokenizer, not weights
+        "shared-memory": {"emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}},
+        "keys": {"secret": {"secretName": options.secret, "items": [{"key": keys, "path": keys}]}},
     }
+    if options.models.claim:
+        volumes["models"] = {"persistentVolumeClaim": {"claimName": options.models.claim}}
+    elif group.worker is not None:
+        del volumes["models"]  # each pod has a claim of its own
+    mounted = [mount["name"] for mount in _mounts(group, devices)]
+    return [{"name": name, **volumes[name]} for name in mounted if name in volumes]

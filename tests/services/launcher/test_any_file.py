@@ -57,73 +57,18 @@ READERS: dict[str, Callable[[Path], object]] = {
     "calibration": Calibration.read,
     "model": geometry_from_file,
 }
-LINK = {"gbps": 10, "latency_s": 1e-3, "efficiency": 0.5}
-NETWORK: dict[str, Any] = {
-    "inside": LINK,
-    "between": LINK,
-    "nodes": {"a": LINK},
-    "pairs": [{"nodes": ["a", "b"], **LINK}],
-}
 ACCELERATORS = yaml.safe_load(BUILT_IN.read_text())
 EFFICIENCIES = yaml.safe_load(SHIPPED.read_text())
-GOOD: dict[str, Any] = {
-    "cluster": {
-        "name": "odd",
-        "model": "models/demo",
-        "gateway": {"port": 8000, "slo": {"fast": {"ttft_s": 1, "tpot_s": 0.1}}, "env": {"A": "b"}},
-        "scheduler": {"count": 2},
-        "monitor": {"silence_s": 3},
-        "instance_defaults": {"engine": "emulated", "block_size": 16, "emulated_model": "Llama-3-8B"},
-        "instances": [
-            {"id": "p", "role": "prefill", "accelerator": "A100-SXM-80", "node": "a", "env": {"A": "b"}},
-            {"id": "d", "role": "decode", "accelerator": "A10", "node": "b", "count": 2, "tensor_parallel": 2},
-        ],
-        "tracing": {"endpoint": "http://localhost:4318", "sample": 0.5},
-        "network": NETWORK,
-        "policies": {"split": {"name": "fraction", "fraction": 0.5}, "role_flip": {"name": "idle", "for_s": 3}},
-    },
-    "simulation": {
-        "model": "Llama-3-8B",
-        "instance_defaults": {"chunk_size": 2048},
-        "instances": [
-            {"id": "p", "accelerator": "A100-SXM-80", "role": "prefill", "node": "a", "link": LINK},
-            {"id": "d", "accelerator": "A10", "role": "decode", "node": "b", "tensor_parallel": 2, "count": 2},
-        ],
-        "network": NETWORK,
-        "policies": {"placement": "least_load"},
-        "prediction": {"width_tokens": 200, "buckets": 10, "accuracy": 0.7},
-        "slo": {"ttft_s": 1.0, "tpot_s": 0.1},
-        "losses": [{"instance": "d-1", "at_s": 60, "back_s": 120}],
-        "run": {"broadcast_s": 0.1, "codec": "raw"},
-    },
-    "inventory": {
-        "name": "mine",
-        "nodes": [{"name": "a", "accelerator": "A10", "count": 2}, {"name": "b", "devices": [{"accelerator": "A40"}]}],
-        "network": NETWORK,
-    },
+SOUND: dict[str, Any] = {
+    **yaml.safe_load((Path(__file__).parent / "sound_files.yaml").read_text()),
     "keys": [{"name": "a", "digest": digest_of("x"), "classes": ["batch"], "weight": 2.0, "role": "look"}],
-    "options": {"namespace": "x", "images": {"NVIDIA": "x"}, "resources": {"gateway": {"requests": {"cpu": "2"}}}},
-    "prediction": {"prediction": {"width_tokens": 200, "buckets": 2, "confusion": [[0.5, 0.5], [0, 1]]}},
     "accelerators": {name: ACCELERATORS[name] for name in list(ACCELERATORS)[:2]},
     "efficiencies": {**EFFICIENCIES, "devices": dict(list(EFFICIENCIES["devices"].items())[:1])},
-    "calibration": {"date": "2026-01-01", "cluster": "x", "control": {"gateway_s": 0.001}, "kinds": []},
     "model": json.loads((ROOT / "models" / "demo" / "config.json").read_text()),
 }
-_ODD: list[Any] = [None, True, -1, 0, 3, 1e300, float("inf"), float("nan"), 2**64 - 1, "", "a" * 300, "\u2028", [], {}]
-_ODD += [
-    [[]],
-    {"a": {"b": []}},
-    [{}],
-    {1: 2},
-    {None: 1},
-    "2026-01-01",
-    "*a",
-    "a.b",
-    "\U0001f600",
-    -(2**63),
-    1e-320,
-    0.5,
-]
+_ODD: list[Any] = [None, True, -1, 0, 3, 0.5, 1e300, 1e-320, float("inf"), float("nan"), 2**64 - 1, -(2**63)]
+_ODD += ["", "a" * 300, "\u2028", "\U0001f600", "2026-01-01", "*a", "a.b"]
+_ODD += [[], {}, [[]], [{}], {"a": {"b": []}}, {1: 2}, {None: 1}]
 _bounded = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
@@ -144,7 +89,7 @@ def places(content: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def test_the_good_ones_are_good(tmp_path: Path) -> None:
-    for kind, content in GOOD.items():
+    for kind, content in SOUND.items():
         file = tmp_path / f"{kind}.yaml"
         file.write_text(yaml.safe_dump(content))
         assert refusal(kind, file) == "" or kind == "model"
@@ -154,7 +99,7 @@ def test_the_good_ones_are_good(tmp_path: Path) -> None:
 @given(data=st.data())
 @_bounded
 def test_one_value_is_odd(tmp_path: Path, kind: str, data: st.DataObject) -> None:
-    content = copy.deepcopy(GOOD[kind])
+    content = copy.deepcopy(SOUND[kind])
     for _ in range(data.draw(st.integers(1, 2))):
         found = list(places(content))
         if not found:
@@ -181,7 +126,7 @@ def test_one_value_is_odd(tmp_path: Path, kind: str, data: st.DataObject) -> Non
 @given(data=st.data())
 @_bounded
 def test_any_text(tmp_path: Path, kind: str, data: st.DataObject) -> None:
-    whole = (json.dumps(GOOD[kind]) if kind == "model" else yaml.safe_dump(GOOD[kind])).encode()
+    whole = (json.dumps(SOUND[kind]) if kind == "model" else yaml.safe_dump(SOUND[kind])).encode()
     first, last = data.draw(st.integers(0, len(whole))), data.draw(st.integers(0, len(whole)))
     between = data.draw(
         st.binary(max_size=3) | st.sampled_from([b"*a", b"!t ", b"&a ", b"<<: ", b"? ", b"\n", b"[" * 99])

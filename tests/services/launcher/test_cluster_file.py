@@ -1,4 +1,4 @@
-"""The cluster file: what is shipped loads, what is wrong is named."""
+"""The cluster file: shipped files, names and defaults of instances, and which keys a section accepts."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from services.launcher.cluster_file import (
+    CLUSTER_KEYS,
     CLUSTERS,
-    GIVEN_ELSEWHERE,
     Cluster,
     GatewaySection,
     InstanceSection,
@@ -18,7 +18,6 @@ from services.launcher.cluster_file import (
     Section,
     load_cluster,
 )
-from services.launcher.model_source import PROJECT, resolve_model
 from services.launcher.plan import make_plan
 from shared.cost.catalogue import Catalogue
 from shared.errors import InvalidRequest
@@ -69,32 +68,6 @@ def test_defaults_apply_and_an_instance_overrides_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"modell": "x"}, ("c.yaml", "modell")),
-        ({"gateway": {"prot": 1}}, ("c.yaml", "gateway", "prot", "unknown key")),
-        ({"gateway": {"schedulers": []}}, ("c.yaml", "gateway", "schedulers")),
-        ({"gateway": {"port": 0}}, ("c.yaml", "gateway.port")),
-        ({"instances": []}, ("c.yaml", "instances")),
-        ({"instances": [{"id": "p", "role": "both"}]}, ("c.yaml", "instances.p.role")),
-        ({"instances": [{"id": "p", "role": "prefill", "blocksize": 1}]}, ("instances.p", "blocksize", "block_size")),
-        ({"instances": [{"id": "p", "role": "prefill", "rpc_port": 1}]}, ("instances.p", "rpc_port")),
-        ({"instances": [{"id": "p", "role": "prefill"}] * 2}, ("c.yaml", "already has the name 'p'")),
-        ({"instances": [{"id": "p", "role": "prefill", "host": "moon"}]}, ("instances.p.host", "moon", "Known: none")),
-        ({"hosts": {"a": "10.0.0.1"}}, ("control",)),
-        ({"cluster_token": "short"}, ("cluster_token", "polyphase keys token")),
-        ({"monitor": {"cluster_token": "x" * 20}}, ("monitor.cluster_token", "at the top of the file")),
-        ({"curve_public": "x"}, ("curve_public", "curve_secret")),
-    ],
-)
-def test_errors_name_file_and_key(tmp_path: Path, changes: dict[str, Any], words: tuple[str, ...]) -> None:
-    with pytest.raises(InvalidRequest) as error:
-        load_cluster(write(tmp_path, **changes))
-    for word in words:
-        assert word in error.value.message
-
-
-@pytest.mark.parametrize(
     ("section", "key", "kind"),
     [
         (GatewaySection, "port", KeyKind.OWN),  # also a setting, which the launcher passes on
@@ -114,30 +87,15 @@ def test_a_key_of_a_section_has_one_kind(section: type[Section], key: str, kind:
     assert section.key_kinds().get(key) is kind
 
 
-def test_the_table_names_existing_settings_each_once() -> None:
-    rows = [(process, kind, key) for process, kind, keys in GIVEN_ELSEWHERE for key in keys]
-    assert len({(process, key) for process, _, key in rows}) == len(rows)
-    assert {key for process, kind, key in rows if kind is KeyKind.DERIVED and key not in process.model_fields} == set()
-    assert {key for _, kind, key in rows if kind is KeyKind.CLUSTER} <= set(Cluster.model_fields)
+def test_sections_name_existing_settings() -> None:
+    for section in Section.__subclasses__():
+        assert set(section.derived) <= set(section.settings.model_fields)
+    assert set(CLUSTER_KEYS) <= set(Cluster.model_fields)
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n", "", "just words"])
-def test_not_a_mapping(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)
     with pytest.raises(InvalidRequest, match=r"c\.yaml"):
         load_cluster(file)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"nowhere\.yaml"):
-        load_cluster(tmp_path / "nowhere.yaml")
-
-
-def test_models_resolve_to_folders_or_stay_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.json").write_text("{}")
-    assert resolve_model("mine") == str(tmp_path / "mine")
-    assert resolve_model("models/demo") == str(PROJECT / "models" / "demo")
-    assert resolve_model("org/name") == "org/name"

@@ -1,4 +1,4 @@
-"""Which devices instances get: the next that are free, those that the file names, and what is refused."""
+"""The devices of instances: the next free ones, those that the file names, and faults."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -45,27 +45,38 @@ def devices(found: Assignment, variable: str = CUDA) -> Mapping[str, str]:
     return {name: env[variable] for name, env in found.env.items()}
 
 
-def test_instances_get_devices_in_the_order_of_the_file() -> None:
-    found = assigned(
-        {**GPU, "id": "p", "tensor_parallel": 2},
-        {**GPU, "id": "d", "count": 2},
-        {**GPU, "id": "q", "pipeline_parallel": 2, "tensor_parallel": 2},
-        count=8,
-    )
-    assert devices(found) == {"p": "0,1", "d-0": "2", "d-1": "3", "q": "4,5,6,7"}
+@pytest.mark.parametrize(
+    ("instances", "expected"),
+    [
+        (  # in the order of the file
+            [
+                {"id": "p", "tensor_parallel": 2},
+                {"id": "d", "count": 2},
+                {"id": "q", "pipeline_parallel": 2, "tensor_parallel": 2},
+            ],
+            {"p": "0,1", "d-0": "2", "d-1": "3", "q": "4,5,6,7"},
+        ),
+        (  # the next free ones after those that the file names
+            [{"id": "a"}, {"id": "b", "env": {CUDA: "0"}}, {"id": "c", "devices": [2]}, {"id": "d"}],
+            {"a": "1", "c": "2", "d": "3"},
+        ),
+        (  # emulated and disabled instances get none
+            [{"id": "e", "engine": "emulated"}, {"id": "o", "enabled": False}, {"id": "d"}],
+            {"d": "0"},
+        ),
+        (  # two instances share a device if both name it and set the size of their KV
+            [{**KV, "id": "p", "devices": [0]}, {**KV, "id": "d", "devices": [0]}, {"id": "e"}],
+            {"p": "0", "d": "0", "e": "1"},
+        ),
+        ([{**KV, "id": "d", "devices": [1], "count": 2}], {"d-0": "1", "d-1": "1"}),
+        ([{"id": "d", "devices": [4, 5, 6, 7], "count": 2, "tensor_parallel": 2}], {"d-0": "4,5", "d-1": "6,7"}),
+    ],
+)
+def test_the_devices_of_each_instance(instances: Sequence[dict[str, Any]], expected: dict[str, str]) -> None:
+    found = assigned(*({**GPU, **each} for each in instances), count=8)
+    assert devices(found) == expected
     assert not found.faults
     assert {env["CUDA_DEVICE_ORDER"] for env in found.env.values()} == {"PCI_BUS_ID"}
-
-
-def test_what_the_file_names_is_left_to_whoever_names_it() -> None:
-    found = assigned(
-        {**GPU, "id": "a"},
-        {**GPU, "id": "b", "env": {CUDA: "0"}},
-        {**GPU, "id": "c", "devices": [2]},
-        {**GPU, "id": "d"},
-    )
-    assert devices(found) == {"a": "1", "c": "2", "d": "3"}
-    assert not found.faults
 
 
 def test_each_host_counts_for_itself() -> None:
@@ -91,29 +102,13 @@ def test_each_vendor_has_its_variable(accelerator: str, variable: str) -> None:
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "EPYC-9654", "Gaudi3", "TPU-v5e", "Trainium2"])
-def test_what_has_no_numbers_gets_none(accelerator: str) -> None:
+def test_accelerators_without_numbers_get_no_devices(accelerator: str) -> None:
     assert not assigned({**GPU, "id": "d", "accelerator": accelerator}).env
     (fault,) = assigned({**GPU, "id": "d", "accelerator": accelerator, "devices": [0]}).faults
     assert fault == ("instances.d.devices", f"accelerator {accelerator!r} has no numbered devices: leave it out")
 
 
-def test_emulated_engines_and_what_is_off_get_none() -> None:
-    found = assigned({**GPU, "id": "e", "engine": "emulated"}, {**GPU, "id": "o", "enabled": False}, {**GPU, "id": "d"})
-    assert devices(found) == {"d": "0"}
-
-
-def test_two_share_a_device_where_both_say_so_and_give_their_kv() -> None:
-    found = assigned(
-        {**GPU, **KV, "id": "p", "devices": [0]}, {**GPU, **KV, "id": "d", "devices": [0]}, {**GPU, "id": "e"}
-    )
-    assert devices(found) == {"p": "0", "d": "0", "e": "1"}
-    assert not found.faults
-    alike = assigned({**GPU, **KV, "id": "d", "devices": [1], "count": 2})
-    assert devices(alike) == {"d-0": "1", "d-1": "1"}
-    assert not alike.faults
-
-
-def test_the_check_of_two_on_one_gpu_starts_them_so(tmp_path: Path) -> None:
+def test_the_cluster_of_the_gpu_check_shares_one_device(tmp_path: Path) -> None:
     made = cluster_on("H100-SXM")
     plan = make_plan(made, tmp_path)
     preflight(made, plan, "c.yaml")
@@ -121,13 +116,8 @@ def test_the_check_of_two_on_one_gpu_starts_them_so(tmp_path: Path) -> None:
     assert not make_plan(cluster_on("cpu"), tmp_path).devices.env
 
 
-def test_devices_of_several_alike_are_dealt_out() -> None:
-    found = assigned({**GPU, "id": "d", "devices": [4, 5, 6, 7], "count": 2, "tensor_parallel": 2})
-    assert devices(found) == {"d-0": "4,5", "d-1": "6,7"}
-
-
 @pytest.mark.parametrize(
-    ("instances", "key", "said"),
+    ("instances", "key", "message"),
     [
         (
             [{"id": "p", "devices": [0], **KV}, {"id": "d", "devices": [0]}],
@@ -172,13 +162,13 @@ def test_devices_of_several_alike_are_dealt_out() -> None:
         ),
     ],
 )
-def test_what_is_refused(instances: Sequence[dict[str, Any]], key: str, said: str) -> None:
+def test_faulty_devices_are_named(instances: Sequence[dict[str, Any]], key: str, message: str) -> None:
     ((at, text),) = assigned(*({**GPU, **each} for each in instances), count=4).faults
     assert at == key
-    assert text.startswith(said)
+    assert text.startswith(message)
 
 
-def test_a_device_is_named_once() -> None:
+def test_an_entry_names_a_device_once() -> None:
     with pytest.raises(ValueError, match="device 3 is named twice"):
         cluster({**GPU, "id": "d", "devices": [3, 3]})
 
@@ -192,19 +182,19 @@ def test_devices_are_counted_among_those_that_the_launcher_sees(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])
-def test_a_launcher_that_sees_no_devices_has_none_to_give(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+def test_a_launcher_that_sees_no_devices_assigns_none(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
     monkeypatch.setenv(CUDA, hidden)
     ((_, text),) = assign(cluster({**GPU, "id": "d"}), "local").faults
     assert "host 'local' has 0 free of 0" in text
 
 
-def test_amds_variable_and_cudas_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variables_of_amd_and_cuda_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CUDA, "2,3")
     found = assign(cluster({**GPU, "id": "d", "accelerator": "MI300X", "devices": [1]}), "local")
     assert dict(found.env["d"]) == {HIP: "3", CUDA: "3"}
 
 
-def test_processes_get_their_devices_and_mistakes_their_line(tmp_path: Path) -> None:
+def test_processes_get_their_devices_and_faults_their_line(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     model = PROJECT / "models" / "demo"
     head = f"name: c\nmodel: {model}\ninstance_defaults: {{accelerator: A10}}\ninstances:\n"
@@ -248,6 +238,6 @@ def test_devices_have_room_for_all_of_their_instances(
         preflight(read, make_plan(read, tmp_path), "c.yaml")
 
 
-def test_every_accelerator_of_the_catalogue_has_a_variable_or_says_that_there_is_none() -> None:
+def test_the_accelerators_without_a_variable() -> None:
     without = {each.name for each in Catalogue.built_in().all() if not each.visible_by}
     assert without == {"Gaudi2", "Gaudi3", "TPU-v5e", "Trainium2", "Xeon-8480", "EPYC-9654"}

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import time
 import uuid
@@ -140,55 +141,38 @@ async def busy(monitor: MonitorClient) -> bool:
     return int((await monitor.instance("d-0"))["load"]["inflight"]) > USERS
 
 
-async def test_killed_it_is_replaced_within_two_seconds_and_nothing_is_lost(suite: Suite) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_lost_monitor_is_replaced_within_two_seconds_and_returns_as_the_standby(
+    suite: Suite, number: signal.Signals
+) -> None:
     async with loaded(suite):
         active, other = await who(suite)
         draining, operation_id = await drain_under_way(suite)
-        old, began = suite.kill(active), time.monotonic()
-        with pytest.raises(OutcomeUnknown) as unknown:
-            await draining
-        assert unknown.value.operation_id == operation_id
+        pid, began = suite.kill(active, number), time.monotonic()
+        if number == signal.SIGKILL:
+            with pytest.raises(OutcomeUnknown) as unknown:
+                await draining
+            assert unknown.value.operation_id == operation_id
         took_s = await taken_over(suite, other, began)
-        print(f"\n{other} acts {took_s:.2f} s after {active} was killed")
+        print(f"\n{other} acts {took_s:.2f} s after {active} got {number.name}")
         assert took_s < MOST_S
         async with suite.monitor() as monitor:
             row = await monitor.operation(operation_id)
             assert (row["result"], row["code"]) == ("unknown", "outcome_unknown")
             assert (await monitor.resume("d-0", who="test"))["result"] == "succeeded"
             assert (await monitor.flip("p-1", who="test"))["to_role"] == "decode"
-            assert (await monitor.flip("p-1", who="test"))["to_role"] == "prefill"
-        await suite.restarted(active, old)
-        assert await who(suite) == (other, active)  # back, it stands by
-
-
-async def test_frozen_it_is_replaced_and_does_nothing_when_it_wakes(suite: Suite) -> None:
-    async with loaded(suite):
-        active, other = await who(suite)
-        draining, operation_id = await drain_under_way(suite)
-        pid, began = suite.kill(active, signal.SIGSTOP), time.monotonic()
-        took_s = await taken_over(suite, other, began)
-        print(f"\n{other} acts {took_s:.2f} s after {active} was frozen")
-        assert took_s < MOST_S
-        async with suite.monitor() as monitor:
-            assert (await monitor.operation(operation_id))["result"] == "unknown"
-            assert (await monitor.resume("d-0", who="test"))["result"] == "succeeded"
-            assert (await monitor.flip("p-1", who="test"))["to_role"] == "decode"
-        os.kill(pid, signal.SIGCONT)
-        with pytest.raises(PolyphaseError):  # that drain's answer: it was not this monitor's turn any more
-            await draining
-        token = cluster_keys.kept_token(suite.data_dir)
-        async with MonitorClient(url_of(suite, active), token=token) as woken:
-            with pytest.raises(Standby, match=rf"{active} does not act: .*{other} at http://"):
-                await until_it_answers(woken)
-            with pytest.raises(Standby):
-                await woken.flip("d-0", who="test")
+        if number == signal.SIGKILL:
+            await suite.restarted(active, pid)
+        else:
+            os.kill(pid, signal.SIGCONT)
+            with pytest.raises(PolyphaseError):  # the drain's answer: the old monitor does not act any more
+                await draining
+            await require_standby(suite, active, other)
         assert await who(suite) == (other, active)
         found = await suite.instances()
-        assert {name: (one["role"], one["state"]) for name, one in found.items()} == {
-            "p-0": ("prefill", "ready"),
-            "p-1": ("decode", "ready"),
-            "d-0": ("decode", "ready"),
-            "d-1": ("decode", "ready"),
+        roles = {"p-0": "prefill", "p-1": "decode", "d-0": "decode", "d-1": "decode"}
+        assert {name: (each["role"], each["state"]) for name, each in found.items()} == {
+            name: (role, "ready") for name, role in roles.items()
         }
         async with suite.monitor() as monitor:
             assert (await monitor.operation(operation_id))["result"] == "unknown"
@@ -197,14 +181,18 @@ async def test_frozen_it_is_replaced_and_does_nothing_when_it_wakes(suite: Suite
             assert (await monitor.flip("p-1", who="test"))["to_role"] == "prefill"
 
 
-async def until_it_answers(woken: MonitorClient) -> None:
-    """Raises what it says, once it says anything."""
-    give_up = time.monotonic() + MOST_S
-    while True:
-        try:
-            await woken.cluster()
-        except Standby:
-            raise
-        except PolyphaseError:
-            assert time.monotonic() < give_up
-        await asyncio.sleep(0.02)
+async def require_standby(suite: Suite, name: str, acting: str) -> None:
+    """Once the monitor answers, it refuses to act and names the acting one."""
+    token, give_up, refusal = cluster_keys.kept_token(suite.data_dir), time.monotonic() + MOST_S, ""
+    async with MonitorClient(url_of(suite, name), token=token) as monitor:
+        while not refusal:
+            try:
+                await monitor.cluster()
+            except Standby as error:
+                refusal = error.message
+            except PolyphaseError:
+                assert time.monotonic() < give_up
+            await asyncio.sleep(0.02)
+        assert re.match(rf"{name} does not act: .*{acting} at http://", refusal)
+        with pytest.raises(Standby):
+            await monitor.flip("d-0", who="test")

@@ -13,12 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.launcher.child_process import Child, Limits
+from services.launcher import fork_client
+from services.launcher.child_process import Child
 from services.launcher.fork_client import ForkServer
 from services.launcher.spec import ProcessSpec
 from services.launcher.suite import until
-from services.launcher.supervisor import State, Status, Supervisor, supervising
+from services.launcher.supervisor import State, Supervisor, supervising
 from shared.errors import Unavailable
+from tests.services.launcher.processes import QUICK, gone, logged, restarted, status
 
 PROBE = """
 import os, sys, signal
@@ -29,7 +31,6 @@ if os.environ["WORD"] == "stay":
     while True: signal.pause()
 sys.exit(7)
 """
-QUICK = Limits(poll_s=0.02, hang_s=0.6, check_s=0.05, backoff_s=0.01)
 
 
 @pytest.fixture
@@ -44,7 +45,6 @@ async def server(tmp_path: Path, environment: dict[str, str]) -> AsyncIterator[t
     forks = ForkServer({**environment, "ONLY_SERVER": "1"}, ["heavy"])
     process = await forks.start(forks.spec, tmp_path / "server.log")
     yield forks, process
-    forks.close()
     process.kill()
     await process.wait()
 
@@ -57,20 +57,11 @@ def spec(environment: dict[str, str], word: str) -> ProcessSpec:
     return ProcessSpec("probe", argv, {**environment, "WORD": word}, module="probe")
 
 
-def ran(log: Path) -> int:
-    """How often the module has run."""
-    return log.read_text().count("stay") if log.exists() else 0
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 async def test_a_forked_process_has_its_own_environment_log_group_and_code(
     server: Server, environment: dict[str, str], tmp_path: Path
 ) -> None:
     forks, _ = server
-    assert await forks.ready()
+    assert await forks.imported()
     child = await forks.fork(spec(environment, "go"), tmp_path / "probe.log")
     assert await asyncio.wait_for(child.wait(), 10) == 7
     assert not child.running
@@ -79,7 +70,7 @@ async def test_a_forked_process_has_its_own_environment_log_group_and_code(
 
 async def test_many_at_once_are_told_apart(server: Server, environment: dict[str, str], tmp_path: Path) -> None:
     forks, _ = server
-    await forks.ready()
+    await forks.imported()
     logs = [tmp_path / f"{n}.log" for n in range(5)]
     children = await asyncio.gather(*(forks.fork(spec(environment, f"w{n}"), log) for n, log in enumerate(logs)))
     assert len({child.pid for child in children}) == 5
@@ -87,22 +78,14 @@ async def test_many_at_once_are_told_apart(server: Server, environment: dict[str
     assert [log.read_text().split()[0] for log in logs] == [f"w{n}" for n in range(5)]
 
 
-async def test_a_signal_is_its_exit_code(server: Server, environment: dict[str, str], tmp_path: Path) -> None:
-    forks, _ = server
-    await forks.ready()
-    child = await forks.fork(spec(environment, "stay"), tmp_path / "probe.log")
-    child.kill()
-    assert await asyncio.wait_for(child.wait(), 10) == -signal.SIGKILL
-
-
 async def test_what_it_forked_lives_on_when_the_server_is_killed(
     server: Server, environment: dict[str, str], tmp_path: Path
 ) -> None:
     forks, process = server
-    await forks.ready()
+    await forks.imported()
     log = tmp_path / "probe.log"
     child = await forks.fork(spec(environment, "stay"), log)
-    await until(lambda: ran(log) == 1, 10, "the process to run its module")
+    await logged(log, "stay")
     process.kill()
     await process.wait()
     with pytest.raises(Unavailable):
@@ -113,33 +96,34 @@ async def test_what_it_forked_lives_on_when_the_server_is_killed(
     assert await asyncio.wait_for(child.wait(), 10) == -signal.SIGKILL
 
 
-async def test_one_that_is_forked_too_late_ends_by_itself(
-    server: Server, environment: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize("given_up", ["cancelled", "timeout"])
+async def test_a_fork_that_is_given_up_ends_the_server_and_leaves_no_process(
+    server: Server, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given_up: str
 ) -> None:
-    """A frozen server gives no answer in time; thawed, it forks what nobody waits for any more."""
+    monkeypatch.setattr(fork_client, "FORK_S", 0.1 if given_up == "timeout" else 60.0)
     forks, process = server
-    await forks.ready()
+    await forks.imported()
     log = tmp_path / "probe.log"
     before = {child.pid for child in psutil.Process().children()}  # the server, and what other tests left running
     os.kill(process.pid, signal.SIGSTOP)
     await until(lambda: process.stopped, 10, "the server to be stopped")
-    assert "did not reply" in await forks.ask(0.1)
-    asking = asyncio.create_task(forks.fork(spec(environment, "stay"), log))
+    fork = asyncio.create_task(forks.fork(spec(environment, "stay"), log))
     await asyncio.sleep(0)  # the request is written
-    asking.cancel()
-    os.kill(process.pid, signal.SIGCONT)
-    assert not await forks.ask(10.0)  # answered after the request
-    forked = [child.pid for child in psutil.Process().children() if child.pid not in before]
-    await until(lambda: all(gone(pid) for pid in forked), 10, "the unwanted process to end")
+    if given_up == "cancelled":
+        fork.cancel()
+    with pytest.raises((Unavailable, asyncio.CancelledError)):
+        await fork
+    assert await asyncio.wait_for(process.wait(), 10) == -signal.SIGKILL
+    assert {child.pid for child in psutil.Process().children()} <= before
+    assert not log.exists()
 
 
 async def test_a_server_that_cannot_import_is_never_ready(tmp_path: Path, environment: dict[str, str]) -> None:
     forks = ForkServer(environment, ["no_such_module"])
     process = await forks.start(forks.spec, tmp_path / "server.log")
-    assert not await forks.ready()
+    assert not await forks.imported()
     assert await process.wait() == 1
     assert "no_such_module" in (tmp_path / "server.log").read_text()
-    forks.close()
 
 
 @asynccontextmanager
@@ -153,32 +137,27 @@ async def supervised(tmp_path: Path, environment: dict[str, str], preload: str =
         yield supervisor
 
 
-def status(supervisor: Supervisor, name: str) -> Status:
-    return next(each for each in supervisor.statuses if each.name == name)
-
-
-async def restarted(supervisor: Supervisor, name: str) -> Status:
-    await until(lambda: status(supervisor, name).restarts == 1, 20, f"the end of {name} to be seen")
-    await until(lambda: status(supervisor, name).state is State.READY, 20, f"the restart of {name}")
-    return status(supervisor, name)
-
-
-@pytest.mark.parametrize(("number", "why"), [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "hung")])
-async def test_a_server_that_dies_or_hangs_is_started_again_and_harms_nobody(
-    tmp_path: Path, environment: dict[str, str], number: signal.Signals, why: str
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_server_that_dies_or_hangs_is_restarted_and_its_processes_go_on(
+    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
+    """A hang is found by the next fork; that process is then started as a program."""
+    monkeypatch.setattr(fork_client, "FORK_S", 0.5)
     async with supervised(tmp_path, environment) as supervisor:
         log = tmp_path / "logs" / "probe.log"
         await until(lambda: status(supervisor, "fork-server").state is State.READY, 20, "the server")
-        await until(lambda: ran(log) == 1, 10, "the process to run its module")
+        await logged(log, "stay")
         first = status(supervisor, "probe")
         os.kill(status(supervisor, "fork-server").pid, number)
-        assert why in (await restarted(supervisor, "fork-server")).fault
-        assert status(supervisor, "probe") == first
+        if number == signal.SIGKILL:
+            await restarted(supervisor, "fork-server")
+            assert status(supervisor, "probe") == first
         os.kill(first.pid, signal.SIGKILL)
         again = await restarted(supervisor, "probe")
-        await until(lambda: ran(log) == 2, 10, "the second start")
-        assert log.read_text() == "stay None True True\n" * 2  # the new server forked it
+        assert "signal 9" in (await restarted(supervisor, "fork-server")).fault
+        await logged(log, "stay", 2)
+        forked = number == signal.SIGKILL
+        assert log.read_text() == f"stay None True True\nstay None {forked} True\n"
     assert all(gone(pid) for pid in (first.pid, again.pid))
 
 
@@ -189,7 +168,7 @@ async def test_without_a_server_processes_are_started_the_plain_way(
         await until(lambda: status(supervisor, "fork-server").state is State.FAILED, 20, "the server to give up")
         assert status(supervisor, "probe").state is State.READY
         log = tmp_path / "logs" / "probe.log"
-        await until(lambda: ran(log) == 1, 10, "the module to run")
+        await logged(log, "stay")
         assert log.read_text() == "stay None False True\n"
 
 
@@ -223,7 +202,7 @@ async def test_neither_server_nor_forked_process_outlives_a_launcher_that_is_kil
     assert launcher.stdout is not None
     pids = [int(word) for word in (await launcher.stdout.readline()).split()]
     assert len(pids) == 2
-    await until(lambda: ran(tmp_path / "logs" / "probe.log") == 1, 10, "the forked process to run")
+    await logged(tmp_path / "logs" / "probe.log", "stay")
     assert not any(gone(pid) for pid in pids)
     launcher.kill()
     await launcher.wait()

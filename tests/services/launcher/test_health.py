@@ -34,7 +34,7 @@ async def serving(serve: Serve) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("answer", [OK, OK.replace(b"1.1", b"1.0"), b"HTTP/1.0 200 OK\r\n\r\nok"])
-async def test_each_question_opens_a_connection(answer: bytes) -> None:
+async def test_each_check_opens_a_connection(answer: bytes) -> None:
     connections = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -46,44 +46,35 @@ async def test_each_question_opens_a_connection(answer: bytes) -> None:
 
     async with serving(serve) as url:
         health = HttpHealth(url)
-        assert [await health.ask(10) for _ in range(3)] == [""] * 3
+        assert [await health.check(10) for _ in range(3)] == [""] * 3
     assert connections == 3
+    assert "ConnectionRefusedError" in await health.check(10)
 
 
-async def test_a_process_that_takes_no_new_connections_is_not_well() -> None:
+def answering(answer: bytes) -> Serve:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(OK)
+        writer.write(answer)
 
-    async with serving(serve) as url:
-        health = HttpHealth(url)
-        assert await health.ask(10) == ""
-    assert "ConnectionRefusedError" in await health.ask(10)
-
-
-async def test_what_is_not_well_says_why() -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 5\r\n\r\nstuck")
-
-    async with serving(serve) as url:
-        health = HttpHealth(url)
-        assert await health.ask(10) == "HTTP 503 stuck"
+    return serve
 
 
 @pytest.mark.parametrize(
-    "noise", [b"", b"\xff\x00garbage\r\n\r\n", b"x" * 100_000, b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n"]
+    ("answer", "fault"),
+    [
+        (b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 5\r\n\r\nstuck", "HTTP 503 stuck"),
+        (b"", "IncompleteReadError"),
+        (b"\xff\x00garbage\r\n\r\n", "ValueError"),
+        (b"x" * 100_000, "LimitOverrunError"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n", "ValueError"),
+    ],
 )
-async def test_garbage_is_a_fault(noise: bytes) -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(noise)
-
-    async with serving(serve) as url:
-        assert await HttpHealth(url).ask(10)
+async def test_any_other_answer_is_a_fault(answer: bytes, fault: str) -> None:
+    async with serving(answering(answer)) as url:
+        assert (await HttpHealth(url).check(10)).startswith(fault)
 
 
-async def test_one_that_does_not_answer_is_asked_anew_over_another_connection() -> None:
+async def test_a_check_without_an_answer_ends_and_the_next_one_uses_another_connection() -> None:
     connections = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -96,24 +87,16 @@ async def test_one_that_does_not_answer_is_asked_anew_over_another_connection() 
 
     async with serving(serve) as url:
         health = HttpHealth(url)
-        assert await health.ask(0.1) == "no answer within 0.1 s"
-        assert await health.ask(10) == ""
+        assert await health.check(0.1) == "no answer within 0.1 s"
+        assert await health.check(10) == ""
     assert connections == 2
 
 
-async def test_nobody_there() -> None:
-    assert "ConnectionRefusedError" in await HttpHealth("http://127.0.0.1:1/health").ask(10)
-
-
-@pytest.mark.parametrize("well", [True, False])
-async def test_the_check_of_a_container(well: bool) -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(OK if well else OK.replace(b"200 OK", b"503 No"))
-
-    async with serving(serve) as url:
+@pytest.mark.parametrize("healthy", [True, False])
+async def test_the_check_of_a_container(healthy: bool) -> None:
+    async with serving(answering(OK if healthy else OK.replace(b"200 OK", b"503 No"))) as url:
         command = [sys.executable, "-m", "services.launcher.health"]
         process = await asyncio.create_subprocess_exec(*command, env={HEALTH_URL: url}, stderr=subprocess.PIPE)
         _, errors = await process.communicate()
-    assert process.returncode == (0 if well else 1)
-    assert well or b"503" in errors
+    assert process.returncode == (0 if healthy else 1)
+    assert healthy or b"503" in errors

@@ -1,4 +1,4 @@
-"""A model is a folder or a name of a hub; what looks like a path never asks one."""
+"""A model is a folder or a name of a hub; a text that looks like a path is not looked up there."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_a_name_stays_a_name(folder: Path, model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["models/hole", "/nowhere/at/all", "./gpt2", "~/gpt2", "a/b/c", "gpt2/"])
-def test_what_looks_like_a_path_is_one(folder: Path, model: str) -> None:
+def test_a_text_that_looks_like_a_path_is_one(folder: Path, model: str) -> None:
     resolved = resolve_model(model)
     assert Path(resolved).is_absolute()
     assert "there is no folder" in fault_of(resolved, weights=True)
@@ -48,33 +48,29 @@ def test_the_neighbours_of_a_missing_folder_are_named(folder: Path) -> None:
     assert "(beside it: whole)" in fault_of(resolve_model("models/hole"), weights=True)
 
 
-def test_a_whole_folder_is_fine(folder: Path) -> None:
-    assert not fault_of(str(folder), weights=True)
+INDEX = json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}})
 
 
 @pytest.mark.parametrize(
-    ("missing", "word"),
-    [("config.json", "config.json"), ("tokenizer.json", "no tokenizer"), ("model.safetensors", "no weights")],
+    ("file", "content", "weights", "fault"),
+    [
+        ("config.json", '{"num_attention_heads": 4}', True, ""),
+        ("config.json", None, True, "config.json is missing"),
+        ("config.json", "{", True, "not a JSON object"),
+        ("tokenizer.json", None, True, "no tokenizer"),
+        ("model.safetensors", None, True, "no weights"),
+        ("model.safetensors", None, False, ""),  # as an emulated engine needs it
+        ("model.safetensors.index.json", INDEX, True, "lacks model-2.safetensors"),
+    ],
 )
-def test_what_a_folder_lacks_is_named(folder: Path, missing: str, word: str) -> None:
-    (folder / missing).unlink()
-    assert word in fault_of(str(folder), weights=True)
-
-
-def test_an_emulated_engine_needs_no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    assert not fault_of(str(folder), weights=False)
-
-
-def test_a_shard_that_is_missing_is_named(folder: Path) -> None:
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "lacks model-2.safetensors" in fault_of(str(folder), weights=True)
-
-
-def test_a_config_that_is_no_json(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-    assert "not a JSON object" in fault_of(str(folder), weights=True)
+def test_missing_and_broken_parts_of_a_folder_are_named(
+    folder: Path, file: str, content: str | None, weights: bool, fault: str
+) -> None:
+    (folder / file).write_text(content or "")
+    if content is None:
+        (folder / file).unlink()
+    found = fault_of(str(folder), weights=weights)
+    assert fault in found if fault else not found
 
 
 def test_offline_a_name_must_be_in_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,5 +80,5 @@ def test_offline_a_name_must_be_in_the_cache(folder: Path, monkeypatch: pytest.M
     assert "HF_HUB_OFFLINE" in fault
 
 
-def test_what_is_neither(folder: Path) -> None:
+def test_text_that_is_neither_a_folder_nor_a_name(folder: Path) -> None:
     assert "neither a folder nor" in fault_of("what is this", weights=True)

@@ -17,7 +17,7 @@ from gateway.table import shared_table
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
-from services.launcher import addresses, ports, up
+from services.launcher import addresses, display, ports
 from services.launcher.addresses import make_shared_table
 from services.launcher.cluster_file import Cluster
 from services.launcher.plan import CAPTURE_S, FETCH_S, READ_BYTES_S, links_between, make_plan, start_s_of
@@ -73,7 +73,7 @@ def test_every_process_is_there_once(tmp_path: Path) -> None:
 def test_the_example_call_carries_a_key_where_one_is_needed(tmp_path: Path, keys: bool) -> None:
     gateway = {"api_keys_file": str(tmp_path / "keys.yaml")} if keys else {}
     shown = io.StringIO()
-    up.welcome(Console(file=shown, width=200), make_plan(cluster(gateway=gateway), tmp_path), 1.0, 0)
+    display.welcome(Console(file=shown, width=200), make_plan(cluster(gateway=gateway), tmp_path), 1.0, 0)
     assert ("Authorization: Bearer" in shown.getvalue()) is keys
 
 

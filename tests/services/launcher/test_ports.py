@@ -1,6 +1,5 @@
 """Ports: a busy one is named before anything starts."""
 
-import fcntl
 import socket
 import subprocess
 import sys
@@ -54,13 +53,12 @@ def test_a_reservation_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert free_range(size=30) == first
 
 
-def test_a_lock_that_is_not_let_go_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_range_is_waited_for_until_a_reservation_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ports, "_RESERVATIONS", tmp_path / "reserved")
-    monkeypatch.setattr(ports, "LOCK_S", 0.1)
-    with (tmp_path / "reserved").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(Conflict, match="reserved has been locked"):
-            free_range(size=10)
+    monkeypatch.setattr(ports, "_POLL_S", 0.01)
+    base = free_range(start=9_000, stop=9_900, size=20)  # which no suite uses
+    monkeypatch.setattr(ports, "RESERVED_S", 0.2)
+    assert free_range(start=base, stop=base + 20, size=20) == base
 
 
 def test_no_free_range(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,11 @@ def test_nixl_that_is_not_installed_is_named_before_anything_starts(
             "policies.prefill_order: sjf: window must be at least 1, not 0",
         ),
         ({"curve_public": "a", "curve_secret": "b"}, "curve_public, curve_secret: they are not a pair: `polyphase"),
+        (
+            {**curve_pair(), "curve_public": curve_pair()["curve_public"]},
+            "curve_public, curve_secret: they are not a pair: `polyphase",
+        ),
+        ({"dashboard": {"login": True}}, "dashboard.login: a login needs API keys"),
     ],
 )
 def test_a_fault_is_said_with_file_and_key(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -105,16 +110,6 @@ def test_a_keys_file_without_a_key_opens_nothing(tmp_path: Path) -> None:
     file.write_text("[]")
     gateway = {"host": "0.0.0.0", "api_keys_file": str(file)}
     assert "has no key, and the gateway listens on 0.0.0.0" in faults(tmp_path, gateway=gateway)[0]
-
-
-def test_curve_keys_that_are_no_pair(tmp_path: Path) -> None:
-    pair = {**curve_pair(), "curve_public": curve_pair()["curve_public"]}
-    assert "not a pair" in faults(tmp_path, **pair)[0]
-
-
-def test_a_login_without_keys(tmp_path: Path) -> None:
-    (line,) = faults(tmp_path, dashboard={"login": True})
-    assert "dashboard.login: a login needs API keys" in line
 
 
 def test_many_faults_are_said_at_once_and_alike_ones_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The supervisor, on trivial processes: start, restart, stop, and what is left when the launcher is killed."""
+"""The supervisor, on small programs: start, restart, stop, and the end of all processes with the launcher."""
 
 import asyncio
 import os
@@ -7,157 +7,151 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 from services.launcher.child_process import Limits
-from services.launcher.ports import free_range
-from services.launcher.spec import ProcessSpec
 from services.launcher.suite import until
-from services.launcher.supervisor import StartFailed, State, Status, Supervisor, supervising
+from services.launcher.supervisor import StartFailed, State, Status, supervising
 from shared.errors import NotFound
+from tests.services.launcher.processes import (
+    BROKEN,
+    DEAF,
+    FOREVER,
+    NOWHERE,
+    QUICK,
+    SERVER,
+    gone,
+    logged,
+    restarted,
+    server,
+    spec,
+    status,
+)
 
-QUICK = Limits(start_s=20.0, poll_s=0.02, backoff_s=0.01, backoff_max_s=0.05, stop_s=0.5, at_once=2)
-FOREVER = "import signal\nwhile True: signal.pause()"
-DEAF = f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\n{FOREVER}"
 PARENT = f"""
 import subprocess, sys
 child = subprocess.Popen([sys.executable, '-c', {FOREVER!r}])
 print(child.pid, flush=True)
 child.wait()
 """
-SERVER = """
-import http.server, os, sys
-class Ok(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers(); self.wfile.write(os.environ.get("WORD", "").encode())
-    def log_message(self, *args): pass
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Ok).serve_forever()
-"""
+LATE = {"start_s": 0.3, "may_be_late": True}
 
 
-def spec(name: str, code: str, *arguments: str, health: str = "") -> ProcessSpec:
-    return ProcessSpec(name, (sys.executable, "-S", "-c", code, *arguments), dict(os.environ), health)
-
-
-def server(name: str, code: str = SERVER) -> ProcessSpec:
-    port = free_range(size=10)
-    return spec(name, code, str(port), health=f"http://127.0.0.1:{port}/")
-
-
-def status(supervisor: Supervisor, name: str) -> Status:
-    return next(each for each in supervisor.statuses if each.name == name)
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-async def test_starts_reports_and_stops(tmp_path: Path) -> None:
+async def test_processes_start_report_their_states_and_stop(tmp_path: Path) -> None:
     seen: list[tuple[str, State]] = []
-    specs = [server("web"), spec("quiet", FOREVER)]
+    specs = [server(), spec("quiet")]
     async with supervising(specs, tmp_path, lambda s: seen.append((s.name, s.state)), QUICK) as supervisor:
         await supervisor.started()
         pids = [each.pid for each in supervisor.statuses]
         assert all(each.state is State.READY and each.took_s > 0 for each in supervisor.statuses)
     assert all(gone(pid) for pid in pids)
-    assert ("web", State.STARTING) in seen
-    assert seen[-1][1] is State.STOPPED
+    assert [state for name, state in seen if name == "web"] == [State.STARTING, State.READY, State.STOPPED]
 
 
-async def test_a_process_that_dies_is_started_again(tmp_path: Path) -> None:
-    async with supervising([server("web")], tmp_path, lambda _: None, QUICK) as supervisor:
+async def test_a_dead_process_restarts(tmp_path: Path) -> None:
+    async with supervising([server()], tmp_path, lambda _: None, QUICK) as supervisor:
         await supervisor.started()
-        first = status(supervisor, "web").pid
+        first = status(supervisor).pid
         os.kill(first, signal.SIGKILL)
-        await until(lambda: status(supervisor, "web").restarts == 1, 10, "the death to be seen")
-        await until(lambda: status(supervisor, "web").state is State.READY, 10, "the restart")
-        assert status(supervisor, "web").pid != first
+        assert (await restarted(supervisor)).pid != first
 
 
-async def test_restarts_slow_down_and_say_why(tmp_path: Path) -> None:
-    notes: list[str] = []
-    code = "import sys; sys.exit(3)"
-    limits = Limits(backoff_s=0.01, backoff_max_s=0.04, poll_s=0.01)
-    seen = asyncio.Event()
+async def test_restarts_slow_down_and_give_the_reason(tmp_path: Path) -> None:
+    notes: asyncio.Queue[str] = asyncio.Queue()
 
     def changed(now: Status) -> None:
         if now.state is State.RESTARTING:
-            notes.append(now.note)
-            if len(notes) == 4:
-                seen.set()
+            notes.put_nowait(now.note)
 
-    async with supervising([spec("ends", code)], tmp_path, changed, limits):
-        await asyncio.wait_for(seen.wait(), 20)
-    assert [note.rsplit(" in ")[1] for note in notes[:4]] == ["0.01 s", "0.02 s", "0.04 s", "0.04 s"]
-    assert "ended with code 3" in notes[0]
+    limits = Limits(backoff_s=0.01, backoff_max_s=0.04, poll_s=0.01)
+    async with supervising([spec("ends", "raise SystemExit(3)")], tmp_path, changed, limits), asyncio.timeout(20):
+        found = [await notes.get() for _ in range(4)]
+    delays = ("0.01", "0.02", "0.04", "0.04")
+    assert found == [f"ended with code 3; restarting in {delay} s" for delay in delays]
 
 
-async def test_a_failed_start_shows_the_log_and_stops_the_rest(tmp_path: Path) -> None:
-    broken = spec("broken", "print('no such model'); raise SystemExit(2)", health="http://127.0.0.1:1/")
+@pytest.mark.parametrize(
+    ("code", "fields", "error"),
+    [
+        (BROKEN, {}, r"first did not start: ended with code 2: no such model\nIts log: .*first.log"),
+        (BROKEN, {"may_be_late": True}, "first did not start: ended with code 2: no such model"),
+        (FOREVER, {"start_s": 0.3}, r"first did not start: not healthy after 0\.3 s"),
+        (FOREVER, {**LATE, "role": "decode"}, r"first did not start: not healthy after 0\.3 s"),  # the only one
+    ],
+)
+async def test_a_failed_start_shows_its_cause_and_stops_the_other_processes(
+    tmp_path: Path, code: str, fields: dict[str, Any], error: str
+) -> None:
     pids: list[int] = []
-    said = r"broken did not start: ended with code 2: no such model\nIts log: .*broken.log"
-    with pytest.raises(StartFailed, match=said):
-        async with supervising([spec("fine", FOREVER), broken], tmp_path, lambda s: pids.append(s.pid), QUICK) as s:
-            await s.started()
+    first = replace(spec("first", code, health=NOWHERE), **fields)
+    others = [spec("quiet"), replace(server(), may_be_late=True, role="prefill")]
+    with pytest.raises(StartFailed, match=error):
+        async with supervising([*others, first], tmp_path, lambda s: pids.append(s.pid), QUICK) as supervisor:
+            await supervisor.started()
     assert all(gone(pid) for pid in pids if pid)
 
 
-async def test_a_start_that_takes_too_long_fails(tmp_path: Path) -> None:
-    stuck = spec("stuck", FOREVER, health="http://127.0.0.1:1/")
-    with pytest.raises(StartFailed, match="not healthy"):
-        async with supervising([stuck], tmp_path, lambda _: None, Limits(start_s=0.3, poll_s=0.02)) as supervisor:
-            await supervisor.started()
+async def test_a_late_instance_does_not_end_the_suite(tmp_path: Path) -> None:
+    """The others serve; the late instance restarts, and counts as any other once it is ready."""
+    gate = tmp_path / "gate"
+    slow = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n{SERVER}"
+    late = replace(server("late", slow), role="decode", **LATE)
+    elsewhere = replace(spec("stuck", health=NOWHERE), **LATE)  # another host may have its role
+    fine = replace(server("fine"), may_be_late=True, role="decode")
+    notes: list[str] = []
+    specs = [late, fine, elsewhere]
+    async with supervising(specs, tmp_path, lambda s: notes.append(s.note), QUICK) as supervisor:
+        await supervisor.started()
+        assert supervisor.late == ("late", "stuck")
+        assert any(note.startswith("not healthy after 0.3 s") and "restarting" in note for note in notes)
+        assert status(supervisor, "fine").state is State.READY
+        gate.touch()
+        await until(lambda: supervisor.late == ("stuck",), 20, "the late one")
+        assert status(supervisor, "late").state is State.READY
 
 
-async def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     async with supervising([spec("deaf", DEAF)], tmp_path, lambda _: None, QUICK) as supervisor:
         await supervisor.started()
-        await until(lambda: "up" in (tmp_path / "deaf.log").read_text(), 10, "the process to ignore SIGTERM")
+        await logged(tmp_path / "deaf.log", "up")
         pid, began = status(supervisor, "deaf").pid, time.monotonic()
     assert gone(pid)
     assert QUICK.stop_s <= time.monotonic() - began < 10
 
 
-async def test_grandchildren_end_too(tmp_path: Path) -> None:
+async def test_grandchildren_end_with_their_parent(tmp_path: Path) -> None:
     log = tmp_path / "parent.log"
     async with supervising([spec("parent", PARENT)], tmp_path, lambda _: None, QUICK) as supervisor:
         await supervisor.started()
-        await until(lambda: log.read_text().strip().isdigit(), 10, "the grandchild")
-        grandchild = int(log.read_text())
-        os.kill(status(supervisor, "parent").pid, signal.SIGKILL)  # a crash leaves none behind either
-        await until(lambda: gone(grandchild), 10, "the grandchild of a dead child to end")
-        await until(lambda: len(log.read_text().split()) == 2, 10, "the second grandchild")
-        second = int(log.read_text().split()[1])
+        await logged(log, "\n")
+        os.kill(status(supervisor, "parent").pid, signal.SIGKILL)
+        await logged(log, "\n", 2)
+        first, second = map(int, log.read_text().split())
+        await until(lambda: gone(first), 10, "the grandchild of a dead child to end")
     await until(lambda: gone(second), 10, "the second grandchild to end")
 
 
-async def test_restart_with_another_environment(tmp_path: Path) -> None:
-    import httpx
-
-    web = server("web")
+async def test_a_requested_restart_adds_variables(tmp_path: Path) -> None:
+    web = server()
     async with supervising([web], tmp_path, lambda _: None, QUICK) as supervisor, httpx.AsyncClient() as http:
         await supervisor.started()
-        first = status(supervisor, "web").pid
         await supervisor.restart("web", {"WORD": "changed"})
-        await until(lambda: status(supervisor, "web").pid not in (0, first), 10, "the new process")
-        await until(lambda: status(supervisor, "web").state is State.READY, 10, "the restart")
-        assert (await http.get(web.health_url)).text == "changed"
+        await restarted(supervisor)
+        assert "changed" in (await http.get(web.health_url)).text
         with pytest.raises(NotFound, match="web"):
-            await supervisor.restart("nobody")
+            await supervisor.restart("unknown")
 
 
-async def test_an_error_in_the_block_stops_everything_and_passes_through(tmp_path: Path) -> None:
+async def test_an_error_in_the_block_stops_all_processes_and_passes_through(tmp_path: Path) -> None:
     pids: list[int] = []
-
-    async def fail() -> None:
-        async with supervising([spec("quiet", FOREVER)], tmp_path, lambda s: pids.append(s.pid), QUICK) as supervisor:
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012
+        async with supervising([spec("quiet")], tmp_path, lambda s: pids.append(s.pid), QUICK) as supervisor:
             await supervisor.started()
             raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        await fail()
     assert all(gone(pid) for pid in pids if pid)
 
 
@@ -179,67 +173,16 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-async def test_children_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path, frozen: bool) -> None:
+async def test_children_end_with_a_launcher_that_is_killed(tmp_path: Path, frozen: bool) -> None:
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path), DEAF]
     launcher = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert launcher.stdout is not None
     pids = [int(word) for word in (await launcher.stdout.readline()).split()]
     assert len(pids) == 3
-    assert not any(gone(pid) for pid in pids)
     if frozen:
         launcher.send_signal(signal.SIGSTOP)
         await until(lambda: psutil.Process(launcher.pid).status() == psutil.STATUS_STOPPED, 10, "it to be stopped")
-        assert not any(gone(pid) for pid in pids)  # a frozen launcher takes nothing with it
+    assert not any(gone(pid) for pid in pids)
     launcher.kill()
     await launcher.wait()
     await until(lambda: all(gone(pid) for pid in pids), 10, "the children to end")
-
-
-async def test_one_instance_that_is_late_does_not_end_the_suite(tmp_path: Path) -> None:
-    """The others serve; it is started again, with a word, and counts as any other once it is ready."""
-    gate = tmp_path / "gate"
-    slow = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n{SERVER}"
-    late_one = replace(server("late", slow), start_s=0.3, may_be_late=True, role="decode")
-    notes: list[str] = []
-    fine = replace(server("fine"), may_be_late=True, role="decode")
-    specs = [late_one, fine, server("gateway")]
-    async with supervising(specs, tmp_path, lambda s: notes.append(s.note), QUICK) as supervisor:
-        await supervisor.started()
-        assert supervisor.late == ("late",)
-        assert any(note.startswith("not healthy after 0.3 s") and "restarting" in note for note in notes)
-        assert status(supervisor, "fine").state is State.READY
-        gate.touch()
-        await until(lambda: not supervisor.late, 20, "the late one")
-        assert status(supervisor, "late").state is State.READY
-
-
-async def test_an_instance_that_ends_by_itself_at_its_start_ends_the_suite(tmp_path: Path) -> None:
-    broken = spec("broken", "print('no such model'); raise SystemExit(2)", health="http://127.0.0.1:1/")
-    specs = [replace(broken, may_be_late=True), replace(server("fine"), may_be_late=True)]
-    with pytest.raises(StartFailed, match="broken did not start: ended with code 2: no such model"):
-        async with supervising(specs, tmp_path, lambda _: None, QUICK) as supervisor:
-            await supervisor.started()
-
-
-async def test_where_every_instance_of_a_role_is_late_the_start_has_failed(tmp_path: Path) -> None:
-    stuck = replace(spec("stuck", FOREVER, health="http://127.0.0.1:1/"), start_s=0.2, may_be_late=True, role="decode")
-    specs = [server("gateway"), replace(server("fine"), may_be_late=True, role="prefill"), stuck]
-    with pytest.raises(StartFailed, match=r"stuck did not start: not healthy after 0\.2 s"):
-        async with supervising(specs, tmp_path, lambda _: None, QUICK) as supervisor:
-            await supervisor.started()
-
-
-async def test_another_host_may_have_the_role_of_one_that_is_late(tmp_path: Path) -> None:
-    stuck = replace(spec("stuck", FOREVER, health="http://127.0.0.1:1/"), start_s=0.2, may_be_late=True)
-    async with supervising([stuck], tmp_path, lambda _: None, QUICK) as supervisor:
-        await supervisor.started()
-        assert supervisor.late == ("stuck",)
-
-
-async def test_a_service_that_is_late_ends_the_suite(tmp_path: Path) -> None:
-    stuck = replace(spec("gateway", FOREVER, health="http://127.0.0.1:1/"), start_s=0.2)
-    with pytest.raises(StartFailed, match="gateway did not start"):
-        async with supervising(
-            [replace(server("fine"), may_be_late=True), stuck], tmp_path, lambda _: None, QUICK
-        ) as s:
-            await s.started()

@@ -1,5 +1,6 @@
-"""Clusters to render, and what is asked of the manifests."""
+"""Clusters to render, and the parts of their manifests."""
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,38 +13,11 @@ from services.launcher.render.manifests import Rendered, render
 from services.launcher.render.options import RenderOptions
 
 PUBLIC, SECRET, TOKEN = "p" * 40, "s" * 40, "the-cluster-token-itself"
-UNLIKE = {
-    "name": "unlike",
-    "model": "org/model",
-    "ports": 20000,
-    "database_url": "postgresql://us:pass-word@db/polyphase",
+UNLIKE: dict[str, Any] = {
+    **yaml.safe_load((Path(__file__).parent / "unlike.yaml").read_text()),
     "curve_public": PUBLIC,
     "curve_secret": SECRET,
     "cluster_token": TOKEN,
-    "hosts": {"head": "10.0.0.1", "gpu": "10.0.0.2"},
-    "control": "head",
-    "gateway": {"processes": 3, "port": 9000, "slo": {"gold": {"ttft_s": 1.0}}},
-    "scheduler": {"count": 2},
-    "predictor": {"count": 2},
-    "launcher": {"hang_s": 9, "start_s": 100},
-    "instances": [
-        {
-            "id": "a100",
-            "count": 3,
-            "role": "prefill",
-            "accelerator": "A100-SXM-80",
-            "tensor_parallel": 4,
-            "host": "gpu",
-        },
-        {
-            "id": "mi300x",
-            "role": "decode",
-            "accelerator": "MI300X",
-            "env": {"HF_TOKEN": "hf-in-clear", "X": "127.0.0.1:1"},
-        },
-        {"id": "ascend", "role": "decode", "accelerator": "Ascend-910B", "drain_s": 7},
-        {"id": "cpu", "count": 2, "role": "decode", "threads": 2},
-    ],
 }
 
 
@@ -55,7 +29,15 @@ def shipped(name: str) -> Cluster:
     return load_cluster(Path(name))
 
 
+@functools.cache
+def _unlike() -> Rendered:
+    return render(unlike(), RenderOptions(), "file.yaml")
+
+
 def rendered(cluster: Cluster | None = None, *, with_secrets: bool = False, **options: Any) -> Rendered:
+    """The manifests of a cluster, by default of `unlike()`; do not change them."""
+    if cluster is None and not with_secrets and not options:
+        return _unlike()
     return render(cluster or unlike(), RenderOptions(**options), "file.yaml", with_secrets=with_secrets)
 
 
@@ -78,7 +60,7 @@ def container(objects: Rendered, name: str) -> dict[str, Any]:
 
 
 def environment(objects: Rendered, name: str, ordinal: int = 0, secret: str = SECRET) -> dict[str, str]:
-    """What the process of that pod would find."""
+    """The environment of the process in that pod."""
     box = container(objects, name)
     found: dict[str, str] = {}
     for source in box["envFrom"]:
@@ -97,7 +79,7 @@ def environment(objects: Rendered, name: str, ordinal: int = 0, secret: str = SE
 
 
 def hosts(objects: Rendered) -> dict[str, set[int]]:
-    """Every name by which somebody is found within the namespace, and the ports that answer there."""
+    """Each host name within the namespace, and the ports that answer there."""
     found: dict[str, set[int]] = {}
     pods = list(_pods(objects))
     for service in of_kind(objects, "Service").values():

@@ -1,53 +1,18 @@
 """Every object is one that a Kubernetes API server would take: no unknown key, no wrong type."""
 
+import copy
 import re
+from pathlib import Path
 
 import jsonschema
 import kubernetes_validate
 import pytest
+import yaml
 
 from services.launcher.render.manifests import as_text
 from tests.services.launcher.render.rendering import Rendered, read, rendered, shipped
 
-# What we use of ServiceMonitor, as its CRD has it (monitoring.coreos.com/v1): no package ships that one.
-_TEXTS = {"type": "array", "items": {"type": "string"}}
-_LABELS = {"type": "object", "additionalProperties": {"type": "string"}}
-SERVICE_MONITOR = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "properties": {
-        "apiVersion": {"const": "monitoring.coreos.com/v1"},
-        "kind": {"const": "ServiceMonitor"},
-        "metadata": {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {"name": {"type": "string"}, "namespace": {"type": "string"}, "labels": _LABELS},
-        },
-        "spec": {
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["endpoints", "selector"],
-            "properties": {
-                "selector": {"type": "object", "additionalProperties": False, "properties": {"matchLabels": _LABELS}},
-                "targetLabels": _TEXTS,
-                "podTargetLabels": _TEXTS,
-                "endpoints": {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "additionalProperties": False,
-                        "properties": {
-                            "port": {"type": "string"},
-                            "path": {"type": "string"},
-                            "interval": {"pattern": r"^(0|(([0-9]+)m)?(([0-9]+)s)?)$"},
-                        },
-                    },
-                },
-            },
-        },
-    },
-}
+SERVICE_MONITOR = yaml.safe_load((Path(__file__).parent / "service_monitor_schema.yaml").read_text())
 LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 CASES = {
@@ -80,7 +45,7 @@ def test_the_published_schemas_take_them(case: str, version: str) -> None:
 
 
 def test_the_schemas_would_notice() -> None:
-    bad = next(each for each in rendered().objects if each["kind"] == "StatefulSet")
+    bad = copy.deepcopy(next(each for each in rendered().objects if each["kind"] == "StatefulSet"))
     bad["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
     with pytest.raises(jsonschema.ValidationError, match="livenesProbe"):
         kubernetes_validate.validate(bad, "1.37", strict=True)
