@@ -103,7 +103,7 @@ class _Simulation:
         if not leg.decodes and self._run.streaming:
             if leg.request.decode_leg is None:
                 self._handover.dispatch(leg.request, now)
-            self._handover.send(leg.request, leg.computed, now)
+            self._handover.send(leg.request, leg.computed_tokens, now)
 
     def token(self, leg: Leg, now: float) -> None:
         request = leg.request
@@ -119,7 +119,7 @@ class _Simulation:
                 return  # the client gets its first token from the decode instance
             if request.decode_leg is not None:
                 request.decode_leg.last_token_s = now
-                self._legs.started(request.decode_leg, now)
+                self._legs.became_stream(request.decode_leg, now)
         request.last_token_s = now
         request.waited_s = 0.0
         if request.first_token_s < 0.0:
@@ -202,13 +202,13 @@ class Handover:
             index.book(Assignment(chosen, now, decode_tokens=tokens, heavy=heavy))
         request.wire_share = self._wire_share(request, now)
         prompt, carried = request.job.prompt_tokens, request.carried
-        computed = prompt if carried else min(request.split, prompt - 1)
+        sent = prompt if carried else min(request.split, prompt - 1)
         request.decode_leg = Leg(
             request,
-            prompt + carried,
-            request.decode_tokens,
-            computed,
-            remote=computed > 0,
+            tokens=prompt + carried,
+            output_left=request.decode_tokens,
+            computed_tokens=sent,
+            import_tokens=sent,
             prefix=request.prefix,
             last_token_s=request.last_token_s,
         )
@@ -218,11 +218,11 @@ class Handover:
         """The decode instance has blocks for the KV."""
         request = leg.request
         request.admitted = True
-        request.sent_tokens = min(leg.saved, request.split)
+        request.sent_tokens = min(leg.cached_tokens, request.split)
         if request.prefill_done_s >= 0.0:
             self.send(request, request.split, now)
         elif self._run.streaming and request.prefill_leg is not None:
-            self.send(request, request.prefill_leg.computed, now)
+            self.send(request, request.prefill_leg.computed_tokens, now)
 
     def send(self, request: SimRequest, computed: int, now: float) -> None:
         """Send KV that is computed, not sent, and not at the decode instance, once that has blocks for it."""
@@ -256,7 +256,7 @@ class Handover:
         receiver = self._fleet.index(now).decode.get(target)
         if receiver is None:
             return 1.0
-        left = leg.tokens - leg.computed if leg is not None and request.prefill_done_s < 0.0 else 0
+        left = leg.uncomputed_tokens if leg is not None and request.prefill_done_s < 0.0 else 0
         return wire_share(choose_codec(job, request.split, left, source.info, receiver).codec)
 
     def _refuse(self, request: SimRequest, now: float) -> None:
@@ -403,7 +403,7 @@ class Moves:
         """A leg has lost its blocks. The event follows the step that is being planned and takes them."""
         self._pauses += 1
         leg.pause = self._pauses
-        if leg.decodes and leg.started:
+        if leg.decodes and leg.is_stream:
             self._loop.at(self._loop.now_s, self._look, (leg, leg.pause))
 
     def _look(self, subject: tuple[Leg, int], now: float) -> None:

@@ -143,7 +143,7 @@ class _Report:
             engine = None
         if engine is not self._engine:
             self._engine, self._sequence = engine, 0
-            self._cache = engine.scheduler.memory.watch_cache() if engine is not None else None
+            self._cache = engine.memory.watch_cache() if engine is not None else None
             index.forget(instance_id)
         if self._cache is not None and (self._cache.changed or not self._sequence):
             added, removed = self._cache.take_changes()

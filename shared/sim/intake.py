@@ -75,7 +75,7 @@ class Intake:
 
     def move(self, request: SimRequest, leg: Leg, pause_s: float, now: float) -> bool:
         """Continue a stream elsewhere whose decode leg is paused for `pause_s` more; False where it stays."""
-        index, job, given = self._fleet.index(now), request.job, int(request.carried) + leg.given
+        index, job, given = self._fleet.index(now), request.job, int(request.carried) + leg.given_tokens
         here = self._fleet.instance(request.decode).spec.instance_id
         prompt, left = job.prompt_tokens + given, max(0, job.max_tokens - given)
         job = msgspec.structs.replace(job, prompt_tokens=prompt, max_tokens=left, pause_s=pause_s, started=True)
@@ -228,18 +228,27 @@ class Intake:
         request.carried = self._run.first_token is FirstToken.PREFILL and route.split == job.prompt_tokens
         if route.decode is not None:
             request.decode = self._fleet.position(route.decode.instance_id)
-        prefix, last_token_s = request.prefix, request.last_token_s
         if route.prefill is None:
-            instance, saved = self._fleet.instance(request.decode), route.decode_saved
-            tokens, left = job.prompt_tokens, request.output_left
-            leg = Leg(request, tokens, left, prefix=prefix, saved=saved, last_token_s=last_token_s)
-            request.decode_leg = leg
+            instance = self._fleet.instance(request.decode)
+            leg = request.decode_leg = Leg(
+                request,
+                tokens=job.prompt_tokens,
+                output_left=request.output_left,
+                cached_tokens=route.decode_saved,
+                prefix=request.prefix,
+                last_token_s=request.last_token_s,
+            )
         else:
             request.prefill = self._fleet.position(route.prefill.instance_id)
-            instance, saved = self._fleet.instance(request.prefill), route.prefill_saved
-            last_token_s = last_token_s if request.carried else -1.0
-            leg = Leg(request, request.split, 1, prefix=prefix, saved=saved, last_token_s=last_token_s)
-            request.prefill_leg = leg
+            instance = self._fleet.instance(request.prefill)
+            leg = request.prefill_leg = Leg(
+                request,
+                tokens=request.split,
+                output_left=1,
+                cached_tokens=route.prefill_saved,
+                prefix=request.prefix,
+                last_token_s=request.last_token_s if request.carried else -1.0,
+            )
         request.waits_prefill = True
         instance.prefills += 1
         self._legs.start(instance, leg, now)
@@ -420,11 +429,11 @@ class Legs:
         engine.kv_arrived(leg, now)
         self._schedule(engine)
 
-    def started(self, leg: Leg, now: float) -> None:
+    def became_stream(self, leg: Leg, now: float) -> None:
         """The client of a decode has its first token, from a prefill instance."""
         if leg.lane is not None:
             engine = self._engine(leg)
-            engine.started(leg, now)
+            engine.became_stream(leg, now)
             self._schedule(engine)
 
     def leave(self, instance: SimInstance, request: SimRequest, now: float) -> None:
@@ -450,7 +459,7 @@ class Legs:
                 continue
             instance = self._fleet.instances[position]
             if leg.decodes:
-                given += leg.given
+                given += leg.given_tokens
                 request.last_token_s = max(request.last_token_s, leg.last_token_s)
             if request in instance.requests:
                 if leg.lane is not None:
