@@ -11,7 +11,7 @@ from shared.cost.step import Batch, Segment, StepTimes
 from shared.domain.rates import StepRates
 from shared.policy.decode_admission import DecodeAdmission, Greedy
 from shared.policy.prefill_order import PrefillOrder, PrefillShare
-from shared.sim.events import NEVER
+from shared.sim.events import NEVER, EventLoop
 from shared.sim.group import Glide, MeasuredGroup, without_first
 from shared.sim.memory import ExportRoom, KvMemory
 from shared.sim.outcomes import Gaps
@@ -21,7 +21,7 @@ from shared.sim.spec import EngineLimits
 
 
 class EngineEvents(Protocol):
-    """What an engine reports to its driver, and when it happened."""
+    """What an engine reports, and when it happened."""
 
     def admitted(self, leg: Leg, now: float) -> None:
         """Blocks are reserved for a leg that receives its KV from the network."""
@@ -45,12 +45,13 @@ class EngineEvents(Protocol):
 
 
 class Engine:
-    """State of one engine. The driver calls `run` at `due_s`, which any call may change. staging_tokens: room for the
-    KV of prompts that are computed for other instances.
+    """One engine, whose steps are events of `loop`. staging_tokens: room for the KV of prompts that are computed for
+    other instances.
     """
 
     def __init__(
         self,
+        loop: EventLoop,
         model: StepTimes,
         limits: EngineLimits,
         kv_tokens: int,
@@ -63,6 +64,7 @@ class Engine:
         prefix_block_tokens: int = 0,
         stepwise: bool = False,
     ) -> None:
+        self._loop = loop
         self._model = model
         self._events = events
         self._stepwise = stepwise
@@ -85,8 +87,8 @@ class Engine:
         self._glide: Glide | None = None
         self._glide_steps = 0  # how many steps of the glide are taken
         self._look_steps = 0  # after how many of them the engine looks for changes; 0: it does not
-        self.due_s = NEVER
-        self.booked_s = NEVER  # the driver's: the time of its next event for this engine
+        self._due_s = NEVER  # when the step or glide under way ends, or is looked at
+        self._planned_s = NEVER  # the time of the event for that
         self.tally = Tally()
         self._share = PrefillShare()
 
@@ -100,7 +102,7 @@ class Engine:
                 return
             if steps < self._glide_steps:  # the steps after the one under way may lack the blocks that it has taken
                 self._glide_steps, self._look_steps = steps, 0
-                self.due_s = max(now, glide.end_s(steps))
+                self._set_due(max(now, glide.end_s(steps)))
             return
         if leg.is_stream and self._step is not None:
             self.scheduler.admit_streams(now)
@@ -122,12 +124,25 @@ class Engine:
         if self._export_room is not None and self._export_room.free(leg) and len(self.scheduler.waiting):
             self._disturb(now)
 
-    def run(self, now: float) -> None:
-        """The step or glide that is due at `now` ends; the next one begins."""
+    @property
+    def idle(self) -> bool:
+        return self._due_s == NEVER
+
+    def _set_due(self, due_s: float) -> None:
+        self._due_s = due_s
+        if due_s != self._planned_s:
+            self._planned_s = due_s
+            if due_s != NEVER:
+                self._loop.at(due_s, self._run, None)
+
+    def _run(self, _: None, now: float) -> None:
+        """The step or glide that is due now ends, and the next one begins."""
+        if self._due_s != now:
+            return  # the step was cut short, or the engine is dead
         if self._glide is not None:
             if self._look_steps and self._admit_beside(self._glide_steps, now):
                 self._look_steps = 0
-                self.due_s = self._glide.end_s(self._glide_steps)
+                self._set_due(self._glide.end_s(self._glide_steps))
                 return
             self._end_glide()
         elif self._step is not None:
@@ -139,7 +154,7 @@ class Engine:
         self.scheduler.cancel(leg)
         if leg.state is not State.FINISHED and self._glide is not None:
             self._disturb(now)
-        elif self.due_s == NEVER:
+        elif self.idle:
             self._begin(now)  # its blocks may have been what another waits for
 
     def halt(self, now: float) -> None:
@@ -151,7 +166,7 @@ class Engine:
                 self._end_glide()
         else:
             last_s = self._started_s
-        self.due_s = NEVER
+        self._set_due(NEVER)
         for leg in self.scheduler.running:
             if leg.state is State.DECODING:
                 self._group.leave(leg)
@@ -209,14 +224,14 @@ class Engine:
 
     def _disturb(self, now: float) -> None:
         """Something has changed: begin at once when idle, else at the end of the decode step under way."""
-        if self.due_s == NEVER:
+        if self.idle:
             self._begin(now)
         elif self._glide is not None and not self._look_steps and self._could_change():
             # The engine looks when the step under way ends. If it then only reserves blocks, the glide goes on.
             steps = self._glide.steps_begun(now)
             if steps < self._glide_steps:
                 self._look_steps = steps
-                self.due_s = max(now, self._glide.end_s(steps))  # the last bit may be lost in rounding
+                self._set_due(max(now, self._glide.end_s(steps)))  # the last bit may be lost in rounding
 
     def _could_change(self) -> bool:
         """Whether the batch could change at the next step."""
@@ -253,14 +268,14 @@ class Engine:
                 self._let_wait(now)
             prefill = tuple((tokens, leg.computed_tokens) for leg, tokens in step.chunks)
             decodes, context = (group.count, group.context_tokens) if step.has_decodes else (0, 0)
-            self.due_s = now + self._model.step_time_s(Batch(prefill, decodes, context))
+            self._set_due(now + self._model.step_time_s(Batch(prefill, decodes, context)))
         elif group.count:
             steps = self._steps_ahead(step)
             self._glide = Glide(now, self._model.decode_segments(group.count, group.context_tokens, steps))
             self._glide_steps = steps
-            self.due_s = self._glide.end_s(steps)
+            self._set_due(self._glide.end_s(steps))
         else:
-            self.due_s = NEVER
+            self._set_due(NEVER)
 
     def _let_wait(self, now: float) -> None:
         """A step begins now without the decodes: the gap to their next tokens is longer than a step."""

@@ -12,6 +12,7 @@ from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.prefix_index import PrefixIndex, ReachableBlocks, wants_prefixes
 from shared.sim.engine import Engine, EngineEvents
+from shared.sim.events import EventLoop
 from shared.sim.instance import SimInstance
 from shared.sim.spec import InstanceSpec, RunSpec
 from shared.sim.wires import Wires
@@ -26,14 +27,20 @@ class Fleet:
     """
 
     def __init__(
-        self, specs: Sequence[InstanceSpec], run: RunSpec, events: EngineEvents, prefix_tokens: int, rng: Random
+        self,
+        specs: Sequence[InstanceSpec],
+        run: RunSpec,
+        loop: EventLoop,
+        events: EngineEvents,
+        prefix_tokens: int,
+        rng: Random,
     ) -> None:
         if not specs:
             raise InvalidRequest("a cluster needs at least one instance")
         ids = [spec.instance_id for spec in specs]
         self.wires = Wires(ids, [spec.node for spec in specs], [spec.link for spec in specs], run.network)
         self.instances = [
-            SimInstance(at, spec, run, events, prefix_tokens, self.wires) for at, spec in enumerate(specs)
+            SimInstance(at, spec, run, loop, events, prefix_tokens, self.wires) for at, spec in enumerate(specs)
         ]
         self._positions = {spec.instance_id: at for at, spec in enumerate(specs)}
         if len(self._positions) < len(specs):

@@ -20,7 +20,6 @@ from shared.policy.overload import decide, steps_aside
 from shared.policy.prefix_index import saved_tokens
 from shared.policy.role_flip import FlipContext, FlipDecision, FlipHistory, RoleFlip
 from shared.policy.split import freedom
-from shared.sim.engine import Engine
 from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet
 from shared.sim.instance import SimInstance
@@ -44,16 +43,23 @@ class Context:
     rng: Random
 
 
-class Intake:
-    """Lets requests in as the workload says, holds those that no instance can take now, and ends all of them."""
+class Part:
+    """A part of a run."""
 
-    def __init__(self, context: Context, flips: "AutoFlips | None") -> None:
+    def __init__(self, context: Context) -> None:
         self._run = context.run
         self._loop = context.loop
         self._fleet = context.fleet
         self._legs = context.legs
         self._record = context.record
         self._rng = context.rng
+
+
+class Intake(Part):
+    """Lets requests in as the workload says, holds those that no instance can take now, and ends all of them."""
+
+    def __init__(self, context: Context, flips: "AutoFlips | None") -> None:
+        super().__init__(context)
         self._flips = flips
         self._shares = TokenCounters()
         self.patience = Patience(context.run.patience_s, context.loop)
@@ -401,7 +407,7 @@ class Patience:
 
 
 class Legs:
-    """Puts legs on engines, runs the engines when their steps are due, and takes legs off.
+    """Puts legs on engines, and takes them off.
 
     `left` is called with an instance that a request has left, and the time.
     """
@@ -424,18 +430,6 @@ class Legs:
         else:
             self._enter((instance, leg), now)
 
-    def kv_arrived(self, leg: Leg, now: float) -> None:
-        engine = self._engine(leg)
-        engine.kv_arrived(leg, now)
-        self._schedule(engine)
-
-    def became_stream(self, leg: Leg, now: float) -> None:
-        """The client of a decode has its first token, from a prefill instance."""
-        if leg.lane is not None:
-            engine = self._engine(leg)
-            engine.became_stream(leg, now)
-            self._schedule(engine)
-
     def leave(self, instance: SimInstance, request: SimRequest, now: float) -> None:
         if request not in instance.requests:
             return
@@ -444,10 +438,8 @@ class Legs:
             instance.decoding -= 1
             instance.heavy -= is_heavy(request.job)
         leg = request.prefill_leg
-        if instance.index == request.prefill and leg is not None and leg.lane is not None:
-            engine = self._engine(leg)
-            engine.sent(leg, now)
-            self._schedule(engine)
+        if instance.index == request.prefill and leg is not None and leg.engine is not None:
+            leg.engine.sent(leg, now)
         self._left(instance, now)
 
     def drop(self, request: SimRequest, now: float) -> int:
@@ -462,41 +454,19 @@ class Legs:
                 given += leg.given_tokens
                 request.last_token_s = max(request.last_token_s, leg.last_token_s)
             if request in instance.requests:
-                if leg.lane is not None:
-                    engine = self._engine(leg)
-                    engine.cancel(leg, now)
-                    self._schedule(engine)
+                if leg.engine is not None:
+                    leg.engine.cancel(leg, now)
                 if request.waits_prefill and position == computes:
                     instance.prefills -= 1
             leg.cancelled = True
             self.leave(instance, request, now)
         return given
 
-    def _engine(self, leg: Leg) -> Engine:
-        request = leg.request
-        assert leg.lane is not None
-        return self._fleet.instance(request.decode if leg.decodes else request.prefill).engines[leg.lane]
-
     def _enter(self, subject: tuple[SimInstance, Leg], now: float) -> None:
         instance, leg = subject
-        if leg.cancelled or not instance.engines:
-            return
-        leg.lane = instance.next_lane()
-        engine = instance.engines[leg.lane]
-        engine.add(leg, now)
-        self._schedule(engine)
-
-    def _schedule(self, engine: Engine) -> None:
-        """Plan an event for when the engine's step is due."""
-        if engine.due_s != engine.booked_s:
-            engine.booked_s = engine.due_s
-            if engine.due_s != NEVER:
-                self._loop.at(engine.due_s, self._step, engine)
-
-    def _step(self, engine: Engine, now: float) -> None:
-        if engine.due_s == now:  # else the step was cut short, or the instance is gone
-            engine.run(now)
-            self._schedule(engine)
+        if not leg.cancelled and instance.engines:
+            leg.engine = instance.least_loaded()
+            leg.engine.add(leg, now)
 
 
 class AutoFlips:

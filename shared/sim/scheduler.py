@@ -40,11 +40,17 @@ class SchedulerEvents(Protocol[R_contra]):
 
 @dataclass(slots=True)
 class Step(Generic[R]):
-    """What a step computes."""
+    """What a step computes that begins at `now`."""
 
+    now: float
+    prompt_budget: int = 0  # prompt tokens that may be added while the step is planned
     chunks: list[tuple[R, int]] = field(default_factory=list)  # of prompts: the request and its tokens
     has_decodes: bool = False  # whether each request of the group gets a token
-    has_preempted: bool = False  # a request lost its blocks for this step: none may start
+    has_preempted: bool = False  # whether a request lost its blocks for this step: then none starts
+
+    def add_chunk(self, request: R, tokens: int) -> None:
+        self.chunks.append((request, tokens))
+        self.prompt_budget -= tokens
 
 
 @dataclass(slots=True)
@@ -92,7 +98,7 @@ class Scheduler(Generic[R]):
         self.group = group
         self.joined: list[R] = []  # requests whose KV has come and that run since the last plan
         self.leaving: list[R] = []  # cancelled while they ran
-        self._step: Step[R] = Step()  # the last one planned
+        self._step: Step[R] = Step(0.0)  # the last one planned
 
     @property
     def blocked(self) -> int:
@@ -137,19 +143,21 @@ class Scheduler(Generic[R]):
 
     def plan(self, now: float) -> Step[R]:
         """Decide what the coming step computes, which begins now."""
-        step = self._step = Step()
+        step = self._step = Step(now)
         self.memory.reserved = 0
-        if self.leaving:
-            self._drop_cancelled()
+        self._drop_cancelled()
         self._join_received()
         if self.limits.prefill_first:
-            self._plan_prompts(step, self.limits.batched_tokens, now)
+            step.prompt_budget = self.limits.batched_tokens
+            self._plan_prompts(step)
             if not step.chunks:
-                self._reserve_for_decodes(step, now)
+                self._reserve_for_decodes(step)
+                step.has_decodes = self.group.count > 0
         else:
-            self._reserve_for_decodes(step, now)
-            self._plan_prompts(step, self._prompt_budget(now), now)
-        step.has_decodes = self.group.count > 0 and not (step.chunks and self.limits.prefill_first)
+            self._reserve_for_decodes(step)
+            step.prompt_budget = self._prompt_budget(now)
+            self._plan_prompts(step)
+            step.has_decodes = self.group.count > 0
         return step
 
     def end_decodes(self, steps: int) -> list[R]:
@@ -176,11 +184,10 @@ class Scheduler(Generic[R]):
 
     def _drop_cancelled(self) -> None:
         for request in self.leaving:
-            if request.state is State.FINISHED:
-                continue  # it was complete with the very step in which it was cancelled
             if request.state is State.DECODING:
                 self.group.leave(request)
-            self.finish(request)
+            if request.state is not State.FINISHED:  # it may have been complete with the step that was under way
+                self.finish(request)
         self.leaving.clear()
 
     def _join_received(self) -> None:
@@ -201,44 +208,40 @@ class Scheduler(Generic[R]):
                 request.state = State.PREFILLING
                 self.prefilling[request] = None
 
-    def _reserve_for_decodes(self, step: Step[R], now: float) -> None:
+    def _reserve_for_decodes(self, step: Step[R]) -> None:
         """Reserve blocks for the next token of each decode, and preempt requests as long as there are too few."""
         if self.limits.reserves_output or not self.group.count:
             return
         while (needed := self.group.blocks_for(1)) > self.memory.free:
-            self._preempt(step, now)
+            self._preempt(step)
         self.memory.reserved = needed
 
-    def _plan_prompts(self, step: Step[R], budget: int, now: float) -> None:
-        """Plan chunks of requests that run, and start others, with `budget` tokens: streams first. After a preemption
-        none starts: it would take the blocks that another has just lost.
+    def _plan_prompts(self, step: Step[R]) -> None:
+        """Plan chunks of requests that run and start others, streams first. After a preemption none starts: it would
+        take the blocks that another has just lost.
         """
         for streams in (True, False):
             if self.prefilling:
-                budget = self._continue_prefills(step, budget, now, streams=streams)
+                self._continue_prefills(step, streams=streams)
             if len(self.waiting) and not step.has_preempted:
-                budget = self._admit(step, budget, now, streams=streams)
+                self._admit(step, streams=streams)
 
-    def _continue_prefills(self, step: Step[R], budget: int, now: float, *, streams: bool) -> int:
-        """Plan chunks of the streams, or of the prompts without a token, that run. Returns what is left of the
-        budget.
-        """
+    def _continue_prefills(self, step: Step[R], *, streams: bool) -> None:
+        """Plan chunks of the streams, or of the prompts without a token, that run."""
         running = [request for request in self.prefilling if request.is_stream is streams]
         for request in heaviest_first(running, rank_of):
-            if budget <= 0:
+            tokens = min(request.uncomputed_tokens, step.prompt_budget)
+            if tokens <= 0:
                 break
-            tokens = min(request.uncomputed_tokens, budget)
             while request in self.prefilling and not self.memory.allocate(request, request.computed_tokens + tokens):
-                self._preempt(step, now)  # at last the request itself
+                self._preempt(step)  # in the end the request itself
             if request in self.prefilling:
-                step.chunks.append((request, tokens))
-                budget -= tokens
-        return budget
+                step.add_chunk(request, tokens)
 
-    def _preempt(self, step: Step[R], now: float) -> None:
+    def _preempt(self, step: Step[R]) -> None:
         """Take the blocks of the `victim`. It waits before the others of its class, a stream before all prompts."""
         request = victim(self.running, rank_of)
-        self._events.preempted(request, now)
+        self._events.preempted(request, step.now)
         step.has_preempted = True
         del self.running[request]
         if request.state is State.PREFILLING:
@@ -270,7 +273,7 @@ class Scheduler(Generic[R]):
         """The decodes of the coming step, with `ends` and the streams that join soon; and the least gap target of these
         and of the prompts that are to decode here. A stream waits since it was handed over.
         """
-        here = [request for request in self.joined if request.is_stream]
+        here = [request for request in self.joined if request.is_stream]  # their first step is this one
         coming = [request for request in self.receiving if request.is_stream]
         if (stream := self.waiting.stream) is not None:
             coming.append(stream)
@@ -303,12 +306,14 @@ class Scheduler(Generic[R]):
         request = self.waiting.peek()
         if self._reserve_export is None or not request.exports:
             return request
-        return self.waiting.hold() if self._reserve_export(request) else None  # no request overtakes it any more
+        if not self._reserve_export(request):
+            return None
+        return self.waiting.hold()  # no request overtakes one whose export has room
 
     def admit_streams(self, now: float) -> None:
         """Start the imports of streams beside the step under way, whose decodes have their blocks."""
         if not self._step.has_preempted:
-            self._admit(self._step, 0, now, streams=True)
+            self._admit(Step(now), streams=True)
 
     def admit_imports(self, now: float) -> bool:
         """Start the imports that are next beside the step under way. False where the next request needs a step to
@@ -317,35 +322,30 @@ class Scheduler(Generic[R]):
         while len(self.running) < self.limits.sequences and (request := self.next_waiting()) is not None:
             if not self._has_place(request):
                 break
-            if not request.import_tokens or not self._start(request, 0, now):
+            if not request.import_tokens or not self._start(request, Step(now)):
                 return False
         return True
 
-    def _admit(self, step: Step[R], budget: int, now: float, *, streams: bool) -> int:
-        """Start the requests that are next, with `streams` only streams. Returns what is left of the budget."""
+    def _admit(self, step: Step[R], *, streams: bool) -> None:
+        """Start the requests that are next, with `streams` only streams. If the next cannot start, none does."""
         while len(self.running) < self.limits.sequences:
             if streams and self.waiting.stream is None:
                 break
             request = self.next_waiting()
             if request is None or (streams and not request.is_stream):
                 break
-            if not self._has_place(request) or not self._policy_admits(request, now):
+            if not request.import_tokens and step.prompt_budget <= 0:
                 break
-            if not request.import_tokens and budget <= 0:
+            if not self._has_place(request) or not self._policy_admits(request, step.now):
                 break
-            if not self._start(request, budget, now):
+            if not self._start(request, step):
                 break
-            if request.state is State.PREFILLING:
-                tokens = min(request.uncomputed_tokens, budget)
-                step.chunks.append((request, tokens))
-                budget -= tokens
-        return budget
 
-    def _start(self, request: R, budget: int, now: float) -> bool:
-        """Start the next request: import its KV, or compute a first chunk of at most `budget` tokens. False where it
-        has too few blocks.
+    def _start(self, request: R, step: Step[R]) -> bool:
+        """Start the next request: it imports its KV, or the step computes its first chunk. False where it has too few
+        blocks.
         """
-        if not self.memory.start(request, budget):
+        if not self.memory.start(request, step.prompt_budget):
             return False
         self.waiting.pop()
         if request.import_tokens:
@@ -354,12 +354,13 @@ class Scheduler(Generic[R]):
         else:
             request.state = State.PREFILLING
             self.running[request] = self.prefilling[request] = None
-        self._events.admitted(request, now)
+            step.add_chunk(request, min(request.uncomputed_tokens, step.prompt_budget))
+        self._events.admitted(request, step.now)
         return True
 
     def _has_place(self, request: R) -> bool:
         """Whether the batch has a place for it. A prompt leaves one for each stream whose KV comes or has come."""
-        if request.is_stream or len(self.running) + len(self.receiving) + len(self.received) < self.limits.sequences:
+        if request.is_stream:
             return True
         coming = sum(other.is_stream for other in (*self.receiving, *self.received))
         return len(self.running) + coming < self.limits.sequences

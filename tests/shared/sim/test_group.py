@@ -16,8 +16,7 @@ from shared.sim.cluster import simulate
 from shared.sim.group import DecodeGroup, Glide, Pauses, Segment, steps_over, without_first
 from shared.sim.request import Leg, SimRequest
 from shared.sim.spec import EngineLimits, FirstToken, Loss, RunSpec
-from tests.shared.sim.clusters import instance, pair
-from tests.shared.sim.test_time import workload
+from tests.shared.sim.clusters import instance, pair, workload
 
 BLOCK = 4
 

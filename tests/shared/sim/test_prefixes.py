@@ -20,6 +20,7 @@ from shared.policy.prefix_index import PrefixIndex, saved_tokens
 from shared.policy.split import SplitChoice
 from shared.sim.cluster import simulate
 from shared.sim.engine import EngineEvents
+from shared.sim.events import EventLoop
 from shared.sim.fleet import PrefixFeed
 from shared.sim.instance import SimInstance
 from shared.sim.memory import KvMemory
@@ -195,7 +196,7 @@ def test_knowledge_is_as_old_as_the_broadcast_unless_it_is_to_be_perfect(
 def test_each_life_of_an_instance_is_an_account_of_its_own() -> None:
     spec = cluster(1)[0]
     wires = Wires([spec.instance_id], [""], [spec.link])
-    one = SimInstance(0, spec, RunSpec(), cast(EngineEvents, SimpleNamespace(admitted=None)), 64, wires)
+    one = SimInstance(0, spec, RunSpec(), EventLoop(), cast(EngineEvents, SimpleNamespace(admitted=None)), 64, wires)
     news = PrefixFeed([one], 64)
 
     def keep(*prompt: int) -> list[int]:

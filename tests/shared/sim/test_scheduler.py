@@ -20,8 +20,7 @@ from shared.sim.outcomes import SimResult
 from shared.sim.request import ScheduledRequest, State
 from shared.sim.scheduler import Backlog, Scheduler
 from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec
-from tests.shared.sim.clusters import instance
-from tests.shared.sim.test_time import workload
+from tests.shared.sim.clusters import instance, workload
 
 BLOCK, CHUNK, PLACES = 16, 64, 4
 RATES = StepRates(StepForm(0.0), StepForm(0.0), StepForm(0.01, token_s=0.001))

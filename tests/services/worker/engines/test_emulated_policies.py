@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from services.worker.engines.base import EnginePolicies, EngineRequest
 from services.worker.engines.emulated import EmulatedEngine
 from shared.domain.job import Generation, JobView, LengthPrediction, Slo
@@ -13,13 +11,12 @@ from shared.domain.kv import KvHandle
 from shared.domain.rates import StepRates
 from shared.policy.decode_admission import DecodeAdmission, Greedy
 from shared.policy.papers.tetriinfer import ReserveDynamic, ReserveStatic
-from shared.policy.prefill_order import Fcfs, Ljf, PrefillOrder, Sjf
+from shared.policy.prefill_order import Sjf
 from shared.wire.messages import TokenStep
 from tests.services.worker.engines.test_emulated import settings
 
 BLOCK_BYTES = 32 * 131_072  # of 32 tokens of Llama-3-8B
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
-LIGHT = Slo("light", ttft_s=9.0, tpot_s=0.1, weight=0.25)
 
 
 class Run:
@@ -65,48 +62,6 @@ class Run:
     async def end(self) -> None:
         async with asyncio.timeout(20):
             await asyncio.gather(*(ended.wait() for ended in self.ended.values()))
-
-
-async def test_a_lighter_class_gives_its_blocks_up_first_and_enters_last() -> None:
-    async with Run(EnginePolicies(), kv_cache_bytes=8 * BLOCK_BYTES, max_seqs=4) as run:
-        run.submit("0", 60, 60, slo=LIGHT)
-        await run.until(lambda: run.engine.stats().running == 1)
-        run.submit("1", 60, 60, slo=LIGHT)
-        for name in ("2", "3"):
-            run.submit(name, 60, 60)
-        ends: list[str] = []
-
-        async def watch(name: str) -> None:
-            await run.ended[name].wait()
-            ends.append(name)
-
-        async with asyncio.timeout(20):
-            await asyncio.gather(*(watch(name) for name in "0123"))
-        assert run.entered[0] == "0"
-        assert run.entered.index("2") < run.entered.index("1")
-        assert run.engine.stats().preemptions > 0
-        assert sorted(ends[:2]) == ["2", "3"]
-
-
-@pytest.mark.parametrize(
-    ("order", "first"),
-    [
-        (Fcfs(), "0123"),
-        (Sjf(), "2130"),
-        (Ljf(), "0312"),
-        (Sjf(1), "0123"),
-        (Sjf(1, overtake=True), "2013"),
-        (Sjf(2), "1023"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("here", [False, True], ids=["only computed here", "decode here"])
-async def test_prompts_enter_in_the_policys_order(order: PrefillOrder, first: str, here: bool) -> None:
-    async with Run(EnginePolicies(order)) as run:
-        for name, prompt in zip("0123", (300, 100, 20, 200), strict=True):
-            run.submit(name, prompt, 1, first_token_only=not here)
-        await run.end()
-        assert "".join(run.entered) == first
 
 
 async def preemptions(admission: DecodeAdmission) -> tuple[int, dict[str, list[int]]]:
