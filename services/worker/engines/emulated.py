@@ -60,6 +60,8 @@ _LATE_S = 0.005  # a timer that fires late shortens the next step by at most thi
 
 @dataclass(slots=True, eq=False)
 class EmulatedRequest(ScheduledRequest):
+    """A request and where its tokens go."""
+
     request: EngineRequest
     sink: Sink
     finish_reason: str  # reported with the last output token
@@ -148,7 +150,9 @@ class EmulatedEngine:
             block_tokens=s.block_size,
             prefix_cache=s.emulated_prefix_cache and s.pipeline_parallel == 1,
         )
-        return EmulatedLane(limits, blocks, self.link, self._duration_s, self._rates, self.steps, self._on_cache)
+        lane = EmulatedLane(limits, blocks, self.link, self._duration_s, self._rates, self.steps, self._on_cache)
+        lane.set_policies(self.policies)
+        return lane
 
     def submit(self, request: EngineRequest, sink: Sink) -> None:
         """Queue it in the lane with the fewest requests; it starts when it is its turn and its prompt fits.
@@ -278,13 +282,15 @@ class EmulatedLane:
     def submit(self, request: EngineRequest, sink: Sink) -> None:
         prompt, handle, now = request.prompt_token_ids, request.import_from, time.monotonic()
         output_tokens, finish_reason = answer_tokens(request)
+        if output_tokens > (room := self.capacity_tokens - len(prompt)):
+            output_tokens, finish_reason = room, "length"
         imported = min(handle.tokens, len(prompt) - 1) if handle is not None else 0
         added = self.requests[request.request_id] = EmulatedRequest(
             request,
             sink,
             finish_reason,
             tokens=len(prompt),
-            output_left=min(output_tokens, self.capacity_tokens - len(prompt)),
+            output_left=output_tokens,
             computed_tokens=imported,
             import_tokens=imported,
             last_token_s=now,
@@ -388,7 +394,7 @@ class EmulatedLane:
         position = self.scheduler.group.tokens_of(request) - 1
         is_last = request.state is State.FINISHED
         if is_last:
-            del self.requests[request.request.request_id]
+            self.requests.pop(request.request.request_id, None)
         reused, request.reused = request.reused, None
         token = output_token(request.request, position)
         deliver(request.sink, TokenStep([token], request.finish_reason if is_last else "", reused=reused))
