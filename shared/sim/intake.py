@@ -251,6 +251,8 @@ class Intake(Part):
                 request,
                 tokens=request.split,
                 output_left=1,
+                decodes=False,
+                exports=request.decode_tokens > 0,
                 cached_tokens=route.prefill_saved,
                 prefix=request.prefix,
                 last_token_s=request.last_token_s if request.carried else -1.0,

@@ -36,6 +36,8 @@ class ScheduledRequest(ABC):
 
     tokens: int  # of the prompt and of the output so far
     output_left: int  # output tokens that it is to get here
+    decodes: bool = True  # whether it goes on here after its first token
+    exports: bool = False  # whether the KV of its prompt is for another instance
     computed_tokens: int = 0  # of `tokens`, those whose KV is here, or comes; for decodes see `DecodeGroup.context`
     import_tokens: int = 0  # those whose KV another instance sends; 0 after a preemption
     cached_tokens: int = 0  # those that the prefix cache is expected to hold; from the start on, those that it held
@@ -66,16 +68,6 @@ class ScheduledRequest(ABC):
     @abstractmethod
     def is_stream(self) -> bool:
         """Whether its client has a token, from this instance or another."""
-
-    @property
-    @abstractmethod
-    def decodes(self) -> bool:
-        """Whether it decodes here after its first token."""
-
-    @property
-    @abstractmethod
-    def exports(self) -> bool:
-        """Whether the KV of its prompt is for another instance."""
 
     @property
     def uncomputed_tokens(self) -> int:
@@ -202,11 +194,3 @@ class Leg(ScheduledRequest):
     @property
     def is_stream(self) -> bool:
         return self.last_token_s >= 0.0 or self.request.first_token_s >= 0.0
-
-    @property
-    def decodes(self) -> bool:
-        return self is not self.request.prefill_leg
-
-    @property
-    def exports(self) -> bool:
-        return self is self.request.prefill_leg and self.request.decode_tokens > 0

@@ -82,14 +82,6 @@ class EmulatedRequest(ScheduledRequest):
     def is_stream(self) -> bool:
         return self.request.job.started or self.tokens > len(self.request.prompt_token_ids)
 
-    @property
-    def decodes(self) -> bool:
-        return self.request.decodes
-
-    @property
-    def exports(self) -> bool:
-        return bool(self.request.export_to)
-
     def block(self, number: int, size: int) -> list[int]:
         """The tokens of its block of that number, of the prompt or of the output."""
         prompt, start, stop = self.request.prompt_token_ids, number * size, (number + 1) * size
@@ -291,6 +283,8 @@ class EmulatedLane:
             finish_reason,
             tokens=len(prompt),
             output_left=output_tokens,
+            decodes=request.decodes,
+            exports=bool(request.export_to),
             computed_tokens=imported,
             import_tokens=imported,
             last_token_s=now,

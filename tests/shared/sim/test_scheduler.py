@@ -34,7 +34,6 @@ Planned = tuple[list[tuple[str, int]], set[str]]  # chunks, and the requests tha
 @dataclass(slots=True, eq=False)
 class Request(ScheduledRequest):
     view: JobView
-    exports_kv: bool = False
 
     @property
     def job(self) -> JobView:
@@ -47,14 +46,6 @@ class Request(ScheduledRequest):
     @property
     def is_stream(self) -> bool:
         return self.view.started or self.tokens > self.view.prompt_tokens
-
-    @property
-    def decodes(self) -> bool:
-        return not self.exports_kv
-
-    @property
-    def exports(self) -> bool:
-        return self.exports_kv
 
 
 class Steps:
@@ -108,9 +99,10 @@ class Steps:
         sent = prompt - 1 if stream else 0
         request = Request(
             JobView(name, prompt, output, slo, started=stream),
-            export,
             tokens=prompt,
             output_left=output,
+            decodes=not export,
+            exports=export,
             computed_tokens=sent,
             import_tokens=sent,
             last_token_s=handed_over_s if stream else -1.0,

@@ -50,12 +50,15 @@ class Both:
 
     def add(self, number: int, tokens: int, *, stream: bool) -> None:
         name, job = str(number), JobView(str(number), tokens, 2, started=stream)
-        request = SimRequest(number, job, 2, ())
-        leg = self.legs[number] = Leg(request, tokens=tokens, output_left=1, last_token_s=1.0 if stream else -1.0)
-        if stream:
-            request.decode_leg = leg
-        else:
-            request.prefill_leg = leg
+        self.legs[number] = Leg(
+            SimRequest(number, job, 2, ()),
+            tokens=tokens,
+            output_left=1,
+            decodes=stream,
+            exports=not stream,
+            last_token_s=1.0 if stream else -1.0,
+        )
+        if not stream:
             self.ledger.announce(name, tokens, b"")
         self.requests[number] = EngineRequest(
             name,
@@ -68,7 +71,7 @@ class Both:
             has_room=lambda: self.ledger.reserve(name),
         )
         self.queue.add(number)
-        self.scheduler.add(leg)
+        self.scheduler.add(self.legs[number])
 
     def enter(self) -> int | None:
         """The number of the request that enters, by both."""
