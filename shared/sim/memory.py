@@ -13,8 +13,9 @@ class KvMemory:
     """Blocks of one engine. A request holds the blocks of its computed tokens, or of its whole output where outputs are
     reserved.
 
-    While a request decodes, the blocks that it gains are taken for the whole group (`take`). reserved: blocks that the
-    decodes of the coming step need.
+    The blocks that decodes gain are taken for all of them together (`Scheduler.end_decodes`). reserved: blocks that the
+    decodes of the coming step need. prefix_block_tokens: tokens of a block that an id of `ScheduledRequest.prefix`
+    names. dropped: called with each id that the prefix cache does not hold any more.
     """
 
     def __init__(
@@ -26,10 +27,10 @@ class KvMemory:
     ) -> None:
         self._block = limits.block_tokens
         self._reserves_output = limits.reserves_output
-        self._id_tokens = prefix_block_tokens
-        self._dropped = dropped
+        self._keeps_prefixes = limits.prefix_cache
+        self._id_tokens = max(1, prefix_block_tokens)
+        self._cache = PrefixCache(max(1, prefix_block_tokens // self._block), dropped)
         self._reachable: ReachableBlocks | None = None
-        self._cache = PrefixCache(prefix_block_tokens // self._block, self._drop) if limits.prefix_cache else None
         self.total = kv_tokens // self._block
         self.free = self.total
         self.reserved = 0
@@ -39,12 +40,7 @@ class KvMemory:
 
         vLLM requires this, too (`scheduler_reserve_full_isl`): a request that starts with less is soon preempted again.
         """
-        ids = self._cache.matched(self._ids(request)) if self._cache is not None and request.prefix else ()
-        return self._fits(request, ids, self.free)
-
-    def _fits(self, request: ScheduledRequest, cached_ids: tuple[int, ...], free: int) -> bool:
-        whole = min(-(-request.tokens // self._block), self.total)
-        return whole - (self._cache.shared(cached_ids) if self._cache is not None else 0) <= free
+        return self._fits(request, self._cached(request), self.free)
 
     def start(self, request: ScheduledRequest, budget: int) -> bool:
         """Take blocks for what a waiting request has after this, and for its first chunk of at most `budget` tokens, or
@@ -52,16 +48,14 @@ class KvMemory:
 
         It has what is cached and what it imports, but its last token is always computed here.
         """
-        ids: tuple[int, ...] = ()
-        if self._cache is not None and request.prefix:
-            self.trim_cache()
-            ids = self._cache.matched(self._ids(request))
-        request.cached_tokens = len(ids) * self._id_tokens
+        self.trim_cache()
+        cached = self._cached(request)
+        request.cached_tokens = len(cached) * self._id_tokens
         computed = min(max(request.import_tokens, request.cached_tokens), request.tokens - 1)
-        ids = ids[: computed // self._id_tokens] if ids else ids
-        if not self._fits(request, ids, self.free - self.reserved):
+        cached = cached[: computed // self._id_tokens]
+        if not self._fits(request, cached, self.free - self.reserved):
             return False
-        request.blocks = self._cache.shared(ids) if self._cache is not None else 0
+        request.blocks = self._cache.shared_blocks(cached)
         if self._reserves_output:
             needed = request.tokens + request.output_left
         elif request.import_tokens:
@@ -72,9 +66,8 @@ class KvMemory:
             request.blocks = 0
             return False
         request.computed_tokens = computed
-        if self._cache is not None:
-            self._cache.use(ids)
-            request.shared_ids = ids
+        request.shared_ids = cached
+        self._cache.use(cached)
         return True
 
     def allocate(self, request: ScheduledRequest, tokens: int) -> bool:
@@ -92,21 +85,18 @@ class KvMemory:
         if not request.blocks:
             return
         self.free += max(request.blocks, -(-request.computed_tokens // self._block))
-        request.blocks = 0
-        if self._cache is not None:
-            self.free -= self._cache.leave(request.shared_ids)
-            request.shared_ids = ()
+        self.free -= self._cache.leave(request.shared_ids)
+        request.blocks, request.shared_ids = 0, ()
 
     def keep_prefix(self, request: ScheduledRequest) -> None:
         """The request's prompt, or its part of the prompt, is here: others may use it."""
-        if self._cache is not None and request.prefix:
-            self.keep_blocks(request, self._ids(request))
+        if ids := self._ids(request):
+            self.keep_blocks(request, ids)
 
     def keep_blocks(
         self, request: ScheduledRequest, ids: tuple[int, ...], before: int | None = None
     ) -> tuple[int, ...]:
         """Keep computed blocks of a request, which follow the block `before`. Returns those that were not held yet."""
-        assert self._cache is not None
         fresh = self._cache.keep(ids)
         request.shared_ids += fresh
         if self._reachable is not None:
@@ -118,24 +108,28 @@ class KvMemory:
 
     def trim_cache(self) -> None:
         """Drop cached blocks whose memory was taken."""
-        if self._cache is not None:
-            self._cache.trim(self.free - self.reserved)
-
-    def _drop(self, at: int) -> None:
-        if self._reachable is not None:
-            self._reachable.drop(at)
-        self._dropped(at)
-
-    def _ids(self, request: ScheduledRequest) -> tuple[int, ...]:
-        """Ids of the request's prompt; where only a part of it is computed here, of the whole blocks in that part."""
-        part = request.tokens < request.job.prompt_tokens
-        return request.prefix[: request.tokens // self._id_tokens] if part else request.prefix
+        self._cache.trim(self.free - self.reserved)
 
     def watch_cache(self) -> ReachableBlocks | None:
         """Ids that can be hit, kept up to date by the cache from now on; None without a cache."""
-        if self._cache is not None:
+        if self._keeps_prefixes:
             self._reachable = ReachableBlocks()
+            self._cache.dropped = self._reachable.drop
         return self._reachable
+
+    def _fits(self, request: ScheduledRequest, cached: tuple[int, ...], free: int) -> bool:
+        whole = min(-(-request.tokens // self._block), self.total)
+        return whole - self._cache.shared_blocks(cached) <= free
+
+    def _cached(self, request: ScheduledRequest) -> tuple[int, ...]:
+        return self._cache.matched(self._ids(request)) if request.prefix else ()
+
+    def _ids(self, request: ScheduledRequest) -> tuple[int, ...]:
+        """Ids of the request's prompt; where only a part of it is computed here, of the whole blocks in that part."""
+        if not self._keeps_prefixes:
+            return ()
+        part = request.tokens < request.job.prompt_tokens
+        return request.prefix[: request.tokens // self._id_tokens] if part else request.prefix
 
 
 class ExportRoom:
@@ -173,8 +167,8 @@ class PrefixCache:
     """
 
     def __init__(self, blocks_of_id: int, dropped: Callable[[int], None]) -> None:
-        self._blocks_of_id = max(1, blocks_of_id)
-        self._dropped = dropped
+        self._blocks_of_id = blocks_of_id
+        self.dropped = dropped
         self._users: dict[int, int] = {}  # of each id that is held
         self._unused: OrderedDict[int, None] = OrderedDict()  # those without users; the first is dropped first
 
@@ -182,7 +176,7 @@ class PrefixCache:
         """The ids from the start of `prefix` that are held."""
         return tuple(takewhile(self._users.__contains__, prefix))
 
-    def shared(self, ids: tuple[int, ...]) -> int:
+    def shared_blocks(self, ids: tuple[int, ...]) -> int:
         """Blocks of these ids that requests use."""
         return self._blocks_of_id * sum(self._users[at] > 0 for at in ids)
 
@@ -205,13 +199,13 @@ class PrefixCache:
 
     def keep(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """Hold these ids from now on. Returns those that were not held before, which their request uses."""
-        fresh = tuple(at for at in ids if at not in self._users)
-        self._users.update(dict.fromkeys(fresh, 1))
-        return fresh
+        fresh = dict.fromkeys((at for at in ids if at not in self._users), 1)
+        self._users.update(fresh)
+        return tuple(fresh)
 
     def trim(self, room_blocks: int) -> None:
         """Drop unused ids that have no room any more."""
         while len(self._unused) > room_blocks // self._blocks_of_id:
             at, _ = self._unused.popitem(last=False)
             del self._users[at]
-            self._dropped(at)
+            self.dropped(at)
