@@ -119,8 +119,8 @@ class _Simulation:
                 return  # the client gets its first token from the decode instance
             if (stream := request.decode_leg) is not None:
                 stream.last_token_s = now
-                if stream.engine is not None:
-                    stream.engine.became_stream(stream, now)
+                if stream.lane is not None:
+                    self._fleet.engine(stream).became_stream(stream, now)
         request.last_token_s = now
         request.waited_s = 0.0
         if request.first_token_s < 0.0:
@@ -236,11 +236,11 @@ class Handover(Part):
 
     def _kv_arrived(self, leg: Leg, now: float) -> None:
         request = leg.request
-        if leg.cancelled or leg is not request.decode_leg or leg.engine is None:
+        if leg.cancelled or leg is not request.decode_leg or leg.lane is None:
             return
         self._record.transferred(request, now)
         self._legs.leave(self._fleet.instance(request.prefill), request, now)
-        leg.engine.kv_arrived(leg, now)
+        self._fleet.engine(leg).kv_arrived(leg, now)
 
     def _wire_share(self, request: SimRequest, now: float) -> float:
         """Bytes on the wire over bytes of KV: by the run's codec, or as live by the request's class and the link."""
@@ -402,11 +402,11 @@ class Moves(Part):
         leg, pause = subject
         request = leg.request
         paused = leg.pause == pause and not leg.blocks and not leg.cancelled
-        if not paused or request.over or leg.engine is None or request.moves >= self._run.moves:
+        if not paused or request.over or leg.lane is None or request.moves >= self._run.moves:
             return
         instance = self._fleet.instance(request.decode)
         here_s = instance.pause_s(leg, now)
         if here_s >= MOVE_LEAST_S and self._intake.move(request, leg, here_s, now):
             return
-        if not leg.engine.idle:  # else nothing changes there
+        if not instance.engines[leg.lane].idle:  # else nothing changes there
             self._loop.at(now + PAUSE_NEWS_S, self._look, subject)

@@ -14,6 +14,7 @@ from shared.policy.prefix_index import PrefixIndex, ReachableBlocks, wants_prefi
 from shared.sim.engine import Engine, EngineEvents
 from shared.sim.events import EventLoop
 from shared.sim.instance import SimInstance
+from shared.sim.request import Leg
 from shared.sim.spec import InstanceSpec, RunSpec
 from shared.sim.wires import Wires
 
@@ -61,6 +62,11 @@ class Fleet:
     def instance(self, position: int | None) -> SimInstance:
         assert position is not None
         return self.instances[position]
+
+    def engine(self, leg: Leg) -> Engine:
+        """The engine that has a leg."""
+        assert leg.lane is not None
+        return self.instance(leg.request.decode if leg.decodes else leg.request.prefill).engines[leg.lane]
 
     def position(self, instance_id: str) -> int:
         return self._positions[instance_id]

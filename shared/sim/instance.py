@@ -68,17 +68,17 @@ class SimInstance:
         most = self.spec.max_prefills
         return most is not None and self.prefills >= most
 
-    def least_loaded(self) -> Engine:
+    def next_lane(self) -> int:
         """The engine with the fewest requests."""
-        return min(self.engines, key=lambda engine: engine.scheduler.count)
+        return min(range(len(self.engines)), key=lambda lane: self.engines[lane].scheduler.count)
 
     def view(self, now: float) -> InstanceView:
         if not self.requests:
             return self._idle_view()
-        steps = {engine: engine.steps_done(now) for engine in self.engines}
+        steps = [engine.steps_done(now) for engine in self.engines]
         context = free = used = running = waiting = 0
         share, backlog = 0.0, Backlog()
-        for engine, done in steps.items():
+        for engine, done in zip(self.engines, steps, strict=True):
             context += engine.context_after(done)
             free += engine.free_after(done)
             used += engine.memory.total
@@ -114,28 +114,27 @@ class SimInstance:
         """Legs that decode here, or are to."""
         for request in self.requests:
             leg = request.decode_leg
-            if leg is not None and request.decode == self.index and leg.engine is not None:
+            if leg is not None and request.decode == self.index and leg.lane is not None:
                 yield leg
 
     def pause_s(self, leg: Leg, now: float) -> float:
         """Seconds until the next token of a leg that was paused here is expected, as a worker estimates it."""
-        assert leg.engine is not None
-        others = [other for other in self._decodes() if other is not leg and other.engine is leg.engine]
-        steps = {leg.engine: leg.engine.steps_done(now)}
+        others = [other for other in self._decodes() if other is not leg and other.lane == leg.lane]
+        steps = [engine.steps_done(now) for engine in self.engines]
         inside = [self._held_and_left(other, steps) for other in others if other.blocks]
         first = sum(other.tokens for other in others if not other.blocks and other.pause > leg.pause)
         limits, block_tokens = self.spec.limits, self.spec.limits.block_tokens
-        room = leg.engine.memory.total * block_tokens - first
+        room = self.engines[leg.lane or 0].memory.total * block_tokens - first
         beside = Beside.of(inside, block_tokens)
         held, left = self._held_and_left(leg, steps)
         return pause_s(beside, room, held, left, block_tokens, self.spec.rates.step, limits.batched_tokens)
 
-    def _held_and_left(self, leg: Leg, steps: dict[Engine, int]) -> tuple[int, int]:
+    def _held_and_left(self, leg: Leg, steps: list[int]) -> tuple[int, int]:
         """The tokens that the leg holds, and those that its answer is expected to have yet. steps: see `steps_done`, of
         each engine.
         """
-        assert leg.engine is not None
-        held, given = leg.engine.progress_after(steps[leg.engine], leg)
+        lane = leg.lane or 0
+        held, given = self.engines[lane].progress_after(steps[lane], leg)
         job = leg.request.job
         given += leg.request.carried
         return held, remaining_tokens(given, job.answer_tokens or job.max_tokens, job.max_tokens)

@@ -440,8 +440,8 @@ class Legs:
             instance.decoding -= 1
             instance.heavy -= is_heavy(request.job)
         leg = request.prefill_leg
-        if instance.index == request.prefill and leg is not None and leg.engine is not None:
-            leg.engine.sent(leg, now)
+        if instance.index == request.prefill and leg is not None and leg.lane is not None:
+            self._fleet.engine(leg).sent(leg, now)
         self._left(instance, now)
 
     def drop(self, request: SimRequest, now: float) -> int:
@@ -456,8 +456,8 @@ class Legs:
                 given += leg.given_tokens
                 request.last_token_s = max(request.last_token_s, leg.last_token_s)
             if request in instance.requests:
-                if leg.engine is not None:
-                    leg.engine.cancel(leg, now)
+                if leg.lane is not None:
+                    self._fleet.engine(leg).cancel(leg, now)
                 if request.waits_prefill and position == computes:
                     instance.prefills -= 1
             leg.cancelled = True
@@ -467,8 +467,8 @@ class Legs:
     def _enter(self, subject: tuple[SimInstance, Leg], now: float) -> None:
         instance, leg = subject
         if not leg.cancelled and instance.engines:
-            leg.engine = instance.least_loaded()
-            leg.engine.add(leg, now)
+            leg.lane = instance.next_lane()
+            instance.engines[leg.lane].add(leg, now)
 
 
 class AutoFlips:

@@ -6,15 +6,12 @@ Instances are named by their position, as in `SimResult.instances`. A time that 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from shared.domain.job import JobView, LengthPrediction
 from shared.policy.prefill_order import Rank
-
-if TYPE_CHECKING:
-    from shared.sim.engine import Engine
 
 
 class State(Enum):
@@ -175,7 +172,7 @@ class Leg(ScheduledRequest):
     """One part of a simulated request, on one engine."""
 
     request: SimRequest
-    engine: "Engine | None" = None  # None on the way there
+    lane: int | None = None  # which of its instance's engines has it; None on the way there
     pause: int = 0  # number of its last preemption in this run: of paused legs, the highest gets blocks first
     joined_at: int = 0  # with `joined_over`, what `Pauses` had counted when it joined
     joined_over: int = 0
