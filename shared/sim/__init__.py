@@ -7,5 +7,5 @@ by `traces.read_trace`), the instances (`spec.InstanceSpec`; `measured` makes th
 Inside, from the top: `cluster` is a run, `intake` the gateway and the global scheduler, `fleet` the instances and what
 decisions know about them, `instance` one instance with the ports of `wires`, `engine` the time of one engine,
 `scheduler` its batches with `memory` and `group`, `request` a request's state, `record` what is written down, `events`
-the time.
+the time. The emulated engine of a worker drives `scheduler`, `memory` and `group`, too.
 """

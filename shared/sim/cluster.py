@@ -22,7 +22,7 @@ from shared.policy.overload import MOVE_LEAST_S, PAUSE_NEWS_S
 from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet
 from shared.sim.instance import SimInstance
-from shared.sim.intake import AutoFlips, Context, Intake, Legs
+from shared.sim.intake import AutoFlips, Context, Intake, Legs, Part
 from shared.sim.outcomes import Gaps, SimResult, Status
 from shared.sim.record import Record, Sampler
 from shared.sim.request import Leg, SimRequest
@@ -62,7 +62,7 @@ class _Simulation:
         prefix_tokens = workload.prefix_block_tokens if workload.prefixes is not None else 0
         self._loop = EventLoop()
         self._record = Record(workload, run, progress)
-        self._fleet = Fleet(instances, run, self, prefix_tokens, rng)
+        self._fleet = Fleet(instances, run, self._loop, self, prefix_tokens, rng)
         self._legs = Legs(run, self._loop, self._fleet, lambda instance, now: self._changes.left(instance, now))
         context = Context(run, self._loop, self._fleet, self._legs, self._record, rng)
         self._flips = AutoFlips(run, self._fleet, run.role_flip) if run.role_flip is not None else None
@@ -103,7 +103,7 @@ class _Simulation:
         if not leg.decodes and self._run.streaming:
             if leg.request.decode_leg is None:
                 self._handover.dispatch(leg.request, now)
-            self._handover.send(leg.request, leg.computed, now)
+            self._handover.send(leg.request, leg.computed_tokens, now)
 
     def token(self, leg: Leg, now: float) -> None:
         request = leg.request
@@ -117,9 +117,10 @@ class _Simulation:
         else:
             if not request.carried or (request.decode_tokens and request.job.slo.first_token is FirstTokenOut.SMOOTH):
                 return  # the client gets its first token from the decode instance
-            if request.decode_leg is not None:
-                request.decode_leg.last_token_s = now
-                self._legs.started(request.decode_leg, now)
+            if (stream := request.decode_leg) is not None:
+                stream.last_token_s = now
+                if stream.lane is not None:
+                    self._fleet.engine(stream).became_stream(stream, now)
         request.last_token_s = now
         request.waited_s = 0.0
         if request.first_token_s < 0.0:
@@ -146,19 +147,14 @@ class _Simulation:
         self._handover.send(request, request.split, now)
 
 
-class Handover:
+class Handover(Part):
     """Brings a request to a decode instance, once its first chunk or its whole prompt is computed.
 
     It chooses the instance, has that reserve memory, and sends the KV.
     """
 
     def __init__(self, context: Context, intake: Intake) -> None:
-        self._run = context.run
-        self._loop = context.loop
-        self._fleet = context.fleet
-        self._legs = context.legs
-        self._record = context.record
-        self._rng = context.rng
+        super().__init__(context)
         self._intake = intake
         self._fixed_share = wire_share(context.run.codec)
         self._waiting: dict[SimRequest, None] = {}  # no decode instance can take them now; in order
@@ -202,13 +198,13 @@ class Handover:
             index.book(Assignment(chosen, now, decode_tokens=tokens, heavy=heavy))
         request.wire_share = self._wire_share(request, now)
         prompt, carried = request.job.prompt_tokens, request.carried
-        computed = prompt if carried else min(request.split, prompt - 1)
+        sent = prompt if carried else min(request.split, prompt - 1)
         request.decode_leg = Leg(
             request,
-            prompt + carried,
-            request.decode_tokens,
-            computed,
-            remote=computed > 0,
+            tokens=prompt + carried,
+            output_left=request.decode_tokens,
+            computed_tokens=sent,
+            import_tokens=sent,
             prefix=request.prefix,
             last_token_s=request.last_token_s,
         )
@@ -218,11 +214,11 @@ class Handover:
         """The decode instance has blocks for the KV."""
         request = leg.request
         request.admitted = True
-        request.sent_tokens = min(leg.saved, request.split)
+        request.sent_tokens = min(leg.cached_tokens, request.split)
         if request.prefill_done_s >= 0.0:
             self.send(request, request.split, now)
         elif self._run.streaming and request.prefill_leg is not None:
-            self.send(request, request.prefill_leg.computed, now)
+            self.send(request, request.prefill_leg.computed_tokens, now)
 
     def send(self, request: SimRequest, computed: int, now: float) -> None:
         """Send KV that is computed, not sent, and not at the decode instance, once that has blocks for it."""
@@ -244,7 +240,7 @@ class Handover:
             return
         self._record.transferred(request, now)
         self._legs.leave(self._fleet.instance(request.prefill), request, now)
-        self._legs.kv_arrived(leg, now)
+        self._fleet.engine(leg).kv_arrived(leg, now)
 
     def _wire_share(self, request: SimRequest, now: float) -> float:
         """Bytes on the wire over bytes of KV: by the run's codec, or as live by the request's class and the link."""
@@ -256,7 +252,7 @@ class Handover:
         receiver = self._fleet.index(now).decode.get(target)
         if receiver is None:
             return 1.0
-        left = leg.tokens - leg.computed if leg is not None and request.prefill_done_s < 0.0 else 0
+        left = leg.uncomputed_tokens if leg is not None and request.prefill_done_s < 0.0 else 0
         return wire_share(choose_codec(job, request.split, left, source.info, receiver).codec)
 
     def _refuse(self, request: SimRequest, now: float) -> None:
@@ -264,14 +260,11 @@ class Handover:
         self._intake.stop(request, Status.REFUSED, now)
 
 
-class Changes:
+class Changes(Part):
     """Changes to whole instances: role flips with their drains, losses, returns. Also samples the load."""
 
     def __init__(self, context: Context, intake: Intake, handover: Handover, flips: AutoFlips | None) -> None:
-        self._run = context.run
-        self._loop = context.loop
-        self._fleet = context.fleet
-        self._legs = context.legs
+        super().__init__(context)
         self._intake = intake
         self._handover = handover
         self._flips = flips
@@ -389,13 +382,11 @@ class Changes:
         return self._loop.pending > self._periodic
 
 
-class Moves:
+class Moves(Part):
     """Streams whose KV blocks were taken back: as live, they go on at another instance where that is clearly sooner."""
 
     def __init__(self, context: Context, intake: Intake) -> None:
-        self._max_moves = context.run.moves
-        self._loop = context.loop
-        self._fleet = context.fleet
+        super().__init__(context)
         self._intake = intake
         self._pauses = 0
 
@@ -403,7 +394,7 @@ class Moves:
         """A leg has lost its blocks. The event follows the step that is being planned and takes them."""
         self._pauses += 1
         leg.pause = self._pauses
-        if leg.decodes and leg.started:
+        if leg.decodes and leg.is_stream:
             self._loop.at(self._loop.now_s, self._look, (leg, leg.pause))
 
     def _look(self, subject: tuple[Leg, int], now: float) -> None:
@@ -411,11 +402,11 @@ class Moves:
         leg, pause = subject
         request = leg.request
         paused = leg.pause == pause and not leg.blocks and not leg.cancelled
-        if not paused or request.over or leg.lane is None or request.moves >= self._max_moves:
+        if not paused or request.over or leg.lane is None or request.moves >= self._run.moves:
             return
         instance = self._fleet.instance(request.decode)
         here_s = instance.pause_s(leg, now)
         if here_s >= MOVE_LEAST_S and self._intake.move(request, leg, here_s, now):
             return
-        if instance.engines[leg.lane].due_s != NEVER:  # else nothing changes there
+        if not instance.engines[leg.lane].idle:  # else nothing changes there
             self._loop.at(now + PAUSE_NEWS_S, self._look, subject)

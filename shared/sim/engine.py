@@ -9,19 +9,19 @@ from typing import Protocol
 
 from shared.cost.step import Batch, Segment, StepTimes
 from shared.domain.rates import StepRates
-from shared.policy.decode_admission import DecodeAdmission
-from shared.policy.prefill_order import PrefillShare
-from shared.sim.events import NEVER
-from shared.sim.group import Glide, without_first
-from shared.sim.memory import KvMemory
+from shared.policy.decode_admission import DecodeAdmission, Greedy
+from shared.policy.prefill_order import PrefillOrder, PrefillShare
+from shared.sim.events import NEVER, EventLoop
+from shared.sim.group import Glide, MeasuredGroup, without_first
+from shared.sim.memory import ExportRoom, KvMemory
 from shared.sim.outcomes import Gaps
-from shared.sim.request import Leg
-from shared.sim.scheduler import Chunk, Scheduler, WaitingLegs
+from shared.sim.request import Leg, State
+from shared.sim.scheduler import Scheduler, Step
 from shared.sim.spec import EngineLimits
 
 
 class EngineEvents(Protocol):
-    """What an engine reports to its driver, and when it happened."""
+    """What an engine reports, and when it happened."""
 
     def admitted(self, leg: Leg, now: float) -> None:
         """Blocks are reserved for a leg that receives its KV from the network."""
@@ -45,34 +45,50 @@ class EngineEvents(Protocol):
 
 
 class Engine:
-    """State of one engine. The driver calls `run` at `due_s`, which any call may change."""
+    """One engine, whose steps are events of `loop`. staging_tokens: room for the KV of prompts that are computed for
+    other instances.
+    """
 
     def __init__(
         self,
+        loop: EventLoop,
         model: StepTimes,
         limits: EngineLimits,
         kv_tokens: int,
-        waiting: WaitingLegs,
+        order: PrefillOrder,
         admission: DecodeAdmission,
         events: EngineEvents,
         *,
         rates: StepRates | None = None,
+        staging_tokens: int | None = None,
         prefix_block_tokens: int = 0,
         stepwise: bool = False,
     ) -> None:
+        self._loop = loop
         self._model = model
         self._events = events
         self._stepwise = stepwise
-        memory = KvMemory(limits, kv_tokens, prefix_block_tokens)
-        self.scheduler = Scheduler(limits, memory, waiting, admission, events.admitted, self._preempted, rates)
-        self._chunks: list[Chunk] = []  # of the step under way
-        self._decodes = False  # whether that step has the group in it
+        self._export_room = ExportRoom(staging_tokens) if staging_tokens is not None else None
+        self._group = MeasuredGroup(limits.block_tokens)
+        self.memory = KvMemory(limits, kv_tokens, prefix_block_tokens)
+        self.scheduler: Scheduler[Leg] = Scheduler(
+            limits,
+            self.memory,
+            self._group,
+            self,
+            order,
+            admission,
+            rates=lambda: rates,
+            reserve_export=self._export_room.reserve if self._export_room is not None else None,
+        )
+        self._fresh: list[Leg] = []  # decodes whose present gap between tokens began before the coming step
+        self._step: Step[Leg] | None = None  # the step with chunks that is under way
         self._started_s = 0.0
-        self._glide: Glide | None = None  # instead of a step
-        self._glide_steps = 0  # how many steps it has
+        self._glide: Glide | None = None
+        self._glide_steps = 0  # how many steps of the glide are taken
         self._look_steps = 0  # after how many of them the engine looks for changes; 0: it does not
-        self.due_s = NEVER
-        self.booked_s = NEVER  # the driver's: the time of its next event for this engine
+        self._due_s = NEVER  # when the step or glide under way ends, or is looked at
+        self._planned_s = NEVER  # the time of the event for that
         self.tally = Tally()
         self._share = PrefillShare()
 
@@ -80,49 +96,65 @@ class Engine:
         """Queue a leg. A leg whose KV is to come is admitted at once if there is room beside the step under way."""
         self.scheduler.add(leg)
         glide = self._glide
-        if leg.remote and glide is not None:
+        if leg.import_tokens and glide is not None:
             steps = max(1, min(glide.steps_begun(now), self._glide_steps))
-            if self.scheduler.admit_beside(steps, now) and self.scheduler.has_room(self._glide_steps):
+            if self._admit_beside(steps, now) and self._growth(self._glide_steps) <= self.memory.free:
                 return
             if steps < self._glide_steps:  # the steps after the one under way may lack the blocks that it has taken
                 self._glide_steps, self._look_steps = steps, 0
-                self.due_s = max(now, glide.end_s(steps))
+                self._set_due(max(now, glide.end_s(steps)))
             return
-        if leg.started and self._chunks:
+        if leg.is_stream and self._step is not None:
             self.scheduler.admit_streams(now)
         self._disturb(now)
 
     def kv_arrived(self, leg: Leg, now: float) -> None:
         self.scheduler.kv_arrived(leg)
+        if leg.uncomputed_tokens == 1:
+            self.memory.keep_prefix(leg)
         self._disturb(now)
 
-    def started(self, leg: Leg, now: float) -> None:
+    def became_stream(self, leg: Leg, now: float) -> None:
         """The client of a leg that may wait here has its first token, from elsewhere."""
-        if self.scheduler.waiting.started(leg):
+        if self.scheduler.became_stream(leg):
             self._disturb(now)
 
     def sent(self, leg: Leg, now: float) -> None:
         """The KV of a prompt that was computed here has left: another prompt may begin."""
-        if self.scheduler.waiting.sent(leg):
+        if self._export_room is not None and self._export_room.free(leg) and len(self.scheduler.waiting):
             self._disturb(now)
 
-    def run(self, now: float) -> None:
-        """The step or glide that is due at `now` ends; the next one begins."""
+    @property
+    def idle(self) -> bool:
+        return self._due_s == NEVER
+
+    def _set_due(self, due_s: float) -> None:
+        self._due_s = due_s
+        if due_s != self._planned_s:
+            self._planned_s = due_s
+            if due_s != NEVER:
+                self._loop.at(due_s, self._run, None)
+
+    def _run(self, _: None, now: float) -> None:
+        """The step or glide that is due now ends, and the next one begins."""
+        if self._due_s != now:
+            return  # the step was cut short, or the engine is dead
         if self._glide is not None:
-            if self._look_steps and self.scheduler.admit_beside(self._glide_steps, now):
+            if self._look_steps and self._admit_beside(self._glide_steps, now):
                 self._look_steps = 0
-                self.due_s = self._glide.end_s(self._glide_steps)
+                self._set_due(self._glide.end_s(self._glide_steps))
                 return
             self._end_glide()
-        elif self._chunks:
+        elif self._step is not None:
             self._end_step(now)
         self._begin(now)
 
     def cancel(self, leg: Leg, now: float) -> None:
         """Forget a leg; if it runs, it leaves at the end of the step under way."""
-        if self.scheduler.cancel(leg) and self._glide is not None:
+        self.scheduler.cancel(leg)
+        if leg.state is not State.FINISHED and self._glide is not None:
             self._disturb(now)
-        elif self.due_s == NEVER:
+        elif self.idle:
             self._begin(now)  # its blocks may have been what another waits for
 
     def halt(self, now: float) -> None:
@@ -134,59 +166,124 @@ class Engine:
                 self._end_glide()
         else:
             last_s = self._started_s
-        self.due_s = NEVER
-        self.scheduler.stop(last_s)
+        self._set_due(NEVER)
+        for leg in self.scheduler.running:
+            if leg.state is State.DECODING:
+                self._group.leave(leg)
+                if leg not in self._fresh:  # else the step that would have given it a token has not ended
+                    leg.last_token_s = last_s
 
-    def state_at(self, now: float) -> tuple[int, int]:
-        """Total context of the decodes and free blocks, as of the last step that has ended."""
-        group, free = self.scheduler.group, self.scheduler.memory.free
-        if self._glide is None:
-            return group.context_tokens, free
-        done = min(self._glide.steps_done(now), self._glide_steps)
-        return group.context_tokens + done * group.count, free - self.scheduler.memory.growth(group, done)
+    def steps_done(self, now: float) -> int:
+        """Steps of the glide under way that have ended, which its decodes have not been brought up to date with."""
+        return min(self._glide.steps_done(now), self._glide_steps) if self._glide is not None else 0
 
-    def progress(self, leg: Leg, now: float) -> tuple[int, int]:
-        """Context of a leg, and the output tokens that it has given here, as of the last step that has ended."""
-        group = self.scheduler.group
-        if leg.finish_step <= group.steps:
-            return leg.tokens, leg.given
-        done = min(self._glide.steps_done(now), self._glide_steps) if self._glide is not None else 0
-        steps = group.steps + done
-        return leg.base + steps, leg.wanted - (leg.finish_step - steps)
+    def context_after(self, steps: int) -> int:
+        """Total context of the decodes after so many more steps."""
+        return self._group.context_tokens + steps * self._group.count
 
-    def prefill_share_at(self, now: float) -> float:
-        glide = self._glide
-        return self._share.after(min(glide.steps_done(now), self._glide_steps) if glide is not None else 0)
+    def free_after(self, steps: int) -> int:
+        """Free blocks after so many more steps."""
+        return self.memory.free - self._growth(steps) if steps else self.memory.free
+
+    def progress_after(self, steps: int, leg: Leg) -> tuple[int, int]:
+        """Context of a leg, and the output tokens that it has given here, after so many more steps."""
+        if leg.state is not State.DECODING:
+            return leg.tokens, leg.given_tokens
+        steps += self._group.steps
+        return leg.base + steps, leg.output_tokens - (leg.finish_step - steps)
+
+    def prefill_share_after(self, steps: int) -> float:
+        return self._share.after(steps)
+
+    def admitted(self, request: Leg, now: float) -> None:
+        if request.state is State.RECEIVING:
+            self._events.admitted(request, now)
+
+    def preempted(self, request: Leg, now: float) -> None:
+        if request in self._fresh:  # its last token is older than the last step
+            self._fresh.remove(request)
+        elif request.state is State.DECODING and request.last_token_s >= 0.0 and request not in self.scheduler.joined:
+            request.last_token_s = now
+        self.tally.preemptions += 1
+        self._events.preempted(request)
+
+    # Glides: decode steps between which nothing can change
+
+    def _growth(self, steps: int) -> int:
+        """Blocks that the decodes take in so many steps."""
+        return 0 if self.scheduler.limits.reserves_output else self._group.blocks_for(steps)
+
+    def _steps_ahead(self, step: Step[Leg]) -> int:
+        """Decode steps until the batch changes by itself: a leg is done, blocks run out, or others may start."""
+        scheduler = self.scheduler
+        # Steps of the same batch may be enough for another leg to start: then each step is looked at.
+        if self._stepwise or (len(scheduler.waiting) and (step.has_preempted or scheduler.admission.needs_running)):
+            return 1
+        most = self._group.steps_to_finish()
+        return most if scheduler.limits.reserves_output else self._group.affordable(self.memory.free, most)
 
     def _disturb(self, now: float) -> None:
         """Something has changed: begin at once when idle, else at the end of the decode step under way."""
-        if self.due_s == NEVER:
+        if self.idle:
             self._begin(now)
-        elif self._glide is not None and not self._look_steps and self.scheduler.could_change():
+        elif self._glide is not None and not self._look_steps and self._could_change():
             # The engine looks when the step under way ends. If it then only reserves blocks, the glide goes on.
             steps = self._glide.steps_begun(now)
             if steps < self._glide_steps:
                 self._look_steps = steps
-                self.due_s = max(now, self._glide.end_s(steps))  # the last bit may be lost in rounding
+                self._set_due(max(now, self._glide.end_s(steps)))  # the last bit may be lost in rounding
+
+    def _could_change(self) -> bool:
+        """Whether the batch could change at the next step."""
+        scheduler = self.scheduler
+        if scheduler.leaving:
+            return True
+        if len(scheduler.running) >= scheduler.limits.sequences:
+            return False
+        if scheduler.received:
+            return True
+        return len(scheduler.waiting) > 0 and self.memory.could_start(scheduler.waiting.peek())
+
+    def _admit_beside(self, steps: int, now: float) -> bool:
+        """Reserve blocks for waiting legs whose KV is elsewhere, while the group takes its `steps` steps.
+
+        False when anything else has to change, or when blocks are so few that the group might feel it.
+        """
+        scheduler = self.scheduler
+        if scheduler.received or scheduler.leaving or not isinstance(scheduler.admission, Greedy):
+            return False
+        self.memory.reserved = self._growth(steps)
+        return scheduler.admit_imports(now)
+
+    # Steps
 
     def _begin(self, now: float) -> None:
-        scheduler = self.scheduler
-        chunks = scheduler.plan(now)
-        group = scheduler.group
-        if chunks:
-            self._chunks, self._decodes, self._started_s = chunks, scheduler.decodes_with(chunks), now
-            if group.count and not self._decodes:
-                scheduler.let_wait(now)
-            prefill = tuple((tokens, leg.computed) for leg, tokens in chunks)
-            decodes, context = (group.count, group.context_tokens) if self._decodes else (0, 0)
-            self.due_s = now + self._model.step_time_s(Batch(prefill, decodes, context))
+        group = self._group
+        step = self.scheduler.plan(now)
+        if self.scheduler.joined:
+            self._fresh += [leg for leg in self.scheduler.joined if leg.state is State.DECODING]
+        if step.chunks:
+            self._step, self._started_s = step, now
+            if group.count and not step.has_decodes:
+                self._let_wait(now)
+            prefill = tuple((tokens, leg.computed_tokens) for leg, tokens in step.chunks)
+            decodes, context = (group.count, group.context_tokens) if step.has_decodes else (0, 0)
+            self._set_due(now + self._model.step_time_s(Batch(prefill, decodes, context)))
         elif group.count:
-            steps = 1 if self._stepwise else scheduler.steps_ahead()
+            steps = self._steps_ahead(step)
             self._glide = Glide(now, self._model.decode_segments(group.count, group.context_tokens, steps))
             self._glide_steps = steps
-            self.due_s = self._glide.end_s(steps)
+            self._set_due(self._glide.end_s(steps))
         else:
-            self.due_s = NEVER
+            self._set_due(NEVER)
+
+    def _let_wait(self, now: float) -> None:
+        """A step begins now without the decodes: the gap to their next tokens is longer than a step."""
+        waiting = set(self._fresh)
+        for leg in self.scheduler.running:
+            if leg.state is State.DECODING and leg not in waiting:
+                leg.last_token_s = now
+                self._fresh.append(leg)
 
     def _end_glide(self) -> None:
         glide, steps = self._glide, self._look_steps or self._glide_steps
@@ -194,29 +291,28 @@ class Engine:
         self._glide, self._look_steps = None, 0
         now = glide.end_s(steps)
         runs = glide.runs(steps)
-        self.tally.glide(glide, runs, self.scheduler.group.count, len(self.scheduler.fresh))
+        self.tally.glide(glide, runs, self._group.count, len(self._fresh))
         self.tally.busy_s += now - glide.start_s
         self._share.plain(steps)
         self._end_decodes(runs, glide.start_s + glide.first_step_s, now)
 
     def _end_step(self, now: float) -> None:
-        chunks, self._chunks = self._chunks, []
+        step, self._step = self._step, None
+        assert step is not None
         took_s = now - self._started_s
         self.tally.busy_s += took_s
         self.tally.steps += 1
-        if self._decodes:
-            self._decodes = False
+        if step.has_decodes:
             self._share.mixed()
-            self.tally.decodes(took_s, self.scheduler.group.count, len(self.scheduler.fresh))
+            self.tally.decodes(took_s, self._group.count, len(self._fresh))
             self._end_decodes(((1, took_s, took_s),), now, now)
-        for leg, tokens in chunks:
+        for leg, tokens in step.chunks:
             self._end_chunk(leg, tokens, now)
 
     def _end_decodes(self, runs: tuple[Segment, ...], first_s: float, now: float) -> None:
         """`runs`: the steps. `first_s`: when the first of them ends and gives fresh legs their first token here."""
-        scheduler = self.scheduler
-        steps, pauses = sum(run[0] for run in runs), scheduler.group.pauses
-        fresh, scheduler.fresh = scheduler.fresh, []
+        steps, pauses = sum(run[0] for run in runs), self._group.pauses
+        fresh, self._fresh = self._fresh, []
         if fresh:
             for leg in fresh:
                 pauses.leave(leg)  # the gap that ends now is longer than the step
@@ -227,30 +323,28 @@ class Engine:
             runs = without_first(runs)
         if runs:
             pauses.add(runs)
-        scheduler.memory.grow(scheduler.group, steps)
-        self.tally.peak(scheduler.memory)
-        for leg in scheduler.group.advance(steps):
+        done = self.scheduler.end_decodes(steps)
+        self.tally.peak(self.memory)
+        for leg in done:
             leg.last_token_s = now
             self._done(leg, now)
 
     def _end_chunk(self, leg: Leg, tokens: int, now: float) -> None:
-        scheduler = self.scheduler
-        leg.computed += tokens
-        scheduler.queued_tokens -= tokens
+        leg.computed_tokens += tokens
         self.tally.prefill_tokens += tokens
         if leg.cancelled:
             return
-        if leg.missing > 0:
+        if leg.uncomputed_tokens > 0:
             self._events.chunk(leg, now)
             return
-        del scheduler.prefilling[leg]
-        scheduler.queued_jobs -= 1
-        scheduler.memory.keep_prefix(leg)
+        self.memory.keep_prefix(leg)
         leg.tokens += 1
-        leg.left -= 1
+        leg.output_left -= 1
         self._token(leg, now)
-        if leg.left > 0:
-            scheduler.join(leg)
+        if leg.output_left > 0:
+            self.scheduler.start_decoding(leg)
+            if self.scheduler.limits.prefill_first:  # its next token perhaps does not come with the next step
+                self._fresh.append(leg)
         else:
             self._done(leg, now)
 
@@ -268,10 +362,6 @@ class Engine:
         self.scheduler.finish(leg)
         if not leg.cancelled:
             self._events.done(leg, now)
-
-    def _preempted(self, leg: Leg) -> None:
-        self.tally.preemptions += 1
-        self._events.preempted(leg)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,9 @@ from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.prefix_index import PrefixIndex, ReachableBlocks, wants_prefixes
 from shared.sim.engine import Engine, EngineEvents
+from shared.sim.events import EventLoop
 from shared.sim.instance import SimInstance
+from shared.sim.request import Leg
 from shared.sim.spec import InstanceSpec, RunSpec
 from shared.sim.wires import Wires
 
@@ -26,14 +28,20 @@ class Fleet:
     """
 
     def __init__(
-        self, specs: Sequence[InstanceSpec], run: RunSpec, events: EngineEvents, prefix_tokens: int, rng: Random
+        self,
+        specs: Sequence[InstanceSpec],
+        run: RunSpec,
+        loop: EventLoop,
+        events: EngineEvents,
+        prefix_tokens: int,
+        rng: Random,
     ) -> None:
         if not specs:
             raise InvalidRequest("a cluster needs at least one instance")
         ids = [spec.instance_id for spec in specs]
         self.wires = Wires(ids, [spec.node for spec in specs], [spec.link for spec in specs], run.network)
         self.instances = [
-            SimInstance(at, spec, run, events, prefix_tokens, self.wires) for at, spec in enumerate(specs)
+            SimInstance(at, spec, run, loop, events, prefix_tokens, self.wires) for at, spec in enumerate(specs)
         ]
         self._positions = {spec.instance_id: at for at, spec in enumerate(specs)}
         if len(self._positions) < len(specs):
@@ -54,6 +62,11 @@ class Fleet:
     def instance(self, position: int | None) -> SimInstance:
         assert position is not None
         return self.instances[position]
+
+    def engine(self, leg: Leg) -> Engine:
+        """The engine that has a leg."""
+        assert leg.lane is not None
+        return self.instance(leg.request.decode if leg.decodes else leg.request.prefill).engines[leg.lane]
 
     def position(self, instance_id: str) -> int:
         return self._positions[instance_id]
@@ -143,7 +156,7 @@ class _Report:
             engine = None
         if engine is not self._engine:
             self._engine, self._sequence = engine, 0
-            self._cache = engine.scheduler.memory.watch_cache() if engine is not None else None
+            self._cache = engine.memory.watch_cache() if engine is not None else None
             index.forget(instance_id)
         if self._cache is not None and (self._cache.changed or not self._sequence):
             added, removed = self._cache.take_changes()

@@ -3,12 +3,15 @@
 from bisect import bisect_left
 from heapq import heappop, heappush
 from math import ceil, floor, inf, sqrt
+from typing import Generic, TypeVar
 
 from shared.cost.step import Segment
-from shared.sim.request import Leg
+from shared.sim.request import Leg, ScheduledRequest, State
+
+R = TypeVar("R", bound=ScheduledRequest)
 
 
-class DecodeGroup:
+class DecodeGroup(Generic[R]):
     """All decodes of an engine. A step adds one token to each; joining and leaving cost O(log n), a step O(1).
 
     The group counts its steps; a member's context is its `base` plus that count. A member needs a new block when its
@@ -18,53 +21,51 @@ class DecodeGroup:
     def __init__(self, block_tokens: int) -> None:
         self._block = block_tokens
         self._offsets = [0] * block_tokens
-        self._finish: list[tuple[int, int, Leg]] = []
+        self._finish: list[tuple[int, int, R]] = []
         self._joined = 0
         self.count = 0
         self.context_tokens = 0
         self.steps = 0
-        self.pauses = Pauses()
 
-    def join(self, leg: Leg) -> None:
-        leg.base = leg.computed - self.steps
-        leg.finish_step = self.steps + leg.left
-        self._offsets[leg.base % self._block] += 1
+    def join(self, request: R) -> None:
+        request.base = request.computed_tokens - self.steps
+        request.finish_step = self.steps + request.output_left
+        self._offsets[request.base % self._block] += 1
         self.count += 1
-        self.context_tokens += leg.computed
+        self.context_tokens += request.computed_tokens
         self._joined += 1
-        heappush(self._finish, (leg.finish_step, self._joined, leg))
-        self.pauses.join(leg)
+        heappush(self._finish, (request.finish_step, self._joined, request))
 
-    def leave(self, leg: Leg) -> None:
+    def leave(self, request: R) -> None:
         """Take a member out, and bring its own counts up to date."""
-        leg.computed = leg.base + self.steps
-        leg.left = leg.finish_step - self.steps
-        leg.tokens = leg.computed + 1
-        leg.finish_step = -1
-        self._offsets[leg.base % self._block] -= 1
+        request.computed_tokens = request.base + self.steps
+        request.output_left = request.finish_step - self.steps
+        request.tokens = request.computed_tokens + 1
+        request.finish_step = -1
+        self._offsets[request.base % self._block] -= 1
         self.count -= 1
-        self.context_tokens -= leg.computed
-        if not leg.cancelled:
-            self.pauses.leave(leg)
-        if not self.count:
-            self.pauses.clear()
+        self.context_tokens -= request.computed_tokens
 
-    def advance(self, steps: int) -> list[Leg]:
+    def advance(self, steps: int) -> list[R]:
         """Take steps, at most `steps_to_finish`. Members that are done leave, and are returned in order of joining."""
         self.steps += steps
         self.context_tokens += steps * self.count
         done = []
         while self._finish and self._finish[0][0] <= self.steps:
-            _, _, leg = heappop(self._finish)
-            if leg.finish_step == self.steps:  # else it left earlier, or joined again
-                self.leave(leg)
-                done.append(leg)
+            _, _, request = heappop(self._finish)
+            if request.finish_step == self.steps:  # else it left earlier, or joined again
+                self.leave(request)
+                done.append(request)
         return done
+
+    def tokens_of(self, request: R) -> int:
+        """Tokens of a request, its newest output token included; it may be a member or not."""
+        return request.base + self.steps + 1 if request.state is State.DECODING else request.tokens
 
     def steps_to_finish(self) -> int:
         while True:
-            finish_step, _, leg = self._finish[0]
-            if leg.finish_step == finish_step:
+            finish_step, _, request = self._finish[0]
+            if request.finish_step == finish_step:
                 return finish_step - self.steps
             heappop(self._finish)
 
@@ -209,6 +210,25 @@ class Pauses:
 
     def clear(self) -> None:
         self._longest.clear()
+
+
+class MeasuredGroup(DecodeGroup[Leg]):
+    """A group that counts the gaps between the tokens of its members."""
+
+    def __init__(self, block_tokens: int) -> None:
+        super().__init__(block_tokens)
+        self.pauses = Pauses()
+
+    def join(self, request: Leg) -> None:
+        super().join(request)
+        self.pauses.join(request)
+
+    def leave(self, request: Leg) -> None:
+        super().leave(request)
+        if not request.cancelled:
+            self.pauses.leave(request)
+        if not self.count:
+            self.pauses.clear()
 
 
 def steps_over(run: Segment, target_s: float) -> int:

@@ -18,9 +18,10 @@ from shared.domain.rates import LinkRate
 from shared.policy.decode_admission import ahead_of, own_part, remaining_tokens
 from shared.policy.overload import Beside, pause_s
 from shared.sim.engine import Engine, EngineEvents
+from shared.sim.events import EventLoop
 from shared.sim.outcomes import Gaps, InstanceUse
 from shared.sim.request import Leg, SimRequest
-from shared.sim.scheduler import WaitingLegs
+from shared.sim.scheduler import Backlog
 from shared.sim.spec import InstanceSpec, RunSpec
 from shared.sim.wires import Wires
 
@@ -29,9 +30,17 @@ class SimInstance:
     """An instance while a run lasts. A loss replaces its engines by empty ones."""
 
     def __init__(
-        self, index: int, spec: InstanceSpec, run: RunSpec, events: EngineEvents, prefix_tokens: int, wires: Wires
+        self,
+        index: int,
+        spec: InstanceSpec,
+        run: RunSpec,
+        loop: EventLoop,
+        events: EngineEvents,
+        prefix_tokens: int,
+        wires: Wires,
     ) -> None:
         self.index = index
+        self._loop = loop
         self.spec = spec
         self.role = spec.role
         self.state = InstanceState.READY
@@ -60,45 +69,43 @@ class SimInstance:
         return most is not None and self.prefills >= most
 
     def next_lane(self) -> int:
-        if len(self.engines) == 1:
-            return 0
+        """The engine with the fewest requests."""
         return min(range(len(self.engines)), key=lambda lane: self.engines[lane].scheduler.count)
 
     def view(self, now: float) -> InstanceView:
         if not self.requests:
             return self._idle_view()
-        context = free = queued = tokens = running = waiting = unheld = begun = 0
-        for engine in self.engines:
-            of_engine, free_of_engine = engine.state_at(now)
-            context += of_engine
-            free += free_of_engine
-            scheduler = engine.scheduler
-            queued += scheduler.queued_jobs
-            tokens += scheduler.queued_tokens
-            running += len(scheduler.running)
-            waiting += scheduler.blocked
-            unheld += scheduler.waiting.decode_tokens
-            begun += scheduler.begun_tokens
-        used = sum(engine.scheduler.memory.total for engine in self.engines) - free
+        steps = [engine.steps_done(now) for engine in self.engines]
+        context = free = used = running = waiting = 0
+        share, backlog = 0.0, Backlog()
+        for engine, done in zip(self.engines, steps, strict=True):
+            context += engine.context_after(done)
+            free += engine.free_after(done)
+            used += engine.memory.total
+            share += engine.prefill_share_after(done)
+            running += len(engine.scheduler.running)
+            waiting += engine.scheduler.blocked
+            engine.scheduler.count_backlog(backlog)
+        used -= free
         load = InstanceLoad(
             time_s=now,
-            queued_prefill=queued,
-            queued_prefill_tokens=tokens,
+            queued_prefill=backlog.prompts,
+            queued_prefill_tokens=backlog.prompt_tokens,
             running=running,
             waiting=waiting,
             decoding=self.decoding,
             heavy_decodes=self.heavy,
             context_tokens=context,
-            waiting_tokens=unheld,
+            waiting_tokens=backlog.waiting_tokens,
             free_blocks=free,
             staged_bytes=self._wires.out_bytes(self.index, now),
             inbound_bytes=self._wires.in_bytes(self.index, now),
             inflight=len(self.requests),
-            prefill_share=sum(engine.prefill_share_at(now) for engine in self.engines) / len(self.engines),
+            prefill_share=share / len(self.engines),
             kv_ahead=ahead_of(
-                (self._held_and_left(leg, now) for leg in self._decodes()),
+                (self._held_and_left(leg, steps) for leg in self._decodes()),
                 self.spec.limits.block_tokens,
-                own_part(used * self.spec.limits.block_tokens, context + begun),
+                own_part(used * self.spec.limits.block_tokens, context + backlog.begun_tokens),
             ),
         )
         return InstanceView(self.info, self.role, self.state, load)
@@ -113,17 +120,21 @@ class SimInstance:
     def pause_s(self, leg: Leg, now: float) -> float:
         """Seconds until the next token of a leg that was paused here is expected, as a worker estimates it."""
         others = [other for other in self._decodes() if other is not leg and other.lane == leg.lane]
-        inside = [self._held_and_left(other, now) for other in others if other.blocks]
+        steps = [engine.steps_done(now) for engine in self.engines]
+        inside = [self._held_and_left(other, steps) for other in others if other.blocks]
         first = sum(other.tokens for other in others if not other.blocks and other.pause > leg.pause)
         limits, block_tokens = self.spec.limits, self.spec.limits.block_tokens
-        room = self.engines[leg.lane or 0].scheduler.memory.total * block_tokens - first
+        room = self.engines[leg.lane or 0].memory.total * block_tokens - first
         beside = Beside.from_jobs(inside, block_tokens)
-        held, left = self._held_and_left(leg, now)
+        held, left = self._held_and_left(leg, steps)
         return pause_s(beside, room, held, left, block_tokens, self.spec.rates.step, limits.batched_tokens)
 
-    def _held_and_left(self, leg: Leg, now: float) -> tuple[int, int]:
-        """The tokens that the leg holds, and those that its answer is expected to have yet."""
-        held, given = self.engines[leg.lane or 0].progress(leg, now)
+    def _held_and_left(self, leg: Leg, steps: list[int]) -> tuple[int, int]:
+        """The tokens that the leg holds, and those that its answer is expected to have yet. steps: see `steps_done`, of
+        each engine.
+        """
+        lane = leg.lane or 0
+        held, given = self.engines[lane].progress_after(steps[lane], leg)
         job = leg.request.job
         given += leg.request.carried
         return held, remaining_tokens(given, job.answer_tokens or job.max_tokens, job.max_tokens)
@@ -132,7 +143,7 @@ class SimInstance:
         """An instance without work looks the same until its role or state changes."""
         seen = self._idle
         if seen is None or seen.role is not self.role or seen.state is not self.state or seen.info is not self.info:
-            free = sum(engine.scheduler.memory.total for engine in self.engines)
+            free = sum(engine.memory.total for engine in self.engines)
             seen = self._idle = InstanceView(self.info, self.role, self.state, InstanceLoad(free_blocks=free))
         return seen
 
@@ -193,13 +204,15 @@ class SimInstance:
         limits = replace(spec.limits, step_budget=True) if run.step_budget else spec.limits
         return [
             Engine(
+                self._loop,
                 spec.model,
                 limits,
                 spec.kv_tokens // spec.lanes,
-                WaitingLegs(run.prefill_order, spec.staging_tokens),
+                run.prefill_order,
                 run.decode_admission,
                 self._events,
                 rates=spec.rates.step,
+                staging_tokens=spec.staging_tokens,
                 prefix_block_tokens=self._prefix_tokens,
                 stepwise=run.stepwise,
             )

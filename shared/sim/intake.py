@@ -20,7 +20,6 @@ from shared.policy.overload import decide, steps_aside
 from shared.policy.prefix_index import saved_tokens
 from shared.policy.role_flip import FlipContext, FlipDecision, FlipHistory, RoleFlip
 from shared.policy.split import freedom
-from shared.sim.engine import Engine
 from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet
 from shared.sim.instance import SimInstance
@@ -44,16 +43,23 @@ class Context:
     rng: Random
 
 
-class Intake:
-    """Lets requests in as the workload says, holds those that no instance can take now, and ends all of them."""
+class Part:
+    """A part of a run."""
 
-    def __init__(self, context: Context, flips: "AutoFlips | None") -> None:
+    def __init__(self, context: Context) -> None:
         self._run = context.run
         self._loop = context.loop
         self._fleet = context.fleet
         self._legs = context.legs
         self._record = context.record
         self._rng = context.rng
+
+
+class Intake(Part):
+    """Lets requests in as the workload says, holds those that no instance can take now, and ends all of them."""
+
+    def __init__(self, context: Context, flips: "AutoFlips | None") -> None:
+        super().__init__(context)
         self._flips = flips
         self._shares = TokenCounters()
         self.patience = Patience(context.run.patience_s, context.loop)
@@ -75,7 +81,7 @@ class Intake:
 
     def move(self, request: SimRequest, leg: Leg, pause_s: float, now: float) -> bool:
         """Continue a stream elsewhere whose decode leg is paused for `pause_s` more; False where it stays."""
-        index, job, given = self._fleet.index(now), request.job, int(request.carried) + leg.given
+        index, job, given = self._fleet.index(now), request.job, int(request.carried) + leg.given_tokens
         here = self._fleet.instance(request.decode).spec.instance_id
         prompt, left = job.prompt_tokens + given, max(0, job.max_tokens - given)
         job = msgspec.structs.replace(job, prompt_tokens=prompt, max_tokens=left, pause_s=pause_s, started=True)
@@ -228,18 +234,29 @@ class Intake:
         request.carried = self._run.first_token is FirstToken.PREFILL and route.split == job.prompt_tokens
         if route.decode is not None:
             request.decode = self._fleet.position(route.decode.instance_id)
-        prefix, last_token_s = request.prefix, request.last_token_s
         if route.prefill is None:
-            instance, saved = self._fleet.instance(request.decode), route.decode_saved
-            tokens, left = job.prompt_tokens, request.output_left
-            leg = Leg(request, tokens, left, prefix=prefix, saved=saved, last_token_s=last_token_s)
-            request.decode_leg = leg
+            instance = self._fleet.instance(request.decode)
+            leg = request.decode_leg = Leg(
+                request,
+                tokens=job.prompt_tokens,
+                output_left=request.output_left,
+                cached_tokens=route.decode_saved,
+                prefix=request.prefix,
+                last_token_s=request.last_token_s,
+            )
         else:
             request.prefill = self._fleet.position(route.prefill.instance_id)
-            instance, saved = self._fleet.instance(request.prefill), route.prefill_saved
-            last_token_s = last_token_s if request.carried else -1.0
-            leg = Leg(request, request.split, 1, prefix=prefix, saved=saved, last_token_s=last_token_s)
-            request.prefill_leg = leg
+            instance = self._fleet.instance(request.prefill)
+            leg = request.prefill_leg = Leg(
+                request,
+                tokens=request.split,
+                output_left=1,
+                decodes=False,
+                exports=request.decode_tokens > 0,
+                cached_tokens=route.prefill_saved,
+                prefix=request.prefix,
+                last_token_s=request.last_token_s if request.carried else -1.0,
+            )
         request.waits_prefill = True
         instance.prefills += 1
         self._legs.start(instance, leg, now)
@@ -392,7 +409,7 @@ class Patience:
 
 
 class Legs:
-    """Puts legs on engines, runs the engines when their steps are due, and takes legs off.
+    """Puts legs on engines, and takes them off.
 
     `left` is called with an instance that a request has left, and the time.
     """
@@ -415,18 +432,6 @@ class Legs:
         else:
             self._enter((instance, leg), now)
 
-    def kv_arrived(self, leg: Leg, now: float) -> None:
-        engine = self._engine(leg)
-        engine.kv_arrived(leg, now)
-        self._schedule(engine)
-
-    def started(self, leg: Leg, now: float) -> None:
-        """The client of a decode has its first token, from a prefill instance."""
-        if leg.lane is not None:
-            engine = self._engine(leg)
-            engine.started(leg, now)
-            self._schedule(engine)
-
     def leave(self, instance: SimInstance, request: SimRequest, now: float) -> None:
         if request not in instance.requests:
             return
@@ -436,9 +441,7 @@ class Legs:
             instance.heavy -= is_heavy(request.job)
         leg = request.prefill_leg
         if instance.index == request.prefill and leg is not None and leg.lane is not None:
-            engine = self._engine(leg)
-            engine.sent(leg, now)
-            self._schedule(engine)
+            self._fleet.engine(leg).sent(leg, now)
         self._left(instance, now)
 
     def drop(self, request: SimRequest, now: float) -> int:
@@ -450,44 +453,22 @@ class Legs:
                 continue
             instance = self._fleet.instances[position]
             if leg.decodes:
-                given += leg.given
+                given += leg.given_tokens
                 request.last_token_s = max(request.last_token_s, leg.last_token_s)
             if request in instance.requests:
                 if leg.lane is not None:
-                    engine = self._engine(leg)
-                    engine.cancel(leg, now)
-                    self._schedule(engine)
+                    self._fleet.engine(leg).cancel(leg, now)
                 if request.waits_prefill and position == computes:
                     instance.prefills -= 1
             leg.cancelled = True
             self.leave(instance, request, now)
         return given
 
-    def _engine(self, leg: Leg) -> Engine:
-        request = leg.request
-        assert leg.lane is not None
-        return self._fleet.instance(request.decode if leg.decodes else request.prefill).engines[leg.lane]
-
     def _enter(self, subject: tuple[SimInstance, Leg], now: float) -> None:
         instance, leg = subject
-        if leg.cancelled or not instance.engines:
-            return
-        leg.lane = instance.next_lane()
-        engine = instance.engines[leg.lane]
-        engine.add(leg, now)
-        self._schedule(engine)
-
-    def _schedule(self, engine: Engine) -> None:
-        """Plan an event for when the engine's step is due."""
-        if engine.due_s != engine.booked_s:
-            engine.booked_s = engine.due_s
-            if engine.due_s != NEVER:
-                self._loop.at(engine.due_s, self._step, engine)
-
-    def _step(self, engine: Engine, now: float) -> None:
-        if engine.due_s == now:  # else the step was cut short, or the instance is gone
-            engine.run(now)
-            self._schedule(engine)
+        if not leg.cancelled and instance.engines:
+            leg.lane = instance.next_lane()
+            instance.engines[leg.lane].add(leg, now)
 
 
 class AutoFlips:

@@ -1,227 +1,211 @@
-"""KV memory of one engine: how many blocks each leg holds, which may start to decode, which prefixes are cached."""
+"""KV memory of one engine: how many blocks each request holds, and which prefixes are cached."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from itertools import islice, takewhile
+from collections.abc import Callable
+from itertools import takewhile
 
-import msgspec
-
-from shared.policy.decode_admission import Blocks, DecodeAdmission, Decoding, may_decode
 from shared.policy.prefix_index import ReachableBlocks
-from shared.sim.group import DecodeGroup
-from shared.sim.request import Leg
+from shared.sim.request import Leg, ScheduledRequest
 from shared.sim.spec import EngineLimits
 
 
 class KvMemory:
-    """Blocks of one engine. A leg holds the blocks of its computed tokens, or of all when outputs are reserved.
+    """Blocks of one engine. A request holds the blocks of its computed tokens, or of its whole output where outputs are
+    reserved.
 
-    While a leg decodes, its growth is counted for the whole group (`grow`). `reserved`: blocks that the decodes of
-    the coming step need.
+    The blocks that decodes gain are taken for all of them together (`Scheduler.end_decodes`). reserved: blocks that the
+    decodes of the coming step need. prefix_block_tokens: tokens of a block that an id of `ScheduledRequest.prefix`
+    names. dropped: called with each id that the prefix cache does not hold any more.
     """
 
-    def __init__(self, limits: EngineLimits, kv_tokens: int, prefix_block_tokens: int) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits,
+        kv_tokens: int,
+        prefix_block_tokens: int = 0,
+        dropped: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._block = limits.block_tokens
         self._reserves_output = limits.reserves_output
-        self._id_tokens = prefix_block_tokens
-        self._cache = PrefixCache(prefix_block_tokens // self._block) if limits.prefix_cache else None
+        self._keeps_prefixes = limits.prefix_cache
+        self._id_tokens = max(1, prefix_block_tokens)
+        self._cache = PrefixCache(max(1, prefix_block_tokens // self._block), dropped)
+        self._reachable: ReachableBlocks | None = None
         self.total = kv_tokens // self._block
         self.free = self.total
         self.reserved = 0
 
-    def could_start(self, leg: Leg) -> bool:
-        """Whether there is room for all that a waiting leg has to compute now, beside the decodes as they are.
+    def could_start(self, request: ScheduledRequest) -> bool:
+        """Whether there is room for all that a waiting request has to compute now, beside the decodes as they are.
 
-        vLLM requires this, too (`scheduler_reserve_full_isl`): a leg that starts with less is soon preempted again.
+        vLLM requires this, too (`scheduler_reserve_full_isl`): a request that starts with less is soon preempted again.
         """
-        shared = self._cache.shared(self._cache.known(self._ids(leg))) if self._cache is not None and leg.prefix else 0
-        return self._whole(leg) - shared <= self.free
+        return self._fits(request, self._cached(request), self.free)
 
-    def _whole(self, leg: Leg) -> int:
-        return min(-(-leg.tokens // self._block), self.total)
+    def start(self, request: ScheduledRequest, budget: int) -> bool:
+        """Take blocks for what a waiting request has after this, and for its first chunk of at most `budget` tokens, or
+        for its whole output as well. False when there are too few for all that it has to compute now.
 
-    def start(self, leg: Leg, tokens: int) -> bool:
-        """Take blocks for what a leg has and its first chunk of `tokens` tokens, or for its whole output as well.
-
-        False when there are too few for all that it has to compute now. For a leg whose KV is to come, sets `saved`,
-        the tokens that are cached here, and `computed`, the tokens that it will have once its KV is here.
+        It has what is cached and what it imports, but its last token is always computed here.
         """
-        if leg.remote:
-            leg.saved = self._cached(leg)
-            leg.computed = min(max(leg.request.split, leg.saved), leg.tokens - 1)
-        used: tuple[int, ...] = ()
-        if self._cache is not None and leg.prefix:
-            held = leg.saved if leg.remote else leg.computed
-            used = self._cache.known(self._ids(leg)[: held // self._id_tokens])
-        shared = self._cache.shared(used) if self._cache is not None else 0
-        if self._whole(leg) - shared > self.free - self.reserved:
+        self.trim_cache()
+        cached = self._cached(request)
+        request.cached_tokens = len(cached) * self._id_tokens
+        computed = min(max(request.import_tokens, request.cached_tokens), request.tokens - 1)
+        cached = cached[: computed // self._id_tokens]
+        if not self._fits(request, cached, self.free - self.reserved):
             return False
-        leg.blocks = shared
-        if not self.hold(leg, leg.tokens + leg.left if self._reserves_output else leg.computed + tokens):
-            leg.blocks = 0
+        request.blocks = self._cache.shared_blocks(cached)
+        if self._reserves_output:
+            needed = request.tokens + request.output_left
+        elif request.import_tokens:
+            needed = computed
+        else:
+            needed = min(request.tokens, computed + budget)
+        if not self.allocate(request, needed):
+            request.blocks = 0
             return False
-        if self._cache is not None:
-            self._cache.use(used)
-            leg.used = used
+        request.computed_tokens = computed
+        request.shared_ids = cached
+        self._cache.use(cached)
         return True
 
-    def hold(self, leg: Leg, tokens: int) -> bool:
-        """Take blocks until the leg holds `tokens` tokens; False, and nothing changes, when there are too few."""
-        more = -(-tokens // self._block) - leg.blocks
+    def allocate(self, request: ScheduledRequest, tokens: int) -> bool:
+        """Take blocks until the request holds `tokens` tokens; False, and nothing changes, when there are too few."""
+        more = -(-tokens // self._block) - request.blocks
         if more > 0:
             if more > self.free - self.reserved:
                 return False
             self.free -= more
-            leg.blocks += more
+            request.blocks += more
         return True
 
-    def grow(self, group: DecodeGroup, steps: int) -> None:
-        self.free -= self.growth(group, steps)
-
-    def growth(self, group: DecodeGroup, steps: int) -> int:
-        return 0 if self._reserves_output else group.blocks_for(steps)
-
-    def release(self, leg: Leg) -> None:
-        """Free the blocks of the leg that no other leg uses."""
-        if not leg.blocks:
+    def release(self, request: ScheduledRequest) -> None:
+        """Free the blocks of the request that no other request uses."""
+        if not request.blocks:
             return
-        self.free += max(leg.blocks, -(-leg.computed // self._block))
-        leg.blocks = 0
-        if self._cache is not None:
-            self.free -= self._cache.leave(leg.used)
-            leg.used = ()
+        self.free += max(request.blocks, -(-request.computed_tokens // self._block))
+        self.free -= self._cache.leave(request.shared_ids)
+        request.blocks, request.shared_ids = 0, ()
 
-    def take_cached(self, leg: Leg) -> int:
-        """Count the prefix that is still cached as computed. Returns its tokens."""
-        if leg.computed:
-            return 0
-        leg.computed = min(self._cached(leg), leg.tokens - 1)
-        return leg.computed
+    def keep_prefix(self, request: ScheduledRequest) -> None:
+        """The request's prompt, or its part of the prompt, is here: others may use it."""
+        if ids := self._ids(request):
+            self.keep_blocks(request, ids)
 
-    def _cached(self, leg: Leg) -> int:
-        if self._cache is None or not leg.prefix:
-            return 0
-        return self._cache.matched(self._ids(leg), self.free) * self._id_tokens
+    def keep_blocks(
+        self, request: ScheduledRequest, ids: tuple[int, ...], before: int | None = None
+    ) -> tuple[int, ...]:
+        """Keep computed blocks of a request, which follow the block `before`. Returns those that were not held yet."""
+        fresh = self._cache.keep(ids)
+        request.shared_ids += fresh
+        if self._reachable is not None:
+            for at in ids:
+                self._reachable.hold(at, before)
+                before = at
+        self.trim_cache()
+        return fresh
 
-    def keep_prefix(self, leg: Leg) -> None:
-        """The leg's prompt, or its part of the prompt, is here: others may use it."""
-        if self._cache is not None and leg.prefix:
-            leg.used += self._cache.keep(self._ids(leg), self.free)
-
-    def _ids(self, leg: Leg) -> tuple[int, ...]:
-        """Ids of the leg's prompt; where only a part of it is computed here, of the whole blocks in that part."""
-        part = leg.tokens < leg.request.job.prompt_tokens
-        return leg.prefix[: leg.tokens // self._id_tokens] if part else leg.prefix
+    def trim_cache(self) -> None:
+        """Drop cached blocks whose memory was taken."""
+        self._cache.trim(self.free - self.reserved)
 
     def watch_cache(self) -> ReachableBlocks | None:
         """Ids that can be hit, kept up to date by the cache from now on; None without a cache."""
-        return self._cache.watch() if self._cache is not None else None
+        if self._keeps_prefixes:
+            self._reachable = ReachableBlocks()
+            self._cache.dropped = self._reachable.drop
+        return self._reachable
+
+    def _fits(self, request: ScheduledRequest, cached: tuple[int, ...], free: int) -> bool:
+        whole = min(-(-request.tokens // self._block), self.total)
+        return whole - self._cache.shared_blocks(cached) <= free
+
+    def _cached(self, request: ScheduledRequest) -> tuple[int, ...]:
+        return self._cache.matched(self._ids(request)) if request.prefix else ()
+
+    def _ids(self, request: ScheduledRequest) -> tuple[int, ...]:
+        """Ids of the request's prompt; where only a part of it is computed here, of the whole blocks in that part."""
+        if not self._keeps_prefixes:
+            return ()
+        part = request.tokens < request.job.prompt_tokens
+        return request.prefix[: request.tokens // self._id_tokens] if part else request.prefix
 
 
-class AdmissionGate:
-    """Lets legs that are to decode here start when the policy admits them; prompts that are only computed here pass."""
+class ExportRoom:
+    """Room for the KV that an engine computes for other instances, in tokens: a request holds it from its start until
+    its KV is sent. A prompt that is longer than all of the room holds none. Live, a worker's `ExportLedger` does this.
+    """
 
-    def __init__(self, policy: DecodeAdmission, memory: KvMemory, group: DecodeGroup, block_tokens: int) -> None:
-        self._policy = policy
-        self.needs_running = policy.needs_running  # whether decodes that go on may be enough to let another leg in
-        self._memory = memory
-        self._group = group
-        self._block = block_tokens
+    def __init__(self, tokens: int) -> None:
+        self._tokens = self._free = tokens
+        self._held: dict[Leg, int] = {}
 
-    def opens(self, leg: Leg, now: float, inside: Iterable[Leg]) -> bool:
-        """Whether `leg` may start beside those `inside`, which run or whose KV is under way."""
-        if not leg.decodes:
-            return True
-        job = leg.request.job
-        if leg.given:  # preempted: what it has given is prompt now
-            job = msgspec.structs.replace(job, prompt_tokens=leg.tokens, max_tokens=leg.left)
-        decoding = [
-            Decoding(other.request.job, other.request.job.prompt_tokens, self._context(other))
-            for other in inside
-            if other.decodes
-        ]
-        free = self._memory.free - self._memory.reserved
-        return may_decode(self._policy, job, decoding, Blocks(free, self._memory.total, self._block), now)
+    def reserve(self, leg: Leg) -> bool:
+        if leg not in self._held:
+            tokens = leg.tokens if leg.tokens <= self._tokens else 0
+            if tokens > self._free:
+                return False
+            self._free -= tokens
+            self._held[leg] = tokens
+        return True
 
-    def _context(self, leg: Leg) -> int:
-        """Prompt and output of a leg, the newest token included."""
-        if leg.finish_step > self._group.steps:
-            return leg.base + self._group.steps + 1
-        return leg.tokens
+    def free(self, leg: Leg) -> bool:
+        """No KV of the leg is here any more. False where it held no room."""
+        if leg not in self._held:
+            return False
+        self._free += self._held.pop(leg)
+        return True
 
 
 class PrefixCache:
-    """Ids of prompt blocks, the least recently used forgotten first.
+    """Ids of prompt blocks. Ids that no request uses lie in free memory and are dropped as it is taken: the least
+    recently used first, of one request the last first, as in vLLM.
 
-    Blocks that several requests use are held once. Unused blocks live in free memory, so the room for them changes with
-    the load and is an argument, `room_blocks`. Requests that compute the same prefix at the same time hold it once
-    each, as in vLLM.
+    Blocks that several requests use are held once. Requests that compute the same prefix at the same time hold it once
+    each, as in vLLM. The room for unused blocks changes with the load and is an argument, `room_blocks`.
     """
 
-    def __init__(self, blocks_of_id: int) -> None:
-        self._blocks_of_id = max(1, blocks_of_id)
-        self._ids: OrderedDict[int, None] = OrderedDict()
-        self._users: dict[int, int] = {}  # how many requests use an id; without unused ids
-        self._watched: ReachableBlocks | None = None
+    def __init__(self, blocks_of_id: int, dropped: Callable[[int], None]) -> None:
+        self._blocks_of_id = blocks_of_id
+        self.dropped = dropped
+        self._users: dict[int, int] = {}  # of each id that is held
+        self._unused: OrderedDict[int, None] = OrderedDict()  # those without users; the first is dropped first
 
-    def watch(self) -> ReachableBlocks:
-        """The ids that can be hit: an id as long as all ids before it in its prompt are held, too."""
-        assert not self._ids, "a cache can be watched only while it is empty"
-        self._watched = ReachableBlocks()
-        return self._watched
+    def matched(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
+        """The ids from the start of `prefix` that are held."""
+        return tuple(takewhile(self._users.__contains__, prefix))
 
-    def matched(self, prefix: tuple[int, ...], room_blocks: int) -> int:
-        """How many ids from the start of `prefix` are held."""
-        self._trim(room_blocks)
-        count = 0
-        for at in prefix:
-            if at not in self._ids:
-                break
-            self._ids.move_to_end(at)
-            count += 1
-        return count
-
-    def known(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(takewhile(self._ids.__contains__, prefix))
-
-    def shared(self, ids: tuple[int, ...]) -> int:
-        return self._blocks_of_id * sum(at in self._users for at in ids)
+    def shared_blocks(self, ids: tuple[int, ...]) -> int:
+        """Blocks of these ids that requests use."""
+        return self._blocks_of_id * sum(self._users[at] > 0 for at in ids)
 
     def use(self, ids: tuple[int, ...]) -> None:
         """One more request uses these ids, which are held."""
         for at in ids:
-            self._users[at] = self._users.get(at, 0) + 1
+            self._users[at] += 1
+            self._unused.pop(at, None)
 
     def leave(self, ids: tuple[int, ...]) -> int:
         """A request does not use these ids any more. Returns how many of their blocks other requests use."""
-        left = 0
-        for at in ids:
-            if self._users[at] > 1:
-                self._users[at] -= 1
-                left += 1
+        still_used = 0
+        for at in reversed(ids):
+            self._users[at] -= 1
+            if self._users[at]:
+                still_used += 1
             else:
-                del self._users[at]
-        return self._blocks_of_id * left
+                self._unused[at] = None
+        return self._blocks_of_id * still_used
 
-    def keep(self, prefix: tuple[int, ...], room_blocks: int) -> tuple[int, ...]:
+    def keep(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """Hold these ids from now on. Returns those that were not held before, which their request uses."""
-        before, fresh = None, tuple(at for at in prefix if at not in self._ids)
-        self.use(fresh)
-        for at in prefix:
-            self._ids[at] = None
-            self._ids.move_to_end(at)
-            if self._watched is not None:
-                self._watched.hold(at, before)
-                before = at
-        self._trim(room_blocks)
-        return fresh
+        fresh = dict.fromkeys((at for at in ids if at not in self._users), 1)
+        self._users.update(fresh)
+        return tuple(fresh)
 
-    def _trim(self, room_blocks: int) -> None:
-        """Forget the oldest unused ids that have no room any more."""
-        over = len(self._ids) - len(self._users) - room_blocks // self._blocks_of_id
-        if over <= 0:
-            return
-        for gone in list(islice((at for at in self._ids if at not in self._users), over)):
-            del self._ids[gone]
-            if self._watched is not None:
-                self._watched.drop(gone)
+    def trim(self, room_blocks: int) -> None:
+        """Drop unused ids that have no room any more."""
+        while len(self._unused) > room_blocks // self._blocks_of_id:
+            at, _ = self._unused.popitem(last=False)
+            del self._users[at]
+            self.dropped(at)

@@ -1,15 +1,85 @@
-"""A request on its way through the cluster, and its legs: the parts of it that run on one engine each. State alone.
+"""Requests: what the scheduler of an engine keeps of each, and a simulated request with its parts. State alone.
 
 Instances are named by their position, as in `SimResult.instances`. A time that has not come is -1.
 """
 
-from dataclasses import KW_ONLY, dataclass, field
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 import msgspec
 
 from shared.domain.job import JobView, LengthPrediction
 from shared.policy.prefill_order import Rank
+
+
+class State(Enum):
+    """A request waits, computes its prompt, decodes and is finished. A request whose KV comes from another instance is
+    RECEIVING and then RECEIVED before it runs. A running request that loses its blocks waits again.
+    """
+
+    WAITING = auto()  # in the queue; holds no blocks
+    RECEIVING = auto()  # has blocks; its KV is on the way
+    RECEIVED = auto()  # its KV is here; it joins the batch in the next step that has a place
+    PREFILLING = auto()  # in the batch; some of its tokens are not computed
+    DECODING = auto()  # in the batch; each step gives it a token
+    FINISHED = auto()  # complete or cancelled
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ScheduledRequest(ABC):
+    """A request on one engine, as its scheduler sees it. The engine extends it by what the engine needs."""
+
+    tokens: int  # of the prompt and of the output so far
+    output_left: int  # output tokens that it is to get here
+    decodes: bool = True  # whether it goes on here after its first token
+    exports: bool = False  # whether the KV of its prompt is for another instance
+    computed_tokens: int = 0  # of `tokens`, those whose KV is here, or comes; for decodes see `DecodeGroup.context`
+    import_tokens: int = 0  # those whose KV another instance sends; 0 after a preemption
+    cached_tokens: int = 0  # those that the prefix cache is expected to hold; from the start on, those that it held
+    last_token_s: float = -1.0  # when its client got its last token; not up to date while it decodes
+    state: State = State.WAITING
+    cancelled: bool = False
+    blocks: int = 0  # that it holds; not up to date while it decodes
+    prefix: tuple[int, ...] = ()  # ids of the blocks of its prompt, for the prefix cache
+    shared_ids: tuple[int, ...] = ()  # of these, those that other requests may use while it has blocks
+    base: int = 0  # of `DecodeGroup`: its context less the steps of the group
+    finish_step: int = 0  # of `DecodeGroup`: the step with its last token
+    output_tokens: int = field(init=False)  # that it was to get here at first
+
+    def __post_init__(self) -> None:
+        self.output_tokens = self.output_left
+
+    @property
+    @abstractmethod
+    def job(self) -> JobView:
+        """What policies know of it."""
+
+    @property
+    @abstractmethod
+    def remaining_job(self) -> JobView:
+        """The same where the output so far counts as prompt."""
+
+    @property
+    @abstractmethod
+    def is_stream(self) -> bool:
+        """Whether its client has a token, from this instance or another."""
+
+    @property
+    def uncomputed_tokens(self) -> int:
+        """Tokens to compute before the next output token."""
+        return self.tokens - self.computed_tokens
+
+    @property
+    def given_tokens(self) -> int:
+        """Output tokens that it has got here; not up to date while it decodes."""
+        return self.output_tokens - self.output_left
+
+
+def rank_of(request: ScheduledRequest) -> Rank:
+    """The rank by which the scheduler serves a request and spares its blocks."""
+    return request.job.slo.weight, request.is_stream
 
 
 class LatePrediction(NamedTuple):
@@ -98,58 +168,26 @@ class SimRequest:
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
-    """One part of a request, on one engine.
-
-    tokens: tokens whose KV must be there before the next output token. computed: those that have it. left: output
-    tokens to give here. remote: `computed` tokens come over the network, after blocks are reserved for all of `tokens`.
-    saved: tokens that the instance is known to hold; once KV may come, tokens that it does hold.
-    """
+class Leg(ScheduledRequest):
+    """One part of a simulated request, on one engine."""
 
     request: SimRequest
-    tokens: int
-    left: int
-    computed: int = 0
-    _: KW_ONLY
-    remote: bool = False
-    prefix: tuple[int, ...] = ()
-    saved: int = 0
-    last_token_s: float = -1.0  # of the output token before
-    blocks: int = 0
-    used: tuple[int, ...] = ()  # ids of its prompt's blocks that it shares, or may share
-    base: int = 0  # while decoding: context less the group's steps
-    finish_step: int = 0  # while decoding: the group's step after which it is done
+    lane: int | None = None  # which of its instance's engines has it; None on the way there
+    pause: int = 0  # number of its last preemption in this run: of paused legs, the highest gets blocks first
     joined_at: int = 0  # with `joined_over`, what `Pauses` had counted when it joined
     joined_over: int = 0
-    wanted: int = field(init=False)  # output tokens that it was to give at first
-    lane: int | None = None  # which of its instance's engines has it; None on the way there
-    cancelled: bool = False
-    pause: int = 0  # number of its last preemption in this run: of paused legs, the highest gets blocks first
-
-    def __post_init__(self) -> None:
-        self.wanted = self.left
 
     @property
-    def started(self) -> bool:
-        """Whether it is a stream: its client has a token, given here or elsewhere."""
+    def job(self) -> JobView:
+        return self.request.job
+
+    @property
+    def remaining_job(self) -> JobView:
+        job = self.request.job
+        if not self.given_tokens:
+            return job
+        return msgspec.structs.replace(job, prompt_tokens=self.tokens, max_tokens=self.output_left)
+
+    @property
+    def is_stream(self) -> bool:
         return self.last_token_s >= 0.0 or self.request.first_token_s >= 0.0
-
-    @property
-    def decodes(self) -> bool:
-        """Whether the request decodes here; else its prompt is only computed."""
-        return self is not self.request.prefill_leg
-
-    @property
-    def given(self) -> int:
-        """Output tokens given here; not up to date while it decodes."""
-        return self.wanted - self.left
-
-    @property
-    def missing(self) -> int:
-        """Tokens to compute before the next output token; 1 means that it decodes."""
-        return self.tokens - self.computed
-
-
-def rank_of(leg: Leg) -> Rank:
-    """The rank by which the scheduler serves a leg and spares its blocks."""
-    return leg.request.job.slo.weight, leg.started

@@ -10,10 +10,15 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
+
 from services.worker.engines.base import (
+    BlocksRemoved,
+    BlocksStored,
     CacheSink,
     CurrentRates,
     EngineInfo,
@@ -24,8 +29,7 @@ from services.worker.engines.base import (
     StepLog,
     deliver,
 )
-from services.worker.engines.emulated_scheduler import Chunk, EmulatedRequest, EmulatedScheduler, RequestState
-from services.worker.engines.emulated_tokens import EmulatedCache, output_token, refusal
+from services.worker.engines.emulated_tokens import answer_tokens, output_token, refusal
 from services.worker.kv.port import ExpectedImport, KvPort
 from services.worker.settings import WorkerSettings
 from services.worker.step_costs import kind_of
@@ -37,15 +41,52 @@ from shared.cost.network import Link, rate_of, wire_bytes
 from shared.cost.rates_file import ScaledSteps, scaled_rates
 from shared.cost.step import Batch
 from shared.domain.instance import Compatibility
-from shared.domain.job import LengthPrediction
+from shared.domain.job import JobView, LengthPrediction
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
+from shared.domain.prompt import block_hashes, next_hash, packed, root_hash
 from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates, StepForm, StepRates
 from shared.runtime.logs import get_log
 from shared.runtime.wire_version import OURS
-from shared.wire.messages import TokenStep
+from shared.sim.group import DecodeGroup
+from shared.sim.memory import KvMemory
+from shared.sim.request import ScheduledRequest, State
+from shared.sim.scheduler import Backlog, Scheduler, Step
+from shared.sim.spec import EngineLimits
+from shared.wire.messages import Reused, TokenStep
 
 log = get_log(__name__)
 _LATE_S = 0.005  # a timer that fires late shortens the next step by at most this: the mean keeps to the model
+
+
+@dataclass(slots=True, eq=False)
+class EmulatedRequest(ScheduledRequest):
+    """A request and where its tokens go."""
+
+    request: EngineRequest
+    sink: Sink
+    finish_reason: str  # reported with the last output token
+    cached_blocks: int = 0  # whole blocks of it that the prefix cache has, while it holds blocks
+    has_started: bool = False
+    reused: Reused | None = None  # from its first start until its first token is out
+
+    @property
+    def job(self) -> JobView:
+        return self.request.job
+
+    @property
+    def remaining_job(self) -> JobView:
+        left = self.request.max_tokens - (self.tokens - len(self.request.prompt_token_ids))
+        return msgspec.structs.replace(self.request.job, prompt_tokens=self.tokens, max_tokens=left)
+
+    @property
+    def is_stream(self) -> bool:
+        return self.request.job.started or self.tokens > len(self.request.prompt_token_ids)
+
+    def block(self, number: int, size: int) -> list[int]:
+        """The tokens of its block of that number, of the prompt or of the output."""
+        prompt, start, stop = self.request.prompt_token_ids, number * size, (number + 1) * size
+        output = (output_token(self.request, at) for at in range(max(start, len(prompt)), stop))
+        return [*prompt[start:stop], *output]
 
 
 class EmulatedEngine:
@@ -58,8 +99,7 @@ class EmulatedEngine:
     ) -> None:
         self._settings = settings
         self._rates = rates
-        caches = settings.emulated_prefix_cache and settings.pipeline_parallel == 1
-        self._cache = EmulatedCache(settings.block_size, on_cache) if caches else None
+        self._on_cache = on_cache
         self.policies = EnginePolicies()
         self._lanes: tuple[EmulatedLane, ...] = ()
         self._tasks: list[asyncio.Task[None]] = []
@@ -84,43 +124,49 @@ class EmulatedEngine:
         self.link = EmulatedLink(geometry, s.emulated_link_gbps, s.dtype, paths, s.emulated_slowdown)
         copies = float(s.tensor_parallel) if geometry.latent else max(1.0, s.tensor_parallel / geometry.kv_heads)
         total = max(1, int(s.kv_cache_bytes // (geometry.kv_bytes_per_token(2.0) * copies * s.block_size)))
-        each = max(1, total // lanes)
-        self._lanes = tuple(self._lane(each) for _ in range(lanes))
+        blocks = max(1, total // lanes)  # of each lane
+        self._lanes = tuple(self._lane(blocks) for _ in range(lanes))
         for lane in self._lanes:
             self._tasks.append(asyncio.get_running_loop().create_task(lane.run(), name="emulated-engine"))
             self._tasks[-1].add_done_callback(_stop_with_engine)
         named = f"emulated:{geometry.name}"
         compatibility = Compatibility(named, "emulated", "1", OURS.version, geometry.kv_geometry(), OURS.minimum)
-        longest = min(s.max_model_len, each * s.block_size) if lanes > 1 else s.max_model_len
-        return EngineInfo(compatibility, each * lanes, longest, s.block_size, _rates(s, shop, kind))
+        longest = min(s.max_model_len, blocks * s.block_size)
+        return EngineInfo(compatibility, blocks * lanes, longest, s.block_size, _rates(s, shop, kind))
 
     def _lane(self, blocks: int) -> "EmulatedLane":
-        scheduler = EmulatedScheduler(self._settings, blocks, self.policies, self._rates, self.link.pull, self._cache)
-        return EmulatedLane(scheduler, self._duration, self.steps)
+        s = self._settings
+        limits = EngineLimits(
+            batched_tokens=s.step_tokens,
+            sequences=min(max(1, s.max_seqs // s.pipeline_parallel), s.step_tokens),
+            block_tokens=s.block_size,
+            prefix_cache=s.emulated_prefix_cache and s.pipeline_parallel == 1,
+        )
+        lane = EmulatedLane(limits, blocks, self.link, self._duration_s, self._rates, self.steps, self._on_cache)
+        lane.set_policies(self.policies)
+        return lane
 
     def submit(self, request: EngineRequest, sink: Sink) -> None:
         """Queue it in the lane with the fewest requests; it starts when it is its turn and its prompt fits.
 
         The sink of a request that it cannot compute is called before this returns.
         """
-        if why := refusal(request):
+        lane = min(self._lanes, key=lambda lane: len(lane.requests))
+        if why := refusal(request, lane.capacity_tokens):
             sink(TokenStep([], finish_reason="refused", stop_reason=why))
-            return
-        lane = min(self._lanes, key=lambda one: len(one.scheduler.requests))
-        now = time.monotonic()
-        lane.scheduler.add(request, sink, now)
-        lane.scheduler.begin_imports(now)
-        lane.wake()
+        else:
+            lane.submit(request, sink)
 
     def abort(self, request_id: str) -> None:
         for lane in self._lanes:
-            lane.scheduler.remove(request_id)
+            lane.abort(request_id)
             lane.wake()
 
     def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
         for lane in self._lanes:
-            lane.scheduler.predicted(request_id, prediction)
-            lane.wake()
+            if (request := lane.requests.get(request_id)) is not None:
+                request.request = request.request.expecting(prediction)
+                lane.wake()
 
     def wake(self) -> None:
         for lane in self._lanes:
@@ -129,24 +175,26 @@ class EmulatedEngine:
     def set_policies(self, policies: EnginePolicies) -> None:
         self.policies = policies
         for lane in self._lanes:
-            lane.scheduler.set_policies(policies)
+            lane.set_policies(policies)
             lane.wake()
 
     def set_chunk_size(self, tokens: int) -> None:
         for lane in self._lanes:
-            lane.scheduler.chunk_size = min(tokens, self._settings.step_tokens)
+            lane.set_chunk_size(min(tokens, self._settings.step_tokens))
 
     def stats(self) -> EngineStats:
-        each = [lane.scheduler for lane in self._lanes]
+        backlog = Backlog()
+        for lane in self._lanes:
+            lane.scheduler.count_backlog(backlog)
         return EngineStats(
-            sum(len(s.running) for s in each),
-            sum(len(s.waiting) + len(s.importing) for s in each),
-            sum(s.waiting.decode_tokens for s in each),
-            sum(s.free_blocks for s in each),
-            sum(s.total_blocks for s in each),
-            sum(s.prompt_tokens for s in each),
-            sum(s.hit_tokens for s in each),
-            sum(s.preemptions for s in each),
+            running=sum(len(lane.scheduler.running) for lane in self._lanes),
+            waiting=sum(lane.scheduler.blocked for lane in self._lanes),
+            waiting_tokens=backlog.waiting_tokens,
+            free_blocks=sum(lane.memory.free - lane.memory.reserved for lane in self._lanes),
+            total_blocks=sum(lane.memory.total for lane in self._lanes),
+            prompt_tokens=sum(lane.prompt_tokens for lane in self._lanes),
+            hit_tokens=sum(lane.hit_tokens for lane in self._lanes),
+            preemptions=sum(lane.preemptions for lane in self._lanes),
         )
 
     async def close(self) -> None:
@@ -154,7 +202,7 @@ class EmulatedEngine:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _duration(self, batch: Batch) -> float:
+    def _duration_s(self, batch: Batch) -> float:
         s = self._settings
         if s.emulated_step_s is not None:
             per_token = s.emulated_prefill_s_per_token or 0.0
@@ -164,71 +212,221 @@ class EmulatedEngine:
 
 
 class EmulatedLane:
-    """A batch in flight, its scheduler, and its steps in real time; `duration` gives the time of a batch.
+    """A batch in flight, with its scheduler and its share of the memory, and its steps in real time.
 
-    An engine has one lane for each pipeline stage, each with its share of the memory. A step of a lane takes as long as
-    the pipeline needs from a batch of it to the next, as in the simulator.
+    An engine has one lane for each pipeline stage. A step of a lane takes as long as the pipeline needs from a batch of
+    the lane to the next, as in the simulator. duration_s: of the step of a batch.
     """
 
-    def __init__(self, scheduler: EmulatedScheduler, duration: Callable[[Batch], float], steps: StepLog) -> None:
-        self.scheduler = scheduler
-        self._duration = duration
+    def __init__(
+        self,
+        limits: EngineLimits,
+        blocks: int,
+        link: "EmulatedLink",
+        duration_s: Callable[[Batch], float],
+        rates: CurrentRates,
+        steps: StepLog,
+        on_cache: CacheSink,
+    ) -> None:
+        self._limits = limits  # those that it was started for
+        self._policies = EnginePolicies()
+        self._link = link
+        self._duration_s = duration_s
         self._steps = steps
+        self._on_cache = on_cache
         self._work = asyncio.Event()
+        self.memory = KvMemory(limits, blocks * limits.block_tokens, limits.block_tokens, self._block_dropped)
+        self.scheduler: Scheduler[EmulatedRequest] = Scheduler(
+            limits,
+            self.memory,
+            DecodeGroup(limits.block_tokens),
+            self,
+            self._policies.order,
+            self._policies.admission,
+            rates=rates,
+            reserve_export=lambda request: request.request.has_room(),
+        )
+        self.requests: dict[str, EmulatedRequest] = {}  # all that are not finished, by id
+        self._importing: dict[EmulatedRequest, float] = {}  # when the import is complete, in monotonic seconds
+        self.preemptions = 0
+        self.prompt_tokens = 0  # of all requests that started, where there is a prefix cache
+        self.hit_tokens = 0  # of these, held by the prefix cache
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.memory.total * self._limits.block_tokens
 
     def wake(self) -> None:
         self._work.set()
+
+    def set_policies(self, policies: EnginePolicies) -> None:
+        """From the next step on."""
+        if policies.order != self._policies.order:
+            self.scheduler.waiting.reorder(policies.order)
+        self._policies = policies
+        self.scheduler.admission = policies.admission
+        self.scheduler.limits = replace(self.scheduler.limits, step_budget=policies.step_budget)
+
+    def set_chunk_size(self, tokens: int) -> None:
+        sequences = min(self._limits.sequences, tokens)
+        self.scheduler.limits = replace(self.scheduler.limits, batched_tokens=tokens, sequences=sequences)
+
+    def submit(self, request: EngineRequest, sink: Sink) -> None:
+        prompt, handle, now = request.prompt_token_ids, request.import_from, time.monotonic()
+        output_tokens, finish_reason = answer_tokens(request)
+        if output_tokens > (room := self.capacity_tokens - len(prompt)):
+            output_tokens, finish_reason = room, "length"
+        imported = min(handle.tokens, len(prompt) - 1) if handle is not None else 0
+        added = self.requests[request.request_id] = EmulatedRequest(
+            request,
+            sink,
+            finish_reason,
+            tokens=len(prompt),
+            output_left=output_tokens,
+            decodes=request.decodes,
+            exports=bool(request.export_to),
+            computed_tokens=imported,
+            import_tokens=imported,
+            last_token_s=now,
+            prefix=self._block_names(request),
+        )
+        self.scheduler.add(added)
+        self.scheduler.admit_streams(now)
+        self.wake()
+
+    def abort(self, request_id: str) -> None:
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self._importing.pop(request, None)
+            self.scheduler.cancel(request)
+
+    # What the scheduler reports
+
+    def admitted(self, request: EmulatedRequest, now: float) -> None:
+        request.request.entered()
+        request.cached_blocks = request.cached_tokens // self._limits.block_tokens
+        if request.has_started:
+            return
+        request.has_started = True
+        self._count_reuse(request)
+        if (handle := request.request.import_from) is not None:
+            complete_mono = now + self._link.pull(handle, request.cached_tokens)
+            if request.state is State.RECEIVING:
+                self._importing[request] = complete_mono
+
+    def preempted(self, request: EmulatedRequest, now: float) -> None:
+        self.preemptions += 1
+        request.request.preempted()
+
+    # Steps
 
     async def run(self) -> None:
         due = 0.0
         while True:
             began = time.monotonic()  # the loop's own clock may tick in milliseconds
-            chunks, decodes = self.scheduler.plan(began)
-            if not chunks and not decodes:
+            for request in [request for request, ready in self._importing.items() if ready <= began]:
+                del self._importing[request]
+                self.scheduler.kv_arrived(request)
+            step = self.scheduler.plan(began)
+            self.memory.trim_cache()
+            if not step.chunks and not step.has_decodes:
                 await self._wait(began)
                 due = time.monotonic()
                 continue
-            batch = _batch_of(chunks, decodes)
-            due = max(due, began - _LATE_S) + self._duration(batch)
+            batch = self._batch(step)
+            due = max(due, began - _LATE_S) + self._duration_s(batch)
             await asyncio.sleep(due - began)
-            self._finish_step(chunks, decodes)
+            self._end_step(step)
             seconds = time.monotonic() - began
             self._steps.add(seconds, 0.0, batch.prefill, batch.decode_count, batch.decode_context_tokens)
 
     async def _wait(self, now: float) -> None:
         """Until there is new work or the next import is complete."""
         self._work.clear()
-        ready_s = min(self.scheduler.importing.values(), default=None)
+        ready_s = min(self._importing.values(), default=None)
         try:
             async with asyncio.timeout(None if ready_s is None else ready_s - now):
                 await self._work.wait()
         except TimeoutError:
             pass
 
-    def _finish_step(self, chunks: list[Chunk], decodes: list[EmulatedRequest]) -> None:
-        for entry, tokens in (*((entry, 1) for entry in decodes), *chunks):
-            if entry.state is not RequestState.RUNNING:
-                continue  # aborted during the step
-            entry.computed_tokens += tokens
-            if entry.cached is not None:
-                entry.cached.computed(entry.computed_tokens)
-            if entry.uncomputed_tokens:
-                continue  # not done with its prompt
-            token = output_token(entry.request, entry.tokens)
-            entry.tokens += 1
-            entry.remaining_output_tokens -= 1
-            if not entry.remaining_output_tokens:
-                self.scheduler.remove(entry.request.request_id)
-            reused, entry.reused = entry.reused, None
-            deliver(
-                entry.sink,
-                TokenStep([token], "" if entry.remaining_output_tokens else entry.finish_reason, reused=reused),
-            )
+    def _batch(self, step: Step[EmulatedRequest]) -> Batch:
+        """The batch as vLLM counts it: a prompt's last token after some context is a decode."""
+        chunks = [(tokens, request.computed_tokens) for request, tokens in step.chunks]
+        ends = [before for tokens, before in chunks if tokens == 1 and before]
+        prefill = tuple((tokens, before) for tokens, before in chunks if tokens > 1 or not before)
+        group = self.scheduler.group
+        return Batch(prefill, group.count + len(ends), group.context_tokens + sum(ends))
 
+    def _end_step(self, step: Step[EmulatedRequest]) -> None:
+        scheduler = self.scheduler
+        decodes = [request for request in scheduler.running if request.state is State.DECODING]
+        complete = scheduler.end_decodes(1) if decodes else []
+        for request in decodes:
+            self._cache_blocks(request, scheduler.group.tokens_of(request) - 1)
+        for request in complete:
+            scheduler.finish(request)
+        for request in decodes:
+            self._deliver(request)
+        for request, tokens in step.chunks:
+            request.computed_tokens += tokens
+            self._cache_blocks(request, request.computed_tokens)
+            if request.uncomputed_tokens or request.cancelled:
+                continue
+            request.tokens += 1
+            request.output_left -= 1
+            if request.output_left:
+                scheduler.start_decoding(request)
+            else:
+                scheduler.finish(request)
+            self._deliver(request)
 
-def _batch_of(chunks: list[Chunk], decodes: list[EmulatedRequest]) -> Batch:
-    prefill = tuple((tokens, entry.computed_tokens) for entry, tokens in chunks)
-    return Batch(prefill, len(decodes), sum(entry.computed_tokens for entry in decodes))
+    def _deliver(self, request: EmulatedRequest) -> None:
+        """Deliver the token that the step has given to a request, unless it was aborted during the step."""
+        if request.cancelled:
+            return
+        position = self.scheduler.group.tokens_of(request) - 1
+        is_last = request.state is State.FINISHED
+        if is_last:
+            self.requests.pop(request.request.request_id, None)
+        reused, request.reused = request.reused, None
+        token = output_token(request.request, position)
+        deliver(request.sink, TokenStep([token], request.finish_reason if is_last else "", reused=reused))
+
+    # The prefix cache
+
+    def _count_reuse(self, request: EmulatedRequest) -> None:
+        """At the first start: what is not computed here, and what of the prompt is new to the prefix cache."""
+        computed, created = request.computed_tokens, 0
+        if self._limits.prefix_cache:
+            prompt, size = len(request.request.prompt_token_ids), self._limits.block_tokens
+            self.prompt_tokens += prompt
+            self.hit_tokens += request.cached_tokens
+            created = max(0, prompt // size * size - computed)
+        request.reused = Reused(computed, created=created, imported=computed - request.cached_tokens)
+
+    def _block_names(self, request: EngineRequest) -> tuple[int, ...]:
+        """Names of the whole blocks of a prompt without its last token, which is always computed."""
+        if not self._limits.prefix_cache:
+            return ()
+        prompt, size = request.prompt_token_ids, self._limits.block_tokens
+        return block_hashes(prompt[:-1], request.generation.cache_salt, block_tokens=size, most=len(prompt))
+
+    def _cache_blocks(self, request: EmulatedRequest, computed_tokens: int) -> None:
+        """Whole blocks of computed tokens can be hit from now on."""
+        size, salt = self._limits.block_tokens, request.request.generation.cache_salt
+        while self._limits.prefix_cache and (request.cached_blocks + 1) * size <= computed_tokens:
+            number = request.cached_blocks
+            block, parent = request.block(number, size), request.prefix[number - 1] if number else None
+            if number == len(request.prefix):
+                request.prefix += (next_hash(root_hash(salt) if parent is None else parent, packed(block)),)
+            name = request.prefix[number]
+            if self.memory.keep_blocks(request, (name,)):
+                self._on_cache([BlocksStored([name], parent, block, salt)])
+            request.cached_blocks += 1
+
+    def _block_dropped(self, name: int) -> None:
+        self._on_cache([BlocksRemoved([name])])
 
 
 class EmulatedLink:

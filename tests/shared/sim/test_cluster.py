@@ -16,8 +16,6 @@ from shared.domain.kv import Codec
 from shared.errors import InvalidRequest
 from shared.policy import registry
 from shared.policy.dispatch import PowerOfTwo, RandomDispatch
-from shared.policy.papers.tetriinfer import ReserveDynamic, ReserveStatic
-from shared.policy.prefill_order import Sjf
 from shared.policy.split import FractionSplit, NoSplit, RandomSplit
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import Status
@@ -105,13 +103,9 @@ def test_transfers_into_one_instance_contend() -> None:
         RunSpec(),
         RunSpec(first_token=FirstToken.DECODE, streaming=False),
         RunSpec(policies=with_split(RandomSplit())),
-        RunSpec(policies=with_split(NoSplit())),
-        RunSpec(prefill_order=Sjf(), prediction=Prediction(width_tokens=40, buckets=4, accuracy=0.7)),
-        RunSpec(decode_admission=ReserveDynamic(), prediction=Prediction(width_tokens=40, buckets=4)),
-        RunSpec(decode_admission=ReserveStatic(), prediction=Prediction(width_tokens=40, buckets=4)),
         RunSpec(gateway_s=0.002, hop_s=0.001, token_s=0.0005),
     ],
-    ids=["full", "decode-first", "random-split", "local", "sjf", "reserve-dynamic", "reserve-static", "delays"],
+    ids=["full", "decode-first", "random-split", "delays"],
 )
 def test_macro_steps_give_what_stepping_gives(run: RunSpec, seed: int) -> None:
     work = drawn(120, seed)

@@ -25,8 +25,7 @@ from shared.sim.instance import SimInstance
 from shared.sim.prediction import Prediction
 from shared.sim.spec import EngineLimits, RunSpec, plain_policies
 from shared.sim.workload import Workload
-from tests.shared.sim.clusters import Linear, instance, several
-from tests.shared.sim.test_time import workload
+from tests.shared.sim.clusters import Linear, instance, several, workload
 
 # The contexts of those that decode weigh: what a chunk may have shrinks from step to step.
 RATES = Rates(step=StepRates(StepForm(0.01, 0.001), StepForm(0.01), StepForm(0.01, 0.001, context_s=1e-4)))

@@ -16,14 +16,14 @@ from shared.sim.cluster import simulate
 from shared.sim.group import DecodeGroup, Glide, Pauses, Segment, steps_over, without_first
 from shared.sim.request import Leg, SimRequest
 from shared.sim.spec import EngineLimits, FirstToken, Loss, RunSpec
-from tests.shared.sim.clusters import instance, pair
-from tests.shared.sim.test_time import workload
+from tests.shared.sim.clusters import instance, pair, workload
 
 BLOCK = 4
 
 
 def member(context: int, left: int) -> Leg:
-    return Leg(SimRequest(0, JobView("0", context, left), left, ()), context + 1, left, context)
+    request = SimRequest(0, JobView("0", context, left), left, ())
+    return Leg(request, tokens=context + 1, output_left=left, computed_tokens=context)
 
 
 @given(
@@ -31,7 +31,7 @@ def member(context: int, left: int) -> Leg:
     st.integers(0, 12),
 )
 def test_group_equals_members_one_by_one(plan: list[tuple[int, int, int]], leaves_at: int) -> None:
-    group = DecodeGroup(BLOCK)
+    group: DecodeGroup[Leg] = DecodeGroup(BLOCK)
     alone: dict[Leg, list[int]] = {}  # leg → [context, left]
     for step in range(40):
         for context, left, joins_at in plan:
@@ -42,7 +42,7 @@ def test_group_equals_members_one_by_one(plan: list[tuple[int, int, int]], leave
         if step == leaves_at and alone:
             leg = next(iter(alone))
             group.leave(leg)
-            assert [leg.computed, leg.left] == alone.pop(leg)
+            assert [leg.computed_tokens, leg.output_left] == alone.pop(leg)
         assert group.count == len(alone)
         assert group.context_tokens == sum(context for context, _ in alone.values())
         assert group.blocks_for(1) == sum(context % BLOCK == 0 for context, _ in alone.values())
@@ -55,12 +55,12 @@ def test_group_equals_members_one_by_one(plan: list[tuple[int, int, int]], leave
             state[1] -= 1
         assert set(done) == {leg for leg, (_, left) in alone.items() if left == 0}
         for leg in done:
-            assert [leg.computed, leg.left] == alone.pop(leg)
+            assert [leg.computed_tokens, leg.output_left] == alone.pop(leg)
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=10), st.integers(1, 60), st.integers(0, 40))
 def test_affordable_steps_are_the_most(contexts: list[int], most: int, free: int) -> None:
-    group = DecodeGroup(BLOCK)
+    group: DecodeGroup[Leg] = DecodeGroup(BLOCK)
     for context in contexts:
         group.join(member(context, 100))
 
@@ -131,7 +131,8 @@ def singly(runs: tuple[Segment, ...]) -> list[float]:
 
 
 def leg(target_s: float) -> Leg:
-    return Leg(SimRequest(0, JobView("0", 8, 9, Slo(tpot_s=0.01, itl_s=target_s)), 9, ()), 9, 9, 8)
+    request = SimRequest(0, JobView("0", 8, 9, Slo(tpot_s=0.01, itl_s=target_s)), 9, ())
+    return Leg(request, tokens=9, output_left=9, computed_tokens=8)
 
 
 @given(STEPS, st.integers(0, 900))

@@ -20,9 +20,10 @@ from shared.policy.prefix_index import PrefixIndex, saved_tokens
 from shared.policy.split import SplitChoice
 from shared.sim.cluster import simulate
 from shared.sim.engine import EngineEvents
+from shared.sim.events import EventLoop
 from shared.sim.fleet import PrefixFeed
 from shared.sim.instance import SimInstance
-from shared.sim.memory import KvMemory, PrefixCache
+from shared.sim.memory import KvMemory
 from shared.sim.metrics import attainment
 from shared.sim.outcomes import SimResult
 from shared.sim.request import Leg, SimRequest
@@ -41,6 +42,11 @@ def cluster(count: int, **more: object) -> list[InstanceSpec]:
     return [instance(name, Role.PREFILL, limits=LIMITS, **more) for name in names] + [  # type: ignore[arg-type]
         instance("d", Role.DECODE, kv_tokens=200_000, limits=LIMITS)
     ]
+
+
+def make_leg(prefix: tuple[int, ...], tokens: int) -> Leg:
+    request = cast(SimRequest, SimpleNamespace(job=JobView("j", tokens, 8), split=0))
+    return Leg(request, tokens=tokens, output_left=8, prefix=prefix)
 
 
 class ByPrefix:
@@ -67,18 +73,25 @@ def run(work: Workload, specs: list[InstanceSpec], name: str = "by_prefix", **mo
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from(PROMPTS), st.integers(0, 9)), max_size=30))
 def test_what_is_told_of_a_cache_is_what_it_matches(steps: list[tuple[bool, tuple[int, ...], int]]) -> None:
-    cache = PrefixCache(1)
-    watched, told = cache.watch(), set[int]()
+    memory = KvMemory(EngineLimits(prefix_cache=True), kv_tokens=16 * 99, prefix_block_tokens=16)
+    watched, told = memory.watch_cache(), set[int]()
+    assert watched is not None
     for keep, prompt, room in steps:
-        if keep:
-            cache.leave(cache.keep(prompt, room))
-        else:
-            cache.matched(prompt, room)
+        leg = make_leg(prompt, 16 * len(prompt) + 1)
+        if keep and memory.start(leg, leg.tokens):
+            memory.keep_prefix(leg)
+        memory.release(leg)
+        memory.free, whole = room, memory.free
+        memory.trim_cache()
+        memory.free = whole
         added, removed = watched.take_changes()
         told = (told - set(removed)) | set(added)
         for one in PROMPTS:
             known = next((at for at, block in enumerate(one) if block not in told), len(one))
-            assert known == cache.matched(one, 99)
+            found = make_leg(one, 16 * len(one) + 1)
+            assert memory.start(found, found.tokens)
+            assert known == found.cached_tokens // 16
+            memory.release(found)
 
 
 def test_a_prompt_goes_where_its_beginning_is() -> None:
@@ -183,13 +196,11 @@ def test_knowledge_is_as_old_as_the_broadcast_unless_it_is_to_be_perfect(
 def test_each_life_of_an_instance_is_an_account_of_its_own() -> None:
     spec = cluster(1)[0]
     wires = Wires([spec.instance_id], [""], [spec.link])
-    one = SimInstance(0, spec, RunSpec(), cast(EngineEvents, SimpleNamespace(admitted=None)), 64, wires)
+    one = SimInstance(0, spec, RunSpec(), EventLoop(), cast(EngineEvents, SimpleNamespace(admitted=None)), 64, wires)
     news = PrefixFeed([one], 64)
 
     def keep(*prompt: int) -> list[int]:
-        cache = one.engines[0].scheduler.memory._cache
-        assert cache is not None
-        cache.keep(prompt, 1000)
+        one.engines[0].memory.keep_prefix(make_leg(prompt, 64 * len(prompt)))
         news.update()
         return [news.index.held_tokens("p0", ids) // 64 for ids in ((1, 2, 3), (1, 2, 4))]
 
@@ -255,11 +266,9 @@ def test_blocks_that_requests_share_are_held_once_and_all_are_free_in_the_end(
     legs, seen = [], set[int]()
     for prompt, own, ends in sizes:
         tokens = 32 * len(prompt) + 16 * own + 1
-        request = cast(SimRequest, SimpleNamespace(job=JobView("j", tokens, 8), split=0))
-        leg = Leg(request, tokens, 8, prefix=prompt)
-        memory.take_cached(leg)
-        assert memory.start(leg, leg.missing)
-        leg.computed = tokens - 1
+        leg = make_leg(prompt, tokens)
+        assert memory.start(leg, tokens)
+        leg.computed_tokens = tokens - 1
         memory.keep_prefix(leg)
         legs.append((leg, prompt, own))
         if ends:
@@ -270,7 +279,6 @@ def test_blocks_that_requests_share_are_held_once_and_all_are_free_in_the_end(
     for leg, *_ in legs:
         memory.release(leg)
     assert memory.free == memory.total
-    assert not memory._cache._users  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("coupled", [True, False])

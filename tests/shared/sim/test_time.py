@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,15 +15,9 @@ from shared.sim.cluster import simulate
 from shared.sim.events import EventLoop, Handler
 from shared.sim.outcomes import Status
 from shared.sim.spec import Flip, Loss, RunSpec
-from shared.sim.workload import Workload
-from tests.shared.sim.clusters import instance, pair, several
+from tests.shared.sim.clusters import instance, pair, several, workload
 
 INSTANCES = ("p0", "p1", "d0", "d1")
-
-
-def workload(*requests: tuple[float, int, int]) -> Workload:
-    arrivals, prompts, outputs = zip(*requests, strict=True)
-    return Workload("test", np.array(arrivals, dtype=np.float64), np.array(prompts), np.array(outputs))
 
 
 @contextmanager

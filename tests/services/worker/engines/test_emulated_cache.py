@@ -3,12 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from services.worker.engines.base import CacheEvent, EngineRequest
 from services.worker.engines.emulated import EmulatedEngine
-from services.worker.engines.emulated_tokens import CachedPrefix, EmulatedCache
 from services.worker.prefix_feed import HeldPrefixes
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle
@@ -152,65 +148,3 @@ async def test_what_was_answered_is_held_too() -> None:
     told = Told()
     assert (await run(told, request("a", PROMPT, output=70), request("b", [*PROMPT, *answer, 5])))[1] <= 32 + 7
     assert told.tokens([*PROMPT, *answer]) == 384
-
-
-def test_of_one_request_the_last_blocks_go_first() -> None:
-    told = Told()
-    cache = EmulatedCache(BLOCK_TOKENS, told)
-    use = CachedPrefix(cache, PROMPT, "", lambda at: 7)
-    use.computed(320)
-    use.end()
-    cache.shrink(3)
-    assert told.tokens(PROMPT) == 3 * BLOCK_TOKENS
-
-
-class Model:
-    """Requests on an engine of few blocks, without time."""
-
-    def __init__(self, size: int, total: int) -> None:
-        self.told = Told()
-        self.cache = EmulatedCache(size, self.told)
-        self.size, self.free = size, total
-        self.open: list[tuple[CachedPrefix, int]] = []
-
-    def begin(self, prompt: list[int]) -> None:
-        blocks = -(-(len(prompt) + 3) // self.size)
-        if blocks <= self.free:
-            use = CachedPrefix(self.cache, prompt, "", lambda at: 7)
-            expected = self.hit(prompt)
-            self.free -= blocks
-            assert use.begin() == expected
-            self.cache.shrink(self.free)
-            use.computed(len(prompt) + 2)
-            self.open.append((use, blocks))
-
-    def end(self, number: int) -> None:
-        if self.open:
-            use, blocks = self.open.pop(number % len(self.open))
-            self.free += blocks
-            use.end()
-
-    def hit(self, prompt: list[int]) -> int:
-        """By what is told: in blocks of ours, which here are as large as the engine's."""
-        return min(self.told.tokens(prompt), (len(prompt) - 1) // self.size * self.size)
-
-
-PARTS = [[part] * BLOCK_TOKENS for part in range(3)]
-
-
-@given(st.lists(st.one_of(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(0, 9)), max_size=30))
-def test_it_keeps_within_its_memory_and_tells_of_all_that_it_holds(work: list[list[int] | int]) -> None:
-    model = Model(BLOCK_TOKENS, 12)
-    for what in work:
-        if isinstance(what, int):
-            model.end(what)
-        else:
-            model.begin([token for part in what for token in PARTS[part]])
-        assert len(model.cache._unused) <= model.free
-        assert set(model.cache._unused) <= set(model.cache._users)
-    while model.open:
-        model.end(0)
-    model.cache.shrink(0)
-    assert not model.cache._users
-    assert not model.told.held.reachable.blocks
-    assert len(model.told.held) == 0

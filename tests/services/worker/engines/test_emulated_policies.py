@@ -1,41 +1,22 @@
-"""The emulated engine under our policies, and that it steps as the simulator does."""
+"""The emulated engine under the policies of its worker."""
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
-
-import numpy as np
-import pytest
 
 from services.worker.engines.base import EnginePolicies, EngineRequest
 from services.worker.engines.emulated import EmulatedEngine
-from shared.cost.step import Batch
-from shared.domain.instance import Role
 from shared.domain.job import Generation, JobView, LengthPrediction, Slo
 from shared.domain.kv import KvHandle
-from shared.domain.rates import Rates, StepForm, StepRates
+from shared.domain.rates import StepRates
 from shared.policy.decode_admission import DecodeAdmission, Greedy
-from shared.policy.dispatch import PowerOfTwo
 from shared.policy.papers.tetriinfer import ReserveDynamic, ReserveStatic
-from shared.policy.placement import LeastLoad, Policies
-from shared.policy.prefill_order import Fcfs, Ljf, PrefillOrder, Sjf
-from shared.policy.split import NoSplit
-from shared.sim.cluster import simulate
-from shared.sim.spec import EngineLimits, RunSpec
-from shared.sim.workload import Mix
+from shared.policy.prefill_order import Sjf
 from shared.wire.messages import TokenStep
 from tests.services.worker.engines.test_emulated import settings
-from tests.shared.sim.clusters import Linear, instance
-from tests.shared.sim.test_time import workload
 
 BLOCK_BYTES = 32 * 131_072  # of 32 tokens of Llama-3-8B
-RATES = StepRates(StepForm(0.0), StepForm(0.0), StepForm(0.01, token_s=0.001, context_s=1e-5))
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
-LIGHT = Slo("light", ttft_s=9.0, tpot_s=0.1, weight=0.25)
-Step = tuple[tuple[tuple[int, int], ...], int, int]
-# Prompts and outputs: they come at once, but the first, which is there before them.
-JOBS = ((40, 30), (150, 40), (10, 90), (70, 60), (20, 20), (100, 5), (33, 64), (64, 1), (5, 100), (90, 50))
 
 
 class Run:
@@ -81,132 +62,6 @@ class Run:
     async def end(self) -> None:
         async with asyncio.timeout(20):
             await asyncio.gather(*(ended.wait() for ended in self.ended.values()))
-
-
-def slo_of(number: int, mixed: bool) -> Slo:
-    """Two of three are of a lighter class, where classes are mixed."""
-    return LIGHT if mixed and number % 3 else SLO
-
-
-async def emulated(policies: EnginePolicies, blocks: int, mixed: bool = False) -> tuple[list[Step], int]:
-    async with Run(policies, RATES, kv_cache_bytes=blocks * BLOCK_BYTES, max_seqs=6, chunk_size=128) as run:
-        for number, (prompt, output) in enumerate(JOBS):
-            run.submit(str(number), prompt, output, slo=slo_of(number, mixed))
-            if number == 0:
-                await run.until(lambda: run.engine.stats().running == 1)
-        await run.end()
-        steps = run.engine.steps.page("d0", 1, 0, 10_000).steps
-        stats = run.engine.stats()
-        assert (stats.free_blocks, stats.running, stats.waiting) == (stats.total_blocks, 0, 0)
-        found = [(tuple(s.prefill), s.decode_count, s.decode_context_tokens) for s in steps]
-        return found, run.engine.stats().preemptions
-
-
-class Recorder(Linear):
-    """Step times that keep what they are asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        object.__setattr__(self, "steps", list[Step]())
-
-    def step_time_s(self, batch: Batch) -> float:
-        # Live, one token after some context counts as a decode, a prompt's last one too.
-        last = [before for tokens, before in batch.prefill if tokens == 1 and before]
-        chunks = tuple(chunk for chunk in batch.prefill if chunk[0] > 1 or not chunk[1])
-        step = (chunks, batch.decode_count + len(last), batch.decode_context_tokens + sum(last))
-        self.steps.append(step)  # type: ignore[attr-defined]
-        return super().step_time_s(batch)
-
-    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
-        took_s = self.step_time_s(Batch((), count, context_tokens))
-        return ((steps, took_s, took_s),)
-
-
-def simulated(policies: EnginePolicies, blocks: int, mixed: bool = False) -> tuple[list[Step], int]:
-    model = Recorder()
-    limits = EngineLimits(128, 6, 32, step_budget=policies.step_budget)
-    spec = instance("d", Role.DECODE, model, kv_tokens=blocks * 32, limits=limits, rates=Rates(step=RATES))
-    run = RunSpec(
-        policies=Policies(LeastLoad(), NoSplit(), PowerOfTwo()),
-        prefill_order=policies.order,
-        decode_admission=policies.admission,
-        slo=SLO,
-        stepwise=True,
-    )
-    classes = tuple(slo_of(number, mixed) for number in range(len(JOBS)))
-    rows = np.arange(len(JOBS))
-    asked = replace(
-        workload(*((0.0, prompt, output) for prompt, output in JOBS)), mix=Mix(classes, rows, ("",), 0 * rows)
-    )
-    result = simulate(asked, [spec], run)
-    return model.steps, result.instances[0].preemptions  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("step_budget", [False, True])
-@pytest.mark.parametrize("blocks", [8, 11, 40])
-@pytest.mark.parametrize(
-    "admission",
-    [Greedy(), ReserveStatic(), ReserveStatic(reserve_all=True), ReserveDynamic(unpredicted_tokens=30)],
-    ids=str,
-)
-@pytest.mark.parametrize("order", [Fcfs(), Sjf(), Ljf(2)], ids=str)
-async def test_it_takes_the_steps_that_the_simulator_takes(
-    order: PrefillOrder, admission: DecodeAdmission, blocks: int, step_budget: bool
-) -> None:
-    policies = EnginePolicies(order, admission, step_budget)
-    assert await emulated(policies, blocks) == simulated(policies, blocks)
-
-
-@pytest.mark.parametrize("blocks", [8, 11, 40])
-@pytest.mark.parametrize("order", [Fcfs(), Sjf()], ids=str)
-async def test_it_serves_and_preempts_classes_as_the_simulator_does(order: PrefillOrder, blocks: int) -> None:
-    policies = EnginePolicies(order)
-    steps, preempted = await emulated(policies, blocks, mixed=True)
-    assert (steps, preempted) == simulated(policies, blocks, mixed=True)
-    assert steps != (await emulated(policies, blocks))[0]
-    assert (preempted > 0) == (blocks < 40)
-
-
-async def test_a_lighter_class_gives_its_blocks_up_first_and_enters_last() -> None:
-    async with Run(EnginePolicies(), kv_cache_bytes=8 * BLOCK_BYTES, max_seqs=4) as run:
-        run.submit("0", 60, 60, slo=LIGHT)
-        await run.until(lambda: run.engine.stats().running == 1)
-        run.submit("1", 60, 60, slo=LIGHT)
-        for name in ("2", "3"):
-            run.submit(name, 60, 60)
-        ends: list[str] = []
-
-        async def watch(name: str) -> None:
-            await run.ended[name].wait()
-            ends.append(name)
-
-        async with asyncio.timeout(20):
-            await asyncio.gather(*(watch(name) for name in "0123"))
-        assert run.entered[0] == "0"
-        assert run.entered.index("2") < run.entered.index("1")
-        assert run.engine.stats().preemptions > 0
-        assert sorted(ends[:2]) == ["2", "3"]
-
-
-@pytest.mark.parametrize(
-    ("order", "first"),
-    [
-        (Fcfs(), "0123"),
-        (Sjf(), "2130"),
-        (Ljf(), "0312"),
-        (Sjf(1), "0123"),
-        (Sjf(1, overtake=True), "2013"),
-        (Sjf(2), "1023"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("here", [False, True], ids=["only computed here", "decode here"])
-async def test_prompts_enter_in_the_policys_order(order: PrefillOrder, first: str, here: bool) -> None:
-    async with Run(EnginePolicies(order)) as run:
-        for name, prompt in zip("0123", (300, 100, 20, 200), strict=True):
-            run.submit(name, prompt, 1, first_token_only=not here)
-        await run.end()
-        assert "".join(run.entered) == first
 
 
 async def preemptions(admission: DecodeAdmission) -> tuple[int, dict[str, list[int]]]:
