@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -41,7 +41,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "troubles": ("benchmarks.troubles", "run_troubles_bench"),
     "chaos": ("benchmarks.chaos.run", "run_chaos_bench"),
 }
-Bench = Callable[..., dict[str, Any]]
+Bench = Callable[..., dict[str, object]]
 
 bench_app = typer.Typer(no_args_is_help=True, help="Run a benchmark. The exit code is 0 if all its aims are met.")
 

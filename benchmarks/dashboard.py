@@ -41,6 +41,7 @@ from shared.store.database import open_engine
 from shared.store.reading import Order, RequestSearch, search_requests
 from shared.store.tables import load_steps, requests, served
 from shared.store.write_behind import WriteBehind
+from shared.wire.api.scheduler import StoredRequest
 
 SIZES = (4, 32, 200)
 CHROMIUM = Path("/usr/bin/chromium")
@@ -193,7 +194,7 @@ async def _read(read: Callable[[], Awaitable[Any]]) -> Figures:
 def _queries(engine: AsyncEngine, now: float) -> dict[str, Callable[[], Awaitable[Any]]]:
     found: dict[str, Callable[[], Awaitable[Any]]] = {}
     for minutes in (5, 60, 1_440):
-        grid = Grid.of(minutes, 120, now)
+        grid = Grid.up_to(now, minutes, 120)
         found[f"history_{minutes}"] = partial(history, engine, grid, [])
         found[f"instances_{minutes}"] = partial(instances_over_time, engine, grid)
         found[f"instance_{minutes}"] = partial(instances_over_time, engine, grid, "decode-7")
@@ -208,7 +209,9 @@ def _queries(engine: AsyncEngine, now: float) -> dict[str, Callable[[], Awaitabl
         "hour_longest": RequestSearch(since_s=now - 3_600, order=Order.LONGEST),
         "far": RequestSearch(offset=50_000),
     }
-    return found | {f"search_{name}": partial(search_requests, engine, one) for name, one in searches.items()}
+    return found | {
+        f"search_{name}": partial(search_requests, engine, StoredRequest, one) for name, one in searches.items()
+    }
 
 
 def _periodic(now: float) -> Figures:
@@ -247,7 +250,7 @@ async def fill(engine: AsyncEngine, now: float) -> None:
         await store.flush()
 
 
-def _requests(rng: Random, now: float) -> Iterator[dict[str, Any]]:
+def _requests(rng: Random, now: float) -> Iterator[dict[str, object]]:
     for number in range(REQUESTS):
         arrived_s = now - HOURS * 3_600 * rng.random()
         ttft_s = rng.lognormvariate(-1.0, 0.8)
@@ -279,7 +282,7 @@ def _steps(step_s: int, now: float) -> range:
     return range(int(now - KEPT_S[step_s]) // step_s * step_s, int(now), step_s)
 
 
-def _served(rng: Random, now: float) -> Iterator[dict[str, Any]]:
+def _served(rng: Random, now: float) -> Iterator[dict[str, object]]:
     columns = set(served.columns.keys()) & set(Served.__struct_fields__)
     for step_s in SERVED_STEPS_S:
         for slo in CLASSES:
@@ -303,7 +306,7 @@ def _sums(rng: Random, slo: str, start_s: float) -> Served:
     return sums
 
 
-def _loads(now: float) -> Iterator[dict[str, Any]]:
+def _loads(now: float) -> Iterator[dict[str, object]]:
     who = [(view.info.instance_id, view.role.value, view.state.value) for view in _views()]
     names = msgspec.json.encode(who).decode()
     totals = msgspec.json.encode(Totals(100.0, 20.0, 5_000.0, 6.0, 6.0, 10, 10, 1_000.0, 1_000.0)).decode()

@@ -15,7 +15,6 @@ from itertools import count
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
-from typing import Any
 
 import httpx
 
@@ -39,7 +38,7 @@ PATIENT = "patient"
 SEED = 21
 
 
-def cluster_of(model: Path) -> dict[str, Any]:
+def cluster_of(model: Path) -> dict[str, object]:
     """The only instance decodes, so it computes whole requests: no placement and no KV transfer is measured."""
     sizes = {"chunk_size": CHUNK, "max_seqs": SEATS, "block_size": BLOCK}
     memory = (KV_TOKENS + BLOCK) * SHAPE.kv_bytes_per_token  # a block is vLLM's own
@@ -288,7 +287,7 @@ async def _measure(rounds: int, on: Session) -> Result:
 async def _preemptions(on: Session) -> int:
     """The count so far. Raises Unavailable."""
     entry = (await on.suite.instances())[ENGINE]
-    async with httpx.AsyncClient(base_url=entry["info"]["http"], timeout=10, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=entry.info.http, timeout=10, trust_env=False) as http:
         try:
             text = (await http.get("/metrics")).raise_for_status().text
         except httpx.HTTPError as error:

@@ -136,7 +136,7 @@ class Session:
 
     async def metrics(self, *names: str) -> dict[str, list[float]]:
         """By instance the sum of each metric's series. Raises Unavailable where one is missing."""
-        urls = {name: f"{entry['info']['http']}/metrics" for name, entry in (await self.suite.instances()).items()}
+        urls = {name: f"{entry.info.http}/metrics" for name, entry in (await self.suite.instances()).items()}
         async with httpx.AsyncClient(timeout=10, trust_env=False) as http:
             pages = {instance: (await http.get(url)).text for instance, url in urls.items()}
         return {instance: [suite.metric(page, name) for name in names] for instance, page in pages.items()}

@@ -15,7 +15,6 @@ from pathlib import Path
 from random import Random
 from statistics import fmean, median
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -42,6 +41,7 @@ from shared.domain.rates import StepRates
 from shared.errors import Unavailable
 from shared.sim.measured import LiveInstance
 from shared.sim.workload import Workload
+from shared.wire.api.scheduler import RequestRow
 from shared.wire.messages import StepRecord
 from tools.calibrate.host_watch import HostWatch
 from tools.calibrate.live import StepReader, fit_kinds, run_phases, timed_step
@@ -53,7 +53,7 @@ EQUAL, HALF = 0.5, 0.25  # cores of each where they are alike, and of the one th
 MAX_MODEL_LEN = 1024
 
 
-def cluster_of(model: Path) -> dict[str, Any]:
+def cluster_of(model: Path) -> dict[str, object]:
     """Two instances compute whole requests, in steps of decodes and of chunks beside them; the third prompts only."""
     roles = {FAST: Role.DECODE, SLOW: Role.DECODE, THIRD: Role.PREFILL}
     instances = [{"id": name, "role": role.value} for name, role in roles.items()]
@@ -180,12 +180,12 @@ class Episode:
     at_s: float
 
 
-def placed(rows: Iterable[Mapping[str, Any]]) -> list[Placed]:
+def placed(rows: Iterable[RequestRow]) -> list[Placed]:
     """From rows of the status table, without requests that were not placed."""
     return [
-        Placed(row["arrived_s"], row["decode_instance"], row["prompt_tokens"] + row["output_tokens"])
+        Placed(row.arrived_s, row.decode_instance, row.prompt_tokens + row.output_tokens)
         for row in rows
-        if row["decode_instance"]
+        if row.decode_instance
     ]
 
 
@@ -284,7 +284,7 @@ async def _halved(suite: QuotaSuite) -> tuple[list[Placed], list[Episode]]:
         tasks.create_task(suite.traffic.timed(steady(rate, duration_s, SEED)))
         slowing = tasks.create_task(_slow_down(suite))
     await suite.suite.wait_idle()
-    rows: list[dict[str, Any]] = []
+    rows: list[RequestRow] = []
     for scheduler in suite.suite.schedulers():
         async with scheduler:
             rows += await scheduler.requests(limit=_ROWS)

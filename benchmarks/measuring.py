@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -31,7 +31,9 @@ Name = TypeVar("Name", bound=str | int)
 Arm = TypeVar("Arm")
 
 
-def emulated(name: str, instances: list[dict[str, Any]], defaults: dict[str, Any], **sections: Any) -> dict[str, Any]:
+def emulated(
+    name: str, instances: Sequence[Mapping[str, object]], defaults: Mapping[str, object], **sections: object
+) -> dict[str, object]:
     """A cluster file of emulated instances, without the services that would take cores from those that are measured."""
     return {
         **BARE,

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from statistics import fmean, median
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -60,7 +60,7 @@ KV_BYTES, STAGING_BYTES = 1 << 30, 256 << 20
 SEED = 11
 
 
-def cluster_of(model: Path) -> dict[str, Any]:
+def cluster_of(model: Path) -> dict[str, object]:
     instances = ({"id": FAST, "role": Role.DECODE.value}, {"id": SLOW, "role": Role.PREFILL.value})
     memory = {"kv_cache_bytes": KV_BYTES, "staging_bytes": STAGING_BYTES}
     return cluster_file("mixed", model, instances, MAX_MODEL_LEN, chunk_size=CHUNK, max_seqs=SEATS, **memory)
@@ -520,7 +520,7 @@ class Meter:
         """Apply a system's roles and policies once no request is left."""
         suite = self._suite.suite
         await suite.wait_idle()
-        roles = {name: entry["role"] for name, entry in (await suite.instances()).items()}
+        roles = {name: entry.role for name, entry in (await suite.instances()).items()}
         await self._suite.flip(*(name for name in CORES if roles[name] != system.role(name).value))
         await suite.set_policies(system.specs(self.speeds), WHO)
 

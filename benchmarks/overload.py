@@ -8,7 +8,7 @@ live cluster knows; then emulated instances behind a real gateway.
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -144,8 +144,8 @@ def _simulated(scenario: Scenario, streams: Sequence[Stream], policy: str) -> li
 
 LIVE_CONTROLLED, LIVE_PLAIN = _classes(Slo("default", 3.0, 0.15), Slo("batch", 600.0, 2.0))
 LIVE_PLAIN = {key: msgspec.structs.replace(slo, name=f"plain-{key}") for key, slo in LIVE_PLAIN.items()}
-_INSTANCE: dict[str, Any] = {"accelerator": "A10", "kv_cache_bytes": 6 << 30}
-CLUSTER: dict[str, Any] = {
+_INSTANCE: dict[str, object] = {"accelerator": "A10", "kv_cache_bytes": 6 << 30}
+CLUSTER: dict[str, object] = {
     **BARE,
     "name": "bench overload (emulated)",
     "gateway": {

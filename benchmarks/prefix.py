@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -210,7 +210,7 @@ def chats(count: int, turns: int, per_s: float, seed: int) -> list[list[Turn]]:
     return found
 
 
-def cluster_of(model: Path) -> dict[str, Any]:
+def cluster_of(model: Path) -> dict[str, object]:
     """The cluster file: each instance serves whole requests."""
     nodes = [{"id": name, "role": Role.DECODE.value} for name in NAMES]
     memory = {"kv_cache_bytes": 512 << 20, "staging_bytes": 64 << 20}

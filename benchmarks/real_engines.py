@@ -262,7 +262,7 @@ class QuotaSuite:
     async def instances(self) -> list[InstanceInfo]:
         """As the monitor knows them, with the rates that they have learned."""
         entries = await self.suite.instances()
-        return [msgspec.convert(entry["info"], InstanceInfo) for entry in entries.values()]
+        return [msgspec.convert(entry.info, InstanceInfo) for entry in entries.values()]
 
     async def flip(self, *names: str) -> None:
         """Change the roles of these instances. Raises the monitor's errors."""
@@ -284,7 +284,7 @@ async def measured_under_quotas(
     kind: type[AnySuite],
     shape: LlamaShape,
     cores: Mapping[str, float],
-    cluster_of: Callable[[Path], dict[str, Any]],
+    cluster_of: Callable[[Path], dict[str, object]],
     work: Callable[[AnySuite], Coroutine[Any, Any, Result]],
     seed: int,
 ) -> Result:
@@ -308,7 +308,7 @@ async def measured_under_quotas(
 
 def cluster_file(
     name: str, model: Path, instances: Sequence[Mapping[str, str]], max_model_len: int, **defaults: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """A cluster file of vLLM instances on one thread each. defaults: more of `instance_defaults`."""
     return {
         **BARE,

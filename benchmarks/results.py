@@ -4,8 +4,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-Result = dict[str, Any]  # "figures": {name_unit: number}, "aims": {name: Aim}, "notes": [str], "tables": {title: rows}
-Aim = dict[str, Any]  # "want", "got", "met"
+from services.launcher import cli_common
+
+Result = cli_common.Result
+Aim = cli_common.Aim
 Item = TypeVar("Item")
 
 

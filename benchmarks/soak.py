@@ -162,7 +162,7 @@ def _result(parts: Mapping[str, list[Part]], before: Counter[str], after: Counte
     grown = {name: growth(values) for name, values in samples.items()}
     changed = {name: after[name] - before[name] for name in before if after[name] != before[name]}
     ratios = [other.gap_p99_s / legal.gap_p99_s for legal, other in zip(*parts.values(), strict=True)]
-    figures: dict[str, Any] = {}
+    figures: dict[str, object] = {}
     for kind, suffix in (("hostile", ""), ("legal", "_beside_legal_load")):
         figures[f"streams{suffix}"] = sum(part.streams for part in parts[kind])
         figures[f"gap_p99{suffix}_s"] = [round(part.gap_p99_s, 4) for part in parts[kind]]

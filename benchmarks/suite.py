@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 from rich.console import Console
 
 from services.launcher import ports
@@ -22,10 +21,10 @@ from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.suite import Suite, until
 from services.launcher.up import RunningSuite, running_suite
-from shared.domain.job import Phase
 from shared.domain.kv import TransferOutcome
 from shared.errors import DeadlineExceeded, NotFound, PolyphaseError, Unavailable
 from shared.timeline import RequestTimeline
+from shared.wire.api.scheduler import RequestRow
 
 DEMO_MODEL = PROJECT / "models" / "demo"
 _GATEWAY, _DASHBOARD = 240, 241  # offsets in a range of free ports
@@ -34,7 +33,7 @@ _RECORDED_S = 10.0  # the longest time until a job that has ended is recorded
 Found = TypeVar("Found")
 
 # Services that are not measured would take cores from those that are.
-BARE: dict[str, Any] = {
+BARE: dict[str, object] = {
     "model": str(DEMO_MODEL),
     "served_model_name": "demo",
     "max_model_len": 2048,
@@ -42,7 +41,7 @@ BARE: dict[str, Any] = {
     "planner": {"enabled": False},
     "dashboard": {"enabled": False},
 }
-CPU_ENGINE: dict[str, Any] = {
+CPU_ENGINE: dict[str, object] = {
     "engine": "vllm",
     "accelerator": "cpu",
     "dtype": "float32",
@@ -147,13 +146,13 @@ def spawned(target: Callable[..., None], *arguments: object, end_s: float = 10.0
 class JobRecord:
     """One job, as its scheduler knows it."""
 
-    row: dict[str, Any]
+    row: RequestRow
     timeline: RequestTimeline
 
     @property
     def split(self) -> int:
         """Prompt tokens that the prefill instance computed."""
-        return int(self.row["split"])
+        return self.row.split
 
     @property
     def outcomes(self) -> list[str]:
@@ -170,12 +169,12 @@ class JobRecord:
         return max((span.attempt for span in self.timeline.spans), default=0)
 
 
-async def find_row(suite: Suite, request_id: str, phase: str = "") -> dict[str, Any]:
+async def find_row(suite: Suite, request_id: str, phase: str = "") -> RequestRow:
     """The newest row of a request, if it is in that phase. Raises NotFound."""
     for scheduler in suite.schedulers():
         async with scheduler:
             for row in await scheduler.requests(limit=2_000, phase=phase):
-                if request_id in row["job_id"]:
+                if request_id in row.job_id:
                     return row
     raise NotFound(f"no scheduler knows of {request_id}")
 
@@ -192,10 +191,9 @@ async def records(suite: Suite, request_ids: Sequence[str], at_least: int | None
         for scheduler in suite.schedulers():
             async with scheduler:
                 for row in await scheduler.requests(limit=5_000):
-                    name = next((one for one in request_ids if one not in found and one in row["job_id"]), None)
-                    if name is not None and Phase(row["phase"]).final:
-                        timeline = msgspec.convert(await scheduler.timeline(row["job_id"]), RequestTimeline)
-                        found[name] = JobRecord(row, timeline)
+                    name = next((one for one in request_ids if one not in found and one in row.job_id), None)
+                    if name is not None and row.phase.final:
+                        found[name] = JobRecord(row, await scheduler.timeline(row.job_id))
         return len(found) >= (len(request_ids) if at_least is None else at_least)
 
     with suppress(*(() if at_least is None else (DeadlineExceeded,))):

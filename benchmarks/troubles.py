@@ -15,10 +15,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import httpx
-import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -27,6 +25,7 @@ from benchmarks.chaos.faults import disturbed, frozen, kept_dead
 from benchmarks.chaos.proxy import Proxy
 from benchmarks.chaos.testbeds import ALONE, EMULATED_ENGINE, REAL_ENGINE, SPLIT, Testbed
 from benchmarks.chaos.under_test import SuiteUnderTest, started_suite_under_test
+from benchmarks.results import Result
 from benchmarks.suite import metric
 from benchmarks.troubles_verdict import CLASSES, ClientRequest, Figure, GroundTruth, Sample, figures
 from services.launcher.child_process import Child, Limits
@@ -36,7 +35,7 @@ from shared.domain.route import PolicySpec
 from shared.domain.verdict import Count, Level, Problem, Stage, Verdict
 from shared.errors import InvalidRequest, PolyphaseError, Unavailable
 from shared.wire.clients.monitor import MonitorClient
-from tools.client import COMPLETIONS, Ending, Request, completion_body, send, users
+from tools.client import COMPLETIONS, Ending, Json, Request, completion_body, send, users
 
 _MIB = 1 << 20
 WINDOW_S = 10.0  # of the verdict, in place of 60 s: it is over sooner after a trouble
@@ -127,7 +126,7 @@ class Staging:
 
     async def verdict(self) -> tuple[Verdict, GroundTruth]:
         """The monitor's verdict and the truth at that moment, whose lists grow on."""
-        found = msgspec.convert(await self.monitor.call("GET", "/verdict"), Verdict)
+        found = await self.monitor.verdict()
         return found, replace(self.truth, silent=dict(self.truth.silent))
 
     async def watch_lateness(self) -> None:
@@ -144,7 +143,7 @@ class Staging:
         self.truth.requests.append(logged)
         name = f"trouble-{uuid.uuid4().hex[:12]}"
         prompt = [self._rng.randrange(300, 1200) for _ in range(shape.prompt_tokens)]
-        more: dict[str, Any] = {"return_token_ids": True, "request_id": name, "cache_salt": name}
+        more: Json = {"return_token_ids": True, "request_id": name, "cache_salt": name}
         request = Request(COMPLETIONS, completion_body(prompt, shape.output_tokens, **more), shape.slo, key=name)
         reply = await send(self.suite.gateway(len(self.truth.requests)), request)
         times = reply.token_times_s
@@ -528,7 +527,7 @@ class TroublesOptions:
     keep_logs: Path | None = None
 
 
-def run_troubles_bench(options: TroublesOptions, console: Console) -> dict[str, Any]:
+def run_troubles_bench(options: TroublesOptions, console: Console) -> Result:
     """Figures and aims. Raises InvalidRequest when `only` has an unknown name."""
     chosen, outcomes = choose(options.only), list[Outcome]()
     began = time.monotonic()
@@ -601,8 +600,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     return grid
 
 
-def as_result(outcomes: Sequence[Outcome], took_s: float, finished: bool) -> dict[str, Any]:
-    result: dict[str, Any] = {"took_s": round(took_s, 1)}
+def as_result(outcomes: Sequence[Outcome], took_s: float, finished: bool) -> Result:
+    result: Result = {"took_s": round(took_s, 1)}
     aims = {"finished": {"want": "all troubles staged", "got": "yes" if finished else "interrupted", "met": finished}}
     for one in outcomes:
         name, total = one.trouble.name.replace("-", "_"), len(one.figures)

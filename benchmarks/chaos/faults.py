@@ -7,7 +7,6 @@ function of the suite under test.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from typing import Any
 
 from benchmarks.chaos import hostile
 from benchmarks.chaos.proxy import Port, Proxy, Wire
@@ -196,7 +195,7 @@ def garbage(ports: Callable[[SuiteUnderTest], Sequence[Port]]) -> Fault:
 
 
 def bodies(
-    cases: Callable[[SuiteUnderTest], Iterable[tuple[str, dict[str, Any]]]],
+    cases: Callable[[SuiteUnderTest], Iterable[tuple[str, dict[str, object]]]],
     statuses: Container[int],
     reason: str = "",
     *,

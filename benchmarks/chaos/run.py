@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -23,6 +22,7 @@ from benchmarks.chaos.scenario import FAMILIES, RECOVER_S, Outcome, Scenario, ca
 from benchmarks.chaos.scenarios import SCENARIOS
 from benchmarks.chaos.testbeds import OPEN, Testbed
 from benchmarks.chaos.under_test import running_suite_under_test
+from benchmarks.results import Aim, Result
 from services.launcher.up import until_stopped
 from shared.errors import InvalidRequest, PolyphaseError
 
@@ -44,7 +44,7 @@ class ChaosOptions:
     kv_transport: str = "tcp"
 
 
-def run_chaos_bench(options: ChaosOptions, console: Console) -> dict[str, Any]:
+def run_chaos_bench(options: ChaosOptions, console: Console) -> Result:
     """Returns figures and aims. Raises InvalidRequest when `only` names no scenario."""
     chosen = () if options.random_minutes else choose(options.only)
     bench = _Bench(options, console, len(chosen))
@@ -142,7 +142,7 @@ class _Bench:
         number = f"{len(self.outcomes)}/{self._total}" if self._total else f"round {len(self.outcomes)}"
         self._console.print(line(outcome, number))
 
-    def random_result(self, finished: bool) -> dict[str, Any]:
+    def random_result(self, finished: bool) -> Result:
         """Figures and aims of the random mode."""
         found = as_result(self.outcomes, self.took_s, finished)["figures"]
         violations = [f"{each.scenario.name}: {fault}" for each in self.outcomes for fault in each.faults]
@@ -198,7 +198,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     return grid
 
 
-def as_result(outcomes: Sequence[Outcome], took_s: float, finished: bool) -> dict[str, Any]:
+def as_result(outcomes: Sequence[Outcome], took_s: float, finished: bool) -> Result:
     """Figures and aims of the JSON line: one aim for each scenario."""
     aims = {outcome.scenario.name: _aim(outcome) for outcome in outcomes} | ({} if finished else _INTERRUPTED)
     figures: dict[str, float] = {
@@ -213,7 +213,7 @@ def as_result(outcomes: Sequence[Outcome], took_s: float, finished: bool) -> dic
     return {"figures": figures, "aims": aims}
 
 
-def _aim(outcome: Outcome) -> dict[str, Any]:
+def _aim(outcome: Outcome) -> Aim:
     want = f"whole, no wait over {outcome.allowed_gap_s:.1f} s, back within {RECOVER_S:.0f} s, nothing left behind"
     counts = ", ".join(f"{count} {verdict}" for verdict, count in outcome.tally.counts.items())
     got = "; ".join(outcome.faults) or ", ".join((counts, *outcome.notes))

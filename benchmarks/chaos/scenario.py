@@ -20,7 +20,6 @@ from benchmarks.chaos.testbeds import EMULATED, Testbed
 from benchmarks.chaos.under_test import RUN, SuiteUnderTest
 from services.launcher.supervisor import State
 from shared.domain.instance import InstanceState
-from shared.domain.job import Phase
 from shared.errors import PolyphaseError
 
 HANG_S = 1.0  # a wait beyond the scenario's outage that passes
@@ -231,7 +230,7 @@ async def _missing(suite: SuiteUnderTest) -> list[str]:
     except PolyphaseError as error:
         return [*missing, f"monitor: {error.message}"]
     return missing + [
-        f"{name} is {entry['state']} as {entry['role']}" if entry else f"{name} is not registered"
+        f"{name} is {entry.state} as {entry.role}" if entry else f"{name} is not registered"
         for name, entry in wrong.items()
     ]
 
@@ -251,12 +250,16 @@ async def _held(suite: SuiteUnderTest) -> list[str]:
     held = []
     try:
         for name, entry in (await suite.instances()).items():
-            if entry["state"] == InstanceState.DEAD.value:  # its last report
+            if entry.state == InstanceState.DEAD.value:  # its last report
                 continue
-            load, total = entry["load"], entry["info"]["total_blocks"]
-            held += [f"{name}: {load[key]} {key}" for key in ("inflight", "staged_bytes", "waiting") if load[key]]
-            if load["free_blocks"] < total:
-                held.append(f"{name}: {total - load['free_blocks']} KV blocks")
+            load, total = entry.load, entry.info.total_blocks
+            held += [
+                f"{name}: {getattr(load, key)} {key}"
+                for key in ("inflight", "staged_bytes", "waiting")
+                if getattr(load, key)
+            ]
+            if load.free_blocks < total:
+                held.append(f"{name}: {total - load.free_blocks} KV blocks")
     except PolyphaseError as error:
         held.append(error.message)
     return held
@@ -272,7 +275,7 @@ async def _unended(suite: SuiteUnderTest, since_s: float) -> list[str]:
             except PolyphaseError as error:
                 found.append(error.message)
                 continue
-        late = [row for row in rows if row["arrived_s"] >= since_s and not Phase(row["phase"]).final]
+        late = [row for row in rows if row.arrived_s >= since_s and not row.phase.final]
         found += [f"{len(late)} jobs that do not end at {scheduler.base_url}"] if late else []
     return found
 

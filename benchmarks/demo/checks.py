@@ -80,7 +80,7 @@ class Place:
         wanted = asks_for(prompts, tokens)
         others = [asyncio.create_task(self.api.stream(ask)) for ask in wanted[1:]]
         stream = await self.api.begin(wanted[0], after)
-        victim = str((await find_row(self.suite, wanted[0].request_id))["decode_instance"])
+        victim = str((await find_row(self.suite, wanted[0].request_id)).decode_instance)
         await asyncio.to_thread(lose, victim)
         answers = await asyncio.gather(stream, *others)
         section.lines.append(f"{victim} was lost after {after} of {tokens} tokens of a stream")
@@ -408,7 +408,7 @@ async def disconnects(place: Place, section: Section) -> None:
 
 def _endings(found: Sequence[JobRecord]) -> list[tuple[Phase, bool]]:
     """How each job ended, and whether it had tokens."""
-    return [(Phase(record.row["phase"]), bool(record.row["output_tokens"])) for record in found]
+    return [(record.row.phase, bool(record.row.output_tokens)) for record in found]
 
 
 async def _jobs_ended(api: ApiClient) -> int:
@@ -442,8 +442,8 @@ async def flips(place: Place, section: Section) -> None:
                 async with place.suite.monitor() as monitor:
                     row = await monitor.flip(instance, drain_timeout_s=30.0, who=WHO)
                 await place.suite.wait_ready([instance])
-                assert (await place.suite.instances())[instance]["role"] == target.value
-                flip_ms, drain_ms = row["flip_s"] * 1e3, row["drain_s"] * 1e3
+                assert (await place.suite.instances())[instance].role == target.value
+                flip_ms, drain_ms = (row.flip_s or 0.0) * 1e3, (row.drain_s or 0.0) * 1e3
                 times = (f"{flip_ms:.3f} ms", f"{drain_ms:.0f} ms", str(load.served - before))
                 section.rows.append((instance, f"{target.other.value} → {target.value}", *times))
                 section.at_most(f"{instance} to {target.value}: the flip itself", FLIP_MS, flip_ms, "ms")
@@ -485,7 +485,7 @@ async def prefill_loss(place: Place, section: Section) -> None:
     async def busy() -> bool:
         nonlocal victim
         found = await place.suite.instances()
-        inflight = {n: e["load"]["inflight"] for n, e in found.items() if e["role"] == Role.PREFILL.value}
+        inflight = {n: e.load.inflight for n, e in found.items() if e.role == Role.PREFILL.value}
         victim = max(inflight, key=inflight.__getitem__)
         return bool(inflight[victim])
 

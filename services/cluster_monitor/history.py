@@ -29,8 +29,10 @@ from shared.errors import NotFound
 from shared.store.reading import tuples_of
 from shared.store.tables import instances, load_steps, loads
 from shared.store.tables import served as served_table
-from shared.store.write_behind import WriteBehind
+from shared.store.write_behind import Row, WriteBehind
 from shared.wire.api import Event, Operation, OperationKind, OperationResult
+from shared.wire.api.monitor import Column, Mark
+from shared.wire.api.monitor import History as HistoryAnswer
 
 LOADS_S = 5.0  # samples that share a transaction
 SERVED_S = 1.0  # between two looks at what was served
@@ -102,7 +104,7 @@ class History:
         )
 
 
-def _step_row(seen: LoadStep, life: str) -> dict[str, Any]:
+def _step_row(seen: LoadStep, life: str) -> Row:
     return {
         "step_s": seen.step_s,
         "time_s": seen.start_s,
@@ -114,7 +116,7 @@ def _step_row(seen: LoadStep, life: str) -> dict[str, Any]:
     }
 
 
-def _served_row(slot: Slot, one: Served, life: str) -> dict[str, Any]:
+def _served_row(slot: Slot, one: Served, life: str) -> Row:
     step_s, start_s, slo = slot
     content = msgspec.json.encode(msgspec.structs.replace(one, stages={})).decode()
     row = {"step_s": step_s, "time_s": start_s, "slo": slo, "life": life, "content": content}
@@ -123,7 +125,6 @@ def _served_row(slot: Slot, one: Served, life: str) -> dict[str, Any]:
 
 LEAST_S = 10  # of a point
 FINE_MINUTES = 120  # a history longer than this has points of a minute at least
-Column = list[float | None]
 Columns = dict[str, Column]
 
 
@@ -136,7 +137,7 @@ class Grid(NamedTuple):
     now: float
 
     @classmethod
-    def of(cls, minutes: int, points: int, now: float) -> "Grid":
+    def up_to(cls, now: float, minutes: int, points: int) -> "Grid":
         """About `points` points over so many minutes, each a whole number of the finest rows that suit them."""
         wanted = minutes * 60 / points
         unit_s = 60 if minutes > FINE_MINUTES or wanted > 60 else LEAST_S
@@ -161,12 +162,8 @@ class Grid(NamedTuple):
         """The longest of these rows that are not longer than a point."""
         return max(step_s for step_s in steps_s if step_s <= self.step_s)
 
-    def describe(self) -> dict[str, Any]:
-        """What both pages begin with."""
-        return {"from_s": self.from_s, "to_s": self.to_s, "step_s": self.step_s, "time_s": self.times}
 
-
-async def history(engine: AsyncEngine, grid: Grid, marks: list[dict[str, Any]]) -> bytes:
+async def history(engine: AsyncEngine, grid: Grid, marks: list[Mark]) -> bytes:
     """`GET /history` as JSON. Raises Unavailable when the database fails."""
     ended = await tuples_of(engine, _rows(served_table, grid, request_stats.STEPS_S, "slo", "content"))
     loads = await tuples_of(engine, _rows(load_steps, grid, load_history.STEPS_S, "samples", "totals"))
@@ -181,9 +178,7 @@ def _rows(table: Any, grid: Grid, steps_s: Sequence[int], *names: str) -> Any:
     return select(*columns).where(*wanted).order_by(table.c.time_s)
 
 
-def _page(
-    grid: Grid, ended: Sequence[tuple[Any, ...]], loads: Sequence[tuple[Any, ...]], marks: list[dict[str, Any]]
-) -> bytes:
+def _page(grid: Grid, ended: Sequence[tuple[Any, ...]], loads: Sequence[tuple[Any, ...]], marks: list[Mark]) -> bytes:
     decode = msgspec.json.Decoder(Served).decode
     by_class: dict[str, dict[int, list[Served]]] = defaultdict(lambda: defaultdict(list))
     for time_s, slo, content in ended:
@@ -197,19 +192,21 @@ def _page(
         if classes
         else [Served() for _ in grid.times]
     )
-    seen = {grid.at(time_s) for time_s, *_ in (*ended, *loads)} | {len(grid.times) - 1}
+    recorded = {grid.at(time_s) for time_s, *_ in (*ended, *loads)} | {len(grid.times) - 1}
     targets = {slo: _targets(points) for slo, points in classes.items()}
-    busiest = max(classes, key=lambda slo: sum(one.judged for one in classes[slo]), default="")
-    return msgspec.json.encode(
-        {
-            **grid.describe(),
-            "series": served_columns(grid, whole, seen) | load_columns(grid, loads),
-            "targets": targets.get(busiest, _targets(())),
-            "classes": {slo: served_columns(grid, points, seen) for slo, points in sorted(classes.items())},
-            "class_targets": targets,
-            "marks": marks,
-        }
+    busiest = max(classes, key=lambda slo: sum(served.judged for served in classes[slo]), default="")
+    page = HistoryAnswer(
+        from_s=grid.from_s,
+        to_s=grid.to_s,
+        step_s=grid.step_s,
+        time_s=grid.times,
+        series=served_columns(grid, whole, recorded) | load_columns(grid, loads),
+        targets=targets.get(busiest, _targets(())),
+        classes={slo: served_columns(grid, points, recorded) for slo, points in sorted(classes.items())},
+        class_targets=targets,
+        marks=marks,
     )
+    return msgspec.json.encode(page)
 
 
 def _targets(points: Sequence[Served]) -> dict[str, float | None]:
@@ -219,12 +216,12 @@ def _targets(points: Sequence[Served]) -> dict[str, float | None]:
     return {"ttft_s": last.ttft_target_s, "tpot_s": last.tpot_target_s, "itl_s": last.itl_target_s or None}
 
 
-def served_columns(grid: Grid, points: Sequence[Served], seen: Collection[int]) -> Columns:
+def served_columns(grid: Grid, points: Sequence[Served], recorded: Collection[int]) -> Columns:
     """Rates, latencies, attainment and where the time went; None in points at which no monitor ran."""
     found: Columns = defaultdict(list)
     for at, (start_s, one) in enumerate(zip(grid.times, points, strict=True)):
         for name, value in _served_figures(one, grid.lasted_s(start_s)):
-            found[name].append(value if at in seen else None)
+            found[name].append(value if at in recorded else None)
     return dict(found)
 
 
@@ -275,22 +272,18 @@ def _mean(total: float, number: int) -> float | None:
     return round(total / number, 4) if number else None
 
 
-def marks_of(
-    grid: Grid, events: Iterable[Event], operations: Iterable[Operation], limit: int = 500
-) -> list[dict[str, Any]]:
-    """What to draw across the charts: these events, and flips that succeeded; newest first."""
-    found: list[dict[str, Any]] = [
-        {"time_s": one.time_s, "kind": one.kind, "instance_id": one.instance_id, "text": one.text}
-        for one in events
-        if one.time_s >= grid.from_s
+def marks_of(grid: Grid, events: Iterable[Event], operations: Iterable[Operation], limit: int = 500) -> list[Mark]:
+    """These events, and the flips that succeeded, newest first."""
+    found = [
+        Mark(event.time_s, event.kind, event.instance_id, event.text) for event in events if event.time_s >= grid.from_s
     ]
-    for one in operations:
-        succeeded = one.kind is OperationKind.FLIP and one.result is OperationResult.SUCCEEDED
-        if succeeded and one.started_s >= grid.from_s:
-            text = f"{one.from_role} → {one.to_role} by {one.who}" + (f": {one.why}" if one.why else "")
-            at_s = one.started_s + (one.total_s or 0.0)
-            found.append({"time_s": at_s, "kind": "flip", "instance_id": one.instance_id, "text": text})
-    return sorted(found, key=lambda mark: -float(mark["time_s"]))[:limit]
+    for operation in operations:
+        succeeded = operation.kind is OperationKind.FLIP and operation.result is OperationResult.SUCCEEDED
+        if succeeded and operation.started_s >= grid.from_s:
+            reasons = f": {operation.why}" if operation.why else ""
+            text = f"{operation.from_role} → {operation.to_role} by {operation.who}{reasons}"
+            found.append(Mark(operation.started_s + (operation.total_s or 0.0), "flip", operation.instance_id, text))
+    return sorted(found, key=lambda mark: -mark.time_s)[:limit]
 
 
 Who = list[tuple[str, str, str]]  # instance id, role, state
@@ -319,7 +312,8 @@ def _instances_page(grid: Grid, rows: Sequence[tuple[Any, ...]], instance_id: st
         names = [instance_id]
     means, roles, states = _gathered(steps, names, len(grid.times))
     found = {name: _encoded(means[at], roles[at], states[at]) for at, name in enumerate(names)}
-    return msgspec.json.encode({**grid.describe(), "instances": found})
+    head = {"from_s": grid.from_s, "to_s": grid.to_s, "step_s": grid.step_s, "time_s": grid.times}
+    return msgspec.json.encode({**head, "instances": found})  # an InstanceHistory
 
 
 def _encoded(means: NDArray[np.float64], roles: list[str | None], states: list[str | None]) -> msgspec.Raw:

@@ -101,7 +101,7 @@ def explain_command(
     """
     explained = asyncio.run(events.find_request(events.scheduler_urls(data_dir, scheduler), request))
     if as_json:
-        cli_common.print_json(explained.as_json())
+        cli_common.print_json(explained)
     else:
         events.show_explanation(Console(), explained, figures=figures)
 
@@ -135,12 +135,12 @@ def events_command(
 
 async def _events(url: str, wanted: events.EventFilter, follow: bool, as_json: bool) -> None:
     console, empty = Console(), True
-    async for row in events.events(url, wanted, follow=follow):
+    async for event in events.events(url, wanted, follow=follow):
         empty = False
         if as_json:
-            cli_common.print_json(row)
+            cli_common.print_json(event)
         else:
-            events.show_event(console, row)
+            events.show_event(console, event)
     if empty and not as_json:
         console.print("no such events" if wanted != events.EventFilter() else "no events yet")
 

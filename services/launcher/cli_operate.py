@@ -4,7 +4,6 @@ import asyncio
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 
@@ -73,7 +72,7 @@ def operation_command(
     """Show the outcome of a flip, drain or resume by its id, for example after a lost connection."""
     answer = asyncio.run(operate.operation(operation_id, operate.monitor_url(data_dir, monitor)))
     if as_json:
-        cli_common.print_json(msgspec.to_builtins(answer))
+        cli_common.print_json(answer)
     else:
         operate.show_outcome(Console(), answer.instance_id, answer)
 
@@ -109,7 +108,7 @@ def policies_command(
     if as_json:
         cli_common.print_json(answer)
     elif choices:
-        operate.show_choices(Console(), answer["policies"])
+        operate.show_choices(Console(), answer.policies)
     else:
         operate.show_policies(Console(), answer)
 
@@ -129,14 +128,14 @@ def proposals_command(
     as_json: Json = False,
 ) -> None:
     """Show the planner's proposals for the running cluster and their expected effect; accept or refuse one."""
-    wanted = operate.ProposalAnswer(accept, refuse, ask, auto)
+    options = operate.ProposalOptions(accept, refuse, ask, auto)
     url = operate.planner_url(data_dir, planner)
-    answer = asyncio.run(operate.answer_proposal(url, wanted, operate.actor(), operate.token(data_dir, url)))
+    answer = asyncio.run(operate.answer_proposal(url, options, operate.actor(), operate.token(data_dir, url)))
     if as_json:
         cli_common.print_json(answer)
     else:
         operate.show_proposals(Console(), answer)
-    if answer["failed"]:
+    if answer.failed:
         raise typer.Exit(1)
 
 
@@ -155,7 +154,6 @@ def _operate(
     with console.status(f"{operate.DOING[what]} {instance}…"):  # prints nothing if the output is no terminal
         answer = asyncio.run(operate.act(what, instance, url, token, timeout_s=timeout_s, force=force))
     if as_json:
-        forgotten = {"instance_id": instance, "result": "forgotten"}
-        cli_common.print_json(msgspec.to_builtins(answer) if answer is not None else forgotten)
+        cli_common.print_json(answer or {"instance_id": instance, "result": "forgotten"})
     else:
         operate.show_outcome(console, instance, answer)

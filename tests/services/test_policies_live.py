@@ -75,7 +75,7 @@ async def test_one_that_comes_later_follows_from_its_first_broadcast_on(suite: L
 
     async def follow() -> bool:
         async with suite.client as monitor:
-            told = {one["name"]: one["follows"] for one in (await monitor.policies())["followers"]}
+            told = {one.name: one.follows for one in (await monitor.policies()).followers}
         return told.get("d1", False) and told.get("s2", False)
 
     await until(follow, "both follow", timeout_s=20)

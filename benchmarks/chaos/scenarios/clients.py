@@ -22,7 +22,7 @@ from benchmarks.chaos.under_test import SuiteUnderTest
 from benchmarks.suite import find_row
 from services.launcher.suite import until
 from shared.errors import InstancesLost, PolyphaseError
-from tools.client import CHAT, COMPLETIONS, Address, Ending, Request, Response, send
+from tools.client import CHAT, COMPLETIONS, Address, Ending, Json, Request, Response, send
 
 STORM, SLOW, FLOOD, SLOW_HEADS = 150, 24, 800, 200
 RESPONSES = "/v1/responses"
@@ -64,7 +64,7 @@ async def _flood(suite: SuiteUnderTest) -> None:
         raise AssertionError(f"{len(wrong)} of {len(answers)} requests had no answer or a wrong one: {wrong[0]}")
 
 
-def _plain_with(*changes: dict[str, Any]) -> Callable[[SuiteUnderTest], list[tuple[str, dict[str, Any]]]]:
+def _plain_with(*changes: Json) -> Callable[[SuiteUnderTest], list[tuple[str, Json]]]:
     """A steady user's completion in one piece, with other fields."""
     return lambda suite: [(COMPLETIONS, {**unstreamed(suite.requests[0]), **change}) for change in changes]
 
@@ -95,7 +95,7 @@ async def _long_heads(suite: SuiteUnderTest) -> None:
 
 
 # Senseless parameters are the client's fault: no 5xx.
-_ODD: tuple[dict[str, Any], ...] = (
+_ODD: tuple[Json, ...] = (
     {"vllm_xargs": {"kv_transfer_params": "x"}},
     {"kv_transfer_params": {"do_remote_prefill": True}},
     {"logit_bias": {"99999999": 5}},
@@ -123,13 +123,13 @@ _TOOL = {"type": "function", "function": {"name": "a"}}
 @body("many-items", f"bodies of {INPUT_ITEMS:,} and {ITEMS:,} tiny items, and of as many as pass")
 async def _many_items(suite: SuiteUnderTest) -> None:
     """Bodies of tiny items: more than the limit are refused, and as many as the limit allows disturb no stream."""
-    too_many: list[tuple[str, dict[str, Any]]] = [
+    too_many: list[tuple[str, Json]] = [
         (RESPONSES, {"input": _MESSAGE * INPUT_ITEMS}),
         (RESPONSES, {"input": _NOTHING * INPUT_ITEMS}),
         (CHAT, {"messages": _MESSAGE * ITEMS}),
         (CHAT, {"messages": _MESSAGE, "tools": [_TOOL] * ITEMS}),
     ]
-    legal: list[tuple[str, dict[str, Any]]] = [
+    legal: list[tuple[str, Json]] = [
         (RESPONSES, {"input": _NOTHING * LEGAL_INPUT_ITEMS}),
         (RESPONSES, {"input": _MESSAGE * LEGAL_INPUT_ITEMS, "max_output_tokens": 1}),
         (CHAT, {"messages": _MESSAGE * LEGAL_ITEMS, "max_tokens": 1}),
@@ -244,7 +244,7 @@ one_request = partial(scenario, "one request")
 async def _decode_instance(suite: SuiteUnderTest, request: Request) -> str:
     """The instance that decodes the request, according to the schedulers; "" when none does."""
     try:
-        return str((await find_row(suite, request.body["request_id"], phase="decode"))["decode_instance"])
+        return str((await find_row(suite, request.body["request_id"], phase="decode")).decode_instance)
     except PolyphaseError:
         return ""
 
@@ -274,8 +274,8 @@ async def _killer(suite: SuiteUnderTest) -> None:
 
     async def reported() -> bool:
         async with suite.monitor() as monitor:
-            found = await monitor.events(kind="request_refused")
-        return any(request.body["request_id"] in event["job_id"] for event in found)
+            found = await monitor.events(kinds=["request_refused"])
+        return any(request.body["request_id"] in event.job_id for event in found)
 
     await until(reported, _REPORT_S, f"an event {InstancesLost.code}")
 
@@ -329,7 +329,7 @@ _IMAGE = {"type": "input_image", "image_url": _PICTURE, "detail": "auto"}
 _PART = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGVsbG8="}}
 
 
-def _refused(name: str, does: str, reason: str, *cases: tuple[str, dict[str, Any]]) -> None:
+def _refused(name: str, does: str, reason: str, *cases: tuple[str, Json]) -> None:
     """Every gateway answers these bodies with a 400 that gives the reason, each time."""
     one_request(name, does)(bodies(lambda _: cases, (400,), reason, rounds=_ROUNDS, seconds=_ANSWER_S))
 
@@ -440,11 +440,11 @@ async def _held_loop_by_logprobs(suite: SuiteUnderTest) -> None:
     await _hold(suite, {"prompt log probabilities": (COMPLETIONS, body, 200)})
 
 
-def _schema(schema: dict[str, Any]) -> dict[str, Any]:
+def _schema(schema: Json) -> Json:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-async def _hold(suite: SuiteUnderTest, bodies: Mapping[str, tuple[str, dict[str, Any], int]]) -> None:
+async def _hold(suite: SuiteUnderTest, bodies: Mapping[str, tuple[str, Json, int]]) -> None:
     """Send each body (path, body, expected status) and note for how long it held the event loop.
 
     Raises AssertionError that names the bodies beyond HELD_MAX_S.

@@ -97,7 +97,7 @@ async def taken_over(suite: Suite, name: str, began: float) -> float:
     async with MonitorClient(url_of(suite, name), token=token) as monitor:
 
         async def acts() -> bool:
-            ready = [one for one in await monitor.instances() if one["state"] in ("ready", "draining")]
+            ready = [one for one in await monitor.instances() if one.state in ("ready", "draining")]
             return len(ready) == 4
 
         await until(acts, MOST_S, f"{name} to act", poll_s=0.01)
@@ -128,7 +128,7 @@ async def drain_under_way(suite: Suite) -> tuple[asyncio.Task[Any], str]:
 
         async def running() -> bool:
             with contextlib.suppress(PolyphaseError):
-                return (await monitor.operation(operation_id))["result"] == "running"
+                return (await monitor.operation(operation_id)).result == "running"
             return False
 
         await until(running, 40, "the drain is under way")
@@ -137,7 +137,7 @@ async def drain_under_way(suite: Suite) -> tuple[asyncio.Task[Any], str]:
 
 
 async def busy(monitor: MonitorClient) -> bool:
-    return int((await monitor.instance("d-0"))["load"]["inflight"]) > USERS
+    return int((await monitor.instance("d-0")).load.inflight) > USERS
 
 
 async def test_killed_it_is_replaced_within_two_seconds_and_nothing_is_lost(suite: Suite) -> None:
@@ -153,10 +153,10 @@ async def test_killed_it_is_replaced_within_two_seconds_and_nothing_is_lost(suit
         assert took_s < MOST_S
         async with suite.monitor() as monitor:
             row = await monitor.operation(operation_id)
-            assert (row["result"], row["code"]) == ("unknown", "outcome_unknown")
-            assert (await monitor.resume("d-0", who="test"))["result"] == "succeeded"
-            assert (await monitor.flip("p-1", who="test"))["to_role"] == "decode"
-            assert (await monitor.flip("p-1", who="test"))["to_role"] == "prefill"
+            assert (row.result, row.code) == ("unknown", "outcome_unknown")
+            assert (await monitor.resume("d-0", who="test")).result == "succeeded"
+            assert (await monitor.flip("p-1", who="test")).to_role == "decode"
+            assert (await monitor.flip("p-1", who="test")).to_role == "prefill"
         await suite.restarted(active, old)
         assert await who(suite) == (other, active)  # back, it stands by
 
@@ -170,9 +170,9 @@ async def test_frozen_it_is_replaced_and_does_nothing_when_it_wakes(suite: Suite
         print(f"\n{other} acts {took_s:.2f} s after {active} was frozen")
         assert took_s < MOST_S
         async with suite.monitor() as monitor:
-            assert (await monitor.operation(operation_id))["result"] == "unknown"
-            assert (await monitor.resume("d-0", who="test"))["result"] == "succeeded"
-            assert (await monitor.flip("p-1", who="test"))["to_role"] == "decode"
+            assert (await monitor.operation(operation_id)).result == "unknown"
+            assert (await monitor.resume("d-0", who="test")).result == "succeeded"
+            assert (await monitor.flip("p-1", who="test")).to_role == "decode"
         os.kill(pid, signal.SIGCONT)
         with pytest.raises(PolyphaseError):  # that drain's answer: it was not this monitor's turn any more
             await draining
@@ -184,17 +184,17 @@ async def test_frozen_it_is_replaced_and_does_nothing_when_it_wakes(suite: Suite
                 await woken.flip("d-0", who="test")
         assert await who(suite) == (other, active)
         found = await suite.instances()
-        assert {name: (one["role"], one["state"]) for name, one in found.items()} == {
+        assert {name: (one.role, one.state) for name, one in found.items()} == {
             "p-0": ("prefill", "ready"),
             "p-1": ("decode", "ready"),
             "d-0": ("decode", "ready"),
             "d-1": ("decode", "ready"),
         }
         async with suite.monitor() as monitor:
-            assert (await monitor.operation(operation_id))["result"] == "unknown"
-            kinds = {row["kind"] for row in await monitor.events(limit=500, since_s=time.time() - 60)}
+            assert (await monitor.operation(operation_id)).result == "unknown"
+            kinds = {row.kind for row in await monitor.events(limit=500, since_s=time.time() - 60)}
             assert not kinds & {"death", "unresponsive"}, kinds
-            assert (await monitor.flip("p-1", who="test"))["to_role"] == "prefill"
+            assert (await monitor.flip("p-1", who="test")).to_role == "prefill"
 
 
 async def until_it_answers(woken: MonitorClient) -> None:
