@@ -4,7 +4,7 @@ Completion reads local files only.
 """
 
 import json
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
@@ -129,6 +129,14 @@ def report(console: Console, result: Result, as_json: bool) -> bool:
     if as_json:
         print_json(answer)
     return bool(answer["ok"])
+
+
+def output(answer: Any, show: Callable[[Console], None], *, as_json: bool) -> None:
+    """The answer of a command: as JSON, or as `show` prints it for people."""
+    if as_json:
+        print_json(answer)
+    else:
+        show(Console())
 
 
 def print_json(answer: Any) -> None:

@@ -1,6 +1,7 @@
 """Commands that change a running suite: flip, drain, resume, forget, operation, policies, proposals."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -71,10 +72,8 @@ def operation_command(
 ) -> None:
     """Show the outcome of a flip, drain or resume by its id, for example after a lost connection."""
     answer = asyncio.run(operate.operation(operation_id, operate.monitor_url(data_dir, monitor)))
-    if as_json:
-        cli_common.print_json(answer)
-    else:
-        operate.show_outcome(Console(), answer.instance_id, answer)
+    show = partial(operate.show_outcome, instance=answer.instance_id, operation=answer)
+    cli_common.output(answer, show, as_json=as_json)
 
 
 @operate_app.command("policies", rich_help_panel=OPERATE)
@@ -105,12 +104,10 @@ def policies_command(
     change = operate.reset_of(wanted or ()) if reset else operate.change_of(wanted or ())
     url = operate.monitor_url(data_dir, monitor)
     answer = asyncio.run(operate.change_policies(url, change, operate.actor(), operate.token(data_dir, url)))
-    if as_json:
-        cli_common.print_json(answer)
-    elif choices:
-        operate.show_choices(Console(), answer.policies)
-    else:
-        operate.show_policies(Console(), answer)
+    show = partial(operate.show_policies, answer=answer)
+    if choices:
+        show = partial(operate.show_choices, in_force=answer.policies)
+    cli_common.output(answer, show, as_json=as_json)
 
 
 @operate_app.command("proposals", rich_help_panel=OPERATE)
@@ -131,10 +128,7 @@ def proposals_command(
     options = operate.ProposalOptions(accept, refuse, ask, auto)
     url = operate.planner_url(data_dir, planner)
     answer = asyncio.run(operate.answer_proposal(url, options, operate.actor(), operate.token(data_dir, url)))
-    if as_json:
-        cli_common.print_json(answer)
-    else:
-        operate.show_proposals(Console(), answer)
+    cli_common.output(answer, partial(operate.show_proposals, answer=answer), as_json=as_json)
     if answer.failed:
         raise typer.Exit(1)
 

@@ -177,60 +177,64 @@ async def _rows(url: str) -> list[RequestRow] | None:
             return None
 
 
-def exit_code(seen: Snapshot) -> int:
+def exit_code(snapshot: Snapshot) -> int:
     """0: good or idle; DEGRADED, also without a monitor; DOWN."""
-    if seen.verdict is not None:
-        return _CODES[seen.verdict.level]
-    return DEGRADED if _serves(seen) else DOWN
+    if snapshot.verdict is not None:
+        return _CODES[snapshot.verdict.level]
+    return DEGRADED if _serves(snapshot) else DOWN
 
 
-def show(console: Console, seen: Snapshot, *, everything: bool = False) -> None:
+def show(console: Console, snapshot: Snapshot, *, everything: bool = False) -> None:
     """Print the state for people, with as many instances as the terminal has room for, or all (`everything`)."""
-    above = [*(_verdict(seen) if seen.verdict is not None else _without_monitor(seen)), *_processes(seen), Text()]
-    below = [*_slo(seen), *_addresses(seen)]
+    above = [
+        *(_verdict(snapshot) if snapshot.verdict is not None else _without_monitor(snapshot)),
+        *_processes(snapshot),
+        Text(),
+    ]
+    below = [*_slo(snapshot), *_addresses(snapshot)]
     max_rows = None
     if console.is_terminal and not everything:
         lines = len(console.render_lines(Group(*above, *below), pad=False))
         max_rows = max(_MIN_ROWS, console.height - lines - 3)  # the table's head, the note below it, the prompt
-    console.print(Group(*above, *pages.instances(seen.instances, console.width, max_rows), *below))
+    console.print(Group(*above, *pages.instances(snapshot.instances, console.width, max_rows), *below))
 
 
-def _verdict(seen: Snapshot) -> Iterator[RenderableType]:
-    assert seen.verdict is not None
-    yield pages.headline(seen.verdict)
-    for line in pages.problems(seen.verdict):
+def _verdict(snapshot: Snapshot) -> Iterator[RenderableType]:
+    assert snapshot.verdict is not None
+    yield pages.headline(snapshot.verdict)
+    for line in pages.problems(snapshot.verdict):
         yield pages.indented(line)
-    yield pages.chain(seen.verdict)
-    if seen.verdict.level in (Level.DEGRADED, Level.DOWN):  # else the headline says so
-        ended = count(seen.verdict.requests, "request")
-        yield Text(f"{pages.counted(seen.verdict)}; {ended} ended in {seen.verdict.window_s:.0f} s", "dim")
+    yield pages.chain(snapshot.verdict)
+    if snapshot.verdict.level in (Level.DEGRADED, Level.DOWN):  # else the headline says so
+        ended = count(snapshot.verdict.requests, "request")
+        yield Text(f"{pages.counted(snapshot.verdict)}; {ended} ended in {snapshot.verdict.window_s:.0f} s", "dim")
 
 
-def _without_monitor(seen: Snapshot) -> Iterator[RenderableType]:
-    yield Text(f"✘ The monitor does not answer: {seen.fault}", "bold red")
-    yield Text(_SERVING if _serves(seen) else _NOT_SERVING, "yellow")
-    if seen.jobs is None:
+def _without_monitor(snapshot: Snapshot) -> Iterator[RenderableType]:
+    yield Text(f"✘ The monitor does not answer: {snapshot.fault}", "bold red")
+    yield Text(_SERVING if _serves(snapshot) else _NOT_SERVING, "yellow")
+    if snapshot.jobs is None:
         yield Text("No scheduler answers either: the running jobs are unknown.", "red")
     else:
-        phases = ", ".join(f"{number} in {phase}" for phase, number in seen.jobs.items())
-        yield Text(f"{count(sum(seen.jobs.values()), 'job')} running{': ' + phases if phases else ''}")
+        phases = ", ".join(f"{number} in {phase}" for phase, number in snapshot.jobs.items())
+        yield Text(f"{count(sum(snapshot.jobs.values()), 'job')} running{': ' + phases if phases else ''}")
 
 
-def _serves(seen: Snapshot) -> bool:
+def _serves(snapshot: Snapshot) -> bool:
     """Whether requests are probably served: a scheduler answers, and so does an instance of each role."""
-    roles = {entry.role for entry in seen.instances if entry.state is InstanceState.READY}
-    return seen.jobs is not None and set(Role) <= roles
+    roles = {entry.role for entry in snapshot.instances if entry.state is InstanceState.READY}
+    return snapshot.jobs is not None and set(Role) <= roles
 
 
-def _processes(seen: Snapshot) -> Iterator[RenderableType]:
+def _processes(snapshot: Snapshot) -> Iterator[RenderableType]:
     """Processes that are not ready or were restarted; without the monitor all processes, with their health."""
-    if seen.state is None:
+    if snapshot.state is None:
         return
-    if seen.fault:
+    if snapshot.fault:
         yield Text()
-        yield _process_table(seen.state.processes, seen.health)
+        yield _process_table(snapshot.state.processes, snapshot.health)
         return
-    for process in seen.state.processes:
+    for process in snapshot.state.processes:
         if process.state != "ready":
             because = f": {process.fault}" if process.fault else ""
             yield Text(f"{process.name}: {process.state}{because}", "red")
@@ -239,16 +243,16 @@ def _processes(seen: Snapshot) -> Iterator[RenderableType]:
             yield Text(f"{process.name}: restarted {times}, last because: {process.fault}", "dim")
 
 
-def _slo(seen: Snapshot) -> Iterator[RenderableType]:
-    if seen.slo:
+def _slo(snapshot: Snapshot) -> Iterator[RenderableType]:
+    if snapshot.slo:
         yield Text()
-        yield pages.slo(seen.slo)
+        yield pages.slo(snapshot.slo)
 
 
-def _addresses(seen: Snapshot) -> Iterator[RenderableType]:
-    if seen.state is not None:
-        dashboard = f"   dashboard {seen.state.dashboard_url}" if seen.state.dashboard_url else ""
-        yield Text(f"\nAPI {seen.state.api_url}{dashboard}", "dim")
+def _addresses(snapshot: Snapshot) -> Iterator[RenderableType]:
+    if snapshot.state is not None:
+        dashboard = f"   dashboard {snapshot.state.dashboard_url}" if snapshot.state.dashboard_url else ""
+        yield Text(f"\nAPI {snapshot.state.api_url}{dashboard}", "dim")
 
 
 def _process_table(processes: Sequence[RunningProcess], health: Mapping[str, str]) -> Table:
@@ -326,28 +330,28 @@ class LiveView:
 
 def top_page(view: LiveView, width: int, rows: int | None) -> Group:
     """One page with at most `rows` lines of instances."""
-    seen, age_s = view.last, max(0.0, view.age_s(time.time()))
-    whole = Group(*_verdict_rows(seen), *pages.instances(seen.instances, width, rows))
+    snapshot, age_s = view.last, max(0.0, view.age_s(time.time()))
+    whole = Group(*_verdict_rows(snapshot), *pages.instances(snapshot.instances, width, rows))
     if not view.fault and age_s < _OLD_S:
         return whole
     fault = f"The monitor does not answer: {view.fault}" if view.fault else "The monitor has not answered yet."
     head = Text(f"✘ {fault}", "bold red")
-    if seen.verdict is None:
-        return Group(head, *_unhealthy(seen.health), Text("Answers of the processes themselves:", "red"), whole)
+    if snapshot.verdict is None:
+        return Group(head, *_unhealthy(snapshot.health), Text("Answers of the processes themselves:", "red"), whole)
     age = Text(f"Its answer {duration(age_s)} ago:", "red")
-    return Group(head, *_unhealthy(seen.health), age, Styled(whole, "dim"))
+    return Group(head, *_unhealthy(snapshot.health), age, Styled(whole, "dim"))
 
 
-def _verdict_rows(seen: Snapshot) -> Iterator[RenderableType]:
-    if seen.verdict is not None:
-        yield pages.headline(seen.verdict)
-        for problem in islice(pages.problems(seen.verdict), _PROBLEMS):
+def _verdict_rows(snapshot: Snapshot) -> Iterator[RenderableType]:
+    if snapshot.verdict is not None:
+        yield pages.headline(snapshot.verdict)
+        for problem in islice(pages.problems(snapshot.verdict), _PROBLEMS):
             yield pages.indented(problem)
-        rates = ", ".join(f"{_number(seen.rates.get(name))} {what}" for name, what in _RATES.items())
-        yield Text(f"{rates} /s; {pages.counted(seen.verdict)}", no_wrap=True, overflow="ellipsis")
-        yield pages.chain_table(seen.verdict)
-    elif seen.jobs is not None:
-        yield Text(f"running jobs: {sum(seen.jobs.values())}")
+        rates = ", ".join(f"{_number(snapshot.rates.get(name))} {what}" for name, what in _RATES.items())
+        yield Text(f"{rates} /s; {pages.counted(snapshot.verdict)}", no_wrap=True, overflow="ellipsis")
+        yield pages.chain_table(snapshot.verdict)
+    elif snapshot.jobs is not None:
+        yield Text(f"running jobs: {sum(snapshot.jobs.values())}")
     yield Text()
 
 

@@ -22,13 +22,15 @@ from benchmarks.learning import (
     share,
 )
 from benchmarks.mixed import kind_of
+from services.global_scheduler.reports import row_of
 from services.launcher.cluster_file import Cluster
 from shared.cost.library import Library
 from shared.cost.rates_file import CalibratedKind, Kind, ScaledSteps
 from shared.cost.step_rates import step_rates_of
 from shared.domain.instance import Role
+from shared.domain.job import Phase
 from shared.domain.rates import Rates, StepRates
-from shared.wire.messages import StepRecord
+from shared.wire.messages import JobReport, StepRecord
 
 TRUE = ScaledSteps(Library.built_in().step_model("cpu", "Llama-3-8B"))
 FEW, MANY = FEWEST_STEPS - 1, FEWEST_STEPS
@@ -113,8 +115,8 @@ def test_a_calibration_beside_others_is_slower_by_its_curve() -> None:
 
 
 def test_shares_are_of_tokens_over_all_episodes() -> None:
-    row = {"arrived_s": 9.0, "decode_instance": "a", "prompt_tokens": 28, "output_tokens": 2}
-    found = placed([row, row | {"decode_instance": ""}])
+    row = row_of(JobReport("j", "g0", Phase.DECODE, 9.0, 28, 2, decode_instance="a"))
+    found = placed([row, msgspec.structs.replace(row, decode_instance="")])
     assert found == [Placed(9.0, "a", 30)]
     work = [*found, Placed(9.5, "b", 10), Placed(11.0, "b", 40), Placed(31.0, "b", 20)]
     episodes = [Episode("a", 10.0), Episode("b", 30.0)]

@@ -4,7 +4,6 @@ import asyncio
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -45,7 +44,7 @@ def cluster() -> Cluster:
 
 
 async def infos(suite: Suite) -> list[InstanceInfo]:
-    return [msgspec.convert(entry.info, InstanceInfo) for entry in (await suite.instances()).values()]
+    return [entry.info for entry in (await suite.instances()).values()]
 
 
 async def test_it_finds_the_emulated_times_again(tmp_path: Path) -> None:
