@@ -70,24 +70,13 @@ def what_if(watch: Watch, change: WhatIf) -> api.WhatIf:
 
 def proposal_answer(proposal: Proposal) -> api.Proposal:
     """A proposal as HTTP answers have it."""
-    return api.Proposal(
-        state=proposal.state,
-        cause=proposal.cause,
-        why=proposal.why,
-        flips=role_changes(proposal.flips),
-        routes=route_shares(proposal.routes),
-        changes_routes=proposal.changes_routes,
-        now=figures(proposal.now),
-        then=figures(proposal.then),
-        made_s=proposal.made_s,
-        noticed_s=proposal.noticed_s,
-        took_s=proposal.took_s,
-        proposal_id=proposal.proposal_id,
-        decided_s=proposal.decided_s,
-        who=proposal.who,
-        steps=list(proposal.steps),
-        error=proposal.error,
-    )
+    own = {
+        "flips": role_changes(proposal.flips),
+        "routes": route_shares(proposal.routes),
+        "now": figures(proposal.now),
+        "then": figures(proposal.then),
+    }
+    return api.Proposal(**(msgspec.structs.asdict(proposal) | own))
 
 
 def figures(expected: Expected) -> api.Figures:
