@@ -77,8 +77,8 @@ class History:
 
     def sample_served(self) -> None:
         """Queue the steps in which requests have ended since the last time."""
-        for slot, one in self.served.changed(time.time()):
-            self._store.put(served_table, _served_row(slot, one, self._life), within_s=SERVED_S)
+        for slot, served in self.served.changed(time.time()):
+            self._store.put(served_table, _served_row(slot, served, self._life), within_s=SERVED_S)
 
     def close(self) -> None:
         """Queue the steps that are under way."""
@@ -116,11 +116,11 @@ def _step_row(seen: LoadStep, life: str) -> Row:
     }
 
 
-def _served_row(slot: Slot, one: Served, life: str) -> Row:
+def _served_row(slot: Slot, served: Served, life: str) -> Row:
     step_s, start_s, slo = slot
-    content = msgspec.json.encode(msgspec.structs.replace(one, stages={})).decode()
+    content = msgspec.json.encode(msgspec.structs.replace(served, stages={})).decode()
     row = {"step_s": step_s, "time_s": start_s, "slo": slo, "life": life, "content": content}
-    return row | {name: getattr(one, name) for name in _SERVED_COLUMNS}
+    return row | {name: getattr(served, name) for name in _SERVED_COLUMNS}
 
 
 LEAST_S = 10  # of a point
@@ -188,7 +188,7 @@ def _page(grid: Grid, ended: Sequence[tuple[Any, ...]], loads: Sequence[tuple[An
         for slo, parts in by_class.items()
     }
     whole = (
-        [request_stats.total(one) for one in zip(*classes.values(), strict=True)]
+        [request_stats.total(served) for served in zip(*classes.values(), strict=True)]
         if classes
         else [Served() for _ in grid.times]
     )
@@ -210,7 +210,7 @@ def _page(grid: Grid, ended: Sequence[tuple[Any, ...]], loads: Sequence[tuple[An
 
 
 def _targets(points: Sequence[Served]) -> dict[str, float | None]:
-    last = next((one for one in reversed(points) if one.ttft_target_s), None)
+    last = next((served for served in reversed(points) if served.ttft_target_s), None)
     if last is None:
         return {"ttft_s": None, "tpot_s": None, "itl_s": None}
     return {"ttft_s": last.ttft_target_s, "tpot_s": last.tpot_target_s, "itl_s": last.itl_target_s or None}
@@ -219,33 +219,37 @@ def _targets(points: Sequence[Served]) -> dict[str, float | None]:
 def served_columns(grid: Grid, points: Sequence[Served], recorded: Collection[int]) -> Columns:
     """Rates, latencies, attainment and where the time went; None in points at which no monitor ran."""
     found: Columns = defaultdict(list)
-    for at, (start_s, one) in enumerate(zip(grid.times, points, strict=True)):
-        for name, value in _served_figures(one, grid.lasted_s(start_s)):
+    for at, (start_s, served) in enumerate(zip(grid.times, points, strict=True)):
+        for name, value in _served_figures(served, grid.lasted_s(start_s)):
             found[name].append(value if at in recorded else None)
     return dict(found)
 
 
-def _served_figures(one: Served, lasted_s: float) -> Iterable[tuple[str, float | None]]:
-    ended = one.completed + one.failed + one.cancelled + one.refused
+def _served_figures(served: Served, lasted_s: float) -> Iterable[tuple[str, float | None]]:
+    ended = served.completed + served.failed + served.cancelled + served.refused
     for name, number in (
         ("requests", ended),
-        ("failed", one.failed),
-        ("cancelled", one.cancelled),
-        ("refused", one.refused),
-        ("prompt_tokens", one.prompt_tokens),
-        ("output_tokens", one.output_tokens),
+        ("failed", served.failed),
+        ("cancelled", served.cancelled),
+        ("refused", served.refused),
+        ("prompt_tokens", served.prompt_tokens),
+        ("output_tokens", served.output_tokens),
     ):
         yield f"{name}_per_s", round(number / lasted_s, 4)
-    for name, histogram in (("ttft", one.ttft), ("tpot", one.tpot)):
+    for name, histogram in (("ttft", served.ttft), ("tpot", served.tpot)):
         for share in (50, 99):
             yield f"{name}_p{share}_s", quantile(histogram, share / 100)
     for share in (50, 90, 99):
-        yield f"gap_p{share}_s", quantile(one.longest_gap, share / 100)
-    yield "itl_attainment", one.itl_met / one.judged if one.judged and one.itl_target_s else None
-    for name, met in (("attainment", one.met), ("ttft_attainment", one.ttft_met), ("tpot_attainment", one.tpot_met)):
-        yield name, met / one.judged if one.judged else None
+        yield f"gap_p{share}_s", quantile(served.longest_gap, share / 100)
+    yield "itl_attainment", served.itl_met / served.judged if served.judged and served.itl_target_s else None
+    for name, met in (
+        ("attainment", served.met),
+        ("ttft_attainment", served.ttft_met),
+        ("tpot_attainment", served.tpot_met),
+    ):
+        yield name, met / served.judged if served.judged else None
     for stage in Stage:
-        yield f"stage_{stage.value}_s", one.seconds.get(stage.value, 0.0) / one.timed if one.timed else None
+        yield f"stage_{stage.value}_s", served.seconds.get(stage.value, 0.0) / served.timed if served.timed else None
 
 
 def load_columns(grid: Grid, rows: Iterable[tuple[Any, ...]]) -> Columns:
@@ -253,18 +257,18 @@ def load_columns(grid: Grid, rows: Iterable[tuple[Any, ...]]) -> Columns:
     decode = msgspec.json.Decoder(Totals).decode
     sums: dict[int, Totals] = {}
     samples: dict[int, int] = defaultdict(int)
-    for time_s, number, totals in rows:
-        at, one = grid.at(time_s), decode(totals)
+    for time_s, number, content in rows:
+        at, added = grid.at(time_s), decode(content)
         samples[at] += number
         into = sums.setdefault(at, Totals())
         for name in Totals.__struct_fields__:
-            setattr(into, name, getattr(into, name) + getattr(one, name))
+            setattr(into, name, getattr(into, name) + getattr(added, name))
     points = [(sums.get(at, Totals()), samples[at]) for at in range(len(grid.times))]
     names = ("running", "waiting", "queued_prefill_tokens", "ready_prefill", "ready_decode")
-    found = {name: [_mean(getattr(one, name), number) for one, number in points] for name in names}
+    found = {name: [_mean(getattr(totals, name), number) for totals, number in points] for name in names}
     for role in Role:
         used, known = f"kv_used_{role.value}", f"kv_samples_{role.value}"
-        found[used] = [_mean(getattr(one, used), getattr(one, known)) for one, _ in points]
+        found[used] = [_mean(getattr(totals, used), getattr(totals, known)) for totals, _ in points]
     return found
 
 

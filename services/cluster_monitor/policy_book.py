@@ -213,7 +213,7 @@ def _still_known(kind: str, changed: Changed) -> bool:
 class _Scheduler:
     revision: int
     trouble: str
-    heard_mono: float
+    reported_mono: float
     behind_mono: float | None = None  # since when it follows an older revision than the one in force
 
 
@@ -269,4 +269,4 @@ class Followers:
 
     def _drop_silent(self) -> None:
         since = time.monotonic() - SILENT_S
-        self._schedulers = {name: one for name, one in self._schedulers.items() if one.heard_mono > since}
+        self._schedulers = {name: known for name, known in self._schedulers.items() if known.reported_mono > since}
