@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -22,7 +22,7 @@ MODULES = (
 )  # fmt: skip
 BENCHES = {module.removesuffix(".run").rpartition(".")[2]: module for module in MODULES}  # by name
 BENCHES["troubles"] = "benchmarks.chaos.run"
-Bench = Callable[..., dict[str, Any]]
+Bench = Callable[..., cli_common.Result]
 
 bench_app = typer.Typer(no_args_is_help=True, help="Run a benchmark. The exit code is 0 if all its aims are met.")
 

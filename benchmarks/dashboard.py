@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -143,7 +142,7 @@ async def fill(url: str) -> None:
     await engine.dispose()
 
 
-def _requests(rng: Random, now: float) -> Iterator[dict[str, Any]]:
+def _requests(rng: Random, now: float) -> Iterator[dict[str, object]]:
     for number in range(REQUESTS):
         arrived_s = now - HOURS * 3_600 * rng.random()
         ttft_s = rng.lognormvariate(-1.0, 0.8)
@@ -175,7 +174,7 @@ def _steps(step_s: int, now: float) -> range:
     return range(int(now - KEPT_S[step_s]) // step_s * step_s, int(now), step_s)
 
 
-def _served(rng: Random, now: float) -> Iterator[dict[str, Any]]:
+def _served(rng: Random, now: float) -> Iterator[dict[str, object]]:
     columns = set(served.columns.keys()) & set(Served.__struct_fields__)
     for step_s in SERVED_STEPS_S:
         for slo in CLASSES:
@@ -199,7 +198,7 @@ def _sums(rng: Random, slo: str, start_s: float) -> Served:
     return sums
 
 
-def _loads(now: float) -> Iterator[dict[str, Any]]:
+def _loads(now: float) -> Iterator[dict[str, object]]:
     who = [(view.info.instance_id, view.role.value, view.state.value) for view in _views()]
     names = msgspec.json.encode(who).decode()
     totals = msgspec.json.encode(Totals(100.0, 20.0, 5_000.0, 6.0, 6.0, 10, 10, 1_000.0, 1_000.0)).decode()

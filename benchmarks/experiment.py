@@ -21,7 +21,6 @@ from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -135,7 +134,7 @@ class Session:
 
     async def instances(self) -> list[InstanceInfo]:
         """As the monitor knows them, with the rates that they have learned."""
-        return [msgspec.convert(entry["info"], InstanceInfo) for entry in (await self.suite.instances()).values()]
+        return [entry.info for entry in (await self.suite.instances()).values()]
 
     async def metrics(self, *names: str) -> dict[str, list[float]]:
         """By instance the sum of each metric's series. Raises Unavailable where one is missing."""

@@ -3,28 +3,25 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
 
 from services.launcher.suite import Suite, until
-from shared.domain.job import Phase
 from shared.domain.kv import TransferOutcome
 from shared.errors import DeadlineExceeded, NotFound
 from shared.timeline import RequestTimeline
+from shared.wire.api.scheduler import RequestRow
 
 _RECORDED_S = 10.0  # the longest time until a job that has ended is recorded
 
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    row: dict[str, Any]
+    row: RequestRow
     timeline: RequestTimeline
 
     @property
     def split(self) -> int:
         """Prompt tokens that the prefill instance computed."""
-        return int(self.row["split"])
+        return self.row.split
 
     @property
     def outcomes(self) -> list[str]:
@@ -41,12 +38,12 @@ class JobRecord:
         return max((span.attempt for span in self.timeline.spans), default=0)
 
 
-async def find_row(suite: Suite, request_id: str, phase: str = "") -> dict[str, Any]:
+async def find_row(suite: Suite, request_id: str, phase: str = "") -> RequestRow:
     """The newest row of a request, if it is in that phase. Raises NotFound."""
     for scheduler in suite.schedulers():
         async with scheduler:
             for row in await scheduler.requests(limit=2_000, phase=phase):
-                if request_id in row["job_id"]:
+                if request_id in row.job_id:
                     return row
     raise NotFound(f"no scheduler knows of {request_id}")
 
@@ -63,11 +60,10 @@ async def records(suite: Suite, request_ids: Sequence[str], at_least: int | None
         for scheduler in suite.schedulers():
             async with scheduler:
                 for row in await scheduler.requests(limit=5_000):
-                    new = (name for name in request_ids if name not in found and name in row["job_id"])
+                    new = (name for name in request_ids if name not in found and name in row.job_id)
                     name = next(new, None)
-                    if name is not None and Phase(row["phase"]).final:
-                        timeline = msgspec.convert(await scheduler.timeline(row["job_id"]), RequestTimeline)
-                        found[name] = JobRecord(row, timeline)
+                    if name is not None and row.phase.final:
+                        found[name] = JobRecord(row, await scheduler.timeline(row.job_id))
         return len(found) >= (len(request_ids) if at_least is None else at_least)
 
     with suppress(*(() if at_least is None else (DeadlineExceeded,))):

@@ -100,7 +100,7 @@ def _measure(
 
 def _result(measured: dict[str, Measured], tasks: Sequence[Task], texts: int) -> Result:
     figures: dict[str, float] = {}
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     plain, raw = measured[PLAIN], measured[RAW]
     truth = [task.answer for task in tasks]
     right = {row: fmean(map(str.__eq__, each.tasks, truth)) for row, each in measured.items()}

@@ -15,7 +15,6 @@ from pathlib import Path
 from random import Random
 from statistics import fmean, median
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -44,6 +43,7 @@ from shared.domain.rates import StepRates
 from shared.errors import Unavailable
 from shared.sim.measured import LiveInstance
 from shared.sim.workload import Workload
+from shared.wire.api.scheduler import RequestRow
 from shared.wire.messages import StepRecord
 from tools.calibrate.host_watch import HostWatch
 from tools.calibrate.live import StepReader, fit_kinds, run_phases, timed_step
@@ -184,12 +184,12 @@ class Episode:
     at_s: float
 
 
-def placed(rows: Iterable[Mapping[str, Any]]) -> list[Placed]:
+def placed(rows: Iterable[RequestRow]) -> list[Placed]:
     """From rows of the status table, without requests that were not placed."""
     return [
-        Placed(row["arrived_s"], row["decode_instance"], row["prompt_tokens"] + row["output_tokens"])
+        Placed(row.arrived_s, row.decode_instance, row.prompt_tokens + row.output_tokens)
         for row in rows
-        if row["decode_instance"]
+        if row.decode_instance
     ]
 
 
@@ -288,7 +288,7 @@ async def _halved(on: QuotaSession) -> tuple[list[Placed], list[Episode]]:
         tasks.create_task(on.traffic.timed(steady(rate, duration_s, SEED)))
         slowing = tasks.create_task(_slow_down(on))
     await on.suite.wait_idle()
-    rows: list[dict[str, Any]] = []
+    rows: list[RequestRow] = []
     for scheduler in on.suite.schedulers():
         async with scheduler:
             rows += await scheduler.requests(limit=_ROWS)

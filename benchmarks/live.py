@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Any
 
 from benchmarks.cluster_files import emulated
 from benchmarks.experiment import Arm, LiveRun, Means, Session, judged, measured, quietest
@@ -43,7 +42,7 @@ class Setting:
 
     name: str
     title: str
-    cluster: dict[str, Any]
+    cluster: dict[str, object]
     arms: tuple[Arm, ...]
     prompt_tokens: float
     output_tokens: float

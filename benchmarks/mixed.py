@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -409,8 +409,8 @@ class Meter:
         """Apply a system's roles and policies once no request is left."""
         on, system = self._on, SYSTEMS[label]
         await on.suite.wait_idle()
-        roles = {name: entry["role"] for name, entry in (await on.suite.instances()).items()}
-        await on.flip(*(name for name in CORES if roles[name] != system.role(name).value))
+        roles = {name: entry.role for name, entry in (await on.suite.instances()).items()}
+        await on.flip(*(name for name in CORES if roles[name] is not system.role(name)))
         await on.use(system.arm(label, self.speeds).specs)
 
     async def _warm_up(self, number: int) -> None:
@@ -434,7 +434,7 @@ class Meter:
         self._on.check()
         first, self._sent = self._sent, self._sent + len(work)
 
-        def body(number: int, shot: Shot) -> dict[str, Any]:
+        def body(number: int, shot: Shot) -> dict[str, object]:
             return random_prompt(number, shot) | {"request_id": f"mixed{first + number}"}
 
         live = await self._on.send(work, body=body)

@@ -25,7 +25,7 @@ from gateway.app import prepare_environment, running
 from gateway.auth import KeyRing
 from gateway.settings import GatewaySettings
 from services.launcher import ports
-from tools.client import CHAT, COMPLETIONS, chat_body, completion_body, run_load, stream_completion
+from tools.client import CHAT, COMPLETIONS, Json, chat_body, completion_body, run_load, stream_completion
 
 HOST = "127.0.0.1"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -157,7 +157,7 @@ async def _ttfts(target: Target, path: str, requests: int, streams: int) -> list
     return sorted(await asyncio.gather(*(one(number, body) for number, body in enumerate(bodies))))
 
 
-def _bodies(path: str, count: int, tokens: int) -> list[dict[str, Any]]:
+def _bodies(path: str, count: int, tokens: int) -> list[Json]:
     body = chat_body if path == CHAT else completion_body
     return [body(f"{index} {PROMPT}", tokens) for index in range(count)]
 
@@ -181,7 +181,7 @@ def aims_of(idle_ms: float, cells: Mapping[str, Mapping[str, Figures]]) -> dict[
 # although others of its kind; it is repeated if the previous request used it.
 
 
-def _schema(number: int) -> dict[str, Any]:
+def _schema(number: int) -> Json:
     item = {
         "type": "object",
         "properties": {"name": {"type": "string"}, f"price_{number}": {"type": "number"}},
@@ -200,12 +200,12 @@ def _schema(number: int) -> dict[str, Any]:
     }
 
 
-def _tool(number: int) -> dict[str, Any]:
+def _tool(number: int) -> Json:
     function = {"name": f"order_{number}", "description": "Order things.", "parameters": _schema(number)}
     return {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
 
 
-KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
+KINDS: dict[str, Callable[[int], Json]] = {
     "json_schema": lambda number: {
         "response_format": {"type": "json_schema", "json_schema": {"name": "order", "schema": _schema(number)}}
     },
@@ -217,7 +217,7 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "tool_choice": _tool,
 }
 _KV_BYTES, _STAGING_BYTES = 128 << 20, 64 << 20
-STRUCTURED_CLUSTER: dict[str, Any] = {
+STRUCTURED_CLUSTER: dict[str, object] = {
     **BARE,
     "name": "bench overhead (structured outputs)",
     "gateway": {"dtype": "float32", "vllm_args": {"tool_call_parser": "hermes", "enable_auto_tool_choice": True}},

@@ -41,6 +41,8 @@ from shared.plan.search import Outcome, Search, run_method
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import RunSpec
 from shared.sim.workload import Times, Workload
+from shared.wire.api.planner import Proposal as LiveProposal
+from shared.wire.api.planner import ProposalState
 from shared.wire.clients.planner import PlannerClient
 
 
@@ -333,7 +335,7 @@ class Ran:
     failed: tuple[str, ...]
     changed_s: float
     foreign_cores: float
-    proposals: tuple[Mapping[str, Any], ...] = ()
+    proposals: tuple[LiveProposal, ...] = ()
 
 
 def followed(change: Change, data: Path | None) -> Result:
@@ -371,13 +373,13 @@ async def _lose(running: RunningSuite, name: str, after_s: float) -> None:
     await running.supervisor.restart(name, BROKEN)
 
 
-async def _proposals(url: str, since_s: float) -> tuple[Mapping[str, Any], ...]:
+async def _proposals(url: str, since_s: float) -> tuple[LiveProposal, ...]:
     """Proposals since then, oldest first, once all have ended or TAIL_S are over."""
     deadline = time.monotonic() + TAIL_S
     async with PlannerClient(url) as client:
         while True:
-            found = [entry for entry in await client.proposals(100) if entry["made_s"] >= since_s]
-            if all(entry["state"] in _ENDED for entry in found) or time.monotonic() > deadline:
+            found = [entry for entry in await client.proposals(100) if entry.made_s >= since_s]
+            if all(entry.state in _ENDED for entry in found) or time.monotonic() > deadline:
                 return tuple(found[::-1])
             await asyncio.sleep(1.0)
 
@@ -410,7 +412,7 @@ def judged(change: Change, followed: Ran, alone: Ran) -> Result:
             f"{name}_foreign_cores_{label}": round(run.foreign_cores, 3),
         }
     answer = answering(change, followed.proposals)
-    cause = answer["cause"] if answer else "nothing"
+    cause = answer.cause if answer else "nothing"
     aims: dict[str, Aim] = {
         f"{name}_proposed": aim(f"for a {change.name}", cause, cause == change.name),
         f"{name}_failed": aim("no request", f"{len(followed.failed)}", not followed.failed),
@@ -419,29 +421,29 @@ def judged(change: Change, followed: Ran, alone: Ran) -> Result:
     notes += [f"{change.name}: a request failed: {reason[:200]}" for reason in sorted(set(followed.failed))[:3]]
     if answer is None:
         return result(figures, aims, notes)
-    took_s, promised = answer["made_s"] - answer["noticed_s"], float(answer["then"]["attainment"])
-    applied_s = max((step["at_s"] for step in answer["steps"]), default=answer["made_s"])
-    flips = ", ".join(f"{flip['instance_id']} to {flip['to_role']}" for flip in answer["flips"]) or "routes alone"
-    error = f" ({answer['error']})" if answer.get("error") else ""
-    notes.append(f"{change.name}: {answer['state']}: {flips}{error}")
+    took_s, promised = answer.made_s - answer.noticed_s, answer.then.attainment or 0.0
+    applied_s = max((step.at_s for step in answer.steps), default=answer.made_s)
+    flips = ", ".join(f"{flip.instance_id} to {flip.to_role}" for flip in answer.flips) or "routes alone"
+    error = f" ({answer.error})" if answer.error else ""
+    notes.append(f"{change.name}: {answer.state}: {flips}{error}")
     figures |= {
-        f"{name}_noticed_s": round(answer["noticed_s"] - followed.changed_s, 3),
+        f"{name}_noticed_s": round(answer.noticed_s - followed.changed_s, 3),
         f"{name}_proposed_after_notice_s": round(took_s, 3),
-        f"{name}_thought_s": round(answer["took_s"], 3),
-        f"{name}_applied_after_notice_s": round(applied_s - answer["noticed_s"], 3),
+        f"{name}_thought_s": round(answer.took_s, 3),
+        f"{name}_applied_after_notice_s": round(applied_s - answer.noticed_s, 3),
         f"{name}_promised_share": round(promised, 4),
     }
     back, better = followed.settled[1], followed.settled[1] - alone.settled[1]
     aims |= {
         f"{name}_proposed_after_notice_s": aim(f"<= {PROPOSED_S:g}", f"{took_s:.2f}", took_s <= PROPOSED_S),
-        f"{name}_applied": aim("applied", answer["state"], answer["state"] == "applied"),
+        f"{name}_applied": aim("applied", answer.state, answer.state is ProposalState.APPLIED),
         f"{name}_back": aim(f">= {BACK:g} of the {promised:.3f} promised", f"{back:.3f}", back >= BACK * promised),
         f"{name}_better_than_without": aim("more than without", f"{better:+.3f}", better > 0.0),
     }
     return result(figures, aims, notes)
 
 
-def answering(change: Change, proposals: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def answering(change: Change, proposals: Sequence[LiveProposal]) -> LiveProposal | None:
     """The first proposal for that reason, else for any; of those applied, if any was."""
-    found = [entry for entry in proposals if entry["cause"] == change.name] or list(proposals)
-    return next((entry for entry in found if entry["state"] == "applied"), found[0] if found else None)
+    found = [entry for entry in proposals if entry.cause == change.name] or list(proposals)
+    return next((entry for entry in found if entry.state is ProposalState.APPLIED), found[0] if found else None)

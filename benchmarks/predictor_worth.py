@@ -17,7 +17,7 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -240,7 +240,7 @@ def number_of(prompt_token_ids: Sequence[int]) -> int:
     return high * _DIGIT + low if 0 <= low < _DIGIT and high >= 0 else -1
 
 
-def _body(number: int, shot: Shot) -> dict[str, Any]:
+def _body(number: int, shot: Shot) -> dict[str, object]:
     """The answer's last token, which stops it, occurs nowhere before: answers are too short for a repetition."""
     stop = [token_at(shot.prompt_tokens + shot.output_tokens - 1)]
     prompt, salt = prompt_of(number, shot.prompt_tokens), secrets.token_hex(8)

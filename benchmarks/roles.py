@@ -231,9 +231,9 @@ async def _served(label: str, workload: Workload, on: Session) -> Figures:
     slo = SLO.slower(SLOWDOWN)
     run = await on.send(workload, slo=slo)
     async with on.suite.monitor() as monitor:
-        flips, events = await monitor.flips(limit=1_000), await monitor.events(limit=1_000, kind="demand_shift")
-    made = sorted((row["started_s"] - run.began_s, row["to_role"]) for row in flips if row["kind"] == "flip")
-    failed = sum(row["result"] != "succeeded" for row in flips)
-    notices = [row["time_s"] - run.began_s for row in events]
+        flips, events = await monitor.flips(limit=1_000), await monitor.events(limit=1_000, kinds=["demand_shift"])
+    made = sorted((row.started_s - run.began_s, row.to_role) for row in flips if row.kind == "flip")
+    failed = sum(row.result != "succeeded" for row in flips)
+    notices = [row.time_s - run.began_s for row in events]
     found = figures_of(label, LIVE, run.result.outcomes, slo, made, notices)
     return found._replace(failed=found.failed + failed)

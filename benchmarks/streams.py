@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any
 
 import psutil
 
@@ -20,7 +19,7 @@ from benchmarks.measuring import cores, cpu_s, own_bytes, pids_of, port_of
 from benchmarks.results import Figures, Result, at_most, in_turns, medians, result
 from benchmarks.suite import started
 from services.launcher.up import RunningSuite
-from tools.client import CHAT, Request, StreamFailed, chat_body
+from tools.client import CHAT, Json, Request, StreamFailed, chat_body
 
 STREAMS, HELD_S, PER_S = 2000, 60.0, 80.0
 STEP_S, SETTLE_S = 1.0, 3.0  # the second token of a request may be late: it waits for the step under way
@@ -38,7 +37,7 @@ class Stream(asyncio.Protocol):
     Times are seconds on the performance counter. late_s: when each gap of more than `slow_s` ended.
     """
 
-    def __init__(self, body: dict[str, Any], slow_s: float) -> None:
+    def __init__(self, body: Json, slow_s: float) -> None:
         loop = asyncio.get_running_loop()
         self.sent_s = time.perf_counter()
         self.first_s = self.last_s = 0.0
@@ -84,7 +83,7 @@ class Stream(asyncio.Protocol):
                 future.set_result(None)
 
 
-async def open_streams(port: int, bodies: Sequence[dict[str, Any]], per_s: float, slow_s: float) -> list[Stream]:
+async def open_streams(port: int, bodies: Sequence[Json], per_s: float, slow_s: float) -> list[Stream]:
     """Open a stream for each body, at most `per_s` a second, and wait until each has its first event."""
     loop = asyncio.get_running_loop()
     began, streams = loop.time(), list[Stream]()
@@ -130,7 +129,7 @@ async def _bench(count: int, held_s: float) -> Result:
     return result(figures, aims, notes)
 
 
-def _cluster(step_s: float, processes: int) -> dict[str, Any]:
+def _cluster(step_s: float, processes: int) -> Json:
     instances = [
         {"id": "p0", "role": "prefill", "emulated_step_s": 0.0},
         {"id": "d0", "role": "decode", "emulated_step_s": step_s},
@@ -139,7 +138,7 @@ def _cluster(step_s: float, processes: int) -> dict[str, Any]:
     return emulated("streams", instances, engine, gateway={"max_queued_jobs": 8192, "processes": processes})
 
 
-def _body(number: int, tokens: int) -> dict[str, Any]:
+def _body(number: int, tokens: int) -> Json:
     return chat_body(f"{number} {PROMPT}", tokens, stream_options={"include_usage": True})
 
 

@@ -25,7 +25,7 @@ from benchmarks.measuring import cpu_s, port_of
 from benchmarks.results import Result, at_most, in_turns, result
 from benchmarks.suite import started
 from services.launcher.up import RunningSuite
-from tools.client import CHAT, chat_body, run_load
+from tools.client import CHAT, Json, chat_body, run_load
 
 HOST = "127.0.0.1"
 REQUESTS, BLOCK, STREAMS, WARM = 5000, 250, 4, 64
@@ -53,7 +53,7 @@ class ReceivedSpan:
     ended_s: float
     error: bool
     state: str
-    attributes: dict[str, Any]
+    attributes: Json
     events: dict[str, float]
 
 
@@ -111,7 +111,7 @@ def collecting() -> Iterator[Collector]:
         server.server_close()
 
 
-def _span(span: Any, resource: dict[str, Any]) -> ReceivedSpan:
+def _span(span: Any, resource: Json) -> ReceivedSpan:
     return ReceivedSpan(
         span.name,
         resource.get("service.name", ""),
@@ -129,7 +129,7 @@ def _span(span: Any, resource: dict[str, Any]) -> ReceivedSpan:
     )
 
 
-def _values(pairs: Any) -> dict[str, Any]:
+def _values(pairs: Any) -> Json:
     return {pair.key: _value(pair.value) for pair in pairs}
 
 
@@ -199,7 +199,7 @@ async def _bench(requests: int) -> Result:
     return _result(on_ms, off_ms, traces, counts, len(blocks) * BLOCK)
 
 
-def _cluster(endpoint: str) -> dict[str, Any]:
+def _cluster(endpoint: str) -> Json:
     return emulated(
         "traces",
         [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode", "emulated_link_gbps": 25}],
@@ -233,7 +233,7 @@ async def _all_exported(collector: Collector) -> None:
 async def _span_counts(running: RunningSuite) -> Counter[str]:
     """Spans of all processes by outcome."""
     instances = await running.suite.instances()
-    urls = [running.plan.api_url, *running.plan.scheduler_urls, *(one["info"]["http"] for one in instances.values())]
+    urls = [running.plan.api_url, *running.plan.scheduler_urls, *(one.info.http for one in instances.values())]
     counts: Counter[str] = Counter()
     async with httpx.AsyncClient(trust_env=False, timeout=10) as http:
         for url in urls:

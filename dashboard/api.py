@@ -17,12 +17,12 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import httpx
-import msgspec
 
-from dashboard.answers import ClassLoad, Endpoint, WhatIf, class_loads
+from dashboard.answers import ClassLoad, Endpoint, class_loads
 from dashboard.dashboard_settings import DashboardSettings
 from dashboard.login import Account, KeyFile
-from shared.errors import PolyphaseError, Unavailable
+from shared.errors import PolyphaseError
+from shared.wire.api.planner import WhatIf
 from shared.wire.clients.http import JsonClient
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.planner import PlannerClient
@@ -127,8 +127,10 @@ class Api:
         """
         path = endpoint.path.format(id=identifier)
         params = {name: value for name, value in params.items() if value != ""}
-        call = partial(self._clients[self._services[endpoint.service].url].call, "GET", path, params=params)
-        return self.shared_read(endpoint.service, f"{endpoint.service} {path} {params}", call, endpoint.answer, fresh_s)
+        call = partial(
+            self._clients[self._services[endpoint.service].url].call, "GET", path, endpoint.answer, params=params
+        )
+        return self.shared_read(endpoint.service, f"{endpoint.service} {path} {params}", call, fresh_s)
 
     def read_optional(self, endpoint: Endpoint[T]) -> "Future[Read[T]] | None":
         """As `read`; None where the service has no URL."""
@@ -143,14 +145,11 @@ class Api:
         async def counted() -> list[ClassLoad]:
             return class_loads(*await asyncio.gather(*(self._clients[url].text("/metrics") for url in urls)))
 
-        return self.shared_read("gateway", "classes", counted, list[ClassLoad])
+        return self.shared_read("gateway", "classes", counted)
 
     def what_if(self, change: Mapping[str, Any]) -> WhatIf:
         """The planner's answer to a what-if question. Blocks; raises the planner's errors."""
-        try:
-            return msgspec.convert(self.run(self.planner.what_if(change)).result(), WhatIf)
-        except ValueError as error:
-            raise Unavailable(f"the planner's answer could not be decoded: {error}") from error
+        return self.run(self.planner.what_if(change)).result()
 
     def authorize(self, account: Account) -> None:
         """Raises NotAllowed for a read-only account, Unauthorized when its key is no longer in the file."""
@@ -188,7 +187,7 @@ class Api:
         self._thread.join(STOP_S)
 
     def shared_read(
-        self, service: str, name: str, call: Callable[[], Awaitable[Any]], answer: type[T], fresh_s: float | None = None
+        self, service: str, name: str, call: Callable[[], Awaitable[T]], fresh_s: float | None = None
     ) -> "Future[Read[T]]":
         """The read of that name, shared by all sessions."""
         fresh_s = FRESH_SHARE * self.settings.refresh_s if fresh_s is None else fresh_s
@@ -197,24 +196,22 @@ class Api:
             if known is not None and known.reusable(now_s, fresh_s):
                 return known.future
             before = known.latest() if known is not None else Read(self._services[service])
-            future: Future[Read[Any]] = self.run(self._fetch(before, call, answer))
+            future: Future[Read[Any]] = self.run(self._fetch(before, call))
             self._entries[name] = _Entry(future, now_s, before)
             self._entries.move_to_end(name)
             if len(self._entries) > READS_KEPT:
                 self._entries.popitem(last=False)
             return future
 
-    async def _fetch(self, before: Read[Any], call: Callable[[], Awaitable[Any]], kind: Any) -> Read[Any]:
+    async def _fetch(self, before: Read[Any], call: Callable[[], Awaitable[Any]]) -> Read[Any]:
         timeout_s = self.settings.read_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return Read(before.service, msgspec.convert(await call(), kind), read_s=time.time())
+                return Read(before.service, await call(), read_s=time.time())
         except TimeoutError:
             return replace(before, error=f"no answer within {timeout_s:g} s")
         except PolyphaseError as error:
             return replace(before, error=error.message)
-        except ValueError as error:  # msgspec.ValidationError is one
-            return replace(before, error=f"the answer could not be decoded: {error}")
 
     def _transport(self) -> httpx.AsyncHTTPTransport:
         # An explicit transport: a proxy of the environment must not come between the dashboard and the cluster.

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 from zoneinfo import ZoneInfo
 
 import numpy as np
@@ -16,11 +15,11 @@ from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
 from dashboard import markup
-from dashboard.answers import Column, InstanceColumns, InstanceHistory, Mark
 from shared import palette
 from shared.domain.instance import Role
+from shared.wire.api.monitor import Column, InstanceColumns, InstanceHistory, Mark
 
-CONFIG: dict[str, Any] = {"displayModeBar": False}
+CONFIG: dict[str, object] = {"displayModeBar": False}
 RANGES = {"5 min": 5, "15 min": 15, "1 h": 60, "6 h": 360, "24 h": 1440}  # minutes
 POINTS = 120  # of a history
 COLUMNS = 3

@@ -4,40 +4,30 @@ cost, its reported details and its log.
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any
 
-import msgspec
 import plotly.graph_objects as go
 import streamlit as st
 
 from dashboard import charts, layout, markup, units
 from dashboard.actions import Action, Call, count_jobs, is_busy, request_action, show_results
-from dashboard.answers import (
-    DETAILS,
-    EVENTS,
-    INSTANCE_HISTORY,
-    INSTANCES,
-    LOG,
-    InstanceColumns,
-    InstanceHistory,
-    InstanceRow,
-    Step,
-)
+from dashboard.answers import DETAILS, EVENTS, INSTANCE_HISTORY, INSTANCES, LOG
 from dashboard.api import Read
 from dashboard.charts import POINTS, RANGES, Line, Panel
 from dashboard.console import Console
 from dashboard.events_page import event_table
 from dashboard.layout import NO_MONITOR
 from shared.domain.instance import InstanceState
+from shared.domain.rates import StepForm
 from shared.wire.api import Operation, OperationKind
+from shared.wire.api.monitor import InstanceColumns, InstanceHistory, InstanceRow
+from shared.wire.api.worker import MonitoredDetails, Step, Steps
 
 SLOW_S = 5.0  # refresh period of details, events and log, at least
 AS_EXPECTED = (0.8, 1.25)  # measured over expected step time
-DETAIL_ROWS = 24
-_SHOWN_ELSEWHERE = ("known", "instance_id", "started_s", "steps")  # details that other parts of the page show
 
 
 def instance_action(
@@ -60,16 +50,20 @@ def instance_action(
             consequences = f"The instance accepts new {role} work again."
 
     async def call(call: Call) -> Operation:
-        monitor = call.api.monitor
-        audit: dict[str, Any] = {"who": call.who, "operation_id": call.operation_id}
+        monitor, force, who, operation_id = call.api.monitor, call.force, call.who, call.operation_id
         match kind:
             case OperationKind.DRAIN:
-                answer = await monitor.drain(instance_id, force=call.force, timeout_s=drain_timeout_s, **audit)
+                drain = monitor.drain(
+                    instance_id, force=force, timeout_s=drain_timeout_s, who=who, operation_id=operation_id
+                )
+                return await drain
             case OperationKind.RESUME:
-                answer = await monitor.resume(instance_id, **audit)
+                return await monitor.resume(instance_id, who=who, operation_id=operation_id)
             case OperationKind.FLIP:
-                answer = await monitor.flip(instance_id, force=call.force, drain_timeout_s=drain_timeout_s, **audit)
-        return msgspec.convert(answer, Operation)
+                flip = monitor.flip(
+                    instance_id, force=force, drain_timeout_s=drain_timeout_s, who=who, operation_id=operation_id
+                )
+                return await flip
 
     ready = [each.instance_id for each in rows if each.role is row.role and each.state is InstanceState.READY]
     warning = ""
@@ -249,7 +243,7 @@ def _reports(console: Console, instance_id: str) -> None:
     events = api.read(EVENTS, limit=api.settings.events_shown, instance=instance_id).result()
     details, log = details_read.result(), log_read.result()
     if details.value is not None:
-        _steps(details.value.get("steps", {}))
+        _steps(details.value.steps)
     st.subheader("Details", anchor=False)
     _details(details, now_s)
     st.subheader("Events", anchor=False)
@@ -262,9 +256,9 @@ def _reports(console: Console, instance_id: str) -> None:
     st.code("\n".join(lines) or "(empty)", language=None, height=300)
 
 
-def _steps(reported: Mapping[str, Any]) -> None:
+def _steps(steps: Steps) -> None:
     """A table by kind of step, and each step as a point; nothing where the instance reports none."""
-    newest = msgspec.convert(reported.get("newest", []), list[Step])
+    newest = steps.newest
     if not newest:
         return
     st.subheader("Engine steps and step cost", anchor=False)
@@ -274,7 +268,7 @@ def _steps(reported: Mapping[str, Any]) -> None:
     with left:
         heads = ["Steps", "Number", "Tokens", "Decodes", "Measured, p50", "Expected", "Learned"]
         st.html(markup.page(markup.table(heads, [_step_row(kind, some) for kind, some in by_kind.items() if some])))
-        st.caption(f"The newest {len(newest)} of {units.count(reported.get('total'))} steps since the start.")
+        st.caption(f"The newest {len(newest)} of {units.count(steps.total)} steps since the start.")
     groups = {}
     for kind, some in by_kind.items():
         known = [step for step in some if step.expected_s is not None]
@@ -314,80 +308,45 @@ def _compared(measured_s: float, expected: Sequence[float | None]) -> str:
     return f"{markup.text(units.duration(middle_s))} {markup.badge(f'measured {ratio:.2f} ×', colour)}"
 
 
-def _details(read: Read[dict[str, Any]], now_s: float) -> None:
-    """Everything else that the instance reports; the page does not know its fields."""
+def _details(read: Read[MonitoredDetails], now_s: float) -> None:
     if read.value is None:
         st.html(markup.empty(f"No details: {read.error}"))
         return
-    details = {name: value for name, value in read.value.items() if name not in _SHOWN_ELSEWHERE}
-    parts = [f"<div>{layout.age(read, now_s)}</div>" if read.stale else "", _facts(details)]
-    for name, value in details.items():
-        if isinstance(value, dict | list) and value:
-            parts.append(markup.below(f"<div>{markup.strong(_field_name(name))}</div>", nested_details(value)))
-    st.html(markup.page(*parts, stale=read.stale))
+    age = f"<div>{layout.age(read, now_s)}</div>" if read.stale else ""
+    st.html(markup.page(age, details_html(read.value), stale=read.stale))
 
 
-def nested_details(value: Any) -> str:
-    """A dictionary or list as HTML: plain values in a line, dictionaries of plain values as rows of a table."""
-    if isinstance(value, Mapping):
-        flat = {name: each for name, each in value.items() if isinstance(each, Mapping) and not _is_deep(each)}
-        table = _detail_table([{"": name, **each} for name, each in flat.items()]) if flat else ""
-        deeper = (
-            markup.below(markup.soft(_field_name(name)), nested_details(each))
-            for name, each in value.items()
-            if each and (_is_deep(each) or isinstance(each, list))
-        )
-        return _facts(value) + table + "".join(deeper)
-    rows = [each for each in value if isinstance(each, Mapping)]
-    if rows:
-        return _detail_table(rows)
-    return f"<div>{markup.text(', '.join(map(str, value[:DETAIL_ROWS])))}</div>"
+def details_html(details: MonitoredDetails) -> str:
+    """Versions, prefix cache, step cost, and the speeds of link and codecs, as far as they are known."""
+    prefixes, link = details.prefixes, details.link
+    facts: list[tuple[str, object]] = [
+        ("uptime", units.span(details.uptime_s)),
+        ("restarts", details.restarts),
+        ("preemptions", units.count(details.preemptions)),
+        ("prefix blocks", f"{units.count(prefixes.blocks)} of {prefixes.block_tokens} tokens"),
+        ("cached prompt tokens", f"{units.count(prefixes.hit_tokens)} of {units.count(prefixes.asked_tokens)}"),
+    ]
+    if link is not None:
+        facts.append(("link", f"{units.size(link.bytes_s)}/s, latency {units.duration(link.latency_s)}"))
+        speeds = {**link.slow, **{f"coded {name}": speed for name, speed in link.coded.items()}}
+        facts += [(f"link, {name}", f"{units.size(speed)}/s") for name, speed in speeds.items()]
+    for name, codec in details.codecs.items():
+        speeds_text = f"encodes {units.size(codec.encode_bytes_s)}/s, decodes {units.size(codec.decode_bytes_s)}/s"
+        facts.append((name, speeds_text))
+    costs = (("at the start", details.rates.at_start), ("learned", details.rates.learned))
+    rows = [_cost_row(f"{kind}, {source}", getattr(rates, kind)) for source, rates in costs if rates for kind in _KINDS]
+    table = markup.below(markup.table(_COST_HEADS, rows, narrow=True)) if rows else ""
+    return markup.facts(list(details.versions.items())) + markup.facts(facts) + table
 
 
-def _is_deep(value: Any) -> bool:
-    return isinstance(value, Mapping) and any(isinstance(each, dict | list) for each in value.values())
+_KINDS = ("prefill", "decode", "mixed")
+_COST_HEADS = ("Step cost", "Fixed", "Prompt token", "per token before it", "Decode", "Context token", "Error", "Steps")
 
 
-def _facts(fields: Mapping[str, Any]) -> str:
-    plain = {name: value for name, value in fields.items() if not isinstance(value, dict | list)}
-    return markup.facts([(_field_name(name), _quantity(name, value)) for name, value in plain.items()]) if plain else ""
-
-
-def _detail_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    plain = (name for row in rows for name, value in row.items() if not isinstance(value, dict | list))
-    names = list(dict.fromkeys(plain))
-    cells = [[markup.text(_quantity(name, row.get(name))) for name in names] for row in rows[:DETAIL_ROWS]]
-    more = markup.soft(f"and {len(rows) - DETAIL_ROWS} more") if len(rows) > DETAIL_ROWS else ""
-    return markup.table([_field_name(name) for name in names], cells, narrow=True) + more
-
-
-def _quantity(name: str, value: Any) -> str:
-    """A value in the unit that the field's name ends in."""
-    if value is None:
-        return units.NONE
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    if name.endswith(("bytes_per_s", "bandwidth")):
-        return f"{units.size(value)}/s"
-    if name.endswith("_per_s"):
-        return units.rate(value)
-    if name.endswith("_s"):
-        return units.span(value) if value >= 120 else units.duration(value)
-    if name.endswith("_ms"):
-        return units.duration(value / 1000)
-    if name.endswith("bytes"):
-        return units.size(value)
-    if name.endswith(("share", "ratio", "rate")) and 0 <= value <= 1:
-        return units.share(value)
-    return units.count(value) if float(value).is_integer() else f"{value:.4g}"
-
-
-def _field_name(name: str) -> str:
-    """A field's name without its unit, as a label."""
-    for unit in ("_bytes_per_s", "_per_s", "_bytes", "_ms", "_s"):
-        name = name.removesuffix(unit)
-    label = name.replace("_", " ")
-    return label[:1].upper() + label[1:]
+def _cost_row(name: str, form: StepForm) -> list[str]:
+    times_s = (form.fixed_s, form.token_s, form.position_s, form.sequence_s, form.context_s)
+    cells = [*map(units.duration, times_s), units.share(form.error), units.count(form.steps)]
+    return [markup.strong(name), *map(markup.text, cells)]
 
 
 def log_line(line: str) -> str:

@@ -8,11 +8,12 @@ import streamlit as st
 
 from dashboard import layout, markup
 from dashboard.actions import confirm_pending, show_results
-from dashboard.answers import INSTANCES, InstanceRow
+from dashboard.answers import INSTANCES
 from dashboard.console import INSTANCE_ID, Console, address_parameter
 from dashboard.instance_page import card, instance
 from dashboard.layout import NO_MONITOR
 from shared.domain.instance import InstanceState, Role
+from shared.wire.api.monitor import InstanceRow
 
 ANY = "all"
 FULL_KV = 0.95  # share in use that counts as full while jobs wait

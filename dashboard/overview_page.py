@@ -25,9 +25,6 @@ from dashboard.answers import (
     SCHEDULER_HEALTH,
     VERDICT,
     ClassLoad,
-    ClusterSummary,
-    DemandAnswer,
-    History,
 )
 from dashboard.api import Read
 from dashboard.charts import POINTS, RANGES, Line, Panel
@@ -39,6 +36,7 @@ from shared.domain.slo import SloReport
 from shared.domain.verdict import Count, Level, Link, Problem, Stage, Verdict
 from shared.palette import BAD, CAUTION, DECODE, GOOD, IDLE, PREFILL, TRANSFER
 from shared.wire.api import NoticedShift
+from shared.wire.api.monitor import ClusterSummary, DemandAnswer, History
 
 STAGES = {
     Stage.QUEUE: ("Queue", IDLE),

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from dashboard import markup, units
-from dashboard.answers import FleetInstance, PlanRoute
 from dashboard.charts import natural_order
 from shared.domain.instance import Role
+from shared.wire.api.planner import FleetInstance, RouteShare
 
 GROUPED_ABOVE = 40  # instances
 LEGEND = (
@@ -77,7 +77,9 @@ class Graph:
         return [at for at, node in enumerate(self.nodes) if node.first.role is role]
 
 
-def graph(instances: Sequence[FleetInstance], routes: Sequence[PlanRoute], grouped_above: int = GROUPED_ABOVE) -> Graph:
+def graph(
+    instances: Sequence[FleetInstance], routes: Sequence[RouteShare], grouped_above: int = GROUPED_ABOVE
+) -> Graph:
     """A node for each instance, or for each group of equal ones if there are more than `grouped_above`. Shares are
     normalised to a sum of 1; ids that occur in routes alone count as lost instances.
     """
@@ -105,7 +107,7 @@ def hardware(instance: FleetInstance) -> str:
     return " ".join([instance.accelerator, *parallel]).strip()
 
 
-def _missing(instances: Iterable[FleetInstance], routes: Iterable[PlanRoute]) -> list[FleetInstance]:
+def _missing(instances: Iterable[FleetInstance], routes: Iterable[RouteShare]) -> list[FleetInstance]:
     known = {each.instance_id for each in instances}
     missing: dict[str, FleetInstance] = {}
     for route in routes:

@@ -13,23 +13,7 @@ import streamlit as st
 
 from dashboard import charts, layout, markup, units
 from dashboard.actions import Action, Call, confirm_pending, is_busy, request_action, show_results
-from dashboard.answers import (
-    FLEET,
-    PLAN_SEARCH,
-    PLAN_SEARCHES,
-    PROPOSALS,
-    Figures,
-    Fleet,
-    Measured,
-    PlanRoute,
-    PlanSearch,
-    Promise,
-    Proposal,
-    ProposalStep,
-    RoleChange,
-    SearchResult,
-    WhatIf,
-)
+from dashboard.answers import FLEET, PLAN_SEARCH, PLAN_SEARCHES, PROPOSALS
 from dashboard.api import Read
 from dashboard.charts import natural_order
 from dashboard.console import Console, Pool
@@ -37,6 +21,19 @@ from dashboard.plan_diagram import GROUPED_ABOVE, LEGEND, diagram, graph
 from shared.domain.instance import Role
 from shared.domain.job import tight_gaps
 from shared.errors import PolyphaseError
+from shared.wire.api.planner import (
+    Figures,
+    Fleet,
+    Measured,
+    PlanSearch,
+    Promise,
+    Proposal,
+    ProposalStep,
+    RoleChange,
+    RouteShare,
+    SearchResult,
+    WhatIf,
+)
 
 NO_PLANNER = "No data: the planner does not answer."
 NOT_CONFIGURED = (
@@ -199,11 +196,11 @@ class Metric:
     name: str
     better: int
     as_text: Callable[[float | None], str]
-    value: Callable[[Figures], float | None]
+    value: Callable[[Figures | Measured], float | None]
     more: str = "more"
     less: str = "less"
 
-    def of(self, figures: Figures | None) -> float | None:
+    def of(self, figures: Figures | Measured | None) -> float | None:
         return self.value(figures) if figures is not None else None
 
 
@@ -329,7 +326,7 @@ def _in_force(read: Read[Fleet]) -> None:
     st.html(markup.page(table, note, stale=read.stale))
 
 
-def _route_expander(title: str, routes: Sequence[PlanRoute], key: str) -> None:
+def _route_expander(title: str, routes: Sequence[RouteShare], key: str) -> None:
     rows = [
         {"prefill": route.prefill or "the decode instance", "decode": route.decode, "share": route.share}
         for route in routes

@@ -4,19 +4,19 @@ whole cluster.
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import streamlit as st
 
 from dashboard import layout, markup, units
 from dashboard.actions import Action, Call, confirm_pending, request_action, show_results
-from dashboard.answers import POLICIES, PoliciesInForce, PolicyChoice
+from dashboard.answers import POLICIES
 from dashboard.api import Read
 from dashboard.console import Console
 from shared.domain.policies import ENGINE, ROUTING
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.files.yaml_file import parse_yaml
+from shared.wire.api.monitor import PoliciesInForce, PolicyChoice
 
 FROM_FILE = "as in the cluster file"
 FOLLOWERS_SHOWN = 50
@@ -96,7 +96,7 @@ def _form(found: PoliciesInForce, who: str, stale: bool) -> None:
         now = found.policies[kind].name
         index = names.index(now) if now in names else 0
         name = middle.selectbox("Policy", names, index=index, key=f"policy_name-{kind}")
-        parameters = found.choices.get(kind, {}).get(name, [])
+        parameters = found.choices.get(kind, {}).get(name, ())
         usage = "name: value, name: value. Parameters that are left out have their defaults."
         right.text_input("Parameters", key=_parameters_key(kind, name), disabled=not parameters, help=usage)
         right.caption(f"Parameters: {', '.join(parameters)}" if parameters else "No parameters")
@@ -120,7 +120,7 @@ def _parameters_key(kind: str, name: str) -> str:
     return f"policy_parameters-{kind}-{name}"
 
 
-def parse_parameters(text: str) -> dict[str, Any]:
+def parse_parameters(text: str) -> dict[str, object]:
     """`name: value, name: value` as a dictionary. Raises InvalidRequest."""
     try:
         found = parse_yaml("{" + text + "}", "Parameters")

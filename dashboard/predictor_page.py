@@ -6,9 +6,10 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from dashboard import charts, layout, markup, units
-from dashboard.answers import CLASSIFIER, LENGTH_SOURCE, CheckpointStatus, LengthSource, Reality
+from dashboard.answers import LENGTH_SOURCE
 from dashboard.api import Read
 from dashboard.console import Console
+from shared.wire.api.predictor import CLASSIFIER, CheckpointStatus, LengthSource, Reality
 
 SLOW_S = 5.0  # refresh period, at least
 NOT_CONFIGURED = (

@@ -11,13 +11,13 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from dashboard import charts, layout, markup, units
-from dashboard.answers import REQUEST, REQUEST_SEARCH, TIMELINE, RequestRow, SearchPage
+from dashboard.answers import REQUEST, REQUEST_SEARCH, TIMELINE
 from dashboard.api import Read
 from dashboard.console import REQUEST_ID, Console, address_parameter
 from shared.domain.job import Phase
 from shared.explain import Sentence, explain
 from shared.timeline import RequestTimeline, Span, SpanRecord
-from shared.wire.messages import JobReport
+from shared.wire.api.scheduler import RequestPage, RequestRow
 
 ANY = "any"
 ORDERS = {
@@ -118,7 +118,7 @@ def _form(defaults: Mapping[str, Any], address: Mapping[str, str]) -> None:
         layout.choice("Within", list(WITHIN), "1 h", _key("within", address), labelled=True)
 
 
-def _paging(page: SearchPage, key: str, offset: int, limit: int) -> None:
+def _paging(page: RequestPage, key: str, offset: int, limit: int) -> None:
     with st.container(horizontal=True, vertical_alignment="center"):
         st.caption(f"{offset + 1} to {offset + len(page.rows)}. Click a row to open the request.", width="content")
         previous, following = max(0, offset - limit), offset + limit
@@ -181,7 +181,7 @@ def _live(console: Console, job_id: str, ended: bool) -> None:
     show_request(timeline.value, row.value, console, "waterfall")
 
 
-def show_request(timeline: RequestTimeline, row: JobReport | None, console: Console, key: str) -> None:
+def show_request(timeline: RequestTimeline, row: RequestRow | None, console: Console, key: str) -> None:
     """Headline, figures, waterfall, explanation, and links to the request's instances."""
     explanation = explain(timeline)
     headline = f'<div class="pp-story">{markup.strong(explanation.headline)}</div>'
@@ -225,7 +225,7 @@ def _timeline_facts(timeline: RequestTimeline) -> str:
     )
 
 
-def _status(row: JobReport | None) -> str:
+def _status(row: RequestRow | None) -> str:
     if row is None:
         return ""
     met = {True: markup.badge("✓ SLO met", markup.GOOD), False: markup.badge("✕ SLO missed", markup.BAD), None: ""}
@@ -235,7 +235,7 @@ def _status(row: JobReport | None) -> str:
     return f"<div>{met[row.slo_met]} {markup.soft(words)}</div>"
 
 
-def _row_facts(row: JobReport | None) -> str:
+def _row_facts(row: RequestRow | None) -> str:
     if row is None:
         return ""
     return markup.facts(

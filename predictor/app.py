@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Annotated, Any, Literal, Self, cast
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Body, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -19,18 +19,19 @@ from starlette.requests import Request as StarletteRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from predictor.loading import Loaded, Query
-from predictor.service import SOURCE, Answer, Predictor
+from predictor.service import SOURCE, Predictor
 from predictor.settings import PredictorSettings
 from shared.domain.job import LengthPrediction
 from shared.errors import InvalidRequest
-from shared.runtime.http import error_response, service_app
+from shared.runtime.http import error_response, json_response, service_app
 from shared.runtime.tasks import background
+from shared.wire.api.predictor import MAX_TOKENS, Accepted, Observation, Predicted
+from shared.wire.bodies import body_of
 from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
 
 MAX_OBSERVATIONS = 10_000
-MAX_TOKENS = 2**31 - 2
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 LATENCY_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 DEADLINE_SHARE = 0.9  # of an RPC's timeout; the rest is for the way back
@@ -78,15 +79,7 @@ class PredictBody(_Body):
         )
 
 
-class Observation(_Body):
-    """A finished answer; see `predictor.service.Answer`."""
-
-    prompt_tokens: TokenCount
-    output_tokens: TokenCount
-    max_tokens: PositiveCount | None = None
-    model: Annotated[str, Field(max_length=64)] = ""
-    classified: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] = -1
-    expected_tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+Observations = Annotated[list[Observation], Body(), body_of(list[Observation])]
 
 
 class UseBody(_Body):
@@ -162,9 +155,8 @@ class Metrics(Collector):
         accuracy = GaugeMetricFamily(
             "polyphase_predictor_accuracy", "Share of the last answers that each predicted correctly.", labels=["of"]
         )
-        for name, share in (predictor.reality.accuracy if predictor.reality else {}).items():
-            if share is not None:
-                accuracy.add_metric([name], share)
+        for name, share in (predictor.reality.accuracy.known() if predictor.reality else {}).items():
+            accuracy.add_metric([name], share)
         yield accuracy
 
 
@@ -239,44 +231,44 @@ AnyService = Annotated[Service, Depends(_service)]
 
 
 @router.post("/v1/predict")
-async def predict(body: PredictBody, service: AnyService) -> dict[str, Any]:
+async def predict(body: PredictBody, service: AnyService) -> Response:
     """Predict the output length of one prompt, within its deadline."""
     prediction, latency_s = await service.predict(body.to_query(service.settings.timeout_ms))
-    answer: dict[str, Any] = msgspec.to_builtins(prediction) | {"latency_ms": latency_s * 1000}
+    answer = Predicted(**msgspec.structs.asdict(prediction), latency_ms=latency_s * 1000)
     if prediction.confidence > 0.0:
         quantiles = {str(share): prediction.quantile(share) for share in QUANTILES}
-        answer |= {"mean": prediction.mean, "quantiles": quantiles}
-    return answer
+        answer = msgspec.structs.replace(answer, mean=prediction.mean, quantiles=quantiles)
+    return json_response(answer)
 
 
 @router.post("/v1/observations")
-async def observe(body: list[Observation], service: AnyService) -> dict[str, int]:
+async def observe(body: Observations, service: AnyService) -> Response:
     """Learn from finished answers, and judge the classifier by its predictions of them."""
     if len(body) > MAX_OBSERVATIONS:
         raise InvalidRequest(f"at most {MAX_OBSERVATIONS} observations are accepted at once, got {len(body)}")
     for observation in body:
-        service.predictor.observe(Answer(**observation.model_dump()))
-    return {"accepted": len(body), "observations": service.predictor.observed.observations}
+        service.predictor.observe(observation)
+    return json_response(Accepted(len(body), service.predictor.observed.observations))
 
 
 @router.get("/v1/model")
-async def model(service: AnyService) -> dict[str, Any]:
+async def model(service: AnyService) -> Response:
     """The source of predictions, the classifier's metadata, the observed histograms."""
-    return service.predictor.describe()
+    return json_response(service.predictor.describe())
 
 
 @router.post("/v1/model/reload")
-async def reload(service: AnyService) -> dict[str, Any]:
+async def reload(service: AnyService) -> Response:
     """Load the checkpoint that is on disk now; 503 with the reason if it is broken, and the present one stays."""
     await service.predictor.reload()
-    return service.predictor.describe()
+    return json_response(service.predictor.describe())
 
 
 @router.post("/v1/model/use")
-async def use(body: UseBody, service: AnyService) -> dict[str, Any]:
+async def use(body: UseBody, service: AnyService) -> Response:
     """Select the source of predictions until the next start."""
     service.predictor.use = body.use
-    return service.predictor.describe()
+    return json_response(service.predictor.describe())
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

@@ -8,9 +8,9 @@ observations, not in time.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from shared.domain.job import OPEN_END, LengthPrediction
+from shared.wire.api.predictor import LengthBand, ObservedStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,20 +145,16 @@ class ObservedLengths:
         uniform = [1.0 / self.buckets.count] * self.buckets.count
         return self._overall.posterior(uniform, UNIFORM_WEIGHT)
 
-    def describe(self) -> dict[str, Any]:
-        """`observed` of `GET /v1/model`. accuracy: of the predictions made before each observation."""
-        accuracy = self._hits.weights[1] / self._hits.total if self._hits.total else None
+    def describe(self) -> ObservedStatus:
+        """`observed` of `GET /v1/model`."""
         bands = zip(BAND_EDGES, self._bands, strict=True)
-        return {
-            "observations": self.observations,
-            "accuracy": accuracy,
-            "bucket_tokens": self.buckets.width_tokens,
-            "bucket_count": self.buckets.count,
-            "bands": [
-                {"from_prompt_tokens": edge, "weights": [round(weight, 3) for weight in band.weights]}
-                for edge, band in bands
-            ],
-        }
+        return ObservedStatus(
+            observations=self.observations,
+            accuracy=self._hits.weights[1] / self._hits.total if self._hits.total else None,
+            bucket_tokens=self.buckets.width_tokens,
+            bucket_count=self.buckets.count,
+            bands=[LengthBand(edge, [round(weight, 3) for weight in band.weights]) for edge, band in bands],
+        )
 
 
 def band_of(prompt_tokens: int) -> int:

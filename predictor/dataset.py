@@ -66,7 +66,7 @@ class BuildSettings:
     def samples_of(self, prompt: str) -> int:
         return self.samples if split_of(prompt) == "train" else self.held_out_samples or self.samples
 
-    def recorded(self, model: str) -> dict[str, Any]:
+    def recorded(self, model: str) -> dict[str, object]:
         """The settings that the answers depend on."""
         target = {
             key: value for key, value in asdict(self.target).items() if key in ("api", "max_tokens", "temperature")
@@ -144,7 +144,7 @@ class Endpoint:
     async def answer(self, model: str, prompt: str, sample: int) -> Answer:
         """The lengths of one answer. Raises Refused for this prompt, Unavailable when no retry helped."""
         target = self._target
-        body: dict[str, Any] = {"model": model, "max_tokens": target.max_tokens, "seed": seed_of(prompt, sample)}
+        body: dict[str, object] = {"model": model, "max_tokens": target.max_tokens, "seed": seed_of(prompt, sample)}
         if target.temperature is not None:
             body["temperature"] = target.temperature
         if target.api is Api.CHAT:
@@ -161,7 +161,7 @@ class Endpoint:
             reason, text = f"{type(error).__name__}: {error}", response.text[:_ERROR_CHARACTERS]
             raise Unavailable(f"{response.request.url}: no lengths in the answer ({reason}): {text}") from error
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
+    async def _request(self, method: str, path: str, body: dict[str, object] | None) -> httpx.Response:
         """A successful response; temporary failures are retried with growing pauses."""
         failure = hint = ""
         for attempt in range(TRIES):
@@ -200,7 +200,7 @@ class Journal:
     has cut short is dropped, and its answer requested again.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: dict[str, object]) -> None:
         self._path = folder / JOURNAL_FILE
         folder.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a+b")
@@ -245,7 +245,7 @@ class Journal:
         return found
 
 
-def _check_settings(path: Path, settings: dict[str, Any]) -> None:
+def _check_settings(path: Path, settings: dict[str, object]) -> None:
     """Write the settings of a new folder; compare those of a known one."""
     if not path.exists():
         fresh = path.with_suffix(".new")
@@ -264,7 +264,7 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
         )
 
 
-def write_table(folder: Path, answers: Sequence[Answer], settings: dict[str, Any]) -> Path:
+def write_table(folder: Path, answers: Sequence[Answer], settings: dict[str, object]) -> Path:
     """Columns prompt, sample, prompt_tokens, output_tokens, cut and split, in the order of the answers."""
     import pyarrow
     import pyarrow.parquet
@@ -285,12 +285,12 @@ def write_table(folder: Path, answers: Sequence[Answer], settings: dict[str, Any
     return path
 
 
-def settings_of(path: Path) -> dict[str, Any]:
+def settings_of(path: Path) -> dict[str, object]:
     """The settings in a file of `write_table`; empty for another file."""
     import pyarrow.parquet
 
     metadata = (pyarrow.parquet.read_schema(path).metadata or {}).get(_METADATA_KEY)
-    found: dict[str, Any] = json.loads(metadata) if metadata else {}
+    found: dict[str, object] = json.loads(metadata) if metadata else {}
     return found
 
 

@@ -152,7 +152,7 @@ def _first_user_message(key: str, messages: Any) -> str:
     raise ValueError(f"{key}: no message of a user")
 
 
-def _string(content: dict[str, Any], key: str) -> str:
+def _string(content: dict[str, object], key: str) -> str:
     if not isinstance(content.get(key), str):
         raise ValueError(f"{key} must be a string")
     return str(content[key])
@@ -216,7 +216,7 @@ def _example(record: Any, served: ServedTokenizer) -> Example:
     return Example(text, prompt_tokens, output_tokens, split_of(prompt), sample)
 
 
-def _count(record: dict[str, Any], key: str) -> int:
+def _count(record: dict[str, object], key: str) -> int:
     value = record.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_TOKENS:
         raise ValueError(f"{key} must be a whole number from 0 to {MAX_TOKENS:,}, got {shown(value)}")

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from math import inf
 from statistics import median
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -71,7 +71,7 @@ class Loaded:
     classifier: TextClassifier
     served: ServedTokenizer | None
     served_error: str = ""
-    runs: dict[str, Any] | None = None
+    runs: dict[str, object] | None = None
     warm_up: Sequence[Sequence[Query]] = ()
 
     @property
@@ -107,7 +107,7 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _load_classifier(settings: PredictorSettings) -> tuple[TextClassifier, dict[str, Any]]:
+def _load_classifier(settings: PredictorSettings) -> tuple[TextClassifier, dict[str, object]]:
     folder = settings.checkpoint
     assert folder is not None
     try:

@@ -15,7 +15,7 @@ from enum import StrEnum
 from math import ceil, inf
 from pathlib import Path
 from time import monotonic
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -27,6 +27,8 @@ from predictor.settings import PredictorSettings
 from shared.domain.job import LengthPrediction
 from shared.errors import Busy, DeadlineExceeded, Unavailable
 from shared.runtime.logs import get_log
+from shared.wire.api.predictor import CheckpointStatus, LengthSource, Observation, RollingAccuracy
+from shared.wire.api.predictor import Reality as RealityStatus
 
 SOURCE = "classifier"
 WINDOW = 500  # answers that the classifier is judged by
@@ -41,25 +43,6 @@ Q = TypeVar("Q")
 Q_in = TypeVar("Q_in", contravariant=True)
 Use = Literal["auto", "classifier", "observed"]
 log = get_log(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A finished answer. model, classified: the classifier that computed a prediction and the bucket that it predicted;
-    "" and -1 without one. expected_tokens: the prediction that the gateway received, from either source.
-    """
-
-    prompt_tokens: int
-    output_tokens: int
-    max_tokens: int | None = None
-    model: str = ""
-    classified: int = -1
-    expected_tokens: float | None = None
-
-    @property
-    def cut(self) -> bool:
-        """Whether the answer may have ended at `max_tokens`."""
-        return self.max_tokens is not None and self.output_tokens >= self.max_tokens
 
 
 class _Score(NamedTuple):
@@ -89,7 +72,7 @@ class Reality:
     def doubt(self, why: str) -> None:
         self.believed, self.why = False, why
 
-    def observe(self, answer: Answer) -> bool:
+    def observe(self, answer: Observation) -> bool:
         """Count an answer; returns whether `believed` has changed."""
         if answer.expected_tokens is not None:
             self._recent.append((answer.expected_tokens, answer.output_tokens))
@@ -103,24 +86,25 @@ class Reality:
         return self._judge()
 
     @property
-    def accuracy(self) -> dict[str, float | None]:
+    def accuracy(self) -> RollingAccuracy:
         """Shares that were right, of the classifier and of both baselines; None before the first answer."""
-        names, count = ("classifier", "commonest", "prompt_length"), len(self._scores)
-        return {name: getattr(self._sums, name) / count if count else None for name in names}
-
-    def describe(self) -> dict[str, Any]:
-        """`reality` of `GET /v1/model`."""
         count = len(self._scores)
-        return {
-            "model": self.model,
-            "answers": count,
-            "accuracy": self.accuracy,
-            "mean_error_tokens": self._sums.error_tokens / count if count else None,
-            "believed": self.believed,
-            "recent": [list(pair) for pair in self._recent],
-        }
+        if not count:
+            return RollingAccuracy()
+        return RollingAccuracy(*(total / count for total in self._sums[:3]))
 
-    def _score(self, answer: Answer) -> _Score:
+    def describe(self) -> RealityStatus:
+        count = len(self._scores)
+        return RealityStatus(
+            model=self.model,
+            answers=count,
+            accuracy=self.accuracy,
+            mean_error_tokens=self._sums.error_tokens / count if count else None,
+            believed=self.believed,
+            recent=list(self._recent),
+        )
+
+    def _score(self, answer: Observation) -> _Score:
         actual = self._buckets.of(answer.output_tokens)
         commonest = predict(self._lengths.overall(), self._buckets, answer.max_tokens, "")
         by_length = self._lengths.predict(answer.prompt_tokens, answer.max_tokens)
@@ -131,7 +115,7 @@ class Reality:
         if len(self._scores) < MIN_ANSWERS:
             return False
         accuracy, before = self.accuracy, self.believed
-        own, base = accuracy["classifier"] or 0.0, accuracy["commonest"] or 0.0
+        own, base = accuracy.classifier or 0.0, accuracy.commonest or 0.0
         if self.believed and own <= base:
             self.doubt(
                 f"right for {own:.0%} of the last {len(self._scores)} answers, no better than the commonest bucket, "
@@ -354,13 +338,13 @@ class Predictor:
         sent = classified if self._believed else self.observed.predict(query.length, query.max_tokens)
         return msgspec.structs.replace(sent, model=loaded.model, classified=classified.bucket)
 
-    def observe(self, answer: Answer) -> None:
+    def observe(self, answer: Observation) -> None:
         """Learn from a finished answer, and judge the classifier by it."""
         self.observed.observe(answer.prompt_tokens, answer.output_tokens, cut=answer.cut)
         reality = self.reality
         if reality is None or not reality.observe(answer):
             return
-        accuracy = {name: round(share, 3) for name, share in reality.accuracy.items() if share is not None}
+        accuracy = {name: round(share, 3) for name, share in reality.accuracy.known().items()}
         if reality.believed:
             log.info("the length classifier is used", **accuracy)
         else:
@@ -403,27 +387,27 @@ class Predictor:
             return ""
         return "switched off" if self.use == OBSERVED or self.reality is None else self.reality.why
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> LengthSource:
         """`GET /v1/model`."""
         loaded, folder = self._loaded, self._settings.checkpoint
-        return {
-            "source": self.source,
-            "use": self.use,
-            "why": self.why,
-            "checkpoint": {
-                "path": str(folder) if folder else None,
-                "state": self.state,
-                "error": self.error or None,
-                "metadata": msgspec.to_builtins(loaded.classifier.meta) if loaded else None,
-                "runs": loaded.runs if loaded else None,
-            },
-            "reads_token_ids": bool(loaded and loaded.served),
-            "pending": self.batcher.pending,
-            "largest_batch": self.batcher.largest,
-            "fallbacks": dict(self.fallbacks),
-            "reality": self.reality.describe() if self.reality else {},
-            "observed": self.observed.describe(),
-        }
+        return LengthSource(
+            source=self.source,
+            use=self.use,
+            why=self.why,
+            checkpoint=CheckpointStatus(
+                path=str(folder) if folder else None,
+                state=self.state,
+                error=self.error or None,
+                metadata=msgspec.to_builtins(loaded.classifier.meta) if loaded else None,
+                runs=loaded.runs if loaded else None,
+            ),
+            reads_token_ids=bool(loaded and loaded.served),
+            pending=self.batcher.pending,
+            largest_batch=self.batcher.largest,
+            fallbacks=dict(self.fallbacks),
+            reality=self.reality.describe() if self.reality else RealityStatus(),
+            observed=self.observed.describe(),
+        )
 
     @property
     def _believed(self) -> bool:

@@ -242,7 +242,7 @@ def default_learning_rate(from_scratch: str) -> float:
     return 3e-4 if from_scratch == "base" else 1e-3
 
 
-def _prepare(work: Path, settings: dict[str, Any]) -> None:
+def _prepare(work: Path, settings: dict[str, object]) -> None:
     """Keep the folder of an interrupted training with these settings; empty that of another training."""
     known, wanted = work / SETTINGS_FILE, json.dumps(settings, sort_keys=True)
     if not known.exists() or known.read_text(encoding="utf-8") != wanted:

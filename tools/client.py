@@ -24,6 +24,7 @@ from shared.domain.job import itl_met
 from shared.errors import Unavailable
 
 Address = tuple[str, int]
+Json = dict[str, Any]  # a JSON object whose fields others define, such as a body of the OpenAI API
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HUNG_S = 30.0  # a server that sends no byte for so long has hung
 TIMEOUT_S = 120.0  # the same for ApiClient
@@ -34,7 +35,7 @@ class Request:
     """One request. slo: its class, "" for the default. key: names its kind; one right answer belongs to a key."""
 
     path: str
-    body: dict[str, Any]
+    body: Json
     slo: str = ""
     api_key: str = ""
     key: str = ""
@@ -54,15 +55,13 @@ class Request:
         return f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload
 
 
-def completion_body(prompt: str | list[int], max_tokens: int, model: str = "demo", **more: Any) -> dict[str, Any]:
+def completion_body(prompt: str | list[int], max_tokens: int, model: str = "demo", **more: Any) -> Json:
     """A greedy, streamed completion of exactly `max_tokens` tokens; `more` overrides any field."""
     fixed = {"model": model, "prompt": prompt, "max_tokens": max_tokens}
     return {**fixed, "temperature": 0, "ignore_eos": True, "stream": True, **more}
 
 
-def chat_body(
-    content: str | Sequence[Mapping[str, str]], max_tokens: int, model: str = "demo", **more: Any
-) -> dict[str, Any]:
+def chat_body(content: str | Sequence[Mapping[str, str]], max_tokens: int, model: str = "demo", **more: Any) -> Json:
     """The same as a chat. content: messages, or the text of a single one."""
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     fixed = {"model": model, "messages": messages, "max_tokens": max_tokens}
@@ -91,7 +90,7 @@ class Response:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
-    usage: dict[str, Any] = field(default_factory=dict)
+    usage: Json = field(default_factory=dict)
     began_s: float = 0.0
     ended_s: float = 0.0
     token_times_s: list[float] = field(default_factory=list)
@@ -203,7 +202,7 @@ def _add_event(event: bytes, response: Response) -> None:
         _add(data, response)
 
 
-def _add(data: dict[str, Any], response: Response) -> None:
+def _add(data: Json, response: Response) -> None:
     response.usage = data.get("usage") or response.usage
     for choice in data.get("choices", ()):
         part = choice.get("delta") or choice.get("message") or choice
@@ -215,7 +214,7 @@ def _add(data: dict[str, Any], response: Response) -> None:
             response.token_times_s.append(time.monotonic())
 
 
-def _add_error(data: dict[str, Any], response: Response) -> None:
+def _add_error(data: Json, response: Response) -> None:
     response.ending = Ending.ERROR
     error = data["error"] if isinstance(data.get("error"), dict) else {}
     response.error = str(error.get("message", data))[:300]
@@ -246,7 +245,7 @@ class Refused(StreamFailed):
 
 
 async def stream_completion(
-    host: str, port: int, body: dict[str, Any], api_key: str = "", slo: str = "", path: str = COMPLETIONS
+    host: str, port: int, body: Json, api_key: str = "", slo: str = "", path: str = COMPLETIONS
 ) -> StreamResult:
     """Send one streaming request and read the stream to its end. Raises Refused, StreamFailed, OSError."""
     request = Request(path, body, slo, api_key).encode()
@@ -276,7 +275,7 @@ async def stream_completion(
 
 
 async def run_load(
-    host: str, port: int, bodies: Sequence[dict[str, Any]], concurrency: int, path: str = COMPLETIONS
+    host: str, port: int, bodies: Sequence[Json], concurrency: int, path: str = COMPLETIONS
 ) -> list[StreamResult]:
     """All requests, `concurrency` at a time, in order of their sending."""
     pending = list(enumerate(bodies))[::-1]
@@ -338,7 +337,7 @@ class Ask:
     slo: str = ""
 
     def request(self, model: str, *, stream: bool, api_key: str = "") -> Request:
-        more: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+        more: Json = {"stream_options": {"include_usage": True}} if stream else {}
         if self.salt:
             more["cache_salt"] = self.salt
         more |= {"request_id": self.request_id, "return_token_ids": True, "ignore_eos": self.ignore_eos}
@@ -408,11 +407,11 @@ class ApiClient:
         """Any request, whatever its status."""
         return await self._http.post(path, **kwargs)
 
-    async def get(self, path: str) -> dict[str, Any]:
+    async def get(self, path: str) -> Json:
         """JSON that comes with a 2xx. Raises Unavailable."""
         return _checked(await self._http.get(path))
 
-    async def chat(self, content: str, max_tokens: int = 256, **more: Any) -> dict[str, Any]:
+    async def chat(self, content: str, max_tokens: int = 256, **more: Any) -> Json:
         """The JSON of a chat completion. Raises Unavailable."""
         messages = [{"role": "user", "content": content}]
         body = {"model": self.model, "messages": messages, "max_tokens": max_tokens, **more}
@@ -431,10 +430,10 @@ class ApiClient:
         return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("polyphase_jobs_total{")))
 
 
-def _checked(response: httpx.Response) -> dict[str, Any]:
+def _checked(response: httpx.Response) -> Json:
     if not response.is_success:
         raise Unavailable(f"{response.request.url.path}: HTTP {response.status_code}: {response.text[:300]}")
-    data: dict[str, Any] = response.json()
+    data: Json = response.json()
     return data
 
 

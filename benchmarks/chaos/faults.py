@@ -7,7 +7,6 @@ return a fault of a scenario: an async function of the suite under test.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from typing import Any
 
 from benchmarks.chaos import hostile
 from benchmarks.chaos.garbage import make_noise, send_messages
@@ -17,12 +16,12 @@ from benchmarks.chaos.wires import Port, Wire
 from benchmarks.suite import background
 from services.launcher.suite import until
 from services.launcher.supervisor import State
-from tools.client import Request
+from tools.client import Json, Request
 
 Fault = Callable[[SuiteUnderTest], Awaitable[None]]
 Targets = Callable[[SuiteUnderTest], Sequence[str]]  # names of processes
 Links = Callable[[SuiteUnderTest], Iterable[Wire]]
-Cases = Callable[[SuiteUnderTest], Iterable[tuple[str, dict[str, Any]]]]  # paths and bodies of requests
+Cases = Callable[[SuiteUnderTest], Iterable[tuple[str, Json]]]  # paths and bodies of requests
 
 # A frozen process looks like a slow one until its heartbeats, two a second, are missed for two seconds.
 NOTICED_S = 2.5

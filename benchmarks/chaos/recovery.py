@@ -16,7 +16,6 @@ from benchmarks.chaos.under_test import RUN, SuiteUnderTest
 from benchmarks.suite import background
 from services.launcher.supervisor import State
 from shared.domain.instance import InstanceState
-from shared.domain.job import Phase
 from shared.errors import PolyphaseError
 
 RECOVER_S = 10.0
@@ -59,7 +58,7 @@ async def missing(suite: SuiteUnderTest) -> list[str]:
     except PolyphaseError as error:
         return [*found, f"monitor: {error.message}"]
     return found + [
-        f"{name} is {entry['state']} as {entry['role']}" if entry else f"{name} is not registered"
+        f"{name} is {entry.state.value} as {entry.role.value}" if entry else f"{name} is not registered"
         for name, entry in wrong.items()
     ]
 
@@ -78,12 +77,13 @@ async def _held(suite: SuiteUnderTest) -> list[str]:
     held = []
     try:
         for name, entry in (await suite.instances()).items():
-            if entry["state"] == InstanceState.DEAD.value:  # its last report
+            if entry.state is InstanceState.DEAD:  # its last report
                 continue
-            load, total = entry["load"], entry["info"]["total_blocks"]
-            held += [f"{name}: {load[key]} {key}" for key in ("inflight", "staged_bytes", "waiting") if load[key]]
-            if load["free_blocks"] < total:
-                held.append(f"{name}: {total - load['free_blocks']} KV blocks")
+            load, total = entry.load, entry.info.total_blocks
+            amounts = {"inflight": load.inflight, "staged_bytes": load.staged_bytes, "waiting": load.waiting}
+            held += [f"{name}: {amount} {what}" for what, amount in amounts.items() if amount]
+            if load.free_blocks < total:
+                held.append(f"{name}: {total - load.free_blocks} KV blocks")
     except PolyphaseError as error:
         held.append(error.message)
     return held
@@ -98,7 +98,7 @@ async def _unended(suite: SuiteUnderTest, since_s: float) -> list[str]:
             except PolyphaseError as error:
                 found.append(error.message)
                 continue
-        late = [row for row in rows if row["arrived_s"] >= since_s and not Phase(row["phase"]).final]
+        late = [row for row in rows if row.arrived_s >= since_s and not row.phase.final]
         found += [f"{len(late)} jobs that do not end at {scheduler.base_url}"] if late else []
     return found
 

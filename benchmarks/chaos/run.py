@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,6 +19,7 @@ from benchmarks.chaos.scenario import Outcome, Scenario, calm, run_scenario
 from benchmarks.chaos.scenarios import SCENARIOS, TROUBLES
 from benchmarks.chaos.testbeds import OPEN, Testbed
 from benchmarks.chaos.under_test import SuiteUnderTest, running_suite_under_test
+from benchmarks.results import Result
 from services.launcher.up import until_stopped
 from shared.errors import InvalidRequest, PolyphaseError
 
@@ -36,9 +36,7 @@ class ChaosOptions:
     kv_transport: str = "tcp"
 
 
-def run_chaos_bench(
-    options: ChaosOptions, console: Console, scenarios: Sequence[Scenario] = SCENARIOS
-) -> dict[str, Any]:
+def run_chaos_bench(options: ChaosOptions, console: Console, scenarios: Sequence[Scenario] = SCENARIOS) -> Result:
     """Returns figures and aims. Raises InvalidRequest when a word of `only` names no scenario."""
     chosen = () if options.random_minutes else choose(options.only, scenarios)
     bench = _Bench(options, console, len(chosen))
@@ -52,7 +50,7 @@ def run_chaos_bench(
     return as_result(bench.outcomes, bench.took_s, finished)
 
 
-def run_troubles_bench(options: ChaosOptions, console: Console) -> dict[str, Any]:
+def run_troubles_bench(options: ChaosOptions, console: Console) -> Result:
     """The same with the scenarios whose problem the monitor's verdict must name."""
     return run_chaos_bench(options, console, TROUBLES)
 

@@ -31,6 +31,7 @@ from services.launcher.supervisor import Supervisor, supervising
 from shared.domain.instance import InstanceState, Role
 from shared.errors import PolyphaseError
 from shared.runtime.keys import digest_of
+from shared.wire.api.monitor import InstanceRow
 from tools.client import Address, Request
 
 INJECT = Path(__file__).parent / "inject"
@@ -130,7 +131,7 @@ class SuiteUnderTest(Suite):
         """SIGKILL to these; returns when the launcher has restarted them. Raises DeadlineExceeded."""
         await self.processes.back(self.processes.kill(*names))
 
-    async def wrong_roles(self) -> dict[str, dict[str, Any] | None]:
+    async def wrong_roles(self) -> dict[str, InstanceRow | None]:
         """The instances that are not ready in their first role, with their entries at the monitor."""
         found = await self.instances()
         roles = {name: role for name, role in self.roles.items() if name not in self.bed.absent}
@@ -138,7 +139,7 @@ class SuiteUnderTest(Suite):
         return {
             name: found.get(name)
             for name, want in wanted.items()
-            if name not in found or (found[name]["state"], found[name]["role"]) != want
+            if name not in found or (found[name].state, found[name].role) != want
         }
 
     async def reset_roles(self, timeout_s: float = BACK_S) -> None:
@@ -148,12 +149,12 @@ class SuiteUnderTest(Suite):
             wrong = await self.wrong_roles()
             for name, entry in wrong.items():
                 gone = (InstanceState.DEAD.value, InstanceState.UNRESPONSIVE.value)
-                if entry is None or entry["operation"] or entry["state"] in gone:
+                if entry is None or entry.operation or entry.state in gone:
                     continue
                 with suppress(PolyphaseError):
-                    if entry["role"] != self.roles[name].value:
+                    if entry.role != self.roles[name].value:
                         await self.flip(name, force=True)
-                    elif entry["state"] == InstanceState.DRAINING.value:
+                    elif entry.state == InstanceState.DRAINING.value:
                         await self.resume(name)
             return not wrong
 

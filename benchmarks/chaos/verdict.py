@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
-import msgspec
-
 from benchmarks.chaos.under_test import SuiteUnderTest
 from benchmarks.suite import until_found
 from services.launcher.suite import until
@@ -132,7 +130,7 @@ def _problem(verdict: Verdict, code: str) -> Problem | None:
 
 
 async def _verdict(monitor: MonitorClient) -> Verdict:
-    return msgspec.convert(await monitor.call("GET", "/verdict"), Verdict)
+    return await monitor.verdict()
 
 
 async def _until_named(monitor: MonitorClient, code: str) -> tuple[Verdict, Problem]:

@@ -54,7 +54,7 @@ class CheckedSuite:
 
     async def decode_instance(self, ask: Ask) -> str:
         """The instance that decodes a request. Raises NotFound."""
-        return str((await find_row(self.suite, ask.request_id))["decode_instance"])
+        return (await find_row(self.suite, ask.request_id)).decode_instance
 
     async def lose_in_stream(
         self, section: Section, lose: Callable[[str], object], streams: int, tokens: int, after: int

@@ -269,7 +269,7 @@ async def disconnects(checked: CheckedSuite, section: Section) -> None:
 
 def _endings(found: Sequence[JobRecord]) -> list[tuple[Phase, bool]]:
     """How each job ended, and whether it had tokens."""
-    return [(Phase(record.row["phase"]), bool(record.row["output_tokens"])) for record in found]
+    return [(record.row.phase, bool(record.row.output_tokens)) for record in found]
 
 
 async def _jobs_ended(api: ApiClient) -> int:
@@ -303,10 +303,12 @@ async def flips(checked: CheckedSuite, section: Section) -> None:
 async def _flip(checked: CheckedSuite, section: Section, instance: str, target: Role, load: Load) -> None:
     before = load.served
     async with checked.suite.monitor() as monitor:
-        row = await monitor.flip(instance, drain_timeout_s=30.0, who=WHO)
+        done = await monitor.flip(instance, drain_timeout_s=30.0, who=WHO)
     await checked.suite.wait_ready([instance])
-    assert (await checked.suite.instances())[instance]["role"] == target.value
-    flip_ms, drain_ms = row["flip_s"] * 1e3, row["drain_s"] * 1e3
+    assert (await checked.suite.instances())[instance].role is target
+    assert done.flip_s is not None
+    assert done.drain_s is not None
+    flip_ms, drain_ms = done.flip_s * 1e3, done.drain_s * 1e3
     times = (f"{flip_ms:.3f} ms", f"{drain_ms:.0f} ms", str(load.served - before))
     section.rows.append((instance, f"{target.other.value} → {target.value}", *times))
     section.at_most(f"{instance} to {target.value}: the flip itself", FLIP_MS, flip_ms, "ms")
@@ -332,7 +334,7 @@ async def prefill_loss(checked: CheckedSuite, section: Section) -> None:
 
     async def busy() -> str | None:
         found = (await checked.suite.instances()).items()
-        return next((n for n, e in found if e["role"] == Role.PREFILL.value and e["load"]["inflight"]), None)
+        return next((n for n, e in found if e.role is Role.PREFILL and e.load.inflight), None)
 
     victim = await until_found(busy, 10.0, "prompts in a prefill instance", poll_s=0.01)
     pid = checked.suite.kill(victim)

@@ -134,7 +134,7 @@ class Report:
         self.console.print(_figures(self.figures))
         self.console.print(f"[bold {style}]{verdict}[/]  {self.figures['total_s']:.0f} s in all.")
 
-    def as_result(self, *, finished: bool = True) -> dict[str, Any]:
+    def as_result(self, *, finished: bool = True) -> dict[str, object]:
         """Figures and aims of the JSON line."""
         aims = {
             f"{section.title}: {each.name}": {"want": each.want, "got": each.got, "met": each.met}

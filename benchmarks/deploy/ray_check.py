@@ -47,7 +47,7 @@ CLUSTER: dict[str, Any] = {
 BACK_S = 90.0
 LONG_TOKENS, LOST_AFTER = 300, 30
 STREAMS = 6
-_NODE: dict[str, Any] = {"node_ip_address": "127.0.0.1", "object_store_memory": 100 << 20, "num_cpus": 4}
+_NODE: dict[str, object] = {"node_ip_address": "127.0.0.1", "object_store_memory": 100 << 20, "num_cpus": 4}
 
 
 class RayNodes:
@@ -56,7 +56,7 @@ class RayNodes:
     def __init__(self) -> None:
         head = {**_NODE, "num_cpus": 0, "include_dashboard": False}
         self.cluster = RayCluster(initialize_head=True, head_node_args=head)
-        self._nodes: dict[str, Any] = {}
+        self._nodes: dict[str, object] = {}
 
     def add(self, **resources: float) -> None:
         node = self.cluster.add_node(resources=resources, **_NODE)
@@ -159,7 +159,7 @@ async def nodes_join(checked: RaySuite, section: Section) -> None:
     wanted = asks_for(checked.prompts.various(24, 60, 120, seed=71), 24)
     found = await asyncio.gather(*map(checked.api.complete, wanted))
     section.equal("answers", len(wanted), sum(len(answer.tokens) == 24 for answer in found))
-    used = {record.row["decode_instance"] for record in await checked.records(wanted)}
+    used = {record.row.decode_instance for record in await checked.records(wanted)}
     section.check("those that joined get work", set(waiting) <= used, waiting, sorted(used))
 
 

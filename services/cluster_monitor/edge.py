@@ -1,11 +1,10 @@
 """Bodies of the monitor's HTTP API, validated once and turned into the structs of the domain."""
 
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterator
+from typing import Annotated
 
-import msgspec
 from fastapi import Body
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from services.cluster_monitor.operations import OperationRequest
 from services.cluster_monitor.request_stats import Ended, How
@@ -15,9 +14,9 @@ from shared.domain.numbers import infinite_in
 from shared.domain.rates import Rates
 from shared.runtime.settings import Name
 from shared.wire.api import EventKind, OperationKind, Origin, Outcome, SchedulerNews
+from shared.wire.bodies import body_of
 
 Text = Annotated[str, Field(min_length=1, max_length=512)]
-Parsed = TypeVar("Parsed")
 
 
 def _port(address: str) -> str:
@@ -33,23 +32,6 @@ Http = Annotated[str, Field(pattern=r"^https?://[^\s]{1,255}$")]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 RoleName = Annotated[Role, Field(strict=False)]  # JSON has text
-
-
-def _parser(struct: type[Parsed], check: Callable[[Parsed], Iterator[str]] | None = None) -> PlainValidator:
-    """Parses JSON data as a struct. check: what is wrong with it beside its types and constraints."""
-
-    def parse(data: Any) -> Parsed:
-        if where := infinite_in(data):
-            raise ValueError(f"{where} must be a finite number")
-        try:
-            parsed = msgspec.convert(data, struct)
-        except msgspec.ValidationError as error:
-            raise ValueError(str(error)) from None
-        if check is not None and (fault := next(check(parsed), None)):
-            raise ValueError(fault)
-        return parsed
-
-    return PlainValidator(parse)
 
 
 class _Strict(BaseModel):
@@ -104,7 +86,7 @@ class Registration(_FromService):
     instance_id: Name
     generation: Count
     model: Text
-    compatibility: Annotated[Compatibility, _parser(Compatibility, _faults_of_compatibility)]
+    compatibility: Annotated[Compatibility, body_of(Compatibility, _faults_of_compatibility)]
     accelerator: Text
     dtype: Text
     tensor_parallel: Positive
@@ -116,7 +98,7 @@ class Registration(_FromService):
     http: Http
     kv_endpoints: Annotated[list[Kv], Field(max_length=1024)]
     max_seqs: Count = 0
-    rates: Annotated[Rates, _parser(Rates, _faults_of_rates)] = Rates()
+    rates: Annotated[Rates, body_of(Rates, _faults_of_rates)] = Rates()
     pipeline_parallel: Positive = 1
 
     def to_info(self) -> InstanceInfo:
@@ -168,11 +150,11 @@ class PolicyIn(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False, extra="forbid", frozen=True)
 
     name: str
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, object] = {}
 
     @field_validator("parameters")
     @classmethod
-    def _finite(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+    def _finite(cls, parameters: dict[str, object]) -> dict[str, object]:
         if where := infinite_in(parameters):
             raise ValueError(f"{where} must be a finite number")
         return parameters
@@ -185,7 +167,7 @@ def _faults_of_news(news: SchedulerNews) -> Iterator[str]:
 
 
 # A scheduler repeats news whose answer was lost: outcomes by job, seconds of demand by scheduler and second.
-NewsIn = Annotated[SchedulerNews, Body(), _parser(SchedulerNews, _faults_of_news)]
+NewsIn = Annotated[SchedulerNews, Body(), body_of(SchedulerNews, _faults_of_news)]
 
 
 def ended_of(outcome: Outcome) -> Ended:

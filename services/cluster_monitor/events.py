@@ -34,12 +34,7 @@ class Events:
     async def load(self, engine: AsyncEngine) -> None:
         """Read events of earlier monitor processes; this one's may be among them. Raises Unavailable."""
         here = {event.event_id for ring in self._rings.values() for event in ring}
-        for row in await read_events(engine, KEPT * len(EventKind)):  # newest first
-            try:
-                event = msgspec.convert({str(name): value for name, value in row.items()}, Event)
-            except msgspec.ValidationError as error:  # written by another version
-                log.warning("an event in the database was not understood", error=str(error))
-                continue
+        for event in await read_events(engine, Event, KEPT * len(EventKind)):  # newest first
             ring = self._rings[event.kind]
             if len(ring) < KEPT and event.event_id not in here:
                 ring.appendleft(event)

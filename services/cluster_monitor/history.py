@@ -29,8 +29,10 @@ from shared.errors import NotFound
 from shared.store.reading import tuples_of
 from shared.store.tables import instances, load_steps, loads
 from shared.store.tables import served as served_table
-from shared.store.write_behind import WriteBehind
+from shared.store.write_behind import Row, WriteBehind
 from shared.wire.api import Event, Operation, OperationKind, OperationResult
+from shared.wire.api.monitor import Column, Mark
+from shared.wire.api.monitor import History as HistoryAnswer
 
 LOADS_S = 5.0  # samples that share a transaction
 SERVED_S = 1.0  # between two looks at what was served
@@ -75,8 +77,8 @@ class History:
 
     def sample_served(self) -> None:
         """Queue the steps in which requests have ended since the last time."""
-        for slot, one in self.served.changed(time.time()):
-            self._store.put(served_table, _served_row(slot, one, self._life), within_s=SERVED_S)
+        for slot, served in self.served.changed(time.time()):
+            self._store.put(served_table, _served_row(slot, served, self._life), within_s=SERVED_S)
 
     def close(self) -> None:
         """Queue the steps that are under way."""
@@ -102,7 +104,7 @@ class History:
         )
 
 
-def _step_row(seen: LoadStep, life: str) -> dict[str, Any]:
+def _step_row(seen: LoadStep, life: str) -> Row:
     return {
         "step_s": seen.step_s,
         "time_s": seen.start_s,
@@ -114,16 +116,15 @@ def _step_row(seen: LoadStep, life: str) -> dict[str, Any]:
     }
 
 
-def _served_row(slot: Slot, one: Served, life: str) -> dict[str, Any]:
+def _served_row(slot: Slot, served: Served, life: str) -> Row:
     step_s, start_s, slo = slot
-    content = msgspec.json.encode(msgspec.structs.replace(one, stages={})).decode()
+    content = msgspec.json.encode(msgspec.structs.replace(served, stages={})).decode()
     row = {"step_s": step_s, "time_s": start_s, "slo": slo, "life": life, "content": content}
-    return row | {name: getattr(one, name) for name in _SERVED_COLUMNS}
+    return row | {name: getattr(served, name) for name in _SERVED_COLUMNS}
 
 
 LEAST_S = 10  # of a point
 FINE_MINUTES = 120  # a history longer than this has points of a minute at least
-Column = list[float | None]
 Columns = dict[str, Column]
 
 
@@ -136,7 +137,7 @@ class Grid(NamedTuple):
     now: float
 
     @classmethod
-    def of(cls, minutes: int, points: int, now: float) -> "Grid":
+    def up_to(cls, now: float, minutes: int, points: int) -> "Grid":
         """About `points` points over so many minutes, each a whole number of the finest rows that suit them."""
         wanted = minutes * 60 / points
         unit_s = 60 if minutes > FINE_MINUTES or wanted > 60 else LEAST_S
@@ -161,12 +162,8 @@ class Grid(NamedTuple):
         """The longest of these rows that are not longer than a point."""
         return max(step_s for step_s in steps_s if step_s <= self.step_s)
 
-    def describe(self) -> dict[str, Any]:
-        """What both pages begin with."""
-        return {"from_s": self.from_s, "to_s": self.to_s, "step_s": self.step_s, "time_s": self.times}
 
-
-async def history(engine: AsyncEngine, grid: Grid, marks: list[dict[str, Any]]) -> bytes:
+async def history(engine: AsyncEngine, grid: Grid, marks: list[Mark]) -> bytes:
     """`GET /history` as JSON. Raises Unavailable when the database fails."""
     ended = await tuples_of(engine, _rows(served_table, grid, request_stats.STEPS_S, "slo", "content"))
     loads = await tuples_of(engine, _rows(load_steps, grid, load_history.STEPS_S, "samples", "totals"))
@@ -181,9 +178,7 @@ def _rows(table: Any, grid: Grid, steps_s: Sequence[int], *names: str) -> Any:
     return select(*columns).where(*wanted).order_by(table.c.time_s)
 
 
-def _page(
-    grid: Grid, ended: Sequence[tuple[Any, ...]], loads: Sequence[tuple[Any, ...]], marks: list[dict[str, Any]]
-) -> bytes:
+def _page(grid: Grid, ended: Sequence[tuple[Any, ...]], loads: Sequence[tuple[Any, ...]], marks: list[Mark]) -> bytes:
     decode = msgspec.json.Decoder(Served).decode
     by_class: dict[str, dict[int, list[Served]]] = defaultdict(lambda: defaultdict(list))
     for time_s, slo, content in ended:
@@ -193,62 +188,68 @@ def _page(
         for slo, parts in by_class.items()
     }
     whole = (
-        [request_stats.total(one) for one in zip(*classes.values(), strict=True)]
+        [request_stats.total(served) for served in zip(*classes.values(), strict=True)]
         if classes
         else [Served() for _ in grid.times]
     )
-    seen = {grid.at(time_s) for time_s, *_ in (*ended, *loads)} | {len(grid.times) - 1}
+    recorded = {grid.at(time_s) for time_s, *_ in (*ended, *loads)} | {len(grid.times) - 1}
     targets = {slo: _targets(points) for slo, points in classes.items()}
-    busiest = max(classes, key=lambda slo: sum(one.judged for one in classes[slo]), default="")
-    return msgspec.json.encode(
-        {
-            **grid.describe(),
-            "series": served_columns(grid, whole, seen) | load_columns(grid, loads),
-            "targets": targets.get(busiest, _targets(())),
-            "classes": {slo: served_columns(grid, points, seen) for slo, points in sorted(classes.items())},
-            "class_targets": targets,
-            "marks": marks,
-        }
+    busiest = max(classes, key=lambda slo: sum(served.judged for served in classes[slo]), default="")
+    page = HistoryAnswer(
+        from_s=grid.from_s,
+        to_s=grid.to_s,
+        step_s=grid.step_s,
+        time_s=grid.times,
+        series=served_columns(grid, whole, recorded) | load_columns(grid, loads),
+        targets=targets.get(busiest, _targets(())),
+        classes={slo: served_columns(grid, points, recorded) for slo, points in sorted(classes.items())},
+        class_targets=targets,
+        marks=marks,
     )
+    return msgspec.json.encode(page)
 
 
 def _targets(points: Sequence[Served]) -> dict[str, float | None]:
-    last = next((one for one in reversed(points) if one.ttft_target_s), None)
+    last = next((served for served in reversed(points) if served.ttft_target_s), None)
     if last is None:
         return {"ttft_s": None, "tpot_s": None, "itl_s": None}
     return {"ttft_s": last.ttft_target_s, "tpot_s": last.tpot_target_s, "itl_s": last.itl_target_s or None}
 
 
-def served_columns(grid: Grid, points: Sequence[Served], seen: Collection[int]) -> Columns:
+def served_columns(grid: Grid, points: Sequence[Served], recorded: Collection[int]) -> Columns:
     """Rates, latencies, attainment and where the time went; None in points at which no monitor ran."""
     found: Columns = defaultdict(list)
-    for at, (start_s, one) in enumerate(zip(grid.times, points, strict=True)):
-        for name, value in _served_figures(one, grid.lasted_s(start_s)):
-            found[name].append(value if at in seen else None)
+    for at, (start_s, served) in enumerate(zip(grid.times, points, strict=True)):
+        for name, value in _served_figures(served, grid.lasted_s(start_s)):
+            found[name].append(value if at in recorded else None)
     return dict(found)
 
 
-def _served_figures(one: Served, lasted_s: float) -> Iterable[tuple[str, float | None]]:
-    ended = one.completed + one.failed + one.cancelled + one.refused
+def _served_figures(served: Served, lasted_s: float) -> Iterable[tuple[str, float | None]]:
+    ended = served.completed + served.failed + served.cancelled + served.refused
     for name, number in (
         ("requests", ended),
-        ("failed", one.failed),
-        ("cancelled", one.cancelled),
-        ("refused", one.refused),
-        ("prompt_tokens", one.prompt_tokens),
-        ("output_tokens", one.output_tokens),
+        ("failed", served.failed),
+        ("cancelled", served.cancelled),
+        ("refused", served.refused),
+        ("prompt_tokens", served.prompt_tokens),
+        ("output_tokens", served.output_tokens),
     ):
         yield f"{name}_per_s", round(number / lasted_s, 4)
-    for name, histogram in (("ttft", one.ttft), ("tpot", one.tpot)):
+    for name, histogram in (("ttft", served.ttft), ("tpot", served.tpot)):
         for share in (50, 99):
             yield f"{name}_p{share}_s", quantile(histogram, share / 100)
     for share in (50, 90, 99):
-        yield f"gap_p{share}_s", quantile(one.longest_gap, share / 100)
-    yield "itl_attainment", one.itl_met / one.judged if one.judged and one.itl_target_s else None
-    for name, met in (("attainment", one.met), ("ttft_attainment", one.ttft_met), ("tpot_attainment", one.tpot_met)):
-        yield name, met / one.judged if one.judged else None
+        yield f"gap_p{share}_s", quantile(served.longest_gap, share / 100)
+    yield "itl_attainment", served.itl_met / served.judged if served.judged and served.itl_target_s else None
+    for name, met in (
+        ("attainment", served.met),
+        ("ttft_attainment", served.ttft_met),
+        ("tpot_attainment", served.tpot_met),
+    ):
+        yield name, met / served.judged if served.judged else None
     for stage in Stage:
-        yield f"stage_{stage.value}_s", one.seconds.get(stage.value, 0.0) / one.timed if one.timed else None
+        yield f"stage_{stage.value}_s", served.seconds.get(stage.value, 0.0) / served.timed if served.timed else None
 
 
 def load_columns(grid: Grid, rows: Iterable[tuple[Any, ...]]) -> Columns:
@@ -256,18 +257,18 @@ def load_columns(grid: Grid, rows: Iterable[tuple[Any, ...]]) -> Columns:
     decode = msgspec.json.Decoder(Totals).decode
     sums: dict[int, Totals] = {}
     samples: dict[int, int] = defaultdict(int)
-    for time_s, number, totals in rows:
-        at, one = grid.at(time_s), decode(totals)
+    for time_s, number, content in rows:
+        at, added = grid.at(time_s), decode(content)
         samples[at] += number
         into = sums.setdefault(at, Totals())
         for name in Totals.__struct_fields__:
-            setattr(into, name, getattr(into, name) + getattr(one, name))
+            setattr(into, name, getattr(into, name) + getattr(added, name))
     points = [(sums.get(at, Totals()), samples[at]) for at in range(len(grid.times))]
     names = ("running", "waiting", "queued_prefill_tokens", "ready_prefill", "ready_decode")
-    found = {name: [_mean(getattr(one, name), number) for one, number in points] for name in names}
+    found = {name: [_mean(getattr(totals, name), number) for totals, number in points] for name in names}
     for role in Role:
         used, known = f"kv_used_{role.value}", f"kv_samples_{role.value}"
-        found[used] = [_mean(getattr(one, used), getattr(one, known)) for one, _ in points]
+        found[used] = [_mean(getattr(totals, used), getattr(totals, known)) for totals, _ in points]
     return found
 
 
@@ -275,22 +276,18 @@ def _mean(total: float, number: int) -> float | None:
     return round(total / number, 4) if number else None
 
 
-def marks_of(
-    grid: Grid, events: Iterable[Event], operations: Iterable[Operation], limit: int = 500
-) -> list[dict[str, Any]]:
-    """What to draw across the charts: these events, and flips that succeeded; newest first."""
-    found: list[dict[str, Any]] = [
-        {"time_s": one.time_s, "kind": one.kind, "instance_id": one.instance_id, "text": one.text}
-        for one in events
-        if one.time_s >= grid.from_s
+def marks_of(grid: Grid, events: Iterable[Event], operations: Iterable[Operation], limit: int = 500) -> list[Mark]:
+    """These events, and the flips that succeeded, newest first."""
+    found = [
+        Mark(event.time_s, event.kind, event.instance_id, event.text) for event in events if event.time_s >= grid.from_s
     ]
-    for one in operations:
-        succeeded = one.kind is OperationKind.FLIP and one.result is OperationResult.SUCCEEDED
-        if succeeded and one.started_s >= grid.from_s:
-            text = f"{one.from_role} → {one.to_role} by {one.who}" + (f": {one.why}" if one.why else "")
-            at_s = one.started_s + (one.total_s or 0.0)
-            found.append({"time_s": at_s, "kind": "flip", "instance_id": one.instance_id, "text": text})
-    return sorted(found, key=lambda mark: -float(mark["time_s"]))[:limit]
+    for operation in operations:
+        succeeded = operation.kind is OperationKind.FLIP and operation.result is OperationResult.SUCCEEDED
+        if succeeded and operation.started_s >= grid.from_s:
+            reasons = f": {operation.why}" if operation.why else ""
+            text = f"{operation.from_role} → {operation.to_role} by {operation.who}{reasons}"
+            found.append(Mark(operation.started_s + (operation.total_s or 0.0), "flip", operation.instance_id, text))
+    return sorted(found, key=lambda mark: -mark.time_s)[:limit]
 
 
 Who = list[tuple[str, str, str]]  # instance id, role, state
@@ -319,7 +316,8 @@ def _instances_page(grid: Grid, rows: Sequence[tuple[Any, ...]], instance_id: st
         names = [instance_id]
     means, roles, states = _gathered(steps, names, len(grid.times))
     found = {name: _encoded(means[at], roles[at], states[at]) for at, name in enumerate(names)}
-    return msgspec.json.encode({**grid.describe(), "instances": found})
+    head = {"from_s": grid.from_s, "to_s": grid.to_s, "step_s": grid.step_s, "time_s": grid.times}
+    return msgspec.json.encode({**head, "instances": found})  # an InstanceHistory
 
 
 def _encoded(means: NDArray[np.float64], roles: list[str | None], states: list[str | None]) -> msgspec.Raw:

@@ -50,13 +50,8 @@ class OperationLog:
 
     async def load(self, engine: AsyncEngine) -> None:
         """Read the newest operations of earlier monitor processes. Raises Unavailable."""
-        for row in await read_flips(engine, KEPT):  # newest first
-            if row["operation_id"] in self._operations or len(self._operations) >= KEPT:
-                continue
-            try:
-                operation = msgspec.convert({str(name): value for name, value in row.items()}, Operation)
-            except msgspec.ValidationError as error:  # written by another version
-                log.warning("an operation in the database was not understood", error=str(error))
+        for operation in await read_flips(engine, Operation, KEPT):  # newest first
+            if operation.operation_id in self._operations or len(self._operations) >= KEPT:
                 continue
             if operation.result is OperationResult.RUNNING:
                 unknown = OutcomeUnknown("the monitor ended while it was under way")

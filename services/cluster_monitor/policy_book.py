@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -16,9 +15,10 @@ from shared.errors import InvalidRequest, Unavailable
 from shared.policy import registry
 from shared.policy.registry import in_words
 from shared.runtime.logs import get_log
-from shared.store.reading import read_policies
+from shared.store.reading import PoliciesRow, read_policies
 from shared.store.tables import policies as table
-from shared.store.write_behind import WriteBehind
+from shared.store.write_behind import Row, WriteBehind
+from shared.wire.api.monitor import PoliciesInForce, PolicyChange, PolicyChoice, PolicyFollower
 
 log = get_log(__name__)
 KEEP_S = 3.0  # for the database to answer after a start, and to write a change
@@ -70,10 +70,10 @@ class PolicyBook:
         changed = {kind: one for kind, one in (former or self._kept).changed.items() if _still_known(kind, one)}
         for kind, one in changed.items():
             log.info("policy differs from the file's", kind=kind, policy=in_words(one.policy), who=one.who)
-        now = Kept(self._policies_with(changed, row["revision"] if row is not None else 0), changed)
+        now = Kept(self._policies_with(changed, row.revision if row is not None else 0), changed)
         self._recalled.set()
         if row is not None and former is not None and now.policies == former.policies:
-            self._kept, self._row = now, row
+            self._kept, self._row = now, msgspec.structs.asdict(row)
             return
         now = Kept(_next(now.policies), changed)
         self._put_in_force(now, _row(now, FILE), now.policies if former is None else former.policies)
@@ -102,24 +102,24 @@ class PolicyBook:
         if self._recalled.is_set() and not self._changing.locked():
             self._store.put(table, dict(self._row))
 
-    def describe(self) -> dict[str, Any]:
-        """`GET /policies` without the followers."""
-        changed = self._kept.changed
-        in_force = {
-            kind: {
-                **msgspec.to_builtins(self.policies.spec(kind)),
-                "file": msgspec.to_builtins(self._file.spec(kind)),
-                "changed": {"who": changed[kind].who, "since_s": changed[kind].since_s} if kind in changed else None,
-            }
-            for kind in KINDS
-        }
-        trouble = "" if self._recalled.is_set() else _UNKNOWN
-        return {
-            "revision": self.policies.revision,
-            "trouble": trouble,
-            "policies": in_force,
-            "choices": registry.choices(),
-        }
+    def describe(self, followers: "Followers") -> PoliciesInForce:
+        """`GET /policies`."""
+        return PoliciesInForce(
+            revision=self.policies.revision,
+            trouble="" if self._recalled.is_set() else _UNKNOWN,
+            policies={kind: self._choice(kind) for kind in KINDS},
+            choices=registry.choices(),
+            followers=followers.describe(self.policies),
+        )
+
+    def _choice(self, kind: str) -> PolicyChoice:
+        spec, changed = self.policies.spec(kind), self._kept.changed.get(kind)
+        return PolicyChoice(
+            name=spec.name,
+            parameters=spec.parameters,
+            file=self._file.spec(kind),
+            changed=PolicyChange(changed.who, changed.since_s) if changed is not None else None,
+        )
 
     async def _until_recalled(self) -> None:
         try:
@@ -142,7 +142,7 @@ class PolicyBook:
             self._file, revision=revision, **{kind: one.policy for kind, one in changed.items()}
         )
 
-    async def _write(self, row: dict[str, Any]) -> None:
+    async def _write(self, row: Row) -> None:
         try:
             await self._store.written(table, row, KEEP_S)
         except BaseException as error:
@@ -152,7 +152,7 @@ class PolicyBook:
                 raise Unavailable(f"nothing is changed: {error.message}") from error
             raise
 
-    def _put_in_force(self, kept: Kept, row: dict[str, Any], before: PolicySet) -> None:
+    def _put_in_force(self, kept: Kept, row: Row, before: PolicySet) -> None:
         self._kept, self._row = kept, row
         after = kept.policies
         text = ", ".join(
@@ -182,7 +182,7 @@ def _next(policies: PolicySet) -> PolicySet:
     return msgspec.structs.replace(policies, revision=max(policies.revision + 1, int(time.time() * 1000)))
 
 
-def _row(kept: Kept, who: str) -> dict[str, Any]:
+def _row(kept: Kept, who: str) -> Row:
     return {
         "cluster": _CLUSTER,
         "revision": kept.policies.revision,
@@ -192,9 +192,9 @@ def _row(kept: Kept, who: str) -> dict[str, Any]:
     }
 
 
-def _decoded(row: Mapping[str, Any]) -> Kept | None:
+def _decoded(row: PoliciesRow) -> Kept | None:
     try:
-        return msgspec.json.decode(row["content"], type=Kept)
+        return msgspec.json.decode(row.content, type=Kept)
     except msgspec.MsgspecError as error:  # written by another version
         log.error("the policies in the database were not understood; those of the file hold", error=str(error))
         return None
@@ -213,7 +213,7 @@ def _still_known(kind: str, changed: Changed) -> bool:
 class _Scheduler:
     revision: int
     trouble: str
-    heard_mono: float
+    reported_mono: float
     behind_mono: float | None = None  # since when it follows an older revision than the one in force
 
 
@@ -252,24 +252,21 @@ class Followers:
         }
         return {name: now - since for name, since in self._instances.items()}
 
-    def describe(self, policies: PolicySet) -> list[dict[str, Any]]:
+    def describe(self, policies: PolicySet) -> list[PolicyFollower]:
         """All living schedulers and instances, and whether they follow these policies."""
         self._drop_silent()
-        found = [("scheduler", name, one.revision, one.trouble) for name, one in sorted(self._schedulers.items())]
-        for record in sorted(self._registry.all(), key=lambda one: one.instance_id):
+        found = [
+            ("scheduler", name, scheduler.revision, scheduler.trouble)
+            for name, scheduler in sorted(self._schedulers.items())
+        ]
+        for record in sorted(self._registry.all(), key=lambda record: record.instance_id):
             if record.alive:
                 found.append(("instance", record.instance_id, record.policies_revision, record.policies_trouble))
         return [
-            {
-                "process": process,
-                "name": name,
-                "revision": revision,
-                "follows": revision == policies.revision and not trouble,
-                "trouble": trouble,
-            }
+            PolicyFollower(process, name, revision, revision == policies.revision and not trouble, trouble)
             for process, name, revision, trouble in found
         ]
 
     def _drop_silent(self) -> None:
         since = time.monotonic() - SILENT_S
-        self._schedulers = {name: one for name, one in self._schedulers.items() if one.heard_mono > since}
+        self._schedulers = {name: known for name, known in self._schedulers.items() if known.reported_mono > since}

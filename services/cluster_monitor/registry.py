@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import zmq
@@ -23,6 +22,7 @@ from shared.runtime.logs import get_log
 from shared.runtime.wire_version import WireVersions
 from shared.store.reading import read_instances
 from shared.wire.api import EventKind
+from shared.wire.api.monitor import InstanceRow, LoadByName
 from shared.wire.messages import Heartbeat
 from shared.wire.rpc_client import RpcClient
 from shared.wire.sockets import Sockets
@@ -70,20 +70,20 @@ class Record:
     def view(self) -> InstanceView:
         return InstanceView(self.info, self.role, self.state, self.load)
 
-    def describe(self) -> dict[str, Any]:
-        """As JSON for people and dashboards."""
-        return {
-            "instance_id": self.instance_id,
-            "role": self.role.value,
-            "state": self.state.value,
-            "state_since_s": self.state_since_s,
-            "registered_s": self.registered_s,
-            "operation": self.operation,
-            "death": self.death,
-            "connected": self.client.connected,
-            "info": msgspec.to_builtins(self.info),
-            "load": self.load.by_name(),
-        }
+    def row(self) -> InstanceRow:
+        """The record as HTTP answers have it."""
+        return InstanceRow(
+            instance_id=self.instance_id,
+            role=self.role,
+            state=self.state,
+            state_since_s=self.state_since_s,
+            registered_s=self.registered_s,
+            operation=self.operation,
+            death=self.death,
+            connected=self.client.connected,
+            info=self.info,
+            load=LoadByName.from_load(self.load),
+        )
 
     def apply(self, beat: Heartbeat, now_mono: float) -> bool:
         """Apply a heartbeat and wake the tasks that wait for one like it. Returns whether it changes `info`."""
@@ -395,14 +395,14 @@ class Memory:
         """Read the database; returns the instances that were dead already. Raises Unavailable."""
         dead = []
         for row in await read_instances(engine):
-            if row["state"] not in set(InstanceState):  # it left, or was forgotten
+            if row.state not in set(InstanceState):  # it left, or was forgotten
                 continue
             try:
-                info, role = msgspec.json.decode(row["info"], type=InstanceInfo), Role(row["role"])
+                info, role = msgspec.json.decode(row.info, type=InstanceInfo), Role(row.role)
             except (msgspec.MsgspecError, ValueError) as error:  # written by another version
-                log.warning("instance row not understood", instance_id=row["instance_id"], error=str(error))
+                log.warning("instance row not understood", instance_id=row.instance_id, error=str(error))
                 continue
-            if row["state"] == InstanceState.DEAD:
+            if row.state == InstanceState.DEAD:
                 dead.append((info, role))
             else:
                 self._living[info.instance_id] = info, role

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from math import inf
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
@@ -30,9 +30,12 @@ from shared.domain.instance import Role
 from shared.domain.route import PolicySpec
 from shared.errors import PolyphaseError, Unavailable
 from shared.runtime.actor import actor
+from shared.runtime.http import json_response
 from shared.runtime.settings import Name
 from shared.wire.api import DemandProfile, EventKind, OperationKind
-from shared.wire.clients.http import JsonClient
+from shared.wire.api.monitor import ClusterSummary, NewsAccepted, Registered
+from shared.wire.api.worker import InstanceDetails, LogLines, MonitoredDetails
+from shared.wire.clients.http import Answer, JsonClient
 
 INSTANCE_TIMEOUT_S = 2.0  # for an instance to answer questions about itself
 MARKS = (  # kinds of events that are drawn across the history's charts
@@ -48,6 +51,7 @@ MARKS = (  # kinds of events that are drawn across the history's charts
     EventKind.VERDICT,
 )
 MAX_MARKS = 500
+SUMMED_LOADS = ("queued_prefill", "queued_prefill_tokens", "running", "waiting", "decoding", "inflight")
 Minutes = Annotated[int, Query(ge=5, le=1_440)]
 Points = Annotated[int, Query(ge=2, le=720)]
 Limit = Annotated[int, Query(ge=1, le=1_000)]
@@ -63,15 +67,11 @@ Who = Annotated[str, Depends(actor)]
 router = APIRouter()
 
 
-def _json(answer: object) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")
-
-
 # Instances, and operations on them.
 
 
 @router.post("/instances")
-async def register(monitor: Monitor, body: Registration) -> dict[str, Any]:
+async def register(monitor: Monitor, body: Registration) -> Response:
     """Join the cluster; 409 with the reason when the instance does not fit."""
     try:
         record = monitor.registry.register(body.to_info(), body.role)
@@ -79,19 +79,20 @@ async def register(monitor: Monitor, body: Registration) -> dict[str, Any]:
         monitor.events.refused(body.instance_id, body.role.value, error.message)
         raise
     monitor.memory.drop(record.instance_id)
-    return {"instance_id": record.instance_id, "state": record.state.value}
+    return json_response(Registered(record.instance_id, record.state))
 
 
 @router.get("/instances")
-async def list_instances(monitor: Monitor) -> list[dict[str, Any]]:
+async def list_instances(monitor: Monitor) -> Response:
     """All instances; dead ones until they return or are forgotten."""
-    return [r.describe() for r in sorted(monitor.registry.all(), key=lambda r: r.instance_id)]
+    records = sorted(monitor.registry.all(), key=lambda record: record.instance_id)
+    return json_response([record.row() for record in records])
 
 
 @router.get("/instances/{instance_id}")
-async def get_instance(monitor: Monitor, instance_id: str) -> dict[str, Any]:
+async def get_instance(monitor: Monitor, instance_id: str) -> Response:
     """One instance."""
-    return monitor.registry.get(instance_id).describe()
+    return json_response(monitor.registry.get(instance_id).row())
 
 
 @router.delete("/instances/{instance_id}")
@@ -112,105 +113,100 @@ async def leave(monitor: Monitor, instance_id: str, body: LeaveIn) -> dict[str, 
 async def drain(monitor: Monitor, instance_id: str, who: Who, body: DrainIn | None = None) -> Response:
     """Give the instance no new work; answers when it has none left."""
     request = (body or DrainIn()).to_request(OperationKind.DRAIN, instance_id, who)
-    return _json(await monitor.operations.run(request))
+    return json_response(await monitor.operations.run(request))
 
 
 @router.post("/instances/{instance_id}/resume")
 async def resume(monitor: Monitor, instance_id: str, who: Who, body: OperationIn | None = None) -> Response:
     """Give the instance work again."""
     request = (body or OperationIn()).to_request(OperationKind.RESUME, instance_id, who)
-    return _json(await monitor.operations.run(request))
+    return json_response(await monitor.operations.run(request))
 
 
 @router.post("/instances/{instance_id}/flip")
 async def flip(monitor: Monitor, instance_id: str, who: Who, body: FlipIn | None = None) -> Response:
     """Change the instance's role; answers when it works in the new one, with drain and flip times apart."""
     request = (body or FlipIn()).to_request(OperationKind.FLIP, instance_id, who)
-    return _json(await monitor.controller.run(request))
+    return json_response(await monitor.controller.run(request))
 
 
 @router.get("/operations/{operation_id}")
 async def operation(monitor: Monitor, operation_id: str) -> Response:
     """How an operation stands: running, succeeded, failed, refused, expired, or unknown after the monitor's own end."""
-    return _json(monitor.operations.describe(operation_id))
+    return json_response(monitor.operations.describe(operation_id))
 
 
 @router.get("/flips")
 async def flips(monitor: Monitor, limit: Limit = 100) -> Response:
     """The log of flips, drains and resumes, newest first."""
-    return _json(monitor.operation_log.newest(limit))
+    return json_response(monitor.operation_log.newest(limit))
 
 
 @router.get("/instances/{instance_id}/details")
-async def details(monitor: Monitor, instance_id: str) -> dict[str, Any]:
+async def details(monitor: Monitor, instance_id: str) -> Response:
     """What the instance reports about itself, and what the monitor knows; 503 or 504 where it does not answer."""
-    answer: dict[str, Any] = await _ask(monitor, instance_id, "/details", {})
+    answer = await _query(monitor, instance_id, "/details", InstanceDetails)
     record = monitor.registry.get(instance_id)
     restarts = monitor.events.newest(1_000, kinds=(EventKind.RESTARTED,), instance_id=instance_id)
-    return {**answer, "known": record.describe(), "restarts": len(restarts)}
+    reported = msgspec.structs.asdict(answer)
+    return json_response(MonitoredDetails(**reported, known=record.row(), restarts=len(restarts)))
 
 
 @router.get("/instances/{instance_id}/log")
-async def log_tail(
-    monitor: Monitor, instance_id: str, lines: Annotated[int, Query(ge=1, le=2_000)] = 200
-) -> dict[str, Any]:
+async def log_tail(monitor: Monitor, instance_id: str, lines: Annotated[int, Query(ge=1, le=2_000)] = 200) -> Response:
     """The last lines of the instance's log, oldest first."""
-    answer: dict[str, Any] = await _ask(monitor, instance_id, "/log", {"lines": lines})
-    return answer
+    return json_response(await _query(monitor, instance_id, "/log", LogLines, lines=lines))
 
 
-async def _ask(monitor: State, instance_id: str, path: str, params: dict[str, int]) -> Any:
+async def _query(monitor: State, instance_id: str, path: str, answer: type[Answer], **params: int) -> Answer:
     record = monitor.registry.get(instance_id)
     if not record.alive:
         raise Unavailable(f"{instance_id} is dead ({record.death}) and cannot answer")
     async with JsonClient(record.info.http) as client:
-        return await client.call("GET", path, params=params, timeout_s=INSTANCE_TIMEOUT_S)
+        return await client.get(path, answer, timeout_s=INSTANCE_TIMEOUT_S, **params)
 
 
 # The cluster as a whole.
 
 
 @router.get("/cluster")
-async def cluster(monitor: Monitor) -> dict[str, Any]:
+async def cluster(monitor: Monitor) -> Response:
     """A summary for dashboards."""
     records = list(monitor.registry.all())
     alive = [record for record in records if record.alive]
     states = {role.value: Counter(r.state.value for r in records if r.role is role) for role in Role}
-    totals = {
-        name: sum(getattr(r.load, name) for r in alive)
-        for name in ("queued_prefill", "queued_prefill_tokens", "running", "waiting", "decoding", "inflight")
-    }
-    return {
-        "time_s": time.time(),
-        "sequence": monitor.broadcaster.sequence,
-        "model": alive[0].info.model if alive else "",
-        "compatibility": msgspec.to_builtins(alive[0].info.compatibility) if alive else None,
-        "instances": states,
-        "known": {role.value: sum(states[role.value].values()) for role in Role},  # dead ones included
-        "totals": totals,
-        "operations": {r.instance_id: r.operation for r in records if r.operation},
-        "slo": monitor.slo.describe(),
-    }
+    summary = ClusterSummary(
+        time_s=time.time(),
+        sequence=monitor.broadcaster.sequence,
+        model=alive[0].info.model if alive else "",
+        compatibility=alive[0].info.compatibility if alive else None,
+        instances=dict(states),
+        known={role: counts.total() for role, counts in states.items()},
+        totals={name: sum(getattr(record.load, name) for record in alive) for name in SUMMED_LOADS},
+        operations={record.instance_id: record.operation for record in records if record.operation},
+        slo=monitor.slo.reports(),
+    )
+    return json_response(summary)
 
 
 @router.get("/verdict")
 async def verdict(monitor: Monitor) -> Response:
     """The health of the cluster: a Verdict of `shared.domain.verdict`, over the shortest SLO window."""
-    return _json(monitor.judge.verdict(monitor.policies.policies))
+    return json_response(monitor.judge.verdict(monitor.policies.policies))
 
 
 @router.get("/slo")
-async def slo(monitor: Monitor) -> list[dict[str, Any]]:
+async def slo(monitor: Monitor) -> Response:
     """Attainment and percentiles by class and window."""
-    return monitor.slo.describe()
+    return json_response(monitor.slo.reports())
 
 
 @router.get("/history")
 async def get_history(monitor: Monitor, minutes: Minutes = 60, points: Points = 120) -> Response:
     """Rates, latencies, attainment, load and where the time went, in columns; and the events of that time."""
-    grid = Grid.of(minutes, points, time.time())
-    found = monitor.events.newest(MAX_MARKS, grid.from_s, MARKS)
-    marks = history.marks_of(grid, found, monitor.operation_log.newest_first(), MAX_MARKS)
+    grid = Grid.up_to(time.time(), minutes, points)
+    events = monitor.events.newest(MAX_MARKS, grid.from_s, MARKS)
+    marks = history.marks_of(grid, events, monitor.operation_log.newest_first(), MAX_MARKS)
     return Response(await history.history(monitor.engine, grid, marks), media_type="application/json")
 
 
@@ -219,7 +215,7 @@ async def history_of_instances(
     monitor: Monitor, minutes: Minutes = 60, points: Points = 120, instance: Name | None = None
 ) -> Response:
     """Role, state and load of each instance in columns; null where nothing is known."""
-    grid = Grid.of(minutes, points, time.time())
+    grid = Grid.up_to(time.time(), minutes, points)
     page = await history.instances_over_time(monitor.engine, grid, instance or "")
     return Response(page, media_type="application/json")
 
@@ -236,7 +232,9 @@ async def events(
     """The cluster's log, newest first: later than `since` and before `before` (unix seconds), of some kinds or of one
     instance only if any is named.
     """
-    return _json(monitor.events.newest(limit, since, kind or (), instance or "", inf if before is None else before))
+    return json_response(
+        monitor.events.newest(limit, since, kind or (), instance or "", inf if before is None else before)
+    )
 
 
 @router.post("/events")
@@ -249,27 +247,25 @@ async def happened(monitor: Monitor, body: HappenedIn) -> dict[str, bool]:
 
 
 @router.post("/schedulers/{scheduler_id}/news")
-async def scheduler_news(monitor: Monitor, scheduler_id: Name, body: NewsIn) -> dict[str, int]:
+async def scheduler_news(monitor: Monitor, scheduler_id: Name, body: NewsIn) -> Response:
     """A scheduler reports how requests ended (each job counts once), the demand of its clients, second by second, and
-    which policies it follows. Answers how many outcomes and seconds were of use.
+    which policies it follows. Answers how many outcomes and seconds were new.
     """
     monitor.followers.update(scheduler_id, body.revision, body.trouble)
     monitor.judge.peers.update(scheduler_id, body.gateways, body.left, leaving=body.leaving)
     for outcome in body.outcomes:
         if outcome.losses:
             monitor.events.request_refused(outcome.job_id, outcome.ended_s, outcome.losses)
-    return {
-        "outcomes": monitor.slo.take((outcome.job_id, ended_of(outcome)) for outcome in body.outcomes),
-        "demand": monitor.demand.take(body.demand),
-    }
+    outcomes = monitor.slo.take((outcome.job_id, ended_of(outcome)) for outcome in body.outcomes)
+    return json_response(NewsAccepted(outcomes, monitor.demand.take(body.demand)))
 
 
 @router.get("/demand")
-async def demand(monitor: Monitor) -> dict[str, Any]:
+async def demand(monitor: Monitor) -> Response:
     """Demand over all schedulers, since the last shift and at most for the last minute; null while it is not known.
     Also the last five minutes second by second, the shifts in them, and the roles that would serve this demand best.
     """
-    return monitor.demand.describe(monitor.controller.wanted())
+    return json_response(monitor.demand.describe(monitor.controller.wanted()))
 
 
 @router.get("/demand/profile")
@@ -278,24 +274,23 @@ async def demand_profile(monitor: Monitor, least_requests: Annotated[int, Query(
     what operators' flips forbid.
     """
     facts, shift = monitor.controller.facts(), monitor.demand.last_shift
-    return _json(DemandProfile(monitor.demand.profile(least_requests), shift, facts.kept, facts.barred))
+    return json_response(DemandProfile(monitor.demand.profile(least_requests), shift, facts.kept, facts.barred))
 
 
 # Policies.
 
 
 @router.get("/policies")
-async def get_policies(monitor: Monitor) -> dict[str, Any]:
+async def get_policies(monitor: Monitor) -> Response:
     """The policies in force, what the cluster file says, who changed what, the choices, and who follows."""
-    followers = monitor.followers.describe(monitor.policies.policies)
-    return {**monitor.policies.describe(), "followers": followers}
+    return json_response(monitor.policies.describe(monitor.followers))
 
 
 @router.put("/policies")
-async def put_policies(monitor: Monitor, who: Who, change: dict[str, PolicyIn | None]) -> dict[str, Any]:
+async def put_policies(monitor: Monitor, who: Who, change: dict[str, PolicyIn | None]) -> Response:
     """Change the policies of the kinds that are named; null: back to the cluster file's."""
-    wanted = {kind: PolicySpec(one.name, one.parameters) if one else None for kind, one in change.items()}
-    await monitor.policies.change(wanted, who)
+    specs = {kind: PolicySpec(policy.name, policy.parameters) if policy else None for kind, policy in change.items()}
+    await monitor.policies.change(specs, who)
     return await get_policies(monitor)
 
 
@@ -307,17 +302,24 @@ def targets_router(configured: Iterable[ScrapeTarget]) -> APIRouter:
     router = APIRouter()
 
     @router.get("/sd/prometheus")
-    async def prometheus(monitor: Monitor, request: Request) -> list[dict[str, Any]]:
+    async def prometheus(monitor: Monitor, request: Request) -> Response:
         """Every process of the cluster that has metrics, with its service, its name and its instance id.
 
         A standby answers 503, and Prometheus keeps the targets that it was given last.
         """
-        return targets(configured, monitor.registry.all(), request.url.netloc)
+        return json_response(targets(configured, monitor.registry.all(), request.url.netloc))
 
     return router
 
 
-def targets(configured: Iterable[ScrapeTarget], records: Iterable[Record], own_address: str) -> list[dict[str, Any]]:
+class TargetGroup(msgspec.Struct, frozen=True):
+    """One entry of Prometheus' HTTP service discovery: addresses with the labels of their series."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
+def targets(configured: Iterable[ScrapeTarget], records: Iterable[Record], own_address: str) -> list[TargetGroup]:
     """As Prometheus' HTTP service discovery reads it.
 
     Dead instances are included until they return or are forgotten, so that an alert can see that they are down. The
@@ -333,7 +335,7 @@ def targets(configured: Iterable[ScrapeTarget], records: Iterable[Record], own_a
     return found
 
 
-def _target(url: str, labels: dict[str, str]) -> dict[str, Any]:
+def _target(url: str, labels: dict[str, str]) -> TargetGroup:
     parts = urlsplit(url)
     scheme = {"__scheme__": parts.scheme} if parts.scheme != "http" else {}
-    return {"targets": [parts.netloc], "labels": {**labels, **scheme}}
+    return TargetGroup([parts.netloc], {**labels, **scheme})

@@ -3,9 +3,7 @@
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from random import Random
-from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter
@@ -18,8 +16,9 @@ from shared.domain.slo import SloReport
 from shared.policy.demand import DemandBook
 from shared.runtime.logs import get_log
 from shared.store.tables import slo_windows
-from shared.store.write_behind import WriteBehind
+from shared.store.write_behind import Row, WriteBehind
 from shared.wire.api import EventKind, NoticedShift
+from shared.wire.api.monitor import DemandAnswer
 
 log = get_log(__name__)
 SEEN = 50_000  # jobs remembered, so that none is counted twice
@@ -60,9 +59,6 @@ class SloService:
         """Every class and window up to now."""
         return self._windows.reports(time.time())
 
-    def describe(self) -> list[dict[str, Any]]:
-        return [asdict(report) for report in self.reports()]
-
     def sample(self) -> None:
         """Queue the present windows for the database."""
         now = time.time()
@@ -79,7 +75,7 @@ def _judged(ended: Ended) -> SloOutcome | None:
     return SloOutcome(**{name: getattr(ended, name) for name in names}, failed=ended.how is not How.COMPLETED)
 
 
-def _row(report: SloReport, now: float) -> dict[str, Any]:
+def _row(report: SloReport, now: float) -> Row:
     return {
         "slo": report.slo,
         "window_s": report.window_s,
@@ -153,15 +149,15 @@ class DemandService:
     def last_shift(self) -> NoticedShift | None:
         return self._noticed[-1] if self._noticed else None
 
-    def describe(self, roles: RolesWanted | None) -> dict[str, Any]:
-        """`GET /demand`: the profile, the last seconds, the shifts noticed in them, and the roles that suit it best."""
+    def describe(self, roles: RolesWanted | None) -> DemandAnswer:
+        """`GET /demand`. roles: those that would serve the demand best."""
         since_s = time.time() - KEPT_S
-        return {
-            "demand": msgspec.to_builtins(self.demand()),
-            "seconds": [msgspec.to_builtins(one) for one in self._seconds if one.second >= since_s],
-            "shifts": [msgspec.to_builtins(shift) for shift in self._noticed if shift.at_s >= since_s],
-            "roles": msgspec.to_builtins(roles),
-        }
+        return DemandAnswer(
+            demand=self.demand(),
+            seconds=[each for each in self._seconds if each.second >= since_s],
+            shifts=[shift for shift in self._noticed if shift.at_s >= since_s],
+            roles=roles,
+        )
 
 
 def in_words(shift: Shift) -> str:

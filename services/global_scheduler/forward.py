@@ -101,7 +101,7 @@ async def post_all(queue: DeliveryQueue, client: JsonClient, path: str) -> None:
     """
 
     async def post(batches: Sequence[Batch]) -> None:
-        await client.call("POST", path, body=batches[0], timeout_s=TIMEOUT_S)
+        await client.call("POST", path, dict[str, int], body=batches[0], timeout_s=TIMEOUT_S)
 
     while queue and await deliver((queue,), post):
         pass

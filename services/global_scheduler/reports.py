@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
@@ -20,9 +20,11 @@ from shared.domain.route import Route
 from shared.errors import Busy, Delayed, InstancesLost, Overloaded
 from shared.runtime.logs import get_log
 from shared.store.tables import requests
-from shared.store.write_behind import WriteBehind
+from shared.store.write_behind import Row, WriteBehind
 from shared.timeline import RequestTimeline
 from shared.wire.api import Ending, LostInstance, Outcome
+from shared.wire.api.predictor import Observation
+from shared.wire.api.scheduler import RequestRow
 from shared.wire.messages import JobReport, JobReports, PlaceRequest, Refused
 from shared.wire.rpc_server import ServerCall
 
@@ -105,14 +107,14 @@ class Reports:
             self._metrics.lost.inc(len(swept.lost))
             log.warning("jobs lost with their gateway", count=len(swept.lost), first=swept.lost[0])
 
-    def newest(self, phase: Phase | None, limit: int) -> list[dict[str, Any]]:
-        """Jobs in memory, newest first, without timelines."""
-        found: list[dict[str, Any]] = []
+    def newest(self, phase: Phase | None, limit: int) -> list[RequestRow]:
+        """Jobs in memory, newest first."""
+        found: list[RequestRow] = []
         for report in reversed(self._jobs.values()):
             if len(found) >= limit:
                 break
             if phase is None or report.phase is phase:
-                found.append(plain(report))
+                found.append(row_of(report))
         return found
 
     def get(self, job_id: str) -> JobReport | None:
@@ -145,10 +147,12 @@ class Reports:
         self._placer.ended(job_id, output_tokens, met)
         self._monitor.job_ended(job_id, output_tokens)
 
-    def _row(self, report: JobReport, now: float) -> dict[str, Any]:
-        row = {**plain(report), "scheduler_id": self._scheduler_id, "final": report.phase.final, "updated_s": now}
+    def _row(self, report: JobReport, now: float) -> Row:
+        columns = {name: getattr(report, name) for name in _COLUMNS} | {"phase": report.phase.value}
         ended = report.timeline is not None and report.phase.final
-        return {**row, "timeline": msgspec.json.encode(report.timeline).decode() if ended else None}
+        timeline = msgspec.json.encode(report.timeline).decode() if ended else None
+        own = {"scheduler_id": self._scheduler_id, "final": report.phase.final, "updated_s": now}
+        return {**columns, **own, "timeline": timeline}
 
 
 def _row_key(report: JobReport) -> tuple[object, ...]:
@@ -156,25 +160,22 @@ def _row_key(report: JobReport) -> tuple[object, ...]:
     return report.phase, report.prefill_instance, report.decode_instance, report.split, report.outcome
 
 
-_NO_COLUMNS = ("phase", "timeline", "prediction", "asked", "max_tokens", "losses")
-_COLUMNS = tuple(name for name in JobReport.__struct_fields__ if name not in _NO_COLUMNS)
+_COLUMNS = RequestRow.__struct_fields__
 
 
-def plain(report: JobReport) -> dict[str, Any]:
-    """A report without its timeline, as a row of the status table."""
-    return {"phase": report.phase.value} | {name: getattr(report, name) for name in _COLUMNS}
+def row_of(report: JobReport) -> RequestRow:
+    """A report without its timeline, as HTTP answers have it."""
+    return RequestRow(**{name: getattr(report, name) for name in _COLUMNS})
 
 
-def _length(report: JobReport) -> dict[str, Any]:
+def _length(report: JobReport) -> Observation:
     """What a predictor learns from, and is judged by."""
-    found: dict[str, Any] = {
-        "prompt_tokens": report.prompt_tokens,
-        "output_tokens": report.output_tokens,
-        "max_tokens": report.max_tokens or None,
-    }
-    if (prediction := report.prediction) is not None:
-        found |= {"model": prediction.model, "classified": prediction.classified, "expected_tokens": prediction.mean}
-    return found
+    found = Observation(report.prompt_tokens, report.output_tokens, report.max_tokens or None)
+    if (prediction := report.prediction) is None:
+        return found
+    return msgspec.structs.replace(
+        found, model=prediction.model, classified=prediction.classified, expected_tokens=prediction.mean
+    )
 
 
 def outcome_of(report: JobReport, slo: Slo, now: float) -> Outcome:
@@ -184,7 +185,7 @@ def outcome_of(report: JobReport, slo: Slo, now: float) -> Outcome:
     predicted = ""
     if report.asked:
         predicted = "none" if report.prediction is None else "classifier" if report.prediction.model else "observed"
-    return Outcome(
+    outcome = Outcome(
         job_id=report.job_id,
         slo=report.slo,
         ended_s=now,
@@ -203,8 +204,8 @@ def outcome_of(report: JobReport, slo: Slo, now: float) -> Outcome:
         output_tokens=report.output_tokens,
         predicted=predicted,
         losses=[LostInstance(loss.position, loss.instance_id) for loss in lost],
-        **(_spent(report.timeline) if report.timeline is not None else {}),
     )
+    return outcome if report.timeline is None else _with_times(outcome, report.timeline)
 
 
 def refusal_of(refused: Refused, now: float) -> Outcome:
@@ -213,8 +214,8 @@ def refusal_of(refused: Refused, now: float) -> Outcome:
     return Outcome(job_id=job_id, slo=refused.slo, ended_s=now, phase="refused", code=refused.code, count=refused.count)
 
 
-def _spent(timeline: RequestTimeline) -> dict[str, Any]:
-    """Seconds by kind of span, the part of them before the first token, and the transfers."""
+def _with_times(outcome: Outcome, timeline: RequestTimeline) -> Outcome:
+    """With the seconds by kind of span, the part of them before the first token, and the transfers."""
     seconds: dict[str, float] = defaultdict(float)
     before: dict[str, float] = defaultdict(float)
     first_s = timeline.first_token_s or inf
@@ -222,17 +223,18 @@ def _spent(timeline: RequestTimeline) -> dict[str, Any]:
         seconds[span.span.value] += max(0.0, span.ended_s - span.started_s)
         if span.started_s < first_s:
             before[span.span.value] += max(0.0, min(span.ended_s, first_s) - span.started_s)
-    moved = [one for one in timeline.transfers if one.outcome is not TransferOutcome.LOCAL]
-    failed = [one for one in moved if one.outcome is TransferOutcome.RECOMPUTED]
-    return {
-        "seconds": dict(seconds),
-        "before_first": dict(before),
-        "whole_s": max(0.0, timeline.ended_s - timeline.arrived_s) if timeline.ended_s else 0.0,
-        "transfers": len(moved),
-        "transfers_failed": len(failed),
-        "transfer_bytes": sum(one.wire_bytes for one in moved),
-        "transfer_faults": dict(Counter(_fault(one.error) for one in failed)),
-    }
+    moved = [transfer for transfer in timeline.transfers if transfer.outcome is not TransferOutcome.LOCAL]
+    failed = [transfer for transfer in moved if transfer.outcome is TransferOutcome.RECOMPUTED]
+    return msgspec.structs.replace(
+        outcome,
+        seconds=dict(seconds),
+        before_first=dict(before),
+        whole_s=max(0.0, timeline.ended_s - timeline.arrived_s) if timeline.ended_s else 0.0,
+        transfers=len(moved),
+        transfers_failed=len(failed),
+        transfer_bytes=sum(transfer.wire_bytes for transfer in moved),
+        transfer_faults=dict(Counter(_fault(transfer.error) for transfer in failed)),
+    )
 
 
 def _fault(error: str) -> str:

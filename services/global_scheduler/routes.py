@@ -1,19 +1,20 @@
 """The scheduler's HTTP API: the status table of requests, and the policies that it follows."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.global_scheduler.placer import Placer
-from services.global_scheduler.reports import Reports, plain
+from services.global_scheduler.reports import Reports, row_of
 from shared.domain.job import Phase, job_name
 from shared.domain.policies import ROUTING
 from shared.errors import NotFound
-from shared.store.reading import Order, RequestSearch, read_request, read_requests, search_requests
+from shared.runtime.http import json_response
+from shared.store.reading import Order, RequestSearch, read_request, read_requests, read_timeline, search_requests
 from shared.store.write_behind import WriteBehind
+from shared.wire.api.scheduler import FollowedPolicies, RequestPage, StoredRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,11 @@ async def list_requests(
     phase: Phase | None = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
     source: Annotated[str, Query(pattern="^(memory|database)$")] = "memory",
-) -> list[dict[str, Any]]:
+) -> Response:
     """The newest jobs: this scheduler's from memory, or all schedulers' from the database."""
     if source == "database":
-        return await read_requests(scheduler.engine, phase=phase.value if phase else None, limit=limit)
-    return scheduler.reports.newest(phase, limit)
+        return json_response(await read_requests(scheduler.engine, StoredRequest, phase=phase, limit=limit))
+    return json_response(scheduler.reports.newest(phase, limit))
 
 
 @router.get("/requests/search")
@@ -65,7 +66,7 @@ async def search(
     order: Order = Order.NEWEST,
     limit: Annotated[int, Query(ge=1, le=1_000)] = 100,
     offset: Annotated[int, Query(ge=0, le=100_000)] = 0,
-) -> dict[str, Any]:
+) -> Response:
     """Jobs of all schedulers, from the database. job: the beginning of its id, in which a client's name may be as it
     was sent; instance: of either phase; missed: whether it missed a target; since, until: unix seconds of the arrival.
     """
@@ -73,21 +74,17 @@ async def search(
     search = RequestSearch(
         job_name(job), caller, slo, instance, outcome, named, missed, since, until, order, limit, offset
     )
-    rows, more = await search_requests(scheduler.engine, search)
-    return {"rows": rows, "more": more}
+    return json_response(RequestPage(*await search_requests(scheduler.engine, StoredRequest, search)))
 
 
 @router.get("/requests/{job_id}")
-async def get_request(scheduler: Scheduler, job_id: str) -> dict[str, Any]:
+async def get_request(scheduler: Scheduler, job_id: str) -> Response:
     """One job's row."""
     report = scheduler.reports.get(job_id)
-    if report is not None:
-        return plain(report)
-    row = await read_request(scheduler.engine, job_id)
+    row = row_of(report) if report is not None else await read_request(scheduler.engine, StoredRequest, job_id)
     if row is None:
         raise NotFound(f"no job {job_id!r}")
-    row.pop("timeline")
-    return row
+    return json_response(row)
 
 
 @router.get("/requests/{job_id}/timeline")
@@ -95,16 +92,16 @@ async def get_timeline(scheduler: Scheduler, job_id: str) -> Response:
     """The RequestTimeline of a job, as far as it is known."""
     report = scheduler.reports.get(job_id)
     if report is not None and report.timeline is not None:
-        return Response(msgspec.json.encode(report.timeline), media_type="application/json")
-    row = await read_request(scheduler.engine, job_id) if report is None else None
-    if row is not None and row["timeline"]:
-        return Response(row["timeline"], media_type="application/json")
-    raise NotFound(f"no timeline of job {job_id!r}" + (" yet" if report or row else ""))
+        return json_response(report.timeline)
+    if report is None and (stored := await read_timeline(scheduler.engine, job_id)):
+        return Response(stored, media_type="application/json")
+    exists = report is not None or await read_request(scheduler.engine, StoredRequest, job_id) is not None
+    raise NotFound(f"no timeline of job {job_id!r}" + (" yet" if exists else ""))
 
 
 @router.get("/policies")
-async def get_policies(scheduler: Scheduler) -> dict[str, Any]:
+async def get_policies(scheduler: Scheduler) -> Response:
     """The policies that this scheduler follows; the monitor changes them."""
     policies, trouble = scheduler.placer.followed
-    followed = {kind: msgspec.to_builtins(policies.spec(kind)) for kind in ROUTING}
-    return {"revision": policies.revision, "trouble": trouble, **followed}
+    followed = {kind: policies.spec(kind) for kind in ROUTING}
+    return json_response(FollowedPolicies(policies.revision, trouble, **followed))

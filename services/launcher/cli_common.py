@@ -4,12 +4,13 @@ Completion reads local files only.
 """
 
 import json
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -58,7 +59,7 @@ def _data_dir(context: typer.Context) -> Path:
     return Path(context.params.get("data_dir") or ".polyphase")
 
 
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 DATA_DIR = Path(".polyphase")
 
 DataDir = Annotated[Path, typer.Option("--data-dir", help="The folder with state, logs and database of the suite.")]
@@ -91,7 +92,7 @@ def _engine() -> str:
     return "not installed"
 
 
-def until_interrupted(work: Coroutine[Any, Any, Result]) -> Result | None:
+def until_interrupted(work: Coroutine[Any, Any, Returned]) -> Returned | None:
     """Run a command that Ctrl-C ends without an error."""
     import asyncio
 
@@ -101,17 +102,21 @@ def until_interrupted(work: Coroutine[Any, Any, Result]) -> Result | None:
         return None
 
 
+# The result of a command that measures:
+# {"figures": {name_unit: number}, "aims": {name: Aim}, "notes": [str], "tables": {title: rows}}
+Result = dict[str, Any]
+Aim = dict[str, Any]  # "want", "got", "met"
 _WORDS = ("scenario", "policy", "run")  # columns of text
 
 
-def summary(result: dict[str, Any]) -> dict[str, Any]:
+def summary(result: Result) -> Result:
     """The JSON object of a command that measures; `ok` if all aims are met."""
     figures, aims = result.get("figures", {}), result.get("aims", {})
     tables = {"tables": result["tables"]} if result.get("tables") else {}
     return {"ok": all(aim["met"] for aim in aims.values()), "figures": figures, "aims": aims, **tables}
 
 
-def report(console: Console, result: dict[str, Any], as_json: bool) -> bool:
+def report(console: Console, result: Result, as_json: bool) -> bool:
     """Print a result; with `as_json` the last line is the JSON object. Returns whether all aims are met."""
     answer = summary(result)
     console.print(_figures(answer["figures"]))
@@ -126,12 +131,20 @@ def report(console: Console, result: dict[str, Any], as_json: bool) -> bool:
     return bool(answer["ok"])
 
 
+def output(answer: Any, show: Callable[[Console], None], *, as_json: bool) -> None:
+    """The answer of a command: as JSON, or as `show` prints it for people."""
+    if as_json:
+        print_json(answer)
+    else:
+        show(Console())
+
+
 def print_json(answer: Any) -> None:
     """One line, unstyled and unwrapped."""
-    print(json.dumps(answer, default=str), flush=True)
+    print(json.dumps(msgspec.to_builtins(answer, enc_hook=str)), flush=True)
 
 
-def _figures(figures: dict[str, Any]) -> Table:
+def _figures(figures: Mapping[str, object]) -> Table:
     table = Table(title="Figures", title_justify="left", box=None, padding=(0, 2))
     table.add_column("figure")
     table.add_column("value", justify="right")
@@ -140,7 +153,7 @@ def _figures(figures: dict[str, Any]) -> Table:
     return table
 
 
-def _rows(title: str, rows: list[dict[str, Any]]) -> Table:
+def _rows(title: str, rows: Sequence[Mapping[str, object]]) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     for name in rows[0] if rows else ():
         per_s, seconds = name.endswith("_per_s"), name.endswith("_s")
@@ -152,13 +165,13 @@ def _rows(title: str, rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return "–"
     return f"{value:,.3g}" if isinstance(value, float) else str(value)
 
 
-def _aims(aims: dict[str, dict[str, Any]]) -> Table:
+def _aims(aims: dict[str, Aim]) -> Table:
     table = Table(title="Aims", title_justify="left", box=None, padding=(0, 2))
     for column in ("", "aim", "want", "got"):
         table.add_column(column)

@@ -26,12 +26,10 @@ def status_command(
 
     Exit code 0: good, or idle. 1: no suite runs there. 3: degraded, or the monitor does not answer. 4: down.
     """
-    seen = asyncio.run(status.observe(data_dir, monitor))
-    if as_json:
-        cli_common.print_json(seen.as_json())
-    else:
-        status.show(Console(), seen, everything=everything)
-    if code := status.exit_code(seen):
+    snapshot = asyncio.run(status.observe(data_dir, monitor))
+    show = partial(status.show, snapshot=snapshot, everything=everything)
+    cli_common.output(snapshot.as_json(), show, as_json=as_json)
+    if code := status.exit_code(snapshot):
         raise typer.Exit(code)
 
 
@@ -100,10 +98,9 @@ def explain_command(
     This works for running requests, too.
     """
     explained = asyncio.run(events.find_request(events.scheduler_urls(data_dir, scheduler), request))
-    if as_json:
-        cli_common.print_json(explained.as_json())
-    else:
-        events.show_explanation(Console(), explained, figures=figures)
+    cli_common.output(
+        explained, partial(events.show_explanation, explained=explained, figures=figures), as_json=as_json
+    )
 
 
 @look_app.command("events", rich_help_panel=LOOK)
@@ -135,12 +132,12 @@ def events_command(
 
 async def _events(url: str, wanted: events.EventFilter, follow: bool, as_json: bool) -> None:
     console, empty = Console(), True
-    async for row in events.events(url, wanted, follow=follow):
+    async for event in events.events(url, wanted, follow=follow):
         empty = False
         if as_json:
-            cli_common.print_json(row)
+            cli_common.print_json(event)
         else:
-            events.show_event(console, row)
+            events.show_event(console, event)
     if empty and not as_json:
         console.print("no such events" if wanted != events.EventFilter() else "no events yet")
 
@@ -174,7 +171,4 @@ def requests_command(
         request, caller, slo, instance, outcome, missed, events.ago_s(since) if since else None, order, limit
     )
     answer = asyncio.run(events.requests(events.scheduler_urls(data_dir, scheduler), wanted))
-    if as_json:
-        cli_common.print_json(answer)
-    else:
-        events.show_requests(Console(), answer)
+    cli_common.output(answer, partial(events.show_requests, answer=answer), as_json=as_json)

@@ -1,10 +1,10 @@
 """Commands that change a running suite: flip, drain, resume, forget, operation, policies, proposals."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 
@@ -72,10 +72,8 @@ def operation_command(
 ) -> None:
     """Show the outcome of a flip, drain or resume by its id, for example after a lost connection."""
     answer = asyncio.run(operate.operation(operation_id, operate.monitor_url(data_dir, monitor)))
-    if as_json:
-        cli_common.print_json(msgspec.to_builtins(answer))
-    else:
-        operate.show_outcome(Console(), answer.instance_id, answer)
+    show = partial(operate.show_outcome, instance=answer.instance_id, operation=answer)
+    cli_common.output(answer, show, as_json=as_json)
 
 
 @operate_app.command("policies", rich_help_panel=OPERATE)
@@ -106,12 +104,10 @@ def policies_command(
     change = operate.reset_of(wanted or ()) if reset else operate.change_of(wanted or ())
     url = operate.monitor_url(data_dir, monitor)
     answer = asyncio.run(operate.change_policies(url, change, operate.actor(), operate.token(data_dir, url)))
-    if as_json:
-        cli_common.print_json(answer)
-    elif choices:
-        operate.show_choices(Console(), answer["policies"])
-    else:
-        operate.show_policies(Console(), answer)
+    show = partial(operate.show_policies, answer=answer)
+    if choices:
+        show = partial(operate.show_choices, in_force=answer.policies)
+    cli_common.output(answer, show, as_json=as_json)
 
 
 @operate_app.command("proposals", rich_help_panel=OPERATE)
@@ -129,14 +125,11 @@ def proposals_command(
     as_json: Json = False,
 ) -> None:
     """Show the planner's proposals for the running cluster and their expected effect; accept or refuse one."""
-    wanted = operate.ProposalAnswer(accept, refuse, ask, auto)
+    options = operate.ProposalOptions(accept, refuse, ask, auto)
     url = operate.planner_url(data_dir, planner)
-    answer = asyncio.run(operate.answer_proposal(url, wanted, operate.actor(), operate.token(data_dir, url)))
-    if as_json:
-        cli_common.print_json(answer)
-    else:
-        operate.show_proposals(Console(), answer)
-    if answer["failed"]:
+    answer = asyncio.run(operate.answer_proposal(url, options, operate.actor(), operate.token(data_dir, url)))
+    cli_common.output(answer, partial(operate.show_proposals, answer=answer), as_json=as_json)
+    if answer.failed:
         raise typer.Exit(1)
 
 
@@ -155,7 +148,6 @@ def _operate(
     with console.status(f"{operate.DOING[what]} {instance}…"):  # prints nothing if the output is no terminal
         answer = asyncio.run(operate.act(what, instance, url, token, timeout_s=timeout_s, force=force))
     if as_json:
-        forgotten = {"instance_id": instance, "result": "forgotten"}
-        cli_common.print_json(msgspec.to_builtins(answer) if answer is not None else forgotten)
+        cli_common.print_json(answer or {"instance_id": instance, "result": "forgotten"})
     else:
         operate.show_outcome(console, instance, answer)

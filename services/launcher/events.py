@@ -1,21 +1,16 @@
 """`polyphase events`, `requests` and `explain`: the event log of the cluster, finished requests, and the course of one
 request in sentences and as bars.
-
-Rows of events and requests stay mappings, so that `--json` passes on fields that this release does not know.
 """
 
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from rich.console import Console, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from services.launcher import pages, state_file
@@ -26,8 +21,9 @@ from shared.errors import DeadlineExceeded, InvalidRequest, NotFound, PolyphaseE
 from shared.explain import Explanation, explain
 from shared.store.reading import Order
 from shared.timeline import RequestTimeline, SpanRecord
-from shared.wire.api import EventKind, Operation, OperationKind, OperationResult, Origin
-from shared.wire.clients.http import JsonClient
+from shared.wire.api import Event, EventKind, Operation, OperationKind, OperationResult, Origin
+from shared.wire.api.scheduler import RequestPage
+from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.scheduler import SchedulerAdmin
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -83,117 +79,131 @@ class EventFilter:
             _check_choice("--kind", kind, [*EventKind, *OperationKind])
 
 
-async def events(url: str, wanted: EventFilter, *, follow: bool) -> AsyncIterator[Mapping[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class OperationEvent:
+    """The begin or the end of an operation, in the form of an event."""
+
+    event_id: str
+    time_s: float
+    kind: OperationKind
+    instance_id: str
+    role: str
+    text: str
+    operation_id: str
+
+    @classmethod
+    def from_operation(cls, operation: Operation) -> "OperationEvent":
+        """The begin of an operation that runs, or else its end."""
+        roles = f"{operation.from_role} → {operation.to_role} " if operation.kind is OperationKind.FLIP else ""
+        took = f", {duration(operation.total_s)}" if operation.total_s else ""
+        return cls(
+            event_id=f"{operation.operation_id}-{operation.result}",
+            time_s=operation.started_s + (operation.total_s or 0.0),
+            kind=operation.kind,
+            instance_id=operation.instance_id,
+            role=operation.to_role,
+            text=f"{roles}by {operation.who}: {operation.result}{took}",
+            operation_id=operation.operation_id,
+        )
+
+
+LogEntry = Event | OperationEvent
+
+
+async def events(url: str, wanted: EventFilter, *, follow: bool) -> AsyncIterator[LogEntry]:
     """Events, the oldest first, and with `follow` each new one. Flips, drains and resumes by people are included; one
     that takes a while appears at its begin and at its end.
 
     Raises the monitor's own error.
     """
     since_s = time.time() - wanted.since_s if wanted.since_s is not None else 0.0
-    seen: dict[str, float] = {}
-    async with JsonClient(url) as monitor:
+    shown: dict[str, float] = {}
+    async with MonitorClient(url) as monitor:
         log = _EventLog(monitor, wanted)
-        rows = await log.newest(since_s)
-        if len(rows) == wanted.limit:  # older events are not wanted
-            since_s = float(rows[0]["time_s"]) - _SAME_S
+        entries = await log.newest(since_s)
+        if len(entries) == wanted.limit:  # older events are not wanted
+            since_s = entries[0].time_s - _SAME_S
         while True:
-            for row in rows:
-                yield row
+            for entry in entries:
+                yield entry
             if not follow:
                 return
-            seen |= {str(row["event_id"]): float(row["time_s"]) for row in rows}
-            since_s = max([since_s, *(time_s - _LATE_S for time_s in seen.values())])
-            seen = {event_id: time_s for event_id, time_s in seen.items() if time_s > since_s}
+            shown |= {entry.event_id: entry.time_s for entry in entries}
+            since_s = max([since_s, *(time_s - _LATE_S for time_s in shown.values())])
+            shown = {event_id: time_s for event_id, time_s in shown.items() if time_s > since_s}
             await asyncio.sleep(_POLL_S)
-            rows = [row for row in await log.since(since_s) if row["event_id"] not in seen]
+            entries = [entry for entry in await log.since(since_s) if entry.event_id not in shown]
 
 
 class _EventLog:
     """Reads events that pass a filter, and adds the operations of people, which the monitor lists separately."""
 
-    def __init__(self, monitor: JsonClient, wanted: EventFilter) -> None:
+    def __init__(self, monitor: MonitorClient, wanted: EventFilter) -> None:
         self._monitor = monitor
         self._wanted = wanted
         self._event_kinds = [kind for kind in wanted.kinds if kind not in list(OperationKind)]
         self._running: set[str] = set()  # operations whose end has not been shown yet
 
-    async def newest(self, since_s: float) -> list[dict[str, Any]]:
-        found = await self._page(since_s, {"limit": self._wanted.limit})
-        return _in_order(found + await self._operations(since_s))[-self._wanted.limit :]
+    async def newest(self, since_s: float) -> list[LogEntry]:
+        page = await self._page(since_s, self._wanted.limit)
+        return _in_order([*page, *await self._operations(since_s)])[-self._wanted.limit :]
 
-    async def since(self, since_s: float) -> list[dict[str, Any]]:
+    async def since(self, since_s: float) -> list[LogEntry]:
         """All events since then, however many."""
-        found: dict[str, dict[str, Any]] = {}
-        params: dict[str, float] = {"limit": _PAGE}
-        while rows := await self._page(since_s, params):
-            new = {row["event_id"]: row for row in rows if row["event_id"] not in found}
+        found: dict[str, Event] = {}
+        before_s = None
+        while page := await self._page(since_s, _PAGE, before_s):
+            new = {event.event_id: event for event in page if event.event_id not in found}
             found |= new
-            if len(rows) < _PAGE or not new:
+            if len(page) < _PAGE or not new:
                 break
-            params["before"] = float(rows[-1]["time_s"]) + _SAME_S  # a page begins with the newest
+            before_s = page[-1].time_s + _SAME_S  # a page begins with the newest
         return _in_order([*found.values(), *await self._operations(since_s)])
 
-    async def _page(self, since_s: float, params: Mapping[str, float]) -> list[dict[str, Any]]:
+    async def _page(self, since_s: float, limit: int, before_s: float | None = None) -> list[Event]:
         if self._wanted.kinds and not self._event_kinds:
             return []
-        query: dict[str, Any] = {**params, "since": since_s}
-        query |= {"kind": self._event_kinds} if self._event_kinds else {}
-        query |= {"instance": self._wanted.instance} if self._wanted.instance else {}
-        rows: list[dict[str, Any]] = await self._monitor.call("GET", "/events", params=query, timeout_s=_ANSWER_S)
-        return rows
+        kinds, instance = self._event_kinds, self._wanted.instance
+        return await self._monitor.events(
+            limit=limit, since_s=since_s, before_s=before_s, kinds=kinds, instance=instance
+        )
 
-    async def _operations(self, since_s: float) -> list[dict[str, Any]]:
+    async def _operations(self, since_s: float) -> list[OperationEvent]:
         """Operations of people that began or ended since then, and the ends of those that were running before."""
         wanted, found = self._wanted, []
         if wanted.kinds and not set(OperationKind) & set(wanted.kinds):
             return []
-        rows = await self._monitor.call("GET", "/flips", params={"limit": _PAGE})
-        for one in msgspec.convert(rows, list[Operation]):
-            running = one.result is OperationResult.RUNNING
-            ended = one.operation_id in self._running and not running
+        for operation in await self._monitor.flips(_PAGE):
+            running = operation.result is OperationResult.RUNNING
+            ended = operation.operation_id in self._running and not running
             if ended:
-                self._running.discard(one.operation_id)
+                self._running.discard(operation.operation_id)
             # Operations of policies and plans, and those that failed, are among the events already.
-            by_operators = one.result in _SUCCEEDED_OR_OPEN and one.origin is Origin.OPERATOR
-            fits = wanted.instance in ("", one.instance_id) and (not wanted.kinds or one.kind in wanted.kinds)
-            event = _as_event(one)
-            if by_operators and fits and (ended or event["time_s"] > since_s):
+            by_operator = operation.result in _SUCCEEDED_OR_OPEN and operation.origin is Origin.OPERATOR
+            kinds = wanted.kinds or tuple(OperationKind)
+            fits = wanted.instance in ("", operation.instance_id) and operation.kind in kinds
+            event = OperationEvent.from_operation(operation)
+            if by_operator and fits and (ended or event.time_s > since_s):
                 found.append(event)
                 if running:
-                    self._running.add(one.operation_id)
+                    self._running.add(operation.operation_id)
         return found
 
 
-def _in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(rows, key=lambda row: float(row["time_s"]))
+def _in_order(entries: list[LogEntry]) -> list[LogEntry]:
+    return sorted(entries, key=lambda entry: entry.time_s)
 
 
-def _as_event(one: Operation) -> dict[str, Any]:
-    """An operation as an event: its begin while it runs, then its end."""
-    roles = f"{one.from_role} → {one.to_role} " if one.kind is OperationKind.FLIP else ""
-    took = f", {duration(one.total_s)}" if one.total_s else ""
-    return {
-        "event_id": f"{one.operation_id}-{one.result}",
-        "time_s": one.started_s + (one.total_s or 0.0),
-        "kind": one.kind,
-        "instance_id": one.instance_id,
-        "role": one.to_role,
-        "text": f"{roles}by {one.who}: {one.result}{took}",
-        "operation_id": one.operation_id,
-    }
-
-
-def show_event(console: Console, row: Mapping[str, Any]) -> None:
+def show_event(console: Console, event: LogEntry) -> None:
     """One event: time, kind, instance and text; a long text is wrapped beside the kind."""
-    kind = str(row["kind"])
-    style = "red" if kind in _BAD else "green" if kind in _FINE else "yellow"
-    table = Table(box=None, padding=(0, 1), pad_edge=False, show_header=False, width=console.width)
-    when = _when(float(row["time_s"]))
+    style = "red" if event.kind in _BAD else "green" if event.kind in _FINE else "yellow"
+    table, when = pages.plain_table(), _when(event.time_s)
+    table.width = console.width
     table.add_column(no_wrap=True, style="dim", width=len(when))
     table.add_column(width=20, no_wrap=True)
     table.add_column(ratio=1, overflow="fold")
-    words = Text(f"{row['instance_id']}  " if row["instance_id"] else "", "bold").append(str(row["text"]), "not bold")
-    table.add_row(when, Text(kind.replace("_", " "), style), words)
+    words = Text(f"{event.instance_id}  " if event.instance_id else "", "bold").append(event.text, "not bold")
+    table.add_row(when, Text(event.kind.replace("_", " "), style), words)
     console.print(table)
 
 
@@ -221,85 +231,68 @@ class RequestFilter:
         """Raises InvalidRequest for an unknown order."""
         _check_choice("--order", self.order, list(Order))
 
-    def params(self, now_s: float) -> dict[str, str | int | float]:
-        """The parameters of the scheduler's search."""
-        found: dict[str, str | int | float] = {"order": self.order, "limit": self.limit}
-        texts = {name: getattr(self, name) for name in ("job", "caller", "slo", "instance", "outcome")}
-        found |= {name: text for name, text in texts.items() if text}
-        if self.missed is not None:
-            found["missed"] = "true" if self.missed else "false"
-        if self.since_s is not None:
-            found["since"] = now_s - self.since_s
+    def parameters(self, now_s: float) -> dict[str, str | float | None]:
+        """The parameters of the scheduler's search; empty values and None are left out there."""
+        found: dict[str, str | float | None] = {name: getattr(self, name) for name in _SAME_NAME}
+        found["missed"] = None if self.missed is None else str(self.missed).lower()
+        found["since"] = None if self.since_s is None else now_s - self.since_s
         return found
 
 
-async def requests(urls: Sequence[str], wanted: RequestFilter) -> dict[str, Any]:
+_SAME_NAME = ("order", "limit", "job", "caller", "slo", "instance", "outcome")  # parameters named as their fields
+
+
+async def requests(urls: Sequence[str], wanted: RequestFilter) -> RequestPage:
     """Rows of the database, from any scheduler that answers. Raises the error of the last one."""
     for number, url in enumerate(urls, 1):
-        async with JsonClient(url) as scheduler:
+        async with SchedulerAdmin(url) as scheduler:
             try:
-                params = wanted.params(time.time())
-                answer: dict[str, Any] = await scheduler.call(
-                    "GET", "/requests/search", params=params, timeout_s=_ANSWER_S
-                )
+                return await scheduler.search(**wanted.parameters(time.time()))
             except (Unavailable, DeadlineExceeded):
                 if number == len(urls):
                     raise
-                continue
-            return answer
     raise NotFound("this suite has no scheduler")
 
 
-def show_requests(console: Console, answer: Mapping[str, Any]) -> None:
+def show_requests(console: Console, answer: RequestPage) -> None:
     """A table of requests; those that missed their SLO are marked."""
-    if not answer["rows"]:
+    if not answer.rows:
         console.print("no such requests")
         return
-    table = Table(box=None, padding=(0, 1), pad_edge=False, width=console.width)
-    table.add_column("request", no_wrap=True, ratio=1)
-    for column in ("arrived", "class", "outcome"):
-        table.add_column(column, no_wrap=True, max_width=14, overflow="ellipsis")
-    for column in ("tokens", "TTFT", "TPOT", "gap"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in answer["rows"]:
-        table.add_row(*_cells(row))
+    table = pages.plain_table("request", *_SHORT_COLUMNS, *_NUMBERS, right=_NUMBERS)
+    table.width, table.columns[0].ratio = console.width, 1
+    for column in table.columns[1 : 1 + len(_SHORT_COLUMNS)]:
+        column.max_width = 14
+    for row in answer.rows:
+        missed = row.slo_met is False
+        table.add_row(
+            Text(f"{'✘' if missed else ' '} {_without_prefix(row.job_id)}", "red" if missed else ""),
+            _when(row.arrived_s),
+            row.slo,
+            row.outcome or row.phase,
+            f"{row.prompt_tokens:,} + {row.output_tokens:,}",
+            *(pages.time(seconds) for seconds in (row.ttft_s, row.tpot_s, row.longest_gap_s)),
+        )
     console.print(table)
-    more = "`--limit` shows more; " if answer.get("more") else ""
+    more = "`--limit` shows more; " if answer.more else ""
     console.print(Text(f"✘ missed its SLO. {more}`polyphase explain ID` explains one, by any part of its id", "dim"))
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[Text | str, ...]:
-    missed = row["slo_met"] is False
-    keys = ("ttft_s", "tpot_s", "longest_gap_s")
-    times = [pages.NONE if row.get(key) is None else duration(row[key]) for key in keys]
-    return (
-        Text(f"{'✘' if missed else ' '} {_short(row['job_id'])}", "red" if missed else ""),
-        _when(float(row["arrived_s"])),
-        str(row["slo"]),
-        str(row["outcome"] or row["phase"]),
-        f"{row['prompt_tokens']:,} + {row['output_tokens']:,}",
-        *times,
-    )
+_SHORT_COLUMNS, _NUMBERS = ("arrived", "class", "outcome"), ("tokens", "TTFT", "TPOT", "gap")
 
 
-def _short(job_id: str) -> str:
+def _without_prefix(job_id: str) -> str:
     """The id without the prefix that all ids of an endpoint share, so that the distinct part is visible."""
-    return job_id.removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("resp_").removeprefix("msg_")
+    return next((job_id.removeprefix(prefix) for prefix in _ID_PREFIXES[1:] if job_id.startswith(prefix)), job_id)
 
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A request's timeline and its explanation."""
+    """A request with its explanation and its timeline."""
 
-    timeline: RequestTimeline
+    job_id: str
     explanation: Explanation
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "job_id": self.timeline.job_id,
-            "explanation": msgspec.to_builtins(self.explanation),
-            "timeline": msgspec.to_builtins(self.timeline),
-        }
+    timeline: RequestTimeline
 
 
 def scheduler_urls(data_dir: Path, given: str) -> tuple[str, ...]:
@@ -322,7 +315,7 @@ async def find_request(urls: Sequence[str], wanted: str) -> Explained:
             await client.close()
     if timeline is None:
         raise NotFound(f"the request {wanted!r} has no timeline yet: it has just arrived")
-    return Explained(timeline, explain(timeline))
+    return Explained(timeline.job_id, explain(timeline), timeline)
 
 
 async def _timeline(clients: Sequence[SchedulerAdmin], job_id: str) -> RequestTimeline | None:
@@ -330,7 +323,7 @@ async def _timeline(clients: Sequence[SchedulerAdmin], job_id: str) -> RequestTi
     failure: PolyphaseError | None = None
     for client in clients:
         try:
-            return msgspec.convert(await client.call("GET", f"/requests/{job_id}/timeline"), RequestTimeline)
+            return await client.timeline(job_id)
         except NotFound:
             continue
         except PolyphaseError as error:
@@ -342,20 +335,21 @@ async def _timeline(clients: Sequence[SchedulerAdmin], job_id: str) -> RequestTi
 
 async def _whole_id(clients: Sequence[SchedulerAdmin], part: str) -> str:
     """The only id that contains `part`, among the schedulers' jobs and those in the database."""
-    found: dict[str, Mapping[str, Any]] = {}
+    found: set[str] = set()
     for client in clients:
-        rows = await client.requests(limit=_SEARCHED)
+        ids = [row.job_id for row in await client.requests(limit=_SEARCHED)]
         for prefix in _ID_PREFIXES:  # the database searches by the beginning of ids
-            params: dict[str, str | int | float] = {"job": prefix + part, "limit": _MATCHES_SHOWN}
-            rows += (await client.call("GET", "/requests/search", params=params))["rows"]
-        found |= {row["job_id"]: row for row in rows if part in row["job_id"]}
+            page = await client.search(job=prefix + part, limit=_MATCHES_SHOWN)
+            ids += [row.job_id for row in page.rows]
+        found |= {job_id for job_id in ids if part in job_id}
     if not found:
         raise NotFound(f"no request id contains {part!r}; `polyphase requests` lists requests")
     if len(found) > 1:
-        ids = "\n  ".join(list(found)[:_MATCHES_SHOWN])
-        more = f"\n  … and {len(found) - _MATCHES_SHOWN} more" if len(found) > _MATCHES_SHOWN else ""
-        raise InvalidRequest(f"{len(found)} request ids contain {part!r}; give a longer part:\n  {ids}{more}")
-    return next(iter(found))
+        ids = sorted(found)
+        shown = "\n  ".join(ids[:_MATCHES_SHOWN])
+        more = f"\n  … and {len(ids) - _MATCHES_SHOWN} more" if len(ids) > _MATCHES_SHOWN else ""
+        raise InvalidRequest(f"{len(ids)} request ids contain {part!r}; give a longer part:\n  {shown}{more}")
+    return found.pop()
 
 
 def show_explanation(console: Console, explained: Explained, *, figures: bool = False) -> None:
@@ -366,7 +360,7 @@ def show_explanation(console: Console, explained: Explained, *, figures: bool = 
     for row in waterfall(explained.timeline, console.width):
         console.print(row)
     console.print()
-    table = Table(box=None, padding=(0, 1), pad_edge=False, show_header=False)
+    table = pages.plain_table()
     table.add_column(justify="right", no_wrap=True, style="dim")
     table.add_column(overflow="fold")
     for step in explained.explanation.steps:

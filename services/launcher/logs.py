@@ -6,7 +6,6 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -14,7 +13,7 @@ from rich.text import Text
 from services.launcher import state_file
 from shared.errors import NotFound, PolyphaseError
 from shared.files.faults import meant
-from shared.wire.clients.http import JsonClient
+from shared.wire.clients.monitor import MonitorClient
 
 POLL_S = 0.25
 _BLOCK = 64 << 10
@@ -75,14 +74,13 @@ async def _from_monitor(data_dir: Path, given: str, name: str, lines: int, follo
     except NotFound:
         raise _unknown(name, here, data_dir) from None
     shown: list[str] = []
-    async with JsonClient(url) as monitor:
+    async with MonitorClient(url) as monitor:
         while True:
             try:
-                answer = await monitor.call("GET", f"/instances/{name}/log", params={"lines": max(1, lines)})
+                found = await monitor.log(name, max(1, lines))
             except NotFound:
-                others = [str(entry["instance_id"]) for entry in await monitor.call("GET", "/instances")]
+                others = [entry.instance_id for entry in await monitor.instances()]
                 raise _unknown(name, sorted({*here, *others}), data_dir) from None
-            found = [str(line) for line in answer["lines"]]
             for line in _new_lines(shown, found):
                 yield line
             if not follow:
@@ -120,14 +118,14 @@ def show(console: Console, line: str) -> None:
     console.print(text, soft_wrap=True)
 
 
-def _other_fields(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _other_fields(entry: dict[str, object]) -> Iterator[tuple[str, str]]:
     for key, value in entry.items():
         if key not in _LEAD:
             text = value if isinstance(value, str) else json.dumps(value)
             yield key, f"\n{text}" if "\n" in text else text
 
 
-def _entry(line: str) -> dict[str, Any] | None:
+def _entry(line: str) -> dict[str, object] | None:
     try:
         found = json.loads(line) if line.startswith("{") else None
     except ValueError:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from services.launcher import cluster_keys, state_file
+from services.launcher import cluster_keys, pages, state_file
 from shared.domain.instance import InstanceState
 from shared.domain.policies import KINDS
 from shared.domain.route import PolicySpec
@@ -39,6 +39,8 @@ from shared.policy import registry
 from shared.policy.registry import from_words, in_words
 from shared.wire.addresses import several
 from shared.wire.api import Operation, OperationKind, OperationResult
+from shared.wire.api.monitor import InstanceRow, PoliciesInForce, PolicyChoice
+from shared.wire.api.planner import Figures, Fleet, Proposal, ProposalState
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.planner import PlannerClient
 
@@ -53,7 +55,7 @@ _MARKS = {  # of all other results: ✘
     OperationResult.RUNNING: ("…", "yellow"),
     OperationResult.UNKNOWN: ("?", "yellow"),
 }
-_PROPOSAL_STYLES = {"open": "yellow", "applied": "green", "failed": "red"}
+_PROPOSAL_STYLES = {ProposalState.OPEN: "yellow", ProposalState.APPLIED: "green", ProposalState.FAILED: "red"}
 _SOURCE = re.compile(r"\s*\b(?:Source|F|F, [^:]*): ")  # where a docstring turns to its source
 
 
@@ -103,12 +105,10 @@ async def act(
                 await monitor.forget(instance, who=actor())
                 return None
             if what == "flip":
-                answer = await monitor.flip(instance, force=force, drain_timeout_s=timeout_s, who=actor())
-            elif what == "drain":
-                answer = await monitor.drain(instance, force=force, timeout_s=timeout_s, who=actor())
-            else:
-                answer = await monitor.resume(instance, who=actor())
-            return msgspec.convert(answer, Operation)
+                return await monitor.flip(instance, force=force, drain_timeout_s=timeout_s, who=actor())
+            if what == "drain":
+                return await monitor.drain(instance, force=force, timeout_s=timeout_s, who=actor())
+            return await monitor.resume(instance, who=actor())
     except OutcomeUnknown as unknown:
         message = f"{unknown.message}; `polyphase operation {unknown.operation_id}` shows its outcome"
         raise OutcomeUnknown(message, operation_id=unknown.operation_id) from unknown
@@ -117,7 +117,7 @@ async def act(
         raise type(refusal)(f"{refusal.message}\n{advice}" if advice else refusal.message) from refusal
 
 
-async def _instances(url: str) -> list[dict[str, Any]]:
+async def _instances(url: str) -> list[InstanceRow]:
     async with MonitorClient(url) as monitor:
         try:
             return await monitor.instances()
@@ -125,34 +125,33 @@ async def _instances(url: str) -> list[dict[str, Any]]:
             return []
 
 
-def advice_on(what: str, instance: str, refusal: PolyphaseError, known: Sequence[Mapping[str, Any]]) -> str:
+def advice_on(what: str, instance: str, refusal: PolyphaseError, known: Sequence[InstanceRow]) -> str:
     """What the user can do after a refusal, by its class and the state of the instance; empty where nothing helps."""
-    entries = {str(entry["instance_id"]): entry for entry in known}
     if isinstance(refusal, NotFound):
-        near = difflib.get_close_matches(instance, entries, n=1)
-        return f"{f'Did you mean {near[0]}? ' if near else ''}Known: {', '.join(entries) or 'none yet'}"
+        names = [entry.instance_id for entry in known]
+        near = difflib.get_close_matches(instance, names, n=1)
+        return f"{f'Did you mean {near[0]}? ' if near else ''}Known: {', '.join(names) or 'none yet'}"
     if isinstance(refusal, DeadlineExceeded):
         longer = f"`polyphase {what} {instance} --timeout 120` waits longer"
         if what == "drain":
-            return (
-                f"The instance goes on draining and gets no new work: {longer}; `polyphase resume {instance}` "
-                "ends the drain."
-            )
+            resume = f"`polyphase resume {instance}` ends the drain"
+            return f"The instance goes on draining and gets no new work: {longer}; {resume}."
         return f"The instance gets work again in its previous role: {longer}."
-    if (entry := entries.get(instance)) is None:
+    entry = next((entry for entry in known if entry.instance_id == instance), None)
+    if entry is None:
         return ""
-    state = InstanceState(entry["state"])
     if what == "forget":
         return f"`polyphase drain {instance}` stops new work; only dead instances can be forgotten."
-    if entry.get("operation"):
+    if entry.operation:
         return "An instance has one operation at a time: try again when that one has ended."
-    if state is InstanceState.DEAD:
-        return f"`polyphase logs {instance}` shows why it died; `polyphase forget {instance}` stops counting it."
-    if state is InstanceState.UNRESPONSIVE:
-        return f"The instance is restarted if it stays unresponsive: see `polyphase logs {instance}`."
-    if state is InstanceState.STARTING:
-        return "Wait until the instance is ready: see `polyphase status`."
-    ready = [each for each in known if each["state"] == InstanceState.READY and each["role"] == entry["role"]]
+    match entry.state:
+        case InstanceState.DEAD:
+            return f"`polyphase logs {instance}` shows why it died; `polyphase forget {instance}` stops counting it."
+        case InstanceState.UNRESPONSIVE:
+            return f"The instance is restarted if it stays unresponsive: see `polyphase logs {instance}`."
+        case InstanceState.STARTING:
+            return "Wait until the instance is ready: see `polyphase status`."
+    ready = [each for each in known if each.state is InstanceState.READY and each.role is entry.role]
     if what in ("flip", "drain") and ready == [entry]:
         return f"Flip another instance to its role first, or use `polyphase {what} {instance} --force`."
     return ""
@@ -162,12 +161,12 @@ async def operation(operation_id: str, url: str) -> Operation:
     """An operation by its id, or by a prefix that only one of the newest operations has. Raises NotFound."""
     async with MonitorClient(url) as monitor:
         try:
-            return msgspec.convert(await monitor.operation(operation_id), Operation)
+            return await monitor.operation(operation_id)
         except NotFound:
-            rows = [row for row in await monitor.flips(1_000) if str(row["operation_id"]).startswith(operation_id)]
-            if len(rows) != 1:
+            found = [each for each in await monitor.flips(1_000) if each.operation_id.startswith(operation_id)]
+            if len(found) != 1:
                 raise
-            return msgspec.convert(rows[0], Operation)
+            return found[0]
 
 
 def show_outcome(console: Console, instance: str, operation: Operation | None) -> None:
@@ -177,43 +176,41 @@ def show_outcome(console: Console, instance: str, operation: Operation | None) -
         console.print(Text("✔ ", "green").append(forgotten, "default"))
         return
     mark, style = _MARKS.get(operation.result, ("✘", "red"))
-    console.print(Text(f"{mark} ", style).append(sentence(operation), "default"))
+    console.print(Text(f"{mark} ", style).append(describe_operation(operation), "default"))
     console.print(Text(f"  Operation {operation.operation_id}", "dim"))
 
 
-def sentence(operation: Operation) -> str:
-    """How an operation ended or stands."""
-    one, result = operation, operation.result
-    if result is OperationResult.SUCCEEDED:
-        return _success(one)
-    change = f" ({one.from_role} → {one.to_role})" if one.kind is OperationKind.FLIP else ""
-    begin = f"{datetime.fromtimestamp(one.started_s):%H:%M:%S}"
-    course = f"The {one.kind} of {one.instance_id}{change}, requested by {one.who} at {begin},"
-    if result is OperationResult.RUNNING:
-        return f"{course} has been running for {duration(max(0.0, time.time() - one.started_s))}."
-    if result is OperationResult.UNKNOWN:
-        return f"{course} may or may not have been carried out: {one.error}. `polyphase status` shows the role."
-    took = f" after {duration(one.total_s)}" if one.total_s else ""
-    outcome = {
-        OperationResult.FAILED: f"failed{took}",
-        OperationResult.REFUSED: "was refused",
-        OperationResult.EXPIRED: "arrived after its deadline",
-    }[result]
-    return f"{course} {outcome}: {one.error}."
+def describe_operation(operation: Operation) -> str:
+    """How an operation ended or stands, as a sentence."""
+    if operation.result is OperationResult.SUCCEEDED:
+        return _describe_success(operation)
+    roles = f" ({operation.from_role} → {operation.to_role})" if operation.kind is OperationKind.FLIP else ""
+    begin = f"{datetime.fromtimestamp(operation.started_s):%H:%M:%S}"
+    course = f"The {operation.kind} of {operation.instance_id}{roles}, requested by {operation.who} at {begin},"
+    took = f" after {duration(operation.total_s)}" if operation.total_s else ""
+    match operation.result:
+        case OperationResult.RUNNING:
+            return f"{course} has been running for {duration(max(0.0, time.time() - operation.started_s))}."
+        case OperationResult.UNKNOWN:
+            unknown = f"{course} may or may not have been carried out: {operation.error}."
+            return f"{unknown} `polyphase status` shows the role."
+        case OperationResult.REFUSED:
+            return f"{course} was refused: {operation.error}."
+        case OperationResult.EXPIRED:
+            return f"{course} arrived after its deadline: {operation.error}."
+    return f"{course} failed{took}: {operation.error}."
 
 
-def _success(one: Operation) -> str:
-    if one.kind is OperationKind.FLIP:
-        times = (("drained", one.drain_s), ("flipped", one.flip_s))
-        steps = [f"{step} in {_took(seconds)}" for step, seconds in times if seconds is not None]
-        return f"{one.instance_id} is now {one.to_role}{': ' + ', '.join(steps) if steps else ''}."
-    if one.kind is OperationKind.DRAIN:
-        took = f" in {_took(one.drain_s)}" if one.drain_s is not None else ""
-        return (
-            f"{one.instance_id} is drained: its work ended{took}. It gets no work until "
-            f"`polyphase resume {one.instance_id}`."
-        )
-    return f"{one.instance_id} gets work again, as {one.to_role}."
+def _describe_success(operation: Operation) -> str:
+    instance = operation.instance_id
+    if operation.kind is OperationKind.FLIP:
+        times = (("drained", operation.drain_s), ("flipped", operation.flip_s))
+        steps = ", ".join(f"{step} in {_took(seconds)}" for step, seconds in times if seconds is not None)
+        return f"{instance} is now {operation.to_role}{': ' if steps else ''}{steps}."
+    if operation.kind is OperationKind.DRAIN:
+        took = f" in {_took(operation.drain_s)}" if operation.drain_s is not None else ""
+        return f"{instance} is drained: its work ended{took}. It gets no work until `polyphase resume {instance}`."
+    return f"{instance} gets work again, as {operation.to_role}."
 
 
 def _took(seconds: float) -> str:
@@ -239,7 +236,7 @@ def reset_of(kinds: Sequence[str]) -> Change:
     return dict.fromkeys(kinds or KINDS)
 
 
-async def change_policies(url: str, change: Change, who: str, token: str = "") -> dict[str, Any]:
+async def change_policies(url: str, change: Change, who: str, token: str = "") -> PoliciesInForce:
     """Apply the change, if any, and return the policies in force: when all processes follow, or FOLLOWED_S later.
 
     Raises the monitor's own error.
@@ -250,43 +247,44 @@ async def change_policies(url: str, change: Change, who: str, token: str = "") -
         answer = await monitor.set_policies(change, who=who)
         with suppress(TimeoutError):
             async with asyncio.timeout(FOLLOWED_S):
-                while not all(one["follows"] for one in answer["followers"]):
+                while not all(follower.follows for follower in answer.followers):
                     await asyncio.sleep(POLICY_POLL_S)
                     answer = await monitor.policies()
         return answer
 
 
-def show_policies(console: Console, answer: Mapping[str, Any]) -> None:
+def show_policies(console: Console, answer: PoliciesInForce) -> None:
     """A table of the policies in force, and the processes that do not follow them."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for column in ("kind", "policy", "chosen by"):
         table.add_column(column, overflow="fold")
-    for kind, one in answer["policies"].items():
-        file, changed = _words(one["file"]), one["changed"]
-        policy = Text(_words(one), style="yellow" if changed else "")
-        chosen = f"{changed['who']}, {_time(changed['since_s'])}, instead of {file}" if changed else "the cluster file"
-        table.add_row(Text(kind), policy, Text(chosen))
+    for kind, choice in answer.policies.items():
+        chosen = "the cluster file"
+        if choice.changed is not None:
+            file = f", instead of {in_words(choice.file)}" if choice.file is not None else ""
+            chosen = f"{choice.changed.who}, {_time(choice.changed.since_s)}{file}"
+        table.add_row(Text(kind), Text(in_words(choice.spec), "yellow" if choice.changed else ""), Text(chosen))
     console.print(table)
-    followers = answer["followers"]
-    late = [one for one in followers if not one["follows"]]
+    followers = answer.followers
+    late = [follower for follower in followers if not follower.follows]
     console.print(f"followed by {len(followers) - len(late)} of {len(followers)} schedulers and instances")
-    for one in late:
-        why = one["trouble"] or "it has not confirmed the change yet"
-        console.print(Text(f"  {one['process']} {one['name']} follows revision {one['revision']}: {why}", style="red"))
+    for follower in late:
+        why = follower.trouble or "it has not confirmed the change yet"
+        console.print(Text(f"  {follower.process} {follower.name} follows revision {follower.revision}: {why}", "red"))
     console.print(Text("`polyphase policies --choices` lists all policies", "dim"))
-    if answer["trouble"]:
-        console.print(Text(answer["trouble"], style="red"))
+    if answer.trouble:
+        console.print(Text(answer.trouble, style="red"))
 
 
-def show_choices(console: Console, in_force: Mapping[str, Any] | None = None) -> None:
+def show_choices(console: Console, in_force: Mapping[str, PolicyChoice] | None = None) -> None:
     """All policies by kind, what each does, and its parameters; policies in force are marked."""
     for kind, named in registry.KINDS.items():
         console.print(Text(kind, "bold"))
-        table = Table(box=None, padding=(0, 1), pad_edge=False, show_header=False)
+        table = pages.plain_table()
         table.add_column(no_wrap=True, width=22)
         table.add_column(overflow="fold")
         for name, made in named.items():
-            now = in_force is not None and in_force[kind]["name"] == name
+            now = in_force is not None and in_force[kind].name == name
             parameters = ", ".join(registry.parameters_of(made))
             text = Text(what_it_does(made)).append(f" Parameters: {parameters}." if parameters else "", "dim")
             table.add_row(Text(f"{'*' if now else ' '} {name}", "yellow" if now else ""), text)
@@ -301,16 +299,12 @@ def what_it_does(policy: Any) -> str:
     return _SOURCE.split(paragraph)[0].replace("`", "")
 
 
-def _words(one: Mapping[str, Any]) -> str:
-    return in_words(PolicySpec(one["name"], one["parameters"]))
-
-
 def _time(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
 
 
 @dataclass(frozen=True, slots=True)
-class ProposalAnswer:
+class ProposalOptions:
     """accept, refuse: ids of proposals, or empty. ask: for a proposal now. auto: None leaves the mode as it is."""
 
     accept: str = ""
@@ -319,89 +313,91 @@ class ProposalAnswer:
     auto: bool | None = None
 
 
-async def answer_proposal(url: str, wanted: ProposalAnswer, who: str, token: str = "") -> dict[str, Any]:
-    """Send the answer, then return the cluster and its proposals. failed: whether carrying out the accepted one failed.
-
-    Raises the planner's own error.
+class ProposalsAnswer(msgspec.Struct, frozen=True):
+    """The cluster and its proposals. failed: whether carrying out the accepted one failed. said: the planner's remark
+    on the requested review.
     """
-    if wanted.accept and wanted.refuse:
+
+    failed: bool
+    said: str
+    fleet: Fleet
+    proposals: list[Proposal]
+
+
+async def answer_proposal(url: str, options: ProposalOptions, who: str, token: str = "") -> ProposalsAnswer:
+    """Send the answers, then read the cluster and its proposals. Raises the planner's own error."""
+    if options.accept and options.refuse:
         raise InvalidRequest("--accept and --refuse exclude each other: give one of them")
-    said, failed = "", False
+    remark, failed = "", False
     async with PlannerClient(url, token=token) as planner:
-        if wanted.auto is not None:
-            await planner.set_auto(wanted.auto, who=who)
-        if wanted.ask:
-            said = (await planner.propose(who=who))["why"]
-        if wanted.refuse:
-            await planner.refuse(wanted.refuse, who=who)
-        if wanted.accept:
-            await planner.accept(wanted.accept, who=who)
-            failed = await _carried_out(planner, wanted.accept) == "failed"
-        return {
-            "failed": failed,
-            "said": said,
-            "fleet": await planner.fleet(),
-            "proposals": await planner.proposals(PROPOSALS_SHOWN),
-        }
+        if options.auto is not None:
+            await planner.set_auto(options.auto, who=who)
+        if options.ask:
+            remark = (await planner.propose(who=who)).why
+        if options.refuse:
+            await planner.refuse(options.refuse, who=who)
+        if options.accept:
+            await planner.accept(options.accept, who=who)
+            failed = await _final_state(planner, options.accept) is ProposalState.FAILED
+        return ProposalsAnswer(failed, remark, await planner.fleet(), await planner.proposals(PROPOSALS_SHOWN))
 
 
-def show_proposals(console: Console, answer: Mapping[str, Any]) -> None:
-    fleet = answer["fleet"]
-    if fleet["trouble"]:
-        console.print(Text(fleet["trouble"], style="red"))
-    if fleet["expected"] is not None:
-        console.print(Text(f"expected now: {_expected(fleet['expected'])}"))
-    console.print("proposals are applied automatically" if fleet["auto"] else "proposals wait for --accept or --refuse")
-    if fleet["auto"] and fleet["why_not_auto"]:
-        console.print(Text(f"  currently suspended: {fleet['why_not_auto']}", style="yellow"))
-    if answer["said"]:
-        console.print(Text(answer["said"]))
-    if not answer["proposals"]:
+def show_proposals(console: Console, answer: ProposalsAnswer) -> None:
+    fleet = answer.fleet
+    if fleet.trouble:
+        console.print(Text(fleet.trouble, style="red"))
+    if fleet.expected is not None:
+        console.print(Text(f"expected now: {_expected(fleet.expected)}"))
+    console.print("proposals are applied automatically" if fleet.auto else "proposals wait for --accept or --refuse")
+    if fleet.auto and fleet.why_not_auto:
+        console.print(Text(f"  currently suspended: {fleet.why_not_auto}", style="yellow"))
+    if answer.said:
+        console.print(Text(answer.said))
+    if not answer.proposals:
         console.print("no proposals yet")
-    for one in answer["proposals"]:
-        _show(console, one)
+    for proposal in answer.proposals:
+        _show_proposal(console, proposal)
 
 
-def _show(console: Console, one: Mapping[str, Any]) -> None:
-    at = f"{datetime.fromtimestamp(one['made_s']):%Y-%m-%d %H:%M:%S}"
-    by = f" by {one['who']}" if one["who"] else ""
-    style = _PROPOSAL_STYLES.get(one["state"], "")
-    console.print(Text(f"\n{one['proposal_id']}  {at}  {one['state']}{by}", style=style))
-    console.print(Text(f"  {one['why']}"))
-    console.print(Text(f"  would change: {_changes(one['flips'], one['changes_routes'])}"))
-    console.print(Text(f"  now:  {_expected(one['now'])}\n  then: {_expected(one['then'])}"))
-    for step in one["steps"]:
-        console.print(Text(f"  {'✔' if step['ok'] else '✘'} {step['what']} {step['text']}"))
-    if one["error"]:
-        console.print(Text(f"  {one['error']}", style="red" if one["state"] == "failed" else ""))
-    if one["state"] == "open":
-        console.print(Text(f"  polyphase proposals --accept {one['proposal_id']}   or   --refuse", style="dim"))
+def _show_proposal(console: Console, proposal: Proposal) -> None:
+    by, state = f" by {proposal.who}" if proposal.who else "", proposal.state
+    head = f"\n{proposal.proposal_id}  {_time(proposal.made_s)}  {state}{by}"
+    console.print(Text(head, style=_PROPOSAL_STYLES.get(state, "")))
+    console.print(Text(f"  {proposal.why}"))
+    console.print(Text(f"  would change: {_changes(proposal)}"))
+    console.print(Text(f"  now:  {_expected(proposal.now)}\n  then: {_expected(proposal.then)}"))
+    for step in proposal.steps:
+        console.print(Text(f"  {'✔' if step.ok else '✘'} {step.what} {step.text}"))
+    if proposal.error:
+        console.print(Text(f"  {proposal.error}", style="red" if state is ProposalState.FAILED else ""))
+    if state is ProposalState.OPEN:
+        console.print(Text(f"  polyphase proposals --accept {proposal.proposal_id}   or   --refuse", style="dim"))
 
 
-def _changes(flips: Sequence[Mapping[str, Any]], routes: bool) -> str:
-    words = [f"{flip['instance_id']} to {flip['to_role']}" for flip in flips]
-    return ", ".join([*words, *(["the routes"] if routes else [])])
+def _changes(proposal: Proposal) -> str:
+    flips = [f"{flip.instance_id} to {flip.to_role}" for flip in proposal.flips]
+    return ", ".join([*flips, *(["the routes"] if proposal.changes_routes else [])])
 
 
-def _expected(one: Mapping[str, Any]) -> str:
-    ttft = "unbounded" if one["ttft_s"] is None else f"{one['ttft_s']:.3g} s"
-    tpot = "unbounded" if one["tpot_s"] is None else f"{1e3 * one['tpot_s']:.3g} ms"
-    served = f"{one['goodput']:.3g} requests/s within the SLO of {one['rate']:.3g} offered"
-    return f"{served}; attainment {one['attainment']:.0%}, TTFT {ttft}, TPOT {tpot}"
+def _expected(figures: Figures) -> str:
+    ttft = "unbounded" if figures.ttft_s is None else f"{figures.ttft_s:.3g} s"
+    tpot = "unbounded" if figures.tpot_s is None else f"{1e3 * figures.tpot_s:.3g} ms"
+    served = f"{figures.goodput:.3g} requests/s within the SLO of {figures.rate:.3g} offered"
+    return f"{served}; attainment {figures.attainment:.0%}, TTFT {ttft}, TPOT {tpot}"
 
 
-async def _carried_out(planner: PlannerClient, proposal_id: str) -> str:
+async def _final_state(planner: PlannerClient, proposal_id: str) -> ProposalState:
     """Wait for the final state of a proposal. Raises DeadlineExceeded after ten minutes, or the planner's own error."""
     until_s, unanswered = time.monotonic() + CARRIED_OUT_S, 0
     while time.monotonic() < until_s:
         await asyncio.sleep(PROPOSAL_POLL_S)
         try:
-            state, unanswered = str((await planner.proposal(proposal_id))["state"]), 0
+            state, unanswered = (await planner.proposal(proposal_id)).state, 0
         except (Unavailable, DeadlineExceeded):
             unanswered += 1
             if unanswered > MAX_UNANSWERED:
                 raise
             continue
-        if state != "applying":
+        if state is not ProposalState.APPLYING:
             return state
     raise DeadlineExceeded(f"proposal {proposal_id} is still being carried out after {CARRIED_OUT_S:g} s")

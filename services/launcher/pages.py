@@ -1,26 +1,65 @@
-"""The state of a suite on a terminal: verdict, stages of a request, instances and SLO, fitted to the width.
-
-Instances are rows of the monitor's `GET /instances`: mappings, since `--json` passes them on unchanged.
+"""The state of a suite on a terminal: verdict, stages of a request, instances and SLO, fitted to the width; and the
+form of the tables that the commands print.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
+import msgspec
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from shared.domain.instance import InstanceInfo, InstanceState, Role
+from shared.domain.slo import SloReport
 from shared.domain.verdict import Level, Link, Verdict, duration
+from shared.wire.api.monitor import EMULATED, InstanceRow, LoadByName
 
 NONE = "–"
 LEVEL_STYLE = {Level.GOOD: "green", Level.IDLE: "dim", Level.DEGRADED: "yellow", Level.DOWN: "bold red"}
-STATE_STYLE = {"ready": "green", "starting": "yellow", "draining": "magenta", "unresponsive": "red", "dead": "red"}
+STATE_STYLE = {  # the most urgent state first
+    InstanceState.DEAD: "red",
+    InstanceState.UNRESPONSIVE: "red",
+    InstanceState.STARTING: "yellow",
+    InstanceState.DRAINING: "magenta",
+    InstanceState.READY: "green",
+}
 _MARKS = {Level.GOOD: "✔", Level.IDLE: "·", Level.DEGRADED: "!", Level.DOWN: "✘"}  # readable without colours
-_STATE_ORDER = {"dead": 0, "unresponsive": 1, "starting": 2, "draining": 3, "ready": 4}
+_STATE_ORDER = {state: position for position, state in enumerate(STATE_STYLE)}
 _STAGES = {"decode_queue": "decode queue"}
 _MIN_NAME = 10
+_FIGURES = ("KV", "run", "wait", "to prefill")
+
+
+class LocalInstance(msgspec.Struct, frozen=True):
+    """An instance of this host as it describes itself, while the monitor does not answer; None where it does not
+    answer either.
+    """
+
+    instance_id: str
+    state: InstanceState
+    role: Role | None = None
+    info: InstanceInfo | None = None
+    load: LoadByName | None = None
+
+
+Instance = InstanceRow | LocalInstance
+
+
+def plain_table(*columns: str, right: Collection[str] = (), fold: str = "") -> Table:
+    """A table without lines. right: columns of figures; fold: the column whose text is wrapped. Without any column
+    names the caller adds the columns, and there is no head.
+    """
+    table = Table(box=None, padding=(0, 1), pad_edge=False, show_header=bool(columns))
+    for column in columns:
+        table.add_column(
+            column,
+            justify="right" if column in right else "left",
+            no_wrap=column != fold,
+            overflow="fold" if column == fold else "ellipsis",
+        )
+    return table
 
 
 def headline(verdict: Verdict) -> Text:
@@ -50,79 +89,64 @@ def chain(verdict: Verdict) -> Text:
 
 def chain_table(verdict: Verdict) -> Table:
     """The stages with their figures: jobs now, median and 99th percentile, share of all time."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    table.add_column(f"last {verdict.window_s:.0f} s", style="dim", no_wrap=True)
-    for link in verdict.chain:
-        name = Text(_STAGES.get(link.stage, link.stage), _link_style(link))
-        table.add_column(name, justify="right", no_wrap=True)
+    first, stages = f"last {verdict.window_s:.0f} s", [_STAGES.get(link.stage, link.stage) for link in verdict.chain]
+    table = plain_table(first, *stages, right=stages)
+    table.columns[0].style = "dim"
+    for column, link in zip(table.columns[1:], verdict.chain, strict=True):
+        column.header_style = _link_style(link)
     table.add_row("jobs now", *(str(link.now) for link in verdict.chain))
-    table.add_row("p50", *(_time(link.p50_s) for link in verdict.chain))
-    table.add_row("p99", *(_time(link.p99_s) for link in verdict.chain))
+    table.add_row("p50", *(time(link.p50_s) for link in verdict.chain))
+    table.add_row("p99", *(time(link.p99_s) for link in verdict.chain))
     table.add_row("of the time", *(share(link.share) for link in verdict.chain))
     return table
 
 
-def instances(
-    entries: Sequence[Mapping[str, Any]], width: int, max_rows: int | None = None
-) -> Iterator[RenderableType]:
+def instances(entries: Sequence[Instance], width: int, max_rows: int | None = None) -> Iterator[RenderableType]:
     """A table, problems first; beyond `max_rows` the remaining instances are counted in a line."""
     ordered = sorted(entries, key=_urgency)
     shown = ordered if max_rows is None or len(ordered) <= max_rows else ordered[: max(0, max_rows - 1)]
-    rows = [_row(entry) for entry in shown]
-    names = max((len(row[0]) for row in rows), default=0)
-    figures = sum(max([len(head), *(len(str(row[at])) for row in rows)]) + 2 for at, head in _FIGURES)
-    table = Table(box=None, padding=(0, 1), pad_edge=False, width=width)
-    table.add_column("instance", no_wrap=True, width=min(max(names, 8), max(_MIN_NAME, width - figures - 14)))
-    for at, head in _FIGURES:
-        table.add_column(head, no_wrap=True, justify="right" if at > 2 else "left")
-    table.add_column("accelerator", no_wrap=True, overflow="ellipsis", ratio=1)
-    room = table.columns[0].width or _MIN_NAME
-    for row in rows:
-        style = STATE_STYLE.get(row[2], "")
-        table.add_row(elided(row[0], room), row[1], Text(row[2], style), *row[3:])
-    if rows:
-        yield table
+    if shown:
+        yield _instance_table(shown, width)
     if left := ordered[len(shown) :]:
         yield Text(f"… and {len(left)} more, {_states(left)}", "dim")
     if any(_emulated(entry) for entry in shown):
         yield Text("* emulated: no real accelerator", "dim")
 
 
-_FIGURES = ((1, "role"), (2, "state"), (3, "KV"), (4, "run"), (5, "wait"), (6, "to prefill"))
+def _instance_table(entries: Sequence[Instance], width: int) -> Table:
+    rows = [(entry.instance_id, entry.role or "", entry.state, *_figures(entry)) for entry in entries]
+    heads = ("instance", "role", "state", *_FIGURES)
+    widths = [max(len(head), *(len(row[at]) for row in rows)) for at, head in enumerate(heads)]
+    room = min(max(widths[0], 8), max(_MIN_NAME, width - sum(widths[1:]) - 2 * len(widths[1:]) - 14))
+    table = plain_table(*heads, "accelerator", right=_FIGURES)
+    table.width, table.columns[0].width, table.columns[-1].ratio = width, room, 1
+    for entry, row in zip(entries, rows, strict=True):
+        accelerator = f"{entry.info.accelerator}{'*' if _emulated(entry) else ''}" if entry.info else NONE
+        state = Text(entry.state, STATE_STYLE[entry.state])
+        table.add_row(elided(entry.instance_id, room), row[1], state, *row[3:], accelerator)
+    return table
 
 
-def slo(windows: Sequence[Mapping[str, Any]]) -> Table:
+def slo(windows: Sequence[SloReport]) -> Table:
     """Attainment by class and window, with percentiles and the longest gap between two tokens of a stream."""
     table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
     table.add_column("\nSLO class", overflow="ellipsis", no_wrap=True, max_width=13)
-    for column in (
-        "\nwindow",
-        "\nended",
-        "\nmet",
-        "TTFT\nmet",
-        "\np99",
-        "TPOT\nmet",
-        "\np99",
-        "ITL\nmet",
-        "longest\ngap p90",
-        "\nworst",
-    ):
-        table.add_column(column, justify="right", no_wrap=True)
-    for one in windows:
-        times = [_time(one[key]["p99"]) for key in ("ttft_s", "tpot_s")]
-        gaps = one.get("longest_gap_s", {})  # absent in answers of earlier releases
+    heads = ("\nwindow", "\nended", "\nmet", "TTFT\nmet", "\np99", "TPOT\nmet", "\np99", "ITL\nmet")
+    for head in (*heads, "longest\ngap p90", "\nworst"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for report in windows:
         table.add_row(
-            one["slo"],
-            f"{one['window_s']:g} s",
-            f"{one['requests']:,}",
-            share(one["attainment"]),
-            share(one["ttft_attainment"]),
-            times[0],
-            share(one["tpot_attainment"]),
-            times[1],
-            share(one.get("itl_attainment")),
-            _time(gaps.get("p90")),
-            _time(gaps.get("max")),
+            report.slo,
+            f"{report.window_s:g} s",
+            f"{report.requests:,}",
+            share(report.attainment),
+            share(report.ttft_attainment),
+            time(report.ttft_s["p99"]),
+            share(report.tpot_attainment),
+            time(report.tpot_s["p99"]),
+            share(report.itl_attainment),
+            time(report.longest_gap_s.get("p90")),
+            time(report.longest_gap_s.get("max")),
         )
     return table
 
@@ -132,12 +156,12 @@ def indented(inside: RenderableType) -> Padding:
     return Padding(inside, (0, 0, 0, 2))
 
 
-def _urgency(entry: Mapping[str, Any]) -> tuple[float, ...]:
+def _urgency(entry: Instance) -> tuple[float, ...]:
     """A sort key: unhealthy instances first, then the busiest."""
-    load = entry["load"]
-    if not load:
-        return (_STATE_ORDER.get(entry["state"], 0), 0.0, 0.0, 0.0)
-    return (_STATE_ORDER.get(entry["state"], 0), -load["waiting"], -_used(entry), -load["queued_prefill_tokens"])
+    order, load = _STATE_ORDER[entry.state], entry.load
+    if load is None:
+        return (order, 0.0, 0.0, 0.0)
+    return (order, -load.waiting, -_used(entry), -load.queued_prefill_tokens)
 
 
 def elided(name: str, room: int) -> str:
@@ -156,45 +180,37 @@ def _link_style(link: Link) -> str:
     return LEVEL_STYLE[link.level] if link.level in (Level.DEGRADED, Level.DOWN) else ""
 
 
-def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    load, info = entry["load"], entry["info"]
-    head = (entry["instance_id"], entry["role"], entry["state"])
-    accelerator = f"{info['accelerator']}{'*' if _emulated(entry) else ''}" if info else NONE
-    if not load or entry["state"] == "dead":
-        return (*head, NONE, NONE, NONE, NONE, accelerator)
-    return (
-        *head,
-        f"{100 * _used(entry):.0f} %",
-        f"{load['running']:,}",
-        f"{load['waiting']:,}",
-        f"{load['queued_prefill_tokens']:,}",
-        accelerator,
-    )
+def _figures(entry: Instance) -> tuple[str, ...]:
+    load = entry.load
+    if load is None or entry.state is InstanceState.DEAD:
+        return (NONE,) * len(_FIGURES)
+    counts = (load.running, load.waiting, load.queued_prefill_tokens)
+    return (f"{100 * _used(entry):.0f} %", *(f"{count:,}" for count in counts))
 
 
-def _used(entry: Mapping[str, Any]) -> float:
+def _used(entry: Instance) -> float:
     """The share of KV memory in use, 0..1."""
-    return 1.0 - float(entry["load"]["free_blocks"]) / max(1, int(entry["info"]["total_blocks"]))
+    if entry.load is None or entry.info is None:
+        return 0.0
+    return 1.0 - entry.load.free_blocks / max(1, entry.info.total_blocks)
 
 
-def _emulated(entry: Mapping[str, Any]) -> bool:
-    return bool(entry["info"]) and entry["info"]["compatibility"]["engine"] == "emulated"
+def _emulated(entry: Instance) -> bool:
+    return entry.info is not None and entry.info.compatibility.engine == EMULATED
 
 
-def _states(entries: Sequence[Mapping[str, Any]]) -> str:
-    counts = Counter(str(entry["state"]) for entry in entries)
+def _states(entries: Sequence[Instance]) -> str:
+    counts = Counter(entry.state for entry in entries)
     if len(counts) == 1:
         return f"all {next(iter(counts))}"
-    return ", ".join(
-        f"{number} {state}" for state, number in sorted(counts.items(), key=lambda one: _STATE_ORDER[one[0]])
-    )
+    return ", ".join(f"{counts[state]} {state}" for state in STATE_STYLE if state in counts)
 
 
-def _time(seconds: float | None) -> str:
+def time(seconds: float | None) -> str:
     return NONE if seconds is None else duration(seconds)
 
 
 def counted(verdict: Verdict) -> str:
     """Ready and expected instances by role."""
-    parts = [f"{one.ready} of {one.expected} {role.value}" for role, one in verdict.counts.items()]
+    parts = [f"{count.ready} of {count.expected} {role.value}" for role, count in verdict.counts.items()]
     return f"ready: {', '.join(parts)}"

@@ -16,9 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-import httpx
 import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -28,11 +26,14 @@ from rich.text import Text
 
 from services.launcher import pages, state_file
 from services.launcher.health import HttpHealth
+from services.launcher.pages import Instance, LocalInstance
 from services.launcher.state_file import RunningProcess, SuiteState
-from shared.domain.job import Phase
+from shared.domain.instance import InstanceState, Role
+from shared.domain.slo import SloReport
 from shared.domain.verdict import Level, Verdict, count, duration
 from shared.errors import DeadlineExceeded, NotFound, PolyphaseError, Unavailable
-from shared.wire.clients.http import JsonClient
+from shared.wire.api.scheduler import RequestRow
+from shared.wire.clients.http import WorkerAdmin
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.scheduler import SchedulerAdmin
 
@@ -66,19 +67,19 @@ class Snapshot:
     state: SuiteState | None = None
     fault: str = ""
     verdict: Verdict | None = None
-    instances: Sequence[Mapping[str, Any]] = ()
-    slo: Sequence[Mapping[str, Any]] = ()
+    instances: Sequence[Instance] = ()
+    slo: Sequence[SloReport] = ()
     rates: Mapping[str, float | None] = field(default_factory=dict)
     health: Mapping[str, str] = field(default_factory=dict)
     jobs: Mapping[str, int] | None = None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """JSON for programs; unknown values are null."""
         away = bool(self.fault)
-        answer: dict[str, Any] = {
-            "instances": None if away and not self.instances else list(self.instances),
-            "slo": None if away else list(self.slo),
-            "verdict": None if self.verdict is None else msgspec.to_builtins(self.verdict),
+        answer: dict[str, object] = {
+            "instances": None if away and not self.instances else msgspec.to_builtins(self.instances),
+            "slo": None if away else msgspec.to_builtins(self.slo),
+            "verdict": msgspec.to_builtins(self.verdict),
         }
         if away:
             answer |= {"monitor_fault": self.fault, "jobs": None if self.jobs is None else dict(self.jobs)}
@@ -121,16 +122,14 @@ def _state_of(data_dir: Path, given: str) -> SuiteState | None:
 
 async def _by_monitor(url: str, state: SuiteState | None, rates: bool) -> Snapshot:
     async with MonitorClient(url) as monitor:
-        calls = [monitor.call("GET", path) for path in ("/verdict", "/instances", "/slo")]
-        verdict, instances, slo = await asyncio.gather(*calls)
+        verdict, instances, slo = await asyncio.gather(monitor.verdict(), monitor.instances(), monitor.slo())
         found = await _fetch_rates(monitor) if rates else {}
-    return Snapshot(time.time(), state, "", msgspec.convert(verdict, Verdict), instances, slo, found)
+    return Snapshot(time.time(), state, "", verdict, instances, slo, found)
 
 
-async def _fetch_rates(monitor: JsonClient) -> dict[str, float | None]:
+async def _fetch_rates(monitor: MonitorClient) -> dict[str, float | None]:
     """The newest value of each series."""
-    answer = await monitor.call("GET", "/history", params={"minutes": 5, "points": 60})
-    series: Mapping[str, Sequence[float | None]] = answer["series"]
+    series = (await monitor.history(minutes=5, points=60)).series
     return {
         name: next((each for each in reversed(values) if each is not None), None) for name, values in series.items()
     }
@@ -138,44 +137,39 @@ async def _fetch_rates(monitor: JsonClient) -> dict[str, float | None]:
 
 async def _observe_without_monitor(state: SuiteState, fault: str) -> Snapshot:
     """The processes of the launcher's state file, and what each of them answers."""
-    async with httpx.AsyncClient() as http:
-        known = [process for process in state.processes if process.url]
-        instances = [process for process in known if process.name in state.instance_ids]
-        health, selves, jobs = await asyncio.gather(
-            asyncio.gather(*(HttpHealth(process.url).check(ASK_S) for process in known)),
-            asyncio.gather(*(_self(http, process) for process in instances)),
-            _jobs(state.scheduler_urls),
-        )
+    known = [process for process in state.processes if process.url]
+    instances = [process for process in known if process.name in state.instance_ids]
+    health, selves, jobs = await asyncio.gather(
+        asyncio.gather(*(HttpHealth(process.url).check(ASK_S) for process in known)),
+        asyncio.gather(*map(_local_instance, instances)),
+        _jobs(state.scheduler_urls),
+    )
     faults = dict(zip((process.name for process in known), health, strict=True))
     return Snapshot(time.time(), state, fault, instances=selves, health=faults, jobs=jobs)
 
 
-async def _self(http: httpx.AsyncClient, process: RunningProcess) -> dict[str, Any]:
-    """An instance as the monitor would list it, from its own answer."""
-    nothing = {"instance_id": process.name, "role": "", "state": "dead", "info": None, "load": None}
-    try:
-        response = await http.get(f"{process.url.removesuffix('/health')}/instance", timeout=ASK_S)
-        answer = response.raise_for_status().json()
-    except httpx.TimeoutException:
-        return nothing | {"state": "unresponsive"}
-    except (httpx.HTTPError, ValueError):
-        return nothing | {"state": "starting" if process.state == "starting" else "dead"}
-    state = "draining" if answer["draining"] else "ready"
-    return nothing | {"state": state} | {key: answer[key] for key in ("role", "info", "load")}
+async def _local_instance(process: RunningProcess) -> LocalInstance:
+    """An instance of this host, from its own answer."""
+    async with WorkerAdmin(process.url.removesuffix("/health")) as worker:
+        try:
+            answer = await worker.instance()
+        except DeadlineExceeded:
+            return LocalInstance(process.name, InstanceState.UNRESPONSIVE)
+        except PolyphaseError:
+            starting = process.state == "starting"
+            return LocalInstance(process.name, InstanceState.STARTING if starting else InstanceState.DEAD)
+    state = InstanceState.DRAINING if answer.draining else InstanceState.READY
+    return LocalInstance(process.name, state, answer.role, answer.info, answer.load)
 
 
 async def _jobs(urls: Sequence[str]) -> dict[str, int] | None:
     """Running jobs by phase over all schedulers; None if no scheduler answers."""
-    counts: Counter[str] = Counter()
-    answered = False
-    for rows in await asyncio.gather(*(_rows(url) for url in urls)):
-        if rows is not None:
-            answered = True
-            counts += Counter(str(row["phase"]) for row in rows if not Phase(row["phase"]).final)
-    return dict(counts) if answered else None
+    answers = [rows for rows in await asyncio.gather(*map(_rows, urls)) if rows is not None]
+    running = Counter(row.phase.value for rows in answers for row in rows if not row.phase.final)
+    return dict(running) if answers else None
 
 
-async def _rows(url: str) -> list[dict[str, Any]] | None:
+async def _rows(url: str) -> list[RequestRow] | None:
     async with SchedulerAdmin(url) as scheduler:
         try:
             return await scheduler.requests(limit=_JOBS)
@@ -183,60 +177,64 @@ async def _rows(url: str) -> list[dict[str, Any]] | None:
             return None
 
 
-def exit_code(seen: Snapshot) -> int:
+def exit_code(snapshot: Snapshot) -> int:
     """0: good or idle; DEGRADED, also without a monitor; DOWN."""
-    if seen.verdict is not None:
-        return _CODES[seen.verdict.level]
-    return DEGRADED if _serves(seen) else DOWN
+    if snapshot.verdict is not None:
+        return _CODES[snapshot.verdict.level]
+    return DEGRADED if _serves(snapshot) else DOWN
 
 
-def show(console: Console, seen: Snapshot, *, everything: bool = False) -> None:
+def show(console: Console, snapshot: Snapshot, *, everything: bool = False) -> None:
     """Print the state for people, with as many instances as the terminal has room for, or all (`everything`)."""
-    above = [*(_verdict(seen) if seen.verdict is not None else _without_monitor(seen)), *_processes(seen), Text()]
-    below = [*_slo(seen), *_addresses(seen)]
+    above = [
+        *(_verdict(snapshot) if snapshot.verdict is not None else _without_monitor(snapshot)),
+        *_processes(snapshot),
+        Text(),
+    ]
+    below = [*_slo(snapshot), *_addresses(snapshot)]
     max_rows = None
     if console.is_terminal and not everything:
         lines = len(console.render_lines(Group(*above, *below), pad=False))
         max_rows = max(_MIN_ROWS, console.height - lines - 3)  # the table's head, the note below it, the prompt
-    console.print(Group(*above, *pages.instances(seen.instances, console.width, max_rows), *below))
+    console.print(Group(*above, *pages.instances(snapshot.instances, console.width, max_rows), *below))
 
 
-def _verdict(seen: Snapshot) -> Iterator[RenderableType]:
-    assert seen.verdict is not None
-    yield pages.headline(seen.verdict)
-    for line in pages.problems(seen.verdict):
+def _verdict(snapshot: Snapshot) -> Iterator[RenderableType]:
+    assert snapshot.verdict is not None
+    yield pages.headline(snapshot.verdict)
+    for line in pages.problems(snapshot.verdict):
         yield pages.indented(line)
-    yield pages.chain(seen.verdict)
-    if seen.verdict.level in (Level.DEGRADED, Level.DOWN):  # else the headline says so
-        ended = count(seen.verdict.requests, "request")
-        yield Text(f"{pages.counted(seen.verdict)}; {ended} ended in {seen.verdict.window_s:.0f} s", "dim")
+    yield pages.chain(snapshot.verdict)
+    if snapshot.verdict.level in (Level.DEGRADED, Level.DOWN):  # else the headline says so
+        ended = count(snapshot.verdict.requests, "request")
+        yield Text(f"{pages.counted(snapshot.verdict)}; {ended} ended in {snapshot.verdict.window_s:.0f} s", "dim")
 
 
-def _without_monitor(seen: Snapshot) -> Iterator[RenderableType]:
-    yield Text(f"✘ The monitor does not answer: {seen.fault}", "bold red")
-    yield Text(_SERVING if _serves(seen) else _NOT_SERVING, "yellow")
-    if seen.jobs is None:
+def _without_monitor(snapshot: Snapshot) -> Iterator[RenderableType]:
+    yield Text(f"✘ The monitor does not answer: {snapshot.fault}", "bold red")
+    yield Text(_SERVING if _serves(snapshot) else _NOT_SERVING, "yellow")
+    if snapshot.jobs is None:
         yield Text("No scheduler answers either: the running jobs are unknown.", "red")
     else:
-        phases = ", ".join(f"{number} in {phase}" for phase, number in seen.jobs.items())
-        yield Text(f"{count(sum(seen.jobs.values()), 'job')} running{': ' + phases if phases else ''}")
+        phases = ", ".join(f"{number} in {phase}" for phase, number in snapshot.jobs.items())
+        yield Text(f"{count(sum(snapshot.jobs.values()), 'job')} running{': ' + phases if phases else ''}")
 
 
-def _serves(seen: Snapshot) -> bool:
+def _serves(snapshot: Snapshot) -> bool:
     """Whether requests are probably served: a scheduler answers, and so does an instance of each role."""
-    roles = {entry["role"] for entry in seen.instances if entry["state"] == "ready"}
-    return seen.jobs is not None and {"prefill", "decode"} <= roles
+    roles = {entry.role for entry in snapshot.instances if entry.state is InstanceState.READY}
+    return snapshot.jobs is not None and set(Role) <= roles
 
 
-def _processes(seen: Snapshot) -> Iterator[RenderableType]:
+def _processes(snapshot: Snapshot) -> Iterator[RenderableType]:
     """Processes that are not ready or were restarted; without the monitor all processes, with their health."""
-    if seen.state is None:
+    if snapshot.state is None:
         return
-    if seen.fault:
+    if snapshot.fault:
         yield Text()
-        yield _table(seen.state.processes, seen.health)
+        yield _process_table(snapshot.state.processes, snapshot.health)
         return
-    for process in seen.state.processes:
+    for process in snapshot.state.processes:
         if process.state != "ready":
             because = f": {process.fault}" if process.fault else ""
             yield Text(f"{process.name}: {process.state}{because}", "red")
@@ -245,27 +243,26 @@ def _processes(seen: Snapshot) -> Iterator[RenderableType]:
             yield Text(f"{process.name}: restarted {times}, last because: {process.fault}", "dim")
 
 
-def _slo(seen: Snapshot) -> Iterator[RenderableType]:
-    if seen.slo:
+def _slo(snapshot: Snapshot) -> Iterator[RenderableType]:
+    if snapshot.slo:
         yield Text()
-        yield pages.slo(seen.slo)
+        yield pages.slo(snapshot.slo)
 
 
-def _addresses(seen: Snapshot) -> Iterator[RenderableType]:
-    if seen.state is not None:
-        dashboard = f"   dashboard {seen.state.dashboard_url}" if seen.state.dashboard_url else ""
-        yield Text(f"\nAPI {seen.state.api_url}{dashboard}", "dim")
+def _addresses(snapshot: Snapshot) -> Iterator[RenderableType]:
+    if snapshot.state is not None:
+        dashboard = f"   dashboard {snapshot.state.dashboard_url}" if snapshot.state.dashboard_url else ""
+        yield Text(f"\nAPI {snapshot.state.api_url}{dashboard}", "dim")
 
 
-def _table(processes: tuple[RunningProcess, ...], health: Mapping[str, str]) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for column in ("process", "pid", "state", "restarts", "health"):
-        table.add_column(column, no_wrap=column != "health", justify="right" if column == "restarts" else "left")
-    for one in processes:
-        fault = health.get(one.name)
-        says = Text(pages.NONE if fault is None else fault or "healthy", "red" if fault else "")
-        state = Text(one.state, "" if one.state == "ready" else "red")
-        table.add_row(pages.elided(one.name, 24), str(one.pid or pages.NONE), state, str(one.restarts), says)
+def _process_table(processes: Sequence[RunningProcess], health: Mapping[str, str]) -> Table:
+    table = pages.plain_table("process", "pid", "state", "restarts", "health", right=("restarts",), fold="health")
+    for process in processes:
+        fault = health.get(process.name)
+        answer = Text(pages.NONE if fault is None else fault or "healthy", "red" if fault else "")
+        state = Text(process.state, "" if process.state == "ready" else "red")
+        pid = str(process.pid or pages.NONE)
+        table.add_row(pages.elided(process.name, 24), pid, state, str(process.restarts), answer)
     return table
 
 
@@ -333,28 +330,28 @@ class LiveView:
 
 def top_page(view: LiveView, width: int, rows: int | None) -> Group:
     """One page with at most `rows` lines of instances."""
-    seen, age_s = view.last, max(0.0, view.age_s(time.time()))
-    whole = Group(*_verdict_rows(seen), *pages.instances(seen.instances, width, rows))
+    snapshot, age_s = view.last, max(0.0, view.age_s(time.time()))
+    whole = Group(*_verdict_rows(snapshot), *pages.instances(snapshot.instances, width, rows))
     if not view.fault and age_s < _OLD_S:
         return whole
     fault = f"The monitor does not answer: {view.fault}" if view.fault else "The monitor has not answered yet."
     head = Text(f"✘ {fault}", "bold red")
-    if seen.verdict is None:
-        return Group(head, *_unhealthy(seen.health), Text("Answers of the processes themselves:", "red"), whole)
+    if snapshot.verdict is None:
+        return Group(head, *_unhealthy(snapshot.health), Text("Answers of the processes themselves:", "red"), whole)
     age = Text(f"Its answer {duration(age_s)} ago:", "red")
-    return Group(head, *_unhealthy(seen.health), age, Styled(whole, "dim"))
+    return Group(head, *_unhealthy(snapshot.health), age, Styled(whole, "dim"))
 
 
-def _verdict_rows(seen: Snapshot) -> Iterator[RenderableType]:
-    if seen.verdict is not None:
-        yield pages.headline(seen.verdict)
-        for problem in islice(pages.problems(seen.verdict), _PROBLEMS):
+def _verdict_rows(snapshot: Snapshot) -> Iterator[RenderableType]:
+    if snapshot.verdict is not None:
+        yield pages.headline(snapshot.verdict)
+        for problem in islice(pages.problems(snapshot.verdict), _PROBLEMS):
             yield pages.indented(problem)
-        rates = ", ".join(f"{_number(seen.rates.get(name))} {what}" for name, what in _RATES.items())
-        yield Text(f"{rates} /s; {pages.counted(seen.verdict)}", no_wrap=True, overflow="ellipsis")
-        yield pages.chain_table(seen.verdict)
-    elif seen.jobs is not None:
-        yield Text(f"running jobs: {sum(seen.jobs.values())}")
+        rates = ", ".join(f"{_number(snapshot.rates.get(name))} {what}" for name, what in _RATES.items())
+        yield Text(f"{rates} /s; {pages.counted(snapshot.verdict)}", no_wrap=True, overflow="ellipsis")
+        yield pages.chain_table(snapshot.verdict)
+    elif snapshot.jobs is not None:
+        yield Text(f"running jobs: {sum(snapshot.jobs.values())}")
     yield Text()
 
 

@@ -16,6 +16,7 @@ from services.launcher.state_file import SuiteState
 from shared.domain.instance import InstanceState, Role
 from shared.domain.route import PolicySpec
 from shared.errors import DeadlineExceeded, PolyphaseError
+from shared.wire.api.monitor import InstanceRow, PolicyChoice
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.scheduler import SchedulerAdmin
 
@@ -61,23 +62,23 @@ class Suite:
         await until(again, timeout_s, f"the restart of {name}")
         return time.monotonic() - began
 
-    async def instances(self) -> dict[str, dict[str, Any]]:
+    async def instances(self) -> dict[str, InstanceRow]:
         async with self.monitor() as monitor:
-            return {entry["instance_id"]: entry for entry in await monitor.instances()}
+            return {entry.instance_id: entry for entry in await monitor.instances()}
 
     async def ready(self, role: Role) -> list[str]:
         found = await self.instances()
-        return [i for i, entry in found.items() if entry["role"] == role.value and entry["state"] == "ready"]
+        return [name for name, entry in found.items() if entry.role is role and entry.state is InstanceState.READY]
 
     async def wait_ready(self, names: Collection[str] = (), timeout_s: float = READY_S) -> None:
         """Wait until these instances (default: all of this suite) are ready."""
         wanted = set(names or self.state.instance_ids)
-        states: dict[str, str] = {}  # of all instances that have registered
+        states: dict[str, InstanceState] = {}  # of all instances that have registered
         async with self.monitor() as monitor:
 
             async def all_ready() -> bool:
-                states.update({entry["instance_id"]: entry["state"] for entry in await monitor.instances()})
-                return all(states.get(name) == InstanceState.READY.value for name in wanted)
+                states.update({entry.instance_id: entry.state for entry in await monitor.instances()})
+                return all(states.get(name) is InstanceState.READY for name in wanted)
 
             try:
                 await until(all_ready, timeout_s, "instances")
@@ -97,8 +98,8 @@ class Suite:
         async with self.monitor() as monitor:
 
             async def idle() -> bool:
-                entries = [e for e in await monitor.instances() if e["state"] != "dead"]
-                return all(e["load"]["time_s"] > now_s and _idle(e) for e in entries)
+                entries = [e for e in await monitor.instances() if e.state is not InstanceState.DEAD]
+                return all(e.load.time_s > now_s and _idle(e) for e in entries)
 
             await until(idle, timeout_s, "the instances to be idle")
         return time.monotonic() - began
@@ -132,19 +133,19 @@ async def change_policies(
     who: str,
     schedulers: int,
     timeout_s: float = FOLLOW_S,
-) -> dict[str, Any]:
+) -> dict[str, PolicyChoice]:
     """Change policies and wait until all instances and so many schedulers follow. Returns the previous policies.
 
     Raises the monitor's own error, or DeadlineExceeded that names the processes which do not follow.
     """
-    before = (await monitor.policies())["policies"]
+    before = (await monitor.policies()).policies
     await monitor.set_policies(change, who=who)
     late: list[str] = []
 
     async def followed() -> bool:
-        followers = (await monitor.policies())["followers"]
-        late[:] = [f"{each['name']} {each['trouble']}".strip() for each in followers if not each["follows"]]
-        return not late and sum(each["process"] == "scheduler" for each in followers) >= schedulers
+        followers = (await monitor.policies()).followers
+        late[:] = [f"{each.name} {each.trouble}".strip() for each in followers if not each.follows]
+        return not late and sum(each.process == "scheduler" for each in followers) >= schedulers
 
     try:
         await until(followed, timeout_s, "all processes to follow")
@@ -171,9 +172,9 @@ async def until(condition: Callable[[], Any], timeout_s: float, what: str, poll_
         await asyncio.sleep(poll_s)
 
 
-def _idle(entry: dict[str, Any]) -> bool:
-    load, info = entry["load"], entry["info"]
-    return not load["inflight"] and not load["staged_bytes"] and load["free_blocks"] >= info["total_blocks"]
+def _idle(entry: InstanceRow) -> bool:
+    load = entry.load
+    return not load.inflight and not load.staged_bytes and load.free_blocks >= entry.info.total_blocks
 
 
 def _pss(process: psutil.Process) -> int:

@@ -1,7 +1,7 @@
 """Bodies of the planner's HTTP API, validated once and turned into its own types. Paths in a body are not opened."""
 
 import json
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, Tag, field_validator, model_validator
@@ -70,7 +70,7 @@ class SearchIn(_Edge):
     words of `polyphase plan --workload`, or a list of requests. requests: how many to make, or to use of that list.
     """
 
-    inventory: Annotated[str, Field(min_length=1, max_length=MAX_INVENTORY)] | dict[str, Any]
+    inventory: Annotated[str, Field(min_length=1, max_length=MAX_INVENTORY)] | dict[str, object]
     model: Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?$")]
     workload: Annotated[_Words | _Requests, Discriminator(_kind_of)] = "azure-conv"
     slo: SloIn = SloIn()
@@ -127,7 +127,7 @@ def _made(words: str, count: int, seed: int) -> Workload:
         raise InvalidRequest(f"{where}{error.message}") from error
 
 
-def _inventory(given: str | dict[str, Any], library: Library) -> tuple[Inventory, str]:
+def _inventory(given: str | dict[str, object], library: Library) -> tuple[Inventory, str]:
     """The inventory and its name."""
     where = "inventory"
     document = Document(given, Places(where)) if isinstance(given, dict) else parse_document(given, where)

@@ -12,7 +12,6 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping
 from enum import StrEnum
 from itertools import islice
-from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -30,7 +29,9 @@ from shared.runtime.tasks import Background
 from shared.store.reading import read_proposals
 from shared.store.tables import proposals as table
 from shared.store.write_behind import WriteBehind
-from shared.wire.api import EventKind, OperationResult, Origin
+from shared.wire.api import EventKind, Operation, OperationResult, Origin
+from shared.wire.api.monitor import PoliciesInForce
+from shared.wire.api.planner import ProposalState, ProposalStep
 from shared.wire.clients.monitor import SLACK_S, MonitorClient
 
 log = get_log(__name__)
@@ -57,26 +58,6 @@ class Cause(StrEnum):
 _NEW_FACTS = (Cause.LOSS, Cause.RETURN, Cause.SHIFT, Cause.ASKED)
 
 
-class ProposalState(StrEnum):
-    """How a proposal stands."""
-
-    OPEN = "open"
-    APPLYING = "applying"
-    APPLIED = "applied"
-    FAILED = "failed"  # a step did not succeed; those before it stand
-    REFUSED = "refused"
-    WITHDRAWN = "withdrawn"  # the situation changed before anybody decided
-
-
-class Step(msgspec.Struct, frozen=True):
-    """A step of a proposal that has ended: a flip, or the change of routes. at_s: its end, unix seconds."""
-
-    at_s: float
-    what: str
-    ok: bool
-    text: str = ""
-
-
 class Proposal(msgspec.Struct, frozen=True):
     """Other roles and routes for the running cluster. Times are unix seconds.
 
@@ -98,7 +79,7 @@ class Proposal(msgspec.Struct, frozen=True):
     proposal_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex[:12])
     decided_s: float | None = None
     who: str = ""
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ProposalStep, ...] = ()
     error: str = ""
 
     @classmethod
@@ -144,12 +125,12 @@ class Proposals:
     async def recall(self, engine: AsyncEngine) -> None:
         """Read the proposals of earlier planner processes; unfinished ones end. Raises Unavailable."""
         for row in await read_proposals(engine, KEPT):  # newest first
-            if row["proposal_id"] in self._all:
+            if row.proposal_id in self._all:
                 continue
             try:
-                known = msgspec.json.decode(row["content"], type=Proposal)
+                known = msgspec.json.decode(row.content, type=Proposal)
             except msgspec.MsgspecError as error:  # written by another version
-                log.warning("a proposal was not understood", proposal_id=row["proposal_id"], error=str(error))
+                log.warning("a proposal was not understood", proposal_id=row.proposal_id, error=str(error))
                 continue
             self._all[known.proposal_id] = known
             self._all.move_to_end(known.proposal_id, last=False)
@@ -216,7 +197,7 @@ class Proposals:
             raise Conflict(f"proposal {other.proposal_id} is being carried out")
         return self._change_state(wanted, ProposalState.APPLYING, who=who)
 
-    def note(self, proposal_id: str, step: Step) -> None:
+    def note(self, proposal_id: str, step: ProposalStep) -> None:
         """A step of the proposal has ended."""
         known = self.get(proposal_id)
         self._keep(msgspec.structs.replace(known, steps=(*known.steps, step)))
@@ -346,7 +327,7 @@ async def carry_out(
     ready: Mapping[Role, int],
     monitor: MonitorClient,
     drain_timeout_s: float,
-    note: Callable[[Step], None],
+    note: Callable[[ProposalStep], None],
 ) -> str:
     """Have the monitor make the flips and, when all have succeeded, change the routes. Returns what went wrong, or "".
 
@@ -422,7 +403,7 @@ class _FlipOrder:
 
 async def _flip(
     monitor: MonitorClient, flip: Flip, force: bool, drain_timeout_s: float, who: str, why: str
-) -> dict[str, Any]:
+) -> Operation:
     """The operation that the monitor carried out, even if the monitor was restarted meanwhile. Raises its error."""
     try:
         return await monitor.flip(
@@ -444,21 +425,21 @@ async def _flip(
                 break
             except PolyphaseError:
                 continue  # the monitor is away: the deadline ends this
-            if operation["result"] == OperationResult.SUCCEEDED:
+            if operation.result is OperationResult.SUCCEEDED:
                 return operation
-            if operation["result"] != OperationResult.RUNNING:
-                raise Unavailable(operation["error"] or lost.message) from lost
+            if operation.result is not OperationResult.RUNNING:
+                raise Unavailable(operation.error or lost.message) from lost
         raise
 
 
-async def _step(what: str, call: Awaitable[dict[str, Any]], note: Callable[[Step], None]) -> str:
+async def _step(what: str, call: Awaitable[Operation | PoliciesInForce], note: Callable[[ProposalStep], None]) -> str:
     try:
         answer = await call
     except PolyphaseError as error:
-        note(Step(time.time(), what, False, error.message))
+        note(ProposalStep(time.time(), what, False, error.message))
         return f"{what}: {error.message}"
-    drain_s = answer.get("drain_s")
-    note(Step(time.time(), what, True, f"drained in {drain_s:.2f} s" if drain_s is not None else ""))
+    drain_s = answer.drain_s if isinstance(answer, Operation) else None
+    note(ProposalStep(time.time(), what, True, f"drained in {drain_s:.2f} s" if drain_s is not None else ""))
     return ""
 
 
@@ -477,7 +458,7 @@ class ProposalEvents:
 
     def __init__(self, monitor: MonitorClient) -> None:
         self._monitor = monitor
-        self._waiting: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._waiting: deque[dict[str, str]] = deque(maxlen=KEPT)
 
     def record(self, proposal: Proposal) -> None:
         """Report the new state of a proposal."""

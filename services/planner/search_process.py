@@ -12,9 +12,10 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import msgspec
+
+from shared.wire.api.planner import SearchResult
 
 MAX_LINE_BYTES = 8 << 20
 COMMAND = (sys.executable, "-m", "services.planner.search_work")
@@ -42,7 +43,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
     """The search ended with a plan. result: see `search_answer.result`. stopped: by SIGINT, with the best so far."""
 
-    result: dict[str, Any]
+    result: SearchResult
     stopped: bool = False
 
 

@@ -6,9 +6,8 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
 
+import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.planner.edge import SearchIn
@@ -19,9 +18,10 @@ from shared.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavai
 from shared.plan.find import PlanGoals
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background
-from shared.store.reading import read_plan, read_plans
+from shared.store.reading import PlanRow, read_plan, read_plans
 from shared.store.tables import plans
-from shared.store.write_behind import WriteBehind
+from shared.store.write_behind import Row, WriteBehind
+from shared.wire.api.planner import PlanSearch, SearchProgress, SearchResult, SearchState
 
 log = get_log(__name__)
 KEPT = 100  # ended searches in memory; older ones are in the database
@@ -31,16 +31,6 @@ RETRY_AFTER_S = 10.0  # of a search that was refused because too many wait
 ATTEMPTS = 3  # processes for one search: a search during which the planner ends each time may be the cause
 _WRITE_S = 1.0  # between two writes of a running search
 _WRITE_CHARACTERS_S = 200_000  # a long request is written less often: at most so many characters a second
-
-
-class SearchState(StrEnum):
-    """Where a search is."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    DONE = "done"
-    CANCELLED = "cancelled"
-    FAILED = "failed"
 
 
 OPEN = (SearchState.WAITING, SearchState.RUNNING)
@@ -64,9 +54,9 @@ class SearchRecord:
     begun_s: float | None = None
     attempts: int = 0
     cancelled_by: str = ""
-    result: dict[str, Any] | None = None
+    result: SearchResult | None = None
     error: str = ""
-    summary: dict[str, Any] = field(init=False)  # the request without what may be long
+    summary: dict[str, object] = field(init=False)  # the request without what may be long
 
     def __post_init__(self) -> None:
         request = json.loads(self.request)
@@ -75,22 +65,22 @@ class SearchRecord:
         self.summary = {key: value for key, value in {**request, "workload": short}.items() if key != "inventory"}
 
     @classmethod
-    def from_row(cls, row: dict[str, Any]) -> "SearchRecord":
+    def from_row(cls, row: PlanRow) -> "SearchRecord":
         """Raises ValueError, KeyError or TypeError for a row of another version."""
-        progress = json.loads(row["progress"])
+        progress = msgspec.json.decode(row.progress, type=_StoredProgress)
         return cls(
-            plan_id=row["plan_id"],
-            who=row["who"],
-            submitted_s=row["submitted_s"],
-            request=row["request"],
-            state=SearchState(row["state"]),
-            ended_s=row["ended_s"],
-            progress=Progress(progress["what"], progress["best_goodput"]),
-            begun_s=progress["begun_s"],
-            attempts=progress["attempts"],
-            cancelled_by=progress["cancelled_by"],
-            result=None if row["result"] is None else json.loads(row["result"]),
-            error=row["error"],
+            plan_id=row.plan_id,
+            who=row.who,
+            submitted_s=row.submitted_s,
+            request=row.request,
+            state=SearchState(row.state),
+            ended_s=row.ended_s,
+            progress=Progress(progress.what, progress.best_goodput),
+            begun_s=progress.begun_s,
+            attempts=progress.attempts,
+            cancelled_by=progress.cancelled_by,
+            result=None if row.result is None else msgspec.json.decode(row.result, type=SearchResult),
+            error=row.error,
         )
 
     @property
@@ -110,34 +100,60 @@ class SearchRecord:
         """The planner ended before the search did."""
         self.state, self.progress, self.begun_s = SearchState.WAITING, Progress("waiting to begin again"), None
 
-    def brief(self) -> dict[str, Any]:
-        """As JSON for lists."""
-        result = self.result and {key: value for key, value in self.result.items() if key != "cluster_file"}
-        return {**self._status(), "progress": self._progress(), "request": self.summary, "result": result}
+    def brief(self) -> PlanSearch:
+        """For lists."""
+        result = self.result and msgspec.structs.replace(self.result, cluster_file="")
+        return self._answer(self.summary, result)
 
-    def full(self) -> dict[str, Any]:
-        """All of it as JSON."""
-        request = json.loads(self.request)
-        return {**self._status(), "progress": self._progress(), "request": request, "result": self.result}
+    def full(self) -> PlanSearch:
+        return self._answer(json.loads(self.request), self.result)
 
-    def row(self) -> dict[str, Any]:
-        """For the table `plans`; what only the planner needs is kept beside the progress."""
-        kept = {"begun_s": self.begun_s, "attempts": self.attempts, "cancelled_by": self.cancelled_by}
-        result = None if self.result is None else json.dumps(self.result)
-        progress = json.dumps({**self._progress(), **kept})
-        return {**self._status(), "progress": progress, "request": self.request, "result": result}
+    def _answer(self, request: dict[str, object], result: SearchResult | None) -> PlanSearch:
+        return PlanSearch(
+            state=self.state,
+            plan_id=self.plan_id,
+            who=self.who,
+            submitted_s=self.submitted_s,
+            ended_s=self.ended_s,
+            error=self.error,
+            progress=SearchProgress(self.progress.what, self.progress.best_goodput, self._elapsed_s()),
+            request=request,
+            result=result,
+        )
 
-    def _status(self) -> dict[str, Any]:
-        names = ("plan_id", "who", "submitted_s", "ended_s", "error")
-        return {"state": self.state.value} | {name: getattr(self, name) for name in names}
-
-    def _progress(self) -> dict[str, Any]:
-        until_s = time.time() if self.ended_s is None else self.ended_s
+    def row(self) -> Row:
+        """For the table `plans`."""
+        progress = _StoredProgress(
+            what=self.progress.what,
+            best_goodput=self.progress.best_goodput,
+            elapsed_s=self._elapsed_s(),
+            begun_s=self.begun_s,
+            attempts=self.attempts,
+            cancelled_by=self.cancelled_by,
+        )
         return {
-            "what": self.progress.what,
-            "best_goodput": self.progress.best_goodput,
-            "elapsed_s": 0.0 if self.begun_s is None else max(0.0, until_s - self.begun_s),
+            "state": self.state.value,
+            "plan_id": self.plan_id,
+            "who": self.who,
+            "submitted_s": self.submitted_s,
+            "ended_s": self.ended_s,
+            "error": self.error,
+            "progress": msgspec.json.encode(progress).decode(),
+            "request": self.request,
+            "result": None if self.result is None else msgspec.json.encode(self.result).decode(),
         }
+
+    def _elapsed_s(self) -> float:
+        until_s = time.time() if self.ended_s is None else self.ended_s
+        return 0.0 if self.begun_s is None else max(0.0, until_s - self.begun_s)
+
+
+class _StoredProgress(SearchProgress, frozen=True, kw_only=True):
+    """The column `progress`: what the answers show, and what only the planner needs."""
+
+    begun_s: float | None
+    attempts: int
+    cancelled_by: str
 
 
 class Searches:
@@ -304,10 +320,10 @@ class Searches:
         self._store.put(plans, record.row())
 
 
-def _read(row: dict[str, Any]) -> SearchRecord | None:
+def _read(row: PlanRow) -> SearchRecord | None:
     try:
         return SearchRecord.from_row(row)
     except (ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"[:300]
-        log.warning("a search in the database was not understood", plan_id=row["plan_id"], error=reason)
+        log.warning("a search in the database was not understood", plan_id=row.plan_id, error=reason)
         return None

@@ -11,8 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
-import msgspec
-
 from services.planner.proposals import Cause, Proposal, Proposals
 from services.planner.settings import PlannerSettings
 from shared.cost.library import Library
@@ -22,7 +20,6 @@ from shared.errors import PolyphaseError, Unavailable
 from shared.plan.running import Fleet, review
 from shared.policy.papers.thunderserve import PlanRoute, parse_routes
 from shared.runtime.logs import get_log
-from shared.wire.api import DemandProfile
 from shared.wire.clients.monitor import MonitorClient
 
 log = get_log(__name__)
@@ -256,8 +253,8 @@ class Watch:
 
     async def _fetch_demand(self) -> None:
         try:
-            profile = msgspec.convert(await self._monitor.demand_profile(), DemandProfile)
-        except (PolyphaseError, msgspec.ValidationError) as error:
+            profile = await self._monitor.demand_profile()
+        except PolyphaseError as error:
             self._no_profile = f"the monitor does not report the demand: {error}"
             return
         self._no_profile, self._operators_hold = "", (profile.kept, profile.barred)

@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from prometheus_client import CollectorRegistry
 
@@ -33,10 +32,22 @@ from services.worker.step_costs import LEARN_S, ChunkSize, KnownRates, LiveRates
 from shared.domain.instance import InstanceInfo
 from shared.domain.prompt import BLOCK_TOKENS
 from shared.domain.rates import StepRates
-from shared.runtime.http import service_app
+from shared.runtime.http import json_response, service_app
 from shared.runtime.logs import LogTail, get_log
 from shared.runtime.tasks import background
 from shared.runtime.tracing import tracing
+from shared.wire.api.monitor import LoadByName
+from shared.wire.api.worker import (
+    ChunkSizeStatus,
+    InstanceDetails,
+    InstanceStatus,
+    LogLines,
+    PolicyStatus,
+    PrefixCache,
+    Step,
+    StepCosts,
+    Steps,
+)
 from shared.wire.broadcast import Publisher
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.messages import PREFIXES, StepRecord
@@ -69,9 +80,10 @@ def create_app(settings: WorkerSettings, tail: LogTail | None = None) -> FastAPI
     app.include_router(routes(lambda request: request.app.state.instance.details, tail or LogTail()))
 
     @app.get("/instance")
-    async def instance() -> dict[str, Any]:
-        """Who this instance is and what it does right now."""
-        return {**app.state.instance.describe(), "threads": settings.threads, "max_seqs": settings.max_seqs}
+    async def instance() -> Response:
+        """The identity and the present work of this instance."""
+        shown: Instance = app.state.instance
+        return json_response(shown.status(settings))
 
     @app.get("/steps")
     async def steps(
@@ -80,7 +92,7 @@ def create_app(settings: WorkerSettings, tail: LogTail | None = None) -> FastAPI
         """A StepPage: the engine's steps from number `since` on; without it the newest steps."""
         shown: Instance = app.state.instance
         page = shown.engine.steps.page(shown.info.instance_id, shown.info.generation, since, limit)
-        return Response(msgspec.json.encode(page), media_type="application/json")
+        return json_response(page)
 
     return app
 
@@ -98,18 +110,27 @@ class Instance:
     transfers: TransferMetrics
     details: "Details"
 
-    def describe(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "info": msgspec.to_builtins(self.telemetry.info),
-            "role": self.roles.role.value,
-            "draining": self.roles.draining,
-            "load": self.telemetry.load().by_name(),
-            "flips": self.roles.flips,
-            "refused": self.telemetry.refused,
-            "chunk_size": self.chunk_size.describe(),
-            "policies": {**self.engine.policies.names(), **self.policies.describe()},
-        }
+    def status(self, settings: WorkerSettings) -> InstanceStatus:
+        """`GET /instance`."""
+        policies, chunk = self.engine.policies, self.chunk_size
+        return InstanceStatus(
+            info=self.telemetry.info,
+            role=self.roles.role,
+            draining=self.roles.draining,
+            load=LoadByName.from_load(self.telemetry.load()),
+            flips=self.roles.flips,
+            refused=self.telemetry.refused,
+            chunk_size=ChunkSizeStatus(chunk.tokens, chunk.why),
+            policies=PolicyStatus(
+                policies.order.name,
+                policies.admission.name,
+                policies.step_budget,
+                self.policies.revision,
+                self.policies.trouble,
+            ),
+            threads=settings.threads,
+            max_seqs=settings.max_seqs,
+        )
 
 
 @asynccontextmanager
@@ -186,7 +207,7 @@ async def finish(roles: RoleState, kv: KvPort, within_s: float) -> None:
 
 
 class Details:
-    """What `/details` shows: made for each request for it, and no part of serving."""
+    """Reads what `/details` shows, at each request for it."""
 
     def __init__(self, telemetry: Telemetry, rates: LiveRates, engine: Engine, prefixes: PrefixFeed) -> None:
         self._telemetry = telemetry
@@ -195,39 +216,38 @@ class Details:
         self._prefixes = prefixes
         self._versions = {name: found for name in PACKAGES if (found := _version(name))}
 
-    def describe(self) -> dict[str, Any]:
-        """As JSON: seconds, tokens, bytes a second."""
+    def describe(self) -> InstanceDetails:
         info, stats, rates = self._telemetry.info, self._engine.stats(), self._rates.current
         page = self._engine.steps.page(info.instance_id, info.generation, -1, STEPS)
-        return {
-            "instance_id": info.instance_id,
-            "started_s": info.generation / 1e9,
-            "uptime_s": max(0.0, time.time() - info.generation / 1e9),
-            "versions": {"python": platform.python_version(), **self._versions},
-            "steps": {"total": page.next, "newest": [self._step(one) for one in page.steps]},
-            "rates": {"at_start": msgspec.to_builtins(self._rates.start), "learned": msgspec.to_builtins(rates.step)},
-            "link": msgspec.to_builtins(rates.link),
-            "codecs": msgspec.to_builtins(rates.codecs),
-            "prefixes": {
-                "blocks": len(self._prefixes.held.reachable.blocks),
-                "block_tokens": BLOCK_TOKENS,
-                "asked_tokens": stats.prompt_tokens,
-                "hit_tokens": stats.hit_tokens,
-            },
-            "preemptions": stats.preemptions,
-        }
+        started_s = info.generation / 1e9
+        return InstanceDetails(
+            instance_id=info.instance_id,
+            started_s=started_s,
+            uptime_s=max(0.0, time.time() - started_s),
+            versions={"python": platform.python_version(), **self._versions},
+            steps=Steps(page.next, [self._step(record) for record in page.steps]),
+            rates=StepCosts(self._rates.start, rates.step),
+            link=rates.link,
+            codecs=rates.codecs,
+            prefixes=PrefixCache(
+                blocks=len(self._prefixes.held.reachable.blocks),
+                block_tokens=BLOCK_TOKENS,
+                asked_tokens=stats.prompt_tokens,
+                hit_tokens=stats.hit_tokens,
+            ),
+            preemptions=stats.preemptions,
+        )
 
-    def _step(self, one: StepRecord) -> dict[str, Any]:
-        tokens = sum(computed for computed, _ in one.prefill)
-        return {
-            "ended_s": one.ended_s,
-            "seconds": one.seconds,
-            "prefill_tokens": tokens,
-            "decodes": one.decode_count,
-            "context_tokens": one.decode_context_tokens,
-            "expected_s": expected_s(self._rates.start, one),  # by the cost model, or the calibration
-            "learned_s": expected_s(self._rates.step, one),
-        }
+    def _step(self, record: StepRecord) -> Step:
+        return Step(
+            ended_s=record.ended_s,
+            seconds=record.seconds,
+            prefill_tokens=sum(computed for computed, _ in record.prefill),
+            decodes=record.decode_count,
+            context_tokens=record.decode_context_tokens,
+            expected_s=expected_s(self._rates.start, record),
+            learned_s=expected_s(self._rates.step, record),
+        )
 
 
 def expected_s(rates: StepRates | None, step: StepRecord) -> float | None:
@@ -247,14 +267,14 @@ def routes(details: Callable[[Request], Details], tail: LogTail) -> APIRouter:
     router = APIRouter()
 
     @router.get("/details")
-    async def get_details(request: Request) -> dict[str, Any]:
+    async def get_details(request: Request) -> Response:
         """The engine's newest steps, learned rates and prefix cache."""
-        return details(request).describe()
+        return json_response(details(request).describe())
 
     @router.get("/log")
-    async def get_log_tail(lines: Annotated[int, Query(ge=1, le=2_000)] = 200) -> dict[str, list[str]]:
+    async def get_log_tail(lines: Annotated[int, Query(ge=1, le=2_000)] = 200) -> Response:
         """The last lines of its log, oldest first."""
-        return {"lines": tail.newest(lines)}
+        return json_response(LogLines(tail.newest(lines)))
 
     return router
 

@@ -226,9 +226,6 @@ class FollowedPolicies:
         """Why the engine does not use the newest policies; empty when it does."""
         return self._following.problem or ("" if self._taken else _NOT_YET)
 
-    def describe(self) -> dict[str, int | str]:
-        return {"revision": self.revision, "trouble": self.trouble}
-
     @property
     def _taken(self) -> bool:
         return self._engine.policies == self._following.current

@@ -129,9 +129,6 @@ class ChunkSize:
         self.tokens = tokens
         self._use(tokens)
 
-    def describe(self) -> dict[str, int | str]:
-        return {"tokens": self.tokens, "why": self.why}
-
 
 @dataclass(slots=True)
 class KnownRates:

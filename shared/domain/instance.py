@@ -1,7 +1,6 @@
 """An instance: one engine with its accelerators, as other processes of the cluster see it."""
 
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 
@@ -139,10 +138,6 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
         can meet such a load check `time_s` first.
         """
         return (total_blocks - self.free_blocks) / total_blocks if total_blocks else 0.0
-
-    def by_name(self) -> dict[str, Any]:
-        """Its fields by their names, for JSON that people read."""
-        return msgspec.structs.asdict(self) | {"promised": [msgspec.structs.asdict(one) for one in self.promised]}
 
 
 class InstanceView(msgspec.Struct, frozen=True):

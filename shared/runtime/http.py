@@ -171,6 +171,11 @@ async def say_state(send: Send, service: str, cause: str, standing: Mapping[str,
     await send({"type": "http.response.body", "body": body})
 
 
+def json_response(answer: object) -> Response:
+    """An answer as JSON: a struct of `shared.wire.api`, or a list or dict of them."""
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
 def error_body(error: PolyphaseError) -> dict[str, Any]:
     """OpenAI's error shape."""
     kind = "server_error" if error.http_status >= 500 else "invalid_request_error"

@@ -1,80 +1,140 @@
-"""Reading rows as plain dicts."""
+"""Reading rows as structs, whose fields have the names of columns. Where other packages define a struct, the caller
+passes it. A row that does not fit its struct was written by another version: it is skipped and logged.
+"""
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
+import msgspec
 from sqlalchemy import ColumnElement, CursorResult, Select, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shared.errors import Unavailable
+from shared.runtime.logs import get_log
 from shared.store.tables import events, flips, instances, plans, policies, proposals, requests
 
+log = get_log(__name__)
 READ_S = 3.0
 Row = TypeVar("Row")
 
 
-async def read_requests(engine: AsyncEngine, *, phase: str | None, limit: int) -> list[dict[str, Any]]:
-    """The newest rows of the status table, without timelines. Raises Unavailable when the database fails."""
-    columns = [column for column in requests.columns if column.name != "timeline"]
-    query = select(*columns).order_by(requests.c.arrived_s.desc()).limit(limit)
-    return await rows_of(engine, query.where(requests.c.phase == phase) if phase else query)
+class InstanceRecord(msgspec.Struct, frozen=True):
+    """A row of `instances`. info: JSON of an InstanceInfo."""
+
+    instance_id: str
+    role: str
+    state: str
+    info: str
 
 
-async def read_request(engine: AsyncEngine, job_id: str) -> dict[str, Any] | None:
-    """One row with its timeline (JSON text), or None. Raises Unavailable when the database fails."""
-    found = await rows_of(engine, select(requests).where(requests.c.job_id == job_id))
-    return found[0] if found else None
+class PoliciesRow(msgspec.Struct, frozen=True):
+    """The row of `policies`. content: JSON of what the monitor keeps."""
+
+    cluster: str
+    revision: int
+    changed_s: float
+    who: str
+    content: str
 
 
-async def read_instances(engine: AsyncEngine) -> list[dict[str, Any]]:
-    """All known instances. Raises Unavailable when the database fails."""
-    return await rows_of(engine, select(instances))
+class PlanRow(msgspec.Struct, frozen=True):
+    """A row of `plans`. request, progress, result: JSON."""
+
+    plan_id: str
+    state: str
+    who: str
+    submitted_s: float
+    ended_s: float | None
+    request: str
+    progress: str
+    result: str | None
+    error: str
 
 
-async def read_flips(engine: AsyncEngine, limit: int) -> list[dict[str, Any]]:
-    """The newest operations on instances, newest first. Raises Unavailable when the database fails."""
-    return await rows_of(engine, select(flips).order_by(flips.c.started_s.desc()).limit(limit))
+class ProposalRow(msgspec.Struct, frozen=True):
+    """A row of `proposals`. content: JSON of a proposal."""
+
+    proposal_id: str
+    content: str
 
 
-async def read_events(engine: AsyncEngine, limit: int) -> list[dict[str, Any]]:
-    """The newest events, newest first. Raises Unavailable when the database fails."""
-    return await rows_of(engine, select(events).order_by(events.c.time_s.desc()).limit(limit))
+async def read_requests(engine: AsyncEngine, struct: type[Row], *, phase: str | None, limit: int) -> list[Row]:
+    """The newest rows of the status table. Raises Unavailable when the database fails, as all functions here do."""
+    query = select(*SHOWN).order_by(requests.c.arrived_s.desc()).limit(limit)
+    return await structs_of(engine, query.where(requests.c.phase == phase) if phase else query, struct)
 
 
-async def read_policies(engine: AsyncEngine) -> dict[str, Any] | None:
-    """The row of the policies in force, if any was ever written. Raises Unavailable when the database fails."""
-    found = await rows_of(engine, select(policies))
-    return found[0] if found else None
+async def read_request(engine: AsyncEngine, struct: type[Row], job_id: str) -> Row | None:
+    return _single(await structs_of(engine, select(*SHOWN).where(requests.c.job_id == job_id), struct))
 
 
-async def read_plans(engine: AsyncEngine, limit: int, states: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The newest searches for plans, newest first; of `states`, if any. Raises Unavailable when the database fails."""
-    wanted = select(plans).where(plans.c.state.in_(states)) if states else select(plans)
-    return await rows_of(engine, wanted.order_by(plans.c.submitted_s.desc()).limit(limit))
+async def read_timeline(engine: AsyncEngine, job_id: str) -> str | None:
+    """The timeline of a request as JSON; None where there is no row, or none yet."""
+    row = _single(await tuples_of(engine, select(requests.c.timeline).where(requests.c.job_id == job_id)))
+    return row[0] if row is not None else None
 
 
-async def read_plan(engine: AsyncEngine, plan_id: str) -> dict[str, Any] | None:
-    """One search for a plan, or None. Raises Unavailable when the database fails."""
-    found = await rows_of(engine, select(plans).where(plans.c.plan_id == plan_id))
-    return found[0] if found else None
+async def read_instances(engine: AsyncEngine) -> list[InstanceRecord]:
+    """All known instances."""
+    return await structs_of(engine, select(instances), InstanceRecord)
 
 
-async def read_proposals(engine: AsyncEngine, limit: int) -> list[dict[str, Any]]:
-    """The newest proposals, newest first. Raises Unavailable when the database fails."""
-    return await rows_of(engine, select(proposals).order_by(proposals.c.made_s.desc()).limit(limit))
+async def read_flips(engine: AsyncEngine, struct: type[Row], limit: int) -> list[Row]:
+    """The newest operations on instances, newest first."""
+    return await structs_of(engine, select(flips).order_by(flips.c.started_s.desc()).limit(limit), struct)
 
 
-async def rows_of(engine: AsyncEngine, query: Any) -> list[dict[str, Any]]:
-    """The rows of a query. Raises Unavailable when the database fails."""
-    return await _read(engine, query, lambda result: [dict(row) for row in result.mappings()])
+async def read_events(engine: AsyncEngine, struct: type[Row], limit: int) -> list[Row]:
+    """The newest events, newest first."""
+    return await structs_of(engine, select(events).order_by(events.c.time_s.desc()).limit(limit), struct)
+
+
+async def read_policies(engine: AsyncEngine) -> PoliciesRow | None:
+    """The policies in force, if any were ever written."""
+    return _single(await structs_of(engine, select(policies), PoliciesRow))
+
+
+async def read_plans(engine: AsyncEngine, limit: int, states: Collection[str] = ()) -> list[PlanRow]:
+    """The newest searches for plans, newest first; of `states`, if any."""
+    query = select(plans).where(plans.c.state.in_(states)) if states else select(plans)
+    return await structs_of(engine, query.order_by(plans.c.submitted_s.desc()).limit(limit), PlanRow)
+
+
+async def read_plan(engine: AsyncEngine, plan_id: str) -> PlanRow | None:
+    """One search for a plan."""
+    return _single(await structs_of(engine, select(plans).where(plans.c.plan_id == plan_id), PlanRow))
+
+
+async def read_proposals(engine: AsyncEngine, limit: int) -> list[ProposalRow]:
+    """The newest proposals, newest first."""
+    return await structs_of(engine, select(proposals).order_by(proposals.c.made_s.desc()).limit(limit), ProposalRow)
+
+
+async def structs_of(engine: AsyncEngine, query: Any, struct: type[Row]) -> list[Row]:
+    """The rows of a query as structs, whose fields have the names of columns."""
+    rows = await _read(engine, query, lambda result: [dict(row) for row in result.mappings()])
+    return [decoded for row in rows if (decoded := _decoded(row, struct)) is not None]
+
+
+def _decoded(row: Mapping[str, Any], struct: type[Row]) -> Row | None:
+    try:
+        return msgspec.convert({str(name): value for name, value in row.items()}, struct)
+    except msgspec.ValidationError as error:
+        name = f"{struct.__name__} {next(iter(row.values()), '')}"
+        log.warning("a row of another version was skipped", row=name, error=str(error))
+        return None
+
+
+def _single(rows: list[Row]) -> Row | None:
+    return rows[0] if rows else None
 
 
 async def tuples_of(engine: AsyncEngine, query: Any) -> list[tuple[Any, ...]]:
-    """The rows as tuples, which is faster for many. Raises Unavailable when the database fails."""
+    """The rows as tuples, which is faster for many."""
     return await _read(engine, query, lambda result: [tuple(row) for row in result])
 
 
@@ -118,9 +178,9 @@ class RequestSearch:
     offset: int = 0
 
 
-async def search_requests(engine: AsyncEngine, search: RequestSearch) -> tuple[list[dict[str, Any]], bool]:
-    """Rows without timelines, and whether there are more. Raises Unavailable when the database fails."""
-    found = await rows_of(engine, query_of(search))
+async def search_requests(engine: AsyncEngine, struct: type[Row], search: RequestSearch) -> tuple[list[Row], bool]:
+    """The rows that it finds, and whether there are more."""
+    found = await structs_of(engine, query_of(search), struct)
     return found[: search.limit], len(found) > search.limit
 
 

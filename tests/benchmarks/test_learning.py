@@ -16,11 +16,13 @@ from benchmarks.learning import (
     reaction,
     share,
 )
+from services.global_scheduler.reports import row_of
 from shared.cost.library import Library
 from shared.cost.rates_file import ScaledSteps
 from shared.cost.step_rates import step_rates_of
+from shared.domain.job import Phase
 from shared.domain.rates import StepRates
-from shared.wire.messages import StepRecord
+from shared.wire.messages import JobReport, StepRecord
 
 TRUE = ScaledSteps(Library.built_in().step_model("cpu", "Llama-3-8B"))
 FEW, MANY = MIN_STEPS - 1, MIN_STEPS
@@ -70,8 +72,8 @@ def test_how_many_others_computed_at_the_same_time() -> None:
 
 
 def test_shares_are_of_tokens_over_all_episodes() -> None:
-    row = {"arrived_s": 9.0, "decode_instance": "a", "prompt_tokens": 28, "output_tokens": 2}
-    found = placed([row, row | {"decode_instance": ""}])
+    row = row_of(JobReport("j", "g0", Phase.DECODE, 9.0, 28, 2, decode_instance="a"))
+    found = placed([row, msgspec.structs.replace(row, decode_instance="")])
     assert found == [Placed(9.0, "a", 30)]
     work = [*found, Placed(9.5, "b", 10), Placed(11.0, "b", 40), Placed(31.0, "b", 20)]
     episodes = [Episode("a", 10.0), Episode("b", 30.0)]

@@ -1,12 +1,12 @@
 """`polyphase bench plan`: its cases, promises of started plans, and the planner beside a cluster that changes."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import yaml
@@ -43,6 +43,7 @@ from shared.plan.plan import Plan
 from shared.plan.search import Outcome
 from shared.sim.outcomes import Gaps, Outcomes, SimResult, Status
 from shared.sim.workload import Workload
+from shared.wire.api.planner import Proposal
 from tools.simulate.deployment import load_deployment
 
 
@@ -82,19 +83,27 @@ def change() -> Change:
     return Change("shift", one, (Phase("conversation", 1.0, 5.0), Phase("code", 1.0, 10.0)), FACTOR, "", 4.0, 8.0)
 
 
-def proposal(**more: Any) -> Mapping[str, Any]:
-    return {
+def proposal(**more: Any) -> Proposal:
+    figures = {"rate": 2.0, "goodput": 3.0, "attainment": 0.95}
+    fields = {
+        "proposal_id": "p",
         "cause": "shift",
         "state": "applied",
+        "why": "",
         "noticed_s": CHANGED_S + 9.0,
         "made_s": CHANGED_S + 9.4,
         "took_s": 0.2,
+        "decided_s": None,
+        "who": "auto",
         "flips": [{"instance_id": "a10-0", "from_role": "prefill", "to_role": "decode"}],
-        "then": {"rate": 2.0, "goodput": 3.0, "attainment": 0.95},
+        "routes": [],
+        "changes_routes": False,
+        "now": figures,
+        "then": figures,
         "steps": [{"at_s": CHANGED_S + 12.0, "what": "flip", "ok": True, "text": ""}],
         "error": "",
-        **more,
     }
+    return msgspec.convert({**fields, **more}, Proposal)
 
 
 ALONE = Ran((0.98, 0.4), ("refused",), CHANGED_S, 0.1)

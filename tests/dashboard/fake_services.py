@@ -150,7 +150,9 @@ class FakeServices:
             states[row["state"]] = states.get(row["state"], 0) + 1
         names = ("queued_prefill", "queued_prefill_tokens", "running", "waiting", "decoding", "inflight")
         totals = {name: sum(row["load"][name] for row in self.instances) for name in names}
-        return {"model": "polyphase-demo", "instances": roles, "totals": totals, "slo": self.slo}
+        known = {role: sum(states.values()) for role, states in roles.items()}
+        head = {"time_s": time.time(), "sequence": 1, "model": "polyphase-demo", "compatibility": None}
+        return {**head, "instances": roles, "known": known, "totals": totals, "operations": {}, "slo": self.slo}
 
     def _log(self, instance_id: str, lines: int) -> Row:
         return {"lines": [f"12:00:{n:02} info  {instance_id} step {n}" for n in range(60)][-lines:]}
@@ -184,9 +186,11 @@ class FakeServices:
         chosen = {"placement": "least_load", "split": "fraction", "dispatch": "power_of_two", "step_budget": "off"}
         policies: Row = {kind: {"name": name, "parameters": {}} for kind, name in chosen.items()}
         policies["split"].update(parameters={"fraction": 0.5}, changed={"who": "anna", "since_s": T0})
-        followers = [{"process": "instance", "name": name, "follows": name == "p0"} for name in ("p0", "d0")]
+        followers = [
+            {"process": "instance", "name": name, "revision": 3, "follows": name == "p0"} for name in ("p0", "d0")
+        ]
         choices = {"split": {"fraction": ["fraction"], "full": []}, "placement": {"adaptive": [], "least_load": []}}
-        return {"revision": 3, "policies": policies, "choices": choices, "followers": followers}
+        return {"revision": 3, "trouble": "", "policies": policies, "choices": choices, "followers": followers}
 
     def _set_policies(self, change: Row, request: Request) -> Row:
         self.policy_changes.append((change, _actor(request)))

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from shared.domain.demand import Demand
 from shared.domain.instance import Compatibility, InstanceInfo, InstanceLoad, InstanceState, KvGeometry, Role
 from shared.domain.job import Phase
 from shared.domain.kv import TransferOutcome, TransferReport
@@ -88,8 +89,8 @@ def report(job_id: str, phase: Phase = Phase.COMPLETED, **more: Any) -> dict[str
     """A row of the scheduler's status table."""
     fields = ("p0", "d0", 310, "default", "completed", 0.061, 0.008, True)
     row = msgspec.to_builtins(JobReport(job_id, "gateway-0", phase, T0, 310, 42, *fields))
-    del row["timeline"]
-    return {**row, "caller": "team-a", **more}
+    stored = {"scheduler_id": "s0", "final": phase.final, "updated_s": T0}
+    return {**row, **stored, "caller": "team-a", **more}
 
 
 def slo_reports() -> list[dict[str, Any]]:
@@ -116,13 +117,14 @@ def slo_reports() -> list[dict[str, Any]]:
 
 
 def lengths(source: str = "observed", *, state: str = "missing", why: str = "", error: str = "") -> dict[str, Any]:
-    """The predictor's `GET /v1/model`; without a checkpoint in as few fields as an old release has."""
+    """The predictor's `GET /v1/model`."""
     path = None if state == "missing" else "/models/lengths"
     checkpoint = {"path": path, "state": state, "error": error or None, "metadata": None}
     if state == "missing":
-        return {"source": source, "checkpoint": checkpoint, "observed": {"observations": 12}}
+        return {"source": source, "use": "auto", "why": "", "checkpoint": checkpoint, "observed": {"observations": 12}}
     return {
         "source": source,
+        "use": "auto",
         "why": why,
         "checkpoint": checkpoint,
         "reality": {
@@ -231,6 +233,7 @@ def history(minutes: int, points: int, now_s: float) -> dict[str, Any]:
         "series": series,
         "targets": {"ttft_s": 2.0, "tpot_s": 0.06, "itl_s": 0.25},
         "classes": {},
+        "class_targets": {},
         "marks": [
             {"time_s": now_s - (1 - at) * minutes * 60, "kind": kind, "instance_id": name, "text": text}
             for at, kind, name, text in events
@@ -259,9 +262,9 @@ def instance_history(rows: list[dict[str, Any]], minutes: int, points: int, now_
 
 
 def _times(minutes: int, points: int, now_s: float) -> dict[str, Any]:
-    step_s = minutes * 60.0 / points
-    times = [now_s - (points - place) * step_s for place in range(points)]
-    return {"from_s": now_s - minutes * 60, "to_s": now_s, "step_s": step_s, "time_s": times}
+    step_s, to_s = minutes * 60 // points, int(now_s)
+    times = [to_s - (points - place) * step_s for place in range(points)]
+    return {"from_s": to_s - minutes * 60, "to_s": to_s, "step_s": step_s, "time_s": times}
 
 
 def details(instance_id: str) -> dict[str, Any]:
@@ -269,15 +272,17 @@ def details(instance_id: str) -> dict[str, Any]:
     form = {"fixed_s": 0.004, "token_s": 0.0001, "position_s": 2e-9, "sequence_s": 0.0002, "context_s": 3e-8}
     return {
         "instance_id": instance_id,
+        "started_s": T0,
         "uptime_s": 7200.0,
         "restarts": 1,
         "versions": {"polyphase": "0.9.0", "vllm": "0.32.0", "torch": "2.10.0"},
         "steps": {"total": 51_230, "newest": [_step(number) for number in range(200)]},
-        "rates": {"at_start": {"prefill": form, "mixed": form}, "learned": None},
-        "link": {"bandwidth_bytes_per_s": 1.1e9, "latency_s": 0.0004},
-        "codecs": {"int8": {"encode_bytes_per_s": 2.1e9, "decode_bytes_per_s": 3.4e9}},
+        "rates": {"at_start": dict.fromkeys(("prefill", "decode", "mixed"), form), "learned": None},
+        "link": {"bytes_s": 1.1e9, "latency_s": 0.0004},
+        "codecs": {"int8": {"encode_bytes_s": 2.1e9, "decode_bytes_s": 3.4e9}},
         "prefixes": {"blocks": 412, "block_tokens": 64, "asked_tokens": 910_000, "hit_tokens": 337_000},
-        "known": {"instance_id": instance_id, "info": {}},
+        "preemptions": 3,
+        "known": instance(instance_id),
     }
 
 
@@ -285,8 +290,9 @@ def _step(number: int) -> dict[str, Any]:
     prefill = number % 5 == 0
     expected_s = 0.02 + 0.0001 * (number % 37) + (0.19 if prefill else 0.0)
     seconds = expected_s * (1.0 + 0.1 * math.sin(number)) * (1.0 if prefill else 1.5)
-    work = {"prefill_tokens": 2048 if prefill else 0, "decodes": 0 if prefill else 64}
-    return {"seconds": seconds, **work, "expected_s": expected_s, "learned_s": None if prefill else expected_s * 1.48}
+    work = {"prefill_tokens": 2048 if prefill else 0, "decodes": 0 if prefill else 64, "context_tokens": 0}
+    learned_s = None if prefill else expected_s * 1.48
+    return {"ended_s": T0, "seconds": seconds, **work, "expected_s": expected_s, "learned_s": learned_s}
 
 
 def bad_day(count: int, now_s: float) -> dict[str, Any]:
@@ -370,7 +376,7 @@ def small_fleet() -> dict[str, Any]:
         "routes": [route("p0", "d0", 0.35), route("p1", "d0", 0.15), route("p1", "d1", 0.38), route(None, "d1", 0.12)],
         "routes_in_force": True,
         "placement": "plan",
-        "demand": {"rate": 4.2, "prompt_tokens": 1210.0, "output_tokens": 180.0, "ttft_s": 1.0, "tpot_s": 0.1},
+        "demand": msgspec.to_builtins(Demand(4.2, 1.0, 1210.0, 1210.0, 1.0, 180.0, 1.0, 0.1)),
         "expected": expected(),
         "measured": measured,
         "promise": {"rate": 5.0, "goodput": 6.2, "attainment": 0.95, "ttft_mean_s": 0.5, "tpot_mean_s": 0.07},
@@ -395,7 +401,11 @@ def proposal(proposal_id: str, state: str = "open", **more: Any) -> dict[str, An
         "proposal_id": proposal_id,
         "state": state,
         "made_s": T0,
+        "noticed_s": T0,
         "took_s": 0.31,
+        "decided_s": None,
+        "who": "",
+        "error": "",
         "cause": "shift",
         "why": "Prompts are 2.4 times as long: <i>p0</i> and p1 cannot compute them in time.",
         "flips": [{"instance_id": "d1", "from_role": "decode", "to_role": "prefill"}],
@@ -413,6 +423,10 @@ def search(plan_id: str, state: str = "done", **more: Any) -> dict[str, Any]:
     promise = {"goodput": 7.4, "rate": 6.0, "attainment": 0.98, "ttft_mean_s": 0.33, "tpot_mean_s": 0.05}
     result = {
         "method": "best",
+        "workload": "azure-conv",
+        "why": "",
+        "stopped": False,
+        "took_s": 40.0,
         "groups": [{"name": f"{role}-0", "role": role, **group} for role in ("prefill", "decode")],
         "routes": [route("prefill-0", "decode-0", 0.6), route(None, "decode-1", 0.4)],
         "policies": "adaptive",
@@ -422,6 +436,7 @@ def search(plan_id: str, state: str = "done", **more: Any) -> dict[str, Any]:
     }
     made = {
         "plan_id": plan_id,
+        "request": {},
         "state": state,
         "who": "anna",
         "submitted_s": T0,

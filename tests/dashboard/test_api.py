@@ -39,7 +39,7 @@ class Counter:
         return self.calls
 
     def start(self, name: str = "it", fresh_s: float = 60.0) -> "Future[Read[int]]":
-        return self._api.shared_read("monitor", name, self.answer, int, fresh_s)
+        return self._api.shared_read("monitor", name, self.answer, fresh_s)
 
     def read(self, name: str = "it", fresh_s: float = 60.0) -> Read[int]:
         return self.start(name, fresh_s).result(WAIT_S)

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from dashboard import charts, overview_page
-from dashboard.answers import History, InstanceHistory, Mark
 from dashboard.instance_page import history_figure
 from shared import palette
 from shared.domain.instance import Role
+from shared.wire.api.monitor import History, InstanceHistory, Mark
 from tests.dashboard.sample_data import T0, history, instance, instance_history
 
 
@@ -39,7 +39,7 @@ def test_latencies_have_their_targets_and_unknown_values_are_gaps(known: History
 
 def test_events_are_marked_with_their_text(known: History) -> None:
     assert "d1 connection lost" in hover_texts(overview_page.history_figure(known, "UTC", 0.9))
-    hostile = msgspec.structs.replace(known, marks=[Mark(T0 - 5, "death", "<b>x</b>")])
+    hostile = msgspec.structs.replace(known, marks=[Mark(T0 - 5, "death", "", "<b>x</b>")])
     assert hover_texts(overview_page.history_figure(hostile, "UTC", 0.9)) == {"&lt;b&gt;x&lt;/b&gt;"}
 
 

@@ -11,15 +11,16 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from dashboard.actions import ResultState, StartedAction
-from dashboard.answers import InstanceRow, Load
-from dashboard.instance_page import instance_action, log_line, nested_details
+from dashboard.instance_page import details_html, instance_action, log_line
 from dashboard.instances_page import severity
 from services.cluster_monitor.edge import FlipIn
 from shared.domain.instance import InstanceState, Role
 from shared.errors import Conflict, DeadlineExceeded, OutcomeUnknown, PeerLost, Unavailable
 from shared.wire.api import Operation, OperationKind
+from shared.wire.api.monitor import InstanceRow, LoadByName
+from shared.wire.api.worker import MonitoredDetails
 from tests.dashboard.pages import LONG_S, button, confirm, finish, has, links, opened, shows
-from tests.dashboard.sample_data import instance, operation
+from tests.dashboard.sample_data import details, instance, operation
 
 
 @pytest.fixture
@@ -147,7 +148,15 @@ def test_the_page_of_one_instance(page: AppTest, cluster: Any) -> None:
     one = opened(page, "instances", instance="d1").run()
     assert not one.error
     assert shows(
-        one, "EMULATED", "512 tokens", "measured 1.0", "measured 1.5", "1.1 GB/s", "Hit tokens", "337 k", "0.9.0"
+        one,
+        "EMULATED",
+        "512 tokens",
+        "measured 1.0",
+        "measured 1.5",
+        "1.1 GB/s",
+        "cached prompt tokens",
+        "337 k",
+        "0.9.0",
     )
     assert len(one.get("plotly_chart")) == 2
     assert "d1 step 59" in one.code[0].value
@@ -163,7 +172,7 @@ def test_an_unknown_instance(page: AppTest) -> None:
 
 def row(state: InstanceState = InstanceState.READY, **load: Any) -> InstanceRow:
     made = msgspec.convert(instance("p0", state=state), InstanceRow)
-    return msgspec.structs.replace(made, load=Load(time_s=1.0, **load))
+    return msgspec.structs.replace(made, load=LoadByName(time_s=1.0, **load))
 
 
 def test_the_order_of_severity() -> None:
@@ -173,10 +182,13 @@ def test_the_order_of_severity() -> None:
     assert sorted([idle, dead, busy, full, silent], key=severity, reverse=True) == [dead, silent, full, busy, idle]
 
 
-def test_details_of_any_form_are_shown() -> None:
-    shown = nested_details({"codecs": {"int8": {"encode_bytes_per_s": 2e9}}, "names": ["a", "<b>"], "none": None})
-    for part in ("int8", "2 GB/s", "a, &lt;b&gt;", "–"):
+def test_details_are_shown_as_text() -> None:
+    shown = details_html(
+        msgspec.convert({**details("p0"), "versions": {"vllm": "<b>"}, "link": None}, MonitoredDetails)
+    )
+    for part in ("int8", "encodes 2.1 GB/s", "&lt;b&gt;", "prefill, at the start", "0.1 ms"):
         assert part in shown, part
+    assert "latency" not in shown
 
 
 def test_log_records_are_shortened() -> None:

@@ -80,7 +80,7 @@ def test_answers_that_cannot_be_decoded(page: AppTest, cluster: Any) -> None:
     page.run()
     assert not page.exception
     assert len(page.error) == 1
-    assert "the answer could not be decoded" in page.error[0].value
+    assert "unexpected answer: Expected" in page.error[0].value
 
 
 def test_an_unknown_setting_is_named(page: AppTest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from dashboard.answers import Figures, Fleet, Measured, Proposal
 from dashboard.plan_page import (
     ATTAINMENT,
     GOODPUT,
@@ -27,6 +26,7 @@ from dashboard.plan_page import (
 )
 from shared.errors import Conflict, InvalidRequest
 from shared.plan.methods.registry import METHODS as KNOWN_METHODS
+from shared.wire.api.planner import Figures, Fleet, Measured, Proposal
 from tests.dashboard.fake_services import FakeServices
 from tests.dashboard.pages import button, confirm, finish, has, opened, shows
 from tests.dashboard.sample_data import (
@@ -120,7 +120,7 @@ def test_earlier_proposals(planner: FakeServices, plan_page: AppTest) -> None:
     steps = [{"at_s": time.time(), "what": "routes", "ok": False, "text": "the monitor did not answer"}]
     planner.proposals = [
         proposal("pr-2", "failed", cause="loss", who="anna", steps=steps, error="routes were not set"),
-        proposal("pr-1", "withdrawn", now=None, then=None, flips=[], changes_routes=False),
+        proposal("pr-1", "withdrawn", flips=[], changes_routes=False),
     ]
     assert shows(plan_page.run(), "an instance was lost", "✕ routes", "routes were not set", "anna", "withdrawn")
 
@@ -139,8 +139,8 @@ def test_what_if(planner: FakeServices, plan_page: AppTest) -> None:
     compute(plan_page)
     assert (planner.planned[0][2]["lost"], planner.planned[0][2]["rate_factor"]) == (["p0"], 1.5)
     assert shows(plan_page, "Without p0; request rate × 1.5", "Then, with the best flips", "50 % less", "Best flips")
-    planner.what_if_answer = {"now": expected(), "then": None, "best": None, "why": "no instance would decode"}
-    assert shows(compute(plan_page), "no instance would decode")
+    planner.what_if_answer = {"now": expected(), "then": expected(3.0), "best": None, "why": "no better roles"}
+    assert shows(compute(plan_page), "no better roles")
     planner.what_if_answer = {**WHAT_IF, "best": {"flips": [], "expected": expected()}}
     assert shows(compute(plan_page), "the present roles are best")
     planner.refusal = InvalidRequest("unknown instance 'p9'")
@@ -241,7 +241,8 @@ def test_tables_of_figures() -> None:
     assert "Promised by the plan file" in table
     assert "500 ms" in table
     assert "Promised" not in comparison_table(fleet.expected, fleet.measured, None)
-    assert "50 % below the rate" in comparison_table(Figures(goodput=2.0), Measured(rate=4.0), None)
+    measured = Measured(9, 60.0, 0.9, None, None, rate=4.0)
+    assert "50 % below the rate" in comparison_table(Figures(goodput=2.0), measured, None)
     assert comparison_table(None, None, None).count("–") == 15
     assert "50 % more" in change_table(["Now", "Then", "Best"], [Figures(goodput=4.0), None, Figures(goodput=6.0)])
     assert change_table(["Now", "Then"], [None, Figures(goodput=6.0)]).count("6/s") == 1
@@ -255,7 +256,8 @@ def test_the_body_and_words_of_a_what_if_question() -> None:
     assert change == {"lost": ["p0"], "added": added, **factors}
     assert change_words(change) == "without p0; 2 more like d0 as decode; request rate × 1.5"
     assert change_words(change_body({})) == "no change"
-    assert proposal_changes(Proposal("pr", "open", 0.0)) == "no changes"
+    nothing = msgspec.convert(proposal("pr", flips=[], changes_routes=False), Proposal)
+    assert proposal_changes(nothing) == "no changes"
 
 
 def test_the_body_of_a_search() -> None:

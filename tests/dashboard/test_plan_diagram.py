@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from dashboard.answers import Fleet, FleetInstance, PlanRoute
 from dashboard.charts import natural_order
 from dashboard.plan_diagram import Graph, bands, cards, diagram, graph, hardware, label
 from shared.domain.instance import Role
+from shared.wire.api.planner import Fleet, FleetInstance, RouteShare
 from tests.dashboard.sample_data import large_fleet, member, small_fleet
 
 
@@ -43,7 +43,7 @@ def test_lost_instances_are_not_grouped_with_living_ones() -> None:
 
 
 def test_routes_to_an_unknown_instance_and_routes_without_a_share() -> None:
-    routes = [PlanRoute("gone", "p0", 2.0), PlanRoute("gone", None, 2.0), PlanRoute("p0", "d0", 0.0)]
+    routes = [RouteShare("p0", "gone", 2.0), RouteShare(None, "gone", 2.0), RouteShare("d0", "p0", 0.0)]
     drawn = graph([FleetInstance("p0", Role.PREFILL)], routes)
     gone = next(node for node in drawn.nodes if node.name == "gone")
     assert gone.first.lost

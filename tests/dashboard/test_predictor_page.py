@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from dashboard.answers import LengthSource
 from dashboard.predictor_page import fallback_warning, scatter, source_sentence
+from shared.wire.api.predictor import LengthSource
 from tests.dashboard.pages import opened, shows
 from tests.dashboard.sample_data import lengths
 

@@ -102,8 +102,8 @@ def test_bands_have_predictions_of_their_own_and_old_observations_fade() -> None
 
 def test_the_accuracy_is_that_of_predictions_before_each_observation() -> None:
     described = learnt([(10, 50)] * 10 + [(10, 500)], half_life=1e9).describe()
-    assert described["accuracy"] == pytest.approx(9 / 10)
-    assert described["observations"] == 11
+    assert described.accuracy == pytest.approx(9 / 10)
+    assert described.observations == 11
 
 
 @given(observed=observations, prompt_tokens=st.integers(0, 20_000), half_life=st.floats(0.5, 1e6))
@@ -116,7 +116,7 @@ def test_probabilities_sum_to_one_and_weights_are_bounded(
     assert all(share > 0 for share in found)
     assert lengths.predict(77) == learnt(observed, half_life).predict(77)
     bound = 1 / (1 - 0.5 ** (1 / half_life))
-    assert all(sum(band["weights"]) <= bound + 0.01 for band in lengths.describe()["bands"])
+    assert all(sum(band.weights) <= bound + 0.01 for band in lengths.describe().bands)
 
 
 @given(observed=observations, prompt_tokens=st.integers(0, 20_000), output_tokens=st.integers(0, 5_000))

@@ -25,6 +25,7 @@ from services.worker import app as worker_app
 from services.worker.app import Instance
 from services.worker.settings import WorkerSettings
 from shared.domain.route import PolicySpec
+from shared.wire.api.monitor import PoliciesInForce
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.rpc_client import RpcClients
@@ -93,7 +94,7 @@ class LiveSuite:
         views = [app.state.scheduler.placer.view for app in self.schedulers]
         return all(v is not None and sum(one.state == "ready" for one in v.instances) >= ready for v in views)
 
-    async def change(self, change: dict[str, PolicySpec | None]) -> dict[str, Any]:
+    async def change(self, change: dict[str, PolicySpec | None]) -> PoliciesInForce:
         """Change policies; ends when both schedulers and all instances follow."""
         async with self.client as monitor:
             await change_policies(monitor, change, "test", len(self.schedulers))

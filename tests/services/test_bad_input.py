@@ -289,8 +289,8 @@ async def services(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Se
             workers.append(await stack.enter_async_context(worker))
 
         async def ready() -> bool:
-            recalled = (await monitor.policies())["revision"] > 0
-            return recalled and [one["state"] for one in await monitor.instances()] == ["ready"] * 3
+            recalled = (await monitor.policies()).revision > 0
+            return recalled and [one.state for one in await monitor.instances()] == ["ready"] * 3
 
         await until(ready, "all are ready", timeout_s=20)
         yield Services(apps, http, workers)

@@ -54,7 +54,7 @@ async def test_all_follow_it_and_a_job_is_served_under_it(
     spec = PolicySpec(name, NEEDED.get(name, {}))
     wanted = {**dict.fromkeys(KINDS), **{k: PolicySpec(n) for k, n in BASE.items()}, kind: spec}
     answer = await suite.change(wanted)
-    assert {one["name"]: one["follows"] for one in answer["followers"]} == dict.fromkeys(["s0", "s1", "d0", "p0"], True)
+    assert {one.name: one.follows for one in answer.followers} == dict.fromkeys(["s0", "s1", "d0", "p0"], True)
     for app in suite.schedulers:
         assert app.state.scheduler.placer.followed[0].of(kind) == spec
     if kind in ENGINE:
@@ -75,12 +75,12 @@ async def test_one_that_comes_later_follows_from_its_first_broadcast_on(suite: L
 
     async def follow() -> bool:
         async with suite.client as monitor:
-            told = {one["name"]: one["follows"] for one in (await monitor.policies())["followers"]}
+            told = {one.name: one.follows for one in (await monitor.policies()).followers}
         return told.get("d1", False) and told.get("s2", False)
 
     await until(follow, "both follow", timeout_s=20)
     assert suite.instances["d1"].engine.policies.names()["prefill_order"] == "ljf"
-    assert (late.followed[0].revision, late.followed[0].split.name) == (answer["revision"], "none")
+    assert (late.followed[0].revision, late.followed[0].split.name) == (answer.revision, "none")
 
 
 @on_one_loop
@@ -94,7 +94,7 @@ async def test_a_monitor_that_restarts_changes_nothing_and_goes_on(suite: LiveSu
     await suite.stop_monitor()
     app = await suite.start_monitor()
     monitor = app.state.leadership.acting()
-    await until(lambda: monitor.policies.policies.revision == answer["revision"], "recalled", timeout_s=20)
+    await until(lambda: monitor.policies.policies.revision == answer.revision, "recalled", timeout_s=20)
     sequence = monitor.broadcaster.sequence
     views = [app.state.scheduler.placer for app in suite.schedulers]
     await until(lambda: all(v.view.sequence > sequence + 2 for v in views if v.view), "heard again", timeout_s=20)
@@ -102,7 +102,7 @@ async def test_a_monitor_that_restarts_changes_nothing_and_goes_on(suite: LiveSu
     assert heard == []
     assert not suite.instances["p0"].engine.policies.step_budget
     again = await suite.change({"split": PolicySpec("none")})
-    assert again["revision"] > answer["revision"]
+    assert again.revision > answer.revision
 
 
 @on_one_loop

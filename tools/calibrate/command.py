@@ -1,7 +1,7 @@
 """Command line of `polyphase calibrate`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -53,7 +53,7 @@ def live_command(
     _report(run_live(target, out, seed), out, as_json)
 
 
-def _report(result: dict[str, Any], out: Path, as_json: bool) -> None:
+def _report(result: cli_common.Result, out: Path, as_json: bool) -> None:
     result.setdefault("notes", []).append(f"written to {out}")
     if not cli_common.report(Console(), result, as_json):
         raise typer.Exit(1)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from services.launcher.cli_common import Aim, Result
 from shared.cost.kinds import Floats, joined, others_busy
 from shared.cost.library import Library
 from shared.cost.linear import rates_of, saturation_tokens
@@ -67,7 +68,7 @@ class Calibrated:
     foreign_cores: float
 
 
-def run_live(target: Target, out: Path, seed: int = 0) -> dict[str, Any]:
+def run_live(target: Target, out: Path, seed: int = 0) -> Result:
     """Calibrate and write the file; returns figures, aims and notes."""
     found = asyncio.run(calibrate(target, seed))
     out.write_text(found.calibration.to_yaml(), encoding="utf-8")
@@ -93,12 +94,12 @@ async def calibrate(target: Target, seed: int = 0, library: Library | None = Non
     return Calibrated(Calibration(date, _words(instances), control, kinds), instances, reader.lost, watch.mean_cores)
 
 
-def result_of(found: Calibrated) -> dict[str, Any]:
+def result_of(found: Calibrated) -> Result:
     """Figures, aims and notes. The aim is an error below the roofline's on held-out steps."""
     figures: dict[str, float] = {f"{name}_ms": 1e3 * value for name, value in _latencies(found.calibration.control)}
     figures["foreign_cores"] = found.foreign_cores
     figures["link_mb_per_s"] = found.calibration.control.link_bytes_s / 1e6
-    aims: dict[str, dict[str, Any]] = {}
+    aims: dict[str, Aim] = {}
     notes = [f"{found.lost_steps} steps were dropped before they were read"] if found.lost_steps else []
     for number, one in enumerate(found.calibration.kinds):
         name = f"kind{number}"

@@ -3,8 +3,8 @@
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from services.launcher.cli_common import Aim, Result
 from shared.cost.efficiency import SHIPPED, EfficiencyTable
 from shared.cost.library import Library
 from shared.files.yaml_file import read_yaml
@@ -12,7 +12,7 @@ from tools.fit.efficiencies import TableFit, fit_tables, recalibrated, to_yaml
 from tools.fit.profilers import read_tables
 
 
-def run_tables(folder: Path, out: Path, base: Path = SHIPPED) -> dict[str, Any]:
+def run_tables(folder: Path, out: Path, base: Path = SHIPPED) -> Result:
     """Fit the tables below `folder`, and write an efficiencies file based on `base`.
 
     Returns figures, aims and notes; the aim for each table is to have a smaller held-out error than the roofline.
@@ -27,9 +27,9 @@ def run_tables(folder: Path, out: Path, base: Path = SHIPPED) -> dict[str, Any]:
     return _result(fits)
 
 
-def _result(fits: Sequence[TableFit]) -> dict[str, Any]:
+def _result(fits: Sequence[TableFit]) -> Result:
     figures: dict[str, float] = {}
-    aims: dict[str, dict[str, Any]] = {}
+    aims: dict[str, Aim] = {}
     notes: list[str] = []
     for one in fits:
         name = f"{one.table.accelerator.name} {one.table.operator} ({one.table.origin})"

@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
-import msgspec
 
 from services.launcher import cluster_keys
 from services.launcher.suite import Suite, change_policies, until
-from shared.domain.instance import InstanceInfo, InstanceState, Role
+from shared.domain.instance import InstanceState, Role
 from shared.domain.job import Phase, Slo, itl_met
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest, NotFound, Unavailable
 from shared.sim.measured import LiveInstance
 from shared.timeline import RequestTimeline
+from shared.wire.api.monitor import InstanceRow, PolicyChoice
 from shared.wire.clients.http import WorkerAdmin
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.scheduler import SchedulerAdmin
@@ -65,8 +65,8 @@ class Target:
         """The ready instances. Raises NotFound when a role has none."""
         async with MonitorClient(self.monitor_url) as monitor:
             entries = await monitor.instances()
-        ready = [entry for entry in entries if entry["state"] == InstanceState.READY.value]
-        found = await asyncio.gather(*(_describe(entry["info"], entry["role"]) for entry in ready))
+        ready = [entry for entry in entries if entry.state is InstanceState.READY]
+        found = await asyncio.gather(*map(_describe, ready))
         for role in Role:
             if not any(one.role is role for one in found):
                 raise NotFound(f"no {role.value} instance is ready")
@@ -80,9 +80,9 @@ class Target:
             for url in self.schedulers:
                 async with SchedulerAdmin(url) as scheduler:
                     for row in await scheduler.requests(limit=_ROWS):
-                        name = request_id_of(row["job_id"])
-                        if name in request_ids and name not in found and row["phase"] in _FINAL:
-                            found[name] = msgspec.convert(await scheduler.timeline(row["job_id"]), RequestTimeline)
+                        name = request_id_of(row.job_id)
+                        if name in request_ids and name not in found and row.phase in _FINAL:
+                            found[name] = await scheduler.timeline(row.job_id)
             return request_ids <= found.keys()
 
         await until(all_there, _RECORDS_S, f"the timelines of {len(request_ids)} requests", 0.3)
@@ -114,21 +114,16 @@ def request_id_of(job_id: str) -> str:
     return job_id.split("-")[1] if job_id.count("-") > 1 else ""
 
 
-def _chosen(described: Mapping[str, Any]) -> dict[str, PolicySpec | None]:
+def _chosen(described: Mapping[str, PolicyChoice]) -> dict[str, PolicySpec | None]:
     """The monitor's description of policies as a change; None for a policy of the cluster file."""
-    return {
-        kind: PolicySpec(one["name"], one["parameters"]) if one["changed"] else None for kind, one in described.items()
-    }
+    return {kind: choice.spec if choice.changed else None for kind, choice in described.items()}
 
 
-async def _describe(info: dict[str, object], role: str) -> LiveInstance:
-    known = msgspec.convert(info, InstanceInfo)
-    async with WorkerAdmin(known.http) as worker:
-        described = await worker.instance()
-    if "max_seqs" not in described:
-        raise Unavailable(f"{known.instance_id} is of another version: it does not report max_seqs")
-    host = urlsplit(known.rpc).hostname or ""
-    return LiveInstance(known, Role(role), host, int(described["threads"]), int(described["max_seqs"]))
+async def _describe(entry: InstanceRow) -> LiveInstance:
+    async with WorkerAdmin(entry.info.http) as worker:
+        status = await worker.instance()
+    host = urlsplit(entry.info.rpc).hostname or ""
+    return LiveInstance(entry.info, entry.role, host, status.threads, status.max_seqs)
 
 
 Result = TypeVar("Result")

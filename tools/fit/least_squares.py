@@ -28,7 +28,7 @@ class Rows:
 
     def where(self, chosen: NDArray[np.bool_]) -> Self:
         """The chosen rows."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        values: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{k: v[chosen] for k, v in values.items() if isinstance(v, np.ndarray)})
 
 

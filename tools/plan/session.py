@@ -6,13 +6,13 @@ from math import inf, isfinite
 from os import cpu_count
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
+from services.launcher.cli_common import Result
 from shared.cost.catalogue import Catalogue
 from shared.cost.kinds import Workshop
 from shared.domain.instance import Role
@@ -39,7 +39,7 @@ class PlanOptions:
     out: Path = Path("plan.yaml")
 
 
-def run_plan(options: PlanOptions, console: Console) -> dict[str, Any]:
+def run_plan(options: PlanOptions, console: Console) -> Result:
     """Plan and report. Returns {"figures": {name_unit: number}}.
 
     Raises InvalidRequest, NotFound or Incompatible, with the nearest alternative that is possible.

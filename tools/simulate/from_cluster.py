@@ -6,7 +6,6 @@ list or changes the simulation.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -108,7 +107,7 @@ ENGINE_ARGS: Mapping[str, str] = {
 }
 
 # Settings that the launcher derives, and that a simulation does not use.
-_DERIVED: dict[str, Any] = {"rpc_port": 0, "http_port": 0, "kv_port": 0}
+_DERIVED: dict[str, object] = {"rpc_port": 0, "http_port": 0, "kv_port": 0}
 _DERIVED |= {"monitor_url": "", "heartbeat_address": "", "broadcast_address": ""}
 
 
@@ -183,10 +182,10 @@ def _emulated(worker: WorkerSettings) -> bool:
     return worker.engine == "emulated"
 
 
-def _instance(section: InstanceSection, worker: WorkerSettings, places: Places) -> dict[str, Any]:
+def _instance(section: InstanceSection, worker: WorkerSettings, places: Places) -> dict[str, object]:
     """The entry of a simulation file."""
     same = worker.model_dump(include=set(InstanceEntry.model_fields))
-    entry: dict[str, Any] = {**same, "id": section.id, "count": section.count}
+    entry: dict[str, object] = {**same, "id": section.id, "count": section.count}
     entry["hop"] = worker.emulated_hop.model_dump() if worker.emulated_hop is not None else None
     entry["link"] = {"gbps": worker.emulated_link_gbps} if worker.emulated_link_gbps else None
     if _emulated(worker):

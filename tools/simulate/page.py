@@ -9,7 +9,6 @@ from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -159,7 +158,7 @@ def goodput_figure(runs: Sequence[Run]) -> go.Figure:
     return _framed(figure, 340, legend=len(runs) > 1)
 
 
-def _line(run: Run, number: int, *, legend: bool, dash: str = "solid", mode: str = "lines") -> dict[str, Any]:
+def _line(run: Run, number: int, *, legend: bool, dash: str = "solid", mode: str = "lines") -> dict[str, object]:
     """The common look of the lines of a run."""
     colour = palette.SERIES[number % len(palette.SERIES)]
     line = {"color": colour, "dash": dash, "width": 2}

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from services.launcher.cli_common import Result
 from shared.domain.job import Slo, default_itl_s, tight_gaps
 from shared.errors import InvalidRequest
 from shared.sim.cluster import simulate
@@ -46,7 +46,7 @@ class SimulateOptions:
     plots: Path | None = None
 
 
-def run_simulation(options: SimulateOptions, console: Console) -> dict[str, Any]:
+def run_simulation(options: SimulateOptions, console: Console) -> Result:
     """Simulate and report. Returns {"figures": {name_unit: number}}; with several policies as POLICY/name_unit.
 
     Raises InvalidRequest, NotFound or Incompatible before the first simulation.

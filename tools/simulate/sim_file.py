@@ -176,11 +176,11 @@ class SimFile(_Part):
     max_model_len: Count | None = None  # default: the model's own
     calibration: Path | None = None
     accelerators: Path | None = None
-    instance_defaults: dict[str, Any] = {}
+    instance_defaults: dict[str, object] = {}
     instances: tuple[InstanceEntry, ...] = Field(min_length=1)
     links: dict[str, LinkEntry] = {}
     network: NetworkEntry | None = None
-    policies: dict[str, Any] = {}  # as `shared.policy.registry.from_file` reads it
+    policies: dict[str, object] = {}  # as `shared.policy.registry.from_file` reads it
     prediction: PredictionEntry | None = None
     slo: SloEntry = SloEntry()
     losses: tuple[LossEntry, ...] = ()
@@ -254,7 +254,7 @@ def load_prediction(file: Path) -> PredictionEntry:
 def load_sim_file(file: Path) -> SimFile:
     """Read a simulation file, whose paths are relative to its folder. Raises InvalidRequest."""
     read = _read(file, SimFile)
-    beside: dict[str, Any] = {
+    beside: dict[str, object] = {
         key: file.parent / path for key in ("calibration", "accelerators") if (path := getattr(read, key)) is not None
     }
     if (model := file.parent / read.model).exists():

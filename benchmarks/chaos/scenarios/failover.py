@@ -21,6 +21,7 @@ from shared.domain.instance import InstanceState, Role
 from shared.errors import Conflict, PolyphaseError, Standby
 from shared.runtime.wire_version import OURS
 from shared.store.lease import ENDING
+from shared.wire.api.monitor import InstanceRow
 from shared.wire.broadcast import opened, sealed
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.messages import DRAIN, FLIP, RESUME, DrainRequest, FlipRequest, Method, ResumeRequest
@@ -44,7 +45,7 @@ async def _instances(suite: SuiteUnderTest, name: str) -> int | PolyphaseError:
     """How many instances this monitor lists, or its error, which is Standby when it does not act."""
     async with _client(suite, name) as monitor:
         try:
-            return len(await monitor.call("GET", "/instances", timeout_s=0.5))
+            return len(await monitor.get("/instances", list[InstanceRow], timeout_s=0.5))
         except PolyphaseError as error:
             return error
 
@@ -183,7 +184,7 @@ async def _require_true(suite: SuiteUnderTest, instance: str, refusal: Polyphase
     expected = InstanceState.DRAINING if refusal is None else InstanceState.READY
 
     async def holds() -> bool:
-        return bool((await suite.instances())[instance]["state"] == expected.value)
+        return bool((await suite.instances())[instance].state == expected.value)
 
     await until(
         holds, TAKEN_OVER_S, f"a drain of {instance} answered with {refusal!r}: the instance to be {expected.value}"
@@ -237,7 +238,7 @@ async def _old_epochs(suite: SuiteUnderTest) -> None:
             role = suite.roles[port.process].other
             await _require_obeys_no_other(clients.to(port.url), port.process, role, old, now)
     found = await suite.instances()
-    wrong = [name for name, role in suite.roles.items() if found[name]["role"] != role.value]
+    wrong = [name for name, role in suite.roles.items() if found[name].role != role.value]
     assert not wrong, f"instances with another role than before: {', '.join(wrong)}"
     await suite.until_ready()
     await _require_acting(suite, other)

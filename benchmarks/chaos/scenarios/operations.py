@@ -15,7 +15,7 @@ from benchmarks.suite import until_found
 from services.launcher.child_process import Child
 from services.launcher.ports import free_range
 from services.launcher.suite import until
-from shared.domain.instance import Role
+from shared.domain.instance import InstanceState, Role
 from shared.errors import Conflict, NotFound, PolyphaseError
 from shared.runtime.wire_version import OURS
 from shared.wire.clients.http import WorkerAdmin
@@ -58,8 +58,8 @@ async def _flip_race(suite: SuiteUnderTest) -> None:
     for _ in range(3):
         await _together(*(suite.flip(name) for name in names), *(suite.drain(name) for name in names))
         await _together(*(suite.resume(name) for name in names))
-        ready = {entry["role"] for entry in (await suite.instances()).values() if entry["state"] == "ready"}
-        assert ready == {"prefill", "decode"}, f"after a race of flips and drains only {sorted(ready)} is ready"
+        ready = {entry.role for entry in (await suite.instances()).values() if entry.state is InstanceState.READY}
+        assert ready == set(Role), f"after a race of flips and drains only {sorted(ready)} is ready"
     await suite.reset_roles()
 
 
@@ -98,7 +98,7 @@ async def _monitor_frozen_in_drain(suite: SuiteUnderTest) -> None:
     await _together(draining)
 
     async def no_operation() -> bool:
-        return not any(entry["operation"] for entry in (await suite.instances()).values())
+        return not any(entry.operation for entry in (await suite.instances()).values())
 
     await until(no_operation, 10.0, "the operation to end")
     await suite.reset_roles()
@@ -142,7 +142,7 @@ async def _require_refused(env: dict[str, str], reason: str, suite: SuiteUnderTe
     _, admin = await _start(suite, _REFUSED, env)
 
     async def reports() -> bool:
-        return reason in (await admin.instance())["refused"]
+        return reason in (await admin.instance()).refused
 
     async with admin:
         await until(reports, _JOIN_S, f"the refusal to name {reason}")
@@ -189,7 +189,7 @@ async def _require_joins(env: dict[str, str], suite: SuiteUnderTest) -> None:
     child, admin = await _start(suite, _NEWCOMER, env)
 
     async def decodes() -> bool:
-        return bool((await admin.instance())["load"]["decoding"])
+        return bool((await admin.instance()).load.decoding)
 
     async with admin:
         await suite.until_ready(_NEWCOMER, timeout_s=_JOIN_S)

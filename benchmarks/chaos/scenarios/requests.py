@@ -233,7 +233,7 @@ _REPORT_S = 10.0
 
 async def _decode_instance(suite: SuiteUnderTest, request: Request) -> str | None:
     try:
-        return str((await find_row(suite, request.body["request_id"], phase="decode"))["decode_instance"])
+        return (await find_row(suite, request.body["request_id"], phase="decode")).decode_instance
     except PolyphaseError:
         return None
 
@@ -261,8 +261,8 @@ async def _killer(suite: SuiteUnderTest) -> None:
 
     async def reported() -> bool:
         async with suite.monitor() as monitor:
-            found = await monitor.events(kind="request_refused")
-        return any(request.body["request_id"] in event["job_id"] for event in found)
+            found = await monitor.events(kinds=["request_refused"])
+        return any(request.body["request_id"] in event.job_id for event in found)
 
     await until(reported, _REPORT_S, f"an event {InstancesLost.code}")
 

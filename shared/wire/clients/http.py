@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 import msgspec
@@ -11,8 +11,10 @@ from shared.errors import DeadlineExceeded, InvalidRequest, PolyphaseError, Stan
 from shared.runtime.keys import READING, bearer
 from shared.runtime.wire_version import OURS
 from shared.wire.addresses import several
+from shared.wire.api.worker import InstanceStatus
 from shared.wire.messages import StepPage
 
+Answer = TypeVar("Answer")
 TIMEOUT_S = 2.0
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 
@@ -47,28 +49,28 @@ class JsonClient:
         self,
         method: str,
         path: str,
+        answer: type[Answer],
         *,
         body: Any = None,
-        params: Mapping[str, str | int | float] | None = None,
+        params: Mapping[str, Any] | None = None,
         headers: dict[str, str] | None = None,
         timeout_s: float = TIMEOUT_S,
-    ) -> Any:
-        """The JSON answer, None without content. Raises the peer's error, Unavailable or DeadlineExceeded."""
+    ) -> Answer:
+        """The answer, decoded from JSON. Raises the peer's error, Unavailable or DeadlineExceeded."""
         response = await self._answer(method, path, body, params, headers, timeout_s)
         try:
-            return response.json() if response.content else None
+            return msgspec.json.decode(response.content, type=answer)
+        except msgspec.ValidationError as error:
+            raise Unavailable(f"{method} {response.request.url}: unexpected answer: {error}") from error
         except ValueError as error:
             raise Unavailable(f"{method} {response.request.url}: the answer is not JSON: {error}") from error
 
-    async def object(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-        """The JSON object that `call` returns."""
-        answer: dict[str, Any] = await self.call(method, path, **options)
-        return answer
-
-    async def rows(self, path: str, **options: Any) -> list[dict[str, Any]]:
-        """The JSON objects that a GET returns."""
-        answer: list[dict[str, Any]] = await self.call("GET", path, **options)
-        return answer
+    async def get(
+        self, path: str, answer: type[Answer], *, timeout_s: float = TIMEOUT_S, **params: str | float | None
+    ) -> Answer:
+        """`call` of a GET; parameters that are None or empty are left out."""
+        given = {name: value for name, value in params.items() if value not in (None, "")}
+        return await self.call("GET", path, answer, params=given, timeout_s=timeout_s)
 
     async def text(self, path: str, *, timeout_s: float = TIMEOUT_S) -> str:
         """The text that a GET returns. Raises as `call` does."""
@@ -79,7 +81,7 @@ class JsonClient:
         method: str,
         path: str,
         body: Any,
-        params: Mapping[str, str | int | float] | None,
+        params: Mapping[str, Any] | None,
         headers: dict[str, str] | None,
         timeout_s: float,
     ) -> httpx.Response:
@@ -103,11 +105,18 @@ class JsonClient:
         raise next((error for error in failures if isinstance(error, Standby)), failures[0])
 
     async def _send(
-        self, method: str, url: str, body: Any, params: Any, headers: dict[bytes, bytes], timeout_s: float
+        self,
+        method: str,
+        url: str,
+        body: Any,
+        params: Mapping[str, Any] | None,
+        headers: dict[bytes, bytes],
+        timeout_s: float,
     ) -> httpx.Response:
         try:
+            content = None if body is None else msgspec.to_builtins(body)
             request = self._http.build_request(
-                method, url, json=body, params=params, headers=headers, timeout=timeout_s
+                method, url, json=content, params=params, headers=headers, timeout=timeout_s
             )
         except (ValueError, TypeError, RecursionError) as error:  # an infinite number, half a surrogate pair
             raise InvalidRequest(f"{method} {url}: the body cannot be encoded as JSON: {error}") from error
@@ -144,11 +153,10 @@ def _error_of(response: httpx.Response) -> PolyphaseError:
 class WorkerAdmin(JsonClient):
     """The HTTP API of an instance. All calls raise errors of `shared.errors`."""
 
-    async def instance(self) -> dict[str, Any]:
+    async def instance(self) -> InstanceStatus:
         """The instance, its present work, and the settings of its speed."""
-        return await self.object("GET", "/instance")
+        return await self.get("/instance", InstanceStatus)
 
     async def steps(self, since: int = -1, limit: int = 10_000) -> StepPage:
         """The engine's steps from number `since` on; by default the newest."""
-        answer = await self.call("GET", "/steps", params={"since": since, "limit": limit})
-        return msgspec.convert(answer, StepPage)
+        return await self.get("/steps", StepPage, since=since, limit=limit)

@@ -4,17 +4,19 @@ import asyncio
 import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
 from shared.domain.job import JobView
 from shared.domain.route import Route
 from shared.errors import DeadlineExceeded, PeerLost, PolyphaseError, Unavailable
 from shared.runtime.logs import get_log
+from shared.timeline import RequestTimeline
+from shared.wire.api.scheduler import FollowedPolicies, RequestPage, RequestRow
 from shared.wire.clients.http import JsonClient
 from shared.wire.messages import PLACE, REPORT, JobReport, JobReports, PlaceRequest, Refused
 from shared.wire.rpc_client import RpcClient, RpcClients
 
 log = get_log(__name__)
+SEARCH_S = 5.0
 JOBS_KEPT = 100_000  # whose scheduler is remembered; the oldest are forgotten
 
 
@@ -104,10 +106,10 @@ class SchedulerClient:
 
     async def _hand_over(self, by_home: dict[str, list[JobReport]], timeout_s: float) -> list[JobReport]:
         # In parallel: a scheduler that hangs must not delay the reports to others.
-        left = await asyncio.gather(*(self._tell(home, some, timeout_s) for home, some in by_home.items()))
+        left = await asyncio.gather(*(self._report_to(home, some, timeout_s) for home, some in by_home.items()))
         return [report for some in left for report in some]
 
-    async def _tell(self, home: str, reports: list[JobReport], timeout_s: float) -> list[JobReport]:
+    async def _report_to(self, home: str, reports: list[JobReport], timeout_s: float) -> list[JobReport]:
         for client in self._in_order(home):
             try:
                 await client.call(REPORT, JobReports(reports, self._origin, self._gateway_id), timeout_s=timeout_s)
@@ -146,19 +148,22 @@ class SchedulerClient:
 class SchedulerAdmin(JsonClient):
     """The HTTP API of one scheduler."""
 
-    async def requests(self, *, phase: str = "", limit: int = 100) -> list[dict[str, Any]]:
+    async def requests(self, *, phase: str = "", limit: int = 100) -> list[RequestRow]:
         """The newest rows of the status table."""
-        params: dict[str, str | int] = {"limit": limit, **({"phase": phase} if phase else {})}
-        return await self.rows("/requests", params=params)
+        return await self.get("/requests", list[RequestRow], phase=phase, limit=limit)
 
-    async def request(self, job_id: str) -> dict[str, Any]:
+    async def search(self, **filters: str | float | None) -> RequestPage:
+        """Requests of all schedulers in the database. filters: the parameters of `GET /requests/search`."""
+        return await self.get("/requests/search", RequestPage, timeout_s=SEARCH_S, **filters)
+
+    async def request(self, job_id: str) -> RequestRow:
         """One row. Raises NotFound."""
-        return await self.object("GET", f"/requests/{job_id}")
+        return await self.get(f"/requests/{job_id}", RequestRow)
 
-    async def timeline(self, job_id: str) -> dict[str, Any]:
-        """The RequestTimeline of a job, so far. Raises NotFound."""
-        return await self.object("GET", f"/requests/{job_id}/timeline")
+    async def timeline(self, job_id: str) -> RequestTimeline:
+        """The course of a request so far. Raises NotFound."""
+        return await self.get(f"/requests/{job_id}/timeline", RequestTimeline)
 
-    async def policies(self) -> dict[str, Any]:
+    async def policies(self) -> FollowedPolicies:
         """The policies that it follows."""
-        return await self.object("GET", "/policies")
+        return await self.get("/policies", FollowedPolicies)

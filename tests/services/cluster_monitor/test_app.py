@@ -74,32 +74,32 @@ async def test_slo_outcomes_become_attainment(cluster: Cluster) -> None:
         outcome(failed=True, ttft_s=None),
     ]
     assert await cluster.news(*body) == {"outcomes": 4, "demand": 0}
-    by_window = {report["window_s"]: report for report in await cluster.client.slo()}
+    by_window = {report.window_s: report for report in await cluster.client.slo()}
     assert set(by_window) == {60.0, 300.0}
     report = by_window[60.0]
-    assert (report["requests"], report["attainment"]) == (4, 0.25)
-    assert (report["ttft_attainment"], report["tpot_attainment"]) == (0.5, 0.5)
-    assert report["ttft_s"]["p50"] == 0.5
-    assert (report["itl_attainment"], report["itl_target_s"]) == (0.5, None)  # the last one named none
-    assert report["longest_gap_s"] == {"p50": 0.9, "p90": 0.9, "p99": 0.9, "max": 0.9}
+    assert (report.requests, report.attainment) == (4, 0.25)
+    assert (report.ttft_attainment, report.tpot_attainment) == (0.5, 0.5)
+    assert report.ttft_s["p50"] == 0.5
+    assert (report.itl_attainment, report.itl_target_s) == (0.5, None)  # the last one named none
+    assert report.longest_gap_s == {"p50": 0.9, "p90": 0.9, "p99": 0.9, "max": 0.9}
     assert await sample(cluster, "polyphase_slo_attainment_ratio", slo="chat", window_s="60", target="itl") == 0.5
     assert await sample(cluster, "polyphase_slo_longest_gap_seconds", slo="chat", window_s="60", of="max") == 0.9
     assert await sample(cluster, "polyphase_slo_attainment_ratio", slo="chat", window_s="60", target="all") == 0.25
-    assert (await cluster.client.cluster())["slo"][0]["slo"] == "chat"
+    assert (await cluster.client.cluster()).slo[0].slo == "chat"
 
 
 async def test_an_outcome_that_is_delivered_twice_counts_once(cluster: Cluster) -> None:
     for taken in (2, 0, 1):  # the answer to the first was lost; another scheduler heard of j1, too
         body = [outcome(job_id="j1"), outcome(job_id="j2" if taken != 1 else "j3")]
         assert await cluster.news(*body) == {"outcomes": taken, "demand": 0}
-    assert (await cluster.client.slo())[0]["requests"] == 3
+    assert (await cluster.client.slo())[0].requests == 3
 
 
 async def test_a_dead_database_hinders_nothing(start: Start, tmp_path: Any) -> None:
     (tmp_path / "folder.db").mkdir()
     cluster: Cluster = await start(database_url=f"sqlite:///{tmp_path}/folder.db")
     await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL)
-    assert (await cluster.client.flip("p0"))["result"] == "succeeded"
+    assert (await cluster.client.flip("p0")).result == "succeeded"
     assert len(await cluster.client.flips()) == 1
     await until(lambda: cluster.store.queued > 0, "rows wait")
 

@@ -36,15 +36,10 @@ async def test_a_flip_drains_changes_verifies_and_resumes(cluster: Cluster) -> N
     worker, *_ = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
     done = await cluster.client.flip("p0", who="tester")
     assert worker.calls == ["drain", "flip", "resume"]
-    assert (done["result"], done["from_role"], done["to_role"], done["who"]) == (
-        "succeeded",
-        "prefill",
-        "decode",
-        "tester",
-    )
-    assert (done["why"], done["origin"]) == (None, "operator")
-    assert done["flip_s"] == 0.0042  # as the instance measured it, apart from the drain
-    assert 0 <= done["drain_s"] < done["total_s"] < 1.0
+    assert (done.result, done.from_role, done.to_role, done.who) == ("succeeded", "prefill", "decode", "tester")
+    assert (done.why, done.origin) == (None, "operator")
+    assert done.flip_s == 0.0042  # as the instance measured it, apart from the drain
+    assert 0 <= done.drain_s < done.total_s < 1.0
     await cluster.wait_ready("p0", Role.DECODE)
     assert any(view.get("p0").state is InstanceState.DRAINING for view in cluster.views if view.get("p0"))  # type: ignore[union-attr]
     assert (await cluster.client.flips())[0] == done
@@ -59,7 +54,7 @@ async def test_the_last_of_a_role_stays_unless_forced(cluster: Cluster) -> None:
     with pytest.raises(Conflict, match="d0 is the last ready decode instance"):
         await cluster.client.flip("d0")
     (refused,) = await cluster.client.flips()
-    assert (refused["result"], refused["code"], refused["drain_s"]) == ("refused", "conflict", None)
+    assert (refused.result, refused.code, refused.drain_s) == ("refused", "conflict", None)
     with pytest.raises(Conflict, match="d0 is the last ready decode instance"):
         await cluster.client.drain("d0", timeout_s=1)
     assert cluster.seen("d0").state is InstanceState.READY
@@ -75,14 +70,14 @@ async def test_two_at_once_on_one_instance_or_on_the_last_two_of_a_role(cluster:
     first.drain_gate = asyncio.Event()
     flipping = asyncio.ensure_future(cluster.client.flip("p0"))
     await until(lambda: "drain" in first.calls, "draining")
-    assert (await cluster.client.cluster())["operations"] == {"p0": "flip"}
+    assert (await cluster.client.cluster()).operations == {"p0": "flip"}
     for operation in (cluster.client.flip("p0"), cluster.client.resume("p0"), cluster.client.drain("p0", timeout_s=1)):
         with pytest.raises(Conflict, match="a flip is under way"):
             await operation
     with pytest.raises(Conflict, match="last ready prefill"):
         await cluster.client.flip("p1")
     first.drain_gate.set()
-    assert (await flipping)["result"] == "succeeded"
+    assert (await flipping).result == "succeeded"
     assert second.calls == []
 
 
@@ -94,9 +89,9 @@ async def test_work_that_does_not_end_leaves_the_old_role(cluster: Cluster) -> N
     assert worker.calls == ["drain", "resume"]
     await cluster.wait_ready("p0", Role.PREFILL)
     (entry,) = await cluster.client.flips()
-    assert entry["result"] == "failed"
-    assert "did not drain" in entry["error"]
-    assert entry["flip_s"] is None
+    assert entry.result == "failed"
+    assert "did not drain" in entry.error
+    assert entry.flip_s is None
 
 
 async def test_an_engine_that_refuses_is_resumed_and_audited(cluster: Cluster) -> None:
@@ -107,7 +102,7 @@ async def test_an_engine_that_refuses_is_resumed_and_audited(cluster: Cluster) -
     assert failed.value.__cause__ is not failed.value
     assert worker.calls == ["drain", "flip", "resume"]
     await cluster.wait_ready("p0", Role.PREFILL)
-    assert (await cluster.client.flips())[0]["error"] == "the engine is stuck"
+    assert (await cluster.client.flips())[0].error == "the engine is stuck"
 
 
 async def test_a_flip_that_no_heartbeat_shows_fails(start: Start) -> None:
@@ -133,20 +128,20 @@ async def test_an_instance_that_dies_while_it_drains_fails_its_flip_at_once(clus
     with pytest.raises(PolyphaseError):
         await asyncio.wait_for(flipping, 2.0)
     await cluster.wait_state("p0", InstanceState.DEAD)
-    assert (await cluster.client.flips())[0]["result"] == "failed"
+    assert (await cluster.client.flips())[0].result == "failed"
     with pytest.raises(Conflict, match="p0 is dead"):
         await cluster.client.flip("p0")
 
 
 async def test_drain_and_resume(cluster: Cluster) -> None:
     worker, _ = await cluster.workers(d0=Role.DECODE, d1=Role.DECODE)
-    assert (await cluster.client.drain("d0", timeout_s=1))["result"] == "succeeded"
+    assert (await cluster.client.drain("d0", timeout_s=1)).result == "succeeded"
     await cluster.wait_state("d0", InstanceState.DRAINING)
     await until(lambda: cluster.seen("d0").state is InstanceState.DRAINING, "broadcast as draining")
     await cluster.client.resume("d0")
     await cluster.wait_ready("d0", Role.DECODE)
     assert worker.calls == ["drain", "resume"]
-    assert [entry["kind"] for entry in await cluster.client.flips()] == ["resume", "drain"]
+    assert [entry.kind for entry in await cluster.client.flips()] == ["resume", "drain"]
     worker.drained = False
     with pytest.raises(DeadlineExceeded, match="3 jobs remain"):
         await cluster.client.drain("d0", timeout_s=0.2)
@@ -188,11 +183,11 @@ async def test_the_same_id_again_is_the_same_operation(cluster: Cluster) -> None
     first = asyncio.ensure_future(cluster.client.flip("p0", operation_id="mine"))
     await until(lambda: worker.calls, "draining")
     again = asyncio.ensure_future(cluster.client.flip("p0", operation_id="mine"))
-    assert (await cluster.client.operation("mine"))["result"] == "running"
+    assert (await cluster.client.operation("mine")).result == "running"
     worker.drain_gate.set()
     assert await first == await again == await cluster.client.flip("p0", operation_id="mine")
     assert worker.calls == ["drain", "flip", "resume"]
-    assert (await cluster.client.operation("mine"))["result"] == "succeeded"
+    assert (await cluster.client.operation("mine")).result == "succeeded"
     with pytest.raises(Conflict, match="'mine' is a flip of p0"):
         await cluster.client.drain("p0", timeout_s=1, operation_id="mine")
 
@@ -206,7 +201,7 @@ async def test_a_failure_and_a_refusal_are_told_again_as_they_were(cluster: Clus
         with pytest.raises(Conflict, match="last ready decode"):
             await cluster.client.drain("d0", timeout_s=1, operation_id="refused")
     assert worker.calls == ["drain", "flip", "resume"]
-    assert (await cluster.client.operation("refused"))["result"] == "refused"
+    assert (await cluster.client.operation("refused")).result == "refused"
     with pytest.raises(NotFound, match="never arrived"):
         await cluster.client.operation("nobody's")
 
@@ -218,7 +213,7 @@ async def test_what_arrives_after_its_deadline_is_not_begun(cluster: Cluster) ->
         answer = await request(cluster.transport, "POST", f"/instances/d0/{what}", {**late, "operation_id": what})
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, DeadlineExceeded.code)
         assert "s after its deadline, and nothing was done" in answer.json()["error"]["message"]
-        assert (await cluster.client.operation(what))["result"] == "expired"
+        assert (await cluster.client.operation(what)).result == "expired"
     assert worker.calls == []
     assert cluster.state.registry.get("d0").state is InstanceState.READY
 
@@ -231,7 +226,7 @@ async def test_an_operation_ends_by_its_deadline(cluster: Cluster) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, DeadlineExceeded.code)
     assert worker.calls == ["drain", "resume"]
     await cluster.wait_ready("p0", Role.PREFILL)
-    assert (await cluster.client.operation("op"))["result"] == "failed"
+    assert (await cluster.client.operation("op")).result == "failed"
 
 
 async def test_an_operation_that_the_monitor_did_not_survive_is_unknown(start: Start) -> None:
@@ -248,7 +243,7 @@ async def test_an_operation_that_the_monitor_did_not_survive_is_unknown(start: S
     second: Cluster = await start()
     await until(lambda: second.state.operation_log.find("op"), "audit read back", timeout_s=30)
     row = await second.client.operation("op")
-    assert (row["result"], row["code"]) == ("unknown", OutcomeUnknown.code)
+    assert (row.result, row.code) == ("unknown", OutcomeUnknown.code)
 
 
 async def test_a_frozen_monitor_makes_the_outcome_unknown_and_carries_out_nothing_when_it_wakes(
@@ -265,7 +260,7 @@ async def test_a_frozen_monitor_makes_the_outcome_unknown_and_carries_out_nothin
 
     async def both_ready() -> bool:
         try:
-            return [one["state"] for one in await client.instances()] == ["ready", "ready"]
+            return [one.state for one in await client.instances()] == ["ready", "ready"]
         except PolyphaseError:
             return False
 
@@ -307,6 +302,6 @@ async def test_a_monitor_that_is_not_there_did_nothing() -> None:
 
 async def _answers(client: MonitorClient) -> bool:
     try:
-        return bool(await client.call("GET", "/health"))
+        return bool(await client.get("/health", dict[str, str]))
     except PolyphaseError:
         return False

@@ -17,6 +17,7 @@ from shared.domain.policies import KINDS, PolicySet
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest, Unavailable
 from shared.wire.api import SchedulerNews
+from shared.wire.api.monitor import PolicyChoice, PolicyFollower
 from shared.wire.messages import Heartbeat
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.control_plane import request, sqlite, text, until
@@ -45,16 +46,12 @@ async def test_the_files_hold_over_the_suites_defaults_and_are_broadcast(start: 
     await until(lambda: cluster.views and cluster.views[-1].policies == cluster.policies, "broadcast")
     assert named(cluster.views[-1].policies) == wanted
     answer = await cluster.client.policies()
-    assert {kind: one["name"] for kind, one in answer["policies"].items()} == wanted
-    assert answer["policies"]["prefill_order"] == {
-        "name": "sjf",
-        "parameters": {"window": 4},
-        "file": {"name": "sjf", "parameters": {"window": 4}},
-        "changed": None,
-    }
-    assert answer["choices"]["split"]["fraction"] == ["fraction"]
-    assert answer["choices"]["role_flip"].keys() == {"off", "idle", "predictive"}
-    assert answer["trouble"] == ""
+    assert {kind: one.name for kind, one in answer.policies.items()} == wanted
+    window = {"window": 4}
+    assert answer.policies["prefill_order"] == PolicyChoice("sjf", window, file=PolicySpec("sjf", window), changed=None)
+    assert answer.choices["split"]["fraction"] == ("fraction",)
+    assert answer.choices["role_flip"].keys() == {"off", "idle", "predictive"}
+    assert answer.trouble == ""
 
 
 async def test_a_change_is_broadcast_at_once_kept_and_told_as_an_event(start: Start) -> None:
@@ -63,25 +60,25 @@ async def test_a_change_is_broadcast_at_once_kept_and_told_as_an_event(start: St
     answer = await cluster.client.set_policies({"split": HALF, "step_budget": PolicySpec("off")}, who="anna")
     await until(lambda: cluster.views and cluster.views[-1].policies.split == HALF, "broadcast before its period ends")
     now = cluster.views[-1].policies
-    assert (now.revision, answer["revision"]) == (cluster.policies.revision, now.revision)
+    assert (now.revision, answer.revision) == (cluster.policies.revision, now.revision)
     assert now.revision > before.revision
     assert now == msgspec.structs.replace(before, revision=now.revision, split=HALF, step_budget=PolicySpec("off"))
-    assert answer["policies"]["split"]["changed"]["who"] == "anna"
-    assert answer["policies"]["split"]["file"]["name"] == "adaptive"
-    (event,) = await cluster.client.events(kind="policies_changed")
-    assert event["text"] == "by anna: split: adaptive → fraction:fraction=0.5, step_budget: on → off"
+    assert answer.policies["split"].changed.who == "anna"
+    assert answer.policies["split"].file.name == "adaptive"
+    (event,) = await cluster.client.events(kinds=["policies_changed"])
+    assert event.text == "by anna: split: adaptive → fraction:fraction=0.5, step_budget: on → off"
 
 
 async def test_the_same_again_is_no_change_and_null_goes_back_to_the_files(start: Start) -> None:
     cluster = await recalled(start, policies=FILE)
     first = await cluster.client.set_policies({"split": HALF, "placement": PolicySpec("least_load")}, who="anna")
     again = await cluster.client.set_policies({"split": HALF}, who="bert")
-    assert again["revision"] == first["revision"]
-    assert again["policies"] == first["policies"]
+    assert again.revision == first.revision
+    assert again.policies == first.policies
     back = await cluster.client.set_policies({"placement": None}, who="bert")
-    assert back["revision"] > first["revision"]
-    assert (back["policies"]["placement"]["name"], back["policies"]["placement"]["changed"]) == ("least_load", None)
-    assert back["policies"]["split"]["changed"]["who"] == "anna"
+    assert back.revision > first.revision
+    assert (back.policies["placement"].name, back.policies["placement"].changed) == ("least_load", None)
+    assert back.policies["split"].changed.who == "anna"
 
 
 @pytest.mark.parametrize(
@@ -127,11 +124,11 @@ async def test_characters_that_are_none_are_refused(start: Start) -> None:
 async def test_a_restarted_monitor_recalls_what_people_changed_and_no_more(start: Start) -> None:
     first = await recalled(start, policies=FILE)
     await first.client.set_policies({"split": HALF}, who="anna")
-    kept = (await first.client.policies())["policies"]
+    kept = (await first.client.policies()).policies
     revision = first.policies.revision
     await first.stop()
     same = await recalled(start, policies=FILE)
-    assert (await same.client.policies())["policies"] == kept
+    assert (await same.client.policies()).policies == kept
     assert same.policies.revision == revision
     await same.stop()
     other = await recalled(start, policies={"placement": "round_robin", "split": "none"})
@@ -139,8 +136,8 @@ async def test_a_restarted_monitor_recalls_what_people_changed_and_no_more(start
     assert now.revision > revision
     assert (now.placement.name, now.split, now.prefill_order.name) == ("round_robin", HALF, "fcfs")
     await until(lambda: len(other.state.events.newest(9, kinds=(EventKind.POLICIES_CHANGED,))) == 2, "events recalled")
-    (event, _) = await other.client.events(kind="policies_changed")
-    assert event["text"].startswith(
+    (event, _) = await other.client.events(kinds=["policies_changed"])
+    assert event.text.startswith(
         "by the cluster file: placement: least_load → round_robin, prefill_order: sjf:window=4"
     )
 
@@ -182,7 +179,7 @@ async def test_while_the_database_is_away_nothing_is_changed_and_what_is_followe
     assert cluster.views[-1].policies.placement.name == "least_load"
     with pytest.raises(Unavailable, match="nothing is changed: the database has not answered"):
         await cluster.client.set_policies({"split": HALF})
-    assert (await cluster.client.policies())["trouble"].startswith("the database has not answered")
+    assert (await cluster.client.policies()).trouble.startswith("the database has not answered")
     with pytest.raises(InvalidRequest, match="unknown split"):
         await cluster.client.set_policies({"split": PolicySpec("best")})
     folder.unlink()
@@ -208,7 +205,7 @@ async def test_a_change_that_the_database_does_not_take_is_refused_and_forgotten
     await until(lambda: not cluster.store.queued, "written", timeout_s=20)
     await cluster.stop()
     again = await recalled(start)
-    assert (await again.client.policies())["policies"] == before["policies"]
+    assert (await again.client.policies()).policies == before.policies
 
 
 async def test_a_removed_database_is_told_again(start: Start, tmp_path: Path) -> None:
@@ -274,13 +271,13 @@ async def test_who_follows(start: Start, monkeypatch: pytest.MonkeyPatch) -> Non
     await cluster.client.scheduler_news("s2", SchedulerNews(revision, "a newer one is not known"))
     worker.policies = (revision, "")
     await until(lambda: cluster.state.registry.get("p0").policies_revision == revision, "heard")
-    told = {one["name"]: one for one in (await cluster.client.policies())["followers"]}
-    assert {name for name, one in told.items() if one["follows"]} == {"s0", "p0"}
+    told = {one.name: one for one in (await cluster.client.policies()).followers}
+    assert {name for name, one in told.items() if one.follows} == {"s0", "p0"}
     assert told.keys() == {"s0", "s1", "s2", "p0", "d0"}
-    assert told["s1"]["trouble"] == "unknown split policy"
-    assert told["d0"] == {"process": "instance", "name": "d0", "revision": 0, "follows": False, "trouble": ""}
+    assert told["s1"].trouble == "unknown split policy"
+    assert told["d0"] == PolicyFollower("instance", "d0", 0, follows=False, trouble="")
     monkeypatch.setattr(policy_book, "SILENT_S", 0.0)
-    assert {one["name"] for one in (await cluster.client.policies())["followers"]} == {"p0", "d0"}
+    assert {one.name for one in (await cluster.client.policies()).followers} == {"p0", "d0"}
 
 
 async def test_what_a_former_process_of_an_instance_says_does_not_count(start: Start) -> None:

@@ -66,7 +66,7 @@ async def test_a_worker_is_stopped_continued_and_killed_under_the_real_monitor(t
 
     async def healthy() -> bool:
         try:
-            return bool(await client.call("GET", "/health"))
+            return bool(await client.get("/health", dict[str, str]))
         except PolyphaseError:
             return False
 
@@ -89,5 +89,5 @@ async def test_a_worker_is_stopped_continued_and_killed_under_the_real_monitor(t
             await until(lambda: state() is None, "gone from the broadcast", timeout_s=5)
             took_s = loop.time() - killed
             assert took_s < 1.0
-            assert (await client.instance("d0"))["death"] == "connection lost"
+            assert (await client.instance("d0")).death == "connection lost"
     assert monitor.returncode in (0, -signal.SIGTERM)  # uvicorn raises the signal again when all is closed

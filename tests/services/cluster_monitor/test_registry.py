@@ -33,12 +33,9 @@ async def test_an_instance_joins_and_is_broadcast_as_ready(cluster: Cluster) -> 
     sequences = [view.sequence for view in cluster.views]
     assert sequences == sorted(set(sequences))
     listed = await cluster.client.instances()
-    assert [(i["instance_id"], i["role"], i["state"]) for i in listed] == [
-        ("d0", "decode", "ready"),
-        ("p0", "prefill", "ready"),
-    ]
-    assert listed[0]["load"]["free_blocks"] == 900
-    assert (await cluster.client.instance("p0"))["connected"]
+    assert [(i.instance_id, i.role, i.state) for i in listed] == [("d0", "decode", "ready"), ("p0", "prefill", "ready")]
+    assert listed[0].load.free_blocks == 900
+    assert (await cluster.client.instance("p0")).connected
     with pytest.raises(NotFound):
         await cluster.client.instance("nobody")
 
@@ -101,7 +98,7 @@ async def test_a_lost_connection_is_death_within_a_second(cluster: Cluster) -> N
     await until(lambda: cluster.views[-1].get("d0") is None, "d0 gone from the broadcast", timeout_s=1.0)
     assert cluster.seen("p0").state is InstanceState.READY
     gone = await cluster.client.instance("d0")
-    assert (gone["state"], gone["death"]) == ("dead", "connection lost")
+    assert (gone.state, gone.death) == ("dead", "connection lost")
 
 
 async def test_silence_is_unresponsive_and_the_next_heartbeat_ends_it(cluster: Cluster) -> None:
@@ -188,12 +185,12 @@ async def test_who_does_not_come_back_is_buried_in_the_database(start: Start) ->
     await until(lambda: second.views, "broadcasting")
 
     async def states() -> bool:
-        return [row["state"] for row in await read_instances(second.store._engine)] == ["dead"]
+        return [row.state for row in await read_instances(second.store._engine)] == ["dead"]
 
     await until(states, "p0 marked as dead")
     (gone,) = await second.client.instances()
-    assert (gone["state"], gone["role"]) == ("dead", "prefill")
-    assert gone["death"] == "did not return when the monitor was restarted"
+    assert (gone.state, gone.role) == ("dead", "prefill")
+    assert gone.death == "did not return when the monitor was restarted"
 
 
 async def test_learned_rates_and_a_chunk_size_that_an_instance_sets_are_broadcast(cluster: Cluster) -> None:
@@ -216,7 +213,7 @@ async def test_fields_of_a_later_release_are_ignored(cluster: Cluster) -> None:
     body = {**msgspec.to_builtins(make_info("p0", free_address())), "role": "prefill", "added_later": 1}
     body["compatibility"]["added_later"] = {"too": True}
     assert (await request(cluster.transport, "POST", "/instances", body)).status_code == 200
-    assert [each["instance_id"] for each in await cluster.client.instances()] == ["p0"]
+    assert [each.instance_id for each in await cluster.client.instances()] == ["p0"]
 
 
 async def test_services_of_an_incompatible_wire_version_are_refused(
@@ -318,5 +315,5 @@ def test_one_that_was_not_resumed_drains_at_once() -> None:
 def test_decodes_that_are_promised_to_an_instance_are_part_of_what_http_shows() -> None:
     one = record()
     one.load = InstanceLoad(time_s=1.0, promised=(Promised(7, 100, 20),))
-    (promised,) = json.loads(json.dumps(one.describe()))["load"]["promised"]
+    (promised,) = json.loads(msgspec.json.encode(one.row()))["load"]["promised"]
     assert (promised["mark"], promised["decode_tokens"], promised["answer_tokens"]) == (7, 100, 20)

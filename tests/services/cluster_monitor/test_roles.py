@@ -35,11 +35,11 @@ async def test_an_idle_instance_flips_by_itself_and_the_audit_says_why(start: St
     assert (p0.calls, p1.calls, d0.calls) == (["drain", "flip", "resume"], [], [])
     await until(lambda: cluster.state.operation_log.newest(1)[0].result == "succeeded", "audited")
     (entry,) = await cluster.client.flips()
-    assert (entry["kind"], entry["who"], entry["to_role"]) == ("flip", "role_flip:idle", "decode")
-    assert entry["why"].startswith("role_flip:idle (load_share 0.0, idle_s 0.3")
-    (event,) = await cluster.client.events(kind="policy_flip")
-    assert event["text"] == f"prefill → decode by role_flip:idle: {entry['why']}"
-    assert entry["origin"] == event["origin"] == "policy"
+    assert (entry.kind, entry.who, entry.to_role) == ("flip", "role_flip:idle", "decode")
+    assert entry.why.startswith("role_flip:idle (load_share 0.0, idle_s 0.3")
+    (event,) = await cluster.client.events(kinds=["policy_flip"])
+    assert event.text == f"prefill → decode by role_flip:idle: {entry.why}"
+    assert entry.origin == event.origin == "policy"
 
 
 async def test_a_flip_that_fails_is_tried_again(start: Start) -> None:
@@ -85,9 +85,9 @@ async def test_each_flip_has_an_origin(cluster: Cluster, body: dict[str, str], o
     await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
     answer = await request(cluster.transport, "POST", "/instances/p0/flip", body)
     (entry,) = await cluster.client.flips()
-    assert answer.json()["origin"] == entry["origin"] == origin
-    events = await cluster.client.events(kind="policy_flip")
-    assert [event["origin"] for event in events] == ([] if origin == "operator" else [origin])
+    assert answer.json()["origin"] == entry.origin == origin
+    events = await cluster.client.events(kinds=["policy_flip"])
+    assert [event.origin for event in events] == ([] if origin == "operator" else [origin])
     profile = await cluster.get("/demand/profile")
     assert (profile["kept"], profile["barred"]) == ((["p0"], ["prefill"]) if origin == "operator" else ([], []))
 
@@ -98,7 +98,7 @@ async def test_no_plan_changes_the_role_that_an_operator_has_just_set(cluster: C
     await cluster.wait_ready("p0", Role.DECODE)
     with pytest.raises(Conflict, match="an operator set the role of p0 less than 600 s ago, and a plan does not"):
         await cluster.client.flip("p0", origin=Origin.PLAN, to=Role.PREFILL)
-    assert [one["result"] for one in await cluster.client.flips()] == ["refused", "succeeded"]
+    assert [one.result for one in await cluster.client.flips()] == ["refused", "succeeded"]
     await cluster.client.flip("p0", who="ann")
 
 
@@ -107,7 +107,7 @@ async def test_an_operators_flip_takes_precedence_for_as_long_as_the_settings_sa
     await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
     await cluster.client.flip("p0", who="ann")
     await cluster.wait_ready("p0", Role.DECODE)
-    assert (await cluster.client.flip("p0", origin=Origin.PLAN))["result"] == "succeeded"
+    assert (await cluster.client.flip("p0", origin=Origin.PLAN)).result == "succeeded"
 
 
 async def test_a_policy_keeps_its_history_until_another_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from services.cluster_monitor.app import create_app
 from services.cluster_monitor.history import Grid
-from services.cluster_monitor.routes import targets
+from services.cluster_monitor.routes import TargetGroup, targets
 from services.cluster_monitor.settings import MonitorSettings, ScrapeTarget
 from shared.domain.instance import InstanceLoad, InstanceState, Role
 from shared.errors import InvalidRequest
+from shared.wire.api.worker import InstanceDetails, PrefixCache, StepCosts, Steps
 from tests.ports import free_address, free_port
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.control_plane import request, running, sqlite, until
@@ -126,7 +128,7 @@ async def test_refusals_failures_and_predictions_are_counted(cluster: Cluster) -
     assert "30 busy" in problems["refusals"]["cause"]
     assert "2 peer_lost" in problems["errors"]["cause"]
     assert problems["predictor_fallback"]["value"] == 0.75
-    assert (await cluster.client.slo())[0]["requests"] == 42  # those that never were jobs are none
+    assert (await cluster.client.slo())[0].requests == 42  # those that never were jobs are none
 
 
 async def test_gateways_and_schedulers_that_fall_silent_and_those_that_leave(cluster: Cluster) -> None:
@@ -246,7 +248,7 @@ async def test_windows_that_are_not_kept_are_a_400(cluster: Cluster, query: str)
     ],
 )
 def test_points_are_whole_steps_of_rows(minutes: int, points: int, step_s: int, number: int) -> None:
-    grid = Grid.of(minutes, points, 1_000_003.0)
+    grid = Grid.up_to(1_000_003.0, minutes, points)
     assert (grid.step_s, len(grid.times)) == (step_s, number)
     assert grid.from_s % step_s == 0
     assert grid.to_s - step_s <= 1_000_003.0 < grid.to_s
@@ -277,6 +279,20 @@ async def instance_http(port: int, answers: dict[str, Any]) -> AsyncIterator[Non
         server.close()
 
 
+DETAILS = InstanceDetails(
+    instance_id="d0",
+    started_s=1.0,
+    uptime_s=5.0,
+    versions={"python": "3.12"},
+    steps=Steps(0, []),
+    rates=StepCosts(None, None),
+    link=None,
+    codecs={},
+    prefixes=PrefixCache(0, 64, 0, 0),
+    preemptions=0,
+)
+
+
 async def test_what_an_instance_tells_of_itself(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.cluster_monitor.routes.INSTANCE_TIMEOUT_S", 0.3)
     port = free_port()
@@ -285,7 +301,7 @@ async def test_what_an_instance_tells_of_itself(cluster: Cluster, monkeypatch: p
     await cluster.wait_ready("d0", Role.DECODE)
     away = await request(cluster.transport, "GET", "/instances/d0/details")
     assert (away.status_code, away.json()["error"]["code"]) == (503, "unavailable")
-    async with instance_http(port, {"/details": {"uptime_s": 5.0}, "/log?lines=2": {"lines": ["a", "b"]}}):
+    async with instance_http(port, {"/details": msgspec.to_builtins(DETAILS), "/log?lines=2": {"lines": ["a", "b"]}}):
         told = await cluster.get("/instances/d0/details")
         assert (told["uptime_s"], told["known"]["instance_id"], told["restarts"]) == (5.0, "d0", 0)
         assert await cluster.get("/instances/d0/log?lines=2") == {"lines": ["a", "b"]}
@@ -351,20 +367,19 @@ def record(name: str, http: str) -> Any:
 def test_each_process_is_a_target_and_the_monitor_speaks_for_itself() -> None:
     records = [record("d0", "http://10.0.0.2:8401"), record("a1", "https://10.0.0.3:8401")]
     assert targets(GATEWAYS, records, "monitor:8200") == [
-        {"targets": ["10.0.0.1:800"], "labels": {"service": "gateway", "process": "gateway-0"}},
-        {"targets": ["10.0.0.1:801"], "labels": {"service": "gateway", "process": "gateway-1"}},
-        {"targets": ["monitor:8200"], "labels": {"service": "monitor", "process": "monitor"}},
-        {
-            "targets": ["10.0.0.3:8401"],
-            "labels": {"service": "worker", "process": "a1", "instance_id": "a1", "__scheme__": "https"},
-        },
-        {"targets": ["10.0.0.2:8401"], "labels": {"service": "worker", "process": "d0", "instance_id": "d0"}},
+        TargetGroup(["10.0.0.1:800"], {"service": "gateway", "process": "gateway-0"}),
+        TargetGroup(["10.0.0.1:801"], {"service": "gateway", "process": "gateway-1"}),
+        TargetGroup(["monitor:8200"], {"service": "monitor", "process": "monitor"}),
+        TargetGroup(
+            ["10.0.0.3:8401"], {"service": "worker", "process": "a1", "instance_id": "a1", "__scheme__": "https"}
+        ),
+        TargetGroup(["10.0.0.2:8401"], {"service": "worker", "process": "d0", "instance_id": "d0"}),
     ]
 
 
 def test_monitors_that_it_was_told_of_are_all() -> None:
     told = [ScrapeTarget(service="monitor", process=name, url=f"http://{name}:8200") for name in ("one", "standby")]
-    assert [group["targets"] for group in targets(told, (), "one:8200")] == [["one:8200"], ["standby:8200"]]
+    assert [group.targets for group in targets(told, (), "one:8200")] == [["one:8200"], ["standby:8200"]]
 
 
 async def test_dead_instances_are_told_of_and_forgotten_ones_are_not(cluster: Cluster) -> None:

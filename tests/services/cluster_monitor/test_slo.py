@@ -64,9 +64,9 @@ async def test_a_shift_is_an_event_and_a_metric(cluster: Cluster) -> None:
     await cluster.news(demand=seconds(40, 99.0, ago=10))
     await cluster.news(demand=seconds(10, 9_000.0))
     cluster.state.demand.step()
-    (event,) = await cluster.client.events(kind="demand_shift")
-    assert event["text"].startswith("prompts: ")
-    assert event["instance_id"] == ""
+    (event,) = await cluster.client.events(kinds=["demand_shift"])
+    assert event.text.startswith("prompts: ")
+    assert event.instance_id == ""
     metrics = await text(cluster.transport, "/metrics")
     assert 'polyphase_demand_shifts_total{what="prompts"} 1.0' in metrics
     answer = await cluster.get("/demand")
@@ -95,10 +95,10 @@ async def test_roles_follow_what_is_told_and_the_audit_says_why(start: Start) ->
     await until(lambda: cluster.state.operation_log.newest(1), "a flip is begun")
     await until(lambda: cluster.state.operation_log.newest(1)[0].result == "succeeded", "it is done")
     (entry,) = await cluster.client.flips()
-    assert (entry["who"], entry["to_role"]) == ("role_flip:predictive", "prefill")
-    assert "role_flip:predictive (harm " in entry["why"]
-    assert "demand (rate_per_s 20.0, prompt_tokens 1000.0" in entry["why"]
-    assert "considered (d0 " in entry["why"]
+    assert (entry.who, entry.to_role) == ("role_flip:predictive", "prefill")
+    assert "role_flip:predictive (harm " in entry.why
+    assert "demand (rate_per_s 20.0, prompt_tokens 1000.0" in entry.why
+    assert "considered (d0 " in entry.why
     wanted = (await cluster.get("/demand"))["roles"]
     assert wanted["prefill"] + wanted["decode"] == 3
 
@@ -113,7 +113,7 @@ async def test_a_persons_flip_stands(start: Start) -> None:
     cluster.state.demand.step()
     sequence = cluster.views[-1].sequence
     await until(lambda: cluster.views[-1].sequence > sequence + 4, "time for many questions")
-    asked = [entry["who"] for entry in await cluster.client.flips()]
+    asked = [entry.who for entry in await cluster.client.flips()]
     assert asked == ["someone"]
 
 

@@ -104,8 +104,8 @@ async def test_policies_come_with_broadcasts(scheduler: Scheduler) -> None:
     half = PolicySpec("fraction", {"fraction": 0.5})
     await scheduler.follow(split=half, placement=PolicySpec("round_robin"))
     followed = await scheduler.admin.policies()
-    assert followed["split"] == {"name": "fraction", "parameters": {"fraction": 0.5}}
-    assert (followed["dispatch"]["name"], followed["revision"], followed["trouble"]) == ("power_of_two", 2, "")
+    assert followed.split == half
+    assert (followed.dispatch.name, followed.revision, followed.trouble) == ("power_of_two", 2, "")
     route = await scheduler.client.place(job(), timeout_s=5)
     assert (route.split, route.policy) == (50, "round_robin")
     assert route.decode is not None
@@ -129,19 +129,19 @@ async def test_policies_of_another_version_are_not_followed_and_it_says_so(sched
         await scheduler.hear(**CLUSTER)  # again and again
     assert [entry["event"] for entry in logs] == ["newer policies are not followed"]
     followed = await scheduler.admin.policies()
-    assert (followed["revision"], followed["placement"]["name"], followed["split"]["name"]) == (1, "least_load", "full")
-    assert followed["trouble"].startswith("unknown split policy 'of tomorrow'; known: ")
+    assert (followed.revision, followed.placement.name, followed.split.name) == (1, "least_load", "full")
+    assert followed.trouble.startswith("unknown split policy 'of tomorrow'; known: ")
     assert (await scheduler.client.place(job(), timeout_s=5)).policy == "least_load"
     await scheduler.follow(split=PolicySpec("none"))
     followed = await scheduler.admin.policies()
-    assert (followed["revision"], followed["placement"]["name"], followed["trouble"]) == (3, "round_robin", "")
+    assert (followed.revision, followed.placement.name, followed.trouble) == (3, "round_robin", "")
 
 
 async def test_kinds_that_are_not_its_own_may_be_unknown(scheduler: Scheduler) -> None:
     await scheduler.hear(**CLUSTER)
     await scheduler.follow(role_flip=PolicySpec("of tomorrow"))
     followed = await scheduler.admin.policies()
-    assert (followed["revision"], followed["trouble"]) == (2, "")
+    assert (followed.revision, followed.trouble) == (2, "")
 
 
 async def test_garbage_on_both_sockets_is_dropped_and_counted(scheduler: Scheduler) -> None:

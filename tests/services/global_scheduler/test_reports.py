@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -15,7 +16,7 @@ from shared.domain.job import JobView, LengthPrediction, Loss, Phase, Slo
 from shared.domain.kv import TransferOutcome, TransferReport
 from shared.domain.prompt import PrefixDelta
 from shared.errors import EngineFailed, InstancesLost, NotFound
-from shared.store.reading import read_request
+from shared.store.reading import read_timeline
 from shared.timeline import RequestTimeline, Span, SpanRecord
 from shared.wire.api import LostInstance
 from shared.wire.clients.http import JsonClient
@@ -54,21 +55,20 @@ async def json_sink(port: int) -> AsyncIterator[dict[str, list[Any]]]:
 async def test_reports_are_served_from_memory_and_reach_the_database(scheduler: Scheduler) -> None:
     await scheduler.client.report([report("j1", Phase.QUEUED), report("j2", Phase.DECODE)], timeout_s=5)
     await scheduler.client.report([report("j1", Phase.PREFILL)], timeout_s=5)
-    assert [(r["job_id"], r["phase"]) for r in await scheduler.admin.requests()] == [
-        ("j2", "decode"),
-        ("j1", "prefill"),
-    ]
-    assert [r["job_id"] for r in await scheduler.admin.requests(phase="decode")] == ["j2"]
+    assert [(r.job_id, r.phase) for r in await scheduler.admin.requests()] == [("j2", "decode"), ("j1", "prefill")]
+    assert [r.job_id for r in await scheduler.admin.requests(phase="decode")] == ["j2"]
     with pytest.raises(NotFound, match="yet"):
         await scheduler.admin.timeline("j1")
     await scheduler.client.report([report("j1")], timeout_s=5)
-    assert (await scheduler.admin.request("j1"))["slo_met"] is True
+    assert (await scheduler.admin.request("j1")).slo_met is True
     timeline = await scheduler.admin.timeline("j1")
-    assert (timeline["job_id"], timeline["prompt_tokens"]) == ("j1", 100)
+    assert (timeline.job_id, timeline.prompt_tokens) == ("j1", 100)
 
     async def stored() -> bool:
-        row = await read_request(scheduler.state.engine, "j1") if scheduler.state.store.ready.is_set() else None
-        return row is not None and row["phase"] == "completed" and json.loads(row["timeline"]) == timeline
+        if not scheduler.state.store.ready.is_set():
+            return False
+        kept = await read_timeline(scheduler.state.engine, "j1")
+        return kept is not None and msgspec.json.decode(kept, type=RequestTimeline) == timeline
 
     await until(stored, "j1 in the database")
     listed = await request(scheduler.transport, "GET", "/requests?source=database&limit=10")
@@ -77,16 +77,16 @@ async def test_reports_are_served_from_memory_and_reach_the_database(scheduler: 
 
 async def test_a_report_that_was_overtaken_changes_nothing(scheduler: Scheduler) -> None:
     await scheduler.client.report([report("j"), report("j", Phase.DECODE), report("j")], timeout_s=5)
-    assert (await scheduler.admin.request("j"))["phase"] == "completed"
+    assert (await scheduler.admin.request("j")).phase == "completed"
 
 
 async def test_what_left_the_memory_is_read_from_the_database(start: Start) -> None:
     scheduler: Scheduler = await start(ring_jobs=3)
     await scheduler.client.report([report(f"j{n}") for n in range(5)], timeout_s=5)
-    assert [r["job_id"] for r in await scheduler.admin.requests()] == ["j4", "j3", "j2"]
+    assert [r.job_id for r in await scheduler.admin.requests()] == ["j4", "j3", "j2"]
     await until(lambda: scheduler.state.store.ready.is_set() and not scheduler.state.store.queued, "written")
-    assert (await scheduler.admin.request("j0"))["job_id"] == "j0"
-    assert (await scheduler.admin.timeline("j0"))["job_id"] == "j0"
+    assert (await scheduler.admin.request("j0")).job_id == "j0"
+    assert (await scheduler.admin.timeline("j0")).job_id == "j0"
     for call in (scheduler.admin.request, scheduler.admin.timeline):
         with pytest.raises(NotFound, match="nobody"):
             await call("nobody")
@@ -104,7 +104,7 @@ async def test_a_dead_database_hinders_nothing(start: Start, tmp_path: Path) -> 
     await scheduler.hear(p0=Role.PREFILL, d0=Role.DECODE)
     assert await scheduler.client.place(JobView("j", 10, 10), timeout_s=2)
     await scheduler.client.report([report(f"j{n}") for n in range(20)], timeout_s=2)
-    assert (await scheduler.admin.timeline("j3"))["job_id"] == "j3"
+    assert (await scheduler.admin.timeline("j3")).job_id == "j3"
     metrics = await text(scheduler.transport, "/metrics")
     assert 'polyphase_store_dropped_total{cause="queue_full"} 15.0' in metrics
     answer = await request(scheduler.transport, "GET", "/requests/unknown")

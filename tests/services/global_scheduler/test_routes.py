@@ -9,8 +9,9 @@ from shared.domain.job import LengthPrediction, Phase, Slo
 from shared.domain.kv import TransferOutcome, TransferReport
 from shared.domain.route import Reason
 from shared.errors import NotFound
-from shared.store.reading import read_request
+from shared.store.reading import read_request, read_timeline
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
+from shared.wire.api.scheduler import StoredRequest
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.messages import Refused
 from shared.wire.rpc_client import RpcClients
@@ -92,12 +93,11 @@ async def test_the_timeline_of_a_job_under_way(scheduler: Scheduler) -> None:
     so_far.decisions.append(Decision(100.1, "placement", "p0", (Reason("placement:single", {"chosen": "p0"}),)))
     await scheduler.client.report([report("j", Phase.PREFILL, timeline=so_far)], timeout_s=5)
     told = await scheduler.admin.timeline("j")
-    assert (told["outcome"], told["ended_s"], len(told["spans"])) == ("", 0.0, 1)
-    assert told["decisions"][0]["chosen"] == "p0"
+    assert (told.outcome, told.ended_s, len(told.spans)) == ("", 0.0, 1)
+    assert told.decisions[0].chosen == "p0"
     await written(scheduler)
-    row = await read_request(scheduler.state.engine, "j")
-    assert row is not None
-    assert row["timeline"] is None  # it is written once, at the end
+    assert await read_request(scheduler.state.engine, StoredRequest, "j") is not None
+    assert await read_timeline(scheduler.state.engine, "j") is None  # it is written once, at the end
     with pytest.raises(NotFound):
         await scheduler.admin.timeline("other")
 

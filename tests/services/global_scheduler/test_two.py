@@ -54,7 +54,7 @@ async def _pair(start: Start, **changes: Any) -> tuple[Scheduler, Scheduler]:
 
 
 async def _phases(scheduler: Scheduler) -> dict[str, str]:
-    return {row["job_id"]: row["phase"] for row in await scheduler.admin.requests(limit=1000)}
+    return {row.job_id: row.phase for row in await scheduler.admin.requests(limit=1000)}
 
 
 async def test_each_job_is_told_to_the_one_that_placed_it_and_its_work_is_settled(start: Start) -> None:
@@ -137,11 +137,11 @@ async def test_a_job_thought_lost_is_believed_when_it_speaks_again(start: Start)
         await one.begin("j")
 
         async def lost() -> bool:
-            return (await scheduler.admin.request("j"))["outcome"] == LOST
+            return (await scheduler.admin.request("j")).outcome == LOST
 
         await until(lost, "silence is taken for loss")
         await one.finish("j")
-        assert (await scheduler.admin.request("j"))["phase"] == "completed"
+        assert (await scheduler.admin.request("j")).phase == "completed"
 
         async def stored() -> bool:
             return (await _rows(scheduler.settings.database_url)).get("j", ("",))[0] == "completed"
@@ -299,6 +299,6 @@ async def _forgets(schedulers: Processes, victim: int, *gateways: Gateway) -> No
         async def nothing_open() -> bool:
             for each in gateways:
                 await each.reporter.flush()
-            return {row["phase"] for row in await admin.requests(limit=1000)} <= {"completed"}
+            return {row.phase for row in await admin.requests(limit=1000)} <= {"completed"}
 
         await until(nothing_open, "no ghost", timeout_s=20)

@@ -4,14 +4,18 @@ from typing import Any
 
 from services.launcher.state_file import RunningProcess, SuiteState
 from services.launcher.status import Snapshot
-from shared.domain.instance import Role
+from shared.domain.instance import Compatibility, InstanceInfo, InstanceState, KvGeometry, Role
+from shared.domain.slo import SloReport
 from shared.domain.verdict import Count, Level, Link, Problem, Stage, Verdict
+from shared.wire.api.monitor import InstanceRow, LoadByName
 
 
-def entry(name: str, state: str = "ready", role: str = "decode", **load: int) -> dict[str, Any]:
-    told = {"queued_prefill_tokens": 0, "running": 0, "waiting": 0, "free_blocks": 1000, **load}
-    info = {"accelerator": "A100-SXM-80", "total_blocks": 1000, "compatibility": {"engine": "emulated"}}
-    return {"instance_id": name, "role": role, "state": state, "info": info, "load": told}
+def entry(name: str, state: str = "ready", role: str = "decode", operation: str = "", **load: int) -> InstanceRow:
+    same = Compatibility("f00d", "emulated", "1", 1, KvGeometry(6, 4, 64))
+    sizes, urls = ("bfloat16", 1, 16, 1000, 2048, 512), ("tcp://a:1", "http://a:2", ())
+    info = InstanceInfo(name, 1, "m", same, "A100-SXM-80", *sizes, *urls)
+    reported = LoadByName(**{"free_blocks": 1000, **load})
+    return InstanceRow(name, Role(role), InstanceState(state), 0.0, 0.0, operation, "", True, info, reported)
 
 
 def verdict(level: Level = Level.GOOD, *problems: Problem, share: float | None = 0.2) -> Verdict:
@@ -27,21 +31,14 @@ def state(*processes: RunningProcess) -> SuiteState:
     return SuiteState(1, 1.0, "m", "http://api", "http://m", urls, "", "http://dash", instances, processes)
 
 
-def window() -> dict[str, Any]:
-    times = {"p50": 0.1234, "p99": 12.34}
-    shares = {"attainment": 0.26, "ttft_attainment": 1.0, "tpot_attainment": None, "itl_attainment": 0.26}
-    return {
-        "slo": "a-class-with-a-long-name",
-        "window_s": 60.0,
-        "requests": 12_345,
-        "ttft_s": times,
-        "tpot_s": times,
-        "longest_gap_s": {"p50": 0.1, "p90": 0.42, "p99": 1.5, "max": 12.34},
-        **shares,
-    }
+def window() -> SloReport:
+    times, gaps = {"p50": 0.1234, "p99": 12.34}, {"p50": 0.1, "p90": 0.42, "p99": 1.5, "max": 12.34}
+    shares = {"ttft_attainment": 1.0, "tpot_attainment": None, "attainment": 0.26, "itl_attainment": 0.26}
+    name = "a-class-with-a-long-name"
+    return SloReport(name, 60.0, 12_345, ttft_s=times, tpot_s=times, longest_gap_s=gaps, **shares)
 
 
-def many(count: int, long: bool = False) -> list[dict[str, Any]]:
+def many(count: int, long: bool = False) -> list[InstanceRow]:
     tail = "-with-a-name-that-goes-on-and-on" if long else ""
     return [entry(f"decode{tail}-{number}", running=number % 7, free_blocks=1000 - number) for number in range(count)]
 

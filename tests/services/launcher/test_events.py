@@ -12,11 +12,15 @@ from rich.console import Console
 
 from services.launcher import events
 from services.launcher.events import EventFilter, Explained, RequestFilter, find_request, show_explanation, waterfall
-from shared.domain.job import NAME_CHARS, job_name
+from shared.domain.instance import Role
+from shared.domain.job import NAME_CHARS, Phase, job_name
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest, NotFound, Unavailable
 from shared.explain import explain
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
+from shared.wire.api import Event, EventKind, Operation, OperationKind, OperationResult
+from shared.wire.api.scheduler import RequestPage, StoredRequest
+from shared.wire.messages import JobReport
 
 
 def drawn(draw: Any, told: Any) -> list[str]:
@@ -39,7 +43,7 @@ def test_what_is_no_time_is_refused_with_an_example(words: str) -> None:
 
 
 def test_an_event_has_its_words_on_lines_of_their_own_beside_its_kind() -> None:
-    event = {"time_s": time.time(), "kind": "operation_failed", "instance_id": "d-1", "text": "it was " + "very " * 30}
+    event = Event("e", time.time(), EventKind.OPERATION_FAILED, "it was " + "very " * 30, "d-1")
     first, *more = drawn(events.show_event, event)
     assert "operation failed      d-1  it was very" in first
     assert more
@@ -47,32 +51,29 @@ def test_an_event_has_its_words_on_lines_of_their_own_beside_its_kind() -> None:
 
 
 def test_an_old_event_has_its_date() -> None:
-    (line,) = drawn(events.show_event, {"time_s": 1e9, "kind": "death", "instance_id": "", "text": "gone"})
+    (line,) = drawn(events.show_event, Event("e", 1e9, EventKind.DEATH, "gone"))
     assert line.startswith("09-0")
 
 
 def test_a_search_is_asked_for_in_the_words_of_the_service() -> None:
     wanted = RequestFilter("abc", slo="fast", missed=True, since_s=600.0, limit=5)
-    assert wanted.params(1_000.0) == {
-        "order": "slowest_ttft",
-        "limit": 5,
-        "job": "abc",
-        "slo": "fast",
-        "missed": "true",
-        "since": 400.0,
-    }
-    assert RequestFilter(missed=False).params(0.0)["missed"] == "false"
+    sent = {name: value for name, value in wanted.parameters(1_000.0).items() if value not in (None, "")}
+    shared = {"order": "slowest_ttft", "limit": 5}
+    assert sent == {**shared, "job": "abc", "slo": "fast", "missed": "true", "since": 400.0}
+    assert RequestFilter(missed=False).parameters(0.0)["missed"] == "false"
 
 
-def row(**changes: Any) -> dict[str, Any]:
-    plain = {"job_id": "chatcmpl-mine-0123456789", "arrived_s": time.time(), "slo": "default", "outcome": "stop"}
-    figures = {"phase": "completed", "prompt_tokens": 12_345, "output_tokens": 678, "ttft_s": 1.2, "tpot_s": None}
-    return {**plain, **figures, "slo_met": True, **changes}
+def row(job_id: str = "chatcmpl-mine-0123456789", **changes: Any) -> StoredRequest:
+    report = JobReport(
+        job_id, "g0", Phase.COMPLETED, time.time(), 12_345, 678, outcome="stop", ttft_s=1.2, slo_met=True
+    )
+    stored = {"scheduler_id": "s0", "final": True, "updated_s": 1.0, "slo_met": True}
+    return msgspec.convert({**msgspec.structs.asdict(report), **stored, **changes}, StoredRequest)
 
 
 def test_requests_that_missed_are_marked_without_colour() -> None:
     rows = [row(slo_met=False), row(outcome="", phase="decode")]
-    lines = drawn(events.show_requests, {"rows": rows, "more": True})
+    lines = drawn(events.show_requests, RequestPage(rows, more=True))
     assert lines[1].startswith("✘ mine-0123456789")
     assert lines[2].startswith("  mine-0123456789")
     assert "decode" in lines[2]
@@ -80,17 +81,17 @@ def test_requests_that_missed_are_marked_without_colour() -> None:
 
 
 def test_no_requests() -> None:
-    assert drawn(events.show_requests, {"rows": [], "more": False}) == ["no such requests"]
+    assert drawn(events.show_requests, RequestPage([])) == ["no such requests"]
 
 
 class Monitor:
     """Answers as a monitor does; between two looks of who follows the next of `steps` happens, then nothing."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *steps: Callable[[], object]) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.flips: dict[str, dict[str, Any]] = {}
+        self.log: list[Event] = []
+        self.operations: dict[str, Operation] = {}
         self._steps = list(steps)
-        monkeypatch.setattr(events, "JsonClient", lambda url: self)
+        monkeypatch.setattr(events, "MonitorClient", lambda url: self)
         monkeypatch.setattr(asyncio, "sleep", self._sleep)
 
     async def _sleep(self, _: float) -> None:
@@ -102,19 +103,13 @@ class Monitor:
         """So many events of that moment, a quarter of a millisecond apart."""
         for number in range(count):
             at = time_s + number / 4096
-            self.events.append({"event_id": f"e{len(self.events)}", "time_s": at, "kind": "death", "instance_id": ""})
+            self.log.append(Event(f"e{len(self.log)}", at, EventKind.DEATH, ""))
 
     def operation(self, name: str, result: str, started_s: float, total_s: float | None = None) -> None:
-        said = {
-            "operation_id": name,
-            "kind": "flip",
-            "instance_id": "d0",
-            "generation": 1,
-            "from_role": "decode",
-            "to_role": "prefill",
-        }
-        self.flips[name] = {**said, "who": "ann", "why": None, "result": result, "started_s": started_s}
-        self.flips[name]["total_s"] = total_s
+        roles, outcome = (Role.DECODE, Role.PREFILL), OperationResult(result)
+        self.operations[name] = Operation(
+            name, OperationKind.FLIP, "d0", 1, *roles, "ann", started_s, total_s=total_s, result=outcome
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -122,19 +117,20 @@ class Monitor:
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    async def call(self, method: str, path: str, *, params: dict[str, Any], timeout_s: float = 0.0) -> Any:
-        if path == "/flips":
-            return sorted(self.flips.values(), key=lambda row: -row["started_s"])
-        fits = [row for row in self.events if params["since"] < row["time_s"] < params.get("before", 1e12)]
-        return sorted(fits, key=lambda row: -row["time_s"])[: params["limit"]]
+    async def flips(self, limit: int) -> list[Operation]:
+        return sorted(self.operations.values(), key=lambda operation: -operation.started_s)
+
+    async def events(self, *, limit: int, since_s: float, before_s: float | None, **_: Any) -> list[Event]:
+        fits = [event for event in self.log if since_s < event.time_s < (before_s or 1e12)]
+        return sorted(fits, key=lambda event: -event.time_s)[:limit]
 
 
-async def followed(limit: int = 5) -> list[dict[str, Any]]:
+async def followed(limit: int = 5) -> list[events.LogEntry]:
     """What a follower sees until the steps are over."""
-    found: list[dict[str, Any]] = []
+    found: list[events.LogEntry] = []
     try:
         async for each in events.events("http://monitor", EventFilter(limit=limit), follow=True):
-            found.append(dict(each))
+            found.append(each)
     except EOFError:
         return found
     raise AssertionError("it ended")
@@ -153,8 +149,8 @@ async def test_who_follows_hears_of_an_operation_twice(
         lambda: None,
     )
     told = await followed()
-    assert [row["event_id"] for row in told] == ["flip-1-running", "e0", f"flip-1-{result}", "e1"]
-    assert result in told[2]["text"]
+    assert [event.event_id for event in told] == ["flip-1-running", "e0", f"flip-1-{result}", "e1"]
+    assert result in told[2].text
 
 
 async def test_who_follows_hears_of_all_however_many_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +158,7 @@ async def test_who_follows_hears_of_all_however_many_come_at_once(monkeypatch: p
         monkeypatch, lambda: monitor.happens(2_500, 1_010.0), lambda: None, lambda: monitor.happens(7, 1_012.0)
     )
     monitor.happens(8, 1_000.0)
-    told = [row["event_id"] for row in await followed(limit=5)]
+    told = [event.event_id for event in await followed(limit=5)]
     assert told[:5] == [f"e{number}" for number in range(3, 8)]  # as many as were asked for
     assert sorted(told[5:]) == sorted(f"e{number}" for number in range(8, 2_515))
 
@@ -174,7 +170,7 @@ async def test_what_comes_to_light_late_is_told(monkeypatch: pytest.MonkeyPatch)
         lambda: monitor.happens(1, 1_004.0),
         lambda: None,
     )
-    assert [row["event_id"] for row in await followed()] == ["resume-1-succeeded", "e0"]
+    assert [event.event_id for event in await followed()] == ["resume-1-succeeded", "e0"]
 
 
 def timeline(**changes: Any) -> RequestTimeline:
@@ -191,7 +187,7 @@ def timeline(**changes: Any) -> RequestTimeline:
 
 def drawn_explanation(one: RequestTimeline, *, width: int = 80, figures: bool = False) -> list[str]:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    show_explanation(console, Explained(one, explain(one)), figures=figures)
+    show_explanation(console, Explained(one.job_id, explain(one), one), figures=figures)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert all(len(line) <= width for line in lines)
     return [line.rstrip() for line in lines]
@@ -278,16 +274,16 @@ class Scheduler:
     async def close(self) -> None:
         pass
 
-    async def requests(self, limit: int) -> list[dict[str, Any]]:
-        return [{"job_id": each} for each in self.ids[:limit]]
+    async def requests(self, limit: int) -> list[StoredRequest]:
+        return [row(each) for each in self.ids[:limit]]
 
-    async def call(self, _: str, path: str, **__: Any) -> Any:
-        if path == "/requests/search":
-            return {"rows": []}
-        job_id = path.removeprefix("/requests/").removesuffix("/timeline")
+    async def search(self, **_: object) -> RequestPage:
+        return RequestPage([])
+
+    async def timeline(self, job_id: str) -> RequestTimeline:
         if job_id not in self.ids:
             raise NotFound(job_id)
-        return msgspec.to_builtins(msgspec.structs.replace(timeline(), job_id=job_id))
+        return msgspec.structs.replace(timeline(), job_id=job_id)
 
 
 @pytest.mark.parametrize("wanted", ["4257/g6hr", "a, b", "\u0437\u0430", "x" * 500, "x" * 20, "cmpl-4257=2Fg6hr-0-aa"])

@@ -98,7 +98,7 @@ async def taken_over(suite: Suite, name: str, began: float) -> float:
     async with MonitorClient(url_of(suite, name), token=token) as monitor:
 
         async def acts() -> bool:
-            ready = [one for one in await monitor.instances() if one["state"] in ("ready", "draining")]
+            ready = [one for one in await monitor.instances() if one.state in ("ready", "draining")]
             return len(ready) == 4
 
         await until(acts, MOST_S, f"{name} to act", poll_s=0.01)
@@ -129,7 +129,7 @@ async def drain_under_way(suite: Suite) -> tuple[asyncio.Task[Any], str]:
 
         async def running() -> bool:
             with contextlib.suppress(PolyphaseError):
-                return (await monitor.operation(operation_id))["result"] == "running"
+                return (await monitor.operation(operation_id)).result == "running"
             return False
 
         await until(running, 40, "the drain is under way")
@@ -138,7 +138,7 @@ async def drain_under_way(suite: Suite) -> tuple[asyncio.Task[Any], str]:
 
 
 async def busy(monitor: MonitorClient) -> bool:
-    return int((await monitor.instance("d-0"))["load"]["inflight"]) > USERS
+    return int((await monitor.instance("d-0")).load.inflight) > USERS
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -158,9 +158,9 @@ async def test_a_lost_monitor_is_replaced_within_two_seconds_and_returns_as_the_
         assert took_s < MOST_S
         async with suite.monitor() as monitor:
             row = await monitor.operation(operation_id)
-            assert (row["result"], row["code"]) == ("unknown", "outcome_unknown")
-            assert (await monitor.resume("d-0", who="test"))["result"] == "succeeded"
-            assert (await monitor.flip("p-1", who="test"))["to_role"] == "decode"
+            assert (row.result, row.code) == ("unknown", "outcome_unknown")
+            assert (await monitor.resume("d-0", who="test")).result == "succeeded"
+            assert (await monitor.flip("p-1", who="test")).to_role == "decode"
         if number == signal.SIGKILL:
             await suite.restarted(active, pid)
         else:
@@ -171,14 +171,14 @@ async def test_a_lost_monitor_is_replaced_within_two_seconds_and_returns_as_the_
         assert await who(suite) == (other, active)
         found = await suite.instances()
         roles = {"p-0": "prefill", "p-1": "decode", "d-0": "decode", "d-1": "decode"}
-        assert {name: (each["role"], each["state"]) for name, each in found.items()} == {
+        assert {name: (each.role, each.state) for name, each in found.items()} == {
             name: (role, "ready") for name, role in roles.items()
         }
         async with suite.monitor() as monitor:
-            assert (await monitor.operation(operation_id))["result"] == "unknown"
-            kinds = {row["kind"] for row in await monitor.events(limit=500, since_s=time.time() - 60)}
+            assert (await monitor.operation(operation_id)).result == "unknown"
+            kinds = {row.kind for row in await monitor.events(limit=500, since_s=time.time() - 60)}
             assert not kinds & {"death", "unresponsive"}, kinds
-            assert (await monitor.flip("p-1", who="test"))["to_role"] == "prefill"
+            assert (await monitor.flip("p-1", who="test")).to_role == "prefill"
 
 
 async def require_standby(suite: Suite, name: str, acting: str) -> None:

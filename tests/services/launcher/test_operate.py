@@ -19,6 +19,8 @@ from shared.domain.route import PolicySpec
 from shared.errors import Conflict, DeadlineExceeded, InvalidRequest, NotFound, PolyphaseError
 from shared.policy import registry
 from shared.wire.api import Operation
+from shared.wire.api.monitor import PoliciesInForce, PolicyChange, PolicyChoice, PolicyFollower
+from tests.services.launcher.suites import entry
 
 DONE = {
     "operation_id": "7f3a",
@@ -116,20 +118,20 @@ def test_advice_after_a_refusal(
     what: str, refusal: type[PolyphaseError], others: list[str], state: str, advice: str
 ) -> None:
     states = {"d": state, **{f"d{index}": each for index, each in enumerate(others)}}
-    known = [{"instance_id": name, "role": "decode", "state": each, "operation": ""} for name, each in states.items()]
+    known = [entry(name, each) for name, each in states.items()]
     found = operate.advice_on(what, "d", refusal("whatever it says"), known)
     assert advice in found if advice else found == ""
 
 
 def test_advice_during_another_operation() -> None:
-    known = [{"instance_id": "d", "role": "decode", "state": "draining", "operation": "drain"}]
+    known = [entry("d", "draining", operation="drain")]
     assert "one operation at a time" in operate.advice_on("flip", "d", Conflict(""), known)
     assert operate.advice_on("flip", "d", Conflict(""), []) == ""
 
 
 def test_an_unknown_instance_names_those_there_are() -> None:
     refusal = NotFound("no instance 'decode1'")
-    known = [{"instance_id": name} for name in ("prefill-0", "decode-1")]
+    known = [entry("prefill-0"), entry("decode-1")]
     assert operate.advice_on("flip", "decode1", refusal, known) == "Did you mean decode-1? Known: prefill-0, decode-1"
     assert operate.advice_on("flip", "x", refusal, []) == "Known: none yet"
 
@@ -138,23 +140,24 @@ RUN = CliRunner()
 URL = ["--monitor", "http://m"]
 
 
-def answer(**changes: Any) -> dict[str, Any]:
-    plain = {"name": "adaptive", "parameters": {}, "file": {"name": "adaptive", "parameters": {}}, "changed": None}
-    chosen = {**plain, "name": "fraction", "parameters": {"fraction": 0.5}}
-    chosen["changed"] = {"who": "anna (polyphase)", "since_s": 1.0}
-    told = [
-        {"process": "scheduler", "name": "s0", "revision": 3, "follows": True, "trouble": ""},
-        {"process": "instance", "name": "p0", "revision": 2, "follows": False, "trouble": "unknown prefill order"},
+def answer(trouble: str = "", *, all_follow: bool = False) -> PoliciesInForce:
+    file, change = PolicySpec("adaptive"), PolicyChange("anna (polyphase)", 1.0)
+    policies = {
+        "placement": PolicyChoice("adaptive", file=file),
+        "split": PolicyChoice("fraction", {"fraction": 0.5}, file, change),
+    }
+    followers = [
+        PolicyFollower("scheduler", "s0", 3, follows=True),
+        PolicyFollower("instance", "p0", 2, follows=all_follow, trouble="" if all_follow else "unknown prefill order"),
     ]
-    found = {"revision": 3, "trouble": "", "policies": {"placement": plain, "split": chosen}, "followers": told}
-    return {**found, **changes}
+    return PoliciesInForce(3, trouble, policies, {}, followers)
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, PolicySpec | None]]]]:
     calls: list[tuple[str, dict[str, PolicySpec | None]]] = []
 
-    async def act(url: str, change: dict[str, PolicySpec | None], who: str, token: str) -> dict[str, Any]:
+    async def act(url: str, change: dict[str, PolicySpec | None], who: str, token: str) -> PoliciesInForce:
         assert who.endswith("(polyphase)")
         calls.append((url, change))
         return answer()
@@ -226,7 +229,7 @@ def test_the_table_says_who_chose_what_and_who_does_not_follow() -> None:
 
 def test_choices_say_what_each_does_and_which_is_in_force() -> None:
     out = io.StringIO()
-    in_force = {kind: {"name": "least_load" if kind == "placement" else "off"} for kind in KINDS}
+    in_force = {kind: PolicyChoice("least_load" if kind == "placement" else "off") for kind in KINDS}
     operate.show_choices(Console(file=out, width=80), in_force)
     text = out.getvalue()
     assert all(len(line) <= 80 for line in text.splitlines())
@@ -263,16 +266,16 @@ class Monitor:
     async def __aexit__(self, *_: object) -> None:
         """Nothing to close."""
 
-    async def set_policies(self, change: object, who: str) -> dict[str, Any]:
+    async def set_policies(self, change: object, who: str) -> PoliciesInForce:
         return self._now()
 
-    async def policies(self) -> dict[str, Any]:
+    async def policies(self) -> PoliciesInForce:
         self.asked += 1
         self.left -= 1
         return self._now()
 
-    def _now(self) -> dict[str, Any]:
-        return answer(followers=[{**one, "follows": self.left <= 0} for one in answer()["followers"]])
+    def _now(self) -> PoliciesInForce:
+        return answer(all_follow=self.left <= 0)
 
 
 @pytest.mark.parametrize(("after", "follow"), [(0, True), (3, True), (10**9, False)])
@@ -284,6 +287,6 @@ async def test_a_change_waits_a_little_until_all_follow(
     monkeypatch.setattr(operate, "POLICY_POLL_S", 0.001)
     monkeypatch.setattr(operate, "FOLLOWED_S", 0.3)
     found = await operate.change_policies("http://m", {"split": PolicySpec("none")}, "anna")
-    assert [one["follows"] for one in found["followers"]] == [follow] * 2
+    assert [one.follows for one in found.followers] == [True, follow]
     if follow:
         assert monitor.asked == after

@@ -47,7 +47,7 @@ async def test_serves_and_is_operated(up: Up, tmp_path: Path) -> None:
     code, text = await polyphase("flip", "p-1", *where, "--json")
     assert code == 0, text
     assert json.loads(text.splitlines()[-1])["flip_s"] < 0.01
-    assert (await suite.instances())["p-1"]["role"] == "decode"
+    assert (await suite.instances())["p-1"].role == "decode"
     code, text = await polyphase("flip", "p-0", *where)  # the last prefill instance
     assert code == 1
     assert "last ready prefill" in text
@@ -56,7 +56,7 @@ async def test_serves_and_is_operated(up: Up, tmp_path: Path) -> None:
     assert "only dead instances can be forgotten" in text
     for what, state in (("drain", "draining"), ("resume", "ready")):
         assert (await polyphase(what, "d-0", *where))[0] == 0
-        assert (await suite.instances())["d-0"]["state"] == state
+        assert (await suite.instances())["d-0"].state == state
     file = ["--cluster", str(suite.data_dir.parent / "cluster.yaml")]
     code, text = await polyphase("up", *file, *where)
     assert code == 1

@@ -20,6 +20,7 @@ from shared.domain.demand import DemandSecond
 from shared.domain.instance import Role
 from shared.domain.rates import LinkRate, Rates, StepForm, StepRates
 from shared.wire.api import SchedulerNews
+from shared.wire.api.planner import Proposal
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.planner import PlannerClient
 from tests.ports import free_address, free_port
@@ -89,14 +90,14 @@ class Watched:
         await self.monitor.scheduler_news("s0", SchedulerNews(0, demand=asked(count, rate, lengths)))
         await until(lambda: self.state.watch.demand is not None, "a profile", 20.0)
 
-    async def proposal(self, *states: str, timeout_s: float = 20.0) -> dict[str, Any]:
+    async def proposal(self, *states: str, timeout_s: float = 20.0) -> Proposal:
         """The newest once it is in one of these states."""
 
         async def found() -> Any:
             told = await self.client.proposals()
-            return told[0] if told and told[0]["state"] in states else None
+            return told[0] if told and told[0].state in states else None
 
-        one: dict[str, Any] = await until(found, f"a proposal {states}", timeout_s)
+        one: Proposal = await until(found, f"a proposal {states}", timeout_s)
         return one
 
 

@@ -19,6 +19,7 @@ from shared.runtime.http import service_app
 from shared.runtime.tasks import background
 from shared.store.database import open_engine
 from shared.store.write_behind import WriteBehind
+from shared.wire.api.planner import PlanSearch
 from shared.wire.clients.planner import PlannerClient
 from tests.services.control_plane import running, sqlite, until
 
@@ -58,14 +59,14 @@ class Planner:
     transport: httpx.ASGITransport
     store: WriteBehind
 
-    async def state(self, plan_id: str, *states: str, timeout_s: float = 60.0) -> dict[str, Any]:
+    async def state(self, plan_id: str, *states: str, timeout_s: float = 60.0) -> PlanSearch:
         """The search once it is in one of these states."""
 
-        async def reached() -> dict[str, Any] | None:
+        async def reached() -> PlanSearch | None:
             found = await self.client.plan(plan_id)
-            return found if found["state"] in states else None
+            return found if found.state in states else None
 
-        found: dict[str, Any] = await until(reached, f"{plan_id} {states}", timeout_s)
+        found: PlanSearch = await until(reached, f"{plan_id} {states}", timeout_s)
         return found
 
     async def best(self, plan_id: str) -> None:
@@ -73,8 +74,8 @@ class Planner:
 
         async def known() -> bool:
             found = await self.client.plan(plan_id)
-            assert found["state"] in ("waiting", "running")
-            return found["progress"]["best_goodput"] is not None
+            assert found.state in ("waiting", "running")
+            return found.progress.best_goodput is not None
 
         await until(known, f"{plan_id} has a plan", 60.0)
 

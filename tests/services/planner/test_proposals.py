@@ -7,21 +7,12 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from services.planner.proposals import (
-    EVENTS,
-    KEPT,
-    MAX_WHY,
-    Cause,
-    Proposal,
-    ProposalEvents,
-    ProposalState,
-    Step,
-    carry_out,
-)
+from services.planner.proposals import EVENTS, KEPT, MAX_WHY, Cause, Proposal, ProposalEvents, carry_out
 from shared.domain.instance import Role
 from shared.errors import Conflict, InvalidRequest, NotFound, OutcomeUnknown, PeerLost, PolyphaseError, Unavailable
 from shared.plan.running import Expected, Flip
-from shared.wire.api import Origin
+from shared.wire.api import Operation, OperationKind, OperationResult, Origin
+from shared.wire.api.planner import ProposalState, ProposalStep
 from shared.wire.clients.monitor import MonitorClient
 
 P, D = Role.PREFILL, Role.DECODE
@@ -40,11 +31,11 @@ class Monitor:
         self.whys: list[str] = []
         self.most_away = 0
         self.fails: dict[str, PolyphaseError] = {}
-        self.outcomes: list[dict[str, Any] | PolyphaseError] = []
+        self.outcomes: list[Operation | PolyphaseError] = []
 
     async def flip(
         self, instance_id: str, *, force: bool, drain_timeout_s: float, who: str, why: str, origin: Origin, to: Role
-    ) -> dict[str, Any]:
+    ) -> Operation:
         role = self.roles[instance_id]
         self.flipped.append(instance_id)
         self.forced += [instance_id] if force else []
@@ -60,23 +51,27 @@ class Monitor:
             raise error
         self.ready[to] += 1
         self.roles[instance_id] = to
-        return {"drain_s": 0.1}
+        return flipped(drain_s=0.1)
 
-    async def operation(self, operation_id: str) -> dict[str, Any]:
+    async def operation(self, operation_id: str) -> Operation:
         told = self.outcomes.pop(0)
         if isinstance(told, PolyphaseError):
             raise told
         return told
 
 
+def flipped(result: OperationResult = OperationResult.SUCCEEDED, **fields: Any) -> Operation:
+    return Operation("o1", OperationKind.FLIP, "p0", 1, P, D, "planner", 1.0, result=result, **fields)
+
+
 def roles_of(letters: str) -> dict[str, Role]:
     return {f"{letter}{at}": P if letter == "p" else D for at, letter in enumerate(letters)}
 
 
-async def carried_out(monitor: Monitor, *names: str, why: str = "") -> tuple[str, list[Step]]:
+async def carried_out(monitor: Monitor, *names: str, why: str = "") -> tuple[str, list[ProposalStep]]:
     flips = tuple(Flip(name, monitor.roles[name], monitor.roles[name].other) for name in names)
     proposal = Proposal(ProposalState.APPLYING, Cause.LOSS, why, flips, (), False, NOTHING, NOTHING, 0.0, 0.0, 0.0)
-    steps: list[Step] = []
+    steps: list[ProposalStep] = []
     async with asyncio.timeout(5.0):
         error = await carry_out(proposal, Counter(monitor.ready), monitor, 1.0, steps.append)  # type: ignore[arg-type]
     return error, steps
@@ -138,7 +133,10 @@ async def test_the_outcome_of_a_lost_answer_is_requested() -> None:
 
 @pytest.mark.parametrize(
     ("told", "said"),
-    [({"result": "unknown", "error": "the monitor ended"}, "the monitor ended"), (NotFound("no operation"), "lost")],
+    [
+        (flipped(OperationResult.UNKNOWN, error="the monitor ended"), "the monitor ended"),
+        (NotFound("no operation"), "lost"),
+    ],
 )
 async def test_an_answer_that_never_comes_is_a_failure(told: Any, said: str) -> None:
     monitor = Monitor(roles_of("ppdd"))

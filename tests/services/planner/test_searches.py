@@ -14,6 +14,7 @@ from services.launcher.cluster_file import load_cluster
 from services.planner import search_process, searches
 from services.planner.searches import ATTEMPTS
 from shared.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
+from shared.wire.api.planner import PlanSearch
 from tests.services.control_plane import request, until
 from tests.services.planner.search_app import LONG, QUICK, SLOW, STOCK, planner, saying
 
@@ -22,10 +23,10 @@ WAITS = saying("time.sleep(600)")
 ONE = {"nodes": [{"name": "n", "accelerator": "A10"}]}
 
 
-def loads(answer: dict[str, Any], folder: Path) -> list[str]:
+def loads(answer: PlanSearch, folder: Path) -> list[str]:
     """The instances of the result's cluster file."""
     file = folder / "plan.yaml"
-    file.write_text(answer["result"]["cluster_file"])
+    file.write_text(answer.result.cluster_file)
     return [instance.id for instance in load_cluster(file).instances]
 
 
@@ -40,23 +41,23 @@ def child() -> psutil.Process | None:
 async def test_a_search_ends_with_a_plan(tmp_path: Path) -> None:
     async with planner(tmp_path) as own:
         asked = await own.client.submit(QUICK, who="ada")
-        assert (asked["state"], asked["who"], asked["result"], asked["error"]) == ("waiting", "ada", None, "")
-        done = await own.state(asked["plan_id"], "done", "failed")
-        assert done["error"] == ""
-        result = done["result"]
-        assert [group["name"] for group in result["groups"]] == loads(done, tmp_path)
-        assert {group["role"] for group in result["groups"]} == {"both"}
-        assert result["method"] == "coupled"
-        assert result["promise"]["goodput"] > 0
-        assert result["promise"]["usd_per_hour"] == sum(group["price_usd_hour"] for group in result["groups"])
-        assert done["progress"]["best_goodput"] == result["promise"]["goodput"]
-        assert done["ended_s"] >= done["submitted_s"]
-        assert done["progress"]["elapsed_s"] > 0
-        assert done["request"]["inventory"] == STOCK
+        assert (asked.state, asked.who, asked.result, asked.error) == ("waiting", "ada", None, "")
+        done = await own.state(asked.plan_id, "done", "failed")
+        assert done.error == ""
+        result = done.result
+        assert [group.name for group in result.groups] == loads(done, tmp_path)
+        assert {group.role for group in result.groups} == {"both"}
+        assert result.method == "coupled"
+        assert result.promise.goodput > 0
+        assert result.promise.usd_per_hour == sum(group.price_usd_hour for group in result.groups)
+        assert done.progress.best_goodput == result.promise.goodput
+        assert done.ended_s >= done.submitted_s
+        assert done.progress.elapsed_s > 0
+        assert done.request["inventory"] == STOCK
         (listed,) = await own.client.plans()
-        assert "cluster_file" not in listed["result"]
-        assert "inventory" not in listed["request"]
-        assert listed["result"]["promise"] == result["promise"]
+        assert listed.result.cluster_file == ""
+        assert "inventory" not in listed.request
+        assert listed.result.promise == result.promise
 
 
 async def test_requests_may_be_given_and_methods_compared(tmp_path: Path) -> None:
@@ -64,36 +65,36 @@ async def test_requests_may_be_given_and_methods_compared(tmp_path: Path) -> Non
     wanted = {**QUICK, "workload": rows, "compare": True, "seconds": 3, "slo": {"ttft_s": 1.0}}
     async with planner(tmp_path) as own:
         asked = await own.client.submit({**wanted, "inventory": ONE})
-        done = await own.state(asked["plan_id"], "done", "failed")
-        assert done["request"]["workload"][1] == {"arrival_s": 1.0, "prompt_tokens": 501, "output_tokens": 30}
-        assert done["result"]["workload"] == "workload of 40 requests"
-        assert all(one["method"] != "coupled" and one["goodput"] >= 0 for one in done["result"]["compared"])
-        assert (await own.client.plans())[0]["request"]["workload"] == "40 requests"
+        done = await own.state(asked.plan_id, "done", "failed")
+        assert done.request["workload"][1] == {"arrival_s": 1.0, "prompt_tokens": 501, "output_tokens": 30}
+        assert done.result.workload == "workload of 40 requests"
+        assert all(one.method != "coupled" and one.goodput >= 0 for one in done.result.compared)
+        assert (await own.client.plans())[0].request["workload"] == "40 requests"
 
 
 async def test_a_cancelled_search_has_the_best_so_far(tmp_path: Path) -> None:
     async with planner(tmp_path) as own:
         asked = await own.client.submit(LONG)
-        await own.best(asked["plan_id"])
-        await own.client.cancel(asked["plan_id"], who="ada")
-        ended = await own.state(asked["plan_id"], "cancelled", "done", "failed")
-        assert (ended["state"], ended["error"]) == ("cancelled", "")
-        assert ended["result"]["stopped"]
-        assert ended["result"]["promise"]["goodput"] > 0
+        await own.best(asked.plan_id)
+        await own.client.cancel(asked.plan_id, who="ada")
+        ended = await own.state(asked.plan_id, "cancelled", "done", "failed")
+        assert (ended.state, ended.error) == ("cancelled", "")
+        assert ended.result.stopped
+        assert ended.result.promise.goodput > 0
         assert loads(ended, tmp_path)
         with pytest.raises(Conflict, match="has ended: it is cancelled"):
-            await own.client.cancel(asked["plan_id"])
+            await own.client.cancel(asked.plan_id)
 
 
 async def test_a_search_that_has_not_begun_is_cancelled_at_once(tmp_path: Path) -> None:
     async with planner(tmp_path, WAITS) as own:
-        first, second = [(await own.client.submit(QUICK))["plan_id"] for _ in range(2)]
+        first, second = [(await own.client.submit(QUICK)).plan_id for _ in range(2)]
         await own.state(first, "running")
-        assert (await own.client.cancel(second))["state"] == "cancelled"
-        assert (await own.client.plan(first))["state"] == "running"
+        assert (await own.client.cancel(second)).state == "cancelled"
+        assert (await own.client.plan(first)).state == "running"
         with pytest.raises(NotFound):
             await own.client.cancel("nobody")
-        assert [one["plan_id"] for one in await own.client.plans()] == [second, first]
+        assert [one.plan_id for one in await own.client.plans()] == [second, first]
         assert len(await own.client.plans(limit=1)) == 1
 
 
@@ -104,26 +105,26 @@ async def test_one_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pyt
         'say(json.dumps({"type": "progress", "what": "deaf"})); time.sleep(600)'
     )
     async with planner(tmp_path, deaf) as own:
-        plan_id = (await own.client.submit(QUICK))["plan_id"]
+        plan_id = (await own.client.submit(QUICK)).plan_id
         await until(lambda: told(own, plan_id, "deaf"), "it ignores SIGINT")
         await own.client.cancel(plan_id)
         ended = await own.state(plan_id, "cancelled", "failed")
-        assert (ended["state"], ended["result"]) == ("cancelled", None)
-        assert "before it had a plan" in ended["error"]
+        assert (ended.state, ended.result) == ("cancelled", None)
+        assert "before it had a plan" in ended.error
 
 
 async def told(own: Any, plan_id: str, what: str) -> bool:
-    return bool((await own.client.plan(plan_id))["progress"]["what"] == what)
+    return bool((await own.client.plan(plan_id)).progress.what == what)
 
 
 async def test_a_killed_process_costs_its_search_and_no_other(tmp_path: Path) -> None:
     async with planner(tmp_path) as own:
-        first, second = [(await own.client.submit(one))["plan_id"] for one in (LONG, QUICK)]
+        first, second = [(await own.client.submit(one)).plan_id for one in (LONG, QUICK)]
         process = await until(child, "its process")
         process.kill()
         failed = await own.state(first, "failed", "done")
-        assert "was killed (SIGKILL)" in failed["error"]
-        assert (await own.state(second, "done", "failed"))["state"] == "done"
+        assert "was killed (SIGKILL)" in failed.error
+        assert (await own.state(second, "done", "failed")).state == "done"
 
 
 @pytest.mark.parametrize(
@@ -140,30 +141,30 @@ async def test_a_killed_process_costs_its_search_and_no_other(tmp_path: Path) ->
 async def test_rubbish_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: str) -> None:
     monkeypatch.setattr(search_process, "MAX_LINE_BYTES", 200_000)
     async with planner(tmp_path, saying(code)) as own:
-        failed = await own.state((await own.client.submit(QUICK))["plan_id"], "failed", "done")
-        assert reason in failed["error"]
-        assert (failed["state"], failed["result"]) == ("failed", None)
+        failed = await own.state((await own.client.submit(QUICK)).plan_id, "failed", "done")
+        assert reason in failed.error
+        assert (failed.state, failed.result) == ("failed", None)
 
 
 async def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     async with planner(tmp_path, ["/nowhere/python"]) as own:
-        failed = await own.state((await own.client.submit(QUICK))["plan_id"], "failed")
-        assert "cannot be started: No such file" in failed["error"]
+        failed = await own.state((await own.client.submit(QUICK)).plan_id, "failed")
+        assert "cannot be started: No such file" in failed.error
 
 
 async def test_a_search_has_so_long_and_no_longer(tmp_path: Path) -> None:
     async with planner(tmp_path, WAITS, search_s=0.3) as own:
         asked = await own.client.submit(QUICK)
-        assert asked["request"]["seconds"] == 0.3
-        failed = await own.state(asked["plan_id"], "failed", "cancelled")
-        assert "no plan after the 0.3 s" in failed["error"]
+        assert asked.request["seconds"] == 0.3
+        failed = await own.state(asked.plan_id, "failed", "cancelled")
+        assert "no plan after the 0.3 s" in failed.error
         with pytest.raises(InvalidRequest, match=r"seconds: at most 0\.3"):
             await own.client.submit({**QUICK, "seconds": 1})
 
 
 async def test_a_full_queue_refuses(tmp_path: Path) -> None:
     async with planner(tmp_path, WAITS, waiting=1) as own:
-        first, second = [(await own.client.submit(QUICK))["plan_id"] for _ in range(2)]
+        first, second = [(await own.client.submit(QUICK)).plan_id for _ in range(2)]
         with pytest.raises(Overloaded, match="2 searches run or wait already"):
             await own.client.submit(QUICK)
         await own.client.cancel(second)
@@ -173,10 +174,10 @@ async def test_a_full_queue_refuses(tmp_path: Path) -> None:
 
 async def test_several_run_at_once(tmp_path: Path) -> None:
     async with planner(tmp_path, WAITS, searches=2) as own:
-        ids = [(await own.client.submit(QUICK))["plan_id"] for _ in range(3)]
+        ids = [(await own.client.submit(QUICK)).plan_id for _ in range(3)]
         for plan_id in ids[:2]:
             await own.state(plan_id, "running")
-        assert (await own.client.plan(ids[2]))["state"] == "waiting"
+        assert (await own.client.plan(ids[2])).state == "waiting"
 
 
 async def test_the_process_ends_with_who_started_it() -> None:
@@ -195,17 +196,17 @@ async def test_the_process_ends_with_who_started_it() -> None:
 
 async def test_searches_survive_a_restart(tmp_path: Path) -> None:
     async with planner(tmp_path, WAITS) as own:
-        ids = [(await own.client.submit(QUICK))["plan_id"] for _ in range(3)]
+        ids = [(await own.client.submit(QUICK)).plan_id for _ in range(3)]
         await own.state(ids[0], "running")
         await own.client.cancel(ids[1])
     async with planner(tmp_path) as own:
-        before = {one["plan_id"]: one["state"] for one in await own.client.plans()}
+        before = {one.plan_id: one.state for one in await own.client.plans()}
         assert before[ids[1]] == "cancelled"
         done = [await own.state(plan_id, "done", "failed") for plan_id in (ids[0], ids[2])]
-        assert [one["state"] for one in done] == ["done", "done"]
+        assert [one.state for one in done] == ["done", "done"]
     async with planner(tmp_path, WAITS) as own:
         assert await own.client.plan(ids[0]) == done[0]
-        assert [one["state"] for one in await own.client.plans()] == ["done", "cancelled", "done"]
+        assert [one.state for one in await own.client.plans()] == ["done", "cancelled", "done"]
 
 
 def rows(folder: Path, change: str = "") -> list[dict[str, Any]]:
@@ -218,7 +219,7 @@ def rows(folder: Path, change: str = "") -> list[dict[str, Any]]:
 
 async def test_what_ends_the_planner_again_and_again_is_given_up(tmp_path: Path) -> None:
     async with planner(tmp_path, WAITS) as own:
-        plan_id = (await own.client.submit(QUICK))["plan_id"]
+        plan_id = (await own.client.submit(QUICK)).plan_id
         await own.state(plan_id, "running")
         await until(lambda: own.store.queued == 0, "written")
         assert json.loads(rows(tmp_path)[0]["progress"])["attempts"] == 1
@@ -226,21 +227,21 @@ async def test_what_ends_the_planner_again_and_again_is_given_up(tmp_path: Path)
     rows(tmp_path, f"update plans set progress = json_set(progress, '$.attempts', {ATTEMPTS}), state = 'running'")
     async with planner(tmp_path, WAITS) as own:
         failed = await own.state(plan_id, "failed", "running")
-        assert "was begun 3 times, and each time the planner ended" in failed["error"]
+        assert "was begun 3 times, and each time the planner ended" in failed.error
 
 
 async def test_who_wanted_it_to_end_need_not_ask_again(tmp_path: Path) -> None:
     async with planner(tmp_path, saying("import signal; signal.signal(2, signal.SIG_IGN); time.sleep(600)")) as own:
-        plan_id = (await own.client.submit(QUICK))["plan_id"]
+        plan_id = (await own.client.submit(QUICK)).plan_id
         await own.state(plan_id, "running")
         await own.client.cancel(plan_id)
     async with planner(tmp_path, WAITS) as own:
-        assert (await own.client.plan(plan_id))["state"] == "cancelled"
+        assert (await own.client.plan(plan_id)).state == "cancelled"
 
 
 async def test_rows_that_nobody_wrote_are_passed_over(tmp_path: Path) -> None:
     async with planner(tmp_path, WAITS) as own:
-        plan_id = (await own.client.submit(QUICK))["plan_id"]
+        plan_id = (await own.client.submit(QUICK)).plan_id
     rows(tmp_path, "update plans set request = 'rubbish'")
     async with planner(tmp_path, WAITS) as own:
         assert await own.client.plans() == []
@@ -250,10 +251,10 @@ async def test_rows_that_nobody_wrote_are_passed_over(tmp_path: Path) -> None:
 
 async def test_a_request_that_means_nothing_any_more_says_so(tmp_path: Path) -> None:
     async with planner(tmp_path, WAITS) as own:
-        plan_id = (await own.client.submit(QUICK))["plan_id"]
+        plan_id = (await own.client.submit(QUICK)).plan_id
     rows(tmp_path, "update plans set request = json_set(request, '$.model', 'Forgotten-1B')")
     async with planner(tmp_path) as own:
-        assert "model: 'Forgotten-1B' is not bundled" in (await own.state(plan_id, "failed", "done"))["error"]
+        assert "model: 'Forgotten-1B' is not bundled" in (await own.state(plan_id, "failed", "done")).error
 
 
 async def test_old_ones_are_found_in_the_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,18 +262,18 @@ async def test_old_ones_are_found_in_the_database(tmp_path: Path, monkeypatch: p
     async with planner(tmp_path, saying("sys.exit(3)"), waiting=0) as own:
         ids = []
         for _ in range(5):
-            ids.append((await own.client.submit(QUICK))["plan_id"])
+            ids.append((await own.client.submit(QUICK)).plan_id)
             await own.state(ids[-1], "failed")
         await until(lambda: own.store.queued == 0, "written")
-        assert [one["plan_id"] for one in await own.client.plans()] == ids[:1:-1]
-        assert (await own.client.plan(ids[0]))["state"] == "failed"
+        assert [one.plan_id for one in await own.client.plans()] == ids[:1:-1]
+        assert (await own.client.plan(ids[0])).state == "failed"
 
 
 async def test_before_the_database_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searches, "RECALL_S", 0.05)
     async with planner(tmp_path, WAITS, recalls=False) as own:
-        plan_id = (await own.client.submit(QUICK))["plan_id"]
-        assert (await own.client.plan(plan_id))["plan_id"] == plan_id
+        plan_id = (await own.client.submit(QUICK)).plan_id
+        assert (await own.client.plan(plan_id)).plan_id == plan_id
         for asking in (own.client.plans(), own.client.plan("older")):
             with pytest.raises(Unavailable, match="has not answered since the planner's start"):
                 await asking
@@ -297,8 +298,8 @@ async def test_what_cannot_be_is_said_as_the_planner_says_it(
     tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
     async with planner(tmp_path) as own:
-        failed = await own.state((await own.client.submit({**QUICK, **change}))["plan_id"], "failed", "done")
-        assert reason in failed["error"]
+        failed = await own.state((await own.client.submit({**QUICK, **change})).plan_id, "failed", "done")
+        assert reason in failed.error
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from dashboard import answers
 from services.launcher import operate
 from services.planner import watch
 from services.planner.watch import LOST_KEPT, Presence
@@ -16,6 +15,7 @@ from shared.domain.instance import ClusterView, InstanceState, InstanceView, Rol
 from shared.domain.route import PolicySpec
 from shared.errors import Conflict, InvalidRequest, NotFound
 from shared.wire.api import SchedulerNews
+from shared.wire.api.planner import Promise
 from tests.services.control_plane import until
 from tests.services.fake_worker import make_info
 from tests.services.planner.conftest import LONG, SHORT, Watched, Watching, asked
@@ -125,28 +125,28 @@ async def lost_prefill(watching: Watching, **settings: Any) -> Watched:
 async def test_a_loss_is_proposed_for_and_carried_out_when_accepted(watching: Watching) -> None:
     cluster = await lost_prefill(watching)
     one = await cluster.proposal("open")
-    assert one["cause"] == "loss"
-    assert "p1 gone: " in one["why"]  # beside those who came just before
-    assert [flip["to_role"] for flip in one["flips"]] == ["prefill"]
-    assert one["then"]["goodput"] > 1.1 * one["now"]["goodput"]
-    assert one["made_s"] - one["noticed_s"] < 5.0  # a bound of sanity; the bench measures
-    flipped = one["flips"][0]["instance_id"]
+    assert one.cause == "loss"
+    assert "p1 gone: " in one.why  # beside those who came just before
+    assert [flip.to_role for flip in one.flips] == ["prefill"]
+    assert one.then.goodput > 1.1 * one.now.goodput
+    assert one.made_s - one.noticed_s < 5.0  # a bound of sanity; the bench measures
+    flipped = one.flips[0].instance_id
     assert cluster.workers[flipped].role is Role.DECODE, "nothing is done unasked"
-    accepted = await cluster.client.accept(one["proposal_id"], who="Jörg Müller")  # need not be ASCII
-    assert accepted["state"] == "applying"
+    accepted = await cluster.client.accept(one.proposal_id, who="Jörg Müller")  # need not be ASCII
+    assert accepted.state == "applying"
     done = await cluster.proposal("applied")
-    assert (done["who"], [step["ok"] for step in done["steps"]]) == ("Jörg Müller", [True])
+    assert (done.who, [step.ok for step in done.steps]) == ("Jörg Müller", [True])
     assert cluster.workers[flipped].role is Role.PREFILL
     assert cluster.workers[flipped].calls == ["drain", "flip", "resume"]
     (entry,) = await cluster.monitor.flips()
-    assert entry["who"] == f"planner: proposal {one['proposal_id']}, Jörg Müller"
-    assert entry["why"] == one["why"]
+    assert entry.who == f"planner: proposal {one.proposal_id}, Jörg Müller"
+    assert entry.why == one.why
 
 
 async def test_auto_does_it_by_itself(watching: Watching) -> None:
     cluster = await lost_prefill(watching, auto=True)
     done = await cluster.proposal("applied")
-    assert done["who"] == "auto"
+    assert done.who == "auto"
     assert sum(worker.role is Role.PREFILL for name, worker in cluster.workers.items() if name != "p1") == 2
 
 
@@ -159,26 +159,26 @@ async def test_auto_leaves_it_where_a_policy_flips_roles_itself(watching: Watchi
     await cluster.kill("p1")
     one = await cluster.proposal("open")
     fleet = await cluster.client.fleet()
-    assert fleet["auto"]
-    assert "predictive" in fleet["why_not_auto"]
+    assert fleet.auto
+    assert "predictive" in fleet.why_not_auto
     with pytest.raises(NotFound):
         await cluster.client.accept("nothing")
-    assert (await cluster.client.accept(one["proposal_id"]))["state"] == "applying", "people still may"
+    assert (await cluster.client.accept(one.proposal_id)).state == "applying", "people still may"
 
 
 async def test_what_was_refused_is_not_proposed_again_by_a_mere_review(watching: Watching) -> None:
     cluster = await lost_prefill(watching, review_s=0.1)
     one = await cluster.proposal("open")
-    refused = await cluster.client.refuse(one["proposal_id"], who="ann")
-    assert (refused["state"], refused["who"]) == ("refused", "ann")
+    refused = await cluster.client.refuse(one.proposal_id, who="ann")
+    assert (refused.state, refused.who) == ("refused", "ann")
     with pytest.raises(Conflict, match="is refused"):
-        await cluster.client.accept(one["proposal_id"])
+        await cluster.client.accept(one.proposal_id)
     before = cluster.state.watch.reviews
     await until(lambda: cluster.state.watch.reviews >= before + 3, "three more reviews", 20.0)
     assert len(await cluster.client.proposals()) == 1
     again = await cluster.client.propose(who="bob")  # who asks hears it again
-    assert again["proposal"]["why"].startswith("bob asked")
-    assert again["proposal"]["flips"] == one["flips"]
+    assert again.proposal.why.startswith("bob asked")
+    assert again.proposal.flips == one.flips
 
 
 async def test_a_return_withdraws_what_the_loss_had_proposed(watching: Watching) -> None:
@@ -186,7 +186,7 @@ async def test_a_return_withdraws_what_the_loss_had_proposed(watching: Watching)
     await cluster.proposal("open")
     await cluster.start("p1", Role.PREFILL)
     gone = await cluster.proposal("withdrawn")
-    assert "the roles serve this" in gone["error"]
+    assert "the roles serve this" in gone.error
 
 
 async def test_a_flip_that_fails_is_told_and_the_routes_stay(watching: Watching) -> None:
@@ -198,12 +198,12 @@ async def test_a_flip_that_fails_is_told_and_the_routes_stay(watching: Watching)
         cluster.workers[name].fail_flip = True
     await cluster.kill("p1")
     one = await cluster.proposal("open")
-    assert one["changes_routes"]
-    await cluster.client.accept(one["proposal_id"])
+    assert one.changes_routes
+    await cluster.client.accept(one.proposal_id)
     failed = await cluster.proposal("failed")
-    assert "the engine is stuck" in failed["error"]
-    placement = (await cluster.monitor.policies())["policies"]["placement"]
-    assert placement["parameters"]["routes"] == ROUTES
+    assert "the engine is stuck" in failed.error
+    placement = (await cluster.monitor.policies()).policies["placement"]
+    assert placement.parameters["routes"] == ROUTES
 
 
 async def test_under_placement_plan_routes_follow(watching: Watching) -> None:
@@ -213,17 +213,17 @@ async def test_under_placement_plan_routes_follow(watching: Watching) -> None:
     await cluster.ask(20, 8, LONG)
     await cluster.kill("p1")
     done = await cluster.proposal("applied")
-    routes = (await cluster.monitor.policies())["policies"]["placement"]["parameters"]["routes"]
-    assert [[r["prefill"] or "", r["decode"]] for r in done["routes"]] == [row[:2] for row in routes]
+    routes = (await cluster.monitor.policies()).policies["placement"].parameters["routes"]
+    assert [[route.prefill or "", route.decode] for route in done.routes] == [row[:2] for row in routes]
     assert sum(row[2] for row in routes) == pytest.approx(1.0, abs=0.01)
     assert all("p1" not in row for row in routes)
     fleet = await until(lambda: routed(cluster), "the planner knows of the new routes")
-    assert fleet["routes_in_force"]
+    assert fleet.routes_in_force
 
 
 async def routed(cluster: Watched) -> Any:
     fleet = await cluster.client.fleet()
-    return fleet if fleet["expected"] and all(route["prefill"] != "p1" for route in fleet["routes"]) else None
+    return fleet if fleet.expected and all(route.prefill != "p1" for route in fleet.routes) else None
 
 
 async def test_what_a_person_set_stays(watching: Watching) -> None:
@@ -232,8 +232,8 @@ async def test_what_a_person_set_stays(watching: Watching) -> None:
     await cluster.monitor.flip("p1", who="ann")  # no reasons: a person's
     await cluster.ask(20, 8, LONG)
     answer = await cluster.client.propose()
-    assert answer["proposal"] is None
-    assert "kept as they are" in answer["why"]
+    assert answer.proposal is None
+    assert "kept as they are" in answer.why
 
 
 async def test_a_shift_is_noticed_and_proposed_for(watching: Watching) -> None:
@@ -244,9 +244,9 @@ async def test_a_shift_is_noticed_and_proposed_for(watching: Watching) -> None:
     await until(lambda: cluster.state.watch.demand is not None, "a profile", 20.0)
     await cluster.ask(8, 10, LONG)
     one = await cluster.proposal("open")
-    assert one["cause"] == "shift"
-    assert "prompts went from" in one["why"]
-    assert {flip["to_role"] for flip in one["flips"]} == {"prefill"}
+    assert one.cause == "shift"
+    assert "prompts went from" in one.why
+    assert {flip.to_role for flip in one.flips} == {"prefill"}
 
 
 async def test_what_if_tells_of_losses_and_of_more(watching: Watching) -> None:
@@ -254,11 +254,11 @@ async def test_what_if_tells_of_losses_and_of_more(watching: Watching) -> None:
     await cluster.start_all("ppdd")
     await cluster.ask(20, 8, LONG)
     less = await cluster.client.what_if({"lost": ["p1"]})
-    assert less["then"]["goodput"] < 0.7 * less["now"]["goodput"]
-    assert less["best"]["expected"]["goodput"] > less["then"]["goodput"]
+    assert less.then.goodput < 0.7 * less.now.goodput
+    assert less.best.expected.goodput > less.then.goodput
     more = await cluster.client.what_if({"added": [{"like": "p1", "count": 2}], "rate_factor": 1.5})
-    assert more["then"]["goodput"] > more["now"]["goodput"]
-    assert more["then"]["rate"] == pytest.approx(1.5 * more["now"]["rate"])
+    assert more.then.goodput > more.now.goodput
+    assert more.then.rate == pytest.approx(1.5 * more.now.rate)
     with pytest.raises(InvalidRequest, match="no instance 'x' is ready; there are d2, d3, p0, p1"):
         await cluster.client.what_if({"lost": ["x"]})
     with pytest.raises(InvalidRequest, match="rate_factor"):
@@ -273,17 +273,15 @@ async def test_the_page_and_the_command_understand_all_of_it(watching: Watching)
     cluster = await lost_prefill(watching, promise={"rate": 5.0, "goodput": 6.0, "attainment": 0.9})
     one = await cluster.proposal("open")
     fleet, proposed = await cluster.client.fleet(), await cluster.client.proposals()
-    page = msgspec.convert(fleet, answers.Fleet)
-    assert {row.instance_id: row.state for row in page.instances}["p1"] == "lost"
-    assert page.promise == answers.Promise(rate=5.0, goodput=6.0, attainment=0.9)
-    assert page.expected is not None
-    assert page.expected.goodput == pytest.approx(one["now"]["goodput"], rel=0.05)
-    assert msgspec.convert(proposed, list[answers.Proposal])[0].flips
-    msgspec.convert(await cluster.client.what_if({"lost": ["p0"]}), answers.WhatIf)
+    assert {row.instance_id: row.state for row in fleet.instances}["p1"] == "lost"
+    assert fleet.promise == Promise(rate=5.0, goodput=6.0, attainment=0.9)
+    assert fleet.expected is not None
+    assert fleet.expected.goodput == pytest.approx(one.now.goodput, rel=0.05)
     shown = io.StringIO()
-    operate.show_proposals(Console(file=shown, width=160), {"said": "", "fleet": fleet, "proposals": proposed})
+    answer = operate.ProposalsAnswer(failed=False, said="", fleet=fleet, proposals=proposed)
+    operate.show_proposals(Console(file=shown, width=160), answer)
     assert "p1 gone: " in shown.getvalue()
-    assert f"polyphase proposals --accept {one['proposal_id']}" in shown.getvalue()
+    assert f"polyphase proposals --accept {one.proposal_id}" in shown.getvalue()
 
 
 async def test_the_next_life_knows_what_was_proposed(watching: Watching) -> None:
@@ -292,16 +290,16 @@ async def test_the_next_life_knows_what_was_proposed(watching: Watching) -> None
     await cluster.kill("planner")
     again: Watched = await watching()
     (known,) = await until(again.client.proposals, "what was proposed is recalled")
-    assert (known["proposal_id"], known["state"]) == (one["proposal_id"], "withdrawn")
-    assert known["error"] == "the planner was restarted"
+    assert (known.proposal_id, known.state) == (one.proposal_id, "withdrawn")
+    assert known.error == "the planner was restarted"
 
 
 async def test_the_monitor_away_is_said_and_nothing_dies(watching: Watching) -> None:
     cluster: Watched = await watching(monitor_url="http://127.0.0.1:9")
     await until(lambda: "does not report" in cluster.state.watch.problem, "the trouble is known")
     fleet = await cluster.client.fleet()
-    assert "does not report the demand" in fleet["trouble"]
-    assert fleet["measured"] is None
+    assert "does not report the demand" in fleet.trouble
+    assert fleet.measured is None
 
 
 async def test_with_nobody_ready_it_waits_and_says_so(watching: Watching) -> None:
@@ -312,7 +310,7 @@ async def test_with_nobody_ready_it_waits_and_says_so(watching: Watching) -> Non
         await cluster.kill(name)
     await until(lambda: cluster.state.watch.problem == "no instance is ready", "the trouble is known", 20.0)
     fleet = await cluster.client.fleet()
-    assert {row["state"] for row in fleet["instances"]} == {"lost"}
+    assert {row.state for row in fleet.instances} == {"lost"}
     assert not cluster.state.proposals.open
     reviews = cluster.state.watch.reviews
     for name, role in (("p0", Role.PREFILL), ("d2", Role.DECODE)):
@@ -324,15 +322,15 @@ async def test_with_nobody_ready_it_waits_and_says_so(watching: Watching) -> Non
 async def test_a_proposal_that_does_not_fit_any_more_is_not_carried_out(watching: Watching) -> None:
     cluster = await lost_prefill(watching)
     one = await cluster.proposal("open")
-    flipped = one["flips"][0]["instance_id"]
+    flipped = one.flips[0].instance_id
     await cluster.monitor.flip(flipped, who="bob")
     await until(lambda: role_of(cluster, flipped) is Role.PREFILL, "the planner knows of bob's flip")
     with pytest.raises(
         Conflict, match=f"(does not fit any more: {flipped} is (ready|draining) as a prefill|is withdrawn)"
     ):
-        await cluster.client.accept(one["proposal_id"])
+        await cluster.client.accept(one.proposal_id)
     assert cluster.workers[flipped].role is Role.PREFILL
-    assert (await cluster.proposal("withdrawn"))["proposal_id"] == one["proposal_id"]
+    assert (await cluster.proposal("withdrawn")).proposal_id == one.proposal_id
 
 
 def role_of(cluster: Watched, name: str) -> Role | None:
@@ -351,7 +349,7 @@ async def test_what_failed_is_not_tried_again_by_a_mere_review(watching: Watchin
     await cluster.proposal("failed")
     before = cluster.state.watch.reviews
     await until(lambda: cluster.state.watch.reviews >= before + 3, "three more reviews", 20.0)
-    assert [one["state"] for one in await cluster.client.proposals()] == ["failed"]
+    assert [one.state for one in await cluster.client.proposals()] == ["failed"]
 
 
 async def test_where_nobody_decodes_somebody_is_to(watching: Watching) -> None:
@@ -359,5 +357,5 @@ async def test_where_nobody_decodes_somebody_is_to(watching: Watching) -> None:
     await cluster.start_all("pp")
     await cluster.ask(20, 4, SHORT)
     done = await cluster.proposal("applied", "failed")
-    assert (done["state"], done["error"]) == ("applied", "")
+    assert (done.state, done.error) == ("applied", "")
     assert {worker.role for worker in cluster.workers.values()} >= {Role.DECODE}

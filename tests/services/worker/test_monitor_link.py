@@ -245,11 +245,11 @@ def test_a_revision_is_followed_when_the_engine_says_so() -> None:
     engine = Slow()
     followed = FollowedPolicies(cast(Any, engine))
     followed.hear(PolicySet(3, placement=PolicySpec("single"), step_budget=OFF))  # nothing for an engine
-    assert followed.describe() == {"revision": 3, "trouble": ""}
+    assert (followed.revision, followed.trouble) == (3, "")
     followed.hear(PolicySet(4, prefill_order=PolicySpec("sjf"), step_budget=OFF))
-    assert followed.describe() == {"revision": 3, "trouble": "the engine has not come to its next step yet"}
+    assert (followed.revision, followed.trouble) == (3, "the engine has not come to its next step yet")
     engine.step()
-    assert followed.describe() == {"revision": 4, "trouble": ""}
+    assert (followed.revision, followed.trouble) == (4, "")
 
 
 def test_what_an_engine_cannot_do_is_said_once_and_the_former_policies_stay() -> None:
@@ -260,11 +260,11 @@ def test_what_an_engine_cannot_do_is_said_once_and_the_former_policies_stay() ->
         for _ in range(3):
             followed.hear(budget)
     assert [entry["event"] for entry in logs] == ["new policies cannot be followed"]
-    assert followed.describe() == {"revision": 0, "trouble": "step_budget: not here"}
+    assert (followed.revision, followed.trouble) == (0, "step_budget: not here")
     assert engine.given == EnginePolicies()
     followed.hear(PolicySet(6, prefill_order=PolicySpec("sjf"), step_budget=OFF))
     engine.step()
-    assert followed.describe() == {"revision": 6, "trouble": ""}
+    assert (followed.revision, followed.trouble) == (6, "")
     assert engine.policies == EnginePolicies(Sjf())
 
 

@@ -159,7 +159,7 @@ async def test_it_changes_between_steps_once_the_steps_say_else() -> None:
         assert live.chunk.tokens == pytest.approx(chunk_tokens(live.step.prefill, BOUNDS), rel=SMALL)
         assert live.chunk.tokens > 2 * 96
         assert live.of(info()).chunk_size == live.chunk.tokens
-        assert str(live.chunk.describe()["why"]).startswith("auto: 90% of the best prefill throughput, by ")
+        assert live.chunk.why.startswith("auto: 90% of the best prefill throughput, by ")
         await finish(running, request("b", 600, 1))
         assert chunks(running)[3:] == [min(live.chunk.tokens, left) for left in range(600, 0, -live.chunk.tokens)]
 
@@ -189,7 +189,7 @@ def test_a_number_stays_whatever_is_learned() -> None:
     live = LiveRates(settings(chunk_size=64), info(START), log, used.append)
     learn(live, log)
     assert used == [64]
-    assert live.chunk.describe() == {"tokens": 64, "why": "as the settings say"}
+    assert (live.chunk.tokens, live.chunk.why) == (64, "as the settings say")
 
 
 def test_the_engine_is_started_for_the_most() -> None:

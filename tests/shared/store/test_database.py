@@ -10,6 +10,7 @@ from shared.errors import Unavailable
 from shared.store.database import open_engine
 from shared.store.lease import LeaseStore
 from shared.store.reading import read_events
+from shared.wire.api import Event
 
 _STARTS = b"SFATAL\0VFATAL\0C57P03\0Mthe database system is starting up\0\0"
 _ASKS_FOR_TLS = 8  # bytes of such a message
@@ -36,7 +37,7 @@ async def starting() -> AsyncIterator[str]:
 async def test_a_server_that_starts_does_not_answer_a_reader(starting: str) -> None:
     engine = open_engine(starting)
     with pytest.raises(Unavailable, match="starting up"):
-        await read_events(engine, 1)
+        await read_events(engine, Event, 1)
     await engine.dispose()
 
 

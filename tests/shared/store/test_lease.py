@@ -16,6 +16,7 @@ from shared.store.migrate import migrate
 from shared.store.reading import read_request
 from shared.store.tables import requests
 from shared.store.write_behind import WriteBehind
+from shared.wire.api.scheduler import StoredRequest
 from tests.shared.store.rows import request_row
 
 Until = Callable[..., Any]
@@ -112,8 +113,8 @@ async def test_what_an_old_holder_has_to_write_is_not_written(
     await until(lambda: store._failures._value.get() >= 1, "refused")
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert await read_request(engine, "before") is not None
-    assert await read_request(engine, "after") is None
+    assert await read_request(engine, StoredRequest, "before") is not None
+    assert await read_request(engine, StoredRequest, "after") is None
     assert store.dropped["shutdown"] == 1
 
 

@@ -9,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from shared.store.reading import Order, RequestSearch, query_of, search_requests
 from shared.store.tables import requests
 from shared.store.write_behind import WriteBehind
+from shared.wire.api.scheduler import StoredRequest
 from tests.shared.store.rows import request_row
 
 
@@ -56,8 +57,8 @@ async def filled(engine: AsyncEngine) -> AsyncEngine:
     ids=str,
 )
 async def test_what_is_found(filled: AsyncEngine, search: RequestSearch, jobs: list[str]) -> None:
-    rows, more = await search_requests(filled, search)
-    assert [row["job_id"] for row in rows] == jobs
+    rows, more = await search_requests(filled, StoredRequest, search)
+    assert [row.job_id for row in rows] == jobs
     assert more == (search.limit == 1)
 
 

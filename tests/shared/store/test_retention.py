@@ -16,6 +16,7 @@ from shared.store.migrate import migrate
 from shared.store.reading import read_request
 from shared.store.retention import CHUNK_ROWS, Limit, Retention, close_lost, prune, prune_fine, shrink
 from shared.store.tables import load_steps, loads, requests
+from shared.wire.api.scheduler import StoredRequest
 from tests.shared.store.rows import load_row, request_row
 
 # The full size, by hand: POLYPHASE_TEST_RETENTION_ROWS=100000, which is 100,000 rows and 200 MB.
@@ -166,7 +167,7 @@ async def test_rows_older_than_their_age_go(engine: AsyncEngine) -> None:
     async with engine.connect() as connection:
         left = (await connection.execute(select(loads.c.time_s).order_by(loads.c.time_s))).scalars().all()
     assert left == [5.0, 6.0, 7.0, 8.0, 9.0]
-    assert await read_request(engine, "old") is None
+    assert await read_request(engine, StoredRequest, "old") is None
 
 
 async def test_fine_steps_go_before_longer_ones(engine: AsyncEngine) -> None:
@@ -200,7 +201,7 @@ async def test_housekeeping_survives_a_database_that_fails(tmp_path: Path) -> No
     ready.set()
     await retention.step()  # no such table: logged
     with pytest.raises(Unavailable, match="database does not answer"):
-        await read_request(engine, "j")
+        await read_request(engine, StoredRequest, "j")
     await engine.dispose()
 
 

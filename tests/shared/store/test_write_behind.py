@@ -19,10 +19,15 @@ from shared.store.migrate import migrate
 from shared.store.reading import read_request, read_requests
 from shared.store.tables import loads, requests
 from shared.store.write_behind import WriteBehind
+from shared.wire.api.scheduler import StoredRequest
 from tests.shared.store.postgres_server import PostgresServer
 from tests.shared.store.rows import load_row, request_row
 
 Until = Callable[..., Any]
+
+
+async def read_rows(engine: AsyncEngine, *, limit: int, phase: str | None = None) -> list[StoredRequest]:
+    return await read_requests(engine, StoredRequest, phase=phase, limit=limit)
 
 
 @asynccontextmanager
@@ -44,11 +49,11 @@ async def test_rows_arrive_and_the_newest_of_a_key_wins(engine: AsyncEngine, unt
         store.put(loads, load_row("d0", 5.0))
         await until(lambda: not store.queued, "all written")
         await until(lambda: store.ready.is_set(), "ready")
-    row = await read_request(engine, "j7")
+    row = await read_request(engine, StoredRequest, "j7")
     assert row is not None
-    assert (row["phase"], row["output_tokens"]) == ("decode", 3)
-    assert len(await read_requests(engine, phase=None, limit=5000)) == 1200
-    assert [row["job_id"] for row in await read_requests(engine, phase="queued", limit=2)] == ["j1199", "j1198"]
+    assert (row.phase, row.output_tokens) == ("decode", 3)
+    assert len(await read_rows(engine, limit=5000)) == 1200
+    assert [row.job_id for row in await read_rows(engine, phase="queued", limit=2)] == ["j1199", "j1198"]
 
 
 async def test_a_final_phase_is_not_overwritten_by_an_older_report(engine: AsyncEngine, until: Until) -> None:
@@ -58,9 +63,9 @@ async def test_a_final_phase_is_not_overwritten_by_an_older_report(engine: Async
         store.put(requests, request_row("j", phase="prefill"))
         store.put(requests, request_row("k"))
         await until(lambda: not store.queued, "second written")
-    row = await read_request(engine, "j")
+    row = await read_request(engine, StoredRequest, "j")
     assert row is not None
-    assert (row["phase"], row["slo_met"]) == ("completed", True)
+    assert (row.phase, row.slo_met) == ("completed", True)
 
 
 async def test_that_a_job_is_lost_is_only_supposed(engine: AsyncEngine, until: Until) -> None:
@@ -83,7 +88,7 @@ async def test_that_a_job_is_lost_is_only_supposed(engine: AsyncEngine, until: U
         for row in rows:
             store.put(requests, row)
             await until(lambda: not store.queued and store.ready.is_set(), "written")
-    found = {row["job_id"]: (row["phase"], row["outcome"]) for row in await read_requests(engine, phase=None, limit=9)}
+    found = {row.job_id: (row.phase, row.outcome) for row in await read_rows(engine, limit=9)}
     assert found == {
         "mine": ("failed", "lost"),
         "taken over": ("decode", ""),
@@ -98,7 +103,7 @@ async def test_what_is_queued_at_the_end_is_still_written(engine: AsyncEngine, u
         await until(store.ready.is_set, "schema")
         for number in range(700):
             store.put(requests, request_row(f"j{number}"))
-    assert len(await read_requests(engine, phase=None, limit=5000)) == 700
+    assert len(await read_rows(engine, limit=5000)) == 700
 
 
 async def test_a_row_that_the_database_refuses_does_not_block_the_others(engine: AsyncEngine, until: Until) -> None:
@@ -108,15 +113,15 @@ async def test_a_row_that_the_database_refuses_does_not_block_the_others(engine:
         store.put(requests, request_row("good-2"))
         await until(lambda: not store.queued and store.dropped["refused"], "bad row dropped")
     assert store.dropped == {"refused": 1}
-    assert {row["job_id"] for row in await read_requests(engine, phase=None, limit=9)} == {"good-1", "good-2"}
+    assert {row.job_id for row in await read_rows(engine, limit=9)} == {"good-1", "good-2"}
 
 
 async def test_who_waits_for_a_row_hears_when_the_database_has_it(engine: AsyncEngine) -> None:
     async with writer(engine) as store:
         await store.written(requests, request_row("j", output_tokens=3), 20.0)
-        row = await read_request(engine, "j")
+        row = await read_request(engine, StoredRequest, "j")
         assert row is not None
-        assert row["output_tokens"] == 3
+        assert row.output_tokens == 3
 
 
 async def test_who_waits_for_a_row_hears_that_the_database_refuses_it(engine: AsyncEngine) -> None:
@@ -136,9 +141,9 @@ async def test_a_row_that_another_one_replaced_was_never_written(engine: AsyncEn
     await store.flush()
     with pytest.raises(Unavailable, match="did not take it within"):
         await waiting
-    row = await read_request(engine, "j")
+    row = await read_request(engine, StoredRequest, "j")
     assert row is not None
-    assert row["output_tokens"] == 2
+    assert row.output_tokens == 2
 
 
 async def test_with_a_database_that_cannot_be_opened_nothing_blocks_and_drops_are_counted(
@@ -178,7 +183,7 @@ async def test_a_postgresql_that_dies_and_returns(postgres: PostgresServer, unti
             assert store.queued == 1  # kept for the next attempt
             postgres.start()
             await until(lambda: not store.queued, "written after its return", timeout_s=20.0)
-        found = {row["job_id"] for row in await read_requests(engine, phase=None, limit=9)}
+        found = {row.job_id for row in await read_rows(engine, limit=9)}
         assert found == {"before", "meanwhile"}
         assert not store.dropped
     finally:
@@ -195,7 +200,7 @@ async def test_what_has_time_waits_for_what_has_not_and_goes_with_it(engine: Asy
         assert store.queued == 4
         store.put(requests, request_row("j"))
         await until(lambda: not store.queued, "all written")
-    assert await read_request(engine, "j") is not None
+    assert await read_request(engine, StoredRequest, "j") is not None
 
 
 async def test_a_queue_that_is_half_full_is_written_though_its_rows_have_time(
@@ -206,7 +211,7 @@ async def test_a_queue_that_is_half_full_is_written_though_its_rows_have_time(
         for number in range(5):
             store.put(requests, request_row(f"j{number}"), within_s=3600.0)
         await until(lambda: not store.queued, "all written")
-    assert len(await read_requests(engine, phase=None, limit=10)) == 5
+    assert len(await read_rows(engine, limit=10)) == 5
 
 
 # A SQLite file that is removed under those who write to it is made again, and rows that wait are in the new one

@@ -4,7 +4,6 @@ import asyncio
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -45,7 +44,7 @@ def cluster() -> Cluster:
 
 
 async def infos(suite: Suite) -> list[InstanceInfo]:
-    return [msgspec.convert(entry["info"], InstanceInfo) for entry in (await suite.instances()).values()]
+    return [entry.info for entry in (await suite.instances()).values()]
 
 
 async def test_it_finds_the_emulated_times_again(tmp_path: Path) -> None:
@@ -57,8 +56,8 @@ async def test_it_finds_the_emulated_times_again(tmp_path: Path) -> None:
         assert json.loads(answer.stdout.splitlines()[-1])["ok"]
         instances = await infos(running.suite)
         async with running.suite.monitor() as monitor:
-            split = (await monitor.policies())["policies"]["split"]
-            assert (split["name"], split["changed"]) == ("random", None)  # put back
+            split = (await monitor.policies()).policies["split"]
+            assert (split.name, split.changed) == ("random", None)  # put back
         async with WorkerAdmin(instances[0].http) as worker:
             page = await worker.steps(0, 3)
             assert [step.number for step in page.steps] == [0, 1, 2]

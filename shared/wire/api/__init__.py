@@ -1,4 +1,9 @@
-"""What services answer and report over HTTP, as structs that the services, the CLI and the dashboard share."""
+"""The services' HTTP APIs as structs that the services, their clients, the CLI and the dashboard share.
+
+This module has what several services write or read: operations, events, demand and outcomes. The answers of each
+service are in a module of its name. Services encode these structs; clients decode them, strict on types, and ignore
+fields that they do not know, so that releases can mix.
+"""
 
 from enum import StrEnum
 from typing import Annotated, Literal
