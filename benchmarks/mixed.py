@@ -25,14 +25,13 @@ from benchmarks.experiment import WHO, shots_of
 from benchmarks.papers.testbed import CONVERSATION
 from benchmarks.real_engines import LlamaShape, QuotaSuite, cluster_file, measured_under_quotas
 from benchmarks.results import Aim, Result, at_least, at_most, merged, progress, result, rotated
-from shared.cost.linear import rates_of_steps
 from shared.cost.network import Link
 from shared.cost.rates_file import ControlPlane
 from shared.cost.step import Batch
 from shared.cost.step_rates import TERMS, fit_form
 from shared.domain.instance import Role
 from shared.domain.job import JobView
-from shared.domain.rates import StepRates
+from shared.domain.rates import Rates, StepRates
 from shared.domain.route import PolicySpec
 from shared.errors import Unavailable
 from shared.policy import registry
@@ -361,9 +360,8 @@ def recorded_rates(instances: Sequence[LiveInstance], steps: Steps) -> dict[str,
         samples: dict[str, list[tuple[Batch, float]]] = {kind: [] for kind in TERMS}
         for batch, seconds in with_pauses(steps.get(name, ())):
             samples[kind_of(batch)].append((batch, seconds))
-        found[name] = StepRates(
-            *(fit_form(kind, s) if len(s) >= FEWEST_STEPS else getattr(published, kind) for kind, s in samples.items())
-        )
+        fits = {kind: fit_form(kind, some) for kind, some in samples.items() if len(some) >= FEWEST_STEPS}
+        found[name] = msgspec.structs.replace(published, **fits)
     return found
 
 
@@ -419,7 +417,7 @@ class Twin:
             link=Link(self.control.link_bytes_s or UNMEASURED_BYTES_S, self.control.link_latency_s, 1.0),
             accelerator=info.accelerator,
             staging_tokens=int(STAGING_BYTES / info.kv_bytes_per_token),
-            rates=rates_of_steps(rates, info.chunk_size),
+            rates=Rates(rates),
         )
 
 

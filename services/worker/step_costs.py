@@ -11,12 +11,10 @@ import msgspec
 
 from services.worker.engines.base import StepLog
 from services.worker.settings import WorkerSettings
-from shared.cost.kinds import EngineKind, Stage, Workshop, even_layers
+from shared.cost.kinds import EngineKind, EngineModels, Stage, even_layers
 from shared.cost.learning import LinkLearner, StepLearner
 from shared.cost.library import Library
-from shared.cost.linear import rates_of_steps
 from shared.cost.step import Batch
-from shared.cost.step_rates import step_rates_of
 from shared.domain.instance import InstanceInfo
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.rates import UNKNOWN_STEPS, Rates, StepRates
@@ -82,10 +80,7 @@ class LiveRates:
         if steps:
             step = self._learner.rates(steps[-1].ended_s)
             self.chunk.learned(step)
-            learned = rates_of_steps(step, self.chunk.tokens)
-            self.current = msgspec.structs.replace(
-                self.current, prefill=learned.prefill, chunked=learned.chunked, batch=learned.batch, step=step
-            )
+            self.current = msgspec.structs.replace(self.current, step=step)
         if (link := self._link.rate) is not None:
             self.current = msgspec.structs.replace(self.current, link=link)
 
@@ -149,22 +144,21 @@ def catalogue_steps(settings: WorkerSettings) -> StepRates:
     """
     try:
         library = Library.built_in()
-        shop = Workshop(library, library.geometry(settings.model))
-        times = shop.spread(kind_of(settings, shop))
+        models = EngineModels(library, library.geometry(settings.model))
+        return models.step_rates(kind_of(settings, models), settings.step_tokens, settings.max_seqs)
     except PolyphaseError as error:
         log.info("no step times of this accelerator and model; they are learned", reason=error.message)
         return UNKNOWN_STEPS
-    return step_rates_of(times.step_time_s, settings.step_tokens, settings.max_seqs)
 
 
-def kind_of(settings: WorkerSettings, shop: Workshop) -> EngineKind:
+def kind_of(settings: WorkerSettings, models: EngineModels) -> EngineKind:
     """The engine that a worker's settings describe, as the cost model has it: its stages on their accelerators.
     Raises NotFound for an unknown accelerator.
     """
     stages = settings.pipeline_parallel
     names = settings.stage_accelerators or (settings.accelerator,) * stages
-    layers = settings.pipeline_layers or even_layers(shop.geometry.layers, stages)
-    made = tuple(Stage(shop.device(name).name, count) for name, count in zip(names, layers, strict=True))
+    layers = settings.pipeline_layers or even_layers(models.geometry.layers, stages)
+    made = tuple(Stage(models.device(name).name, count) for name, count in zip(names, layers, strict=True))
     hop = settings.emulated_hop.link if settings.emulated_hop is not None else None
     return EngineKind(made, settings.tensor_parallel, settings.dtype, hop=hop)
 

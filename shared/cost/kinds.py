@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from shared.cost.catalogue import Accelerator, bytes_of
 from shared.cost.geometry import RESERVE_BYTES, UTILISATION, ModelGeometry, kv_capacity_tokens
 from shared.cost.library import Library
-from shared.cost.linear import rates_of
 from shared.cost.network import Link
 from shared.cost.pipeline import Pipeline
 from shared.cost.step import Batch, Segment, StepModel, StepTimes
-from shared.domain.rates import Rates
+from shared.cost.step_rates import step_rates_of
+from shared.domain.rates import StepRates
 from shared.errors import Incompatible, InvalidRequest
 
 HOP_LATENCY_S = 1e-4  # default latency of activations from stage to stage
@@ -68,7 +68,7 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-class Workshop:
+class EngineModels:
     """Makes and keeps what engines of one model are simulated with: equal engines share their step times."""
 
     def __init__(self, library: Library, geometry: ModelGeometry) -> None:
@@ -76,7 +76,7 @@ class Workshop:
         self.geometry = geometry
         self._models: dict[tuple[object, ...], StepModel] = {}
         self._times: dict[EngineKind, StepModel | Pipeline] = {}
-        self._rates: dict[tuple[object, ...], Rates] = {}
+        self._rates: dict[tuple[EngineKind, int, int], StepRates] = {}
 
     def device(self, name: str) -> Accelerator:
         return self.library.catalogue.get(name)
@@ -131,11 +131,11 @@ class Workshop:
             f"GB leave KV for {max(0, tokens) // kind.lanes} tokens of a request, which may need {longest_tokens}"
         )
 
-    def rates(self, kind: EngineKind, chunk: int, price_per_hour: float = 0.0, weight: float = 1.0) -> Rates:
-        """What policies know about such an engine, in steps of `chunk` tokens."""
-        key = (kind, chunk, price_per_hour, weight)
+    def step_rates(self, kind: EngineKind, chunk: int, decodes: int = 128) -> StepRates:
+        """The step cost that policies know, over steps of up to `chunk` tokens and `decodes` decodes."""
+        key = (kind, chunk, decodes)
         if key not in self._rates:
-            self._rates[key] = rates_of(self.spread(kind), chunk, price_per_hour, weight)
+            self._rates[key] = step_rates_of(self.spread(kind).step_time_s, chunk, decodes)
         return self._rates[key]
 
     def spread(self, kind: EngineKind) -> StepTimes:

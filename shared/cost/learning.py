@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.cost.step import Batch
-from shared.cost.step_rates import NAMES, TERMS, profile_batches, terms_of
+from shared.cost.step_rates import NAMES, TERMS, profile_batches, step_form, terms_of
 from shared.domain.kv import Codec
-from shared.domain.rates import LinkRate, StepForm, StepRates
+from shared.domain.rates import LinkRate, StepForm, StepRates, StepSource
 
 HALF_LIFE_S = 60.0  # of a step's weight in the shape of its kind
 RECENT_S = 4.0  # steps at most so old show how fast the instance is now
@@ -82,6 +82,7 @@ class StepLearner:
     """
 
     def __init__(self, prior: StepRates, budget: int, decodes: int) -> None:
+        self._start_source = prior.source
         profile = profile_batches(budget, decodes)
         self._kinds = {name: _Kind(name, getattr(prior, name), profile[name]) for name in TERMS}
 
@@ -105,14 +106,13 @@ class StepLearner:
         every = [ratio for some in ratios.values() for ratio in some]
         common = median(every) if len(every) >= FEW else 1.0
         forms = {name: self._form(name, solved[name], ratios[name], common) for name in TERMS}
-        return StepRates(**forms)
+        return StepRates(**forms, source=StepSource.LEARNED if seen else self._start_source)
 
     def _form(self, name: str, solved: Array, ratios: list[float], common: float) -> StepForm:
         kind = self._kinds[name]
         pace = median(ratios) if len(ratios) >= FEW else common
         error = median(abs(ratio / pace - 1.0) for ratio in ratios) if ratios else 0.0
-        plain = {NAMES[term]: float(value) * pace for term, value in zip(kind.terms, solved, strict=True)}
-        return msgspec.convert({"fixed_s": 0.0, **plain, "error": error, "steps": kind.steps}, StepForm)
+        return step_form(kind.terms, solved * pace, error, kind.steps)
 
 
 LARGE_BYTES = 1 << 20  # imports of at least so many bytes show the bandwidth, smaller ones the latency

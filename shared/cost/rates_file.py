@@ -10,9 +10,8 @@ import yaml
 
 from shared.cost.library import Library
 from shared.cost.step import Batch, Segment, StepModel, StepTimes
-from shared.cost.step_rates import NAMES
 from shared.domain.instance import InstanceInfo
-from shared.domain.rates import Rates, StepForm, StepRates
+from shared.domain.rates import Rates, StepSource
 from shared.errors import InvalidRequest, NotFound
 from shared.files.yaml_file import read_yaml
 
@@ -79,6 +78,12 @@ class CalibratedKind(msgspec.Struct, frozen=True):
     slowdown: tuple[float, ...]
     saturation_tokens: int
     rates: Rates
+
+    def applied_to(self, known: Rates) -> Rates:
+        """The rates of an instance of this kind; `known` has its price, weight and coding costs."""
+        step = self.rates.step
+        step = step and msgspec.structs.replace(step, source=StepSource.FIT)
+        return msgspec.structs.replace(known, step=step, link=self.rates.link)
 
     def step_times(self, library: Library) -> "ScaledSteps":
         """Step times of an instance that has its host to itself."""
@@ -161,36 +166,6 @@ class ScaledSteps:
     def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[Segment, ...]:
         runs = self.model.decode_segments(count, context_tokens, steps)
         return tuple((taken, self.factor * first, self.factor * last) for taken, first, last in runs)
-
-
-def scaled_rates(rates: Rates, factor: float, chunk_s: float = 0.0, chunk: int = 512) -> Rates:
-    """Rates of an instance that takes `factor` times as long, and `chunk_s` more for each chunk of `chunk` tokens."""
-
-    def scaled(cost: Any, **more: float) -> Any:
-        if cost is None:
-            return None
-        plain = {name: value * factor + more.get(name, 0.0) for name, value in msgspec.to_builtins(cost).items()}
-        return type(cost)(**plain)
-
-    def stepped(form: StepForm, chunks: float) -> StepForm:
-        longer = {name: getattr(form, name) * factor for name in NAMES}
-        return msgspec.structs.replace(form, **{**longer, "fixed_s": form.fixed_s * factor + chunks * chunk_s})
-
-    step = rates.step
-
-    return msgspec.structs.replace(
-        rates,
-        prefill=scaled(rates.prefill, k_p=chunk_s / chunk, b_p=chunk_s / 2.0),  # the last chunk is half full on average
-        chunked=scaled(rates.chunked, b_c=chunk_s),
-        batch=scaled(rates.batch, p2=chunk_s),
-        step=step and StepRates(stepped(step.prefill, 1.0), stepped(step.decode, 0.0), stepped(step.mixed, 1.0)),
-    )
-
-
-def merged_rates(known: Rates, calibrated: Rates) -> Rates:
-    """Calibrated costs, with the price, weight and coding costs that were known before."""
-    kept = {"price_per_hour": known.price_per_hour, "weight": known.weight, "codecs": known.codecs}
-    return msgspec.structs.replace(calibrated, **kept)
 
 
 def _rounded(value: Any) -> Any:

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from random import Random
 
-from shared.cost.kinds import Workshop
+from shared.cost.kinds import EngineModels
 from shared.errors import Incompatible
 from shared.plan.estimate import Estimator
 from shared.plan.judge import Ask, Judge, Promise
@@ -34,8 +34,9 @@ class Helper:
         self._process = spawn.Process(target=_serve, args=(there,), daemon=True)
         self._process.start()
         there.close()
-        shop = judge.problem.shop
-        problem = replace(judge.problem, shop=Workshop(shop.library, shop.geometry))  # without what it has cached
+        models = judge.problem.models
+        uncached = EngineModels(models.library, models.geometry)
+        problem = replace(judge.problem, models=uncached)
         self._task: _Task | None = problem, judge.run, judge.arrivals, judge.seed  # until it is sent
 
     def share(self, asks: Sequence[Ask], own: Callable[[Ask], float]) -> dict[Ask, float]:
@@ -171,7 +172,7 @@ def searched(name: str, method: Method, search: Search) -> Outcome:
     except KeyboardInterrupt:
         stopped = True
     if best is None:
-        what = f"for {search.problem.shop.geometry.name} on this inventory"
+        what = f"for {search.problem.models.geometry.name} on this inventory"
         if stopped:
             raise Stopped(f"method {name} was stopped before it had a plan {what}")
         budget = search.problem.budget_usd_hour

@@ -38,9 +38,8 @@ EVERY = dict.fromkeys(BATCHES, MANY)
 def published(slower: float = 1.0, steps: dict[str, int] = EVERY) -> StepRates:
     """Linear forms fitted to `TRUE`, `slower`."""
     forms = step_rates_of(lambda batch: slower * TRUE.step_time_s(batch), 256, 16)
-    return StepRates(
-        *(msgspec.structs.replace(getattr(forms, kind), steps=count, error=0.0) for kind, count in steps.items())
-    )
+    known = {kind: msgspec.structs.replace(getattr(forms, kind), steps=count) for kind, count in steps.items()}
+    return StepRates(**known)
 
 
 def compared(

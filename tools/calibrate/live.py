@@ -19,19 +19,12 @@ import numpy as np
 
 from shared.cost.kinds import Floats, joined, others_busy
 from shared.cost.library import Library
-from shared.cost.linear import rates_of, saturation_tokens
-from shared.cost.rates_file import (
-    CalibratedKind,
-    Calibration,
-    ControlPlane,
-    Kind,
-    ScaledSteps,
-    geometry_name,
-    scaled_rates,
-)
+from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind, ScaledSteps, geometry_name
 from shared.cost.step import Batch, StepModel
+from shared.cost.step_rates import NAMES, TERMS, saturation_tokens, step_rates_of
 from shared.domain.instance import Role
 from shared.domain.kv import TransferOutcome
+from shared.domain.rates import Rates, StepSource
 from shared.errors import Unavailable
 from shared.sim.measured import LiveInstance
 from shared.timeline import RequestTimeline, Span, SpanRecord
@@ -109,8 +102,9 @@ def result_of(found: Calibrated) -> dict[str, Any]:
             f"{name}_bias_percent": one.bias_percent,
             f"{name}_saturation_tokens": one.saturation_tokens,
         }
-        for part in ("prefill", "chunked", "batch"):
-            figures |= {f"{name}_{key}_s": value for key, value in _coefficients(getattr(one.rates, part))}
+        for form, terms in TERMS.items():
+            cost = getattr(one.rates.step, form)
+            figures |= {f"{name}_{form}_{NAMES[term]}": getattr(cost, NAMES[term]) for term in terms}
         figures |= {f"{name}_slowdown_{k}_others": value for k, value in enumerate(one.slowdown)}
         if one.kind.engine != "emulated":  # its times are the catalogue's
             better = one.mape_percent < one.naive_mape_percent
@@ -122,10 +116,6 @@ def result_of(found: Calibrated) -> dict[str, Any]:
 def _latencies(control: ControlPlane) -> list[tuple[str, float]]:
     names = ("gateway", "hop", "token", "link_latency")
     return [(name, getattr(control, f"{name}_s")) for name in names]
-
-
-def _coefficients(cost: Any) -> list[tuple[str, float]]:
-    return [(name, getattr(cost, name)) for name in cost.__struct_fields__]
 
 
 def _cores(instances: tuple[LiveInstance, ...]) -> int:
@@ -376,7 +366,7 @@ def _fit(
         chunk_s=fit.chunk_s,
         slowdown=fit.slowdown,
         saturation_tokens=saturation_tokens(times.prefill_time_s, most=max(32, group[0].info.max_model_len)),
-        rates=scaled_rates(rates_of(fitted, chunk), fit.scale, fit.chunk_s, chunk),
+        rates=Rates(step_rates_of(times.step_time_s, chunk, source=StepSource.FIT)),
     )
 
 

@@ -10,10 +10,10 @@ from services.worker.identity import instance_info
 from services.worker.settings import WorkerSettings
 from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind
 from shared.domain.instance import Compatibility, KvGeometry
-from shared.domain.rates import PartialPrefillCost, Rates
+from shared.domain.rates import UNKNOWN_STEPS, Rates, StepSource
 from shared.errors import NotFound
 
-MEASURED = Rates(PartialPrefillCost(1e-4, 0.01))
+MEASURED = Rates(UNKNOWN_STEPS)
 
 
 def info(rates_file: str, **more: Any) -> Any:
@@ -62,7 +62,8 @@ def file(tmp_path: Path) -> str:
 
 def test_the_files_costs_and_the_instances_own_price(file: str) -> None:
     rates = info(file).rates
-    assert rates.prefill == MEASURED.prefill
+    assert rates.step is not None
+    assert (rates.step.decode, rates.step.source) == (UNKNOWN_STEPS.decode, StepSource.FIT)
     assert rates.price_per_hour == 2.0
 
 

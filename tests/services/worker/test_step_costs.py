@@ -14,7 +14,7 @@ from services.worker.step_costs import REPEAT_S, LiveRates, catalogue_steps
 from shared.cost.library import Library
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
-from shared.domain.rates import UNKNOWN_STEPS, PartialPrefillCost, Rates, StepForm, StepRates
+from shared.domain.rates import UNKNOWN_STEPS, Rates, StepForm, StepRates, StepSource
 from shared.policy.step_budget import SMALL, ChunkBounds, chunk_tokens
 from tests.services.worker.engines.test_emulated import engine, finish, request, settings, steps
 
@@ -55,8 +55,7 @@ def test_it_begins_with_the_catalogue_and_goes_on_with_its_steps() -> None:
     assert live.step.decode_s(8, 8000) == pytest.approx(3 * said, rel=0.05)
     assert live.step.decode.steps > 0
     assert live.current.price_per_hour == 2.0
-    assert live.current.batch is not None
-    assert live.current.batch.decode_step_s(8, 1000) == pytest.approx(3 * said, rel=0.1)
+    assert (live.start.source, live.step.source) == (StepSource.CATALOGUE, StepSource.LEARNED)
 
 
 def test_an_accelerator_that_nobody_lists_is_learned_from_nothing() -> None:
@@ -70,10 +69,9 @@ def test_an_accelerator_that_nobody_lists_is_learned_from_nothing() -> None:
 
 def test_a_calibration_is_the_start() -> None:
     start = catalogue_steps(worker(accelerator="A100-SXM-80"))
-    live = LiveRates(worker(), info(Rates(prefill=PartialPrefillCost(1e-4, 0.01), step=start)), StepLog())
+    live = LiveRates(worker(), info(Rates(start)), StepLog())
     live.learn()
     assert live.step == start
-    assert live.current.prefill == PartialPrefillCost(1e-4, 0.01)  # until a step says else
 
 
 def test_steps_are_learned_from_once() -> None:
@@ -162,17 +160,6 @@ async def test_it_changes_between_steps_once_the_steps_say_else() -> None:
         assert str(live.chunk.describe()["why"]).startswith("auto: 90% of the best prefill throughput, by ")
         await finish(running, request("b", 600, 1))
         assert chunks(running)[3:] == [min(live.chunk.tokens, left) for left in range(600, 0, -live.chunk.tokens)]
-
-
-def test_what_is_told_is_that_of_these_chunks() -> None:
-    log = StepLog()
-    live = LiveRates(settings(**AUTO), info(START), log)
-    learn(live, log)
-    assert live.current.prefill is not None
-    assert live.step is not None
-    form = live.step.prefill
-    token_s = form.token_s + form.position_s * 1024.0 + form.fixed_s / live.chunk.tokens
-    assert live.current.prefill.k_p == pytest.approx(token_s)
 
 
 def test_few_steps_change_nothing() -> None:

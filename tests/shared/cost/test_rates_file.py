@@ -4,15 +4,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 
 from shared.cost.library import Library
-from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind, merged_rates, scaled_rates
+from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind
 from shared.cost.step import Batch
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry
-from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates
+from shared.domain.rates import UNKNOWN_STEPS, CodecRate, LinkRate, Rates, StepForm, StepRates, StepSource
 from shared.errors import InvalidRequest, NotFound
 
-RATES = Rates(PartialPrefillCost(1e-4, 0.01), ChunkedCost(1e-6, 1e-7, 0.05), HuaweiCost(1, 2, 3, 4, 5, 6, 7, 8))
+FIT = StepRates(StepForm(0.02, 1e-4), StepForm(0.01), StepForm(0.03, 1e-4), StepSource.FIT)
+RATES = Rates(FIT)
 KIND = Kind("vllm", "cpu", "demo", "float32", 1, 1)
 
 
@@ -88,14 +90,22 @@ def test_step_times_are_those_of_the_fitted_model(library: Library) -> None:
     assert times.times(2.0).step_time_s(batch) == pytest.approx(2.0 * times.step_time_s(batch))
 
 
-def test_rates_scale_and_keep_their_price() -> None:
-    twice = scaled_rates(RATES, 2.0)
-    assert twice.prefill == PartialPrefillCost(2e-4, 0.02)
-    assert twice.batch == HuaweiCost(2, 4, 6, 8, 10, 12, 14, 16)
-    assert scaled_rates(Rates(), 2.0) == Rates()
-    chunked = scaled_rates(RATES, 1.0, 0.008, 400)
-    assert chunked.prefill == PartialPrefillCost(1e-4 + 2e-5, 0.014)
-    assert chunked.chunked == ChunkedCost(1e-6, 1e-7, 0.058)
-    assert chunked.batch == HuaweiCost(1, 2.008, 3, 4, 5, 6, 7, 8)
-    known = Rates(price_per_hour=3.0, weight=2.0)
-    assert merged_rates(known, RATES) == msgspec.structs.replace(RATES, price_per_hour=3.0, weight=2.0)
+def test_rates_of_an_instance_of_the_kind() -> None:
+    known = Rates(UNKNOWN_STEPS, LinkRate(1.0), {"int8": CodecRate(1.0, 2.0)}, price_per_hour=3.0, weight=2.0)
+    assert calibrated().applied_to(known) == Rates(FIT, None, known.codecs, 3.0, 2.0)
+
+
+def test_a_file_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    """Its rates also had the costs of papers, and no source."""
+    plain = msgspec.to_builtins(Calibration("2026-01-01", "c", ControlPlane(), (calibrated(),)))
+    rates = plain["kinds"][0]["rates"]
+    del rates["step"]["source"]
+    rates |= {"prefill": {"k_p": 1e-4, "b_p": 0.01}, "chunked": {"k_ctxp": 1e-6, "k_ctxd": 1e-7, "b_c": 0.05}}
+    rates["batch"] = {f"p{number}": 0.001 for number in range(1, 9)}
+    file = tmp_path / "old.yaml"
+    file.write_text(yaml.safe_dump(plain))
+    (kind,) = Calibration.read(file).kinds
+    assert kind.applied_to(Rates()) == RATES
+    del rates["step"]  # of a still earlier one
+    file.write_text(yaml.safe_dump(plain))
+    assert Calibration.read(file).kinds[0].applied_to(Rates(weight=2.0)) == Rates(weight=2.0)

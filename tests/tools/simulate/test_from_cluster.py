@@ -19,7 +19,7 @@ from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Ki
 from shared.cost.step import Batch
 from shared.domain.kv import Codec
 from shared.domain.policies import KINDS, PolicySet
-from shared.domain.rates import PartialPrefillCost, Rates
+from shared.domain.rates import Rates, StepForm, StepRates, StepSource
 from shared.errors import InvalidRequest, NotFound
 from shared.policy.role_flip import PredictiveFlip
 from shared.sim.spec import InstanceSpec
@@ -28,6 +28,9 @@ from tools.simulate.from_cluster import NOT_SIMULATED, read_cluster
 
 DEFAULTS = {"engine": "emulated", "accelerator": "A10"}
 REAL = {"engine": "vllm", "accelerator": "A10"}
+
+
+MEASURED = StepRates(*(StepForm(0.5, 1e-4),) * 3, source=StepSource.FIT)
 
 
 def write(folder: Path, defaults: dict[str, Any] = DEFAULTS, **changes: Any) -> Path:
@@ -65,7 +68,7 @@ def calibrated(kind: Kind) -> CalibratedKind:
         chunk_s=3e-3,
         slowdown=(1.0,),
         saturation_tokens=256,
-        rates=Rates(PartialPrefillCost(1e-4, 0.25)),
+        rates=Rates(MEASURED),
     )
 
 
@@ -120,11 +123,11 @@ def test_a_real_engine_reports_what_was_calibrated_and_is_as_fast(tmp_path: Path
     rows = [{"id": "p", "role": "prefill"}, {"id": "d", "role": "decode", "threads": 4}]
     model: dict[str, Any] = {"model": "Llama-3-8B", "instances": rows}
     unknown = load_deployment(write(tmp_path, real, **model))
-    assert {spec.rates.prefill for spec in unknown.instances} == {None}
+    assert {spec.rates.step for spec in unknown.instances} == {None}
     kinds = [Kind("vllm", "A10", "Llama-3-8B", "bfloat16", 1, threads) for threads in (1, 4)]
     known = load_deployment(write(tmp_path, {**real, "rates_file": calibration(tmp_path, *kinds)}, **model))
     for spec in known.instances:
-        assert spec.rates.prefill == PartialPrefillCost(1e-4, 0.25)
+        assert spec.rates.step == MEASURED
         assert spec.rates.price_per_hour == spec.price_per_hour
         measured = calibrated(kinds[0]).step_times(Library.built_in())
         assert spec.model.decode_time_s(4, 1000) == measured.decode_time_s(4, 1000)
@@ -136,7 +139,7 @@ def test_a_real_engine_reports_what_was_calibrated_and_is_as_fast(tmp_path: Path
 def test_an_emulated_engine_keeps_its_times_and_reports_the_calibrated_rates(tmp_path: Path) -> None:
     file = calibration(tmp_path, Kind("emulated", "A10", "Llama-3-8B", "bfloat16", 1, 1))
     known, plain = first(tmp_path, {**DEFAULTS, "rates_file": file}), first(tmp_path, DEFAULTS)
-    assert known.rates.prefill == PartialPrefillCost(1e-4, 0.25) != plain.rates.prefill
+    assert known.rates.step == MEASURED != plain.rates.step
     assert known.model.decode_time_s(4, 1000) == plain.model.decode_time_s(4, 1000)
 
 
