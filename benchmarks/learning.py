@@ -33,10 +33,10 @@ from benchmarks.mixed import (
 )
 from benchmarks.real_engines import QuotaSuite, cluster_file, measured_under_quotas
 from benchmarks.results import Aim, Result, at_most, merged, progress, result
-from shared.cost.kinds import others_busy, slowdown_at
 from shared.cost.library import Library
-from shared.cost.rates_file import CalibratedKind, ScaledSteps
-from shared.cost.step import Batch
+from shared.cost.rates_file import CalibratedKind
+from shared.cost.slowdown import others_busy, slowdown_at
+from shared.cost.step import Batch, ScaledSteps
 from shared.domain.instance import Role
 from shared.domain.rates import StepRates
 from shared.errors import Unavailable

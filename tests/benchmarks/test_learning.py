@@ -24,7 +24,8 @@ from benchmarks.learning import (
 from benchmarks.mixed import kind_of
 from services.launcher.cluster_file import Cluster
 from shared.cost.library import Library
-from shared.cost.rates_file import CalibratedKind, Kind, ScaledSteps
+from shared.cost.rates_file import CalibratedKind, Kind
+from shared.cost.step import ScaledSteps
 from shared.cost.step_rates import step_rates_of
 from shared.domain.instance import Role
 from shared.domain.rates import Rates, StepRates

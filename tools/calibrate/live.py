@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from shared.cost.kinds import Floats, joined, others_busy
 from shared.cost.library import Library
-from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind, ScaledSteps, geometry_name
-from shared.cost.step import Batch, StepModel
+from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind, geometry_name
+from shared.cost.slowdown import Floats, others_busy
+from shared.cost.step import Batch, ScaledSteps
 from shared.cost.step_rates import NAMES, TERMS, saturation_tokens, step_rates_of
 from shared.domain.instance import Role
 from shared.domain.kv import TransferOutcome
@@ -32,7 +32,7 @@ from shared.wire.clients.http import WorkerAdmin
 from shared.wire.messages import StepRecord
 from tools.calibrate.host_watch import HostWatch
 from tools.calibrate.target import Sample, Shot, Target, Traffic
-from tools.fit.steps import HostFit, TimedStep, fit_on_host
+from tools.fit.steps import TimedStep, fit_on_host
 
 _PAGE = 10_000
 _MAX_PROMPT = 4096  # tokens: longer prompts add little about steps
@@ -346,10 +346,9 @@ def _fit(
     model = library.step_model(kind.accelerator, geometry, kind.tensor_parallel, kind.pipeline_parallel, kind.dtype)
     names = [one.info.instance_id for one in group]
     timed = [timed_step(step) for name in names for step in steps.get(name, ())]
-    beside = joined([others[name] for name in names])
+    beside = np.concatenate([others[name] for name in names])
     fit = fit_on_host(model, timed, beside)
-    fitted = fit.live.step_model(model.geometry, kind.tensor_parallel, kind.dtype, kind.pipeline_parallel)
-    times = ScaledSteps(fitted, fit.scale, fit.chunk_s)
+    times = ScaledSteps(model.at_speed(fit.speed), fit.scale, fit.chunk_s)
     chunk = min(one.info.chunk_size for one in group)
     return CalibratedKind(
         kind=kind,
@@ -359,9 +358,10 @@ def _fit(
         mape_percent=100.0 * fit.mape,
         naive_mape_percent=100.0 * fit.naive_mape,
         bias_percent=100.0 * fit.bias,
-        **_factors(model, fit),
-        step_s=fit.live.efficiencies.step_s,
-        sequence_s=fit.live.efficiencies.sequence_s,
+        compute_factor=fit.speed.compute,
+        bandwidth_factor=fit.speed.bandwidth,
+        step_s=fit.speed.step_s,
+        sequence_s=fit.speed.sequence_s,
         scale=fit.scale,
         chunk_s=fit.chunk_s,
         slowdown=fit.slowdown,
@@ -372,15 +372,6 @@ def _fit(
 
 def timed_step(step: StepRecord) -> TimedStep:
     return TimedStep(Batch(step.prefill, step.decode_count, step.decode_context_tokens), step.seconds)
-
-
-def _factors(model: StepModel, fit: HostFit) -> dict[str, float]:
-    before, after = model.accelerator, fit.live.accelerator
-    name = next(iter(before.matrix_flops))
-    return {
-        "compute_factor": after.matrix_flops[name] / before.matrix_flops[name],
-        "bandwidth_factor": after.bandwidth_bytes_s / before.bandwidth_bytes_s,
-    }
 
 
 def _others(instances: Sequence[LiveInstance], steps: Steps) -> dict[str, Floats]:

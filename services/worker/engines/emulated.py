@@ -34,8 +34,7 @@ from shared.cost.geometry import ModelGeometry
 from shared.cost.kinds import EngineKind, EngineModels
 from shared.cost.library import Library, bundled_geometry, geometry_from_file
 from shared.cost.network import Link, rate_of, wire_bytes
-from shared.cost.rates_file import ScaledSteps
-from shared.cost.step import Batch
+from shared.cost.step import Batch, ScaledSteps
 from shared.domain.instance import Compatibility
 from shared.domain.job import LengthPrediction
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport

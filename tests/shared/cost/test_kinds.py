@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from shared.cost.geometry import kv_capacity_tokens
-from shared.cost.kinds import EngineKind, EngineModels, Stage, even_layers, others_busy, slowdown_at, slowdown_curve
+from shared.cost.kinds import EngineKind, EngineModels, Stage, even_layers
 from shared.cost.library import Library
 from shared.cost.pipeline import Pipeline
+from shared.cost.slowdown import others_busy, slowdown_at, slowdown_curve
 from shared.cost.step import Batch
 from shared.errors import Incompatible, InvalidRequest
 
