@@ -65,6 +65,11 @@ def bytes_of(dtype: str) -> float:
     return _BYTES[precision_of(dtype)]
 
 
+def kv_precision(weights: str, kv_dtype: str | None) -> str:
+    """The short name of the KV's precision, by default that of the weights, or bf16 where these are quantised."""
+    return precision_of(kv_dtype or ("bf16" if bytes_of(weights) < 2 else weights))
+
+
 @dataclass(frozen=True, slots=True)
 class Links:
     """Bandwidth of one accelerator's links, bytes/s in one direction."""

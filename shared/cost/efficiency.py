@@ -128,12 +128,6 @@ class EfficiencyTable:
             name = self._like.get(name, "")
         return layers
 
-    def with_device(self, name: str, constants: Mapping[str, Any]) -> "EfficiencyTable":
-        """This table with one device's constants replaced or added, operator by operator."""
-        devices = {**self._devices, name: {**self._devices.get(name, {}), **constants}}
-        raw = {"date": self.date, "default": self._default, "like": self._like, "devices": devices}
-        return EfficiencyTable(raw, self._where)
-
 
 def _pick(by_precision: Mapping[str, T], precision: str) -> T:
     for candidate in (precision_of(precision), *_STAND_IN.get(precision, ())):

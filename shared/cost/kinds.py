@@ -6,7 +6,7 @@ The planner, `polyphase simulate` and emulated engines make their step times her
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.cost.catalogue import Accelerator, bytes_of
+from shared.cost.catalogue import Accelerator, bytes_of, kv_precision
 from shared.cost.geometry import RESERVE_BYTES, UTILISATION, ModelGeometry, kv_capacity_tokens
 from shared.cost.library import Library
 from shared.cost.network import Link
@@ -87,10 +87,7 @@ class EngineModels:
         return found
 
     def kv_dtype(self, kind: EngineKind) -> str:
-        times = self.times(kind)
-        first = times.stages[0] if isinstance(times, Pipeline) else times
-        assert isinstance(first, StepModel)
-        return first.kv_dtype
+        return kv_precision(kind.dtype or self.geometry.dtype, kind.kv_dtype)
 
     def kv_tokens(
         self, kind: EngineKind, utilisation: float = UTILISATION, reserve_bytes: float = RESERVE_BYTES

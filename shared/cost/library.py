@@ -97,12 +97,10 @@ def bundled_names() -> tuple[str, ...]:
 
 def _architecture(config: Config, name: str) -> str:
     listed = [str(architecture) for architecture in _list(config, "architectures")]
-    for architecture in listed:
+    by_type = _key(str(config.get("model_type", "")).removesuffix("_text") + "ForCausalLM")
+    for architecture in listed or [known for known in _READERS if _key(known) == by_type]:
         if architecture in _READERS:
             return architecture
-    by_type = _MODEL_TYPES.get(str(config.get("model_type", "")))
-    if by_type and not listed:
-        return by_type
     stated = ", ".join(map(shown, listed)) or f"model_type {shown(config.get('model_type'))}"
     raise InvalidRequest(f"{name}: unknown architecture {stated}; known: {', '.join(_READERS)}")
 
@@ -274,21 +272,6 @@ _READERS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "Qwen3MoeForCausalLM": lambda config: _QK_NORM | _qwen_moe(config),
     "DeepseekV2ForCausalLM": _deepseek,
     "DeepseekV3ForCausalLM": _deepseek,
-}
-_MODEL_TYPES: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "opt": "OPTForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.cost.catalogue import Accelerator, bytes_of, precision_of
+from shared.cost.catalogue import Accelerator, kv_precision, precision_of
 from shared.cost.efficiency import Efficiencies, EfficiencyTable
 from shared.cost.geometry import ExpertSplit, ModelGeometry
 from shared.cost.layers import LayerCost
@@ -99,7 +99,7 @@ class StepModel:
         self.pipeline_parallel = pipeline_parallel
         self._weights_dtype = dtype or geometry.dtype
         self.dtype = precision_of(self._weights_dtype)
-        self.kv_dtype = precision_of(kv_dtype or ("bf16" if bytes_of(self.dtype) < 2 else self.dtype))
+        self.kv_dtype = kv_precision(self.dtype, kv_dtype)
         self.experts = experts
         self.efficiencies = efficiencies or EfficiencyTable.from_file().for_device(accelerator.name)
         self._layers = LayerCost(

@@ -233,11 +233,11 @@ def varlen_form(
 
     def predict(one: VarlenAttention, rows: AttentionRows) -> Floats:
         shape, contexts = rows.shape(), rows.decodes * (rows.decode_context + 1.0)
-        positions = rows.sequences * one.positions(rows.tokens, rows.context, np.maximum)
+        positions = rows.sequences * one.positions(rows.tokens, rows.context)
         moved = rows.sequences * (rows.tokens + rows.context) * shape.kv_bytes
         moved = moved + rows.sequences * rows.tokens * shape.query_bytes
         longest = np.maximum(rows.tokens + rows.context, rows.decode_context)
-        decode_s = one.decode_s(rows.decodes, contexts, shape, device, np.minimum, np.maximum)
+        decode_s = one.decode_s(rows.decodes, contexts, shape, device)
         return np.asarray(one.time_s(positions, moved, longest, shape, device, decode_s))
 
     def naive(rows: AttentionRows) -> Floats:

@@ -165,8 +165,8 @@ def test_decode_by_hand() -> None:
 
 def test_few_heads_leave_units_idle() -> None:
     one = Heads(query=1, kv=1, flops=512.0, kv_bytes=512.0, query_bytes=512.0)
-    assert DECODE.busy(10, one, DEVICE, min, max) == pytest.approx(0.1)
-    assert DECODE.busy(1000, one, DEVICE, min, max) == 1.0
+    assert DECODE.busy(10, one, DEVICE) == pytest.approx(0.1)
+    assert DECODE.busy(1000, one, DEVICE) == 1.0
 
 
 @given(st.integers(1, 500), st.integers(1, 20_000), st.integers(0, 5_000))
@@ -180,7 +180,7 @@ def test_longer_contexts_and_more_sequences_take_longer(count: int, context: int
 
 def test_prefill_by_hand() -> None:
     # 1000 tokens after 500: 1000 · (500 + 500 + 32) pairs of 16384 operations at 50 TFLOPS; KV and queries at 0.5 TB/s.
-    pairs = VARLEN.positions(1000, 500, max)
+    pairs = VARLEN.positions(1000, 500)
     assert pairs == 1000 * (500 + 500 + 32)
     moved = 1500 * 4096.0 + 1000 * HEADS.query_bytes
     got = VARLEN.time_s(pairs, moved, 1500, HEADS, DEVICE)
@@ -188,7 +188,7 @@ def test_prefill_by_hand() -> None:
 
 
 def test_short_chunks_pay_for_a_whole_tile() -> None:
-    assert VARLEN.positions(1, 1000, max) == 64 * (1000 + 0.5 + 32)
+    assert VARLEN.positions(1, 1000) == 64 * (1000 + 0.5 + 32)
 
 
 def test_decodes_in_a_mixed_batch() -> None:
@@ -197,7 +197,7 @@ def test_decodes_in_a_mixed_batch() -> None:
 
 
 def reads(count: float, contexts: float, device: Device = DEVICE, kernel: VarlenAttention = VARLEN) -> float:
-    return float(kernel.decode_reads(count, contexts, HEADS, device, min, max))
+    return float(kernel.decode_reads(count, contexts, HEADS, device))
 
 
 def test_query_heads_that_run_at_a_time_share_a_read() -> None:
@@ -227,10 +227,10 @@ def test_contexts_that_fit_the_cache_are_read_once() -> None:
 def test_decodes_in_a_mixed_batch_by_hand() -> None:
     # 200 decodes of 5000: 64 rows a query head at 50 TFLOPS against four reads at 0.93 TB/s.
     compute, memory = 64 * 1e6 * HEADS.flops / 50e12, (4 * 1e6 * 4096 + 200 * HEADS.query_bytes) / 0.93e12
-    got = VARLEN.decode_s(200, 1e6, HEADS, DEVICE, min, max)
+    got = VARLEN.decode_s(200, 1e6, HEADS, DEVICE)
     assert got == pytest.approx((compute**5 + memory**5) ** 0.2, rel=1e-6)
-    alone = VARLEN.time_s(VARLEN.positions(16, 0, max), 0.0, 16, HEADS, DEVICE)
-    assert VARLEN.time_s(VARLEN.positions(16, 0, max), 0.0, 16, HEADS, DEVICE, got) == pytest.approx(alone + got)
+    alone = VARLEN.time_s(VARLEN.positions(16, 0), 0.0, 16, HEADS, DEVICE)
+    assert VARLEN.time_s(VARLEN.positions(16, 0), 0.0, 16, HEADS, DEVICE, got) == pytest.approx(alone + got)
 
 
 @given(st.integers(1, 500), st.integers(1, 20_000), st.integers(0, 5_000), st.sampled_from([0.0, 6e6, 1e8]))
@@ -238,7 +238,7 @@ def test_more_decodes_take_longer_in_a_mixed_batch(count: int, mean: int, more: 
     device = replace(DEVICE, cache_bytes=cache)
 
     def time(n: int, c: int) -> float:
-        return float(VARLEN.decode_s(n, n * c, HEADS, device, min, max))
+        return float(VARLEN.decode_s(n, n * c, HEADS, device))
 
     assert time(count, mean + more) >= time(count, mean)
     assert time(count + 1, mean) > time(count, mean)
@@ -246,9 +246,9 @@ def test_more_decodes_take_longer_in_a_mixed_batch(count: int, mean: int, more: 
 
 @given(st.integers(1, 4000), st.integers(0, 20_000), st.integers(1, 1000))
 def test_positions_grow_with_tokens_and_context(tokens: int, context: int, more: int) -> None:
-    base = VARLEN.positions(tokens, context, max)
-    assert VARLEN.positions(tokens + more, context, max) > base
-    assert VARLEN.positions(tokens, context + more, max) > base
+    base = VARLEN.positions(tokens, context)
+    assert VARLEN.positions(tokens + more, context) > base
+    assert VARLEN.positions(tokens, context + more) > base
 
 
 TIMES = st.floats(1e-12, 1e6)
