@@ -147,7 +147,7 @@ def _rate(one: Setting, known: Calibrated, lengths: Workload) -> float:
     speed = dict.fromkeys(Role, 0.0)  # requests a second at full use
     on_cores_s = 0.0
     for instance in known.instances:
-        kind = known.calibration.of(instance.kind)
+        kind = known.calibration.for_kind(instance.kind)
         times = kind.step_times(library)
         prefill_s = times.prefill_time_s(round(prompt))
         decode_s = output * times.decode_time_s(1, round(prompt))

@@ -47,7 +47,7 @@ def instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int)
         return info
     from shared.cost.rates_file import Calibration, Kind
 
-    found = Calibration.read(Path(settings.rates_file)).of(Kind.of(info, settings.threads))
+    found = Calibration.read(Path(settings.rates_file)).for_kind(Kind.from_info(info, settings.threads))
     return msgspec.structs.replace(info, rates=found.applied_to(info.rates))
 
 

@@ -33,7 +33,7 @@ class Kind(msgspec.Struct, frozen=True):
     pipeline_parallel: int = 1
 
     @classmethod
-    def of(cls, info: InstanceInfo, threads: int) -> "Kind":
+    def from_info(cls, info: InstanceInfo, threads: int) -> "Kind":
         """The kind of an instance; `threads` is the worker's setting."""
         name = Path(geometry_name(info)).name
         engine, degrees = info.compatibility.engine, (info.tensor_parallel, info.pipeline_parallel)
@@ -127,7 +127,7 @@ class Calibration(msgspec.Struct, frozen=True):
         body = yaml.safe_dump(plain, sort_keys=False, width=118, default_flow_style=None, allow_unicode=True)
         return f"{_HEAD}{body}"
 
-    def of(self, kind: Kind) -> CalibratedKind:
+    def for_kind(self, kind: Kind) -> CalibratedKind:
         """The calibration of that kind. Raises NotFound that names the calibrated kinds."""
         for one in self.kinds:
             if one.kind == kind:

@@ -31,12 +31,6 @@ class Batch:
     decode_count: int = 0
     decode_context_tokens: int = 0
 
-    @classmethod
-    def of(cls, prefill: Iterable[tuple[int, int]] = (), decode_contexts: Iterable[int] = ()) -> "Batch":
-        """A batch from the contexts of its decode requests."""
-        contexts = tuple(decode_contexts)
-        return cls(tuple(prefill), len(contexts), sum(contexts))
-
     @property
     def tokens(self) -> int:
         """Tokens that pass through the weight matrices."""

@@ -33,7 +33,7 @@ class LiveInstance:
 
     @property
     def kind(self) -> Kind:
-        return Kind.of(self.info, self.threads)
+        return Kind.from_info(self.info, self.threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def specs_of(
     link = Link(control.link_bytes_s or _UNMEASURED_BYTES_S, control.link_latency_s, 1.0)
     specs, neighbours = [], {}
     for one in instances:
-        found = calibration.of(one.kind)
+        found = calibration.for_kind(one.kind)
         info = one.info
         neighbours[info.instance_id] = Neighbours(one.host, found.slowdown)
         specs.append(

@@ -86,12 +86,12 @@ def test_steps_are_learned_from_once() -> None:
 def test_it_tells_what_has_changed_and_the_same_again_after_a_while() -> None:
     log, now = StepLog(), time.time()
     live = LiveRates(worker(), info(), log)
-    assert live.news(now) == live.current
-    assert live.news(now + 0.1) is None
-    assert live.news(now + REPEAT_S + 0.1) == live.current
+    assert live.to_publish(now) == live.current
+    assert live.to_publish(now + 0.1) is None
+    assert live.to_publish(now + REPEAT_S + 0.1) == live.current
     decodes(log, 1.0)
     live.learn()
-    told = live.news(now + REPEAT_S + 0.2)
+    told = live.to_publish(now + REPEAT_S + 0.2)
     assert told is not None
     assert told.step == live.step
 
@@ -146,7 +146,7 @@ async def test_it_changes_between_steps_once_the_steps_say_else() -> None:
     log = StepLog()  # the engine's own would have this machine's delays in it
     async with engine(**AUTO) as running:
         live = LiveRates(settings(**AUTO), info(START), log, running.set_chunk_size)
-        assert live.of(info()).chunk_size == live.chunk.tokens == 96
+        assert live.with_rates(info()).chunk_size == live.chunk.tokens == 96
         await finish(running, request("a", 200, 1))
         assert chunks(running) == [96, 96, 8]
         with capture_logs() as logs:
@@ -156,7 +156,7 @@ async def test_it_changes_between_steps_once_the_steps_say_else() -> None:
         assert live.step is not None
         assert live.chunk.tokens == pytest.approx(chunk_tokens(live.step.prefill, BOUNDS), rel=SMALL)
         assert live.chunk.tokens > 2 * 96
-        assert live.of(info()).chunk_size == live.chunk.tokens
+        assert live.with_rates(info()).chunk_size == live.chunk.tokens
         assert str(live.chunk.describe()["why"]).startswith("auto: 90% of the best prefill throughput, by ")
         await finish(running, request("b", 600, 1))
         assert chunks(running)[3:] == [min(live.chunk.tokens, left) for left in range(600, 0, -live.chunk.tokens)]

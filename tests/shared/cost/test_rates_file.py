@@ -65,14 +65,14 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, said: str) -> None:
 
 def test_a_kind_is_found_by_what_an_instance_is() -> None:
     calibration = Calibration("d", "c", ControlPlane(), (calibrated(),))
-    assert Kind.of(info(), 1) == KIND
-    assert calibration.of(Kind.of(info(), 1)).samples == 100
+    assert Kind.from_info(info(), 1) == KIND
+    assert calibration.for_kind(Kind.from_info(info(), 1)).samples == 100
     with pytest.raises(NotFound, match=r"not calibrated: .*threads 4; calibrated: .*threads 1"):
-        calibration.of(Kind.of(info(), 4))
+        calibration.for_kind(Kind.from_info(info(), 4))
 
 
 def test_an_emulated_instance_is_of_the_model_that_it_imitates() -> None:
-    kind = Kind.of(info("emulated:Llama-3-8B", "emulated"), 1)
+    kind = Kind.from_info(info("emulated:Llama-3-8B", "emulated"), 1)
     assert (kind.engine, kind.model) == ("emulated", "Llama-3-8B")
 
 

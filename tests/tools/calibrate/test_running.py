@@ -63,7 +63,7 @@ async def test_it_finds_the_emulated_times_again(tmp_path: Path) -> None:
             page = await worker.steps(0, 3)
             assert [step.number for step in page.steps] == [0, 1, 2]
     found = Calibration.read(out)
-    known = found.of(Kind.of(instances[0], 1))
+    known = found.for_kind(Kind.from_info(instances[0], 1))
     assert set(known.instances) == {"p", "d"}
     assert known.mape_percent < 15
     assert known.rates.step is not None
@@ -75,4 +75,4 @@ async def test_it_finds_the_emulated_times_again(tmp_path: Path) -> None:
     assert 0 < control.gateway_s + control.hop_s < 0.1
     assert 0 < control.token_s < 0.1
     with pytest.raises(NotFound):
-        found.of(Kind.of(instances[0], 2))
+        found.for_kind(Kind.from_info(instances[0], 2))
