@@ -24,12 +24,13 @@ from benchmarks.learning import (
 from benchmarks.mixed import kind_of
 from services.launcher.cluster_file import Cluster
 from shared.cost.library import Library
-from shared.cost.rates_file import CalibratedKind, Kind
+from shared.cost.rates_file import Kind
 from shared.cost.step import ScaledSteps
 from shared.cost.step_rates import step_rates_of
 from shared.domain.instance import Role
-from shared.domain.rates import Rates, StepRates
+from shared.domain.rates import StepRates
 from shared.wire.messages import StepRecord
+from tests.shared.cost.calibrations import calibrated
 
 TRUE = ScaledSteps(Library.built_in().step_model("cpu", "Llama-3-8B"))
 FEW, MANY = FEWEST_STEPS - 1, FEWEST_STEPS
@@ -91,21 +92,8 @@ def test_how_many_others_computed_at_the_same_time() -> None:
 
 
 def test_a_calibration_beside_others_is_slower_by_its_curve() -> None:
-    zeros = dict.fromkeys(("mape_percent", "naive_mape_percent", "bias_percent", "step_s", "sequence_s"), 0.0)
-    found = CalibratedKind(
-        kind=Kind("vllm", "cpu", "Llama-3-8B", "float32", 1, 1),
-        geometry="Llama-3-8B",
-        instances=("a",),
-        samples=100,
-        **zeros,
-        compute_factor=1.0,
-        bandwidth_factor=1.0,
-        scale=2.0,
-        chunk_s=0.01,
-        slowdown=(1.0, 1.5),
-        saturation_tokens=64,
-        rates=Rates(),
-    )
+    kind = Kind("vllm", "cpu", "Llama-3-8B", "float32", 1, 1)
+    found = calibrated(kind=kind, scale=2.0, chunk_s=0.01, slowdown=(1.0, 1.5))
     batch = BATCHES["mixed"][0]
     alone = found.step_times(Library.built_in()).step_time_s(batch)
     assert beside(found, 0.0).step_time_s(batch) == pytest.approx(alone)

@@ -1,22 +1,27 @@
 """What an instance learns of its speed: step rates, link rates, and the chunk size."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
-from services.worker.engines.base import StepLog
+from services.worker.engines.base import EngineInfo, StepLog
 from services.worker.engines.emulated import EmulatedEngine
+from services.worker.identity import instance_info
 from services.worker.settings import WorkerSettings
 from services.worker.step_costs import REPEAT_S, LiveRates, catalogue_steps
 from shared.cost.library import Library
+from shared.cost.rates_file import Calibration, ControlPlane
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.domain.rates import UNKNOWN_STEPS, Rates, StepForm, StepRates, StepSource
+from shared.errors import NotFound
 from shared.policy.step_budget import SMALL, ChunkBounds, chunk_tokens
 from tests.services.worker.engines.test_emulated import engine, finish, request, settings, steps
+from tests.shared.cost.calibrations import FIT, calibrated
 
 
 def worker(**more: Any) -> WorkerSettings:
@@ -33,6 +38,26 @@ def worker(**more: Any) -> WorkerSettings:
         **more,
     }
     return WorkerSettings(**values)
+
+
+@pytest.fixture
+def rates_file(tmp_path: Path) -> str:
+    path = tmp_path / "calibration.yaml"
+    path.write_text(Calibration("d", "c", ControlPlane(), (calibrated(),)).to_yaml())
+    return str(path)
+
+
+@pytest.mark.parametrize("calibrates", [False, True])
+def test_an_instance_reports_the_rates_that_a_file_has_for_its_kind(rates_file: str, calibrates: bool) -> None:
+    compatibility = Compatibility("abc", "vllm", "1", 2, KvGeometry(6, 2, 64))
+    engine = EngineInfo(compatibility, 100, 2048, 32, Rates(price_per_hour=2.0))
+    plain = {"model": "/models/demo", "dtype": "float32", "accelerator": "cpu", "weight": 4.0}
+    configured = worker(**plain, rates_file=rates_file if calibrates else "")
+    expected = Rates(FIT if calibrates else None, price_per_hour=2.0, weight=4.0)
+    assert instance_info(configured, engine, 7).rates == expected
+    if calibrates:
+        with pytest.raises(NotFound, match=r"not calibrated: .*threads 2"):
+            instance_info(worker(**plain, rates_file=rates_file, threads=2), engine, 7)
 
 
 def info(rates: Rates = Rates(price_per_hour=2.0)) -> InstanceInfo:

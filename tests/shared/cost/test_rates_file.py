@@ -7,38 +7,12 @@ import pytest
 import yaml
 
 from shared.cost.library import Library
-from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind
+from shared.cost.rates_file import Calibration, ControlPlane, Kind
 from shared.cost.step import Batch
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry
-from shared.domain.rates import UNKNOWN_STEPS, CodecRate, LinkRate, Rates, StepForm, StepRates, StepSource
+from shared.domain.rates import UNKNOWN_STEPS, CodecRate, LinkRate, Rates
 from shared.errors import InvalidRequest, NotFound
-
-FIT = StepRates(StepForm(0.02, 1e-4), StepForm(0.01), StepForm(0.03, 1e-4), StepSource.FIT)
-RATES = Rates(FIT)
-KIND = Kind("vllm", "cpu", "demo", "float32", 1, 1)
-
-
-def calibrated(**more: object) -> CalibratedKind:
-    values: dict[str, object] = {
-        "kind": KIND,
-        "geometry": "Llama-3-8B",
-        "instances": ("p0", "d0"),
-        "samples": 100,
-        "mape_percent": 12.5,
-        "naive_mape_percent": 90.0,
-        "bias_percent": -0.5,
-        "compute_factor": 0.5,
-        "bandwidth_factor": 0.25,
-        "step_s": 2e-3,
-        "sequence_s": 1e-4,
-        "scale": 1.1,
-        "chunk_s": 3e-3,
-        "slowdown": (1.0, 1.25),
-        "saturation_tokens": 256,
-        "rates": RATES,
-        **more,
-    }
-    return CalibratedKind(**values)  # type: ignore[arg-type]
+from tests.shared.cost.calibrations import FIT, KIND, calibrated
 
 
 def info(fingerprint: str = "abc", engine: str = "vllm", model: str = "/models/demo") -> InstanceInfo:
@@ -78,7 +52,8 @@ def test_an_emulated_instance_is_of_the_model_that_it_imitates() -> None:
 
 def test_step_times_are_those_of_the_fitted_model(library: Library) -> None:
     plain = library.step_model("cpu", "Llama-3-8B", dtype="float32")
-    times = calibrated().step_times(library)
+    halves = {"compute_factor": 0.5, "bandwidth_factor": 0.25, "step_s": 2e-3, "sequence_s": 1e-4}
+    times = calibrated(**halves, scale=1.1, chunk_s=3e-3).step_times(library)
     batch = Batch(((512, 0),), 4, 400)
     assert times.step_time_s(batch) > 1.1 * 2.0 * (plain.step_time_s(batch) - plain.efficiencies.step_s) * 0.9
     assert times.step_time_s(batch) - 1.1 * times.model.step_time_s(batch) == pytest.approx(3e-3)
@@ -105,7 +80,7 @@ def test_a_file_of_an_earlier_release_is_read(tmp_path: Path) -> None:
     file = tmp_path / "old.yaml"
     file.write_text(yaml.safe_dump(plain))
     (kind,) = Calibration.read(file).kinds
-    assert kind.applied_to(Rates()) == RATES
+    assert kind.applied_to(Rates()) == Rates(FIT)
     del rates["step"]  # of a still earlier one
     file.write_text(yaml.safe_dump(plain))
     assert Calibration.read(file).kinds[0].applied_to(Rates(weight=2.0)) == Rates(weight=2.0)
