@@ -28,7 +28,7 @@ from benchmarks.results import Aim, Result, at_least, at_most, merged, progress,
 from shared.cost.network import Link
 from shared.cost.rates_file import ControlPlane
 from shared.cost.step import Batch
-from shared.cost.step_rates import TERMS, fit_form
+from shared.cost.step_rates import TERMS, fit_form, kind_of
 from shared.domain.instance import Role
 from shared.domain.job import JobView
 from shared.domain.rates import Rates, StepRates
@@ -340,11 +340,6 @@ class AsSent:
     ) -> Choice | None:
         found = index.candidates.get(self.instances[(int(job.job_id) - EARLIER) % len(self.instances)])
         return Choice(found) if found is not None else None
-
-
-def kind_of(batch: Batch) -> str:
-    """A field of `StepRates`."""
-    return "decode" if not batch.prefill else "mixed" if batch.decode_count else "prefill"
 
 
 def recorded_rates(instances: Sequence[LiveInstance], steps: Steps) -> dict[str, StepRates]:

@@ -43,13 +43,11 @@ class Efficiencies:
 
     def gemm_for(self, precision: str) -> Gemm:
         """Constants of a matrix product with weights of that precision, as a checkpoint names it (`fp8_block`)."""
-        return self.gemm[precision] if precision in self.gemm else _pick(self.gemm, precision_of(precision))
+        return _pick(self.gemm, precision)
 
     def experts_for(self, precision: str) -> ExpertMlp:
         """Constants of a mixture's experts with weights of that precision."""
-        known = self.experts or self.gemm
-        products = known[precision] if precision in known else _pick(known, precision_of(precision))
-        return ExpertMlp(products, self.elementwise)
+        return ExpertMlp(_pick(self.experts or self.gemm, precision), self.elementwise)
 
     def decode_for(self, precision: str) -> DecodeAttention:
         """Constants of decode attention over KV of that precision."""
@@ -130,7 +128,8 @@ class EfficiencyTable:
 
 
 def _pick(by_precision: Mapping[str, T], precision: str) -> T:
-    for candidate in (precision_of(precision), *_STAND_IN.get(precision, ())):
+    short = precision_of(precision)
+    for candidate in (precision, short, *_STAND_IN.get(short, ())):
         if candidate in by_precision:
             return by_precision[candidate]
     return next(iter(by_precision.values()))

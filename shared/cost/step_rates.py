@@ -46,6 +46,11 @@ def profile_batches(budget: int, decodes: int) -> dict[str, list[Batch]]:
     }
 
 
+def kind_of(batch: Batch) -> str:
+    """The kind of step that computes the batch."""
+    return "decode" if not batch.prefill else "mixed" if batch.decode_count else "prefill"
+
+
 def terms_of(batch: Batch) -> tuple[float, float, float, float, float]:
     """What the linear forms weigh: 1, prompt tokens, their positions, decodes, the decodes' context."""
     tokens = positions = 0.0
@@ -79,11 +84,11 @@ def step_form(terms: Iterable[int], values: Iterable[float], error: float = 0.0,
     return StepForm(**known, error=error, steps=steps)
 
 
-def saturation_tokens(time_s: Callable[[int], float], share: float = 0.9, most: int = 16384) -> int:
+def saturation_tokens(time_s: Callable[[int], float], share: float = 0.9, max_tokens: int = 16384) -> int:
     """The least power of two of prefill tokens per step that reaches `share` of the best throughput.
 
     This sets ChunkSize (TetriInfer: 512 for OPT-13B on a V100): longer chunks delay decodes and gain little.
     """
-    rates = {1 << power: (1 << power) / time_s(1 << power) for power in range(4, most.bit_length())}
+    rates = {1 << power: (1 << power) / time_s(1 << power) for power in range(4, max_tokens.bit_length())}
     best = max(rates.values())
     return next(size for size, rate in rates.items() if rate >= share * best)

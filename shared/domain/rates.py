@@ -31,11 +31,11 @@ class StepForm(msgspec.Struct, frozen=True):
     error: float = 0.0
     steps: int = 0
 
-    def scaled(self, factor: float, more_s: float = 0.0) -> "StepForm":
-        """The form of steps that take `factor` times as long, and `more_s` more each."""
+    def scaled(self, factor: float) -> "StepForm":
+        """The form of steps that take `factor` times as long."""
         return msgspec.structs.replace(
             self,
-            fixed_s=self.fixed_s * factor + more_s,
+            fixed_s=self.fixed_s * factor,
             token_s=self.token_s * factor,
             position_s=self.position_s * factor,
             sequence_s=self.sequence_s * factor,
@@ -51,10 +51,9 @@ class StepRates(msgspec.Struct, frozen=True):
     mixed: StepForm
     source: StepSource = StepSource.CATALOGUE
 
-    def scaled(self, factor: float, chunk_s: float = 0.0) -> "StepRates":
-        """The rates of steps that take `factor` times as long, and `chunk_s` more with a prefill chunk."""
-        prefill, mixed = self.prefill.scaled(factor, chunk_s), self.mixed.scaled(factor, chunk_s)
-        return StepRates(prefill, self.decode.scaled(factor), mixed, self.source)
+    def scaled(self, factor: float) -> "StepRates":
+        prefill, decode, mixed = (form.scaled(factor) for form in (self.prefill, self.decode, self.mixed))
+        return StepRates(prefill, decode, mixed, self.source)
 
     def prefill_s(self, tokens: float, before: float) -> float:
         """A step of one chunk after `before` earlier tokens."""

@@ -21,12 +21,11 @@ from benchmarks.learning import (
     reaction,
     share,
 )
-from benchmarks.mixed import kind_of
 from services.launcher.cluster_file import Cluster
 from shared.cost.library import Library
 from shared.cost.rates_file import Kind
 from shared.cost.step import ScaledSteps
-from shared.cost.step_rates import step_rates_of
+from shared.cost.step_rates import kind_of, step_rates_of
 from shared.domain.instance import Role
 from shared.domain.rates import StepRates
 from shared.wire.messages import StepRecord

@@ -365,7 +365,7 @@ def _fit(
         scale=fit.scale,
         chunk_s=fit.chunk_s,
         slowdown=fit.slowdown,
-        saturation_tokens=saturation_tokens(times.prefill_time_s, most=max(32, group[0].info.max_model_len)),
+        saturation_tokens=saturation_tokens(times.prefill_time_s, max_tokens=max(32, group[0].info.max_model_len)),
         rates=Rates(step_rates_of(times.step_time_s, chunk, source=StepSource.FIT)),
     )
 

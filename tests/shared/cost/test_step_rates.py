@@ -20,9 +20,7 @@ def test_forms_are_recovered_from_their_times() -> None:
         for term in ("fixed_s", "token_s", "position_s", "sequence_s", "context_s"):
             assert getattr(getattr(found, name), term) == pytest.approx(getattr(getattr(truth, name), term), rel=1e-6)
     assert found.source is StepSource.FIT
-    twice = truth.scaled(2.0, 0.005)
-    assert twice.prefill_s(100, 50) == pytest.approx(2.0 * truth.prefill_s(100, 50) + 0.005)
-    assert twice.decode_s(4, 900) == pytest.approx(2.0 * truth.decode_s(4, 900))
+    assert truth.scaled(2.0).mixed_s(100, 50, 4, 900) == pytest.approx(2.0 * truth.mixed_s(100, 50, 4, 900))
 
 
 def test_forms_follow_a_step_model(library: Library) -> None:
@@ -39,7 +37,7 @@ def test_forms_follow_a_step_model(library: Library) -> None:
 
 def test_saturation() -> None:
     assert saturation_tokens(lambda n: max(1.0, n / 500.0)) == 512
-    assert saturation_tokens(lambda n: 1.0 + n / 1000.0, share=0.5, most=4096) == 1024
+    assert saturation_tokens(lambda n: 1.0 + n / 1000.0, share=0.5, max_tokens=4096) == 1024
 
 
 def test_the_papers_chunk_size(library: Library) -> None:
