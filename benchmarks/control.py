@@ -31,7 +31,7 @@ from services.launcher.suite import until
 from shared.domain.cluster import ClusterState
 from shared.domain.instance import Compatibility, InstanceInfo, InstanceLoad, InstanceState, KvGeometry, Role
 from shared.domain.job import JobView, Phase
-from shared.domain.rates import LinkRate, PartialPrefillCost, Rates, StepForm, StepRates
+from shared.domain.rates import LinkRate, Rates, StepForm, StepRates
 from shared.errors import PolyphaseError
 from shared.runtime.wire_version import WIRE_VERSION
 from shared.wire.broadcast import ClusterFeed, Publisher
@@ -240,8 +240,7 @@ BEAT_S, UNCHANGED_BEAT_S, SLICES = 0.1, 0.3, 20  # as a worker's; beats are spre
 REGISTRATIONS = 16  # at once
 RATES = tuple(
     Rates(
-        PartialPrefillCost(1e-4 * factor, 0.01),
-        step=StepRates(*(StepForm(0.01 * factor, 1e-4 * factor, 1e-8 * factor, 1e-4 * factor, 1e-9 * factor),) * 3),
+        StepRates(*(StepForm(0.01 * factor, 1e-4 * factor, 1e-8 * factor, 1e-4 * factor, 1e-9 * factor),) * 3),
         link=LinkRate(1e9),
     )
     for factor in (1.0, 1.6, 2.7, 4.0)

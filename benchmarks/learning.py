@@ -20,24 +20,14 @@ import numpy as np
 
 from benchmarks.cluster_files import ClusterDict, engines_on_cpu
 from benchmarks.experiment import shots_of
-from benchmarks.mixed import (
-    CHUNK,
-    SEATS,
-    SEED,
-    SHAPE,
-    STAGING_BYTES,
-    FormSteps,
-    conversations,
-    kind_of,
-    replay,
-    speed_of,
-)
+from benchmarks.mixed import CHUNK, SEATS, SEED, SHAPE, STAGING_BYTES, FormSteps, conversations, replay, speed_of
 from benchmarks.quotas import QuotaSession, measured_under_quotas
 from benchmarks.results import Aim, Result, at_most, merged, progress, result
-from shared.cost.kinds import others_busy, slowdown_at
 from shared.cost.library import Library
-from shared.cost.rates_file import CalibratedKind, ScaledSteps
-from shared.cost.step import Batch
+from shared.cost.rates_file import CalibratedKind
+from shared.cost.slowdown import others_busy, slowdown_at
+from shared.cost.step import Batch, ScaledSteps
+from shared.cost.step_rates import kind_of
 from shared.domain.instance import Role
 from shared.domain.rates import StepRates
 from shared.errors import Unavailable

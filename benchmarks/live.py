@@ -146,10 +146,10 @@ def _rate(one: Setting, known: Calibrated, lengths: Workload) -> float:
     speed = dict.fromkeys(Role, 0.0)  # requests a second at full use
     on_cores_s = 0.0
     for instance in known.instances:
-        kind = known.calibration.of(instance.kind)
-        assert kind.rates.prefill is not None
-        prefill_s = kind.rates.prefill.time_s(prompt)
-        decode_s = output * kind.step_times(library).decode_time_s(1, round(prompt))
+        kind = known.calibration.for_kind(instance.kind)
+        times = kind.step_times(library)
+        prefill_s = times.prefill_time_s(round(prompt))
+        decode_s = output * times.decode_time_s(1, round(prompt))
         speed[instance.role] += 1.0 / (prefill_s if instance.role is Role.PREFILL else decode_s)
         if instance.kind.engine == "vllm" and instance.kind.accelerator == "cpu":
             on_cores_s = max(on_cores_s, prefill_s + decode_s)

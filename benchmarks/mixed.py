@@ -25,14 +25,13 @@ from benchmarks.experiment import Arm, LiveRun, Means, judged, part_of, random_p
 from benchmarks.papers.testbed import CONVERSATION
 from benchmarks.quotas import QuotaSession, measured_under_quotas
 from benchmarks.results import Aim, Figures, Result, arm_medians, at_least, at_most, in_turns, merged, progress, result
-from shared.cost.linear import rates_of_steps
 from shared.cost.network import Link
 from shared.cost.rates_file import ControlPlane
 from shared.cost.step import Batch
-from shared.cost.step_rates import NAMES, TERMS, fit_form, terms_of
+from shared.cost.step_rates import TERMS, fit_form, kind_of
 from shared.domain.instance import Role
 from shared.domain.job import JobView, Slo
-from shared.domain.rates import StepRates
+from shared.domain.rates import Rates, StepRates
 from shared.errors import Unavailable
 from shared.policy.dispatch import Choice
 from shared.policy.index import ClusterIndex
@@ -180,8 +179,12 @@ class FormSteps:
     rates: StepRates
 
     def step_time_s(self, batch: Batch) -> float:
-        form = getattr(self.rates, kind_of(batch))
-        return float(sum(term * getattr(form, name) for term, name in zip(terms_of(batch), NAMES, strict=True)))
+        if not batch.prefill:
+            return self.decode_time_s(batch.decode_count, batch.decode_context_tokens)
+        form = self.rates.mixed if batch.decode_count else self.rates.prefill
+        chunks_s = sum(new * (form.token_s + form.position_s * (before + new / 2.0)) for new, before in batch.prefill)
+        decodes_s = form.sequence_s * batch.decode_count + form.context_s * batch.decode_context_tokens
+        return form.fixed_s + chunks_s + decodes_s
 
     def decode_time_s(self, count: int, context_tokens: int) -> float:
         return self.rates.decode_s(count, context_tokens) if count else 0.0
@@ -209,11 +212,6 @@ class AsSent:
         return Choice(found) if found is not None else None
 
 
-def kind_of(batch: Batch) -> str:
-    """A field of `StepRates`."""
-    return "decode" if not batch.prefill else "mixed" if batch.decode_count else "prefill"
-
-
 def recorded_rates(instances: Sequence[LiveInstance], steps: Steps) -> dict[str, StepRates]:
     """Step times of each instance, fitted to its recorded steps, or published ones for kinds with too few steps.
 
@@ -227,9 +225,8 @@ def recorded_rates(instances: Sequence[LiveInstance], steps: Steps) -> dict[str,
         samples: dict[str, list[tuple[Batch, float]]] = {kind: [] for kind in TERMS}
         for batch, seconds in with_pauses(steps.get(name, ())):
             samples[kind_of(batch)].append((batch, seconds))
-        found[name] = StepRates(
-            *(fit_form(kind, s) if len(s) >= MIN_STEPS else getattr(published, kind) for kind, s in samples.items())
-        )
+        fits = {kind: fit_form(kind, some) for kind, some in samples.items() if len(some) >= MIN_STEPS}
+        found[name] = msgspec.structs.replace(published, **fits)
     return found
 
 
@@ -288,7 +285,7 @@ class Twin:
             link=Link(self.control.link_bytes_s or UNMEASURED_BYTES_S, self.control.link_latency_s, 1.0),
             accelerator=info.accelerator,
             staging_tokens=int(STAGING_BYTES / info.kv_bytes_per_token),
-            rates=rates_of_steps(rates, info.chunk_size),
+            rates=Rates(rates),
         )
 
 

@@ -309,7 +309,7 @@ def rescheduled_roles(estimator: Estimator, running: Plan) -> Rescheduling:
 def _started(data: Path | None) -> Planned:
     """Roles for conversation, found from one instance that decodes on."""
     search = search_for("conversation", data, FOLLOWED_NODES, FOLLOWED_GBPS)
-    layers = search.problem.shop.geometry.layers
+    layers = search.problem.models.geometry.layers
     places = [at for at, pool in enumerate(search.problem.inventory.pools) for _ in range(pool.count)]
     roles = [Role.DECODE] + [Role.PREFILL] * (len(places) - 1)
     first = tuple(Group(role, 1, (Part(at, layers),)) for role, at in zip(roles, places, strict=True))

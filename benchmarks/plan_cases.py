@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.papers.testbed import ACCELERATORS, azure, sharegpt
 from benchmarks.papers.thunderserve import CONTEXT_TOKENS, DEPLOYMENTS, LOST, MODEL, TRACES
 from benchmarks.results import Aim, Result, aim, result
-from shared.cost.kinds import Workshop
+from shared.cost.kinds import EngineModels
 from shared.cost.library import Library
 from shared.cost.network import Link, Network
 from shared.domain.instance import Role
@@ -65,7 +65,7 @@ def ethernet(gbps: float) -> Link:
 
 def problem_of(inventory: Inventory, model: str, workload: Workload, slo: Slo, codec: Codec = Codec.RAW) -> Problem:
     """A problem with a workshop of its own, so that no search profits from the results of another one."""
-    return Problem(inventory, Workshop(library(), library().geometry(model)), workload, slo, codec=codec)
+    return Problem(inventory, EngineModels(library(), library().geometry(model)), workload, slo, codec=codec)
 
 
 def search_of(problem: Problem) -> Search:
@@ -321,7 +321,7 @@ def case_huawei(data: Path) -> Result:
     name, count, model = MACHINE
     limits = EngineLimits(batched_tokens=8192, sequences=256, prefill_first=True)
     machine = cluster({"machine": (name, count)}, INSIDE)
-    search = search_of(Problem(machine, Workshop(library(), library().geometry(model)), sent, limits=limits))
+    search = search_of(Problem(machine, EngineModels(library(), library().geometry(model)), sent, limits=limits))
     estimated = machine_throughputs(search, name, count, pairs)
     simulated = {degree: _machine_tokens_per_s(search, degree, sent) for degree in estimated}
     figures = {}
@@ -336,7 +336,7 @@ def case_huawei(data: Path) -> Result:
 def _machine_tokens_per_s(search: Search, degree: int, sent: Workload) -> float:
     """Of the whole machine, each of its instances with its share of all requests at once."""
     problem, count = search.problem, MACHINE[1] // degree
-    groups = (Group(Role.DECODE, degree, (Part(0, problem.shop.geometry.layers),)),) * count
+    groups = (Group(Role.DECODE, degree, (Part(0, problem.models.geometry.layers),)),) * count
     plan = Plan(groups, policies="round_robin+split=none+dispatch=random")
     instances, network = deployed(problem, plan, search.estimator.costs, search.estimator.places)
     run = simulate(sent.at_once(), instances[:1], with_words(RunSpec(network=network), plan.policies))

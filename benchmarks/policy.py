@@ -16,11 +16,12 @@ from shared.domain.demand import Demand
 from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
 from shared.domain.job import JobView, LengthPrediction
 from shared.domain.prompt import BLOCK_TOKENS
-from shared.domain.rates import ChunkedCost, LinkRate, PartialPrefillCost
+from shared.domain.rates import LinkRate
 from shared.policy import registry
 from shared.policy.decode_admission import DecodeMemory, RunningDecode
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
+from shared.policy.papers.costs import ChunkedCost, PartialPrefillCost
 from shared.policy.papers.cronus import Balance, best_split
 from shared.policy.placement import Policies, place
 from shared.policy.prefill_order import PrefillQueue, WaitingJob

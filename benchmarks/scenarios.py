@@ -7,15 +7,13 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.cost.learning import StepLearner
-from shared.cost.linear import rates_of_steps
 from shared.cost.step_rates import profile_batches
 from shared.domain.job import Slo
-from shared.domain.rates import StepForm, StepRates
+from shared.domain.rates import Rates
 from shared.sim.cluster import simulate
 from shared.sim.metrics import attainment
 from shared.sim.outcomes import SimResult
@@ -103,7 +101,7 @@ def with_learned_rates(
 def _learned(spec: InstanceSpec, rng: Random, noise: float, start_off: float) -> InstanceSpec:
     start, budget, seats = spec.rates.step, spec.limits.batched_tokens, spec.limits.sequences
     assert start is not None
-    learner = StepLearner(_times(start, start_off), budget, seats)
+    learner = StepLearner(start.scaled(start_off), budget, seats)
     batches = [batch for of_kind in profile_batches(budget, seats).values() for batch in of_kind]
     now = 0.0
     for _ in range(LEARNED_STEPS):
@@ -111,17 +109,9 @@ def _learned(spec: InstanceSpec, rng: Random, noise: float, start_off: float) ->
         seconds = spec.model.step_time_s(batch) * rng.lognormvariate(0.0, noise)
         now += seconds
         learner.add(batch, seconds, now)
-    known, rates = spec.rates, rates_of_steps(learner.rates(now), budget)
-    rates = msgspec.structs.replace(rates, price_per_hour=known.price_per_hour, weight=known.weight)
+    known = spec.rates
+    rates = Rates(learner.rates(now), price_per_hour=known.price_per_hour, weight=known.weight)
     return replace(spec, rates=rates)
-
-
-def _times(step: StepRates, factor: float) -> StepRates:
-    def longer(form: StepForm) -> StepForm:
-        plain = {name: value * factor for name, value in msgspec.structs.asdict(form).items() if name != "steps"}
-        return StepForm(**plain)
-
-    return StepRates(longer(step.prefill), longer(step.decode), longer(step.mixed))
 
 
 # Workloads that turn from conversation to code and back.

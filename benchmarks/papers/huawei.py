@@ -9,9 +9,8 @@ import numpy as np
 
 from benchmarks.papers.report import Figure, Section, section_of
 from benchmarks.papers.testbed import Kind, Testbed, Watermark, change, instances, sharegpt, tokens_per_s, weighed
-from shared.cost.linear import huawei_of
 from shared.domain.instance import Role
-from shared.plan.methods.papers import estimated_throughput
+from shared.plan.methods.papers import batch_cost, estimated_throughput
 from shared.policy.dispatch import RandomDispatch
 from shared.policy.papers.huawei import Memory, Single, Weighted
 from shared.policy.papers.huawei import Workload as LeastWorkload
@@ -51,7 +50,7 @@ def degrees(testbed: Testbed, data: Path) -> Figure:
     pairs = list(zip(sample.prompt_tokens.tolist(), sample.output_tokens.tolist(), strict=True))
     for degree in DEGREES:
         count = DEGREES[-1] // degree
-        cost = huawei_of(testbed.model(V100, LLAMA, degree))
+        cost = batch_cost(testbed.model(V100, LLAMA, degree))
         estimated[degree] = count * estimated_throughput(cost, testbed.kv_tokens(V100, LLAMA, degree), pairs)
         repeated = replace(
             sent,

@@ -14,15 +14,14 @@ from shared.cost.efficiency import Efficiencies
 from shared.cost.geometry import ModelGeometry, kv_capacity_tokens
 from shared.cost.layers import LayerCost
 from shared.cost.library import Library
-from shared.cost.linear import partial_prefill_of, rates_of
 from shared.cost.network import Link
 from shared.cost.operators import Collective
 from shared.cost.pipeline import Pipeline
-from shared.cost.rates_file import ScaledSteps
-from shared.cost.step import Batch, StepModel
+from shared.cost.step import Batch, ScaledSteps, StepModel
+from shared.cost.step_rates import step_rates_of
 from shared.domain.instance import Role
 from shared.domain.job import JobView
-from shared.domain.rates import PartialPrefillCost, Rates
+from shared.domain.rates import Rates
 from shared.errors import NotFound
 from shared.files.yaml_file import read_yaml
 from shared.policy.decode_admission import DecodeAdmission, DecodeMemory
@@ -252,7 +251,7 @@ def instances(testbed: Testbed, kind: Kind, role: Role, count: int = 1, prefix: 
         accelerator=device.name,
         accelerators=kind.tensor_parallel,
         price_per_hour=price,
-        rates=rates_of(model, min(kind.limits.batched_tokens, 2048), price),
+        rates=Rates(step_rates_of(model.step_time_s, min(kind.limits.batched_tokens, 2048)), price_per_hour=price),
     )
     return tuple(first.renamed(f"{prefix or role.value}-{at}") for at in range(count))
 
@@ -283,11 +282,14 @@ def staged(
     """An instance of several stages, with as many batches in flight. hop: the path from a stage to the next."""
     geometry = testbed.geometry(model)
     models = tuple(testbed.model(s.accelerator, model, s.tensor_parallel, s.layers) for s in stages)
-    costs = [partial_prefill_of(stage) for stage in models]  # of a prompt that passes the stages alone
-    prefill = PartialPrefillCost(sum(cost.k_p for cost in costs), sum(cost.b_p for cost in costs))
     lanes = len(stages)
     per_token_s = geometry.hidden * 2.0 / (hop.bandwidth_bytes_s * hop.efficiency)
     price = sum(testbed.catalogue.get(s.accelerator).price_usd_hour * s.tensor_parallel for s in stages)
+
+    def alone_s(batch: Batch) -> float:
+        """Seconds of a batch that passes the stages alone."""
+        return sum(one.step_time_s(batch) for one in models)
+
     return InstanceSpec(
         instance_id=name,
         model=models[0] if lanes == 1 else Pipeline(models, lanes, hop.latency_s, per_token_s),
@@ -300,7 +302,7 @@ def staged(
         accelerators=sum(s.tensor_parallel for s in stages),
         price_per_hour=price,
         lanes=lanes,
-        rates=Rates(prefill=prefill, price_per_hour=price),
+        rates=Rates(step_rates_of(alone_s, min(limits.batched_tokens, 2048)), price_per_hour=price),
     )
 
 

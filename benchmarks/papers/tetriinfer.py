@@ -22,9 +22,9 @@ from benchmarks.papers.testbed import (
     mean_jct_s,
     mean_ttft_s,
 )
-from shared.cost.linear import saturation_tokens
 from shared.cost.network import Link
 from shared.cost.step import Batch
+from shared.cost.step_rates import saturation_tokens
 from shared.domain.instance import Role
 from shared.policy.decode_admission import DecodeAdmission
 from shared.policy.dispatch import DispatchPolicy, PowerOfTwo, RandomDispatch, Spread

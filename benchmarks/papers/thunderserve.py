@@ -121,8 +121,8 @@ def _best(testbed: Testbed, accelerator: str, role: Role, limits: EngineLimits) 
 
     def worth(spec: InstanceSpec) -> float:
         if role is Role.PREFILL:
-            assert spec.rates.prefill is not None
-            return -spec.rates.prefill.time_s(1024)
+            assert spec.rates.step is not None
+            return -spec.rates.step.prefill_s(1024, 0)
         batch = max(1, spec.kv_tokens // spec.lanes // 1100)
         return spec.lanes * batch / spec.model.decode_time_s(batch, batch * 1050)
 

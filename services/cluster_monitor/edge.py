@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from fastapi import Body
+from msgspec.structs import astuple
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from services.cluster_monitor.operations import OperationRequest
@@ -62,10 +63,8 @@ def _faults_of_compatibility(fits: Compatibility) -> Iterator[str]:
 
 def _faults_of_rates(rates: Rates) -> Iterator[str]:
     forms = () if rates.step is None else (rates.step.prefill, rates.step.decode, rates.step.mixed)
-    at_least_0 = [rates.price_per_hour, *(form.error for form in forms), *(form.steps for form in forms)]
+    at_least_0 = [rates.price_per_hour, *(figure for form in forms for figure in astuple(form))]
     positive = [rates.weight]
-    if rates.prefill is not None:
-        at_least_0.append(rates.prefill.k_p)
     if rates.link is not None:
         at_least_0.append(rates.link.latency_s)
         positive += [rates.link.bytes_s, *rates.link.slow.values(), *rates.link.coded.values()]

@@ -121,7 +121,7 @@ def links_between(cluster: Cluster, where: str) -> dict[str, dict[str, LinkEntry
         }
         network = cluster.network.network(sorted(inside), inside)
         return {
-            name: {peer: LinkEntry.of(network.path(other, node)) for peer, other in nodes.items() if peer != name}
+            name: {peer: LinkEntry.from_link(network.path(at, node)) for peer, at in nodes.items() if peer != name}
             for name, node in nodes.items()
         }
     except PolyphaseError as error:

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, Tag, field_validator, model_validator
 
-from shared.cost.kinds import Workshop
+from shared.cost.kinds import EngineModels
 from shared.cost.library import Library, bundled_geometry, bundled_names
 from shared.domain.instance import Role
 from shared.domain.job import Slo, tight_gaps
@@ -103,9 +103,9 @@ class SearchIn(_Edge):
             known = ", ".join(bundled_names())
             raise InvalidRequest(f"model: {self.model!r} is not bundled; there are {known}") from error
         inventory, name = _inventory(self.inventory, library)
-        shop = Workshop(library, bundled_geometry(self.model))
+        models = EngineModels(library, bundled_geometry(self.model))
         slo = Slo(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s, itl_s=self.slo.itl_s or 0.0)
-        return PlanRequest.build(goals, name, inventory, self.model, shop, self._workload(), slo)
+        return PlanRequest.build(goals, name, inventory, self.model, models, self._workload(), slo)
 
     def _workload(self) -> Workload:
         if isinstance(self.workload, str):

@@ -151,10 +151,10 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
         # Each start of each instance draws random numbers of its own, unless a seed is set.
         seed = f"{settings.instance_id}:{generation}" if settings.policy_seed is None else settings.policy_seed
         dispatcher = Dispatcher(seed)
-        codecs = Codecs(lambda: rates.of(info), dispatcher, settings.lossy_kv)
+        codecs = Codecs(lambda: rates.with_rates(info), dispatcher, settings.lossy_kv)
         prefill = PrefillService(engine, kv, roles, dispatcher, codecs, lambda: rates.chunk.tokens)
         transfers = TransferMetrics(registry, rates.transferred)
-        decode = DecodeService(engine, kv, roles, transfers.ended, lambda: rates.of(info))
+        decode = DecodeService(engine, kv, roles, transfers.ended, lambda: rates.with_rates(info))
 
         methods = handlers(prefill, decode, roles, kv)
         tracer = await stack.enter_async_context(tracing(settings.tracing, "worker", settings.instance_id, registry))

@@ -45,10 +45,10 @@ def instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int)
     )
     if not settings.rates_file:
         return info
-    from shared.cost.rates_file import Calibration, Kind, merged_rates
+    from shared.cost.rates_file import Calibration, Kind
 
-    found = Calibration.read(Path(settings.rates_file)).of(Kind.of(info, settings.threads))
-    return msgspec.structs.replace(info, rates=merged_rates(info.rates, found.rates))
+    found = Calibration.read(Path(settings.rates_file)).for_kind(Kind.from_info(info, settings.threads))
+    return msgspec.structs.replace(info, rates=found.applied_to(info.rates))
 
 
 def fingerprint(model: str) -> str:

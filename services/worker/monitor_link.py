@@ -77,7 +77,7 @@ class Telemetry:
     @property
     def info(self) -> InstanceInfo:
         """Who this instance is, with the rates and the chunk size that it has by now."""
-        return self._rates.of(self._info)
+        return self._rates.with_rates(self._info)
 
     @property
     def unready(self) -> str:
@@ -129,7 +129,7 @@ class Telemetry:
             self._roles.role,
             self._roles.draining,
             self.load(),
-            self._rates.news(time.time()),
+            self._rates.to_publish(time.time()),
             self._policies.revision,
             self._policies.trouble,
             self._rates.chunk.tokens,

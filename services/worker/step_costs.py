@@ -11,12 +11,10 @@ import msgspec
 
 from services.worker.engines.base import StepLog
 from services.worker.settings import WorkerSettings
-from shared.cost.kinds import EngineKind, Stage, Workshop, even_layers
+from shared.cost.kinds import EngineKind, EngineModels, Stage, even_layers
 from shared.cost.learning import LinkLearner, StepLearner
 from shared.cost.library import Library
-from shared.cost.linear import rates_of_steps
 from shared.cost.step import Batch
-from shared.cost.step_rates import step_rates_of
 from shared.domain.instance import InstanceInfo
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.rates import UNKNOWN_STEPS, Rates, StepRates
@@ -26,14 +24,16 @@ from shared.runtime.logs import get_log
 
 log = get_log(__name__)
 LEARN_S = 0.5  # between two calls of `learn`
-REPEAT_S = 5.0  # unchanged rates are published again so often, for schedulers that were away
-STEPS_A_LOOK = 64  # the newest steps are learned from; of an engine with many short steps, older ones are skipped
+REPEAT_S = 5.0  # unchanged rates are published again after this time, for schedulers that missed them
+STEPS_PER_CALL = 64  # the newest steps count; of an engine with many short steps, older ones are skipped
 PUBLISHED_CHANGE = 0.02  # a change by a smaller share is not published
 
 
 class LiveRates:
-    """Learns with each `learn`; `news` returns what the next heartbeat carries. `use_chunk` is called with each
-    chunk size.
+    """The rates of this instance, corrected by its own steps and imports.
+
+    `learn` is called from time to time; `to_publish` returns what the next heartbeat carries. use_chunk: called with
+    each chunk size.
     """
 
     def __init__(
@@ -45,12 +45,10 @@ class LiveRates:
     ) -> None:
         self.start = start = info.rates.step or catalogue_steps(settings)
         self.current = msgspec.structs.replace(info.rates, step=start)
-        self._steps = steps
-        self._stages = (
-            settings.pipeline_parallel
-        )  # that many batches are in flight: each step has that share of the decodes
-        self._next = 0
         self.chunk = ChunkSize(settings, start, use_chunk)
+        self._steps = steps
+        self._lanes = settings.pipeline_parallel  # batches in flight: each step has that share of the decodes
+        self._next_step = 0
         self._learner = StepLearner(start, settings.step_tokens, settings.max_seqs)
         self._link = LinkLearner(info.rates.link)
         self._token_bytes = info.kv_bytes_per_token
@@ -61,37 +59,33 @@ class LiveRates:
     def step(self) -> StepRates | None:
         return self.current.step
 
-    def of(self, info: InstanceInfo) -> InstanceInfo:
+    def with_rates(self, info: InstanceInfo) -> InstanceInfo:
         """This instance with its present rates and chunk size."""
         return msgspec.structs.replace(info, rates=self.current, chunk_size=self.chunk.tokens)
 
     def transferred(self, handle: KvHandle, report: TransferReport) -> None:
         if report.outcome is TransferOutcome.PULLED and report.wire_bytes:
-            kv_bytes = report.tokens * self._token_bytes
-            took_s = report.ended_s - report.started_s
-            self._link.add(handle.instance_id, handle.codec, kv_bytes, report.wire_bytes, took_s)
+            kv_bytes, seconds = report.tokens * self._token_bytes, report.ended_s - report.started_s
+            self._link.add(handle.instance_id, handle.codec, kv_bytes, report.wire_bytes, seconds)
 
     def learn(self) -> None:
         """Learn from the steps and imports since the last call."""
-        page = self._steps.page("", 0, self._next, 1 << 20)
-        self._next = page.next
-        steps = page.steps[-STEPS_A_LOOK:]
-        for one in steps:
-            batch = Batch(one.prefill, self._stages * one.decode_count, self._stages * one.decode_context_tokens)
-            self._learner.add(batch, one.seconds, one.ended_s)
+        page = self._steps.page("", 0, self._next_step, 1 << 20)
+        self._next_step = page.next
+        steps = page.steps[-STEPS_PER_CALL:]
+        for step in steps:
+            decodes, context = self._lanes * step.decode_count, self._lanes * step.decode_context_tokens
+            self._learner.add(Batch(step.prefill, decodes, context), step.seconds, step.ended_s)
         if steps:
-            step = self._learner.rates(steps[-1].ended_s)
-            self.chunk.learned(step)
-            learned = rates_of_steps(step, self.chunk.tokens)
-            self.current = msgspec.structs.replace(
-                self.current, prefill=learned.prefill, chunked=learned.chunked, batch=learned.batch, step=step
-            )
+            learned = self._learner.rates(steps[-1].ended_s)
+            self.chunk.follow(learned)
+            self.current = msgspec.structs.replace(self.current, step=learned)
         if (link := self._link.rate) is not None:
             self.current = msgspec.structs.replace(self.current, link=link)
 
-    def news(self, now: float) -> Rates | None:
-        """The present rates, if they differ from the published ones or these are older than REPEAT_S. `now`: unix
-        seconds.
+    def to_publish(self, now: float) -> Rates | None:
+        """The present rates, if they differ from the published ones or these are older than REPEAT_S; otherwise None.
+        now: Unix seconds.
         """
         if now - self._published_s < REPEAT_S and self._published is not None and _alike(self.current, self._published):
             return None
@@ -113,8 +107,7 @@ class ChunkSize:
         self.why = "auto: the first estimate of its steps" if self._auto else "as the settings say"
         use(self.tokens)
 
-    def learned(self, steps: StepRates) -> None:
-        """Follow what the step cost is known to be by now."""
+    def follow(self, steps: StepRates) -> None:
         if not self._auto:
             return
         form = steps.prefill
@@ -132,7 +125,7 @@ class ChunkSize:
 
 @dataclass(slots=True)
 class KnownRates:
-    """The step cost for the engine, which starts before anything is known of it."""
+    """The step cost for the engine, which starts before `rates` exist."""
 
     rates: LiveRates | None = None
 
@@ -141,46 +134,43 @@ class KnownRates:
 
 
 def catalogue_steps(settings: WorkerSettings) -> StepRates:
-    """Where learning starts without a calibration: the catalogue's accelerator, or a mid-range one where the
-    catalogue lacks it.
+    """The step cost before the first step without a calibration: that of the catalogue's accelerator, or of a mid-range
+    one where the catalogue lacks it.
     """
     try:
         library = Library.built_in()
-        shop = Workshop(library, library.geometry(settings.model))
-        times = shop.spread(kind_of(settings, shop))
+        models = EngineModels(library, library.geometry(settings.model))
+        return models.step_rates(kind_of(settings, models), settings.step_tokens, settings.max_seqs)
     except PolyphaseError as error:
         log.info("no step times of this accelerator and model; they are learned", reason=error.message)
         return UNKNOWN_STEPS
-    return step_rates_of(times.step_time_s, settings.step_tokens, settings.max_seqs)
 
 
-def kind_of(settings: WorkerSettings, shop: Workshop) -> EngineKind:
-    """The engine that a worker's settings describe, as the cost model has it: its stages on their accelerators.
-    Raises NotFound for an unknown accelerator.
-    """
+def kind_of(settings: WorkerSettings, models: EngineModels) -> EngineKind:
+    """The engine that a worker's settings describe. Raises NotFound for an unknown accelerator."""
     stages = settings.pipeline_parallel
     names = settings.stage_accelerators or (settings.accelerator,) * stages
-    layers = settings.pipeline_layers or even_layers(shop.geometry.layers, stages)
-    made = tuple(Stage(shop.device(name).name, count) for name, count in zip(names, layers, strict=True))
+    layers = settings.pipeline_layers or even_layers(models.geometry.layers, stages)
+    layout = tuple(Stage(models.device(name).name, count) for name, count in zip(names, layers, strict=True))
     hop = settings.emulated_hop.link if settings.emulated_hop is not None else None
-    return EngineKind(made, settings.tensor_parallel, settings.dtype, hop=hop)
+    return EngineKind(layout, settings.tensor_parallel, settings.dtype, hop=hop)
 
 
 def _alike(one: Rates, other: Rates) -> bool:
+    """Whether a scheduler would predict about the same times."""
     if one.step is None or other.step is None or one.link != other.link:
         return one == other
-    pairs = zip(_forms(one.step), _forms(other.step), strict=True)
+    pairs = zip(_usual_steps_s(one.step), _usual_steps_s(other.step), strict=True)
     return all(abs(a - b) <= PUBLISHED_CHANGE * max(abs(a), abs(b)) for a, b in pairs)
 
 
-def _forms(step: StepRates) -> list[float]:
-    """The time of a usual step of each kind, by which a change of coefficients is judged."""
-    usual = 256
-    return [
-        step.prefill_s(usual, 0),
-        step.prefill_s(usual, 1024),
+def _usual_steps_s(step: StepRates) -> tuple[float, ...]:
+    """The times of usual steps of each kind."""
+    return (
+        step.prefill_s(256, 0),
+        step.prefill_s(256, 1024),
         step.decode_s(1, 512),
         step.decode_s(16, 16 * 512),
-        step.mixed_s(usual, 0, 1, 512),
-        step.mixed_s(usual, 0, 16, 16 * 512),
-    ]
+        step.mixed_s(256, 0, 1, 512),
+        step.mixed_s(256, 0, 16, 16 * 512),
+    )

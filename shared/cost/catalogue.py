@@ -65,6 +65,11 @@ def bytes_of(dtype: str) -> float:
     return _BYTES[precision_of(dtype)]
 
 
+def kv_precision(weights: str, kv_dtype: str | None) -> str:
+    """The short name of the KV's precision, by default that of the weights, or bf16 where these are quantised."""
+    return precision_of(kv_dtype or ("bf16" if bytes_of(weights) < 2 else weights))
+
+
 @dataclass(frozen=True, slots=True)
 class Links:
     """Bandwidth of one accelerator's links, bytes/s in one direction."""
@@ -140,7 +145,7 @@ class Catalogue:
         self._index: dict[str, str] = {}
         for accelerator in self._by_name.values():
             for name in (accelerator.name, *accelerator.aliases):
-                self._index[_key(name)] = accelerator.name
+                self._index[loose_key(name)] = accelerator.name
 
     @classmethod
     def built_in(cls) -> "Catalogue":
@@ -152,10 +157,10 @@ class Catalogue:
 
     def get(self, name: str) -> Accelerator:
         """The accelerator of that name or alias. Raises NotFound that suggests similar names."""
-        found = name if name in self._by_name else self._index.get(_key(name))
+        found = name if name in self._by_name else self._index.get(loose_key(name))
         if found is not None:
             return self._by_name[found]
-        near = difflib.get_close_matches(_key(name), list(self._index), n=4, cutoff=0.5)
+        near = difflib.get_close_matches(loose_key(name), list(self._index), n=4, cutoff=0.5)
         close = dict.fromkeys(self._index[key] for key in near)
         hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(self._by_name)}."
         raise NotFound(f"unknown accelerator {name!r}; {hint} Add your own in a YAML file of the catalogue's form.")
@@ -200,5 +205,6 @@ def _accelerator(name: str, raw: object, where: str) -> Accelerator:
     )
 
 
-def _key(name: str) -> str:
+def loose_key(name: str) -> str:
+    """What names that match have in common: letters and digits, in lower case."""
     return "".join(character for character in name.lower() if character.isalnum())

@@ -43,13 +43,11 @@ class Efficiencies:
 
     def gemm_for(self, precision: str) -> Gemm:
         """Constants of a matrix product with weights of that precision, as a checkpoint names it (`fp8_block`)."""
-        return self.gemm[precision] if precision in self.gemm else _pick(self.gemm, precision_of(precision))
+        return _pick(self.gemm, precision)
 
     def experts_for(self, precision: str) -> ExpertMlp:
         """Constants of a mixture's experts with weights of that precision."""
-        known = self.experts or self.gemm
-        products = known[precision] if precision in known else _pick(known, precision_of(precision))
-        return ExpertMlp(products, self.elementwise)
+        return ExpertMlp(_pick(self.experts or self.gemm, precision), self.elementwise)
 
     def decode_for(self, precision: str) -> DecodeAttention:
         """Constants of decode attention over KV of that precision."""
@@ -128,15 +126,10 @@ class EfficiencyTable:
             name = self._like.get(name, "")
         return layers
 
-    def with_device(self, name: str, constants: Mapping[str, Any]) -> "EfficiencyTable":
-        """This table with one device's constants replaced or added, operator by operator."""
-        devices = {**self._devices, name: {**self._devices.get(name, {}), **constants}}
-        raw = {"date": self.date, "default": self._default, "like": self._like, "devices": devices}
-        return EfficiencyTable(raw, self._where)
-
 
 def _pick(by_precision: Mapping[str, T], precision: str) -> T:
-    for candidate in (precision_of(precision), *_STAND_IN.get(precision, ())):
+    short = precision_of(precision)
+    for candidate in (precision, short, *_STAND_IN.get(short, ())):
         if candidate in by_precision:
             return by_precision[candidate]
     return next(iter(by_precision.values()))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shared.cost.catalogue import Accelerator, bytes_of, precision_of
+from shared.cost.catalogue import Accelerator, bytes_of, kv_precision, precision_of
 from shared.domain.instance import KvGeometry
 
 Split = Literal["column", "row", "none"]
@@ -254,10 +254,9 @@ def kv_capacity_tokens(
     experts together hold a share of them each.
     """
     precision = precision_of(dtype or geometry.dtype)
-    kv_precision = precision_of(kv_dtype or ("bf16" if bytes_of(precision) < 2 else precision))
     ranks = tensor_parallel * pipeline_parallel
     copies = float(tensor_parallel) if geometry.latent else max(1.0, tensor_parallel / geometry.kv_heads)
     space = ranks * (utilisation * accelerator.memory_bytes - reserve_bytes)
     space -= geometry.weight_bytes(bytes_of(precision))
     space += geometry.expert_parameters() * (1.0 - 1.0 / experts.engines) * bytes_of(precision)
-    return int(space // (geometry.kv_bytes_per_token(bytes_of(kv_precision)) * copies))
+    return int(space // (geometry.kv_bytes_per_token(bytes_of(kv_precision(precision, kv_dtype))) * copies))

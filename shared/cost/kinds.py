@@ -1,23 +1,19 @@
 """Kinds of engines, by how they are built: their step times, KV capacity and rates, each worked out once.
 
-The planner, `polyphase simulate` and the papers' testbeds make their instances here, so that all predict the same.
-Also here: how much slower steps get when several instances share a host's cores.
+The planner, `polyphase simulate` and emulated engines make their step times here, so that all predict the same.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from shared.cost.catalogue import Accelerator, bytes_of
+from shared.cost.catalogue import Accelerator, bytes_of, kv_precision
 from shared.cost.geometry import RESERVE_BYTES, UTILISATION, ModelGeometry, kv_capacity_tokens
 from shared.cost.library import Library
-from shared.cost.linear import rates_of
 from shared.cost.network import Link
 from shared.cost.pipeline import Pipeline
-from shared.cost.step import Batch, Segment, StepModel, StepTimes
-from shared.domain.rates import Rates
+from shared.cost.step import Batch, StepModel
+from shared.cost.step_rates import step_rates_of
+from shared.domain.rates import StepRates
 from shared.errors import Incompatible, InvalidRequest
 
 HOP_LATENCY_S = 1e-4  # default latency of activations from stage to stage
@@ -68,7 +64,7 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-class Workshop:
+class EngineModels:
     """Makes and keeps what engines of one model are simulated with: equal engines share their step times."""
 
     def __init__(self, library: Library, geometry: ModelGeometry) -> None:
@@ -76,7 +72,7 @@ class Workshop:
         self.geometry = geometry
         self._models: dict[tuple[object, ...], StepModel] = {}
         self._times: dict[EngineKind, StepModel | Pipeline] = {}
-        self._rates: dict[tuple[object, ...], Rates] = {}
+        self._rates: dict[tuple[EngineKind, int, int], StepRates] = {}
 
     def device(self, name: str) -> Accelerator:
         return self.library.catalogue.get(name)
@@ -91,10 +87,7 @@ class Workshop:
         return found
 
     def kv_dtype(self, kind: EngineKind) -> str:
-        times = self.times(kind)
-        first = times.stages[0] if isinstance(times, Pipeline) else times
-        assert isinstance(first, StepModel)
-        return first.kv_dtype
+        return kv_precision(kind.dtype or self.geometry.dtype, kind.kv_dtype)
 
     def kv_tokens(
         self, kind: EngineKind, utilisation: float = UTILISATION, reserve_bytes: float = RESERVE_BYTES
@@ -131,17 +124,19 @@ class Workshop:
             f"GB leave KV for {max(0, tokens) // kind.lanes} tokens of a request, which may need {longest_tokens}"
         )
 
-    def rates(self, kind: EngineKind, chunk: int, price_per_hour: float = 0.0, weight: float = 1.0) -> Rates:
-        """What policies know about such an engine, in steps of `chunk` tokens."""
-        key = (kind, chunk, price_per_hour, weight)
+    def step_rates(self, kind: EngineKind, chunk: int, decodes: int = 128) -> StepRates:
+        """The step cost that policies know, over steps of up to `chunk` tokens and `decodes` decodes."""
+        key = (kind, chunk, decodes)
         if key not in self._rates:
-            self._rates[key] = rates_of(self.spread(kind), chunk, price_per_hour, weight)
-        return self._rates[key]
+            times, lanes = self.times(kind), kind.lanes
 
-    def spread(self, kind: EngineKind) -> StepTimes:
-        """Step times of a lane by the decodes of the whole engine, of which each lane has its share."""
-        times = self.times(kind)
-        return times if kind.lanes == 1 else _Spread(times, kind.lanes)
+            def step_s(batch: Batch) -> float:
+                """Seconds of a lane's step by the decodes of the whole engine, of which each lane has its share."""
+                count, context = -(-batch.decode_count // lanes), batch.decode_context_tokens // lanes
+                return times.step_time_s(Batch(batch.prefill, count, context))
+
+            self._rates[key] = step_rates_of(step_s, chunk, decodes)
+        return self._rates[key]
 
     def price_usd_hour(self, kind: EngineKind) -> float:
         return sum(kind.tensor_parallel * self.device(stage.accelerator).price_usd_hour for stage in kind.stages)
@@ -173,77 +168,3 @@ class Workshop:
         hop = kind.hop or Link(stages[0].accelerator.links.scale_up, HOP_LATENCY_S)
         per_token_s = self.geometry.hidden * _ACTIVATION_BYTES / (hop.bandwidth_bytes_s * hop.efficiency)
         return Pipeline(tuple(stages), len(stages), hop.latency_s, per_token_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Spread:
-    times: StepTimes
-    lanes: int
-
-    def step_time_s(self, batch: Batch) -> float:
-        count, context = -(-batch.decode_count // self.lanes), batch.decode_context_tokens // self.lanes
-        return self.times.step_time_s(Batch(batch.prefill, count, context))
-
-    def decode_time_s(self, count: int, context_tokens: int) -> float:
-        return self.times.decode_time_s(-(-count // self.lanes), context_tokens // self.lanes)
-
-    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[Segment, ...]:
-        return self.times.decode_segments(-(-count // self.lanes), context_tokens // self.lanes, steps)
-
-
-Floats = NDArray[np.float64]
-Curve = tuple[float, ...]  # at [k]: how many times longer a step takes while k other instances of the host are busy
-
-NEAR = 0.25  # a step counts for the curve at k if on average k others were busy, give or take so many
-_MIN_STEPS = 20  # of a point of the curve
-
-
-def others_busy(intervals: Mapping[str, tuple[Floats, Floats]]) -> dict[str, Floats]:
-    """How many other instances were busy on average during each step of each instance.
-
-    intervals: starts and ends of the instances' steps, shape [n] each, in order of time; one clock for all.
-    """
-    busy = {name: _busy_until(*times) for name, times in intervals.items()}
-    found = {}
-    for name, (starts, ends) in intervals.items():
-        total = np.zeros(len(starts))
-        for other, (moments, seconds) in busy.items():
-            if other != name and len(moments):
-                total += np.interp(ends, moments, seconds) - np.interp(starts, moments, seconds)
-        found[name] = total / np.maximum(ends - starts, 1e-9)
-    return found
-
-
-def _busy_until(starts: Floats, ends: Floats) -> tuple[Floats, Floats]:
-    """Seconds of work done by each start and end. Steps of one engine do not overlap; their clocks may."""
-    starts = np.maximum(starts, np.concatenate(([-np.inf], np.maximum.accumulate(ends)[:-1])))
-    ends = np.maximum(ends, starts)
-    moments = np.stack((starts, ends), axis=1).ravel()
-    done = np.cumsum(ends - starts)
-    return moments, np.stack((done - (ends - starts), done), axis=1).ravel()
-
-
-def slowdown_curve(others: Floats, seconds: Floats, alone_s: Floats) -> Curve:
-    """The curve that follows from steps, shape [n] each: other busy instances, the time taken, and the time alone.
-
-    It starts at 1, does not fall, and ends at the most other instances that enough steps have seen.
-    """
-    curve = [1.0]
-    for count in range(1, int(others.max(initial=0.0) + NEAR) + 1):
-        near = np.abs(others - count) <= NEAR
-        if near.sum() < _MIN_STEPS:
-            break
-        curve.append(max(curve[-1], float(seconds[near].sum() / alone_s[near].sum())))
-    return tuple(curve)
-
-
-def slowdown_at(curve: Curve, others: Floats) -> Floats:
-    """The curve at any number of other instances, shape [n]; beyond its end it continues with its last slope."""
-    reach = len(curve) - 1
-    slope = curve[-1] - curve[-2] if reach else 0.0
-    within = np.asarray(np.interp(others, np.arange(reach + 1), curve), dtype=np.float64)
-    return np.asarray(within + slope * np.maximum(0.0, others - reach))
-
-
-def joined(parts: Sequence[Floats]) -> Floats:
-    return np.concatenate(parts) if parts else np.zeros(0)

@@ -191,11 +191,11 @@ class LayerCost:
 
     def _decode_line(self, count: int) -> tuple[float, float, float, float]:
         one, heads, device = self._decode, self._heads, self._half
-        busy = one.busy(count, heads, device, min, max)
+        busy = one.busy(count, heads, device)
         query_s = count * heads.query_bytes / (device.bandwidth * one.memory.share)
-        fixed = one.fixed_s(count, heads, device, min) + one.long_s + query_s / busy
+        fixed = one.fixed_s(count, heads, device) + one.long_s + query_s / busy
         slope = count * one.cold_position_s(heads, device) / busy
-        return float(fixed), float(slope), float(one.depth_at(count, 1.0, heads, min)), one.depth_tokens
+        return float(fixed), float(slope), float(one.depth_at(count, 1.0, heads)), one.depth_tokens
 
     def _mixed_layer_s(
         self, chunks: Sequence[tuple[int, int]], count: int, context_tokens: float, window: float
@@ -209,7 +209,7 @@ class LayerCost:
                 # The mean span of the chunk's tokens is capped; `positions` adds the chunk's own share to it.
                 own = one.triangle * new
                 context = min(context + own, window) - own
-            positions += one.positions(new, context, max)
+            positions += one.positions(new, context)
             span = new + max(0.0, min(float(before), context))
             moved += span
             longest = max(longest, span)
@@ -222,6 +222,6 @@ class LayerCost:
         alone = self._decode_layer_s(count, mean)
         if self._geometry.latent:
             return alone + float(one.time_s(positions, moved, longest, heads, self._half))
-        decode_s = one.decode_s(count, mean * count, heads, self._half, min, max)
+        decode_s = one.decode_s(count, mean * count, heads, self._half)
         together = float(one.time_s(positions, moved, max(longest, mean), heads, self._half, decode_s))
         return max(alone, together)

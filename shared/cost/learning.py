@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.cost.step import Batch
-from shared.cost.step_rates import NAMES, TERMS, profile_batches, terms_of
+from shared.cost.step_rates import NAMES, TERMS, kind_of, profile_batches, step_form, terms_of
 from shared.domain.kv import Codec
-from shared.domain.rates import LinkRate, StepForm, StepRates
+from shared.domain.rates import LinkRate, StepForm, StepRates, StepSource
 
 HALF_LIFE_S = 60.0  # of a step's weight in the shape of its kind
 RECENT_S = 4.0  # steps at most so old show how fast the instance is now
@@ -82,6 +82,7 @@ class StepLearner:
     """
 
     def __init__(self, prior: StepRates, budget: int, decodes: int) -> None:
+        self._start_source = prior.source
         profile = profile_batches(budget, decodes)
         self._kinds = {name: _Kind(name, getattr(prior, name), profile[name]) for name in TERMS}
 
@@ -89,9 +90,7 @@ class StepLearner:
         """A step of `batch` took `seconds` and ended at `now`, which must not decrease."""
         if not seconds > 0.0:
             return
-        name = "decode" if not batch.prefill else "mixed" if batch.decode_count else "prefill"
-        kind = self._kinds[name]
-        terms = terms_of(batch)
+        kind, terms = self._kinds[kind_of(batch)], terms_of(batch)
         kind.add(np.array([terms[term] for term in kind.terms]), seconds, now)
 
     def rates(self, now: float) -> StepRates:
@@ -105,21 +104,20 @@ class StepLearner:
         every = [ratio for some in ratios.values() for ratio in some]
         common = median(every) if len(every) >= FEW else 1.0
         forms = {name: self._form(name, solved[name], ratios[name], common) for name in TERMS}
-        return StepRates(**forms)
+        return StepRates(**forms, source=StepSource.LEARNED if seen else self._start_source)
 
     def _form(self, name: str, solved: Array, ratios: list[float], common: float) -> StepForm:
         kind = self._kinds[name]
         pace = median(ratios) if len(ratios) >= FEW else common
         error = median(abs(ratio / pace - 1.0) for ratio in ratios) if ratios else 0.0
-        plain = {NAMES[term]: float(value) * pace for term, value in zip(kind.terms, solved, strict=True)}
-        return msgspec.convert({"fixed_s": 0.0, **plain, "error": error, "steps": kind.steps}, StepForm)
+        return step_form(kind.terms, solved * pace, error, kind.steps)
 
 
 LARGE_BYTES = 1 << 20  # imports of at least so many bytes show the bandwidth, smaller ones the latency
 KEPT = 32  # imports kept of one exporter
 PEERS = 64  # exporters kept, the latest
-TOLD = 16  # exporters whose own bandwidth is reported
-APART = 1.5  # factor by which it must be lower to be reported
+MAX_SLOW = 16  # exporters whose own bandwidth is published
+APART = 1.5  # factor by which it must be lower to be published
 
 
 class _Peer:
@@ -174,19 +172,19 @@ class LinkLearner:
         short = [seconds for peer in self._peers.values() for seconds in peer.small]
         slow = {name: bytes_s for name, bytes_s in known.items() if bytes_s * APART < usual}
         latency_s = min(short) if short else self._start.latency_s if self._start else 0.0
-        return LinkRate(usual, latency_s, dict(sorted(slow.items(), key=lambda item: item[1])[:TOLD]), coded)
+        return LinkRate(usual, latency_s, dict(sorted(slow.items(), key=lambda item: item[1])[:MAX_SLOW]), coded)
 
     def _coded(self) -> dict[str, float]:
         """Bytes a second by codec, and by codec and exporter where that is much slower."""
-        told: dict[str, float] = {}
+        rates: dict[str, float] = {}
         for codec in Codec:
             known = {name: _typical(peer.coded[codec]) for name, peer in self._peers.items() if codec in peer.coded}
             if not known:
                 continue
-            told[codec.value] = usual = max(known.values())
+            rates[codec.value] = usual = max(known.values())
             slow = sorted((rate, name) for name, rate in known.items() if rate * APART < usual)
-            told.update({f"{codec.value} {name}": rate for rate, name in slow[:TOLD]})
-        return told
+            rates.update({f"{codec.value} {name}": rate for rate, name in slow[:MAX_SLOW]})
+        return rates
 
 
 def _typical(rates: Iterable[float]) -> float:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shared.cost.catalogue import Catalogue
+from shared.cost.catalogue import Catalogue, loose_key
 from shared.cost.efficiency import EfficiencyTable
 from shared.cost.geometry import Experts, ExpertSplit, LatentAttention, ModelGeometry
 from shared.cost.step import StepModel
@@ -82,7 +82,7 @@ def geometry_from_file(path: Path) -> ModelGeometry:
 def bundled_geometry(name: str) -> ModelGeometry:
     """A well-known model by name or hub id (`Llama-3-8B`, `meta-llama/Meta-Llama-3-8B`)."""
     entries = _bundle()
-    found = _index().get(_key(name)) or _index().get(_key(name.rpartition("/")[2]))
+    found = _index().get(loose_key(name)) or _index().get(loose_key(name.rpartition("/")[2]))
     if found is None:
         raise NotFound(
             f"no bundled geometry for the model {name!r}; bundled: {', '.join(entries)}. "
@@ -97,12 +97,10 @@ def bundled_names() -> tuple[str, ...]:
 
 def _architecture(config: Config, name: str) -> str:
     listed = [str(architecture) for architecture in _list(config, "architectures")]
-    for architecture in listed:
+    by_type = loose_key(str(config.get("model_type", "")).removesuffix("_text") + "ForCausalLM")
+    for architecture in listed or [known for known in _READERS if loose_key(known) == by_type]:
         if architecture in _READERS:
             return architecture
-    by_type = _MODEL_TYPES.get(str(config.get("model_type", "")))
-    if by_type and not listed:
-        return by_type
     stated = ", ".join(map(shown, listed)) or f"model_type {shown(config.get('model_type'))}"
     raise InvalidRequest(f"{name}: unknown architecture {stated}; known: {', '.join(_READERS)}")
 
@@ -275,21 +273,6 @@ _READERS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "DeepseekV2ForCausalLM": _deepseek,
     "DeepseekV3ForCausalLM": _deepseek,
 }
-_MODEL_TYPES: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "opt": "OPTForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-}
 
 
 @cache
@@ -302,9 +285,5 @@ def _index() -> dict[str, str]:
     index: dict[str, str] = {}
     for name, config in _bundle().items():
         for alias in (name, *config.get("aliases", ())):
-            index[_key(alias)] = name
+            index[loose_key(alias)] = name
     return index
-
-
-def _key(name: str) -> str:
-    return "".join(character for character in name.lower() if character.isalnum())

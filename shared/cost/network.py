@@ -123,7 +123,7 @@ class LinkEntry(_Part):
         return Link(self.gbps * 1e9 / 8.0, self.latency_s, self.efficiency)
 
     @classmethod
-    def of(cls, link: Link) -> "LinkEntry":
+    def from_link(cls, link: Link) -> "LinkEntry":
         return cls(gbps=link.bandwidth_bytes_s * 8.0 / 1e9, latency_s=link.latency_s, efficiency=link.efficiency)
 
 
@@ -214,11 +214,11 @@ def entry_of(network: Network) -> NetworkEntry:
     inside = _most_frequent(list(network.inside.values()))
     between = _most_frequent(list(network.between.values()))
     return NetworkEntry(
-        inside=LinkEntry.of(inside) if inside else None,
-        between=LinkEntry.of(between) if between else None,
-        nodes={name: LinkEntry.of(link) for name, link in network.inside.items() if link != inside},
+        inside=LinkEntry.from_link(inside) if inside else None,
+        between=LinkEntry.from_link(between) if between else None,
+        nodes={name: LinkEntry.from_link(link) for name, link in network.inside.items() if link != inside},
         pairs=tuple(
-            PairEntry(nodes=pair, **LinkEntry.of(link).model_dump())
+            PairEntry(nodes=pair, **LinkEntry.from_link(link).model_dump())
             for pair, link in network.between.items()
             if link != between
         ),

@@ -5,7 +5,6 @@ They are physical: FLOPs over an effective rate, bytes over an effective bandwid
 divides into tiles over the device's units.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,17 @@ from shared.cost.catalogue import Accelerator
 
 # A float or a float array. numpy's types cannot say that the result is of the kind of the arguments.
 Numeric = Any
-Extremum = Callable[..., Any]  # max and min for numbers, np.maximum and np.minimum for arrays
+
+
+def minimum(a: Numeric, b: Numeric) -> Numeric:
+    """The lesser of two numbers, or of each pair in arrays."""
+    return np.minimum(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else min(a, b)
+
+
+def maximum(a: Numeric, b: Numeric) -> Numeric:
+    """The greater of two numbers, or of each pair in arrays."""
+    return np.maximum(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else max(a, b)
+
 
 # Output tiles that matrix kernels use, and the ways to split the inner dimension.
 _TILES: tuple[tuple[int, int], ...] = (
@@ -181,11 +190,11 @@ class Collective:
     ring_share: float
     contention: float = 0.0  # exponent of the loss when more than two ranks share the link
 
-    def all_reduce_s(self, moved: Numeric, ranks: Numeric, link: float, low: Extremum = np.minimum) -> Numeric:
+    def all_reduce_s(self, moved: Numeric, ranks: Numeric, link: float) -> Numeric:
         """Seconds to sum `moved` bytes. Source: 2(n−1)/n of the bytes cross each link."""
         crossing = 2.0 * (ranks - 1.0) / ranks * moved / link * (ranks / 2.0) ** self.contention
         direct = self.latency_s + self.latency_rank_s * ranks + crossing / self.share
-        return low(direct, self.ring_latency_s + crossing / self.ring_share)
+        return minimum(direct, self.ring_latency_s + crossing / self.ring_share)
 
     def gather_scatter_s(self, moved: Numeric, ranks: Numeric, link: float) -> Numeric:
         """Seconds to gather `moved` bytes on each rank and, later, to sum and scatter as many.
@@ -268,23 +277,23 @@ class DecodeAttention:
     compute: float  # share of the peak rate
     memory: Memory
 
-    def fixed_s(self, count: Numeric, heads: Heads, device: Device, low: Extremum) -> Numeric:
+    def fixed_s(self, count: Numeric, heads: Heads, device: Device) -> Numeric:
         """The part that does not depend on the context."""
         items = count * heads.kv
-        several = low(1.0, (items - low(items, 8.0)) / 8.0)
-        grouped = low(1.0, heads.query - heads.kv) * low(1.0, heads.kv - 1.0) * several
-        idle = low(items, device.units)
+        several = minimum(1.0, (items - minimum(items, 8.0)) / 8.0)
+        grouped = minimum(1.0, heads.query - heads.kv) * minimum(1.0, heads.kv - 1.0) * several
+        idle = minimum(items, device.units)
         return self.overhead_s + self.grouped_s * grouped + self.item_s * (items - idle)
 
-    def depth_at(self, count: Numeric, mean_context: Numeric, heads: Heads, low: Extremum) -> Numeric:
+    def depth_at(self, count: Numeric, mean_context: Numeric, heads: Heads) -> Numeric:
         """Latency along a context of that length."""
-        return self.depth_s / (1.0 + count * heads.kv / self.depth_items) * low(mean_context, self.depth_tokens)
+        return self.depth_s / (1.0 + count * heads.kv / self.depth_items) * minimum(mean_context, self.depth_tokens)
 
-    def busy(self, count: Numeric, heads: Heads, device: Device, low: Extremum, high: Extremum) -> Numeric:
+    def busy(self, count: Numeric, heads: Heads, device: Device) -> Numeric:
         """Share of the units that have work, hence of the bandwidth that can be drawn."""
-        grouped = low(1.0, heads.query - heads.kv)  # 1 or 0
-        with_groups = low(1.0, heads.kv * high(self.splits, 2.0 * count) / device.units)
-        without = low(1.0, count * heads.kv * self.ungrouped_splits / device.units)
+        grouped = minimum(1.0, heads.query - heads.kv)  # 1 or 0
+        with_groups = minimum(1.0, heads.kv * maximum(self.splits, 2.0 * count) / device.units)
+        without = minimum(1.0, count * heads.kv * self.ungrouped_splits / device.units)
         return grouped * with_groups + (1.0 - grouped) * without
 
     def cold_position_s(self, heads: Heads, device: Device) -> float:
@@ -295,11 +304,11 @@ class DecodeAttention:
 
     def time_s(self, count: Numeric, context: Numeric, heads: Heads, device: Device) -> Numeric:
         """Seconds for `count` sequences of `context` positions each, with KV in the cache where it fits."""
-        total = self.fixed_s(count, heads, device, np.minimum) + self.long_s * (context > 128)
-        total = total + self.depth_at(count, context, heads, np.minimum)
+        total = self.fixed_s(count, heads, device) + self.long_s * (context > 128)
+        total = total + self.depth_at(count, context, heads)
         positions = count * context
         memory_s = self.memory.time_s(positions * heads.kv_bytes + count * heads.query_bytes, device)
-        memory_s = memory_s / self.busy(count, heads, device, np.minimum, np.maximum)
+        memory_s = memory_s / self.busy(count, heads, device)
         compute_s = positions * heads.flops / (device.flops * self.compute)
         return total + (compute_s**4.0 + memory_s**4.0) ** 0.25
 
@@ -328,18 +337,16 @@ class VarlenAttention:
     cache_use: float = 1.1  # multiple of the cache up to which one KV head's contexts stay in it
     triangle: float = 0.5  # share of the chunk's own square that is computed: 0.5 skips all of the future, 1 nothing
 
-    def positions(self, tokens: Numeric, context: Numeric, high: Extremum) -> Numeric:
+    def positions(self, tokens: Numeric, context: Numeric) -> Numeric:
         """Query-key pairs that a causal chunk computes, whole tiles counted."""
-        return high(tokens, self.tile_rows) * (context + self.triangle * tokens + self.tile_rows / 2.0)
+        return maximum(tokens, self.tile_rows) * (context + self.triangle * tokens + self.tile_rows / 2.0)
 
     def decode_positions(self, contexts: Numeric, heads: Heads) -> Numeric:
         """Query-key pairs that decodes of that total context compute inside a mixed batch."""
         share = heads.kv / heads.query if self.packs_groups else 1.0
         return self.decode_rows * share * contexts
 
-    def decode_reads(
-        self, count: Numeric, contexts: Numeric, heads: Heads, device: Device, low: Extremum, high: Extremum
-    ) -> Numeric:
+    def decode_reads(self, count: Numeric, contexts: Numeric, heads: Heads, device: Device) -> Numeric:
         """How often a mixed batch reads its decodes' KV from memory: 1, up to the query heads of a KV head.
 
         Tiles start head by head, all sequences of one head before the next. Query heads of one KV head that run at the
@@ -353,20 +360,18 @@ class VarlenAttention:
             return 1.0
         group = heads.query / heads.kv
         room = device.units * max(1.0, device.unit_memory_bytes // _TILE_BYTES)
-        reads = low(group, high(1.0, -(-group * count // room)))
+        reads = minimum(group, maximum(1.0, -(-group * count // room)))
         held = self.cache_use * device.cache_bytes * heads.kv / (contexts * heads.kv_bytes + 1.0)
         return 1.0 + (reads - 1.0) / (1.0 + held**_CACHE_STEEPNESS)
 
-    def decode_s(
-        self, count: Numeric, contexts: Numeric, heads: Heads, device: Device, low: Extremum, high: Extremum
-    ) -> Numeric:
+    def decode_s(self, count: Numeric, contexts: Numeric, heads: Heads, device: Device) -> Numeric:
         """Seconds that `count` decodes of that total context add to a mixed batch."""
         compute_s = self.decode_positions(contexts, heads) * heads.flops / (device.flops * self.compute)
-        moved = contexts * heads.kv_bytes * self.decode_reads(count, contexts, heads, device, low, high)
+        moved = contexts * heads.kv_bytes * self.decode_reads(count, contexts, heads, device)
         memory_s = (moved + count * heads.query_bytes) / (device.bandwidth * self.decode_share)
         p = self.decode_sharpness
         # The greater of the two times is factored out: powers of both small times would vanish.
-        greater = high(compute_s, memory_s) + _LEAST_S
+        greater = maximum(compute_s, memory_s) + _LEAST_S
         both = ((compute_s / greater) ** p + (memory_s / greater) ** p) ** (1.0 / p)
         return self.decode_item_s * count * heads.query + greater * both
 

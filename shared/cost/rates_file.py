@@ -1,7 +1,6 @@
 """The file of a calibration: workers report its rates, and the simulator uses its step times."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,9 @@ import msgspec
 import yaml
 
 from shared.cost.library import Library
-from shared.cost.step import Batch, Segment, StepModel, StepTimes
-from shared.cost.step_rates import NAMES
+from shared.cost.step import ScaledSteps, Speed
 from shared.domain.instance import InstanceInfo
-from shared.domain.rates import Rates, StepForm, StepRates
+from shared.domain.rates import Rates, StepSource
 from shared.errors import InvalidRequest, NotFound
 from shared.files.yaml_file import read_yaml
 
@@ -35,7 +33,7 @@ class Kind(msgspec.Struct, frozen=True):
     pipeline_parallel: int = 1
 
     @classmethod
-    def of(cls, info: InstanceInfo, threads: int) -> "Kind":
+    def from_info(cls, info: InstanceInfo, threads: int) -> "Kind":
         """The kind of an instance; `threads` is the worker's setting."""
         name = Path(geometry_name(info)).name
         engine, degrees = info.compatibility.engine, (info.tensor_parallel, info.pipeline_parallel)
@@ -80,19 +78,19 @@ class CalibratedKind(msgspec.Struct, frozen=True):
     saturation_tokens: int
     rates: Rates
 
-    def step_times(self, library: Library) -> "ScaledSteps":
+    def applied_to(self, known: Rates) -> Rates:
+        """The rates of an instance of this kind; `known` has its price, weight and coding costs."""
+        step = self.rates.step
+        step = step and msgspec.structs.replace(step, source=StepSource.FIT)
+        return msgspec.structs.replace(known, step=step, link=self.rates.link)
+
+    def step_times(self, library: Library) -> ScaledSteps:
         """Step times of an instance that has its host to itself."""
         kind = self.kind
         degrees = kind.tensor_parallel, kind.pipeline_parallel
         model = library.step_model(kind.accelerator, self.geometry, *degrees, kind.dtype)
-        device = model.accelerator
-        fitted = replace(
-            device,
-            bandwidth_bytes_s=device.bandwidth_bytes_s * self.bandwidth_factor,
-            matrix_flops={name: rate * self.compute_factor for name, rate in device.matrix_flops.items()},
-        )
-        costs = replace(model.efficiencies, step_s=self.step_s, sequence_s=self.sequence_s)
-        return ScaledSteps(StepModel(fitted, model.geometry, *degrees, kind.dtype, costs), self.scale, self.chunk_s)
+        speed = Speed(self.compute_factor, self.bandwidth_factor, self.step_s, self.sequence_s)
+        return ScaledSteps(model.at_speed(speed), self.scale, self.chunk_s)
 
 
 class ControlPlane(msgspec.Struct, frozen=True):
@@ -125,11 +123,11 @@ class Calibration(msgspec.Struct, frozen=True):
             raise InvalidRequest(f"{path}: {error}") from error
 
     def to_yaml(self) -> str:
-        plain = _rounded(msgspec.to_builtins(self))
+        plain = rounded(msgspec.to_builtins(self), 5)
         body = yaml.safe_dump(plain, sort_keys=False, width=118, default_flow_style=None, allow_unicode=True)
         return f"{_HEAD}{body}"
 
-    def of(self, kind: Kind) -> CalibratedKind:
+    def for_kind(self, kind: Kind) -> CalibratedKind:
         """The calibration of that kind. Raises NotFound that names the calibrated kinds."""
         for one in self.kinds:
             if one.kind == kind:
@@ -137,65 +135,10 @@ class Calibration(msgspec.Struct, frozen=True):
         raise NotFound(f"not calibrated: {kind}; calibrated: {'; '.join(str(one.kind) for one in self.kinds)}")
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledSteps:
-    """Step times of a model, multiplied by `factor`, with `chunk_s` more for each prefill chunk."""
-
-    model: StepTimes
-    factor: float = 1.0
-    chunk_s: float = 0.0
-
-    def times(self, factor: float) -> "ScaledSteps":
-        return ScaledSteps(self.model, self.factor * factor, self.chunk_s * factor)
-
-    def step_time_s(self, batch: Batch) -> float:
-        return self.factor * self.model.step_time_s(batch) + self.chunk_s * len(batch.prefill)
-
-    def prefill_time_s(self, tokens: int) -> float:
-        """Seconds of a step of one chunk without earlier context."""
-        return self.step_time_s(Batch(((tokens, 0),)))
-
-    def decode_time_s(self, count: int, context_tokens: int) -> float:
-        return self.factor * self.model.decode_time_s(count, context_tokens)
-
-    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[Segment, ...]:
-        runs = self.model.decode_segments(count, context_tokens, steps)
-        return tuple((taken, self.factor * first, self.factor * last) for taken, first, last in runs)
-
-
-def scaled_rates(rates: Rates, factor: float, chunk_s: float = 0.0, chunk: int = 512) -> Rates:
-    """Rates of an instance that takes `factor` times as long, and `chunk_s` more for each chunk of `chunk` tokens."""
-
-    def scaled(cost: Any, **more: float) -> Any:
-        if cost is None:
-            return None
-        plain = {name: value * factor + more.get(name, 0.0) for name, value in msgspec.to_builtins(cost).items()}
-        return type(cost)(**plain)
-
-    def stepped(form: StepForm, chunks: float) -> StepForm:
-        longer = {name: getattr(form, name) * factor for name in NAMES}
-        return msgspec.structs.replace(form, **{**longer, "fixed_s": form.fixed_s * factor + chunks * chunk_s})
-
-    step = rates.step
-
-    return msgspec.structs.replace(
-        rates,
-        prefill=scaled(rates.prefill, k_p=chunk_s / chunk, b_p=chunk_s / 2.0),  # the last chunk is half full on average
-        chunked=scaled(rates.chunked, b_c=chunk_s),
-        batch=scaled(rates.batch, p2=chunk_s),
-        step=step and StepRates(stepped(step.prefill, 1.0), stepped(step.decode, 0.0), stepped(step.mixed, 1.0)),
-    )
-
-
-def merged_rates(known: Rates, calibrated: Rates) -> Rates:
-    """Calibrated costs, with the price, weight and coding costs that were known before."""
-    kept = {"price_per_hour": known.price_per_hour, "weight": known.weight, "codecs": known.codecs}
-    return msgspec.structs.replace(calibrated, **kept)
-
-
-def _rounded(value: Any) -> Any:
+def rounded(value: Any, digits: int) -> Any:
+    """Plain values for a file: numbers with that many significant digits, without keys whose value is None."""
     if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
+        return {key: rounded(each, digits) for key, each in value.items() if each is not None}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_rounded(each) for each in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+        return [rounded(each, digits) for each in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value

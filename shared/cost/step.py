@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.cost.catalogue import Accelerator, bytes_of, precision_of
+from shared.cost.catalogue import Accelerator, kv_precision, precision_of
 from shared.cost.efficiency import Efficiencies, EfficiencyTable
 from shared.cost.geometry import ExpertSplit, ModelGeometry
 from shared.cost.layers import LayerCost
@@ -31,12 +31,6 @@ class Batch:
     decode_count: int = 0
     decode_context_tokens: int = 0
 
-    @classmethod
-    def of(cls, prefill: Iterable[tuple[int, int]] = (), decode_contexts: Iterable[int] = ()) -> "Batch":
-        """A batch from the contexts of its decode requests."""
-        contexts = tuple(decode_contexts)
-        return cls(tuple(prefill), len(contexts), sum(contexts))
-
     @property
     def tokens(self) -> int:
         """Tokens that pass through the weight matrices."""
@@ -57,6 +51,20 @@ class StepTimes(Protocol):
     def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[Segment, ...]:
         """The next `steps` decode steps, each context longer by one token at each step."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How measured steps differ from the catalogue's.
+
+    compute, bandwidth: multiples of the accelerator's. step_s, sequence_s: the costs of a step, and of each of its
+    sequences, besides the kernels.
+    """
+
+    compute: float
+    bandwidth: float
+    step_s: float
+    sequence_s: float
 
 
 class StepModel:
@@ -83,8 +91,9 @@ class StepModel:
         self.geometry = geometry
         self.tensor_parallel = tensor_parallel
         self.pipeline_parallel = pipeline_parallel
-        self.dtype = precision_of(dtype or geometry.dtype)
-        self.kv_dtype = precision_of(kv_dtype or ("bf16" if bytes_of(self.dtype) < 2 else self.dtype))
+        self._weights_dtype = dtype or geometry.dtype
+        self.dtype = precision_of(self._weights_dtype)
+        self.kv_dtype = kv_precision(self.dtype, kv_dtype)
         self.experts = experts
         self.efficiencies = efficiencies or EfficiencyTable.from_file().for_device(accelerator.name)
         self._layers = LayerCost(
@@ -92,13 +101,30 @@ class StepModel:
             geometry,
             tensor_parallel,
             pipeline_parallel,
-            dtype or geometry.dtype,
+            self._weights_dtype,
             self.kv_dtype,
             self.efficiencies,
             experts,
         )
         self._dense_s = _ByCount(self._layers.dense_s)
         self._head_s = _ByCount(self._layers.head_s)
+
+    def at_speed(self, speed: Speed) -> "StepModel":
+        device, flops = self.accelerator, self.accelerator.matrix_flops
+        return StepModel(
+            replace(
+                device,
+                bandwidth_bytes_s=device.bandwidth_bytes_s * speed.bandwidth,
+                matrix_flops={precision: rate * speed.compute for precision, rate in flops.items()},
+            ),
+            self.geometry,
+            self.tensor_parallel,
+            self.pipeline_parallel,
+            self._weights_dtype,
+            replace(self.efficiencies, step_s=speed.step_s, sequence_s=speed.sequence_s),
+            self.kv_dtype,
+            self.experts,
+        )
 
     def step_time_s(self, batch: Batch) -> float:
         count, contexts = batch.decode_count, batch.decode_context_tokens
@@ -168,6 +194,32 @@ class _ByCount:
             counts = np.maximum(np.arange(first, first + _BLOCK, dtype=np.float64), 1.0)
             block = self._blocks[count // _BLOCK] = [float(x) for x in self._time_s(counts)]
         return block[count % _BLOCK]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledSteps:
+    """Step times of a model, multiplied by `factor`, with `chunk_s` more for each prefill chunk."""
+
+    model: StepTimes
+    factor: float = 1.0
+    chunk_s: float = 0.0
+
+    def times(self, factor: float) -> "ScaledSteps":
+        return ScaledSteps(self.model, self.factor * factor, self.chunk_s * factor)
+
+    def step_time_s(self, batch: Batch) -> float:
+        return self.factor * self.model.step_time_s(batch) + self.chunk_s * len(batch.prefill)
+
+    def prefill_time_s(self, tokens: int) -> float:
+        """Seconds of a step of one chunk without earlier context."""
+        return self.step_time_s(Batch(((tokens, 0),)))
+
+    def decode_time_s(self, count: int, context_tokens: int) -> float:
+        return self.factor * self.model.decode_time_s(count, context_tokens)
+
+    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[Segment, ...]:
+        runs = self.model.decode_segments(count, context_tokens, steps)
+        return tuple((taken, self.factor * first, self.factor * last) for taken, first, last in runs)
 
 
 @dataclass(frozen=True, slots=True)

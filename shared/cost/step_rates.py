@@ -1,17 +1,16 @@
 """Step times as three linear forms: of prefill chunks alone, of decodes alone, and of both. Fitted to any step times.
 
-Cronus eq. 3 and Huawei eqs 3 and 4 are such forms. One form for each kind of step is within some 10 % of measured and
-modelled steps.
+One form for each kind of step is within some 10 % of measured and modelled steps. The linear costs of the papers follow
+from these forms (`shared.policy.papers.costs`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from shared.cost.step import Batch
-from shared.domain.rates import StepForm, StepRates
+from shared.domain.rates import StepForm, StepRates, StepSource
 from shared.errors import InvalidRequest
 
 NAMES = ("fixed_s", "token_s", "position_s", "sequence_s", "context_s")  # of StepForm, in the order of `terms_of`
@@ -19,11 +18,13 @@ NAMES = ("fixed_s", "token_s", "position_s", "sequence_s", "context_s")  # of St
 TERMS: dict[str, tuple[int, ...]] = {"prefill": (0, 1, 2), "decode": (0, 3, 4), "mixed": (0, 1, 2, 3, 4)}
 
 
-def step_rates_of(time_s: Callable[[Batch], float], budget: int = 512, decodes: int = 128) -> StepRates:
+def step_rates_of(
+    time_s: Callable[[Batch], float], budget: int = 512, decodes: int = 128, source: StepSource = StepSource.CATALOGUE
+) -> StepRates:
     """The three linear forms of step times, over steps of up to `budget` tokens and `decodes` decodes."""
     batches = profile_batches(budget, decodes)
-    forms = [fit_form(kind, [(batch, time_s(batch)) for batch in of_kind]) for kind, of_kind in batches.items()]
-    return StepRates(*forms)
+    forms = {kind: fit_form(kind, [(batch, time_s(batch)) for batch in of_kind]) for kind, of_kind in batches.items()}
+    return StepRates(**forms, source=source)
 
 
 def profile_batches(budget: int, decodes: int) -> dict[str, list[Batch]]:
@@ -45,6 +46,11 @@ def profile_batches(budget: int, decodes: int) -> dict[str, list[Batch]]:
     }
 
 
+def kind_of(batch: Batch) -> str:
+    """The kind of step that computes the batch."""
+    return "decode" if not batch.prefill else "mixed" if batch.decode_count else "prefill"
+
+
 def terms_of(batch: Batch) -> tuple[float, float, float, float, float]:
     """What the linear forms weigh: 1, prompt tokens, their positions, decodes, the decodes' context."""
     tokens = positions = 0.0
@@ -55,31 +61,34 @@ def terms_of(batch: Batch) -> tuple[float, float, float, float, float]:
 
 
 def fit_form(kind: str, samples: Sequence[tuple[Batch, float]]) -> StepForm:
-    """The form of one kind of step from (batch, seconds): least squares of relative errors, without negative terms."""
+    """The form of one kind of step from (batch, seconds): least squares of relative errors, without negative terms.
+
+    Relative errors let short steps count as much as long ones. Raises InvalidRequest for fewer samples than terms, and
+    for times that are not positive.
+    """
     terms = TERMS[kind]
-    table = np.array([terms_of(batch) for batch, _ in samples])[:, terms]
-    seconds = checked_seconds([seconds for _, seconds in samples], len(terms), f"{kind} steps")
-    scale = np.maximum(np.abs(table / seconds[:, None]).max(axis=0), 1e-30)  # terms differ by many orders of magnitude
-    found = nnls(table / seconds[:, None] / scale, np.ones(len(seconds)))[0] / scale
-    every = dict.fromkeys(range(len(NAMES)), 0.0) | dict(zip(terms, map(float, found), strict=True))
-    return StepForm(every[0], every[1], every[2], every[3], every[4])
+    if len(samples) < len(terms):
+        raise InvalidRequest(f"{kind} steps: {len(samples)} samples are too few for {len(terms)} coefficients")
+    seconds = np.array([seconds for _, seconds in samples])
+    if not np.all(np.isfinite(seconds) & (seconds > 0)):
+        raise InvalidRequest(f"{kind} steps: sample times must be positive and finite")
+    table = np.array([terms_of(batch) for batch, _ in samples])[:, terms] / seconds[:, None]
+    scale = np.maximum(np.abs(table).max(axis=0), 1e-30)  # terms differ by many orders of magnitude
+    found = nnls(table / scale, np.ones(len(seconds)))[0] / scale
+    return step_form(terms, found)
 
 
-def checked_seconds(seconds: Sequence[float], columns: int, what: str) -> NDArray[np.float64]:
-    """The times as an array. Raises InvalidRequest for too few samples, and for times that are not positive."""
-    if len(seconds) < columns or columns == 0:
-        raise InvalidRequest(f"{what}: {len(seconds)} samples are too few for {columns or 'any'} coefficients")
-    measured = np.asarray(seconds, dtype=np.float64)
-    if not np.all(np.isfinite(measured) & (measured > 0)):
-        raise InvalidRequest(f"{what}: sample times must be positive and finite")
-    return measured
+def step_form(terms: Iterable[int], values: Iterable[float], error: float = 0.0, steps: int = 0) -> StepForm:
+    """A form with these values of these terms (positions in NAMES); the other terms are 0."""
+    known = dict.fromkeys(NAMES, 0.0) | {NAMES[term]: float(value) for term, value in zip(terms, values, strict=True)}
+    return StepForm(**known, error=error, steps=steps)
 
 
-def least_squares(table: NDArray[np.float64], seconds: Sequence[float], what: str) -> tuple[float, ...]:
-    """Least squares of relative errors, so that short steps count as much as long ones."""
-    columns = table.shape[1] if table.ndim == 2 else 0
-    measured = checked_seconds(seconds, columns, what)
-    solution, _, rank, _ = np.linalg.lstsq(table / measured[:, None], np.ones(len(measured)), rcond=None)
-    if rank < columns:
-        raise InvalidRequest(f"{what}: the samples do not vary enough to tell {columns} coefficients apart")
-    return tuple(float(x) for x in solution)
+def saturation_tokens(time_s: Callable[[int], float], share: float = 0.9, max_tokens: int = 16384) -> int:
+    """The least power of two of prefill tokens per step that reaches `share` of the best throughput.
+
+    This sets ChunkSize (TetriInfer: 512 for OPT-13B on a V100): longer chunks delay decodes and gain little.
+    """
+    rates = {1 << power: (1 << power) / time_s(1 << power) for power in range(4, max_tokens.bit_length())}
+    best = max(rates.values())
+    return next(size for size, rate in rates.items() if rate >= share * best)

@@ -1,54 +1,18 @@
-"""Rates of an instance: measured step, link and codec costs, as linear forms that a decision evaluates quickly."""
+"""Rates of an instance: the costs of its engine steps, its link and its KV codecs, in linear forms that a decision
+evaluates quickly.
+"""
+
+from enum import StrEnum
 
 import msgspec
 
 
-class HuaweiCost(msgspec.Struct, frozen=True):
-    """p1…p8 of one (machine, t). Source: Huawei eqs 3–4. b: requests in a padded batch; lengths in tokens."""
+class StepSource(StrEnum):
+    """Where an instance's step cost comes from."""
 
-    p1: float
-    p2: float
-    p3: float
-    p4: float
-    p5: float
-    p6: float
-    p7: float
-    p8: float
-
-    def prefill_s(self, batch: float, prompt: float) -> float:
-        """T_pre(b, S) = p1·b·S + p2·b + p3·S + p4."""
-        return self.p1 * batch * prompt + self.p2 * batch + self.p3 * prompt + self.p4
-
-    def decode_step_s(self, batch: float, length: float) -> float:
-        """One iteration at length l: p5·b·l + p6·b + p7·l + p8."""
-        return self.p5 * batch * length + self.p6 * batch + self.p7 * length + self.p8
-
-    def decode_s(self, batch: float, prompt: float, output: float) -> float:
-        """T_dec = (p5·b + p7)·(O·S + O(O+1)/2) + (p6·b + p8)·O."""
-        walked = output * prompt + output * (output + 1.0) / 2.0
-        return (self.p5 * batch + self.p7) * walked + (self.p6 * batch + self.p8) * output
-
-
-class PartialPrefillCost(msgspec.Struct, frozen=True):
-    """Prefill of a prompt's first part. Source: Cronus eq. 2: T = k_p·L_p + b_p."""
-
-    k_p: float
-    b_p: float
-
-    def time_s(self, tokens: float) -> float:
-        return self.k_p * tokens + self.b_p
-
-
-class ChunkedCost(msgspec.Struct, frozen=True):
-    """One chunked iteration. Source: Cronus eq. 3: t = k_ctxp·L_ctx + k_ctxd·ΣL_decode + b_c."""
-
-    k_ctxp: float
-    k_ctxd: float
-    b_c: float
-
-    def time_s(self, prefill_context: float, decode_context: float) -> float:
-        """Seconds of one iteration with a full token budget."""
-        return self.k_ctxp * prefill_context + self.k_ctxd * decode_context + self.b_c
+    CATALOGUE = "catalogue"  # the cost model of its accelerator
+    FIT = "fit"  # a calibration of instances of its kind
+    LEARNED = "learned"  # its own steps
 
 
 class StepForm(msgspec.Struct, frozen=True):
@@ -67,13 +31,32 @@ class StepForm(msgspec.Struct, frozen=True):
     error: float = 0.0
     steps: int = 0
 
+    def scaled(self, factor: float) -> "StepForm":
+        """The form of steps that take `factor` times as long."""
+        return msgspec.structs.replace(
+            self,
+            fixed_s=self.fixed_s * factor,
+            token_s=self.token_s * factor,
+            position_s=self.position_s * factor,
+            sequence_s=self.sequence_s * factor,
+            context_s=self.context_s * factor,
+        )
+
 
 class StepRates(msgspec.Struct, frozen=True):
-    """The costs of steps with prefill chunks, with decodes, and with both."""
+    """The step cost of an instance: of steps with prefill chunks, with decodes, and with both.
+
+    source: a `StepSource`, or one that a later release knows.
+    """
 
     prefill: StepForm
     decode: StepForm
     mixed: StepForm
+    source: str = StepSource.CATALOGUE
+
+    def scaled(self, factor: float) -> "StepRates":
+        prefill, decode, mixed = (form.scaled(factor) for form in (self.prefill, self.decode, self.mixed))
+        return StepRates(prefill, decode, mixed, self.source)
 
     def prefill_s(self, tokens: float, before: float) -> float:
         """A step of one chunk after `before` earlier tokens."""
@@ -129,17 +112,14 @@ UNKNOWN_STEPS = StepRates(  # of an instance without measurements: a mid-range a
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """What policies know of an instance's speed and price, measured and independent of its name. None: not measured.
+    """What policies know of an instance's speed and price, independent of its name. None: not measured.
 
-    prefill: a prompt, or its first part, on this instance alone. chunked: one step of a full chunk beside its decodes.
-    batch: prefill and decode of padded batches. step: any step. link: of KV that comes or goes. codecs: by name, what
-    coding costs its processors; one that is not named is not known to cost any. price_per_hour: USD for the whole
-    instance. weight: its share of the requests under weighted placement.
+    link: of KV that comes or goes. codecs: by name, what coding costs its processors; a codec without an entry is taken
+    to cost nothing. price_per_hour: USD for the whole instance. weight: its share of the requests under weighted
+    placement. Earlier releases also published `prefill`, `chunked` and `batch`, the costs of papers, which
+    `shared.policy.papers.costs` derives from `step`; readers ignore these fields.
     """
 
-    prefill: PartialPrefillCost | None = None
-    chunked: ChunkedCost | None = None
-    batch: HuaweiCost | None = None
     step: StepRates | None = None
     link: LinkRate | None = None
     codecs: dict[str, CodecRate] = {}

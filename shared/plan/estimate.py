@@ -99,7 +99,7 @@ class Estimator:
         found = self.costs.cost_of(group.kind(problem.inventory, problem.dtype))
         if found is None:
             raise Incompatible(
-                f"{group.words(problem.inventory)}, {group.layout}: no room for {problem.shop.geometry.name} and a "
+                f"{group.words(problem.inventory)}, {group.layout}: no room for {problem.models.geometry.name} and a "
                 f"request of {problem.longest} tokens in each lane"
             )
         return found

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.cost.kinds import Workshop
+from shared.cost.kinds import EngineModels
 from shared.plan.estimate import Estimator
 from shared.plan.plan import Plan, deployed
 from shared.plan.problem import Problem
@@ -207,8 +207,8 @@ class TrialProcess:
         self._process = spawn.Process(target=_serve, args=(there,), daemon=True)
         self._process.start()
         there.close()
-        shop = evaluator.problem.shop
-        problem = replace(evaluator.problem, shop=Workshop(shop.library, shop.geometry))  # without what it has cached
+        models = evaluator.problem.models
+        problem = replace(evaluator.problem, models=EngineModels(models.library, models.geometry))  # an empty cache
         self._task: _Task | None = problem, evaluator.run, evaluator.seed  # until it is sent
 
     def share(self, trials: Sequence[Trial], run_here: Callable[[Trial], float]) -> dict[Trial, float]:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from shared.cost.catalogue import bytes_of
-from shared.cost.kinds import Workshop
+from shared.cost.kinds import EngineModels
 from shared.domain.instance import Role
 from shared.domain.job import Slo, default_itl_s
 from shared.domain.kv import Codec
@@ -81,14 +81,21 @@ class PlanRequest:
 
     @classmethod
     def build(
-        cls, goals: PlanGoals, name: str, inventory: Inventory, model: str, shop: Workshop, workload: Workload, slo: Slo
+        cls,
+        goals: PlanGoals,
+        name: str,
+        inventory: Inventory,
+        model: str,
+        models: EngineModels,
+        workload: Workload,
+        slo: Slo,
     ) -> "PlanRequest":
         """Raises InvalidRequest that names what is wrong."""
         goals.check()
         problem = Problem(
             inventory,
-            shop,
-            fitting(workload, goals.max_model_len or shop.geometry.max_position),
+            models,
+            fitting(workload, goals.max_model_len or models.geometry.max_position),
             slo=slo,
             rate=goals.rate,
             target=goals.target,
@@ -186,7 +193,7 @@ def cluster_file(request: PlanRequest, chosen: Outcome) -> str:
     emulated = request.goals.engine == "emulated"
     problem, estimator = request.problem, Estimator(request.problem)
     target = Target(
-        f"{request.name}: {problem.shop.geometry.name} for {problem.workload.name}",
+        f"{request.name}: {problem.models.geometry.name} for {problem.workload.name}",
         TOKENIZER if emulated else request.model,
         request.model,
         "emulated" if emulated else "vllm",
@@ -213,7 +220,7 @@ def _head(request: PlanRequest, chosen: Outcome) -> str:
     slo = problem.slo
     return (
         f"A plan by `polyphase plan`, method {chosen.method}.\n"
-        f"{problem.shop.geometry.name}, {problem.workload.name}; SLO: TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s, "
+        f"{problem.models.geometry.name}, {problem.workload.name}; SLO: TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s, "
         f"ITL {slo.itl_s:g} s, for {100 * problem.target:g} % of the requests.\n"
         f"Goodput {promise.goodput:.2f} requests/s. At {promise.rate:.2f} requests/s: mean TTFT "
         f"{figures['ttft_mean_s']:.3f} s, mean TPOT {figures['tpot_mean_s']:.4f} s, attainment "
@@ -275,7 +282,7 @@ def _missing_memory(problem: Problem) -> str:
     search = Search(problem, lambda: 0.0)
     if next(_holding(search), None) is not None:
         return ""
-    inventory, geometry = problem.inventory, problem.shop.geometry
+    inventory, geometry = problem.inventory, problem.models.geometry
     weights = geometry.weight_bytes(bytes_of(problem.dtype or geometry.dtype))
     kv = problem.longest * search.estimator.costs.kv_bytes
     nodes = dict.fromkeys(inventory.nodes, 0.0)

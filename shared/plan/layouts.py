@@ -59,12 +59,12 @@ class Layouts:
 
     def _degrees(self, uses: Mapping[int, int]) -> list[int]:
         """Degrees of tensor parallelism, which stays inside one node and type: it divides what each pool gives."""
-        heads = self._problem.shop.geometry.heads
+        heads = self._problem.models.geometry.heads
         return [t for t in _TP if heads % t == 0 and all(count % t == 0 for count in uses.values())]
 
     def _with_degree(self, uses: Mapping[int, int], degree: int, role: Role) -> list[Group]:
         pools = [pool for pool, count in sorted(uses.items()) for _ in range(count // degree)]
-        if len(pools) > min(MAX_STAGES, self._problem.shop.geometry.layers):
+        if len(pools) > min(MAX_STAGES, self._problem.models.geometry.layers):
             return []
         ordered = self._ordered(pools)
         found = []
@@ -90,11 +90,11 @@ class Layouts:
         if len(set(names)) == 1:
             return [[1.0] * len(pools)]
         speed = [1.0 / self._layer_time_s(name, degree, role) for name in names]
-        memory = [self._problem.shop.device(name).memory_bytes for name in names]
+        memory = [self._problem.models.device(name).memory_bytes for name in names]
         return [speed, memory] if role is Role.DECODE else [speed]
 
     def _layers(self, pools: Sequence[int], degree: int, weights: Sequence[float]) -> tuple[int, ...] | None:
-        total = self._problem.shop.geometry.layers
+        total = self._problem.models.geometry.layers
         names = [self._problem.inventory.pools[pool].accelerator.name for pool in pools]
         rooms = [self._max_layers(name, degree, len(pools)) for name in names]
         if sum(rooms) < total or min(rooms) < 1:
@@ -107,8 +107,8 @@ class Layouts:
         key = (name, degree, role)
         if key not in self._layer_s:
             problem = self._problem
-            kind = EngineKind((Stage(name, problem.shop.geometry.layers),), degree, problem.dtype)
-            times, context = problem.shop.times(kind), int(problem.sample.context)
+            kind = EngineKind((Stage(name, problem.models.geometry.layers),), degree, problem.dtype)
+            times, context = problem.models.times(kind), int(problem.sample.context)
             self._layer_s[key] = (
                 times.step_time_s(Batch(((problem.limits.batched_tokens, 0),)))
                 if role is Role.PREFILL
@@ -121,7 +121,7 @@ class Layouts:
         key = (name, degree, stages)
         if key not in self._room:
             problem = self._problem
-            device, geometry, need = problem.shop.device(name), problem.shop.geometry, problem.longest * stages
+            device, geometry, need = problem.models.device(name), problem.models.geometry, problem.longest * stages
 
             def fits(layers: int) -> bool:
                 part = geometry.part(layers)

@@ -14,6 +14,7 @@ import yaml
 from shared.cost.network import Link, Network, entry_of
 from shared.domain.instance import Role
 from shared.domain.policies import KINDS
+from shared.domain.rates import Rates
 from shared.plan.estimate import Estimate
 from shared.plan.group import Group
 from shared.plan.problem import Problem
@@ -115,7 +116,7 @@ def deployed(
     problem: Problem, plan: Plan, costs: EngineCosts, places: Places
 ) -> tuple[tuple[InstanceSpec, ...], Network]:
     """The plan's groups as instances of the simulator, and the network between their places."""
-    shop, inventory, limits = problem.shop, problem.inventory, problem.limits
+    models, inventory, limits = problem.models, problem.inventory, problem.limits
     instances = []
     for name, group in zip(plan.names(problem), plan.groups, strict=True):
         kind = group.kind(inventory, problem.dtype)
@@ -123,9 +124,9 @@ def deployed(
         instances.append(
             InstanceSpec(
                 instance_id=name,
-                model=shop.times(kind),
+                model=models.times(kind),
                 role=group.role,
-                kv_tokens=shop.kv_tokens(kind),
+                kv_tokens=models.kv_tokens(kind),
                 kv_bytes_per_token=costs.kv_bytes,
                 limits=replace(limits, sequences=max(1, limits.sequences // kind.lanes), max_model_len=problem.longest),
                 link=Link(1.0),  # not used: the paths of its place count
@@ -134,7 +135,7 @@ def deployed(
                 accelerators=group.accelerators,
                 price_per_hour=price,
                 lanes=kind.lanes,
-                rates=shop.rates(kind, limits.batched_tokens, price),
+                rates=Rates(models.step_rates(kind, limits.batched_tokens), price_per_hour=price),
             )
         )
     return tuple(instances), places.network([group.place(inventory) for group in plan.groups])
@@ -190,7 +191,7 @@ def plan_text(
         "network": entry_of(places.network(spots)).model_dump(mode="json", exclude_defaults=True),
         "instance_defaults": {
             "engine": target.engine,
-            "dtype": DTYPES.get(problem.dtype or problem.shop.geometry.dtype, "bfloat16"),
+            "dtype": DTYPES.get(problem.dtype or problem.models.geometry.dtype, "bfloat16"),
             "chunk_size": limits.batched_tokens,
             "max_seqs": limits.sequences,
             "block_size": limits.block_tokens,
@@ -243,11 +244,11 @@ def policies_of(words: str) -> dict[str, Any]:
 
 
 def _instance(problem: Problem, name: str, group: Group, costs: EngineCosts, target: Target) -> dict[str, Any]:
-    inventory, shop = problem.inventory, problem.shop
+    inventory, models = problem.inventory, problem.models
     kind = group.kind(inventory, problem.dtype)
-    geometry = shop.geometry
+    geometry = models.geometry
     copies = float(group.tensor_parallel) if geometry.latent else max(1.0, group.tensor_parallel / geometry.kv_heads)
-    kv_bytes = int(shop.kv_tokens(kind) * costs.kv_bytes * copies)
+    kv_bytes = int(models.kv_tokens(kind) * costs.kv_bytes * copies)
     if target.engine == "vllm":  # of a rank: the stage with the most layers is full first
         most = max(part.layers for part in group.parts) / geometry.layers
         kv_bytes = int(kv_bytes * most / group.tensor_parallel)

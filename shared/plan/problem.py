@@ -7,7 +7,7 @@ from math import inf
 
 import numpy as np
 
-from shared.cost.kinds import Workshop
+from shared.cost.kinds import EngineModels
 from shared.domain.job import Slo
 from shared.domain.kv import Codec
 from shared.errors import InvalidRequest
@@ -32,7 +32,7 @@ class Problem:
     """
 
     inventory: Inventory
-    shop: Workshop
+    models: EngineModels
     workload: Workload
     slo: Slo = field(default_factory=Slo)
     rate: float = 0.0

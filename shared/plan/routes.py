@@ -105,7 +105,7 @@ class Costs:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._known: dict[EngineKind, EngineCost | None] = {}
-        geometry = problem.shop.geometry
+        geometry = problem.models.geometry
         self.kv_bytes = geometry.kv_bytes_per_token(bytes_of(problem.dtype or geometry.dtype))
 
     def cost_of(self, kind: EngineKind) -> EngineCost | None:
@@ -115,10 +115,10 @@ class Costs:
 
     def _made(self, kind: EngineKind) -> EngineCost | None:
         problem = self._problem
-        lane_tokens = problem.shop.kv_tokens(kind) // kind.lanes
+        lane_tokens = problem.models.kv_tokens(kind) // kind.lanes
         if lane_tokens < problem.longest:
             return None
-        times, limits = problem.shop.times(kind), problem.limits
+        times, limits = problem.models.times(kind), problem.limits
 
         def chunk_s(tokens: int, before: int) -> float:
             return times.step_time_s(Batch(((tokens, before),)))

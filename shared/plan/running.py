@@ -17,7 +17,7 @@ from scipy.special import ndtri
 
 from shared.cost.catalogue import Accelerator, Links, precision_of
 from shared.cost.geometry import ModelGeometry
-from shared.cost.kinds import EngineKind, Workshop
+from shared.cost.kinds import EngineKind, EngineModels
 from shared.cost.library import Library
 from shared.cost.network import Link, Network, pair_of
 from shared.domain.demand import Demand
@@ -94,7 +94,7 @@ class Fleet:
         limits = EngineLimits(batched_tokens=max(one.chunk_size for one in infos))
         return Problem(
             self._inventory,
-            Workshop(self.library, _geometry(infos[0])),
+            EngineModels(self.library, _geometry(infos[0])),
             workload_of(self.demand, longest),
             slo=Slo(ttft_s=self.demand.ttft_s, tpot_s=self.demand.tpot_s),
             rate=self.demand.rate,

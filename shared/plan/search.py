@@ -97,7 +97,7 @@ def run_method(name: str, method: Method, search: Search) -> Outcome:
     except KeyboardInterrupt:
         stopped = True
     if best is None:
-        what = f"for {search.problem.shop.geometry.name} on this inventory"
+        what = f"for {search.problem.models.geometry.name} on this inventory"
         if stopped:
             raise Stopped(f"method {name} was stopped before it had a plan {what}")
         budget = search.problem.budget_usd_hour

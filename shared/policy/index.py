@@ -21,10 +21,11 @@ from typing import Any, TypeVar, cast
 from shared.domain.cluster import ClusterDelta, ClusterState
 from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
 from shared.domain.job import JobView
-from shared.domain.rates import UNKNOWN_STEPS, Rates
+from shared.domain.rates import UNKNOWN_STEPS
 from shared.errors import Unavailable
 from shared.policy.decode_admission import takes_tokens, with_job
 from shared.policy.ledger import Assignment, WorkloadLedger, mark_of, promised_to
+from shared.policy.papers.costs import ChunkedCost, PartialPrefillCost
 from shared.policy.prefix_index import MAX_BLOCKS, PrefixIndex
 from shared.policy.step_budget import TpotBudget
 
@@ -59,35 +60,32 @@ def usable(view: InstanceView, context_tokens: int, exclude: InstanceIds) -> boo
     return info.max_model_len >= context_tokens and not (exclude and info.instance_id in exclude)
 
 
-def prefill_rate(rates: Rates) -> tuple[float, float]:
+def prefill_rate(view: InstanceView) -> tuple[float, float]:
     """Seconds per prompt token and per prompt on an instance that only prefills; (0, 0) when not measured.
 
     Source: Cronus eq. 2, k_p and b_p.
     """
-    cost = rates.prefill
-    if cost is None or cost.k_p <= 0:
-        return 0.0, 0.0
-    return cost.k_p, max(0.0, cost.b_p)
+    steps = view.info.rates.step
+    return PartialPrefillCost.from_steps(steps, view.info.chunk_size) if steps is not None else (0.0, 0.0)
 
 
 def chunked_rate(view: InstanceView) -> tuple[float, float]:
     """As `prefill_rate`, but beside the decodes that run on the instance: a step takes as long as they make it, and
     holds so many fewer prompt tokens.
 
-    Source: Cronus eq. 3 at a prefill context of 0, over the tokens of a step that decodes leave. Without a measured
-    chunked cost it is `prefill_rate`.
+    Source: Cronus eq. 3 at a prefill context of 0, over the tokens of a step that decodes leave.
     """
-    cost, load = view.info.rates.chunked, view.load
-    step_s = cost.time_s(0.0, load.context_tokens) if cost else 0.0
-    if step_s <= 0:
-        return prefill_rate(view.info.rates)
-    return step_s / max(1, view.info.chunk_size - load.decoding), 0.0
+    steps, chunk, load = view.info.rates.step, view.info.chunk_size, view.load
+    if steps is None:
+        return 0.0, 0.0
+    step_s = ChunkedCost.from_steps(steps, chunk).time_s(0.0, load.context_tokens)
+    return step_s / max(1, chunk - load.decoding), 0.0
 
 
 def queued_prefill_s(view: InstanceView, unknown_s_per_token: float = UNKNOWN_S_PER_TOKEN) -> float:
     """Seconds of prefill that are queued at a prefill instance."""
     load = view.load
-    per_token_s, per_job_s = prefill_rate(view.info.rates)
+    per_token_s, per_job_s = prefill_rate(view)
     return (per_token_s or unknown_s_per_token) * load.queued_prefill_tokens + per_job_s * load.queued_prefill
 
 
@@ -332,8 +330,7 @@ class ClusterIndex:
     def backlog(self) -> Backlog:
         """The candidates by queued prefill. Built when first needed: dispatchers do not need it."""
         if self._backlog is None:
-            speed: Speed = chunked_rate if self.coupled else lambda view: prefill_rate(view.info.rates)
-            self._backlog = Backlog(self.candidates.views, self._rng, speed)
+            self._backlog = Backlog(self.candidates.views, self._rng, chunked_rate if self.coupled else prefill_rate)
         return self._backlog
 
     @property

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shared.cost.kinds import Curve, slowdown_at
 from shared.cost.library import Library
 from shared.cost.network import Link
-from shared.cost.rates_file import Calibration, ControlPlane, Kind, ScaledSteps
+from shared.cost.rates_file import Calibration, ControlPlane, Kind
+from shared.cost.slowdown import Curve, slowdown_at
+from shared.cost.step import ScaledSteps
 from shared.domain.instance import InstanceInfo, Role
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import LoadTimeline, SimResult
@@ -32,7 +33,7 @@ class LiveInstance:
 
     @property
     def kind(self) -> Kind:
-        return Kind.of(self.info, self.threads)
+        return Kind.from_info(self.info, self.threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def specs_of(
     link = Link(control.link_bytes_s or _UNMEASURED_BYTES_S, control.link_latency_s, 1.0)
     specs, neighbours = [], {}
     for one in instances:
-        found = calibration.of(one.kind)
+        found = calibration.for_kind(one.kind)
         info = one.info
         neighbours[info.instance_id] = Neighbours(one.host, found.slowdown)
         specs.append(

@@ -18,7 +18,7 @@ from benchmarks.learning import (
 )
 from services.global_scheduler.reports import row_of
 from shared.cost.library import Library
-from shared.cost.rates_file import ScaledSteps
+from shared.cost.step import ScaledSteps
 from shared.cost.step_rates import step_rates_of
 from shared.domain.job import Phase
 from shared.domain.rates import StepRates
@@ -32,9 +32,8 @@ EVERY = dict.fromkeys(BATCHES, MANY)
 def published(slower: float = 1.0, steps: dict[str, int] = EVERY) -> StepRates:
     """Linear forms fitted to `TRUE`, `slower`."""
     forms = step_rates_of(lambda batch: slower * TRUE.step_time_s(batch), 256, 16)
-    return StepRates(
-        *(msgspec.structs.replace(getattr(forms, kind), steps=count, error=0.0) for kind, count in steps.items())
-    )
+    known = {kind: msgspec.structs.replace(getattr(forms, kind), steps=count) for kind, count in steps.items()}
+    return StepRates(**known)
 
 
 def compared(

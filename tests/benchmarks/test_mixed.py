@@ -32,7 +32,6 @@ from benchmarks.mixed import (
 from benchmarks.results import Figures
 from shared.cost.rates_file import ControlPlane
 from shared.cost.step import Batch
-from shared.cost.step_rates import NAMES, TERMS
 from shared.domain.instance import Compatibility, KvGeometry, Role
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.errors import Unavailable
@@ -111,9 +110,7 @@ def test_aims(load: str, rounds: Sequence[dict[str, Figures]], missed: set[str])
 def instance(name: str, factor: float) -> LiveInstance:
     compatibility = Compatibility("f", "vllm", "1", 1, KvGeometry(10, 5, 64))
     sizes = {"total_blocks": 1300, "chunk_size": 256, "max_seqs": 32, "dtype": "float32"}
-    forms = (getattr(STEPS, kind) for kind in TERMS)
-    scaled = (StepForm(*(getattr(form, name) * factor for name in NAMES)) for form in forms)
-    rates = Rates(step=StepRates(*scaled))
+    rates = Rates(STEPS.scaled(factor))
     return LiveInstance(
         make_info(name, "", compatibility=compatibility, rates=rates, **sizes), Role.DECODE, "here", 1, 32
     )

@@ -76,7 +76,7 @@ FACTOR, CHANGED_S = 2.0, 1_000.0
 def change() -> Change:
     """Clients shift from conversation to code after 10 s; the second phase lasts 20 s."""
     search = search_for("conversation", None, FOLLOWED_NODES, FOLLOWED_GBPS)
-    layers, pools = search.problem.shop.geometry.layers, range(len(search.problem.inventory.pools))
+    layers, pools = search.problem.models.geometry.layers, range(len(search.problem.inventory.pools))
     groups = (Group(Role.PREFILL if at else Role.DECODE, 1, (Part(at, layers),)) for at in pools)
     promise = Promise(9.0, 9.0, 0.9, {}, 0.0)
     one = Planned("conversation", search, Outcome("by hand", by_roles(tuple(groups)), promise, 0.0, 0.0, 0))
@@ -166,7 +166,7 @@ def pair(rate: float = 2.0, longest: int = 2_000) -> Planned:
     workload = search.problem.workload.head(250)
     workload = replace(workload, output_tokens=np.minimum(workload.output_tokens, longest))
     search = replace(search, problem=replace(search.problem, workload=workload, rate=rate))
-    layers = search.problem.shop.geometry.layers
+    layers = search.problem.models.geometry.layers
     plan = Plan((Group(Role.PREFILL, 1, (Part(1, layers),)), Group(Role.DECODE, 1, (Part(0, layers),))))
     outcome = Outcome("by hand", plan, search.evaluator.promise(plan, rate), 0.0, 0.0, 1)
     return Planned("conversation", search, outcome)

@@ -25,7 +25,7 @@ def tables_command(
     as_json: _Json = False,
 ) -> None:
     """Fit operators to measured tables; write an efficiencies file and compare held-out errors with the roofline's."""
-    from tools.calibrate.tables import run_tables
+    from tools.fit.efficiencies import run_tables
 
     _report(run_tables(folder, out), out, as_json)
 

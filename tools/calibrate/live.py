@@ -13,26 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
 from services.launcher.cli_common import Aim, Result
-from shared.cost.kinds import Floats, joined, others_busy
 from shared.cost.library import Library
-from shared.cost.linear import rates_of, saturation_tokens
-from shared.cost.rates_file import (
-    CalibratedKind,
-    Calibration,
-    ControlPlane,
-    Kind,
-    ScaledSteps,
-    geometry_name,
-    scaled_rates,
-)
-from shared.cost.step import Batch, StepModel
+from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind, geometry_name
+from shared.cost.slowdown import Floats, others_busy
+from shared.cost.step import Batch, ScaledSteps
+from shared.cost.step_rates import NAMES, TERMS, saturation_tokens, step_rates_of
 from shared.domain.instance import Role
 from shared.domain.kv import TransferOutcome
+from shared.domain.rates import Rates, StepSource
 from shared.errors import Unavailable
 from shared.sim.measured import LiveInstance
 from shared.timeline import RequestTimeline, Span, SpanRecord
@@ -40,7 +32,7 @@ from shared.wire.clients.http import WorkerAdmin
 from shared.wire.messages import StepRecord
 from tools.calibrate.host_watch import HostWatch
 from tools.calibrate.target import Sample, Shot, Target, Traffic
-from tools.fit.steps import HostFit, TimedStep, fit_on_host
+from tools.fit.steps import TimedStep, fit_on_host
 
 _PAGE = 10_000
 _MAX_PROMPT = 4096  # tokens: longer prompts add little about steps
@@ -110,8 +102,9 @@ def result_of(found: Calibrated) -> Result:
             f"{name}_bias_percent": one.bias_percent,
             f"{name}_saturation_tokens": one.saturation_tokens,
         }
-        for part in ("prefill", "chunked", "batch"):
-            figures |= {f"{name}_{key}_s": value for key, value in _coefficients(getattr(one.rates, part))}
+        for form, terms in TERMS.items():
+            cost = getattr(one.rates.step, form)
+            figures |= {f"{name}_{form}_{NAMES[term]}": getattr(cost, NAMES[term]) for term in terms}
         figures |= {f"{name}_slowdown_{k}_others": value for k, value in enumerate(one.slowdown)}
         if one.kind.engine != "emulated":  # its times are the catalogue's
             better = one.mape_percent < one.naive_mape_percent
@@ -123,10 +116,6 @@ def result_of(found: Calibrated) -> Result:
 def _latencies(control: ControlPlane) -> list[tuple[str, float]]:
     names = ("gateway", "hop", "token", "link_latency")
     return [(name, getattr(control, f"{name}_s")) for name in names]
-
-
-def _coefficients(cost: Any) -> list[tuple[str, float]]:
-    return [(name, getattr(cost, name)) for name in cost.__struct_fields__]
 
 
 def _cores(instances: tuple[LiveInstance, ...]) -> int:
@@ -357,10 +346,9 @@ def _fit(
     model = library.step_model(kind.accelerator, geometry, kind.tensor_parallel, kind.pipeline_parallel, kind.dtype)
     names = [one.info.instance_id for one in group]
     timed = [timed_step(step) for name in names for step in steps.get(name, ())]
-    beside = joined([others[name] for name in names])
+    beside = np.concatenate([others[name] for name in names])
     fit = fit_on_host(model, timed, beside)
-    fitted = fit.live.step_model(model.geometry, kind.tensor_parallel, kind.dtype, kind.pipeline_parallel)
-    times = ScaledSteps(fitted, fit.scale, fit.chunk_s)
+    times = ScaledSteps(model.at_speed(fit.speed), fit.scale, fit.chunk_s)
     chunk = min(one.info.chunk_size for one in group)
     return CalibratedKind(
         kind=kind,
@@ -370,28 +358,20 @@ def _fit(
         mape_percent=100.0 * fit.mape,
         naive_mape_percent=100.0 * fit.naive_mape,
         bias_percent=100.0 * fit.bias,
-        **_factors(model, fit),
-        step_s=fit.live.efficiencies.step_s,
-        sequence_s=fit.live.efficiencies.sequence_s,
+        compute_factor=fit.speed.compute,
+        bandwidth_factor=fit.speed.bandwidth,
+        step_s=fit.speed.step_s,
+        sequence_s=fit.speed.sequence_s,
         scale=fit.scale,
         chunk_s=fit.chunk_s,
         slowdown=fit.slowdown,
-        saturation_tokens=saturation_tokens(times.prefill_time_s, most=max(32, group[0].info.max_model_len)),
-        rates=scaled_rates(rates_of(fitted, chunk), fit.scale, fit.chunk_s, chunk),
+        saturation_tokens=saturation_tokens(times.prefill_time_s, max_tokens=max(32, group[0].info.max_model_len)),
+        rates=Rates(step_rates_of(times.step_time_s, chunk, source=StepSource.FIT)),
     )
 
 
 def timed_step(step: StepRecord) -> TimedStep:
     return TimedStep(Batch(step.prefill, step.decode_count, step.decode_context_tokens), step.seconds)
-
-
-def _factors(model: StepModel, fit: HostFit) -> dict[str, float]:
-    before, after = model.accelerator, fit.live.accelerator
-    name = next(iter(before.matrix_flops))
-    return {
-        "compute_factor": after.matrix_flops[name] / before.matrix_flops[name],
-        "bandwidth_factor": after.bandwidth_bytes_s / before.bandwidth_bytes_s,
-    }
 
 
 def _others(instances: Sequence[LiveInstance], steps: Steps) -> dict[str, Floats]:

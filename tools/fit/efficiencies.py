@@ -1,16 +1,21 @@
 """Calibration from operator tables: fitted constants for each device, with held-out errors, as an efficiencies file."""
 
+import datetime
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import yaml
 
 from shared.cost.catalogue import Accelerator
-from shared.cost.efficiency import BY_PRECISION, EfficiencyTable
+from shared.cost.efficiency import BY_PRECISION, SHIPPED, EfficiencyTable
+from shared.cost.library import Library
 from shared.cost.operators import VarlenAttention
+from shared.cost.rates_file import rounded
+from shared.files.yaml_file import read_yaml
 from tools.fit.forms import (
     all_reduce_form,
     decode_form,
@@ -30,7 +35,7 @@ from tools.fit.least_squares import (
     MlpRows,
     fit,
 )
-from tools.fit.profilers import Table
+from tools.fit.profilers import Table, read_tables
 
 # The tables that give an operator's constants, first choice first. Other tables are fitted and reported, but not used:
 # they measure kernels that present engines do not run.
@@ -73,6 +78,33 @@ class TableFit:
         return "bf16" if name == "fp16" else name
 
 
+def run_tables(folder: Path, out: Path, base: Path = SHIPPED) -> dict[str, Any]:
+    """Fit the tables below `folder`, and write an efficiencies file based on `base`.
+
+    Returns figures, aims and notes; the aim for each table is to have a smaller held-out error than the roofline.
+    Raises NotFound when there is no table, InvalidRequest for a table that cannot be read or fitted.
+    """
+    raw = read_yaml(base)
+    profiles = folder / "profiles" if (folder / "profiles").is_dir() else folder
+    tables = read_tables(profiles, Library.built_in().catalogue)
+    fits = fit_tables(tables, EfficiencyTable(raw))
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    out.write_text(to_yaml(recalibrated(raw, fits, today)), encoding="utf-8")
+    figures: dict[str, float] = {}
+    aims: dict[str, dict[str, Any]] = {}
+    notes: list[str] = []
+    for one in fits:
+        name = f"{one.table.accelerator.name} {one.table.operator} ({one.table.origin})"
+        if one.fit is None:
+            notes.append(f"{name}: {one.table.rejected} rows exceed the device's peak rate; the table is not used")
+            continue
+        got, naive = 100.0 * one.fit.mape, 100.0 * one.fit.naive_mape
+        figures[f"{name} mape_percent"] = round(got, 2)
+        figures[f"{name} naive_mape_percent"] = round(naive, 2)
+        aims[f"{name} beats the roofline"] = {"want": f"< {naive:.3g} %", "got": round(got, 2), "met": got < naive}
+    return {"figures": figures, "aims": aims, "notes": notes}
+
+
 def fit_tables(tables: Iterable[Table], base: EfficiencyTable) -> tuple[TableFit, ...]:
     """Fit each table. `base` has the kernels that a device runs (`packs_groups`)."""
     return tuple(TableFit(table, fit_table(table, base) if len(table.rows) else None) for table in tables)
@@ -94,13 +126,13 @@ def fit_table(table: Table, base: EfficiencyTable) -> Fit[Any]:
         return fit(elementwise_form(accelerator), rows)
     if isinstance(rows, AllReduceRows):
         return fit(all_reduce_form(accelerator), rows)
-    attention = cast(AttentionRows, rows)
+    assert isinstance(rows, AttentionRows)
     if table.operator == "decode":
-        return fit(decode_form(accelerator), attention)
+        return fit(decode_form(accelerator), rows)
     packs = base.for_device(accelerator.name).varlen_for("bf16").packs_groups
-    contexts = bool((attention.context > 0).any())
+    contexts = bool((rows.context > 0).any())
     form = varlen_form(accelerator, mixed=table.operator == "mixed", packs_groups=packs, contexts=contexts)
-    return fit(form, attention)
+    return fit(form, rows)
 
 
 def constants(fits: Sequence[TableFit], base: EfficiencyTable) -> dict[str, dict[str, Any]]:
@@ -144,15 +176,7 @@ def _plain(one: TableFit, base: EfficiencyTable) -> Any:
     if isinstance(operator, VarlenAttention) and one.table.operator == "prefill":
         known = base.for_device(one.table.accelerator.name).varlen_for("bf16")
         operator = replace(operator, **{name: getattr(known, name) for name in _MIXED_ONLY})
-    return _rounded(msgspec.to_builtins(operator))
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items() if each is not None}
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    return value
+    return rounded(msgspec.to_builtins(operator), 4)
 
 
 def recalibrated(raw: Mapping[str, Any], fits: Sequence[TableFit], date: str) -> dict[str, Any]:
@@ -209,6 +233,6 @@ def to_yaml(document: Mapping[str, Any]) -> str:
         "# Fitted constants of every operator, by device. Written by calibration; do not edit by hand, but for `like`\n"
         "# (whose constants stand in for a device without tables) and the allowances `step_s` and `sequence_s`, which\n"
         "# no operator table knows: scheduling, launches and sampling that nothing hides.\n"
-        "# Forms and units: shared/cost/operators.py, attention.py. Tables: each device's `sources`.\n"
+        "# Forms and units: shared/cost/operators.py. Tables: each device's `sources`.\n"
     )
     return head + str(yaml.safe_dump(dict(document), sort_keys=False, width=118, default_flow_style=None))

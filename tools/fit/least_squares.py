@@ -3,7 +3,7 @@
 Measured times are arrays (`Rows`), in seconds; sizes are in bytes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, Self, TypeVar
 
@@ -28,8 +28,19 @@ class Rows:
 
     def where(self, chosen: NDArray[np.bool_]) -> Self:
         """The chosen rows."""
-        values: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{k: v[chosen] for k, v in values.items() if isinstance(v, np.ndarray)})
+        return replace(self, **{name: column[chosen] for name, column in self._columns().items()})
+
+    def followed_by(self, others: Sequence[Self]) -> Self:
+        """These rows and those of `others`, which have the same precisions and head sizes."""
+        columns = {
+            name: np.concatenate([column, *(getattr(other, name) for other in others)])
+            for name, column in self._columns().items()
+        }
+        return replace(self, **columns)
+
+    def _columns(self) -> dict[str, np.ndarray]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +127,21 @@ _DESCENTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A constant to fit: start and bounds. Equal bounds keep it fixed."""
+    """A constant to fit: start and bounds, in multiples of `unit`. Equal bounds keep it fixed."""
 
     start: float
     low: float
     high: float
+    unit: float = 1.0
+
+    def only_if(self, determined: bool) -> "Parameter":
+        """The parameter, fixed at its start unless the table determines it."""
+        return self if determined else Parameter(self.start, self.start, self.start, self.unit)
 
 
 @dataclass(frozen=True, slots=True)
 class Form(Generic[Operator, Table]):
-    """A kind of operator that can be fitted."""
+    """A kind of operator that can be fitted. `build` makes an operator of values in SI units, by parameter."""
 
     name: str
     parameters: Mapping[str, Parameter]
@@ -174,14 +190,12 @@ def mape(predicted: Floats, measured: Floats) -> float:
 
 def _best_of(form: Form[Operator, Table], table: Table, rng: np.random.Generator) -> Operator:
     """The best of several descents on the fitted rows: the loss has more than one minimum."""
-    free = [name for name, p in form.parameters.items() if p.high > p.low]
-    start = np.array([form.parameters[name].start for name in free])
-    low = np.array([form.parameters[name].low for name in free])
-    high = np.array([form.parameters[name].high for name in free])
-    fixed = {name: p.start for name, p in form.parameters.items() if p.high <= p.low}
+    free = {name: p for name, p in form.parameters.items() if p.high > p.low}
+    start, low, high, unit = np.array([(p.start, p.low, p.high, p.unit) for p in free.values()]).T
+    fixed = {name: p.start * p.unit for name, p in form.parameters.items() if name not in free}
 
     def build(point: NDArray[np.float64]) -> Operator:
-        return form.build({**fixed, **dict(zip(free, (float(x) for x in point), strict=True))})
+        return form.build({**fixed, **dict(zip(free, (point * unit).tolist(), strict=True))})
 
     def residuals(point: NDArray[np.float64]) -> Floats:
         return np.log(form.predict(build(point), table) / table.seconds)

@@ -5,7 +5,7 @@ Formats, with where to get them: NVIDIA aiconfigurator (ai-dynamo/aiconfigurator
 the data.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,9 +54,9 @@ def read_tables(profiles: Path, catalogue: Catalogue) -> tuple[Table, ...]:
         ("aiconfigurator", "*_perf.parquet", _aiconfigurator),
         ("llmservingsim/perf", "*.csv", _llmservingsim),
         ("llmservingsim/v0", "*.csv", _llmservingsim_v0),
-        ("vidur", "*.csv", vidur_tables),
-        ("moe", "*_moe_perf.parquet", _experts),
-        ("moe", "*_moe.csv", _experts),
+        ("vidur", "*.csv", _vidur),
+        ("moe", "*_moe_perf.parquet", _aiconfigurator_experts),
+        ("moe", "*_moe.csv", _llmservingsim_experts),
     )
     found: list[Table] = []
     for folder, pattern, reader in readers:
@@ -72,75 +72,54 @@ def _merged(tables: Iterable[Table]) -> tuple[Table, ...]:
     groups: dict[tuple[str, str, str], list[Table]] = {}
     for table in tables:
         groups.setdefault((table.accelerator.name, table.operator, table.origin), []).append(table)
-    return tuple(_concatenated(group) for group in groups.values())
-
-
-def _concatenated(group: Sequence[Table]) -> Table:
-    first = group[0]
-    if len(group) == 1:
-        return first
-    values = {}
-    for name in first.rows.__dataclass_fields__:
-        parts = [getattr(table.rows, name) for table in group]
-        values[name] = np.concatenate(parts) if isinstance(parts[0], np.ndarray) else parts[0]
-    rows = type(first.rows)(**values)
-    return replace(first, rows=rows, rejected=sum(table.rejected for table in group))
-
-
-def _experts(path: Path, catalogue: Catalogue) -> Iterator[Table]:
-    accelerator = catalogue.get(path.name.split("_vllm-")[0] if "_vllm-" in path.name else path.name.split("_")[0])
-    if path.suffix == ".csv":
-        yield Table(accelerator, "experts", "llmservingsim", llmservingsim_experts(path))
-        return
-    for name, rows in aiconfigurator_experts(path):
-        yield Table(accelerator, "experts", f"aiconfigurator {name}", rows, blocks=name.endswith("_block"))
+    return tuple(
+        replace(
+            group[0],
+            rows=group[0].rows.followed_by([table.rows for table in group[1:]]),
+            rejected=sum(table.rejected for table in group),
+        )
+        for group in groups.values()
+    )
 
 
 def _aiconfigurator(path: Path, catalogue: Catalogue) -> Iterator[Table]:
     """`{system}_{framework}-{version}_{operator}_perf.parquet`; latency in ms, memory-cold only beyond the cache."""
-    system = path.name.split("_vllm-")[0].split("_nccl")[0]
-    accelerator = catalogue.get(system)
+    accelerator = catalogue.get(path.name.split("_vllm-")[0].split("_nccl")[0])
     frame = pd.read_parquet(path)
     if "gemm_perf" in path.name:
         for name, part in frame.groupby("gemm_dtype"):
-            rows = _aic_gemm(part, str(name))
-            origin = f"aiconfigurator {name}"
-            quantised = bytes_of(rows.precision) < 2
-            blocks = str(name).endswith("_block")
-            yield Table(accelerator, "gemm", origin, rows, cached=True, quantised=quantised, blocks=blocks)
+            precision = precision_of(str(name))
+            m, n, k = (column(part, size) for size in ("m", "n", "k"))
+            yield Table(
+                accelerator,
+                "gemm",
+                f"aiconfigurator {name}",
+                GemmRows(column(part, "latency") * _MS, m, n, k, precision),
+                cached=True,
+                quantised=bytes_of(precision) < 2,
+                blocks=str(name).endswith("_block"),
+            )
     elif "attention_perf" in path.name:
         operator = "prefill" if "context" in path.name else "decode"
         for name, part in frame.groupby("kv_cache_dtype"):
-            timed, rejected = _possible(_aic_attention(part, str(name), operator), accelerator)
+            timed, rejected = _possible(_aic_attention(part, str(name), operator == "prefill"), accelerator)
             yield Table(accelerator, operator, f"aiconfigurator kv {name}", timed, rejected)
     elif "custom_allreduce" in path.name:
         graph = frame[frame["backend"] == "vllm_graph"]
-        reduced = AllReduceRows(
-            column(graph, "latency") * _MS, column(graph, "message_size"), column(graph, "num_gpus")
-        )
-        yield Table(accelerator, "all_reduce", "aiconfigurator custom", reduced)
+        times, moved, ranks = (column(graph, name) for name in ("latency", "message_size", "num_gpus"))
+        yield Table(accelerator, "all_reduce", "aiconfigurator custom", AllReduceRows(times * _MS, moved, ranks))
 
 
-def _aic_gemm(frame: pd.DataFrame, dtype: str) -> GemmRows:
-    return GemmRows(
-        seconds=column(frame, "latency") * _MS,
-        m=column(frame, "m"),
-        n=column(frame, "n"),
-        k=column(frame, "k"),
-        precision=precision_of(dtype),
-    )
-
-
-def _aic_attention(frame: pd.DataFrame, kv_dtype: str, operator: str) -> AttentionRows:
+def _aic_attention(frame: pd.DataFrame, kv_dtype: str, prefill: bool) -> AttentionRows:
     batch, none = column(frame, "batch_size"), np.zeros(len(frame))
-    prefill = operator == "prefill"
+    step = column(frame, "step")
     return AttentionRows(
         seconds=column(frame, "latency") * _MS,
         sequences=batch if prefill else none,
         tokens=column(frame, "isl") if prefill else none,
-        context=column(frame, "step") if prefill else none,
+        context=step if prefill else none,
         decodes=none if prefill else batch,
-        decode_context=none if prefill else column(frame, "step") + 1.0,
+        decode_context=none if prefill else step + 1.0,
         heads=column(frame, "num_heads"),
         kv_heads=column(frame, "num_key_value_heads"),
         head_dim=int(frame["head_dim"].iloc[0]),
@@ -153,48 +132,43 @@ def _possible(rows: AttentionRows, accelerator: Accelerator) -> tuple[AttentionR
     """Without rows that exceed the device's peak rate, and their number. With more than a few none is kept."""
     flops = accelerator.flops("fp8" if rows.kv_width < 2 else "bf16")
     pairs = rows.sequences * rows.tokens * (rows.context + rows.tokens / 2.0)
-    least = pairs * rows.shape().flops / (flops * IMPOSSIBLE)
-    possible = rows.seconds >= least
+    possible = rows.seconds >= pairs * rows.shape().flops / (flops * IMPOSSIBLE)
     bad = int(np.sum(~possible))
-    if bad > 0.02 * len(rows):
-        return rows.where(np.zeros(len(rows), dtype=np.bool_)), bad
-    return rows.where(possible), bad
+    return rows.where(possible & (bad <= 0.02 * len(rows))), bad
 
 
-def aiconfigurator_experts(path: Path) -> Iterator[tuple[str, ExpertRows]]:
-    """(precision, rows) of `{system}_vllm-{version}_moe_perf.parquet`; latency in ms.
+def _aiconfigurator_experts(path: Path, catalogue: Catalogue) -> Iterator[Table]:
+    """`{system}_vllm-{version}_moe_perf.parquet`; latency in ms.
 
     Rows with expert parallelism are left out, because the table lacks the number of tokens that reached the rank. Of
     the distributions over experts the most even one is read.
     """
+    accelerator = catalogue.get(path.name.split("_vllm-")[0])
     frame = pd.read_parquet(path)
     plain = (frame["moe_ep_size"] == 1) & (frame["num_tokens"] <= _MAX_TOKENS)
     frame = frame[plain & (frame["kernel_source"] == "vllm_fused_moe")]
     even = min(frame["distribution"].unique())
     for name, part in frame[frame["distribution"] == even].groupby("moe_dtype"):
-        tokens, count = column(part, "num_tokens"), column(part, "num_experts")
-        picked = column(part, "topk")
-        yield (
-            str(name),
-            ExpertRows(
-                seconds=column(part, "latency") * _MS,
-                rows=tokens * picked,
-                active=count * (1.0 - (1.0 - picked / count) ** tokens),  # see Experts.expected_active
-                hidden=column(part, "hidden_size"),
-                width=column(part, "inter_size") / column(part, "moe_tp_size"),
-                precision=precision_of(str(name)),
-            ),
+        tokens, count, picked = (column(part, key) for key in ("num_tokens", "num_experts", "topk"))
+        rows = ExpertRows(
+            seconds=column(part, "latency") * _MS,
+            rows=tokens * picked,
+            active=count * (1.0 - (1.0 - picked / count) ** tokens),  # see Experts.expected_active
+            hidden=column(part, "hidden_size"),
+            width=column(part, "inter_size") / column(part, "moe_tp_size"),
+            precision=precision_of(str(name)),
         )
+        yield Table(accelerator, "experts", f"aiconfigurator {name}", rows, blocks=str(name).endswith("_block"))
 
 
-def llmservingsim_experts(path: Path) -> ExpertRows:
-    """Rows of `{device}_{model}_tp{n}_moe.csv`: tokens, activated experts, time in µs."""
-    geometry = bundled_geometry(path.stem.split("_")[1])
+def _llmservingsim_experts(path: Path, catalogue: Catalogue) -> Iterator[Table]:
+    """`{device}_{model}_tp{n}_moe.csv`: tokens, activated experts, time in µs."""
+    accelerator, geometry, _ = _named(path, catalogue)
     if geometry.experts is None:
         raise InvalidRequest(f"{path.name}: {geometry.name} has no experts")
     frame = read_csv(path)
     same = np.ones(len(frame))
-    return ExpertRows(
+    rows = ExpertRows(
         seconds=column(frame, "time_us") * _US,
         rows=column(frame, "tokens") * geometry.experts.per_token,
         active=column(frame, "activated_experts"),
@@ -202,6 +176,7 @@ def llmservingsim_experts(path: Path) -> ExpertRows:
         width=same * geometry.experts.intermediate,
         precision=precision_of(geometry.dtype),
     )
+    yield Table(accelerator, "experts", "llmservingsim", rows)
 
 
 def _llmservingsim(path: Path, catalogue: Catalogue) -> Iterator[Table]:
@@ -212,19 +187,30 @@ def _llmservingsim(path: Path, catalogue: Catalogue) -> Iterator[Table]:
         yield from _llm_attention(frame, accelerator, geometry, degree)
         return
     counts = "sequences" if path.name.endswith("_per_sequence.csv") else "tokens"
-    shapes = {m.name + "_proj": m for m in (*geometry.attention_matmuls(), *geometry.mlp_matmuls())}
-    shapes["lm_head"] = geometry.lm_head()
+    matmuls = (*geometry.attention_matmuls(), *geometry.mlp_matmuls())
+    shapes = {f"{m.name}_proj": m.shard(degree) for m in matmuls} | {"lm_head": geometry.lm_head().shard(degree)}
+    rotated = (geometry.heads + geometry.kv_heads) // degree * geometry.head_dim * 4.0
+    moved = {  # bytes that an elementwise operator moves for each token
+        "layernorm": geometry.hidden * 8.0,
+        "final_layernorm": geometry.hidden * 8.0,
+        "rotary_emb": rotated,
+        "qk_norm": rotated,
+        "act_fn": geometry.intermediate / degree * 6.0,
+    }
     for layer, part in frame.groupby("layer"):
-        times, m = column(part, "time_us") * _US, column(part, counts)
-        if str(layer) in shapes:
-            n, k = shapes[str(layer)].shard(degree)
-            rows = GemmRows(times, m, np.full_like(m, n), np.full_like(m, k), precision_of(geometry.dtype))
-            yield Table(accelerator, "gemm", "llmservingsim", rows)
-        moved = _moved_bytes(str(layer), geometry, degree)
-        if moved:
-            yield Table(accelerator, "elementwise", "llmservingsim", ElementwiseRows(times, m * moved))
+        times, count = column(part, "time_us") * _US, column(part, counts)
+        if layer in shapes:
+            products = _products(times, count, *shapes[str(layer)], geometry)
+            yield Table(accelerator, "gemm", "llmservingsim", products)
+        if layer in moved:
+            rows = ElementwiseRows(times, count * moved[str(layer)])
+            yield Table(accelerator, "elementwise", "llmservingsim", rows)
     if counts == "tokens":
         yield Table(accelerator, "mlp", "llmservingsim", _llm_mlp(frame, geometry, degree))
+
+
+def _products(times: Floats, m: Floats, n: int, k: int, geometry: ModelGeometry) -> GemmRows:
+    return GemmRows(times, m, np.full_like(m, n), np.full_like(m, k), precision_of(geometry.dtype))
 
 
 def _llm_mlp(frame: pd.DataFrame, geometry: ModelGeometry, degree: int) -> MlpRows:
@@ -239,18 +225,6 @@ def _llm_mlp(frame: pd.DataFrame, geometry: ModelGeometry, degree: int) -> MlpRo
         hidden=np.full_like(tokens, geometry.hidden),
         precision=precision_of(geometry.dtype),
     )
-
-
-def _moved_bytes(layer: str, geometry: ModelGeometry, degree: int) -> float:
-    """Bytes that an elementwise operator moves for each token; 0 for what is not one."""
-    rotated = (geometry.heads + geometry.kv_heads) // degree * geometry.head_dim * 4.0
-    return {
-        "layernorm": geometry.hidden * 8.0,
-        "final_layernorm": geometry.hidden * 8.0,
-        "rotary_emb": rotated,
-        "qk_norm": rotated,
-        "act_fn": geometry.intermediate / degree * 6.0,
-    }.get(layer, 0.0)
 
 
 def _llm_attention(
@@ -280,25 +254,24 @@ def _llmservingsim_v0(path: Path, catalogue: Catalogue) -> Iterator[Table]:
     accelerator, geometry, degree = _named(path, catalogue)
     frame = read_csv(path)
     if path.name.endswith("_attention.csv"):
-        yield from vidur_attention(frame, accelerator, "llmservingsim v0", shared_context=True)
+        yield from _vidur_attention(frame, accelerator, "llmservingsim v0", shared_context=True)
         return
-    head, width = geometry.head_dim, geometry.intermediate // degree
+    heads, kv_heads = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim
+    hidden, width = geometry.hidden, geometry.intermediate // degree
     shapes = {
-        "q_proj": (geometry.heads * head, geometry.hidden),
-        "k_proj": (geometry.kv_heads * head, geometry.hidden),
-        "v_proj": (geometry.kv_heads * head, geometry.hidden),
-        "o_proj": (geometry.hidden, geometry.heads * head),
-        "gate_proj": (width, geometry.hidden),
-        "up_proj": (width, geometry.hidden),
-        "down_proj": (geometry.hidden, width),
-        "lm_head": (geometry.vocab, geometry.hidden),
+        "q_proj": (heads, hidden),
+        "k_proj": (kv_heads, hidden),
+        "v_proj": (kv_heads, hidden),
+        "o_proj": (hidden, heads),
+        "gate_proj": (width, hidden),
+        "up_proj": (width, hidden),
+        "down_proj": (hidden, width),
+        "lm_head": (geometry.vocab, hidden),
     }
     for layer, part in frame.groupby("layer_name"):
-        if str(layer) in shapes:
-            n, k = shapes[str(layer)]
-            m = column(part, "input")
+        if layer in shapes:
             times = column(part, "latency(ns)") * _NS
-            rows = GemmRows(times, m, np.full_like(m, n), np.full_like(m, k), precision_of(geometry.dtype))
+            rows = _products(times, column(part, "input"), *shapes[str(layer)], geometry)
             yield Table(accelerator, "gemm", "llmservingsim v0", rows, cached=True)
 
 
@@ -309,14 +282,14 @@ def _named(path: Path, catalogue: Catalogue) -> tuple[Accelerator, ModelGeometry
     return catalogue.get(parts[0]), bundled_geometry(parts[1]), int(parts[2].removeprefix("tp"))
 
 
-def vidur_tables(path: Path, catalogue: Catalogue) -> Iterator[Table]:
+def _vidur(path: Path, catalogue: Catalogue) -> Iterator[Table]:
     """`{device}_{model}_mlp.csv` and attention tables; times in ms with a resolution of 1 µs."""
     if path.name.startswith("net_") or "cpu_overheads" in path.name:
         return
     accelerator = catalogue.get(path.name.split("_")[0])
     frame = read_csv(path)
     if "attention" in path.name:
-        yield from vidur_attention(frame, accelerator, "vidur")
+        yield from _vidur_attention(frame, accelerator, "vidur")
     elif path.name.endswith("_mlp.csv"):
         yield from _vidur_mlp(frame, accelerator)
 
@@ -349,7 +322,7 @@ def _vidur_mlp(frame: pd.DataFrame, accelerator: Accelerator) -> Iterator[Table]
     yield Table(accelerator, "mlp", "vidur", MlpRows(total, tokens, up, width, hidden, "fp16"), cached=True)
 
 
-def vidur_attention(
+def _vidur_attention(
     frame: pd.DataFrame, accelerator: Accelerator, origin: str, *, shared_context: bool = False
 ) -> Iterator[Table]:
     """Tables with Vidur's columns. shared_context: the context of decodes is the batch's total, evenly divided."""

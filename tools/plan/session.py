@@ -14,7 +14,7 @@ from rich.table import Table
 
 from services.launcher.cli_common import Result
 from shared.cost.catalogue import Catalogue
-from shared.cost.kinds import Workshop
+from shared.cost.kinds import EngineModels
 from shared.domain.instance import Role
 from shared.domain.job import Slo, tight_gaps
 from shared.errors import InvalidRequest
@@ -76,10 +76,10 @@ def read_request(options: PlanOptions) -> PlanRequest:
         raise InvalidRequest("--inventory is missing: `polyphase plan inventory` writes a file for this machine")
     options.goals.check()
     inventory, library, name = read_inventory(options.inventory)
-    shop = Workshop(library, library.geometry(options.model))
+    models = EngineModels(library, library.geometry(options.model))
     words = WorkloadOptions(options.workload, requests=options.requests, seed=options.goals.seed)
     return PlanRequest.build(
-        options.goals, name, inventory, options.model, shop, make_workload(words), read_slo(options.slo)
+        options.goals, name, inventory, options.model, models, make_workload(words), read_slo(options.slo)
     )
 
 
@@ -119,7 +119,7 @@ def show(console: Console, problem: Problem, outcomes: Sequence[Outcome]) -> Non
     chosen = outcomes[0]
     inventory, slo = problem.inventory, problem.slo
     pools = ", ".join(map(str, inventory.pools))
-    console.print(f"{problem.shop.geometry.name} on {pools}", markup=False)
+    console.print(f"{problem.models.geometry.name} on {pools}", markup=False)
     console.print(
         f"{problem.workload.name}: {problem.workload.prompt_tokens.mean():,.0f} + "
         f"{problem.workload.output_tokens.mean():,.0f} tokens on average; SLO: TTFT {slo.ttft_s:g} s, TPOT "

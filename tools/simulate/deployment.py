@@ -3,15 +3,12 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-
-from services.worker.engines.emulated import fixed_step_rates
+from services.worker.engines.emulated import fixed_steps
 from shared.cost.catalogue import bytes_of
-from shared.cost.kinds import HOP_LATENCY_S, EngineKind, Stage, Workshop, even_layers
+from shared.cost.kinds import HOP_LATENCY_S, EngineKind, EngineModels, Stage, even_layers
 from shared.cost.library import Library
 from shared.cost.network import INSIDE_EFFICIENCY, Link, Network
-from shared.cost.rates_file import ScaledSteps, merged_rates, scaled_rates
-from shared.cost.step import Batch, StepTimes
+from shared.cost.step import Batch, ScaledSteps, StepTimes
 from shared.cost.step_rates import step_rates_of
 from shared.domain.job import Slo
 from shared.domain.kv import default_staging
@@ -47,14 +44,14 @@ def load_deployment(file: Path, calibration: Path | None = None) -> Deployment:
     places = read_document(file).places
     with at_key(places, "model"):
         library = Library.built_in(read.accelerators, calibration or read.calibration)
-        shop = Workshop(library, library.geometry(read.model))
+        models = EngineModels(library, library.geometry(read.model))
     instances: list[InstanceSpec] = []
     for index, entry in enumerate(read.instances):
         with at_key(places, f"instances.{index}"):
-            spec = _Instance(entry, read, shop, measured).spec()
+            spec = _Instance(entry, read, models, measured).spec()
         instances += [spec.renamed(name) for name in entry.ids]
     with at_key(places, ""):
-        network = _network(read, shop)
+        network = _network(read, models)
     with at_key(places, ""):
         prediction = Prediction(**read.prediction.model_dump()) if read.prediction else None
     name = read.name or file.stem
@@ -75,11 +72,11 @@ def _run(read: SimFile) -> RunSpec:
     )
 
 
-def _network(read: SimFile, shop: Workshop) -> Network:
+def _network(read: SimFile, models: EngineModels) -> Network:
     """The network between the nodes of instances; inside a node the scale-up link, unless the file gives one."""
     if read.network is None:
         return Network()
-    nodes = {entry.node: shop.device(entry.accelerator) for entry in read.instances if entry.node}
+    nodes = {entry.node: models.device(entry.accelerator) for entry in read.instances if entry.node}
     inside = {name: Link(device.links.scale_up, HOP_LATENCY_S, INSIDE_EFFICIENCY) for name, device in nodes.items()}
     network = read.network.network(sorted(nodes), inside)
     slowdowns = {entry.slowdown for entry in read.instances if entry.node}
@@ -91,21 +88,21 @@ def _network(read: SimFile, shop: Workshop) -> Network:
 class _Instance:
     """An entry of the file on its way to the simulator."""
 
-    def __init__(self, entry: InstanceEntry, read: SimFile, shop: Workshop, measured: Measured) -> None:
-        self._entry, self._read, self._shop, self._measured = entry, read, shop, measured
+    def __init__(self, entry: InstanceEntry, read: SimFile, models: EngineModels, measured: Measured) -> None:
+        self._entry, self._read, self._models, self._measured = entry, read, models, measured
         names = entry.stage_accelerators or (entry.accelerator,) * entry.pipeline_parallel
-        layers = entry.pipeline_layers or even_layers(shop.geometry.layers, entry.pipeline_parallel)
-        stages = tuple(Stage(shop.device(name).name, count) for name, count in zip(names, layers, strict=True))
+        layers = entry.pipeline_layers or even_layers(models.geometry.layers, entry.pipeline_parallel)
+        stages = tuple(Stage(models.device(name).name, count) for name, count in zip(names, layers, strict=True))
         hop = entry.hop.link if entry.hop is not None else None
         self._kind = EngineKind(stages, entry.tensor_parallel, entry.dtype, entry.kv_dtype, hop)
-        self._devices = [shop.device(stage.accelerator) for stage in stages]
-        self._longest = entry.max_model_len or read.max_model_len or shop.geometry.max_position
-        self._kv_bytes = shop.geometry.kv_bytes_per_token(bytes_of(shop.kv_dtype(self._kind)))
+        self._devices = [models.device(stage.accelerator) for stage in stages]
+        self._longest = entry.max_model_len or read.max_model_len or models.geometry.max_position
+        self._kv_bytes = models.geometry.kv_bytes_per_token(bytes_of(models.kv_dtype(self._kind)))
 
     def spec(self) -> InstanceSpec:
         entry, kind = self._entry, self._kind
         ranks = kind.accelerators
-        price = self._shop.price_usd_hour(kind) if entry.price_usd_hour is None else ranks * entry.price_usd_hour
+        price = self._models.price_usd_hour(kind) if entry.price_usd_hour is None else ranks * entry.price_usd_hour
         kv_tokens = self._kv_tokens()
         times = self._times()
         chunk = self._chunk_size(times)
@@ -142,8 +139,8 @@ class _Instance:
             return FixedSteps(entry.slowdown * entry.step_s, entry.slowdown * entry.prefill_s_per_token)
         found = self._measured.get(entry.name)
         if found is not None and found.kind.engine != "emulated":
-            return found.step_times(self._shop.library)
-        model = self._shop.times(self._kind)  # shared by instances of a kind, whose results it caches
+            return found.step_times(self._models.library)
+        model = self._models.times(self._kind)  # shared by instances of a kind, whose results it caches
         return model if entry.slowdown == 1.0 else ScaledSteps(model, entry.slowdown)
 
     def _rates(self, price: float, chunk: int) -> Rates:
@@ -151,13 +148,12 @@ class _Instance:
         entry = self._entry
         if entry.name in self._measured:
             found, known = self._measured[entry.name], Rates(price_per_hour=price, weight=entry.weight)
-            return known if found is None else merged_rates(known, found.rates)
+            return known if found is None else found.applied_to(known)
         if entry.step_s:
-            rates = fixed_step_rates(entry.step_s, entry.prefill_s_per_token, chunk)
-            rates = msgspec.structs.replace(rates, price_per_hour=price, weight=entry.weight)
+            steps = fixed_steps(entry.step_s, entry.prefill_s_per_token)
         else:
-            rates = self._shop.rates(self._kind, chunk, price, entry.weight)
-        return scaled_rates(rates, entry.slowdown)
+            steps = self._models.step_rates(self._kind, chunk)
+        return Rates(steps.scaled(entry.slowdown), price_per_hour=price, weight=entry.weight)
 
     def _chunk_size(self, times: StepTimes) -> int:
         """The entry's chunk size; for `auto` the one of a worker that has learned these times."""
@@ -169,9 +165,9 @@ class _Instance:
 
     def _kv_tokens(self) -> int:
         """KV capacity: the entry's, if it fits beside the weights; by default what the weights leave."""
-        entry, kind, geometry = self._entry, self._kind, self._shop.geometry
+        entry, kind, geometry = self._entry, self._kind, self._models.geometry
         if entry.kv_cache_bytes is None:
-            return self._shop.require_fit(kind, self._longest, entry.memory_utilisation, entry.reserve_bytes)
+            return self._models.require_fit(kind, self._longest, entry.memory_utilisation, entry.reserve_bytes)
         weights = geometry.weight_bytes(bytes_of(entry.dtype or geometry.dtype))
         room = sum(entry.tensor_parallel * device.memory_bytes for device in self._devices)
         if weights + entry.kv_cache_bytes > room:
@@ -193,7 +189,7 @@ class _Instance:
 
     def _tokens_in(self, size: int) -> int:
         """Tokens whose KV fits in `size` bytes over all ranks."""
-        ranks, geometry = self._entry.tensor_parallel, self._shop.geometry
+        ranks, geometry = self._entry.tensor_parallel, self._models.geometry
         copies = float(ranks) if geometry.latent else max(1.0, ranks / geometry.kv_heads)
         return int(size // (self._kv_bytes * copies))
 

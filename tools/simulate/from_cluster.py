@@ -230,4 +230,4 @@ def _calibrated(worker: WorkerSettings, model: str, places: Places) -> Calibrate
         worker.pipeline_parallel,
     )
     with at_key(places, f"instances.{worker.instance_id}.rates_file"):
-        return Calibration.read(Path(worker.rates_file)).of(kind)
+        return Calibration.read(Path(worker.rates_file)).for_kind(kind)

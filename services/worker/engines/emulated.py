@@ -35,16 +35,15 @@ from services.worker.settings import WorkerSettings
 from services.worker.step_costs import kind_of
 from shared.cost.catalogue import bytes_of
 from shared.cost.geometry import ModelGeometry
-from shared.cost.kinds import EngineKind, Workshop
+from shared.cost.kinds import EngineKind, EngineModels
 from shared.cost.library import Library, bundled_geometry, geometry_from_file
 from shared.cost.network import Link, rate_of, wire_bytes
-from shared.cost.rates_file import ScaledSteps, scaled_rates
-from shared.cost.step import Batch
+from shared.cost.step import Batch, ScaledSteps
 from shared.domain.instance import Compatibility
 from shared.domain.job import JobView, LengthPrediction
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import block_hashes, next_hash, packed, root_hash
-from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates, StepForm, StepRates
+from shared.domain.rates import Rates, StepForm, StepRates
 from shared.runtime.logs import get_log
 from shared.runtime.wire_version import OURS
 from shared.sim.group import DecodeGroup
@@ -117,9 +116,9 @@ class EmulatedEngine:
         s, lanes = self._settings, self._settings.pipeline_parallel
         name = s.emulated_model
         geometry = geometry_from_file(Path(name)) if Path(name).exists() else bundled_geometry(name)
-        shop = Workshop(Library.built_in(), geometry)
-        kind = kind_of(s, shop)
-        self._times = ScaledSteps(shop.times(kind), s.emulated_slowdown)
+        models = EngineModels(Library.built_in(), geometry)
+        kind = kind_of(s, models)
+        self._times = ScaledSteps(models.times(kind), s.emulated_slowdown)
         paths = {peer: entry.link for peer, entry in s.emulated_links.items()}
         self.link = EmulatedLink(geometry, s.emulated_link_gbps, s.dtype, paths, s.emulated_slowdown)
         copies = float(s.tensor_parallel) if geometry.latent else max(1.0, s.tensor_parallel / geometry.kv_heads)
@@ -132,7 +131,7 @@ class EmulatedEngine:
         named = f"emulated:{geometry.name}"
         compatibility = Compatibility(named, "emulated", "1", OURS.version, geometry.kv_geometry(), OURS.minimum)
         longest = min(s.max_model_len, blocks * s.block_size)
-        return EngineInfo(compatibility, blocks * lanes, longest, s.block_size, _rates(s, shop, kind))
+        return EngineInfo(compatibility, blocks * lanes, longest, s.block_size, _rates(s, models, kind))
 
     def _lane(self, blocks: int) -> "EmulatedLane":
         s = self._settings
@@ -499,26 +498,18 @@ class EmulatedPort(KvPort):
         return self._link.known(expected.handle.transfer_id)
 
 
-def _rates(settings: WorkerSettings, shop: Workshop, kind: EngineKind) -> Rates:
-    """The rates that a calibration of this engine would measure."""
-    step_s = settings.emulated_step_s
-    if step_s is None:
-        rates = shop.rates(kind, settings.step_tokens, shop.price_usd_hour(kind))
+def _rates(settings: WorkerSettings, models: EngineModels, kind: EngineKind) -> Rates:
+    """The step cost and the price of this engine."""
+    if settings.emulated_step_s is None:
+        steps, price = models.step_rates(kind, settings.step_tokens), models.price_usd_hour(kind)
     else:
-        rates = fixed_step_rates(step_s, settings.emulated_prefill_s_per_token or 0.0, settings.step_tokens)
-    return scaled_rates(rates, settings.emulated_slowdown)
+        steps, price = fixed_steps(settings.emulated_step_s, settings.emulated_prefill_s_per_token or 0.0), 0.0
+    return Rates(steps.scaled(settings.emulated_slowdown), price_per_hour=price)
 
 
-def fixed_step_rates(step_s: float, s_per_token: float, chunk_size: int) -> Rates:
-    """The rates that a calibration would measure where a step takes `step_s`, and `s_per_token` more for a prompt
-    token.
-    """
-    return Rates(
-        PartialPrefillCost(s_per_token + step_s / chunk_size, step_s / 2.0),  # the last step is half full
-        ChunkedCost(0.0, 0.0, step_s + s_per_token * chunk_size),
-        HuaweiCost(s_per_token, 0.0, 0.0, step_s, 0.0, 0.0, 0.0, step_s),
-        StepRates(StepForm(step_s, s_per_token), StepForm(step_s), StepForm(step_s, s_per_token)),
-    )
+def fixed_steps(step_s: float, s_per_token: float) -> StepRates:
+    """The step cost where each step takes `step_s`, and `s_per_token` more for a prompt token."""
+    return StepRates(StepForm(step_s, s_per_token), StepForm(step_s), StepForm(step_s, s_per_token))
 
 
 def _stop_with_engine(task: "asyncio.Task[None]") -> None:

@@ -15,10 +15,10 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
 
 from shared.cost.kinds import EngineKind, Stage
-from shared.cost.linear import huawei_of
 from shared.cost.network import rate_of
+from shared.cost.step import StepTimes
+from shared.cost.step_rates import step_rates_of
 from shared.domain.instance import Role
-from shared.domain.rates import HuaweiCost
 from shared.plan.estimate import Estimate
 from shared.plan.evaluate import Trial
 from shared.plan.group import Group, Part
@@ -27,11 +27,13 @@ from shared.plan.plan import Plan, canonical, routes_of
 from shared.plan.problem import Problem
 from shared.plan.routes import Route
 from shared.plan.search import ScoredPlan, Search
+from shared.policy.papers.costs import HuaweiCost
 from shared.sim.outcomes import SimResult
 
 POLICIES = "workload+split=none+dispatch=random"
 _DEGREES = (1, 2, 4, 8, 16)
 _SAMPLE = 200  # requests that batches are packed of
+_BUDGET = 2048  # tokens of the steps from which costs are derived
 
 Pairs = Sequence[tuple[int, int]]  # prompt and output tokens of requests
 
@@ -56,7 +58,7 @@ def exhaustive_groups(search: Search) -> tuple[Group, ...]:
         by_degree = machine_throughputs(search, entry.accelerator.name, entry.count, pairs)
         if by_degree:
             best = max(by_degree, key=lambda degree: by_degree[degree])
-            group = Group(Role.DECODE, best, (Part(pool, problem.shop.geometry.layers),))
+            group = Group(Role.DECODE, best, (Part(pool, problem.models.geometry.layers),))
             groups += [group] * (entry.count // best)
     return tuple(groups)
 
@@ -64,16 +66,21 @@ def exhaustive_groups(search: Search) -> tuple[Group, ...]:
 def machine_throughputs(search: Search, accelerator: str, count: int, pairs: Pairs) -> dict[int, float]:
     """Tokens a second of a machine, by the degrees at which its accelerators hold the model."""
     problem = search.problem
-    shop, heads, found = problem.shop, problem.shop.geometry.heads, {}
+    models, heads, found = problem.models, problem.models.geometry.heads, {}
     for degree in _DEGREES:
         if count % degree or heads % degree:
             continue
-        kind = EngineKind((Stage(accelerator, shop.geometry.layers),), degree, problem.dtype)
-        capacity = shop.kv_tokens(kind)
+        kind = EngineKind((Stage(accelerator, models.geometry.layers),), degree, problem.dtype)
+        capacity = models.kv_tokens(kind)
         if capacity >= problem.longest:
-            cost = huawei_of(shop.times(kind))
+            cost = batch_cost(models.times(kind))
             found[degree] = count / degree * estimated_throughput(cost, capacity, pairs)
     return found
+
+
+def batch_cost(times: StepTimes) -> HuaweiCost:
+    """p1…p8 of an engine with these step times. Source: Huawei eqs 3–4."""
+    return HuaweiCost.from_steps(step_rates_of(times.step_time_s, _BUDGET), _BUDGET)
 
 
 def estimated_throughput(cost: HuaweiCost, capacity_tokens: int, requests: Pairs) -> float:
@@ -448,7 +455,7 @@ class _Walk:
         room = sum(problem.inventory.pools[pool].accelerator.memory_bytes * count for pool, count in uses.items())
         if problem.one_node and len({problem.inventory.pools[pool].node for pool in uses}) > 1:
             return False
-        return room >= problem.shop.geometry.weight_bytes(2.0) and bool(self._layouts.all(uses, Role.DECODE))
+        return room >= problem.models.geometry.weight_bytes(2.0) and bool(self._layouts.all(uses, Role.DECODE))
 
     def _key(self, cells: Cells) -> object:
         return tuple(

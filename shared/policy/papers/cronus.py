@@ -7,10 +7,10 @@ from typing import ClassVar, NamedTuple
 
 from shared.domain.instance import InstanceView
 from shared.domain.job import JobView
-from shared.domain.rates import ChunkedCost, PartialPrefillCost
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
 from shared.policy.index import queued_prefill_s
+from shared.policy.papers.costs import ChunkedCost, PartialPrefillCost
 from shared.policy.split import SplitChoice
 
 CANDIDATES = 512  # evenly spaced splits that Cronus searches
@@ -111,15 +111,17 @@ class CronusSplit:
 
     def _balance(self, job: JobView, prefill: InstanceView, decode: InstanceView) -> Balance | str:
         """The cost model of the pair, or why there is none."""
-        partial, chunked = prefill.info.rates.prefill, decode.info.rates.chunked
-        if partial is None or chunked is None:
-            return f"no measured rates of {(prefill if partial is None else decode).instance_id}"
         load, info = decode.load, decode.info
+        own, other = prefill.info.rates.step, info.rates.step
+        if own is None or other is None:
+            return f"no measured rates of {(prefill if own is None else decode).instance_id}"
         if load.free_blocks < -(-job.prompt_tokens // max(1, info.block_size)):
             return "no free blocks for the prompt"
         n_p = (self.budget or info.chunk_size) - load.decoding
         if n_p <= 0:
             return "no room beside the decodes"
+        partial = PartialPrefillCost.from_steps(own, prefill.info.chunk_size)
+        chunked = ChunkedCost.from_steps(other, info.chunk_size)
         balance = Balance(job.prompt_tokens, partial, chunked, n_p, load.context_tokens)
         if not self.queue_aware:
             return balance

@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 
 from shared.domain.instance import Role
 from shared.domain.job import JobView
-from shared.domain.rates import HuaweiCost
+from shared.domain.rates import StepRates
 from shared.domain.route import Reason, Work
 from shared.errors import InvalidRequest
 from shared.policy.decode_admission import ByPrediction, PredictedEnd
 from shared.policy.dispatch import Choice, Figures
 from shared.policy.index import ClusterIndex, InstanceIds, context_of, usable
+from shared.policy.papers.costs import HuaweiCost
 
 MIN_BATCH_S = 1e-9  # a fitted cost may extrapolate below zero; a time may not
 Array = NDArray[np.float64]
@@ -141,12 +142,22 @@ class Workload(Memory):
 def _kinds(index: ClusterIndex, rng: Random) -> list[_Kind]:
     views = list(index.candidates.views)
     rng.shuffle(views)  # the first of equal scores wins: another one each broadcast, and another one at each scheduler
-    groups: dict[tuple[HuaweiCost | None, int, int], list[str]] = {}
+    groups: dict[tuple[StepRates | None, int, int, int], list[str]] = {}
     for view in views:
         info = view.info
-        alike = info.rates.batch, max(1, info.total_blocks * info.block_size), info.max_model_len
+        capacity_tokens = max(1, info.total_blocks * info.block_size)
+        alike = info.rates.step, info.chunk_size, capacity_tokens, info.max_model_len
         groups.setdefault(alike, []).append(info.instance_id)
-    return [_Kind(*alike, ids, index.ledger.slots(ids)) for alike, ids in groups.items()]
+    return [
+        _Kind(
+            None if steps is None else HuaweiCost.from_steps(steps, chunk),
+            capacity_tokens,
+            max_model_len,
+            ids,
+            index.ledger.slots(ids),
+        )
+        for (steps, chunk, capacity_tokens, max_model_len), ids in groups.items()
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,13 +37,12 @@ from benchmarks.papers.testbed import Testbed as Bed  # pytest would collect a n
 from benchmarks.papers.tetriinfer import interference
 from benchmarks.papers.thunderserve import kv_figures
 from benchmarks.papers.zte import first_token_s, output_token_s
-from shared.cost.linear import huawei_of
 from shared.cost.network import Link
 from shared.cost.step import Batch
 from shared.domain.instance import Role
 from shared.domain.job import JobView
 from shared.errors import NotFound
-from shared.plan.methods.papers import estimated_throughput, packed
+from shared.plan.methods.papers import batch_cost, estimated_throughput, packed
 from shared.policy.decode_admission import DecodeMemory, Greedy
 from shared.sim.spec import EngineLimits
 from shared.sim.workload import synthetic
@@ -113,7 +112,7 @@ def test_huaweis_estimate_packs_batches_by_their_longest(testbed: Bed) -> None:
     requests = [(10, 10), (10, 10), (30, 10), (5, 5)]
     assert list(packed(80, requests)) == [((10, 10), (10, 10)), ((30, 10), (5, 5))]
     assert list(packed(1, requests)) == [(request,) for request in requests]
-    cost = huawei_of(testbed.model("A100", "Llama-3-8B"))
+    cost = batch_cost(testbed.model("A100", "Llama-3-8B"))
     more, less = (estimated_throughput(cost, tokens, [(200, 200)] * 50) for tokens in (20_000, 2_000))
     assert more > less
 

@@ -10,7 +10,7 @@ import pytest
 from services.cluster_monitor.edge import Registration
 from services.cluster_monitor.registry import UNDER_WAY_S, Record, check
 from shared.domain.instance import InstanceInfo, InstanceLoad, InstanceState, Promised, Role
-from shared.domain.rates import UNKNOWN_STEPS, ChunkedCost, LinkRate, PartialPrefillCost, Rates
+from shared.domain.rates import UNKNOWN_STEPS, LinkRate, Rates
 from shared.errors import Conflict, Incompatible, InvalidRequest, NotFound, WireVersionMismatch
 from shared.runtime.wire_version import OURS, WireVersions
 from shared.store.reading import read_instances
@@ -52,7 +52,7 @@ async def test_the_first_sets_the_model_until_the_last_has_left(cluster: Cluster
 async def test_registering_again_changes_nothing_but_measured_rates(cluster: Cluster) -> None:
     (worker,) = await cluster.workers(p0=Role.PREFILL)
     record = cluster.state.registry.get("p0")
-    rates = Rates(prefill=PartialPrefillCost(1e-4, 2e-3), chunked=ChunkedCost(1e-6, 1e-7, 0.01))
+    rates = Rates(UNKNOWN_STEPS)
     faster = msgspec.structs.replace(worker.info, rates=rates)
     await cluster.client.register(faster, Role.PREFILL)
     assert cluster.state.registry.get("p0") is record
@@ -138,7 +138,7 @@ async def test_an_address_where_nobody_listens_ends_as_dead(start: Start) -> Non
         {"block_size": 0},
         {"instance_id": "a b"},
         {"kv_endpoints": ["nonsense"]},
-        {"rates": {"prefill": {"k_p": -1, "b_p": 0}}},
+        {"rates": {"step": {"prefill": {"fixed_s": -1}, "decode": {"fixed_s": 1}, "mixed": {"fixed_s": 1}}}},
         {"rates": {"link": {"bytes_s": 0}}},
         {"compatibility": {**msgspec.to_builtins(FIT), "wire_version": 300}},
         {"compatibility": {**msgspec.to_builtins(FIT), "geometry": {"layers": 0, "kv_heads": 1, "head_dim": 1}}},
@@ -209,10 +209,12 @@ async def test_learned_rates_and_a_chunk_size_that_an_instance_sets_are_broadcas
     assert broadcast()
 
 
-async def test_fields_of_a_later_release_are_ignored(cluster: Cluster) -> None:
+async def test_fields_of_other_releases_are_ignored(cluster: Cluster) -> None:
     body = {**msgspec.to_builtins(make_info("p0", free_address())), "role": "prefill", "added_later": 1}
     body["compatibility"]["added_later"] = {"too": True}
+    body["rates"] = {"prefill": {"k_p": 1e-4, "b_p": 0.01}, "chunked": None, "price_per_hour": 2.0}  # of an earlier one
     assert (await request(cluster.transport, "POST", "/instances", body)).status_code == 200
+    assert cluster.state.registry.get("p0").info.rates == Rates(price_per_hour=2.0)
     assert [each.instance_id for each in await cluster.client.instances()] == ["p0"]
 
 

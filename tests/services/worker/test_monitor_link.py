@@ -72,7 +72,7 @@ class Worker:
                 promised=(),
             ),
             "rates": SimpleNamespace(
-                news=lambda now: self.news, chunk=SimpleNamespace(tokens=512), of=lambda info: info
+                to_publish=lambda now: self.news, chunk=SimpleNamespace(tokens=512), with_rates=lambda info: info
             ),
             "policies": SimpleNamespace(revision=1, trouble=""),
             "publisher": SimpleNamespace(publish=self.beats.append),

@@ -1,22 +1,27 @@
 """What an instance learns of its speed: step rates, link rates, and the chunk size."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
-from services.worker.engines.base import StepLog
+from services.worker.engines.base import EngineInfo, StepLog
 from services.worker.engines.emulated import EmulatedEngine
+from services.worker.identity import instance_info
 from services.worker.settings import WorkerSettings
 from services.worker.step_costs import REPEAT_S, LiveRates, catalogue_steps
 from shared.cost.library import Library
+from shared.cost.rates_file import Calibration, ControlPlane
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
-from shared.domain.rates import UNKNOWN_STEPS, PartialPrefillCost, Rates, StepForm, StepRates
+from shared.domain.rates import UNKNOWN_STEPS, Rates, StepForm, StepRates, StepSource
+from shared.errors import NotFound
 from shared.policy.step_budget import SMALL, ChunkBounds, chunk_tokens
 from tests.services.worker.engines.test_emulated import engine, finish, request, settings, steps
+from tests.shared.cost.calibrations import FIT, calibrated
 
 
 def worker(**more: Any) -> WorkerSettings:
@@ -33,6 +38,26 @@ def worker(**more: Any) -> WorkerSettings:
         **more,
     }
     return WorkerSettings(**values)
+
+
+@pytest.fixture
+def rates_file(tmp_path: Path) -> str:
+    path = tmp_path / "calibration.yaml"
+    path.write_text(Calibration("d", "c", ControlPlane(), (calibrated(),)).to_yaml())
+    return str(path)
+
+
+@pytest.mark.parametrize("calibrates", [False, True])
+def test_an_instance_reports_the_rates_that_a_file_has_for_its_kind(rates_file: str, calibrates: bool) -> None:
+    compatibility = Compatibility("abc", "vllm", "1", 2, KvGeometry(6, 2, 64))
+    engine = EngineInfo(compatibility, 100, 2048, 32, Rates(price_per_hour=2.0))
+    plain = {"model": "/models/demo", "dtype": "float32", "accelerator": "cpu", "weight": 4.0}
+    configured = worker(**plain, rates_file=rates_file if calibrates else "")
+    expected = Rates(FIT if calibrates else None, price_per_hour=2.0, weight=4.0)
+    assert instance_info(configured, engine, 7).rates == expected
+    if calibrates:
+        with pytest.raises(NotFound, match=r"not calibrated: .*threads 2"):
+            instance_info(worker(**plain, rates_file=rates_file, threads=2), engine, 7)
 
 
 def info(rates: Rates = Rates(price_per_hour=2.0)) -> InstanceInfo:
@@ -55,8 +80,7 @@ def test_it_begins_with_the_catalogue_and_goes_on_with_its_steps() -> None:
     assert live.step.decode_s(8, 8000) == pytest.approx(3 * said, rel=0.05)
     assert live.step.decode.steps > 0
     assert live.current.price_per_hour == 2.0
-    assert live.current.batch is not None
-    assert live.current.batch.decode_step_s(8, 1000) == pytest.approx(3 * said, rel=0.1)
+    assert (live.start.source, live.step.source) == (StepSource.CATALOGUE, StepSource.LEARNED)
 
 
 def test_an_accelerator_that_nobody_lists_is_learned_from_nothing() -> None:
@@ -70,10 +94,9 @@ def test_an_accelerator_that_nobody_lists_is_learned_from_nothing() -> None:
 
 def test_a_calibration_is_the_start() -> None:
     start = catalogue_steps(worker(accelerator="A100-SXM-80"))
-    live = LiveRates(worker(), info(Rates(prefill=PartialPrefillCost(1e-4, 0.01), step=start)), StepLog())
+    live = LiveRates(worker(), info(Rates(start)), StepLog())
     live.learn()
     assert live.step == start
-    assert live.current.prefill == PartialPrefillCost(1e-4, 0.01)  # until a step says else
 
 
 def test_steps_are_learned_from_once() -> None:
@@ -88,12 +111,12 @@ def test_steps_are_learned_from_once() -> None:
 def test_it_tells_what_has_changed_and_the_same_again_after_a_while() -> None:
     log, now = StepLog(), time.time()
     live = LiveRates(worker(), info(), log)
-    assert live.news(now) == live.current
-    assert live.news(now + 0.1) is None
-    assert live.news(now + REPEAT_S + 0.1) == live.current
+    assert live.to_publish(now) == live.current
+    assert live.to_publish(now + 0.1) is None
+    assert live.to_publish(now + REPEAT_S + 0.1) == live.current
     decodes(log, 1.0)
     live.learn()
-    told = live.news(now + REPEAT_S + 0.2)
+    told = live.to_publish(now + REPEAT_S + 0.2)
     assert told is not None
     assert told.step == live.step
 
@@ -148,7 +171,7 @@ async def test_it_changes_between_steps_once_the_steps_say_else() -> None:
     log = StepLog()  # the engine's own would have this machine's delays in it
     async with engine(**AUTO) as running:
         live = LiveRates(settings(**AUTO), info(START), log, running.set_chunk_size)
-        assert live.of(info()).chunk_size == live.chunk.tokens == 96
+        assert live.with_rates(info()).chunk_size == live.chunk.tokens == 96
         await finish(running, request("a", 200, 1))
         assert chunks(running) == [96, 96, 8]
         with capture_logs() as logs:
@@ -158,21 +181,10 @@ async def test_it_changes_between_steps_once_the_steps_say_else() -> None:
         assert live.step is not None
         assert live.chunk.tokens == pytest.approx(chunk_tokens(live.step.prefill, BOUNDS), rel=SMALL)
         assert live.chunk.tokens > 2 * 96
-        assert live.of(info()).chunk_size == live.chunk.tokens
+        assert live.with_rates(info()).chunk_size == live.chunk.tokens
         assert live.chunk.why.startswith("auto: 90% of the best prefill throughput, by ")
         await finish(running, request("b", 600, 1))
         assert chunks(running)[3:] == [min(live.chunk.tokens, left) for left in range(600, 0, -live.chunk.tokens)]
-
-
-def test_what_is_told_is_that_of_these_chunks() -> None:
-    log = StepLog()
-    live = LiveRates(settings(**AUTO), info(START), log)
-    learn(live, log)
-    assert live.current.prefill is not None
-    assert live.step is not None
-    form = live.step.prefill
-    token_s = form.token_s + form.position_s * 1024.0 + form.fixed_s / live.chunk.tokens
-    assert live.current.prefill.k_p == pytest.approx(token_s)
 
 
 def test_few_steps_change_nothing() -> None:

@@ -6,59 +6,13 @@ from shared.cost.catalogue import Catalogue, bytes_of, precision_of
 from shared.errors import InvalidRequest, NotFound
 
 # What the catalogue must know, by the names that people use.
-WANTED = (
-    "T4",
-    "V100-16",
-    "V100-32",
-    "A10",
-    "A30",
-    "A40",
-    "A100-40-PCIe",
-    "A100-80-PCIe",
-    "A100-40",
-    "A100-80",
-    "A5000",
-    "A6000",
-    "3090Ti",
-    "4090",
-    "L4",
-    "L40S",
-    "RTX PRO 6000",
-    "H100 PCIe",
-    "H100 SXM",
-    "H200",
-    "B200",
-    "MI210",
-    "MI250",
-    "MI300X",
-    "Gaudi 2",
-    "Gaudi 3",
-    "Ascend 910B",
-    "CPU",
-    "2080 Ti",
-    "3080",
-    "3090",
-    "4080",
-    "5080",
-    "RTX 6000 Ada",
-    "A800",
-    "H800",
-    "L20",
-    "L40",
-    "GH200",
-    "GB200",
-    "MI300A",
-    "MI350X",
-    "MI355X",
-    "Ascend 910C",
-    "P40",
-    "H100-64GB",
-    "H100-96GB",
-    "DGX Spark",
-    "NVIDIA GB10",
-    "Ryzen AI Max",
-    "Arc Pro B60",
-)
+WANTED = """
+T4, V100-16, V100-32, A10, A30, A40, A100-40-PCIe, A100-80-PCIe, A100-40, A100-80, A5000, A6000, 3090Ti,
+4090, L4, L40S, RTX PRO 6000, H100 PCIe, H100 SXM, H200, B200, MI210, MI250, MI300X, Gaudi 2, Gaudi 3,
+Ascend 910B, CPU, 2080 Ti, 3080, 3090, 4080, 5080, RTX 6000 Ada, A800, H800, L20, L40, GH200, GB200,
+MI300A, MI350X, MI355X, Ascend 910C, P40, H100-64GB, H100-96GB, DGX Spark, NVIDIA GB10, Ryzen AI Max,
+Arc Pro B60
+"""
 
 ENTRY = """
 Mine:
@@ -80,23 +34,21 @@ def catalogue() -> Catalogue:
 
 
 def test_holds_what_the_issue_lists(catalogue: Catalogue) -> None:
-    for name in WANTED:
-        assert catalogue.get(name).memory_bytes > 0
-    assert len(catalogue.names()) >= 24
+    for name in WANTED.replace("\n", " ").split(","):
+        assert catalogue.get(name.strip()).memory_bytes > 0
     assert len({a.vendor for a in catalogue.all()}) >= 4
 
 
-def test_every_entry_is_complete_and_plausible(catalogue: Catalogue) -> None:
+def test_every_entry_is_complete_plausible_and_found(catalogue: Catalogue) -> None:
     for a in catalogue.all():
+        assert catalogue.get(a.name) is a
         assert a.source
         assert a.mode
         assert 0 < a.price_usd_hour < 20
         assert 4e9 < a.memory_bytes < 500e9
         assert 1e11 < a.bandwidth_bytes_s < 1e13
         assert 1e12 < a.flops("bf16") < 1e16
-        assert a.links.pcie > 0
-        assert a.links.scale_up > 0
-        assert a.links.network > 0
+        assert min(a.links.pcie, a.links.scale_up, a.links.network) > 0
 
 
 def test_cache_and_shared_memory_may_be_left_out(catalogue: Catalogue, tmp_path: Path) -> None:
@@ -105,9 +57,6 @@ def test_cache_and_shared_memory_may_be_left_out(catalogue: Catalogue, tmp_path:
     path = tmp_path / "mine.yaml"
     path.write_text(ENTRY, encoding="utf-8")
     assert catalogue.with_file(path).get("Mine").cache_bytes == 0.0
-    path.write_text(ENTRY + "  cache_mib: -1\n", encoding="utf-8")
-    with pytest.raises(InvalidRequest, match=r"'Mine': Expected `float` >= 0.0 - at `\$.cache_mib`"):
-        catalogue.with_file(path)
 
 
 @pytest.mark.parametrize(
@@ -128,14 +77,11 @@ def test_cache_and_shared_memory_may_be_left_out(catalogue: Catalogue, tmp_path:
         ("AMD Instinct MI300X OAM", "MI300X"),
         ("AMD Instinct MI355X", "MI355X"),
         ("910B4", "Ascend-910B4"),  # npu-smi
+        *((name, "A100-SXM-80") for name in ("a100-sxm-80", "A100_SXM_80", "A100", "a100 80gb")),
     ],
 )
-def test_the_names_that_the_vendors_tools_print(catalogue: Catalogue, printed: str, name: str) -> None:
+def test_names_match_loosely_and_as_the_vendors_tools_print_them(catalogue: Catalogue, printed: str, name: str) -> None:
     assert catalogue.get(printed).name == name
-
-
-def test_every_entry_is_found_by_its_own_name(catalogue: Catalogue) -> None:
-    assert [catalogue.get(name).name for name in catalogue.names()] == list(catalogue.names())
 
 
 def test_dense_rates_not_sparse_ones(catalogue: Catalogue) -> None:
@@ -148,11 +94,6 @@ def test_dense_rates_not_sparse_ones(catalogue: Catalogue) -> None:
 def test_a_missing_precision_computes_in_another(catalogue: Catalogue) -> None:
     assert catalogue.get("V100").flops("bf16") == catalogue.get("V100").flops("fp16")
     assert catalogue.get("A100").flops("fp8") == catalogue.get("A100").flops("bf16")  # weight-only
-
-
-@pytest.mark.parametrize("name", ["a100-sxm-80", "A100_SXM_80", "A100", "a100 80gb"])
-def test_names_match_loosely(catalogue: Catalogue, name: str) -> None:
-    assert catalogue.get(name).name == "A100-SXM-80"
 
 
 def test_an_unknown_name_gets_near_matches(catalogue: Catalogue) -> None:
@@ -176,6 +117,7 @@ def test_users_add_and_replace(catalogue: Catalogue, tmp_path: Path) -> None:
     [
         (("  memory_gib: 16\n", ""), r"own.yaml: accelerator 'Mine': .*memory_gib"),
         (("memory_gib: 16", "memory_gib: -1"), r"accelerator 'Mine': Expected `float` > 0.0 - at `\$.memory_gib`"),
+        (("source: me", "source: me\n  cache_mib: -1"), r"'Mine': Expected `float` >= 0.0 - at `\$.cache_mib`"),
         (("fp16: 50", "fp16: 0"), r"accelerator 'Mine': Expected `float` > 0.0 - at `\$.matrix_tflops\[...\]`"),
         (("fp16: 50", "fp17: 50"), r"unknown precision 'fp17'"),
         (("vendor", "vendr"), r"accelerator 'Mine': .*vend"),
@@ -186,14 +128,11 @@ def test_a_bad_file_names_file_entry_and_key(
     catalogue: Catalogue, tmp_path: Path, change: tuple[str, str], said: str
 ) -> None:
     own = tmp_path / "own.yaml"
+    with pytest.raises(InvalidRequest, match=r"own.yaml: cannot be read"):
+        catalogue.with_file(own)
     own.write_text(ENTRY.replace(*change), encoding="utf-8")
     with pytest.raises(InvalidRequest, match=said):
         catalogue.with_file(own)
-
-
-def test_a_missing_file_is_named(catalogue: Catalogue, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"none.yaml: cannot be read"):
-        catalogue.with_file(tmp_path / "none.yaml")
 
 
 def test_precisions() -> None:

@@ -1,12 +1,11 @@
-"""Kinds of engines: layers, step times, memory and rates; and instances that share a host."""
+"""Kinds of engines: layers, step times, memory and rates."""
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from shared.cost.geometry import kv_capacity_tokens
-from shared.cost.kinds import EngineKind, Stage, Workshop, even_layers, others_busy, slowdown_at, slowdown_curve
+from shared.cost.kinds import EngineKind, EngineModels, Stage, even_layers
 from shared.cost.library import Library
 from shared.cost.pipeline import Pipeline
 from shared.cost.step import Batch
@@ -27,46 +26,45 @@ def test_layers_are_divided_as_vllm_divides_them(layers: int, stages: int, count
 
 
 def test_one_stage_is_the_plain_step_model() -> None:
-    shop = Workshop(LIBRARY, GEOMETRY)
+    models = EngineModels(LIBRARY, GEOMETRY)
     batch = Batch(((512, 0),), 8, 8000)
-    assert shop.times(PLAIN).step_time_s(batch) == LIBRARY.step_model("A10", "Llama-3-8B").step_time_s(batch)
-    assert shop.times(PLAIN) is shop.times(EngineKind((Stage("A10", 32),)))
+    assert models.times(PLAIN).step_time_s(batch) == LIBRARY.step_model("A10", "Llama-3-8B").step_time_s(batch)
+    assert models.times(PLAIN) is models.times(EngineKind((Stage("A10", 32),)))
 
 
 def test_stages_have_their_own_layers_and_the_tightest_memory_counts() -> None:
-    shop = Workshop(LIBRARY, GEOMETRY)
-    times = shop.times(UNLIKE)
+    models = EngineModels(LIBRARY, GEOMETRY)
+    times = models.times(UNLIKE)
     assert isinstance(times, Pipeline)
     assert times.lanes == UNLIKE.lanes == 2
     part = replace(GEOMETRY, layers=24)
     tight = kv_capacity_tokens(LIBRARY.catalogue.get("A100-SXM-80"), part, tensor_parallel=2)
     loose = kv_capacity_tokens(LIBRARY.catalogue.get("A10"), replace(GEOMETRY, layers=8), tensor_parallel=2)
-    assert shop.kv_tokens(UNLIKE) == min(tight, loose)
+    assert models.kv_tokens(UNLIKE) == min(tight, loose)
     assert UNLIKE.accelerators == 4
     assert str(UNLIKE) == "2 x A10 + 2 x A100-SXM-80"
 
 
 def test_layers_that_do_not_sum_up_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"\[8, 25\].* 32 of Llama-3-8B"):
-        Workshop(LIBRARY, GEOMETRY).times(EngineKind((Stage("A10", 8), Stage("A10", 25))))
+        EngineModels(LIBRARY, GEOMETRY).times(EngineKind((Stage("A10", 8), Stage("A10", 25))))
 
 
 def test_a_model_that_does_not_fit_says_what_is_missing() -> None:
-    shop = Workshop(LIBRARY, LIBRARY.geometry("Llama-2-70B"))
+    models = EngineModels(LIBRARY, LIBRARY.geometry("Llama-2-70B"))
     with pytest.raises(Incompatible, match=r"Llama-2-70B does not fit 1 x A10: weights of 13\d\.\d GB in 2\d\.\d GB"):
-        shop.require_fit(EngineKind((Stage("A10", 80),)), 4096)
-    shop, card = Workshop(LIBRARY, LIBRARY.geometry("Llama-3.1-8B")), EngineKind((Stage("RTX-4090", 32),))
-    assert shop.require_fit(card, 32_768) > 32_768
+        models.require_fit(EngineKind((Stage("A10", 80),)), 4096)
+    models, card = EngineModels(LIBRARY, LIBRARY.geometry("Llama-3.1-8B")), EngineKind((Stage("RTX-4090", 32),))
+    assert models.require_fit(card, 32_768) > 32_768
     with pytest.raises(Incompatible, match=r"leave KV for 4\d+ tokens of a request, which may need 131072"):
-        shop.require_fit(card, 131_072)
+        models.require_fit(card, 131_072)
 
 
 def test_what_policies_know_of_a_pipeline_counts_decodes_of_all_lanes() -> None:
-    shop = Workshop(LIBRARY, GEOMETRY)
+    models = EngineModels(LIBRARY, GEOMETRY)
     kind = EngineKind((Stage("A10", 16), Stage("A10", 16)))
-    step = shop.rates(kind, 512).step
-    assert step is not None
-    times = shop.times(kind)
+    step = models.step_rates(kind, 512)
+    times = models.times(kind)
     told, real = step.decode_s(64, 64 * 1024), times.decode_time_s(32, 32 * 1024)
     assert told == pytest.approx(real, rel=0.1)
 
@@ -74,48 +72,9 @@ def test_what_policies_know_of_a_pipeline_counts_decodes_of_all_lanes() -> None:
 def test_stages_of_a_mixture_of_experts_share_its_experts() -> None:
     """Each stage has its part of them: a pipeline of four takes about as long as the whole model over all layers."""
     geometry = LIBRARY.geometry("Mixtral-8x7B")
-    shop = Workshop(LIBRARY, geometry)
+    models = EngineModels(LIBRARY, geometry)
     kind = EngineKind((Stage("A100-SXM-80", 8),) * 4)
-    assert shop.kv_tokens(kind) > 100_000
+    assert models.kv_tokens(kind) > 100_000
     assert sum(geometry.part(8).expert_parameters() for _ in range(4)) == geometry.expert_parameters()
     whole = LIBRARY.step_model("A100-SXM-80", "Mixtral-8x7B", 1, 4)
-    assert shop.times(kind).decode_time_s(8, 8192) == pytest.approx(whole.decode_time_s(8, 8192), rel=0.5)
-
-
-def interval(*pairs: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
-    starts, ends = zip(*pairs, strict=True) if pairs else ((), ())
-    return np.array(starts, dtype=float), np.array(ends, dtype=float)
-
-
-def test_overlap_is_counted_by_its_share_of_the_step() -> None:
-    found = others_busy({"a": interval((0, 2), (2, 4)), "b": interval((1, 3)), "c": interval((0, 4)), "d": interval()})
-    assert found["a"] == pytest.approx([1.5, 1.5])
-    assert found["b"] == pytest.approx([2.0])
-    assert found["c"] == pytest.approx([1.5])
-    assert len(found["d"]) == 0
-
-
-def test_steps_that_clocks_let_overlap_count_once() -> None:
-    found = others_busy({"a": interval((0, 1.0), (0.9, 2.0)), "b": interval((0, 2))})
-    assert found["b"] == pytest.approx([1.0])
-
-
-def test_the_curve_comes_back_from_steps_that_follow_it() -> None:
-    rng = np.random.default_rng(3)
-    others = rng.choice([0.0, 1.0, 2.0], 600) + rng.uniform(-0.05, 0.05, 600).clip(0)
-    alone = rng.uniform(0.005, 0.02, 600)
-    truth = (1.0, 1.3, 1.9)
-    curve = slowdown_curve(others, alone * slowdown_at(truth, others), alone)
-    assert curve == pytest.approx(truth, rel=0.02)
-
-
-def test_a_curve_never_falls_and_ends_where_too_little_was_seen() -> None:
-    others = np.array([0.0] * 50 + [1.0] * 50 + [2.0] * 5)
-    seconds = np.array([1.0] * 50 + [0.9] * 50 + [3.0] * 5)
-    assert slowdown_curve(others, seconds, np.ones(105)) == (1.0, 1.0)
-    assert slowdown_curve(np.zeros(0), np.zeros(0), np.zeros(0)) == (1.0,)
-
-
-def test_beyond_its_end_a_curve_goes_on_as_steeply() -> None:
-    assert slowdown_at((1.0, 1.2, 1.6), np.array([0.5, 2.0, 3.0])) == pytest.approx([1.1, 1.6, 2.0])
-    assert slowdown_at((1.0,), np.array([0.0, 5.0])) == pytest.approx([1.0, 1.0])
+    assert models.times(kind).decode_time_s(8, 8192) == pytest.approx(whole.decode_time_s(8, 8192), rel=0.5)

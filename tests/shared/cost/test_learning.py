@@ -7,11 +7,10 @@ import pytest
 
 from shared.cost.learning import LinkLearner, StepLearner
 from shared.cost.library import Library
-from shared.cost.linear import rates_of_steps
 from shared.cost.step import Batch, StepModel
 from shared.cost.step_rates import profile_batches, step_rates_of
 from shared.domain.kv import Codec
-from shared.domain.rates import LinkRate, StepForm, StepRates
+from shared.domain.rates import LinkRate, StepForm, StepRates, StepSource
 
 BUDGET, SEATS = 512, 64
 TRUE = Library.built_in().step_model("A10", "Llama-3-8B")
@@ -114,26 +113,16 @@ def test_the_error_is_that_of_the_steps() -> None:
 
 def test_nothing_seen_is_the_start_and_no_time_is_negative() -> None:
     start = Serving().rates
+    assert start.source is StepSource.CATALOGUE
     assert start.decode_s(8, 8000) == pytest.approx(WRONG.decode_s(8, 8000), rel=1e-6)
     serving = Serving(StepRates(StepForm(0.01), StepForm(0.01), StepForm(0.01)))
     for _ in range(3):
         serving.step()
+    assert serving.rates.source is StepSource.LEARNED
     for form in (serving.rates.prefill, serving.rates.decode, serving.rates.mixed):
         assert min(form.fixed_s, form.token_s, form.position_s, form.sequence_s, form.context_s) >= 0.0
     serving.learner.add(Batch((), 1, 100), 0.0, serving.now)  # no time: no step
     assert serving.rates.decode.steps <= 3
-
-
-def test_the_papers_costs_follow_from_the_forms() -> None:
-    rates = rates_of_steps(step_rates_of(TRUE.step_time_s, BUDGET, SEATS), BUDGET)
-    assert rates.prefill is not None
-    assert rates.chunked is not None
-    assert rates.batch is not None
-    told = sum(TRUE.prefill_time_s(512, before) for before in (0, 512))
-    assert rates.prefill.time_s(1024) == pytest.approx(told, rel=0.2)
-    mixed = TRUE.step_time_s(Batch(((BUDGET - 16, 0),), 16, 16 * 500))
-    assert rates.chunked.time_s(0, 16 * 500) == pytest.approx(mixed, rel=0.15)
-    assert rates.batch.decode_step_s(16, 500) == pytest.approx(TRUE.decode_time_s(16, 16 * 500), rel=0.1)
 
 
 MB = 1 << 20

@@ -59,10 +59,9 @@ def test_a_tiny_llama_by_hand() -> None:
 
 
 def test_experts_that_tokens_reach() -> None:
-    g = bundled_geometry("Mixtral-8x7B")
-    assert g.experts is not None
-    assert g.experts.expected_active(1) == pytest.approx(2.0)
-    assert g.experts.expected_active(1000) == pytest.approx(8.0)
+    experts = bundled_geometry("Mixtral-8x7B").experts
+    assert experts is not None
+    assert [experts.expected_active(tokens) for tokens in (1, 1000)] == pytest.approx([2.0, 8.0])
 
 
 def test_grouped_queries_not_hidden_size() -> None:
@@ -89,13 +88,13 @@ def test_sliding_windows() -> None:
 
 @pytest.mark.parametrize("name", ["meta-llama/Meta-Llama-3-8B", "llama-3-8b", "Qwen/Qwen3-32B", "facebook/opt-125m"])
 def test_hub_ids_and_loose_names(name: str) -> None:
-    assert bundled_geometry(name).parameters() > 0
+    assert bundled_geometry(name).name in PARAMETERS
 
 
 def test_every_bundled_model_reads() -> None:
     for name in bundled_names():
         g = bundled_geometry(name)
-        assert g.parameters() > 2 * g.vocab * g.hidden * 0.5
+        assert g.parameters() > g.vocab * g.hidden
 
 
 def test_an_unknown_model_lists_the_bundled_ones() -> None:
@@ -110,9 +109,20 @@ def test_an_unknown_architecture_is_a_clear_error() -> None:
         geometry_from_config({"model_type": "rwkv"})
 
 
-def test_model_type_serves_where_architectures_are_missing() -> None:
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [
+        ("llama", "LlamaForCausalLM"),
+        ("opt", "OPTForCausalLM"),
+        ("gemma3_text", "Gemma3ForCausalLM"),
+        ("mixtral", "MixtralForCausalLM"),
+        ("qwen3", "Qwen3ForCausalLM"),
+    ],
+)
+def test_model_type_serves_where_architectures_are_missing(model_type: str, architecture: str) -> None:
     config = {key: value for key, value in LLAMA.items() if key != "architectures"}
-    assert geometry_from_config({**config, "model_type": "llama"}).architecture == "LlamaForCausalLM"
+    more = {"model_type": model_type, "ffn_dim": 128, "num_local_experts": 2, "num_experts_per_tok": 1}
+    assert geometry_from_config(config | more).architecture == architecture
 
 
 def test_text_part_of_a_multimodal_config() -> None:
@@ -128,10 +138,16 @@ def test_a_missing_or_bad_key_is_named(key: str) -> None:
             geometry_from_config({**LLAMA, key: bad})
 
 
-def test_quantised_checkpoints_say_their_precision() -> None:
-    assert geometry_from_config({**LLAMA, "quantization_config": {"quant_method": "fp8"}}).dtype == "fp8"
-    assert geometry_from_config({**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4}}).dtype == "int4"
-    assert geometry_from_config({**LLAMA, "torch_dtype": "float16"}).dtype == "fp16"
+@pytest.mark.parametrize(
+    ("stated", "dtype"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "int4"),
+        ({"torch_dtype": "float16"}, "fp16"),
+    ],
+)
+def test_a_checkpoint_states_its_precision(stated: dict[str, Any], dtype: str) -> None:
+    assert geometry_from_config(LLAMA | stated).dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -155,10 +171,10 @@ def test_a_value_of_the_wrong_kind_is_named_with_its_file(tmp_path: Path, key: s
 def test_from_a_file_or_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
-    assert geometry_from_file(folder).name == "tiny"
-    assert geometry_from_file(folder / "config.json").name == "tiny"
-    (folder / "config.json").write_text("{", encoding="utf-8")
+    file = folder / "config.json"
+    file.write_text(json.dumps(LLAMA), encoding="utf-8")
+    assert geometry_from_file(folder).name == geometry_from_file(file).name == "tiny"
+    file.write_text("{", encoding="utf-8")
     with pytest.raises(InvalidRequest, match=r"config.json:1: not JSON"):
         geometry_from_file(folder)
     with pytest.raises(InvalidRequest, match=r"nowhere\.json: cannot be read"):

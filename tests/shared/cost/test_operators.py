@@ -24,16 +24,7 @@ from shared.cost.operators import (
 
 DEVICE = Device(flops=100e12, bandwidth=1e12, units=100)
 FLAT = Memory(share=0.5, cache_share=0.5, cache_bytes=1e6)
-PLAIN = Gemm(
-    overhead_s=1e-6,
-    compute=0.5,
-    tile_penalty=0.0,
-    depth_s=0.0,
-    split_s=1.0,
-    sharpness=12.0,
-    weights=FLAT,
-    activations=FLAT,
-)
+PLAIN = Gemm(1e-6, 0.5, 0.0, 0.0, 1.0, 12.0, FLAT, FLAT)  # half of the peak, tiles of all sizes alike
 
 
 def test_a_memory_bound_product_by_hand() -> None:
@@ -73,13 +64,6 @@ def test_more_bytes_take_longer(moved: float, more: float, gain: float) -> None:
     assert memory.time_s(moved * more, DEVICE) >= memory.time_s(moved, DEVICE) * (1 - 1e-9)
 
 
-def test_quantising_is_not_paid_where_it_is_fused() -> None:
-    quantised = replace(PLAIN, quantisation=Quantisation(1e-5, 1e-9, 1.0, 4.0, 2.0))
-    alone = quantised.time_s(64.0, 4096, 4096, 1.0, DEVICE)
-    fused = quantised.time_s(64.0, 4096, 4096, 1.0, DEVICE, cold=True)
-    assert alone > fused + 1e-5
-
-
 def test_numbers_and_arrays_agree() -> None:
     m = np.array([1.0, 7.0, 64.0, 1000.0])
     together = PLAIN.time_s(m, 4096, 1024, 2.0, DEVICE)
@@ -117,6 +101,8 @@ def test_quantisation_that_cannot_be_fused_is_one_more_kernel_of_the_engine() ->
     work_s = float(quantisation.work_s(512.0, 4096.0, DEVICE.units))
     assert times[2] - times[0] == pytest.approx(PLAIN.overhead_s + work_s)
     assert quantisation.time_s(512.0, 4096.0, DEVICE.units) == pytest.approx(1e-5 + work_s)
+    warm_s = float(fused.time_s(512.0, 4096.0, 4096.0, 1.0, DEVICE))
+    assert warm_s > times[1] + 1e-5  # by itself it is paid
 
 
 def test_mlp_is_its_parts() -> None:
@@ -165,8 +151,8 @@ def test_decode_by_hand() -> None:
 
 def test_few_heads_leave_units_idle() -> None:
     one = Heads(query=1, kv=1, flops=512.0, kv_bytes=512.0, query_bytes=512.0)
-    assert DECODE.busy(10, one, DEVICE, min, max) == pytest.approx(0.1)
-    assert DECODE.busy(1000, one, DEVICE, min, max) == 1.0
+    assert DECODE.busy(10, one, DEVICE) == pytest.approx(0.1)
+    assert DECODE.busy(1000, one, DEVICE) == 1.0
 
 
 @given(st.integers(1, 500), st.integers(1, 20_000), st.integers(0, 5_000))
@@ -180,15 +166,12 @@ def test_longer_contexts_and_more_sequences_take_longer(count: int, context: int
 
 def test_prefill_by_hand() -> None:
     # 1000 tokens after 500: 1000 · (500 + 500 + 32) pairs of 16384 operations at 50 TFLOPS; KV and queries at 0.5 TB/s.
-    pairs = VARLEN.positions(1000, 500, max)
+    pairs = VARLEN.positions(1000, 500)
     assert pairs == 1000 * (500 + 500 + 32)
     moved = 1500 * 4096.0 + 1000 * HEADS.query_bytes
     got = VARLEN.time_s(pairs, moved, 1500, HEADS, DEVICE)
     assert got == pytest.approx(5e-6 + pairs * HEADS.flops / 50e12 + moved / 0.5e12)
-
-
-def test_short_chunks_pay_for_a_whole_tile() -> None:
-    assert VARLEN.positions(1, 1000, max) == 64 * (1000 + 0.5 + 32)
+    assert VARLEN.positions(1, 1000) == 64 * (1000 + 0.5 + 32)  # a short chunk pays for a whole tile
 
 
 def test_decodes_in_a_mixed_batch() -> None:
@@ -197,7 +180,7 @@ def test_decodes_in_a_mixed_batch() -> None:
 
 
 def reads(count: float, contexts: float, device: Device = DEVICE, kernel: VarlenAttention = VARLEN) -> float:
-    return float(kernel.decode_reads(count, contexts, HEADS, device, min, max))
+    return float(kernel.decode_reads(count, contexts, HEADS, device))
 
 
 def test_query_heads_that_run_at_a_time_share_a_read() -> None:
@@ -210,11 +193,8 @@ def test_query_heads_that_run_at_a_time_share_a_read() -> None:
 def test_more_shared_memory_runs_more_tiles() -> None:
     # A tile takes 80 KiB: an A100 has room for two on a unit, an A10 for one.
     roomy = replace(DEVICE, unit_memory_bytes=164 * 1024.0)
-    assert [reads(50, 5e5, device) for device in (DEVICE, replace(DEVICE, unit_memory_bytes=100 * 1024.0), roomy)] == [
-        2.0,
-        2.0,
-        1.0,
-    ]
+    small = replace(DEVICE, unit_memory_bytes=100 * 1024.0)
+    assert [reads(50, 5e5, device) for device in (DEVICE, small, roomy)] == [2.0, 2.0, 1.0]
 
 
 def test_contexts_that_fit_the_cache_are_read_once() -> None:
@@ -227,10 +207,10 @@ def test_contexts_that_fit_the_cache_are_read_once() -> None:
 def test_decodes_in_a_mixed_batch_by_hand() -> None:
     # 200 decodes of 5000: 64 rows a query head at 50 TFLOPS against four reads at 0.93 TB/s.
     compute, memory = 64 * 1e6 * HEADS.flops / 50e12, (4 * 1e6 * 4096 + 200 * HEADS.query_bytes) / 0.93e12
-    got = VARLEN.decode_s(200, 1e6, HEADS, DEVICE, min, max)
+    got = VARLEN.decode_s(200, 1e6, HEADS, DEVICE)
     assert got == pytest.approx((compute**5 + memory**5) ** 0.2, rel=1e-6)
-    alone = VARLEN.time_s(VARLEN.positions(16, 0, max), 0.0, 16, HEADS, DEVICE)
-    assert VARLEN.time_s(VARLEN.positions(16, 0, max), 0.0, 16, HEADS, DEVICE, got) == pytest.approx(alone + got)
+    alone = VARLEN.time_s(VARLEN.positions(16, 0), 0.0, 16, HEADS, DEVICE)
+    assert VARLEN.time_s(VARLEN.positions(16, 0), 0.0, 16, HEADS, DEVICE, got) == pytest.approx(alone + got)
 
 
 @given(st.integers(1, 500), st.integers(1, 20_000), st.integers(0, 5_000), st.sampled_from([0.0, 6e6, 1e8]))
@@ -238,7 +218,7 @@ def test_more_decodes_take_longer_in_a_mixed_batch(count: int, mean: int, more: 
     device = replace(DEVICE, cache_bytes=cache)
 
     def time(n: int, c: int) -> float:
-        return float(VARLEN.decode_s(n, n * c, HEADS, device, min, max))
+        return float(VARLEN.decode_s(n, n * c, HEADS, device))
 
     assert time(count, mean + more) >= time(count, mean)
     assert time(count + 1, mean) > time(count, mean)
@@ -246,9 +226,9 @@ def test_more_decodes_take_longer_in_a_mixed_batch(count: int, mean: int, more: 
 
 @given(st.integers(1, 4000), st.integers(0, 20_000), st.integers(1, 1000))
 def test_positions_grow_with_tokens_and_context(tokens: int, context: int, more: int) -> None:
-    base = VARLEN.positions(tokens, context, max)
-    assert VARLEN.positions(tokens + more, context, max) > base
-    assert VARLEN.positions(tokens, context + more, max) > base
+    base = VARLEN.positions(tokens, context)
+    assert VARLEN.positions(tokens + more, context) > base
+    assert VARLEN.positions(tokens, context + more) > base
 
 
 TIMES = st.floats(1e-12, 1e6)
@@ -256,18 +236,13 @@ SHARPNESS = st.floats(1.0, 12.0)
 
 
 @given(TIMES, TIMES, SHARPNESS)
-def test_between_the_greater_and_the_sum(a: float, b: float, p: float) -> None:
+def test_smooth_maximum(a: float, b: float, p: float) -> None:
     got = smooth_max(a, b, p)
     assert max(a, b) * (1 - 1e-12) <= got <= (a + b) * (1 + 1e-12)
     assert got == pytest.approx(smooth_max(b, a, p))
-
-
-@given(TIMES, TIMES, SHARPNESS)
-def test_sharper_is_closer_to_the_greater(a: float, b: float, p: float) -> None:
-    assert smooth_max(a, b, p + 1.0) <= smooth_max(a, b, p) * (1 + 1e-12)
+    assert smooth_max(a, b, p + 1.0) <= got * (1 + 1e-12)
 
 
 def test_smooth_maximum_by_hand() -> None:
-    assert smooth_max(3.0, 4.0, 2.0) == pytest.approx(5.0)
-    assert smooth_max(3.0, 4.0, 1.0) == pytest.approx(7.0)
+    assert [smooth_max(3.0, 4.0, p) for p in (2.0, 1.0)] == pytest.approx([5.0, 7.0])
     assert smooth_max(0.0, 2.0, 3.0) == 2.0

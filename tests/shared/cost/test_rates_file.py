@@ -4,39 +4,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 
 from shared.cost.library import Library
-from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind, merged_rates, scaled_rates
+from shared.cost.rates_file import Calibration, ControlPlane, Kind
 from shared.cost.step import Batch
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry
-from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates
+from shared.domain.rates import UNKNOWN_STEPS, CodecRate, LinkRate, Rates
 from shared.errors import InvalidRequest, NotFound
-
-RATES = Rates(PartialPrefillCost(1e-4, 0.01), ChunkedCost(1e-6, 1e-7, 0.05), HuaweiCost(1, 2, 3, 4, 5, 6, 7, 8))
-KIND = Kind("vllm", "cpu", "demo", "float32", 1, 1)
-
-
-def calibrated(**more: object) -> CalibratedKind:
-    values: dict[str, object] = {
-        "kind": KIND,
-        "geometry": "Llama-3-8B",
-        "instances": ("p0", "d0"),
-        "samples": 100,
-        "mape_percent": 12.5,
-        "naive_mape_percent": 90.0,
-        "bias_percent": -0.5,
-        "compute_factor": 0.5,
-        "bandwidth_factor": 0.25,
-        "step_s": 2e-3,
-        "sequence_s": 1e-4,
-        "scale": 1.1,
-        "chunk_s": 3e-3,
-        "slowdown": (1.0, 1.25),
-        "saturation_tokens": 256,
-        "rates": RATES,
-        **more,
-    }
-    return CalibratedKind(**values)  # type: ignore[arg-type]
+from tests.shared.cost.calibrations import FIT, KIND, calibrated
 
 
 def info(fingerprint: str = "abc", engine: str = "vllm", model: str = "/models/demo") -> InstanceInfo:
@@ -63,20 +39,21 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, said: str) -> None:
 
 def test_a_kind_is_found_by_what_an_instance_is() -> None:
     calibration = Calibration("d", "c", ControlPlane(), (calibrated(),))
-    assert Kind.of(info(), 1) == KIND
-    assert calibration.of(Kind.of(info(), 1)).samples == 100
+    assert Kind.from_info(info(), 1) == KIND
+    assert calibration.for_kind(Kind.from_info(info(), 1)).samples == 100
     with pytest.raises(NotFound, match=r"not calibrated: .*threads 4; calibrated: .*threads 1"):
-        calibration.of(Kind.of(info(), 4))
+        calibration.for_kind(Kind.from_info(info(), 4))
 
 
 def test_an_emulated_instance_is_of_the_model_that_it_imitates() -> None:
-    kind = Kind.of(info("emulated:Llama-3-8B", "emulated"), 1)
+    kind = Kind.from_info(info("emulated:Llama-3-8B", "emulated"), 1)
     assert (kind.engine, kind.model) == ("emulated", "Llama-3-8B")
 
 
 def test_step_times_are_those_of_the_fitted_model(library: Library) -> None:
     plain = library.step_model("cpu", "Llama-3-8B", dtype="float32")
-    times = calibrated().step_times(library)
+    halves = {"compute_factor": 0.5, "bandwidth_factor": 0.25, "step_s": 2e-3, "sequence_s": 1e-4}
+    times = calibrated(**halves, scale=1.1, chunk_s=3e-3).step_times(library)
     batch = Batch(((512, 0),), 4, 400)
     assert times.step_time_s(batch) > 1.1 * 2.0 * (plain.step_time_s(batch) - plain.efficiencies.step_s) * 0.9
     assert times.step_time_s(batch) - 1.1 * times.model.step_time_s(batch) == pytest.approx(3e-3)
@@ -88,14 +65,22 @@ def test_step_times_are_those_of_the_fitted_model(library: Library) -> None:
     assert times.times(2.0).step_time_s(batch) == pytest.approx(2.0 * times.step_time_s(batch))
 
 
-def test_rates_scale_and_keep_their_price() -> None:
-    twice = scaled_rates(RATES, 2.0)
-    assert twice.prefill == PartialPrefillCost(2e-4, 0.02)
-    assert twice.batch == HuaweiCost(2, 4, 6, 8, 10, 12, 14, 16)
-    assert scaled_rates(Rates(), 2.0) == Rates()
-    chunked = scaled_rates(RATES, 1.0, 0.008, 400)
-    assert chunked.prefill == PartialPrefillCost(1e-4 + 2e-5, 0.014)
-    assert chunked.chunked == ChunkedCost(1e-6, 1e-7, 0.058)
-    assert chunked.batch == HuaweiCost(1, 2.008, 3, 4, 5, 6, 7, 8)
-    known = Rates(price_per_hour=3.0, weight=2.0)
-    assert merged_rates(known, RATES) == msgspec.structs.replace(RATES, price_per_hour=3.0, weight=2.0)
+def test_rates_of_an_instance_of_the_kind() -> None:
+    known = Rates(UNKNOWN_STEPS, LinkRate(1.0), {"int8": CodecRate(1.0, 2.0)}, price_per_hour=3.0, weight=2.0)
+    assert calibrated().applied_to(known) == Rates(FIT, None, known.codecs, 3.0, 2.0)
+
+
+def test_a_file_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    """Its rates also had the costs of papers, and no source."""
+    plain = msgspec.to_builtins(Calibration("2026-01-01", "c", ControlPlane(), (calibrated(),)))
+    rates = plain["kinds"][0]["rates"]
+    del rates["step"]["source"]
+    rates |= {"prefill": {"k_p": 1e-4, "b_p": 0.01}, "chunked": {"k_ctxp": 1e-6, "k_ctxd": 1e-7, "b_c": 0.05}}
+    rates["batch"] = {f"p{number}": 0.001 for number in range(1, 9)}
+    file = tmp_path / "old.yaml"
+    file.write_text(yaml.safe_dump(plain))
+    (kind,) = Calibration.read(file).kinds
+    assert kind.applied_to(Rates()) == Rates(FIT)
+    del rates["step"]  # of a still earlier one
+    file.write_text(yaml.safe_dump(plain))
+    assert Calibration.read(file).kinds[0].applied_to(Rates(weight=2.0)) == Rates(weight=2.0)

@@ -46,12 +46,6 @@ def test_an_empty_step_costs_nothing(models: tuple[StepModel, ...]) -> None:
     assert models[0].decode_span_s(4, 100, 0) == 0.0
 
 
-def test_a_batch_from_its_contexts() -> None:
-    batch = Batch.of([(512, 100)], [10, 20, 30])
-    assert batch == Batch(((512, 100),), 3, 60)
-    assert batch.tokens == 515
-
-
 def test_orders_of_magnitude(library: Library) -> None:
     a100 = library.step_model("A100", "Llama-3-8B")
     # 16 GB of weights at 2 TB/s are 8 ms; a prompt of 1024 tokens is 16 TFLOP, 53 ms at 312 TFLOPS.
@@ -127,10 +121,8 @@ def test_a_prefill_token_makes_decodes_dearer_by_no_more_than_the_reads_of_a_gro
     library: Library, device: str, model: str
 ) -> None:
     # The first example found: on an A100 this token made the step 4.7 times as long, where four reads are the most.
-    cost = library.step_model(device, model)
-    decodes, token = Batch((), 120, 637_560), Batch(((1, 0),))
-    mixed = Batch(token.prefill, decodes.decode_count, decodes.decode_context_tokens)
-    apart = cost.step_time_s(decodes) + cost.step_time_s(token)
+    cost, mixed = library.step_model(device, model), Batch(((1, 0),), 120, 637_560)
+    apart = cost.decode_time_s(120, 637_560) + cost.prefill_time_s(1)
     assert cost.step_time_s(mixed) <= apart + most_lost_s(cost, mixed)
 
 
@@ -197,10 +189,6 @@ def test_the_order_of_calls_changes_nothing(library: Library) -> None:
 def test_impossible_degrees(library: Library, degrees: tuple[int, int], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         library.step_model("A100", "Llama-3-8B", *degrees)
-
-
-def test_a_library_knows_models_by_hub_id(library: Library) -> None:
-    assert library.geometry("Qwen/Qwen3-32B").layers == 64
 
 
 MODEL, CARD = "Qwen3-30B-A3B", "RTX-PRO-6000-Server"

@@ -3,7 +3,7 @@
 from itertools import combinations
 from time import perf_counter
 
-from shared.cost.kinds import Workshop
+from shared.cost.kinds import EngineModels
 from shared.cost.library import Library
 from shared.cost.network import Link, Network
 from shared.domain.job import Slo
@@ -31,7 +31,7 @@ def problem(
     """Requests of about those lengths, none of more than 4,096 tokens."""
     workload = synthetic(600, prompt, output, prompt_cv=0.7, output_cv=0.7, longest_tokens=4096, seed=3)
     slo = more.pop("slo", Slo(ttft_s=2.0, tpot_s=0.1))
-    return Problem(stock, Workshop(LIBRARY, LIBRARY.geometry(model)), workload, slo, **more)  # type: ignore[arg-type]
+    return Problem(stock, EngineModels(LIBRARY, LIBRARY.geometry(model)), workload, slo, **more)  # type: ignore[arg-type]
 
 
 def search(asked: Problem) -> Search:

@@ -26,8 +26,8 @@ def check(asked: Problem, plan: Plan) -> None:
     for group in plan.groups:
         for pool, count in group.uses.items():
             left[pool] -= count
-        assert sum(part.layers for part in group.parts) == asked.shop.geometry.layers
-        assert asked.shop.kv_tokens(group.kind(asked.inventory)) >= asked.longest
+        assert sum(part.layers for part in group.parts) == asked.models.geometry.layers
+        assert asked.models.kv_tokens(group.kind(asked.inventory)) >= asked.longest
     assert min(left) >= 0
     assert plan.roles[Role.DECODE] > 0
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from shared.cost.kinds import EngineKind, Stage, Workshop
+from shared.cost.kinds import EngineKind, EngineModels, Stage
 from shared.cost.library import Library
 from shared.domain.demand import Demand
 from shared.domain.instance import InstanceView, Role
@@ -55,7 +55,7 @@ def test_after_a_loss_routes_are_those_that_are_left() -> None:
 
 
 LIBRARY = Library.built_in()
-SHOP = Workshop(LIBRARY, LIBRARY.geometry("Llama-3-8B"))
+MODELS = EngineModels(LIBRARY, LIBRARY.geometry("Llama-3-8B"))
 CHAT = Demand(10.0, 1.0, 500.0, 500.0, 500.0**2 * 1.5, 300.0, 1.0, 0.05, 0.0, 1.0, prompt_spread=0.6, output_spread=0.6)
 CODE = Demand(
     10.0, 1.0, 4000.0, 4000.0, 4000.0**2 * 1.5, 20.0, 2.0, 0.05, 0.0, 1.0, prompt_spread=0.6, output_spread=0.6
@@ -63,9 +63,8 @@ CODE = Demand(
 
 
 def rates_of(accelerator: str) -> Rates:
-    kind = EngineKind((Stage(accelerator, SHOP.geometry.layers),))
-    rates = SHOP.rates(kind, 2048)
-    return Rates(rates.prefill, rates.chunked, rates.batch, rates.step, LinkRate(5e9, 1e-3))
+    kind = EngineKind((Stage(accelerator, MODELS.geometry.layers),))
+    return Rates(MODELS.step_rates(kind, 2048), LinkRate(5e9, 1e-3))
 
 
 def views(roles: str, accelerator: str = "A100-SXM-80", link_bytes_s: float = 5e9) -> tuple[InstanceView, ...]:

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
-from shared.domain.rates import ChunkedCost, PartialPrefillCost, Rates, StepForm, StepRates
+from shared.domain.rates import Rates, StepForm, StepRates
 from shared.domain.route import InstanceRef, Route
 from shared.errors import Unavailable
 from shared.policy.index import HOLD_S, UNKNOWN_S_PER_TOKEN, ClusterIndex, LoadTracker, chunked_rate, queued_prefill_s
 from shared.policy.ledger import Assignment, assignments, mark_of, promise_of, promised_to
 from shared.policy.placement import LeastLoad
-from tests.shared.policy.views import decode, index, instance, job, prefill, view
+from tests.shared.policy.views import chunked_rates, decode, index, instance, job, prefill, prompt_rates, view
 
-CHUNKED = Rates(PartialPrefillCost(1e-4, 0.01), ChunkedCost(0.0, 1e-6, 0.0256))
+CHUNKED = chunked_rates(0.0, 1e-6, 0.0256)
 
 
 def update(live: LoadTracker, whole: ClusterView, now: float, rng: Random) -> None:
@@ -44,7 +44,7 @@ def test_bookings_show_in_loads_and_backlogs_whenever_the_backlog_is_built() -> 
         cluster.book(Assignment("p", 0.0, prefill_tokens=100))
         cluster.book(Assignment("d", 0.0, prefill_tokens=20, decode_tokens=33, heavy=True))
         cluster.book(Assignment("nobody", 0.0, prefill_tokens=20, decode_tokens=33))
-        assert waits(cluster) == {"p": 0.6}
+        assert waits(cluster) == {"p": pytest.approx(0.6)}
         p, d = cluster.prefill.views[0].load, cluster.decode.views[0].load
         assert (p.queued_prefill, p.queued_prefill_tokens, p.decoding) == (1, 100, 0)
         assert (d.queued_prefill_tokens, d.decoding, d.heavy_decodes, d.context_tokens, d.free_blocks) == (
@@ -81,7 +81,8 @@ def test_in_a_coupled_cluster_decodes_slow_prefill_down() -> None:
 
 
 def test_queued_seconds() -> None:
-    assert queued_prefill_s(prefill("p", rate=1e-3, base=0.5, queued_prefill_tokens=100, queued_prefill=2)) == 1.1
+    busy = prefill("p", rate=1e-3, base=0.5, queued_prefill_tokens=100, queued_prefill=2)
+    assert queued_prefill_s(busy) == pytest.approx(1.1)
     assert queued_prefill_s(prefill("p", queued_prefill_tokens=100)) == pytest.approx(100 * UNKNOWN_S_PER_TOKEN)
 
 
@@ -181,11 +182,7 @@ def test_a_decode_that_has_come_counts_once_although_nobody_has_reported_it_yet(
 # Loads that are taken in one by one come to what an index built of all of them is
 NAMES = ("p0", "p1", "d0", "d1", "d2")
 FORM = StepForm(0.01, 1e-4, 1e-8, 1e-3)
-RATES = (
-    Rates(),
-    Rates(PartialPrefillCost(1e-4, 0.01)),
-    Rates(PartialPrefillCost(5e-4, 0.02), step=StepRates(FORM, FORM, FORM)),
-)
+RATES = (Rates(), prompt_rates(1e-4, 0.01), Rates(StepRates(FORM, FORM, FORM)))
 LOADS = st.builds(
     InstanceLoad,
     queued_prefill=st.integers(0, 3),

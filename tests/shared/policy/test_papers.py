@@ -9,24 +9,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.cost.library import Library
+from shared.cost.step import Batch
+from shared.cost.step_rates import step_rates_of
 from shared.domain.instance import InstanceState, InstanceView
-from shared.domain.rates import HuaweiCost, Rates
+from shared.domain.rates import Rates, StepForm, StepRates
 from shared.domain.route import Route
 from shared.policy import registry
 from shared.policy.dispatch import Choice
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger, pair_key
+from shared.policy.papers.costs import ChunkedCost, HuaweiCost, PartialPrefillCost
 from shared.policy.papers.huawei import Memory, Penalty, Workload, batch_time_s
 from shared.policy.papers.thunderserve import PlanRoute, PlanRoutes
 from shared.policy.placement import Policies, place
 from tests.shared.policy.views import decode, job, prefill, score, tokens_at, view
 
-FAST = HuaweiCost(1e-5, 0.0, 0.0, 0.01, 0.0, 1e-4, 0.0, 0.01)
-SLOW = HuaweiCost(4e-5, 0.0, 0.0, 0.04, 0.0, 4e-4, 0.0, 0.04)
+# In chunks of 512 tokens: 1e-5 s a token and 0.01 s a prefill; 1e-4 s a decode and 0.01 s a step.
+FAST = StepRates(StepForm(0.02, 1e-5 - 0.02 / 512), StepForm(0.01, sequence_s=1e-4), StepForm(0.01))
+SLOW = FAST.scaled(4.0)
 
 
-def machine(instance_id: str, cost: HuaweiCost | None, blocks: int = 1000, **load: Any) -> InstanceView:
-    return decode(instance_id, rates=Rates(batch=cost), total_blocks=blocks, **load)
+def machine(instance_id: str, steps: StepRates | None, blocks: int = 1000, **load: Any) -> InstanceView:
+    return decode(instance_id, rates=Rates(steps), total_blocks=blocks, **load)
 
 
 def indexed(ledger: WorkloadLedger, *views: InstanceView, seed: int = 0) -> ClusterIndex:
@@ -38,11 +43,28 @@ def chosen(choice: Choice | None) -> str:
     return choice.instance.instance_id
 
 
+def test_costs_follow_from_step_rates() -> None:
+    """The times of steps of an A10, within the errors of the papers' forms."""
+    model, chunk = Library.built_in().step_model("A10", "Llama-3-8B"), 512
+    steps = step_rates_of(model.step_time_s, chunk, 64)
+    in_chunks = sum(model.prefill_time_s(chunk, before) for before in (0, 512))
+    assert PartialPrefillCost.from_steps(steps, chunk).time_s(1024) == pytest.approx(in_chunks, rel=0.2)
+    for before, mean in ((0, 500), (2000, 1000)):
+        mixed = model.step_time_s(Batch(((chunk - 16, before),), 16, 16 * mean))
+        assert ChunkedCost.from_steps(steps, chunk).time_s(before, 16 * mean) == pytest.approx(mixed, rel=0.15)
+    cost = HuaweiCost.from_steps(steps, chunk)
+    assert cost.decode_s(16, 500, 1) == pytest.approx(model.decode_time_s(16, 16 * 500), rel=0.1)
+    assert cost.decode_s(8, 512, 100) == pytest.approx(sum(cost.decode_s(8, 512 + at, 1) for at in range(100)))
+    prompts = sum(model.step_time_s(Batch(((512, 0),))) for _ in range(8))
+    assert cost.prefill_s(8, 512) == pytest.approx(prompts, rel=0.1)
+
+
 def test_a_batch_that_fills_the_instance_by_hand() -> None:
     # 16000 tokens hold 10 jobs of 1600. Prefill: 1e-5 * 10 * 1500 + 0.01; 100 steps of 1e-4 * 10 + 0.01.
-    assert batch_time_s(FAST, 16_000, 1500, 100) == pytest.approx((0.16 + 1.1) / 10)
-    assert batch_time_s(FAST, 1000, 1500, 100) == pytest.approx(0.025 + 100 * 0.0101)  # one at least
-    assert batch_time_s(FAST, 16_000, 1600, 0) == pytest.approx((0.16 + 0.01) / 10)  # a prefill instance
+    cost = HuaweiCost.from_steps(FAST, 512)
+    assert batch_time_s(cost, 16_000, 1500, 100) == pytest.approx((0.16 + 1.1) / 10)
+    assert batch_time_s(cost, 1000, 1500, 100) == pytest.approx(0.025 + 100 * 0.0101)  # one at least
+    assert batch_time_s(cost, 16_000, 1600, 0) == pytest.approx((0.16 + 0.01) / 10)  # a prefill instance
 
 
 @pytest.mark.parametrize(
@@ -67,7 +89,7 @@ def test_penalties_at_half_full(penalty: Penalty, factor: float) -> None:
     assert score(ledger, "a") == pytest.approx(sum(work.score for work in works))
 
 
-EXAMPLES: list[tuple[str, list[tuple[HuaweiCost | None, int]], list[int], str]] = [
+EXAMPLES: list[tuple[str, list[tuple[StepRates | None, int]], list[int], str]] = [
     # Machines as (cost, blocks of 16 tokens); unfinished jobs of 1600 tokens on each; who gets the next.
     ("both idle: the stronger", [(SLOW, 1000), (FAST, 1000)], [0, 0], "m1"),
     ("a few jobs do not outweigh a fourfold speed", [(SLOW, 1000), (FAST, 1000)], [0, 2], "m1"),
@@ -79,7 +101,7 @@ EXAMPLES: list[tuple[str, list[tuple[HuaweiCost | None, int]], list[int], str]] 
 
 @pytest.mark.parametrize(("what", "machines", "jobs", "winner"), EXAMPLES, ids=[x[0] for x in EXAMPLES])
 def test_workload_by_example(
-    what: str, machines: list[tuple[HuaweiCost | None, int]], jobs: list[int], winner: str
+    what: str, machines: list[tuple[StepRates | None, int]], jobs: list[int], winner: str
 ) -> None:
     ledger, asked = WorkloadLedger(), job(1500, 100)
     views = [machine(f"m{at}", cost, blocks) for at, (cost, blocks) in enumerate(machines)]
@@ -106,7 +128,7 @@ def test_memory_only_looks_at_memory() -> None:
 
 
 def test_on_prefill_instances_only_the_prompt_counts() -> None:
-    views = [prefill("p", rates=Rates(batch=FAST)), decode("d")]
+    views = [prefill("p", rates=Rates(FAST)), decode("d")]
     choice = Workload().choose(job(1600, 1000), indexed(WorkloadLedger(), *views), (), 0.0, Random(0))
     assert choice is not None
     assert choice.work is not None
@@ -143,7 +165,7 @@ def test_the_chosen_has_the_least_sum(
         assert choice.instance.instance_id in {v.instance_id for v in fitting}
         total = score(ledger, choice.instance.instance_id) + choice.work.score
         alone = [policy.choose(asked, indexed(ledger, v), (), 0.0, Random(0)) for v in fitting]
-        if all(v.info.rates.batch for v in views) or name == "memory":  # else "the mean" differs when alone
+        if all(v.info.rates.step for v in views) or name == "memory":  # else "the mean" differs when alone
             sums = [score(ledger, c.instance.instance_id) + c.work.score for c in alone if c and c.work]
             assert total == pytest.approx(min(sums))
         ledger.add(asked, Route(None, choice.ref, 0, name, work=choice.work))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.domain.instance import InstanceState, InstanceView, Role
-from shared.domain.rates import ChunkedCost, PartialPrefillCost, Rates
+from shared.domain.rates import Rates
 from shared.domain.route import Route
 from shared.errors import Delayed, InvalidRequest, Unavailable
 from shared.policy import registry
@@ -14,7 +14,7 @@ from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger, assignments
 from shared.policy.papers.huawei import Single
 from shared.policy.placement import Policies, place
-from tests.shared.policy.views import decode, index, instance, job, prefill, view
+from tests.shared.policy.views import decode, index, instance, job, prefill, prompt_rates, view
 
 
 def policies(placement: str = "least_load", split: str = "full", **parameters: Any) -> Policies:
@@ -70,8 +70,7 @@ def test_under_cronus_at_most_two_requests_are_in_a_prefill_instance() -> None:
 
 @pytest.mark.parametrize("placement", ["least_load", "round_robin", "adaptive"])
 def test_under_cronus_a_full_prefill_instance_is_passed_over(placement: str) -> None:
-    fast = Rates(PartialPrefillCost(1e-6, 0.0), ChunkedCost(0.0, 0.0, 0.02))
-    slow = Rates(PartialPrefillCost(1e-3, 0.0), ChunkedCost(0.0, 0.0, 0.02))
+    fast, slow = prompt_rates(1e-6), prompt_rates(1e-3)
     cluster = index(prefill("a", rates=fast, queued_prefill=2), prefill("b", rates=slow), decode("d", rates=fast))
     wanted = policies(placement, "cronus")
     assert chosen(place(job(100, can_wait=True), cluster, wanted, 0.0, Random(0)).route) == "b"

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.domain.rates import ChunkedCost, PartialPrefillCost, Rates
+from shared.policy.papers.costs import ChunkedCost, PartialPrefillCost
 from shared.policy.papers.cronus import CANDIDATES, Balance, CronusSplit, best_split
 from shared.policy.split import FractionSplit, FullSplit, NoSplit, RandomSplit, Split, freedom
-from tests.shared.policy.views import decode, job, prefill
+from tests.shared.policy.views import chunked_rates, decode, job, prefill, prompt_rates
 
 EXAMPLES: list[tuple[Split, int, int]] = [
     (FullSplit(), 10, 10),
@@ -82,15 +82,15 @@ def test_cronus_by_example(
     policy: CronusSplit,
     tokens: int,
 ) -> None:
-    low = prefill("low", rates=Rates(prefill=partial), **waits)
-    high = decode("high", rates=Rates(chunked=CHUNKED), **load)
+    low = prefill("low", rates=prompt_rates(*partial), **waits)
+    high = decode("high", rates=chunked_rates(*CHUNKED), **load)
     choice = policy.choose(job(1024), low, high, Random(0))
     assert choice.tokens == tokens
     assert choice.reasons[0].figures["tokens"] == tokens
 
 
 def test_without_rates_the_prefill_instance_does_it_all_and_says_why() -> None:
-    low, high = prefill("low", rates=Rates(prefill=PARTIAL)), decode("high", rates=Rates(chunked=CHUNKED))
+    low, high = prefill("low", rates=prompt_rates(*PARTIAL)), decode("high", rates=chunked_rates(*CHUNKED))
     for pair, missing in (((prefill("low"), high), "low"), ((low, decode("high")), "high")):
         choice = OURS.choose(job(77), *pair, Random(0))
         assert choice.tokens == 77

@@ -15,7 +15,7 @@ from shared.domain.instance import (
 )
 from shared.domain.job import JobView, LengthPrediction, Slo
 from shared.domain.policies import PolicySet
-from shared.domain.rates import LinkRate, PartialPrefillCost, Rates, StepForm, StepRates
+from shared.domain.rates import UNKNOWN_STEPS, LinkRate, Rates, StepForm, StepRates
 from shared.domain.route import PolicySpec, Route
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.index import ClusterIndex
@@ -56,9 +56,23 @@ def instance(
         http="http://h:1",
         kv_endpoints=(),
         max_seqs=max_seqs,
-        rates=rates or Rates(prefill=PartialPrefillCost(rate, base) if rate else None),
+        rates=rates or (prompt_rates(rate, base, chunk_size) if rate else Rates()),
     )
     return InstanceView(info, role, state, InstanceLoad(**{"free_blocks": total_blocks, **load}))
+
+
+def prompt_rates(per_token_s: float, per_prompt_s: float = 0.0, chunk: int = 512) -> Rates:
+    """Rates with these k_p and b_p of Cronus in chunks of that many tokens; decodes are of unknown speed."""
+    fixed_s = 2.0 * per_prompt_s
+    form = StepForm(fixed_s, per_token_s - fixed_s / chunk)
+    return Rates(StepRates(form, UNKNOWN_STEPS.decode, form))
+
+
+def chunked_rates(k_ctxp: float, k_ctxd: float, b_c: float, chunk: int = 512) -> Rates:
+    """Rates with these k_ctxp, k_ctxd and b_c of Cronus in chunks of that many tokens."""
+    position_s = k_ctxp / chunk
+    form = StepForm(b_c - chunk * position_s * chunk / 2.0, 0.0, position_s, 0.0, k_ctxd)
+    return Rates(StepRates(form, form, form))
 
 
 def prefill(instance_id: str, **more: Any) -> InstanceView:

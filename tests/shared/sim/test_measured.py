@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from shared.cost.library import Library
-from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane
+from shared.cost.rates_file import Calibration, ControlPlane
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry, Role
-from shared.domain.rates import Rates
 from shared.sim.cluster import simulate
 from shared.sim.measured import LiveInstance, simulate_on_hosts, specs_of, with_control
 from shared.sim.spec import RunSpec
 from shared.sim.workload import poisson, synthetic
+from tests.shared.cost.calibrations import calibrated
 
 CONTROL = ControlPlane(0.004, 0.002, 0.001, 0.003, 1e8)
 
@@ -41,24 +41,7 @@ INSTANCES = (live("p0", Role.PREFILL), live("d0", Role.DECODE))
 
 
 def calibration(*slowdown: float) -> Calibration:
-    kind = CalibratedKind(
-        INSTANCES[0].kind,
-        "Llama-3-8B",
-        ("p0", "d0"),
-        100,
-        5.0,
-        50.0,
-        0.0,
-        1.0,
-        1.0,
-        0.0,
-        0.0,
-        1.0,
-        0.0,
-        slowdown,
-        512,
-        Rates(),
-    )
+    kind = calibrated(kind=INSTANCES[0].kind, slowdown=slowdown)
     return Calibration("d", "c", CONTROL, (kind,))
 
 

@@ -60,7 +60,7 @@ class ByPrefix:
 
         def score(view: InstanceView) -> float:
             fresh = job.prompt_tokens - saved_tokens(index.prefixes, view, job)
-            return waits_s[view.instance_id] + (prefill_rate(view.info.rates)[0] or 1.0) * fresh
+            return waits_s[view.instance_id] + (prefill_rate(view)[0] or 1.0) * fresh
 
         best = min(index.candidates.views, key=score, default=None)
         return Choice(best) if best is not None else None

@@ -10,6 +10,7 @@ from shared.cost.library import Library
 from shared.cost.step import Batch
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry, Role
 from shared.domain.kv import TransferOutcome, TransferReport
+from shared.domain.rates import StepSource
 from shared.errors import InvalidRequest, Unavailable
 from shared.sim.measured import LiveInstance
 from shared.timeline import RequestTimeline, Span, SpanRecord
@@ -158,7 +159,8 @@ def test_each_kind_is_fitted_from_all_of_its_instances() -> None:
     fast = found[instances[0].kind]
     assert fast.samples == 800
     assert fast.mape_percent < 15 < fast.naive_mape_percent
-    assert fast.rates.prefill is not None
+    assert fast.rates.step is not None
+    assert fast.rates.step.source is StepSource.FIT
     slow = found[instances[3].kind]
     batch = Batch(((256, 0),), 4, 1600)
     ratio = slow.step_times(LIBRARY).step_time_s(batch) / fast.step_times(LIBRARY).step_time_s(batch)

@@ -62,16 +62,16 @@ async def test_it_finds_the_emulated_times_again(tmp_path: Path) -> None:
             page = await worker.steps(0, 3)
             assert [step.number for step in page.steps] == [0, 1, 2]
     found = Calibration.read(out)
-    known = found.of(Kind.of(instances[0], 1))
+    known = found.for_kind(Kind.from_info(instances[0], 1))
     assert set(known.instances) == {"p", "d"}
     assert known.mape_percent < 15
-    assert known.rates.prefill is not None
-    assert instances[0].rates.prefill is not None
-    assert known.rates.prefill.time_s(1000) == pytest.approx(instances[0].rates.prefill.time_s(1000), rel=0.25)
+    assert known.rates.step is not None
+    assert instances[0].rates.step is not None
+    assert known.rates.step.prefill_s(500, 0) == pytest.approx(instances[0].rates.step.prefill_s(500, 0), rel=0.25)
     assert found.control.link_bytes_s == pytest.approx(LINK_BYTES_S, rel=0.5)
     control = found.control
     assert min(control.gateway_s, control.hop_s, control.token_s) >= 0
     assert 0 < control.gateway_s + control.hop_s < 0.1
     assert 0 < control.token_s < 0.1
     with pytest.raises(NotFound):
-        found.of(Kind.of(instances[0], 2))
+        found.for_kind(Kind.from_info(instances[0], 2))

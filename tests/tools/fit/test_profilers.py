@@ -8,8 +8,8 @@ from shared.cost.catalogue import Catalogue
 from shared.cost.library import Library
 from shared.errors import InvalidRequest, NotFound
 from tools.fit.efficiencies import fit_table
-from tools.fit.least_squares import AttentionRows, ElementwiseRows, GemmRows, MlpRows
-from tools.fit.profilers import Table, aiconfigurator_experts, llmservingsim_experts, read_tables
+from tools.fit.least_squares import AttentionRows, ElementwiseRows, ExpertRows, GemmRows, MlpRows
+from tools.fit.profilers import Table, read_tables
 
 CATALOGUE = Catalogue.built_in()
 
@@ -39,19 +39,9 @@ def test_aiconfigurator_products(tmp_path: Path) -> None:
 
 
 def _context_attention(latency_ms: float) -> pd.DataFrame:
-    rows = 100
-    return pd.DataFrame(
-        {
-            "kv_cache_dtype": ["bfloat16"] * rows,
-            "batch_size": 2,
-            "isl": 1024,
-            "num_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "step": 0,
-            "latency": latency_ms,
-        }
-    )
+    heads = {"num_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    sizes = {"batch_size": 2, "isl": 1024, "step": 0, "latency": latency_ms}
+    return pd.DataFrame({"kv_cache_dtype": ["bfloat16"] * 100, **heads, **sizes})
 
 
 def test_aiconfigurator_attention(tmp_path: Path) -> None:
@@ -60,10 +50,7 @@ def test_aiconfigurator_attention(tmp_path: Path) -> None:
     decode = _context_attention(0.1).assign(isl=1, step=511)
     decode.to_parquet(folder / "h100_sxm_vllm-0.14.0_generation_attention_perf.parquet")
     found = _read(tmp_path)
-    prefill, generation = (
-        found["prefill", "aiconfigurator kv bfloat16"].rows,
-        found["decode", "aiconfigurator kv bfloat16"].rows,
-    )
+    prefill, generation = (found[name, "aiconfigurator kv bfloat16"].rows for name in ("prefill", "decode"))
     assert isinstance(prefill, AttentionRows)
     assert isinstance(generation, AttentionRows)
     assert (prefill.sequences[0], prefill.tokens[0], prefill.decodes[0]) == (2, 1024, 0)
@@ -93,12 +80,8 @@ def test_llmservingsim_layers_and_whole_mlps(tmp_path: Path) -> None:
     products, mlp = found["gemm", "llmservingsim"].rows, found["mlp", "llmservingsim"].rows
     assert isinstance(products, GemmRows)
     assert isinstance(mlp, MlpRows)
-    assert {(n, k) for n, k in zip(products.n, products.k, strict=True)} == {
-        (6144, 4096),
-        (28672, 4096),
-        (4096, 14336),
-        (128256, 4096),
-    }
+    shapes = {(6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096)}
+    assert set(zip(products.n, products.k, strict=True)) == shapes
     assert mlp.seconds == pytest.approx([30e-6, 60e-6])
     assert (mlp.up[0], mlp.width[0], mlp.hidden[0]) == (28672, 14336, 4096)
     elementwise = found["elementwise", "llmservingsim"].rows
@@ -116,57 +99,29 @@ def test_llmservingsim_attention_apart_and_mixed(tmp_path: Path) -> None:
 
 
 def test_vidur_mlp_tables(tmp_path: Path) -> None:
-    names = (
-        "attn_pre_proj",
-        "attn_post_proj",
-        "mlp_up_proj",
-        "mlp_down_proj",
-        "mlp_act",
-        "input_layernorm",
-        "attn_rope",
-        "add",
-    )
-    row: dict[str, float] = {f"time_stats.{name}.median": 0.1 for name in names}
-    row |= {
-        "num_tokens": 8,
-        "num_tensor_parallel_workers": 2,
-        "n_embd": 4096,
-        "n_expanded_embd": 11008,
-        "n_head": 32,
-        "n_kv_head": 32,
-        "use_gated_mlp": True,
-    }
+    products = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
+    names = (*products, "mlp_act", "input_layernorm", "attn_rope", "add")
+    sizes = {"n_embd": 4096, "n_expanded_embd": 11008, "n_head": 32, "n_kv_head": 32, "use_gated_mlp": True}
+    row = {"num_tokens": 8, "num_tensor_parallel_workers": 2, **sizes}
+    row |= {f"time_stats.{name}.median": 0.1 for name in names}
     pd.DataFrame([row]).to_csv(_folder(tmp_path, "vidur") / "a40_Llama-2-7b-hf_mlp.csv", index=False)
     found = _read(tmp_path)
     products, mlp = found["gemm", "vidur"].rows, found["mlp", "vidur"].rows
     assert isinstance(products, GemmRows)
     assert isinstance(mlp, MlpRows)
-    assert {(n, k) for n, k in zip(products.n, products.k, strict=True)} == {
-        (3 * 2048, 4096),
-        (4096, 2048),
-        (11008, 4096),
-        (4096, 5504),
-    }
+    shapes = {(3 * 2048, 4096), (4096, 2048), (11008, 4096), (4096, 5504)}
+    assert set(zip(products.n, products.k, strict=True)) == shapes
     assert mlp.seconds[0] == pytest.approx(0.3e-3)
 
 
 def test_a_shared_context_is_divided_over_the_batch(tmp_path: Path) -> None:
-    row = {
-        "time_stats.attn_prefill.median": np.nan,
-        "time_stats.attn_decode.median": 0.05,
-        "n_embd": 4096,
-        "n_q_head": 32,
-        "n_kv_head": 8,
-        "num_tensor_parallel_workers": 1,
-        "batch_size": 4,
-        "prefill_chunk_size": 0,
-        "kv_cache_size": 1024,
-        "is_prefill": False,
-    }
-    pd.DataFrame([row]).to_csv(
-        _folder(tmp_path, "llmservingsim/v0") / "A6000_Llama-3.1-8B_tp1_attention.csv", index=False
-    )
-    pd.DataFrame([row]).to_csv(_folder(tmp_path, "vidur") / "a100_old_attention.csv", index=False)
+    times = {"time_stats.attn_prefill.median": np.nan, "time_stats.attn_decode.median": 0.05}
+    heads = {"n_embd": 4096, "n_q_head": 32, "n_kv_head": 8, "num_tensor_parallel_workers": 1}
+    sizes = {"batch_size": 4, "prefill_chunk_size": 0, "kv_cache_size": 1024, "is_prefill": False}
+    frame = pd.DataFrame([times | heads | sizes])
+    name = "A6000_Llama-3.1-8B_tp1_attention.csv"
+    frame.to_csv(_folder(tmp_path, "llmservingsim/v0") / name, index=False)
+    frame.to_csv(_folder(tmp_path, "vidur") / "a100_old_attention.csv", index=False)
     found = _read(tmp_path)
     shared, own = found["decode", "llmservingsim v0"].rows, found["decode", "vidur"].rows
     assert isinstance(shared, AttentionRows)
@@ -190,42 +145,46 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         read_tables(tmp_path, CATALOGUE)
 
 
-def test_a_table_of_expert_kernels(tmp_path: Path) -> None:
-    path = tmp_path / "h100_sxm_vllm-0.14.0_moe_perf.parquet"
-    row = {
-        "kernel_source": "vllm_fused_moe",
-        "moe_dtype": "fp8_block",
-        "num_tokens": 4,
-        "hidden_size": 2048,
-        "topk": 8,
-        "inter_size": 768,
-        "num_experts": 128,
-        "moe_tp_size": 2,
-        "moe_ep_size": 1,
-        "distribution": "balanced",
-        "latency": 0.5,
-    }
-    skewed, dealt = {**row, "distribution": "power_law_1.2"}, {**row, "moe_ep_size": 4}
-    other = {**row, "kernel_source": "vllm_marlin_moe"}
-    pd.DataFrame([row, skewed, dealt, other]).to_parquet(path)
-    ((name, rows),) = aiconfigurator_experts(path)
-    assert (name, rows.precision, len(rows)) == ("fp8_block", "fp8", 1)
+EXPERTS = {
+    "kernel_source": "vllm_fused_moe",
+    "moe_dtype": "fp8_block",
+    "num_tokens": 4,
+    "hidden_size": 2048,
+    "topk": 8,
+    "inter_size": 768,
+    "num_experts": 128,
+    "moe_tp_size": 2,
+    "moe_ep_size": 1,
+    "distribution": "balanced",
+    "latency": 0.5,
+}
+
+
+def test_tables_of_expert_kernels(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, "moe")
+    others = {"distribution": "power_law_1.2"}, {"moe_ep_size": 4}, {"kernel_source": "vllm_marlin_moe"}
+    frame = pd.DataFrame([EXPERTS, *(EXPERTS | other for other in others)])
+    frame.to_parquet(folder / "h100_sxm_vllm-0.14.0_moe_perf.parquet")
+    csv = folder / "RTXPRO6000_Qwen3-30B-A3B_tp1_moe.csv"
+    csv.write_text("tokens,activated_experts,time_us\n16,64,424\n", encoding="utf-8")
+    found = _read(tmp_path)
+    table = found["experts", "aiconfigurator fp8_block"]
+    rows = table.rows
+    assert isinstance(rows, ExpertRows)
+    assert (table.blocks, rows.precision, len(rows)) == (True, "fp8", 1)
     assert (rows.rows[0], rows.width[0], rows.hidden[0], rows.seconds[0]) == (32.0, 384.0, 2048.0, 5e-4)
     assert rows.active[0] == pytest.approx(128 * (1 - (1 - 8 / 128) ** 4))
-
-
-def test_a_table_names_the_experts_that_were_reached(tmp_path: Path) -> None:
-    path = tmp_path / "RTXPRO6000_Qwen3-30B-A3B_tp1_moe.csv"
-    path.write_text("tokens,activated_experts,time_us\n16,64,424\n", encoding="utf-8")
-    rows = llmservingsim_experts(path)
+    rows = found["experts", "llmservingsim"].rows
+    assert isinstance(rows, ExpertRows)
     assert (rows.rows[0], rows.active[0], rows.width[0], rows.hidden[0]) == (128.0, 64.0, 768.0, 2048.0)
     assert rows.seconds[0] == pytest.approx(424e-6)
+    csv.rename(folder / "RTX4090_Llama-3-8B_tp1_moe.csv")
     with pytest.raises(InvalidRequest, match="Llama-3-8B has no experts"):
-        llmservingsim_experts(path.rename(tmp_path / "RTX4090_Llama-3-8B_tp1_moe.csv"))
+        _read(tmp_path)
 
 
 def test_measured_expert_kernels(profiles: Path, library: Library) -> None:
-    rows = llmservingsim_experts(profiles / "moe" / "RTXPRO6000_Qwen3-30B-A3B_tp1_moe.csv")
-    got = fit_table(Table(library.catalogue.get("RTX-PRO-6000"), "experts", "", rows), library.efficiencies)
-    assert got.mape < 0.1
-    assert got.mape < 0.6 * got.naive_mape
+    tables = read_tables(profiles, CATALOGUE)
+    table = next(t for t in tables if (t.operator, t.origin) == ("experts", "llmservingsim"))
+    got = fit_table(table, library.efficiencies)
+    assert got.mape < min(0.1, 0.6 * got.naive_mape)

@@ -1,15 +1,13 @@
 """Step times and neighbours' part in them, found together."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from shared.cost.kinds import slowdown_at
 from shared.cost.library import Library
-from shared.cost.step import Batch, StepModel
+from shared.cost.slowdown import slowdown_at
+from shared.cost.step import Batch, ScaledSteps, Speed
 from shared.errors import InvalidRequest
-from tools.fit.steps import TimedStep, fit_live, fit_on_host
+from tools.fit.steps import TimedStep, fit_on_host, fit_speed
 
 
 def _batches() -> list[Batch]:
@@ -21,27 +19,23 @@ def _batches() -> list[Batch]:
 
 def test_a_slower_machine_is_found_out(library: Library) -> None:
     model = library.step_model("A10", "Llama-3-8B")
-    slower = replace(
-        model.accelerator,
-        bandwidth_bytes_s=0.5 * model.accelerator.bandwidth_bytes_s,
-        matrix_flops={k: 0.3 * v for k, v in model.accelerator.matrix_flops.items()},
-    )
-    truth = StepModel(slower, model.geometry, efficiencies=replace(model.efficiencies, step_s=4e-3, sequence_s=1e-4))
+    truth = model.at_speed(Speed(0.3, 0.5, 4e-3, 1e-4))
     rng = np.random.default_rng(2)
     steps = [TimedStep(b, truth.step_time_s(b) * float(rng.normal(1.0, 0.02))) for b in _batches()]
-    found = fit_live(model, steps)
-    assert found.mape < 0.05 < 0.3 < found.naive_mape
-    assert found.accelerator.bandwidth_bytes_s == pytest.approx(slower.bandwidth_bytes_s, rel=0.1)
-    again = found.step_model(model.geometry)
-    assert again.decode_time_s(8, 8000) == pytest.approx(truth.decode_time_s(8, 8000), rel=0.05)
+    found = fit_speed(model, steps)
+    assert found.bandwidth == pytest.approx(0.5, rel=0.1)
+    assert model.at_speed(found).decode_time_s(8, 8000) == pytest.approx(truth.decode_time_s(8, 8000), rel=0.05)
 
 
 def test_too_few_or_impossible_steps(library: Library) -> None:
     model = library.step_model("A10", "Llama-3-8B")
+    step = TimedStep(Batch((), 1, 10), 0.1)
     with pytest.raises(InvalidRequest, match="2 timed steps are too few"):
-        fit_live(model, [TimedStep(Batch((), 1, 10), 0.1)] * 2)
+        fit_speed(model, [step] * 2)
     with pytest.raises(InvalidRequest, match=r"timed step 3 took -1\.0 s"):
-        fit_live(model, [TimedStep(Batch((), 1, 10), -1.0 if i == 3 else 0.1) for i in range(10)])
+        fit_speed(model, [TimedStep(step.batch, -1.0 if i == 3 else 0.1) for i in range(10)])
+    with pytest.raises(InvalidRequest, match="5 timed steps are too few"):
+        fit_on_host(model, [step] * 5, np.zeros(5))
 
 
 CURVE = (1.0, 1.25, 1.8)
@@ -59,10 +53,7 @@ def batches(rng: np.random.Generator, count: int) -> list[Batch]:
 
 def test_speed_and_neighbours_are_told_apart(library: Library) -> None:
     model = library.step_model("cpu", "Llama-3-8B", dtype="float32")
-    slower = replace(
-        model.accelerator, matrix_flops={name: 0.2 * rate for name, rate in model.accelerator.matrix_flops.items()}
-    )
-    truth = StepModel(slower, model.geometry, 1, 1, "float32", replace(model.efficiencies, step_s=5e-3))
+    truth = model.at_speed(Speed(0.2, 1.0, 5e-3, model.efficiencies.sequence_s))
     rng = np.random.default_rng(5)
     steps = batches(rng, 900)
     others = rng.choice([0.0, 1.0, 2.0], len(steps), p=[0.5, 0.3, 0.2])
@@ -73,14 +64,7 @@ def test_speed_and_neighbours_are_told_apart(library: Library) -> None:
     assert found.slowdown == pytest.approx(CURVE, rel=0.06)
     assert found.mape < 0.1 < found.naive_mape
     assert abs(found.bias) < 0.05
-    alone = found.live.step_model(model.geometry, 1, "float32")
+    times = ScaledSteps(model.at_speed(found.speed), found.scale, found.chunk_s)
     for batch in (Batch((), 4, 1200), Batch(((256, 0),), 0, 0), Batch(((128, 0),), 4, 800)):
-        chunks = len(batch.prefill)
-        want_s = truth.step_time_s(batch) + CHUNK_S * chunks
-        assert found.scale * alone.step_time_s(batch) + found.chunk_s * chunks == pytest.approx(want_s, rel=0.1)
-
-
-def test_too_few_steps(library: Library) -> None:
-    model = library.step_model("cpu", "Llama-3-8B")
-    with pytest.raises(InvalidRequest, match="5 timed steps are too few"):
-        fit_on_host(model, [TimedStep(Batch((), 1, 10), 0.1)] * 5, np.zeros(5))
+        want_s = truth.step_time_s(batch) + CHUNK_S * len(batch.prefill)
+        assert times.step_time_s(batch) == pytest.approx(want_s, rel=0.1)

@@ -7,13 +7,13 @@ import pytest
 import yaml
 
 from services.launcher.cluster_file import CLUSTERS
-from services.worker.engines.emulated import fixed_step_rates
+from services.worker.engines.emulated import fixed_steps
 from shared.cost.efficiency import SHIPPED
 from shared.cost.geometry import kv_capacity_tokens
 from shared.cost.library import Library
-from shared.cost.linear import rates_of
 from shared.cost.pipeline import Pipeline
 from shared.cost.step import Batch, StepModel
+from shared.cost.step_rates import step_rates_of
 from shared.domain.instance import Role
 from shared.domain.kv import Codec
 from shared.errors import Incompatible, InvalidRequest, NotFound, PolyphaseError
@@ -54,7 +54,7 @@ def test_defaults_come_from_the_catalogue_and_the_cost_model(tmp_path: Path) -> 
     assert third.price_per_hour == pytest.approx(2 * a10.price_usd_hour)
     assert third.link.bandwidth_bytes_s == pytest.approx(2 * a10.links.network)
     assert third.limits.max_model_len == 8192
-    assert first.rates.prefill is not None
+    assert first.rates.step is not None
     assert first.rates.price_per_hour == first.price_per_hour
     assert first.model.step_time_s(Batch(((512, 0),))) < third.model.step_time_s(Batch(((512, 0),)))
 
@@ -159,10 +159,7 @@ def test_fixed_steps(tmp_path: Path) -> None:
     assert spec.model.step_time_s(Batch(((100, 0),), 3, 30)) == pytest.approx(0.02)
     assert spec.model.decode_time_s(3, 30) == 0.01
     assert spec.model.decode_segments(3, 30, 7) == ((7, 0.01, 0.01),)
-    emulated = fixed_step_rates(0.01, 1e-4, 2048)
-    assert (spec.rates.prefill, spec.rates.chunked, spec.rates.batch) == (
-        *(emulated.prefill, emulated.chunked, emulated.batch),
-    )
+    assert spec.rates.step == fixed_steps(0.01, 1e-4)
     assert spec.rates.price_per_hour == spec.price_per_hour
 
 
@@ -186,7 +183,7 @@ def test_automatic_chunk_size(tmp_path: Path) -> None:
     assert chunks == {"p-0": 640, "d": chunks["d"], "f-0": 912, "b-0": 400}
     assert 512 <= chunks["d"] <= 1024
     model = LIBRARY.step_model("A100-SXM-80", "Llama-3-8B")
-    assert made["p-0"].rates.prefill == rates_of(model, 640).prefill  # policies know the rate at this chunk size
+    assert made["p-0"].rates.step == step_rates_of(model.step_time_s, 640)  # policies know steps of this chunk size
 
 
 PIPELINE = {"pipeline_parallel": 2}

@@ -19,10 +19,10 @@ from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Ki
 from shared.cost.step import Batch
 from shared.domain.kv import Codec
 from shared.domain.policies import KINDS, PolicySet
-from shared.domain.rates import PartialPrefillCost, Rates
 from shared.errors import InvalidRequest, NotFound
 from shared.policy.predictive_flip import PredictiveFlip
 from shared.sim.spec import InstanceSpec
+from tests.shared.cost.calibrations import FIT, calibrated
 from tools.simulate.deployment import load_deployment
 from tools.simulate.from_cluster import NOT_SIMULATED, read_cluster
 
@@ -44,29 +44,12 @@ def first(folder: Path, defaults: dict[str, Any], **changes: Any) -> InstanceSpe
 
 def calibration(folder: Path, *kinds: Kind) -> str:
     file = folder / "calibration.yaml"
-    file.write_text(Calibration("2026-01-01", "test", ControlPlane(), tuple(map(calibrated, kinds))).to_yaml())
+    file.write_text(Calibration("2026-01-01", "test", ControlPlane(), tuple(map(slower, kinds))).to_yaml())
     return str(file)
 
 
-def calibrated(kind: Kind) -> CalibratedKind:
-    return CalibratedKind(
-        kind=kind,
-        geometry="Llama-3-8B",
-        instances=("p",),
-        samples=100,
-        mape_percent=1.0,
-        naive_mape_percent=1.0,
-        bias_percent=0.0,
-        compute_factor=0.5,
-        bandwidth_factor=0.5,
-        step_s=2e-3,
-        sequence_s=0.0,
-        scale=1.0,
-        chunk_s=3e-3,
-        slowdown=(1.0,),
-        saturation_tokens=256,
-        rates=Rates(PartialPrefillCost(1e-4, 0.25)),
-    )
+def slower(kind: Kind) -> CalibratedKind:
+    return calibrated(kind=kind, compute_factor=0.5, bandwidth_factor=0.5, step_s=2e-3, chunk_s=3e-3)
 
 
 def test_a_real_cluster_has_its_own_model_and_the_workers_defaults(tmp_path: Path) -> None:
@@ -120,13 +103,13 @@ def test_a_real_engine_reports_what_was_calibrated_and_is_as_fast(tmp_path: Path
     rows = [{"id": "p", "role": "prefill"}, {"id": "d", "role": "decode", "threads": 4}]
     model: dict[str, Any] = {"model": "Llama-3-8B", "instances": rows}
     unknown = load_deployment(write(tmp_path, real, **model))
-    assert {spec.rates.prefill for spec in unknown.instances} == {None}
+    assert {spec.rates.step for spec in unknown.instances} == {None}
     kinds = [Kind("vllm", "A10", "Llama-3-8B", "bfloat16", 1, threads) for threads in (1, 4)]
     known = load_deployment(write(tmp_path, {**real, "rates_file": calibration(tmp_path, *kinds)}, **model))
     for spec in known.instances:
-        assert spec.rates.prefill == PartialPrefillCost(1e-4, 0.25)
+        assert spec.rates.step == FIT
         assert spec.rates.price_per_hour == spec.price_per_hour
-        measured = calibrated(kinds[0]).step_times(Library.built_in())
+        measured = slower(kinds[0]).step_times(Library.built_in())
         assert spec.model.decode_time_s(4, 1000) == measured.decode_time_s(4, 1000)
     message = r"c\.yaml:\d+: instance_defaults\.rates_file: not calibrated: .*; calibrated: .*threads 4"
     with pytest.raises(NotFound, match=message):
@@ -136,7 +119,7 @@ def test_a_real_engine_reports_what_was_calibrated_and_is_as_fast(tmp_path: Path
 def test_an_emulated_engine_keeps_its_times_and_reports_the_calibrated_rates(tmp_path: Path) -> None:
     file = calibration(tmp_path, Kind("emulated", "A10", "Llama-3-8B", "bfloat16", 1, 1))
     known, plain = first(tmp_path, {**DEFAULTS, "rates_file": file}), first(tmp_path, DEFAULTS)
-    assert known.rates.prefill == PartialPrefillCost(1e-4, 0.25) != plain.rates.prefill
+    assert known.rates.step == FIT != plain.rates.step
     assert known.model.decode_time_s(4, 1000) == plain.model.decode_time_s(4, 1000)
 
 

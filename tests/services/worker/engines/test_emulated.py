@@ -16,7 +16,7 @@ from services.worker.engines.emulated_tokens import answer_tokens, token_at
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.roles import RoleState
 from services.worker.settings import WorkerSettings
-from shared.cost.kinds import EngineKind, Stage, Workshop
+from shared.cost.kinds import EngineKind, EngineModels, Stage
 from shared.cost.library import Library, bundled_geometry
 from shared.domain.instance import InstanceInfo, Role
 from shared.domain.job import Generation, JobView
@@ -236,7 +236,7 @@ async def test_an_idle_pipeline_has_all_the_blocks_that_it_told_of() -> None:
 
 
 async def test_unlike_stages_are_as_fast_as_the_simulator_has_them() -> None:
-    shop = Workshop(Library.built_in(), bundled_geometry("Llama-3-8B"))
+    models = EngineModels(Library.built_in(), bundled_geometry("Llama-3-8B"))
     kind = EngineKind((Stage("A10", 10), Stage("A100-SXM-80", 22)), dtype="bfloat16")
     told = {
         "pipeline_parallel": 2,
@@ -247,7 +247,7 @@ async def test_unlike_stages_are_as_fast_as_the_simulator_has_them() -> None:
     async with engine(**told) as running:
         await finish(running, request("one", 32, 12))
         took = fmean(step.seconds for step in steps(running) if step.decode_count)
-    assert took == pytest.approx(shop.times(kind).decode_time_s(1, 40), rel=0.25)
+    assert took == pytest.approx(models.times(kind).decode_time_s(1, 40), rel=0.25)
 
 
 async def test_paths_between_nodes_take_the_ports_place() -> None:

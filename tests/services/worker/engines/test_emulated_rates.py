@@ -5,7 +5,7 @@ import pytest
 from services.worker.engines.emulated import EmulatedEngine
 from services.worker.settings import WorkerSettings
 from shared.cost.library import Library
-from shared.domain.rates import HuaweiCost, PartialPrefillCost, Rates
+from shared.domain.rates import Rates, StepForm, StepRates
 
 
 async def rates(**changes: Any) -> Rates:
@@ -34,31 +34,24 @@ async def rates(**changes: Any) -> Rates:
 async def test_an_emulated_instance_reports_what_its_cost_model_says() -> None:
     library = Library.built_in()
     model, found = library.step_model("A100", "Llama-3-8B", dtype="bf16"), await rates()
-    assert found.prefill is not None
-    assert found.chunked is not None
-    assert found.batch is not None
-    in_chunks = sum(model.prefill_time_s(512, done) for done in range(0, 2048, 512))
-    assert found.prefill.time_s(2048) == pytest.approx(in_chunks, rel=0.1)
-    assert found.batch.decode_step_s(16, 1000) == pytest.approx(model.decode_time_s(16, 16_000), rel=0.15)
+    assert found.step is not None
+    assert found.step.prefill_s(512, 1024) == pytest.approx(model.prefill_time_s(512, 1024), rel=0.1)
+    assert found.step.decode_s(16, 16_000) == pytest.approx(model.decode_time_s(16, 16_000), rel=0.15)
     assert found.price_per_hour == model.accelerator.price_usd_hour
-    slower = (await rates(accelerator="A10")).prefill
+    slower = (await rates(accelerator="A10")).step
     assert slower is not None
-    assert slower.k_p > 1.5 * found.prefill.k_p
+    assert slower.prefill_s(512, 0) > 1.5 * found.step.prefill_s(512, 0)
 
 
 async def test_one_with_a_fixed_step_reports_that() -> None:
     found = await rates(emulated_step_s=0.01, emulated_prefill_s_per_token=1e-4)
-    assert found.prefill == PartialPrefillCost(1e-4 + 0.01 / 512, 0.005)
-    assert found.chunked is not None
-    assert found.chunked.time_s(1000, 9000) == pytest.approx(0.01 + 0.0512)
-    assert found.batch == HuaweiCost(1e-4, 0, 0, 0.01, 0, 0, 0, 0.01)
+    assert found == Rates(StepRates(StepForm(0.01, 1e-4), StepForm(0.01), StepForm(0.01, 1e-4)))
 
 
 async def test_a_slowed_one_reports_that_everything_takes_as_many_times_as_long() -> None:
     plain, slow = await rates(), await rates(emulated_slowdown=3.0)
-    assert plain.batch is not None
-    assert slow.batch is not None
-    assert slow.batch.decode_step_s(16, 1000) == pytest.approx(3.0 * plain.batch.decode_step_s(16, 1000))
+    assert plain.step is not None
+    assert slow.step == plain.step.scaled(3.0)
     fixed = await rates(emulated_step_s=0.01, emulated_slowdown=3.0)
     assert fixed.step is not None
     assert fixed.step.decode.fixed_s == pytest.approx(0.03)
