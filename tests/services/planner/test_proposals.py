@@ -125,7 +125,7 @@ async def test_a_step_that_fails_ends_it() -> None:
 async def test_the_outcome_of_a_lost_answer_is_requested() -> None:
     monitor = Monitor(roles_of("ppdd"))
     monitor.fails["p0"] = OutcomeUnknown("lost", operation_id="o1")
-    monitor.outcomes = [PeerLost("away"), {"result": "running"}, {"result": "succeeded", "drain_s": 0.5}]
+    monitor.outcomes = [PeerLost("away"), flipped(OperationResult.RUNNING), flipped(drain_s=0.5)]
     error, steps = await carried_out(monitor, "p0")
     assert error == ""
     assert steps[0].text == "drained in 0.50 s"
