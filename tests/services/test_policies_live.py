@@ -56,7 +56,7 @@ async def test_all_follow_it_and_a_job_is_served_under_it(
     answer = await suite.change(wanted)
     assert {one.name: one.follows for one in answer.followers} == dict.fromkeys(["s0", "s1", "d0", "p0"], True)
     for app in suite.schedulers:
-        assert app.state.scheduler.placer.followed[0].of(kind) == spec
+        assert app.state.scheduler.placer.followed[0].spec(kind) == spec
     if kind in ENGINE:
         said = {"off": False, "on": True}.get(name, name)
         assert [one.engine.policies.names()[kind] for one in suite.instances.values()] == [said, said]
