@@ -20,7 +20,8 @@ from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings, ScrapeTarget
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher import ports
-from services.launcher.cluster_file import Cluster, GatewaySection
+from services.launcher.cluster_file import Cluster
+from services.launcher.cluster_sections import GatewaySection
 from services.launcher.spec import Plan, ProcessSpec
 from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from services.launcher.cluster_file import LOCAL, Cluster, InstanceSection
+from services.launcher.cluster_file import LOCAL, Cluster
+from services.launcher.cluster_sections import InstanceSection
 from services.launcher.ports import ranks_of
 from shared.cost.catalogue import VISIBLE_BY, Catalogue
 from shared.errors import PolyphaseError

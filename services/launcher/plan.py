@@ -16,7 +16,8 @@ from services.global_scheduler.settings import SchedulerSettings
 from services.launcher import cluster_keys, ports
 from services.launcher.addresses import LEASE_S, Addresses, Endpoint, gateway_settings, on_hosts, targets_of
 from services.launcher.child_process import Limits
-from services.launcher.cluster_file import LOCAL, Cluster, InstanceSection
+from services.launcher.cluster_file import LOCAL, Cluster
+from services.launcher.cluster_sections import InstanceSection
 from services.launcher.devices import Assignment, assign
 from services.launcher.model_source import PROJECT
 from services.launcher.ports import PortUse

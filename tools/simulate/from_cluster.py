@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from gateway.settings import GatewaySettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
-from services.launcher.cluster_file import Cluster, InstanceSection, load_cluster
+from services.launcher.cluster_file import Cluster, load_cluster
+from services.launcher.cluster_sections import InstanceSection
 from services.launcher.plan import settings_of
 from services.worker.settings import WorkerSettings
 from shared.cost.library import Library

@@ -20,8 +20,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from services.launcher.child_process import STOP_S
-from services.launcher.cluster_file import Cluster, InstanceSection
+from services.launcher.cluster_file import Cluster
 from services.launcher.cluster_keys import curve_pair
+from services.launcher.cluster_sections import InstanceSection
 from services.launcher.devices import VISIBLE
 from services.launcher.health import HttpHealth
 from services.launcher.on_ray.actor import InstanceActor

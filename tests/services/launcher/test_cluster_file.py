@@ -6,17 +6,16 @@ from typing import Any
 import pytest
 import yaml
 
-from services.launcher.cluster_file import (
+from services.launcher.cluster_file import CLUSTERS, Cluster, load_cluster
+from services.launcher.cluster_sections import (
     CLUSTER_KEYS,
-    CLUSTERS,
-    Cluster,
     GatewaySection,
     InstanceSection,
-    KeyKind,
     MonitorSection,
+    PlannerSection,
     PredictorSection,
+    SchedulerSection,
     Section,
-    load_cluster,
 )
 from services.launcher.plan import make_plan
 from shared.cost.catalogue import Catalogue
@@ -68,29 +67,53 @@ def test_defaults_apply_and_an_instance_overrides_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "kind"),
+    ("section", "key"),
     [
-        (GatewaySection, "port", KeyKind.OWN),  # also a setting, which the launcher passes on
-        (PredictorSection, "port", KeyKind.DERIVED),
-        (GatewaySection, "env", KeyKind.OWN),
-        (GatewaySection, "drain_s", KeyKind.SETTING),
-        (GatewaySection, "max_model_len", KeyKind.DERIVED),
-        (InstanceSection, "max_model_len", KeyKind.SETTING),
-        (InstanceSection, "curve_file", KeyKind.DERIVED),
-        (MonitorSection, "policies", KeyKind.DERIVED),
-        (MonitorSection, "database_url", KeyKind.CLUSTER),
-        (MonitorSection, "role_flip_parameters", KeyKind.POLICY),
-        (MonitorSection, "monitor_url", None),
+        (GatewaySection, "port"),  # also a setting, which the launcher passes on
+        (GatewaySection, "env"),
+        (GatewaySection, "drain_s"),
+        (InstanceSection, "max_model_len"),
     ],
 )
-def test_a_key_of_a_section_has_one_kind(section: type[Section], key: str, kind: KeyKind | None) -> None:
-    assert section.key_kinds().get(key) is kind
+def test_a_section_accepts_its_fields_and_the_settings_that_only_it_gives(section: type[Section], key: str) -> None:
+    assert key in section.accepted_keys()
 
 
-def test_sections_name_existing_settings() -> None:
-    for section in Section.__subclasses__():
-        assert set(section.derived) <= set(section.settings.model_fields)
-    assert set(CLUSTER_KEYS) <= set(Cluster.model_fields)
+DERIVED = "it is derived from the rest of the file: leave it out"
+AT_THE_TOP = "it belongs to the whole cluster: write it at the top of the file"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "text"),
+    [
+        (PredictorSection, "port", DERIVED),
+        (GatewaySection, "max_model_len", DERIVED),
+        (InstanceSection, "curve_file", DERIVED),
+        (MonitorSection, "policies", DERIVED),
+        (MonitorSection, "database_url", AT_THE_TOP),
+        (MonitorSection, "role_flip_parameters", "write `policies: {role_flip: …}` at the top"),
+        (MonitorSection, "monitor_url", "unknown key 'monitor_url'"),
+    ],
+)
+def test_a_section_says_why_it_refuses_a_key(section: type[Section], key: str, text: str) -> None:
+    assert key not in section.accepted_keys()
+    assert text in section.refusal(key)
+
+
+def test_a_section_that_derives_an_unknown_setting_is_an_error_at_import() -> None:
+    with pytest.raises(TypeError, match=r"Faulty\.derived: PlannerSettings has no htp_port"):
+        type("Faulty", (PlannerSection,), {"__module__": __name__, "derived": ("http_host", "htp_port")})
+
+
+@pytest.mark.parametrize(
+    "section", [GatewaySection, SchedulerSection, MonitorSection, PredictorSection, PlannerSection, InstanceSection]
+)
+def test_no_derived_setting_is_also_a_field_of_the_section(section: type[Section]) -> None:
+    assert not set(section.derived) & set(section.model_fields)
+
+
+def test_the_keys_of_the_whole_cluster_are_fields_of_it() -> None:
+    assert set(Cluster.model_fields) >= CLUSTER_KEYS
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n", "", "just words"])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.launcher.cluster_file import InstanceSection
+from services.launcher.cluster_sections import InstanceSection
 from services.launcher.on_ray.suite import needs_of
 from services.worker.settings import WorkerSettings
 from shared.errors import InvalidRequest
