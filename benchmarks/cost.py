@@ -16,7 +16,8 @@ import pandas as pd
 from benchmarks.results import Result, at_most, merged, result
 from shared.cost.geometry import ExpertSplit, kv_capacity_tokens
 from shared.cost.library import Library
-from shared.cost.step import Lockstep, StepModel
+from shared.cost.step import StepModel
+from shared.cost.step_variants import Lockstep
 from shared.domain.instance import Role
 from shared.errors import InvalidRequest, NotFound
 from shared.files.text import read_json, read_records

@@ -26,8 +26,9 @@ from benchmarks.results import Aim, Result, at_most, merged, progress, result
 from shared.cost.library import Library
 from shared.cost.rates_file import CalibratedKind
 from shared.cost.slowdown import others_busy, slowdown_at
-from shared.cost.step import Batch, ScaledSteps
+from shared.cost.step import Batch
 from shared.cost.step_rates import kind_of
+from shared.cost.step_variants import ScaledSteps
 from shared.domain.instance import Role
 from shared.domain.rates import StepRates
 from shared.errors import Unavailable

@@ -17,8 +17,9 @@ from shared.cost.library import Library
 from shared.cost.network import Link
 from shared.cost.operators import Collective
 from shared.cost.pipeline import Pipeline
-from shared.cost.step import Batch, ScaledSteps, StepModel
+from shared.cost.step import Batch, StepModel
 from shared.cost.step_rates import step_rates_of
+from shared.cost.step_variants import ScaledSteps
 from shared.domain.instance import Role
 from shared.domain.job import JobView
 from shared.domain.rates import Rates

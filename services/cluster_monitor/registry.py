@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.cluster_monitor.settings import MonitorSettings
 from shared.domain.instance import Compatibility, InstanceInfo, InstanceLoad, InstanceState, InstanceView, Role
-from shared.errors import Conflict, Incompatible, InvalidRequest, NotFound
+from shared.errors import Conflict, Incompatible, InvalidRequest, NotConnected, NotFound
 from shared.runtime.logs import get_log
 from shared.runtime.wire_version import WireVersions
 from shared.store.reading import read_instances
@@ -32,13 +32,13 @@ UNDER_WAY_S = 0.5  # the longest that a heartbeat may be under way
 MAX_DEAD = 1_000  # dead instances that are counted; beyond that the oldest are forgotten
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Record:
     """What the monitor knows of one registered instance. `…_mono` are times of the loop's clock, `…_s` unix seconds."""
 
     info: InstanceInfo
     role: Role
-    client: RpcClient
+    connection: RpcClient | None  # None: it died before this monitor was started, which never connected to it
     registered_s: float
     registered_mono: float
     state: InstanceState = InstanceState.STARTING
@@ -67,6 +67,22 @@ class Record:
         """Not dead; perhaps unresponsive."""
         return self.state is not InstanceState.DEAD
 
+    @property
+    def client(self) -> RpcClient:
+        """For calls of the instance. Raises NotConnected where the monitor never connected to it."""
+        if self.connection is None:
+            raise NotConnected(f"{self.instance_id} is dead: {self.death}")
+        return self.connection
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connection stands."""
+        return self.connection is not None and self.connection.connected
+
+    def disconnect(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+
     def view(self) -> InstanceView:
         return InstanceView(self.info, self.role, self.state, self.load)
 
@@ -80,7 +96,7 @@ class Record:
             registered_s=self.registered_s,
             operation=self.operation,
             death=self.death,
-            connected=self.client.connected,
+            connected=self.connected,
             info=self.info,
             load=LoadByName.from_load(self.load),
         )
@@ -89,7 +105,7 @@ class Record:
         """Apply a heartbeat and wake the tasks that wait for one like it. Returns whether it changes `info`."""
         info = self.info
         self.heard_mono = now_mono
-        self.connected_once = self.connected_once or self.client.connected
+        self.connected_once = self.connected_once or self.connected
         self.role = beat.role
         # A heartbeat comes over a socket of its own: one from before the resume may come after it.
         self.draining = beat.draining and now_mono - self.resumed_mono >= UNDER_WAY_S
@@ -231,11 +247,18 @@ class Registry:
         """Count an instance that the monitor knew before its restart, unless it is here. `news`: its death is new."""
         if info.instance_id in self._records:
             return
-        client = RpcClient(self._sockets, info.rpc)
-        client.close()
-        now_s = time.time()
-        record = Record(info, role, client, now_s, self._loop.time(), InstanceState.DEAD, now_s, death=death)
-        record.died_mono = self._loop.time()
+        now_s, now_mono = time.time(), self._loop.time()
+        record = Record(
+            info=info,
+            role=role,
+            connection=None,
+            registered_s=now_s,
+            registered_mono=now_mono,
+            state=InstanceState.DEAD,
+            state_since_s=now_s,
+            death=death,
+            died_mono=now_mono,
+        )
         self._records[info.instance_id] = record
         if news:
             self._changed(record, InstanceState.STARTING)
@@ -274,7 +297,7 @@ class Registry:
         for record in list(self._records.values()):
             if not record.alive:
                 continue
-            record.connected_once = record.connected_once or record.client.connected
+            record.connected_once = record.connected_once or record.connected
             if not record.connected_once and now - record.registered_mono > self._settings.connect_timeout_s:
                 self._bury(record, f"no connection to {record.info.rpc}")
                 continue
@@ -287,7 +310,7 @@ class Registry:
 
     def close(self) -> None:
         for record in self._records.values():
-            record.client.close()
+            record.disconnect()
 
     def _drop(self, record: Record, how: EventKind, why: str) -> None:
         del self._records[record.instance_id]
@@ -302,10 +325,15 @@ class Registry:
         if known is not None:
             self._retire(known, "replaced")
         now_s = time.time()
-        record = Record(info, role, client, now_s, self._loop.time(), state_since_s=now_s)
-        if known is not None or remembered:
-            same = remembered or (known is not None and known.info.generation == info.generation)
-            record.arrival = EventKind.RETURNED if same else EventKind.RESTARTED
+        record = Record(
+            info=info,
+            role=role,
+            connection=client,
+            registered_s=now_s,
+            registered_mono=self._loop.time(),
+            state_since_s=now_s,
+            arrival=_arrival(info, known, remembered),
+        )
         client.on_lost(lambda: self._lost(record))
         self._records[info.instance_id] = record
         log.info("instance registered", instance_id=info.instance_id, role=role.value, rpc=info.rpc)
@@ -320,11 +348,12 @@ class Registry:
         record.death = why
         record.died_mono = self._loop.time()
         self._move(record, InstanceState.DEAD)
-        self._loop.call_soon(record.client.close)  # not inside the client's own callback
+        self._loop.call_soon(record.disconnect)  # not inside the client's own callback
 
     def _retire(self, record: Record, why: str) -> None:
-        record.death, record.state = why, InstanceState.DEAD
-        self._loop.call_soon(record.client.close)
+        record.death = why
+        record.state = InstanceState.DEAD
+        self._loop.call_soon(record.disconnect)
 
     def _state_of(self, record: Record) -> InstanceState:
         if record.heard_mono is None or not record.connected_once:
@@ -355,6 +384,16 @@ class Registry:
     def _changed(self, record: Record, before: InstanceState) -> None:
         for callback in self._on_change:
             callback(record, before)
+
+
+def _arrival(info: InstanceInfo, known: Record | None, remembered: bool) -> EventKind:
+    if remembered:
+        return EventKind.RETURNED
+    if known is None:
+        return EventKind.REGISTERED
+    if known.info.generation == info.generation:
+        return EventKind.RETURNED
+    return EventKind.RESTARTED
 
 
 def _same_process(info: InstanceInfo, known: InstanceInfo) -> bool:

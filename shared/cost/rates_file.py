@@ -8,7 +8,8 @@ import msgspec
 import yaml
 
 from shared.cost.library import Library
-from shared.cost.step import ScaledSteps, Speed
+from shared.cost.step import Speed
+from shared.cost.step_variants import ScaledSteps
 from shared.domain.instance import InstanceInfo
 from shared.domain.rates import Rates, StepSource
 from shared.errors import InvalidRequest, NotFound

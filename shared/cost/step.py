@@ -15,6 +15,10 @@ from shared.cost.layers import LayerCost
 from shared.errors import InvalidRequest
 
 _BLOCK = 512  # token counts whose times are worked out at once
+# The step that reaches a kink, and this many steps before and after it, are segments of their own: rounding of the mean
+# context may put the kink one step off.
+_ALONE = 1
+_NEAR = _ALONE + 1.0  # tokens of mean context: the cuts of a kink that is farther from a span are all outside the span
 
 Segment = tuple[int, float, float]  # steps whose time grows linearly: how many, seconds of the first and of the last
 
@@ -148,34 +152,43 @@ class StepModel:
         return self.step_time_s(Batch(((tokens, context),)))
 
     def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[Segment, ...]:
-        """See `StepTimes`. Exact, because the decode time is piecewise linear in the context."""
+        """See `StepTimes`. Exact, because the decode time is linear in the context between kinks."""
+        if count == 0:
+            return ((steps, 0.0, 0.0),)
         fixed = self._dense_s(count) + self._head_s(count)
         attention = self._layers.decode_attention_s
-        runs = []
+        segments = []
         start = 0
-        for stop in (*self._kinks_after(context_tokens / count, steps), steps):
+        for stop in (*self._cuts(context_tokens / count, steps), steps):
             first = attention(count, context_tokens + start * count)
             last = attention(count, context_tokens + (stop - 1) * count)
-            runs.append((stop - start, fixed + first, fixed + last))
+            segments.append((stop - start, fixed + first, fixed + last))
             start = stop
-        return tuple(runs)
+        return tuple(segments)
 
     def decode_span_s(self, count: int, context_tokens: int, steps: int) -> float:
         """Seconds of `steps` decode steps in a row: within rounding the sum of their `decode_time_s`."""
         if count == 0 or steps <= 0:
             return 0.0
-        runs = self.decode_segments(count, context_tokens, steps)
-        return sum(taken * (first + last) / 2.0 for taken, first, last in runs)
+        segments = self.decode_segments(count, context_tokens, steps)
+        return sum(taken * (first + last) / 2.0 for taken, first, last in segments)
 
-    def _kinks_after(self, mean_context: float, steps: int) -> list[int]:
-        """Steps, in order, at which the decode time may change its slope."""
-        found: list[int] = []
+    def _cuts(self, mean_context: float, steps: int) -> list[int]:
+        """Steps, in order, at which a new segment starts, so that no segment spans a kink.
+
+        A kink is a mean context at which the decode time changes its slope: the length of an attention window, or the
+        depth up to which a longer context adds latency (`LayerCost.decode_kinks`). Step 0 reads `mean_context + 1`
+        tokens of each sequence, the token under way included, and each later step one more.
+        """
+        cuts: list[int] = []
         for kink in self._layers.decode_kinks:
-            if mean_context - 2.0 < kink < mean_context + steps + 2.0:
-                # The steps around a kink stand alone, so that no segment spans it.
-                before = math.ceil(kink - mean_context) - 2
-                found.extend(step for step in range(before, before + 4) if 0 < step < steps)
-        return sorted(set(found)) if found else found
+            if mean_context - _NEAR < kink < mean_context + steps + _NEAR:
+                reached = math.ceil(kink - mean_context) - 1  # the first step at or beyond the kink
+                first, last = reached - _ALONE, reached + _ALONE
+                cuts += [step for step in range(first, last + 2) if 0 < step < steps]  # before each, after the last
+        if not cuts:  # as of most spans
+            return cuts
+        return sorted(set(cuts))
 
 
 class _ByCount:
@@ -194,79 +207,3 @@ class _ByCount:
             counts = np.maximum(np.arange(first, first + _BLOCK, dtype=np.float64), 1.0)
             block = self._blocks[count // _BLOCK] = [float(x) for x in self._time_s(counts)]
         return block[count % _BLOCK]
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledSteps:
-    """Step times of a model, multiplied by `factor`, with `chunk_s` more for each prefill chunk."""
-
-    model: StepTimes
-    factor: float = 1.0
-    chunk_s: float = 0.0
-
-    def times(self, factor: float) -> "ScaledSteps":
-        return ScaledSteps(self.model, self.factor * factor, self.chunk_s * factor)
-
-    def step_time_s(self, batch: Batch) -> float:
-        return self.factor * self.model.step_time_s(batch) + self.chunk_s * len(batch.prefill)
-
-    def prefill_time_s(self, tokens: int) -> float:
-        """Seconds of a step of one chunk without earlier context."""
-        return self.step_time_s(Batch(((tokens, 0),)))
-
-    def decode_time_s(self, count: int, context_tokens: int) -> float:
-        return self.factor * self.model.decode_time_s(count, context_tokens)
-
-    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[Segment, ...]:
-        runs = self.model.decode_segments(count, context_tokens, steps)
-        return tuple((taken, self.factor * first, self.factor * last) for taken, first, last in runs)
-
-
-@dataclass(frozen=True, slots=True)
-class Lockstep:
-    """Step times of data-parallel engines that share a mixture's experts, taken as one instance with all requests.
-
-    model: the step times of each of the `model.experts.engines` engines. No engine starts a layer's experts before all
-    engines are there, idle ones with an empty batch (vLLM). Requests are divided evenly; a step takes what the engine
-    with most work takes besides the experts, and the experts once for the tokens of all.
-    """
-
-    model: StepModel
-
-    def step_time_s(self, batch: Batch) -> float:
-        if not batch.prefill:
-            return self.decode_time_s(batch.decode_count, batch.decode_context_tokens)
-        engines = self.model.experts.engines
-        own_s = max(
-            self.model.step_time_s(part) - self.model.experts_time_s(part.tokens * engines)
-            for part in _dealt(batch, engines)
-            if part.tokens
-        )
-        return own_s + self.model.experts_time_s(batch.tokens)
-
-    def decode_time_s(self, count: int, context_tokens: int) -> float:
-        return self.model.decode_time_s(*self._share(count, context_tokens)) if count else 0.0
-
-    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[Segment, ...]:
-        return self.model.decode_segments(*self._share(count, context_tokens), steps)
-
-    def _share(self, count: int, context_tokens: int) -> tuple[int, int]:
-        """Decodes and context of the engine with most decodes."""
-        most = -(-count // self.model.experts.engines)
-        return most, context_tokens * most // count
-
-
-def _dealt(batch: Batch, engines: int) -> list[Batch]:
-    """The engines' parts of a batch: the longest chunks first, each to the engine with the fewest tokens so far."""
-    chunks: list[list[tuple[int, int]]] = [[] for _ in range(engines)]
-    loads = [0] * engines
-    for chunk in sorted(batch.prefill, reverse=True):
-        at = loads.index(min(loads))
-        chunks[at].append(chunk)
-        loads[at] += chunk[0]
-    parts = []
-    for at, own in enumerate(chunks):
-        count = batch.decode_count // engines + (at < batch.decode_count % engines)
-        contexts = batch.decode_context_tokens * count // batch.decode_count if batch.decode_count else 0
-        parts.append(Batch(tuple(own), count, contexts))
-    return parts

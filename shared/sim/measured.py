@@ -9,7 +9,7 @@ from shared.cost.library import Library
 from shared.cost.network import Link
 from shared.cost.rates_file import Calibration, ControlPlane, Kind
 from shared.cost.slowdown import Curve, slowdown_at
-from shared.cost.step import ScaledSteps
+from shared.cost.step_variants import ScaledSteps
 from shared.domain.instance import InstanceInfo, Role
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import LoadTimeline, SimResult

@@ -1,8 +1,7 @@
 """The messages of the RPC and the broadcasts, the methods of the RPC, and the pages of a worker's step log.
 
-Times are unix seconds and durations seconds. `trace` names the span of the caller (`shared.runtime.otlp`); empty: the
-work is not traced. A field that is added needs a default; a change that older processes cannot read raises the wire
-version (`shared.runtime.wire_version`).
+Times are unix seconds and durations seconds. A field that is added needs a default; a change that older processes
+cannot read raises the wire version (`shared.runtime.wire_version`).
 """
 
 from dataclasses import dataclass
@@ -21,20 +20,15 @@ from shared.timeline import RequestTimeline
 
 
 class PlaceRequest(msgspec.Struct):
-    """Request a route. `exclude` names instances that just failed this job."""
+    """Request a route."""
 
     job: JobView
-    exclude: tuple[str, ...] = ()
-    trace: str = ""
+    exclude: tuple[str, ...] = ()  # ids of instances that the job failed on, or leaves: not to be chosen
+    trace: str = ""  # the caller's span (`shared.runtime.otlp`); empty: the work is not traced
 
 
 class JobReport(msgspec.Struct):
-    """A gateway's report of one job, for each change of its phase, with the timeline so far.
-
-    The last report also has the prediction of the answer's length. caller: the name of the API key. asked: whether the
-    prediction was requested. losses: the failed attempts, oldest first. longest_gap_s, gaps, gaps_over: see
-    `shared.timeline.RequestTimeline`; None without a gap.
-    """
+    """A gateway's report of one job, sent at each change of the job's phase, with the timeline so far."""
 
     job_id: str
     gateway_id: str
@@ -45,74 +39,66 @@ class JobReport(msgspec.Struct):
     prefill_instance: str = ""
     decode_instance: str = ""
     split: int = 0
-    slo: str = "default"
+    slo: str = "default"  # name of the SLO class
     outcome: str = ""  # finish reason, or the code of the error
     ttft_s: Finite | None = None
     tpot_s: Finite | None = None
     slo_met: bool | None = None
     timeline: RequestTimeline | None = None
     max_tokens: int = 0
-    prediction: LengthPrediction | None = None
-    caller: str = ""
-    asked: bool = False
-    losses: list[Loss] = []
-    longest_gap_s: Finite | None = None
-    gaps: int = 0
-    gaps_over: int = 0
+    prediction: LengthPrediction | None = None  # of the answer's length; only in the report of a final phase
+    caller: str = ""  # name of the API key
+    asked: bool = False  # whether the gateway requested a prediction, even if none came
+    losses: list[Loss] = []  # the failed attempts, oldest first
+    # Gaps between deliveries of tokens to the client, as in `RequestTimeline`, which defines them:
+    longest_gap_s: Finite | None = None  # None where there was no gap
+    gaps: int = 0  # how many there were
+    gaps_over: int = 0  # how many of them exceeded the target `itl_s` of the SLO class
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """Requests that a gateway refused before they became jobs. The message may come twice; `key` identifies it."""
+    """Requests that a gateway refused before they became jobs."""
 
-    key: str
-    slo: str
+    key: str  # identifies this message, which may come twice
+    slo: str  # name of the SLO class
     code: str  # of the error
     count: int
 
 
 class JobReports(msgspec.Struct):
-    """Reports of one gateway, gathered over a short while; an empty message says that the gateway is alive.
-
-    `origin` identifies its process, also after a restart. leaving: the gateway is stopping.
-    """
+    """Reports of one gateway, gathered over a short while; an empty message says that the gateway is alive."""
 
     reports: list[JobReport]
-    origin: str = ""
+    origin: str = ""  # identifies the gateway's process; another one after a restart
     gateway_id: str = ""
     refused: list[Refused] = []
-    leaving: bool = False
+    leaving: bool = False  # the gateway is stopping
 
 
 class PredictRequest(msgspec.Struct):
-    """Request a prediction of an answer's length. prompt_token_ids: the ends of the prompt
-    (`shared.domain.job.ends_of`).
-    """
+    """Request a prediction of an answer's length."""
 
-    prompt_token_ids: list[int]
-    prompt_tokens: int
+    prompt_token_ids: list[int]  # the ends of the prompt (`shared.domain.job.ends_of`)
+    prompt_tokens: int  # of the whole prompt
     max_tokens: int
 
 
 class PrefillRequest(msgspec.Struct):
-    """Compute KV of the packed `prompt` and, if `want_token`, the first token.
-
-    `export`: whether an instance will pull the KV. `decode`: set when placement chose it; else the dispatcher of the
-    prefill instance chooses, by the policy `dispatch` of the route. `codec`: of the KV, if it is lossy; else by the
-    job's class. `saved`: prompt tokens whose KV the instance is known to hold.
-    """
+    """Compute the KV of a prompt and, if wanted, the first token of the answer."""
 
     job: JobView
     transfer_id: str
-    prompt: bytes
+    prompt: bytes  # packed (`shared.domain.prompt`)
     generation: Generation
     want_token: bool = True
-    export: bool = True
+    export: bool = True  # whether another instance will pull the KV
+    # A lossy codec is the one to use. With RAW the prefill instance chooses, as coarse as `job.slo.lossy_kv` permits.
     codec: Codec = Codec.RAW
-    decode: InstanceRef | None = None
-    exclude: tuple[str, ...] = ()
-    dispatch: PolicySpec | None = None
-    saved: int = 0
-    trace: str = ""
+    decode: InstanceRef | None = None  # None: the dispatcher of the prefill instance chooses the decode instance
+    exclude: tuple[str, ...] = ()  # ids of instances that the dispatcher must not choose
+    dispatch: PolicySpec | None = None  # the policy by which it chooses; required then
+    saved: int = 0  # prompt tokens whose KV the prefill instance is known to hold
+    trace: str = ""  # as in PlaceRequest
 
     def __post_init__(self) -> None:
         whole(self.prompt)
@@ -133,23 +119,21 @@ class PrefillStarted(msgspec.Struct):
 
 
 class Reused(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The first `tokens` of a prompt that an engine did not have to compute; `imported` of them were computed by
-    another instance for this request. created: tokens that the engine computed and put into its prefix cache.
-    """
+    """How much of a prompt an engine did not have to compute."""
 
-    tokens: int
-    created: int = 0
-    imported: int = 0
+    tokens: int  # from the start of the prompt, not computed by this engine for this request
+    created: int = 0  # tokens that the engine computed and put into its prefix cache
+    imported: int = 0  # part of `tokens`: computed by another instance for this request
 
 
 class PrefillReply(msgspec.Struct):
-    """The end of a prefill. `tokens` holds the first token, or nothing when it was not wanted.
+    """The end of a prefill.
 
-    A `handle` without a `decode`: no decode instance was available, for the given reasons; the KV stays staged for its
-    lease. Neither of them: there is nothing to decode.
+    `handle` without `decode`: no decode instance was available; the KV stays staged for its lease. Neither of them:
+    there is nothing to decode.
     """
 
-    tokens: list[int]
+    tokens: list[int]  # the first token; empty when it was not wanted
     decode: InstanceRef | None
     handle: KvHandle | None
     finish_reason: str = ""  # "stop" when the first token ends the answer
@@ -158,8 +142,8 @@ class PrefillReply(msgspec.Struct):
     queued_s: Finite = 0.0  # when the engine got it
     started_s: Finite = 0.0
     ended_s: Finite = 0.0
-    reasons: tuple[Reason, ...] = ()
-    codec: Reason | None = None  # of the KV, where there was a choice
+    reasons: tuple[Reason, ...] = ()  # for the choice of the decode instance, or why none was available
+    codec: Reason | None = None  # for the choice of the KV's codec, where there was one
     reused: Reused | None = None
 
 
@@ -183,12 +167,11 @@ class ReleaseRequest(msgspec.Struct):
 class PrefetchRequest(msgspec.Struct):
     """Start pulling a handle into host memory; answered once the pull has started.
 
-    The KV is kept until the job's decode uses it, it is released, the caller is gone, or `keep_s`, the rest of the
-    job's time, is over.
+    The KV is kept until the job's decode uses it, it is released, the caller is gone, or `keep_s` is over.
     """
 
     handle: KvHandle
-    keep_s: Finite = 600.0
+    keep_s: Finite = 600.0  # the rest of the job's time
 
 
 class ExpectRequest(msgspec.Struct):
@@ -199,27 +182,23 @@ class ExpectRequest(msgspec.Struct):
 
     transfer_id: str
     promised: Promised
-    keep_s: Finite = 600.0
+    keep_s: Finite = 600.0  # the rest of the job's time
 
 
 class DecodeRequest(msgspec.Struct):
-    """Produce tokens after the packed `prompt`; the KV of its first `handle.tokens` can be pulled.
-
-    `saved`: prompt tokens whose KV the instance is known to hold. `known`: packed tokens that the client has of an
-    answer that cannot be carried; the engine repeats them, and they are not among the items. tell_pauses: the caller
-    understands items about pauses. `if_room`: refuse with NoRoom when there is no KV memory for the job to the end of
-    its answer.
-    """
+    """Produce the tokens after a prompt."""
 
     job: JobView
-    prompt: bytes
+    prompt: bytes  # packed (`shared.domain.prompt`)
     generation: Generation
-    handle: KvHandle | None = None
-    saved: int = 0
-    trace: str = ""
+    handle: KvHandle | None = None  # the KV of the first `handle.tokens` of the prompt, to be pulled
+    saved: int = 0  # prompt tokens whose KV the instance is known to hold
+    trace: str = ""  # as in PlaceRequest
+    # Packed tokens that the client already has of an answer that cannot be carried. The engine produces them again;
+    # they are not among the items.
     known: bytes = b""
-    tell_pauses: bool = False
-    if_room: bool = False
+    tell_pauses: bool = False  # whether the caller understands items about pauses
+    if_room: bool = False  # refuse with NoRoom unless there is KV memory for the job to the end of its answer
 
     def __post_init__(self) -> None:
         whole(self.prompt)
@@ -231,30 +210,24 @@ class DecodeRequest(msgspec.Struct):
 
 
 class Pause(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A stream is paused because its blocks were taken back for others; its next token is expected after `expected_s`.
+    """A stream is paused because its KV blocks were taken back for others."""
 
-    computing: the stream has blocks again, and its tokens are being computed.
-    """
-
-    expected_s: Finite
-    computing: bool = False
+    expected_s: Finite  # until its next token
+    computing: bool = False  # whether the stream has blocks again, and its tokens are being computed
 
 
 class TokenStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The tokens of one job from one engine step, or a pause. The last step of a job carries its finish reason.
-
-    A gateway gets the finish reasons "stop", "length" and "repetition"; "abort", "error" and "refused" (with the cause
-    as `stop_reason`) go from an engine to its worker, which turns them into errors. `logprobs` and `prompt_logprobs`
-    are opaque here. `reused` comes with the first tokens.
-    """
+    """The tokens of one job from one engine step, or a pause. The last step of a job carries its finish reason."""
 
     tokens: list[int]
+    # A gateway receives "stop", "length" and "repetition". "abort", "error" and "refused" go from an engine to its
+    # worker, which turns them into errors; their cause is the `stop_reason`.
     finish_reason: str = ""
     stop_reason: int | str | None = None
-    logprobs: bytes = b""
+    logprobs: bytes = b""  # opaque here, as are the prompt's
     prompt_logprobs: bytes = b""
     pause: Pause | None = None
-    reused: Reused | None = None
+    reused: Reused | None = None  # comes with the first tokens
 
 
 class DecodeReply(msgspec.Struct):
@@ -273,61 +246,53 @@ class PrefixesRequest(msgspec.Struct):
 
 
 class DrainRequest(msgspec.Struct):
-    """Accept no new work; answered when all accepted work has ended, or after `timeout_s`.
-
-    epoch, here and below: of the requesting monitor; an outdated one is refused.
-    """
+    """Accept no new work; answered when all accepted work has ended, or after `timeout_s`."""
 
     timeout_s: Finite
-    epoch: int = 0
+    epoch: int = 0  # of the requesting monitor; the request of an outdated one is refused
 
 
 class DrainReply(msgspec.Struct):
-    """`drained` is False when work was left at the timeout; the instance continues to drain."""
+    """The end of a drain, or its timeout; after that the instance continues to drain."""
 
-    drained: bool
+    drained: bool  # False when work was left at the timeout
     duration_s: Finite
-    remaining: int
+    remaining: int  # jobs that were left
 
 
 class ResumeRequest(msgspec.Struct):
     """Accept work again in the present role."""
 
-    epoch: int = 0
+    epoch: int = 0  # as in DrainRequest
 
 
 class FlipRequest(msgspec.Struct):
     """Change to `role`; the instance must be drained."""
 
     role: Role
-    epoch: int = 0
+    epoch: int = 0  # as in DrainRequest
 
 
 class FlipReply(msgspec.Struct):
-    """The new role, and the duration of the change itself."""
+    """The end of a role flip."""
 
-    role: Role
-    duration_s: Finite
+    role: Role  # the new one
+    duration_s: Finite  # of the change itself, without the drain
 
 
 class Heartbeat(msgspec.Struct, array_like=True):
-    """A worker's state, published every 100 ms while it changes, else three times a second; with the rates only after a
-    change and every few seconds.
-
-    policies_revision: of the policies that its engine follows; policies_trouble: why it does not follow newer ones.
-    chunk_size: current tokens of its steps; 0: not known. epoch: the highest of a monitor that it has obeyed.
-    """
+    """A worker's state, published every 100 ms while it changes, else three times a second."""
 
     instance_id: str
     generation: int
     role: Role
     draining: bool
     load: InstanceLoad
-    rates: Rates | None = None
-    policies_revision: int = 0
-    policies_trouble: str = ""
-    chunk_size: int = 0
-    epoch: int = 0
+    rates: Rates | None = None  # only after a change and every few seconds
+    policies_revision: int = 0  # of the policies that its engine follows
+    policies_trouble: str = ""  # why its engine does not follow newer ones
+    chunk_size: int = 0  # current tokens of its steps; 0: not known
+    epoch: int = 0  # the highest of a monitor that it has obeyed
 
 
 Request = TypeVar("Request")
@@ -374,16 +339,12 @@ FLIP = Method("flip", FlipRequest, FlipReply, _Nothing)
 
 
 class LogprobRows(msgspec.Struct, array_like=True, gc=False):
-    """Log probabilities, a row for each token position: candidate ids, their values, and the rank of the chosen token.
+    """Log probabilities, a row for each token position, packed little-endian. A prompt of one token has no rows."""
 
-    Packed, little-endian: ids int32 and values float32 of shape [positions][candidates], ranks int32 [positions]. A
-    prompt of one token has no positions.
-    """
-
-    candidates: int
-    ids: bytes
-    values: bytes
-    ranks: bytes
+    candidates: int  # in each row
+    ids: bytes  # of the candidates: int32 [positions][candidates]
+    values: bytes  # their log probabilities: float32 [positions][candidates]
+    ranks: bytes  # of the chosen tokens: int32 [positions]
 
 
 _decoder = msgspec.msgpack.Decoder(LogprobRows)
@@ -399,29 +360,23 @@ def decode_rows(data: bytes) -> LogprobRows:
 
 
 class StepRecord(msgspec.Struct, frozen=True):
-    """One engine step that computed tokens, for calibration and inspection.
-
-    `seconds`: from the start of the step, its new requests accepted, until its tokens were on their way. `prefill`:
-    (tokens computed now, tokens computed before) of each chunk; a single token after some context counts as a decode.
-    `decode_context_tokens` is without the tokens under way.
-    """
+    """One engine step that computed tokens, for calibration and inspection."""
 
     number: int  # counts up from 0 while the instance lives
-    ended_s: Finite  # unix time
-    seconds: Finite
+    ended_s: Finite
+    seconds: Finite  # from the start of the step, its new requests accepted, until its tokens were on their way
     cpu_s: Finite  # CPU time of the engine's own thread; 0 where it is not meaningful (emulated, remote ranks)
+    # (tokens computed now, tokens computed before) of each chunk. A single token after some context counts as a decode.
     prefill: tuple[tuple[int, int], ...]
     decode_count: int
-    decode_context_tokens: int
+    decode_context_tokens: int  # without the tokens under way
 
 
 class StepPage(msgspec.Struct, frozen=True):
-    """Steps in order, from the requested number on; continue with `next`. `lost` counts requested steps that are
-    already forgotten.
-    """
+    """Steps in order, from the requested number on."""
 
     instance_id: str
     generation: int
     steps: tuple[StepRecord, ...]
-    next: int
-    lost: int
+    next: int  # the number with which to request the next page
+    lost: int  # requested steps that are already forgotten

@@ -62,6 +62,25 @@ class _Pending:
     sent: bool = False
 
 
+_Concerned = Callable[[int, _Pending], bool]  # whether a failure concerns the pending call of that number
+
+
+def _sent(_number: int, pending: _Pending) -> bool:
+    return pending.sent
+
+
+def _sent_up_to(last: int) -> _Concerned:
+    return lambda number, pending: pending.sent and number <= last
+
+
+def _unsent_of(numbers: Collection[int]) -> _Concerned:
+    return lambda number, pending: number in numbers and not pending.sent
+
+
+def _every(_number: int, _call: _Pending) -> bool:
+    return True
+
+
 class RpcClient:
     """A DEALER socket to one peer. Calls wait for the first connection for `CONNECT_S`, for a lost one for
     `RECONNECT_S`, then fail with NotConnected. The constructor raises zmq.ZMQError for an invalid address.
@@ -130,7 +149,7 @@ class RpcClient:
         pending = _Pending(self._loop.create_future(), reply, item, on_item)
         self._pending[number] = pending
         if not self.connected:
-            self._loop.call_later(self._connect_s, self._give_up_connecting, [number])
+            self._limit_wait([number])
         timer = self._loop.call_later(timeout_s, self._expire, number, method.name, timeout_s)
         self._queue(call)
         try:
@@ -168,29 +187,27 @@ class RpcClient:
         if self._closed or not self.connected or not self._outgoing:
             return
         outgoing, self._outgoing = self._outgoing, []
-        left = pack_batches(outgoing, self._wire)
-        while left:
-            envelopes, message = left[0]
+        batches = pack_batches(outgoing, self._wire)
+        for index, (envelopes, message) in enumerate(batches):
             try:
                 self._socket.send([message])
             except zmq.Again:  # the connection broke and its event is on the way, or the peer does not read
-                self._outgoing = [envelope for envelopes, _ in left for envelope in envelopes]
+                self._outgoing = [envelope for unsent, _ in batches[index:] for envelope in unsent]
                 self._loop.call_later(_RETRY_S, self._flush)
                 return
             for envelope in envelopes:
                 if envelope.kind == Kind.CALL and (pending := self._pending.get(envelope.call)):
                     pending.sent = True
-            del left[0]
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
             envelopes = unpack(frames[-1], self._wire, self.address)
         except WireVersionMismatch as mismatch:  # the peer has found it, too, and has carried out nothing
-            self._fail(lambda _, pending: pending.sent, mismatch)
+            self._fail(_sent, mismatch)
             return
         except MALFORMED as error:
             # It may have held the only reply to any of the calls.
-            self._fail_sent(ALL_CALLS, f"{self.address} sent a malformed message: {error}")
+            self._fail(_sent, PeerLost(f"{self.address} sent a malformed message: {error}"))
             return
         for envelope in envelopes:
             pending = self._pending.get(envelope.call)
@@ -204,7 +221,7 @@ class RpcClient:
                     pending.future.set_exception(PeerLost(f"{self.address} sent a malformed body: {error}"))
 
     def _deliver(self, pending: _Pending, envelope: Envelope) -> None:
-        if envelope.kind == ITEM:
+        if envelope.kind == ITEM:  # most envelopes are: the plain int compares faster than `Kind.ITEM`
             if pending.on_item is None:
                 return
             item = pending.item.decode(envelope.body)
@@ -227,44 +244,50 @@ class RpcClient:
             last = _number_decoder.decode(envelope.body)
         except MALFORMED:
             last = ALL_CALLS
-        self._fail_sent(last, f"{self.address} gave the call up: it could not read it, or we did not read its answers")
+        why = f"{self.address} gave the call up: it could not read it, or we did not read its answers"
+        self._fail(_sent_up_to(last), PeerLost(why))
 
     def _made_or_lost(self, made: bool) -> None:
         if made:
             self._connect_s = RECONNECT_S
             self._flush()
             return
-        self._fail_sent(ALL_CALLS, f"connection to {self.address} is lost")
+        self._fail(_sent, PeerLost(f"connection to {self.address} is lost"))
         # Calls that were not sent wait for another connection like new ones: their deadlines may be far.
         self._outgoing = [envelope for envelope in self._outgoing if envelope.kind == Kind.CALL]
-        self._loop.call_later(self._connect_s, self._give_up_connecting, [each.call for each in self._outgoing])
+        self._limit_wait([envelope.call for envelope in self._outgoing])
         for callback in list(self._on_lost):
             callback()
 
-    def _give_up_connecting(self, numbers: list[int]) -> None:
+    def _limit_wait(self, numbers: list[int]) -> None:
+        """Fail those of the calls that are still unsent and without a connection when the wait for one is over."""
+        # The timer is not cancelled when the connection is made or a call ends, and checks all that when it fires:
+        # - Numbers are not used again, so that it cannot hit a later call; a call that has ended is not pending.
+        # - A call that was sent meanwhile is failed by `_made_or_lost` when its connection breaks, not here.
+        # - With a connection, an unsent call is about to be flushed. If that connection breaks first, `_made_or_lost`
+        #   starts another timer for the call.
+        # - If a connection came and broke within the wait, an unsent call fails at the end of this wait, the first.
+        self._loop.call_later(self._connect_s, self._give_up_connecting, frozenset(numbers))
+
+    def _give_up_connecting(self, numbers: frozenset[int]) -> None:
         if not self.connected:
-            which = set(numbers)
-            lost = NotConnected(f"no connection to {self.address}")
-            self._fail(lambda number, pending: number in which and not pending.sent, lost)
+            self._fail(_unsent_of(numbers), NotConnected(f"no connection to {self.address}"))
 
     def _expire(self, number: int, method: str, timeout_s: float) -> None:
         pending = self._pending.get(number)
         if pending is not None and not pending.future.done():
             pending.future.set_exception(DeadlineExceeded(f"{method}: no answer within {timeout_s:.3f} s"))
 
-    def _fail_sent(self, last: int, why: str) -> None:
-        self._fail(lambda number, pending: pending.sent and number <= last, PeerLost(why))
-
-    def _fail(self, which: Callable[[int, _Pending], bool], error: PolyphaseError) -> None:
+    def _fail(self, concerned: _Concerned, error: PolyphaseError) -> None:
         for number, pending in list(self._pending.items()):
-            if which(number, pending) and not pending.future.done():
+            if concerned(number, pending) and not pending.future.done():
                 pending.future.set_exception(error)
 
     def close(self) -> None:
         """Fail what is pending and close the socket."""
         if not self._closed:
             self._closed = True
-            self._fail(lambda *_: True, PeerLost(f"client of {self.address} is closed"))
+            self._fail(_every, PeerLost(f"client of {self.address} is closed"))
             self._connection.close()
             self._socket.close()
 

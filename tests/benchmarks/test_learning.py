@@ -18,8 +18,8 @@ from benchmarks.learning import (
 )
 from services.global_scheduler.reports import row_of
 from shared.cost.library import Library
-from shared.cost.step import ScaledSteps
 from shared.cost.step_rates import step_rates_of
+from shared.cost.step_variants import ScaledSteps
 from shared.domain.job import Phase
 from shared.domain.rates import StepRates
 from shared.wire.messages import JobReport, StepRecord

@@ -20,8 +20,9 @@ from services.launcher.cli_common import Aim, Result
 from shared.cost.library import Library
 from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind, geometry_name
 from shared.cost.slowdown import Floats, others_busy
-from shared.cost.step import Batch, ScaledSteps
+from shared.cost.step import Batch
 from shared.cost.step_rates import NAMES, TERMS, saturation_tokens, step_rates_of
+from shared.cost.step_variants import ScaledSteps
 from shared.domain.instance import Role
 from shared.domain.kv import TransferOutcome
 from shared.domain.rates import Rates, StepSource

@@ -8,8 +8,9 @@ from shared.cost.catalogue import bytes_of
 from shared.cost.kinds import HOP_LATENCY_S, EngineKind, EngineModels, Stage, even_layers
 from shared.cost.library import Library
 from shared.cost.network import INSIDE_EFFICIENCY, Link, Network
-from shared.cost.step import Batch, ScaledSteps, StepTimes
+from shared.cost.step import Batch, StepTimes
 from shared.cost.step_rates import step_rates_of
+from shared.cost.step_variants import ScaledSteps
 from shared.domain.job import Slo
 from shared.domain.kv import default_staging
 from shared.domain.rates import Rates

@@ -38,7 +38,8 @@ from shared.cost.geometry import ModelGeometry
 from shared.cost.kinds import EngineKind, EngineModels
 from shared.cost.library import Library, bundled_geometry, geometry_from_file
 from shared.cost.network import Link, rate_of, wire_bytes
-from shared.cost.step import Batch, ScaledSteps
+from shared.cost.step import Batch
+from shared.cost.step_variants import ScaledSteps
 from shared.domain.instance import Compatibility
 from shared.domain.job import JobView, LengthPrediction
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport

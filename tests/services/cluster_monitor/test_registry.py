@@ -291,7 +291,12 @@ def test_the_first_may_be_anything_but_what_the_settings_exclude() -> None:
 
 def record(**more: Any) -> Record:
     return Record(
-        make_info("p0", "tcp://a:1"), Role.PREFILL, cast(Any, SimpleNamespace(connected=True)), 0.0, 0.0, **more
+        info=make_info("p0", "tcp://a:1"),
+        role=Role.PREFILL,
+        connection=cast(Any, SimpleNamespace(connected=True)),
+        registered_s=0.0,
+        registered_mono=0.0,
+        **more,
     )
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from shared.cost.geometry import ExpertSplit, kv_capacity_tokens
 from shared.cost.library import Library
-from shared.cost.step import Batch, Lockstep, StepModel
+from shared.cost.step import Batch, StepModel
+from shared.cost.step_variants import Lockstep
 from shared.errors import InvalidRequest
 
 # Devices with tables of their own, like another, and with defaults only; models of each kind of attention and MLP.
@@ -224,6 +225,7 @@ def test_decodes_are_dealt_evenly(engine: StepModel, group: Lockstep) -> None:
     assert group.decode_time_s(3, 3000) == engine.decode_time_s(2, 2000)
     assert group.decode_time_s(0, 0) == 0.0
     assert group.decode_segments(128, 128_000, 50) == engine.decode_segments(64, 64_000, 50)
+    assert group.decode_segments(0, 0, 50) == engine.decode_segments(0, 0, 50) == ((50, 0.0, 0.0),)
 
 
 def test_a_prompt_of_one_engine_holds_up_the_other(engine: StepModel, group: Lockstep) -> None:

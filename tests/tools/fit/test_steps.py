@@ -5,7 +5,8 @@ import pytest
 
 from shared.cost.library import Library
 from shared.cost.slowdown import slowdown_at
-from shared.cost.step import Batch, ScaledSteps, Speed
+from shared.cost.step import Batch, Speed
+from shared.cost.step_variants import ScaledSteps
 from shared.errors import InvalidRequest
 from tools.fit.steps import TimedStep, fit_on_host, fit_speed
 
