@@ -1,8 +1,9 @@
 """The order of a request's steps: place, prefill, transfer, decode; and the retries after a failure.
 
 `Pipeline.run` serves one job: it waits for a placement (`_next_route`), has the prefill instance compute the prompt
-(`_prefill`), has the decode instance fetch the KV meanwhile (`StagedKv`) and produce the answer (`_decode`). The
-pipeline owns the job's deadline and the cancellation of its calls. It reacts to failures as follows:
+(`_prefill`), has the decode instance fetch the KV meanwhile (`StagedKv`) and produce the answer (`_decode_staged`; a
+decode instance that computes the prompt as well: `_decode_whole`). The pipeline owns the job's deadline and the
+cancellation of its calls. It reacts to failures as follows:
 
 | failure | reaction | costs |
 |---|---|---|
@@ -102,7 +103,7 @@ class DecodeTarget:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The decode has ended: the client has the whole answer."""
+    """The client has the whole answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,14 @@ class Refused:
     error: WrongRole | Busy | NotConnected
 
 
-DecodeOutcome = Finished | Moved | Full | Refused
+@dataclass(frozen=True, slots=True)
+class Rerouted:
+    """No room for the whole job was found: the attempt continues on a route that begins with a prefill."""
+
+    route: Route
+
+
+DecodeOutcome = Finished | Moved | Full | Refused  # of one call
 
 
 class Pipeline:
@@ -184,7 +192,8 @@ class Pipeline:
             if route is None:
                 route = await self._next_route(job)
             try:
-                route = await self._attempt(job, route)
+                outcome = await self._attempt(job, route)
+                route = outcome.route if isinstance(outcome, Moved) else None
             except PolyphaseError as error:
                 route = None
                 if job.finished:  # the client has the whole answer; only our record of its end is missing
@@ -192,29 +201,35 @@ class Pipeline:
                 else:
                     self._prepare_another(job, error)
 
-    async def _attempt(self, job: Job, route: Route) -> Route | None:
-        """Serve the job on a route. Returns another route if the job was paused and continues there."""
-        job.placed(route)
-        self._reporter.report(job)
-        if route.prefill is None:
-            return await self._decode(job, _decode_target(route), None)
-        async with StagedKv(self._clients, job, route.prefill) as staged:
+    async def _attempt(self, job: Job, route: Route) -> Finished | Moved:
+        """Serve the job on a route."""
+        while True:
+            job.placed(route)
+            self._reporter.report(job)
+            if route.prefill is not None:
+                return await self._prefill_and_decode(job, route, route.prefill)
+            outcome = await self._decode_whole(job, _decode_target(route))
+            if not isinstance(outcome, Rerouted):
+                return outcome
+            route = outcome.route  # of the same attempt: nothing was computed, and nothing has failed
+
+    async def _prefill_and_decode(self, job: Job, route: Route, prefill: InstanceRef) -> Finished | Moved:
+        async with StagedKv(self._clients, job, prefill) as staged:
             if self._schedulers.several and route.decode is not None:
                 _, decode = assignments(job.view(), route, time.time())
                 staged.announce(route.decode, decode)
-            prefilled = await self._prefill(job, route, route.prefill, staged)
+            prefilled = await self._prefill(job, route, prefill, staged)
             if job.finished:
-                return None
+                return Finished()
             if prefilled.handle is None:
-                raise self._broken(job, route.prefill, "staged no KV")
-            staged.handle = prefilled.handle
+                raise self._broken(job, prefill, "staged no KV")
             if prefilled.decode is None:
                 target = await self._place_decode(job)
             elif prefilled.decode == route.decode:
                 target = _decode_target(route)
             else:
                 target = DecodeTarget(prefilled.decode, saved=0, only_if_room=False)
-            return await self._decode(job, target, staged)
+            return await self._decode_staged(job, target, prefilled.handle, staged)
 
     def _prepare_another(self, job: Job, error: PolyphaseError) -> None:
         """Raises where there is to be no other attempt."""
@@ -363,39 +378,48 @@ class Pipeline:
 
     # Decode
 
-    async def _decode(self, job: Job, target: DecodeTarget, staged: "StagedKv | None") -> Route | None:
-        """Decode to the end of the answer, on other instances if the first does not take the job. Returns what
-        `_attempt` does.
-
-        staged: KV that any of these instances can fetch; None where the decode instance computes the prompt itself.
-        """
+    async def _decode_staged(
+        self, job: Job, target: DecodeTarget, handle: KvHandle, staged: "StagedKv"
+    ) -> Finished | Moved:
+        """Decode from staged KV, which other instances fetch if the first does not take the job."""
         times_full = 0
         while True:
-            match await self._decode_at(job, target, staged.handle if staged is not None else None):
-                case Finished():
-                    if staged is not None:
-                        staged.decoded_on(target.instance)
-                    return None
-                case Moved(route):
-                    return route
+            match await self._decode_at(job, target, handle):
+                case Finished() as finished:
+                    staged.decoded_on(target.instance)
+                    return finished
+                case Moved() as moved:
+                    return moved
                 case Refused(error):
-                    if staged is None:
-                        raise error  # there is no KV to keep: it takes another attempt
                     self._spend_patience(job, RETRY_S, error)
                     target = await self._place_decode(job)
                 case Full(refusal):
                     times_full += 1
-                    only_if_room = times_full < MAX_TIMES_FULL
-                    found = await self._place_with_room(job, target.instance, refusal, decode_only=staged is not None)
-                    if found is None:
+                    route = await self._place_with_room(job, target.instance, refusal, decode_only=True)
+                    if route is None:
                         target = replace(target, only_if_room=False)  # the job waits where it is
-                    elif staged is not None:
-                        target = self._dispatched(job, found, only_if_room=only_if_room)
-                    elif found.prefill is not None:
-                        return await self._attempt(job, found)  # another instance is to compute the prompt
                     else:
-                        job.placed(found)
-                        target = replace(_decode_target(found), only_if_room=only_if_room)
+                        target = self._dispatched(job, route, only_if_room=times_full < MAX_TIMES_FULL)
+
+    async def _decode_whole(self, job: Job, target: DecodeTarget) -> Finished | Moved | Rerouted:
+        """Have a decode instance compute the whole job, or another one that has room if the first has none."""
+        times_full = 0
+        while True:
+            match await self._decode_at(job, target, None):
+                case Finished() | Moved() as outcome:
+                    return outcome
+                case Refused(error):
+                    raise error  # there is no KV to keep: it takes another attempt
+                case Full(refusal):
+                    times_full += 1
+                    route = await self._place_with_room(job, target.instance, refusal, decode_only=False)
+                    if route is None:
+                        target = replace(target, only_if_room=False)  # the job waits where it is
+                    elif route.prefill is not None:
+                        return Rerouted(route)
+                    else:
+                        job.placed(route)
+                        target = replace(_decode_target(route), only_if_room=times_full < MAX_TIMES_FULL)
 
     async def _decode_at(self, job: Job, target: DecodeTarget, handle: KvHandle | None) -> DecodeOutcome:
         """Call one decode instance. Raises the errors by which the attempt is lost."""
@@ -487,7 +511,6 @@ class StagedKv:
     """
 
     def __init__(self, clients: RpcClients, job: Job, prefill: InstanceRef) -> None:
-        self.handle: KvHandle | None = None  # of the staged KV, once the prefill instance has replied
         self._clients = clients
         self._job = job
         self._transfer_id = job.transfer_id
@@ -610,7 +633,14 @@ class Mover:
         self._leave(route)
 
     def _leave(self, route: Route) -> None:
-        """Cancel the decode, and only the decode: asyncio does so when the time limit of a block has passed."""
+        """End the decode, and only the decode, by a time limit of its block that has passed already.
+
+        This relies on `asyncio.timeout`: in the next round of the event loop it cancels the task of the job, unless the
+        block has ended by then. At the end of the block it takes that cancellation back and raises TimeoutError, unless
+        the task was cancelled for another reason, too (a client that disconnects, the deadline in `Pipeline.run`).
+        With `task.cancel()`, telling the two cancellations apart and `Task.uncancel` would be left to this class; a
+        decode in a task of its own could be cancelled simply, but each job would pay for that task.
+        """
         self._route = route
         self._decoding.reschedule(asyncio.get_running_loop().time())
 

@@ -69,7 +69,9 @@ class SupervisedProcess:
         self, spec: ProcessSpec, logs: Path, changed: Changed, limits: Limits, starter: Starter, health: Health | None
     ) -> None:
         self.status = Status(spec.name, logs / f"{spec.name}.log")
-        self.first_start_over = asyncio.Event()  # it was healthy once, or is late: the suite does not wait for it
+        self.was_ready = False  # after at least one start
+        self.given_up_waiting = False  # its first start took too long: the suite serves without it, until it is ready
+        self.first_start_over = asyncio.Event()  # set with the first of the two above: the suite stops waiting for it
         self.child: Child | None = None  # of the last start
         self.spec = spec
         self._changed = changed
@@ -82,8 +84,8 @@ class SupervisedProcess:
 
     @property
     def late(self) -> bool:
-        """Whether its start exceeded the time limit, and it has not been ready yet."""
-        return self.first_start_over.is_set() and not self.status.took_s
+        """Whether the suite serves without it: it was given up waiting for, and has not been ready yet."""
+        return self.given_up_waiting and not self.was_ready
 
     async def keep(self, slots: asyncio.Semaphore) -> None:
         """Start the process, and restart it whenever it ends. Raises StartFailed if its first start fails.
@@ -98,12 +100,12 @@ class SupervisedProcess:
                 unready = await self._start()
             if unready is None:
                 fault = await self._until_ended()
-            elif self.first_start_over.is_set() or (unready.late and self.spec.may_be_late):
+            elif self._tries_again_after(unready):
                 fault = unready.text
+                self._give_up_waiting()
             else:
                 self._enter(State.FAILED, pid=0, note=unready.text)
                 raise self.start_failure(unready.text)
-            self.first_start_over.set()
             await self._pause(fault)
 
     async def restart(self, env: dict[str, str]) -> None:
@@ -123,6 +125,23 @@ class SupervisedProcess:
         cause = log_cause.cause_of(self.status.log, self._log_from)
         return StartFailed(f"{self.spec.name} did not start: {fault}: {cause}\nIts log: {self.status.log}")
 
+    def _tries_again_after(self, unready: Unready) -> bool:
+        """Whether another start follows one that failed. If not, the failure ends the supervision.
+
+        The first start must succeed, except that a process which `may_be_late` may exceed the time limit; a process
+        that ends by itself during its first start is misconfigured. Once the suite serves, with the process or without
+        it, each failed start is followed by another.
+        """
+        if self.was_ready or self.given_up_waiting:
+            return True
+        exceeded_limit = unready.late
+        return exceeded_limit and self.spec.may_be_late
+
+    def _give_up_waiting(self) -> None:
+        if not self.was_ready:
+            self.given_up_waiting = True
+            self.first_start_over.set()
+
     async def _start(self) -> Unready | None:
         """Start it once. Returns why it did not become healthy, or None."""
         began, self._log_from = time.monotonic(), log_cause.size_of(self.status.log)
@@ -132,6 +151,7 @@ class SupervisedProcess:
         unready = await until_healthy(self.child, self._health, self._limits)
         if unready is None:
             self._enter(State.READY, took_s=time.monotonic() - began, note="")
+            self.was_ready = True
             self.first_start_over.set()
         return unready
 
@@ -168,22 +188,15 @@ Result = TypeVar("Result")
 
 
 class Supervisor:
-    """All processes of this host. Created by `supervising`."""
+    """All processes of this host, which it keeps running from its creation to `close`. Created by `supervising`."""
 
     def __init__(
-        self, specs: Sequence[ProcessSpec], logs: Path, changed: Changed, limits: Limits, forks: ForkServer | None
+        self, suite: Sequence[SupervisedProcess], optional: Sequence[SupervisedProcess], limits: Limits
     ) -> None:
+        """optional: processes without which the suite starts, too."""
+        self._suite = suite
+        self._optional = optional
         self._limits = limits
-        by_program = ProgramStarter()
-        by_fork: Starter = ForkStarter(forks) if forks is not None else by_program
-        self._suite: list[SupervisedProcess] = []
-        for spec in specs:
-            starter = by_fork if spec.module else by_program
-            health = HttpHealth(spec.health_url) if spec.health_url else None
-            self._suite.append(SupervisedProcess(spec, logs, changed, limits, starter, health))
-        self._optional: list[SupervisedProcess] = []  # the suite also starts without these
-        if forks is not None:
-            self._optional.append(SupervisedProcess(forks.spec, logs, changed, limits, starter=forks, health=forks))
         self._keeping = asyncio.create_task(self._keep_all())
 
     @property
@@ -270,8 +283,20 @@ async def supervising(
     With `fork_env`, processes that have a module are forked from a server that has imported `preload`.
     """
     child.adopt_orphans()  # descendants of a dead child become ours, and are killed with it
-    forks = ForkServer(fork_env, preload) if fork_env is not None else None
-    supervisor = Supervisor(specs, logs, changed, limits or Limits(), forks)
+    limits = limits or Limits()
+    program_starter = ProgramStarter()
+    module_starter: Starter = program_starter
+    optional: list[SupervisedProcess] = []
+    if fork_env is not None:
+        server = ForkServer(fork_env, preload)
+        module_starter = ForkStarter(server)
+        optional.append(SupervisedProcess(server.spec, logs, changed, limits, starter=server, health=server))
+    suite: list[SupervisedProcess] = []
+    for spec in specs:
+        starter = module_starter if spec.module else program_starter
+        health = HttpHealth(spec.health_url) if spec.health_url else None
+        suite.append(SupervisedProcess(spec, logs, changed, limits, starter, health))
+    supervisor = Supervisor(suite, optional, limits)
     try:
         yield supervisor
     finally:

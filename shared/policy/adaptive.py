@@ -12,7 +12,7 @@ from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
-from shared.policy.dispatch import Choice, DispatchPolicy, Figures
+from shared.policy.dispatch import Choice, Figures
 from shared.policy.estimate import (
     HOLD_S,
     DecodeSide,
@@ -27,15 +27,16 @@ from shared.policy.estimate import (
 )
 from shared.policy.index import ClusterIndex, InstanceIds, ReadySet, context_of, usable
 from shared.policy.output_lengths import UNKNOWN_LENGTHS, within
+from shared.policy.placement import JointPlacement, Policies
 from shared.policy.prefix_index import saved_of
-from shared.policy.split import Split, SplitChoice
+from shared.policy.split import SplitChoice
 
 HOLDERS_PER_ROLE, HOLDERS_LOOKED_UP = 2, 6  # candidates that hold most of the prompt's prefix, among so many of both
 RANDOM_DECODES = 2  # decode candidates that are drawn at random, less those that hold some of the prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Adaptive:
+class Adaptive(JointPlacement):
     """The option with the least SLO cost, over a few candidates and splits (none, balanced, all).
 
     Candidates are, of each class of speed, the prefill instance that would finish first and the decode instance with
@@ -43,7 +44,8 @@ class Adaptive:
     where no decode instance holds any of it, two at random. The SLO cost says how likely the job misses its targets,
     and how much more likely the requests that it delays miss theirs: in the prefill queue, on the links, in decode
     steps and for lack of KV memory.
-    Beside a fixed split or dispatch policy it decides on the rest and keeps to what that policy says.
+    Beside another split or dispatch policy than the adaptive ones, it keeps to what that policy says and decides on
+    the rest.
     Source: ours. Cronus 4.2 for the balanced split, TetriInfer 3.3.4 for few candidates and memory.
     """
 
@@ -55,21 +57,14 @@ class Adaptive:
         _check(self.name, self.candidates)
 
     def choose(self, job: JobView, index: ClusterIndex, exclude: InstanceIds, now: float, rng: Random) -> Choice | None:
-        return self.decide(job, index, None, None, exclude, now, rng)
+        return self.choose_jointly(job, index, Policies(self, AdaptiveSplit(), AdaptiveDispatch()), exclude, now, rng)
 
-    def decide(
-        self,
-        job: JobView,
-        index: ClusterIndex,
-        split: Split | None,
-        dispatch: DispatchPolicy | None,
-        exclude: InstanceIds,
-        now: float,
-        rng: Random,
+    def choose_jointly(
+        self, job: JobView, index: ClusterIndex, policies: Policies, exclude: InstanceIds, now: float, rng: Random
     ) -> Choice | None:
-        """The choice; `split` and `dispatch` are fixed policies to keep to, None where the decision is free."""
+        split, dispatch = policies.split, policies.dispatch
         holders = dict(index.prefixes.holders(job.prefix, HOLDERS_LOOKED_UP)) if job.prefix else {}
-        if dispatch is None:
+        if isinstance(dispatch, AdaptiveDispatch):
             views = _decode_candidates(job, index, holders, exclude, rng, self.candidates)
         else:
             chosen = dispatch.choose(job, index.decode.views, exclude, now, rng)
@@ -89,7 +84,7 @@ class Adaptive:
         ]
 
         def best_of(sides: Sequence[DecodeSide]) -> Option:
-            if split is None or not prefills:
+            if isinstance(split, AdaptiveSplit) or not prefills:
                 return min(options(prefills, sides), key=total_of)
             return min(fixed_split_options(split, prefills, sides, rng), key=total_of)
 

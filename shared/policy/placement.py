@@ -2,9 +2,10 @@
 
 `place` is the entry point. A placement policy picks the prefill instance (in a coupled cluster the decode instance that
 computes the whole job), a split policy the number of prompt tokens computed there, and a dispatch policy the decode
-instance, where the route has to name it.
+instance, where the route has to name it. A joint placement policy decides on all three at once.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, NamedTuple, Protocol
@@ -15,7 +16,6 @@ from shared.domain.instance import Role
 from shared.domain.job import JobView
 from shared.domain.route import Reason, Route
 from shared.errors import Delayed, InvalidRequest
-from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.dispatch import Choice, DispatchPolicy, Figures, choose_decode, why_none
 from shared.policy.estimate import Option
 from shared.policy.index import ClusterIndex, InstanceIds, context_of, queued_prefill_s, usable
@@ -40,19 +40,36 @@ class Placement(Protocol):
     ) -> Choice | None: ...
 
 
-class Placed(NamedTuple):
-    """A route, and the estimate of it if the placement policy made one."""
-
-    route: Route
-    estimate: Option | None
-
-
 class Policies(msgspec.Struct, frozen=True):
     """The three policies that make a route."""
 
     placement: Placement
     split: Split
     dispatch: DispatchPolicy
+
+
+class JointPlacement(ABC):
+    """Base of the placement policies that decide on the split and the decode instance as well.
+
+    Such a policy implements `Placement`, too. A policy that only picks an instance needs nothing but `Placement`.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def choose_jointly(
+        self, job: JobView, index: ClusterIndex, policies: Policies, exclude: InstanceIds, now: float, rng: Random
+    ) -> Choice | None:
+        """Called instead of `Placement.choose`. The choice keeps to what the split and the dispatch policy say, except
+        to those that leave their part of the decision to this policy.
+        """
+
+
+class Placed(NamedTuple):
+    """A route, and the estimate of it if the placement policy made one."""
+
+    route: Route
+    estimate: Option | None
 
 
 def place(
@@ -67,12 +84,12 @@ def place(
     """
     if job.prompt_tokens < 1 or job.max_tokens < 0:
         raise InvalidRequest(f"a job of {job.prompt_tokens} prompt and {job.max_tokens} output tokens")
-    return _Placing(job, index, policies, now, rng, exclude).place()
+    return _RouteBuilder(job, index, policies, now, rng, exclude).route()
 
 
 @dataclass(slots=True)
-class _Placing:
-    """The placement of one job."""
+class _RouteBuilder:
+    """Builds the route of one job."""
 
     job: JobView
     index: ClusterIndex
@@ -81,71 +98,75 @@ class _Placing:
     rng: Random
     exclude: InstanceIds
 
-    def place(self) -> Placed:
+    def route(self) -> Placed:
         job, index, split = self.job, self.index, self.policies.split
         if job.local_only and not index.coupled:
-            return self._whole(self._dispatched(), Reason("local_only: one instance must compute it whole"))
-        chosen = self._choose()
+            return self._whole(self._choose_decode(), Reason("local_only: one instance must compute it whole"))
+        chosen = self._choose_first()
         if chosen is None:
             why = why_none(job, index.placing, index, self.exclude)
             if index.coupled:
                 raise why
-            return self._whole(self._dispatched(), Reason(f"local: {why.message}"))
+            return self._whole(self._choose_decode(), Reason(f"local: {why.message}"))
         if chosen.instance.role is Role.DECODE:
             return self._whole(chosen)
         if chosen.split is not None and chosen.decode is not None:  # placement decided on all three
-            return self._placed(chosen, Choice(chosen.decode), chosen.split, chosen.reasons)
+            return self._build(chosen, Choice(chosen.decode), chosen.split, chosen.reasons)
         if chosen.decode is not None or split.needs_decode:
             return self._pair(chosen)
         # The dispatcher of the prefill instance chooses the decode instance, from fresher loads.
         self._require_decode()
         part = split.choose(job, chosen.instance, None, self.rng)
-        return self._placed(chosen, None, part.tokens, chosen.reasons + part.reasons)
+        return self._build(chosen, None, part.tokens, chosen.reasons + part.reasons)
 
-    def _choose(self) -> Choice | None:
-        """The choice of the placement policy.
+    def _choose_first(self) -> Choice | None:
+        """The choice of the placement policy: the first instance of the route, and what else the policy decides on."""
+        exclude, placement = self._exclude_full(), self.policies.placement
+        if isinstance(placement, JointPlacement):
+            return placement.choose_jointly(self.job, self.index, self.policies, exclude, self.now, self.rng)
+        return placement.choose(self.job, self.index, exclude, self.now, self.rng)
 
-        Raises Delayed when every instance that could take the job has as many prompts as the split allows.
+    def _exclude_full(self) -> InstanceIds:
+        """The excluded instances, and the prefill instances that have as many prompts as the split allows.
+
+        Raises Delayed when that leaves no prefill instance of those that could take the job.
         """
-        job, index, split, exclude = self.job, self.index, self.policies.split, self.exclude
-        limit = split.max_prefills if job.can_wait and not job.begun else 0
-        full = [view for view in index.prefill.views if view.load.queued_prefill >= limit] if limit else []
-        if full:
-            exclude = {*exclude, *(view.instance_id for view in full)}
-            context = context_of(job, Role.PREFILL)
-            held = [view for view in full if usable(view, context, self.exclude)]
-            if held and not any(usable(view, context, exclude) for view in index.prefill.views):
-                soonest_s = min(queued_prefill_s(view) / view.load.queued_prefill for view in held)
-                raise Delayed(
-                    f"each prefill instance has at least {limit} requests (split: {split.name})",
-                    cause="prefills",
-                    retry_after_s=min(MAX_DELAY_S, max(MIN_DELAY_S, soonest_s)),
-                )
-        placement, dispatch = self.policies.placement, self.policies.dispatch
-        if not isinstance(placement, Adaptive):
-            return placement.choose(job, index, exclude, self.now, self.rng)
-        fixed_split = None if isinstance(split, AdaptiveSplit) else split
-        fixed_dispatch = None if isinstance(dispatch, AdaptiveDispatch) else dispatch
-        return placement.decide(job, index, fixed_split, fixed_dispatch, exclude, self.now, self.rng)
+        job, ready, split = self.job, self.index.prefill.views, self.policies.split
+        if split.max_prefills == 0 or job.begun or not job.can_wait:
+            return self.exclude
+        full = [view for view in ready if view.load.queued_prefill >= split.max_prefills]
+        if not full:
+            return self.exclude
+        exclude = {*self.exclude, *(view.instance_id for view in full)}
+        context = context_of(job, Role.PREFILL)
+        held = [view for view in full if usable(view, context, self.exclude)]
+        if held and not any(usable(view, context, exclude) for view in ready):
+            soonest_s = min(queued_prefill_s(view) / view.load.queued_prefill for view in held)
+            raise Delayed(
+                f"each prefill instance has at least {split.max_prefills} requests (split: {split.name})",
+                cause="prefills",
+                retry_after_s=min(MAX_DELAY_S, max(MIN_DELAY_S, soonest_s)),
+            )
+        return exclude
 
     def _pair(self, prefill: Choice) -> Placed:
         """The route over a prefill and a decode instance: the split depends on both, or placement chose both."""
         prompt, bound = self.job.prompt_tokens, prefill.decode
-        decode = Choice(bound) if bound is not None else self._dispatched()
+        decode = Choice(bound) if bound is not None else self._choose_decode()
         split = self.policies.split.choose(self.job, prefill.instance, decode.instance, self.rng)
         reasons = prefill.reasons + split.reasons
         if split.tokens <= 0:
-            return self._placed(None, decode, 0, reasons + decode.reasons)
+            return self._build(None, decode, 0, reasons + decode.reasons)
         if split.tokens >= prompt and bound is None:
             # The split needs no decode instance after all: the loads will be fresher when the dispatcher chooses one.
-            return self._placed(prefill, None, prompt, reasons)
-        return self._placed(prefill, decode, min(split.tokens, prompt), reasons + decode.reasons)
+            return self._build(prefill, None, prompt, reasons)
+        return self._build(prefill, decode, min(split.tokens, prompt), reasons + decode.reasons)
 
     def _whole(self, decode: Choice, *why: Reason) -> Placed:
         """The route on which a decode instance computes the whole job."""
-        return self._placed(None, decode, 0, (*why, *decode.reasons))
+        return self._build(None, decode, 0, (*why, *decode.reasons))
 
-    def _dispatched(self) -> Choice:
+    def _choose_decode(self) -> Choice:
         return choose_decode(self.policies.dispatch, self.job, self.index, self.exclude, self.now, self.rng)
 
     def _require_decode(self) -> None:
@@ -156,24 +177,24 @@ class _Placing:
                 return
         raise why_none(self.job, Role.DECODE, self.index, self.exclude)
 
-    def _placed(self, prefill: Choice | None, decode: Choice | None, split: int, reasons: tuple[Reason, ...]) -> Placed:
-        placed = prefill or decode
-        assert placed is not None
-        estimate = placed.estimate
+    def _build(self, prefill: Choice | None, decode: Choice | None, split: int, reasons: tuple[Reason, ...]) -> Placed:
+        first = prefill or decode  # the choice of the placement policy, if that chose the instance
+        assert first is not None
+        estimate = first.estimate
         route = Route(
             prefill=prefill.ref if prefill else None,
             decode=decode.ref if decode else None,
             split=split,
             policy=self.policies.placement.name,
             reasons=(self._filter_reason(), *reasons),
-            work=placed.work,
+            work=first.work,
             prefill_saved=self._saved(prefill, split),
             decode_saved=self._saved(decode, self.job.prompt_tokens),
             answer_tokens=self.index.ledger.output_lengths.bound(self.job),
             lead_steps=estimate.lead_steps if estimate is not None else 0,
             ttft_s=estimate.ttft_s - estimate.hold_s if estimate is not None else 0.0,
             hold_s=estimate.hold_s if estimate is not None else 0.0,
-            has_room=placed.has_room,
+            has_room=first.has_room,
         )
         return Placed(route, estimate)
 

@@ -15,7 +15,7 @@ from shared.errors import Busy, Delayed, EngineFailed, InstancesLost, Stays, Una
 from shared.explain import explain
 from shared.policy.ledger import mark_of
 from shared.timeline import Span
-from shared.wire.messages import Pause, TokenStep
+from shared.wire.messages import Pause, PlaceRequest, TokenStep
 from tests.gateway.cluster import PROMPT, Cluster, answer, make_job, running_cluster, tokens_of, until
 from tests.gateway.processes import remote_worker
 
@@ -222,6 +222,18 @@ async def test_a_job_goes_where_there_is_room_and_nothing_is_computed_twice(
     assert (job.attempt, job.losses, job.failed_instances, job.waited_s) == (1, [], [], 0.0)
     kinds = [decision.kind for decision in job.timeline.decisions]
     assert ("full" in kinds) == bool(room)
+
+
+async def test_a_whole_job_without_room_goes_to_a_prefill_instance_in_the_same_attempt(cluster: Cluster) -> None:
+    def prefill_elsewhere(request: PlaceRequest) -> None:
+        cluster.split = 5 if request.exclude else 0
+
+    cluster.binds, cluster.no_room, cluster.has_room = True, prefill_elsewhere, lambda _: True
+    cluster.decodes[0].full = True
+    job = await cluster.completes()
+    assert [decode.wanted_room for decode in cluster.decodes] == [[True], [True]]
+    assert len(cluster.prefill.prefills) == 1
+    assert (job.attempt, job.losses, job.failed_instances, job.waited_s) == (1, [], [], 0.0)
 
 
 @with_settings(patience_s=0.05)
