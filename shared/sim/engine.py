@@ -252,7 +252,7 @@ class Engine:
         scheduler = self.scheduler
         if scheduler.received or scheduler.leaving or not isinstance(scheduler.admission, Greedy):
             return False
-        self.memory.reserved = self._growth(steps)
+        self.memory.reserve_for_decodes(self._growth(steps))
         return scheduler.admit_imports(now)
 
     # Steps

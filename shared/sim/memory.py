@@ -10,12 +10,17 @@ from shared.sim.spec import EngineLimits
 
 
 class KvMemory:
-    """Blocks of one engine. A request holds the blocks of its computed tokens, or of its whole output where outputs are
-    reserved.
+    """Blocks of one engine. A request holds the blocks of its computed tokens and of the chunk that is planned for it,
+    or of its whole output where outputs are reserved.
 
-    The blocks that decodes gain are taken for all of them together (`Scheduler.end_decodes`). reserved: blocks that the
-    decodes of the coming step need. prefix_block_tokens: tokens of a block that an id of `ScheduledRequest.prefix`
-    names. dropped: called with each id that the prefix cache does not hold any more.
+    The invariant of the block accounting: `total` = `free` + the blocks that requests hold, where a block that several
+    requests share counts once. Cached blocks that no request uses are free. `start` and `allocate` take blocks for one
+    request, `take_for_decodes` takes those that all decodes gain in a step, and `release` frees those of one request.
+    Of the free blocks, `reserved` are kept for the coming steps of the decodes; other requests take from the rest,
+    which is `available`.
+
+    prefix_block_tokens: tokens of a block that an id of `ScheduledRequest.prefix` names. dropped: called with each id
+    that the prefix cache does not hold any more.
     """
 
     def __init__(
@@ -25,22 +30,41 @@ class KvMemory:
         prefix_block_tokens: int = 0,
         dropped: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self._block = limits.block_tokens
+        self._block_tokens = limits.block_tokens
         self._reserves_output = limits.reserves_output
         self._keeps_prefixes = limits.prefix_cache
         self._id_tokens = max(1, prefix_block_tokens)
-        self._cache = PrefixCache(max(1, prefix_block_tokens // self._block), dropped)
+        self._cache = PrefixCache(max(1, prefix_block_tokens // self._block_tokens), dropped)
         self._reachable: ReachableBlocks | None = None
-        self.total = kv_tokens // self._block
-        self.free = self.total
-        self.reserved = 0
+        self.total = kv_tokens // self._block_tokens
+        self._free = self.total
+        self._reserved = 0  # of the free ones
+
+    @property
+    def free(self) -> int:
+        """Blocks that no request holds."""
+        return self._free
+
+    @property
+    def reserved(self) -> int:
+        """Free blocks that are kept for the decodes (`reserve_for_decodes`)."""
+        return self._reserved
+
+    @property
+    def available(self) -> int:
+        """Free blocks that requests may take beside the decodes."""
+        return self._free - self._reserved
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that so many tokens of one request fill; the last one perhaps in part."""
+        return (tokens + self._block_tokens - 1) // self._block_tokens
 
     def could_start(self, request: ScheduledRequest) -> bool:
         """Whether there is room for all that a waiting request has to compute now, beside the decodes as they are.
 
         vLLM requires this, too (`scheduler_reserve_full_isl`): a request that starts with less is soon preempted again.
         """
-        return self._fits(request, self._cached(request), self.free)
+        return self._fits(request, self._cached(request), self._free)
 
     def start(self, request: ScheduledRequest, budget: int) -> bool:
         """Take blocks for what a waiting request has after this, and for its first chunk of at most `budget` tokens, or
@@ -53,7 +77,7 @@ class KvMemory:
         request.cached_tokens = len(cached) * self._id_tokens
         computed = min(max(request.import_tokens, request.cached_tokens), request.tokens - 1)
         cached = cached[: computed // self._id_tokens]
-        if not self._fits(request, cached, self.free - self.reserved):
+        if not self._fits(request, cached, self.available):
             return False
         request.blocks = self._cache.shared_blocks(cached)
         if self._reserves_output:
@@ -72,20 +96,33 @@ class KvMemory:
 
     def allocate(self, request: ScheduledRequest, tokens: int) -> bool:
         """Take blocks until the request holds `tokens` tokens; False, and nothing changes, when there are too few."""
-        more = -(-tokens // self._block) - request.blocks
-        if more > 0:
-            if more > self.free - self.reserved:
-                return False
-            self.free -= more
-            request.blocks += more
+        more = self.blocks_for(tokens) - request.blocks
+        if more <= 0:
+            return True
+        if more > self._free - self._reserved:
+            return False
+        self._free -= more
+        request.blocks += more
         return True
+
+    def reserve_for_decodes(self, blocks: int) -> None:
+        """Keep so many free blocks for what the decodes gain in their coming steps, instead of those kept before."""
+        self._reserved = blocks
+
+    def take_for_decodes(self, blocks: int) -> None:
+        """Take the blocks that the decodes have gained in the steps that end now; none are reserved any more.
+
+        They are taken for all decodes together: `ScheduledRequest.blocks` of each stays as it was when it joined.
+        """
+        self._free -= blocks
+        self._reserved = 0
 
     def release(self, request: ScheduledRequest) -> None:
         """Free the blocks of the request that no other request uses."""
         if not request.blocks:
             return
-        self.free += max(request.blocks, -(-request.computed_tokens // self._block))
-        self.free -= self._cache.leave(request.shared_ids)
+        still_used = self._cache.leave(request.shared_ids)
+        self._free += self._held(request) - still_used
         request.blocks, request.shared_ids = 0, ()
 
     def keep_prefix(self, request: ScheduledRequest) -> None:
@@ -108,7 +145,7 @@ class KvMemory:
 
     def trim_cache(self) -> None:
         """Drop cached blocks whose memory was taken."""
-        self._cache.trim(self.free - self.reserved)
+        self._cache.trim(self.available)
 
     def watch_cache(self) -> ReachableBlocks | None:
         """Ids that can be hit, kept up to date by the cache from now on; None without a cache."""
@@ -117,8 +154,17 @@ class KvMemory:
             self._cache.dropped = self._reachable.drop
         return self._reachable
 
+    def _held(self, request: ScheduledRequest) -> int:
+        """Blocks that a request holds, shared ones included; it is not in the decode group. The larger of two counts:
+
+        `request.blocks` is what `start` and `allocate` took. It is larger while a planned chunk is not computed yet,
+        and where the whole output is reserved. The blocks of its computed tokens are more after it has decoded: what
+        it gained then (`take_for_decodes`) was not added to `request.blocks`.
+        """
+        return max(request.blocks, self.blocks_for(request.computed_tokens))
+
     def _fits(self, request: ScheduledRequest, cached: tuple[int, ...], free: int) -> bool:
-        whole = min(-(-request.tokens // self._block), self.total)
+        whole = min(self.blocks_for(request.tokens), self.total)
         return whole - self._cache.shared_blocks(cached) <= free
 
     def _cached(self, request: ScheduledRequest) -> tuple[int, ...]:

@@ -1,26 +1,47 @@
 """What an engine's next step computes: continuous batching with chunked prefill, paged KV memory and preemption.
 
-The order of work is that of vLLM's V1 scheduler with Polyphase's policies. Decodes and prefill chunks share the tokens
-of a step: first the decodes, then streams (requests whose clients have tokens) that are computed again or start, then
-prompts under way, then prompts that start; in each of these, heavier SLO classes go first. When blocks run out, the
-youngest prompt of the lightest class is preempted, or the class's youngest stream where it has no prompt.
+Terms:
 
-The simulator's engine and the emulated engine drive this scheduler. It has no clock: `now` is an argument.
+- stream: a request whose client has a token, from this instance or another.
+- prompt: a request whose client has no token yet.
+- joining: a stream that another instance has handed over is joining until it takes part in a step here. It joins the
+  batch in the first plan that finds its KV here and a place for it (`joined`).
+- gap target: the longest allowed time between two tokens of a stream (`gap_target_s`).
+
+The states of a request (`State`), and what moves it from one to another:
+
+    state       holds blocks  in the batch  next state
+    WAITING     no            no            PREFILLING when it starts (`_start`); RECEIVING if it imports its KV
+    RECEIVING   yes           no            RECEIVED when its KV is here (`kv_arrived`)
+    RECEIVED    yes           no            DECODING or PREFILLING when it joins the batch (`_join_received`)
+    PREFILLING  yes           yes           DECODING (`start_decoding`), FINISHED (`finish`), WAITING (`_preempt`)
+    DECODING    yes           yes           FINISHED (`finish`), WAITING (`_preempt`)
+    FINISHED    no            no
+
+A request that is cancelled is FINISHED at once; if it is in the batch, at the next plan.
+
+The order of work is that of vLLM's V1 scheduler with Polyphase's policies. Decodes and prefill chunks share the tokens
+of a step: first the decodes, then streams that are computed again or start, then prompts under way, then prompts that
+start; in each of these, heavier SLO classes go first. When blocks run out, the youngest prompt of the lightest class is
+preempted, or the class's youngest stream where it has no prompt.
+
+The simulator's engine and the emulated engine drive this scheduler. Each calls `plan` before a step, and after it
+`end_decodes`, `start_decoding` and `finish`. The scheduler has no clock: `now` is an argument. `KvMemory` counts the
+blocks; `shared.sim.step_load` says how many prompt tokens a step holds.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
 from typing import Generic, Protocol, TypeVar
 
 from shared.domain.rates import StepRates
 from shared.policy.decode_admission import Blocks, DecodeAdmission, Decoding, Greedy, may_decode
 from shared.policy.prefill_order import PrefillOrder, PrefillQueue, WaitingJob, heaviest_first, victim
-from shared.policy.step_budget import StepLoad, gap_target_s, joining_gap_s, prefill_tokens
 from shared.sim.group import DecodeGroup
 from shared.sim.memory import KvMemory
 from shared.sim.request import ScheduledRequest, State, rank_of
 from shared.sim.spec import EngineLimits
+from shared.sim.step_load import prompt_budget
 
 R = TypeVar("R", bound=ScheduledRequest)
 R_contra = TypeVar("R_contra", bound=ScheduledRequest, contravariant=True)
@@ -93,12 +114,14 @@ class Scheduler(Generic[R]):
         self.waiting: PrefillQueue[R] = PrefillQueue(order)
         self.receiving: dict[R, None] = {}
         self.received: list[R] = []
-        self.running: dict[R, None] = {}  # in order of admission
+        self.running: dict[R, None] = {}  # the batch, in order of admission
         self.prefilling: dict[R, None] = {}
         self.group = group
-        self.joined: list[R] = []  # requests whose KV has come and that run since the last plan
-        self.leaving: list[R] = []  # cancelled while they ran
-        self._step: Step[R] = Step(0.0)  # the last one planned
+
+        # What is kept from one call to the next.
+        self.joined: list[R] = []  # requests with imported KV that run since the last plan
+        self.leaving: list[R] = []  # cancelled while they ran; they leave in the next plan
+        self._step: Step[R] = Step(0.0)  # the last one planned; while it runs, `admit_streams` starts others beside it
 
     @property
     def blocked(self) -> int:
@@ -144,7 +167,7 @@ class Scheduler(Generic[R]):
     def plan(self, now: float) -> Step[R]:
         """Decide what the coming step computes, which begins now."""
         step = self._step = Step(now)
-        self.memory.reserved = 0
+        self.memory.reserve_for_decodes(0)
         self._drop_cancelled()
         self._join_received()
         if self.limits.prefill_first:
@@ -155,16 +178,19 @@ class Scheduler(Generic[R]):
                 step.has_decodes = self.group.count > 0
         else:
             self._reserve_for_decodes(step)
-            step.prompt_budget = self._prompt_budget(now)
+            step.prompt_budget = self.limits.batched_tokens - self.group.count
+            if self.limits.step_budget:
+                step.prompt_budget = prompt_budget(self, self._rates(), step.prompt_budget, now)
             self._plan_prompts(step)
             step.has_decodes = self.group.count > 0
         return step
 
     def end_decodes(self, steps: int) -> list[R]:
         """The group has taken so many steps. Returns the requests that are complete with it."""
+        gained_blocks = 0  # where outputs are reserved, each has had its blocks since it started
         if not self.limits.reserves_output:
-            self.memory.free -= self.group.blocks_for(steps)
-        self.memory.reserved = 0
+            gained_blocks = self.group.blocks_for(steps)
+        self.memory.take_for_decodes(gained_blocks)
         return self.group.advance(steps)
 
     def start_decoding(self, request: R) -> None:
@@ -214,7 +240,7 @@ class Scheduler(Generic[R]):
             return
         while (needed := self.group.blocks_for(1)) > self.memory.free:
             self._preempt(step)
-        self.memory.reserved = needed
+        self.memory.reserve_for_decodes(needed)
 
     def _plan_prompts(self, step: Step[R]) -> None:
         """Plan chunks of requests that run and start others, streams first. After a preemption none starts: it would
@@ -249,53 +275,12 @@ class Scheduler(Generic[R]):
             step.chunks = [chunk for chunk in step.chunks if chunk[0] is not request]
         else:
             self.group.leave(request)
-            if self.memory.reserved:
-                self.memory.reserved = self.group.blocks_for(1)
+            if self.memory.reserved:  # else this plan has not reserved yet, or the step has no decodes
+                self.memory.reserve_for_decodes(self.group.blocks_for(1))
         self.memory.release(request)
         request.computed_tokens = request.import_tokens = request.cached_tokens = 0
         request.state = State.WAITING
         self.waiting.put_back(request, request.job.slo.weight, started=request.is_stream)
-
-    # The prompt tokens of a step
-
-    def _prompt_budget(self, now: float) -> int:
-        """Prompt tokens of the coming step: what the decodes leave, or with a step budget fewer, for the gap targets of
-        the streams that get a token from this step or are about to join.
-        """
-        budget = self.limits.batched_tokens - self.group.count
-        if not self.limits.step_budget:
-            return budget
-        # The last token of a prompt costs as much as a decode: it counts as one, and always has its place.
-        ends = [request for request in self.prefilling if request.uncomputed_tokens == 1 and request.computed_tokens]
-        return prefill_tokens(self._rates(), self._step_load(ends, now), max(0, budget - len(ends))) + len(ends)
-
-    def _step_load(self, ends: list[R], now: float) -> StepLoad:
-        """The decodes of the coming step, with `ends` and the streams that join soon; and the least gap target of these
-        and of the prompts that are to decode here. A stream waits since it was handed over.
-        """
-        here = [request for request in self.joined if request.is_stream]  # their first step is this one
-        coming = [request for request in self.receiving if request.is_stream]
-        if (stream := self.waiting.stream) is not None:
-            coming.append(stream)
-        decodes = [request for request in self.running if request.state is State.DECODING]
-        decodes = [request for request in (*decodes, *ends) if request.decodes and request not in here]
-        prompts = [request for request in self.prefilling if request not in ends]
-        if not prompts and len(self.waiting):
-            prompts = [self.waiting.peek()]
-
-        gaps_s = [gap_target_s(request.job.slo) for request in (*decodes, *prompts) if request.decodes]
-        gaps_s += [joining_gap_s(request.job.slo, _handed_over_s(request, now), here=True) for request in here]
-        gaps_s += [joining_gap_s(request.job.slo, _handed_over_s(request, now), here=False) for request in coming]
-        return StepLoad(
-            decodes=len(decodes) + len(here) + len(coming),
-            context_tokens=self.group.context_tokens
-            + sum(request.computed_tokens for request in ends if request.decodes)
-            + sum(request.tokens for request in coming),
-            gap_s=min(gaps_s, default=inf),
-            before_tokens=max(
-                (request.computed_tokens for request in self.prefilling if request not in ends), default=0
-            ),
-        )
 
     # Admission
 
@@ -374,7 +359,7 @@ class Scheduler(Generic[R]):
             for other in (*self.running, *self.receiving)
             if other.decodes
         ]
-        blocks = Blocks(self.memory.free - self.memory.reserved, self.memory.total, self.limits.block_tokens)
+        blocks = Blocks(self.memory.available, self.memory.total, self.limits.block_tokens)
         return may_decode(self.admission, request.remaining_job, inside, blocks, now)
 
     def count_backlog(self, found: Backlog) -> None:
@@ -390,8 +375,3 @@ class Scheduler(Generic[R]):
             if request.state is State.PREFILLING or (request.state is State.RECEIVED and request.uncomputed_tokens > 1):
                 found.prompts += 1
                 found.prompt_tokens += request.uncomputed_tokens
-
-
-def _handed_over_s(request: ScheduledRequest, now: float) -> float:
-    """How long ago a stream was handed over with its KV; 0 after a preemption here."""
-    return now - request.last_token_s if request.import_tokens else 0.0

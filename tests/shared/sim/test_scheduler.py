@@ -135,8 +135,19 @@ class Steps:
                 scheduler.start_decoding(request)
             else:
                 scheduler.finish(request)
-        assert 0 <= self.memory.free <= self.memory.total
+        assert 0 <= self.memory.free == self.memory.total - self.held_blocks()
         return chunks, names
+
+    def held_blocks(self) -> int:
+        """What the requests hold; no two of them share a block here."""
+        scheduler = self.scheduler
+        blocks = 0
+        for request in (*scheduler.receiving, *scheduler.received, *scheduler.running):
+            computed = request.computed_tokens
+            if request.state is State.DECODING:
+                computed = scheduler.group.tokens_of(request) - 1
+            blocks += max(request.blocks, self.memory.blocks_for(computed))
+        return blocks
 
 
 def test_a_prompt_goes_in_chunks_beside_decodes_and_then_token_by_token() -> None:
