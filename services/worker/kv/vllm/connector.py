@@ -30,7 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 from services.worker.kv import KvFault, lossy_salt
 from services.worker.kv.device import Blocks, Copies, DeviceCopies, TorchDevice
 from services.worker.kv.layout import CpuLayout, KvLayout, LayoutError, StridedLayout, slots_of, strided_layout
-from services.worker.kv.rank_links import PullEnded
+from services.worker.kv.rank_messages import PullEnded
 from services.worker.kv.shards import RankShape
 from services.worker.kv.staging import PinnedMemory
 from services.worker.kv.vllm.layers import check_specs, in_order, shards_of, without_draft
