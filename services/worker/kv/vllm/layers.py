@@ -92,7 +92,7 @@ def _objection(config: VllmConfig, spec: KVCacheSpec) -> str | None:
         stored = config.cache_config.cache_dtype
         unquantised = "float16" if config.model_config.dtype is torch.float16 else "bfloat16"
         return (
-            f"it is stored in {stored}, which the checkpoint asks for unless `kv_cache_dtype` does; "
+            f"it is stored in {stored}, as the checkpoint or `kv_cache_dtype` selects; "
             f"set engine_args: {{kv_cache_dtype: {unquantised}}}"
         )
     if spec.num_head_slots is not None or spec.state_content_bytes is not None:
