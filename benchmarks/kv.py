@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.results import Aim, Result, at_least, at_most, merged, result
 from benchmarks.suite import spawned
-from services.worker.kv.rank_links import PullEnded
+from services.worker.kv.rank_messages import PullEnded
 from services.worker.kv.shards import RankShape, Shards
 from services.worker.kv.staging import Bytes
 from services.worker.kv.wire.endpoint import KvEndpoint, KvSettings

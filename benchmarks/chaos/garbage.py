@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from benchmarks.chaos.wires import Port
-from services.worker.kv import rank_links
+from services.worker.kv import rank_messages
 from services.worker.kv.wire import protocol
 from services.worker.kv.wire.tcp_streams import DIGEST_BYTES, HEARTBEAT, prefix
 from shared.domain.cluster import ClusterDelta
@@ -62,7 +62,7 @@ def noises(rng: Random) -> list[bytes]:
 def messages(rng: Random) -> list[list[bytes]]:
     """Messages of all protocols of the suite that arrive whole and must be dropped."""
     pull = protocol.encode_message(protocol.Pull(1, _MARK, 7, _MARK, Codec.RAW, 0, 1, 0, 40, 0, 4, 0, 1, 1, 1000, 5.0))
-    control = protocol.encode_message(rank_links.Control(1, "no-such-key", rank_links.Release(_MARK)))
+    control = protocol.encode_message(rank_messages.Control(1, "no-such-key", rank_messages.Release(_MARK)))
     confirm = protocol.encode_message(protocol.Confirm(_MARK, 2**62, -1, 10**9))
     kv = (pull, control, confirm)
     singles = [

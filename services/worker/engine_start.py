@@ -8,7 +8,8 @@ from typing import Any
 
 from services.worker.engines.base import CacheSink, CurrentRates, Engine, EngineInfo
 from services.worker.kv.port import ConnectorPort, ExportLedger, KvPort
-from services.worker.kv.rank_links import DirectControl, KvControl, KvEvents, SocketControl
+from services.worker.kv.rank_control import DirectControl, KvControl, SocketControl
+from services.worker.kv.rank_events import KvEvents
 from services.worker.settings import WorkerSettings
 from shared.domain.kv import KvHandle, default_staging
 

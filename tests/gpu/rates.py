@@ -12,7 +12,7 @@ import torch
 
 from services.worker.kv.device import Blocks, Copies, DeviceCopies, TorchDevice
 from services.worker.kv.layout import slots_of, strided_layout
-from services.worker.kv.rank_links import PullEnded
+from services.worker.kv.rank_messages import PullEnded
 from services.worker.kv.shards import RankShape, Shards
 from services.worker.kv.staging import HeapMemory, PinnedMemory, Staged
 from services.worker.kv.wire.endpoint import KvEndpoint, KvSettings

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from services.worker.kv import rank_links
-from services.worker.kv.rank_links import KvControl, KvEvents, PullEnded
+from services.worker.kv import rank_messages
+from services.worker.kv.rank_control import KvControl
+from services.worker.kv.rank_events import KvEvents
+from services.worker.kv.rank_messages import PullEnded
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.errors import PolyphaseError
 from shared.runtime.logs import get_log
@@ -239,7 +241,7 @@ class ConnectorPort(KvPort):
     async def release(self, transfer_ids: list[str]) -> None:
         for transfer_id in transfer_ids:
             try:
-                await self._control.call(rank_links.Release(transfer_id))
+                await self._control.call(rank_messages.Release(transfer_id))
             except PolyphaseError as error:
                 log.warning("release failed", transfer_id=transfer_id, error=error.message)
             finally:
@@ -251,11 +253,11 @@ class ConnectorPort(KvPort):
             await self.release(held)
 
     async def prefetch(self, handle: KvHandle, keep_s: float) -> None:
-        await self._control.call(rank_links.Prefetch(handle, handle.tokens, keep_s))
+        await self._control.call(rank_messages.Prefetch(handle, handle.tokens, keep_s))
 
     async def drop(self, transfer_id: str) -> None:
         try:
-            await self._control.call(rank_links.Drop(transfer_id))
+            await self._control.call(rank_messages.Drop(transfer_id))
         except PolyphaseError as error:
             log.warning("drop failed", transfer_id=transfer_id, error=error.message)
 
@@ -267,7 +269,7 @@ class ConnectorPort(KvPort):
                 continue
             expected.renew_s = now + max(_REFRESH_S, expected.handle.lease_s * _RENEW_SHARE)
             try:
-                await self._control.call(rank_links.RenewLease(expected.handle))
+                await self._control.call(rank_messages.RenewLease(expected.handle))
             except PolyphaseError as error:  # a rank does not answer; the next turn tries the next transfer
                 log.debug("a lease was not renewed", transfer_id=expected.handle.transfer_id, error=error.message)
                 return
@@ -275,17 +277,17 @@ class ConnectorPort(KvPort):
     async def _follow(self) -> None:
         async for event in self._events:
             match event:
-                case rank_links.StagedChunk():
+                case rank_messages.StagedChunk():
                     self._staged[event.rank] = event.staged_bytes
                     if callback := self._callbacks.pop(event.transfer_id, None):
                         # In a turn of its own: an exception in it is logged by the event loop and ends nothing here.
                         asyncio.get_running_loop().call_soon(callback)
-                case rank_links.TransferEnded():
+                case rank_messages.TransferEnded():
                     self._staged[event.rank] = event.staged_bytes
                     self._ledger.dropped(event.transfer_id, event.rank)
-                case rank_links.StagingFailed():
+                case rank_messages.StagingFailed():
                     log.warning("KV could not be staged", transfer_id=event.transfer_id, reason=event.reason)
-                case rank_links.ThreadEnded():
+                case rank_messages.ThreadEnded():
                     raise RuntimeError(f"the KV {event.thread} of rank {event.rank} died: {event.error}")
                 case PullEnded():
                     expected = self.imports.get(event.transfer_id)
@@ -297,7 +299,7 @@ class ConnectorPort(KvPort):
     async def _refresh(self) -> None:
         """Between events, pulls and leases free some of what the ranks hold."""
         try:
-            ranks = await self._control.call(rank_links.Stats())
+            ranks = await self._control.call(rank_messages.Stats())
         except PolyphaseError as error:  # a rank in a long step; the next figures will do
             log.debug("no KV figures", error=error.message)
             return

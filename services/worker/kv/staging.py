@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from services.worker.kv import KvError, KvFault
-from services.worker.kv.rank_links import RankStats
+from services.worker.kv.rank_messages import RankStats
 from shared.domain.kv import TOKEN_GROUP, Codec
 
 _REMEMBERED = 4096  # ended transfers whose reason is kept, so that a late pull fails at once

@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,7 +31,7 @@ from vllm.v1.request import Request, RequestStatus
 from services.worker.kv import KvFault, lossy_salt
 from services.worker.kv.device import Blocks, Copies, DeviceCopies, TorchDevice
 from services.worker.kv.layout import CpuLayout, KvLayout, LayoutError, StridedLayout, slots_of, strided_layout
-from services.worker.kv.rank_links import PullEnded
+from services.worker.kv.rank_messages import PullEnded
 from services.worker.kv.shards import RankShape
 from services.worker.kv.staging import PinnedMemory
 from services.worker.kv.vllm.layers import check_specs, in_order, shards_of, without_draft
@@ -50,6 +51,7 @@ _log = logging.getLogger(__name__)
 _STAGED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 _IDLE_WAIT_S = 0.001
 _SCRATCH_BYTES = 256 << 20  # of a device's memory, for KV on its way to the host
+_MIN_SCRATCH_SEGMENTS = 2  # one is filled while the other is copied to the host
 
 
 class ExportParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -207,14 +209,31 @@ class _Export:
     staged_tokens: int = 0
 
 
+class _ImportState(Enum):
+    """An import is tried once: the engine computes what follows a failure or a preemption.
+
+    The engine's allocation of blocks for the request turns WAITING into PULLING, or into ENDED where nothing is to be
+    pulled, and REFUSED into ENDED. The end of the pull on all ranks turns PULLING into ENDED.
+    """
+
+    WAITING = auto()  # usable; the engine has no blocks for it yet
+    REFUSED = auto()  # `_Import.error` says why; to be reported when the engine allocates blocks
+    PULLING = auto()
+    ENDED = auto()  # pulled, failed, or skipped
+
+
 @dataclass(slots=True)
 class _Import:
     handle: KvHandle
     timeout_s: float
-    error: str  # why it is not tried; empty where it is
-    decided: bool = False  # the engine computes what follows a failure or a preemption: an import is tried once
-    pulling: bool = False
+    state: _ImportState
+    error: str  # a KvFault of a refused import, otherwise empty
     wanted_tokens: int = 0  # as of the last get_num_new_matched_tokens
+
+    @property
+    def undecided(self) -> bool:
+        """The engine has not allocated blocks for the request."""
+        return self.state in (_ImportState.WAITING, _ImportState.REFUSED)
 
 
 class PolyphaseConnectorScheduler:
@@ -243,35 +262,41 @@ class PolyphaseConnectorScheduler:
         if params.import_ is not None:
             timeout_s = params.deadline_s if params.deadline_s is not None else math.inf
             objection = self._objection(request, params.import_)
-            self._imports[request.request_id] = _Import(params.import_, timeout_s, objection)
+            state = _ImportState.REFUSED if objection else _ImportState.WAITING
+            self._imports[request.request_id] = _Import(params.import_, timeout_s, state, objection)
 
     def _objection(self, request: Request, handle: KvHandle) -> str:
+        """Why the handle cannot be used, as a KvFault; empty where it can."""
         if handle.fingerprint != self._settings.fingerprint:
             return KvFault.FINGERPRINT.value
         if handle.codec.lossy and request.cache_salt != lossy_salt(handle.transfer_id):
             return KvFault.UNSALTED.value
-        return "" if handle.endpoints and handle.tokens > 0 else KvFault.INVALID.value
+        if not handle.endpoints or handle.tokens <= 0:
+            return KvFault.INVALID.value
+        return ""
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens that an import can add to the computed ones. vLLM may call it several times for a request; the last
         answer counts.
         """
         wanted = self._imports.get(request.request_id)
-        if wanted is None or wanted.decided or wanted.error:
+        if wanted is None or wanted.state is not _ImportState.WAITING:
             return 0
         wanted.wanted_tokens = max(0, _end_of(request, wanted) - num_computed_tokens)
         return wanted.wanted_tokens
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         wanted = self._imports.get(request.request_id)
-        if wanted is None or wanted.decided:
+        if wanted is None or not wanted.undecided:
             return
-        wanted.decided = True
         if num_external_tokens == 0:
-            error = wanted.error or (KvFault.SKIPPED.value if wanted.wanted_tokens else "")
+            wanted.state = _ImportState.ENDED
+            error = wanted.error
+            if not error and wanted.wanted_tokens:
+                error = KvFault.SKIPPED.value
             self._next.skips.append(ImportSkip(wanted.handle, error))
             return
-        wanted.pulling = True
+        wanted.state = _ImportState.PULLING
         end, block_ids = _end_of(request, wanted), list(blocks.get_block_ids()[0])
         start = end - num_external_tokens
         self._next.imports.append(
@@ -281,7 +306,9 @@ class PolyphaseConnectorScheduler:
     def build_connector_meta(self, output: SchedulerOutput) -> PolyphaseConnectorMetadata:
         step, self._next = self._next, PolyphaseConnectorMetadata()
         self._empty_steps = 0 if output.total_num_scheduled_tokens else self._empty_steps + 1
-        step.idle = self._empty_steps >= self._batches  # before, ranks may wait for each other in an earlier step
+        # `_batches` steps are under way at once. After fewer empty steps in a row, ranks may still compute an earlier
+        # step, in whose forward pass they would wait for a rank that pauses for its imports.
+        step.idle = self._empty_steps >= self._batches
         if self._exports:
             computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
             cached = output.scheduled_cached_reqs
@@ -312,15 +339,16 @@ class PolyphaseConnectorScheduler:
     def imports_ended(self, request_ids: set[str]) -> None:
         """The imports of these requests have ended on all ranks."""
         for request_id in request_ids:
-            if request_id in self._imports:
-                self._imports[request_id].pulling = False
+            wanted = self._imports.get(request_id)
+            if wanted is not None and wanted.state is _ImportState.PULLING:
+                wanted.state = _ImportState.ENDED
 
     def request_finished(self, request: Request) -> None:
         """The request's import is cancelled; what it exported stays staged only if it ended well."""
         wanted = self._imports.pop(request.request_id, None)
-        if wanted is not None and wanted.pulling:
+        if wanted is not None and wanted.state is _ImportState.PULLING:
             self._next.cancelled_imports.append(wanted.handle.transfer_id)
-        elif wanted is not None and not wanted.decided:
+        elif wanted is not None and wanted.undecided:
             self._next.skips.append(ImportSkip(wanted.handle, KvFault.CANCELLED.value))
         export = self._exports.pop(request.request_id, None)
         if export is not None and request.status not in _STAGED:
@@ -374,6 +402,13 @@ class PolyphaseConnectorWorker:
     def register_kv_caches(self, caches: dict[str, torch.Tensor]) -> None:
         """Find out the layout of the engine's KV caches and open the endpoint. Raises LayoutError or OSError."""
         caches = without_draft(self._config, caches)
+        layers = self._checked_layers(caches)
+        layout = self._layout_of(layers[0])
+        shape = self._shape_of(caches, layers[0].dtype, layout)
+        self._registered = self._opened(layers, layout, shape)
+
+    def _checked_layers(self, caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The caches by layer, all of one shape and of a dtype that can be transferred."""
         check_specs(self._config, self._cache_config, caches)
         layers = in_order(caches)
         first = layers[0]
@@ -382,23 +417,39 @@ class PolyphaseConnectorWorker:
         if first.dtype not in DTYPES.values():
             known = ", ".join(DTYPES)
             raise LayoutError(f"KV is stored in {first.dtype}; it can be transferred in {known}: see `dtype`")
+        return layers
+
+    def _layout_of(self, cache: torch.Tensor) -> KvLayout:
         head_dim, block_size = self._config.model_config.get_head_size(), self._config.cache_config.block_size
-        if first.device.type == "cpu":
-            layout: KvLayout = self._cpu_layout(first, head_dim, block_size)
-        else:
-            layout = device_layout(first, head_dim, block_size, self._cache_config.num_blocks)
+        if cache.device.type == "cpu":
+            return self._cpu_layout(cache, head_dim, block_size)
+        return device_layout(cache, head_dim, block_size, self._cache_config.num_blocks)
+
+    def _shape_of(self, caches: dict[str, torch.Tensor], dtype: torch.dtype, layout: KvLayout) -> RankShape:
+        """The layers and heads of this rank, which the caches have to hold."""
         rank = get_pp_group().rank_in_group * get_tp_group().world_size + get_tp_group().rank_in_group
-        shards = shards_of(self._config, rank, caches)
-        head_start, head_end = shards.heads_of(rank)
+        shape = RankShape(shards_of(self._config, rank, caches), layout.head_dim, dtype, rank)
+        head_start, head_end = shape.heads
         if head_end - head_start != layout.kv_heads:
             raise LayoutError(f"rank {rank} holds {layout.kv_heads} KV heads, not {head_end - head_start}")
-        shape = RankShape(shards, head_dim, first.dtype, rank)
+        return shape
+
+    def _opened(self, layers: list[torch.Tensor], layout: KvLayout, shape: RankShape) -> _Rank:
+        """Allocate staging memory, prepare the kernels, and open the endpoint."""
         longest = shape.chunk_bytes(self._config.model_config.max_model_len)
         staging_bytes = self._settings.staging_bytes or default_staging(sum(each.nbytes for each in layers), longest)
-        copies = self._copies_of(first, shape, staging_bytes)
+        copies = self._copies_of(layers[0], shape, staging_bytes)
         codec = codec_on_device(layers, layout, shape, copies.upload, lossy=self._settings.lossy)
         endpoint = KvEndpoint(self._settings, shape, self._import_ended, staging_bytes, self.faults, copies)
-        self._registered = _Rank(layers, layout, copies, codec, endpoint, shards.layers_of(rank)[0], head_start)
+        return _Rank(
+            caches=layers,
+            layout=layout,
+            copies=copies,
+            codec=codec,
+            endpoint=endpoint,
+            layer_start=shape.layers[0],
+            head_start=shape.heads[0],
+        )
 
     def _cpu_layout(self, cache: torch.Tensor, head_dim: int, block_size: int) -> CpuLayout:
         from vllm import _custom_ops as ops
@@ -424,9 +475,8 @@ class PolyphaseConnectorWorker:
             return host_copies(shape, staging_bytes, fixed=self._settings.nixl)
         segment = shape.segment_tokens()
         memory = PinnedMemory(shape.chunk_shape, shape.dtype, segment, staging_bytes + UNDER_WAY_BYTES)
-        step = self._config.scheduler_config.max_num_batched_tokens
-        scratch = max(2, min(-(-step // segment), _SCRATCH_BYTES // shape.chunk_bytes(segment)))
         values = shape.chunk_bytes(segment) // shape.dtype.itemsize
+        scratch = scratch_segments(shape, self._config.scheduler_config.max_num_batched_tokens)
         return DeviceCopies(TorchDevice(cache), memory, values, scratch)
 
     def start_load_kv(self, step: PolyphaseConnectorMetadata) -> None:
@@ -513,6 +563,14 @@ class PolyphaseConnectorWorker:
         if self._registered is not None:
             self._registered.endpoint.stop()
             self._registered = None
+
+
+def scratch_segments(shape: RankShape, step_tokens: int) -> int:
+    """How many segments of scratch memory a device gets: room for a whole step's KV, within `_SCRATCH_BYTES`."""
+    segment = shape.segment_tokens()
+    for_a_step = math.ceil(step_tokens / segment)
+    affordable = _SCRATCH_BYTES // shape.chunk_bytes(segment)
+    return max(_MIN_SCRATCH_SEGMENTS, min(for_a_step, affordable))
 
 
 def device_layout(cache: torch.Tensor, head_dim: int, block_size: int, blocks: int) -> StridedLayout:

@@ -1,5 +1,21 @@
-"""Which layers of a rank of vLLM are transferred, and whether their KV can be: read from the engine, which may divide
-layers unevenly, has a draft model's KV beside the target's, and lays KV out as its attention backend wants it.
+"""Which layers of a vLLM rank are transferred, and whether their KV can be transferred.
+
+Both are read from the engine: it may divide layers unevenly between pipeline stages, it may hold a draft model's KV
+beside the target's, and its attention backend chooses how the KV cache of a layer is laid out:
+
+    cache of one layer                               used by                                accepted
+    [block, head, token, K and V of the head]        GPU backends of vLLM 0.32, the CPU's   yes
+    [2: K and V, block, token, head, channel]        FlashAttention before 0.32             yes
+    [block, 2: K and V, token, head, channel]        FlashInfer and Triton before 0.32      yes
+    [block, slot, token, K or V of several heads]    ROCm's backends with head slots        no
+    one latent of all heads, or a recurrent state    MLA, Mamba                             no
+    any of these, quantised                          fp8 KV caches                          no
+    any of these, several tokens in one state        compressed attention                   no
+    any of these, K and V with unlike channels       models whose V is smaller than K       no
+
+The shape of a cache does not distinguish the first layout from the one with slots: with two heads and two slots, both
+are [block, 2, token, 2 * head_dim]. Therefore `check_specs` reads vLLM's specification of each layer and refuses the
+layouts marked "no"; `kv.layout` then reads the accepted ones.
 """
 
 import torch
@@ -11,23 +27,22 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 from services.worker.kv.layout import LayoutError
 from services.worker.kv.shards import Shards
 
+_DRAFT_PREFIX = "draft_model."  # of the names of a draft model's layers, numbered from 0 like the target's
+
 
 def stages_of(config: VllmConfig) -> tuple[int, ...]:
-    """Layers of each pipeline stage, in order; empty where there is one."""
+    """The number of layers of each pipeline stage, in order; empty for an engine with a single stage."""
     layers, stages = config.model_config.get_total_num_hidden_layers(), config.parallel_config.pipeline_parallel_size
     ranges = (get_pp_indices(layers, stage, stages) for stage in range(stages))
     return tuple(end - start for start, end in ranges) if stages > 1 else ()
 
 
-_DRAFT_PREFIX = "draft_model."  # of a draft model's layers, whose numbers are the target's again
-
-
 def without_draft(config: VllmConfig, caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The caches of the target model's layers, without those of a draft (EAGLE, MTP, a draft model): peers may have
-    another draft or none, and drafts are verified, so that no answer depends on them.
+    """The caches of the target model's layers, without the caches of a draft (EAGLE, MTP, a draft model).
 
-    vLLM's V2 model runner marks draft layers. With its V1 runner their numbers follow those of the target's layers,
-    or their names begin with `draft_model.`.
+    Drafts stay out of transfers: a peer may have another draft or none, and the target model verifies every drafted
+    token, so that no answer depends on a draft's KV. vLLM's V2 model runner marks draft layers. With its V1 runner, the
+    numbers of draft layers follow the target's, or their names begin with `draft_model.`.
     """
     if config.speculative_config is None:
         return caches
@@ -44,40 +59,41 @@ def without_draft(config: VllmConfig, caches: dict[str, torch.Tensor]) -> dict[s
 
 
 def check_specs(config: VllmConfig, cache: KVCacheConfig, caches: dict[str, torch.Tensor]) -> None:
-    """Raise LayoutError unless vLLM's specification of each of these layers says that K and V of a head and token lie
-    beside each other, unquantised. The shape of a cache does not tell: [block, 2, token, 2 * head_dim] is K and V of
-    two heads, or a slot of K and one of V with both heads in each.
-    """
+    """Raise LayoutError unless vLLM specifies an accepted layout for each of these layers (see the module's table)."""
     specs = _specs(cache)
     described = {caches[name].data_ptr() for name in caches if name in specs}
     for name, each in caches.items():
         if name in specs:
             objection = _objection(config, specs[name])
-        elif each.data_ptr() not in described:  # else it is another layer's cache, which two layers share
-            objection = "vLLM does not describe it; use another model"
+        elif each.data_ptr() in described:
+            objection = None  # this layer shares the cache of another layer, which is checked itself
         else:
-            objection = None
+            objection = "vLLM does not describe it; use another model"
         if objection is not None:
             raise LayoutError(f"KV of layer {name} cannot be transferred: {objection}")
 
 
 def _specs(cache: KVCacheConfig) -> dict[str, KVCacheSpec]:
+    """vLLM's specification of each layer by name: a group has one for all of its layers, or one for each layer."""
     found: dict[str, KVCacheSpec] = {}
     for group in cache.kv_cache_groups:
-        each = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # of layers that are alike in part
-        found.update(each if each is not None else dict.fromkeys(group.layer_names, group.kv_cache_spec))
+        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        if by_layer is None:
+            by_layer = dict.fromkeys(group.layer_names, group.kv_cache_spec)
+        found.update(by_layer)
     return found
 
 
 def _objection(config: VllmConfig, spec: KVCacheSpec) -> str | None:
-    """Why that KV cannot be transferred, and what to do."""
+    """Why KV of that specification cannot be transferred, and what to do; None where it can."""
     if not isinstance(spec, AttentionSpec) or isinstance(spec, MLAAttentionSpec):
         return f"vLLM describes it by a {type(spec).__name__}, and only K and V of each head can be; use another model"
     if spec.kv_quant_mode is not KVQuantMode.NONE:
-        stored, dtype = config.cache_config.cache_dtype, str(config.model_config.dtype).removeprefix("torch.")
+        stored = config.cache_config.cache_dtype
+        unquantised = "float16" if config.model_config.dtype is torch.float16 else "bfloat16"
         return (
-            f"it is stored in {stored}, which the checkpoint asks for unless `kv_cache_dtype` does; "
-            f"set engine_args: {{kv_cache_dtype: {dtype if dtype == 'float16' else 'bfloat16'}}}"
+            f"it is stored in {stored}, as the checkpoint or `kv_cache_dtype` selects; "
+            f"set engine_args: {{kv_cache_dtype: {unquantised}}}"
         )
     if spec.num_head_slots is not None or spec.state_content_bytes is not None:
         return (
@@ -93,7 +109,7 @@ def _objection(config: VllmConfig, spec: KVCacheSpec) -> str | None:
 
 
 def in_order(caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The caches by layer; as they come where their names do not tell."""
+    """The caches sorted by layer number; in the given order where their names do not have one number each."""
     numbers = _numbers(list(caches))
     if numbers is None:
         return list(caches.values())
@@ -101,7 +117,9 @@ def in_order(caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 def shards_of(config: VllmConfig, rank: int, caches: dict[str, torch.Tensor]) -> Shards:
-    """How the instance's ranks share its KV. Raises LayoutError unless the caches of `rank` are those of its layers."""
+    """How the ranks of the instance share its KV. Raises LayoutError unless `rank`, in an engine with several pipeline
+    stages, holds one cache for each layer of its stage.
+    """
     stages, kv_heads = stages_of(config), config.model_config.get_total_num_kv_heads()
     shards = Shards(stages or (len(caches),), kv_heads, config.parallel_config.tensor_parallel_size)
     held = _numbers(list(caches))
@@ -114,9 +132,11 @@ def shards_of(config: VllmConfig, rank: int, caches: dict[str, torch.Tensor]) ->
 
 
 def _numbers(names: list[str]) -> list[int] | None:
-    """The layer of each cache; None where names do not tell, or tell the same of two."""
+    """The layer number in each name; None if a name has none or several, or two names have the same."""
     try:
         numbers = [extract_layer_index(name) for name in names]
-    except (AssertionError, IndexError):  # none, or more than one number in a name
+    except (AssertionError, IndexError):  # a name without a number, or with several
         return None
-    return numbers if len(set(numbers)) == len(numbers) else None
+    if len(set(numbers)) < len(numbers):
+        return None
+    return numbers

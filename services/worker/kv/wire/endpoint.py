@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.worker.kv import KvError, KvFault, rank_links
+from services.worker.kv import KvError, KvFault, rank_messages
 from services.worker.kv.codec import prepare
 from services.worker.kv.device import Copies, Fill
-from services.worker.kv.rank_links import PullEnded, RankStats
+from services.worker.kv.rank_control import ControlServer
+from services.worker.kv.rank_events import EventSender
+from services.worker.kv.rank_messages import PullEnded, RankStats
 from services.worker.kv.shards import RankShape
 from services.worker.kv.staging import (
     LEASE_RENEWALS,
@@ -124,13 +126,15 @@ class KvEndpoint:
         # window is for KV that passes through.
         self.exporting = self._transport(staging=self.copies.memory.slabs)
         self.importing = self._transport(receiving_bytes=limits.inbox_bytes + MAX_WINDOW_BYTES)
-        self._events = rank_links.EventSender(settings.events)
+        self._events = EventSender(settings.events)
         self.pool = StagingPool(
             staging_bytes,
             settings.lease_s,
             clock,
             on_change=self.exporting.wake,
-            on_end=lambda transfer_id, left: self._events.send(rank_links.TransferEnded(transfer_id, self._rank, left)),
+            on_end=lambda transfer_id, left: self._events.send(
+                rank_messages.TransferEnded(transfer_id, self._rank, left)
+            ),
             renewals=settings.lease_renewals,
             stats=self._stats,
         )
@@ -149,9 +153,7 @@ class KvEndpoint:
         )
         self.puller = Puller(self.importing, shape, self._ended, limits, self._stats, died, enter)
         self._control = (
-            rank_links.ControlServer(
-                settings.controls[shape.rank], settings.control_key, settings.curve, self.carry_out, died
-            )
+            ControlServer(settings.controls[shape.rank], settings.control_key, settings.curve, self.carry_out, died)
             if settings.controls
             else None
         )
@@ -196,7 +198,7 @@ class KvEndpoint:
             self.pool.admit(transfer_id, size, whole)
         except KvError as error:
             if error.fault is KvFault.REFUSED and error.message:  # the first refusal, not an echo of it
-                self._events.send(rank_links.StagingFailed(transfer_id, self._rank, str(error)))
+                self._events.send(rank_messages.StagingFailed(transfer_id, self._rank, str(error)))
             return
 
         def done(result: Staged | Exception) -> None:
@@ -207,7 +209,7 @@ class KvEndpoint:
                 staged_bytes = self.pool.commit(transfer_id, result, size, last)
             except KvError:  # the transfer ended meanwhile, and its end has been reported
                 return
-            self._events.send(rank_links.StagedChunk(transfer_id, self._rank, end, last, staged_bytes))
+            self._events.send(rank_messages.StagedChunk(transfer_id, self._rank, end, last, staged_bytes))
 
         try:
             self.copies.stage(start, end, fill, done, coding)
@@ -219,26 +221,26 @@ class KvEndpoint:
 
     def _not_staged(self, transfer_id: str, size: int, error: Exception) -> None:
         self.pool.abandon(transfer_id, size, error.fault if isinstance(error, KvError) else KvFault.INTERNAL)
-        self._events.send(rank_links.StagingFailed(transfer_id, self._rank, str(error)))
+        self._events.send(rank_messages.StagingFailed(transfer_id, self._rank, str(error)))
 
-    def carry_out(self, operation: rank_links.Operation) -> RankStats | None:
+    def carry_out(self, operation: rank_messages.Operation) -> RankStats | None:
         """An operation of the worker. Any thread may call it; it does not wait. Raises KvError for a prefetch that is
         not valid.
         """
         match operation:
-            case rank_links.Release(transfer_id):
+            case rank_messages.Release(transfer_id):
                 self.release(transfer_id)
-            case rank_links.Prefetch(handle, tokens, keep_s):
+            case rank_messages.Prefetch(handle, tokens, keep_s):
                 if handle.fingerprint != self.settings.fingerprint:
                     raise KvError(KvFault.FINGERPRINT)
                 if not handle.endpoints or not 0 < tokens <= handle.tokens or not 0 < keep_s < MAX_LIFE_S:
                     raise KvError(KvFault.INVALID)
                 self.puller.post(lambda imports: imports.prefetch(handle, tokens, keep_s))
-            case rank_links.Drop(transfer_id):
+            case rank_messages.Drop(transfer_id):
                 self.puller.post(lambda imports: imports.cancel(transfer_id, prefetch_only=True))
-            case rank_links.RenewLease(handle):
+            case rank_messages.RenewLease(handle):
                 self.puller.post(lambda imports: imports.renew(handle))
-            case rank_links.Stats():
+            case rank_messages.Stats():
                 return self.stats()
         return None
 
@@ -282,7 +284,7 @@ class KvEndpoint:
         self._events.close()
 
     def _thread_ended(self, thread: str, error: BaseException) -> None:
-        self._events.send(rank_links.ThreadEnded(self._rank, thread, f"{type(error).__name__}: {error}"))
+        self._events.send(rank_messages.ThreadEnded(self._rank, thread, f"{type(error).__name__}: {error}"))
 
     def _ended(self, request_id: str, ended: PullEnded) -> None:
         self._on_end(request_id, ended)

@@ -13,7 +13,7 @@ import torch
 
 from services.worker.kv import KvError, KvFault
 from services.worker.kv.codec import decode
-from services.worker.kv.rank_links import PullEnded
+from services.worker.kv.rank_messages import PullEnded
 from services.worker.kv.shards import RankShape, Source
 from services.worker.kv.wire.protocol import WINDOW_BYTES, Buffer, Frame, Received, Sent
 from services.worker.kv.wire.tcp_transport import TcpLink

@@ -15,7 +15,7 @@ from enum import Enum
 import numpy as np
 
 from services.worker.kv import KvFault
-from services.worker.kv.rank_links import RankStats
+from services.worker.kv.rank_messages import RankStats
 from services.worker.kv.staging import Arena, Bytes
 from services.worker.kv.wire.nixl_agent import (
     NIXL_SCHEME,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from services.worker.kv import KvError, KvFault
-from services.worker.kv.rank_links import PullEnded, RankStats
+from services.worker.kv.rank_messages import PullEnded, RankStats
 from services.worker.kv.shards import RankShape, Source, exporting, sources, without_importer
 from services.worker.kv.wire import protocol
 from services.worker.kv.wire.importing import (

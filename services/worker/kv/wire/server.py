@@ -12,7 +12,7 @@ import torch
 
 from services.worker.kv import KvError, KvFault
 from services.worker.kv.codec import decode_into, encode
-from services.worker.kv.rank_links import RankStats
+from services.worker.kv.rank_messages import RankStats
 from services.worker.kv.shards import RankShape
 from services.worker.kv.staging import CodedSegment, Segment, StagingPool, Transfer
 from services.worker.kv.wire import protocol

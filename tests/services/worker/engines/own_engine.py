@@ -15,7 +15,7 @@ import pytest
 
 from services.launcher.model_source import PROJECT
 from services.worker.__main__ import _prepare_environment
-from services.worker.kv.rank_links import KvEvents
+from services.worker.kv.rank_events import KvEvents
 from services.worker.settings import WorkerSettings
 from shared.runtime.logs import configure_logs
 from tests.ports import free_port

@@ -9,7 +9,8 @@ from typing import Any
 
 from services.worker.engines.base import EnginePolicies
 from services.worker.engines.vllm import VllmEngine
-from services.worker.kv.rank_links import KvEvents, PullEnded
+from services.worker.kv.rank_events import KvEvents
+from services.worker.kv.rank_messages import PullEnded
 from services.worker.settings import WorkerSettings
 from shared.domain.job import JobView, LengthPrediction, Slo
 from shared.policy.decode_admission import DecodeAdmission, Greedy

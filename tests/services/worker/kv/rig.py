@@ -12,7 +12,8 @@ import torch
 import zmq
 
 from services.worker.kv.device import Copies
-from services.worker.kv.rank_links import KvEvents, Prefetch, PullEnded
+from services.worker.kv.rank_events import KvEvents
+from services.worker.kv.rank_messages import Prefetch, PullEnded
 from services.worker.kv.shards import RankShape, Shards
 from services.worker.kv.wire.endpoint import Faults, KvEndpoint, KvSettings
 from services.worker.kv.wire.importing import Load, PullLimits

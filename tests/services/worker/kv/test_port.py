@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.kv.port import ConnectorPort, ExpectedImport, ExportLedger
-from services.worker.kv.rank_links import (
-    EventSender,
+from services.worker.kv.rank_events import EventSender, KvEvents
+from services.worker.kv.rank_messages import (
     KvEvent,
-    KvEvents,
     Operation,
     PullEnded,
     RankStats,

@@ -19,7 +19,9 @@ import zmq
 import zmq.asyncio
 
 from services.worker.kv import lossy_salt
-from services.worker.kv.rank_links import KvEvent, KvEvents, PullEnded, SocketControl, Stats
+from services.worker.kv.rank_control import SocketControl
+from services.worker.kv.rank_events import KvEvents
+from services.worker.kv.rank_messages import KvEvent, PullEnded, Stats
 from shared.domain.kv import Codec, KvHandle
 from tests.ports import free_port
 from tests.tiny_models import VOCABULARY

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.worker.kv.rank_links import PullEnded, Release, StagedChunk, Stats
+from services.worker.kv.rank_messages import PullEnded, Release, StagedChunk, Stats
 from services.worker.kv.wire.nixl_agent import installed
 from shared.domain.kv import Codec
 from tests.services.worker.kv.rig import prefetch

@@ -105,7 +105,7 @@ MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch
         ),
         pytest.param(
             FP8,
-            "stored in fp8_e4m3, which the checkpoint asks for unless `kv_cache_dtype` does; "
+            "stored in fp8_e4m3, as the checkpoint or `kv_cache_dtype` selects; "
             "set engine_args: {kv_cache_dtype: bfloat16}",
             id="fp8",
         ),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.worker.kv.rank_links import PullEnded
+from services.worker.kv.rank_messages import PullEnded
 from shared.domain.kv import Codec
 from tests.services.worker.kv.vllm.engine_client import (
     LENGTHS,

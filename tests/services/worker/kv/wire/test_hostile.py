@@ -12,16 +12,8 @@ import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.kv.rank_links import (
-    Answer,
-    Control,
-    RankStats,
-    SocketControl,
-    StagedChunk,
-    StagingFailed,
-    Stats,
-    _controls,
-)
+from services.worker.kv.rank_control import SocketControl, _controls
+from services.worker.kv.rank_messages import Answer, Control, RankStats, StagedChunk, StagingFailed, Stats
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.protocol import (

@@ -8,16 +8,8 @@ import pytest
 import torch
 
 from services.worker.kv.port import ConnectorPort, ExportLedger
-from services.worker.kv.rank_links import (
-    DirectControl,
-    Drop,
-    KvControl,
-    RankStats,
-    Release,
-    RenewLease,
-    SocketControl,
-    Stats,
-)
+from services.worker.kv.rank_control import DirectControl, KvControl, SocketControl
+from services.worker.kv.rank_messages import Drop, RankStats, Release, RenewLease, Stats
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.protocol import Credit, encode_message

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.worker.kv.device import DeviceCopies
-from services.worker.kv.rank_links import StagingFailed
+from services.worker.kv.rank_messages import StagingFailed
 from services.worker.kv.shards import Shards
 from services.worker.kv.staging import PinnedMemory
 from services.worker.kv.wire.endpoint import Faults, KvEndpoint
