@@ -190,7 +190,7 @@ class EmulatedEngine:
             running=sum(len(lane.scheduler.running) for lane in self._lanes),
             waiting=sum(lane.scheduler.blocked for lane in self._lanes),
             waiting_tokens=backlog.waiting_tokens,
-            free_blocks=sum(lane.memory.free - lane.memory.reserved for lane in self._lanes),
+            free_blocks=sum(lane.memory.available for lane in self._lanes),
             total_blocks=sum(lane.memory.total for lane in self._lanes),
             prompt_tokens=sum(lane.prompt_tokens for lane in self._lanes),
             hit_tokens=sum(lane.hit_tokens for lane in self._lanes),
