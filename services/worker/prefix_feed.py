@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from services.worker.engines.base import BlockName, BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
 from services.worker.kv import is_lossy_salt
 from shared.domain.prompt import BLOCK_TOKENS, MAX_BLOCKS, TOKEN_BYTES, PrefixDelta, next_hash, packed, root_hash
-from shared.policy.prefix_index import ReachableBlocks
+from shared.policy.reachable_blocks import ReachableBlocks
 from shared.wire.messages import PrefixesRequest
 from shared.wire.rpc_server import ServerCall
 

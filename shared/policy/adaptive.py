@@ -28,7 +28,7 @@ from shared.policy.estimate import (
 from shared.policy.index import ClusterIndex, InstanceIds, ReadySet, context_of, usable
 from shared.policy.output_lengths import UNKNOWN_LENGTHS, within
 from shared.policy.placement import JointPlacement, Policies
-from shared.policy.prefix_index import saved_of
+from shared.policy.saved_tokens import saved_of
 from shared.policy.split import SplitChoice
 
 HOLDERS_PER_ROLE, HOLDERS_LOOKED_UP = 2, 6  # candidates that hold most of the prompt's prefix, among so many of both

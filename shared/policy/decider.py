@@ -20,8 +20,9 @@ from shared.errors import PolyphaseError
 from shared.policy import registry
 from shared.policy.index import LoadTracker
 from shared.policy.overload import decide
-from shared.policy.placement import Policies
-from shared.policy.prefix_index import MAX_BLOCKS, saved_tokens, wants_prefixes
+from shared.policy.placement import Policies, wants_prefixes
+from shared.policy.prefix_index import MAX_BLOCKS
+from shared.policy.saved_tokens import saved_tokens
 from shared.policy.split import Freedom, freedom
 
 Policy = TypeVar("Policy")

@@ -23,7 +23,7 @@ from shared.policy.decode_admission import Ahead, ahead_of, fits_after, takes_to
 from shared.policy.estimate import ENDLESS, HOLD_S, DecodeSide, JobContext, Option, PrefillSide, local, pair
 from shared.policy.index import ClusterIndex, InstanceIds
 from shared.policy.placement import Placed, Policies, place
-from shared.policy.prefix_index import saved_tokens
+from shared.policy.saved_tokens import saved_tokens
 
 LOOKS = 3  # other routes that are tried for a job of a class that yields
 QUEUE_S = 0.5  # of prefill that delayed classes may queue: enough to keep an instance busy until they ask again

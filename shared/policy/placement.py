@@ -19,7 +19,7 @@ from shared.errors import Delayed, InvalidRequest
 from shared.policy.dispatch import Choice, DispatchPolicy, Figures, choose_decode, why_none
 from shared.policy.estimate import Option
 from shared.policy.index import ClusterIndex, InstanceIds, context_of, queued_prefill_s, usable
-from shared.policy.prefix_index import saved_tokens
+from shared.policy.saved_tokens import saved_tokens
 from shared.policy.split import Split
 
 MIN_DELAY_S, MAX_DELAY_S = 0.05, 0.25  # bounds of the retry time of a job that waits for `Split.max_prefills`
@@ -38,6 +38,11 @@ class Placement(Protocol):
     def choose(
         self, job: JobView, index: ClusterIndex, exclude: InstanceIds, now: float, rng: Random
     ) -> Choice | None: ...
+
+
+def wants_prefixes(placement: Placement) -> bool:
+    """Whether a placement policy looks at prefix caches: it declares that by a class variable `uses_prefixes`."""
+    return bool(getattr(placement, "uses_prefixes", False))
 
 
 class Policies(msgspec.Struct, frozen=True):

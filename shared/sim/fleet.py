@@ -10,7 +10,9 @@ from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
-from shared.policy.prefix_index import PrefixIndex, ReachableBlocks, wants_prefixes
+from shared.policy.placement import wants_prefixes
+from shared.policy.prefix_index import PrefixIndex
+from shared.policy.reachable_blocks import ReachableBlocks
 from shared.sim.engine import Engine, EngineEvents
 from shared.sim.events import EventLoop
 from shared.sim.instance import SimInstance

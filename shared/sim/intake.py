@@ -17,8 +17,8 @@ from shared.policy.demand import DemandBook, DemandCounter
 from shared.policy.fair_share import CallerQueue, TokenCounters
 from shared.policy.index import ClusterIndex
 from shared.policy.overload import decide, steps_aside
-from shared.policy.prefix_index import saved_tokens
 from shared.policy.role_flip import FlipContext, FlipDecision, FlipHistory, RoleFlip
+from shared.policy.saved_tokens import saved_tokens
 from shared.policy.split import freedom
 from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from itertools import takewhile
 
-from shared.policy.prefix_index import ReachableBlocks
+from shared.policy.reachable_blocks import ReachableBlocks
 from shared.sim.request import Leg, ScheduledRequest
 from shared.sim.spec import EngineLimits
 

@@ -13,7 +13,8 @@ from services.worker.app import Instance
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import Generation, JobView
 from shared.domain.prompt import PrefixDelta, block_hashes, packed
-from shared.policy.prefix_index import PrefixIndex, saved_tokens
+from shared.policy.prefix_index import PrefixIndex
+from shared.policy.saved_tokens import saved_tokens
 from shared.wire.messages import PREFILL, PREFIXES, PrefillRequest, PrefixesRequest
 from shared.wire.rpc_client import RpcClient
 from shared.wire.sockets import Sockets

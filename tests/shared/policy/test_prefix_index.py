@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.domain.prompt import PrefixDelta, block_hashes
-from shared.policy.prefix_index import PrefixIndex, ReachableBlocks, run_length, saved_tokens
-from tests.shared.policy import views
+from shared.policy.prefix_index import PrefixIndex, run_length
 
 TOKENS = 4
 PROMPTS = [block_hashes(list(text.encode()), block_tokens=1) for text in ("aaaaaa", "aaabbb", "aaabbc", "bbbbbb", "ab")]
@@ -122,29 +121,6 @@ def test_a_delta_that_comes_twice_or_from_another_life_is_a_lost_one() -> None:
         assert index.held_tokens("i0", PROMPTS[0]) == 0
 
 
-@pytest.mark.parametrize(
-    ("block_size", "prompt_tokens", "computed", "saved"),
-    [
-        (16, 1000, None, 192),
-        (48, 1000, None, 192),
-        (128, 1000, None, 128),  # of three blocks of ours one and a half of the engine's
-        (32, 192, None, 160),  # the last token is always computed, and with it its block
-        (32, 1000, 100, 96),  # a part of the prompt is computed there
-        (32, 1000, 0, 0),
-        (256, 1000, None, 0),
-    ],
-)
-def test_what_an_engine_saves_is_whole_blocks_of_its_own(
-    block_size: int, prompt_tokens: int, computed: int | None, saved: int
-) -> None:
-    prefix = block_hashes(range(192))
-    index = PrefixIndex()
-    index.replace("p0", 1, prefix)
-    job = views.job(prompt_tokens, prefix=prefix)
-    assert saved_tokens(index, views.prefill("p0", block_size=block_size), job, computed) == saved
-    assert saved_tokens(index, views.prefill("p1", block_size=block_size), job, computed) == 0
-
-
 def test_holders_of_a_block_come_and_go_in_any_number() -> None:
     block = (1,)
     index, names = PrefixIndex(), [f"i{number}" for number in range(12)]
@@ -155,58 +131,3 @@ def test_holders_of_a_block_come_and_go_in_any_number() -> None:
         assert index.apply(name, PrefixDelta(1, 1, removed=list(block)))
         assert [holder for holder, _ in index.holders(block, 99)] == names[number + 1 :]
     assert (len(index), len(index._table)) == (0, 0)
-
-
-# What of a cache can be hit, against counting it anew each time
-BLOCKS = 7  # a binary tree: block n follows (n - 1) // 2, and 0 begins a prompt
-
-
-def parent(block: int) -> int | None:
-    return (block - 1) // 2 if block else None
-
-
-def reachable(held: set[int]) -> set[int]:
-    found: set[int] = set()
-    for block in sorted(held):
-        before = parent(block)
-        if before is None or before in found:
-            found.add(block)
-    return found
-
-
-kinds = st.sampled_from(["hold", "hold", "hold", "drop", "drop", "take", "clear"])
-
-
-@settings(max_examples=300)
-@given(st.lists(st.tuples(kinds, st.integers(0, BLOCKS - 1)), min_size=20, max_size=60))
-def test_a_block_counts_while_all_before_it_are_held(steps: list[tuple[str, int]]) -> None:
-    blocks, held, told = ReachableBlocks(), set[int](), set[int]()
-    for what, block in steps:
-        if what == "hold":
-            blocks.hold(block, parent(block))
-            held.add(block)
-        elif what == "drop":
-            blocks.drop(block)
-            held.discard(block)
-        elif what == "clear" and not block:
-            blocks.clear()
-            held.clear()
-        else:
-            _take(blocks, told)
-            assert told == reachable(held)
-        assert set(blocks.blocks) == reachable(held)
-        order = list(blocks.blocks)
-        assert all(parent(one) in (None, *order[:at]) for at, one in enumerate(order))
-    _take(blocks, told)
-    assert told == reachable(held)
-    assert not blocks.changed
-
-
-def _take(blocks: ReachableBlocks, told: set[int]) -> None:
-    added, removed = blocks.take_changes()
-    assert not set(added) & told
-    assert set(removed) <= told
-    told.difference_update(removed)
-    for block in added:
-        assert parent(block) is None or parent(block) in told
-        told.add(block)

@@ -16,7 +16,8 @@ from shared.domain.rates import Rates, StepForm, StepRates
 from shared.policy import registry
 from shared.policy.dispatch import Choice
 from shared.policy.index import ClusterIndex, prefill_rate
-from shared.policy.prefix_index import PrefixIndex, saved_tokens
+from shared.policy.prefix_index import PrefixIndex
+from shared.policy.saved_tokens import saved_tokens
 from shared.policy.split import SplitChoice
 from shared.sim.cluster import simulate
 from shared.sim.engine import EngineEvents

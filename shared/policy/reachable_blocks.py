@@ -1,0 +1,90 @@
+"""What one instance reports of its prefix cache, to `PrefixIndex`. The workers and the simulated engines use it."""
+
+from collections.abc import Collection, Iterable
+
+
+class ReachableBlocks:
+    """The blocks of one prefix cache that a prompt can hit, and the changes since they were last reported.
+
+    This class keeps the run invariant: a block that is held but follows a block that is not held cannot be hit, so it
+    is not reached and not reported.
+    """
+
+    __slots__ = ("_added", "_children", "_parents", "_reached", "_removed")
+
+    def __init__(self) -> None:
+        self._parents: dict[int, int | None] = {}  # of all held blocks
+        self._children: dict[int, dict[int, None]] = {}  # of all held blocks, by the block that they follow
+        self._reached: dict[int, None] = {}  # held blocks whose parents are all held; parents first
+        self._added: dict[int, None] = {}  # reached now, but not at the last report; parents first
+        self._removed: dict[int, None] = {}  # reached at the last report, but not now
+
+    @property
+    def blocks(self) -> Collection[int]:
+        """All blocks that can be hit, each after the one that it follows."""
+        return self._reached.keys()
+
+    @property
+    def changed(self) -> bool:
+        """Whether `take_changes` has anything to report."""
+        return bool(self._added or self._removed)
+
+    def hold(self, block: int, parent: int | None) -> None:
+        """Add a block; `parent` is the one before it in its prompt, if any."""
+        if block in self._parents:
+            return
+        self._parents[block] = parent
+        if parent is not None:
+            self._children.setdefault(parent, {})[block] = None
+        if parent is None or parent in self._reached:
+            for reached in self._descendants(block):
+                self._reach(reached)
+
+    def drop(self, block: int) -> None:
+        """Remove a block; unknown ones are ignored."""
+        if block not in self._parents:
+            return
+        parent = self._parents.pop(block)
+        if parent is not None:
+            siblings = self._children[parent]
+            del siblings[block]
+            if not siblings:
+                del self._children[parent]
+        if block in self._reached:
+            for lost in self._descendants(block):
+                self._lose(lost)
+
+    def clear(self) -> None:
+        for block in tuple(self._reached):
+            self._lose(block)
+        self._parents.clear()
+        self._children.clear()
+
+    def take_changes(self) -> tuple[list[int], list[int]]:
+        """The blocks that were added, each after the one that it follows, and removed since the last call."""
+        added, removed = list(self._added), list(self._removed)
+        self._added.clear()
+        self._removed.clear()
+        return added, removed
+
+    def _descendants(self, block: int) -> Iterable[int]:
+        """The block and all held blocks that follow it, parents first."""
+        left = [block]
+        while left:
+            block = left.pop()
+            yield block
+            left += self._children.get(block, ())
+
+    def _reach(self, block: int) -> None:
+        self._reached[block] = None
+        if block in self._removed:
+            del self._removed[block]  # the last report still holds
+        else:
+            self._added[block] = None
+
+    def _lose(self, block: int) -> None:
+        del self._reached[block]
+        if block in self._added:
+            del self._added[block]  # never reported
+        else:
+            self._removed[block] = None
