@@ -65,6 +65,7 @@ def test_tasks_are_written_as_the_chat_template_writes_them() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_each_codec_is_measured_over_the_transfer_that_serves(prompt_response: Path) -> None:
     found = run_kv_quality_bench(prompt_response.parent, texts=2, tasks=2)
@@ -79,6 +80,7 @@ def test_each_codec_is_measured_over_the_transfer_that_serves(prompt_response: P
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_transport_moves_kv_between_engines() -> None:
     """NIXL where it is installed; the test of the codecs moves KV over TCP."""
