@@ -4,13 +4,14 @@ The section of a process accepts its own keys, which are the fields of its class
 of the process that neither the launcher derives nor the whole cluster shares. To add a key that
 
 - one process reads: add it to the settings class of the process. The section accepts the setting without a change here.
-- the launcher computes for a process: add it to the settings class and to `derived` of the section, and compute it in
-  `plan`.
-- has one value for all processes: add it to the settings classes, to `CLUSTER_KEYS` and to the fields of `Cluster`,
-  from which `plan` takes it.
-- only the launcher reads: add a field to the class of the section.
+- the file does not have, because the launcher computes the setting: add it to the settings class and to `derived` of
+  the section's class, and compute it in `plan.py`.
+- has one value for all processes: add it to the settings classes, to `CLUSTER_KEYS` in `cluster_sections` and to the
+  fields of `Cluster`, from which `plan.py` takes it.
+- only the launcher reads: add a field to the class of the section, or to `Cluster` if it is at the top of the file.
 
-A rule that concerns several sections, or the top of the file, is a function in `RULES`.
+A rule for one section is a validator of its class. A rule that concerns several sections, or the top of the file, is a
+function in `RULES`.
 """
 
 import os

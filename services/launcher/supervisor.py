@@ -128,9 +128,10 @@ class SupervisedProcess:
     def _tries_again_after(self, unready: Unready) -> bool:
         """Whether another start follows one that failed. If not, the failure ends the supervision.
 
-        The first start must succeed, except that a process which `may_be_late` may exceed the time limit; a process
-        that ends by itself during its first start is misconfigured. Once the suite serves, with the process or without
-        it, each failed start is followed by another.
+        The first start must succeed: a process that ends by itself during it is misconfigured. Only a process that
+        `may_be_late` is started again when its first start exceeds the start limit; the suite no longer waits for it.
+        After the process has been ready once, or the suite no longer waits for it, each failed start is followed by
+        another.
         """
         if self.was_ready or self.given_up_waiting:
             return True

@@ -1,13 +1,14 @@
 """Prefix caches of the instances: which instance holds which beginnings of prompts, by the instances' own reports.
 
 A prompt's prefix is the sequence of hashes of its blocks. `PrefixIndex` receives the reports of all instances and
-answers lookups. What an instance reports is decided in `reachable_blocks.py`; what an answer saves an engine is
-computed in `saved_tokens.py`.
+answers lookups. What an instance reports is decided in `reachable_blocks.py`; how many prompt tokens a lookup's
+result saves an engine is computed in `saved_tokens.py`.
 
-The run invariant: an instance reports a block only while it holds all blocks before the block in its prompt, so the
-blocks that it holds of any prefix are a run from the start. Of the prefix (a, b, c) it holds nothing, a, a and b, or
-all. The end of a run can therefore be found by bisection (`run_length`). `PrefixIndex` may know less than an instance
-holds, and more only until the report of a removal arrives.
+The run invariant: a block's hash covers all tokens before the block, and an instance reports a block only while it
+holds all blocks before it. The blocks that it is known to hold of any prefix are therefore a run from the start: of the
+prefix (a, b, c) nothing, a, a and b, or all. The end of a run can be found by bisection (`run_length`). Where the index
+is full it forgets blocks, the last of a run first. So it may know less than an instance holds; it knows more only until
+the report of a removal arrives.
 """
 
 from bisect import bisect_left

@@ -15,11 +15,11 @@ class KvMemory:
 
     The invariant of the block accounting: `total` = `free` + the blocks that requests hold, where a block that several
     requests share counts once. Cached blocks that no request uses are free. `start` and `allocate` take blocks for one
-    request, `take_for_decodes` takes those that all decodes gain in a step, and `release` frees those of one request.
-    Of the free blocks, `reserved` are kept for the coming steps of the decodes; other requests take from the rest,
-    which is `available`.
+    request, `take_for_decodes` takes those that all decodes gain in a step, and `release` frees those of one request
+    that no other request shares. Of the free blocks, `reserved` are kept for the coming steps of the decodes; `start`
+    and `allocate` take from the rest, which is `available`.
 
-    prefix_block_tokens: tokens of a block that an id of `ScheduledRequest.prefix` names. dropped: called with each id
+    prefix_block_tokens: tokens that one id of `ScheduledRequest.prefix` stands for. dropped: called with each id
     that the prefix cache does not hold any more.
     """
 

@@ -92,7 +92,8 @@ class PrefillRequest(msgspec.Struct):
     generation: Generation
     want_token: bool = True
     export: bool = True  # whether another instance will pull the KV
-    # A lossy codec is the one to use. With RAW the prefill instance chooses, as coarse as `job.slo.lossy_kv` permits.
+    # The prefill instance uses a lossy codec that is named here. With RAW it chooses itself: any codec up to the loss
+    # that `job.slo.lossy_kv` permits, or none.
     codec: Codec = Codec.RAW
     decode: InstanceRef | None = None  # None: the dispatcher of the prefill instance chooses the decode instance
     exclude: tuple[str, ...] = ()  # ids of instances that the dispatcher must not choose
@@ -197,8 +198,8 @@ class DecodeRequest(msgspec.Struct):
     # Packed tokens that the client already has of an answer that cannot be carried. The engine produces them again;
     # they are not among the items.
     known: bytes = b""
-    tell_pauses: bool = False  # whether the caller understands items about pauses
-    if_room: bool = False  # refuse with NoRoom unless there is KV memory for the job to the end of its answer
+    tell_pauses: bool = False  # whether to send a `Pause` among the items while the job's KV blocks are taken back
+    if_room: bool = False  # refuse with NoRoom unless KV memory is expected for the job to the end of its answer
 
     def __post_init__(self) -> None:
         whole(self.prompt)

@@ -260,13 +260,13 @@ class RpcClient:
             callback()
 
     def _limit_wait(self, numbers: list[int]) -> None:
-        """Fail those of the calls that are still unsent and without a connection when the wait for one is over."""
-        # The timer is not cancelled when the connection is made or a call ends, and checks all that when it fires:
-        # - Numbers are not used again, so that it cannot hit a later call; a call that has ended is not pending.
-        # - A call that was sent meanwhile is failed by `_made_or_lost` when its connection breaks, not here.
-        # - With a connection, an unsent call is about to be flushed. If that connection breaks first, `_made_or_lost`
-        #   starts another timer for the call.
-        # - If a connection came and broke within the wait, an unsent call fails at the end of this wait, the first.
+        """Start the wait for a connection. If there is none at its end, those of the calls that are unsent fail."""
+        # The timer is not cancelled when the connection is made or a call ends. When it fires:
+        # - It cannot hit a later call, since numbers are not used again, nor one that has ended, which is not pending.
+        # - It leaves alone a call that was sent: `_made_or_lost` fails such a call when its connection breaks.
+        # - It leaves alone all calls while there is a connection: an unsent call is about to be flushed.
+        # - If a connection was made and lost within the wait, `_made_or_lost` has started a second timer for the unsent
+        #   calls. They fail when the earlier timer fires.
         self._loop.call_later(self._connect_s, self._give_up_connecting, frozenset(numbers))
 
     def _give_up_connecting(self, numbers: frozenset[int]) -> None:

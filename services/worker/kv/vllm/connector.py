@@ -210,10 +210,11 @@ class _Export:
 
 
 class _ImportState(Enum):
-    """An import is tried once: the engine computes what follows a failure or a preemption.
+    """An import is tried once. After a failure or a preemption the engine computes the missing KV itself.
 
     The engine's allocation of blocks for the request turns WAITING into PULLING, or into ENDED where nothing is to be
-    pulled, and REFUSED into ENDED. The end of the pull on all ranks turns PULLING into ENDED.
+    pulled, and REFUSED into ENDED. The end of the pull on all ranks turns PULLING into ENDED. The record of a request
+    that is cancelled is dropped in any state.
     """
 
     WAITING = auto()  # usable; the engine has no blocks for it yet
@@ -306,8 +307,9 @@ class PolyphaseConnectorScheduler:
     def build_connector_meta(self, output: SchedulerOutput) -> PolyphaseConnectorMetadata:
         step, self._next = self._next, PolyphaseConnectorMetadata()
         self._empty_steps = 0 if output.total_num_scheduled_tokens else self._empty_steps + 1
-        # `_batches` steps are under way at once. After fewer empty steps in a row, ranks may still compute an earlier
-        # step, in whose forward pass they would wait for a rank that pauses for its imports.
+        # In an idle step a rank waits for its imports. `_batches` steps are under way at once: until so many in a row
+        # are empty, other ranks may still be in the forward pass of an earlier step, whose collective operations would
+        # then wait for the waiting rank.
         step.idle = self._empty_steps >= self._batches
         if self._exports:
             computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}

@@ -1,17 +1,18 @@
 """Which layers of a vLLM rank are transferred, and whether their KV can be transferred.
 
 Both are read from the engine: it may divide layers unevenly between pipeline stages, it may hold a draft model's KV
-beside the target's, and its attention backend chooses how the KV cache of a layer is laid out:
+beside the target's (which is not transferred), and its attention backend chooses how the KV cache of a layer is laid
+out. A slot is a part of a block that holds K or V of several heads:
 
     cache of one layer                               used by                                accepted
-    [block, head, token, K and V of the head]        GPU backends of vLLM 0.32, the CPU's   yes
+    [block, head, token, K and V of the head]        vLLM 0.32: the CPU's, most GPU's       yes
     [2: K and V, block, token, head, channel]        FlashAttention before 0.32             yes
     [block, 2: K and V, token, head, channel]        FlashInfer and Triton before 0.32      yes
     [block, slot, token, K or V of several heads]    ROCm's backends with head slots        no
     one latent of all heads, or a recurrent state    MLA, Mamba                             no
     any of these, quantised                          fp8 KV caches                          no
     any of these, several tokens in one state        compressed attention                   no
-    any of these, K and V with unlike channels       models whose V is smaller than K       no
+    any of these, K and V with unlike channels       models whose V and K differ in size    no
 
 The shape of a cache does not distinguish the first layout from the one with slots: with two heads and two slots, both
 are [block, 2, token, 2 * head_dim]. Therefore `check_specs` reads vLLM's specification of each layer and refuses the
