@@ -1,4 +1,5 @@
-"""The Prometheus metrics of a worker, read at each scrape.
+"""The Prometheus metrics of a worker. `WorkerMetrics` reads state that other objects keep, at each scrape;
+`TransferMetrics` counts the ends of imports.
 
 Names are vLLM's where vLLM has the metric, with its labels and meaning. No series names the instance: that is the
 target's label, as service discovery gives it. KV transfers are counted by transport and without a label for the
@@ -134,7 +135,7 @@ class TransferMetrics:
         by = ["transport", "codec"]
         imports = Counter(
             "polyphase_kv_imports",
-            "KV of others that jobs here came with, by how that went.",
+            "Imports of KV that came with jobs from other instances, by outcome.",
             [*by, "outcome"],
             registry=registry,
         )

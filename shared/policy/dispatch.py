@@ -1,7 +1,7 @@
 """Dispatch: the choice of the decode instance of a job.
 
-A dispatch policy gets the ready decode instances. It leaves out those whose context is too short or that are excluded,
-prefers those with enough free KV memory, and picks one of them.
+A dispatch policy gets the ready decode instances and picks one of those that are usable: not excluded, and with a
+context long enough (`index.usable`). Policies below `MemoryAware` also prefer instances with enough free KV memory.
 """
 
 from collections import Counter

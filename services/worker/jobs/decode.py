@@ -42,7 +42,7 @@ class _Decode:
     uncomputed: int
     imported: ExpectedImport | None
     started: bool = False
-    reported: bool = False  # how its import ended
+    reported: bool = False  # whether the end of its import was reported
     has_blocks: bool = False
     pause: int = 0  # numbered over all jobs: the last paused job is the next to get blocks. 0: none
     repeat: asyncio.TimerHandle | None = None  # of the notice of its pause

@@ -83,7 +83,9 @@ class KvPort:
         return self.known_report(expected) or TransferReport(TransferOutcome.PULLED)
 
     def known_report(self, expected: ExpectedImport) -> TransferReport | None:
-        """The same, if all of it is known by now."""
+        """How an import ends, if that is known by now. An emulated import is known once it begins; its end may lie in the
+        future.
+        """
         return None
 
     async def release(self, transfer_ids: list[str]) -> None:
