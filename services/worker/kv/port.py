@@ -83,8 +83,8 @@ class KvPort:
         return self.known_report(expected) or TransferReport(TransferOutcome.PULLED)
 
     def known_report(self, expected: ExpectedImport) -> TransferReport | None:
-        """How an import ends, if that is known by now. An emulated import is known once it begins; its end may lie in the
-        future.
+        """How an import ends, if that is known by now. An emulated import is known once it begins, and its end may
+        lie in the future.
         """
         return None
 
