@@ -591,6 +591,7 @@ def _can_carry(params: SamplingParams) -> bool:
         or params.prompt_logprobs is not None
         or params.prompt_logprob_token_ids is not None
         or params.trace_decode_token_ids is not None
+        or params.extra_args  # for logits processors of the operator, which may read the tokens so far
     )
 
 

@@ -131,7 +131,7 @@ class Job:
     losses: list[Loss] = field(default_factory=list)  # failed attempts, over its whole life
     failed_instances: list[str] = field(default_factory=list)
     moves: int = 0  # how often it continued elsewhere because it was paused
-    moved_from: str = ""  # where it was paused; excluded from placement until an attempt fails
+    moved_from: str = ""  # where it was paused last; excluded from the placements of its attempt on the new route
 
     length: PendingPrediction = field(default_factory=PendingPrediction)
     expected_tokens: int = 0  # of the whole answer, for which its scheduler keeps room; 0: not known

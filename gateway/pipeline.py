@@ -274,9 +274,10 @@ class Pipeline:
     async def _place(self, job: Job, *, decode_only: bool = False) -> Route:
         """A scheduler's route. Without a scheduler or a ready instance the request is repeated, within the patience."""
         over_share = not job.begun and self._queue.shares.over(job.spec.caller, time.monotonic())
-        view = msgspec.structs.replace(self._view(job, decode_only=decode_only), over_share=over_share)
         while True:
             began_s = time.monotonic()
+            # Made anew for each call: the job's wait grows, and its predicted length may have arrived.
+            view = msgspec.structs.replace(self._view(job, decode_only=decode_only), over_share=over_share)
             try:
                 exclude, trace = job.excluded, job.placement_trace
                 route = await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S, trace=trace)
@@ -308,7 +309,7 @@ class Pipeline:
     ) -> Route | None:
         """Another route on which the job's KV is expected to find room; None where there is none."""
         job.decided("full", full.instance_id, (Reason(refusal.message, {"code": refusal.code}),))
-        view, exclude = job.view(decode_only=decode_only), (*job.failed_instances, full.instance_id)
+        view, exclude = self._view(job, decode_only=decode_only), (*job.excluded, full.instance_id)
         try:
             route = await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S)
         except PolyphaseError as error:
@@ -323,6 +324,7 @@ class Pipeline:
         of a placement.
         """
         view = msgspec.structs.replace(self._view(job), pause_s=pause_s)
+        # It may return to an instance where it was paused before (`moved_from`): that pause may be over.
         exclude = (*job.failed_instances, instance.instance_id)
         return await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S)
 
@@ -399,6 +401,7 @@ class Pipeline:
                     if route is None:
                         target = replace(target, only_if_room=False)  # the job waits where it is
                     else:
+                        staged.left(target.instance)
                         target = self._dispatched(job, route, only_if_room=times_full < MAX_TIMES_FULL)
 
     async def _decode_whole(self, job: Job, target: DecodeTarget) -> Finished | Moved | Rerouted:
@@ -546,6 +549,11 @@ class StagedKv:
         left_s = self._job.left_s
         request = PrefetchRequest(started.handle, keep_s=left_s)
         self._start(self._clients.to(started.decode.rpc), PREFETCH, request, left_s)
+
+    def left(self, decode: InstanceRef) -> None:
+        """The job continues elsewhere: release what the instance has fetched for it and reserves for it."""
+        self._clients.to(decode.rpc).notify(RELEASE, ReleaseRequest([self._transfer_id]))
+        self._holders.discard(decode.rpc)
 
     def decoded_on(self, decode: InstanceRef) -> None:
         """A decode has ended there, and with it what was fetched for it.

@@ -119,6 +119,7 @@ async def test_an_answer_has_the_clusters_tokens_and_their_counts(api: Api) -> N
         {"min_tokens": 3},
         {"repetition_penalty": 1.2},
         {"structured_outputs": {"choice": ["a", "b"]}},
+        {"vllm_xargs": {"mine": 1}},
     ],
 )
 async def test_an_answer_that_depends_on_earlier_tokens_is_not_carried(api: Api, body: dict[str, Any]) -> None:

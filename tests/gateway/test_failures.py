@@ -222,6 +222,8 @@ async def test_a_job_goes_where_there_is_room_and_nothing_is_computed_twice(
     assert (job.attempt, job.losses, job.failed_instances, job.waited_s) == (1, [], [], 0.0)
     kinds = [decision.kind for decision in job.timeline.decisions]
     assert ("full" in kinds) == bool(room)
+    if split and room == "anywhere":  # what an instance has fetched is released where the job leaves it
+        assert all(set(decode.released) == {job.transfer_id} for decode in cluster.decodes if decode.full)
 
 
 async def test_a_whole_job_without_room_goes_to_a_prefill_instance_in_the_same_attempt(cluster: Cluster) -> None:

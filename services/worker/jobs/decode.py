@@ -204,18 +204,22 @@ class DecodeService:
 
         Raises WrongRole, EngineFailed, InvalidRequest; NoRoom if the request allows that.
         """
+        if request.handle is not None:
+            self._expected.pop(request.handle.transfer_id, None)
+        # A prefetch outlives NoRoom: the job returns if no other instance has room, and otherwise the gateway releases
+        # the prefetch.
+        self._check_room(request)
         ended = False
         try:
-            if request.handle is not None:
-                self._expected.pop(request.handle.transfer_id, None)
-            self._check_room(request)
             with self._roles.job(Role.DECODE, request.job.job_id):
+                if request.handle is not None and request.handle.transfer_id in self._prefetches:
+                    await self._kv.accepted(request.handle.transfer_id)
                 reply = await self._admitted(request, call)
             ended = True
             return reply
         finally:
             if request.handle is not None and not ended:
-                # Refused, failed or cancelled: the prefetch is not needed.
+                # Refused, failed or cancelled: the prefetch is not needed here.
                 self.forget([request.handle.transfer_id])
                 await asyncio.shield(self._kv.drop(request.handle.transfer_id))
 

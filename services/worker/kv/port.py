@@ -97,6 +97,11 @@ class KvPort:
     async def prefetch(self, handle: KvHandle, keep_s: float) -> None:
         """Start pulling into host memory, on all ranks; it is kept for `keep_s` unless an import takes it over."""
 
+    async def accepted(self, transfer_id: str) -> None:
+        """The decode of a prefetch was accepted: its exporters may free it once it is here. A failure is logged: they
+        free it when the engine has imported it, or when their lease ends.
+        """
+
     async def drop(self, transfer_id: str) -> None:
         """Forget a prefetch, on all ranks. A failure is logged: prefetches end by themselves."""
 
@@ -256,6 +261,12 @@ class ConnectorPort(KvPort):
 
     async def prefetch(self, handle: KvHandle, keep_s: float) -> None:
         await self._control.call(rank_messages.Prefetch(handle, handle.tokens, keep_s))
+
+    async def accepted(self, transfer_id: str) -> None:
+        try:
+            await self._control.call(rank_messages.Accepted(transfer_id))
+        except PolyphaseError as error:
+            log.warning("exporters may free a prefetch only later", transfer_id=transfer_id, error=error.message)
 
     async def drop(self, transfer_id: str) -> None:
         try:

@@ -37,6 +37,14 @@ class Drop(Message, frozen=True):
     transfer_id: str
 
 
+class Accepted(Message, frozen=True):
+    """The decode of a prefetched transfer was accepted here. From now on the exporters may free what the prefetch has
+    received; before, the decode might be refused, and another instance would have to pull the same KV.
+    """
+
+    transfer_id: str
+
+
 class RenewLease(Message, frozen=True):
     """Have the exporters keep the handle while a decode waits for blocks to pull it into. Best effort; a pull that is
     under way renews its lease by itself.
@@ -49,7 +57,7 @@ class Stats(Message, frozen=True):
     """Report counters and levels."""
 
 
-Operation = Release | Prefetch | Drop | RenewLease | Stats
+Operation = Release | Prefetch | Accepted | Drop | RenewLease | Stats
 
 
 # The answer to `Stats`.

@@ -236,6 +236,8 @@ class KvEndpoint:
                 if not handle.endpoints or not 0 < tokens <= handle.tokens or not 0 < keep_s < MAX_LIFE_S:
                     raise KvError(KvFault.INVALID)
                 self.puller.post(lambda imports: imports.prefetch(handle, tokens, keep_s))
+            case rank_messages.Accepted(transfer_id):
+                self.puller.post(lambda imports: imports.accept(transfer_id))
             case rank_messages.Drop(transfer_id):
                 self.puller.post(lambda imports: imports.cancel(transfer_id, prefetch_only=True))
             case rank_messages.RenewLease(handle):

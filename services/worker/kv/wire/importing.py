@@ -100,6 +100,7 @@ class Import:
     reachable_by_s: float  # peers must be connected by then
     progress_s: float  # the last one: a frame, or a grant after which one is due
     notified_s: float  # when the exporters were last notified that this import still goes on
+    accepted: bool = False  # of a prefetch: its decode was accepted here, so that no other instance will pull it
     arrived_s: float = 0.0  # unix: when all of a prefetch had arrived, before the engine had blocks for it
     load: Load | None = None
     parts: "list[Part]" = field(default_factory=list)

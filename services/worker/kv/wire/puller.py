@@ -183,6 +183,15 @@ class Imports:
             self._stats.prefetches += 1
             self._begin(handle, (0, tokens), timeout_s, None)
 
+    def accept(self, transfer_id: str) -> None:
+        """The decode of a prefetch was accepted here: the exporters may free it once all of it is in the inbox."""
+        known = self._imports.get(transfer_id)
+        if known is None or known.load is not None:
+            return  # a load confirms at its end
+        known.accepted = True
+        if known.complete:
+            self.peers.confirm(known.handle)
+
     def cancel(self, transfer_id: str, prefetch_only: bool = False) -> None:
         known = self._imports.get(transfer_id)
         if known is not None and not (prefetch_only and known.load is not None):
@@ -335,7 +344,8 @@ class Imports:
             self._end(known)
         elif known.complete:
             known.arrived_s = time.time()
-            self.peers.confirm(known.handle)  # the exporter may free it: all of it is in the inbox
+            if known.accepted:
+                self.peers.confirm(known.handle)  # the exporter may free it: all of it is in the inbox
         else:
             self._grant(part)
 

@@ -93,6 +93,7 @@ class ScriptedPort(KvPort):
         super().__init__(KvHandle("", "p0", 1, "f", (), 0, "bfloat16"))
         self.released: list[str] = []
         self.dropped: list[str] = []
+        self.accepted_ids: list[str] = []
         self.reserved: dict[str, bytes] = {}
         self.prefetched: dict[str, float] = {}
         self.announced: dict[str, bytes] = {}
@@ -135,6 +136,9 @@ class ScriptedPort(KvPort):
 
     async def release_of(self, owner: bytes) -> None:
         await self.release([each for each, known in self.announced.items() if known == owner])
+
+    async def accepted(self, transfer_id: str) -> None:
+        self.accepted_ids.append(transfer_id)
 
     async def prefetch(self, handle: KvHandle, keep_s: float) -> None:
         self.prefetched[handle.transfer_id] = keep_s

@@ -16,7 +16,16 @@ from shared.domain.prompt import packed
 from shared.domain.rates import UNKNOWN_STEPS, Rates
 from shared.errors import NoRoom
 from shared.policy.overload import Beside, pause_s
-from shared.wire.messages import EXPECT, RELEASE, DecodeRequest, ExpectRequest, Pause, ReleaseRequest, TokenStep
+from shared.wire.messages import (
+    EXPECT,
+    RELEASE,
+    DecodeRequest,
+    ExpectRequest,
+    Pause,
+    PrefetchRequest,
+    ReleaseRequest,
+    TokenStep,
+)
 from shared.wire.rpc_server import ServerCall
 from tests.services.control_plane import until
 from tests.services.fake_worker import make_info
@@ -147,15 +156,19 @@ async def test_room_that_an_answer_leaves_is_there_from_the_next_heartbeat_on() 
     await cancelled(first, third)
 
 
-async def test_a_refused_job_drops_what_was_fetched_for_it() -> None:
+async def test_a_prefetch_outlives_a_refusal_for_lack_of_room() -> None:
+    """The job returns if no other instance has room."""
     side = Side(Role.DECODE)
     task = await side.decode(_sized(60))
     expecting(side, "t")
-    request = msgspec.structs.replace(_sized(10), handle=side.port.handle("t", 3, Codec.RAW))
+    handle = side.port.handle("t", 3, Codec.RAW)
+    await side.decodes.prefetch(PrefetchRequest(handle, keep_s=77.0), cast(ServerCall, side.call))
     with pytest.raises(NoRoom):
-        await _refused(side, request)
-    assert (side.port.dropped, side.decodes.promised) == (["t"], ())
-    await cancelled(task)
+        await _refused(side, msgspec.structs.replace(_sized(10), handle=handle))
+    assert (side.port.accepted_ids, side.port.dropped, side.decodes.promised) == ([], [], ())
+    other = await side.decode(msgspec.structs.replace(_sized(10, if_room=False), handle=handle))
+    assert (side.port.accepted_ids, side.port.dropped) == (["t"], [])
+    await cancelled(task, other)
 
 
 async def test_without_a_seat_there_is_no_room_either() -> None:

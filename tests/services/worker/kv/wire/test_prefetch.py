@@ -9,7 +9,7 @@ import torch
 
 from services.worker.kv.port import ConnectorPort, ExportLedger
 from services.worker.kv.rank_control import DirectControl, KvControl, SocketControl
-from services.worker.kv.rank_messages import Drop, RankStats, Release, RenewLease, Stats
+from services.worker.kv.rank_messages import Accepted, Drop, RankStats, Release, RenewLease, Stats
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.protocol import Credit, encode_message
@@ -146,12 +146,33 @@ async def test_a_prefetch_that_ends_leaves_nothing(rig: Rig, why: str) -> None:
     assert torch.equal(got.kv, kv)
 
 
-async def test_a_finished_prefetch_frees_the_exporter_and_waits(rig: Rig) -> None:
-    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
+async def test_a_finished_prefetch_that_is_dropped_leaves_the_kv_to_another_instance(rig: Rig) -> None:
+    exporter, first, second, kv = rig.endpoint(), rig.endpoint(), rig.endpoint(), model_kv(64)
     stage(exporter, kv)
-    async with control_of(importer) as control, control_of(exporter) as other:
+    async with control_of(first) as control:
         await control.call(prefetch(rig.handle([exporter], 64)))
         await level(control, "inbox_bytes", kv.numel() * 4)
+        await control.call(Drop("t"))  # its decode was refused
+        await level(control, "inbox_bytes", 0)
+    got = rig.load(second, rig.handle([exporter], 64))
+    assert (await asyncio.to_thread(rig.result)).ok
+    assert torch.equal(got.kv, kv)
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_an_accepted_prefetch_frees_the_exporter_and_waits(rig: Rig, early: bool) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
+    stage(exporter, kv, end=32)
+    async with control_of(importer) as control, control_of(exporter) as other:
+        await control.call(prefetch(rig.handle([exporter], 64)))
+        await level(control, "inbox_bytes", kv.numel() * 2)
+        if early:
+            await control.call(Accepted("t"))
+        stage(exporter, kv, start=32)
+        await level(control, "inbox_bytes", kv.numel() * 4)
+        if not early:
+            assert exporter.staged_bytes > 0
+            await control.call(Accepted("t"))
         await level(other, "staged_bytes", 0)
         loaded_s = time.time()
         got = rig.load(importer, rig.handle([exporter], 64))
