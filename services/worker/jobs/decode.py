@@ -212,8 +212,6 @@ class DecodeService:
         ended = False
         try:
             with self._roles.job(Role.DECODE, request.job.job_id):
-                if request.handle is not None and request.handle.transfer_id in self._prefetches:
-                    await self._kv.accepted(request.handle.transfer_id)
                 reply = await self._admitted(request, call)
             ended = True
             return reply
@@ -253,6 +251,9 @@ class DecodeService:
         job = self._active[request_id] = _Decode(request, call, request.prompt_tokens, _to_prefill(request), imported)
         self._ahead = with_job(self._ahead, *self._room_of(request), self._info().block_size)
         try:
+            # Only now, when the job counts: no other job may pass the check of the room meanwhile.
+            if request.handle is not None and request.handle.transfer_id in self._prefetches:
+                await self._kv.accepted(request.handle.transfer_id)
             return await self._run(request_id, job)
         finally:
             del self._active[request_id]

@@ -30,12 +30,12 @@ async def worker(block_size: int) -> AsyncIterator[tuple[Instance, CollectorRegi
     registry = CollectorRegistry()
     emulated = {"engine": "emulated", "accelerator": "A100", "model": "m", "emulated_step_s": 0.001}
     ports = {"rpc_port": free_port(), "http_port": free_port(), "kv_port": free_port()}
-    nobody = {
+    absent = {
         "monitor_url": "http://127.0.0.1:1",
         "heartbeat_address": free_address(),
         "broadcast_address": free_address(),
     }
-    given = settings(role=Role.PREFILL, block_size=block_size, kv_cache_bytes=1 << 30, **emulated, **ports, **nobody)
+    given = settings(role=Role.PREFILL, block_size=block_size, kv_cache_bytes=1 << 30, **emulated, **ports, **absent)
     async with app.running(given, registry) as instance:
         yield instance, registry
 

@@ -1,4 +1,4 @@
-"""From a request to the plan, and what is said where no plan is possible."""
+"""From a request to the plan, and the errors where no plan is possible."""
 
 from time import perf_counter
 from typing import Any
