@@ -10,6 +10,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,7 +22,7 @@ import zmq.asyncio
 from services.worker.kv import lossy_salt
 from services.worker.kv.rank_control import SocketControl
 from services.worker.kv.rank_events import KvEvents
-from services.worker.kv.rank_messages import KvEvent, PullEnded, Stats
+from services.worker.kv.rank_messages import KvEvent, PullEnded, StagedChunk, Stats
 from shared.domain.kv import Codec, KvHandle
 from tests.ports import free_port
 from tests.tiny_models import VOCABULARY
@@ -174,14 +175,21 @@ class Engine:
                     await self._changed.wait()
 
     async def pulls(self, at_least: int = 1) -> Counter[str]:
-        """How imports ended here so far: "ok", "cached", or an error's code.
-
-        Waits until there are `at_least` of them: word of an import comes on another socket than the request's tokens.
-        """
-        async with self._changed, asyncio.timeout(30):
-            while len(ended := [event for event in self.events if isinstance(event, PullEnded)]) < at_least:
-                await self._changed.wait()
+        """How imports ended here so far: "ok", "cached", or an error's code. Waits until `at_least` have ended."""
+        ended = await self._wait_for(lambda event: isinstance(event, PullEnded), at_least)
         return Counter(("ok" if e.tokens else "cached") if e.ok else e.error.partition(":")[0] for e in ended)
+
+    async def exports(self, at_least: int) -> Counter[int]:
+        """Per rank, the exports that it has staged to their last chunk. Waits until there are `at_least`."""
+        staged = await self._wait_for(lambda event: isinstance(event, StagedChunk) and event.last, at_least)
+        return Counter(event.rank for event in staged)
+
+    async def _wait_for(self, wanted: Callable[[KvEvent], bool], at_least: int) -> list[Any]:
+        """Events come on another socket than a request's tokens, and those of two engines in any order."""
+        async with self._changed, asyncio.timeout(30):
+            while len(found := [event for event in self.events if wanted(event)]) < at_least:
+                await self._changed.wait()
+        return found
 
     async def _send(self, **message: Any) -> None:
         await self._socket.send(json.dumps(message).encode())
