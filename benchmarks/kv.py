@@ -24,7 +24,7 @@ from benchmarks.results import Aim, Result, at_least, at_most, merged, result
 from benchmarks.suite import spawned
 from services.worker.kv.rank_messages import PullEnded
 from services.worker.kv.shards import RankShape, Shards
-from services.worker.kv.staging import Bytes
+from services.worker.kv.staging import Bytes, Piece
 from services.worker.kv.wire.endpoint import KvEndpoint, KvSettings
 from services.worker.kv.wire.importing import Load
 from services.worker.kv.wire.nixl_agent import NixlAgent, installed
@@ -147,7 +147,7 @@ class Puller:
         handle = KvHandle(name, "exporter", 1, "bench", (self._address,), tokens, "bfloat16")
         self._ended.clear()
         watch = stopwatch()
-        self._endpoint.load(Load(name, handle, 0, tokens, destination, PULL_S))
+        self._endpoint.load(Load(name, handle, 0, tokens, (destination,), PULL_S))
         self._ended.wait(PULL_S)
         sample = watch()
         if self._result is None or not self._result.ok or self._result.transport != TCP:
@@ -190,7 +190,7 @@ def _destination(tokens: int) -> Destination:
 
 def _endpoint(events: str, on_end: Callable[[str, PullEnded], None], staging_bytes: int = 256 << 20) -> KvEndpoint:
     settings = KvSettings(("kv://127.0.0.1:*",), events, generation=1, fingerprint="bench", control_key="")
-    return KvEndpoint(settings, SHAPE, on_end, staging_bytes)
+    return KvEndpoint(settings, (SHAPE,), on_end, staging_bytes)
 
 
 # The exporting process.
@@ -212,7 +212,7 @@ def _export(pipe: Connection, folder: str) -> None:
 
     while (order := pipe.recv()) is not None:
         transfer_id, tokens = order
-        endpoint.stage(transfer_id, 0, tokens, tokens, fill)
+        endpoint.stage(transfer_id, (0, tokens), tokens, [Piece(0, tokens, fill)])
         pipe.send(True)
     endpoint.stop()
 

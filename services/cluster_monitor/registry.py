@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import msgspec
 import zmq
@@ -161,6 +162,10 @@ def _differences(newcomer: InstanceInfo, member: InstanceInfo) -> list[str]:
         ("geometry.kv_heads", ours.geometry.kv_heads, theirs.geometry.kv_heads),
         ("geometry.head_dim", ours.geometry.head_dim, theirs.geometry.head_dim),
     ]
+    kept, theirs_kept = ours.geometry.components, theirs.geometry.components
+    if kept and theirs_kept:  # engines without KV of their own name none
+        several = zip_longest(kept, theirs_kept)
+        pairs += [("geometry.components", str(mine or None), str(its or None)) for mine, its in several]
     if ours.engine == theirs.engine:  # engines may mix where the model agrees; versions of one engine may not
         pairs.append(("engine_version", ours.engine_version, theirs.engine_version))
     if not _wire(ours).speaks_with(_wire(theirs)):

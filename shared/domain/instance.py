@@ -30,15 +30,54 @@ class InstanceState(StrEnum):
     DEAD = "dead"  # its connection is gone
 
 
+class KvKind(StrEnum):
+    """What layers keep for a request."""
+
+    HEADS = "heads"  # K and V of each head, for each token
+    LATENT = "latent"  # one row for all heads, for each token (MLA); every tensor-parallel rank has it
+    STATE = "state"  # what a recurrent layer remembers after the last token
+
+
+class KvComponent(msgspec.Struct, frozen=True):
+    """Layers of a model that keep the same for a request: `sides` rows of `head_dim` values for each of `heads`, for a
+    token or, of a state, in all. `layers` are numbered over the model.
+    """
+
+    kind: KvKind
+    layers: tuple[int, ...]
+    sides: int
+    heads: int
+    head_dim: int
+    window: int = 0  # of the tokens before the one that is computed next, the last ones that are read; 0: all
+    part: str = ""  # of a state
+    dtype: str = ""  # of a state, which the model prescribes
+
+    @property
+    def values(self) -> int:
+        """Of a token, or of a state, over all layers and heads."""
+        return len(self.layers) * self.sides * self.heads * self.head_dim
+
+    def __str__(self) -> str:
+        size = f"{self.sides} x {self.heads} x {self.head_dim}{f' {self.dtype}' if self.dtype else ''}"
+        window = f" within {self.window} tokens" if self.window and self.kind is not KvKind.STATE else ""
+        return f"{self.part or self.kind.value} of {size}{window} in layers {', '.join(map(str, self.layers))}"
+
+
 class KvGeometry(msgspec.Struct, frozen=True):
-    """Shape of one token's KV, over all ranks."""
+    """What a model keeps for a request, over all ranks: K and V of one shape in all layers, where no `components` are
+    named.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
+    components: tuple[KvComponent, ...] = ()
 
     def bytes_per_token(self, bytes_per_element: float) -> float:
-        """KV bytes of one token: K and V, all layers and heads."""
+        """KV bytes of one token within all windows, all layers and heads; without states."""
+        if self.components:
+            held = sum(each.values for each in self.components if each.kind is not KvKind.STATE)
+            return float(held) * bytes_per_element
         return 2.0 * self.layers * self.kv_heads * self.head_dim * bytes_per_element
 
 

@@ -14,8 +14,8 @@ from services.worker.kv.device import Blocks, Copies, DeviceCopies, TorchDevice
 from services.worker.kv.layout import slots_of, strided_layout
 from services.worker.kv.rank_messages import PullEnded
 from services.worker.kv.shards import RankShape, Shards
-from services.worker.kv.staging import HeapMemory, PinnedMemory, Staged
-from services.worker.kv.wire.endpoint import KvEndpoint, KvSettings
+from services.worker.kv.staging import HeapMemory, Piece, PinnedMemory, Staged
+from services.worker.kv.wire.endpoint import KvEndpoint, KvSettings, rows_of
 from services.worker.kv.wire.importing import Load
 from shared.domain.kv import Codec, KvHandle
 
@@ -50,11 +50,11 @@ class Cache:
             self.codec.prepare(lossy=True)
 
     def _copies(self) -> Copies:
-        shape, segment = self.shape.chunk_shape, self.shape.segment_tokens()
+        rows, segment = rows_of([self.shape]), self.shape.segment_tokens()
         if self.device == "cpu":
-            return Copies(HeapMemory(shape, DTYPE, segment))
-        memory = PinnedMemory(shape, DTYPE, segment, 2 * self.size_bytes + (64 << 20))
-        return DeviceCopies(TorchDevice(self.caches[0]), memory, self.shape.chunk_bytes(segment) // 2, 8)
+            return Copies(HeapMemory(rows))
+        memory = PinnedMemory(rows, 2 * self.size_bytes + (64 << 20))
+        return DeviceCopies(TorchDevice(self.caches[0]), memory, self.shape.chunk_bytes(segment), 8)
 
     def slots(self, start: int, end: int) -> torch.Tensor:
         return slots_of(self.blocks, BLOCK, start, end)
@@ -74,7 +74,9 @@ class Cache:
     def destination(self) -> Blocks:
         """Of an import of all tokens."""
         freed, slots = self.copies.freed(), self.slots(0, self.tokens)
-        return Blocks(self.caches, self.layout, slots, 0, 0, 0, self.copies, freed, False, self.codec)
+        return Blocks(
+            self.caches, self.layout, [slots] * len(self.caches), 0, 0, 0, self.copies, freed, False, self.codec
+        )
 
     def kv(self) -> torch.Tensor:
         """All of it, on the device."""
@@ -147,7 +149,7 @@ def settle(device: str) -> None:
 def export(cache: Cache, codec: Codec) -> Staged:
     """Out of the blocks into pinned memory."""
     results: queue.Queue[Staged | Exception] = queue.Queue()
-    cache.copies.stage(0, cache.tokens, cache.fill, results.put, cache.coding(codec))
+    cache.copies.stage([Piece(0, cache.tokens, cache.fill, cache.coding(codec))], results.put)
     result = results.get(timeout=WAIT_S)
     assert not isinstance(result, Exception), result
     return result
@@ -175,7 +177,7 @@ def end_to_end(folder: Path, source: Cache, target: Cache, rounds: int) -> dict[
         settings = KvSettings(("kv://127.0.0.1:*",), f"ipc://{folder}/{name}", 1, "model", "", lossy=True)
         copies: Any = Started(cache.copies)
         return KvEndpoint(
-            settings, cache.shape, lambda _, ended: results.put(ended), 2 * source.size_bytes, None, copies
+            settings, (cache.shape,), lambda _, ended: results.put(ended), 2 * source.size_bytes, None, copies
         )
 
     exporter, importer = endpoint("exporter", source), endpoint("importer", target)
@@ -185,9 +187,9 @@ def end_to_end(folder: Path, source: Cache, target: Cache, rounds: int) -> dict[
         nonlocal count
         count += 1
         name, tokens = f"t{count}", source.tokens
-        exporter.stage(name, 0, tokens, tokens, source.fill, source.coding(codec))
+        exporter.stage(name, (0, tokens), tokens, [Piece(0, tokens, source.fill, source.coding(codec))])
         handle = KvHandle(name, "e", 1, "model", (exporter.address,), tokens, "bfloat16", codec)
-        importer.load(Load(name, handle, 0, tokens, target.destination(), WAIT_S))
+        importer.load(Load(name, handle, 0, tokens, (target.destination(),), WAIT_S))
         result = results.get(timeout=WAIT_S)
         assert result.ok, result.error
         target.copies.join()

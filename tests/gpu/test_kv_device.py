@@ -13,7 +13,7 @@ import torch
 
 from services.worker.kv.device import DeviceCopies, TorchDevice
 from services.worker.kv.layout import StridedLayout, slots_of, strided_layout
-from services.worker.kv.staging import PinnedMemory, Segment
+from services.worker.kv.staging import Piece, PinnedMemory, Rows, Segment
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -44,8 +44,8 @@ def model() -> torch.cuda.Stream:
 
 @pytest.fixture
 def copies(cache: torch.Tensor) -> Iterator[DeviceCopies]:
-    memory = PinnedMemory(shape, cache.dtype, BLOCK, 1 << 20)
-    made = DeviceCopies(TorchDevice(cache), memory, 2 * BLOCK * HEADS * DIM, 2)
+    memory = PinnedMemory([Rows(shape, cache.dtype, BLOCK)], 1 << 20)
+    made = DeviceCopies(TorchDevice(cache), memory, 2 * BLOCK * HEADS * DIM * cache.dtype.itemsize, 2)
     made.start(lambda *_: None)
     yield made
     torch.cuda.synchronize()
@@ -82,7 +82,7 @@ def export(
     def fill(start: int, end: int, kv: torch.Tensor) -> None:
         layout.gather(cache, copies.upload(torch.arange(BLOCKS)), start, end, kv[0])
 
-    copies.stage(0, 4 * BLOCK, fill, results.put)
+    copies.stage([Piece(0, 4 * BLOCK, fill)], results.put)
     return results
 
 

@@ -17,9 +17,9 @@ from services.worker.kv.codec import decode, encode
 from services.worker.kv.device import Blocks, Copies, DeviceCopies, TorchDevice
 from services.worker.kv.layout import StridedLayout, slots_of, strided_layout
 from services.worker.kv.shards import RankShape, Shards
-from services.worker.kv.staging import HeapMemory, PinnedMemory
+from services.worker.kv.staging import HeapMemory, Piece, PinnedMemory
 from services.worker.kv.wire import server
-from services.worker.kv.wire.endpoint import KvEndpoint
+from services.worker.kv.wire.endpoint import KvEndpoint, rows_of
 from services.worker.kv.wire.importing import Load, PullLimits
 from shared.domain.kv import Codec
 from tests.services.worker.kv.late_device import LateDevice
@@ -87,13 +87,12 @@ class Instance:
         self.codec = DeviceCodec(self.caches, self.layout, self.shape, self.copies.upload if not late else lambda t: t)
 
     def _copies(self) -> Copies:
-        shape, dtype, segment = self.shape.chunk_shape, self.shape.dtype, self.shape.segment_tokens()
-        values = self.shape.chunk_bytes(segment) // dtype.itemsize
+        rows, segment_bytes = rows_of([self.shape]), self.shape.chunk_bytes(self.shape.segment_tokens())
         if self.late is not None:
-            return DeviceCopies(self.late, HeapMemory(shape, dtype, segment), values, 2)
+            return DeviceCopies(self.late, HeapMemory(rows), segment_bytes, 2)
         if INTERPRETED:
-            return Copies(HeapMemory(shape, dtype, segment))
-        return DeviceCopies(TorchDevice(self.caches[0]), PinnedMemory(shape, dtype, segment, 4 << 20), values, 2)
+            return Copies(HeapMemory(rows))
+        return DeviceCopies(TorchDevice(self.caches[0]), PinnedMemory(rows, 4 << 20), segment_bytes, 2)
 
     def slots(self, start: int, end: int) -> torch.Tensor:
         return slots_of(self.blocks, self.block, start, end)
@@ -115,12 +114,15 @@ class Instance:
             self.issue(lambda: self.codec.gather(self.slots(first, until), kv))
 
         coding = self.codec.coding(codec, end - start, self.slots) if codec.lossy else None
-        endpoint.stage("t", start, end, TOKENS, fill, Issued(self, coding) if coding is not None else None)
+        issued = Issued(self, coding) if coding is not None else None
+        endpoint.stage("t", (start, end), TOKENS, [Piece(start, end, fill, issued)])
 
     def destination(self) -> Blocks:
         copies = self.copies
         slots = self.slots(0, TOKENS)
-        return Blocks(self.caches, self.layout, slots, 0, 0, 0, copies, copies.freed(), False, self.codec)
+        return Blocks(
+            self.caches, self.layout, [slots] * len(self.caches), 0, 0, 0, copies, copies.freed(), False, self.codec
+        )
 
     def kv(self) -> torch.Tensor:
         """What lies in the caches by now: [layers, 2, tokens, heads, dim], on the host."""
@@ -217,7 +219,7 @@ def expected_of_chunks(kv: torch.Tensor, codec: Codec) -> torch.Tensor:
 
 
 def load(rig: Rig, importer: KvEndpoint, target: Instance, handle: Any) -> None:
-    importer.load(Load("r", handle, 0, TOKENS, target.destination(), 200.0))
+    importer.load(Load("r", handle, 0, TOKENS, (target.destination(),), 200.0))
 
 
 @pytest.mark.parametrize("codec", LOSSY)

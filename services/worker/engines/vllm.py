@@ -36,8 +36,8 @@ from services.worker.engines.base import (
 )
 from services.worker.engines.vllm_observers import CacheWatch, StepObserver
 from services.worker.engines.vllm_patches import FORCED, make_stage_buffers
-from services.worker.engines.vllm_scheduler import SchedulerPolicies
-from services.worker.engines.vllm_start import engine_config, engine_info
+from services.worker.engines.vllm_scheduler import SchedulerPolicies, blocks_of
+from services.worker.engines.vllm_start import engine_config, engine_info, kv_components
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.settings import WorkerSettings
 from shared.domain.job import LengthPrediction
@@ -169,7 +169,8 @@ class VllmEngine:
         self._requests = CoreRequests(config)
         self._cache.attach(self._scheduler, self._loop)
         self._snapshot()
-        return engine_info(s, config, self._stats.total_blocks)
+        components = self._core.engine_core.model_executor.collective_rpc(kv_components)[0]
+        return engine_info(s, config, blocks_of(self._scheduler), components)
 
     def _steps(self) -> None:
         while not self._stopping:
@@ -233,14 +234,13 @@ class VllmEngine:
 
     def _snapshot(self) -> None:
         scheduler = self._scheduler
-        pool = scheduler.kv_cache_manager.block_pool
-        # Block 0 is vLLM's null block: it is never free and never used.
+        blocks = blocks_of(scheduler)
         self._stats = EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + len(scheduler.kv_holding_waiting),
             waiting_tokens=self._scheduling.waiting_tokens,
-            free_blocks=pool.get_num_free_blocks(),
-            total_blocks=pool.num_gpu_blocks - 1,
+            free_blocks=blocks.free,
+            total_blocks=blocks.total,
             prompt_tokens=self._cache.prompt_tokens,
             hit_tokens=self._cache.hit_tokens,
             preemptions=self._scheduling.preemptions,

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventPublisher
+from vllm.v1.kv_cache_interface import is_full_attention_spec
 
 from services.worker.engines.base import (
     BlocksCleared,
@@ -131,16 +132,20 @@ class CacheWatch:
     def attach(self, scheduler: Any, loop: asyncio.AbstractEventLoop) -> None:
         """Receive the events that the scheduler publishes after each step, in addition to vLLM's own publisher.
 
-        A model whose layers cache in several groups is left out: a hit in one group says little.
+        Of a model whose layers cache in several groups, the layers with full attention say what can be found: the
+        others keep less of a prompt, the end of which they mostly have.
         """
         sink = self._sink
-        if sink is None or len(scheduler.kv_cache_config.kv_cache_groups) > 1:
+        if sink is None:
             return
+        groups = scheduler.kv_cache_config.kv_cache_groups
+        full = [index for index, group in enumerate(groups) if is_full_attention_spec(group.kv_cache_spec)]
+        watched = full[0] if full else 0
 
         def publish(events: Sequence[CacheEvent]) -> None:
             loop.call_soon_threadsafe(sink, events)
 
-        replace_event_publisher(scheduler, lambda inner: _Publisher(publish, inner))
+        replace_event_publisher(scheduler, lambda inner: _Publisher(publish, watched, inner))
 
     def count(self, outputs: Iterable[Any]) -> None:
         for output in outputs:
@@ -150,8 +155,9 @@ class CacheWatch:
 
 
 class _Publisher(EventPublisher):  # type: ignore[misc]  # vLLM is untyped here
-    def __init__(self, sink: CacheSink, inner: Any) -> None:
+    def __init__(self, sink: CacheSink, group: int, inner: Any) -> None:
         self._sink = sink
+        self._group = group
         self._inner = inner
         self._broken = False
 
@@ -160,7 +166,7 @@ class _Publisher(EventPublisher):  # type: ignore[misc]  # vLLM is untyped here
         if self._broken:
             return
         try:
-            found = [converted for event in events.events if (converted := _converted(event)) is not None]
+            found = [converted for event in events.events if (converted := _converted(event, self._group)) is not None]
         except (
             Exception
         ) as error:  # events of another version of vLLM: placement works without them, the engine goes on
@@ -176,12 +182,14 @@ class _Publisher(EventPublisher):  # type: ignore[misc]  # vLLM is untyped here
         return self._inner.get_publisher_config()
 
 
-def _converted(event: object) -> CacheEvent | None:
-    """None for events that have no meaning here: of other tiers of memory, and of blocks that more than tokens and
-    a salt tell apart.
+def _converted(event: object, group: int) -> CacheEvent | None:
+    """None for events that have no meaning here: of other tiers of memory or groups of layers, and of blocks that more
+    than tokens and a salt tell apart.
     """
     if isinstance(event, AllBlocksCleared):
         return BlocksCleared()
+    if getattr(event, "group_idx", None) not in (None, group):
+        return None
     if isinstance(event, BlockRemoved):
         return BlocksRemoved(event.block_hashes)
     if not isinstance(event, BlockStored) or event.lora_name:

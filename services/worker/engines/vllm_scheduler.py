@@ -16,6 +16,7 @@ from math import inf
 from typing import Any
 
 from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
 from services.worker.engines.admission_queue import AdmissionQueue
@@ -303,9 +304,21 @@ class SchedulerPolicies:
         return found
 
     def _blocks(self) -> Blocks:
-        pool = self._scheduler.kv_cache_manager.block_pool
-        # Block 0 is vLLM's null block: it is never free and never used.
-        return Blocks(pool.get_num_free_blocks(), pool.num_gpu_blocks - 1, self._scheduler.block_size)
+        return blocks_of(self._scheduler)
+
+
+def blocks_of(scheduler: Any) -> Blocks:
+    """KV memory in blocks that hold `size_tokens` tokens of a request in all layers.
+
+    vLLM may keep layers in several groups, each of which takes blocks of its own from the one pool. They are counted as
+    if all attention layers held the whole request. A long request takes fewer for layers with a window, which shows in
+    what is free, and so do the blocks of states, of which a request has one or two.
+    """
+    pool, size = scheduler.kv_cache_manager.block_pool, scheduler.block_size
+    specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
+    a_block = max(1.0, sum(size / spec.block_size for spec in specs if not isinstance(spec, MambaSpec)))
+    # Block 0 is vLLM's null block: it is never free and never used.
+    return Blocks(int(pool.get_num_free_blocks() / a_block), int((pool.num_gpu_blocks - 1) / a_block), size)
 
 
 def _missing(request: Request) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm import __version__ as vllm_version
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
@@ -17,11 +18,12 @@ from services.worker.kv.codec import codec_speeds
 from services.worker.kv.vllm.layers import stages_of
 from services.worker.kv.wire.importing import DTYPES
 from services.worker.settings import WorkerSettings
-from shared.domain.instance import Compatibility, KvGeometry
+from shared.domain.instance import Compatibility, KvComponent, KvGeometry
 from shared.domain.rates import Rates
 from shared.errors import InvalidRequest
-from shared.model.support import LATENT, STATES, config_of, faults_of_model, words
+from shared.model.support import config_of, faults_of_model
 from shared.model.weights import weights_of
+from shared.policy.decode_admission import Blocks
 from shared.runtime.logs import get_log
 from shared.runtime.wire_version import OURS
 
@@ -82,9 +84,6 @@ def check_model_file(settings: WorkerSettings) -> None:
 def check_model(config: VllmConfig) -> None:
     """Check vLLM's view of the model, which may have no config.json. Raises InvalidRequest."""
     model, stored = config.model_config, config.cache_config.cache_dtype
-    kind = LATENT if model.use_mla else STATES if model.is_hybrid or model.is_attention_free else None
-    if kind is not None:
-        raise InvalidRequest(f"model {model.model}: {words(kind)}")
     if stored not in UNQUANTISED:
         dtype = "float16" if str(model.dtype) == "torch.float16" else "bfloat16"
         raise InvalidRequest(
@@ -131,13 +130,21 @@ def utilization(settings: WorkerSettings, weights: int, total: int) -> float:
     return needed / total
 
 
-def engine_info(settings: WorkerSettings, config: VllmConfig, blocks: int) -> EngineInfo:
-    """Properties of an engine that has started with that many KV blocks."""
+def kv_components(_: Any) -> tuple[KvComponent, ...]:
+    """What the model keeps for a request; to be called on a rank of the engine."""
+    return tuple(get_kv_transfer_group().worker.components)
+
+
+def engine_info(
+    settings: WorkerSettings, config: VllmConfig, blocks: Blocks, components: tuple[KvComponent, ...]
+) -> EngineInfo:
+    """Properties of an engine that has started with that KV memory, for a model that keeps those components."""
     model = config.model_config
     geometry = KvGeometry(
         layers=model.get_total_num_hidden_layers(),
         kv_heads=model.get_total_num_kv_heads(),
         head_dim=model.get_head_size(),
+        components=components,
     )
     compatibility = Compatibility(
         fingerprint=fingerprint(model.model),
@@ -149,5 +156,5 @@ def engine_info(settings: WorkerSettings, config: VllmConfig, blocks: int) -> En
     )
     codecs = codec_speeds(geometry, DTYPES[settings.dtype]) if settings.lossy_kv else {}
     return EngineInfo(
-        compatibility, blocks, model.max_model_len, settings.block_size, Rates(codecs=codecs), stages_of(config)
+        compatibility, blocks.total, model.max_model_len, blocks.size_tokens, Rates(codecs=codecs), stages_of(config)
     )

@@ -1,6 +1,7 @@
 """The codecs of KV on the wire, and the measurement of their speed on this machine at start-up.
 
-KV of a frame is one tensor [layers, 2, tokens, heads, head_dim]: K is index 0 of the second axis, V index 1.
+KV of a frame is one tensor [layers, sides, tokens, heads, head_dim]. Lossy codecs are for two sides: K is index 0 of
+the second axis, V index 1.
 A payload is its coded form, without a header: shape, dtype and codec travel in the frame's header.
 
 int8 and int4 are asymmetric min/max quantisation, K per channel over groups of 32 tokens and V per token over
@@ -18,6 +19,7 @@ within half a step whatever the offset. A payload is
 fp8 is e4m3fn: scales, float32 [layers, 2, heads], then the values.
 """
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +34,7 @@ from shared.domain.instance import KvGeometry
 from shared.domain.kv import TOKEN_GROUP, Codec, channel_group
 from shared.domain.rates import CodecRate
 
-Shape = tuple[int, ...]  # layers, 2, tokens, heads, head_dim
+Shape = tuple[int, ...]  # layers, sides, tokens, heads, head_dim
 _SPEED_BYTES = 1 << 20  # of the KV that is coded to measure the codecs: about a frame
 _WARM_UP = 4  # calls that meet cold caches, and memory that the kernel still has to give
 _ROUNDS = 15
@@ -50,7 +52,7 @@ def prepare(dtype: torch.dtype) -> None:
 
 
 def encode(kv: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """Payload of `kv` [layers, 2, tokens, heads, head_dim] (CPU), as contiguous uint8 [bytes].
+    """Payload of `kv` [layers, sides, tokens, heads, head_dim] (CPU), as contiguous uint8 [bytes].
 
     RAW is a view where `kv` is contiguous, and exact for any bits. Raises KvError(CODEC) when a lossy codec
     meets values that are not finite, or an odd head_dim with INT4.
@@ -80,7 +82,7 @@ def decode(payload: torch.Tensor, shape: Shape, wire: torch.dtype, codec: Codec,
 
 
 def decode_into(payload: torch.Tensor, wire: torch.dtype, codec: Codec, kv: torch.Tensor) -> None:
-    """As `decode`, into `kv` [layers, 2, tokens, heads, head_dim] of any strides; fastest where the values of all
+    """As `decode`, into `kv` [layers, sides, tokens, heads, head_dim] of any strides; fastest where the values of all
     heads of a token lie together.
     """
     check_size(payload, tuple(kv.shape), wire, codec)
@@ -101,10 +103,10 @@ def check_head_dim(dim: int, codec: Codec) -> None:
 
 
 def payload_bytes(shape: Shape, wire: torch.dtype, codec: Codec) -> int:
+    if codec is Codec.RAW:
+        return math.prod(shape) * wire.itemsize
     layers, _, tokens, heads, dim = shape
     values = tokens * heads * dim  # of one layer's K, or V
-    if codec is Codec.RAW:
-        return layers * 2 * values * wire.itemsize
     if codec is Codec.FP8:
         return layers * 2 * (values + heads * 4)
     packed = values if codec is Codec.INT8 else values // 2

@@ -18,7 +18,7 @@ done when its call returns.
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ import torch
 
 from services.worker.kv import KvError
 from services.worker.kv.layout import KvLayout
-from services.worker.kv.staging import Coding, HeapMemory, Part, Staged, staged_of
+from services.worker.kv.staging import HeapMemory, Part, Piece, Staged
 from shared.domain.kv import Codec
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-Fill = Callable[[int, int, torch.Tensor], None]
 Done = Callable[[Staged | Exception], None]
 Death = Callable[[str, BaseException], None]
 
@@ -58,16 +57,17 @@ class Copies:
     def start(self, on_death: Death) -> None:
         """Before the first `stage`. `on_death(thread, error)` is called when a bug ends a thread."""
 
-    def stage(self, start: int, end: int, fill: Fill, done: Done, coding: Coding | None = None) -> None:
-        """Copy tokens [start, end) to the host: `fill(first, until, kv)` issues the copy of some of them into `kv`
-        [layers, 2, tokens, heads, head_dim]; with a `coding` they come coded, by that. `done` gets the segments once
-        they are there, in the order of these calls and on any thread, or why they are not. Raises what `fill` or the
-        host's memory raises, without calling `done`.
+    def stage(self, pieces: Sequence[Piece], done: Done) -> None:
+        """Copy pieces to the host. `done` gets the segments once they are there, in the order of these calls and on any
+        thread, or why they are not. Raises what a piece or the host's memory raises, without calling `done`.
         """
-        parts = self.memory.take(start, end, coding)
+        parts = self._taken(pieces)
         for part in parts:
-            (fill if coding is None else coding.code)(part.start, part.end, part.host)
-        done(staged_of(parts, coding))
+            part.piece.issue(part, part.host)
+        done([part.staged() for part in parts])
+
+    def _taken(self, pieces: Sequence[Piece]) -> list[Part]:
+        return [part for piece in pieces for part in self.memory.take(piece)]
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor where the cache is, for what is issued next on the same stream."""
@@ -95,7 +95,6 @@ class TorchDevice:
 
     def __init__(self, cache: torch.Tensor) -> None:
         self._device = cache.device
-        self._dtype = cache.dtype
         self._module = torch.get_device_module(cache.device)
         self._event = self._events()
 
@@ -119,9 +118,9 @@ class TorchDevice:
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
 
-    def scratch(self, values: int) -> torch.Tensor:
-        """Memory of the device for so many values of the cache's dtype."""
-        return torch.empty(values, dtype=self._dtype, device=self._device)
+    def scratch(self, size_bytes: int) -> torch.Tensor:
+        """That many bytes of the device's memory."""
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def download(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """Issue a copy to host memory on the current stream. `to` is pinned, or the calling thread would wait."""
@@ -159,7 +158,6 @@ class _Staging:
     """Parts that are on the host after `copied`. They are kept until then, even if nothing else refers to them."""
 
     parts: list[Part]
-    coding: Coding | None
     copied: Any
     done: Done
 
@@ -171,12 +169,12 @@ class DeviceCopies(Copies):
     engine's thread does not.
     """
 
-    def __init__(self, device: TorchDevice, memory: HeapMemory, segment_values: int, scratch: int) -> None:
-        """`segment_values`: values of the largest segment, of which so many have `scratch` memory."""
+    def __init__(self, device: TorchDevice, memory: HeapMemory, segment_bytes: int, scratch: int) -> None:
+        """`segment_bytes`: of the largest segment, of which so many have `scratch` memory."""
         super().__init__(memory)
         self._device = device
         self._gathers, self._exports, self._imports = device.stream(), device.stream(), device.stream()
-        self._scratch = [_Scratch(device.scratch(segment_values)) for _ in range(scratch)]
+        self._scratch = [_Scratch(device.scratch(segment_bytes)) for _ in range(scratch)]
         self._next = 0
         self._written: list[Any] = []
         self._lock = threading.Lock()
@@ -190,34 +188,34 @@ class DeviceCopies(Copies):
         self._thread = threading.Thread(target=self._run, args=(on_death,), name="kv-copies", daemon=True)
         self._thread.start()
 
-    def stage(self, start: int, end: int, fill: Fill, done: Done, coding: Coding | None = None) -> None:
-        parts = self.memory.take(start, end, coding)
+    def stage(self, pieces: Sequence[Piece], done: Done) -> None:
+        parts = self._taken(pieces)
         self._gathers.wait_event(self._mark(self._device.current()))
         try:
             for part in parts:
-                self._issue(part, fill if coding is None else coding.code)
+                self._issue(part)
         except BaseException:  # what was issued before still reads the cache, and writes host memory
-            self._finish(parts, None, lambda _: None)
+            self._finish(parts, lambda _: None)
             raise
-        self._finish(parts, coding, done)
+        self._finish(parts, done)
 
-    def _issue(self, part: Part, fill: Fill) -> None:
+    def _issue(self, part: Part) -> None:
         slot = self._scratch[self._next]
         self._next = (self._next + 1) % len(self._scratch)
-        there = slot.kv.view(torch.uint8)[: part.host.nbytes].view(part.host.dtype).view(part.host.shape)
+        there = slot.kv[: part.host.nbytes].view(part.host.dtype).view(part.host.shape)
         with self._device.on(self._gathers):
             if slot.copied is not None:
                 self._gathers.wait_event(slot.copied)
-            fill(part.start, part.end, there)
+            part.piece.issue(part, there)
         gathered = self._mark(self._gathers)
         with self._device.on(self._exports):
             self._exports.wait_event(gathered)
             self._device.download(part.host, there)
         slot.copied = self._mark(self._exports)
 
-    def _finish(self, parts: list[Part], coding: Coding | None, done: Done) -> None:
+    def _finish(self, parts: list[Part], done: Done) -> None:
         self._device.current().wait_event(self._mark(self._gathers))
-        self._stagings.put(_Staging(parts, coding, self._mark(self._exports), done))
+        self._stagings.put(_Staging(parts, self._mark(self._exports), done))
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._device.upload(tensor)
@@ -264,7 +262,7 @@ class DeviceCopies(Copies):
         while (staging := self._stagings.get()) is not None:
             try:
                 staging.copied.synchronize()
-                result: Staged | Exception = staged_of(staging.parts, staging.coding)
+                result: Staged | Exception = [part.staged() for part in staging.parts]
             except KvError as error:
                 result = error
             except Exception as error:  # the device's: the transfer fails, and the engine will meet the error itself
@@ -276,11 +274,11 @@ class DeviceCopies(Copies):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of an engine's cache as the `Destination` of one import, by the slots of its tokens."""
+    """The blocks of an engine's cache as the `Destination` of a component of an import, by the slots of its tokens."""
 
     caches: list[torch.Tensor]
     layout: KvLayout
-    slots: torch.Tensor
+    slots: list[torch.Tensor]  # of each layer, which has its blocks in one of the engine's groups
     token_start: int
     layer_start: int  # of this rank's, in the model
     head_start: int
@@ -296,7 +294,7 @@ class Blocks:
 
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
         first = token_start - self.token_start
-        slots = self.slots[first : first + kv.shape[1]]
+        slots = self.slots[layer - self.layer_start][first : first + kv.shape[1]]
         if self.null_slots and not bool((kept := slots >= self.null_slots).all()):
             slots, kv = slots[kept], kv[:, kept]
             if not len(slots):
@@ -320,11 +318,12 @@ class Blocks:
         if self.codec is None or self.zero or (codec is Codec.RAW and dtype is not self.dtype):
             return False
         head, wanted = self.head_start, slice(tokens[0] - self.token_start, tokens[1] - self.token_start)
-        if self.null_slots and bool((self.slots[wanted] < self.null_slots).any()):
+        slots = self.slots[0][wanted]  # a codec is for layers of one group
+        if self.null_slots and bool((slots < self.null_slots).any()):
             return False  # the wanted part is written a layer at a time
         own = (layers[0] - self.layer_start, layers[1] - self.layer_start), (heads[0] - head, heads[1] - head)
         with self.copies.writing(self.freed):
-            return self.codec.decode(*own, self.slots[wanted], payload, dtype, codec)
+            return self.codec.decode(*own, slots, payload, dtype, codec)
 
     def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
         """None: blocks hold KV in an order of their own."""

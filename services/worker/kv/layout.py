@@ -1,4 +1,5 @@
-"""The layouts of an engine's paged KV cache, read and written as K and V [token, kv_head, head_dim].
+"""The layouts of an engine's paged KV cache, read and written as rows [token, head, head_dim]: K and V of an attention
+layer, the latent of one with multi-head latent attention, the state of a recurrent layer.
 
 A cache here is the tensor of one layer on one rank. Slots number its token places: block * block_size + offset.
 """
@@ -20,14 +21,15 @@ class KvLayout(Protocol):
     block_size: int
     kv_heads: int
     head_dim: int
+    sides: int  # rows of a head and token: K and V, or one
 
     def gather(self, cache: torch.Tensor, blocks: torch.Tensor, start: int, end: int, out: torch.Tensor) -> None:
-        """Copy tokens [start, end) of a sequence with those `blocks` (int64) into `out` [2, tokens, heads,
+        """Copy tokens [start, end) of a sequence with those `blocks` (int64) into `out` [sides, tokens, heads,
         dim].
         """
 
     def scatter(self, cache: torch.Tensor, slots: torch.Tensor, head: int, kv: torch.Tensor) -> None:
-        """Write `kv` [2, tokens, heads, dim] of the cache's dtype to `slots` [tokens], from local head `head`
+        """Write `kv` [sides, tokens, heads, dim] of the cache's dtype to `slots` [tokens], from local head `head`
         on.
         """
 
@@ -38,34 +40,31 @@ def slots_of(blocks: torch.Tensor, block_size: int, start: int, end: int) -> tor
     return blocks[positions // block_size] * block_size + positions % block_size
 
 
-class StridedLayout:
-    """Layouts that plain indexing can address: those of GPU backends.
+View = Callable[[torch.Tensor], torch.Tensor]
 
-    `keys` and `values` give views [kernel block, offset, head, dim] of a cache, whatever the strides. An attention
-    backend may divide each block of `block_size` tokens into kernel blocks, which follow each other in memory, so that
-    a slot has the same number in both.
+
+class StridedLayout:
+    """Layouts that plain indexing can address: those of GPU backends, and of latents.
+
+    `sides` give views [kernel block, offset, head, dim] of a cache, whatever the strides: of K and of V, or of the
+    latent. An attention backend may divide each block of `block_size` tokens into kernel blocks, which follow each
+    other in memory, so that a slot has the same number in both.
     """
 
     def __init__(
-        self,
-        keys: Callable[[torch.Tensor], torch.Tensor],
-        values: Callable[[torch.Tensor], torch.Tensor],
-        block_size: int,
-        kv_heads: int,
-        head_dim: int,
-        kernel_block: int = 0,
+        self, sides: tuple[View, ...], block_size: int, kv_heads: int, head_dim: int, kernel_block: int = 0
     ) -> None:
         """`kernel_block`: tokens of a kernel block, which divide `block_size`; 0: blocks are not divided."""
         self.block_size = block_size
         self.kv_heads = kv_heads
         self.head_dim = head_dim
+        self.sides = len(sides)
         self._kernel_block = kernel_block or block_size
-        self._sides = (keys, values)
+        self._sides = sides
 
-    def views(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a cache as [kernel block, offset, head, dim]."""
-        keys, values = self._sides
-        return keys(cache), values(cache)
+    def views(self, cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The sides of a cache as [kernel block, offset, head, dim]."""
+        return tuple(view(cache) for view in self._sides)
 
     def gather(self, cache: torch.Tensor, blocks: torch.Tensor, start: int, end: int, out: torch.Tensor) -> None:
         size, parts = self._kernel_block, self.block_size // self._kernel_block
@@ -96,18 +95,45 @@ def strided_layout(cache: torch.Tensor, head_dim: int, block_size: int) -> Strid
     """
     shape = tuple(cache.shape)
     if len(shape) == 4 and shape[3] == 2 * head_dim and shape[2] and block_size % shape[2] == 0:
-        return StridedLayout(
-            lambda c: c[..., :head_dim].transpose(1, 2),
-            lambda c: c[..., head_dim:].transpose(1, 2),
-            block_size,
-            shape[1],
-            head_dim,
-            shape[2],
-        )
+        sides = (lambda c: c[..., :head_dim].transpose(1, 2), lambda c: c[..., head_dim:].transpose(1, 2))
+        return StridedLayout(sides, block_size, shape[1], head_dim, shape[2])
     if len(shape) == 5 and shape[2] == block_size and shape[4] == head_dim and (shape[0] == 2) != (shape[1] == 2):
         axis = 0 if shape[0] == 2 else 1
-        return StridedLayout(lambda c: c.select(axis, 0), lambda c: c.select(axis, 1), block_size, shape[3], head_dim)
+        both = (lambda c: c.select(axis, 0), lambda c: c.select(axis, 1))
+        return StridedLayout(both, block_size, shape[3], head_dim)
     raise LayoutError(f"unknown KV cache shape {shape} for block size {block_size} and head_dim {head_dim}")
+
+
+def row_layout(cache: torch.Tensor, row: int, block_size: int) -> StridedLayout:
+    """The layout of a cache with one row of `row` values for each token and head: a latent, [kernel block, offset, row]
+    or with a head of its own, or K and V that differ in channels. Raises LayoutError.
+    """
+    shape = tuple(cache.shape)
+    if len(shape) == 3 and shape[2] == row and shape[1] and block_size % shape[1] == 0:
+        return StridedLayout((lambda c: c.unsqueeze(2),), block_size, 1, row, shape[1])
+    if len(shape) == 4 and shape[3] == row and shape[2] and block_size % shape[2] == 0:
+        return StridedLayout((lambda c: c.transpose(1, 2),), block_size, shape[1], row, shape[2])
+    raise LayoutError(f"unknown KV cache shape {shape} for block size {block_size} and rows of {row}")
+
+
+class StateLayout:
+    """The state of a recurrent layer, of which a block holds one: that after the last token that is computed of it.
+
+    `view` gives [block, side, head, value] of a cache.
+    """
+
+    def __init__(self, view: View, cache: torch.Tensor, block_size: int) -> None:
+        self.block_size = block_size
+        _, self.sides, self.kv_heads, self.head_dim = view(cache).shape
+        self._view = view
+
+    def gather(self, cache: torch.Tensor, blocks: torch.Tensor, start: int, end: int, out: torch.Tensor) -> None:
+        block = blocks[(end - 1) // self.block_size]
+        out[:, 0].copy_(self._view(cache)[block])
+
+    def scatter(self, cache: torch.Tensor, slots: torch.Tensor, head: int, kv: torch.Tensor) -> None:
+        block = slots[0] // self.block_size
+        self._view(cache)[block, :, head : head + kv.shape[2]] = kv[:, 0].to(cache.device)
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -175,6 +201,8 @@ class CpuLayout:
 
     The engine's own kernel writes; what it does to a block is found out once, by writing numbers through it.
     """
+
+    sides = 2
 
     def __init__(self, kernel: Kernel, cache: torch.Tensor, head_dim: int, block_size: int) -> None:
         """`kernel(k, v, k_cache, v_cache, slots)` writes [tokens, heads, dim]. Raises LayoutError."""

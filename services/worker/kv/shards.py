@@ -1,9 +1,15 @@
 """Which rank holds which layers and KV heads, how much that is in segments and frames, and from which exporter ranks an
 importer rank therefore pulls.
+
+The KV of a model consists of components: layers that keep the same for a request. A plain transformer has one. A model
+with sliding windows has one for the windowed layers and one for the others; a model with recurrent layers has one for
+K and V and one for each part of the state. The components of a model have the same order on all of its instances.
 """
 
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -11,6 +17,7 @@ import torch
 from services.worker.kv import KvError, KvFault
 from services.worker.kv.codec import payload_bytes
 from services.worker.kv.wire.protocol import FRAME_BYTES
+from shared.domain.instance import KvKind
 from shared.domain.kv import TOKEN_GROUP, Codec, KvHandle
 
 _CACHED = 256  # answers of each kind
@@ -18,14 +25,16 @@ _CACHED = 256  # answers of each kind
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """How the ranks of one instance share a model's KV: layers by pipeline stage, heads by tensor parallelism.
+    """How the ranks of one instance share a component: layers by pipeline stage, heads by tensor parallelism.
 
-    Ranks are numbered stage by stage, as in the engine. `stages`: layers of each, in order.
+    Ranks are numbered stage by stage, as in the engine. `stages`: layers of the component in each, in order. Its
+    layers are numbered from 0; `numbers` are their numbers in the model, empty where it has all layers of the model.
     """
 
     stages: tuple[int, ...]
     kv_heads: int
     tensor_parallel: int = 1
+    numbers: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -57,12 +66,36 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class RankShape:
-    """The layers and heads of the model that rank `rank` holds, in `dtype`."""
+    """The layers and heads of a component that rank `rank` holds, in `dtype`.
+
+    Each head has `sides` rows of `head_dim` values for a token, K and V by default. A state is stored like the rows of
+    one token, the last one that it covers.
+    """
 
     shards: Shards
     head_dim: int
     dtype: torch.dtype
     rank: int = 0
+    sides: int = 2
+    kind: KvKind = KvKind.HEADS
+    window: int = 0  # of the tokens before the one that is computed next, the last ones that are read; 0: all
+
+    def read(self, start: int, end: int) -> tuple[int, int]:
+        """Which of tokens [start, end) an importer needs that computes token `end` next."""
+        return (max(start, end - self.window) if self.window else start), end
+
+    def kept(self, start: int, end: int, total: int) -> tuple[int, int]:
+        """Which of tokens [start, end) an exporter of `total` tokens stages; empty where the first is not below the
+        second. An importer that has the last token of its prompt computed again reads one token more of a window; a
+        state is that after the last token or none.
+        """
+        if not self.window:
+            return start, end
+        return max(start, total - self.window - (self.kind is not KvKind.STATE)), end
+
+    def codec(self, wanted: Codec) -> Codec:
+        """In which this component is sent if the transfer is coded: lossy codecs are for K and V."""
+        return wanted if self.kind is KvKind.HEADS and self.sides == 2 else Codec.RAW
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -76,14 +109,14 @@ class RankShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in one layer: K and V, all heads of the rank."""
+        """Bytes of one token in one layer: all sides and heads of the rank."""
         start, end = self.heads
-        return 2 * (end - start) * self.head_dim * self.dtype.itemsize
+        return self.sides * (end - start) * self.head_dim * self.dtype.itemsize
 
     def chunk_shape(self, tokens: int) -> tuple[int, int, int, int, int]:
-        """[layers, 2, tokens, heads, head_dim] of that many tokens."""
+        """[layers, sides, tokens, heads, head_dim] of that many tokens."""
         (first_layer, last_layer), (first_head, last_head) = self.layers, self.heads
-        return last_layer - first_layer, 2, tokens, last_head - first_head, self.head_dim
+        return last_layer - first_layer, self.sides, tokens, last_head - first_head, self.head_dim
 
     def chunk_bytes(self, tokens: int) -> int:
         """Bytes of that many tokens over all layers of the rank."""
@@ -96,26 +129,33 @@ class RankShape:
 
     def layers_a_frame(self, tokens: int, heads: int, codec: Codec) -> int:
         """Layers whose coded KV of that many tokens and heads fits one payload."""
-        return max(1, FRAME_BYTES // payload_bytes((1, 2, tokens, heads, self.head_dim), self.dtype, codec))
+        return max(1, FRAME_BYTES // payload_bytes((1, self.sides, tokens, heads, self.head_dim), self.dtype, codec))
+
+
+def held_bytes(shapes: Sequence[RankShape], tokens: int) -> int:
+    """Bytes that an exporter stages for a transfer of that many tokens, of all components."""
+    ranges = (shape.kept(0, tokens, tokens) for shape in shapes)
+    return sum(shape.chunk_bytes(end - start) for shape, (start, end) in zip(shapes, ranges, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Exporter `rank` has layers [layer_start, layer_end) of heads [head_start, head_end); `consumers` importer
-    ranks pull from it.
+    """Exporter `rank` has layers [layer_start, layer_end) of heads [head_start, head_end) of a component; `consumers`
+    importer ranks pull from it, of any component.
     """
 
+    component: int
     rank: int
     layer_start: int
     layer_end: int
     head_start: int
     head_end: int
-    consumers: int
+    consumers: int = 0
 
 
-def exporting(handle: KvHandle, ours: Shards) -> Shards:
-    """How the exporter of a handle shares the model of this instance. Raises KvError(INVALID) when its ranks and
-    layers do not fit.
+def exporting(handle: KvHandle, ours: tuple[Shards, ...]) -> tuple[Shards, ...]:
+    """How the exporter of a handle shares the components of this instance's model. Raises KvError(INVALID) when its
+    ranks and layers do not fit.
     """
     return _shared_by(len(handle.endpoints), handle.stages, ours)
 
@@ -124,57 +164,69 @@ def exporting(handle: KvHandle, ours: Shards) -> Shards:
 
 
 @lru_cache(_CACHED)
-def _shared_by(ranks: int, stages: tuple[int, ...], ours: Shards) -> Shards:
-    stages = stages or (ours.layers,)
-    if not ranks or ranks % len(stages) or min(stages) < 1 or sum(stages) != ours.layers:
-        raise KvError(KvFault.INVALID, f"{ranks} ranks in stages of {stages} layers for a model of {ours.layers}")
-    return Shards(stages, ours.kv_heads, ranks // len(stages))
-
-
-@lru_cache(_CACHED)
-def sources(rank: int, importers: Shards, exporters: Shards) -> tuple[Source, ...]:
-    """The exporter ranks from which importer `rank` pulls, each layer of each of its heads once, in rank order.
-    Raises KvError(INVALID).
-    """
-    wanted = _heads_by_importer(importers, exporters)
-    first, last = importers.layers_of(rank)
+def _shared_by(ranks: int, stages: tuple[int, ...], ours: tuple[Shards, ...]) -> tuple[Shards, ...]:
+    layers = max(each.numbers[-1] + 1 if each.numbers else each.layers for each in ours)
+    stages = stages or (layers,)
+    # The last layers of a model may have no KV of their own, and only some components have all layers.
+    fits = sum(stages) >= layers if all(each.numbers for each in ours) else sum(stages) == layers
+    if not ranks or ranks % len(stages) or min(stages) < 1 or not fits:
+        raise KvError(KvFault.INVALID, f"{ranks} ranks in stages of {stages} layers for a model of {layers}")
+    bounds = [(sum(stages[:stage]), sum(stages[: stage + 1])) for stage in range(len(stages))]
     found = []
-    for each in range(exporters.ranks):
-        heads = wanted[rank % importers.tensor_parallel].get(each % exporters.tensor_parallel)
-        start, end = exporters.layers_of(each)
-        start, end = max(start, first), min(end, last)
-        if heads is not None and start < end:
-            found.append(Source(each, start, end, *heads, _consumers(each, wanted, importers, exporters)))
+    for each in ours:
+        numbers = each.numbers or range(layers)
+        counts = tuple(sum(start <= number < end for number in numbers) for start, end in bounds)
+        found.append(replace(each, stages=counts, tensor_parallel=ranks // len(stages)))
     return tuple(found)
 
 
 @lru_cache(_CACHED)
-def without_importer(importers: Shards, exporters: Shards) -> tuple[int, ...]:
+def sources(rank: int, importers: tuple[Shards, ...], exporters: tuple[Shards, ...]) -> tuple[Source, ...]:
+    """The exporter ranks from which importer `rank` pulls, each layer of each of its heads once, by component and in
+    rank order. Raises KvError(INVALID).
+    """
+    consumers = _consumers(importers, exporters)
+    return tuple(replace(each, consumers=consumers[each.rank]) for each in _pulled(rank, importers, exporters))
+
+
+@lru_cache(_CACHED)
+def without_importer(importers: tuple[Shards, ...], exporters: tuple[Shards, ...]) -> tuple[int, ...]:
     """Exporter ranks from which no importer pulls, since they hold copies. Raises KvError(INVALID)."""
-    wanted = _heads_by_importer(importers, exporters)
-    return tuple(each for each in range(exporters.ranks) if not _consumers(each, wanted, importers, exporters))
+    consumers = _consumers(importers, exporters)
+    return tuple(each for each in range(exporters[0].ranks) if each not in consumers)
 
 
-_Heads = list[dict[int, tuple[int, int]]]  # by importer within a stage: exporter within a stage, and which heads
+@lru_cache(_CACHED)
+def _consumers(importers: tuple[Shards, ...], exporters: tuple[Shards, ...]) -> dict[int, int]:
+    """How many importer ranks pull from each exporter rank that any pulls from."""
+    pulling: defaultdict[int, set[int]] = defaultdict(set)
+    for rank in range(importers[0].ranks):
+        for source in _pulled(rank, importers, exporters):
+            pulling[source.rank].add(rank)
+    return {exporter: len(ranks) for exporter, ranks in pulling.items()}
 
 
-def _consumers(exporter: int, wanted: _Heads, importers: Shards, exporters: Shards) -> int:
-    """How many importer ranks pull from that exporter rank."""
-    start, end = exporters.layers_of(exporter)
-    ranges = (importers.layers_of(rank) for rank in range(0, importers.ranks, importers.tensor_parallel))
-    stages = sum(first < end and start < last for first, last in ranges)
-    return stages * sum(exporter % exporters.tensor_parallel in heads for heads in wanted)
+def _pulled(rank: int, importers: tuple[Shards, ...], exporters: tuple[Shards, ...]) -> list[Source]:
+    found = []
+    for component, (ours, theirs) in enumerate(zip(importers, exporters, strict=True)):
+        first, last = ours.layers_of(rank)
+        heads = _heads_by_exporter(rank, ours, theirs)
+        for each in range(theirs.ranks):
+            start, end = theirs.layers_of(each)
+            start, end = max(start, first), min(end, last)
+            part = heads.get(each % theirs.tensor_parallel)
+            if part is not None and start < end:
+                found.append(Source(component, each, start, end, *part))
+    return found
 
 
-def _heads_by_importer(importers: Shards, exporters: Shards) -> _Heads:
-    wanted: _Heads = []
-    for importer in range(importers.tensor_parallel):
-        at, end = importers.heads_of(importer)
-        heads: dict[int, tuple[int, int]] = {}
-        for exporter in range(exporters.tensor_parallel):
-            first, last = exporters.heads_of(exporter)
-            if first <= at < min(last, end):
-                heads[exporter] = (at, min(last, end))
-                at = min(last, end)
-        wanted.append(heads)
-    return wanted
+def _heads_by_exporter(rank: int, importers: Shards, exporters: Shards) -> dict[int, tuple[int, int]]:
+    """From which tensor-parallel exporters importer `rank` pulls which heads."""
+    at, end = importers.heads_of(rank)
+    heads: dict[int, tuple[int, int]] = {}
+    for exporter in range(exporters.tensor_parallel):
+        first, last = exporters.heads_of(exporter)
+        if first <= at < min(last, end):
+            heads[exporter] = (at, min(last, end))
+            at = min(last, end)
+    return heads

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +28,7 @@ from shared.domain.kv import TOKEN_GROUP, Codec
 _REMEMBERED = 4096  # ended transfers whose reason is kept, so that a late pull fails at once
 LEASE_RENEWALS = 120  # of one transfer by importers that wait; 20 minutes with leases of 30 s
 _FRESH_SHARE = 5 / 6  # a lease of which more than this share is left is not renewed
+_ALIGNED = 64  # bytes
 _SLAB_BYTES = 64 << 20  # a power of two: torch rounds pinned memory up to one
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -36,11 +37,14 @@ Allocate = Callable[[int], torch.Tensor]  # that many bytes
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """KV of tokens [token_start, token_end): contiguous [layers, 2, tokens, heads, head_dim] on the host."""
+    """Tokens [token_start, token_end) of a component: contiguous [layers, sides, tokens, heads, head_dim] on the
+    host.
+    """
 
     token_start: int
     token_end: int
     kv: torch.Tensor
+    component: int = 0
     data: memoryview = field(init=False)  # its bytes, made here because torch is slow at it and no pull waits yet
 
     def __post_init__(self) -> None:
@@ -66,6 +70,7 @@ class CodedSegment:
     token_end: int
     codec: Codec
     payloads: tuple[CodedLayers, ...]
+    component: int = 0
 
 
 Staged = Sequence[Segment | CodedSegment]
@@ -75,13 +80,14 @@ Staged = Sequence[Segment | CodedSegment]
 class Transfer:
     """The state of one export, from its first chunk or confirmation until it has ended and no copy is under way.
 
-    Its segments follow each other without gaps. They stay while a reader has this: one that ends during a copy is
+    Tokens [0, token_end) are staged, of a component with a window those that `RankShape.kept` names. The segments of a
+    component are in the order of their tokens. They stay while a reader has this: one that ends during a copy is
     replaced by one without segments.
     """
 
     transfer_id: str
     expires_s: float = math.inf  # the end of its lease, which begins with the first chunk or confirmation
-    segments: list[Segment | CodedSegment] = field(default_factory=list)
+    segments: dict[int, list[Segment | CodedSegment]] = field(default_factory=dict)  # by component
     token_end: int = 0
     complete: bool = False
     size_bytes: int = 0
@@ -154,20 +160,23 @@ class StagingPool:
             size = f"{size_bytes} of {max(whole_bytes, size_bytes)} bytes"
             raise KvError(KvFault.REFUSED, f"no room for {size} in a staging pool of {self.limit_bytes}")
 
-    def commit(self, transfer_id: str, segments: Staged, size_bytes: int, last: bool) -> int:
-        """An admitted chunk has been copied, after those admitted before it; returns the pool's staged bytes. Raises
-        KvError with the reason when the transfer ended meanwhile, or INTERNAL when tokens before this chunk are
-        missing: the transfer has failed, and so many others have ended since then that its reason is forgotten.
+    def commit(self, transfer_id: str, tokens: tuple[int, int], segments: Staged, size_bytes: int, last: bool) -> int:
+        """An admitted chunk of tokens [start, end) has been copied, after those admitted before it; returns the pool's
+        staged bytes. Raises KvError with the reason when the transfer ended meanwhile, or INTERNAL when tokens before
+        this chunk are missing: the transfer has failed, and so many others have ended since then that its reason is
+        forgotten.
         """
+        start, end = tokens
         with self._lock:
             transfer = self._transfers[transfer_id]
             fault = transfer.fault
-            gap = bool(segments) and segments[0].token_start != transfer.token_end
+            gap = start != transfer.token_end
             if fault is None and not gap:
                 transfer.copying -= 1
-                transfer.segments.extend(segments)
+                for segment in segments:
+                    transfer.segments.setdefault(segment.component, []).append(segment)
                 transfer.size_bytes += size_bytes
-                transfer.token_end = segments[-1].token_end if segments else transfer.token_end
+                transfer.token_end = end
                 transfer.complete = last
                 self._begin_lease(transfer)
                 total = self._used_bytes
@@ -176,7 +185,7 @@ class StagingPool:
             raise KvError(fault)
         if gap:
             self.abandon(transfer_id, size_bytes)
-            raise KvError(KvFault.INTERNAL, f"nothing is staged before token {segments[0].token_start}")
+            raise KvError(KvFault.INTERNAL, f"nothing is staged before token {start}")
         self._on_change()
         return total
 
@@ -302,20 +311,54 @@ class Coding(Protocol):
         """
 
 
+Fill = Callable[[int, int, torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [start, end) of a component that are to be staged: `fill(first, until, kv)` issues the copy of some of
+    them into `kv` [layers, sides, tokens, heads, head_dim]; with a `coding` they are staged coded, by that.
+    """
+
+    start: int
+    end: int
+    fill: Fill
+    coding: Coding | None = None
+    component: int = 0
+
+    def issue(self, part: "Part", to: torch.Tensor) -> None:
+        (self.fill if self.coding is None else self.coding.code)(part.start, part.end, to)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Host memory for tokens [start, end): [layers, 2, tokens, heads, head_dim] and contiguous, or coded bytes."""
+    """Host memory for tokens [start, end) of a piece: [layers, sides, tokens, heads, head_dim] and contiguous, or coded
+    bytes.
+    """
 
+    piece: Piece
     start: int
     end: int
     host: torch.Tensor
 
+    def staged(self) -> Segment | CodedSegment:
+        """The segment, once it has reached the host. Raises KvError(CODEC)."""
+        if self.piece.coding is None:
+            return Segment(self.start, self.end, self.host, self.piece.component)
+        return replace(self.piece.coding.staged(self.start, self.end, self.host), component=self.piece.component)
 
-def staged_of(parts: list[Part], coding: Coding | None) -> Staged:
-    """The segments of parts that have reached the host. Raises KvError(CODEC)."""
-    if coding is None:
-        return [Segment(part.start, part.end, part.host) for part in parts]
-    return [coding.staged(part.start, part.end, part.host) for part in parts]
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What the memory for a component holds: `shape(tokens)` values of `dtype`, at most `segment_tokens` in a piece."""
+
+    shape: Callable[[int], tuple[int, ...]]
+    dtype: torch.dtype
+    segment_tokens: int
+
+    @property
+    def token_bytes(self) -> int:
+        return math.prod(self.shape(1)) * self.dtype.itemsize
 
 
 class HeapMemory:
@@ -323,24 +366,22 @@ class HeapMemory:
 
     slabs: list[Bytes] = []  # all of the memory, where that is fixed
 
-    def __init__(self, shape: Callable[[int], tuple[int, ...]], dtype: torch.dtype, segment_tokens: int) -> None:
-        """`shape`: of the KV of that many tokens."""
-        self._shape = shape
-        self._dtype = dtype
-        self._segment_tokens = segment_tokens
+    def __init__(self, rows: Sequence[Rows]) -> None:
+        """`rows`: by component."""
+        self._rows = rows
 
-    def take(self, start: int, end: int, coding: Coding | None = None) -> list[Part]:
-        """Memory for tokens [start, end) in parts of at most `segment_tokens`, which is free again once nothing refers
-        to it. Raises KvError(REFUSED) when there is too little.
+    def take(self, piece: Piece) -> list[Part]:
+        """Memory for a piece in parts of at most `segment_tokens`, which is free again once nothing refers to it.
+        Raises KvError(REFUSED) when there is too little.
         """
-        parts = []
-        for first in range(start, end, self._segment_tokens):
-            tokens = min(self._segment_tokens, end - first)
-            if coding is None:
-                host = torch.empty(self._shape(tokens), dtype=self._dtype)
+        rows, parts = self._rows[piece.component], []
+        for first in range(piece.start, piece.end, rows.segment_tokens):
+            tokens = min(rows.segment_tokens, piece.end - first)
+            if piece.coding is None:
+                host = torch.empty(rows.shape(tokens), dtype=rows.dtype)
             else:
-                host = torch.empty(coding.size(tokens), dtype=torch.uint8)
-            parts.append(Part(first, first + tokens, host))
+                host = torch.empty(piece.coding.size(tokens), dtype=torch.uint8)
+            parts.append(Part(piece, first, first + tokens, host))
         return parts
 
 
@@ -357,36 +398,32 @@ def pinned(size: int) -> torch.Tensor:
 class PinnedMemory(HeapMemory):
     """A fixed amount of memory that a device copies to by itself, or that a transport has registered.
 
-    It is divided into places of a token. A request is cut to the holes that there are, so that it succeeds while
-    places are left. Places come back when no tensor that shares their memory is left, frames that are being sent
-    included.
+    It is divided into places of a token of the smallest component. A request is cut to the holes that there are, so
+    that it succeeds while places are left. Places come back when no tensor that shares their memory is left, frames
+    that are being sent included.
     """
 
-    def __init__(
-        self,
-        shape: Callable[[int], tuple[int, ...]],
-        dtype: torch.dtype,
-        segment_tokens: int,
-        limit_bytes: int,
-        allocate: Allocate = pinned,
-    ) -> None:
-        """Raises RuntimeError when the host does not give as much."""
-        super().__init__(shape, dtype, segment_tokens)
-        self._token_bytes = math.prod(shape(1)) * dtype.itemsize
-        self._arena = Arena(self._token_bytes, self._places(limit_bytes), allocate)
+    def __init__(self, rows: Sequence[Rows], limit_bytes: int, allocate: Allocate = pinned) -> None:
+        """`rows`: by component. Raises RuntimeError when the host does not give as much."""
+        super().__init__(rows)
+        sizes = [each.token_bytes for each in rows if each.token_bytes]
+        # With several components a place begins where values of any dtype may.
+        self._place_bytes = sizes[0] if len(sizes) == 1 else -(-min(sizes) // _ALIGNED) * _ALIGNED
+        self._arena = Arena(self._place_bytes, self._places(limit_bytes), allocate)
         self.slabs = self._arena.slabs
 
     @property
-    def free_tokens(self) -> int:
+    def free_places(self) -> int:
         return self._arena.free
 
-    def take(self, start: int, end: int, coding: Coding | None = None) -> list[Part]:
-        size = (lambda tokens: tokens * self._token_bytes) if coding is None else coding.size
+    def take(self, piece: Piece) -> list[Part]:
+        rows, coding = self._rows[piece.component], piece.coding
+        size = (lambda tokens: tokens * rows.token_bytes) if coding is None else coding.size
         group = 1 if coding is None else TOKEN_GROUP  # a smaller hole has fewer tokens, in whole groups
         cuts: list[tuple[int, Extent]] = []
-        left = end - start
+        start, left = piece.start, piece.end - piece.start
         while left:
-            tokens = min(left, self._segment_tokens)
+            tokens = min(left, rows.segment_tokens)
             extent = self._arena.cut(self._places(size(tokens)))
             places = len(extent) if extent is not None else 0
             while tokens and self._places(size(tokens)) > places:
@@ -402,13 +439,13 @@ class PinnedMemory(HeapMemory):
         for tokens, extent in cuts:
             # torch keeps the array as long as any tensor shares its memory.
             host = torch.from_numpy(self._arena.bytes_of(extent, size(tokens)))
-            host = host.view(self._dtype).view(self._shape(tokens)) if coding is None else host
-            parts.append(Part(start, start + tokens, host))
+            host = host.view(rows.dtype).view(rows.shape(tokens)) if coding is None else host
+            parts.append(Part(piece, start, start + tokens, host))
             start += tokens
         return parts
 
     def _places(self, size_bytes: int) -> int:
-        return -(-size_bytes // self._token_bytes)
+        return -(-size_bytes // self._place_bytes)
 
 
 @dataclass(slots=True)

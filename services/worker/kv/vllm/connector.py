@@ -22,21 +22,32 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
 from services.worker.kv import KvFault, lossy_salt
 from services.worker.kv.device import Blocks, Copies, DeviceCopies, TorchDevice
-from services.worker.kv.layout import CpuLayout, KvLayout, LayoutError, StridedLayout, slots_of, strided_layout
+from services.worker.kv.layout import (
+    CpuLayout,
+    KvLayout,
+    LayoutError,
+    StateLayout,
+    StridedLayout,
+    row_layout,
+    slots_of,
+    strided_layout,
+)
 from services.worker.kv.rank_messages import PullEnded
-from services.worker.kv.shards import RankShape
-from services.worker.kv.staging import PinnedMemory
-from services.worker.kv.vllm.layers import check_specs, in_order, shards_of, without_draft
-from services.worker.kv.wire.endpoint import UNDER_WAY_BYTES, Faults, KvEndpoint, KvSettings, host_copies
-from services.worker.kv.wire.importing import DTYPES, Load
+from services.worker.kv.shards import RankShape, held_bytes
+from services.worker.kv.staging import Piece, PinnedMemory
+from services.worker.kv.vllm.layers import LayerPart, RankComponent, components_of
+from services.worker.kv.wire.endpoint import UNDER_WAY_BYTES, Faults, KvEndpoint, KvSettings, host_copies, rows_of
+from services.worker.kv.wire.importing import Load
+from shared.domain.instance import KvComponent, KvKind
 from shared.domain.kv import Codec, KvHandle, default_staging
 
 if TYPE_CHECKING:
@@ -77,26 +88,26 @@ class TransferParams(msgspec.Struct, frozen=True, rename={"import_": "import"}, 
 @dataclass(frozen=True, slots=True)
 class ExportChunk:
     """After this step's forward pass, tokens [start, end) of a transfer of `total` lie in `blocks`, which cover the
-    sequence from token 0.
+    sequence from token 0, for each of vLLM's KV cache groups.
     """
 
     transfer_id: str
     start: int
     end: int
     total: int
-    blocks: list[int]
+    blocks: list[list[int]]
     codec: Codec = Codec.RAW
 
 
 @dataclass(frozen=True, slots=True)
 class ImportStart:
-    """Tokens [start, end) of the handle go into `blocks`, which cover the sequence from token 0."""
+    """Tokens [start, end) of the handle go into `blocks`, which cover the sequence from token 0, for each group."""
 
     request_id: str
     handle: KvHandle
     start: int
     end: int
-    blocks: list[int]
+    blocks: list[list[int]]
     timeout_s: float
 
 
@@ -120,7 +131,7 @@ class PolyphaseConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # 
     idle: bool = False
 
 
-class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is untyped here
+class PolyphaseConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
     """Delegates to the scheduler or the worker, of which it has the one of its role; vLLM prescribes the methods."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
@@ -135,12 +146,11 @@ class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is u
             raise ValueError(f"controls must be one for each of the {ranks} ranks, got {len(settings.controls)}")
         if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
             raise ValueError("KV transfer does not support context parallelism: a rank has to hold all tokens")
-        if len(kv_cache_config.kv_cache_groups) > 1:
-            raise ValueError("KV transfer supports models with one KV cache group only")
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             raise ValueError('kv_load_failure_policy must be "recompute"')
         if role is KVConnectorRole.SCHEDULER:
-            self.scheduler = PolyphaseConnectorScheduler(settings, vllm_config.max_concurrent_batches)
+            tail = Tail.of(kv_cache_config)
+            self.scheduler = PolyphaseConnectorScheduler(settings, vllm_config.max_concurrent_batches, tail)
         else:
             self.worker = PolyphaseConnectorWorker(vllm_config, settings, kv_cache_config)
 
@@ -156,6 +166,12 @@ class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is u
         tokens = self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         return tokens, tokens > 0
 
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """The groups whose blocks vLLM need not zero: none. An import does not fill the last block, and a kernel may
+        multiply what an earlier state has left there by zero, which is not zero for all bytes.
+        """
+        return ()
+
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -165,7 +181,9 @@ class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is u
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         self.scheduler.imports_ended(set(connector_output.finished_recving or ()))
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """The blocks may be freed at once: they are not held for a transfer."""
         self.scheduler.request_finished(request)
         return False, None
@@ -200,6 +218,22 @@ class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is u
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PolyphaseConnectorMetadata)
         return metadata
+
+
+class Tail(Enum):
+    """How vLLM treats the last token of a prompt all of whose tokens are imported: it has that token computed again."""
+
+    ANY = auto()  # from the KV of all tokens before it
+    WINDOW = auto()  # from a window, which has to be that of this token: one token less is imported
+    STATE = auto()  # from a state, which would then have that token twice: such a prompt is not imported
+
+    @classmethod
+    def of(cls, cache: "KVCacheConfig") -> "Tail":
+        specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+        if cache.has_mamba_layers or any(isinstance(spec, MambaSpec) for spec in specs):
+            return cls.STATE
+        inner = [each for spec in specs for each in getattr(spec, "kv_cache_specs", {"": spec}).values()]
+        return cls.WINDOW if any(isinstance(spec, SlidingWindowSpec) for spec in inner) else cls.ANY
 
 
 @dataclass(slots=True)
@@ -240,9 +274,10 @@ class _Import:
 class PolyphaseConnectorScheduler:
     """The part in vLLM's scheduler: requests that export or import, by the engine's request id."""
 
-    def __init__(self, settings: KvSettings, batches: int) -> None:
+    def __init__(self, settings: KvSettings, batches: int, tail: Tail) -> None:
         """`batches`: how many the engine has under way at once."""
         self._settings = settings
+        self._tail = tail
         self._batches = batches
         self._empty_steps = 0  # in a row
         self._exports: dict[str, _Export] = {}
@@ -274,7 +309,13 @@ class PolyphaseConnectorScheduler:
             return KvFault.UNSALTED.value
         if not handle.endpoints or handle.tokens <= 0:
             return KvFault.INVALID.value
+        if self._tail is Tail.STATE and handle.tokens >= request.num_prompt_tokens:
+            return KvFault.INVALID.value
         return ""
+
+    def _end_of(self, request: Request, wanted: "_Import") -> int:
+        last = int(request.num_prompt_tokens) - (self._tail is Tail.WINDOW)
+        return min(wanted.handle.tokens, last)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens that an import can add to the computed ones. vLLM may call it several times for a request; the last
@@ -283,7 +324,7 @@ class PolyphaseConnectorScheduler:
         wanted = self._imports.get(request.request_id)
         if wanted is None or wanted.state is not _ImportState.WAITING:
             return 0
-        wanted.wanted_tokens = max(0, _end_of(request, wanted) - num_computed_tokens)
+        wanted.wanted_tokens = max(0, self._end_of(request, wanted) - num_computed_tokens)
         return wanted.wanted_tokens
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -298,7 +339,7 @@ class PolyphaseConnectorScheduler:
             self._next.skips.append(ImportSkip(wanted.handle, error))
             return
         wanted.state = _ImportState.PULLING
-        end, block_ids = _end_of(request, wanted), list(blocks.get_block_ids()[0])
+        end, block_ids = self._end_of(request, wanted), [list(group) for group in blocks.get_block_ids()]
         start = end - num_external_tokens
         self._next.imports.append(
             ImportStart(request.request_id, wanted.handle, start, end, block_ids, wanted.timeout_s)
@@ -333,7 +374,7 @@ class PolyphaseConnectorScheduler:
             return None
         state = output.kv_connector_block_state
         assert state is not None, "vLLM resolves the blocks of every scheduled request"
-        blocks = list(state.resolve_block_ids(request_id)[0])
+        blocks = [list(group) for group in state.resolve_block_ids(request_id)]
         start, export.staged_tokens = export.staged_tokens, end
         params = export.params
         return ExportChunk(params.transfer_id, start, end, export.prompt_tokens, blocks, params.codec)
@@ -357,21 +398,24 @@ class PolyphaseConnectorScheduler:
             self._next.dropped_exports.append(export.params.transfer_id)
 
 
-def _end_of(request: Request, wanted: _Import) -> int:
-    return min(wanted.handle.tokens, int(request.num_prompt_tokens))
+@dataclass(frozen=True, slots=True)
+class _Component:
+    """A component in the caches of a rank. `groups`: the KV cache group of each layer, which has its blocks."""
+
+    shape: RankShape
+    layout: KvLayout
+    caches: list[torch.Tensor]
+    groups: list[int]
+    codec: "DeviceCodec | None"  # where the caches are on a device for which Triton compiles
 
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
     """What one rank has once vLLM has allocated its KV caches."""
 
-    caches: list[torch.Tensor]
-    layout: KvLayout
+    components: list[_Component]
     copies: Copies
-    codec: "DeviceCodec | None"  # where the caches are on a device for which Triton compiles
     endpoint: KvEndpoint
-    layer_start: int
-    head_start: int
 
 
 class PolyphaseConnectorWorker:
@@ -381,11 +425,12 @@ class PolyphaseConnectorWorker:
 
     def __init__(self, config: VllmConfig, settings: KvSettings, cache: "KVCacheConfig") -> None:
         self.faults = Faults(corrupt=settings.fault == "corrupt")
-        self.zero_imports = settings.fault == "zero"
+        self.zero_imports = set(KvKind) if settings.fault == "zero" else set[str]()  # kinds of components
         self._config = config
         self._cache_config = cache
         self._settings = settings
         self._registered: _Rank | None = None
+        self.components: tuple[KvComponent, ...] = ()  # of the model, once its caches are registered
         self._importing = 0  # requests whose import has not been reported as ended
         self._lock = threading.Lock()
         self._progress = threading.Event()
@@ -402,56 +447,52 @@ class PolyphaseConnectorWorker:
         return self._registered
 
     def register_kv_caches(self, caches: dict[str, torch.Tensor]) -> None:
-        """Find out the layout of the engine's KV caches and open the endpoint. Raises LayoutError or OSError."""
-        caches = without_draft(self._config, caches)
-        layers = self._checked_layers(caches)
-        layout = self._layout_of(layers[0])
-        shape = self._shape_of(caches, layers[0].dtype, layout)
-        self._registered = self._opened(layers, layout, shape)
+        """Find out what the engine's KV caches hold and where, and open the endpoint. Raises LayoutError or OSError."""
+        found = components_of(self._config, self._cache_config, caches)
+        shapes = tuple(each.shape for each in found)
+        self.components = tuple(each.model for each in found)
+        longest = held_bytes(shapes, self._config.model_config.max_model_len)
+        held = [part.cache for each in found for part in each.parts]
+        # Layers of different groups may share memory: a block is in use by one group at a time.
+        kv_bytes = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}.values())
+        staging_bytes = self._settings.staging_bytes or default_staging(kv_bytes, longest)
+        copies = self._copies_of(held[0], shapes, staging_bytes)
+        components = [self._component(each, copies) for each in found]
+        endpoint = KvEndpoint(self._settings, shapes, self._import_ended, staging_bytes, self.faults, copies)
+        self._registered = _Rank(components, copies, endpoint)
 
-    def _checked_layers(self, caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The caches by layer, all of one shape and of a dtype that can be transferred."""
-        check_specs(self._config, self._cache_config, caches)
-        layers = in_order(caches)
-        first = layers[0]
-        if any(each.shape != first.shape or each.dtype != first.dtype for each in layers):
-            raise LayoutError("layers have KV caches of different shapes")
-        if first.dtype not in DTYPES.values():
-            known = ", ".join(DTYPES)
-            raise LayoutError(f"KV is stored in {first.dtype}; it can be transferred in {known}: see `dtype`")
-        return layers
+    def _component(self, found: RankComponent, copies: Copies) -> _Component:
+        """With its layout, and the kernels where there are some."""
+        caches, groups = [part.cache for part in found.parts], [part.group for part in found.parts]
+        layouts = {(tuple(part.cache.shape), part.block_size): part for part in found.parts}
+        if len(layouts) > 1:
+            raise LayoutError(f"layers have KV caches of different shapes: {', '.join(map(str, layouts))}")
+        layout: KvLayout = _NoLayers()
+        codec = None
+        if found.parts:
+            layout = self._layout_of(found.parts[0], found.shape)
+            head_start, head_end = found.shape.heads
+            if head_end - head_start != layout.kv_heads:
+                raise LayoutError(
+                    f"rank {found.shape.rank} holds {layout.kv_heads} KV heads, not {head_end - head_start}"
+                )
+            if len(set(groups)) == 1:
+                codec = codec_on_device(caches, layout, found.shape, copies.upload, lossy=self._settings.lossy)
+        return _Component(found.shape, layout, caches, groups, codec)
 
-    def _layout_of(self, cache: torch.Tensor) -> KvLayout:
-        head_dim, block_size = self._config.model_config.get_head_size(), self._config.cache_config.block_size
+    def _layout_of(self, part: LayerPart, shape: RankShape) -> KvLayout:
+        cache, block_size, head_dim = part.cache, part.block_size, shape.head_dim
+        if part.view is not None:
+            return StateLayout(part.view, cache, block_size)
+        if shape.kind is KvKind.HEADS and shape.sides == 1 and cache.device.type == "cpu":
+            raise LayoutError(
+                "K and V differ in channels, which the CPU backend orders in its own way"
+            )
+        if shape.sides == 1:
+            return checked(row_layout(cache, head_dim, block_size), cache, self._cache_config.num_blocks)
         if cache.device.type == "cpu":
             return self._cpu_layout(cache, head_dim, block_size)
-        return device_layout(cache, head_dim, block_size, self._cache_config.num_blocks)
-
-    def _shape_of(self, caches: dict[str, torch.Tensor], dtype: torch.dtype, layout: KvLayout) -> RankShape:
-        """The layers and heads of this rank, which the caches have to hold."""
-        rank = get_pp_group().rank_in_group * get_tp_group().world_size + get_tp_group().rank_in_group
-        shape = RankShape(shards_of(self._config, rank, caches), layout.head_dim, dtype, rank)
-        head_start, head_end = shape.heads
-        if head_end - head_start != layout.kv_heads:
-            raise LayoutError(f"rank {rank} holds {layout.kv_heads} KV heads, not {head_end - head_start}")
-        return shape
-
-    def _opened(self, layers: list[torch.Tensor], layout: KvLayout, shape: RankShape) -> _Rank:
-        """Allocate staging memory, prepare the kernels, and open the endpoint."""
-        longest = shape.chunk_bytes(self._config.model_config.max_model_len)
-        staging_bytes = self._settings.staging_bytes or default_staging(sum(each.nbytes for each in layers), longest)
-        copies = self._copies_of(layers[0], shape, staging_bytes)
-        codec = codec_on_device(layers, layout, shape, copies.upload, lossy=self._settings.lossy)
-        endpoint = KvEndpoint(self._settings, shape, self._import_ended, staging_bytes, self.faults, copies)
-        return _Rank(
-            caches=layers,
-            layout=layout,
-            copies=copies,
-            codec=codec,
-            endpoint=endpoint,
-            layer_start=shape.layers[0],
-            head_start=shape.heads[0],
-        )
+        return checked(strided_layout(cache, head_dim, block_size), cache, self._cache_config.num_blocks)
 
     def _cpu_layout(self, cache: torch.Tensor, head_dim: int, block_size: int) -> CpuLayout:
         from vllm import _custom_ops as ops
@@ -472,22 +513,20 @@ class PolyphaseConnectorWorker:
         _log.info("KV layout (%s): %s", isa, layout.describe())
         return layout
 
-    def _copies_of(self, cache: torch.Tensor, shape: RankShape, staging_bytes: int) -> Copies:
+    def _copies_of(self, cache: torch.Tensor, shapes: tuple[RankShape, ...], staging_bytes: int) -> Copies:
         if cache.device.type == "cpu":
-            return host_copies(shape, staging_bytes, fixed=self._settings.nixl)
-        segment = shape.segment_tokens()
-        memory = PinnedMemory(shape.chunk_shape, shape.dtype, segment, staging_bytes + UNDER_WAY_BYTES)
-        values = shape.chunk_bytes(segment) // shape.dtype.itemsize
-        scratch = scratch_segments(shape, self._config.scheduler_config.max_num_batched_tokens)
-        return DeviceCopies(TorchDevice(cache), memory, values, scratch)
+            return host_copies(shapes, staging_bytes, fixed=self._settings.nixl)
+        memory = PinnedMemory(rows_of(shapes), staging_bytes + UNDER_WAY_BYTES)
+        scratch = scratch_segments(shapes, self._config.scheduler_config.max_num_batched_tokens)
+        return DeviceCopies(TorchDevice(cache), memory, segment_bytes(shapes), scratch)
 
     def start_load_kv(self, step: PolyphaseConnectorMetadata) -> None:
         """Start and end imports; while the engine has nothing but imports to wait for, wait a moment for one."""
         endpoint = self._rank.endpoint
         for each in step.imports:
             self._importing += 1
-            destination = self._destination(each)
-            endpoint.load(Load(each.request_id, each.handle, each.start, each.end, destination, each.timeout_s))
+            destinations = self._destinations(each)
+            endpoint.load(Load(each.request_id, each.handle, each.start, each.end, destinations, each.timeout_s))
         for transfer_id in step.cancelled_imports:
             endpoint.cancel(transfer_id)
         for skip in step.skips:
@@ -498,21 +537,26 @@ class PolyphaseConnectorWorker:
             # The engine steps as fast as it can while a request waits for KV; without this it takes a whole core.
             self._progress.wait(_IDLE_WAIT_S)
 
-    def _destination(self, start: ImportStart) -> Blocks:
-        rank = self._rank
-        block_size = rank.layout.block_size
+    def _destinations(self, start: ImportStart) -> tuple[Blocks, ...]:
+        copies = self._rank.copies
+        blocks, freed = [torch.tensor(group) for group in start.blocks], copies.freed()
+        return tuple(self._destination(each, start, blocks, freed) for each in self._rank.components)
+
+    def _destination(self, to: _Component, start: ImportStart, blocks: list[torch.Tensor], freed: Any) -> Blocks:
+        first, last = to.shape.read(start.start, start.end)
+        slots = {group: slots_of(blocks[group], to.layout.block_size, first, last) for group in set(to.groups)}
         return Blocks(
-            caches=rank.caches,
-            layout=rank.layout,
-            slots=slots_of(torch.tensor(start.blocks), block_size, start.start, start.end),
-            token_start=start.start,
-            layer_start=rank.layer_start,
-            head_start=rank.head_start,
-            copies=rank.copies,
-            freed=rank.copies.freed(),
-            zero=self.zero_imports,
-            codec=rank.codec,
-            null_slots=block_size,  # vLLM's null block is number 0
+            caches=to.caches,
+            layout=to.layout,
+            slots=[slots[group] for group in to.groups],
+            token_start=first,
+            layer_start=to.shape.layers[0],
+            head_start=to.shape.heads[0],
+            copies=self._rank.copies,
+            freed=freed,
+            zero=to.shape.kind.value in self.zero_imports,
+            codec=to.codec,
+            null_slots=to.layout.block_size,  # vLLM's null block is number 0
         )
 
     def save_kv(self, step: PolyphaseConnectorMetadata) -> None:
@@ -523,22 +567,33 @@ class PolyphaseConnectorWorker:
             self._stage(chunk)
 
     def _stage(self, chunk: ExportChunk) -> None:
-        rank, blocks = self._rank, torch.tensor(chunk.blocks)
+        blocks = [torch.tensor(group) for group in chunk.blocks]
+        pieces = []
+        for index, component in enumerate(self._rank.components):
+            start, end = component.shape.kept(chunk.start, chunk.end, chunk.total)
+            if start < end and component.caches:
+                pieces.append(self._piece(index, component, blocks, (start, end), chunk.codec))
+        self._rank.endpoint.stage(chunk.transfer_id, (chunk.start, chunk.end), chunk.total, pieces)
+
+    def _piece(
+        self, index: int, component: _Component, blocks: list[torch.Tensor], tokens: tuple[int, int], codec: Codec
+    ) -> Piece:
+        layout, device_codec, groups = component.layout, component.codec, component.groups
 
         def slots(start: int, end: int) -> torch.Tensor:
-            return slots_of(blocks, rank.layout.block_size, start, end)
+            return slots_of(blocks[groups[0]], layout.block_size, start, end)
 
         def fill(start: int, end: int, kv: torch.Tensor) -> None:
-            if rank.codec is not None and rank.codec.gather(slots(start, end), kv):
+            if device_codec is not None and device_codec.gather(slots(start, end), kv):
                 return
-            uploaded = rank.copies.upload(blocks)
-            for layer, cache in enumerate(rank.caches):
-                rank.layout.gather(cache, uploaded, start, end, kv[layer])
+            uploaded = {group: self._rank.copies.upload(blocks[group]) for group in set(groups)}
+            for layer, (cache, group) in enumerate(zip(component.caches, groups, strict=True)):
+                layout.gather(cache, uploaded[group], start, end, kv[layer])
 
         coding = None
-        if rank.codec is not None and chunk.codec.lossy:
-            coding = rank.codec.coding(chunk.codec, chunk.end - chunk.start, slots)
-        rank.endpoint.stage(chunk.transfer_id, chunk.start, chunk.end, chunk.total, fill, coding)
+        if device_codec is not None and component.shape.codec(codec).lossy:
+            coding = device_codec.coding(codec, tokens[1] - tokens[0], slots)
+        return Piece(*tokens, fill, coding, index)
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Requests whose import has ended since the last call, and those of them for which it failed. The model may
@@ -567,23 +622,40 @@ class PolyphaseConnectorWorker:
             self._registered = None
 
 
-def scratch_segments(shape: RankShape, step_tokens: int) -> int:
+class _NoLayers:
+    """The layout of a component of which a pipeline stage has no layers."""
+
+    block_size, kv_heads, head_dim, sides = 1, 0, 0, 0
+
+    def gather(self, cache: torch.Tensor, blocks: torch.Tensor, start: int, end: int, out: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def scatter(self, cache: torch.Tensor, slots: torch.Tensor, head: int, kv: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+def segment_bytes(shapes: tuple[RankShape, ...]) -> int:
+    """Of the largest segment."""
+    return max(shape.chunk_bytes(1 if shape.kind is KvKind.STATE else shape.segment_tokens()) for shape in shapes)
+
+
+def scratch_segments(shapes: tuple[RankShape, ...], step_tokens: int) -> int:
     """How many segments of scratch memory a device gets: room for a whole step's KV, within `_SCRATCH_BYTES`."""
-    segment = shape.segment_tokens()
-    for_a_step = math.ceil(step_tokens / segment)
-    affordable = _SCRATCH_BYTES // shape.chunk_bytes(segment)
+    for_a_step = sum(
+        1 if shape.kind is KvKind.STATE else math.ceil(step_tokens / shape.segment_tokens()) for shape in shapes
+    )
+    affordable = _SCRATCH_BYTES // segment_bytes(shapes)
     return max(_MIN_SCRATCH_SEGMENTS, min(for_a_step, affordable))
 
 
-def device_layout(cache: torch.Tensor, head_dim: int, block_size: int, blocks: int) -> StridedLayout:
-    """Of a cache on a device. Raises LayoutError unless its blocks are the scheduler's, or these divided evenly: slots
-    would be counted otherwise than vLLM's scheduler counts blocks.
+def checked(layout: StridedLayout, cache: torch.Tensor, blocks: int) -> StridedLayout:
+    """The layout, whose blocks have to be the scheduler's, or these divided evenly: slots would be counted otherwise
+    than vLLM's scheduler counts blocks. Raises LayoutError.
     """
-    layout = strided_layout(cache, head_dim, block_size)
-    keys, _ = layout.views(cache)
-    held = keys.shape[0] * keys.shape[1]
-    if held != blocks * block_size:
-        raise LayoutError(f"the KV cache has {held} tokens, and vLLM counts {blocks} blocks of {block_size}")
+    view = layout.views(cache)[0]
+    held = view.shape[0] * view.shape[1]
+    if held != blocks * layout.block_size:
+        raise LayoutError(f"the KV cache has {held} tokens, and vLLM counts {blocks} blocks of {layout.block_size}")
     return layout
 
 
@@ -593,7 +665,7 @@ def codec_on_device(
     """Triton's kernels for caches on a device; None for caches in host memory. Also None, with a warning that names the
     reason, where the kernels do not work: torch then moves KV, and the CPU codes it.
     """
-    if caches[0].device.type == "cpu" or not isinstance(layout, StridedLayout):
+    if caches[0].device.type == "cpu" or not isinstance(layout, StridedLayout) or layout.sides != 2:
         return None
     try:
         from services.worker.kv.device_codec import KERNEL_FAULTS, DeviceCodec, warn_of_fallback

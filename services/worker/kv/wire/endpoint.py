@@ -11,17 +11,18 @@ import msgspec
 
 from services.worker.kv import KvError, KvFault, rank_messages
 from services.worker.kv.codec import prepare
-from services.worker.kv.device import Copies, Fill
+from services.worker.kv.device import Copies
 from services.worker.kv.rank_control import ControlServer
 from services.worker.kv.rank_events import EventSender
 from services.worker.kv.rank_messages import PullEnded, RankStats
-from services.worker.kv.shards import RankShape
+from services.worker.kv.shards import RankShape, held_bytes
 from services.worker.kv.staging import (
     LEASE_RENEWALS,
     Bytes,
-    Coding,
     HeapMemory,
+    Piece,
     PinnedMemory,
+    Rows,
     Staged,
     StagingPool,
     plain,
@@ -33,7 +34,7 @@ from services.worker.kv.wire.protocol import MAX_LIFE_S, MAX_WINDOW_BYTES
 from services.worker.kv.wire.puller import OnEnd, Puller
 from services.worker.kv.wire.server import KvServer
 from services.worker.kv.wire.tcp_transport import TcpTransport
-from shared.domain.kv import KvHandle
+from shared.domain.kv import Codec, KvHandle
 
 UNDER_WAY_BYTES = 64 << 20  # staged KV that was released while frames of it are still being sent
 
@@ -80,12 +81,15 @@ class KvSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return PullLimits(self.connect_timeout_s, self.pull_timeout_s, self.inbox_bytes, connections=self.connections)
 
 
-def host_copies(shape: RankShape, staging_bytes: int, *, fixed: bool) -> Copies:
+def rows_of(shapes: Sequence[RankShape]) -> list[Rows]:
+    """What host memory holds for the components of a rank."""
+    return [Rows(shape.chunk_shape, shape.dtype, shape.segment_tokens()) for shape in shapes]
+
+
+def host_copies(shapes: Sequence[RankShape], staging_bytes: int, *, fixed: bool) -> Copies:
     """For a cache in host memory. `fixed`: into memory that is allocated once, so that NIXL can register it."""
-    kv, dtype, segment = shape.chunk_shape, shape.dtype, shape.segment_tokens()
-    if not fixed:
-        return Copies(HeapMemory(kv, dtype, segment))
-    return Copies(PinnedMemory(kv, dtype, segment, staging_bytes + UNDER_WAY_BYTES, plain))
+    rows = rows_of(shapes)
+    return Copies(PinnedMemory(rows, staging_bytes + UNDER_WAY_BYTES, plain) if fixed else HeapMemory(rows))
 
 
 @dataclass(slots=True)
@@ -101,7 +105,7 @@ class KvEndpoint:
     def __init__(
         self,
         settings: KvSettings,
-        shape: RankShape,
+        shapes: tuple[RankShape, ...],
         on_end: OnEnd,
         staging_bytes: int,
         faults: Faults | None = None,
@@ -109,19 +113,20 @@ class KvEndpoint:
         limits: PullLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Binds and starts at once. `copies`: how KV leaves the cache, by default one in host memory; closed with this.
-        `limits` are those of the settings by default; `clock` is that of the leases. Raises OSError when an address
-        cannot be bound.
+        """Binds and starts at once. `shapes`: of the rank, by component. `copies`: how KV leaves the cache, by default
+        one in host memory; closed with this. `limits` are those of the settings by default; `clock` is that of the
+        leases. Raises OSError when an address cannot be bound.
         """
         if settings.lossy:
-            prepare(shape.dtype)
+            for dtype in {shape.dtype for shape in shapes if shape.codec(Codec.INT8) is Codec.INT8}:
+                prepare(dtype)
         faults, limits = faults or Faults(), limits or settings.limits
         self.settings = settings
-        self._shape = shape
+        self._shapes = shapes
         self._on_end = on_end
-        self._rank = shape.rank
-        self._stats = RankStats(rank=shape.rank, staging_limit_bytes=staging_bytes)
-        self.copies = copies or host_copies(shape, staging_bytes, fixed=settings.nixl)
+        self._rank = shapes[0].rank
+        self._stats = RankStats(rank=self._rank, staging_limit_bytes=staging_bytes)
+        self.copies = copies or host_copies(shapes, staging_bytes, fixed=settings.nixl)
         # The server's and the puller's thread have a transport each. Prefetched KV stays where NIXL has read it to; the
         # window is for KV that passes through.
         self.exporting = self._transport(staging=self.copies.memory.slabs)
@@ -140,10 +145,10 @@ class KvEndpoint:
         )
         enter, died = self.copies.enter, self._thread_ended
         self.server = KvServer(
-            settings.endpoints[shape.rank],
+            settings.endpoints[self._rank],
             self.exporting,
             self.pool,
-            shape,
+            shapes,
             settings.generation,
             settings.fingerprint,
             self._stats,
@@ -151,9 +156,9 @@ class KvEndpoint:
             died,
             enter,
         )
-        self.puller = Puller(self.importing, shape, self._ended, limits, self._stats, died, enter)
+        self.puller = Puller(self.importing, shapes, self._ended, limits, self._stats, died, enter)
         self._control = (
-            ControlServer(settings.controls[shape.rank], settings.control_key, settings.curve, self.carry_out, died)
+            ControlServer(settings.controls[self._rank], settings.control_key, settings.curve, self.carry_out, died)
             if settings.controls
             else None
         )
@@ -183,17 +188,15 @@ class KvEndpoint:
     def staged_bytes(self) -> int:
         return self.pool.staged_bytes
 
-    def stage(
-        self, transfer_id: str, start: int, end: int, total: int, fill: Fill, coding: Coding | None = None
-    ) -> None:
-        """Stage tokens [start, end) of a transfer of `total` tokens: `fill(start, end, kv)` copies KV into `kv`
-        [layers, 2, tokens, heads, dim], of this rank's layers and heads; or a `coding` brings it to the host coded.
+    def stage(self, transfer_id: str, tokens: tuple[int, int], total: int, pieces: Sequence[Piece]) -> None:
+        """Stage tokens [start, end) of a transfer of `total` tokens: of each component the piece that
+        `RankShape.kept` names.
 
-        Without room the transfer fails, which an event reports; this neither waits nor raises for it. `fill` may only
-        issue the copies, and KV can be pulled once they are done: see `device.Copies`.
+        Without room the transfer fails, which an event reports; this neither waits nor raises for it. Pieces may only
+        issue their copies, and KV can be pulled once they are done: see `device.Copies`.
         """
-        size = self._shape.chunk_bytes(end - start) if coding is None else coding.total_bytes
-        whole, last = self._shape.chunk_bytes(total), end == total
+        size = sum(map(self._size_of, pieces))
+        whole, last = held_bytes(self._shapes, total), tokens[1] == total
         try:
             self.pool.admit(transfer_id, size, whole)
         except KvError as error:
@@ -206,18 +209,23 @@ class KvEndpoint:
                 self._not_staged(transfer_id, size, result)
                 return
             try:
-                staged_bytes = self.pool.commit(transfer_id, result, size, last)
+                staged_bytes = self.pool.commit(transfer_id, tokens, result, size, last)
             except KvError:  # the transfer ended meanwhile, and its end has been reported
                 return
-            self._events.send(rank_messages.StagedChunk(transfer_id, self._rank, end, last, staged_bytes))
+            self._events.send(rank_messages.StagedChunk(transfer_id, self._rank, tokens[1], last, staged_bytes))
 
         try:
-            self.copies.stage(start, end, fill, done, coding)
+            self.copies.stage(pieces, done)
         except KvError as error:
             self._not_staged(transfer_id, size, error)
         except BaseException:
             self.pool.abandon(transfer_id, size)
             raise
+
+    def _size_of(self, piece: Piece) -> int:
+        if piece.coding is not None:
+            return piece.coding.total_bytes
+        return self._shapes[piece.component].chunk_bytes(piece.end - piece.start)
 
     def _not_staged(self, transfer_id: str, size: int, error: Exception) -> None:
         self.pool.abandon(transfer_id, size, error.fault if isinstance(error, KvError) else KvFault.INTERNAL)

@@ -17,6 +17,7 @@ from services.worker.kv.rank_messages import PullEnded
 from services.worker.kv.shards import RankShape, Source
 from services.worker.kv.wire.protocol import WINDOW_BYTES, Buffer, Frame, Received, Sent
 from services.worker.kv.wire.tcp_transport import TcpLink
+from shared.domain.instance import KvKind
 from shared.domain.kv import Codec, KvHandle
 
 Arrived = np.ndarray[Any, np.dtype[np.bool_]]  # [layers, tokens] of a part that have arrived
@@ -24,15 +25,19 @@ _log = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class Destination(Protocol):
-    """Where imported KV goes. The puller's thread calls it, not after the import has ended."""
+    """Where a component of imported KV goes. The puller's thread calls it, not after the import has ended."""
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which it wants KV."""
 
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
-        """Write KV [2, tokens, heads, head_dim] of one layer; numbers are those of the prompt and the whole model.
+        """Write [sides, tokens, heads, head_dim] of one layer; numbers are those of the prompt and the whole component.
         The memory of `kv` is used again once this returns.
         """
 
@@ -51,7 +56,7 @@ class Destination(Protocol):
         """
 
     def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
-        """Memory for KV [2, tokens, heads, head_dim] of one layer in this order, into which the KV is received
+        """Memory for [sides, tokens, heads, head_dim] of one layer in this order, into which the KV is received
         directly; it may then turn out to be wrong, which fails the import. Empty where there is none.
         """
 
@@ -61,7 +66,8 @@ class Destination(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The engine has blocks for tokens [token_start, token_end) of the handle. `request_id` is the engine's.
+    """The engine has blocks for tokens [token_start, token_end) of the handle, in a destination for each component.
+    `request_id` is the engine's.
 
     The import may take `timeout_s` in all, which may be infinite: an import without progress fails sooner.
     """
@@ -70,7 +76,7 @@ class Load:
     handle: KvHandle
     token_start: int
     token_end: int
-    destination: Destination
+    destinations: tuple[Destination, ...]
     timeout_s: float
 
 
@@ -130,7 +136,8 @@ class Import:
     def finish(self, load: Load, rank: int, error: KvError | None) -> PullEnded:
         """End the writes of a load, also after a failure, since its blocks are the engine's; how it has ended."""
         try:
-            load.destination.finish()
+            for destination in load.destinations:
+                destination.finish()
         except Exception as failure:
             error = error or as_kv_error(failure)
         return PullEnded(
@@ -148,11 +155,16 @@ class Import:
 
 
 class Part:
-    """What one exporter rank, over one connection, contributes to an import."""
+    """What one exporter rank, over one connection, contributes to a component of an import."""
 
-    def __init__(self, owner: Import, source: Source, link: TcpLink, pull_id: int, window_bytes: int) -> None:
+    def __init__(
+        self, owner: Import, source: Source, shape: RankShape, link: TcpLink, pull_id: int, window_bytes: int
+    ) -> None:
         self.owner = owner
         self.source = source
+        self.shape = shape
+        self.tokens = shape.read(owner.token_start, owner.token_end)
+        self.codec = shape.codec(owner.handle.codec)
         self.link = link
         self.pull_id = pull_id
         self.granted_bytes = window_bytes  # in all
@@ -160,8 +172,8 @@ class Part:
         self._received_bytes = 0
         self._losses = link.losses
         self._sequence = 0
-        tokens = owner.token_end - owner.token_start
-        self._arrived = np.zeros((source.layer_end - source.layer_start, tokens), dtype=bool)
+        start, end = self.tokens
+        self._arrived = np.zeros((source.layer_end - source.layer_start, end - start), dtype=bool)
         self._missing = self._arrived.size
 
     @property
@@ -207,17 +219,24 @@ class Part:
         self._sequence += 1
         self._received_bytes += size_bytes
 
-    def expected(self, frame: Frame, shape: RankShape) -> Arrived:
+    @property
+    def dtype(self) -> str:
+        """The exporter's. A state is in the dtype that the model prescribes; K and V are in the engine's."""
+        return dtype_name(self.shape.dtype) if self.shape.kind is KvKind.STATE else self.owner.handle.dtype
+
+    def expected(self, frame: Frame) -> Arrived:
         """The layers and tokens that the frame adds, none of which have arrived. Raises KvError(PROTOCOL) unless it
         is the next frame and fits the pull.
         """
-        owner, handle, source = self.owner, self.owner.handle, self.source
+        handle, source, shape = self.owner.handle, self.source, self.shape
         wanted = {
             "transfer_id": handle.transfer_id,
             "generation": handle.generation,
-            "codec": handle.codec,
-            "dtype": handle.dtype,
+            "codec": self.codec,
+            "dtype": self.dtype,
+            "component": source.component,
             "layers": shape.shards.layers,
+            "sides": shape.sides,
             "head_dim": shape.head_dim,
             "head_start": source.head_start,
             "head_end": source.head_end,
@@ -228,10 +247,11 @@ class Part:
         for name, value in wanted.items():
             if (got := getattr(frame, name)) != value:
                 raise KvError(KvFault.PROTOCOL, f"frame does not belong to the pull: its {name} is {got}, not {value}")
-        inside = owner.token_start <= frame.token_start < frame.token_end <= owner.token_end
+        start, end = self.tokens
+        inside = start <= frame.token_start < frame.token_end <= end
         if not inside or not source.layer_start <= frame.layer_start < frame.layer_end <= source.layer_end:
             raise KvError(KvFault.PROTOCOL, "frame is out of range")
-        tokens = slice(frame.token_start - owner.token_start, frame.token_end - owner.token_start)
+        tokens = slice(frame.token_start - start, frame.token_end - start)
         first = source.layer_start
         arrived = self._arrived[frame.layer_start - first : frame.layer_end - first, tokens]
         if np.count_nonzero(arrived):
@@ -244,7 +264,8 @@ def write_frame(frame: Frame, payload: Buffer, load: Load) -> None:
     start, end = max(frame.token_start, load.token_start), min(frame.token_end, load.token_end)
     if start >= end:
         return
-    raw, dtype, to = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8)), DTYPES[frame.dtype], load.destination
+    raw, dtype = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8)), DTYPES[frame.dtype]
+    to = load.destinations[frame.component]
     if (start, end) == (frame.token_start, frame.token_end):
         layers, heads = (frame.layer_start, frame.layer_end), (frame.head_start, frame.head_end)
         if to.take(layers, (start, end), heads, raw, dtype, frame.codec):
@@ -257,14 +278,14 @@ def write_frame(frame: Frame, payload: Buffer, load: Load) -> None:
 
 def direct_views(frame: Frame, size_bytes: int, load: Load) -> list[memoryview]:
     """Memory into which the frame's payload may be received directly; empty where there is none."""
-    dtype = DTYPES.get(frame.dtype)
+    dtype, to = DTYPES.get(frame.dtype), load.destinations[frame.component]
     inside = load.token_start <= frame.token_start < frame.token_end <= load.token_end
-    if frame.codec.lossy or dtype is None or dtype is not load.destination.dtype or not inside:
+    if frame.codec.lossy or dtype is None or dtype is not to.dtype or not inside:
         return []
     tokens, heads = (frame.token_start, frame.token_end), (frame.head_start, frame.head_end)
     views: list[memoryview] = []
     for layer in range(frame.layer_start, frame.layer_end):
-        room = load.destination.room(layer, tokens, heads)
+        room = to.room(layer, tokens, heads)
         if not room:
             return []
         views.extend(room)

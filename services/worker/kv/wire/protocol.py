@@ -35,8 +35,8 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Pull(Message, frozen=True):
-    """Request tokens [token_start, token_end) of layers [layer_start, layer_end) and heads [head_start, head_end),
-    both numbered over the whole model, coded by `codec`.
+    """Request tokens [token_start, token_end) of layers [layer_start, layer_end) and heads [head_start, head_end) of a
+    component (`kv.shards`), both numbered over all of it, coded by `codec`.
 
     `rank` of `ranks` importers requests them; `consumers` of these pull from this exporter rank. The exporter
     forgets the pull when it has received nothing from the importer for `timeout_s`.
@@ -58,6 +58,7 @@ class Pull(Message, frozen=True):
     consumers: int
     credit_bytes: int
     timeout_s: float
+    component: int = 0
 
 
 class Credit(Message, frozen=True):
@@ -96,10 +97,10 @@ class Renew(Message, frozen=True):
 
 
 class Frame(Message, frozen=True):
-    """Header of one payload: KV [layer_end - layer_start, 2, tokens, heads, head_dim] in `dtype`, coded by
-    `codec`.
+    """Header of one payload: [layer_end - layer_start, sides, tokens, heads, head_dim] of a component in `dtype`, coded
+    by `codec`.
 
-    Tokens, layers and heads are ranges numbered over the prompt and the whole model; `rank` of `ranks` exporters
+    Tokens, layers and heads are ranges numbered over the prompt and the whole component; `rank` of `ranks` exporters
     sent it.
     """
 
@@ -111,7 +112,7 @@ class Frame(Message, frozen=True):
     dtype: str
     layer_start: int
     layer_end: int
-    layers: int  # of the model
+    layers: int  # of the component
     token_start: int
     token_end: int
     head_start: int
@@ -120,11 +121,13 @@ class Frame(Message, frozen=True):
     rank: int
     ranks: int
     checksum: int  # xxh3_64 of the payload; 0 where the transport sends it behind the payload
+    component: int = 0
+    sides: int = 2
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         layers = self.layer_end - self.layer_start
-        return layers, 2, self.token_end - self.token_start, self.head_end - self.head_start, self.head_dim
+        return layers, self.sides, self.token_end - self.token_start, self.head_end - self.head_start, self.head_dim
 
 
 class Sent(Message, frozen=True):

@@ -56,19 +56,19 @@ class Puller:
     def __init__(
         self,
         transport: TcpTransport,
-        shape: RankShape,
+        shapes: tuple[RankShape, ...],
         on_end: OnEnd,
         limits: PullLimits,
         stats: RankStats,
         on_death: Callable[[str, BaseException], None],
         enter: Callable[[], None],
     ) -> None:
-        """`stats` counts imports and received bytes. On the puller's thread `enter` is called first, and
-        `on_death(thread, error)` when a bug ends it.
+        """`shapes`: of the rank, by component. `stats` counts imports and received bytes. On the puller's thread
+        `enter` is called first, and `on_death(thread, error)` when a bug ends it.
         """
-        self.imports = Imports(transport, shape, on_end, limits, stats)
+        self.imports = Imports(transport, shapes, on_end, limits, stats)
         self._transport = transport
-        self._rank = shape.rank
+        self._rank = shapes[0].rank
         self._on_death = on_death
         self._enter = enter
         self._commands: deque[Callable[[Imports], None]] = deque()
@@ -137,14 +137,20 @@ class Imports:
     """The imports under way on one rank. The puller's thread owns it."""
 
     def __init__(
-        self, transport: TcpTransport, shape: RankShape, on_end: OnEnd, limits: PullLimits, stats: RankStats
+        self,
+        transport: TcpTransport,
+        shapes: tuple[RankShape, ...],
+        on_end: OnEnd,
+        limits: PullLimits,
+        stats: RankStats,
     ) -> None:
         self.dropped = 0  # messages that are malformed
-        self.peers = Peers(transport, shape, limits, self._place)
+        self.peers = Peers(transport, shapes, limits, self._place)
         self._imports: dict[str, Import] = {}
         self._parts: dict[int, Part] = {}  # of all imports, by the id of their pull
         self._limits = limits
-        self._shape = shape
+        self._rank = shapes[0].rank
+        self._windows = any(shape.window for shape in shapes)
         self._on_end = on_end
         self._stats = stats
         self._check_s = self._sweep_s = 0.0
@@ -155,12 +161,16 @@ class Imports:
         known = self._imports.get(load.handle.transfer_id)
         if known is not None and known.load is not None:
             self.reject(load, KvError(KvFault.INVALID, "the transfer is being imported already"))
-        elif known is not None and known.handle == load.handle and known.token_end >= load.token_end:
+        elif known is not None and known.handle == load.handle and self._covers(known, load):
             self._join(known, load)
         else:
             if known is not None:
                 self._end(known, KvError(KvFault.CANCELLED))
             self._begin(load.handle, (load.token_start, load.token_end), load.timeout_s, load)
+
+    def _covers(self, known: Import, load: Load) -> bool:
+        """Whether a prefetch has all that the load needs: a window is that before the end of either."""
+        return known.token_end == load.token_end or (known.token_end > load.token_end and not self._windows)
 
     def _join(self, known: Import, load: Load) -> None:
         known.load = load
@@ -209,7 +219,7 @@ class Imports:
             self._end(each, error)
 
     def reject(self, load: Load, error: KvError) -> None:
-        self._report(load, PullEnded.without_pull(load.handle.transfer_id, self._shape.rank, str(error)))
+        self._report(load, PullEnded.without_pull(load.handle.transfer_id, self._rank, str(error)))
 
     def _report(self, load: Load, ended: PullEnded) -> None:
         self._stats.pulls_ok += ended.ok
@@ -251,7 +261,7 @@ class Imports:
                 send(part.link, protocol.Cancel(part.pull_id))
         self._empty_inbox(known)
         if known.load is not None:
-            self._report(known.load, known.finish(known.load, self._shape.rank, error))
+            self._report(known.load, known.finish(known.load, self._rank, error))
             # Also after a failure: the engine recomputes, and no other import will pull this rank's share.
             self.peers.confirm(known.handle)
 
@@ -293,7 +303,7 @@ class Imports:
         if part is None or part.owner.load is None or not isinstance(frame, Frame):
             return None
         try:
-            announced.arrived = part.expected(frame, self._shape)
+            announced.arrived = part.expected(frame)
         except KvError:  # raised again once the payload has arrived
             return None
         views = direct_views(frame, size_bytes, part.owner.load)
@@ -324,7 +334,7 @@ class Imports:
     def _handle_frame(self, part: Part, frame: Frame, received: protocol.Received) -> None:
         known, size, payload = part.owner, received.payload_bytes, received.payload
         arrived = self._read(received.header).arrived
-        part.admit(part.expected(frame, self._shape) if arrived is None else arrived, size)
+        part.admit(part.expected(frame) if arrived is None else arrived, size)
         check_frame(frame, received)
         known.progress_s = time.monotonic()
         known.wire_bytes += size
@@ -405,10 +415,14 @@ def send(link: TcpLink, message: protocol.Message) -> None:
 class Peers:
     """Links to exporters by address, several where that is set. The puller's thread owns it."""
 
-    def __init__(self, transport: TcpTransport, shape: RankShape, limits: PullLimits, place: Place) -> None:
+    def __init__(
+        self, transport: TcpTransport, shapes: tuple[RankShape, ...], limits: PullLimits, place: Place
+    ) -> None:
         self.links: dict[tuple[str, int], TcpLink] = {}
         self._transport = transport
-        self._shape = shape
+        self._shapes = shapes
+        self._shards = tuple(shape.shards for shape in shapes)
+        self._rank = shapes[0].rank
         self._window_bytes = limits.window_bytes
         self._connections = limits.connections
         self._place = place
@@ -422,41 +436,44 @@ class Peers:
         A large pull is divided by layers between connections, so that all of them are busy with each chunk. Raises
         KvError or OSError, with the parts filled so far.
         """
-        handle, shape = wanted.handle, self._shape
+        handle = wanted.handle
         lanes = [(lane, part) for source in self._sources(handle) for lane, part in self._divided(source, wanted)]
         window_bytes = max(1, self._window_bytes // len(lanes))
         for lane, source in lanes:
             link = self._link(handle.endpoints[source.rank], lane)
             self._last_pull_id += 1
-            part = Part(wanted, source, link, self._last_pull_id, window_bytes)
+            part = Part(wanted, source, self._shapes[source.component], link, self._last_pull_id, window_bytes)
             wanted.parts.append(part)
             pull = protocol.Pull(
                 pull_id=part.pull_id,
                 transfer_id=handle.transfer_id,
                 generation=handle.generation,
                 fingerprint=handle.fingerprint,
-                codec=handle.codec,
+                codec=part.codec,
                 layer_start=source.layer_start,
                 layer_end=source.layer_end,
-                token_start=wanted.token_start,
-                token_end=wanted.token_end,
+                token_start=part.tokens[0],
+                token_end=part.tokens[1],
                 head_start=source.head_start,
                 head_end=source.head_end,
-                rank=shape.rank,
-                ranks=shape.shards.ranks,
+                rank=self._rank,
+                ranks=self._shards[0].ranks,
                 consumers=source.consumers,
                 credit_bytes=window_bytes,
                 timeout_s=silence_s,
+                component=source.component,
             )
             send(link, pull)
 
     def _sources(self, handle: KvHandle) -> tuple[Source, ...]:
-        return sources(self._shape.rank, self._shape.shards, exporting(handle, self._shape.shards))
+        return sources(self._rank, self._shards, exporting(handle, self._shards))
 
     def _divided(self, source: Source, wanted: Import) -> list[tuple[int, Source]]:
+        shape = self._shapes[source.component]
         layers, heads = source.layer_end - source.layer_start, source.head_end - source.head_start
         dtype = DTYPES.get(wanted.handle.dtype)
-        layer_bytes = (wanted.token_end - wanted.token_start) * 2 * heads * self._shape.head_dim
+        start, end = shape.read(wanted.token_start, wanted.token_end)
+        layer_bytes = (end - start) * shape.sides * heads * shape.head_dim
         size_bytes = layers * layer_bytes * (dtype.itemsize if dtype is not None else 1)
         count = max(1, min(self._connections, layers, size_bytes // LANE_BYTES))
         bounds = [source.layer_start + layers * each // count for each in range(count + 1)]
@@ -464,7 +481,7 @@ class Peers:
 
     def confirm(self, handle: KvHandle) -> None:
         """Notify the exporters that this rank needs no more of the handle. Best effort: leases expire anyway."""
-        rank, ours = self._shape.rank, self._shape.shards
+        rank, ours = self._rank, self._shards
         try:
             consumers = {each.rank: each.consumers for each in self._sources(handle)}
             if rank == 0:
@@ -480,9 +497,9 @@ class Peers:
         renewal follows soon.
         """
         try:
-            for source in self._sources(handle):
+            for exporter in {source.rank for source in self._sources(handle)}:
                 renew = protocol.Renew(handle.transfer_id, handle.generation)
-                send(self._link(handle.endpoints[source.rank], 0), renew)
+                send(self._link(handle.endpoints[exporter], 0), renew)
         except (KvError, OSError) as error:
             _log.debug("cannot renew the lease of %s: %s", handle.transfer_id, error)
 

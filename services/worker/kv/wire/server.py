@@ -16,6 +16,7 @@ from services.worker.kv.rank_messages import RankStats
 from services.worker.kv.shards import RankShape
 from services.worker.kv.staging import CodedSegment, Segment, StagingPool, Transfer
 from services.worker.kv.wire import protocol
+from services.worker.kv.wire.importing import dtype_name
 from services.worker.kv.wire.protocol import Buffer, Frame
 from services.worker.kv.wire.tcp_transport import TcpTransport
 
@@ -34,7 +35,7 @@ class KvServer:
         address: str,
         transport: TcpTransport,
         pool: StagingPool,
-        shape: RankShape,
+        shapes: tuple[RankShape, ...],
         generation: int,
         fingerprint: str,
         stats: RankStats,
@@ -42,8 +43,8 @@ class KvServer:
         on_death: Callable[[str, BaseException], None],
         enter: Callable[[], None],
     ) -> None:
-        """Binds at once. Raises OSError when the address is taken. `stats` counts pulls and bytes that were sent;
-        `corrupt` is fault injection for tests.
+        """Binds at once. Raises OSError when the address is taken. `shapes`: of the rank, by component. `stats` counts
+        pulls and bytes that were sent; `corrupt` is fault injection for tests.
 
         On the server's thread `enter` is called first, and `on_death(thread, error)` when a bug ends it.
         """
@@ -52,7 +53,7 @@ class KvServer:
         self._transport = transport
         self._listener = transport.listen(address)
         self._pool = pool
-        self._shape = shape
+        self._shapes = shapes
         self._generation = generation
         self._fingerprint = fingerprint
         self._corrupt = corrupt
@@ -90,7 +91,7 @@ class KvServer:
                     self._receive()
                 self._expire()
         except Exception as error:
-            _log.exception("the KV server of rank %d ended", self._shape.rank)
+            _log.exception("the KV server of rank %d ended", self._shapes[0].rank)
             self._on_death("server", error)
         finally:
             self._transport.close()
@@ -112,7 +113,8 @@ class KvServer:
             case protocol.Pull():
                 fault = self._objection(request)
                 if fault is None:
-                    self._servings[peer, request.pull_id] = Serving(request, self._shape, time.monotonic())
+                    shape = self._shapes[request.component]
+                    self._servings[peer, request.pull_id] = Serving(request, shape, time.monotonic())
                 else:
                     self.stats.pulls_refused += 1
                     self._refuse(peer, request.pull_id, KvError(fault))
@@ -136,8 +138,11 @@ class KvServer:
             return KvFault.STALE
         if pull.fingerprint != self._fingerprint:
             return KvFault.FINGERPRINT
+        if not 0 <= pull.component < len(self._shapes):
+            return KvFault.INVALID
+        shape = self._shapes[pull.component]
         tokens = 0 <= pull.token_start < pull.token_end
-        (first_layer, last_layer), (first_head, last_head) = self._shape.layers, self._shape.heads
+        (first_layer, last_layer), (first_head, last_head) = shape.layers, shape.heads
         layers = first_layer <= pull.layer_start < pull.layer_end <= last_layer
         heads = first_head <= pull.head_start < pull.head_end <= last_head
         credit = 0 < pull.credit_bytes <= protocol.MAX_WINDOW_BYTES
@@ -242,7 +247,7 @@ class Serving:
         """The next frame and its payload; None while nothing is staged for it or the grant is used up. `seal`: the
         frame carries the payload's checksum.
 
-        Raises KvError when the transfer is complete and shorter than the pull, or cannot be coded.
+        Raises KvError when the transfer is complete and has not all tokens of the pull, or cannot be coded.
         """
         if self.sent_bytes >= self._granted_bytes or self.finished:
             return None
@@ -266,8 +271,11 @@ class Serving:
         return frame, payload
 
     def _find(self, transfer: Transfer) -> Segment | CodedSegment | None:
-        while self._segment < len(transfer.segments):
-            segment = transfer.segments[self._segment]
+        segments = transfer.segments.get(self.pull.component, [])
+        while self._segment < len(segments):
+            segment = segments[self._segment]
+            if segment.token_start > self._token:
+                raise KvError(KvFault.INVALID, f"token {self._token} was not exported, only from {segment.token_start}")
             if segment.token_end > self._token:
                 return segment
             self._segment += 1
@@ -326,7 +334,7 @@ class Serving:
             transfer_id=transfer.transfer_id,
             generation=generation,
             codec=pull.codec,
-            dtype=str(shape.dtype).removeprefix("torch."),
+            dtype=dtype_name(shape.dtype),
             layer_start=self._layer,
             layer_end=last_layer,
             layers=shape.shards.layers,
@@ -338,6 +346,8 @@ class Serving:
             rank=shape.rank,
             ranks=shape.shards.ranks,
             checksum=digest,
+            component=pull.component,
+            sides=shape.sides,
         )
 
     def _advance(self, last_layer: int, end: int, size_bytes: int) -> None:

@@ -49,8 +49,8 @@ class LateDevice:
         finally:
             self._current.stream = before
 
-    def scratch(self, values: int) -> torch.Tensor:
-        return torch.full((values,), float("nan"))
+    def scratch(self, size_bytes: int) -> torch.Tensor:
+        return torch.full((size_bytes // 4,), float("nan")).view(torch.uint8)
 
     def download(self, to: torch.Tensor, source: torch.Tensor) -> None:
         self.issue(lambda: to.copy_(source))

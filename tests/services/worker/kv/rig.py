@@ -15,6 +15,7 @@ from services.worker.kv.device import Copies
 from services.worker.kv.rank_events import KvEvents
 from services.worker.kv.rank_messages import Prefetch, PullEnded
 from services.worker.kv.shards import RankShape, Shards
+from services.worker.kv.staging import Piece
 from services.worker.kv.wire.endpoint import Faults, KvEndpoint, KvSettings
 from services.worker.kv.wire.importing import Load, PullLimits
 from shared.domain.kv import Codec, KvHandle
@@ -130,7 +131,7 @@ class Rig:
                 curve_secret=curve[1] if curve else "",
                 **settings,
             ),
-            RankShape(Shards(stages, KV_HEADS, ranks), DIM, dtype, rank),
+            (RankShape(Shards(stages, KV_HEADS, ranks), DIM, dtype, rank),),
             lambda _, ended: self.results.put(ended),
             staging_bytes,
             faults,
@@ -165,7 +166,7 @@ class Rig:
     ) -> Capture:
         end = end or handle.tokens
         capture = capture or Capture(start, end)
-        importer.load(Load(f"request-{handle.transfer_id}", handle, start, end, capture, timeout_s))
+        importer.load(Load(f"request-{handle.transfer_id}", handle, start, end, (capture,), timeout_s))
         return capture
 
     def result(self) -> PullEnded:
@@ -236,4 +237,5 @@ def stage(
 
     step = each or max(1, end - start)
     for first in range(start, max(end, start + 1), step):
-        exporter.stage(name, first, min(end, first + step), tokens, fill)
+        until = min(end, first + step)
+        exporter.stage(name, (first, until), tokens, [Piece(first, until, fill)])

@@ -26,7 +26,7 @@ from services.worker.kv.device import Blocks, Copies
 from services.worker.kv.device_codec import DeviceCodec
 from services.worker.kv.layout import slots_of, strided_layout
 from services.worker.kv.shards import RankShape, Shards
-from services.worker.kv.staging import HeapMemory
+from services.worker.kv.staging import HeapMemory, Rows
 from services.worker.kv.vllm.connector import codec_on_device
 from shared.domain.kv import Codec
 from tests.services.worker.kv.rig import DIM, KV_HEADS, LAYERS, model_kv
@@ -148,8 +148,8 @@ def test_after_a_kernel_has_failed_torch_moves_kv_and_the_cpu_codes_it(
     assert coding is not None
     for _ in range(3):
         if use == "decode":
-            copies = Copies(HeapMemory(SHAPE.chunk_shape, torch.float32, TOKENS))
-            into = Blocks(caches, layout, slots, 0, 0, 0, copies, None, False, kernels)
+            copies = Copies(HeapMemory([Rows(SHAPE.chunk_shape, torch.float32, TOKENS)]))
+            into = Blocks(caches, layout, [slots] * len(caches), 0, 0, 0, copies, None, False, kernels)
             payload = encode(model_kv(TOKENS), Codec.INT8)
             assert not into.take((0, LAYERS), (0, TOKENS), (0, KV_HEADS), payload, torch.float32, Codec.INT8)
         elif use == "gather":

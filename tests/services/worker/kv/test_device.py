@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from services.worker.kv import KvError, KvFault
 from services.worker.kv.device import Blocks, Copies, DeviceCopies, TorchDevice
 from services.worker.kv.layout import slots_of, strided_layout
-from services.worker.kv.staging import HeapMemory, PinnedMemory, Segment
+from services.worker.kv.staging import HeapMemory, Piece, PinnedMemory, Rows, Segment
 from shared.domain.kv import Codec
 from tests.gpu.rates import LOSSY, measure, show
 from tests.services.worker.kv.late_device import LateDevice
@@ -30,8 +30,11 @@ def shape(tokens: int) -> tuple[int, ...]:
     return 1, 2, tokens, 1, 2
 
 
+ROWS = [Rows(shape, torch.float32, SEGMENT)]
+
+
 def pinned(limit_bytes: int) -> PinnedMemory:
-    return PinnedMemory(shape, torch.float32, SEGMENT, limit_bytes, lambda size: torch.zeros(size, dtype=torch.uint8))
+    return PinnedMemory(ROWS, limit_bytes, lambda size: torch.zeros(size, dtype=torch.uint8))
 
 
 class Run:
@@ -40,8 +43,8 @@ class Run:
     def __init__(self, device: LateDevice, scratch: int = 2, memory: HeapMemory | None = None) -> None:
         self.device = device
         self.cache = torch.zeros(shape(16))
-        memory = memory or HeapMemory(shape, torch.float32, SEGMENT)
-        self.copies = DeviceCopies(cast(Any, device), memory, 4 * SEGMENT, scratch)
+        memory = memory or HeapMemory(ROWS)
+        self.copies = DeviceCopies(cast(Any, device), memory, 16 * SEGMENT, scratch)
         self.results: queue.Queue[Result] = queue.Queue()
         self.deaths: list[str] = []
 
@@ -78,7 +81,7 @@ def exported(device: LateDevice, scratch: int, *, imports: bool = False) -> list
     """
     with running(device, scratch) as run:
         run.model(1.0)
-        run.copies.stage(0, 14, run.fill, run.results.put)
+        run.copies.stage([Piece(0, 14, run.fill)], run.results.put)
         if imports:
             with run.copies.writing(run.copies.freed()):
                 run.model(2.0)
@@ -105,7 +108,7 @@ def test_the_engines_thread_does_not_wait() -> None:
     with running(device, 1) as run:
         for _ in range(3):
             run.model(1.0)
-            run.copies.stage(0, 16, run.fill, run.results.put)
+            run.copies.stage([Piece(0, 16, run.fill)], run.results.put)
             with run.copies.writing(run.copies.freed()):
                 run.model(2.0)
             run.copies.written()
@@ -153,8 +156,8 @@ def test_a_failed_gather_is_raised_and_the_next_one_is_right() -> None:
 
         run.model(1.0)
         with pytest.raises(RuntimeError):
-            run.copies.stage(0, 12, fill, run.results.put)
-        run.copies.stage(0, 12, run.fill, run.results.put)
+            run.copies.stage([Piece(0, 12, fill)], run.results.put)
+        run.copies.stage([Piece(0, 12, run.fill)], run.results.put)
         assert run.staged() == [1.0] * 12
         assert run.results.empty()
 
@@ -163,35 +166,35 @@ def test_a_copy_that_the_device_lost_fails_alone_and_a_bug_ends_the_thread() -> 
     device = LateDevice()
     with running(device) as run:
         device.broken = RuntimeError("an illegal memory access")
-        run.copies.stage(0, 4, run.fill, run.results.put)
+        run.copies.stage([Piece(0, 4, run.fill)], run.results.put)
         assert run.result() is device.broken
         device.broken = None
-        run.copies.stage(0, 4, run.fill, run.results.put)
+        run.copies.stage([Piece(0, 4, run.fill)], run.results.put)
         assert isinstance(run.result(), list)
         assert run.deaths == []
-        run.copies.stage(0, 4, run.fill, lambda _: {}["a bug"])
+        run.copies.stage([Piece(0, 4, run.fill)], lambda _: {}["a bug"])
     assert run.deaths == ["copies"]
 
 
 def test_pinned_memory_of_a_chunk_is_kept_until_it_has_been_copied_and_without_any_nothing_is_issued() -> None:
     memory = pinned(8 * 16)
-    run, free, copied = Run(LateDevice(), 2, memory), memory.free_tokens, threading.Event()
-    run.copies.stage(0, 8, lambda *_: None, lambda _: copied.set())
-    assert memory.free_tokens == free - 8  # nothing else refers to it yet
-    taken = memory.take(0, memory.free_tokens)
+    run, free, copied = Run(LateDevice(), 2, memory), memory.free_places, threading.Event()
+    run.copies.stage([Piece(0, 8, lambda *_: None)], lambda _: copied.set())
+    assert memory.free_places == free - 8  # nothing else refers to it yet
+    taken = memory.take(Piece(0, memory.free_places, lambda *_: None))
     with pytest.raises(KvError) as raised:
-        run.copies.stage(0, 4, lambda *_: pytest.fail("nothing is gathered"), run.results.put)
+        run.copies.stage([Piece(0, 4, lambda *_: pytest.fail("nothing is gathered"))], run.results.put)
     assert raised.value.fault is KvFault.REFUSED
     run.copies.start(lambda *_: None)
     assert copied.wait(WAIT_S)
     run.copies.close()
     del taken
-    assert memory.free_tokens == free
+    assert memory.free_places == free
 
 
 def test_beside_a_cache_on_the_host_all_is_done_when_a_call_returns() -> None:
-    copies, cache, results = Copies(HeapMemory(shape, torch.float32, SEGMENT)), torch.ones(shape(6)), list[Result]()
-    copies.stage(0, 6, lambda first, until, kv: kv.copy_(cache[:, :, first:until]), results.append)
+    copies, cache, results = Copies(HeapMemory(ROWS)), torch.ones(shape(6)), list[Result]()
+    copies.stage([Piece(0, 6, lambda first, until, kv: kv.copy_(cache[:, :, first:until]))], results.append)
     (staged,) = results
     assert isinstance(staged, list)
     assert [segment.kv.shape[2] for segment in staged] == [4, 2]
@@ -248,9 +251,9 @@ class Decoder:
 def test_tokens_outside_of_a_window_are_not_written_to_the_null_block(numbers: list[int], first: int) -> None:
     cache, kv = torch.zeros(4, HEADS, BLOCK, 2 * DIM), torch.randn(2, TOKENS, HEADS, DIM)
     layout, decoder = strided_layout(cache, DIM, BLOCK), Decoder()
-    copies = Copies(HeapMemory(lambda tokens: (1, 2, tokens, HEADS, DIM), cache.dtype, BLOCK))
+    copies = Copies(HeapMemory([Rows(lambda tokens: (1, 2, tokens, HEADS, DIM), cache.dtype, BLOCK)]))
     slots = slots_of(torch.tensor(numbers), BLOCK, 0, TOKENS)
-    blocks = Blocks([cache], layout, slots, 0, 0, 0, copies, None, False, cast(Any, decoder), null_slots=BLOCK)
+    blocks = Blocks([cache], layout, [slots], 0, 0, 0, copies, None, False, cast(Any, decoder), null_slots=BLOCK)
     blocks.write(0, 0, 0, kv)
     assert not cache[0].any()
     out = torch.empty_like(kv)

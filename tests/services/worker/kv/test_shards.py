@@ -22,9 +22,10 @@ def test_every_rank_gets_its_layers_and_heads_once_and_consumers_are_counted(
     ours: tuple[int, ...], theirs: tuple[int, ...], importing: int, exporting: int, kv_heads: int
 ) -> None:
     importers, exporters = Shards(ours, kv_heads, importing), Shards(theirs, kv_heads, exporting)
+    pairs = (importers,), (exporters,)
     asked: dict[int, int] = {}
     for rank in range(importers.ranks):
-        got = sources(rank, importers, exporters)
+        got = sources(rank, *pairs)
         pulled = [
             place for s in got for place in product(range(s.layer_start, s.layer_end), range(s.head_start, s.head_end))
         ]
@@ -37,10 +38,10 @@ def test_every_rank_gets_its_layers_and_heads_once_and_consumers_are_counted(
             assert first <= source.head_start < source.head_end <= last
             asked[source.rank] = asked.get(source.rank, 0) + 1
     for rank in range(importers.ranks):
-        for source in sources(rank, importers, exporters):
+        for source in sources(rank, *pairs):
             assert source.consumers == asked[source.rank]
-    assert set(asked) | set(without_importer(importers, exporters)) == set(range(exporters.ranks))
-    assert not set(asked) & set(without_importer(importers, exporters))
+    assert set(asked) | set(without_importer(*pairs)) == set(range(exporters.ranks))
+    assert not set(asked) & set(without_importer(*pairs))
 
 
 def test_ranks_are_numbered_stage_by_stage() -> None:
@@ -51,14 +52,14 @@ def test_ranks_are_numbered_stage_by_stage() -> None:
         ((1, 3), (0, 2)),
         ((1, 3), (2, 4)),
     ]
-    (source,) = sources(0, Shards((1, 2), 4), Shards((3,), 4))
+    (source,) = sources(0, (Shards((1, 2), 4),), (Shards((3,), 4),))
     assert (source.rank, source.layer_start, source.layer_end, source.consumers) == (0, 0, 1, 2)
 
 
 def test_replicated_heads() -> None:
     assert [Shards((3,), 2, 4).heads_of(rank) for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
-    assert without_importer(Shards((3,), 2), Shards((3,), 2, 4)) == (1, 3)
-    assert without_importer(Shards((3,), 2), Shards((1, 2), 2, 4)) == (1, 3, 5, 7)
+    assert without_importer((Shards((3,), 2),), (Shards((3,), 2, 4),)) == (1, 3)
+    assert without_importer((Shards((3,), 2),), (Shards((1, 2), 2, 4),)) == (1, 3, 5, 7)
 
 
 def test_uneven_splits_are_refused() -> None:
@@ -67,11 +68,11 @@ def test_uneven_splits_are_refused() -> None:
 
 
 def test_how_an_exporter_shares_stands_in_its_handle() -> None:
-    ours = Shards((1, 2), 4, 2)
-    assert exporting(handle(1), ours) == Shards((3,), 4)
-    assert exporting(handle(2), ours) == Shards((3,), 4, 2)
-    assert exporting(handle(2, (2, 1)), ours) == Shards((2, 1), 4)
-    assert exporting(handle(6, (1, 1, 1)), ours) == Shards((1, 1, 1), 4, 2)
+    ours = (Shards((1, 2), 4, 2),)
+    assert exporting(handle(1), ours) == (Shards((3,), 4),)
+    assert exporting(handle(2), ours) == (Shards((3,), 4, 2),)
+    assert exporting(handle(2, (2, 1)), ours) == (Shards((2, 1), 4),)
+    assert exporting(handle(6, (1, 1, 1)), ours) == (Shards((1, 1, 1), 4, 2),)
 
 
 @pytest.mark.parametrize(
@@ -80,4 +81,4 @@ def test_how_an_exporter_shares_stands_in_its_handle() -> None:
 )
 def test_handles_that_do_not_add_up_are_refused(ranks: int, stages: tuple[int, ...]) -> None:
     with pytest.raises(KvError):
-        exporting(handle(ranks, stages), Shards((3,), 4))
+        exporting(handle(ranks, stages), (Shards((3,), 4),))

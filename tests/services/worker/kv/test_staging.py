@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.kv import KvError, KvFault
-from services.worker.kv.staging import HeapMemory, Part, PinnedMemory, Segment, StagingPool
+from services.worker.kv.staging import HeapMemory, Part, Piece, PinnedMemory, Rows, Segment, StagingPool
 from tests.services.worker.kv.rig import Clock
 
 
@@ -27,7 +28,7 @@ class Pool(StagingPool):
 
     def stage(self, name: str, start: int = 0, end: int = 5, size: int = 100, last: bool = True, whole: int = 0) -> int:
         self.admit(name, size, whole)
-        return self.commit(name, [Segment(start, end, torch.zeros(1))], size, last)
+        return self.commit(name, (start, end), [Segment(start, end, torch.zeros(1))], size, last)
 
     def fault_of(self, name: str) -> KvFault:
         with pytest.raises(KvError) as raised:
@@ -42,7 +43,7 @@ def test_chunks_add_up_until_the_last() -> None:
     assert pool.stage("t", 5, 9) == 200
     transfer = pool.open("t")
     assert transfer is not None
-    assert (transfer.token_end, transfer.complete, len(transfer.segments)) == (9, True, 2)
+    assert (transfer.token_end, transfer.complete, len(transfer.segments[0])) == (9, True, 2)
     assert pool.changes == 2
 
 
@@ -142,7 +143,7 @@ def test_a_release_while_copies_run_wins_and_ends_the_transfer_when_they_are_ove
     assert pool.release("a")
     assert (pool.staged_bytes, pool.ends) == (120, [])  # what was staged before is free at once
     with pytest.raises(KvError):
-        pool.commit("a", [Segment(5, 9, torch.zeros(1))], 70, last=True)
+        pool.commit("a", (5, 9), [Segment(5, 9, torch.zeros(1))], 70, last=True)
     pool.abandon("a", 50)
     assert not pool.release("a")
     assert (pool.staged_bytes, pool.ends) == (0, [("a", 0)])
@@ -169,7 +170,7 @@ def zeros(size: int) -> torch.Tensor:
 
 def pinned(tokens: int, segment: int = 8) -> PinnedMemory:
     """Of exactly so many tokens, in host memory that is not pinned."""
-    return PinnedMemory(shape, torch.float32, segment, tokens * TOKEN_BYTES, zeros)
+    return PinnedMemory([Rows(shape, torch.float32, segment)], tokens * TOKEN_BYTES, zeros)
 
 
 def coded(share: int, more: int = 0) -> SimpleNamespace:
@@ -177,12 +178,16 @@ def coded(share: int, more: int = 0) -> SimpleNamespace:
     return SimpleNamespace(size=lambda tokens: more + tokens * TOKEN_BYTES // share)
 
 
+def piece(start: int, end: int, coding: Any = None) -> Piece:
+    return Piece(start, end, lambda *_: None, coding)
+
+
 def sizes(parts: list[Part]) -> list[int]:
     return [part.end - part.start for part in parts]
 
 
 def test_parts_follow_each_other_in_segments() -> None:
-    parts = HeapMemory(shape, torch.float16, 4).take(5, 15)
+    parts = HeapMemory([Rows(shape, torch.float16, 4)]).take(piece(5, 15))
     assert [(part.start, part.end) for part in parts] == [(5, 9), (9, 13), (13, 15)]
     assert all(part.host.is_contiguous() and part.host.dtype == torch.float16 for part in parts)
     assert [part.host.shape[2] for part in parts] == sizes(parts)
@@ -201,11 +206,11 @@ def test_places_belong_to_one_part_at_a_time_and_none_is_lost(
             assert all(bool((part.host == value).all()) for part in parts)
             parts = []
             continue
-        parts, free = [], memory.free_tokens
+        parts, free = [], memory.free_places
         with suppress(KvError):
-            parts = memory.take(0, tokens, coding)  # type: ignore[arg-type]
+            parts = memory.take(piece(0, tokens, coding))
         if not parts:
-            assert memory.free_tokens == free
+            assert memory.free_places == free
             assert free < 64 if coding else free < tokens
             continue
         number = (number + 1) % 256
@@ -218,41 +223,41 @@ def test_places_belong_to_one_part_at_a_time_and_none_is_lost(
                 assert part.host.numel() == coding.size(part.end - part.start)
             part.host.fill_(number)
         if coding is None:
-            assert memory.free_tokens == free - tokens
+            assert memory.free_places == free - tokens
         held.append((number, parts))
         del part
     held.clear()
     parts.clear()
-    assert memory.free_tokens == 64
+    assert memory.free_places == 64
 
 
 def test_where_holes_are_small_parts_have_fewer_tokens_coded_ones_in_whole_groups() -> None:
     memory = pinned(64, segment=96)
-    held = [memory.take(0, 8) for _ in range(8)]
+    held = [memory.take(piece(0, 8)) for _ in range(8)]
     del held[1], held[3]  # two holes of eight places
     with pytest.raises(KvError):
-        memory.take(0, 96, coded(2))  # type: ignore[arg-type]
-    assert memory.free_tokens == 16
-    assert sizes(memory.take(0, 70, coded(5))) == [32, 38]  # type: ignore[arg-type]
+        memory.take(piece(0, 96, coded(2)))
+    assert memory.free_places == 16
+    assert sizes(memory.take(piece(0, 70, coded(5)))) == [32, 38]  # type: ignore[arg-type]
     memory = pinned(9)
-    parts = [memory.take(0, size) for size in (2, 1, 3, 1, 2)]
+    parts = [memory.take(piece(0, size)) for size in (2, 1, 3, 1, 2)]
     del parts[4], parts[2], parts[0]
-    assert sizes(memory.take(0, 7)) == [3, 2, 2]  # the largest hole first where none is large enough
+    assert sizes(memory.take(piece(0, 7))) == [3, 2, 2]  # the largest hole first where none is large enough
 
 
 def test_a_view_keeps_its_places() -> None:
     memory = pinned(16)
-    (part,) = memory.take(0, 8)
+    (part,) = memory.take(piece(0, 8))
     frame = part.host[1:2, :, 2:4].numpy().data
     del part
-    assert memory.free_tokens == 8
+    assert memory.free_places == 8
     del frame
-    assert memory.free_tokens == 16
+    assert memory.free_places == 16
 
 
 @pytest.mark.parametrize("limit", [1, 100 * TOKEN_BYTES + 1, (64 << 20) + 1])
 def test_memory_is_as_large_as_requested_in_slabs_of_at_most_a_power_of_two(limit: int) -> None:
-    memory = PinnedMemory(shape, torch.float32, 8, limit, zeros)
+    memory = PinnedMemory([Rows(shape, torch.float32, 8)], limit, zeros)
     slabs = [slab.nbytes for slab in memory.slabs]
-    assert limit <= memory.free_tokens * TOKEN_BYTES == sum(slabs)
+    assert limit <= memory.free_places * TOKEN_BYTES == sum(slabs)
     assert max(slabs) <= 64 << 20

@@ -38,6 +38,7 @@ from services.worker.engines.vllm_patches import make_stage_buffers, overlap_on_
 from services.worker.engines.vllm_start import CPU_WORKER
 from services.worker.kv.vllm.layers import stages_of
 from services.worker.settings import PP_LAYERS
+from shared.domain.instance import KvKind
 
 DEVICE = os.environ.get("POLYPHASE_TEST_DEVICE", "cpu")  # as torch calls it
 if DEVICE == "cpu":
@@ -143,14 +144,18 @@ class Driver:
     def do_reset(self) -> None:
         self.send(op="answer", ok=self.client.reset_prefix_cache())
 
-    def do_fault(self, zero: bool, corrupt: bool, stage: int | None = None) -> None:
+    def do_fault(self, zero: bool, corrupt: bool, stage: int | None = None, kind: str = "") -> None:
+        """`kind`: of the components whose imports are zeroed, all by default."""
+        kinds = {kind} if kind else set(KvKind)
+
         def inject(worker: Any) -> None:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
             from vllm.distributed.parallel_state import get_pp_group
 
             meant = stage is None or get_pp_group().rank_in_group == stage
             connector = get_kv_transfer_group().worker
-            connector.zero_imports, connector.faults.corrupt = zero and meant, corrupt and meant
+            connector.zero_imports = kinds if zero and meant else set()
+            connector.faults.corrupt = corrupt and meant
 
         self.client.engine_core.model_executor.collective_rpc(inject)
         self.send(op="answer")

@@ -18,7 +18,7 @@ def main(folder: str, scheme: str, tokens: int, address: str) -> None:
         capture = Capture(0, tokens)
         capture.before = lambda: print("writing", flush=True)
         handle = KvHandle("t", "exporter", 7, "model", (address,), tokens, "float32")
-        endpoint.load(Load("request", handle, 0, tokens, capture, 600.0))
+        endpoint.load(Load("request", handle, 0, tokens, (capture,), 600.0))
     else:
         stage(endpoint, model_kv(tokens), "whole")
         stage(endpoint, model_kv(tokens), "half", end=tokens // 2)

@@ -193,7 +193,7 @@ def test_an_offer_keeps_its_memory_until_the_peer_has_read_it_or_is_given_up(
     monkeypatch.setattr(nixl_transport, "_STUCK_S", stuck_s)
     exporter = rig.endpoint()
     memory = exporter.copies.memory
-    free = memory.free_tokens  # type: ignore[attr-defined]
+    free = memory.free_places  # type: ignore[attr-defined]
     with Stranger(exporter.address) as stranger:
         stranger.send(encode_nixl(Hello(1, this_host(), trusted=False)))
         assert isinstance(decode_nixl(stranger.receive()[0]), HelloAck)
@@ -204,12 +204,12 @@ def test_an_offer_keeps_its_memory_until_the_peer_has_read_it_or_is_given_up(
         exporter.release("t")
         wait_until(lambda: exporter.staged_bytes == 0)
         if stuck_s > 1:
-            assert memory.free_tokens == free - 40  # type: ignore[attr-defined]
+            assert memory.free_places == free - 40  # type: ignore[attr-defined]
         else:
             with pytest.raises(OSError):  # noqa: PT011
                 stranger.receive()
     exporter.exporting.wake()
-    wait_until(lambda: memory.free_tokens == free)  # type: ignore[attr-defined]
+    wait_until(lambda: memory.free_places == free)  # type: ignore[attr-defined]
 
 
 Lie = Callable[[ExportMemory], tuple[HelloAck | Offer, bytes | None]]
@@ -267,7 +267,7 @@ def test_an_importer_that_is_killed_while_it_reads_holds_nothing(rig: Rig, monke
     monkeypatch.setenv("UCX_TLS", "tcp")
     exporter = rig.endpoint(lease_s=0.5)
     memory = exporter.copies.memory
-    free = memory.free_tokens  # type: ignore[attr-defined]
+    free = memory.free_places  # type: ignore[attr-defined]
     with peer(rig, exporter.address, tokens=30_000) as importer:
         line_of(importer)  # it is up
         stage(exporter, model_kv(30_000))
@@ -275,5 +275,5 @@ def test_an_importer_that_is_killed_while_it_reads_holds_nothing(rig: Rig, monke
             pass
         importer.send_signal(signal.SIGKILL)
         wait_until(lambda: exporter.stats().serving == 0)
-        wait_until(lambda: (exporter.staged_bytes, memory.free_tokens) == (0, free))  # type: ignore[attr-defined]
+        wait_until(lambda: (exporter.staged_bytes, memory.free_places) == (0, free))  # type: ignore[attr-defined]
     assert rig.transfer(exporter, name="after").transport == "nixl"

@@ -10,7 +10,7 @@ import torch
 from services.worker.kv.device import DeviceCopies
 from services.worker.kv.rank_messages import StagingFailed
 from services.worker.kv.shards import Shards
-from services.worker.kv.staging import PinnedMemory
+from services.worker.kv.staging import Piece, PinnedMemory, Rows
 from services.worker.kv.wire.endpoint import Faults, KvEndpoint
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.protocol import FRAME_BYTES
@@ -229,8 +229,8 @@ def shape(tokens: int) -> tuple[int, ...]:
 
 def copies_of(device: LateDevice, tokens: int = 200) -> DeviceCopies:
     allocate = lambda size: torch.zeros(size, dtype=torch.uint8)  # noqa: E731
-    memory = PinnedMemory(shape, torch.float32, SEGMENT, tokens * TOKEN_BYTES, allocate)
-    return DeviceCopies(device, memory, SEGMENT * TOKEN_BYTES // 4, 2)  # type: ignore[arg-type]
+    memory = PinnedMemory([Rows(shape, torch.float32, SEGMENT)], tokens * TOKEN_BYTES, allocate)
+    return DeviceCopies(device, memory, SEGMENT * TOKEN_BYTES, 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -244,7 +244,7 @@ def test_the_importer_gets_what_was_computed_though_the_blocks_are_used_again(ri
     capture = rig.load(importer, rig.handle([exporter], TOKENS))
     for start, end in ((0, 20), (20, TOKENS)):
         device.issue(lambda start=start, end=end: cache[:, :, start:end].copy_(kv[:, :, start:end]))
-        exporter.stage("t", start, end, TOKENS, fill)
+        exporter.stage("t", (start, end), TOKENS, [Piece(start, end, fill)])
         device.issue(lambda: cache.fill_(-1.0))
     result = rig.result()
     assert result.ok, result.error
@@ -256,7 +256,8 @@ def test_the_importer_gets_what_was_computed_though_the_blocks_are_used_again(ri
 async def test_want_of_pinned_memory_fails_the_transfer_and_not_the_engine(rig: Rig) -> None:
     async with rig.events() as events:
         exporter, importer = rig.endpoint(copies=copies_of(LateDevice(), tokens=10)), rig.endpoint()
-        exporter.stage("t", 0, TOKENS, TOKENS, lambda *_: pytest.fail("nothing is gathered"))
+        unwanted = Piece(0, TOKENS, lambda *_: pytest.fail("nothing is gathered"))
+        exporter.stage("t", (0, TOKENS), TOKENS, [unwanted])
         async with asyncio.timeout(WAIT_S):
             while not isinstance(event := await events.get(), StagingFailed):
                 pass
