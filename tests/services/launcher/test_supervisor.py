@@ -99,7 +99,7 @@ async def test_a_late_instance_does_not_end_the_suite(tmp_path: Path) -> None:
     """The others serve; the late instance restarts, and counts as any other once it is ready."""
     gate = tmp_path / "gate"
     slow = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n{SERVER}"
-    late = replace(server("late", slow), role="decode", **LATE)
+    late = replace(server("late", slow), role="decode", **{**LATE, "start_s": 3.0})  # once the gate is there
     elsewhere = replace(spec("stuck", health=NOWHERE), **LATE)  # another host may have its role
     fine = replace(server("fine"), may_be_late=True, role="decode")
     notes: list[str] = []
