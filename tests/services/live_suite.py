@@ -127,6 +127,7 @@ async def live_suite(
             broadcast_address=free_address(),
             database_url=sqlite(folder),
             quiet_start_s=0.3,
+            silence_s=20.0,  # instances are on the monitor's loop: while it stalls they cannot beat
         )
         suite = LiveSuite(stack, f"http://127.0.0.1:{free_port()}", settings)
         await suite.start_monitor()
