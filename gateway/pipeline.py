@@ -29,7 +29,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from gateway.admission import FairQueue
+from gateway.admission import PlacementQueue
 from gateway.job import Job
 from gateway.lengths import LengthClient
 from gateway.reports import Reporter
@@ -145,14 +145,14 @@ class Pipeline:
         schedulers: SchedulerClient,
         reporter: Reporter,
         lengths: LengthClient,
-        queue: FairQueue | None = None,
+        queue: PlacementQueue | None = None,
     ) -> None:
         self._settings = settings
         self._lengths = lengths
         self._clients = clients
         self._schedulers = schedulers
         self._reporter = reporter
-        self._queue = queue or FairQueue()
+        self._queue = queue or PlacementQueue()
         self._wants_prefix = False  # as the last route said
 
     async def run(self, job: Job) -> None:
@@ -267,9 +267,7 @@ class Pipeline:
         """The route of an attempt. A job of which nothing was computed yet waits in the fair queue of its SLO class."""
         if job.begun:
             return await self._place(job)
-        route = await self._queue.place(job, self._place, self._settings.slo[job.spec.slo.name].queue_s)
-        self._queue.shares.charge(job.spec.caller, job.prompt_tokens, 0)
-        return route
+        return await self._queue.place(job, self._place, self._settings.slo[job.spec.slo.name].queue_s)
 
     async def _place(self, job: Job, *, decode_only: bool = False) -> Route:
         """A scheduler's route. Without a scheduler or a ready instance the request is repeated, within the patience."""
