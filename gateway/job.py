@@ -112,7 +112,7 @@ class Job:
     spec: JobSpec
     emit: Emit
     gateway_id: str
-    deadline_s: float  # of the monotonic clock
+    deadline_mono: float  # of the monotonic clock
     phase: Phase = Phase.QUEUED
     tokens: list[int] = field(default_factory=list)  # that the client already has
     finish_reason: str = ""  # set once the client has all tokens
@@ -159,7 +159,7 @@ class Job:
     @property
     def left_s(self) -> float:
         """The time until the deadline."""
-        return self.deadline_s - time.monotonic()
+        return self.deadline_mono - time.monotonic()
 
     @property
     def ttft_left_s(self) -> float:

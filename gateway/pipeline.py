@@ -273,7 +273,7 @@ class Pipeline:
         """A scheduler's route. Without a scheduler or a ready instance the request is repeated, within the patience."""
         over_share = not job.begun and self._queue.shares.over(job.spec.caller, time.monotonic())
         while True:
-            began_s = time.monotonic()
+            began_mono = time.monotonic()
             # Made anew for each call: the job's wait grows, and its predicted length may have arrived.
             view = msgspec.structs.replace(self._view(job, decode_only=decode_only), over_share=over_share)
             try:
@@ -285,7 +285,7 @@ class Pipeline:
                     raise
                 job.failed_instances.clear()  # an instance that failed once is better than none
                 job.moved_from = ""
-                self._spend_patience(job, time.monotonic() - began_s, error)
+                self._spend_patience(job, time.monotonic() - began_mono, error)
                 pause_s = min(max(RETRY_S, job.waited_s / 2), MAX_RETRY_S)
                 await asyncio.sleep(pause_s)
                 job.waited_s += pause_s
@@ -479,7 +479,7 @@ class Pipeline:
         if job.prediction is None:
             # A prediction that arrives now still serves the dispatch of the prompt, and the admission to decode.
             call.on_predicted = partial(self._send_prediction, job, instance)
-        began_s = time.monotonic()
+        began_mono = time.monotonic()
         try:
             reply = await self._clients.to(instance.rpc).call(method, request, timeout_s=job.left_s, on_item=on_item)
         except BaseException as error:
@@ -487,7 +487,7 @@ class Pipeline:
             if isinstance(error, PolyphaseError) and not isinstance(error, NoRoom):
                 job.failed_instances.append(instance.instance_id)
             if isinstance(error, NotConnected):
-                self._spend_patience(job, time.monotonic() - began_s, error)
+                self._spend_patience(job, time.monotonic() - began_mono, error)
             raise
         finally:
             call.on_pause = call.on_predicted = None

@@ -110,11 +110,11 @@ async def shut(run: WatchedEngine) -> dict[str, Any]:
     await asyncio.sleep(1.5)
     found = {"turns": run.turns - turns, "cpu_s": time.process_time() - cpu_s, "ended": len(run.tokens["behind"])}
     room.set()
-    began_s = time.monotonic()
+    began_mono = time.monotonic()
     run.engine.wake()
     await run.ends_of("no room", "behind")
     at = run.entered.index("no room")
-    return {**found, "opened_s": time.monotonic() - began_s, "entered": run.entered[at:]}
+    return {**found, "opened_s": time.monotonic() - began_mono, "entered": run.entered[at:]}
 
 
 async def aborts(run: WatchedEngine) -> dict[str, Any]:

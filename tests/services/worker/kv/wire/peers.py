@@ -236,11 +236,11 @@ class Proxy:
             if item is None:
                 break
             due_s, data = item
-            now_s = time.monotonic()
+            now_mono = time.monotonic()
             if self._bytes_per_s:
-                free_s = max(free_s, now_s) + len(data) / self._bytes_per_s
+                free_s = max(free_s, now_mono) + len(data) / self._bytes_per_s
                 due_s = max(due_s, free_s)
-            over.wait(max(0.0, due_s - now_s))
+            over.wait(max(0.0, due_s - now_mono))
             try:
                 _send(sink, data, over)
             except OSError:
