@@ -104,11 +104,11 @@ class Admission:
         counts = self.counts
         counts.add_jobs(caller, jobs)
         waiting, held = counts.jobs - jobs, counts.jobs_of(caller) - jobs
-        if excess := excess_jobs(waiting, jobs, self._max_jobs):
+        if (excess := excess_jobs(waiting, jobs, self._max_jobs)) > 0:
             counts.add_jobs(caller, -jobs)
             message = f"{waiting} jobs are waiting and this request adds {jobs}; the limit is {self._max_jobs}"
             raise Busy(message, retry_after_s=self._retry_after_s(excess))
-        if excess := excess_jobs(held, jobs, self._jobs_a_caller):
+        if (excess := excess_jobs(held, jobs, self._jobs_a_caller)) > 0:
             counts.add_jobs(caller, -jobs)
             message = f"{held} jobs of {caller!r} are waiting and this request adds {jobs}; its share is "
             message += f"{self._jobs_a_caller}"
@@ -119,11 +119,11 @@ class Admission:
         counts = self.counts
         counts.add_tokens(caller, tokens)
         waiting, held = counts.tokens - tokens, counts.tokens_of(caller) - tokens
-        if excess := excess_tokens(waiting, tokens, self._max_tokens):
+        if (excess := excess_tokens(waiting, tokens, self._max_tokens)) > 0:
             counts.add_tokens(caller, -tokens)
             message = f"{waiting} prompt tokens are waiting and this job adds {tokens}; the limit is {self._max_tokens}"
             raise Busy(message, retry_after_s=self._retry_after_s(excess * counts.jobs / waiting))
-        if excess := excess_tokens(held, tokens, self._tokens_a_caller):
+        if (excess := excess_tokens(held, tokens, self._tokens_a_caller)) > 0:
             counts.add_tokens(caller, -tokens)
             message = f"{held} prompt tokens of {caller!r} are waiting and this job adds {tokens}; its share is "
             message += f"{self._tokens_a_caller}"
@@ -137,7 +137,7 @@ class Admission:
 
     @property
     def _jobs_a_caller(self) -> int:
-        return max(1, _share_of(self._max_jobs, self._share, self._callers))
+        return _share_of(self._max_jobs, self._share, self._callers) or 1
 
     @property
     def _tokens_a_caller(self) -> int:

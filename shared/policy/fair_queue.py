@@ -18,13 +18,13 @@ Item = TypeVar("Item")
 
 
 def excess_jobs(waiting: int, more: int, limit: int | None) -> int:
-    """How many jobs too many wait if `more` join `waiting`; None: no limit."""
-    return 0 if limit is None else max(0, waiting + more - limit)
+    """How many jobs too many wait if `more` join `waiting`; at most 0: they fit. None: no limit."""
+    return 0 if limit is None else waiting + more - limit
 
 
 def excess_tokens(waiting: int, more: int, limit: int | None) -> int:
-    """How many prompt tokens too many wait if a job of `more` joins; a job with no other before it always passes."""
-    return 0 if limit is None or not waiting else max(0, waiting + more - limit)
+    """The same for prompt tokens, if a job of `more` joins; a job with no other before it always fits."""
+    return waiting + more - limit if waiting and limit is not None else 0
 
 
 def retry_s(delay: Delayed) -> float:

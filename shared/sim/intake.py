@@ -283,9 +283,9 @@ class Unserved:
     def add(self, request: SimRequest) -> bool:
         """Count the request; False when a limit forbids it. The token limit never refuses the only request."""
         tokens = request.job.prompt_tokens
-        if excess_jobs(len(self._tokens_of), 1, self._max_requests):
+        if excess_jobs(len(self._tokens_of), 1, self._max_requests) > 0:
             return False
-        if excess_tokens(self._tokens, tokens, self._max_tokens):
+        if excess_tokens(self._tokens, tokens, self._max_tokens) > 0:
             return False
         self._tokens_of[request] = tokens
         self._tokens += tokens

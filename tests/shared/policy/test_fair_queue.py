@@ -90,6 +90,6 @@ def test_a_job_that_was_delayed_before_it_joined_rests_unless_others_came_first(
 
 
 def test_limits() -> None:
-    assert [excess_jobs(waiting, 2, 3) for waiting in (0, 1, 2)] == [0, 0, 1]
-    assert [excess_tokens(waiting, 50, 40) for waiting in (0, 1)] == [0, 11], "a job with none before it passes"
+    assert [excess_jobs(waiting, 2, 3) for waiting in (0, 1, 2)] == [-1, 0, 1]
+    assert [excess_tokens(waiting, 50, 40) for waiting in (0, 1)] == [0, 11], "a job with none before it fits"
     assert excess_jobs(10**9, 1, None) == excess_tokens(10**9, 1, None) == 0
