@@ -388,8 +388,8 @@ def _expected(figures: Figures) -> str:
 
 async def _final_state(planner: PlannerClient, proposal_id: str) -> ProposalState:
     """Wait for the final state of a proposal. Raises DeadlineExceeded after ten minutes, or the planner's own error."""
-    until_s, unanswered = time.monotonic() + CARRIED_OUT_S, 0
-    while time.monotonic() < until_s:
+    until_mono, unanswered = time.monotonic() + CARRIED_OUT_S, 0
+    while time.monotonic() < until_mono:
         await asyncio.sleep(PROPOSAL_POLL_S)
         try:
             state, unanswered = (await planner.proposal(proposal_id)).state, 0

@@ -47,7 +47,7 @@ class Status:
     name: str
     log: Path
     state: State = State.WAITING
-    since_s: float = field(default_factory=time.monotonic)  # when it entered the state, on the monotonic clock
+    since_mono: float = field(default_factory=time.monotonic)  # when it entered the state, on the monotonic clock
     pid: int = 0  # 0: no process runs
     took_s: float = 0.0  # the duration of the last start that succeeded
     restarts: int = 0
@@ -160,7 +160,7 @@ class SupervisedProcess:
         """Wait until the process, which was ready, ends. Returns how it ended."""
         assert self.child is not None
         fault = await until_ended(self.child, self._health, self._limits, self._write_log)
-        if time.monotonic() - self.status.since_s > self._limits.stable_s:
+        if time.monotonic() - self.status.since_mono > self._limits.stable_s:
             self._quick_restarts = 0
         return fault
 
@@ -181,7 +181,7 @@ class SupervisedProcess:
             print(line, file=log)
 
     def _enter(self, state: State, **changes: object) -> None:
-        self.status = replace(self.status, state=state, since_s=time.monotonic(), **changes)  # type: ignore[arg-type]
+        self.status = replace(self.status, state=state, since_mono=time.monotonic(), **changes)  # type: ignore[arg-type]
         self._changed(self.status)
 
 

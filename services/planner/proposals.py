@@ -416,8 +416,8 @@ async def _flip(
             to=flip.to_role,
         )
     except OutcomeUnknown as lost:
-        until_s = time.monotonic() + drain_timeout_s + SLACK_S
-        while time.monotonic() < until_s:
+        until_mono = time.monotonic() + drain_timeout_s + SLACK_S
+        while time.monotonic() < until_mono:
             await asyncio.sleep(POLL_S)
             try:
                 operation = await monitor.operation(lost.operation_id)

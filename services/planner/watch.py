@@ -44,14 +44,14 @@ class Presence:
         self._away: dict[str, float] = {}  # since when; instances that do not count as lost yet
         self._there: frozenset[str] = frozenset()  # instances that the monitor counts, at work or not
         self._states: tuple[tuple[str, object, object], ...] = ()
-        self.changed_s = time.monotonic()  # when any state or role changed last
+        self.changed_mono = time.monotonic()  # when any state or role changed last
         self.lost: tuple[InstanceView, ...] = ()  # as they were last seen, the newest last
 
     def update(self, view: ClusterView) -> list[str]:
         """Apply a broadcast; returns the instances that have come to work since the one before."""
         states = tuple((one.instance_id, one.state, one.role) for one in view.instances)
         if states != self._states:
-            self._states, self.changed_s = states, time.monotonic()
+            self._states, self.changed_mono = states, time.monotonic()
         self._there = frozenset(one.instance_id for one in view.instances)
         here = {one.instance_id: one for one in view.instances if one.state in _AT_WORK}
         before, self._at_work = self._at_work, {**(self._at_work or {}), **here}
@@ -114,7 +114,7 @@ class Watch:
         self._reviewing = asyncio.Lock()
         self._presence = Presence(settings.loss_s)
         self._shift_s = time.time()
-        self._reviewed_s = time.monotonic()
+        self._reviewed_mono = time.monotonic()
         self._operators_hold: tuple[frozenset[str], frozenset[Role]] = frozenset(), frozenset()
         self._no_profile = self._no_review = ""  # why the monitor gave no demand profile; why there was no review
         self.view: ClusterView | None = None  # of the monitor's latest broadcast
@@ -174,7 +174,7 @@ class Watch:
         """
         async with self._reviewing:
             fleet = self.fleet()
-            began, self._reviewed_s = time.time(), time.monotonic()
+            began, self._reviewed_mono = time.time(), time.monotonic()
             flipped = self._proposals.flipped_lately if reason.cause in (Cause.REVIEW, Cause.RETURN) else frozenset()
             found = await asyncio.to_thread(review, fleet, self.in_force, [*self.fixed(fleet), *flipped])
             took_s = time.time() - began
@@ -224,11 +224,11 @@ class Watch:
 
     def _next_reason(self) -> ReviewReason | None:
         """The reason for a review now: what has happened, or that a review is due."""
-        changed_s = self._presence.changed_s
+        changed_mono = self._presence.changed_mono
         if (reason := self._pending) is not None:
-            restless = reason.cause is Cause.RETURN and time.monotonic() - changed_s < SETTLED_S
+            restless = reason.cause is Cause.RETURN and time.monotonic() - changed_mono < SETTLED_S
             return None if restless and time.time() - reason.noticed_s < RESTLESS_S else reason
-        if time.monotonic() - max(self._reviewed_s, changed_s) >= self._pause_s:
+        if time.monotonic() - max(self._reviewed_mono, changed_mono) >= self._pause_s:
             return ReviewReason(Cause.REVIEW, time.time())
         return None
 

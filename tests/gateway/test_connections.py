@@ -153,7 +153,7 @@ class Stream:
 
     def __init__(self, max_delay_s: float, *, urgent: bool = False) -> None:
         self.queued = self.held = False
-        self.served_s = asyncio.get_running_loop().time()
+        self.served_mono = asyncio.get_running_loop().time()
         self.max_delay_s = max_delay_s
         self.urgent = urgent
         self.served: list[float] = []

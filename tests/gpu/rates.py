@@ -74,7 +74,18 @@ class Cache:
     def destination(self) -> Blocks:
         """Of an import of all tokens."""
         freed, slots = self.copies.freed(), self.slots(0, self.tokens)
-        return Blocks(self.caches, self.layout, slots, 0, 0, 0, self.copies, freed, False, self.codec)
+        return Blocks(
+            caches=self.caches,
+            layout=self.layout,
+            slots=slots,
+            token_start=0,
+            layer_start=0,
+            head_start=0,
+            copies=self.copies,
+            freed=freed,
+            zero=False,
+            codec=self.codec,
+        )
 
     def kv(self) -> torch.Tensor:
         """All of it, on the device."""

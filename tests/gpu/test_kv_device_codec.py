@@ -120,7 +120,18 @@ class Instance:
     def destination(self) -> Blocks:
         copies = self.copies
         slots = self.slots(0, TOKENS)
-        return Blocks(self.caches, self.layout, slots, 0, 0, 0, copies, copies.freed(), False, self.codec)
+        return Blocks(
+            caches=self.caches,
+            layout=self.layout,
+            slots=slots,
+            token_start=0,
+            layer_start=0,
+            head_start=0,
+            copies=copies,
+            freed=copies.freed(),
+            zero=False,
+            codec=self.codec,
+        )
 
     def kv(self) -> torch.Tensor:
         """What lies in the caches by now: [layers, 2, tokens, heads, dim], on the host."""

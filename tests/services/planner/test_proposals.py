@@ -70,7 +70,19 @@ def roles_of(letters: str) -> dict[str, Role]:
 
 async def carried_out(monitor: Monitor, *names: str, why: str = "") -> tuple[str, list[ProposalStep]]:
     flips = tuple(Flip(name, monitor.roles[name], monitor.roles[name].other) for name in names)
-    proposal = Proposal(ProposalState.APPLYING, Cause.LOSS, why, flips, (), False, NOTHING, NOTHING, 0.0, 0.0, 0.0)
+    proposal = Proposal(
+        state=ProposalState.APPLYING,
+        cause=Cause.LOSS,
+        why=why,
+        flips=flips,
+        routes=(),
+        changes_routes=False,
+        now=NOTHING,
+        then=NOTHING,
+        made_s=0.0,
+        noticed_s=0.0,
+        took_s=0.0,
+    )
     steps: list[ProposalStep] = []
     async with asyncio.timeout(5.0):
         error = await carry_out(proposal, Counter(monitor.ready), monitor, 1.0, steps.append)  # type: ignore[arg-type]
@@ -165,7 +177,19 @@ class EventSink:
 
 
 def proposal(state: ProposalState, who: str = "", error: str = "") -> Proposal:
-    found = Proposal(state, Cause.LOSS, "shorter queues", (), (), False, NOTHING, NOTHING, 0.0, 0.0, 0.0)
+    found = Proposal(
+        state=state,
+        cause=Cause.LOSS,
+        why="shorter queues",
+        flips=(),
+        routes=(),
+        changes_routes=False,
+        now=NOTHING,
+        then=NOTHING,
+        made_s=0.0,
+        noticed_s=0.0,
+        took_s=0.0,
+    )
     return msgspec.structs.replace(found, proposal_id="plan-1", who=who, error=error)
 
 

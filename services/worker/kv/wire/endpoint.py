@@ -140,16 +140,16 @@ class KvEndpoint:
         )
         enter, died = self.copies.enter, self._thread_ended
         self.server = KvServer(
-            settings.endpoints[shape.rank],
-            self.exporting,
-            self.pool,
-            shape,
-            settings.generation,
-            settings.fingerprint,
-            self._stats,
-            lambda: faults.corrupt,
-            died,
-            enter,
+            address=settings.endpoints[shape.rank],
+            transport=self.exporting,
+            pool=self.pool,
+            shape=shape,
+            generation=settings.generation,
+            fingerprint=settings.fingerprint,
+            stats=self._stats,
+            corrupt=lambda: faults.corrupt,
+            on_death=died,
+            enter=enter,
         )
         self.puller = Puller(self.importing, shape, self._ended, limits, self._stats, died, enter)
         self._control = (

@@ -112,10 +112,10 @@ async def shut(run: WatchedEngine) -> dict[str, Any]:
     await asyncio.sleep(1.5)
     found = {"turns": run.turns - turns, "cpu_s": time.process_time() - cpu_s, "ended": len(run.tokens["behind"])}
     room.set()
-    began_s = time.monotonic()
+    began_mono = time.monotonic()
     run.engine.wake()
     await run.ends_of("no room", "behind")
-    found["opened_s"] = time.monotonic() - began_s
+    found["opened_s"] = time.monotonic() - began_mono
     vllm._IDLE_S = idle_s
     return {**found, "entered": run.entered[run.entered.index("no room") :]}
 
