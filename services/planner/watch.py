@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
-from services.planner.proposals import Cause, Proposal, Proposals
+from services.planner.proposals import Cause, Proposal, Proposals, in_words
 from services.planner.settings import PlannerSettings
 from shared.cost.library import Library
 from shared.domain.demand import Demand
@@ -148,7 +148,11 @@ class Watch:
                 async with asyncio.timeout(self._settings.step_s):
                     await self._wake.wait()
             self._wake.clear()
-            await self.step()
+            try:
+                await self.step()
+            except Exception as defect:  # ends the process; the open proposal keeps the cause
+                self._proposals.withdraw(in_words(defect))
+                raise
 
     async def step(self) -> None:
         """Fetch the demand, and review the roles if there is a reason or a review is due."""
