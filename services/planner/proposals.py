@@ -489,7 +489,7 @@ class ProposalEvents:
         while self._waiting:
             event = self._waiting[0]
             try:
-                await self._monitor.happened(event)
+                await self._monitor.report_event(event)
             except InvalidRequest as error:
                 log.error("an event was refused", kind=event["kind"], reason=error.message)
             except PolyphaseError:

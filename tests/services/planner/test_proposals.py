@@ -247,7 +247,7 @@ class EventSink:
         self.events: list[dict[str, Any]] = []
         self.error: PolyphaseError | None = None
 
-    async def happened(self, event: dict[str, Any]) -> None:
+    async def report_event(self, event: dict[str, Any]) -> None:
         if self.error is not None:
             raise self.error
         self.events.append(event)
@@ -295,14 +295,14 @@ async def test_an_event_may_be_pushed_out_while_it_is_sent() -> None:
     events = ProposalEvents(cast(MonitorClient, monitor))
     for state in [ProposalState.OPEN] * (KEPT - 1) + [ProposalState.APPLIED]:
         events.record(proposal(state))
-    accept = monitor.happened
+    accept = monitor.report_event
 
     async def full(event: dict[str, Any]) -> None:
-        monitor.happened = accept  # type: ignore[method-assign]
+        monitor.report_event = accept  # type: ignore[method-assign]
         events.record(proposal(ProposalState.FAILED))
         await accept(event)
 
-    monitor.happened = full  # type: ignore[method-assign]
+    monitor.report_event = full  # type: ignore[method-assign]
     await events.step()
     kinds = [event["kind"] for event in monitor.events]
     assert kinds == ["plan_proposed"] * (KEPT - 1) + ["plan_applied", "plan_failed"]
