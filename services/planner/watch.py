@@ -19,6 +19,7 @@ from shared.domain.instance import ClusterView, InstanceState, InstanceView, Rol
 from shared.errors import PolyphaseError, Unavailable
 from shared.plan.running import Fleet, review
 from shared.policy.papers.thunderserve import PlanRoute, parse_routes
+from shared.policy.role_flip import FlipContext
 from shared.runtime.logs import get_log
 from shared.wire.clients.monitor import MonitorClient
 
@@ -115,7 +116,7 @@ class Watch:
         self._presence = Presence(settings.loss_s)
         self._shift_s = time.time()
         self._reviewed_s = time.monotonic()
-        self._operators_hold: tuple[frozenset[str], frozenset[Role]] = frozenset(), frozenset()
+        self._flip_context = FlipContext()  # what operators' flips forbid
         self._no_profile = self._no_review = ""  # why the monitor gave no demand profile; why there was no review
         self.view: ClusterView | None = None  # of the monitor's latest broadcast
         self.demand: Demand | None = None
@@ -218,8 +219,7 @@ class Watch:
 
     def fixed(self, fleet: Fleet) -> list[str]:
         """Instances whose roles people's flips fix for a while."""
-        kept, barred = self._operators_hold
-        return [one.instance_id for one in fleet.views if one.instance_id in kept or one.role.other in barred]
+        return [one.instance_id for one in fleet.views if not self._flip_context.may_flip(one)]
 
     def ready(self) -> tuple[InstanceView, ...]:
         """The ready instances; none before the first broadcast."""
@@ -261,7 +261,7 @@ class Watch:
         except PolyphaseError as error:
             self._no_profile = f"the monitor does not report the demand: {error}"
             return
-        self._no_profile, self._operators_hold = "", (profile.kept, profile.barred)
+        self._no_profile, self._flip_context = "", FlipContext(kept=profile.kept, barred=profile.barred)
         shift = profile.shift if profile.shift is not None and profile.shift.at_s > self._shift_s else None
         if profile.demand is not None and (shift is not None or profile.demand.requests >= SOLID):
             self.demand = profile.demand
