@@ -97,8 +97,7 @@ class LiveSuite:
     async def change(self, change: dict[str, PolicySpec | None]) -> PoliciesInForce:
         """Change policies; ends when both schedulers and all instances follow."""
         async with self.client as monitor:
-            await change_policies(monitor, change, "test", len(self.schedulers))
-            return await monitor.policies()
+            return await change_policies(monitor, change, "test", len(self.schedulers))
 
 
 @asynccontextmanager

@@ -334,11 +334,11 @@ async def test_events_of_one_instance_and_of_a_time(cluster: Cluster) -> None:
 async def test_what_became_of_plans_is_told_once(cluster: Cluster) -> None:
     event = {"event_id": "plan-1:plan_proposed", "kind": "plan_proposed", "text": "one more", "subject": "plan-1"}
     for _ in range(2):
-        await cluster.client.happened(event)
+        await cluster.client.report_event(event)
     (told,) = await cluster.get("/events?kind=plan_proposed")
     assert (told["subject"], told["text"]) == ("plan-1", "one more")
     with pytest.raises(InvalidRequest, match="only the monitor itself reports death"):
-        await cluster.client.happened({**event, "kind": "death"})
+        await cluster.client.report_event({**event, "kind": "death"})
 
 
 async def test_a_change_of_the_verdict_is_an_event(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

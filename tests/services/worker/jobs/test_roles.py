@@ -49,13 +49,12 @@ async def test_a_drain_gives_up_at_its_timeout_and_says_what_is_left() -> None:
             state.flip(Role.PREFILL)
 
 
-async def test_a_flip_needs_a_drain_and_a_resume() -> None:
+async def test_a_flip_needs_a_drain_and_work_waits_for_the_resume() -> None:
     state = RoleState(Role.DECODE)
     with pytest.raises(Conflict):
         state.flip(Role.PREFILL)
     await state.drain(1)
-    reply = state.flip(Role.PREFILL)
-    assert reply.role is Role.PREFILL
+    assert state.flip(Role.PREFILL).role is Role.PREFILL
     with pytest.raises(WrongRole), state.job(Role.PREFILL, "j"):
         pass  # still draining until resumed
     state.resume()
