@@ -190,9 +190,20 @@ def _sums(rng: Random, slo: str, start_s: float) -> Served:
     sums = Served()
     for _ in range(20):
         seconds = {name: rng.random() for name in ("queue", "prefill", "transfer", "decode_queue", "decode")}
-        times = (rng.lognormvariate(-1.0, 0.8), rng.lognormvariate(-3.0, 0.3), 1.0, 0.1)
         ended = Ended(
-            slo, How.COMPLETED, start_s, "stop", 1, *times, 900, 200, "", seconds, itl_target_s=0.25, gaps=199
+            slo=slo,
+            how=How.COMPLETED,
+            ended_s=start_s,
+            code="stop",
+            ttft_s=rng.lognormvariate(-1.0, 0.8),
+            tpot_s=rng.lognormvariate(-3.0, 0.3),
+            ttft_target_s=1.0,
+            tpot_target_s=0.1,
+            prompt_tokens=900,
+            output_tokens=200,
+            seconds=seconds,
+            itl_target_s=0.25,
+            gaps=199,
         )
         sums.add(msgspec.structs.replace(ended, longest_gap_s=rng.lognormvariate(-2.0, 0.8)))
     return sums
@@ -201,7 +212,19 @@ def _sums(rng: Random, slo: str, start_s: float) -> Served:
 def _loads(now: float) -> Iterator[dict[str, object]]:
     who = [(view.info.instance_id, view.role.value, view.state.value) for view in _views()]
     names = msgspec.json.encode(who).decode()
-    totals = msgspec.json.encode(Totals(100.0, 20.0, 5_000.0, 6.0, 6.0, 10, 10, 1_000.0, 1_000.0)).decode()
+    totals = msgspec.json.encode(
+        Totals(
+            running=100.0,
+            waiting=20.0,
+            queued_prefill_tokens=5_000.0,
+            kv_used_prefill=6.0,
+            kv_used_decode=6.0,
+            kv_samples_prefill=10,
+            kv_samples_decode=10,
+            ready_prefill=1_000.0,
+            ready_decode=1_000.0,
+        )
+    ).decode()
     figures = np.random.default_rng(1).random((INSTANCES, len(FIGURES)), np.float32).tobytes()
     for step_s in STEPS_S:
         for start_s in _steps(step_s, now):

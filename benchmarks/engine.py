@@ -109,12 +109,12 @@ async def send(api: ApiClient, requests: Sequence[Request], label: str, at_once:
     label: of the run, so that no prefix cache knows a prompt of another run. Raises Unavailable when one fails.
     """
     loop = asyncio.get_running_loop()
-    seats, began_s = asyncio.Semaphore(at_once or len(requests)), loop.time()
+    seats, began_mono = asyncio.Semaphore(at_once or len(requests)), loop.time()
 
     async def send_one(at: int, request: Request) -> Served:
-        await asyncio.sleep(began_s + at * APART_S - loop.time())
+        await asyncio.sleep(began_mono + at * APART_S - loop.time())
         async with seats:
-            sent_s, name = loop.time() - began_s, f"{label}n{at}"
+            sent_s, name = loop.time() - began_mono, f"{label}n{at}"
             ask = Ask(list(request.prompt), request.output_tokens, name, salt=name, slo=request.slo)
             answer = await api.stream(ask)
         if answer.error or len(answer.tokens) != request.output_tokens:

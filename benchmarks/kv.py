@@ -53,8 +53,8 @@ Samples = Mapping[str, Sequence[Sample]]
 
 
 def stopwatch() -> Callable[[], Sample]:
-    cpu_s, began_s = time.process_time(), time.perf_counter()
-    return lambda: Sample(time.perf_counter() - began_s, time.process_time() - cpu_s)
+    cpu_s, began_mono = time.process_time(), time.perf_counter()
+    return lambda: Sample(time.perf_counter() - began_mono, time.process_time() - cpu_s)
 
 
 def run_kv_bench(sizes_mb: tuple[int, ...] = (1, 8, 64), rounds: int = 15) -> Result:

@@ -37,9 +37,8 @@ from shared.plan.plan import Plan, plan_text, routes_of
 from shared.plan.plan import Target as PlanTarget
 from shared.plan.problem import Problem
 from shared.plan.running import Rescheduling, after_loss, reschedule
-from shared.plan.search import Outcome, Search, run_method
+from shared.plan.search import AS_SERVED, Outcome, Search, run_method
 from shared.sim.outcomes import SimResult
-from shared.sim.spec import RunSpec
 from shared.sim.workload import Times, Workload
 from shared.wire.api.planner import Proposal as LiveProposal
 from shared.wire.api.planner import ProposalState
@@ -110,7 +109,7 @@ def search_for(kind: str, data: Path | None, nodes: Nodes = NODES, gbps: float =
     """Judged as engines are that send KV when the prompt is computed, as emulated ones do."""
     requests = replace(lengths(kind, REQUESTS, CONTEXT, SEED, data), name=kind)
     problem = replace(problem_of(cluster(nodes, ethernet(gbps)), MODEL, requests, SLO), longest_tokens=CONTEXT)
-    return Search(problem, perf_counter, RunSpec(streaming=False, step_budget=True), perf_counter() + 60.0)
+    return Search(problem, perf_counter, replace(AS_SERVED, streaming=False), perf_counter() + 60.0)
 
 
 def factor_for(tokens_per_s: float, max_tokens_per_s: float) -> float:

@@ -40,6 +40,7 @@ from shared.sim.spec import EngineLimits, RunSpec, with_words
 from shared.sim.workload import Workload, synthetic
 
 INSIDE = Link(16e9, 1e-4, 0.8)
+PLAIN = RunSpec()  # without a step budget, as the papers' engines
 NO_ITL_S = 3600.0  # the papers name no target for the gaps between tokens
 
 
@@ -69,11 +70,11 @@ def problem_of(inventory: Inventory, model: str, workload: Workload, slo: Slo, c
 
 
 def search_of(problem: Problem) -> Search:
-    return Search(problem, perf_counter)
+    return Search(problem, perf_counter, PLAIN)
 
 
 def solved(problem: Problem, name: str, seconds: float = float("inf")) -> Outcome:
-    return run_method(name, method(name), Search(problem, perf_counter, until_s=perf_counter() + seconds))
+    return run_method(name, method(name), Search(problem, perf_counter, PLAIN, until_s=perf_counter() + seconds))
 
 
 def goodput(problem: Problem, name: str, seconds: float = float("inf")) -> float:
@@ -199,7 +200,7 @@ def converged(problem: Problem) -> tuple[Outcome, float]:
         if found:
             curve.append((perf_counter() - began, found[1]))
 
-    outcome = run_method("best", method("best"), Search(problem, perf_counter, report=report, helped=True))
+    outcome = run_method("best", method("best"), Search(problem, perf_counter, PLAIN, report=report, helped=True))
     return outcome, next(at_s for at_s, goodput in curve if goodput >= CONVERGED * outcome.promise.goodput)
 
 
@@ -271,9 +272,9 @@ def case_loss(data: Path) -> Result:
             groups, _ = after_loss(plan, lost)
             search = search_of(problem)
             search.estimator.estimate(plan.groups)  # as a planner that watches the plan has done
-            began_s = perf_counter()
+            began_mono = perf_counter()
             proposal = reschedule(search.estimator, Plan(groups))
-            took_s = perf_counter() - began_s
+            took_s = perf_counter() - began_mono
             flipped = search.evaluator.goodput(proposal.plan, proposal.after.goodput)
             name = f"{kind}_{key}"
             figures |= {

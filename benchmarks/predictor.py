@@ -170,11 +170,11 @@ def run_bayes() -> Result:
     drawn = generator.draw(PROMPTS, SEED)
     known = {one.prompt for one in drawn}
     fresh = [one for one in generator.draw(FRESH, SEED + 1) if one.prompt not in known]
-    began_s = monotonic()
+    began_mono = monotonic()
     with TemporaryDirectory(prefix="polyphase-bench-") as folder:
         found = _trained(Path(folder), drawn, fresh)
     figures = {
-        "bayes_training_s": monotonic() - began_s,
+        "bayes_training_s": monotonic() - began_mono,
         "bayes_accuracy": found.scores.accuracy,
         "bayes_optimum": generator.optimum,
         "bayes_ratio": found.scores.accuracy / generator.optimum,
@@ -322,9 +322,9 @@ async def _latencies(name: str, checkpoint: Path, timeout_ms: float, notes: list
             with RpcClients(sockets) as clients:
                 client = clients.to(settings.rpc_address)
                 for at_once in AT_ONCE:
-                    began_s, calls = monotonic(), await _calls(client, prompts, at_once, timeout_ms / 1e3)
+                    began_mono, calls = monotonic(), await _calls(client, prompts, at_once, timeout_ms / 1e3)
                     cell = f"{name}_{at_once}_at_once_{timeout_ms:.0f}ms"
-                    figures |= latency_figures(cell, calls, timeout_ms, monotonic() - began_s)
+                    figures |= latency_figures(cell, calls, timeout_ms, monotonic() - began_mono)
         finally:
             sockets.close()
     return figures
@@ -332,18 +332,18 @@ async def _latencies(name: str, checkpoint: Path, timeout_ms: float, notes: list
 
 async def _calls(client: RpcClient, prompts: Sequence[list[int]], at_once: int, timeout_s: float) -> list[Call]:
     """Callers that each wait for an answer before the next request."""
-    ends_s, calls = monotonic() + CELL_S, list[Call]()
+    ends_mono, calls = monotonic() + CELL_S, list[Call]()
 
     async def caller(seed: int) -> None:
         rng = Random(seed)
-        while monotonic() < ends_s:
-            ids, sent_s = rng.choice(prompts), perf_counter()
+        while monotonic() < ends_mono:
+            ids, sent_mono = rng.choice(prompts), perf_counter()
             try:
                 request = PredictRequest(ends_of(ids), len(ids), MAX_TOKENS)
                 source = (await client.call(PREDICT, request, timeout_s=timeout_s)).source
             except PolyphaseError:
                 source = ""
-            calls.append((perf_counter() - sent_s, source))
+            calls.append((perf_counter() - sent_mono, source))
             if source != SOURCE:  # a gateway continues with its next job
                 await asyncio.sleep(max(0.0, timeout_s - calls[-1][0]))
 

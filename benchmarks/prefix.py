@@ -251,8 +251,8 @@ async def _send(target: Target, conversations: Sequence[Sequence[Turn]]) -> list
     async def play_chat(at: int, chat: Sequence[Turn]) -> None:
         for number, turn in enumerate(chat):
             await asyncio.sleep(turn.pause_s)
-            body, sent_s = completion_body(turn.prompt, ANSWER_TOKENS, target.model, cache_salt=salt), loop.time()
-            found.append((sent_s, at, number, (await stream_completion(*target.api_address, body)).ttft_s))
+            body, sent_mono = completion_body(turn.prompt, ANSWER_TOKENS, target.model, cache_salt=salt), loop.time()
+            found.append((sent_mono, at, number, (await stream_completion(*target.api_address, body)).ttft_s))
 
     try:
         async with asyncio.TaskGroup() as group:

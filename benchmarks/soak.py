@@ -135,11 +135,11 @@ def _pids(suite: Suite) -> dict[str, int]:
 
 async def _files_at_rest(suite: Suite) -> Counter[str]:
     """Open descriptors of each process, once they have stood still."""
-    give_up_s, still_since_s, last = time.monotonic() + REST_S, time.monotonic(), Counter[str]()
-    while time.monotonic() < min(give_up_s, still_since_s + STILL_S):
+    give_up_mono, still_since_mono, last = time.monotonic() + REST_S, time.monotonic(), Counter[str]()
+    while time.monotonic() < min(give_up_mono, still_since_mono + STILL_S):
         now = Counter({name: psutil.Process(pid).num_fds() for name, pid in _pids(suite).items()})
         if now != last:
-            still_since_s, last = time.monotonic(), now
+            still_since_mono, last = time.monotonic(), now
         await asyncio.sleep(1.0)
     return last
 
@@ -257,11 +257,11 @@ async def _attack(kind: str, address: Address, rng: Random) -> None:
 
 async def _hostile(address: Address, seconds: float) -> Counter[str]:
     """One client for each kind of attack. Returns how often each attack was made."""
-    made, until_s = Counter[str](), time.monotonic() + seconds
+    made, until_mono = Counter[str](), time.monotonic() + seconds
 
     async def client(number: int, kind: str) -> None:
         rng = Random(number)
-        while time.monotonic() < until_s:
+        while time.monotonic() < until_mono:
             with suppress(OSError, httpx.HTTPError):
                 await _attack(kind, address, rng)
             made[kind] += 1

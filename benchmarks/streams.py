@@ -152,13 +152,13 @@ async def _hold(running: RunningSuite, count: int, held_s: float) -> tuple[Seque
     bodies = [_body(n, int((opening_s - n / PER_S + SETTLE_S + held_s) / STEP_S) + 10) for n in range(count)]
     streams = await open_streams(port, bodies, PER_S, slow_s)
     await asyncio.sleep(SETTLE_S)
-    from_s = time.perf_counter()
+    from_mono = time.perf_counter()
     used = await cores({"gateway": gateways}, held_s)
     figures = {
         "gateway_cores": round(used["gateway"], 3),
         "memory_kb_per_stream": round((own_bytes(gateways) - before_bytes) / count / 1024, 1),
     }
-    return await ended(streams), from_s, figures
+    return await ended(streams), from_mono, figures
 
 
 async def _rates() -> dict[int, Figures]:

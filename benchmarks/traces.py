@@ -113,19 +113,19 @@ def collecting() -> Iterator[Collector]:
 
 def _span(span: Any, resource: Json) -> ReceivedSpan:
     return ReceivedSpan(
-        span.name,
-        resource.get("service.name", ""),
-        resource.get("service.instance.id", ""),
-        span.trace_id.hex(),
-        span.span_id.hex(),
-        span.parent_span_id.hex(),
-        KINDS.get(span.kind, ""),
-        span.start_time_unix_nano / 1e9,
-        span.end_time_unix_nano / 1e9,
-        span.status.code == 2,
-        span.trace_state,
-        _values(span.attributes),
-        {event.name: event.time_unix_nano / 1e9 for event in span.events},
+        name=span.name,
+        service=resource.get("service.name", ""),
+        instance=resource.get("service.instance.id", ""),
+        trace_id=span.trace_id.hex(),
+        span_id=span.span_id.hex(),
+        parent_id=span.parent_span_id.hex(),
+        kind=KINDS.get(span.kind, ""),
+        began_s=span.start_time_unix_nano / 1e9,
+        ended_s=span.end_time_unix_nano / 1e9,
+        error=span.status.code == 2,
+        state=span.trace_state,
+        attributes=_values(span.attributes),
+        events={event.name: event.time_unix_nano / 1e9 for event in span.events},
     )
 
 

@@ -62,16 +62,16 @@ class Read(Generic[T]):
 
 @dataclass(slots=True)
 class _Entry:
-    """A read that runs or has ended. before: the result of the previous one. started_s: monotonic."""
+    """A read that runs or has ended. before: the result of the previous one. started_mono: monotonic."""
 
     future: "Future[Read[Any]]"
-    started_s: float
+    started_mono: float
     before: Read[Any]
 
-    def reusable(self, now_s: float, fresh_s: float) -> bool:
+    def reusable(self, now_mono: float, fresh_s: float) -> bool:
         if not self.future.done():
-            return now_s - self.started_s < float("inf")
-        return now_s - self.started_s < (min(fresh_s, RETRY_S) if self.future.result().error else fresh_s)
+            return now_mono - self.started_mono < float("inf")
+        return now_mono - self.started_mono < (min(fresh_s, RETRY_S) if self.future.result().error else fresh_s)
 
     def latest(self) -> Read[Any]:
         return self.future.result() if self.future.done() else self.before
@@ -175,7 +175,7 @@ class Api:
         """Have the next read of each name read anew, even where one is running; last good values stay known."""
         with self._lock:
             for entry in self._entries.values():
-                entry.started_s = -float("inf")
+                entry.started_mono = -float("inf")
 
     def run(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -192,12 +192,12 @@ class Api:
         """The read of that name, shared by all sessions."""
         fresh_s = FRESH_SHARE * self.settings.refresh_s if fresh_s is None else fresh_s
         with self._lock:
-            known, now_s = self._entries.get(name), time.monotonic()
-            if known is not None and known.reusable(now_s, fresh_s):
+            known, now_mono = self._entries.get(name), time.monotonic()
+            if known is not None and known.reusable(now_mono, fresh_s):
                 return known.future
             before = known.latest() if known is not None else Read(self._services[service])
             future: Future[Read[Any]] = self.run(self._fetch(before, call))
-            self._entries[name] = _Entry(future, now_s, before)
+            self._entries[name] = _Entry(future, now_mono, before)
             self._entries.move_to_end(name)
             if len(self._entries) > READS_KEPT:
                 self._entries.popitem(last=False)

@@ -6,14 +6,14 @@ one (`RequestState.start_job`). `RequestState` is also what the layers on either
 request: vLLM passes no object of ours down to the engine client, so the state follows the request's tasks in the one
 context variable `current_request`.
 
-Jobs that started and that the scheduler delays wait in the `FairQueue`.
+Jobs that started and that the scheduler delays wait in the `PlacementQueue`.
 """
 
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -26,15 +26,14 @@ from gateway.table import Counts, Kind, LocalTable, Table
 from shared.domain.job import WhenFull
 from shared.domain.route import Route
 from shared.errors import Busy, Delayed, InvalidRequest, Overloaded, PolyphaseError
-from shared.policy.fair_share import CallerQueue, Ledger, TokenCounters
-from shared.policy.overload import steps_aside
+from shared.policy.fair_queue import FairQueue, Line, Waiter, excess_jobs, excess_tokens, retry_s
+from shared.policy.fair_share import Ledger, TokenCounters
 
 if TYPE_CHECKING:
     from gateway.plain_stream import PlainStream
     from gateway.tracing import RequestTrace
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-PLACE_RETRY_S = 0.5  # between two placements of the head of a fair queue, where the scheduler names no time
 Place = Callable[[Job], Awaitable[Route]]  # requests a route; raises Delayed
 
 
@@ -105,11 +104,11 @@ class Admission:
         counts = self.counts
         counts.add_jobs(caller, jobs)
         waiting, held = counts.jobs - jobs, counts.jobs_of(caller) - jobs
-        if (excess := waiting + jobs - self._max_jobs) > 0:
+        if (excess := excess_jobs(waiting, jobs, self._max_jobs)) > 0:
             counts.add_jobs(caller, -jobs)
             message = f"{waiting} jobs are waiting and this request adds {jobs}; the limit is {self._max_jobs}"
             raise Busy(message, retry_after_s=self._retry_after_s(excess))
-        if (excess := held + jobs - self._jobs_a_caller) > 0:
+        if (excess := excess_jobs(held, jobs, self._jobs_a_caller)) > 0:
             counts.add_jobs(caller, -jobs)
             message = f"{held} jobs of {caller!r} are waiting and this request adds {jobs}; its share is "
             message += f"{self._jobs_a_caller}"
@@ -120,11 +119,11 @@ class Admission:
         counts = self.counts
         counts.add_tokens(caller, tokens)
         waiting, held = counts.tokens - tokens, counts.tokens_of(caller) - tokens
-        if waiting and (excess := waiting + tokens - self._max_tokens) > 0:
+        if (excess := excess_tokens(waiting, tokens, self._max_tokens)) > 0:
             counts.add_tokens(caller, -tokens)
             message = f"{waiting} prompt tokens are waiting and this job adds {tokens}; the limit is {self._max_tokens}"
             raise Busy(message, retry_after_s=self._retry_after_s(excess * counts.jobs / waiting))
-        if held and (excess := held + tokens - self._tokens_a_caller) > 0:
+        if (excess := excess_tokens(held, tokens, self._tokens_a_caller)) > 0:
             counts.add_tokens(caller, -tokens)
             message = f"{held} prompt tokens of {caller!r} are waiting and this job adds {tokens}; its share is "
             message += f"{self._tokens_a_caller}"
@@ -138,7 +137,7 @@ class Admission:
 
     @property
     def _jobs_a_caller(self) -> int:
-        return max(1, _share_of(self._max_jobs, self._share, self._callers))
+        return _share_of(self._max_jobs, self._share, self._callers) or 1
 
     @property
     def _tokens_a_caller(self) -> int:
@@ -305,27 +304,32 @@ class QueuedJob:
             self._turns.release()
 
 
-class FairQueue:
-    """The jobs that wait for placement: each SLO class has a queue, fair between callers, of which only the head is
-    placed. A waiting job costs one entry and no polling.
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A job in the queue. event: set while it may be placed."""
 
-    Each class has a second queue, for jobs whose first token will be late anyway: they step aside for the jobs behind
-    them, which may still be in time (`shared.policy.overload.steps_aside`).
+    job: Job
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class PlacementQueue:
+    """Places jobs; those that the scheduler delays wait in the fair queue, of which only the heads of lines are placed.
+
+    A waiting job costs one entry and no polling.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None, ledger: Ledger | None = None) -> None:
         """ledger: what callers were served by the processes that share the port."""
         self.shares = TokenCounters(weights, ledger)  # what each caller was served, in any class
-        self._queues: dict[str, CallerQueue[asyncio.Event]] = {}  # by class
-        self._late: dict[str, CallerQueue[asyncio.Event]] = {}  # by class: of the jobs that stepped aside
+        self._queue: FairQueue[_Turn] = FairQueue(self.shares)
 
     def waiting(self, slo: str) -> int:
         """How many jobs of the class wait, including those that are being placed."""
-        return sum(len(queues[slo]) for queues in (self._queues, self._late) if slo in queues)
+        return self._queue.waiting(slo)
 
     def is_waiting(self, slo: str) -> bool:
         """Whether a new job of the class has others before it."""
-        return slo in self._queues and len(self._queues[slo]) > 0
+        return self._queue.is_waiting(slo)
 
     async def place(self, job: Job, place: Place, queue_s: float) -> Route:
         """A route for a job of which nothing was computed yet. While the scheduler delays the job, it waits here.
@@ -336,11 +340,12 @@ class FairQueue:
         slo = job.spec.slo
         if slo.when_full is WhenFull.DELAY:
             return await self._place_within(job, place, queue_s)
-        if not self.is_waiting(slo.name):
-            placed = await _try_to_place(job, place)
-            if isinstance(placed, Route):
-                return placed
-        return await self._place_in_turn(job, place)
+        if self._queue.is_waiting(slo.name):
+            return await self._place_in_turn(job, place)
+        placed = await self._try_to_place(job, place)
+        if isinstance(placed, Route):
+            return placed
+        return await self._place_in_turn(job, place, placed)
 
     async def _place_within(self, job: Job, place: Place, queue_s: float) -> Route:
         try:
@@ -352,55 +357,47 @@ class FairQueue:
             message = f"no room beside heavier classes for {queue_s:g} s (SLO class {job.spec.slo.name!r})"
             raise Overloaded(message, cause="queue", retry_after_s=queue_s) from None
 
-    async def _place_in_turn(self, job: Job, place: Place) -> Route:
-        """Wait for the job's turn, then place it; again at the end of the second queue if it steps aside."""
-        slo, caller = job.spec.slo, job.spec.caller
-        async with self.turn(slo.name, caller):
-            while True:
-                placed = await _try_to_place(job, place)
-                if isinstance(placed, Route):
-                    return placed
-                retry_s = placed.retry_after_s or PLACE_RETRY_S
-                if steps_aside(slo, slo.ttft_s - job.ttft_left_s, retry_s):
-                    break
-                await asyncio.sleep(retry_s)
-        async with self._turn_in(self._late, slo.name, caller):
-            while True:
-                placed = await _try_to_place(job, place)
-                if isinstance(placed, Route):
-                    return placed
-                await asyncio.sleep(placed.retry_after_s or PLACE_RETRY_S)
-
-    def turn(self, slo: str, caller: str) -> AbstractAsyncContextManager[None]:
-        """Enters the block when it is the turn of this job; the end of the block is the next job's turn."""
-        return self._turn_in(self._queues, slo, caller)
-
-    @asynccontextmanager
-    async def _turn_in(
-        self, queues: dict[str, CallerQueue[asyncio.Event]], slo: str, caller: str
-    ) -> AsyncIterator[None]:
-        queue = queues.get(slo)
-        if queue is None:
-            queue = queues[slo] = CallerQueue(self.shares)
-        turn = asyncio.Event()
-        queue.push(turn, caller)
-        _wake_head(queue)
+    async def _place_in_turn(self, job: Job, place: Place, delay: Delayed | None = None) -> Route:
+        """Wait for the job's turns and place it in them. delay: of a placement before it joined the queue."""
+        queue, slo, turn = self._queue, job.spec.slo, _Turn(job)
+        waiter = Waiter(turn, slo, job.spec.caller)
+        if delay is None:
+            _next(queue.join(waiter))
+        else:
+            self._rest(queue.join_delayed(waiter), retry_s(delay))
         try:
-            await turn.wait()
-            yield
+            while True:
+                await turn.event.wait()
+                placed = await self._try_to_place(job, place)
+                if isinstance(placed, Route):
+                    return placed
+                turn.event.clear()
+                line, again_s = waiter.line, retry_s(placed)
+                self._rest(queue.delay(waiter, slo.ttft_s - job.ttft_left_s, again_s), again_s)
+                _next(line)
         finally:
-            queue.remove(turn, caller)
-            _wake_head(queue)
+            _next(queue.leave(waiter))
+
+    async def _try_to_place(self, job: Job, place: Place) -> Route | Delayed:
+        """Charges the caller for the prompt before the next turn is decided."""
+        try:
+            route = await place(job)
+        except Delayed as delay:
+            job.delayed(delay)
+            return delay
+        self.shares.charge(job.spec.caller, job.prompt_tokens, 0)
+        return route
+
+    def _rest(self, line: Line[_Turn] | None, again_s: float) -> None:
+        if line is not None:
+            asyncio.get_running_loop().call_later(again_s, self._wake, line)
+
+    def _wake(self, line: Line[_Turn]) -> None:
+        self._queue.wake(line)
+        _next(line)
 
 
-async def _try_to_place(job: Job, place: Place) -> Route | Delayed:
-    try:
-        return await place(job)
-    except Delayed as delay:
-        job.delayed(delay)
-        return delay
-
-
-def _wake_head(queue: CallerQueue[asyncio.Event]) -> None:
-    if (head := queue.head()) is not None:
-        head.set()
+def _next(line: Line[_Turn] | None) -> None:
+    """Let the job whose turn it is be placed."""
+    if line is not None and (waiter := line.turn()) is not None:
+        waiter.item.event.set()

@@ -26,7 +26,7 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from gateway import vllm_options, vllm_patches
-from gateway.admission import Admissions, FairQueue
+from gateway.admission import Admissions, PlacementQueue
 from gateway.auth import LOOPBACK, REREAD_S, KeyRates, KeyRing
 from gateway.connection import WRITE_TIMEOUT_S, stream_protocol
 from gateway.core import ClusterCore, ClusterLLM, JobRunner
@@ -153,7 +153,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
 
         lengths = LengthClient(clients, settings, metrics.predictions)
         stack.push_async_callback(lengths.close)
-        queue = FairQueue(keys.weights, ServedTokens(table) if table.processes > 1 else None)
+        queue = PlacementQueue(keys.weights, ServedTokens(table) if table.processes > 1 else None)
         for name, slo in settings.slo.items():
             if slo.when_full is WhenFull.DELAY:
                 metrics.waiting.labels(slo=name).set_function(partial(queue.waiting, name))

@@ -399,10 +399,10 @@ class ClusterCore:
 
     def _start(self, spec: JobSpec, queued: QueuedJob) -> None:
         state, job_id = queued.request, spec.job_id
-        deadline_s = time.monotonic() + self._settings.job_timeout_s
+        deadline_mono = time.monotonic() + self._settings.job_timeout_s
         if spec.slo.when_full is WhenFull.DELAY:
-            deadline_s += self._settings.slo[spec.slo.name].queue_s
-        job = Job(spec, _discard, self._settings.gateway_id, deadline_s, gaps=self._gaps)
+            deadline_mono += self._settings.slo[spec.slo.name].queue_s
+        job = Job(spec, _discard, self._settings.gateway_id, deadline_mono, gaps=self._gaps)
         job.siblings = self._requests.request_states[job_id].parent_req
         if state.trace is not None:
             tokens, name = len(spec.prompt_token_ids), state.client_request_id

@@ -100,12 +100,14 @@ class Edge:
             await self._counted(scope, receive, send)
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began_s, status = time.perf_counter(), HTTPStatus.INTERNAL_SERVER_ERROR.value  # if an exception leaves here
+        began_mono, status = time.perf_counter(), HTTPStatus.INTERNAL_SERVER_ERROR.value  # if an exception leaves here
         try:
             status = await self._serve(scope, receive, send)
         finally:
             if status:
-                self._metrics.http.answered(scope, scope["path"] in self.served, status, time.perf_counter() - began_s)
+                self._metrics.http.answered(
+                    scope, scope["path"] in self.served, status, time.perf_counter() - began_mono
+                )
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> int:
         """The status of the answer; 0 where the client left before it."""

@@ -112,7 +112,7 @@ class Job:
     spec: JobSpec
     emit: Emit
     gateway_id: str
-    deadline_s: float  # of the monotonic clock
+    deadline_mono: float  # of the monotonic clock
     phase: Phase = Phase.QUEUED
     tokens: list[int] = field(default_factory=list)  # that the client already has
     finish_reason: str = ""  # set once the client has all tokens
@@ -159,7 +159,7 @@ class Job:
     @property
     def left_s(self) -> float:
         """The time until the deadline."""
-        return self.deadline_s - time.monotonic()
+        return self.deadline_mono - time.monotonic()
 
     @property
     def ttft_left_s(self) -> float:
@@ -544,27 +544,27 @@ class Job:
             met = ttft_s is not None and ttft_s <= slo.ttft_s and (tpot_s is None or tpot_s <= slo.tpot_s)
             met = met and itl_met(timeline.gaps, timeline.gaps_over)
         return JobReport(
-            spec.job_id,
-            self.gateway_id,
-            phase,
-            spec.arrived_s,
-            len(spec.prompt_token_ids),
-            len(self.tokens),
-            self.prefill_instance,
-            self.decode_instance,
-            self.split,
-            slo.name,
-            outcome,
-            ttft_s,
-            tpot_s,
-            met,
-            timeline,
-            spec.max_tokens,
-            self.prediction if phase.final else None,
-            spec.caller,
-            self.length.requested,
-            list(self.losses),
-            timeline.longest_gap_s if timeline.gaps else None,
-            timeline.gaps,
-            timeline.gaps_over,
+            job_id=spec.job_id,
+            gateway_id=self.gateway_id,
+            phase=phase,
+            arrived_s=spec.arrived_s,
+            prompt_tokens=len(spec.prompt_token_ids),
+            output_tokens=len(self.tokens),
+            prefill_instance=self.prefill_instance,
+            decode_instance=self.decode_instance,
+            split=self.split,
+            slo=slo.name,
+            outcome=outcome,
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+            slo_met=met,
+            timeline=timeline,
+            max_tokens=spec.max_tokens,
+            prediction=self.prediction if phase.final else None,
+            caller=spec.caller,
+            asked=self.length.requested,
+            losses=list(self.losses),
+            longest_gap_s=timeline.longest_gap_s if timeline.gaps else None,
+            gaps=timeline.gaps,
+            gaps_over=timeline.gaps_over,
         )

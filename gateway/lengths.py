@@ -132,35 +132,35 @@ class LengthClient:
         return Replicas(addresses, lambda address: self._clients.to(address).connected, self._clock)
 
     async def _predict(self, request: PredictRequest, replicas: "Replicas") -> LengthPrediction | None:
-        started_s, found = self._clock(), None
+        started_mono, found = self._clock(), None
         try:
-            found = await self._call(request, replicas, started_s + self._timeout_s)
+            found = await self._call(request, replicas, started_mono + self._timeout_s)
             outcome = "ok"
         except DeadlineExceeded:
             outcome = "late"
         except PolyphaseError as error:
             outcome = error.code
-        quick = self._clock() - started_s <= self._wait_s
+        quick = self._clock() - started_mono <= self._wait_s
         self._pays = found is not None and found.source != _KNOWN_TO_SCHEDULERS and quick
         self._outcomes.labels(outcome).inc()
         return found
 
-    async def _call(self, request: PredictRequest, replicas: "Replicas", until_s: float) -> LengthPrediction:
+    async def _call(self, request: PredictRequest, replicas: "Replicas", until_mono: float) -> LengthPrediction:
         """The answer of a replica, or of a second one where the first fails. Raises the last error."""
         replica = replicas.first()
         try:
-            return await self._call_replica(request, replicas, replica, until_s)
+            return await self._call_replica(request, replicas, replica, until_mono)
         except PolyphaseError as error:
             if not error.retriable or (other := replicas.other(replica)) is None:
                 raise
-        return await self._call_replica(request, replicas, other, until_s)
+        return await self._call_replica(request, replicas, other, until_mono)
 
     async def _call_replica(
-        self, request: PredictRequest, replicas: "Replicas", replica: "Replica", until_s: float
+        self, request: PredictRequest, replicas: "Replicas", replica: "Replica", until_mono: float
     ) -> LengthPrediction:
         with replicas.calling(replica):
             client = self._clients.to(replica.address)
-            return await client.call(PREDICT, request, timeout_s=until_s - self._clock())
+            return await client.call(PREDICT, request, timeout_s=until_mono - self._clock())
 
 
 @dataclass(slots=True, eq=False)
@@ -170,7 +170,7 @@ class Replica:
     address: str
     calls: int = 0  # open
     latest: int = 0  # the number of the latest call to it
-    aside_until_s: float = float("-inf")
+    aside_until_mono: float = float("-inf")
 
     @property
     def load(self) -> tuple[int, int]:
@@ -192,13 +192,15 @@ class Replicas:
 
     def first(self) -> Replica:
         """The best replica; one that is unreachable or has just failed only where no other is better."""
-        now_s = self._clock()
-        return min(self._all, key=lambda one: (not self._connected(one.address), now_s < one.aside_until_s, one.load))
+        now_mono = self._clock()
+        return min(
+            self._all, key=lambda one: (not self._connected(one.address), now_mono < one.aside_until_mono, one.load)
+        )
 
     def other(self, than: Replica) -> Replica | None:
         """Another replica that is reachable and has not just failed, if any."""
-        now_s = self._clock()
-        good = (one for one in self._all if self._connected(one.address) and now_s >= one.aside_until_s)
+        now_mono = self._clock()
+        good = (one for one in self._all if self._connected(one.address) and now_mono >= one.aside_until_mono)
         return min((one for one in good if one is not than), key=lambda one: one.load, default=None)
 
     @contextmanager
@@ -210,7 +212,7 @@ class Replicas:
         try:
             yield
         except PolyphaseError:
-            replica.aside_until_s = self._clock() + ASIDE_S
+            replica.aside_until_mono = self._clock() + ASIDE_S
             raise
         finally:
             replica.calls -= 1

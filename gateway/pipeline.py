@@ -29,7 +29,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from gateway.admission import FairQueue
+from gateway.admission import PlacementQueue
 from gateway.job import Job
 from gateway.lengths import LengthClient
 from gateway.reports import Reporter
@@ -145,14 +145,14 @@ class Pipeline:
         schedulers: SchedulerClient,
         reporter: Reporter,
         lengths: LengthClient,
-        queue: FairQueue | None = None,
+        queue: PlacementQueue | None = None,
     ) -> None:
         self._settings = settings
         self._lengths = lengths
         self._clients = clients
         self._schedulers = schedulers
         self._reporter = reporter
-        self._queue = queue or FairQueue()
+        self._queue = queue or PlacementQueue()
         self._wants_prefix = False  # as the last route said
 
     async def run(self, job: Job) -> None:
@@ -267,15 +267,13 @@ class Pipeline:
         """The route of an attempt. A job of which nothing was computed yet waits in the fair queue of its SLO class."""
         if job.begun:
             return await self._place(job)
-        route = await self._queue.place(job, self._place, self._settings.slo[job.spec.slo.name].queue_s)
-        self._queue.shares.charge(job.spec.caller, job.prompt_tokens, 0)
-        return route
+        return await self._queue.place(job, self._place, self._settings.slo[job.spec.slo.name].queue_s)
 
     async def _place(self, job: Job, *, decode_only: bool = False) -> Route:
         """A scheduler's route. Without a scheduler or a ready instance the request is repeated, within the patience."""
         over_share = not job.begun and self._queue.shares.over(job.spec.caller, time.monotonic())
         while True:
-            began_s = time.monotonic()
+            began_mono = time.monotonic()
             # Made anew for each call: the job's wait grows, and its predicted length may have arrived.
             view = msgspec.structs.replace(self._view(job, decode_only=decode_only), over_share=over_share)
             try:
@@ -287,7 +285,7 @@ class Pipeline:
                     raise
                 job.failed_instances.clear()  # an instance that failed once is better than none
                 job.moved_from = ""
-                self._spend_patience(job, time.monotonic() - began_s, error)
+                self._spend_patience(job, time.monotonic() - began_mono, error)
                 pause_s = min(max(RETRY_S, job.waited_s / 2), MAX_RETRY_S)
                 await asyncio.sleep(pause_s)
                 job.waited_s += pause_s
@@ -481,7 +479,7 @@ class Pipeline:
         if job.prediction is None:
             # A prediction that arrives now still serves the dispatch of the prompt, and the admission to decode.
             call.on_predicted = partial(self._send_prediction, job, instance)
-        began_s = time.monotonic()
+        began_mono = time.monotonic()
         try:
             reply = await self._clients.to(instance.rpc).call(method, request, timeout_s=job.left_s, on_item=on_item)
         except BaseException as error:
@@ -489,7 +487,7 @@ class Pipeline:
             if isinstance(error, PolyphaseError) and not isinstance(error, NoRoom):
                 job.failed_instances.append(instance.instance_id)
             if isinstance(error, NotConnected):
-                self._spend_patience(job, time.monotonic() - began_s, error)
+                self._spend_patience(job, time.monotonic() - began_mono, error)
             raise
         finally:
             call.on_pause = call.on_predicted = None

@@ -152,7 +152,7 @@ class PlainStream:
         self._sent_tokens = 0
         self._unsent: list[str] = []  # text that waits for the reader, and that the detokeniser no longer has
         self.queued = self.held = False  # for the next pass, or for a later one; see StreamPass
-        self.served_s = 0.0  # time of the last pass, by the event loop's clock
+        self.served_mono = 0.0  # time of the last pass, by the event loop's clock
         self.max_delay_s = 0.0  # that tokens may wait for others
 
     def bind(
@@ -375,9 +375,9 @@ class StreamPass:
             return
         if stream.held:
             return
-        due_s = stream.served_s + min(self._pace.interval_s, stream.max_delay_s)
-        if due_s > asyncio.get_running_loop().time():
-            self._hold(stream, int(due_s / SLOT_S) + 1)
+        due_mono = stream.served_mono + min(self._pace.interval_s, stream.max_delay_s)
+        if due_mono > asyncio.get_running_loop().time():
+            self._hold(stream, int(due_mono / SLOT_S) + 1)
         else:
             self._enqueue(stream)
 
@@ -410,9 +410,9 @@ class StreamPass:
             self._measuring = True
             self._pace.begin()
             loop.call_later(PERIOD_S, self._measure)
-        now_s = loop.time()
+        now_mono = loop.time()
         for stream in streams:
-            stream.queued, stream.served_s = False, now_s
+            stream.queued, stream.served_mono = False, now_mono
             try:
                 stream.advance()
             except Exception as error:  # a boundary: an error in one answer must not delay the others

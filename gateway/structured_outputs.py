@@ -203,18 +203,18 @@ class _Verdicts:
         return len(self._kept)
 
     def get(self, key: bytes, now: float) -> bytes | None:
-        verdict, until_s = self._kept.get(key, (b"", 0.0))
-        if now >= until_s:
+        verdict, until_mono = self._kept.get(key, (b"", 0.0))
+        if now >= until_mono:
             self._forget(key)
             return None
         self._kept.move_to_end(key)
         return verdict
 
-    def put(self, key: bytes, verdict: bytes, until_s: float) -> None:
+    def put(self, key: bytes, verdict: bytes, until_mono: float) -> None:
         self._forget(key)
         if len(verdict) + _ENTRY_BYTES > self._max_bytes:
             return
-        self._kept[key] = (verdict, until_s)
+        self._kept[key] = (verdict, until_mono)
         self.total_bytes += len(verdict) + _ENTRY_BYTES
         while self.total_bytes > self._max_bytes:
             self._forget(next(iter(self._kept)))
@@ -394,13 +394,13 @@ class Grammars:
         except TimeoutError:
             raise QueueOverflowError from None
         trial.begun = True
-        began_s = time.monotonic()
+        began_mono = time.monotonic()
         try:
             verdict = await self._try(request)
         finally:
-            self._slots.release(who, time.monotonic() - began_s)
-        until_s = time.monotonic() + TOO_EXPENSIVE_S if verdict == self._too_expensive else float("inf")
-        self._verdicts.put(key, verdict, until_s)
+            self._slots.release(who, time.monotonic() - began_mono)
+        until_mono = time.monotonic() + TOO_EXPENSIVE_S if verdict == self._too_expensive else float("inf")
+        self._verdicts.put(key, verdict, until_mono)
         return verdict
 
     def _ended(self, key: bytes, trial: _Trial, task: "asyncio.Task[bytes]") -> None:

@@ -161,15 +161,15 @@ class SharedTable(Table):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        deadline_s = 0.0
+        deadline_mono = 0.0
         while True:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 now = time.monotonic()
-                deadline_s = deadline_s or now + LOCK_S
-                if now > deadline_s:
+                deadline_mono = deadline_mono or now + LOCK_S
+                if now > deadline_mono:
                     raise Busy("another gateway process does not respond; try again", retry_after_s=1.0) from None
                 os.sched_yield()
         try:

@@ -544,14 +544,14 @@ class TokeniserSlots:
 
     def _run(self, work: _Work) -> None:
         """In a thread of the pool."""
-        began_s = time.monotonic()
+        began_mono = time.monotonic()
         try:
             result = work.run()
         except BaseException as error:  # for the caller
-            self._ended(work, time.monotonic() - began_s)
+            self._ended(work, time.monotonic() - began_mono)
             work.future.set_exception(error)
         else:
-            self._ended(work, time.monotonic() - began_s)
+            self._ended(work, time.monotonic() - began_mono)
             work.future.set_result(result)
 
     def _ended(self, work: _Work, took_s: float) -> None:

@@ -170,9 +170,9 @@ class Service:
 
     async def predict(self, query: Query) -> tuple[LengthPrediction, float]:
         """A prediction and its latency in seconds."""
-        started_s = perf_counter()
+        started_mono = perf_counter()
         prediction = await self.predictor.predict(query)
-        latency_s = perf_counter() - started_s
+        latency_s = perf_counter() - started_mono
         self._metrics.latency_s.labels(prediction.source).observe(latency_s)
         return prediction, latency_s
 

@@ -206,9 +206,9 @@ def evaluate(
     rows: list[list[float]] = []
     latencies_ms = []
     for number, example in enumerate(examples, start=1):
-        started_s = perf_counter()
+        started_mono = perf_counter()
         rows += classifier.batch([classifier.encode(example.text)])
-        latencies_ms.append((perf_counter() - started_s) * 1000)
+        latencies_ms.append((perf_counter() - started_mono) * 1000)
         on_progress("judging", number, len(examples))
     observed, means = by_prompt_length(train, buckets), bucket_means(known, buckets)
     always = [commonest(train, buckets)] * len(examples)

@@ -155,7 +155,7 @@ def _prompt_ms(classifier: "LengthClassifier") -> float:
         [],
     )
     for _ in range(TRIES):
-        began_s = monotonic()
+        began_mono = monotonic()
         classifier.batch([row])
-        times_ms.append((monotonic() - began_s) * 1000)
+        times_ms.append((monotonic() - began_mono) * 1000)
     return median(times_ms)

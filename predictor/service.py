@@ -144,7 +144,7 @@ class _Item(Generic[Q]):
 
     model: Batchable[Q]
     query: Q
-    deadline_s: float
+    deadline_mono: float
     answer: "asyncio.Future[list[float]]"
     ids: list[int] | None = None
 
@@ -188,8 +188,8 @@ class Batcher(Generic[Q]):
         needed_s = ceil((self.pending + 1) / self._mean_items) * self._mean_s
         if self.pending > self._depth or (self._computing and needed_s > timeout_s):
             raise Busy(f"{self.pending} predictions are before this one", retry_after_s=needed_s)
-        deadline_s = monotonic() + timeout_s
-        item = _Item(model, query, deadline_s, asyncio.get_running_loop().create_future())
+        deadline_mono = monotonic() + timeout_s
+        item = _Item(model, query, deadline_mono, asyncio.get_running_loop().create_future())
         self._waiting.append(item)
         self._not_empty.set()
         try:
@@ -197,7 +197,7 @@ class Batcher(Generic[Q]):
                 answer = await item.answer
         except TimeoutError:
             answer = None
-        if answer is None or monotonic() > deadline_s:  # the event loop may have been blocked past the deadline
+        if answer is None or monotonic() > deadline_mono:  # the event loop may have been blocked past the deadline
             raise DeadlineExceeded(f"no prediction within {timeout_s * 1000:.0f} ms")
         return answer
 
@@ -246,7 +246,7 @@ class Batcher(Generic[Q]):
         """Padded tokens of a batch that is computed by the deadline of the oldest query, judged by earlier batches."""
         if not self._token_s:
             return self._batch_tokens
-        return min(self._batch_tokens, max(1.0, (oldest.deadline_s - monotonic()) / self._token_s))
+        return min(self._batch_tokens, max(1.0, (oldest.deadline_mono - monotonic()) / self._token_s))
 
     def _deliver(self, batch: _Batch[Q]) -> None:
         count, weight = len(batch.items), NEWEST_WEIGHT if self._mean_s else 1.0
@@ -268,7 +268,7 @@ class Batcher(Generic[Q]):
 
 def _compute(items: list[_Item[Q]], token_limit: float) -> _Batch[Q]:
     """In the thread: the oldest item and those that fit beside it. An error is the answer of the whole batch."""
-    began_s = monotonic()
+    began_mono = monotonic()
     chosen = [items[0]]
     answers: Sequence[list[float] | Exception]
     try:
@@ -278,7 +278,7 @@ def _compute(items: list[_Item[Q]], token_limit: float) -> _Batch[Q]:
         log.exception("a batch failed", queries=len(chosen))
         answers = [Unavailable(f"the length classifier failed: {error}")] * len(chosen)
     padded = len(chosen) * max(len(item.ids or []) for item in chosen)
-    return _Batch(tuple(chosen), tuple(answers), padded, monotonic() - began_s)
+    return _Batch(tuple(chosen), tuple(answers), padded, monotonic() - began_mono)
 
 
 def _fitting(items: list[_Item[Q]], token_limit: float) -> list[_Item[Q]]:

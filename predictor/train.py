@@ -172,19 +172,19 @@ def train(
     widths = [_width(text) for text in granularity or ["200"]]
     examples = load_examples(data, load_served(served_model, with_template=True))
     plan = FineTuning(
-        Buckets(),
-        base,
-        from_scratch,
-        input_tokens,
-        default_epochs(from_scratch) if epochs is None else epochs,
-        max_steps,
-        batch_size,
-        default_learning_rate(from_scratch) if learning_rate is None else learning_rate,
-        class_weights,
-        seed,
-        patience,
-        bf16,
-        device,
+        buckets=Buckets(),
+        base=base,
+        from_scratch=from_scratch,
+        input_tokens=input_tokens,
+        epochs=default_epochs(from_scratch) if epochs is None else epochs,
+        max_steps=max_steps,
+        batch_size=batch_size,
+        learning_rate=default_learning_rate(from_scratch) if learning_rate is None else learning_rate,
+        class_weights=class_weights,
+        seed=seed,
+        patience=patience,
+        bf16=bf16,
+        device=device,
     )
     found: dict[int, Evaluation] = {}
     for width in widths:

@@ -91,9 +91,9 @@ class Response:
     text: str = ""
     finish_reason: str = ""
     usage: Json = field(default_factory=dict)
-    began_s: float = 0.0
-    ended_s: float = 0.0
-    token_times_s: list[float] = field(default_factory=list)
+    began_mono: float = 0.0
+    ended_mono: float = 0.0
+    token_times_mono: list[float] = field(default_factory=list)
 
     @property
     def completion_tokens(self) -> int | None:
@@ -103,24 +103,24 @@ class Response:
     @property
     def longest_gap_s(self) -> float:
         """The longest time without a token, from the sending of the request to its end."""
-        times = [self.began_s, *self.token_times_s, self.ended_s]
+        times = [self.began_mono, *self.token_times_mono, self.ended_mono]
         return max(after - before for before, after in pairwise(times))
 
     @property
     def ttft_s(self) -> float | None:
         """Sending to first token."""
-        return self.token_times_s[0] - self.began_s if self.token_times_s else None
+        return self.token_times_mono[0] - self.began_mono if self.token_times_mono else None
 
     @property
     def took_s(self) -> float:
-        return self.ended_s - self.began_s
+        return self.ended_mono - self.began_mono
 
 
 async def send(
     address: Address, request: Request, hung_s: float = HUNG_S, on_tokens: Callable[[Response], object] | None = None
 ) -> Response:
     """One request, to its end. `on_tokens` is called with the answer so far after each event with tokens."""
-    response = Response(began_s=time.monotonic())
+    response = Response(began_mono=time.monotonic())
     writer = None
     try:
         async with asyncio.timeout(hung_s):
@@ -137,7 +137,7 @@ async def send(
     finally:
         if writer is not None:
             writer.close()
-    response.ended_s = time.monotonic()
+    response.ended_mono = time.monotonic()
     return response
 
 
@@ -211,7 +211,7 @@ def _add(data: Json, response: Response) -> None:
         response.tokens += tokens
         response.finish_reason = choice.get("finish_reason") or response.finish_reason
         if tokens:
-            response.token_times_s.append(time.monotonic())
+            response.token_times_mono.append(time.monotonic())
 
 
 def _add_error(data: Json, response: Response) -> None:

@@ -61,7 +61,26 @@ def noises(rng: Random) -> list[bytes]:
 
 def messages(rng: Random) -> list[list[bytes]]:
     """Messages of all protocols of the suite that arrive whole and must be dropped."""
-    pull = protocol.encode_message(protocol.Pull(1, _MARK, 7, _MARK, Codec.RAW, 0, 1, 0, 40, 0, 4, 0, 1, 1, 1000, 5.0))
+    pull = protocol.encode_message(
+        protocol.Pull(
+            pull_id=1,
+            transfer_id=_MARK,
+            generation=7,
+            fingerprint=_MARK,
+            codec=Codec.RAW,
+            layer_start=0,
+            layer_end=1,
+            token_start=0,
+            token_end=40,
+            head_start=0,
+            head_end=4,
+            rank=0,
+            ranks=1,
+            consumers=1,
+            credit_bytes=1000,
+            timeout_s=5.0,
+        )
+    )
     control = protocol.encode_message(rank_messages.Control(1, "no-such-key", rank_messages.Release(_MARK)))
     confirm = protocol.encode_message(protocol.Confirm(_MARK, 2**62, -1, 10**9))
     kv = (pull, control, confirm)

@@ -182,8 +182,8 @@ async def learn(address: Address, requests: Sequence[Request]) -> dict[str, Righ
 class Answered:
     """One answer of the load. Times are on the monotonic clock."""
 
-    began_s: float
-    ended_s: float
+    began_mono: float
+    ended_mono: float
     verdict: Verdict
 
 
@@ -203,7 +203,7 @@ class Load:
         self.answered: deque[Answered] = deque(maxlen=_KEPT)
         self.requests = requests
         self._addresses, self._right, self._hung_s = addresses, right, hung_s
-        self._token_times_s: deque[float] = deque(maxlen=_KEPT)
+        self._token_times_mono: deque[float] = deque(maxlen=_KEPT)
         self._rngs = [Random(seed * 1000 + number) for number in range(count)]
         self._waiting = set(range(count))  # users without an answer so far
         self._all_answered = asyncio.Event()
@@ -221,17 +221,17 @@ class Load:
         async with asyncio.timeout(bound_s):
             await self._all_answered.wait()
 
-    def rate(self, begin_s: float, end_s: float) -> float:
+    def rate(self, begin_mono: float, end_mono: float) -> float:
         """Tokens per second between two moments of the monotonic clock."""
-        return sum(begin_s <= time_s < end_s for time_s in self._token_times_s) / (end_s - begin_s)
+        return sum(begin_mono <= time_mono < end_mono for time_mono in self._token_times_mono) / (end_mono - begin_mono)
 
     @property
     def served(self) -> int:
         return self.tally.count(Verdict.WHOLE)
 
-    def served_since(self, begin_s: float) -> bool:
+    def served_since(self, begin_mono: float) -> bool:
         """Whether a request that was sent after this moment has a whole answer."""
-        return any(each.began_s > begin_s and each.verdict is Verdict.WHOLE for each in self.answered)
+        return any(each.began_mono > begin_mono and each.verdict is Verdict.WHOLE for each in self.answered)
 
     async def _request(self, user: int, turn: int) -> bool:
         request = self._rngs[user].choice(self.requests)
@@ -241,8 +241,8 @@ class Load:
         # Without streaming the client sees nothing until the end: only the time beyond the usual one is a wait.
         gap_s = got.longest_gap_s - (0.0 if request.streams else right.took_s)
         self.tally.add(verdict, gap_s, f"{request.key}: {describe(got)}")
-        self.answered.append(Answered(got.began_s, got.ended_s, verdict))
-        self._token_times_s.extend(got.token_times_s if request.streams else [got.ended_s] * len(got.tokens))
+        self.answered.append(Answered(got.began_mono, got.ended_mono, verdict))
+        self._token_times_mono.extend(got.token_times_mono if request.streams else [got.ended_mono] * len(got.tokens))
         self._waiting.discard(user)
         if not self._waiting:
             self._all_answered.set()

@@ -21,7 +21,10 @@ from benchmarks.chaos.testbeds import OPEN, Testbed
 from benchmarks.chaos.under_test import SuiteUnderTest, running_suite_under_test
 from benchmarks.results import Result
 from services.launcher.up import until_stopped
-from shared.errors import InvalidRequest, PolyphaseError
+from shared.errors import InvalidRequest, PolyphaseError, Unavailable
+
+MAX_STARTS = 5  # failed starts in a row that end the random mode
+FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 30.0  # after a failed start; doubles with each further one
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,11 @@ def show_scenarios(options: ChaosOptions, console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
+def start_pause_s(failed_starts: int) -> float:
+    """The pause after so many failed starts in a row."""
+    return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (failed_starts - 1))
+
+
 class _Bench:
     """Runs scenarios one after the other; a suite serves those of its testbed until it is not healthy any more."""
 
@@ -83,6 +91,7 @@ class _Bench:
         self._total = total
         self._began = time.monotonic()
         self.suites = 0
+        self._failed_starts = 0  # in a row
         self.drawn: Counter[str] = Counter()
 
     @property
@@ -118,10 +127,12 @@ class _Bench:
             async with AsyncExitStack() as running:
                 suite: SuiteUnderTest | None = None
                 for scenario in scenarios:
+                    serves = suite is not None
                     try:
                         if suite is None:
                             suite = await running.enter_async_context(self._suite(bed, Path(temporary)))
                             before = await calm(suite, self._options.seed)
+                        serves, self._failed_starts = True, 0
                         seed = self._options.seed + (len(self.outcomes) if self._options.random_minutes else 0)
                         outcome = await run_scenario(suite, scenario, before, seed)
                     except (PolyphaseError, TimeoutError) as error:  # the suite did not start, or does not serve
@@ -130,6 +141,15 @@ class _Bench:
                     if not outcome.suite_is_healthy:
                         await running.aclose()
                         suite = None
+                    if not serves and self._options.random_minutes:
+                        await self._pause_after_failed_start(outcome)
+
+    async def _pause_after_failed_start(self, outcome: Outcome) -> None:
+        """Raises Unavailable after `MAX_STARTS` failed starts in a row."""
+        self._failed_starts += 1
+        if self._failed_starts >= MAX_STARTS:
+            raise Unavailable(f"no suite started {MAX_STARTS} times in a row: {outcome.broke}")
+        await asyncio.sleep(start_pause_s(self._failed_starts))
 
     def _suite(self, bed: Testbed, folder: Path) -> AbstractAsyncContextManager[SuiteUnderTest]:
         self.suites += 1

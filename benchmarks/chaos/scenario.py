@@ -172,15 +172,15 @@ async def _fault(suite: SuiteUnderTest, scenario: Scenario, outcome: Outcome) ->
 
 async def _recover(suite: SuiteUnderTest, load: Load, calm_rate: float, outcome: Outcome) -> None:
     """Wait until all processes serve and users get tokens at the former rate; RECOVER_S and a window at most."""
-    since_s, whole_s = time.monotonic(), 0.0
-    while time.monotonic() < since_s + RECOVER_S + _WINDOW_S:
+    since_mono, whole_s = time.monotonic(), 0.0
+    while time.monotonic() < since_mono + RECOVER_S + _WINDOW_S:
         outcome.missing = await missing(suite)
         now = time.monotonic()
         whole_s = 0.0 if outcome.missing else whole_s or now
         rate = load.rate(now - _WINDOW_S, now)
-        enough = rate >= _RATE_SHARE * calm_rate and load.served_since(since_s)
-        if whole_s and enough and now - _WINDOW_S >= since_s:
-            outcome.recovered_s = max(whole_s, now - _WINDOW_S) - since_s
+        enough = rate >= _RATE_SHARE * calm_rate and load.served_since(since_mono)
+        if whole_s and enough and now - _WINDOW_S >= since_mono:
+            outcome.recovered_s = max(whole_s, now - _WINDOW_S) - since_mono
             return
         if whole_s and not enough:
             outcome.missing = [f"{rate:.0f} tokens/s of {calm_rate:.0f}"]

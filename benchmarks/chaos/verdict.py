@@ -116,7 +116,7 @@ def _requests(verdict: Verdict, suite: SuiteUnderTest) -> tuple[float, float]:
     """The least and the largest number of requests that ended in the verdict's window, by the clients' clocks."""
     assert suite.load is not None
     to_unix_s = time.time() - time.monotonic()
-    answers = [(answer.began_s + to_unix_s, answer.ended_s + to_unix_s) for answer in suite.load.answered]
+    answers = [(answer.began_mono + to_unix_s, answer.ended_mono + to_unix_s) for answer in suite.load.answered]
     begin_s, end_s = verdict.time_s - verdict.window_s, verdict.time_s
     least = sum(begin_s + _STAMP_S <= ended_s <= end_s - _REPORT_S for _, ended_s in answers)
     most = sum(begin_s - _REPORT_S <= ended_s <= end_s for _, ended_s in answers)

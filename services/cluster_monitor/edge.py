@@ -187,7 +187,7 @@ def _of_plans(kind: EventKind) -> EventKind:
     return kind
 
 
-class HappenedIn(_FromService):
+class EventIn(_FromService):
     """An event that the planner reports: what became of the plan `subject`."""
 
     event_id: Name

@@ -73,7 +73,18 @@ class Events:
     ) -> None:
         """Log an event, with the instance, operation, request or other subject that it concerns."""
         event_id = event_id or uuid.uuid4().hex
-        event = Event(event_id, time.time(), kind, text, instance_id, role, operation_id, job_id, subject, origin)
+        event = Event(
+            event_id=event_id,
+            time_s=time.time(),
+            kind=kind,
+            text=text,
+            instance_id=instance_id,
+            role=role,
+            operation_id=operation_id,
+            job_id=job_id,
+            subject=subject,
+            origin=origin,
+        )
         self._rings[kind].append(event)
         self._store.put(events, msgspec.to_builtins(event))
 

@@ -18,7 +18,7 @@ from shared.wire.api import Operation, OperationKind, OperationResult
 
 log = get_log(__name__)
 KEPT = 1_000  # operations in memory
-_FLIP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
+_FLIP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0)
 _DRAIN_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -40,7 +40,7 @@ class OperationLog:
                     self._ended.labels(kind, result)  # a series starts at 0: rate() misses a first value other than 0
         self._flip = Histogram(
             "polyphase_flip_seconds",
-            "The role change itself, as the instance measured it",
+            "From the end of a flip's drain until the instance serves in its new role",
             buckets=_FLIP_BUCKETS_S,
             registry=metrics,
         )

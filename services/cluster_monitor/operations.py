@@ -197,8 +197,10 @@ class Operations:
             case OperationKind.FLIP:
                 try:
                     await self._drain(record, request, operation)
-                    await self._change_role(record, operation)
+                    drained_mono = asyncio.get_running_loop().time()
+                    await self._change_role(record, operation.to_role)
                     await self._resume(record)
+                    operation.flip_s = asyncio.get_running_loop().time() - drained_mono
                 except BaseException:
                     await self._undo(record)
                     raise
@@ -221,12 +223,10 @@ class Operations:
                 f"{record.instance_id} did not drain within {limit_s:g} s: {reply.remaining} jobs remain"
             )
 
-    async def _change_role(self, record: Record, operation: Operation) -> None:
+    async def _change_role(self, record: Record, target: Role) -> None:
         self._term.check()
-        target = operation.to_role
         request = FlipRequest(target, self._term.epoch)
         reply = await record.client.call(FLIP, request, timeout_s=self._settings.rpc_timeout_s)
-        operation.flip_s = reply.duration_s
         if reply.role is not target:
             raise Conflict(f"{record.instance_id} answered the flip with the role {reply.role.value}")
         try:

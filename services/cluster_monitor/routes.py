@@ -13,8 +13,8 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from services.cluster_monitor import history
 from services.cluster_monitor.edge import (
     DrainIn,
+    EventIn,
     FlipIn,
-    HappenedIn,
     LeaveIn,
     NewsIn,
     OperationIn,
@@ -238,7 +238,7 @@ async def events(
 
 
 @router.post("/events")
-async def happened(monitor: Monitor, body: HappenedIn) -> dict[str, bool]:
+async def report_event(monitor: Monitor, body: EventIn) -> dict[str, bool]:
     """The planner reports what became of a plan; answers whether this is new."""
     return {"new": monitor.events.report(body.kind, body.text, body.subject, body.event_id)}
 

@@ -136,15 +136,15 @@ def judge(situation: Situation, thresholds: Thresholds) -> Verdict:
     problems = tuple(sorted(explained, key=lambda one: (_SEVERITY[one.level], _ORDER.index(one.what))))
     level = _level(situation, problems)
     return Verdict(
-        situation.time_s,
-        level,
-        _headline(level, situation, problems, counts),
-        problems,
-        tuple(_link(stage, situation, problems) for stage in Stage),
-        counts,
-        situation.window_s,
-        ended(situation),
-        thresholds,
+        time_s=situation.time_s,
+        level=level,
+        headline=_headline(level, situation, problems, counts),
+        problems=problems,
+        chain=tuple(_link(stage, situation, problems) for stage in Stage),
+        counts=counts,
+        window_s=situation.window_s,
+        requests=ended(situation),
+        thresholds=thresholds,
     )
 
 

@@ -72,7 +72,18 @@ async def search(
     """
     named = phase.value if phase else ""
     search = RequestSearch(
-        job_name(job), caller, slo, instance, outcome, named, missed, since, until, order, limit, offset
+        job=job_name(job),
+        caller=caller,
+        slo=slo,
+        instance=instance,
+        outcome=outcome,
+        phase=named,
+        missed=missed,
+        since_s=since,
+        until_s=until,
+        order=order,
+        limit=limit,
+        offset=offset,
     )
     return json_response(RequestPage(*await search_requests(scheduler.engine, StoredRequest, search)))
 

@@ -173,18 +173,18 @@ async def until_healthy(child: Child, health: Health | None, limits: Limits) -> 
     if health is None:
         return None
     ended = asyncio.ensure_future(child.wait())
-    started_s = running_s = time.monotonic()  # running_s: the last time when no signal had stopped it
+    started_mono = running_mono = time.monotonic()  # running_mono: the last time when no signal had stopped it
     try:
         while fault := await health.check(CHECK_S):
             if (await asyncio.wait([ended], timeout=limits.poll_s))[0]:
                 return Unready(ending(ended.result()))
-            now_s = time.monotonic()
+            now_mono = time.monotonic()
             if not child.stopped:
-                running_s = now_s
-            if limits.hang_s and now_s - running_s > limits.hang_s:
+                running_mono = now_mono
+            if limits.hang_s and now_mono - running_mono > limits.hang_s:
                 text = f"stopped by a signal for {limits.hang_s:g} s while it started"
                 return Unready(await _kill(child, text), late=True)
-            if now_s - started_s > limits.start_s:
+            if now_mono - started_mono > limits.start_s:
                 return Unready(await _kill(child, f"not healthy after {limits.start_s:g} s ({fault})"), late=True)
     finally:
         ended.cancel()

@@ -107,7 +107,17 @@ def up_command(
     Example: polyphase up --cluster my.yaml
     """
     ray = ray_address if on is On.RAY else None
-    options = UpOptions(cluster, model, port, dashboard_port, dashboard, data_dir, host_name, auto, ray)
+    options = UpOptions(
+        cluster=cluster,
+        model=model,
+        port=port,
+        dashboard_port=dashboard_port,
+        dashboard=dashboard,
+        data_dir=data_dir,
+        host_name=host_name,
+        auto=auto,
+        ray=ray,
+    )
     asyncio.run(up(options, Console()))
 
 

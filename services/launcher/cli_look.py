@@ -168,7 +168,15 @@ def requests_command(
     Example: polyphase requests --missed --since 10m
     """
     wanted = events.RequestFilter(
-        request, caller, slo, instance, outcome, missed, events.ago_s(since) if since else None, order, limit
+        job=request,
+        caller=caller,
+        slo=slo,
+        instance=instance,
+        outcome=outcome,
+        missed=missed,
+        since_s=events.ago_s(since) if since else None,
+        order=order,
+        limit=limit,
     )
     answer = asyncio.run(events.requests(events.scheduler_urls(data_dir, scheduler), wanted))
     cli_common.output(answer, partial(events.show_requests, answer=answer), as_json=as_json)

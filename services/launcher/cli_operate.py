@@ -103,7 +103,7 @@ def policies_command(
         raise InvalidRequest("--choices only lists policies: leave it out to change some")
     change = operate.reset_of(wanted or ()) if reset else operate.change_of(wanted or ())
     url = operate.monitor_url(data_dir, monitor)
-    answer = asyncio.run(operate.change_policies(url, change, operate.actor(), operate.token(data_dir, url)))
+    answer = asyncio.run(operate.apply_policies(url, change, operate.actor(), operate.token(data_dir, url)))
     show = partial(operate.show_policies, answer=answer)
     if choices:
         show = partial(operate.show_choices, in_force=answer.policies)

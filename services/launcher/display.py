@@ -84,7 +84,7 @@ def _line(status: Status) -> str:
 
 def _seconds(status: Status) -> str:
     if status.state is State.STARTING:
-        return f"{time.monotonic() - status.since_s:.0f}"
+        return f"{time.monotonic() - status.since_mono:.0f}"
     return f"{status.took_s:.1f}" if status.took_s else ""
 
 

@@ -10,7 +10,6 @@ import getpass
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.launcher import cluster_keys, pages, state_file
+from services.launcher.suite import change_policies
 from shared.domain.instance import InstanceState
 from shared.domain.policies import KINDS
 from shared.domain.route import PolicySpec
@@ -46,7 +46,7 @@ from shared.wire.clients.planner import PlannerClient
 
 Change = dict[str, PolicySpec | None]
 DOING = {"flip": "Draining and flipping", "drain": "Draining", "resume": "Resuming", "forget": "Forgetting"}
-FOLLOWED_S, POLICY_POLL_S = 3.0, 0.05
+FOLLOWED_S = 3.0
 PROPOSALS_SHOWN = 10
 PROPOSAL_POLL_S, CARRIED_OUT_S = 0.2, 600.0
 MAX_UNANSWERED = 50  # polls in a row that the planner, which may be restarting, does not answer
@@ -236,7 +236,7 @@ def reset_of(kinds: Sequence[str]) -> Change:
     return dict.fromkeys(kinds or KINDS)
 
 
-async def change_policies(url: str, change: Change, who: str, token: str = "") -> PoliciesInForce:
+async def apply_policies(url: str, change: Change, who: str, token: str = "") -> PoliciesInForce:
     """Apply the change, if any, and return the policies in force: when all processes follow, or FOLLOWED_S later.
 
     Raises the monitor's own error.
@@ -244,13 +244,7 @@ async def change_policies(url: str, change: Change, who: str, token: str = "") -
     async with MonitorClient(url, token=token) as monitor:
         if not change:
             return await monitor.policies()
-        answer = await monitor.set_policies(change, who=who)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FOLLOWED_S):
-                while not all(follower.follows for follower in answer.followers):
-                    await asyncio.sleep(POLICY_POLL_S)
-                    answer = await monitor.policies()
-        return answer
+        return await change_policies(monitor, change, who, timeout_s=FOLLOWED_S, must_follow=False)
 
 
 def show_policies(console: Console, answer: PoliciesInForce) -> None:
@@ -388,8 +382,8 @@ def _expected(figures: Figures) -> str:
 
 async def _final_state(planner: PlannerClient, proposal_id: str) -> ProposalState:
     """Wait for the final state of a proposal. Raises DeadlineExceeded after ten minutes, or the planner's own error."""
-    until_s, unanswered = time.monotonic() + CARRIED_OUT_S, 0
-    while time.monotonic() < until_s:
+    until_mono, unanswered = time.monotonic() + CARRIED_OUT_S, 0
+    while time.monotonic() < until_mono:
         await asyncio.sleep(PROPOSAL_POLL_S)
         try:
             state, unanswered = (await planner.proposal(proposal_id)).state, 0

@@ -71,7 +71,7 @@ def free_range(start: int = 20_000, stop: int = 32_000, size: int = _SPAN, host:
     For RESERVED_S no other process of this user gets them, so that the caller can start to listen. Where all ports are
     reserved, the call waits until a reservation ends. Raises Conflict if there are none then.
     """
-    give_up_s = time.monotonic() + RESERVED_S
+    give_up_mono = time.monotonic() + RESERVED_S
     while True:
         with _reservations() as reserved:
             for base in range(start, stop, size):
@@ -79,7 +79,7 @@ def free_range(start: int = 20_000, stop: int = 32_000, size: int = _SPAN, host:
                 if not meets_other and all(is_free(host, port) for port in range(base, base + size)):
                     reserved.append(_Reservation(base, size, time.monotonic()))
                     return base
-        if not reserved or time.monotonic() > give_up_s:
+        if not reserved or time.monotonic() > give_up_mono:
             raise Conflict(f"there are no {size} consecutive free ports between {start} and {stop}")
         time.sleep(_POLL_S)
 
@@ -87,7 +87,7 @@ def free_range(start: int = 20_000, stop: int = 32_000, size: int = _SPAN, host:
 class _Reservation(NamedTuple):
     base: int
     size: int
-    at_s: float  # on the monotonic clock, which all processes share; after a reboot it may lie in the future
+    at_mono: float  # on the monotonic clock, which all processes share; after a reboot it may lie in the future
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def _reservations() -> Iterator[list[_Reservation]]:
         for line in file:
             with suppress(ValueError, TypeError):  # an incomplete line of a killed process
                 entries.append(_Reservation(*json.loads(line)))
-        entries = [entry for entry in entries if 0 <= time.monotonic() - entry.at_s < RESERVED_S]
+        entries = [entry for entry in entries if 0 <= time.monotonic() - entry.at_mono < RESERVED_S]
         yield entries
         file.seek(0)
         file.truncate()

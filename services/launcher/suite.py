@@ -16,7 +16,7 @@ from services.launcher.state_file import SuiteState
 from shared.domain.instance import InstanceState, Role
 from shared.domain.route import PolicySpec
 from shared.errors import DeadlineExceeded, PolyphaseError
-from shared.wire.api.monitor import InstanceRow, PolicyChoice
+from shared.wire.api.monitor import InstanceRow, PoliciesInForce
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.scheduler import SchedulerAdmin
 
@@ -131,27 +131,36 @@ async def change_policies(
     monitor: MonitorClient,
     change: Mapping[str, PolicySpec | None],
     who: str,
-    schedulers: int,
+    schedulers: int = 0,
     timeout_s: float = FOLLOW_S,
-) -> dict[str, PolicyChoice]:
-    """Change policies and wait until all instances and so many schedulers follow. Returns the previous policies.
+    *,
+    must_follow: bool = True,
+) -> PoliciesInForce:
+    """Change policies and wait until all instances and at least so many schedulers follow. Returns those in force.
 
-    Raises the monitor's own error, or DeadlineExceeded that names the processes which do not follow.
+    Raises the monitor's own error. When not all follow in time: DeadlineExceeded that names the processes which do not,
+    or, without `must_follow`, the answer shows them.
     """
-    before = (await monitor.policies()).policies
-    await monitor.set_policies(change, who=who)
-    late: list[str] = []
+    answer = await monitor.set_policies(change, who=who)
+    give_up = time.monotonic() + timeout_s
+    while not _followed(answer, schedulers) and time.monotonic() < give_up:
+        await asyncio.sleep(POLL_S)
+        try:
+            answer = await monitor.policies()
+        except PolyphaseError:
+            if time.monotonic() >= give_up:
+                raise
+    if must_follow and not _followed(answer, schedulers):
+        late = [f"{each.name} {each.trouble}".strip() for each in answer.followers if not each.follows]
+        raise DeadlineExceeded(
+            f"waited {timeout_s:.0f} s for all processes to follow; late: {'; '.join(late) or 'a scheduler'}"
+        )
+    return answer
 
-    async def followed() -> bool:
-        followers = (await monitor.policies()).followers
-        late[:] = [f"{each.name} {each.trouble}".strip() for each in followers if not each.follows]
-        return not late and sum(each.process == "scheduler" for each in followers) >= schedulers
 
-    try:
-        await until(followed, timeout_s, "all processes to follow")
-    except DeadlineExceeded as error:
-        raise DeadlineExceeded(f"{error.message}; late: {'; '.join(late) or 'a scheduler'}") from error
-    return {kind: before[kind] for kind in change}
+def _followed(answer: PoliciesInForce, schedulers: int) -> bool:
+    known = sum(each.process == "scheduler" for each in answer.followers)
+    return known >= schedulers and all(each.follows for each in answer.followers)
 
 
 async def until(condition: Callable[[], Any], timeout_s: float, what: str, poll_s: float = POLL_S) -> None:

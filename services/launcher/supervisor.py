@@ -28,7 +28,8 @@ class State(StrEnum):
     WAITING ────▶ STARTING          its turn came
     STARTING ───▶ READY             it became healthy
     READY ──────▶ RESTARTING        it ended, or was killed because it hung
-    STARTING ───▶ RESTARTING        a later start failed; or the first took too long, and the process `may_be_late`
+    STARTING ───▶ RESTARTING        a later start failed; or the first took too long, and the process `may_be_late`; or
+                                    a restart was requested
     RESTARTING ─▶ STARTING          after a delay; immediately if the restart was requested
     STARTING ───▶ FAILED            the first start failed otherwise, which ends the supervision
     all but FAILED ─▶ STOPPED       the supervision ends
@@ -47,7 +48,7 @@ class Status:
     name: str
     log: Path
     state: State = State.WAITING
-    since_s: float = field(default_factory=time.monotonic)  # when it entered the state, on the monotonic clock
+    since_mono: float = field(default_factory=time.monotonic)  # when it entered the state, on the monotonic clock
     pid: int = 0  # 0: no process runs
     took_s: float = 0.0  # the duration of the last start that succeeded
     restarts: int = 0
@@ -79,7 +80,7 @@ class SupervisedProcess:
         self._starter = starter
         self._health = health
         self._quick_restarts = 0  # in a row, without a run of `stable_s` between them; each doubles the delay
-        self._restart_requested = False
+        self._restart_requested = asyncio.Event()  # until the start that carries the request out
         self._log_from = 0  # the size of the log at the last start
 
     @property
@@ -100,6 +101,8 @@ class SupervisedProcess:
                 unready = await self._start()
             if unready is None:
                 fault = await self._until_ended()
+            elif self._restart_requested.is_set():  # which killed it: this is not a failed start
+                fault = unready.text
             elif self._tries_again_after(unready):
                 fault = unready.text
                 self._give_up_waiting()
@@ -109,9 +112,12 @@ class SupervisedProcess:
             await self._pause(fault)
 
     async def restart(self, env: dict[str, str]) -> None:
-        """Kill the process; the next start follows immediately and adds `env`."""
+        """Kill the process; the next start follows immediately and adds `env`.
+
+        If the process waits for its next start, the request ends the wait.
+        """
         self.spec = replace(self.spec, env={**self.spec.env, **env})
-        self._restart_requested = True
+        self._restart_requested.set()
         if self.child is not None and self.child.running:
             self.child.kill()
             await self.child.wait()
@@ -146,9 +152,12 @@ class SupervisedProcess:
     async def _start(self) -> Unready | None:
         """Start it once. Returns why it did not become healthy, or None."""
         began, self._log_from = time.monotonic(), log_cause.size_of(self.status.log)
+        self._restart_requested.clear()
         spec = replace(self.spec, env={**self.spec.env, RESTARTS: str(self.status.restarts)})
         self.child = await self._starter.start(spec, self.status.log)
         self._enter(State.STARTING, pid=self.child.pid, note="")
+        if self._restart_requested.is_set():  # while the process was created, without the variables of the request
+            self.child.kill()
         unready = await until_healthy(self.child, self._health, self._limits)
         if unready is None:
             self._enter(State.READY, took_s=time.monotonic() - began, note="")
@@ -160,28 +169,29 @@ class SupervisedProcess:
         """Wait until the process, which was ready, ends. Returns how it ended."""
         assert self.child is not None
         fault = await until_ended(self.child, self._health, self._limits, self._write_log)
-        if time.monotonic() - self.status.since_s > self._limits.stable_s:
+        if time.monotonic() - self.status.since_mono > self._limits.stable_s:
             self._quick_restarts = 0
         return fault
 
     async def _pause(self, fault: str) -> None:
-        """Wait before the next start; not at all if the restart was requested."""
-        if self._restart_requested:
-            self._restart_requested = False
+        """Wait before the next start, at most until a restart is requested."""
+        if self._restart_requested.is_set():
             delay_s, note = 0.0, f"{fault}; restarting"
         else:
             delay_s = min(self._limits.backoff_max_s, self._limits.backoff_s * 2**self._quick_restarts)
             note = f"{fault}; restarting in {delay_s:g} s"
             self._quick_restarts = min(self._quick_restarts + 1, 20)
         self._enter(State.RESTARTING, pid=0, restarts=self.status.restarts + 1, note=note, fault=fault)
-        await asyncio.sleep(delay_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._restart_requested.wait()
 
     def _write_log(self, line: str) -> None:
         with self.status.log.open("a") as log:
             print(line, file=log)
 
     def _enter(self, state: State, **changes: object) -> None:
-        self.status = replace(self.status, state=state, since_s=time.monotonic(), **changes)  # type: ignore[arg-type]
+        self.status = replace(self.status, state=state, since_mono=time.monotonic(), **changes)  # type: ignore[arg-type]
         self._changed(self.status)
 
 

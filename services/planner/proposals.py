@@ -41,6 +41,7 @@ PLACEMENT = "plan"
 AUTO = "auto"  # who accepts in mode auto
 MAX_WHY = 2_000  # characters of the reasons that the monitor is given
 MAX_TEXT = 2_048  # characters of an event's text
+MAX_ERROR = 500  # characters of the text of a defect
 POLL_S = 0.25  # between two questions how a flip ended whose answer was lost
 PERIOD_S = 1.0  # between two attempts to report events
 
@@ -309,7 +310,7 @@ class Decider:
 
     async def _carry_out(self, proposal: Proposal) -> None:
         ready = {role: len(self.view.ready(role)) if self.view is not None else 0 for role in Role}
-        error = "the planner ended meanwhile"
+        error = "the planner ended meanwhile"  # if this task is cancelled
         try:
             error = await carry_out(
                 proposal,
@@ -318,6 +319,9 @@ class Decider:
                 self._settings.drain_timeout_s,
                 lambda step: self._proposals.note(proposal.proposal_id, step),
             )
+        except Exception as defect:  # ends the process; the proposal keeps the cause
+            error = in_words(defect)
+            raise
         finally:
             self._proposals.end(proposal.proposal_id, error)
 
@@ -347,6 +351,14 @@ async def carry_out(
         call = monitor.set_policies({"placement": PolicySpec(PLACEMENT, {"routes": routes})}, who=who)
         return await _step("change the routes", call, note)
     return ""
+
+
+def in_words(defect: Exception) -> str:
+    """A defect of the planner as the reason for the end of a proposal."""
+    cause: BaseException = defect
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return f"the planner itself failed: {type(cause).__name__}: {cause}"[:MAX_ERROR]
 
 
 class _FlipOrder:
@@ -416,8 +428,8 @@ async def _flip(
             to=flip.to_role,
         )
     except OutcomeUnknown as lost:
-        until_s = time.monotonic() + drain_timeout_s + SLACK_S
-        while time.monotonic() < until_s:
+        until_mono = time.monotonic() + drain_timeout_s + SLACK_S
+        while time.monotonic() < until_mono:
             await asyncio.sleep(POLL_S)
             try:
                 operation = await monitor.operation(lost.operation_id)
@@ -477,7 +489,7 @@ class ProposalEvents:
         while self._waiting:
             event = self._waiting[0]
             try:
-                await self._monitor.happened(event)
+                await self._monitor.report_event(event)
             except InvalidRequest as error:
                 log.error("an event was refused", kind=event["kind"], reason=error.message)
             except PolyphaseError:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
-from services.planner.proposals import Cause, Proposal, Proposals
+from services.planner.proposals import Cause, Proposal, Proposals, in_words
 from services.planner.settings import PlannerSettings
 from shared.cost.library import Library
 from shared.domain.demand import Demand
@@ -19,6 +19,7 @@ from shared.domain.instance import ClusterView, InstanceState, InstanceView, Rol
 from shared.errors import PolyphaseError, Unavailable
 from shared.plan.running import Fleet, review
 from shared.policy.papers.thunderserve import PlanRoute, parse_routes
+from shared.policy.role_flip import FlipContext
 from shared.runtime.logs import get_log
 from shared.wire.clients.monitor import MonitorClient
 
@@ -44,14 +45,14 @@ class Presence:
         self._away: dict[str, float] = {}  # since when; instances that do not count as lost yet
         self._there: frozenset[str] = frozenset()  # instances that the monitor counts, at work or not
         self._states: tuple[tuple[str, object, object], ...] = ()
-        self.changed_s = time.monotonic()  # when any state or role changed last
+        self.changed_mono = time.monotonic()  # when any state or role changed last
         self.lost: tuple[InstanceView, ...] = ()  # as they were last seen, the newest last
 
     def update(self, view: ClusterView) -> list[str]:
         """Apply a broadcast; returns the instances that have come to work since the one before."""
         states = tuple((one.instance_id, one.state, one.role) for one in view.instances)
         if states != self._states:
-            self._states, self.changed_s = states, time.monotonic()
+            self._states, self.changed_mono = states, time.monotonic()
         self._there = frozenset(one.instance_id for one in view.instances)
         here = {one.instance_id: one for one in view.instances if one.state in _AT_WORK}
         before, self._at_work = self._at_work, {**(self._at_work or {}), **here}
@@ -114,8 +115,8 @@ class Watch:
         self._reviewing = asyncio.Lock()
         self._presence = Presence(settings.loss_s)
         self._shift_s = time.time()
-        self._reviewed_s = time.monotonic()
-        self._operators_hold: tuple[frozenset[str], frozenset[Role]] = frozenset(), frozenset()
+        self._reviewed_mono = time.monotonic()
+        self._flip_context = FlipContext()  # what operators' flips forbid
         self._no_profile = self._no_review = ""  # why the monitor gave no demand profile; why there was no review
         self.view: ClusterView | None = None  # of the monitor's latest broadcast
         self.demand: Demand | None = None
@@ -148,7 +149,11 @@ class Watch:
                 async with asyncio.timeout(self._settings.step_s):
                     await self._wake.wait()
             self._wake.clear()
-            await self.step()
+            try:
+                await self.step()
+            except Exception as defect:  # ends the process; the open proposal keeps the cause
+                self._proposals.withdraw(in_words(defect))
+                raise
 
     async def step(self) -> None:
         """Fetch the demand, and review the roles if there is a reason or a review is due."""
@@ -174,7 +179,7 @@ class Watch:
         """
         async with self._reviewing:
             fleet = self.fleet()
-            began, self._reviewed_s = time.time(), time.monotonic()
+            began, self._reviewed_mono = time.time(), time.monotonic()
             flipped = self._proposals.flipped_lately if reason.cause in (Cause.REVIEW, Cause.RETURN) else frozenset()
             found = await asyncio.to_thread(review, fleet, self.in_force, [*self.fixed(fleet), *flipped])
             took_s = time.time() - began
@@ -214,8 +219,7 @@ class Watch:
 
     def fixed(self, fleet: Fleet) -> list[str]:
         """Instances whose roles people's flips fix for a while."""
-        kept, barred = self._operators_hold
-        return [one.instance_id for one in fleet.views if one.instance_id in kept or one.role.other in barred]
+        return [one.instance_id for one in fleet.views if not self._flip_context.may_flip(one)]
 
     def ready(self) -> tuple[InstanceView, ...]:
         """The ready instances; none before the first broadcast."""
@@ -224,11 +228,11 @@ class Watch:
 
     def _next_reason(self) -> ReviewReason | None:
         """The reason for a review now: what has happened, or that a review is due."""
-        changed_s = self._presence.changed_s
+        changed_mono = self._presence.changed_mono
         if (reason := self._pending) is not None:
-            restless = reason.cause is Cause.RETURN and time.monotonic() - changed_s < SETTLED_S
+            restless = reason.cause is Cause.RETURN and time.monotonic() - changed_mono < SETTLED_S
             return None if restless and time.time() - reason.noticed_s < RESTLESS_S else reason
-        if time.monotonic() - max(self._reviewed_s, changed_s) >= self._pause_s:
+        if time.monotonic() - max(self._reviewed_mono, changed_mono) >= self._pause_s:
             return ReviewReason(Cause.REVIEW, time.time())
         return None
 
@@ -257,7 +261,7 @@ class Watch:
         except PolyphaseError as error:
             self._no_profile = f"the monitor does not report the demand: {error}"
             return
-        self._no_profile, self._operators_hold = "", (profile.kept, profile.barred)
+        self._no_profile, self._flip_context = "", FlipContext(kept=profile.kept, barred=profile.barred)
         shift = profile.shift if profile.shift is not None and profile.shift.at_s > self._shift_s else None
         if profile.demand is not None and (shift is not None or profile.demand.requests >= SOLID):
             self.demand = profile.demand

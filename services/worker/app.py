@@ -177,7 +177,18 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
         publisher = Publisher(sockets, settings.heartbeat_address)
         stack.callback(publisher.close)
         monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url, token=settings.token()))
-        telemetry = Telemetry(info, roles, engine, kv, prefill, decode, rates, policies, publisher, monitor)
+        telemetry = Telemetry(
+            info=info,
+            roles=roles,
+            engine=engine,
+            kv=kv,
+            prefills=prefill,
+            decodes=decode,
+            rates=rates,
+            policies=policies,
+            publisher=publisher,
+            monitor=monitor,
+        )
         stack.callback(follow_monitor(sockets, settings, telemetry, policies, dispatcher, roles).close)
         tasks.every("rest", REST_S, dispatcher.rest)
         tasks.every("rates", LEARN_S, rates.learn)
@@ -185,7 +196,17 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
         tasks.every("registration", HEARTBEAT_S, telemetry.keep_registered)
         stack.push_async_callback(telemetry.leave)
         stack.push_async_callback(finish, roles, kv, settings.drain_s)
-        WorkerMetrics(info, settings.served_name, telemetry, roles, engine, kv, server, dispatcher, registry)
+        WorkerMetrics(
+            info=info,
+            model=settings.served_name,
+            telemetry=telemetry,
+            roles=roles,
+            engine=engine,
+            kv=kv,
+            server=server,
+            dispatcher=dispatcher,
+            registry=registry,
+        )
         log.info("instance is ready", instance_id=info.instance_id, role=roles.role.value, engine=settings.engine)
         details = Details(telemetry, rates, engine, prefixes)
         yield Instance(info, telemetry, roles, engine, policies, rates.chunk, transfers, details)

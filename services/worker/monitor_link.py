@@ -124,16 +124,16 @@ class Telemetry:
             return
         who, now_mono = self._info, time.monotonic()
         beat = Heartbeat(
-            who.instance_id,
-            who.generation,
-            self._roles.role,
-            self._roles.draining,
-            self.load(),
-            self._rates.to_publish(time.time()),
-            self._policies.revision,
-            self._policies.trouble,
-            self._rates.chunk.tokens,
-            self._roles.epoch,
+            instance_id=who.instance_id,
+            generation=who.generation,
+            role=self._roles.role,
+            draining=self._roles.draining,
+            load=self.load(),
+            rates=self._rates.to_publish(time.time()),
+            policies_revision=self._policies.revision,
+            policies_trouble=self._policies.trouble,
+            chunk_size=self._rates.chunk.tokens,
+            epoch=self._roles.epoch,
         )
         if now_mono - self._published_mono < SAME_S and _alike(beat, self._published):
             return

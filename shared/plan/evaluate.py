@@ -81,7 +81,7 @@ class Evaluator:
     queue which grows without end exceeds what the SLO allows.
     """
 
-    def __init__(self, problem: Problem, estimator: Estimator, run: RunSpec = RunSpec(), seed: int = 1) -> None:
+    def __init__(self, problem: Problem, estimator: Estimator, run: RunSpec, seed: int = 1) -> None:
         self.problem = problem
         self.runs = 0  # runs that were needed
         self._estimator = estimator

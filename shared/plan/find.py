@@ -24,7 +24,7 @@ from shared.plan.methods.registry import QUICK, method
 from shared.plan.methods.simple import smallest
 from shared.plan.plan import TOKENIZER, Plan, Target, plan_text
 from shared.plan.problem import Clock, Problem
-from shared.plan.search import Outcome, ReportProgress, Search, Stopped, run_method
+from shared.plan.search import AS_SERVED, Outcome, ReportProgress, Search, Stopped, run_method
 from shared.sim.spec import EngineLimits, RunSpec
 from shared.sim.workload import Workload
 
@@ -118,7 +118,7 @@ def find_plans(request: PlanRequest, clock: Clock, report: ReportProgress, helpe
 
     def search(helped: bool) -> Search:
         # Emulated engines send KV when the whole prompt is computed.
-        run = RunSpec(streaming=goals.engine != "emulated", step_budget=True)
+        run = replace(AS_SERVED, streaming=goals.engine != "emulated")
         return Search(problem, clock, run, began + goals.seconds, goals.seed, report, helped)
 
     if goals.cheapest:
@@ -279,7 +279,7 @@ def fitting(workload: Workload, longest: int) -> Workload:
 
 def _missing_memory(problem: Problem) -> str:
     """Why the model fits nowhere; empty where it fits somewhere."""
-    search = Search(problem, lambda: 0.0)
+    search = Search(problem, lambda: 0.0, RunSpec())
     if next(_holding(search), None) is not None:
         return ""
     inventory, geometry = problem.inventory, problem.models.geometry
@@ -306,7 +306,7 @@ def _missing_memory(problem: Problem) -> str:
 
 def _tightest_slo(problem: Problem, clock: Clock) -> str:
     """The tightest targets that a deployment meets, in steps from what the fastest groups take for a lone request."""
-    fastest = _fastest(Search(problem, clock))
+    fastest = _fastest(Search(problem, clock, RunSpec()))
     if fastest is None:
         return ""
     slo = problem.slo
@@ -330,8 +330,11 @@ def _fastest(search: Search) -> tuple[float, float] | None:
 
 
 def _served(problem: Problem, clock: Clock) -> float:
-    """Goodput of the most promising deployment, by the estimate, checked by a run at half of it."""
-    search = Search(problem, clock)
+    """Goodput of the most promising deployment, by the estimate, checked by a run at half of it.
+
+    The run is without a step budget, unlike those that judge plans.
+    """
+    search = Search(problem, clock, RunSpec())
     best = max(
         ((search.estimator.estimate(groups).goodput, groups) for groups in Composer(search.estimator).candidates()),
         key=lambda one: one[0],

@@ -224,7 +224,18 @@ def _link(one: InstanceInfo, other: InstanceInfo) -> Link:
 def _accelerator(info: InstanceInfo, number: int) -> Accelerator:
     """An accelerator of which only measured rates are known: a name."""
     name = f"{info.accelerator} {info.tensor_parallel}x{info.pipeline_parallel} #{number}"
-    return Accelerator(name, "", 0.0, 0.0, 0, {}, "measured", Links(1.0, 1.0, 1.0), 0.0, "measured while serving")
+    return Accelerator(
+        name=name,
+        vendor="",
+        memory_bytes=0.0,
+        bandwidth_bytes_s=0.0,
+        compute_units=0,
+        matrix_flops={},
+        mode="measured",
+        links=Links(1.0, 1.0, 1.0),
+        price_usd_hour=0.0,
+        source="measured while serving",
+    )
 
 
 def _geometry(info: InstanceInfo) -> ModelGeometry:
@@ -232,7 +243,16 @@ def _geometry(info: InstanceInfo) -> ModelGeometry:
     kv = info.compatibility.geometry
     width = kv.kv_heads * kv.head_dim
     return ModelGeometry(
-        info.model, "measured", kv.layers, width, kv.kv_heads, kv.kv_heads, kv.head_dim, width, 1, info.max_model_len
+        name=info.model,
+        architecture="measured",
+        layers=kv.layers,
+        hidden=width,
+        heads=kv.kv_heads,
+        kv_heads=kv.kv_heads,
+        head_dim=kv.head_dim,
+        intermediate=width,
+        vocab=1,
+        max_position=info.max_model_len,
     )
 
 

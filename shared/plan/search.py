@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from math import inf
 from random import Random
 
+from shared.domain.policies import PolicySet
 from shared.errors import Incompatible
 from shared.plan.estimate import Estimator
 from shared.plan.evaluate import Evaluator, Promise, helped
 from shared.plan.plan import Plan
 from shared.plan.problem import Clock, Problem
-from shared.sim.spec import RunSpec
+from shared.sim.spec import RunSpec, with_policies
 
 ScoredPlan = tuple[Plan, float]  # a plan and its simulated goodput
+AS_SERVED = with_policies(RunSpec(), PolicySet())  # engines and schedulers as the services run them by default
 ReportProgress = Callable[[str, ScoredPlan | None], None]  # with a message, and the best plan so far
 
 
@@ -23,14 +25,15 @@ def no_report(message: str, best: ScoredPlan | None) -> None:
 
 @dataclass(slots=True)
 class Search:
-    """clock: seconds, from any origin. until_s: time of that clock after which no new step begins.
+    """clock: seconds, from any origin. run: how clusters are run, before the policies of a plan. until_s: time of that
+    clock after which no new step begins.
 
     helped: a second process runs some trials; the results are the same.
     """
 
     problem: Problem
     clock: Clock
-    run: RunSpec = field(default_factory=RunSpec)
+    run: RunSpec
     until_s: float = float("inf")
     seed: int = 1
     report: ReportProgress = no_report

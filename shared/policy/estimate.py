@@ -378,7 +378,18 @@ def local(decode: DecodeSide, terms: DecodeTerms) -> Option:
     own_ttft, own_tpot = slo_cost(ttft_s / slo.ttft_s), slo_cost(terms.tpot_s / slo.tpot_s)
     total = own_ttft + own_tpot + context.weight * (terms.others + terms.memory)
     return Option(
-        total, None, decode, None, terms, ttft_s, terms.tpot_s, own_ttft, own_tpot, 0.0, 0.0, hold_s=terms.room_s
+        total=total,
+        prefill=None,
+        decode=decode,
+        part=None,
+        terms=terms,
+        ttft_s=ttft_s,
+        tpot_s=terms.tpot_s,
+        own_ttft=own_ttft,
+        own_tpot=own_tpot,
+        own_pause=0.0,
+        others_link=0.0,
+        hold_s=terms.room_s,
     )
 
 
@@ -413,7 +424,18 @@ def pair(prefill: PrefillSide, part: Part, decode: DecodeSide, terms: DecodeTerm
     cost_to_others = part.others + link + terms.others + terms.memory
     total = own_ttft + own_tpot + own_pause + context.weight * cost_to_others
     return Option(
-        total, prefill, decode, part, terms, ttft_s, tpot_s, own_ttft, own_tpot, own_pause, link, hold_s=hold_s
+        total=total,
+        prefill=prefill,
+        decode=decode,
+        part=part,
+        terms=terms,
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        own_ttft=own_ttft,
+        own_tpot=own_tpot,
+        own_pause=own_pause,
+        others_link=link,
+        hold_s=hold_s,
     )
 
 

@@ -105,16 +105,16 @@ class Exposition:
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = registry
         self._clock = clock
-        self._until_s = float("-inf")
+        self._until_mono = float("-inf")
         self._text = b""
 
     def text(self) -> bytes:
         """The registry in Prometheus' text format."""
-        began_s = self._clock()
-        if began_s >= self._until_s:
+        began_mono = self._clock()
+        if began_mono >= self._until_mono:
             self._text = generate_latest(self._registry)
-            took_s = self._clock() - began_s
-            self._until_s = began_s + min(METRICS_KEPT_S, took_s / METRICS_SHARE)
+            took_s = self._clock() - began_mono
+            self._until_mono = began_mono + min(METRICS_KEPT_S, took_s / METRICS_SHARE)
         return self._text
 
 

@@ -14,9 +14,10 @@ from shared.domain.route import Route
 from shared.errors import Delayed, InvalidRequest, Overloaded, PolyphaseError, Unavailable
 from shared.policy.decode_admission import is_heavy
 from shared.policy.demand import DemandBook, DemandCounter
-from shared.policy.fair_share import CallerQueue, TokenCounters
+from shared.policy.fair_queue import FairQueue, Line, Waiter, excess_jobs, excess_tokens, retry_s
+from shared.policy.fair_share import TokenCounters
 from shared.policy.index import ClusterIndex
-from shared.policy.overload import decide, steps_aside
+from shared.policy.overload import decide
 from shared.policy.role_flip import FlipContext, FlipDecision, FlipHistory, RoleFlip
 from shared.policy.saved_tokens import saved_tokens
 from shared.policy.split import freedom
@@ -165,14 +166,14 @@ class Intake(Part):
             try:
                 self.admit(request, now)
             except Delayed as delay:
-                self.delayed.join_asleep(request, delay.retry_after_s or 0.0, now)
+                self.delayed.join_delayed(request, retry_s(delay), now)
 
     def _try_place(self, request: SimRequest, now: float) -> float | None:
         """Place a delayed request, or hold it. Returns the seconds until it may try again, None if it need not."""
         try:
             self.admit(request, now)
         except Delayed as delay:
-            return delay.retry_after_s or 0.0
+            return retry_s(delay)
         return None
 
     def _refuse_delayed(self, request: SimRequest, now: float) -> None:
@@ -282,9 +283,9 @@ class Unserved:
     def add(self, request: SimRequest) -> bool:
         """Count the request; False when a limit forbids it. The token limit never refuses the only request."""
         tokens = request.job.prompt_tokens
-        if self._max_requests is not None and len(self._tokens_of) >= self._max_requests:
+        if excess_jobs(len(self._tokens_of), 1, self._max_requests) > 0:
             return False
-        if self._max_tokens is not None and self._tokens and self._tokens + tokens > self._max_tokens:
+        if excess_tokens(self._tokens, tokens, self._max_tokens) > 0:
             return False
         self._tokens_of[request] = tokens
         self._tokens += tokens
@@ -295,91 +296,59 @@ class Unserved:
         self._tokens -= self._tokens_of.pop(request, 0)
 
 
-class _Queue:
-    """A fair queue whose head sleeps until it may try again."""
-
-    __slots__ = ("asleep", "requests")
-
-    def __init__(self, shares: TokenCounters) -> None:
-        self.requests: CallerQueue[SimRequest] = CallerQueue(shares)
-        self.asleep = False
-
-
 class DelayedRequests:
-    """Requests of classes that wait while the cluster is full: a fair queue for each class.
+    """Requests of classes that wait while the cluster is full: the gateway's fair queue, in virtual time.
 
-    Only the head of a queue tries to get a place, when it may; the next follows at once. Requests that step aside (see
-    `shared.policy.overload.steps_aside`) wait in a second queue of their class. `try_place(request, now)` gives the
-    seconds until the request may try again, or None once it waits no more.
+    `try_place(request, now)` gives the seconds until the request may try again, or None once it waits no more.
     """
 
     def __init__(
         self, loop: EventLoop, shares: TokenCounters, try_place: Callable[[SimRequest, float], float | None]
     ) -> None:
         self._loop = loop
-        self._shares = shares
         self._try_place = try_place
-        self._queues: dict[tuple[str, bool], _Queue] = {}  # by class, and whether it is of those that stepped aside
+        self._queue: FairQueue[SimRequest] = FairQueue(shares)
+        self._waiters: dict[SimRequest, Waiter[SimRequest]] = {}
 
     def join(self, request: SimRequest, now: float) -> None:
-        queue = self._queue(request)
-        queue.requests.push(request, request.caller)
-        self._run(queue, now)
+        self._run(self._queue.join(self._waiter(request)), now)
 
-    def join_asleep(self, request: SimRequest, again_s: float, now: float) -> None:
-        """Queue the first request of a queue, which has tried already and may try again in `again_s` seconds."""
-        queue = self._queue(request)
-        queue.requests.push(request, request.caller)
-        self._sleep(queue, now + again_s)
+    def join_delayed(self, request: SimRequest, again_s: float, now: float) -> None:
+        """Queue a request that had no others before it, has tried already and may try again in `again_s` seconds."""
+        if (line := self._queue.join_delayed(self._waiter(request))) is not None:
+            self._rest(line, now + again_s)
 
     def others_wait(self, request: SimRequest) -> bool:
-        """Whether the queue that the request would join is not empty."""
-        return len(self._queue(request).requests) > 0
+        return self._queue.is_waiting(request.job.slo.name)
 
     def remove(self, request: SimRequest) -> bool:
         """The request gives up; False when it does not wait here."""
-        queue = self._queue(request)
-        request.stepped_aside = False
-        return queue.requests.remove(request, request.caller)
+        waiter = self._waiters.pop(request, None)
+        return waiter is not None and self._queue.leave(waiter) is not None
 
     def clear(self) -> list[SimRequest]:
-        found = []
-        for queue in self._queues.values():
-            while (request := queue.requests.head()) is not None:
-                queue.requests.remove(request, request.caller)
-                found.append(request)
-        return found
+        self._waiters.clear()
+        return list(self._queue.clear())
 
-    def _queue(self, request: SimRequest) -> _Queue:
-        key = (request.job.slo.name, request.stepped_aside)
-        if key not in self._queues:
-            self._queues[key] = _Queue(self._shares)
-        return self._queues[key]
+    def _waiter(self, request: SimRequest) -> Waiter[SimRequest]:
+        waiter = self._waiters[request] = Waiter(request, request.job.slo, request.caller)
+        return waiter
 
-    def _run(self, queue: _Queue, now: float) -> None:
-        while not queue.asleep and (request := queue.requests.head()) is not None:
+    def _run(self, line: Line[SimRequest], now: float) -> None:
+        while (waiter := line.turn()) is not None:
+            request = waiter.item
             again_s = self._try_place(request, now)
             if again_s is None:
-                queue.requests.remove(request, request.caller)
-                request.stepped_aside = False
-            elif not request.stepped_aside and steps_aside(request.job.slo, now - request.arrived_s, again_s):
-                queue.requests.remove(request, request.caller)
-                request.stepped_aside = True
-                aside = self._queue(request)
-                alone = not len(aside.requests)
-                aside.requests.push(request, request.caller)
-                if alone:
-                    self._sleep(aside, now + again_s)
-            else:
-                self._sleep(queue, now + again_s)
+                self.remove(request)
+            elif (rests := self._queue.delay(waiter, now - request.arrived_s, again_s)) is not None:
+                self._rest(rests, now + again_s)
 
-    def _sleep(self, queue: _Queue, until_s: float) -> None:
-        queue.asleep = True
-        self._loop.at(until_s, self._wake, queue)
+    def _rest(self, line: Line[SimRequest], until_s: float) -> None:
+        self._loop.at(until_s, self._wake, line)
 
-    def _wake(self, queue: _Queue, now: float) -> None:
-        queue.asleep = False
-        self._run(queue, now)
+    def _wake(self, line: Line[SimRequest], now: float) -> None:
+        self._queue.wake(line)
+        self._run(line, now)
 
 
 class Patience:

@@ -108,7 +108,6 @@ class SimRequest:
     attempt: int = 1
     returns: int = 0  # how often its client sent it again after a refusal
     moves: int = 0  # how often it went on at another instance because it was paused
-    stepped_aside: bool = False  # it waits in the queue of delayed requests that others may overtake
     waits_from_s: float = -1.0  # since when it waits for an instance that can take it
     waited_s: float = 0.0  # how long it waited so before, since its last token
     first_token_s: float = -1.0

@@ -278,7 +278,7 @@ class FlipReply(msgspec.Struct):
     """The end of a role flip."""
 
     role: Role  # the new one
-    duration_s: Finite  # of the change itself, without the drain
+    duration_s: Finite  # 0: for monitors of older versions; a monitor measures the time of a flip itself
 
 
 class Heartbeat(msgspec.Struct, array_like=True):

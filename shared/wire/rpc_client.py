@@ -302,7 +302,7 @@ class RpcClients:
         self._sockets = sockets
         self._keep = frozenset(keep)
         self._clients: dict[str, RpcClient] = {}
-        self._used_s: dict[str, float] = {}  # monotonic, by address
+        self._used_mono: dict[str, float] = {}  # monotonic, by address
 
     def __enter__(self) -> Self:
         return self
@@ -320,21 +320,21 @@ class RpcClients:
         """The client of an address, for immediate use: `sweep` may close it later. Raises Unavailable for an invalid
         address.
         """
-        self._used_s[address] = time.monotonic()
+        self._used_mono[address] = time.monotonic()
         client = self._clients.get(address)
         if client is None:
             try:
                 client = self._clients[address] = RpcClient(self._sockets, address)
             except zmq.ZMQError as error:
-                del self._used_s[address]
+                del self._used_mono[address]
                 raise Unavailable(f"no connection to {address!r}: {error}") from error
         return client
 
     def sweep(self) -> None:
         """Close clients that have been unused for a while: instances come and go, with new addresses."""
-        now_s = time.monotonic()
+        now_mono = time.monotonic()
         for address, client in list(self._clients.items()):
-            unused_s = now_s - self._used_s[address]
+            unused_s = now_mono - self._used_mono[address]
             if address not in self._keep and not client.busy and unused_s > (IDLE_S if client.connected else LOST_S):
                 client.close()
-                del self._clients[address], self._used_s[address]
+                del self._clients[address], self._used_mono[address]

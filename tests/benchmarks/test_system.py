@@ -29,7 +29,21 @@ def test_growth_compares_the_end_with_a_warm_beginning() -> None:
 
 def span(name: str, began_s: float, ended_s: float, own: str, parent: str, **events: float) -> ReceivedSpan:
     kind = "server" if name.startswith("POST") else "internal"
-    return ReceivedSpan(name, "polyphase-gateway", "g", "t", own, parent, kind, began_s, ended_s, False, "", {}, events)
+    return ReceivedSpan(
+        name=name,
+        service="polyphase-gateway",
+        instance="g",
+        trace_id="t",
+        span_id=own,
+        parent_id=parent,
+        kind=kind,
+        began_s=began_s,
+        ended_s=ended_s,
+        error=False,
+        state="",
+        attributes={},
+        events=events,
+    )
 
 
 TREE = [

@@ -82,7 +82,19 @@ def timeline(job_id: str) -> RequestTimeline:
         Decision(T0 + 0.04, "dispatch", "d0", (Reason("dispatch:power_of_two", {"chosen": "d0"}),)),
     ]
     pulled = TransferReport(TransferOutcome.PULLED, 310, 4_761_600, T0 + 0.040, T0 + 0.075)
-    return RequestTimeline(job_id, T0, 310, 42, T0 + 0.061, T0 + 0.4, T0 + 0.401, "stop", spans, decisions, [pulled])
+    return RequestTimeline(
+        job_id=job_id,
+        arrived_s=T0,
+        prompt_tokens=310,
+        output_tokens=42,
+        first_token_s=T0 + 0.061,
+        last_token_s=T0 + 0.4,
+        ended_s=T0 + 0.401,
+        outcome="stop",
+        spans=spans,
+        decisions=decisions,
+        transfers=[pulled],
+    )
 
 
 def report(job_id: str, phase: Phase = Phase.COMPLETED, **more: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def answer(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
@@ -61,7 +61,7 @@ async def forever(_: object = None) -> None:
 
 async def listen(server: RpcServer) -> RpcServer:
     """Start a server; libzmq frees the address of a closed socket a little later."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while True:
             try:
                 return await server.__aenter__()

@@ -4,17 +4,19 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.admission import MAX_RETRY_S, MIN_RETRY_S, Admissions, FairQueue, retry_after_s
+from gateway.admission import MAX_RETRY_S, MIN_RETRY_S, Admissions, PlacementQueue, retry_after_s
 from gateway.auth import ApiKey, KeyRates
 from gateway.job import Job
 from gateway.settings import BUILT_IN, GatewaySettings, SloClass
 from gateway.table import Counts, Kind, LocalTable, ServedTokens, SharedTable, make_table, shared_table
 from shared.domain.job import Phase, WhenFull
+from shared.domain.route import InstanceRef, Route
 from shared.errors import Busy, Delayed, InvalidRequest, Overloaded, PolyphaseError
 from tests.gateway.cluster import PROMPT, Cluster, make_job, until
 from tests.gateway.processes import Process, processes, use_table
@@ -103,24 +105,51 @@ async def test_the_view_of_a_job_says_that_it_has_begun_and_how_many_tokens_are_
     assert job.view().answer_tokens == 20, "it is longer than expected: a quarter more"
 
 
-async def test_the_caller_with_the_least_service_is_next() -> None:
-    queue, order = FairQueue(), list[str]()
+ROUTE = Route(None, InstanceRef("d", 1, "tcp://127.0.0.1:2"), 0, policy="fixed")
+
+
+def job_of(caller: str, prompt: list[int] = PROMPT) -> Job:
+    job = make_job(prompt, 5, slo=BATCH)[0]
+    return replace(job, spec=replace(job.spec, caller=caller))
+
+
+async def test_a_placed_prompt_is_charged_before_the_next_turn_is_decided() -> None:
+    queue, order = PlacementQueue(), list[str]()
+    may_place = asyncio.Event()
     for caller in "ab":
         queue.shares.came(caller, 0.0)
 
-    async def wait(caller: str) -> None:
-        async with queue.turn("batch", caller):
-            order.append(caller)
-            queue.shares.charge(caller, 400, 0)
-            await asyncio.sleep(0)
+    async def place(job: Job) -> Route:
+        order.append(job.spec.caller)
+        await may_place.wait()
+        return ROUTE
 
-    async with asyncio.TaskGroup() as group, queue.turn("batch", "a"):
-        for caller in "aaabbbb":
-            group.create_task(wait(caller))
-        await until(lambda: queue.waiting("batch") == 8)
-        queue.shares.charge("a", 1000, 0)
-    assert "".join(order) == "bbbabaa"
+    async with asyncio.TaskGroup() as group:
+        for caller in "aabb":
+            group.create_task(queue.place(job_of(caller), place, 60.0))
+        await until(lambda: queue.waiting("batch") == 4)
+        may_place.set()
+    assert "".join(order) == "abab"
     assert queue.waiting("batch") == 0
+
+
+async def test_a_job_that_was_delayed_on_its_way_in_requests_no_place_before_the_delay_is_over() -> None:
+    """Its turn in the empty queue is no reason to request a place at once again."""
+    queue, requests = PlacementQueue(), list[Job]()
+
+    async def place(job: Job) -> Route:
+        requests.append(job)
+        raise Delayed("later", retry_after_s=3600.0)
+
+    queue.shares.came("", 0.0)
+    waits = asyncio.create_task(queue.place(make_job(PROMPT, 5)[0], place, 60.0))
+    await until(lambda: queue.is_waiting("default"))
+    for _ in range(5):  # a turn would take one or two passes of the loop
+        await asyncio.sleep(0)
+    assert len(requests) == 1
+    waits.cancel()
+    await asyncio.gather(waits, return_exceptions=True)
+    assert queue.waiting("default") == 0
 
 
 # Admission

@@ -251,7 +251,7 @@ async def test_a_body_that_does_not_arrive_gives_its_place_back() -> None:
         yield b"{"
         await asyncio.Event().wait()
 
-    async with Client(App(), max_queued_jobs=1, body_timeout_s=0.05) as client:
+    async with Client(App(), max_queued_jobs=1, body_timeout_s=0.5) as client:
         assert error_of(await client.ask(content=endless())) == (408, "body_too_slow")
         assert (await client.ask()).status_code == 200
 
@@ -347,12 +347,14 @@ async def test_the_connection_of_a_client_that_does_not_read_is_closed(parts: in
 
 async def test_a_slow_reader_gets_its_answer() -> None:
     app = Parts(6)
-    async with listening(app, lifespan="off", write_timeout_s=0.3) as server:
+    async with listening(app, lifespan="off", write_timeout_s=1.0) as server:
         with await connected(server.port) as raw:
             size = 0
             while size < 6 * len(PART):
-                size += len(await asyncio.get_running_loop().sock_recv(raw, 16_384))
-                await asyncio.sleep(0.015)
+                part = await asyncio.get_running_loop().sock_recv(raw, 16_384)
+                assert part, "the connection was closed"
+                size += len(part)
+                await asyncio.sleep(0.05)  # longer than the timeout in all
     assert app.ended == 1
 
 

@@ -96,7 +96,7 @@ async def test_a_later_prediction_is_sent_to_the_instance_at_work(during: str) -
         assert not prefill.predictions
 
 
-@pytest.mark.parametrize(("source", "takes_s", "wait_s"), [("observed", 0.0, LONG_S), ("classifier", 0.6, 0.3)])
+@pytest.mark.parametrize(("source", "takes_s", "wait_s"), [("observed", 0.0, LONG_S), ("classifier", 2.0, 1.5)])
 async def test_placement_does_not_wait_for_an_answer_that_does_not_pay(
     source: str, takes_s: float, wait_s: float
 ) -> None:
@@ -107,16 +107,17 @@ async def test_placement_does_not_wait_for_an_answer_that_does_not_pay(
         predictor.go.clear()
         job = await run(cluster)
         assert not placed_with(cluster)[-1]
-        assert placement_s(job) < 0.25
+        assert placement_s(job) < wait_s
 
 
 async def test_a_predictor_that_hangs_is_waited_for_once() -> None:
-    async with cluster_and_predictors(predict_wait_s=0.25, predict_timeout_s=2.0) as (cluster, (predictor,)):
+    wait_s = 1.5
+    async with cluster_and_predictors(predict_wait_s=wait_s) as (cluster, (predictor,)):
         await run_until_answered(cluster)
         predictor.go.clear()
         waits = [placement_s(await run(cluster)) for _ in range(4)]
-        assert waits[0] > 0.2
-        assert max(waits[1:]) < 0.2
+        assert waits[0] > 0.9 * wait_s
+        assert max(waits[1:]) < 0.9 * wait_s
 
 
 @pytest.mark.parametrize("predict", ["parallel", "sequential"])
@@ -127,7 +128,7 @@ async def test_calls_are_bounded_in_number_and_end_with_their_jobs(predict: str)
         running = [asyncio.create_task(run(cluster)) for _ in range(MAX_CALLS)]
         await until(lambda: len(predictor.requests) == MAX_CALLS)
         cluster.prefill.before_token = None
-        assert placement_s(await run(cluster)) < 2.0  # in sequential mode it does not wait, either
+        assert placement_s(await run(cluster)) < LONG_S  # in sequential mode it does not wait, either
         assert len(predictor.requests) == MAX_CALLS
         for task in running:
             task.cancel()
@@ -145,7 +146,7 @@ async def test_a_failed_prediction_holds_no_job_up(refuse: Exception | None, pre
         predictor.refuse = refuse
         job = await run(cluster)
         assert (job.prediction, job.attempt) == (None, 1)
-        assert placement_s(job) < 2.0
+        assert placement_s(job) < LONG_S
 
 
 async def test_an_answer_of_one_token_needs_no_prediction() -> None:
@@ -170,7 +171,7 @@ async def test_sequential_placement_waits_for_the_timeout_and_half_of_the_target
 ) -> None:
     async with cluster_and_predictors(predict="sequential", predict_timeout_s=timeout_s) as (cluster, (predictor,)):
         predictor.go.clear()
-        assert 0.15 < placement_s(await run(cluster, ttft_s=ttft_s)) < 2.0
+        assert 0.15 < placement_s(await run(cluster, ttft_s=ttft_s)) < LONG_S / 2
         assert placed_with(cluster) == [False]
         await until(lambda: predictor.ended == 1)  # the call ends with its job
 
@@ -285,7 +286,7 @@ async def test_a_request_goes_to_the_replica_with_the_fewest_calls_and_again_aft
         assert len(first.requests) > had
 
 
-TIMEOUT_S = 1.5  # longer than a call waits for a connection that was lost
+TIMEOUT_S = 2.0  # longer than a call waits for a connection that was lost, shorter than a frozen peer counts as alive
 SLACK_S = 3.0  # of a busy machine
 
 
@@ -388,11 +389,17 @@ async def test_an_answer_outlives_the_flip_of_its_prefill_instance() -> None:
 @pytest.mark.parametrize("predict", ["off", "parallel"])
 async def test_a_predictor_beside_has_no_stand_in(predict: str, local_only: bool) -> None:
     """Neither where it does not answer, nor where there is no prefill instance or no prediction is wanted."""
-    async with predictors_beside(predict=predict, predict_timeout_s=0.05) as (cluster, predictors):
+    wanted = predict != "off" and not local_only
+    async with predictors_beside(predict=predict, predict_timeout_s=1.0) as (cluster, predictors):
         predictors["p0"].go.clear()
-        cluster.prefill.before_token = lambda _: asyncio.sleep(0.2)
+
+        async def computing(_: int) -> None:
+            await until(lambda: predictors["p0"].ended == wanted)  # its call has timed out
+            await asyncio.sleep(0.1)  # in which another predictor might get a call
+
+        cluster.prefill.before_token = computing
         assert (await run(cluster, local_only=local_only)).prediction is None
-        assert requests(predictors) == ({} if local_only or predict == "off" else {"p0": 1})
+        assert requests(predictors) == ({"p0": 1} if wanted else {})
 
 
 def test_predictors_are_of_one_kind() -> None:

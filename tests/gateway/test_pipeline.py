@@ -134,7 +134,7 @@ async def test_a_job_waits_for_a_scheduler_that_comes_back(cluster: Cluster) -> 
     running = cluster.starts(job)
     await asyncio.sleep(0.2)  # long enough for a first try to fail; the assertion does not depend on it
     await cluster.scheduler_up()
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, 20)
     assert tokens_of(steps) == answer(PROMPT, 5)
 
 
@@ -148,7 +148,7 @@ async def test_each_call_gets_the_rest_of_the_deadline(cluster: Cluster) -> None
 
 async def test_a_job_ends_with_its_deadline(cluster: Cluster) -> None:
     cluster.decodes[0].before_token = forever
-    job, _ = make_job(PROMPT, 5, timeout_s=0.3)
+    job, _ = make_job(PROMPT, 5, timeout_s=1.5)
     with pytest.raises(DeadlineExceeded):
         await cluster.pipeline.run(job)
     await asyncio.wait_for(cluster.decodes[0].cancelled.wait(), 5)
@@ -209,7 +209,7 @@ async def test_cancelling_a_job_stops_its_calls_and_frees_its_kv(cluster: Cluste
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    await asyncio.wait_for((decode if at == "decode" else prefill).cancelled.wait(), 2)
+    await asyncio.wait_for((decode if at == "decode" else prefill).cancelled.wait(), 20)
     holder = decode if prefill.chunked else prefill
     await holder.releases(1)
     assert (holder.released, job.phase) == ([job.transfer_id], Phase.CANCELLED)

@@ -163,7 +163,7 @@ class TestThroughTheApi:
             await asyncio.sleep(0)
             os.kill(grammars._pid, signal.SIGKILL)
             with pytest.raises(ChildProcessError):
-                await asyncio.wait_for(watch, 5)
+                await asyncio.wait_for(watch, 30)
 
     async def test_a_long_trial_lowers_the_priority_of_all_its_threads(
         self, api: Api, grammars: Any, monkeypatch: pytest.MonkeyPatch

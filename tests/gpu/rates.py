@@ -75,7 +75,16 @@ class Cache:
         """Of an import of all tokens."""
         freed, slots = self.copies.freed(), self.slots(0, self.tokens)
         return Blocks(
-            self.caches, self.layout, [slots] * len(self.caches), 0, 0, 0, self.copies, freed, False, self.codec
+            caches=self.caches,
+            layout=self.layout,
+            slots=[slots] * len(self.caches),
+            token_start=0,
+            layer_start=0,
+            head_start=0,
+            copies=self.copies,
+            freed=freed,
+            zero=False,
+            codec=self.codec,
         )
 
     def kv(self) -> torch.Tensor:

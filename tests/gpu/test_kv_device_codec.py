@@ -121,7 +121,16 @@ class Instance:
         copies = self.copies
         slots = self.slots(0, TOKENS)
         return Blocks(
-            self.caches, self.layout, [slots] * len(self.caches), 0, 0, 0, copies, copies.freed(), False, self.codec
+            caches=self.caches,
+            layout=self.layout,
+            slots=[slots] * len(self.caches),
+            token_start=0,
+            layer_start=0,
+            head_start=0,
+            copies=copies,
+            freed=copies.freed(),
+            zero=False,
+            codec=self.codec,
         )
 
     def kv(self) -> torch.Tensor:

@@ -54,7 +54,16 @@ async def hold(batcher: Batcher[int], model: Lengths, query: int = 1) -> "asynci
 
 
 async def computed(model: Lengths, queries: Sequence[int], batch_tokens: int = BATCH_TOKENS) -> list[list[float]]:
-    """The answers of queries that wait together."""
+    """The answers of queries that wait together.
+
+    The clock stands still: the time of a batch would limit the size of the next, and here includes the closed gate.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("predictor.service.monotonic", lambda: 0.0)
+        return await _computed(model, queries, batch_tokens)
+
+
+async def _computed(model: Lengths, queries: Sequence[int], batch_tokens: int) -> list[list[float]]:
     async with running(batch_tokens=batch_tokens) as batcher:
         first = await hold(batcher, model)
         rest = [asyncio.create_task(batcher.compute(model, query, 20)) for query in queries]

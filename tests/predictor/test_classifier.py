@@ -85,9 +85,9 @@ def test_a_killed_training_continues(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "predictor.cli", "train", *arguments.split(), "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline_s = time.monotonic() + 120
+    deadline_mono = time.monotonic() + 120
     while not list(tmp_path.glob(".made.training/checkpoint-*/trainer_state.json")):
-        assert time.monotonic() < deadline_s
+        assert time.monotonic() < deadline_mono
         assert process.poll() is None
         time.sleep(0.02)
     process.kill()

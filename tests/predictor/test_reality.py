@@ -1,5 +1,6 @@
 from random import Random
 
+import msgspec
 import pytest
 
 from predictor.buckets import Buckets
@@ -61,3 +62,9 @@ def test_cut_answers_are_judged_by_their_limit() -> None:
     found = reality.accuracy
     assert found.classifier == found.commonest == found.prompt_length == 1.0
     assert not reality.believed
+
+
+def test_a_classifier_without_answers_is_described_with_its_zeros() -> None:
+    described = msgspec.json.decode(msgspec.json.encode(Reality("m", BUCKETS, 500.0).describe()))
+    assert (described["model"], described["answers"], described["believed"]) == ("m", 0, True)
+    assert (described["recent"], described["mean_error_tokens"]) == ([], None)

@@ -52,7 +52,7 @@ def make_info(instance_id: str, rpc: str, *, generation: int = 1, **changes: Any
 
 
 class FakeWorker:
-    """Faults are switches: `drained`, `flips`, `fail_flip`, `beating`."""
+    """Faults are switches: `drained`, `fail_flip`, `beating`. Gates hold the answer to a request back."""
 
     def __init__(self, info: InstanceInfo, role: Role, sockets: Sockets, heartbeat_address: str) -> None:
         self.info = info
@@ -61,6 +61,7 @@ class FakeWorker:
         self.beating = True
         self.drained = True
         self.drain_gate: asyncio.Event | None = None
+        self.resume_gate: asyncio.Event | None = None
         self.fail_flip = False
         self.lie_about_role = False
         self.load = InstanceLoad(free_blocks=900)
@@ -96,11 +97,13 @@ class FakeWorker:
         if self.fail_flip:
             raise EngineFailed("the engine is stuck")
         self.role = request.role
-        return FlipReply(request.role, 0.0042)
+        return FlipReply(request.role, 0.0)
 
     async def _resume(self, request: ResumeRequest, _: ServerCall) -> None:
         self.calls.append("resume")
         self.draining = False
+        if self.resume_gate is not None:
+            await self.resume_gate.wait()
 
 
 @asynccontextmanager

@@ -97,8 +97,7 @@ class LiveSuite:
     async def change(self, change: dict[str, PolicySpec | None]) -> PoliciesInForce:
         """Change policies; ends when both schedulers and all instances follow."""
         async with self.client as monitor:
-            await change_policies(monitor, change, "test", len(self.schedulers))
-            return await monitor.policies()
+            return await change_policies(monitor, change, "test", len(self.schedulers))
 
 
 @asynccontextmanager
@@ -127,6 +126,7 @@ async def live_suite(
             broadcast_address=free_address(),
             database_url=sqlite(folder),
             quiet_start_s=0.3,
+            silence_s=20.0,  # instances are on the monitor's loop: while it stalls they cannot beat
         )
         suite = LiveSuite(stack, f"http://127.0.0.1:{free_port()}", settings)
         await suite.start_monitor()

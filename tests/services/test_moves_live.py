@@ -31,7 +31,7 @@ async def test_paused_streams_move_to_an_instance_that_has_room(
         await until(lambda: suite.known(3), "all three are ready", timeout_s=20)
         small, large = suite.instances["d0"], suite.instances["d1"]
         async with suite.client as monitor:
-            await monitor.drain("d1", timeout_s=5)
+            await monitor.drain("d1", timeout_s=20)
             await until(lambda: not suite.known(3), "nothing new goes there")
             with pipelines(suite) as (gateway,):
                 made = [make_job([7] * PROMPT, ANSWER) for _ in range(STREAMS)]

@@ -98,7 +98,7 @@ async def test_answers_that_end_well() -> None:
     usage = chunk({"choices": [], "usage": {"completion_tokens": 2}})
     got = await response_to(HEAD, A, LAST, usage, DONE)
     assert (got.ending, got.tokens, got.text, got.finish_reason) == (Ending.DONE, [97, 98], "ab", "length")
-    assert (got.completion_tokens, len(got.token_times_s)) == (2, 2)
+    assert (got.completion_tokens, len(got.token_times_mono)) == (2, 2)
     delta = {"choices": [{"delta": {"content": "hi"}, "token_ids": [5], "finish_reason": "length"}]}
     got = await response_to(HEAD, chunk(delta), DONE)
     assert (got.ending, got.tokens, got.text) == (Ending.DONE, [5], "hi")
@@ -111,7 +111,8 @@ async def test_answers_that_end_well() -> None:
     ("times_s", "gap_s"), [([13.0, 14.0], 3.0), ([11.0, 14.0], 3.0), ([11.0, 12.0], 7.0), ([], 9.0)]
 )
 def test_waits_are_between_all_signs_of_life(times_s: list[float], gap_s: float) -> None:
-    assert Response(began_s=10.0, token_times_s=times_s, ended_s=15.0 if gap_s == 3.0 else 19.0).longest_gap_s == gap_s
+    ended_mono = 15.0 if gap_s == 3.0 else 19.0
+    assert Response(began_mono=10.0, token_times_mono=times_s, ended_mono=ended_mono).longest_gap_s == gap_s
 
 
 @pytest.mark.parametrize(

@@ -50,10 +50,10 @@ class HostWatch(_Watch):
             return
         while True:
             self._ours = self._own_processes()
-            began_s, before = time.monotonic(), self._foreign_s()
+            began_mono, before = time.monotonic(), self._foreign_s()
             await asyncio.sleep(_PERIOD_S)
             self._used_s += max(0.0, self._foreign_s() - before)
-            self._watched_s += time.monotonic() - began_s
+            self._watched_s += time.monotonic() - began_mono
 
     def _own_processes(self) -> dict[int, psutil.Process]:
         try:
@@ -86,6 +86,6 @@ class TimerWatch(_Watch):
 
     async def _watch(self) -> None:
         while True:
-            began_s = time.monotonic()
+            began_mono = time.monotonic()
             await asyncio.sleep(_TICK_S)
-            self.late_s = max(self.late_s, time.monotonic() - began_s - _TICK_S)
+            self.late_s = max(self.late_s, time.monotonic() - began_mono - _TICK_S)

@@ -7,7 +7,7 @@ at given times through the gateway, and measures the times that a client sees.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,11 +93,13 @@ class Target:
         """Use other policies, such as split="none", for the block's length."""
         wanted = {kind: PolicySpec(name) for kind, name in names.items()}
         async with MonitorClient(self.monitor_url, token=self.token) as monitor:
-            before = await change_policies(monitor, wanted, WHO, len(self.schedulers))
+            before = (await monitor.policies()).policies
+            await change_policies(monitor, wanted, WHO, len(self.schedulers))
             try:
                 yield
             finally:
-                await change_policies(monitor, _chosen(before), WHO, len(self.schedulers))
+                former = {kind: _chosen(before[kind]) for kind in wanted}
+                await change_policies(monitor, former, WHO, len(self.schedulers))
 
 
 def find_target(data_dir: Path, api_url: str, monitor_url: str, schedulers: tuple[str, ...], api_key: str) -> Target:
@@ -114,9 +116,9 @@ def request_id_of(job_id: str) -> str:
     return job_id.split("-")[1] if job_id.count("-") > 1 else ""
 
 
-def _chosen(described: Mapping[str, PolicyChoice]) -> dict[str, PolicySpec | None]:
-    """The monitor's description of policies as a change; None for a policy of the cluster file."""
-    return {kind: choice.spec if choice.changed else None for kind, choice in described.items()}
+def _chosen(choice: PolicyChoice) -> PolicySpec | None:
+    """The monitor's description of a policy as a change; None for a policy of the cluster file."""
+    return choice.spec if choice.changed else None
 
 
 async def _describe(entry: InstanceRow) -> LiveInstance:

@@ -74,11 +74,32 @@ def simulate_command(
     from tools.simulate.workloads import WorkloadOptions
 
     workload = WorkloadOptions(
-        trace, requests, rate, arrivals, cv, seed, trace_format, sort, skip_empty, lengths, time_unit, block_tokens
+        source=trace,
+        requests=requests,
+        rate=rate,
+        arrivals=arrivals,
+        cv=cv,
+        seed=seed,
+        format=trace_format,
+        sort=sort,
+        skip_empty=skip_empty,
+        lengths=lengths,
+        time_unit=time_unit,
+        block_tokens=block_tokens,
     )
     slo = {"ttft": slo_ttft, "tpot": slo_tpot, "itl": slo_itl}
     options = SimulateOptions(
-        cluster, workload, tuple(policy or ()), slo, accuracy, prediction, calibration, goodput, target, csv, plots
+        cluster=cluster,
+        workload=workload,
+        policies=tuple(policy or ()),
+        slo=slo,
+        accuracy=accuracy,
+        prediction=prediction,
+        calibration=calibration,
+        goodput=goodput,
+        target=target,
+        csv=csv,
+        plots=plots,
     )
     result = run_simulation(options, Console())
     if as_json:

@@ -70,7 +70,7 @@ async def _gone_and_restarted(suite: SuiteUnderTest) -> None:
 def _answered(suite: SuiteUnderTest, since_s: float) -> int:
     """Answers to requests that were sent after that moment of the monotonic clock."""
     assert suite.load is not None
-    return sum(each.began_s >= since_s for each in suite.load.answered)
+    return sum(each.began_mono >= since_s for each in suite.load.answered)
 
 
 def _fill(suite: SuiteUnderTest) -> None:

@@ -39,7 +39,7 @@ async def _send(suite: SuiteUnderTest, number: int, prompt_tokens: int, max_toke
     response = await send(suite.gateway(number), fresh(request))
     served = response.ending is Ending.DONE
     verdict = Verdict.WHOLE if served else Verdict.ERROR
-    suite.load.answered.append(Answered(response.began_s, response.ended_s, verdict))
+    suite.load.answered.append(Answered(response.began_mono, response.ended_mono, verdict))
     return served
 
 

@@ -214,7 +214,7 @@ class RayInstance:
         self._pending: asyncio.Future[Any] | None = None
         self._health: HttpHealth | None = None
         self._at: tuple[str, int] | None = None  # node and process
-        self._since_s = time.monotonic()  # when it was placed or lost
+        self._since_mono = time.monotonic()  # when it was placed or lost
 
     @property
     def placed(self) -> bool:
@@ -238,7 +238,7 @@ class RayInstance:
         assert self._health is not None
         fault = await self._health.check(_CHECK_S)
         if not fault and self.status.state is not State.READY:
-            self._set(State.READY, took_s=time.monotonic() - self._since_s)
+            self._set(State.READY, took_s=time.monotonic() - self._since_mono)
 
     async def stop(self) -> None:
         """Stop the worker gracefully, then remove the actor and its placement group."""
@@ -270,7 +270,7 @@ class RayInstance:
         group = placement_group_table(self._group).get("state", "")
         if group == "CREATED":
             if self.status.state is State.WAITING:
-                self._since_s = time.monotonic()
+                self._since_mono = time.monotonic()
                 self._set(State.STARTING, note="")
         elif self.status.state is not State.WAITING or not self.status.note:
             self._set(State.WAITING, note=f"for a node with {self._needs} free")
@@ -285,11 +285,11 @@ class RayInstance:
 
     def _lost(self, why: str) -> None:
         if self.status.state not in (State.RESTARTING, State.WAITING):
-            self._since_s = time.monotonic()
+            self._since_mono = time.monotonic()
             self._set(State.RESTARTING, pid=0, note="Ray restarts it", fault=why)
 
     def _set(self, state: State, **changes: Any) -> None:
-        self.status = replace(self.status, state=state, since_s=time.monotonic(), **changes)
+        self.status = replace(self.status, state=state, since_mono=time.monotonic(), **changes)
         self._changed(self.status)
 
 

@@ -75,14 +75,14 @@ class VllmEngine:
         self._stopping = False
         self._stats = EngineStats()
         self._thread: threading.Thread | None = None
-        self._step_began_s = 0.0  # monotonic; 0: no step is under way
+        self._step_began_mono = 0.0  # monotonic; 0: no step is under way
         self.steps = StepLog()
 
     @property
     def step_s(self) -> float:
         """How long the engine's thread has been at its present step, with its commands; 0 while it waits."""
-        began_s = self._step_began_s
-        return time.monotonic() - began_s if began_s else 0.0
+        began_mono = self._step_began_mono
+        return time.monotonic() - began_mono if began_mono else 0.0
 
     async def start(self) -> EngineInfo:
         """Load the model. Raises EngineFailed."""
@@ -174,7 +174,7 @@ class VllmEngine:
 
     def _steps(self) -> None:
         while not self._stopping:
-            self._step_began_s = time.monotonic()
+            self._step_began_mono = time.monotonic()
             self._observer.began()
             while self._commands:
                 self._commands.popleft()()
@@ -196,7 +196,7 @@ class VllmEngine:
                     self._pause(_IDLE_S if self._scheduling.blocked else waiting_s)
                 continue
             self._snapshot()
-            self._step_began_s = 0.0
+            self._step_began_mono = 0.0
             self._pause(_IDLE_S)
 
     @property

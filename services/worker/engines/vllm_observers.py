@@ -33,7 +33,7 @@ class _Batch:
     """A scheduled step, and when its turn of the loop began."""
 
     plan: Any
-    began_s: float
+    began_mono: float
     cpu_s: float
 
 
@@ -56,14 +56,14 @@ class StepObserver:
         self._own_cpu = own_cpu
         self._under_way: deque[_Batch] = deque()  # without those that compute nothing
         self._done: list[_Batch] = []
-        self._ends_s: deque[float] = deque([0.0] * stages, maxlen=stages)  # of the last steps
+        self._ends_mono: deque[float] = deque([0.0] * stages, maxlen=stages)  # of the last steps
         self._fetched = False
-        self._began_s = self._cpu_s = 0.0
+        self._began_mono = self._cpu_s = 0.0
         observe_steps(scheduler, self._scheduled, self._updated)
 
     def _scheduled(self, plan: Any) -> None:
         if plan.total_num_scheduled_tokens:
-            self._under_way.append(batch := _Batch(plan, self._began_s, self._cpu_s))
+            self._under_way.append(batch := _Batch(plan, self._began_mono, self._cpu_s))
             if self._own_cpu:
                 self._done.append(batch)
 
@@ -83,14 +83,14 @@ class StepObserver:
         self._done.clear()
         self._fetched = False
         self._cpu_s = time.thread_time() if self._own_cpu else 0.0
-        self._began_s = time.perf_counter()
+        self._began_mono = time.perf_counter()
 
     def ended(self) -> None:
         """The turn has ended and its tokens are on their way; a turn in which nothing was computed leaves no record."""
         for batch in self._done:
             now = time.perf_counter()
-            seconds = now - max(batch.began_s, self._ends_s[0])
-            self._ends_s.append(now)
+            seconds = now - max(batch.began_mono, self._ends_mono[0])
+            self._ends_mono.append(now)
             cpu_s = time.thread_time() - batch.cpu_s if self._own_cpu else 0.0
             self._log.add(seconds, cpu_s, *batch_of(batch.plan))
 

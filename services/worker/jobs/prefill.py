@@ -223,9 +223,13 @@ def _ends_answer(last: TokenStep, request: PrefillRequest) -> bool:
 class Dispatcher:
     """Chooses decode instances by dispatch policies, from the newest loads and what it has assigned since.
 
+    It chooses where a route names none: the placement policy is not `adaptive` and the prefill instance computes the
+    whole prompt, as with TetriInfer's `least_load`, `full` and `power_of_two` (docs/deciding.md). It also knows the
+    decode instance whose codecs decide on lossy KV, with any policy.
+
     The policy comes with each job: its scheduler owns the choice. A policy that was built is kept, with its state.
-    The cluster is followed only while jobs need it: most routes name the decode instance, and the state of a
-    thousand instances, sent to a thousand instances, is a million messages.
+    The cluster is followed only while jobs need it: with the default policies routes name the decode instance, and the
+    state of a thousand instances, sent to a thousand instances, is a million messages.
     """
 
     def __init__(self, seed: int | str) -> None:

@@ -95,12 +95,10 @@ class RoleState:
         """Change the role. Raises Conflict unless drained."""
         if not self.draining or self._inflight:
             raise Conflict(f"cannot flip: draining={self.draining}, {self._inflight} jobs in flight")
-        started = time.perf_counter()
         self.role = role
         self.flips += 1
-        duration = time.perf_counter() - started
-        log.info("role flipped", role=role.value, duration_ms=duration * 1e3)
-        return FlipReply(role, duration)
+        log.info("role flipped", role=role.value)
+        return FlipReply(role, 0.0)
 
     def resume(self) -> None:
         """Accept jobs again; a drain under way ends without success."""

@@ -191,7 +191,7 @@ def codec_speeds(geometry: KvGeometry, dtype: torch.dtype) -> dict[str, CodecRat
 def _time_s(work: Callable[[], object]) -> float:
     times = []
     for _ in range(_WARM_UP + _ROUNDS):
-        started_s = time.perf_counter()
+        started_mono = time.perf_counter()
         work()
-        times.append(time.perf_counter() - started_s)
+        times.append(time.perf_counter() - started_mono)
     return max(1e-9, median(times[_WARM_UP:]))

@@ -483,7 +483,19 @@ def _sections(shape: Shape, codec: Codec) -> list[_Section]:
     sections, at = list[_Section](), 8 * layers
     for side, first, count, group in cuts:
         if count:
-            sections.append(_Section(side, at, layers, first, count, group, heads, dim, bits))
+            sections.append(
+                _Section(
+                    side=side,
+                    at=at,
+                    layers=layers,
+                    first=first,
+                    tokens=count,
+                    group=group,
+                    heads=heads,
+                    dim=dim,
+                    bits=bits,
+                )
+            )
             at = sections[-1].end
     return sections
 

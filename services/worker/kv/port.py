@@ -33,7 +33,7 @@ class ExpectedImport:
     handle: KvHandle
     pulls: list[PullEnded] = field(default_factory=list)  # one for each rank on which it has ended
     complete: asyncio.Event = field(default_factory=asyncio.Event)  # every rank has reported
-    renew_s: float = 0.0  # on the port's clock, when the lease is renewed next
+    renew_mono: float = 0.0  # on the port's clock, when the lease is renewed next
 
 
 class KvPort:
@@ -226,7 +226,7 @@ class ConnectorPort(KvPort):
 
     def expect(self, handle: KvHandle) -> ExpectedImport:
         # A second decode of the same transfer takes the place of the first.
-        expected = self.imports[handle.transfer_id] = ExpectedImport(handle, renew_s=self._clock())
+        expected = self.imports[handle.transfer_id] = ExpectedImport(handle, renew_mono=self._clock())
         return expected
 
     def end(self, expected: ExpectedImport) -> None:
@@ -278,9 +278,9 @@ class ConnectorPort(KvPort):
         """Renew the leases that are due, of imports that have not ended on any rank."""
         now = self._clock()
         for expected in list(self.imports.values()):
-            if expected.pulls or not expected.handle.lease_s or now < expected.renew_s:
+            if expected.pulls or not expected.handle.lease_s or now < expected.renew_mono:
                 continue
-            expected.renew_s = now + max(_REFRESH_S, expected.handle.lease_s * _RENEW_SHARE)
+            expected.renew_mono = now + max(_REFRESH_S, expected.handle.lease_s * _RENEW_SHARE)
             try:
                 await self._control.call(rank_messages.RenewLease(expected.handle))
             except PolyphaseError as error:  # a rank does not answer; the next turn tries the next transfer

@@ -86,7 +86,7 @@ class Transfer:
     """
 
     transfer_id: str
-    expires_s: float = math.inf  # the end of its lease, which begins with the first chunk or confirmation
+    expires_mono: float = math.inf  # the end of its lease, which begins with the first chunk or confirmation
     segments: dict[int, list[Segment | CodedSegment]] = field(default_factory=dict)  # by component
     token_end: int = 0
     complete: bool = False
@@ -99,7 +99,7 @@ class Transfer:
     @property
     def held(self) -> bool:
         """Whether it has a lease, and has not ended."""
-        return self.fault is None and self.expires_s != math.inf
+        return self.fault is None and self.expires_mono != math.inf
 
 
 class StagingPool:
@@ -213,7 +213,7 @@ class StagingPool:
             transfer = self._transfers.get(transfer_id)
             if transfer is None or not transfer.held or transfer.renewals >= self._renewals:
                 return False
-            if transfer.expires_s - self._clock() > self._lease_s * _FRESH_SHARE:
+            if transfer.expires_mono - self._clock() > self._lease_s * _FRESH_SHARE:
                 return False
             transfer.renewals += 1
             self.stats.leases_renewed += 1
@@ -262,7 +262,7 @@ class StagingPool:
         """End every transfer whose lease ran out; their ids."""
         now = self._clock()
         with self._lock:
-            late = [t.transfer_id for t in self._transfers.values() if t.held and t.expires_s <= now]
+            late = [t.transfer_id for t in self._transfers.values() if t.held and t.expires_mono <= now]
         for transfer_id in late:
             self.stats.leases_expired += 1
             self.release(transfer_id, KvFault.EXPIRED)
@@ -276,7 +276,7 @@ class StagingPool:
         return transfer
 
     def _begin_lease(self, transfer: Transfer) -> None:
-        transfer.expires_s = self._clock() + self._lease_s
+        transfer.expires_mono = self._clock() + self._lease_s
 
     def _give_back(self, transfer: Transfer, size_bytes: int) -> None:
         """The copy of a chunk is over, of a transfer that has ended."""

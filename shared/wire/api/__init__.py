@@ -50,7 +50,8 @@ class OperationResult(StrEnum):
 class Operation(Struct):
     """A flip, drain or resume: the monitor's `GET /flips` and `GET /operations/{id}`, and a row of the table `flips`.
 
-    Durations are seconds, None for a step that was not reached; `started_s` is unix time. why: the reasons of a policy
+    Durations are seconds, None for a step that was not reached; `started_s` is unix time. flip_s: from the end of the
+    drain until the instance serves in its new role; None if it does not. why: the reasons of a policy
     or of the planner; None for an operator. code: of the error.
     """
 

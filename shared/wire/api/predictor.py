@@ -77,8 +77,8 @@ class RollingAccuracy(Struct, frozen=True):
         return {name: share for name, share in structs.asdict(self).items() if share is not None}
 
 
-class Reality(Struct, frozen=True, omit_defaults=True):
-    """How the classifier's predictions turned out; empty without a classifier.
+class Reality(Struct, frozen=True):
+    """How the classifier's predictions turned out. model: empty without a classifier, as all fields are then.
 
     recent: predicted and actual tokens of an answer, newest last.
     """

@@ -117,7 +117,7 @@ class MonitorClient(JsonClient):
         params |= {"instance": instance} if instance else {}
         return await self.call("GET", "/events", list[Event], params=params, timeout_s=EVENTS_S)
 
-    async def happened(self, event: Mapping[str, str]) -> None:
+    async def report_event(self, event: Mapping[str, str]) -> None:
         """Report an event; repeating is safe. Raises InvalidRequest."""
         await self.call("POST", "/events", dict[str, bool], body=dict(event))
 

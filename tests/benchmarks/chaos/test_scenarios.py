@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.chaos import testbeds
+from benchmarks.chaos import run, testbeds
 from benchmarks.chaos.load import HARM, UNCLEAN, Verdict
 from benchmarks.chaos.proxy import ZmtpSplitter
 from benchmarks.chaos.random_mode import FAULTS, draw
@@ -22,7 +22,8 @@ from benchmarks.chaos.under_test import SuiteUnderTest, running_suite_under_test
 from benchmarks.chaos.wires import ports_of
 from services.launcher.plan import make_plan
 from services.launcher.suite import until
-from shared.errors import InvalidRequest
+from services.launcher.supervisor import StartFailed
+from shared.errors import InvalidRequest, Unavailable
 from shared.runtime.wire_version import OURS
 from shared.wire.broadcast import opened, sealed
 
@@ -97,6 +98,30 @@ def test_draws_follow_from_seed_and_number() -> None:
 
     assert drawn(7) == drawn(7) != drawn(8)
     assert {name for name, _, _ in drawn(7)} == set(FAULTS)
+
+
+def test_the_random_mode_ends_with_an_error_when_no_suite_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[int] = []
+
+    def refused(*_: object) -> object:
+        raise StartFailed("the port is taken")
+
+    def pause_s(failed_starts: int) -> float:
+        pauses.append(failed_starts)
+        return 0.0
+
+    monkeypatch.setattr(run, "running_suite_under_test", refused)
+    monkeypatch.setattr(run, "start_pause_s", pause_s)
+    with pytest.raises(Unavailable, match=f"{run.MAX_STARTS} times in a row: the suite: the port is taken"):
+        run.run_chaos_bench(run.ChaosOptions(random_minutes=60.0), Console(quiet=True))
+    assert pauses == list(range(1, run.MAX_STARTS))
+
+
+def test_the_pause_after_a_failed_start_grows_up_to_a_bound() -> None:
+    pauses = [run.start_pause_s(failed) for failed in range(1, 12)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] == run.FIRST_PAUSE_S < pauses[1]
+    assert pauses[-1] == run.MAX_PAUSE_S
 
 
 @pytest.mark.parametrize("bed", BEDS.values(), ids=list(BEDS))

@@ -106,6 +106,7 @@ async def test_a_dead_database_hinders_nothing(start: Start, tmp_path: Any) -> N
 
 async def test_history_reaches_the_database(start: Start) -> None:
     cluster: Cluster = await start(load_sample_s=0.1, slo_sample_s=0.1)
+    await until(cluster.store.ready.is_set, "the tables are there")
     await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL)
     await cluster.client.flip("p0", who="tester")
     await cluster.news(outcome())

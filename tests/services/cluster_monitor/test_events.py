@@ -85,7 +85,7 @@ async def test_refusals_are_told_once_a_while(cluster: Cluster) -> None:
         with pytest.raises(Incompatible):
             await cluster.client.register(strange, Role.DECODE)
     with pytest.raises(Conflict):
-        await cluster.client.drain("d0", timeout_s=1, who="somebody")
+        await cluster.client.drain("d0", timeout_s=20, who="somebody")
     refused = await cluster.client.events(kinds=["registration_refused"])
     assert [(one.instance_id, one.role) for one in refused] == [("d9", "decode")]
     assert "fingerprint" in refused[0].text

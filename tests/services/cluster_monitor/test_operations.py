@@ -38,8 +38,7 @@ async def test_a_flip_drains_changes_verifies_and_resumes(cluster: Cluster) -> N
     assert worker.calls == ["drain", "flip", "resume"]
     assert (done.result, done.from_role, done.to_role, done.who) == ("succeeded", "prefill", "decode", "tester")
     assert (done.why, done.origin) == (None, "operator")
-    assert done.flip_s == 0.0042  # as the instance measured it, apart from the drain
-    assert 0 <= done.drain_s < done.total_s < 1.0
+    assert 0 <= done.drain_s < done.total_s
     await cluster.wait_ready("p0", Role.DECODE)
     assert any(view.get("p0").state is InstanceState.DRAINING for view in cluster.views if view.get("p0"))  # type: ignore[union-attr]
     assert (await cluster.client.flips())[0] == done
@@ -49,6 +48,23 @@ async def test_a_flip_drains_changes_verifies_and_resumes(cluster: Cluster) -> N
         await cluster.client.flip("p0", to=Role.PREFILL)
 
 
+async def test_a_flip_takes_from_the_end_of_the_drain_until_the_instance_serves(cluster: Cluster) -> None:
+    worker, *_ = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL)
+    worker.drain_gate, worker.resume_gate = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    flipping = asyncio.ensure_future(cluster.client.flip("p0"))
+    await until(lambda: "drain" in worker.calls, "draining")
+    drained_s = loop.time()
+    worker.drain_gate.set()
+    await until(lambda: "resume" in worker.calls, "resuming")
+    resuming_s = loop.time()
+    await until(lambda: loop.time() - resuming_s > 0.05, "the instance to resume slowly")
+    worker.resume_gate.set()
+    done = await flipping
+    assert 0.05 <= done.flip_s <= loop.time() - drained_s  # with the resume, without the drain
+    assert done.drain_s + done.flip_s <= done.total_s + 0.01
+
+
 async def test_the_last_of_a_role_stays_unless_forced(cluster: Cluster) -> None:
     await cluster.workers(p0=Role.PREFILL, d0=Role.DECODE)
     with pytest.raises(Conflict, match="d0 is the last ready decode instance"):
@@ -56,12 +72,12 @@ async def test_the_last_of_a_role_stays_unless_forced(cluster: Cluster) -> None:
     (refused,) = await cluster.client.flips()
     assert (refused.result, refused.code, refused.drain_s) == ("refused", "conflict", None)
     with pytest.raises(Conflict, match="d0 is the last ready decode instance"):
-        await cluster.client.drain("d0", timeout_s=1)
+        await cluster.client.drain("d0", timeout_s=20)
     assert cluster.seen("d0").state is InstanceState.READY
     await cluster.client.flip("d0", force=True)
     await cluster.wait_ready("d0", Role.PREFILL)
-    await cluster.client.drain("d0", timeout_s=1)
-    await cluster.client.drain("p0", force=True, timeout_s=1)
+    await cluster.client.drain("d0", timeout_s=20)
+    await cluster.client.drain("p0", force=True, timeout_s=20)
     await cluster.wait_state("p0", InstanceState.DRAINING)
 
 
@@ -71,7 +87,7 @@ async def test_two_at_once_on_one_instance_or_on_the_last_two_of_a_role(cluster:
     flipping = asyncio.ensure_future(cluster.client.flip("p0"))
     await until(lambda: "drain" in first.calls, "draining")
     assert (await cluster.client.cluster()).operations == {"p0": "flip"}
-    for operation in (cluster.client.flip("p0"), cluster.client.resume("p0"), cluster.client.drain("p0", timeout_s=1)):
+    for operation in (cluster.client.flip("p0"), cluster.client.resume("p0"), cluster.client.drain("p0", timeout_s=20)):
         with pytest.raises(Conflict, match="a flip is under way"):
             await operation
     with pytest.raises(Conflict, match="last ready prefill"):
@@ -126,7 +142,7 @@ async def test_an_instance_that_dies_while_it_drains_fails_its_flip_at_once(clus
         flipping = asyncio.ensure_future(cluster.client.flip("p0", drain_timeout_s=60))
         await until(lambda: worker.calls, "draining")
     with pytest.raises(PolyphaseError):
-        await asyncio.wait_for(flipping, 2.0)
+        await asyncio.wait_for(flipping, 30)  # half of what the drain may take
     await cluster.wait_state("p0", InstanceState.DEAD)
     assert (await cluster.client.flips())[0].result == "failed"
     with pytest.raises(Conflict, match="p0 is dead"):
@@ -135,7 +151,7 @@ async def test_an_instance_that_dies_while_it_drains_fails_its_flip_at_once(clus
 
 async def test_drain_and_resume(cluster: Cluster) -> None:
     worker, _ = await cluster.workers(d0=Role.DECODE, d1=Role.DECODE)
-    assert (await cluster.client.drain("d0", timeout_s=1)).result == "succeeded"
+    assert (await cluster.client.drain("d0", timeout_s=20)).result == "succeeded"
     await cluster.wait_state("d0", InstanceState.DRAINING)
     await until(lambda: cluster.seen("d0").state is InstanceState.DRAINING, "broadcast as draining")
     await cluster.client.resume("d0")
@@ -154,7 +170,7 @@ async def test_only_known_and_living_instances(cluster: Cluster) -> None:
         await cluster.client.flip("nobody")
     await cluster.client.register(make_info("p0", free_address()), Role.PREFILL)
     with pytest.raises(Conflict, match="p0 is starting"):
-        await cluster.client.drain("p0", timeout_s=1)
+        await cluster.client.drain("p0", timeout_s=20)
 
 
 @pytest.mark.parametrize("kind", ["drain", "flip", "resume"])
@@ -169,7 +185,7 @@ async def test_a_monitor_whose_turn_ended_meanwhile_reports_no_success(
             raise Standby("m0 does not act: m1 at http://m1 acts")
 
     monkeypatch.setattr(cluster.state.operations, "_term", SimpleNamespace(epoch=0, check=check))
-    asked = OperationRequest(OperationKind(kind), "p0", "test", drain_timeout_s=1.0)
+    asked = OperationRequest(OperationKind(kind), "p0", "test", drain_timeout_s=20.0)
     operations = cluster.state.operations
     with pytest.raises(OutcomeUnknown, match="is unknown: m0 does not act: m1") as unknown:
         await operations.run(asked)
@@ -221,7 +237,7 @@ async def test_what_arrives_after_its_deadline_is_not_begun(cluster: Cluster) ->
 async def test_an_operation_ends_by_its_deadline(cluster: Cluster) -> None:
     worker, _ = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL)
     worker.drain_gate = asyncio.Event()
-    body = {"operation_id": "op", "deadline_s": time.time() + 0.5, "drain_timeout_s": 60}
+    body = {"operation_id": "op", "deadline_s": time.time() + 2.0, "drain_timeout_s": 60}
     answer = await request(cluster.transport, "POST", "/instances/p0/flip", body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, DeadlineExceeded.code)
     assert worker.calls == ["drain", "resume"]
@@ -297,7 +313,7 @@ async def test_a_frozen_monitor_makes_the_outcome_unknown_and_carries_out_nothin
 async def test_a_monitor_that_is_not_there_did_nothing() -> None:
     async with MonitorClient(f"http://127.0.0.1:{free_port()}") as client:
         with pytest.raises(Unavailable):  # known: it was never asked
-            await client.drain("d0", timeout_s=1)
+            await client.drain("d0", timeout_s=20)
 
 
 async def _answers(client: MonitorClient) -> bool:

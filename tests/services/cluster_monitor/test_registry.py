@@ -91,20 +91,21 @@ async def test_a_clock_that_went_back_keeps_nobody_out(cluster: Cluster) -> None
     assert cluster.state.registry.get("p0").info.generation == 4
 
 
-async def test_a_lost_connection_is_death_within_a_second(cluster: Cluster) -> None:
+async def test_a_lost_connection_is_death(cluster: Cluster) -> None:
     await cluster.workers(p0=Role.PREFILL)
     async with cluster.mortal("d0", Role.DECODE):
         await cluster.wait_ready("d0", Role.DECODE)
-    await until(lambda: cluster.views[-1].get("d0") is None, "d0 gone from the broadcast", timeout_s=1.0)
+    await until(lambda: cluster.views[-1].get("d0") is None, "d0 gone from the broadcast")
     assert cluster.seen("p0").state is InstanceState.READY
     gone = await cluster.client.instance("d0")
     assert (gone.state, gone.death) == ("dead", "connection lost")
 
 
-async def test_silence_is_unresponsive_and_the_next_heartbeat_ends_it(cluster: Cluster) -> None:
+async def test_silence_is_unresponsive_and_the_next_heartbeat_ends_it(start: Start) -> None:
+    cluster: Cluster = await start(silence_s=0.4)
     (worker,) = await cluster.workers(p0=Role.PREFILL)
     worker.beating = False
-    await until(lambda: cluster.seen("p0").state is InstanceState.UNRESPONSIVE, "unresponsive", timeout_s=2.0)
+    await until(lambda: cluster.seen("p0").state is InstanceState.UNRESPONSIVE, "unresponsive")
     worker.beating = True
     await cluster.wait_ready("p0", Role.PREFILL)
 
@@ -167,11 +168,7 @@ async def test_a_restarted_monitor_recovers_its_instances_without_registrations(
         await first.stop()
         last = first.views[-1].sequence
         second: Cluster = await start(heartbeat_address=heartbeats, broadcast_address=broadcast)
-        await until(
-            lambda: second.views and all(second.views[-1].ready(role) for role in Role),
-            "both ready again",
-            timeout_s=2.0,
-        )
+        await until(lambda: second.views and all(second.views[-1].ready(role) for role in Role), "both ready again")
         assert second.views[-1].sequence > last
 
 

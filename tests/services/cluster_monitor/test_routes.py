@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from services.cluster_monitor.app import create_app
-from services.cluster_monitor.history import Grid
+from services.cluster_monitor.history import LEAST_S, Grid
 from services.cluster_monitor.routes import TargetGroup, targets
 from services.cluster_monitor.settings import MonitorSettings, ScrapeTarget
 from shared.domain.instance import InstanceLoad, InstanceState, Role
@@ -147,7 +147,10 @@ async def test_gateways_and_schedulers_that_fall_silent_and_those_that_leave(clu
     assert (await verdict(cluster))["problems"] == []
 
 
-async def test_history_outlives_the_monitor(start: Start) -> None:
+async def test_history_outlives_the_monitor(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Pages are of the end of a point: each point has its whole length, and a rate says how many there were.
+    page_end = SimpleNamespace(time=lambda: (time.time() // LEAST_S + 1) * LEAST_S - 0.001)
+    monkeypatch.setattr("services.cluster_monitor.routes.time", page_end)
     first: Cluster = await start(load_sample_s=0.05)
     await first.worker("d0", Role.DECODE)
     await first.wait_ready("d0", Role.DECODE)
@@ -163,7 +166,7 @@ async def test_history_outlives_the_monitor(start: Start) -> None:
         page = await first.get("/history/instances?minutes=5&points=30")
         return "ready" in page["instances"].get("d0", {}).get("state", ())
 
-    await until(seen, "d0 in the database", 10.0)
+    await until(seen, "d0 in the database", 30.0)
     await first.stop()
 
     second: Cluster = await start(load_sample_s=0.05)
@@ -173,21 +176,16 @@ async def test_history_outlives_the_monitor(start: Start) -> None:
     worker.load = InstanceLoad(**fields)
     await until(lambda: second.seen("p0") and second.seen("p0").load.running == 4, "its load")
 
-    async def written() -> bool:
-        page = await second.get("/history?minutes=5&points=30")
-        return any(page["series"]["requests_per_s"]) and any(page["series"]["running"][-3:])
-
-    # What is under way is written every ten samples.
-    await until(written, "in the database", 10.0)
-    page = await second.get("/history?minutes=5&points=30")
-    assert (page["step_s"], len(page["time_s"])) == (10, 30)
-
     def number(name: str, columns: dict[str, Any]) -> int:
-        points = zip(page["time_s"], columns[name], strict=True)
-        lasted = [min(page["step_s"], max(1.0, now - at)) for at, _ in points]
-        return round(sum((rate or 0.0) * seconds for rate, seconds in zip(columns[name], lasted, strict=True)))
+        return round(sum(rate or 0.0 for rate in columns[name]) * LEAST_S)
 
-    now = time.time()
+    async def written() -> dict[str, Any] | None:
+        found: dict[str, Any] = await second.get("/history?minutes=5&points=30")
+        series = found["series"]
+        return found if number("requests_per_s", series) >= 7 and any(series["running"][-3:]) else None
+
+    page = await until(written, "requests and loads in the database", 30.0)
+    assert (page["step_s"], len(page["time_s"])) == (LEAST_S, 30)
     series, chat = page["series"], page["classes"]["chat"]
     assert number("requests_per_s", series) == 7
     assert (number("requests_per_s", chat), number("cancelled_per_s", chat), number("refused_per_s", series)) == (
@@ -294,7 +292,6 @@ DETAILS = InstanceDetails(
 
 
 async def test_what_an_instance_tells_of_itself(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.cluster_monitor.routes.INSTANCE_TIMEOUT_S", 0.3)
     port = free_port()
     info = make_info("d0", free_address(), http=f"http://127.0.0.1:{port}")
     await cluster.worker("d0", Role.DECODE, info=info)
@@ -305,7 +302,9 @@ async def test_what_an_instance_tells_of_itself(cluster: Cluster, monkeypatch: p
         told = await cluster.get("/instances/d0/details")
         assert (told["uptime_s"], told["known"]["instance_id"], told["restarts"]) == (5.0, "d0", 0)
         assert await cluster.get("/instances/d0/log?lines=2") == {"lines": ["a", "b"]}
-        hanging = await request(cluster.transport, "GET", "/instances/d0/log?lines=3")
+        with monkeypatch.context() as patch:
+            patch.setattr("services.cluster_monitor.routes.INSTANCE_TIMEOUT_S", 0.3)
+            hanging = await request(cluster.transport, "GET", "/instances/d0/log?lines=3")
         assert (hanging.status_code, hanging.json()["error"]["code"]) == (504, "deadline_exceeded")
     assert (await request(cluster.transport, "GET", "/instances/x/details")).status_code == 404
     assert (await request(cluster.transport, "GET", "/instances/d0/log?lines=0")).status_code == 400
@@ -335,11 +334,11 @@ async def test_events_of_one_instance_and_of_a_time(cluster: Cluster) -> None:
 async def test_what_became_of_plans_is_told_once(cluster: Cluster) -> None:
     event = {"event_id": "plan-1:plan_proposed", "kind": "plan_proposed", "text": "one more", "subject": "plan-1"}
     for _ in range(2):
-        await cluster.client.happened(event)
+        await cluster.client.report_event(event)
     (told,) = await cluster.get("/events?kind=plan_proposed")
     assert (told["subject"], told["text"]) == ("plan-1", "one more")
     with pytest.raises(InvalidRequest, match="only the monitor itself reports death"):
-        await cluster.client.happened({**event, "kind": "death"})
+        await cluster.client.report_event({**event, "kind": "death"})
 
 
 async def test_a_change_of_the_verdict_is_an_event(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +399,7 @@ async def test_dead_instances_are_told_of_and_forgotten_ones_are_not(cluster: Cl
 async def test_of_several_monitors_the_one_that_acts_tells(tmp_path: Path) -> None:
     def settings(name: str) -> MonitorSettings:
         addresses = {"heartbeat_address": free_address(), "broadcast_address": free_address()}
-        return MonitorSettings(monitor_id=name, lease_s=0.6, database_url=sqlite(tmp_path), **addresses)
+        return MonitorSettings(monitor_id=name, lease_s=5.0, database_url=sqlite(tmp_path), **addresses)
 
     first, other = create_app(settings("one")), create_app(settings("two"))
     async with running(first) as acting:

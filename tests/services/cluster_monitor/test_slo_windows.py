@@ -20,7 +20,19 @@ def outcome(
     ttft: float | None, tpot: float | None, *, slo: str = "chat", failed: bool = False, gaps: int = 0, over: int = 0
 ) -> SloOutcome:
     longest_s = (0.5 if over else 0.1) if gaps else None
-    return SloOutcome(slo, 0.0, ttft, tpot, 1.0, 0.1, failed, 0.25, longest_s, gaps, over)
+    return SloOutcome(
+        slo=slo,
+        ended_s=0.0,
+        ttft_s=ttft,
+        tpot_s=tpot,
+        ttft_target_s=1.0,
+        tpot_target_s=0.1,
+        failed=failed,
+        itl_target_s=0.25,
+        longest_gap_s=longest_s,
+        gaps=gaps,
+        gaps_over=over,
+    )
 
 
 @pytest.mark.parametrize(

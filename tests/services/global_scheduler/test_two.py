@@ -164,12 +164,11 @@ async def test_what_a_former_life_left_open_is_lost_once_nobody_told_of_it(start
     scheduler: Scheduler = await start(scheduler_id="s0", lost_after_s=0.3)
 
     async def closed() -> bool:
-        return (await _rows(scheduler.settings.database_url))["old"] == ("failed", LOST)
+        rows = await _rows(scheduler.settings.database_url)
+        return rows["old"] == rows["of one that is no more"] == ("failed", LOST)
 
-    await until(closed, "the row is closed", timeout_s=30)
-    rows = await _rows(scheduler.settings.database_url)
-    assert rows["theirs"] == ("queued", "")
-    assert rows["of one that is no more"] == ("failed", LOST)
+    await until(closed, "the rows are closed", timeout_s=30)
+    assert (await _rows(scheduler.settings.database_url))["theirs"] == ("queued", "")
 
 
 async def _rows(url: str) -> dict[str, tuple[str, str]]:

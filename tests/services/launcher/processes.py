@@ -13,7 +13,7 @@ from services.launcher.suite import until
 from services.launcher.supervisor import State, Status, Supervisor
 
 QUICK = Limits(
-    start_s=20.0, poll_s=0.02, hang_s=0.6, check_s=0.05, backoff_s=0.01, backoff_max_s=0.05, stop_s=0.5, at_once=2
+    start_s=20.0, poll_s=0.02, hang_s=2.0, check_s=0.05, backoff_s=0.01, backoff_max_s=0.05, stop_s=0.5, at_once=2
 )
 NOWHERE = "http://127.0.0.1:1/"  # nothing listens there
 FOREVER = "import signal\nwhile True: signal.pause()"

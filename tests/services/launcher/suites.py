@@ -15,7 +15,18 @@ def entry(name: str, state: str = "ready", role: str = "decode", operation: str 
     sizes, urls = ("bfloat16", 1, 16, 1000, 2048, 512), ("tcp://a:1", "http://a:2", ())
     info = InstanceInfo(name, 1, "m", same, "A100-SXM-80", *sizes, *urls)
     reported = LoadByName(**{"free_blocks": 1000, **load})
-    return InstanceRow(name, Role(role), InstanceState(state), 0.0, 0.0, operation, "", True, info, reported)
+    return InstanceRow(
+        instance_id=name,
+        role=Role(role),
+        state=InstanceState(state),
+        state_since_s=0.0,
+        registered_s=0.0,
+        operation=operation,
+        death="",
+        connected=True,
+        info=info,
+        load=reported,
+    )
 
 
 def verdict(level: Level = Level.GOOD, *problems: Problem, share: float | None = 0.2) -> Verdict:
@@ -28,7 +39,18 @@ def verdict(level: Level = Level.GOOD, *problems: Problem, share: float | None =
 def state(*processes: RunningProcess) -> SuiteState:
     instances = ("prefill-0", "decode-0")
     urls = ("http://s",)
-    return SuiteState(1, 1.0, "m", "http://api", "http://m", urls, "", "http://dash", instances, processes)
+    return SuiteState(
+        launcher_pid=1,
+        launcher_started_s=1.0,
+        model="m",
+        api_url="http://api",
+        monitor_url="http://m",
+        scheduler_urls=urls,
+        predictor_url="",
+        dashboard_url="http://dash",
+        instance_ids=instances,
+        processes=processes,
+    )
 
 
 def window() -> SloReport:

@@ -26,9 +26,9 @@ async def get(spec: ProcessSpec, path: str) -> str:
 @pytest.mark.parametrize(
     ("trouble", "faults"),
     [
-        ("SIGSTOP", ("hung: no good answer for 0.6 s (no answer within 0.3 s)", "stopped by a signal")),
-        ("/block", ("hung: no good answer for 0.6 s", "its stacks are in its log")),
-        ("/ill", ("hung: no good answer for 0.6 s (HTTP 503",)),
+        ("SIGSTOP", ("hung: no good answer for 2 s (no answer within 1 s)", "stopped by a signal")),
+        ("/block", ("hung: no good answer for 2 s", "its stacks are in its log")),
+        ("/ill", ("hung: no good answer for 2 s (HTTP 503",)),
     ],
 )
 async def test_a_process_that_hangs_is_killed_and_restarts(

@@ -205,7 +205,17 @@ def test_a_shell_completes(
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".polyphase" / "logs").mkdir(parents=True)
     (tmp_path / ".polyphase" / "logs" / "monitor.log").touch()
-    plan = Plan("m", (), ("p-0", "p-1", "d-0"), "http://a", "http://m", (), "", "", True)
+    plan = Plan(
+        model="m",
+        processes=(),
+        instance_ids=("p-0", "p-1", "d-0"),
+        api_url="http://a",
+        monitor_url="http://m",
+        scheduler_urls=(),
+        predictor_url="",
+        dashboard_url="",
+        runs_control=True,
+    )
     state_file.write(tmp_path / ".polyphase", state_file.describe(plan, ()))
     asked = {
         "_POLYPHASE_COMPLETE": "complete_bash",

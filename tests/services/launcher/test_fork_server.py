@@ -142,12 +142,13 @@ async def test_a_server_that_dies_or_hangs_is_restarted_and_its_processes_go_on(
     tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     """A hang is found by the next fork; that process is then started as a program."""
-    monkeypatch.setattr(fork_client, "FORK_S", 0.5)
     async with supervised(tmp_path, environment) as supervisor:
         log = tmp_path / "logs" / "probe.log"
         await until(lambda: status(supervisor, "fork-server").state is State.READY, 20, "the server")
         await logged(log, "stay")
         first = status(supervisor, "probe")
+        if number == signal.SIGSTOP:
+            monkeypatch.setattr(fork_client, "FORK_S", 0.5)
         os.kill(status(supervisor, "fork-server").pid, number)
         if number == signal.SIGKILL:
             await restarted(supervisor, "fork-server")

@@ -19,7 +19,7 @@ from services.launcher.up import running_suite
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 BOUND, BURST = 6, 5
-SLOW = {"emulated_step_s": 0.02, "emulated_prefill_s_per_token": 0.1, "chunk_size": 64, "emulated_prefix_cache": False}
+SLOW = {"emulated_step_s": 0.02, "emulated_prefill_s_per_token": 0.5, "chunk_size": 16, "emulated_prefix_cache": False}
 QUEUED = "polyphase_gateway_queued_jobs "
 
 
@@ -40,7 +40,7 @@ class Client:
         return (await self.http.get(f"{url}/v1/models", headers=self.rated)).status_code
 
     async def complete(self, url: str) -> httpx.Response:
-        """What lasts longer than the test: its prompt takes a minute."""
+        """What lasts longer than the test: its prompt takes five minutes."""
         body = {"model": "m", "prompt": [400] * 600, "max_tokens": 2}
         return await self.http.post(f"{url}/v1/completions", json=body, headers=self.free)
 
@@ -52,7 +52,7 @@ class Client:
             found[:] = await self.waiting()
             return sum(found) == jobs
 
-        await until(so_many, 10, f"{jobs} jobs to wait")
+        await until(so_many, 30, f"{jobs} jobs to wait")
         return found
 
     async def waiting(self) -> list[int]:
@@ -97,7 +97,7 @@ async def test_what_two_processes_bound_together_and_one_of_them_leaves(tmp_path
 
 @asynccontextmanager
 async def running(folder: Path) -> AsyncIterator[Client]:
-    """A suite whose only prefill instance takes a tenth of a second for a token."""
+    """A suite whose only prefill instance takes half a second for a token."""
     (rated_secret, rated), (free_secret, free) = create_key("rated", 0.001, BURST), create_key("free")
     (folder / "keys.yaml").write_text(yaml.safe_dump([_as_kept(rated), _as_kept(free)]))
     instance = {"engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 1 << 30}
@@ -122,7 +122,7 @@ async def running(folder: Path) -> AsyncIterator[Client]:
     limits = httpx.Limits(max_connections=None)
     async with (
         running_suite(cluster, folder / "data", Console(stderr=True)) as suite,
-        httpx.AsyncClient(timeout=60, trust_env=False, limits=limits) as http,
+        httpx.AsyncClient(timeout=300, trust_env=False, limits=limits) as http,
     ):
         headers = [{"Authorization": f"Bearer {secret}"} for secret in (rated_secret, free_secret)]
         yield Client(suite.suite, http, *headers)

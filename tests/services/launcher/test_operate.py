@@ -5,14 +5,14 @@ import json
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from services.launcher import cli, operate
+from services.launcher import cli, operate, suite
 from services.launcher.operate import change_of, reset_of, show_policies
 from shared.domain.policies import KINDS
 from shared.domain.route import PolicySpec
@@ -20,6 +20,7 @@ from shared.errors import Conflict, DeadlineExceeded, InvalidRequest, NotFound, 
 from shared.policy import registry
 from shared.wire.api import Operation
 from shared.wire.api.monitor import PoliciesInForce, PolicyChange, PolicyChoice, PolicyFollower
+from shared.wire.clients.monitor import MonitorClient
 from tests.services.launcher.suites import entry
 
 DONE = {
@@ -162,7 +163,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str,
         calls.append((url, change))
         return answer()
 
-    monkeypatch.setattr(operate, "change_policies", act)
+    monkeypatch.setattr(operate, "apply_policies", act)
     return calls
 
 
@@ -284,9 +285,17 @@ async def test_a_change_waits_a_little_until_all_follow(
 ) -> None:
     monitor = Monitor(after)
     monkeypatch.setattr(operate, "MonitorClient", lambda url, token: monitor)
-    monkeypatch.setattr(operate, "POLICY_POLL_S", 0.001)
+    monkeypatch.setattr(suite, "POLL_S", 0.001)
     monkeypatch.setattr(operate, "FOLLOWED_S", 0.3)
-    found = await operate.change_policies("http://m", {"split": PolicySpec("none")}, "anna")
+    found = await operate.apply_policies("http://m", {"split": PolicySpec("none")}, "anna")
     assert [one.follows for one in found.followers] == [True, follow]
     if follow:
         assert monitor.asked == after
+
+
+async def test_a_change_that_must_be_followed_names_the_processes_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "POLL_S", 0.001)
+    change = {"split": PolicySpec("none")}
+    for after, schedulers, late in ((10**9, 0, "p0 unknown prefill order"), (0, 2, "a scheduler")):
+        with pytest.raises(DeadlineExceeded, match=f"late: {late}"):
+            await suite.change_policies(cast(MonitorClient, Monitor(after)), change, "anna", schedulers, 0.05)

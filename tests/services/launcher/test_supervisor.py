@@ -13,9 +13,11 @@ import httpx
 import psutil
 import pytest
 
-from services.launcher.child_process import Limits
+from services.launcher.child_process import Child, Limits, stop_all
+from services.launcher.fork_client import ProgramStarter
+from services.launcher.spec import ProcessSpec
 from services.launcher.suite import until
-from services.launcher.supervisor import StartFailed, State, Status, supervising
+from services.launcher.supervisor import StartFailed, State, Status, SupervisedProcess, supervising
 from shared.errors import NotFound
 from tests.services.launcher.processes import (
     BROKEN,
@@ -99,7 +101,7 @@ async def test_a_late_instance_does_not_end_the_suite(tmp_path: Path) -> None:
     """The others serve; the late instance restarts, and counts as any other once it is ready."""
     gate = tmp_path / "gate"
     slow = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n{SERVER}"
-    late = replace(server("late", slow), role="decode", **LATE)
+    late = replace(server("late", slow), role="decode", **{**LATE, "start_s": 3.0})  # once the gate is there
     elsewhere = replace(spec("stuck", health=NOWHERE), **LATE)  # another host may have its role
     fine = replace(server("fine"), may_be_late=True, role="decode")
     notes: list[str] = []
@@ -144,6 +146,61 @@ async def test_a_requested_restart_adds_variables(tmp_path: Path) -> None:
         assert "changed" in (await http.get(web.health_url)).text
         with pytest.raises(NotFound, match="web"):
             await supervisor.restart("unknown")
+
+
+async def test_a_restart_that_is_requested_during_the_delay_follows_immediately_and_counts_once(tmp_path: Path) -> None:
+    web, limits = server(), replace(QUICK, backoff_s=600.0, backoff_max_s=600.0)
+    async with supervising([web], tmp_path, lambda _: None, limits) as supervisor, httpx.AsyncClient() as http:
+        await supervisor.started()
+        os.kill(status(supervisor).pid, signal.SIGKILL)
+        await until(lambda: status(supervisor).state is State.RESTARTING, 20, "the end of web to be seen")
+        await supervisor.restart("web", {"WORD": "changed"})
+        assert (await restarted(supervisor)).restarts == 1
+        assert "changed" in (await http.get(web.health_url)).text
+        os.kill(status(supervisor).pid, signal.SIGKILL)  # the request is used up: this end is delayed as any other
+        await until(lambda: status(supervisor).state is State.RESTARTING, 20, "the second end of web to be seen")
+        assert status(supervisor).note == "killed by signal 9; restarting in 600 s"
+
+
+async def test_a_restart_that_is_requested_during_the_first_start_is_not_a_failed_start(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    slow = (
+        f"import os, time\nprint('up', flush=True)\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n{SERVER}"
+    )
+    web = server(code=slow)
+    async with supervising([web], tmp_path, lambda _: None, QUICK) as supervisor, httpx.AsyncClient() as http:
+        await logged(tmp_path / "web.log", "up")
+        await supervisor.restart("web", {"WORD": "changed"})
+        gate.touch()
+        await supervisor.started()
+        assert status(supervisor).restarts == 1
+        assert "changed" in (await http.get(web.health_url)).text
+
+
+async def test_a_restart_that_is_requested_while_the_process_is_created_adds_variables(tmp_path: Path) -> None:
+    creating, created = asyncio.Event(), asyncio.Event()
+    words: list[str] = []
+
+    class SlowStarter(ProgramStarter):
+        async def start(self, spec: ProcessSpec, log: Path) -> Child:
+            words.append(spec.env.get("WORD", ""))
+            creating.set()
+            await created.wait()
+            return await super().start(spec, log)
+
+    quiet = spec("quiet")
+    process = SupervisedProcess(quiet, tmp_path, lambda _: None, QUICK, SlowStarter(), None)
+    keeping = asyncio.create_task(process.keep(asyncio.Semaphore(1)))
+    try:
+        await asyncio.wait_for(creating.wait(), 20)
+        await process.restart({"WORD": "changed"})
+        created.set()
+        await until(lambda: len(words) == 2 and process.status.state is State.READY, 20, "the second start")
+        assert words == ["", "changed"]
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await stop_all([process.child] if process.child is not None else [], 1.0)
 
 
 async def test_an_error_in_the_block_stops_all_processes_and_passes_through(tmp_path: Path) -> None:

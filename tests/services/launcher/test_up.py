@@ -46,7 +46,8 @@ async def test_serves_and_is_operated(up: Up, tmp_path: Path) -> None:
     assert "p-1" in text
     code, text = await polyphase("flip", "p-1", *where, "--json")
     assert code == 0, text
-    assert json.loads(text.splitlines()[-1])["flip_s"] < 0.01
+    operation = json.loads(text.splitlines()[-1])
+    assert 0 < operation["flip_s"] < operation["total_s"]
     assert (await suite.instances())["p-1"].role == "decode"
     code, text = await polyphase("flip", "p-0", *where)  # the last prefill instance
     assert code == 1

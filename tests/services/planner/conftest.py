@@ -116,6 +116,7 @@ async def watching(tmp_path: Path) -> AsyncIterator[Watching]:
                 broadcast_address=free_address(),
                 database_url=sqlite(tmp_path),
                 quiet_start_s=0.3,
+                silence_s=20.0,  # the workers are on the monitor's loop: while it stalls they cannot beat
             )
             port = free_port()
             await stack.enter_async_context(serving(monitor_app(settings), port))

@@ -2,18 +2,36 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Coroutine
 from typing import Any, cast
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
-from services.planner.proposals import EVENTS, KEPT, MAX_WHY, Cause, Proposal, ProposalEvents, carry_out
-from shared.domain.instance import Role
+from services.planner.proposals import (
+    EVENTS,
+    KEPT,
+    MAX_WHY,
+    Cause,
+    Decider,
+    Proposal,
+    ProposalEvents,
+    Proposals,
+    carry_out,
+)
+from services.planner.settings import PlannerSettings
+from services.planner.watch import Watch
+from shared.cost.library import Library
+from shared.domain.instance import ClusterView, InstanceState, InstanceView, Role
 from shared.errors import Conflict, InvalidRequest, NotFound, OutcomeUnknown, PeerLost, PolyphaseError, Unavailable
 from shared.plan.running import Expected, Flip
+from shared.runtime.tasks import Background
+from shared.store.write_behind import WriteBehind
 from shared.wire.api import Operation, OperationKind, OperationResult, Origin
 from shared.wire.api.planner import ProposalState, ProposalStep
 from shared.wire.clients.monitor import MonitorClient
+from tests.services.fake_worker import make_info
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -70,7 +88,19 @@ def roles_of(letters: str) -> dict[str, Role]:
 
 async def carried_out(monitor: Monitor, *names: str, why: str = "") -> tuple[str, list[ProposalStep]]:
     flips = tuple(Flip(name, monitor.roles[name], monitor.roles[name].other) for name in names)
-    proposal = Proposal(ProposalState.APPLYING, Cause.LOSS, why, flips, (), False, NOTHING, NOTHING, 0.0, 0.0, 0.0)
+    proposal = Proposal(
+        state=ProposalState.APPLYING,
+        cause=Cause.LOSS,
+        why=why,
+        flips=flips,
+        routes=(),
+        changes_routes=False,
+        now=NOTHING,
+        then=NOTHING,
+        made_s=0.0,
+        noticed_s=0.0,
+        took_s=0.0,
+    )
     steps: list[ProposalStep] = []
     async with asyncio.timeout(5.0):
         error = await carry_out(proposal, Counter(monitor.ready), monitor, 1.0, steps.append)  # type: ignore[arg-type]
@@ -151,6 +181,77 @@ async def test_reasons_are_as_long_as_the_monitor_takes_them() -> None:
     assert monitor.whys == ["x" * MAX_WHY]
 
 
+class Tasks:
+    """Keeps the work that is started, for the test to run."""
+
+    work: Coroutine[Any, Any, None]
+
+    def start(self, _: str, work: Coroutine[Any, Any, None]) -> None:
+        self.work = work
+
+
+class Store:
+    def put(self, *_: object) -> None:
+        pass
+
+
+def opened() -> tuple[Proposals, Proposal]:
+    """An open proposal that flips p0, in its book."""
+    proposals = Proposals(cast(WriteBehind, Store()), CollectorRegistry(), 60.0)
+    flips = (Flip("p0", P, D),)
+    wanted = Proposal(ProposalState.OPEN, Cause.LOSS, "", flips, (), False, NOTHING, NOTHING, 0.0, 0.0, 0.0)
+    proposals.make(wanted)
+    return proposals, wanted
+
+
+def accepted(monitor: Monitor) -> tuple[Proposals, Coroutine[Any, Any, None]]:
+    """A proposal that flips p0 was accepted: the proposals, and the work that carries it out."""
+    ready = InstanceState.READY
+    views = [InstanceView(make_info(name, "tcp://x"), role, ready) for name, role in monitor.roles.items()]
+    (proposals, wanted), tasks = opened(), Tasks()
+    decider = Decider(PlannerSettings(), cast(MonitorClient, monitor), proposals, cast(Background, tasks))
+    decider.view = ClusterView(1, 0.0, tuple(views))
+    decider.accept(wanted.proposal_id, "anna")
+    return proposals, tasks.work
+
+
+async def test_a_defect_is_recorded_as_the_cause_and_still_ends_the_task() -> None:
+    monitor = Monitor(roles_of("ppdd"))
+    monitor.fails["p0"] = cast(PolyphaseError, ValueError("no such field"))
+    proposals, work = accepted(monitor)
+    with pytest.raises(ExceptionGroup):
+        await work
+    (ended,) = proposals.newest(1)
+    assert (ended.state, ended.error) == (ProposalState.FAILED, "the planner itself failed: ValueError: no such field")
+
+
+async def test_a_defect_of_a_review_is_the_cause_of_the_withdrawal(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def step() -> None:
+        raise ValueError("no such field")
+
+    proposals, _ = opened()
+    settings = PlannerSettings(step_s=0.001)
+    watch = Watch(settings, cast(MonitorClient, Monitor({})), proposals, Library.built_in(), lambda _: None)
+    monkeypatch.setattr(watch, "step", step)
+    with pytest.raises(ValueError, match="no such field"):
+        await watch.run()
+    (ended,) = proposals.newest(1)
+    assert (ended.state, ended.error) == (
+        ProposalState.WITHDRAWN,
+        "the planner itself failed: ValueError: no such field",
+    )
+
+
+async def test_the_end_of_the_planner_is_recorded_as_such() -> None:
+    proposals, work = accepted(Monitor(roles_of("ppdd")))
+    task = asyncio.create_task(work)
+    await asyncio.sleep(0)  # it has begun
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert proposals.newest(1)[0].error == "the planner ended meanwhile"
+
+
 class EventSink:
     """A monitor that accepts events, or raises an error."""
 
@@ -158,14 +259,26 @@ class EventSink:
         self.events: list[dict[str, Any]] = []
         self.error: PolyphaseError | None = None
 
-    async def happened(self, event: dict[str, Any]) -> None:
+    async def report_event(self, event: dict[str, Any]) -> None:
         if self.error is not None:
             raise self.error
         self.events.append(event)
 
 
 def proposal(state: ProposalState, who: str = "", error: str = "") -> Proposal:
-    found = Proposal(state, Cause.LOSS, "shorter queues", (), (), False, NOTHING, NOTHING, 0.0, 0.0, 0.0)
+    found = Proposal(
+        state=state,
+        cause=Cause.LOSS,
+        why="shorter queues",
+        flips=(),
+        routes=(),
+        changes_routes=False,
+        now=NOTHING,
+        then=NOTHING,
+        made_s=0.0,
+        noticed_s=0.0,
+        took_s=0.0,
+    )
     return msgspec.structs.replace(found, proposal_id="plan-1", who=who, error=error)
 
 
@@ -206,14 +319,14 @@ async def test_an_event_may_be_pushed_out_while_it_is_sent() -> None:
     events = ProposalEvents(cast(MonitorClient, monitor))
     for state in [ProposalState.OPEN] * (KEPT - 1) + [ProposalState.APPLIED]:
         events.record(proposal(state))
-    accept = monitor.happened
+    accept = monitor.report_event
 
     async def full(event: dict[str, Any]) -> None:
-        monitor.happened = accept  # type: ignore[method-assign]
+        monitor.report_event = accept  # type: ignore[method-assign]
         events.record(proposal(ProposalState.FAILED))
         await accept(event)
 
-    monitor.happened = full  # type: ignore[method-assign]
+    monitor.report_event = full  # type: ignore[method-assign]
     await events.step()
     kinds = [event["kind"] for event in monitor.events]
     assert kinds == ["plan_proposed"] * (KEPT - 1) + ["plan_applied", "plan_failed"]

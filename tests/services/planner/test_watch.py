@@ -103,10 +103,10 @@ def test_a_role_that_changes_is_a_change(clock: Clock) -> None:
     watched.update(view(("a", READY)))
     clock.now_s += 3.0
     watched.update(view(("a", READY)))
-    assert watched.changed_s == 1_000.0
+    assert watched.changed_mono == 1_000.0
     (one,) = view(("a", READY)).instances
     watched.update(ClusterView(2, 0.0, (msgspec.structs.replace(one, role=Role.DECODE),)))
-    assert watched.changed_s == 1_003.0
+    assert watched.changed_mono == 1_003.0
 
 
 ROUTES = [["p0", "d2", 0.5], ["p1", "d3", 0.5]]

@@ -62,7 +62,23 @@ def test_an_instance_reports_the_rates_that_a_file_has_for_its_kind(rates_file: 
 
 def info(rates: Rates = Rates(price_per_hour=2.0)) -> InstanceInfo:
     fits = Compatibility("f", "vllm", "1", 1, KvGeometry(32, 8, 128))
-    return InstanceInfo("p0", 1, "m", fits, "A10", "bfloat16", 1, 16, 100, 4096, 512, "", "", (), rates=rates)
+    return InstanceInfo(
+        instance_id="p0",
+        generation=1,
+        model="m",
+        compatibility=fits,
+        accelerator="A10",
+        dtype="bfloat16",
+        tensor_parallel=1,
+        block_size=16,
+        total_blocks=100,
+        max_model_len=4096,
+        chunk_size=512,
+        rpc="",
+        http="",
+        kv_endpoints=(),
+        rates=rates,
+    )
 
 
 def decodes(log: StepLog, seconds: float, count: int = 100) -> None:

@@ -17,8 +17,22 @@ from tests.shared.cost.calibrations import FIT, KIND, calibrated
 
 def info(fingerprint: str = "abc", engine: str = "vllm", model: str = "/models/demo") -> InstanceInfo:
     compatibility = Compatibility(fingerprint, engine, "1", 2, KvGeometry(6, 2, 64))
-    addresses = ("tcp://h:1", "http://h:2", ())
-    return InstanceInfo("p0", 1, model, compatibility, "cpu", "float32", 1, 32, 100, 2048, 512, *addresses)
+    return InstanceInfo(
+        instance_id="p0",
+        generation=1,
+        model=model,
+        compatibility=compatibility,
+        accelerator="cpu",
+        dtype="float32",
+        tensor_parallel=1,
+        block_size=32,
+        total_blocks=100,
+        max_model_len=2048,
+        chunk_size=512,
+        rpc="tcp://h:1",
+        http="http://h:2",
+        kv_endpoints=(),
+    )
 
 
 def test_a_file_is_read_back(tmp_path: Path) -> None:

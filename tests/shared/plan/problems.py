@@ -10,6 +10,7 @@ from shared.domain.job import Slo
 from shared.plan.inventory import Inventory, Pool
 from shared.plan.problem import Problem
 from shared.plan.search import Search
+from shared.sim.spec import RunSpec
 from shared.sim.workload import synthetic
 
 LIBRARY = Library.built_in()
@@ -35,5 +36,5 @@ def problem(
 
 
 def search(asked: Problem) -> Search:
-    """Without a deadline."""
-    return Search(asked, perf_counter)
+    """Without a deadline, and without a step budget."""
+    return Search(asked, perf_counter, RunSpec())

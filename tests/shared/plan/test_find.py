@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from shared.domain.policies import PolicySet
 from shared.errors import Incompatible, InvalidRequest
 from shared.plan.evaluate import Evaluator, Promise
 from shared.plan.find import PlanGoals, PlanRequest, cheapest, cluster_file, figures, find_plans, fitting, nearest, why
 from shared.plan.plan import Plan
 from shared.plan.search import ScoredPlan, Stopped, no_report
+from shared.sim.spec import RunSpec, with_policies
 from shared.sim.workload import synthetic
 from tests.shared.plan.problems import inventory, problem, search
 
@@ -31,6 +33,21 @@ def test_the_first_is_the_one_that_was_asked_for() -> None:
     text = cluster_file(one, outcomes[0])
     assert "# A plan by `polyphase plan`, method coupled." in text
     assert "\nmodel: models/demo\n" in text  # as the project names it: the file is read on other machines
+
+
+def test_plans_are_judged_with_the_policies_that_services_run_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[RunSpec] = []
+    promise = Evaluator.promise
+
+    def noted(evaluator: Evaluator, *plan: Any) -> Promise:
+        runs.append(evaluator.run)
+        return promise(evaluator, *plan)
+
+    monkeypatch.setattr(Evaluator, "promise", noted)
+    find_plans(asked(seconds=0.0), perf_counter, no_report)
+    assert runs
+    for run in runs:
+        assert with_policies(run, PolicySet()) == run
 
 
 def test_ctrl_c_among_the_comparisons_ends_them_all() -> None:

@@ -56,9 +56,33 @@ def test_after_a_loss_routes_are_those_that_are_left() -> None:
 
 LIBRARY = Library.built_in()
 MODELS = EngineModels(LIBRARY, LIBRARY.geometry("Llama-3-8B"))
-CHAT = Demand(10.0, 1.0, 500.0, 500.0, 500.0**2 * 1.5, 300.0, 1.0, 0.05, 0.0, 1.0, prompt_spread=0.6, output_spread=0.6)
+CHAT = Demand(
+    rate=10.0,
+    burstiness=1.0,
+    prompt_tokens=500.0,
+    fresh_tokens=500.0,
+    fresh_squares=500.0**2 * 1.5,
+    output_tokens=300.0,
+    ttft_s=1.0,
+    tpot_s=0.05,
+    split_least=0.0,
+    split_most=1.0,
+    prompt_spread=0.6,
+    output_spread=0.6,
+)
 CODE = Demand(
-    10.0, 1.0, 4000.0, 4000.0, 4000.0**2 * 1.5, 20.0, 2.0, 0.05, 0.0, 1.0, prompt_spread=0.6, output_spread=0.6
+    rate=10.0,
+    burstiness=1.0,
+    prompt_tokens=4000.0,
+    fresh_tokens=4000.0,
+    fresh_squares=4000.0**2 * 1.5,
+    output_tokens=20.0,
+    ttft_s=2.0,
+    tpot_s=0.05,
+    split_least=0.0,
+    split_most=1.0,
+    prompt_spread=0.6,
+    output_spread=0.6,
 )
 
 

@@ -140,7 +140,7 @@ async def test_a_collector_that_takes_nothing_costs_spans_and_no_time() -> None:
         assert counted(registry) == {"exported": 0, "failed": 0, "dropped": 3000 - 512}
         began = time.monotonic()
         await tracer.close()
-        assert time.monotonic() - began < CLOSE_S + 1.0
+        assert time.monotonic() - began < CLOSE_S + 2.5
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
@@ -151,7 +151,7 @@ async def test_nobody_there_ends_soon(scheme: str) -> None:
     root.end(2.0)
     began = time.monotonic()
     await tracer.close()
-    assert time.monotonic() - began < CLOSE_S + 1.0
+    assert time.monotonic() - began < CLOSE_S + 2.5
     assert counted(registry)["exported"] == 0
 
 

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import os
 import signal
-import time
 from typing import Any
 
 import httpx
@@ -44,25 +43,23 @@ async def test_it_answers_with_a_date() -> None:
     await task
 
 
-async def test_it_ends_when_told_to_and_not_a_tick_later() -> None:
+async def test_it_ends_when_told_to_and_not_a_tick_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.runtime.server.TICK_S", 60.0)
     made = server()
     task = await started(made)
     await asyncio.sleep(0)
-    began = time.monotonic()
     made.should_exit = True
-    await asyncio.wait_for(task, 5)
-    assert time.monotonic() - began < 0.5
+    await asyncio.wait_for(task, 20)
 
 
-async def test_a_signal_ends_it_at_once() -> None:
+async def test_a_signal_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.runtime.server.TICK_S", 60.0)
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when it is through
     try:
         made = server()
         task = await started(made)
-        began = time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(task, 5)
-        assert time.monotonic() - began < 0.5
+        await asyncio.wait_for(task, 20)
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -19,20 +19,20 @@ CONTROL = ControlPlane(0.004, 0.002, 0.001, 0.003, 1e8)
 def live(name: str, role: Role, host: str = "h") -> LiveInstance:
     compatibility = Compatibility("abc", "vllm", "1", 2, KvGeometry(32, 8, 128))
     info = InstanceInfo(
-        name,
-        1,
-        "Llama-3-8B",
-        compatibility,
-        "A100-SXM-80",
-        "bfloat16",
-        1,
-        16,
-        5000,
-        4096,
-        512,
-        f"tcp://{host}:1",
-        f"http://{host}:2",
-        (),
+        instance_id=name,
+        generation=1,
+        model="Llama-3-8B",
+        compatibility=compatibility,
+        accelerator="A100-SXM-80",
+        dtype="bfloat16",
+        tensor_parallel=1,
+        block_size=16,
+        total_blocks=5000,
+        max_model_len=4096,
+        chunk_size=512,
+        rpc=f"tcp://{host}:1",
+        http=f"http://{host}:2",
+        kv_endpoints=(),
     )
     return LiveInstance(info, role, host, 1, 64)
 

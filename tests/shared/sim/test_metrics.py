@@ -14,7 +14,20 @@ SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 
 
 def use(name: str, busy_s: float, price: float = 3.6, accelerators: int = 1) -> InstanceUse:
-    return InstanceUse(name, "A100", accelerators, price, busy_s, {"prefill": 10.0}, 0, 0, 0, 0, 0.5, 1)
+    return InstanceUse(
+        instance_id=name,
+        accelerator="A100",
+        accelerators=accelerators,
+        price_per_hour=price,
+        busy_s=busy_s,
+        role_s={"prefill": 10.0},
+        prefill_tokens=0,
+        decode_tokens=0,
+        steps=0,
+        preemptions=0,
+        peak_kv_share=0.5,
+        flips=1,
+    )
 
 
 def outcomes() -> Outcomes:

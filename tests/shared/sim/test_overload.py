@@ -9,10 +9,10 @@ from shared.domain.instance import Role
 from shared.domain.job import Slo, WhenFull
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.errors import InvalidRequest
+from shared.policy import fair_queue
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.overload import steps_aside
 from shared.policy.placement import Policies
-from shared.sim import intake
 from shared.sim.cluster import simulate
 from shared.sim.metrics import attainment
 from shared.sim.outcomes import Outcomes, Status
@@ -127,7 +127,7 @@ def test_a_late_request_that_waits_for_room_makes_none_behind_it_late(monkeypatc
     chosen = Policies(Adaptive(), AdaptiveSplit(), AdaptiveDispatch())
     met = []
     for aside in (steps_aside, lambda *_: False):
-        monkeypatch.setattr(intake, "steps_aside", aside)
+        monkeypatch.setattr(fair_queue, "steps_aside", aside)
         result = simulate(work, specs, RunSpec(policies=chosen, slo=Slo()))
         assert result.outcomes.completed.all()
         met.append(attainment(result.outcomes, Slo()).every)

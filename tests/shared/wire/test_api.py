@@ -44,9 +44,35 @@ def test_field_names(struct: type[msgspec.Struct]) -> None:
 
 def row(**load: object) -> monitor.InstanceRow:
     same = Compatibility("f00d", "vllm", "1", 1, KvGeometry(6, 4, 64))
-    info = InstanceInfo("p0", 1, "m", same, "H100", "bfloat16", 1, 16, 100, 2048, 512, "tcp://a:1", "http://a:2", ())
+    info = InstanceInfo(
+        instance_id="p0",
+        generation=1,
+        model="m",
+        compatibility=same,
+        accelerator="H100",
+        dtype="bfloat16",
+        tensor_parallel=1,
+        block_size=16,
+        total_blocks=100,
+        max_model_len=2048,
+        chunk_size=512,
+        rpc="tcp://a:1",
+        http="http://a:2",
+        kv_endpoints=(),
+    )
     reported = monitor.LoadByName.from_load(msgspec.structs.replace(InstanceLoad(time_s=1.0), **load))
-    return monitor.InstanceRow("p0", Role.PREFILL, InstanceState.READY, 0.0, 0.0, "", "", True, info, reported)
+    return monitor.InstanceRow(
+        instance_id="p0",
+        role=Role.PREFILL,
+        state=InstanceState.READY,
+        state_since_s=0.0,
+        registered_s=0.0,
+        operation="",
+        death="",
+        connected=True,
+        info=info,
+        load=reported,
+    )
 
 
 def test_a_load_has_field_names_down_to_its_promised_decodes() -> None:

@@ -119,10 +119,10 @@ async def test_calls_wait_less_for_a_lost_server_than_for_one_that_was_never_con
                 await client.call(ECHO, Ask(1), timeout_s=20)
             ended.append(client)
 
-        began_s = time.monotonic()
+        began_mono = time.monotonic()
         await asyncio.gather(call(never), call(lost))
         assert ended == [lost, never]
-        assert time.monotonic() >= began_s + CONNECT_S  # a timer, so true on a busy machine, too
+        assert time.monotonic() >= began_mono + CONNECT_S  # a timer, so true on a busy machine, too
 
 
 async def test_unsent_calls_fail_soon_when_their_server_stops_reading_and_dies() -> None:

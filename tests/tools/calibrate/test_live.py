@@ -115,20 +115,20 @@ LIBRARY = Library.built_in()
 def live(name: str, accelerator: str, threads: int = 1) -> LiveInstance:
     compatibility = Compatibility("abc", "vllm", "1", 2, KvGeometry(32, 8, 128))
     info = InstanceInfo(
-        name,
-        1,
-        "Llama-3-8B",
-        compatibility,
-        accelerator,
-        "bfloat16",
-        1,
-        16,
-        5000,
-        4096,
-        512,
-        "tcp://h:1",
-        "http://h:2",
-        (),
+        instance_id=name,
+        generation=1,
+        model="Llama-3-8B",
+        compatibility=compatibility,
+        accelerator=accelerator,
+        dtype="bfloat16",
+        tensor_parallel=1,
+        block_size=16,
+        total_blocks=5000,
+        max_model_len=4096,
+        chunk_size=512,
+        rpc="tcp://h:1",
+        http="http://h:2",
+        kv_endpoints=(),
     )
     return LiveInstance(info, Role.DECODE, "h", threads)
 

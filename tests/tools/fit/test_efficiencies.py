@@ -20,7 +20,19 @@ def tables(library: Library) -> tuple[Table, ...]:
     tokens = np.tile([64.0, 256.0, 1024.0, 4096.0], 5)
     ones, none = np.ones(20), np.zeros(20)
     times = 2e-5 + tokens * tokens / 2 * 16384 / 300e12
-    chunks = AttentionRows(times, ones, tokens, none, none, none, 32 * ones, 8 * ones, 128, "bf16", 2.0)
+    chunks = AttentionRows(
+        seconds=times,
+        sequences=ones,
+        tokens=tokens,
+        context=none,
+        decodes=none,
+        decode_context=none,
+        heads=32 * ones,
+        kv_heads=8 * ones,
+        head_dim=128,
+        kv_precision="bf16",
+        kv_width=2.0,
+    )
     empty = chunks.where(np.zeros(20, dtype=np.bool_))
     return (
         Table(card, "elementwise", "vidur", slow),

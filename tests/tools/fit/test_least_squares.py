@@ -53,8 +53,32 @@ def _attention(decodes: bool) -> AttentionRows:
     b, c, h = (np.array(column, dtype=np.float64) for column in zip(*grid, strict=True))
     none, kv = np.zeros(len(b)), np.minimum(h, 8.0)
     if decodes:
-        return AttentionRows(np.ones(len(b)), none, none, none, b, c, h, kv, 128, "bf16", 2.0)
-    return AttentionRows(np.ones(len(b)), np.ones(len(b)), b * 8.0, c, none, none, h, kv, 128, "bf16", 2.0)
+        return AttentionRows(
+            seconds=np.ones(len(b)),
+            sequences=none,
+            tokens=none,
+            context=none,
+            decodes=b,
+            decode_context=c,
+            heads=h,
+            kv_heads=kv,
+            head_dim=128,
+            kv_precision="bf16",
+            kv_width=2.0,
+        )
+    return AttentionRows(
+        seconds=np.ones(len(b)),
+        sequences=np.ones(len(b)),
+        tokens=b * 8.0,
+        context=c,
+        decodes=none,
+        decode_context=none,
+        heads=h,
+        kv_heads=kv,
+        head_dim=128,
+        kv_precision="bf16",
+        kv_width=2.0,
+    )
 
 
 def _with(rows: AttentionRows, seconds: Floats) -> AttentionRows:

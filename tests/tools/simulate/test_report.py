@@ -38,7 +38,20 @@ TIMELINE = LoadTimeline(
 
 
 def use(name: str, flips: int = 0) -> InstanceUse:
-    return InstanceUse(name, "A10", 1, 1.0, 5.0, {"prefill": 6.0, "decode": 4.0}, 3_000_000, 20, 9, 0, 0.5, flips)
+    return InstanceUse(
+        instance_id=name,
+        accelerator="A10",
+        accelerators=1,
+        price_per_hour=1.0,
+        busy_s=5.0,
+        role_s={"prefill": 6.0, "decode": 4.0},
+        prefill_tokens=3_000_000,
+        decode_tokens=20,
+        steps=9,
+        preemptions=0,
+        peak_kv_share=0.5,
+        flips=flips,
+    )
 
 
 def run(label: str = "a+b", flips: int = 0, timeline: LoadTimeline | None = None) -> Run:

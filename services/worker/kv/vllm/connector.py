@@ -485,9 +485,7 @@ class PolyphaseConnectorWorker:
         if part.view is not None:
             return StateLayout(part.view, cache, block_size)
         if shape.kind is KvKind.HEADS and shape.sides == 1 and cache.device.type == "cpu":
-            raise LayoutError(
-                "K and V differ in channels, which the CPU backend orders in its own way"
-            )
+            raise LayoutError("K and V differ in channels, which the CPU backend orders in its own way")
         if shape.sides == 1:
             return checked(row_layout(cache, head_dim, block_size), cache, self._cache_config.num_blocks)
         if cache.device.type == "cpu":

@@ -145,16 +145,16 @@ class KvEndpoint:
         )
         enter, died = self.copies.enter, self._thread_ended
         self.server = KvServer(
-            settings.endpoints[self._rank],
-            self.exporting,
-            self.pool,
-            shapes,
-            settings.generation,
-            settings.fingerprint,
-            self._stats,
-            lambda: faults.corrupt,
-            died,
-            enter,
+            address=settings.endpoints[self._rank],
+            transport=self.exporting,
+            pool=self.pool,
+            shapes=shapes,
+            generation=settings.generation,
+            fingerprint=settings.fingerprint,
+            stats=self._stats,
+            corrupt=lambda: faults.corrupt,
+            on_death=died,
+            enter=enter,
         )
         self.puller = Puller(self.importing, shapes, self._ended, limits, self._stats, died, enter)
         self._control = (

@@ -101,11 +101,11 @@ class Import:
     token_start: int
     token_end: int
     started_s: float  # unix
-    deadline_s: float
+    deadline_mono: float
     prefetched: bool
-    reachable_by_s: float  # peers must be connected by then
-    progress_s: float  # the last one: a frame, or a grant after which one is due
-    notified_s: float  # when the exporters were last notified that this import still goes on
+    reachable_by_mono: float  # peers must be connected by then
+    progress_mono: float  # the last one: a frame, or a grant after which one is due
+    notified_mono: float  # when the exporters were last notified that this import still goes on
     accepted: bool = False  # of a prefetch: its decode was accepted here, so that no other instance will pull it
     arrived_s: float = 0.0  # unix: when all of a prefetch had arrived, before the engine had blocks for it
     load: Load | None = None
@@ -120,16 +120,16 @@ class Import:
         """Whether every part has arrived in full."""
         return all(part.done for part in self.parts)
 
-    def lateness(self, now_s: float, stall_s: float) -> KvError | None:
+    def lateness(self, now_mono: float, stall_s: float) -> KvError | None:
         """Why this import must end at that time, if it must."""
         waiting = [part for part in self.parts if not part.done]
-        stalled = now_s >= self.progress_s + stall_s and any(part.expects for part in waiting)
-        if stalled or now_s >= self.deadline_s:
+        stalled = now_mono >= self.progress_mono + stall_s and any(part.expects for part in waiting)
+        if stalled or now_mono >= self.deadline_mono:
             return KvError(KvFault.TIMEOUT)
         if any(part.lost for part in waiting):
             return KvError(KvFault.PEER_LOST)
         unconnected = [part.link for part in waiting if not part.link.connected]
-        if now_s >= self.reachable_by_s and unconnected:
+        if now_mono >= self.reachable_by_mono and unconnected:
             return KvError(KvFault.UNREACHABLE, next((link.refusal for link in unconnected if link.refusal), ""))
         return None
 

@@ -132,10 +132,10 @@ class NixlTransport(TcpTransport):
         """Wait while NIXL is active, until a read is done or a socket has something; whether NIXL is active."""
         if not self.active or self.busy:
             return self.active
-        until_s = time.monotonic() + min(timeout_s, _LONGEST_S)
+        until_mono = time.monotonic() + min(timeout_s, _LONGEST_S)
         while not self._poller.poll(0):
             self._progress()
-            if not self.active or any(link.ready for link in self._nixl_links) or time.monotonic() >= until_s:
+            if not self.active or any(link.ready for link in self._nixl_links) or time.monotonic() >= until_mono:
                 break
             lively = self._reading or any(each.lively for each in self._nixl_listeners)
             time.sleep(_FAST_S if lively else _SLOW_S)
@@ -156,13 +156,13 @@ class NixlTransport(TcpTransport):
         return any(link.reading for link in self._nixl_links)
 
     def _progress(self) -> None:
-        now_s = time.monotonic()
+        now_mono = time.monotonic()
         for listener in self._nixl_listeners:
-            listener.progress(now_s)
+            listener.progress(now_mono)
         for link in list(self._nixl_links):
-            link.progress(now_s)
+            link.progress(now_mono)
         if self._imports is not None:
-            self._imports.sweep(now_s)
+            self._imports.sweep(now_mono)
 
 
 class ImportMemory:
@@ -186,20 +186,20 @@ class ImportMemory:
         into = self._arena.take_bytes(size)
         return self.agent.read(peer, address, into, size) if into is not None else None
 
-    def abandon(self, read: Read, now_s: float) -> None:
+    def abandon(self, read: Read, now_mono: float) -> None:
         """Keep the memory of a read that is no longer wanted until it cannot be written any more."""
-        self._abandoned.append((read, now_s))
+        self._abandoned.append((read, now_mono))
 
-    def sweep(self, now_s: float) -> None:
+    def sweep(self, now_mono: float) -> None:
         """Release the memory of abandoned reads that have ended."""
-        self._abandoned = [each for each in self._abandoned if not _is_over(*each, now_s)]
+        self._abandoned = [each for each in self._abandoned if not _is_over(*each, now_mono)]
 
 
-def _is_over(read: Read, since_s: float, now_s: float) -> bool:
+def _is_over(read: Read, since_mono: float, now_mono: float) -> bool:
     try:
         return read.done()
     except NixlError:
-        return now_s - since_s > _QUARANTINE_S
+        return now_mono - since_mono > _QUARANTINE_S
 
 
 class _Phase(Enum):
@@ -213,7 +213,7 @@ class _Pending:
     """An offered payload. `read` is None until there is memory for it."""
 
     offer: Offer
-    since_s: float
+    since_mono: float
     read: Read | None = None
     done: bool = False
     error: str = ""
@@ -232,7 +232,7 @@ class NixlLink(TcpLink):
         self._phase = _Phase.HELLO
         self._queued: list[bytes] = []  # messages that wait for the end of the trial
         self._nixl_peer = b""
-        self._connected_s = 0.0  # since when the trial may have been under way, or 0
+        self._connected_mono = 0.0  # since when the trial may have been under way, or 0
         self._trial: tuple[HelloAck, Read] | None = None
         self._pending: deque[_Pending] = deque()
         self._held: Received | None = None  # a message that came behind pending offers
@@ -279,20 +279,20 @@ class NixlLink(TcpLink):
         self._reset()
         super().close()
 
-    def progress(self, now_s: float) -> None:
+    def progress(self, now_mono: float) -> None:
         """Make progress with reads and look at the connection; to be called after each wait of the transport."""
         if self.losses != self._known_losses:
             self._known_losses = self.losses
             self._reset()
             self._say_hello()
         if self._phase is _Phase.HELLO:
-            self._continue_trial(now_s)
+            self._continue_trial(now_mono)
         else:
-            self._continue_reads(now_s)
+            self._continue_reads(now_mono)
 
     def _say_hello(self) -> None:
         self._phase = _Phase.HELLO
-        self._connected_s = 0.0
+        self._connected_mono = 0.0
         super().send(encode_nixl(self._imports.hello))
 
     def _receive_answer(self) -> None:
@@ -317,7 +317,7 @@ class NixlLink(TcpLink):
         except NixlError as error:
             self._fail(f"no trial: {error}")
 
-    def _continue_trial(self, now_s: float) -> None:
+    def _continue_trial(self, now_mono: float) -> None:
         if self._trial is not None:
             answer, read = self._trial
             try:
@@ -332,10 +332,10 @@ class NixlLink(TcpLink):
                 self._fail(f"the trial failed: {error}")
                 return
         if not self.connected:
-            self._connected_s = 0.0
-        elif not self._connected_s:
-            self._connected_s = now_s
-        elif now_s - self._connected_s > _HELLO_S:
+            self._connected_mono = 0.0
+        elif not self._connected_mono:
+            self._connected_mono = now_mono
+        elif now_mono - self._connected_mono > _HELLO_S:
             self._fail(f"no trial within {_HELLO_S} s")
 
     def _conclude(self, phase: _Phase) -> None:
@@ -363,19 +363,19 @@ class NixlLink(TcpLink):
         return None
 
     def _note(self, offer: Offer) -> None:
-        now_s = time.monotonic()
-        pending = _Pending(offer, now_s)
+        now_mono = time.monotonic()
+        pending = _Pending(offer, now_mono)
         self._pending.append(pending)
         if self._phase is _Phase.TCP:
             pending.error = "offered after a read had failed"
         elif not 0 < offer.size_bytes <= MAX_FRAME_BYTES:
             self._fail(f"an offer of {offer.size_bytes} bytes")
         else:
-            self._continue_reads(now_s)
+            self._continue_reads(now_mono)
 
-    def _continue_reads(self, now_s: float) -> None:
+    def _continue_reads(self, now_mono: float) -> None:
         if self._doubt is not None:
-            if now_s - self._doubt[1] > _DOUBT_S:
+            if now_mono - self._doubt[1] > _DOUBT_S:
                 self._fail(self._doubt[0])
             return
         try:
@@ -384,10 +384,10 @@ class NixlLink(TcpLink):
                     each.read = self._imports.read(self._nixl_peer, each.offer.address, each.offer.size_bytes)
                 if each.read is not None and not each.ready:
                     each.done = each.read.done()
-                if not each.ready and now_s - each.since_s > _READ_S:
+                if not each.ready and now_mono - each.since_mono > _READ_S:
                     raise NixlError(f"nothing came within {_READ_S} s")
         except NixlError as error:
-            self._doubt = str(error), now_s
+            self._doubt = str(error), now_mono
 
     def _deliver(self, pending: _Pending) -> Received:
         offer, read = pending.offer, pending.read
@@ -418,10 +418,10 @@ class NixlLink(TcpLink):
         self._held = None
 
     def _abandon_reads(self) -> None:
-        now_s = time.monotonic()
+        now_mono = time.monotonic()
         for read in [each.read for each in self._pending if not each.done] + [self._trial and self._trial[1]]:
             if read is not None:
-                self._imports.abandon(read, now_s)
+                self._imports.abandon(read, now_mono)
         self._trial = self._doubt = None
         if self._nixl_peer:
             self._imports.agent.disconnect(self._nixl_peer)
@@ -468,14 +468,14 @@ def _address(memory: Bytes) -> int:
 class _Offered:
     number: int
     kept: Bytes  # an arena's places are used again once nothing refers to them
-    since_s: float
+    since_mono: float
 
 
 @dataclass(slots=True)
 class _NixlPeer:
     """A peer that has NIXL, in its trial until it is ready or says good-bye."""
 
-    since_s: float
+    since_mono: float
     ready: bool = False
     number: int = 0  # of the last offer
     offers: deque[_Offered] = field(default_factory=deque)
@@ -491,19 +491,21 @@ class NixlListener(TcpListener):
         self._stats = transport.stats
         self._exports = exports
         self._nixl_peers: dict[bytes, _NixlPeer] = {}
-        self._received_s = 0.0
-        self._turn_s = 0.0
+        self._received_mono = 0.0
+        self._turn_mono = 0.0
 
     @property
     def active(self) -> bool:
         """Whether a peer reads or is in its trial."""
-        lately_s = time.monotonic() - _TRIAL_S
-        return any(peer.offers or not (peer.ready or peer.since_s < lately_s) for peer in self._nixl_peers.values())
+        lately_mono = time.monotonic() - _TRIAL_S
+        return any(
+            peer.offers or not (peer.ready or peer.since_mono < lately_mono) for peer in self._nixl_peers.values()
+        )
 
     @property
     def lively(self) -> bool:
         """Whether a message of a peer arrived a moment ago."""
-        return time.monotonic() - self._received_s < _LIVELY_S
+        return time.monotonic() - self._received_mono < _LIVELY_S
 
     def receive(self) -> tuple[bytes, bytes] | None:
         while (received := super().receive()) is not None:
@@ -511,7 +513,7 @@ class NixlListener(TcpListener):
             message = decode_nixl(body)
             if message is None:
                 return received
-            self._received_s = time.monotonic()
+            self._received_mono = time.monotonic()
             self._handle(name, message)
         return None
 
@@ -525,23 +527,23 @@ class NixlListener(TcpListener):
             return super().send(peer, header, payload)
         address, kept = registered
         known.number += 1
-        self._received_s = time.monotonic()
-        known.offers.append(_Offered(known.number, kept, self._received_s))
+        self._received_mono = time.monotonic()
+        known.offers.append(_Offered(known.number, kept, self._received_mono))
         self._stats.nixl_sent_bytes += len(payload)
         return super().send(peer, encode_nixl(Offer(known.number, address, len(payload), header)))
 
-    def progress(self, now_s: float) -> None:
+    def progress(self, now_mono: float) -> None:
         """Help peers to read; now and then look for peers that are gone, or do not read what they requested."""
         if not self._nixl_peers:
             return
         self._exports.agent.progress()
-        if now_s < self._turn_s:
+        if now_mono < self._turn_mono:
             return
-        self._turn_s = now_s + _TURN_S
+        self._turn_mono = now_mono + _TURN_S
         for name, peer in list(self._nixl_peers.items()):
             if not self.has(name):
                 del self._nixl_peers[name]
-            elif peer.offers and now_s - peer.offers[0].since_s > _STUCK_S:
+            elif peer.offers and now_mono - peer.offers[0].since_mono > _STUCK_S:
                 del self._nixl_peers[name]
                 self.drop(name, "it does not read what it requested")
 
@@ -565,7 +567,7 @@ class NixlListener(TcpListener):
         if refusal := self._objection(hello):
             super().send(name, encode_nixl(HelloAck(refusal)))
             return
-        self._nixl_peers[name] = _NixlPeer(self._received_s)
+        self._nixl_peers[name] = _NixlPeer(self._received_mono)
         super().send(name, encode_nixl(self._exports.hello_ack()), self._exports.metadata)
 
     def _objection(self, hello: Hello) -> str:

@@ -153,7 +153,7 @@ class Imports:
         self._windows = any(shape.window for shape in shapes)
         self._on_end = on_end
         self._stats = stats
-        self._check_s = self._sweep_s = 0.0
+        self._check_mono = self._sweep_mono = 0.0
         self._announced = _NOTHING
 
     def load(self, load: Load) -> None:
@@ -174,8 +174,8 @@ class Imports:
 
     def _join(self, known: Import, load: Load) -> None:
         known.load = load
-        known.progress_s = time.monotonic()
-        known.deadline_s = known.progress_s + load.timeout_s
+        known.progress_mono = time.monotonic()
+        known.deadline_mono = known.progress_mono + load.timeout_s
         try:
             for frame, payload in known.inbox:
                 write_frame(frame, payload, load)
@@ -234,11 +234,11 @@ class Imports:
             token_end=tokens[1],
             started_s=time.time(),
             load=load,
-            deadline_s=now + timeout_s,
-            reachable_by_s=now + self._limits.connect_timeout_s,
+            deadline_mono=now + timeout_s,
+            reachable_by_mono=now + self._limits.connect_timeout_s,
             prefetched=load is None,
-            progress_s=now,
-            notified_s=now,
+            progress_mono=now,
+            notified_mono=now,
         )
         self._stats.pulling = len(self._imports)
         try:
@@ -277,7 +277,7 @@ class Imports:
                 return
             if isinstance(message, protocol.Unread):
                 for each in self._parts_of(link):  # with the next `check`: a repetition at once may be unreadable too
-                    each.owner.notified_s = -math.inf
+                    each.owner.notified_mono = -math.inf
                 continue
             part = self._part(link, message.pull_id)
             if part is None:
@@ -336,7 +336,7 @@ class Imports:
         arrived = self._read(received.header).arrived
         part.admit(part.expected(frame) if arrived is None else arrived, size)
         check_frame(frame, received)
-        known.progress_s = time.monotonic()
+        known.progress_mono = time.monotonic()
         known.wire_bytes += size
         known.carriers.add(part.link.carrier)
         self._stats.received_bytes += size
@@ -363,7 +363,7 @@ class Imports:
         """Grant more: for a load what it has consumed, for a prefetch as much as the inbox has room for."""
         if not part.wants_grant or (part.owner.load is None and not self._has_inbox_room(part.owed_bytes)):
             return
-        part.owner.progress_s = time.monotonic()
+        part.owner.progress_mono = time.monotonic()
         part.grant()
         send(part.link, protocol.Credit(part.pull_id, part.granted_bytes))
 
@@ -372,8 +372,8 @@ class Imports:
         waiting = [part for part in known.parts if not part.done]
         for part in waiting:
             self._grant(part)
-        if now >= known.notified_s + min(_POLL_S, self._limits.stall_s / 3):
-            known.notified_s = now
+        if now >= known.notified_mono + min(_POLL_S, self._limits.stall_s / 3):
+            known.notified_mono = now
             for part in waiting:
                 send(part.link, protocol.Credit(part.pull_id, part.granted_bytes))
 
@@ -393,17 +393,17 @@ class Imports:
     def check(self) -> None:
         """End late imports and continue paused ones; to be called at least every TURN_S."""
         now = time.monotonic()
-        if now < self._check_s:
+        if now < self._check_mono:
             return
-        self._check_s = now + TURN_S
+        self._check_mono = now + TURN_S
         for known in list(self._imports.values()):
             error = known.lateness(now, self._limits.stall_s)
             if error is not None:
                 self._end(known, error)
             else:
                 self._keep_up(known, now)
-        if now >= self._sweep_s:
-            self._sweep_s = now + _SWEEP_S
+        if now >= self._sweep_mono:
+            self._sweep_mono = now + _SWEEP_S
             self.peers.close_unused({part.link for part in self._parts.values()})
 
 
@@ -427,7 +427,7 @@ class Peers:
         self._connections = limits.connections
         self._place = place
         self._last_pull_id = 0
-        self._used_s: dict[tuple[str, int], float] = {}  # monotonic
+        self._used_mono: dict[tuple[str, int], float] = {}  # monotonic
 
     def pull(self, wanted: Import, silence_s: float) -> None:
         """Send a pull to every exporter rank that has layers and heads of this rank's; exporters forget it after
@@ -505,16 +505,16 @@ class Peers:
 
     def close_unused(self, in_use: set[TcpLink]) -> None:
         """Close links that have not been used for a while: exporters come and go, each with an address of its own."""
-        now_s = time.monotonic()
+        now_mono = time.monotonic()
         for key, link in list(self.links.items()):
-            unused_s = now_s - self._used_s[key]
+            unused_s = now_mono - self._used_mono[key]
             if link not in in_use and unused_s > (IDLE_S if link.connected else LOST_S):
                 link.close()
-                del self.links[key], self._used_s[key]
+                del self.links[key], self._used_mono[key]
 
     def _link(self, address: str, lane: int) -> TcpLink:
         key = address, lane
-        self._used_s[key] = time.monotonic()
+        self._used_mono[key] = time.monotonic()
         link = self.links.get(key)
         if link is None:
             link = self.links[key] = self._transport.connect(address, self._place)

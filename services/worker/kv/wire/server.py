@@ -61,7 +61,7 @@ class KvServer:
         self._enter = enter
         self._servings: dict[_PullKey, Serving] = {}
         self._stopping = False
-        self._expire_s = 0.0
+        self._expire_mono = 0.0
         self._thread = threading.Thread(target=self._run, name="kv-server", daemon=True)
 
     @property
@@ -202,12 +202,12 @@ class KvServer:
 
     def _expire(self) -> None:
         now = time.monotonic()
-        if now < self._expire_s:
+        if now < self._expire_mono:
             return
-        self._expire_s = now + _TURN_S
+        self._expire_mono = now + _TURN_S
         self._pool.expire()
         for key, serving in list(self._servings.items()):
-            if serving.deadline_s <= now:
+            if serving.deadline_mono <= now:
                 self._fail(key, KvError(KvFault.TIMEOUT, "the importer sent nothing for too long"))
 
     def _send(self, peer: bytes, message: protocol.Message, payload: Buffer | None = None) -> bool:
@@ -217,27 +217,27 @@ class KvServer:
 class Serving:
     """State of one pull: a cursor over segments and layers, and the remaining grant."""
 
-    def __init__(self, pull: protocol.Pull, shape: RankShape, now_s: float) -> None:
+    def __init__(self, pull: protocol.Pull, shape: RankShape, now_mono: float) -> None:
         self.pull = pull
         self.frames = 0
         self.sent_bytes = 0
         self._granted_bytes = pull.credit_bytes
-        self._renew(now_s)
+        self._renew(now_mono)
         self._shape = shape
         self._segment = 0
         self._restored: Segment | None = None
         self._token = pull.token_start
         self._layer = pull.layer_start
 
-    def grant(self, granted_bytes: int, now_s: float) -> bool:
+    def grant(self, granted_bytes: int, now_mono: float) -> bool:
         """The importer still wants the pull and grants that much in total; whether that is more than before."""
         before, most = self._granted_bytes, self.sent_bytes + protocol.MAX_WINDOW_BYTES
         self._granted_bytes = max(before, min(granted_bytes, most))
-        self._renew(now_s)
+        self._renew(now_mono)
         return self._granted_bytes > before
 
-    def _renew(self, now_s: float) -> None:
-        self.deadline_s = now_s + self.pull.timeout_s
+    def _renew(self, now_mono: float) -> None:
+        self.deadline_mono = now_mono + self.pull.timeout_s
 
     @property
     def finished(self) -> bool:

@@ -61,8 +61,8 @@ Place = Callable[["TcpLink", Buffer, int], Placement | None]  # see tcp_streams.
 
 
 class _Owner(Protocol):
-    def on_event(self, now_s: float, *, writable: bool) -> None:
-        """The socket can be read, or written. `now_s` is monotonic."""
+    def on_event(self, now_mono: float, *, writable: bool) -> None:
+        """The socket can be read, or written. `now_mono` is monotonic."""
 
 
 class TcpTransport:
@@ -81,7 +81,7 @@ class TcpTransport:
         self._listeners: list[TcpListener] = []
         self._lookups: dict[tuple[str, int], list[TcpLink]] = {}  # names that are being resolved, and who waits
         self._resolved: deque[tuple[str, int, list[SocketAddress], str]] = deque()
-        self._tick_s = 0.0
+        self._tick_mono = 0.0
         self._closed = False
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waking = threading.Lock()  # a closed descriptor may be in use again
@@ -105,23 +105,23 @@ class TcpTransport:
         """Wait until a listener or link has something to receive or `wake` is called; the links that have something."""
         ready = {link for link in self._links if not link.drained}
         events = self._epoll.poll(0.0 if self.busy else max(0.0, timeout_s))
-        now_s = time.monotonic()
+        now_mono = time.monotonic()
         for watched, flags in [(self._watched.get(descriptor), flags) for descriptor, flags in events]:
             if watched is None:
                 self._drain_wakes()
                 continue
             owner, _ = watched
-            owner.on_event(now_s, writable=bool(flags & ~_READ))  # an error is found by the next write
+            owner.on_event(now_mono, writable=bool(flags & ~_READ))  # an error is found by the next write
             if isinstance(owner, TcpLink):
                 ready.add(owner)
         for listener in self._listeners:
-            listener.read_more(now_s)
-        if now_s - self._tick_s > _TICK_S:
-            self._tick_s = now_s
+            listener.read_more(now_mono)
+        if now_mono - self._tick_mono > _TICK_S:
+            self._tick_mono = now_mono
             for link in list(self._links):
-                link.tick(now_s)
+                link.tick(now_mono)
             for listener in self._listeners:
-                listener.tick(now_s)
+                listener.tick(now_mono)
         return list(ready)
 
     @property
@@ -194,7 +194,7 @@ class TcpTransport:
 
 
 class _State(Enum):
-    DOWN = 0  # until `_retry_s`
+    DOWN = 0  # until `_retry_mono`
     RESOLVING = 1
     CONNECTING = 2
     SHAKING = 3  # agreeing on keys, and exchanging greetings
@@ -209,7 +209,7 @@ class TcpLink:
 
     def __init__(self, address: str, transport: TcpTransport, place: Place | None) -> None:
         """Raises OSError for an invalid address."""
-        now_s = time.monotonic()
+        now_mono = time.monotonic()
         self.address = address
         self.losses = 0  # connections that were lost
         self.refusal = ""  # why the two sides do not trust each other; empty while no reason is known
@@ -219,16 +219,16 @@ class TcpLink:
         self._attempts = 0
         self._transport = transport
         self._place = place
-        self._state, self._since_s = _State.DOWN, now_s
+        self._state, self._since_mono = _State.DOWN, now_mono
         self._raw: socket.socket | None = None  # while it connects
         self._connection: Connection | None = None
         self._inbound = Inbound(MAX_FRAME_BYTES)
         self._outbound = Outbound()
         self._unsent: list[bytes] = []  # messages that wait for a connection
-        self._retry_s, self._pause_s = now_s, _RETRY_S
-        self._now_s = self._received_s = self._active_s = now_s
-        self._heartbeat_s = math.inf  # since when an answer to a heartbeat is due
-        TcpLink.tick(self, now_s)
+        self._retry_mono, self._pause_s = now_mono, _RETRY_S
+        self._now_mono = self._received_mono = self._active_mono = now_mono
+        self._heartbeat_mono = math.inf  # since when an answer to a heartbeat is due
+        TcpLink.tick(self, now_mono)
 
     @property
     def connected(self) -> bool:
@@ -246,7 +246,7 @@ class TcpLink:
             self._lose(error)
             return None
         if message is not None:
-            self.drained, self._active_s = False, self._now_s
+            self.drained, self._active_mono = False, self._now_mono
         return message
 
     def keep(self) -> None:
@@ -259,7 +259,7 @@ class TcpLink:
 
     def send(self, message: bytes) -> None:
         """Queue without blocking. While there is no connection, messages wait for the next one."""
-        self._active_s = self._now_s
+        self._active_mono = self._now_mono
         if self._state is _State.UP:
             self._outbound.put(message)
             self._flush()
@@ -272,10 +272,10 @@ class TcpLink:
         self._state = _State.CLOSED
         self._transport.forget(self)
 
-    def on_event(self, now_s: float, *, writable: bool) -> None:
+    def on_event(self, now_mono: float, *, writable: bool) -> None:
         """See _Owner; to be called before `receive`."""
-        self._now_s = self._received_s = now_s
-        self._heartbeat_s = math.inf
+        self._now_mono = self._received_mono = now_mono
+        self._heartbeat_mono = math.inf
         self._inbound.readable = True
         try:
             if self._state is _State.CONNECTING:
@@ -287,21 +287,23 @@ class TcpLink:
         except (OSError, WireError, Untrusted) as error:
             self._lose(error)
 
-    def tick(self, now_s: float) -> None:
+    def tick(self, now_mono: float) -> None:
         """Do what is due; to be called some ten times a second, after `on_event`."""
-        self._now_s = now_s
+        self._now_mono = now_mono
         if self._state is _State.DOWN:
-            if now_s >= self._retry_s:
+            if now_mono >= self._retry_mono:
                 self._begin()
         elif self._state is not _State.UP:
-            if now_s - self._since_s > _ATTEMPT_S:
+            if now_mono - self._since_mono > _ATTEMPT_S:
                 self._lose(TimeoutError("no connection in time"))
-        elif now_s - self._heartbeat_s > _SILENCE_S:
+        elif now_mono - self._heartbeat_mono > _SILENCE_S:
             self._lose(TimeoutError("the peer does not answer"))
         elif (
-            self._heartbeat_s == math.inf and now_s - self._received_s > _BEAT_S and now_s - self._active_s < _ACTIVE_S
+            self._heartbeat_mono == math.inf
+            and now_mono - self._received_mono > _BEAT_S
+            and now_mono - self._active_mono < _ACTIVE_S
         ):
-            self._heartbeat_s = now_s
+            self._heartbeat_mono = now_mono
             if self._connection is not None:
                 self._connection.expect(1)  # on a slow link, a few bytes are a sign of life too
             self._outbound.heartbeat()
@@ -388,7 +390,7 @@ class TcpLink:
             self.refusal = "the peer closes the connection before its greeting: does it have other keys?"
         self._disconnect()
         self._enter(_State.DOWN)
-        self._retry_s = self._now_s + self._pause_s
+        self._retry_mono = self._now_mono + self._pause_s
         self._pause_s = min(2 * self._pause_s, _RETRY_MAX_S)
 
     def _disconnect(self) -> None:
@@ -401,7 +403,7 @@ class TcpLink:
         self.drained = True
 
     def _enter(self, state: _State) -> None:
-        self._state, self._since_s = state, self._now_s
+        self._state, self._since_mono = state, self._now_mono
 
 
 class TcpListener:
@@ -423,8 +425,8 @@ class TcpListener:
         self.transport = transport
         self._peers: dict[bytes, TcpPeer] = {}
         self._numbers = count()
-        self._logged_s = -_LOG_S
-        self._paused_s = 0.0  # since when no connection is accepted, or 0
+        self._logged_mono = -_LOG_S
+        self._paused_mono = 0.0  # since when no connection is accepted, or 0
         transport.watch(self._socket.fileno(), self, writes=False)
 
     def receive(self) -> tuple[bytes, bytes] | None:
@@ -448,7 +450,7 @@ class TcpListener:
         if peer in self._peers:
             self._peers[peer].end(TimeoutError(reason))
 
-    def on_event(self, now_s: float, *, writable: bool) -> None:
+    def on_event(self, now_mono: float, *, writable: bool) -> None:
         for _ in range(_CONNECTION_BURST):
             try:
                 raw, _ = self._socket.accept()
@@ -456,12 +458,12 @@ class TcpListener:
                 return
             except OSError as error:  # too many files are open: connections wait, and the thread must not spin
                 _log.warning("cannot accept connections: %s", error)
-                self._paused_s = now_s
+                self._paused_mono = now_mono
                 self.transport.unwatch(self._socket.fileno())
                 return
-            self._accept(raw, now_s)
+            self._accept(raw, now_mono)
 
-    def _accept(self, raw: socket.socket, now_s: float) -> None:
+    def _accept(self, raw: socket.socket, now_mono: float) -> None:
         if len(self._peers) >= _MAX_PEERS:
             raw.close()
             return
@@ -471,25 +473,25 @@ class TcpListener:
             raw.close()
             return
         name = next(self._numbers).to_bytes(8, "big")
-        peer = self._peers[name] = TcpPeer(name, connection, self, now_s)
-        peer.on_event(now_s, writable=False)
+        peer = self._peers[name] = TcpPeer(name, connection, self, now_mono)
+        peer.on_event(now_mono, writable=False)
 
-    def read_more(self, now_s: float) -> None:
+    def read_more(self, now_mono: float) -> None:
         for peer in list(self.unread):
-            peer.on_event(now_s, writable=False)
+            peer.on_event(now_mono, writable=False)
 
-    def tick(self, now_s: float) -> None:
+    def tick(self, now_mono: float) -> None:
         for peer in list(self._peers.values()):
-            if reason := peer.lateness(now_s):
+            if reason := peer.lateness(now_mono):
                 peer.end(TimeoutError(reason))
-        if self._paused_s and now_s - self._paused_s > _PAUSE_S:
-            self._paused_s = 0.0
+        if self._paused_mono and now_mono - self._paused_mono > _PAUSE_S:
+            self._paused_mono = 0.0
             self.transport.watch(self._socket.fileno(), self, writes=False)
 
     def remove(self, name: bytes, error: Exception) -> None:
         self._peers.pop(name, None)
-        if isinstance(error, Untrusted) and time.monotonic() - self._logged_s > _LOG_S:
-            self._logged_s = time.monotonic()
+        if isinstance(error, Untrusted) and time.monotonic() - self._logged_mono > _LOG_S:
+            self._logged_mono = time.monotonic()
             _log.warning("wrong_keys: a peer does not hold this cluster's keys: %s", error)
 
     def close(self) -> None:
@@ -503,31 +505,31 @@ class TcpListener:
 class TcpPeer:
     """A connection of a listener: an importer, or any other client."""
 
-    def __init__(self, name: bytes, connection: Connection, listener: TcpListener, now_s: float) -> None:
+    def __init__(self, name: bytes, connection: Connection, listener: TcpListener, now_mono: float) -> None:
         self.outbound = Outbound()
         self._name = name
         self._connection = connection
         self._listener = listener
         self._inbound = Inbound(max_payload_bytes=0)
         self._answered = 0  # heartbeats
-        self._since_s = now_s
-        self._stuck_s = 0.0  # since when nothing was sent though something waits, or 0
+        self._since_mono = now_mono
+        self._stuck_mono = 0.0  # since when nothing was sent though something waits, or 0
         self._agreed = self._greeted = self._closed = False
         listener.transport.watch(connection.fileno(), self, writes=False)
 
-    def lateness(self, now_s: float) -> str:
+    def lateness(self, now_mono: float) -> str:
         """Why the connection should be closed; empty: it should not."""
-        if not self._greeted and now_s - self._since_s > _GREETING_S:
+        if not self._greeted and now_mono - self._since_mono > _GREETING_S:
             return "no greeting in time"
         if not self.outbound:
-            self._stuck_s = 0.0
-        elif not self._stuck_s:
-            self._stuck_s = now_s
-        elif now_s - self._stuck_s > _STUCK_S:
+            self._stuck_mono = 0.0
+        elif not self._stuck_mono:
+            self._stuck_mono = now_mono
+        elif now_mono - self._stuck_mono > _STUCK_S:
             return "it accepts nothing"
         return ""
 
-    def on_event(self, now_s: float, *, writable: bool) -> None:
+    def on_event(self, now_mono: float, *, writable: bool) -> None:
         if self._closed:
             return
         self._inbound.readable = True
@@ -542,7 +544,7 @@ class TcpPeer:
             self.end(error)
             return
         if writable or self.outbound:
-            self._stuck_s = 0.0 if writable else self._stuck_s
+            self._stuck_mono = 0.0 if writable else self._stuck_mono
             self._flush()
 
     def send(self, header: bytes, payload: Buffer | None = None) -> bool:

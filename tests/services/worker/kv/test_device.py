@@ -253,7 +253,19 @@ def test_tokens_outside_of_a_window_are_not_written_to_the_null_block(numbers: l
     layout, decoder = strided_layout(cache, DIM, BLOCK), Decoder()
     copies = Copies(HeapMemory([Rows(lambda tokens: (1, 2, tokens, HEADS, DIM), cache.dtype, BLOCK)]))
     slots = slots_of(torch.tensor(numbers), BLOCK, 0, TOKENS)
-    blocks = Blocks([cache], layout, [slots], 0, 0, 0, copies, None, False, cast(Any, decoder), null_slots=BLOCK)
+    blocks = Blocks(
+        caches=[cache],
+        layout=layout,
+        slots=[slots],
+        token_start=0,
+        layer_start=0,
+        head_start=0,
+        copies=copies,
+        freed=None,
+        zero=False,
+        codec=cast(Any, decoder),
+        null_slots=BLOCK,
+    )
     blocks.write(0, 0, 0, kv)
     assert not cache[0].any()
     out = torch.empty_like(kv)

@@ -94,7 +94,17 @@ async def running(ranks: int = 1) -> AsyncIterator[Port]:
 
 
 def pull(rank: int = 0, *, ok: bool = True, tokens: int = 10, error: str = "", name: str = "t") -> PullEnded:
-    return PullEnded(name, rank, ok, error, tokens, 100, 1.0 + rank, 2.0 + rank, False)
+    return PullEnded(
+        transfer_id=name,
+        rank=rank,
+        ok=ok,
+        error=error,
+        tokens=tokens,
+        wire_bytes=100,
+        started_s=1.0 + rank,
+        ended_s=2.0 + rank,
+        prefetched=False,
+    )
 
 
 @pytest.mark.parametrize(

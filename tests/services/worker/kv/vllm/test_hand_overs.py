@@ -347,6 +347,6 @@ async def test_a_killed_exporter_is_recomputed(pair: Pair) -> None:
     await pair.source.generate(text, 1, exporting("orphan"))
     handle = pair.source.handle("orphan", len(text))
     pair.source.kill()
-    assert await asyncio.wait_for(pair.target.generate(text, NEW_TOKENS, importing(handle)), 15) == reference
+    assert await asyncio.wait_for(pair.target.generate(text, NEW_TOKENS, importing(handle)), 25) == reference
     (code,) = await pair.target.pulls()
     assert code in ("unreachable", "peer_lost")

@@ -37,7 +37,24 @@ _TURN_S = 0.02
 
 def pull(**changes: object) -> Pull:
     """Of all the KV of 40 tokens."""
-    all_of_it = Pull(1, "t", 7, "model", Codec.RAW, 0, 3, 0, 40, 0, 4, 0, 1, 1, credit_bytes=1000, timeout_s=5.0)
+    all_of_it = Pull(
+        pull_id=1,
+        transfer_id="t",
+        generation=7,
+        fingerprint="model",
+        codec=Codec.RAW,
+        layer_start=0,
+        layer_end=3,
+        token_start=0,
+        token_end=40,
+        head_start=0,
+        head_end=4,
+        rank=0,
+        ranks=1,
+        consumers=1,
+        credit_bytes=1000,
+        timeout_s=5.0,
+    )
     return msgspec.structs.replace(all_of_it, **changes)
 
 
@@ -219,11 +236,11 @@ class Proxy:
             if item is None:
                 break
             due_s, data = item
-            now_s = time.monotonic()
+            now_mono = time.monotonic()
             if self._bytes_per_s:
-                free_s = max(free_s, now_s) + len(data) / self._bytes_per_s
+                free_s = max(free_s, now_mono) + len(data) / self._bytes_per_s
                 due_s = max(due_s, free_s)
-            over.wait(max(0.0, due_s - now_s))
+            over.wait(max(0.0, due_s - now_mono))
             try:
                 _send(sink, data, over)
             except OSError:

@@ -28,7 +28,7 @@ from tests.services.worker.kv.wire.peers import Cut, Parts, Proxy, meaning
 
 ROOT = Path(__file__).parents[5]
 SCRIPT = Path(__file__).with_name("peer_process.py")
-NOTICED_S = 5.0  # heartbeats: every 0.5 s, given up after 3; the rest is for a busy machine
+NOTICED_S = 15.0  # heartbeats: every 0.5 s, given up after 3; the rest is for a busy machine
 
 
 @contextmanager
@@ -123,7 +123,7 @@ TOKENS = 600
 CHUNK = 60  # tokens of a frame
 NAME = "transfer"
 STALL_S = 20.0
-SOON_S = 8.0  # of a machine that has little time
+SOON_S = 15.0  # of a machine that has little time
 
 
 def unreadable(message: bytes) -> bytes:
@@ -299,7 +299,7 @@ def test_an_exporter_that_lives_but_sends_nothing_fails_the_pull_at_the_progress
     began = time.monotonic()
     rig.load(importer, rig.handle([exporter], 64), timeout_s=600.0)
     assert rig.result().error == "timeout"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON_S
 
 
 def test_an_exporter_that_restarts_fails_the_pull_and_its_successor_is_reached(rig: Rig) -> None:
@@ -311,7 +311,7 @@ def test_an_exporter_that_restarts_fails_the_pull_and_its_successor_is_reached(r
     assert rig.result().error.startswith("peer_lost")
     began = time.monotonic()
     assert rig.refused(importer, rig.handle([exporter], 64, "down")).startswith("unreachable")
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < SOON_S
     successor = rig.endpoint(address=exporter.address, generation=8)
     assert rig.refused(importer, rig.handle([successor], 64, "old")).startswith("stale_generation")
     rig.generation = 8

@@ -162,7 +162,6 @@ def test_a_read_that_fails_ends_its_import_and_later_ones_use_tcp(rig: Rig, monk
 def test_a_read_that_does_not_end_ends_its_import_and_its_memory_is_not_used_again(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_transport, "_READ_S", 0.2)
     monkeypatch.setattr(nixl_transport, "_QUARANTINE_S", 0.0)  # NIXL may call it failed when the peer is removed
     exporter, importer = rig.endpoint(), rig.endpoint()
     transport = importer.importing
@@ -177,6 +176,7 @@ def test_a_read_that_does_not_end_ends_its_import_and_its_memory_is_not_used_aga
 
     with monkeypatch.context() as stuck:
         stuck.setattr(Read, "done", never)
+        stuck.setattr(nixl_transport, "_READ_S", 0.2)
         stage(exporter, model_kv(TOKENS), "stuck")
         assert rig.refused(importer, rig.handle([exporter], TOKENS, "stuck")) == "nixl: nothing came within 0.2 s"
         assert transport.free_bytes < free
