@@ -4,6 +4,18 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 512
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "initializer_range": 0.1,
+}
 
 
 def make_llama(path: Path, *, kv_heads: int = 2, head_dim: int = 32, seed: int = 0) -> Path:
@@ -80,6 +92,73 @@ def make_gpt_oss(path: Path, seed: int = 0) -> Path:
         initializer_range=0.1,
     )
     return _saved(path, config, GptOssForCausalLM, seed)
+
+
+def make_gemma3(path: Path, seed: int = 0) -> Path:
+    """A small Gemma-3 with random weights: three layers with a window of 64 tokens and one with full attention, so that
+    vLLM keeps the windowed ones in several groups.
+    """
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        **_SMALL,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=64,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        query_pre_attn_scalar=32,
+        tie_word_embeddings=False,
+    )
+    return _saved(path, config, Gemma3ForCausalLM, seed)
+
+
+def make_deepseek(path: Path, seed: int = 0) -> Path:
+    """A small DeepSeek V2 with random weights: multi-head latent attention, with the one size of a latent for which
+    vLLM's CPU backends have kernels, and experts.
+    """
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        **_SMALL,
+        num_key_value_heads=4,
+        moe_intermediate_size=64,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        first_k_dense_replace=1,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+    )
+    return _saved(path, config, DeepseekV2ForCausalLM, seed)
+
+
+def make_qwen3_next(path: Path, seed: int = 0) -> Path:
+    """A small Qwen3-Next with random weights: three layers with a gated delta net, whose state vLLM's CPU kernels have
+    for heads of 128 and bfloat16 only, one with attention, and experts.
+    """
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **(_SMALL | {"hidden_size": 256}),
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+    )
+    return _saved(path, config, Qwen3NextForCausalLM, seed)
 
 
 def _saved(path: Path, config: Any, kind: Any, seed: int) -> Path:
