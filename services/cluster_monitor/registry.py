@@ -163,9 +163,11 @@ def _differences(newcomer: InstanceInfo, member: InstanceInfo) -> list[str]:
         ("geometry.head_dim", ours.geometry.head_dim, theirs.geometry.head_dim),
     ]
     kept, theirs_kept = ours.geometry.components, theirs.geometry.components
-    if kept and theirs_kept:  # engines without KV of their own name none
-        several = zip_longest(kept, theirs_kept)
-        pairs += [("geometry.components", str(mine or None), str(its or None)) for mine, its in several]
+    several = len(kept) > 1 or len(theirs_kept) > 1
+    # Emulated engines have no KV and name no components; those of an older release have one.
+    if (kept and theirs_kept) or (several and ours.engine == theirs.engine):
+        both = zip_longest(kept, theirs_kept)
+        pairs += [("geometry.components", str(mine or None), str(its or None)) for mine, its in both]
     if ours.engine == theirs.engine:  # engines may mix where the model agrees; versions of one engine may not
         pairs.append(("engine_version", ours.engine_version, theirs.engine_version))
     if not _wire(ours).speaks_with(_wire(theirs)):

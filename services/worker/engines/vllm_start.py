@@ -84,6 +84,11 @@ def check_model_file(settings: WorkerSettings) -> None:
 def check_model(config: VllmConfig) -> None:
     """Check vLLM's view of the model, which may have no config.json. Raises InvalidRequest."""
     model, stored = config.model_config, config.cache_config.cache_dtype
+    if model.use_mla and current_platform.is_cpu() and not config.scheduler_config.enable_chunked_prefill:
+        raise InvalidRequest(
+            f"model {model.model}: the model has multi-head latent attention (MLA), and without AMX vLLM's CPU backend "
+            "cannot continue a prompt of which another instance has computed the beginning: use a CPU with AMX"
+        )
     if stored not in UNQUANTISED:
         dtype = "float16" if str(model.dtype) == "torch.float16" else "bfloat16"
         raise InvalidRequest(
