@@ -3,6 +3,8 @@
 import secrets
 import tempfile
 from contextlib import AsyncExitStack
+from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ from services.worker.engines.base import CacheSink, CurrentRates, Engine, Engine
 from services.worker.kv.port import ConnectorPort, ExportLedger, KvPort
 from services.worker.kv.rank_control import DirectControl, KvControl, SocketControl
 from services.worker.kv.rank_events import KvEvents
+from services.worker.kv.rank_messages import Stats
 from services.worker.settings import WorkerSettings
-from shared.domain.kv import KvHandle, default_staging
+from shared.domain.instance import ELEMENT_BYTES, KvKind
+from shared.domain.kv import KvHandle
 
 
 async def start_engine(
@@ -46,10 +50,10 @@ async def start_engine(
         control = DirectControl(rank.carry_out)
     else:
         control = await stack.enter_async_context(SocketControl(controls, control_key, settings.curve_pair()))
-    token_bytes = _token_bytes(settings, info)
-    ledger = ExportLedger(settings.staging_bytes or _staging_bytes(info, token_bytes), settings.ranks)
+    ranks = await control.call(Stats())
+    ledger = ExportLedger(min(each.staging_limit_bytes for each in ranks), settings.ranks)
     template = _handle_template(settings, info, generation)
-    return engine, info, ConnectorPort(control, events, template, ledger, token_bytes)
+    return engine, info, ConnectorPort(control, events, template, ledger, partial(staged_bytes, settings, info))
 
 
 def _connector_config(settings: WorkerSettings, generation: int, events: str, control_key: str) -> dict[str, Any]:
@@ -79,20 +83,23 @@ def _connector_config(settings: WorkerSettings, generation: int, events: str, co
     }
 
 
-def _token_bytes(settings: WorkerSettings, engine: EngineInfo) -> int:
-    """KV of one token on the rank with the most layers; with more ranks than KV heads, neighbours hold the same
-    head.
+def staged_bytes(settings: WorkerSettings, engine: EngineInfo, tokens: int) -> int:
+    """What a transfer of so many tokens takes of the staging memory of the rank that holds the most; with more ranks
+    than KV heads, neighbours hold the same head.
     """
     kv = engine.compatibility.geometry
-    heads = max(1, kv.kv_heads // settings.tensor_parallel)
-    layers = max(engine.stages or (kv.layers,))
-    return int(2 * layers * heads * kv.head_dim * (4 if settings.dtype == "float32" else 2))
-
-
-def _staging_bytes(engine: EngineInfo, token_bytes: int) -> int:
-    """Of the rank that holds the most: no more than each rank makes of its caches."""
-    cached = engine.total_blocks * engine.block_size * token_bytes
-    return default_staging(cached, engine.max_model_len * token_bytes)
+    ends = list(accumulate(engine.stages or (max(kv.layers, *(part.layers[-1] + 1 for part in kv.parts)),)))
+    most = 0
+    for start, end in pairwise([0, *ends]):
+        size = 0
+        for part in kv.parts:
+            layers = sum(start <= layer < end for layer in part.layers)
+            heads = max(1, part.heads // settings.tensor_parallel)
+            rows = 1 if part.kind is KvKind.STATE else min(tokens, part.window + 1) if part.window else tokens
+            bytes_each = ELEMENT_BYTES.get(part.dtype or settings.dtype, 2)
+            size += layers * part.sides * heads * part.head_dim * rows * bytes_each
+        most = max(most, size)
+    return most
 
 
 def _handle_template(settings: WorkerSettings, info: EngineInfo, generation: int) -> KvHandle:

@@ -30,6 +30,9 @@ class InstanceState(StrEnum):
     DEAD = "dead"  # its connection is gone
 
 
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
 class KvKind(StrEnum):
     """What layers keep for a request."""
 
@@ -73,12 +76,18 @@ class KvGeometry(msgspec.Struct, frozen=True):
     head_dim: int
     components: tuple[KvComponent, ...] = ()
 
+    @property
+    def parts(self) -> tuple[KvComponent, ...]:
+        """Its components, also where none are named."""
+        alike = KvComponent(KvKind.HEADS, tuple(range(self.layers)), 2, self.kv_heads, self.head_dim)
+        return self.components or (alike,)
+
     def bytes_per_token(self, bytes_per_element: float) -> float:
         """KV bytes of one token within all windows, all layers and heads; without states."""
-        if self.components:
-            held = sum(each.values for each in self.components if each.kind is not KvKind.STATE)
-            return float(held) * bytes_per_element
-        return 2.0 * self.layers * self.kv_heads * self.head_dim * bytes_per_element
+        if not self.components:
+            return 2.0 * self.layers * self.kv_heads * self.head_dim * bytes_per_element
+        held = sum(each.values for each in self.components if each.kind is not KvKind.STATE)
+        return float(held) * bytes_per_element
 
 
 class Compatibility(msgspec.Struct, frozen=True):
@@ -128,7 +137,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     @property
     def kv_element_bytes(self) -> float:
         """Bytes of one stored element of KV."""
-        return {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}.get(self.dtype, 1.0)
+        return float(ELEMENT_BYTES.get(self.dtype, 1))
 
 
 class Promised(msgspec.Struct, frozen=True, array_like=True):

@@ -185,15 +185,15 @@ class ConnectorPort(KvPort):
         events: KvEvents,
         template: KvHandle,
         ledger: ExportLedger,
-        token_bytes: int,
+        size_of: Callable[[int], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`token_bytes`: KV of one token on the rank that holds the most."""
+        """`size_of`: bytes of staging memory that so many tokens take on the rank that holds the most."""
         super().__init__(template)
         self._control = control
         self._events = events
         self._ledger = ledger
-        self._token_bytes = token_bytes
+        self._size_of = size_of
         self._clock = clock
         self._staged: dict[int, int] = {}  # by rank, as of its last event or figures
         self._callbacks: dict[str, Callable[[], None]] = {}
@@ -209,7 +209,7 @@ class ConnectorPort(KvPort):
         tasks.every("kv-leases", _REFRESH_S, self.renew_leases)
 
     def announce(self, transfer_id: str, tokens: int, owner: bytes) -> None:
-        self._ledger.announce(transfer_id, tokens * self._token_bytes, owner)
+        self._ledger.announce(transfer_id, self._size_of(tokens), owner)
 
     def reserve(self, transfer_id: str) -> bool:
         return self._ledger.reserve(transfer_id)
