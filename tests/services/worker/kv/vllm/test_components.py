@@ -88,6 +88,23 @@ class Trio:
         assert await target.pulls(count) == {"ok": count}
         return identical(outputs, self.references)
 
+    async def recomputed(self) -> int:
+        """How many answers are the plain engine's when what is pulled is corrupt: the prompt is computed again, and
+        with it the first token, which the plain engine is therefore given as the last one of the prompt.
+        """
+        await self.p.ask("fault", zero=False, corrupt=True)
+        await self.forget()
+        outputs = [await self.carried(text) for text in self.texts]
+        assert set(await self.d.pulls(len(self.texts) * len(self.d.endpoints))) == {"checksum"}
+        await self.p.ask("fault", zero=False, corrupt=False)
+        await self.plain.ask("reset")  # it must not continue a cached prefix either
+        firsts = [reference[:1] for reference in self.references]
+        plain = [
+            first + await self.plain.generate(text + first, NEW_TOKENS - 1)
+            for text, first in zip(self.texts, firsts, strict=True)
+        ]
+        return identical(outputs, plain)
+
     async def zeroed(self, kind: str) -> int:
         """How many answers are still the plain engine's when that kind of component is zeroed."""
         await self.d.ask("fault", zero=True, corrupt=False, kind=kind)
@@ -122,6 +139,7 @@ async def test_windows_are_handed_over_as_far_as_they_are_read(tmp_path: Path) -
             text = trio.texts[-1][:tokens]
             assert await trio.carried(text) == await trio.plain.generate(text, NEW_TOKENS)
         assert [event.tokens for event in trio.d.events if isinstance(event, PullEnded)] == [600, 900 - 576]
+        assert await trio.recomputed() == every
         assert await trio.zeroed("heads") < every / 2
         await asyncio.gather(emptied(trio.p), emptied(trio.d))
 
@@ -150,6 +168,7 @@ async def test_a_latent_and_a_state_are_handed_over(make: Callable[[Path], Path]
             assert await handed_over(trio.p, trio.d, trio.texts[-1]) == trio.references[-1]
             assert await trio.d.pulls() == {"invalid_request": 1}
             assert await trio.zeroed("heads") < every
+        assert await trio.recomputed() == every
         await asyncio.gather(emptied(trio.p), emptied(trio.d))
 
 
