@@ -56,14 +56,20 @@ def _faults_of_compatibility(fits: Compatibility) -> Iterator[str]:
     for name in ("fingerprint", "engine", "engine_version"):
         if not 1 <= len(getattr(fits, name)) <= 512:
             yield f"{name} must have between 1 and 512 characters"
-    for name in ("layers", "kv_heads", "head_dim"):
-        if not 1 <= (value := getattr(fits.geometry, name)) < 2**31:
-            yield f"geometry.{name} must be at least 1 and below 2^31, got {value}"
     components = fits.geometry.components
+    for name in ("layers", "kv_heads", "head_dim"):
+        least = 0 if components and name != "layers" else 1  # vLLM counts no heads where all layers keep a state
+        if not least <= (value := getattr(fits.geometry, name)) < 2**31:
+            yield f"geometry.{name} must be at least {least} and below 2^31, got {value}"
     if len(components) > 256 or any(not 1 <= len(each.layers) <= 4096 for each in components):
         yield "geometry.components: more than 256, or one without layers or with more than 4096"
-    if any(min(each.sides, each.heads, each.head_dim) < 1 or each.window < 0 for each in components):
-        yield "geometry.components: sides, heads and head_dim must be at least 1, and window at least 0"
+    for each in components:
+        if min(each.sides, each.heads, each.head_dim) < 1 or min(each.window, *each.layers) < 0:
+            yield "geometry.components: sides, heads and head_dim must be at least 1, and window and layers at least 0"
+        if max(each.sides, each.heads, each.head_dim, each.window, *each.layers) >= 2**31:
+            yield "geometry.components: numbers must be below 2^31"
+        if max(len(each.part), len(each.dtype)) > 64:
+            yield "geometry.components: part and dtype must have at most 64 characters"
 
 
 def _faults_of_rates(rates: Rates) -> Iterator[str]:

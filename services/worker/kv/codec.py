@@ -172,9 +172,11 @@ def _typed(payload: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) ->
 
 def codec_speeds(geometry: KvGeometry, dtype: torch.dtype) -> dict[str, CodecRate]:
     """The rates of each lossy codec in one thread, as the connector's threads encode and decode. Takes tens of
-    milliseconds.
+    milliseconds. Empty for a model without K and V.
     """
     token_bytes = 2 * geometry.kv_heads * geometry.head_dim * dtype.itemsize
+    if not token_bytes:
+        return {}
     shape = (1, 2, max(1, _SPEED_BYTES // token_bytes), geometry.kv_heads, geometry.head_dim)
     kv = torch.randn(shape).to(dtype)
     size, rates = kv.numel() * dtype.itemsize, {}

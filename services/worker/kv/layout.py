@@ -88,7 +88,7 @@ class StridedLayout:
 
 def strided_layout(cache: torch.Tensor, head_dim: int, block_size: int) -> StridedLayout:
     """The layout of a GPU backend's cache, from its shape, which does not tell heads from slots of K and V: see
-    `vllm.layers.check_specs`. Raises LayoutError where the shape is ambiguous or unknown.
+    `vllm.layers.objection_to`. Raises LayoutError where the shape is ambiguous or unknown.
 
     vLLM 0.32: [kernel block, head, offset, K then V], any strides (NHD and HND differ in strides only). Before it:
     [2, block, offset, head, dim] (FlashAttention) and [block, 2, offset, head, dim] (FlashInfer, Triton).

@@ -6,10 +6,11 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from pydantic import ValidationError
 
 from services.cluster_monitor.edge import Registration
 from services.cluster_monitor.registry import UNDER_WAY_S, Record, check
-from shared.domain.instance import InstanceInfo, InstanceLoad, InstanceState, Promised, Role
+from shared.domain.instance import InstanceInfo, InstanceLoad, InstanceState, KvComponent, KvKind, Promised, Role
 from shared.domain.rates import UNKNOWN_STEPS, LinkRate, Rates
 from shared.errors import Conflict, Incompatible, InvalidRequest, NotFound, WireVersionMismatch
 from shared.runtime.wire_version import OURS, WireVersions
@@ -22,6 +23,20 @@ from tests.services.control_plane import request, text, until
 from tests.services.fake_worker import FIT, GEOMETRY, fake_worker, make_info
 
 OTHER = msgspec.structs.replace(FIT, fingerprint="fp-2")
+WINDOWS = KvComponent(KvKind.HEADS, (0, 2, 4), sides=2, heads=4, head_dim=64, window=127)
+FULL = KvComponent(KvKind.HEADS, (1, 3, 5), sides=2, heads=4, head_dim=64)
+STATE = KvComponent(KvKind.STATE, (6,), 1, 8, 128, window=1, part="state 1", dtype="float32")
+
+
+def fit_with(*components: KvComponent, **changes: Any) -> Any:
+    geometry = msgspec.structs.replace(GEOMETRY, components=components, **changes)
+    return msgspec.structs.replace(FIT, geometry=geometry)
+
+
+def registration(**changes: Any) -> dict[str, Any]:
+    """A body as JSON has it."""
+    body = {**msgspec.to_builtins(make_info("p0", free_address())), "role": "prefill", **changes}
+    return cast(dict[str, Any], json.loads(json.dumps(body)))
 
 
 def test_the_edge_mirrors_the_domain() -> None:
@@ -148,11 +163,61 @@ async def test_an_address_where_nobody_listens_ends_as_dead(start: Start) -> Non
     ids=str,
 )
 async def test_nonsense_is_a_400(cluster: Cluster, changes: dict[str, object]) -> None:
-    body = {**msgspec.to_builtins(make_info("p0", free_address())), "role": "prefill", **changes}
+    body = registration(**changes)
     answer = await request(cluster.transport, "POST", "/instances", body)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == InvalidRequest.code
     assert await cluster.client.instances() == []
+
+
+@pytest.mark.parametrize(
+    ("component", "says"),
+    [
+        ({"layers": []}, "one without layers"),
+        ({"layers": [*range(4097)]}, "with more than 4096"),
+        ({"layers": [-1]}, "window and layers at least 0"),
+        ({"layers": [2**31]}, "numbers must be below 2^31"),
+        ({"sides": 0}, "sides, heads and head_dim must be at least 1"),
+        ({"heads": 0}, "sides, heads and head_dim must be at least 1"),
+        ({"head_dim": 0}, "sides, heads and head_dim must be at least 1"),
+        ({"head_dim": 2**64}, "numbers must be below 2^31"),
+        ({"window": -1}, "window and layers at least 0"),
+        ({"part": "x" * 65}, "part and dtype must have at most 64 characters"),
+        ({"kind": "other"}, "Invalid enum value 'other'"),
+    ],
+    ids=lambda case: str(case)[:40],
+)
+def test_components_have_bounds(component: dict[str, Any], says: str) -> None:
+    wrong = {**msgspec.to_builtins(FULL), **component}
+    geometry = {**msgspec.to_builtins(GEOMETRY), "components": [msgspec.to_builtins(WINDOWS), wrong]}
+    with pytest.raises(ValidationError) as refused:
+        Registration.model_validate(registration(compatibility={**msgspec.to_builtins(FIT), "geometry": geometry}))
+    assert says in str(refused.value)
+
+
+def test_components_have_a_number() -> None:
+    for count, fits in ((256, True), (257, False)):
+        body = registration(compatibility=msgspec.to_builtins(fit_with(*[FULL] * count)))
+        if fits:
+            assert Registration.model_validate(body).to_info().compatibility.geometry.components == (FULL,) * 256
+        else:
+            with pytest.raises(ValidationError, match="more than 256"):
+                Registration.model_validate(body)
+
+
+def test_a_model_of_states_alone_has_no_heads() -> None:
+    body = registration(compatibility=msgspec.to_builtins(fit_with(STATE, kv_heads=0, head_dim=0)))
+    assert Registration.model_validate(body).to_info().compatibility.geometry.kv_heads == 0
+    with pytest.raises(ValidationError, match=r"geometry\.kv_heads must be at least 1"):
+        Registration.model_validate(registration(compatibility=msgspec.to_builtins(fit_with(kv_heads=0))))
+
+
+async def test_components_are_kept_as_they_are_registered(cluster: Cluster) -> None:
+    fits = fit_with(WINDOWS, FULL, STATE)
+    await cluster.client.register(make_info("p0", free_address(), compatibility=fits), Role.PREFILL)
+    assert cluster.state.registry.get("p0").info.compatibility == fits
+    (instance,) = await cluster.client.instances()
+    assert instance.info.compatibility == fits
 
 
 async def test_a_restarted_monitor_recovers_its_instances_without_registrations(start: Start) -> None:
@@ -256,6 +321,25 @@ def test_a_refusal_names_the_field_and_both_values(changes: dict[str, Any], says
         check(newcomer(**changes), [MEMBER])
     assert says in caught.value.message
     assert "as old has it" in caught.value.message
+
+
+def test_components_that_differ_are_named_with_both_texts() -> None:
+    member = make_info("old", "tcp://127.0.0.1:1", compatibility=fit_with(WINDOWS, FULL))
+    narrow = msgspec.structs.replace(WINDOWS, window=63)
+    with pytest.raises(Incompatible, match="new does not fit this cluster") as caught:
+        check(newcomer(geometry=fit_with(narrow, FULL).geometry), [member])
+    assert f"geometry.components is '{narrow}', the cluster has '{WINDOWS}'" in caught.value.message
+    assert str(FULL) not in caught.value.message
+    with pytest.raises(Incompatible) as caught:
+        check(newcomer(geometry=fit_with(WINDOWS).geometry), [member])
+    assert f"geometry.components is 'None', the cluster has '{FULL}'" in caught.value.message
+    check(newcomer(geometry=fit_with(WINDOWS, FULL).geometry), [member])
+
+
+def test_an_engine_without_components_fits_one_with_some() -> None:
+    member = make_info("old", "tcp://127.0.0.1:1", compatibility=fit_with(WINDOWS, FULL))
+    check(newcomer(), [member])
+    check(newcomer(geometry=fit_with(WINDOWS, FULL).geometry), [MEMBER])
 
 
 def test_wire_versions_that_speak_with_each_other_are_let_in() -> None:

@@ -16,7 +16,7 @@ out. A slot is a part of a block that holds K or V of several heads:
     any of these, several tokens in one state        compressed attention                   no
 
 The shape of a cache does not distinguish the first layout from the one with slots: with two heads and two slots, both
-are [block, 2, token, 2 * head_dim]. Therefore `features_of` reads vLLM's specification of each layer and refuses the
+are [block, 2, token, 2 * head_dim]. Therefore `objection_to` reads vLLM's specification of each layer and refuses the
 layouts marked "no"; `kv.layout` then reads the accepted ones.
 """
 
@@ -40,6 +40,7 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -288,7 +289,7 @@ def objection_to(config: VllmConfig, spec: KVCacheSpec) -> str | None:
         return f"its state is stored in {', '.join(unknown)}; use another model" if unknown else None
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return "vLLM frees blocks by chunks; unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
-    if not isinstance(spec, _PLAIN):
+    if not isinstance(spec, _PLAIN) or isinstance(spec, SlidingWindowMLASpec):
         return f"vLLM describes it by a {type(spec).__name__}, which is not known here; use another model"
     if spec.kv_quant_mode is not KVQuantMode.NONE or spec.dtype not in DTYPES.values():
         stored = config.cache_config.cache_dtype

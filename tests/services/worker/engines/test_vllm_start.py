@@ -13,10 +13,18 @@ from vllm.v1.worker.utils import request_memory
 
 from services.launcher.model_source import PROJECT
 from services.worker.engines import vllm_start
-from services.worker.engines.vllm_start import check_model, check_model_file, engine_config, utilization
+from services.worker.engines.vllm_start import (
+    check_model,
+    check_model_file,
+    engine_config,
+    engine_info,
+    kv_components,
+    utilization,
+)
 from services.worker.settings import MARGIN_BYTES
+from shared.domain.instance import KvComponent, KvKind
 from shared.errors import InvalidRequest
-from shared.model.support import LATENT, STATES
+from shared.policy.decode_admission import Blocks
 from tests.services.worker.test_settings import settings
 from tests.shared.model.configs import REFUSED
 
@@ -118,7 +126,7 @@ def test_on_a_cpu_nothing_is_said_of_a_devices_memory() -> None:
     assert not vllm_start._memory_arguments(settings())
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V3", "Qwen3-Next", "Gemma-4"])
+@pytest.mark.parametrize("name", ["DeepSeek-V3.2", "MiniMax-M3", "Whisper"])
 def test_a_model_that_cannot_be_served_is_refused_before_vllm_has_it(tmp_path: Path, name: str) -> None:
     config, kind, _ = REFUSED[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -132,27 +140,26 @@ def test_a_config_from_the_hub_is_read_like_a_local_one(monkeypatch: pytest.Monk
 
     def fetched(*words: object) -> dict[str, Any]:
         asked.append(words)
-        return REFUSED["Mamba-2"][0]
+        return REFUSED["MiniMax-M3"][0]
 
     monkeypatch.setattr(vllm_start, "get_hf_file_to_dict", fetched)
-    with pytest.raises(InvalidRequest, match="model org/mamba: the model has state-space"):
-        check_model_file(settings(model="org/mamba", engine_args={"revision": "v2"}))
-    assert asked == [("config.json", "org/mamba", "v2")]
+    with pytest.raises(InvalidRequest, match="model org/sparse: the model has sparse attention"):
+        check_model_file(settings(model="org/sparse", engine_args={"revision": "v2"}))
+    assert asked == [("config.json", "org/sparse", "v2")]
 
 
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({"use_mla": True}, LATENT.reason),
-        ({"is_hybrid": True}, STATES.reason),
-        ({"is_attention_free": True}, STATES.reason),
+        ({"use_mla": True}, ""),
+        ({"is_hybrid": True}, ""),
         ({"cache_dtype": "fp8_e4m3"}, "set `engine_args: {kv_cache_dtype: bfloat16}`"),
         ({"cache_dtype": "bfloat16"}, ""),
         ({}, ""),
     ],
 )
 def test_what_vllm_knows_of_a_model_without_config_json_counts_too(facts: dict[str, Any], said: str) -> None:
-    plain = {"use_mla": False, "is_hybrid": False, "is_attention_free": False, "model": "m", "dtype": torch.bfloat16}
+    plain = {"use_mla": False, "is_hybrid": False, "model": "m", "dtype": torch.bfloat16}
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(**plain | facts),
         cache_config=SimpleNamespace(cache_dtype=facts.get("cache_dtype", "auto")),
@@ -169,3 +176,17 @@ def test_the_demo_model_is_served_with_kv_in_its_own_precision() -> None:
     config = engine_config(settings(model=str(PROJECT / "models" / "demo")), {}, None)
     assert config.cache_config.cache_dtype in vllm_start.UNQUANTISED
     assert config.cache_config.kv_cache_memory_bytes == 256 << 20
+
+
+LATENTS = (KvComponent(KvKind.LATENT, (0, 1), sides=1, heads=1, head_dim=576),)
+
+
+def test_the_properties_of_an_engine_name_what_its_model_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(worker=SimpleNamespace(components=list(LATENTS)))
+    monkeypatch.setattr(vllm_start, "get_kv_transfer_group", lambda: group)
+    made = settings(model=str(PROJECT / "models" / "demo"))
+    info = engine_info(
+        made, engine_config(made, {}, None), Blocks(free=3, total=40, size_tokens=64), kv_components(None)
+    )
+    assert info.compatibility.geometry.components == LATENTS
+    assert (info.total_blocks, info.block_size) == (40, 64)

@@ -184,6 +184,10 @@ def test_codecs_have_their_speeds_int4_for_even_heads_only() -> None:
     assert set(codec_speeds(KvGeometry(2, 4, 63), torch.float32)) == {"int8", "fp8"}
 
 
+def test_a_model_without_k_and_v_has_no_speeds() -> None:
+    assert codec_speeds(KvGeometry(2, 0, 0), torch.float32) == {}
+
+
 def test_the_cost_of_the_first_calls_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, lasts_s = 0.0, iter([0.5, 0.4, 0.3, 0.2, *[0.1] * 8, *[0.3] * 7])
 

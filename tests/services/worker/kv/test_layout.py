@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.kv.layout import CpuLayout, Kernel, LayoutError, find_interior, slots_of, strided_layout
+from services.worker.kv.layout import (
+    CpuLayout,
+    Kernel,
+    LayoutError,
+    StateLayout,
+    find_interior,
+    row_layout,
+    slots_of,
+    strided_layout,
+)
 
 BLOCKS = 12
 
@@ -136,3 +145,66 @@ def test_blocks_that_the_attention_backend_divides_are_read_and_written(
 def test_unknown_shapes_are_refused(shape: tuple[int, ...], dim: int) -> None:
     with pytest.raises(LayoutError):
         strided_layout(torch.zeros(shape), dim, 16)
+
+
+@pytest.mark.parametrize("kernel_block", [SIZE, SIZE // 2])
+@pytest.mark.parametrize("heads", [None, HEADS], ids=["latent", "a row for each head"])
+def test_rows_are_read_and_written_where_attention_looks(heads: int | None, kernel_block: int) -> None:
+    parts, row = SIZE // kernel_block, 9
+    shape = (BLOCKS * parts, kernel_block, row) if heads is None else (BLOCKS * parts, heads, kernel_block, row)
+    cache = torch.zeros(shape)
+    layout = row_layout(cache, row, SIZE)
+    assert (layout.sides, layout.kv_heads, layout.head_dim, layout.block_size) == (1, heads or 1, row, SIZE)
+    blocks, kv = torch.tensor([5, 0, 11]), kv_of(37, heads or 1, row)[:1]
+    layout.scatter(cache, slots_of(blocks, SIZE, 2, 39), 0, kv)
+    out = torch.empty_like(kv)
+    layout.gather(cache, blocks, 2, 39, out)
+    assert torch.equal(out, kv)
+    for at, position in enumerate(range(2, 39)):
+        place = int(blocks[position // SIZE]) * parts + position % SIZE // kernel_block
+        assert torch.equal(cache[place, ..., position % kernel_block, :].view(-1, row), kv[0, at])
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(4, 16, 8), (4, 16), (4, 24, 9), (4, 0, 9), (4, 3, 16, 8), (4, 3, 24, 9), (4, 3, 0, 9), (2, 4, 16, 3, 9)],
+    ids=str,
+)
+def test_shapes_that_hold_no_such_rows_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(LayoutError, match=r"unknown KV cache shape .* for block size 16 and rows of 9"):
+        row_layout(torch.zeros(shape), 9, 16)
+
+
+def state_layout() -> tuple[StateLayout, Tensor]:
+    """A convolution's last 3 inputs of 4 channels, as vLLM keeps them beside something else: [block, step, channel]."""
+    cache = torch.zeros(BLOCKS, 3, 7)
+    return StateLayout(lambda held: held[:, :, 2:6].unsqueeze(3), cache, SIZE), cache
+
+
+@pytest.mark.parametrize("end", [1, 2 * SIZE, 2 * SIZE + 1])
+def test_a_state_is_that_of_the_block_of_the_last_token(end: int) -> None:
+    layout, cache = state_layout()
+    assert (layout.sides, layout.kv_heads, layout.head_dim) == (3, 4, 1)
+    state = torch.arange(1.0, 13.0).view(3, 1, 4, 1)
+    blocks = torch.tensor([5, 0, 11])
+    layout.scatter(cache, slots_of(blocks, SIZE, end - 1, end), 0, state)
+    here = int(blocks[(end - 1) // SIZE])
+    assert torch.equal(cache[here, :, 2:6], state.view(3, 4))
+    assert not cache[[block for block in range(BLOCKS) if block != here]].any()
+    assert not cache[here, :, [0, 1, 6]].any()
+    out = torch.empty_like(state)
+    layout.gather(cache, blocks, end - 1, end, out)
+    assert torch.equal(out, state)
+
+
+def test_some_heads_of_a_state_are_written_beside_the_others() -> None:
+    layout, cache = state_layout()
+    blocks, whole = torch.tensor([5, 0, 11]), torch.zeros(3, 1, 4, 1)
+    slots = slots_of(blocks, SIZE, 20, 21)
+    for head, count, value in ((0, 1, 1.0), (1, 2, 2.0), (3, 1, 3.0)):
+        part = torch.full((3, 1, count, 1), value, dtype=torch.float64)  # as it comes; kept in the cache's dtype
+        layout.scatter(cache, slots, head, part)
+        whole[:, :, head : head + count] = value
+    out = torch.empty_like(whole)
+    layout.gather(cache, blocks, 20, 21, out)
+    assert torch.equal(out, whole)
