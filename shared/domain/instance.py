@@ -82,6 +82,11 @@ class KvGeometry(msgspec.Struct, frozen=True):
         alike = KvComponent(KvKind.HEADS, tuple(range(self.layers)), 2, self.kv_heads, self.head_dim)
         return self.components or (alike,)
 
+    @property
+    def has_codecs(self) -> bool:
+        """Whether all of it is K and V, for which there are lossy codecs; the rest would be sent unchanged."""
+        return all(part.kind is KvKind.HEADS and part.sides == 2 for part in self.components)
+
     def bytes_per_token(self, bytes_per_element: float) -> float:
         """KV bytes of one token within all windows, all layers and heads; without states."""
         if not self.components:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.domain.instance import InstanceInfo, InstanceLoad, InstanceState, InstanceView, Role
+from shared.domain.instance import InstanceInfo, InstanceLoad, InstanceState, InstanceView, KvComponent, KvKind, Role
 from shared.domain.job import JobView, Slo
 from shared.domain.kv import Codec
 from shared.domain.rates import CodecRate, LinkRate, Rates, StepForm, StepRates
@@ -71,3 +71,19 @@ def test_the_reason_names_its_figures_and_there_is_none_without_a_choice() -> No
     assert (reason.what, reason.figures["raw_s"]) == ("codec:int8", pytest.approx(1.0))
     assert reason.figures["takes_s"] == pytest.approx(8.75 / 16, abs=1e-5)
     assert choose_codec(msgspec.structs.replace(job, slo=Slo()), TOKENS, 0, sender(), receiver(1.0)).reason is None
+
+
+def test_kv_that_has_no_codec_is_sent_as_it_is() -> None:
+    window = KvComponent(KvKind.HEADS, (0,), 2, 8, 64, window=127)
+    latent = KvComponent(KvKind.LATENT, (1,), 1, 1, 576)
+    job = JobView("j", TOKENS, 100, slo=Slo(lossy_kv=INT4))
+    for components, want in (((window,), INT4), ((window, latent), RAW)):
+        fits = sender().compatibility
+        geometry = msgspec.structs.replace(fits.geometry, components=components)
+        info = msgspec.structs.replace(sender(), compatibility=msgspec.structs.replace(fits, geometry=geometry))
+        slow = InstanceView(
+            make_info("d", "", rates=Rates(link=LinkRate(TOKENS * info.kv_bytes_per_token / 9.0))),
+            Role.DECODE,
+            InstanceState.READY,
+        )
+        assert choose_codec(job, TOKENS, 0, info, slow).codec is want
