@@ -7,6 +7,7 @@ with a new one.
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -132,12 +133,16 @@ class Record:
             self.waiters.remove(entry)
 
 
+_RELEASE = re.compile(r"(\d{1,6})\.(\d{1,6})(?!\d)")
+
+
 def check(newcomer: InstanceInfo, members: Sequence[InstanceInfo], fingerprint: str = "") -> None:
     """Raises Incompatible, naming each field that differs and both values, where `newcomer` does not fit the members.
 
-    Model fingerprint and KV geometry must agree with every member, the engine's version with members of the same
-    engine, and wire versions must be compatible (`shared.runtime.wire_version`). dtype, block size, tensor and pipeline
-    parallelism and context length may differ. `fingerprint`: the one that the settings pin, if any.
+    Model fingerprint, KV geometry and components must agree with every member, and wire versions must be compatible
+    (`shared.runtime.wire_version`). Of one engine, adjacent releases may serve together, so that a cluster can be
+    upgraded one instance at a time; without components to compare, versions must be equal. dtype, block size, tensor
+    and pipeline parallelism and context length may differ. `fingerprint`: the one that the settings pin, if any.
     """
     if fingerprint and newcomer.compatibility.fingerprint != fingerprint:
         found = newcomer.compatibility.fingerprint
@@ -168,7 +173,8 @@ def _differences(newcomer: InstanceInfo, member: InstanceInfo) -> list[str]:
     if (kept and theirs_kept) or (several and ours.engine == theirs.engine):
         both = zip_longest(kept, theirs_kept)
         pairs += [("geometry.components", str(mine or None), str(its or None)) for mine, its in both]
-    if ours.engine == theirs.engine:  # engines may mix where the model agrees; versions of one engine may not
+    alike = kept and theirs_kept and _adjacent(ours.engine_version, theirs.engine_version)
+    if ours.engine == theirs.engine and not alike:  # engines may mix where the model agrees
         pairs.append(("engine_version", ours.engine_version, theirs.engine_version))
     if not _wire(ours).speaks_with(_wire(theirs)):
         pairs += [
@@ -176,6 +182,15 @@ def _differences(newcomer: InstanceInfo, member: InstanceInfo) -> list[str]:
             ("min_wire_version", ours.min_wire_version, theirs.min_wire_version),
         ]
     return [f"{name} is {mine!r}, the cluster has {its!r}" for name, mine, its in pairs if mine != its]
+
+
+def _adjacent(ours: str, theirs: str) -> bool:
+    """Whether two versions are of the same minor release or of neighbouring ones. False for other forms of text."""
+    found = [_RELEASE.match(version) for version in (ours, theirs)]
+    if found[0] is None or found[1] is None:
+        return False
+    (major, minor), (its_major, its_minor) = (tuple(map(int, each.groups())) for each in found if each is not None)
+    return major == its_major and abs(minor - its_minor) <= 1
 
 
 def _wire(compatibility: Compatibility) -> WireVersions:

@@ -342,6 +342,32 @@ def test_an_engine_without_components_fits_one_with_some() -> None:
     check(newcomer(geometry=fit_with(WINDOWS, FULL).geometry), [MEMBER])
 
 
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [
+        ("0.31.2", True),
+        ("0.32.1.post1", True),
+        ("0.33.0rc1", True),
+        ("0.30.0", False),
+        ("1.32.0", False),
+        ("dev", False),
+    ],
+)
+def test_adjacent_releases_serve_together_where_their_components_agree(version: str, fits: bool) -> None:
+    def compatibility(version: str, *components: KvComponent) -> Any:
+        return msgspec.structs.replace(fit_with(*components), engine="vllm", engine_version=version)
+
+    member = make_info("old", "tcp://127.0.0.1:1", compatibility=compatibility("0.32.0", WINDOWS, FULL))
+    joins = make_info("new", "tcp://127.0.0.1:2", compatibility=compatibility(version, WINDOWS, FULL))
+    if fits:
+        check(joins, [member])
+    else:
+        with pytest.raises(Incompatible, match=f"engine_version is '{version}', the cluster has '0.32.0'"):
+            check(joins, [member])
+    with pytest.raises(Incompatible, match=r"geometry\.components"):
+        check(make_info("new", "tcp://127.0.0.1:2", compatibility=compatibility("0.31.0", FULL)), [member])
+
+
 def test_wire_versions_that_speak_with_each_other_are_let_in() -> None:
     check(newcomer(wire_version=2, min_wire_version=1), [MEMBER])
     with pytest.raises(Incompatible, match="min_wire_version is 2, the cluster has 0"):
