@@ -337,9 +337,13 @@ def test_components_that_differ_are_named_with_both_texts() -> None:
 
 
 def test_an_engine_without_components_fits_one_with_some() -> None:
-    member = make_info("old", "tcp://127.0.0.1:1", compatibility=fit_with(WINDOWS, FULL))
+    """An emulated one; a real one without would take windows for the whole context."""
+    real = msgspec.structs.replace(fit_with(WINDOWS, FULL), engine="vllm")
+    member = make_info("old", "tcp://127.0.0.1:1", compatibility=real)
     check(newcomer(), [member])
-    check(newcomer(geometry=fit_with(WINDOWS, FULL).geometry), [MEMBER])
+    check(make_info("new", "tcp://127.0.0.1:2", compatibility=real), [MEMBER])
+    with pytest.raises(Incompatible, match=r"geometry\.components"):
+        check(newcomer(engine="vllm", engine_version=real.engine_version), [member])
 
 
 @pytest.mark.parametrize(
