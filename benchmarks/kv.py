@@ -168,6 +168,9 @@ class Destination:
         self._layers = [torch.zeros(2, tokens, HEADS, DIM, dtype=DTYPE) for _ in range(LAYERS)]
         self._bytes = [[half.view(torch.uint8).reshape(-1).numpy().data for half in each] for each in self._layers]
 
+    def scales(self, layer: int) -> tuple[float, ...]:
+        return ()
+
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
         self._layers[layer][:, token_start : token_start + kv.shape[1]] = kv
 

@@ -56,8 +56,8 @@ _ADAPTERS = (
 _GENERATES = "an instance generates text, and nothing else"
 _ORDER = "who is next is a policy: `policies: {prefill_order: …}`"
 _STORED = (
-    "KV that is stored in a quantised form cannot be transferred; allowed: auto, bfloat16, float16. To send less, set "
-    "`gateway: {kv_codec: …}`"
+    "KV in that form cannot be transferred; allowed: auto, bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2. To send less, "
+    "set `gateway: {kv_codec: …}`"
 )
 
 REFUSED: tuple[Refusal, ...] = (
@@ -97,8 +97,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(("prefill_context_parallel_size", "decode_context_parallel_size"), _CONTEXT, (1,)),
     Refusal(("enable_sleep_mode", "sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend"), _SLEEP, (False,)),
     Refusal(("enable_lora",), _ADAPTERS, (False,)),
-    Refusal(("kv_cache_dtype",), _STORED, ("auto", "bfloat16", "float16")),
-    Refusal(("disable_hybrid_kv_cache_manager",), "KV is transferred from one group of layers alone", (None, True)),
+    Refusal(("kv_cache_dtype",), _STORED, ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")),
     Refusal(("runner",), _GENERATES, ("auto", "generate")),
     Refusal(("convert",), _GENERATES, ("auto", "none")),
     Refusal(("mm_encoder_only",), _GENERATES, (False,)),

@@ -96,7 +96,7 @@ def staged_bytes(settings: WorkerSettings, engine: EngineInfo, tokens: int) -> i
             layers = sum(start <= layer < end for layer in part.layers)
             heads = max(1, part.heads // settings.tensor_parallel)
             rows = 1 if part.kind is KvKind.STATE else min(tokens, part.window + 1) if part.window else tokens
-            bytes_each = ELEMENT_BYTES.get(part.dtype or settings.dtype, 2)
+            bytes_each = ELEMENT_BYTES.get(part.dtype or engine.kv_dtype or settings.dtype, 2)
             size += layers * part.sides * heads * part.head_dim * rows * bytes_each
         most = max(most, size)
     return most
@@ -110,7 +110,7 @@ def _handle_template(settings: WorkerSettings, info: EngineInfo, generation: int
         fingerprint=info.compatibility.fingerprint,
         endpoints=settings.kv_endpoints,
         tokens=0,
-        dtype=settings.dtype,
+        dtype=info.kv_dtype or settings.dtype,
         stages=info.stages,
         lease_s=settings.lease_s,
     )

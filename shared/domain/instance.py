@@ -30,7 +30,7 @@ class InstanceState(StrEnum):
     DEAD = "dead"  # its connection is gone
 
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 class KvKind(StrEnum):
@@ -133,6 +133,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     max_seqs: int = 0  # requests that its engine runs at once; 0: not known
     rates: Rates = Rates()
     pipeline_parallel: int = 1
+    kv_dtype: str = ""  # in which KV is stored; empty: `dtype`
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -142,7 +143,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     @property
     def kv_element_bytes(self) -> float:
         """Bytes of one stored element of KV."""
-        return float(ELEMENT_BYTES.get(self.dtype, 1))
+        return float(ELEMENT_BYTES.get(self.kv_dtype or self.dtype, 1))
 
 
 class Promised(msgspec.Struct, frozen=True, array_like=True):

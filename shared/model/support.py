@@ -68,13 +68,13 @@ def stored_kv(config: Config) -> str:
 
 
 def fault_of_stored_kv(config: Config, kv_cache_dtype: str, dtype: str) -> str:
-    """The fault of a checkpoint that requests quantised KV; empty without one."""
+    """The fault of a checkpoint that requests KV in a form that cannot be transferred; empty without one."""
     stored = stored_kv(config)
-    if not stored or kv_cache_dtype != "auto":
+    if not stored or stored.startswith("fp8") or kv_cache_dtype != "auto":
         return ""
     kept = dtype if dtype == "float16" else "bfloat16"
     return (
-        f"the checkpoint has its KV stored in {stored} (config.json: quantization_config), and KV in a quantised form "
+        f"the checkpoint has its KV stored in {stored} (config.json: quantization_config), and KV in that form "
         f"cannot be transferred: set `engine_args: {{kv_cache_dtype: {kept}}}`, or serve a checkpoint without it"
     )
 

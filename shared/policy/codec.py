@@ -55,7 +55,7 @@ def choose_codec(job: JobView, part: int, left: int, sender: InstanceInfo, recei
     """
     slo, kv_bytes = job.slo, part * sender.kv_bytes_per_token
     raw_s = moves_s(Codec.RAW, kv_bytes, sender, receiver.info)
-    if not slo.lossy_kv.lossy or not sender.compatibility.geometry.has_codecs:
+    if not slo.lossy_kv.lossy or not sender.compatibility.geometry.has_codecs or sender.kv_element_bytes < 2.0:
         return CodecChoice(Codec.RAW, raw_s)
     choices = BY_LOSS[: BY_LOSS.index(slo.lossy_kv) + 1]
     spare_s = (sender.rates.step or UNKNOWN_STEPS).prefill_s(left, part - left) if left > 0 else 0.0

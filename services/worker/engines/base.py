@@ -187,6 +187,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     block_size: int
     rates: Rates = Rates()
     stages: tuple[int, ...] = ()
+    kv_dtype: str = ""  # in which KV is stored; empty: that of the settings
 
 
 class Engine(Protocol):

@@ -15,8 +15,8 @@ from services.worker.engines.base import EngineInfo
 from services.worker.engines.vllm_patches import force_known_tokens, overlap_on_cpu
 from services.worker.identity import fingerprint
 from services.worker.kv.codec import codec_speeds
-from services.worker.kv.vllm.layers import stages_of
-from services.worker.kv.wire.importing import DTYPES
+from services.worker.kv.vllm.layers import EIGHT_BIT_NAMES, stages_of
+from services.worker.kv.wire.importing import DTYPES, dtype_name
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import Compatibility, KvComponent, KvGeometry
 from shared.domain.rates import Rates
@@ -28,7 +28,7 @@ from shared.runtime.logs import get_log
 from shared.runtime.wire_version import OURS
 
 log = get_log(__name__)
-UNQUANTISED = ("auto", "bfloat16", "float16", "float32")  # vLLM's `cache_dtype` of KV that can be transferred
+KV_DTYPES = ("auto", "bfloat16", "float16", "float32", *EIGHT_BIT_NAMES)  # vLLM's `cache_dtype`s that are known here
 CPU_WORKER = "services.worker.engines.vllm_cpu_worker.SeededCpuWorker"
 
 
@@ -89,10 +89,10 @@ def check_model(config: VllmConfig) -> None:
             f"model {model.model}: the model has multi-head latent attention (MLA), and without AMX vLLM's CPU backend "
             "cannot continue a prompt of which another instance has computed the beginning: use a CPU with AMX"
         )
-    if stored not in UNQUANTISED:
+    if stored not in KV_DTYPES:
         dtype = "float16" if str(model.dtype) == "torch.float16" else "bfloat16"
         raise InvalidRequest(
-            f"model {model.model}: the checkpoint has its KV stored in {stored}, and KV in a quantised form cannot be "
+            f"model {model.model}: the checkpoint has its KV stored in {stored}, and KV in that form cannot be "
             f"transferred: set `engine_args: {{kv_cache_dtype: {dtype}}}`, or serve a checkpoint without it"
         )
 
@@ -160,6 +160,13 @@ def engine_info(
         geometry=geometry,
     )
     codecs = codec_speeds(geometry, DTYPES[settings.dtype]) if settings.lossy_kv else {}
+    eight_bit = EIGHT_BIT_NAMES.get(config.cache_config.cache_dtype)
     return EngineInfo(
-        compatibility, blocks.total, model.max_model_len, blocks.size_tokens, Rates(codecs=codecs), stages_of(config)
+        compatibility,
+        blocks.total,
+        model.max_model_len,
+        blocks.size_tokens,
+        Rates(codecs=codecs),
+        stages_of(config),
+        kv_dtype=dtype_name(eight_bit) if eight_bit is not None else "",
     )

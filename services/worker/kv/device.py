@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from services.worker.kv import KvError
-from services.worker.kv.layout import KvLayout
+from services.worker.kv.layout import KvLayout, StridedLayout
 from services.worker.kv.staging import HeapMemory, Part, Piece, Staged
 from shared.domain.kv import Codec
 
@@ -286,13 +286,21 @@ class Blocks:
     freed: Any  # after this event, the earlier use of the blocks is done
     zero: bool  # fault injection: proves that tests would notice wrong KV
     codec: "DeviceCodec | None"
+    eight_bit: torch.dtype | None = None  # in which the caches hold KV, as uint8
+    kv_scales: tuple[tuple[float, ...], ...] = ()  # of each layer, by side
     null_slots: int = 0  # slots below this are of the engine's null block, which stands for tokens outside of a window
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.caches[0].dtype
+        """bfloat16 in the place of eight bits, which it holds exactly and which few operations take."""
+        return self.caches[0].dtype if self.eight_bit is None else torch.bfloat16
+
+    def scales(self, layer: int) -> Sequence[float]:
+        return self.kv_scales[layer - self.layer_start] if self.kv_scales else ()
 
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
+        if self.eight_bit is not None and isinstance(self.layout, StridedLayout):  # the CPU's kernel converts by itself
+            kv = kv.to(self.eight_bit).view(torch.uint8)
         first = token_start - self.token_start
         slots = self.slots[layer - self.layer_start][first : first + kv.shape[1]]
         if self.null_slots and not bool((kept := slots >= self.null_slots).all()):

@@ -204,14 +204,19 @@ class CpuLayout:
 
     sides = 2
 
-    def __init__(self, kernel: Kernel, cache: torch.Tensor, head_dim: int, block_size: int) -> None:
-        """`kernel(k, v, k_cache, v_cache, slots)` writes [tokens, heads, dim]. Raises LayoutError."""
+    def __init__(
+        self, kernel: Kernel, cache: torch.Tensor, head_dim: int, block_size: int, eight_bit: torch.dtype | None = None
+    ) -> None:
+        """`kernel(k, v, k_cache, v_cache, slots)` writes [tokens, heads, dim], as `eight_bit` into a cache of bytes.
+        Raises LayoutError.
+        """
         if cache.dim() != 4 or tuple(cache.shape[2:]) != (block_size, 2 * head_dim):
             raise LayoutError(f"unknown KV cache shape {tuple(cache.shape)} on CPU")
         self.block_size = block_size
         self.kv_heads = cache.shape[1]
         self.head_dim = head_dim
         self._kernel = kernel
+        self._eight_bit = eight_bit
         self._sides = self._probe(cache.dtype)
 
     def describe(self) -> str:
@@ -236,23 +241,25 @@ class CpuLayout:
     def _probe(self, dtype: torch.dtype) -> tuple[Interior, Interior]:
         count = self.block_size * self.head_dim
         found = torch.zeros(2, count, dtype=torch.int64)
-        weight = 1
-        while weight < count:  # base 128: every dtype holds such digits exactly
-            found += weight * self._write_digits(dtype, weight)
-            weight *= 128
+        weight, base = 1, 128 if self._eight_bit is None else 8  # the dtype holds such digits exactly
+        while weight < count:
+            found += weight * self._write_digits(dtype, weight, base)
+            weight *= base
         return find_interior(found[0], self.head_dim), find_interior(found[1], self.head_dim)
 
-    def _write_digits(self, dtype: torch.dtype, weight: int) -> torch.Tensor:
+    def _write_digits(self, dtype: torch.dtype, weight: int, base: int) -> torch.Tensor:
         """What lies at each place of block 1 after one digit of 0, 1, 2, … was written into it: [2, places]."""
         heads = self.kv_heads
         cache = torch.zeros(2, heads, self.block_size, 2 * self.head_dim, dtype=dtype)
         numbers = torch.arange(self.block_size * self.head_dim).view(self.block_size, 1, self.head_dim)
-        digits = (numbers // weight % 128).to(dtype).expand(-1, heads, -1).contiguous()
+        given = dtype if self._eight_bit is None else torch.bfloat16
+        digits = (numbers // weight % base).to(given).expand(-1, heads, -1).contiguous()
         slots = torch.arange(self.block_size, 2 * self.block_size)
         self.scatter(cache, slots, 0, torch.stack([digits, digits]))
         if cache[0].any():
             raise LayoutError("the engine's kernel wrote outside of the block")
-        halves = cache[1].view(heads, 2, -1)
+        written = cache[1] if self._eight_bit is None else cache[1].view(self._eight_bit).float()
+        halves = written.view(heads, 2, -1)
         if not (halves == halves[:1]).all():
             raise LayoutError("the interior of a block differs between heads")
         return halves[0].float().round().to(torch.int64)

@@ -79,6 +79,7 @@ class RankShape:
     sides: int = 2
     kind: KvKind = KvKind.HEADS
     window: int = 0  # of the tokens before the one that is computed next, the last ones that are read; 0: all
+    scales: tuple[tuple[float, ...], ...] = ()  # of each layer of the rank, by side, where KV has eight bits
 
     def read(self, start: int, end: int) -> tuple[int, int]:
         """Which of tokens [start, end) an importer needs that computes token `end` next."""
@@ -95,7 +96,8 @@ class RankShape:
 
     def codec(self, wanted: Codec) -> Codec:
         """In which this component is sent if the transfer is coded: lossy codecs are for K and V."""
-        return wanted if self.kind is KvKind.HEADS and self.sides == 2 else Codec.RAW
+        k_and_v = self.kind is KvKind.HEADS and self.sides == 2 and self.dtype.itemsize > 1
+        return wanted if k_and_v else Codec.RAW
 
     @property
     def layers(self) -> tuple[int, int]:

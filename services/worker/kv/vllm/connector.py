@@ -489,15 +489,17 @@ class PolyphaseConnectorWorker:
         if shape.sides == 1:
             return checked(row_layout(cache, head_dim, block_size), cache, self._cache_config.num_blocks)
         if cache.device.type == "cpu":
-            return self._cpu_layout(cache, head_dim, block_size)
+            return self._cpu_layout(cache, head_dim, block_size, eight_bit_in(cache, shape))
         return checked(strided_layout(cache, head_dim, block_size), cache, self._cache_config.num_blocks)
 
-    def _cpu_layout(self, cache: torch.Tensor, head_dim: int, block_size: int) -> CpuLayout:
+    def _cpu_layout(
+        self, cache: torch.Tensor, head_dim: int, block_size: int, eight_bit: torch.dtype | None
+    ) -> CpuLayout:
         from vllm import _custom_ops as ops
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
         dtype = self._config.cache_config.cache_dtype
-        isa = _get_attn_isa(cache.dtype, block_size, head_dim, dtype)
+        isa = _get_attn_isa(self._config.model_config.dtype, block_size, head_dim, dtype)
         if isa == "amx":
             # Linux grants AMX on request only, and vLLM 0.32 asks too late: its attention dies of SIGILL (seen).
             torch.cpu._init_amx()
@@ -507,7 +509,7 @@ class PolyphaseConnectorWorker:
         ) -> None:
             ops.cpu_attn_reshape_and_cache(k, v, keys, values, slots, isa, 1.0, 1.0, dtype)
 
-        layout = CpuLayout(write, cache, head_dim, block_size)
+        layout = CpuLayout(write, cache, head_dim, block_size, eight_bit)
         _log.info("KV layout (%s): %s", isa, layout.describe())
         return layout
 
@@ -554,6 +556,8 @@ class PolyphaseConnectorWorker:
             freed=freed,
             zero=to.shape.kind.value in self.zero_imports,
             codec=to.codec,
+            eight_bit=eight_bit_in(to.caches[0], to.shape) if to.caches else None,
+            kv_scales=to.shape.scales,
             null_slots=to.layout.block_size,  # vLLM's null block is number 0
         )
 
@@ -586,7 +590,7 @@ class PolyphaseConnectorWorker:
                 return
             uploaded = {group: self._rank.copies.upload(blocks[group]) for group in set(groups)}
             for layer, (cache, group) in enumerate(zip(component.caches, groups, strict=True)):
-                layout.gather(cache, uploaded[group], start, end, kv[layer])
+                layout.gather(cache, uploaded[group], start, end, kv[layer].view(cache.dtype))
 
         coding = None
         if device_codec is not None and component.shape.codec(codec).lossy:
@@ -632,6 +636,11 @@ class _NoLayers:
         raise NotImplementedError
 
 
+def eight_bit_in(cache: torch.Tensor, shape: RankShape) -> torch.dtype | None:
+    """The type of KV that vLLM stores in bytes; None for other caches."""
+    return shape.dtype if cache.dtype is torch.uint8 else None
+
+
 def segment_bytes(shapes: tuple[RankShape, ...]) -> int:
     """Of the largest segment."""
     return max(shape.chunk_bytes(1 if shape.kind is KvKind.STATE else shape.segment_tokens()) for shape in shapes)
@@ -664,6 +673,8 @@ def codec_on_device(
     reason, where the kernels do not work: torch then moves KV, and the CPU codes it.
     """
     if caches[0].device.type == "cpu" or not isinstance(layout, StridedLayout) or layout.sides != 2:
+        return None
+    if caches[0].dtype.itemsize == 1:
         return None
     try:
         from services.worker.kv.device_codec import KERNEL_FAULTS, DeviceCodec, warn_of_fallback

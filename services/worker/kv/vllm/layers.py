@@ -50,6 +50,7 @@ from services.worker.kv.wire.importing import DTYPES, dtype_name
 from services.worker.kv.wire.protocol import MAX_FRAME_BYTES
 from shared.domain.instance import KvComponent, KvKind
 
+EIGHT_BIT_NAMES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _DRAFT_PREFIX = "draft_model."  # of the names of a draft model's layers, numbered from 0 like the target's
 _PLAIN = (FullAttentionSpec, SlidingWindowSpec)  # attention that is known to read what `features_of` says
 
@@ -77,6 +78,7 @@ class LayerPart:
     cache: torch.Tensor
     features: Features
     view: View | None = None  # of a state: its cache as [block, side, head, value]
+    scales: tuple[float, ...] = ()  # of K and V in eight bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +143,11 @@ def _component(
     numbers = tuple(sorted(chain.from_iterable(by_stage)))
     everywhere = numbers == tuple(range(total))
     shards = Shards(tuple(map(len, by_stage)), features.heads, tensor_parallel, () if everywhere else numbers)
-    shape = RankShape(shards, features.head_dim, features.dtype, rank, features.sides, features.kind, features.window)
     held = tuple(sorted((part for part in parts if part.features == features), key=lambda part: part.number))
+    scales = tuple(part.scales for part in held if part.scales)
+    shape = RankShape(
+        shards, features.head_dim, features.dtype, rank, features.sides, features.kind, features.window, scales
+    )
     if shape.token_bytes > MAX_FRAME_BYTES:
         raise LayoutError(
             f"{features.part or 'KV'} of a layer takes {shape.token_bytes} bytes on a rank, and a frame holds "
@@ -194,7 +199,11 @@ def _parts_of_layer(
         ]
     assert isinstance(spec, AttentionSpec)
     features = features_of(config, spec)
-    return [LayerPart(number, group, spec.block_size, cache, features)]
+    scales: tuple[float, ...] = ()
+    if features.dtype.itemsize == 1:
+        layer = config.compilation_config.static_forward_context[name]
+        scales = (float(layer._k_scale_float), float(layer._v_scale_float))
+    return [LayerPart(number, group, spec.block_size, cache, features, scales=scales)]
 
 
 def features_of(config: VllmConfig, spec: AttentionSpec) -> Features:
@@ -202,10 +211,16 @@ def features_of(config: VllmConfig, spec: AttentionSpec) -> Features:
     window = max(1, spec.sliding_window - 1) if isinstance(spec, SlidingWindowSpec) else 0
     if isinstance(spec, MLAAttentionSpec):
         return Features(KvKind.LATENT, "", 1, 1, spec.head_size, spec.dtype, window)
-    heads = _total_heads(config, spec.num_kv_heads)
+    heads, dtype = _total_heads(config, spec.num_kv_heads), eight_bit_of(config, spec)
     if spec.head_size_v != spec.head_size:
         return Features(KvKind.HEADS, "", 1, heads, spec.head_size + spec.head_size_v, spec.dtype, window)
-    return Features(KvKind.HEADS, "", 2, heads, spec.head_size, spec.dtype, window)
+    return Features(KvKind.HEADS, "", 2, heads, spec.head_size, dtype or spec.dtype, window)
+
+
+def eight_bit_of(config: VllmConfig, spec: AttentionSpec) -> torch.dtype | None:
+    """The type of KV that is stored in eight bits, with a scale for each layer's K and V; None for other KV."""
+    eight_bit = spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR
+    return EIGHT_BIT_NAMES.get(config.cache_config.cache_dtype) if eight_bit else None
 
 
 def _total_heads(config: VllmConfig, on_a_rank: int) -> int:
@@ -291,7 +306,7 @@ def objection_to(config: VllmConfig, spec: KVCacheSpec) -> str | None:
         return "vLLM frees blocks by chunks; unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
     if not isinstance(spec, _PLAIN) or isinstance(spec, SlidingWindowMLASpec):
         return f"vLLM describes it by a {type(spec).__name__}, which is not known here; use another model"
-    if spec.kv_quant_mode is not KVQuantMode.NONE or spec.dtype not in DTYPES.values():
+    if not _has_known_precision(config, spec):
         stored = config.cache_config.cache_dtype
         unquantised = "float16" if config.model_config.dtype is torch.float16 else "bfloat16"
         return (
@@ -309,6 +324,13 @@ def objection_to(config: VllmConfig, spec: KVCacheSpec) -> str | None:
             "{attention_backend: TRITON_ATTN}, and leave VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT unset"
         )
     return None
+
+
+def _has_known_precision(config: VllmConfig, spec: AttentionSpec) -> bool:
+    if spec.kv_quant_mode is KVQuantMode.NONE:
+        return spec.dtype in DTYPES.values()
+    k_and_v = not isinstance(spec, MLAAttentionSpec) and spec.head_size_v == spec.head_size
+    return k_and_v and eight_bit_of(config, spec) is not None
 
 
 def _numbered(config: VllmConfig, caches: dict[str, torch.Tensor]) -> list[tuple[int, tuple[str, torch.Tensor]]]:

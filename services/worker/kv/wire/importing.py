@@ -5,6 +5,7 @@ destination. No sockets, no threads.
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,11 +23,15 @@ from shared.domain.kv import Codec, KvHandle
 
 Arrived = np.ndarray[Any, np.dtype[np.bool_]]  # [layers, tokens] of a part that have arrived
 _log = logging.getLogger(__name__)
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+EIGHT_BIT = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}  # with a scale for each tensor
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, **EIGHT_BIT}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+Scales = Sequence[float]  # of each side of a layer; empty: 1. A stored value times its scale is the real one.
 
 
 class Destination(Protocol):
@@ -35,6 +40,9 @@ class Destination(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which it wants KV."""
+
+    def scales(self, layer: int) -> Scales:
+        """By what K and V of a layer are divided before they are stored; see `Scales`."""
 
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
         """Write [sides, tokens, heads, head_dim] of one layer; numbers are those of the prompt and the whole component.
@@ -273,14 +281,25 @@ def write_frame(frame: Frame, payload: Buffer, load: Load) -> None:
     kv = decode(raw, frame.shape, dtype, frame.codec, to.dtype)
     kv = kv[:, :, start - frame.token_start : end - frame.token_start]
     for layer in range(frame.layer_start, frame.layer_end):
-        to.write(layer, start, frame.head_start, kv[layer - frame.layer_start])
+        index = layer - frame.layer_start
+        theirs = frame.scales[index * frame.sides : (index + 1) * frame.sides]
+        to.write(layer, start, frame.head_start, rescaled(kv[index], theirs, to.scales(layer)))
+
+
+def rescaled(kv: torch.Tensor, theirs: Scales, ours: Scales) -> torch.Tensor:
+    """Stored values [sides, …] of the exporter as those of the importer. Equal scales leave them as they are."""
+    if tuple(theirs) == tuple(ours):
+        return kv
+    factors = [(theirs[side] if theirs else 1.0) / (ours[side] if ours else 1.0) for side in range(kv.shape[0])]
+    factor = torch.tensor(factors, dtype=torch.float32).view(-1, *(1 for _ in kv.shape[1:]))
+    return (kv.float() * factor).to(kv.dtype)
 
 
 def direct_views(frame: Frame, size_bytes: int, load: Load) -> list[memoryview]:
     """Memory into which the frame's payload may be received directly; empty where there is none."""
     dtype, to = DTYPES.get(frame.dtype), load.destinations[frame.component]
     inside = load.token_start <= frame.token_start < frame.token_end <= load.token_end
-    if frame.codec.lossy or dtype is None or dtype is not to.dtype or not inside:
+    if frame.codec.lossy or dtype is None or dtype is not to.dtype or not inside or frame.scales:
         return []
     tokens, heads = (frame.token_start, frame.token_end), (frame.head_start, frame.head_end)
     views: list[memoryview] = []

@@ -123,6 +123,7 @@ class Frame(Message, frozen=True):
     checksum: int  # xxh3_64 of the payload; 0 where the transport sends it behind the payload
     component: int = 0
     sides: int = 2
+    scales: tuple[float, ...] = ()  # of the layers, side by side, of KV in eight bits; empty: 1
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:

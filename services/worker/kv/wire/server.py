@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 
@@ -328,6 +329,7 @@ class Serving:
 
     def _header(self, transfer: Transfer, generation: int, last_layer: int, end: int, digest: int) -> Frame:
         pull, shape = self.pull, self._shape
+        first = shape.layers[0]
         return Frame(
             pull_id=pull.pull_id,
             sequence=self.frames,
@@ -348,6 +350,7 @@ class Serving:
             checksum=digest,
             component=pull.component,
             sides=shape.sides,
+            scales=tuple(chain.from_iterable(shape.scales[self._layer - first : last_layer - first])),
         )
 
     def _advance(self, last_layer: int, end: int, size_bytes: int) -> None:

@@ -59,6 +59,9 @@ class Capture:
         self.before: Callable[[], object] = lambda: None
         self.finished = False
 
+    def scales(self, layer: int) -> tuple[float, ...]:
+        return ()
+
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
         self.before()
         self.writes.append((layer, token_start))

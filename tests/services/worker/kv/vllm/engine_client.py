@@ -55,7 +55,10 @@ class Engine:
         self.endpoints = [f"{scheme}://127.0.0.1:{free_port()}" for _ in range(tp * pp)]
         self.controls = [f"ipc://{self.folder}/control-{rank}" for rank in range(tp * pp)]
         self.generation = time.time_ns()
-        self.dtype = options.setdefault("dtype", "bfloat16")
+        stored = options.setdefault("kv_cache_dtype", "auto")
+        self.kv_dtype = {"fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}.get(
+            stored, options.setdefault("dtype", "bfloat16")
+        )
         self.extra = {
             "endpoints": self.endpoints,
             "controls": self.controls,
@@ -159,7 +162,7 @@ class Engine:
             fingerprint=FINGERPRINT,
             endpoints=tuple(self.endpoints),
             tokens=tokens,
-            dtype=self.dtype,
+            dtype=self.kv_dtype,
             codec=codec,
             stages=self.stages,
         )

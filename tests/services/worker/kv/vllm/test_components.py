@@ -22,7 +22,7 @@ from tests.services.worker.kv.vllm.engine_client import (
     importing,
     prompts,
 )
-from tests.tiny_models import make_deepseek, make_gemma3, make_qwen3_next
+from tests.tiny_models import make_deepseek, make_gemma3, make_llama, make_qwen3_next
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LENGTHS = (1, 2, 31, 33, 63, 64, 65, 100, 129, 200, 300, 511, 600, 1000)
@@ -44,7 +44,7 @@ class Trio:
         **options: Any,
     ) -> None:
         options = MEMORY | options
-        ranks = {name: value for name, value in target.items() if name == "tp"}
+        ranks = {name: value for name, value in target.items() if name in ("tp", "kv_cache_dtype")}
         self.plain = Engine("plain", model, connector=False, block_size=64, **options, **ranks)
         self.p = Engine("p", model, block_size=32, **options, **source)
         self.d = Engine("d", model, block_size=64, **options, **target)
@@ -185,3 +185,33 @@ async def test_a_state_between_ranks(tmp_path: Path) -> None:
         outputs = [await trio.carried(text) for text in trio.texts]
         zeroed = sum(output[1] == reference[1] for output, reference in zip(outputs, trio.references, strict=True))
         assert zeroed < first / 2
+
+
+@pytest.mark.parametrize("stored", ["fp8", "fp8_e5m2"])
+async def test_eight_bits_are_handed_over_as_they_are(tmp_path: Path, stored: str) -> None:
+    eight_bit = {"kv_cache_dtype": stored}
+    async with Trio(make_llama(tmp_path), eight_bit, eight_bit, dtype="bfloat16") as trio:
+        assert await trio.all_carried() == len(trio.texts)
+        longest = [event for event in trio.d.events if isinstance(event, PullEnded)][-1]
+        assert longest.wire_bytes == 1000 * 3 * 2 * 2 * 32  # a byte for each value
+        assert await trio.all_carried(back=True) == len(trio.texts)
+        assert await trio.zeroed("heads") < len(trio.texts) / 2
+        await asyncio.gather(emptied(trio.p), emptied(trio.d))
+
+
+@pytest.mark.parametrize(("source", "target"), [("fp8", "auto"), ("auto", "fp8")])
+async def test_eight_bits_are_converted_for_a_peer_with_more_and_back(tmp_path: Path, source: str, target: str) -> None:
+    """With random weights, what eight bits lose changes half of the tokens; without the KV none is the same."""
+    there, here = {"kv_cache_dtype": source}, {"kv_cache_dtype": target}
+    async with Trio(make_llama(tmp_path), there, here, dtype="bfloat16") as trio:
+        alike = []
+        for zero in (False, True):
+            await trio.d.ask("fault", zero=zero, corrupt=False)
+            await trio.forget()
+            outputs = [await trio.carried(text) for text in trio.texts]
+            assert await trio.d.pulls(len(trio.texts)) == {"ok": len(trio.texts)}
+            pairs = zip(outputs, trio.references, strict=True)
+            alike.append(sum(output[at] == reference[at] for output, reference in pairs for at in (1, 2, 3)))
+        converted, zeroed = alike
+        assert converted > 10  # of 42
+        assert zeroed < converted / 3

@@ -60,6 +60,9 @@ class Into(Capture):
         super().__init__(first, last, shape.dtype)
         self.kv = torch.full(shape.chunk_shape(last - first), float("nan"), dtype=shape.dtype)
 
+    def scales(self, layer: int) -> tuple[float, ...]:
+        return self.shape.scales[layer] if self.shape.scales else ()
+
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
         super().write(layer - self.shape.layers[0], token_start, head_start - self.shape.heads[0], kv)
 
@@ -199,3 +202,23 @@ def test_only_k_and_v_are_coded(rig: Rig) -> None:
     assert arrived(into[1:2])
     assert not torch.equal(into[0].kv, KV[0][:, :, -WINDOW:])
     assert torch.allclose(into[0].kv, KV[0][:, :, -WINDOW:], atol=0.05)
+
+
+@pytest.mark.parametrize("importer_bits", [8, 16])
+def test_eight_bits_carry_their_scales(rig: Rig, importer_bits: int) -> None:
+    """Stored values times their scale are what counts: to equal scales as they are, to others converted."""
+    shards, scales = Shards((3,), 4, numbers=(0, 1, 2)), ((0.5, 2.0), (0.25, 1.0), (1.0, 4.0))
+    stored = torch.randn(3, 2, 40, 4, 8, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
+    theirs = (RankShape(shards, 8, torch.float8_e4m3fn, scales=scales),)
+    ours = theirs if importer_bits == 8 else (RankShape(shards, 8, torch.bfloat16),)
+    exporter, importer = endpoint(rig, theirs), endpoint(rig, ours)
+
+    def fill(start: int, end: int, kv: torch.Tensor) -> None:
+        kv.view(torch.uint8).copy_(stored[:, :, start:end].view(torch.uint8))
+
+    exporter.stage("t", (0, 40), 40, [Piece(0, 40, fill)])
+    into = Into(0, RankShape(shards, 8, torch.bfloat16, scales=ours[0].scales), 0, 40)  # eight bits are written as 16
+    importer.load(Load("r", rig.handle([exporter], 40, dtype="float8_e4m3fn"), 0, 40, (into,), WAIT_S))
+    assert rig.result().ok
+    factors = torch.tensor(scales).view(3, 2, 1, 1, 1) if importer_bits == 16 else torch.ones(1)
+    assert torch.equal(into.kv, (stored.float() * factors).to(torch.bfloat16))
