@@ -70,13 +70,22 @@ def stored_kv(config: Config) -> str:
 def fault_of_stored_kv(config: Config, kv_cache_dtype: str, dtype: str) -> str:
     """The fault of a checkpoint that requests KV in a form that cannot be transferred; empty without one."""
     stored = stored_kv(config)
-    if not stored or stored.startswith("fp8") or kv_cache_dtype != "auto":
+    if not stored or kv_cache_dtype != "auto":
+        return ""
+    if stored.startswith("fp8") and not _has_dynamic_scales(config):
         return ""
     kept = dtype if dtype == "float16" else "bfloat16"
     return (
         f"the checkpoint has its KV stored in {stored} (config.json: quantization_config), and KV in that form "
         f"cannot be transferred: set `engine_args: {{kv_cache_dtype: {kept}}}`, or serve a checkpoint without it"
     )
+
+
+def _has_dynamic_scales(config: Config) -> bool:
+    """Whether KV gets its scales while it is computed, so that they differ by instance."""
+    given = config.get("quantization_config")
+    scheme = given.get("kv_cache_scheme") if isinstance(given, dict) else None
+    return isinstance(scheme, dict) and bool(scheme.get("dynamic"))
 
 
 def fault_of_division(config: Config, tensor_parallel: int) -> str:

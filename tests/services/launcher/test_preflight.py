@@ -161,11 +161,13 @@ def test_a_model_that_cannot_be_served_is_named_before_anything_starts(tmp_path:
 
 
 def test_kv_that_the_checkpoint_stores_quantised_is_named_with_the_remedy(tmp_path: Path) -> None:
-    quantised = {**LLAMA, "quantization_config": STORED["llm-compressor"][0]}
+    quantised = {**LLAMA, "quantization_config": STORED["modelopt, nested"][0]}
     model = folder(tmp_path / "model", quantised)
     kept = {"engine_args": {"kv_cache_dtype": "bfloat16"}}
     (line,) = faults(tmp_path, model=model, instances=[CPU, {**CPU, **kept, "id": "d", "role": "decode"}])
-    assert line.startswith("file.yaml: instances.p.engine_args: the checkpoint has its KV stored in fp8 (config.json: ")
+    assert line.startswith(
+        "file.yaml: instances.p.engine_args: the checkpoint has its KV stored in nvfp4 (config.json: "
+    )
     assert "set `engine_args: {kv_cache_dtype: bfloat16}`" in line
 
 

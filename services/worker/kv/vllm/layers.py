@@ -46,7 +46,7 @@ from vllm.v1.kv_cache_interface import (
 
 from services.worker.kv.layout import LayoutError, View
 from services.worker.kv.shards import RankShape, Shards
-from services.worker.kv.wire.importing import DTYPES, dtype_name
+from services.worker.kv.wire.importing import WIDER, dtype_name
 from services.worker.kv.wire.protocol import MAX_FRAME_BYTES
 from shared.domain.instance import KvComponent, KvKind
 
@@ -300,7 +300,7 @@ def objection_to(config: VllmConfig, spec: KVCacheSpec) -> str | None:
     if isinstance(spec, MambaSpec):
         if spec.num_speculative_blocks:
             return "its state has room for drafted tokens; unset speculative_config"
-        unknown = [str(dtype) for dtype in spec.dtypes if dtype not in DTYPES.values()]
+        unknown = [str(dtype) for dtype in spec.dtypes if dtype not in WIDER.values()]
         return f"its state is stored in {', '.join(unknown)}; use another model" if unknown else None
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return "vLLM frees blocks by chunks; unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
@@ -328,7 +328,7 @@ def objection_to(config: VllmConfig, spec: KVCacheSpec) -> str | None:
 
 def _has_known_precision(config: VllmConfig, spec: AttentionSpec) -> bool:
     if spec.kv_quant_mode is KVQuantMode.NONE:
-        return spec.dtype in DTYPES.values()
+        return spec.dtype in WIDER.values()
     k_and_v = not isinstance(spec, MLAAttentionSpec) and spec.head_size_v == spec.head_size
     return k_and_v and eight_bit_of(config, spec) is not None
 

@@ -24,7 +24,8 @@ from shared.domain.kv import Codec, KvHandle
 Arrived = np.ndarray[Any, np.dtype[np.bool_]]  # [layers, tokens] of a part that have arrived
 _log = logging.getLogger(__name__)
 EIGHT_BIT = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}  # with a scale for each tensor
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, **EIGHT_BIT}
+WIDER = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {**WIDER, **EIGHT_BIT}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

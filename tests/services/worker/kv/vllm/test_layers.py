@@ -1,5 +1,6 @@
 """Which layers are transferred and as which components, by vLLM's configuration, and which are refused."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -33,6 +34,7 @@ from services.worker.kv.vllm import layers
 from services.worker.kv.vllm.connector import checked
 from services.worker.kv.vllm.layers import RankComponent, components_of, without_draft
 from shared.domain.instance import KvComponent, KvKind
+from shared.domain.kv import Codec
 from tests.services.worker.kv.vllm.engine_client import NEW_TOKENS, Engine, emptied, handed_over, identical, prompts
 from tests.tiny_models import make_llama
 
@@ -77,6 +79,9 @@ def read(ranks: int = 1, stages: int = 1, hidden_layers: int = 3, kv_heads: int 
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=stages),
         speculative_config=None,
+        compilation_config=SimpleNamespace(
+            static_forward_context=defaultdict(lambda: SimpleNamespace(_k_scale_float=0.5, _v_scale_float=2.0))
+        ),
     )
 
 
@@ -166,12 +171,14 @@ def test_without_speculation_every_layer_is_transferred(tmp_path: Path) -> None:
         pytest.param(replace(SPEC, tokens_per_state=4), "4 tokens.*use another model", id="compressed"),
         pytest.param(replace(MLA, tokens_per_state=4), "4 tokens.*use another model", id="a compressed latent"),
         pytest.param(replace(SPEC, tokens_per_state=Fraction(1, 4)), "1/4 tokens", id="several states"),
+        pytest.param(FP8, "", id="fp8"),
         pytest.param(
-            FP8,
+            replace(FP8, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD),
             "stored in fp8_e4m3, as the checkpoint or `kv_cache_dtype` selects; "
             "set engine_args: {kv_cache_dtype: bfloat16}",
-            id="fp8",
+            id="a scale for each token",
         ),
+        pytest.param(replace(FP8, head_size=192, head_size_v=128), "stored in fp8_e4m3", id="fp8, unlike K and V"),
         pytest.param(replace(MLA, dtype=torch.uint8), "set engine_args: {kv_cache_dtype: bfloat16}", id="fp8 latent"),
         pytest.param(
             ChunkedLocalAttentionSpec(
@@ -213,6 +220,13 @@ def test_other_layouts_are_refused_by_name_with_what_to_do(spec: KVCacheSpec, re
     else:
         (component,) = components_of(read(), cache, caches(*TARGET))
         assert component.model.layers == (0, 1, 2)
+
+
+def test_k_and_v_in_eight_bits_have_the_scales_of_their_layer() -> None:
+    (component,) = components_of(read(), grouped((TARGET, FP8)), caches(*TARGET))
+    assert component.shape.dtype is torch.float8_e4m3fn
+    assert component.shape.scales == ((0.5, 2.0),) * 3
+    assert component.shape.codec(Codec.INT8) is Codec.RAW
 
 
 def test_slots_of_k_and_v_have_the_shape_of_two_heads() -> None:
