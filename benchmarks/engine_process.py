@@ -194,7 +194,7 @@ def own_process(log: str) -> None:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
     faulthandler.enable()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # pytest may be killed: an engine must not outlive it
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # its parent may be killed: an engine must not outlive it
 
 
 def run(log: str, address: str, options: dict[str, Any], extra: dict[str, Any] | None, layers: tuple[int, ...]) -> None:
