@@ -7,9 +7,11 @@ import ctypes
 import faulthandler
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -195,6 +197,15 @@ def own_process(log: str) -> None:
             os.dup2(file.fileno(), stream.fileno())
     faulthandler.enable()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # its parent may be killed: an engine must not outlive it
+    threading.Thread(target=_end_with_client, daemon=True).start()
+
+
+def _end_with_client() -> None:
+    """A fork server, which is the parent then, lives as long as its forks."""
+    client = multiprocessing.parent_process()
+    if client is not None:
+        client.join()
+        os.killpg(0, signal.SIGKILL)
 
 
 def run(log: str, address: str, options: dict[str, Any], extra: dict[str, Any] | None, layers: tuple[int, ...]) -> None:

@@ -63,7 +63,8 @@ _HALF = "bfloat16"
 class Family:
     """model_type: transformers' name. config: over the sizes that all have. kinds: of what layers keep for a request.
 
-    dtype: of the engines; bfloat16 where vLLM's CPU kernels have no other.
+    dtype: of the engines; bfloat16 where vLLM's CPU kernels have no other. unlike_tp: whether KV goes to another degree
+    of tensor parallelism; a state does so if it is known how it is divided.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Family:
     config: Mapping[str, Any] = field(default_factory=dict)
     kinds: tuple[KvKind, ...] = (KvKind.HEADS,)
     dtype: str = "float32"
+    unlike_tp: bool = True
 
 
 _LATENTS, _STATES, _BOTH = (KvKind.LATENT,), (KvKind.STATE,), (KvKind.HEADS, KvKind.STATE)
@@ -122,7 +124,9 @@ _ALL = (
     Family("ERNIE-4.5", "ernie4_5", _HEADS),
     Family("Seed-OSS", "seed_oss", _HEADS),
     Family("DeepSeek-V3", "deepseek_v3", {**_LATENT, "first_k_dense_replace": 1}, _LATENTS, _HALF),
-    Family("Mamba-2", "mamba2", {"num_heads": 4, "head_dim": 64, "state_size": 64, "n_groups": 1}, _STATES),
+    Family(
+        "Mamba-2", "mamba2", {"num_heads": 4, "head_dim": 64, "state_size": 64, "n_groups": 1}, _STATES, unlike_tp=False
+    ),
     Family(
         "Granite-4-H",
         "granitemoehybrid",
@@ -135,9 +139,12 @@ _ALL = (
             "layer_types": ["mamba", "attention"] * 2,
         },
         _BOTH,
+        unlike_tp=False,
     ),
-    Family("Falcon-H1", "falcon_h1", {**_GROUPED, **_MAMBA, "mamba_d_ssm": 256}, _BOTH),
-    Family("LFM2", "lfm2", {**_GROUPED, "layer_types": ["conv", "conv", "conv", "full_attention"]}, _BOTH),
+    Family("Falcon-H1", "falcon_h1", {**_GROUPED, **_MAMBA, "mamba_d_ssm": 256}, _BOTH, unlike_tp=False),
+    Family(
+        "LFM2", "lfm2", {**_GROUPED, "layer_types": ["conv", "conv", "conv", "full_attention"]}, _BOTH, unlike_tp=False
+    ),
     Family(
         "Gemma-4",
         "gemma4_text",
@@ -159,6 +166,7 @@ _ALL = (
             "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
         },
         _BOTH,
+        unlike_tp=False,
     ),
 )
 FAMILIES = {family.name: family for family in _ALL}

@@ -1,10 +1,15 @@
 """`polyphase bench models`: one family with each kind of component on real engines, and the table."""
 
+import os
+import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
+from benchmarks.engine_client import PROCESSES, SPAWNED
 from benchmarks.model_families import FAMILIES, make_model
 from benchmarks.models import (
     MIN_FAMILIES,
@@ -38,6 +43,32 @@ async def test_a_family_with_each_kind_of_component(name: str) -> None:
     assert found.zeroed.keys() == {kind.value for kind in FAMILIES[name].kinds}
 
 
+@pytest.mark.slow
+def test_engines_end_with_a_bench_that_is_killed(tmp_path: Path) -> None:
+    receiver, sender = SPAWNED.Pipe(duplex=False)
+    bench = SPAWNED.Process(target=_start_one, args=(str(tmp_path / "log"), sender))
+    bench.start()
+    pid = receiver.recv() if receiver.poll(120) else 0
+    bench.kill()
+    bench.join()
+    psutil.wait_procs([psutil.Process(pid)], timeout=30)
+    assert not psutil.pid_exists(pid)
+
+
+def _start_one(log: str, sender: Connection) -> None:
+    engine = PROCESSES.Process(target=_stay, args=(log, sender))
+    engine.start()
+    engine.join()
+
+
+def _stay(log: str, sender: Connection) -> None:
+    from benchmarks.engine_process import own_process
+
+    own_process(log)
+    sender.send(os.getpid())
+    threading.Event().wait()
+
+
 def made(family: str, dtype: str = "float32", **changes: object) -> FamilyResult:
     zeroed = {"heads": Cell(2, 25, 0.1)}
     found = FamilyResult(family, dtype, ["heads"], "0.32.0", "2026-11-26", distinct=99, cells=CELLS, zeroed=zeroed)
@@ -51,6 +82,9 @@ def test_what_is_a_fault() -> None:
     assert made("Llama", "bfloat16", cells=CELLS | {"killed": near}).fault == ""
     assert made("Llama", "bfloat16", cells=CELLS | {"flip": near}).fault == "flip"
     assert made("Llama", cells=CELLS | {"chunks": Cell(25, 25, 1.0, not_pulled=1)}).fault == "chunks"
+    recomputed = CELLS | {"tp_1": Cell(25, 25, 1.0, not_pulled=25)}
+    assert made("Mamba-2", cells=recomputed).fault == ""
+    assert made("Llama", cells=recomputed).fault == "tp_1"
     assert made("Llama", zeroed={"heads": Cell(13, 25, 0.5)}).fault == "zeroed heads"
     assert made("Llama", polyphase="LayoutError: x").fault == "LayoutError: x"
     assert made("Llama", plain="ValueError: x").fault == ""
@@ -84,10 +118,10 @@ def test_files_are_joined_into_a_table(tmp_path: Path) -> None:
 
 def test_the_table_shows_agreement_in_bfloat16_and_what_failed() -> None:
     cells = CELLS | {"killed": Cell(20, 25, 0.97), "tp_2": Cell(error="RuntimeError: no"), "flip": Cell(25, 25, 1, 2)}
-    text = table_of([made("A", "bfloat16", cells=cells)])
+    text = table_of([made("DeepSeek-V2", "bfloat16", cells=cells)])
     assert "20/25 (97%)" in text
     assert "2 not pulled" in text
-    assert "- A, TP 1 → 2: `RuntimeError: no`" in text
+    assert "- DeepSeek-V2, TP 1 → 2: `RuntimeError: no`" in text
 
 
 def test_an_unknown_family_is_refused() -> None:
