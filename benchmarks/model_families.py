@@ -57,6 +57,8 @@ _DELTA: dict[str, Any] = {
 }
 _MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1}
 _HALF = "bfloat16"
+# vLLM's CPU backend does not return the states within a prompt, which its prefix cache would keep (an IndexError).
+_UNCACHED: dict[str, Any] = {"enable_prefix_caching": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Family:
     """model_type: transformers' name. config: over the sizes that all have. kinds: of what layers keep for a request.
 
     dtype: of the engines; bfloat16 where vLLM's CPU kernels have no other. unlike_tp: whether KV goes to another degree
-    of tensor parallelism; a state does so if it is known how it is divided.
+    of tensor parallelism; a state does so if it is known how it is divided. engine: more engine arguments.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Family:
     kinds: tuple[KvKind, ...] = (KvKind.HEADS,)
     dtype: str = "float32"
     unlike_tp: bool = True
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 _LATENTS, _STATES, _BOTH = (KvKind.LATENT,), (KvKind.STATE,), (KvKind.HEADS, KvKind.STATE)
@@ -140,10 +143,17 @@ _ALL = (
         },
         _BOTH,
         unlike_tp=False,
+        engine=_UNCACHED,
     ),
-    Family("Falcon-H1", "falcon_h1", {**_GROUPED, **_MAMBA, "mamba_d_ssm": 256}, _BOTH, unlike_tp=False),
     Family(
-        "LFM2", "lfm2", {**_GROUPED, "layer_types": ["conv", "conv", "conv", "full_attention"]}, _BOTH, unlike_tp=False
+        "Falcon-H1", "falcon_h1", {**_GROUPED, **_MAMBA, "mamba_d_ssm": 256}, _BOTH, unlike_tp=False, engine=_UNCACHED
+    ),
+    Family(
+        "LFM2",
+        "lfm2",
+        {**_GROUPED, "layer_types": ["conv"] * 3 + ["full_attention"], "conv_dim": 128, "block_dim": 128},
+        _BOTH,
+        unlike_tp=False,
     ),
     Family(
         "Gemma-4",
@@ -167,6 +177,7 @@ _ALL = (
         },
         _BOTH,
         unlike_tp=False,
+        engine=_UNCACHED,
     ),
 )
 FAMILIES = {family.name: family for family in _ALL}

@@ -234,6 +234,7 @@ class _Measurement:
             "dtype": self._family.dtype,
             "kv_cache_memory_bytes": KV_BYTES,
             "max_num_batched_tokens": 1024 if self._alone else 256,
+            **self._family.engine,
             **options,
         }
         engine = Engine(name, self._model, **options)
