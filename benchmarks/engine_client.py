@@ -56,7 +56,8 @@ class Engine:
     ) -> None:
         self.name = name
         self.folder = Path(tempfile.mkdtemp(prefix=f"pp-{name}-"))
-        first = ports.free_range(size=tp * pp)
+        # A range of the process's own: an engine may start to listen after its reservation has ended.
+        first = ports.free_range(20_000 + os.getpid() * 40 % 8_000, size=tp * pp)
         self.endpoints = [f"{scheme}://127.0.0.1:{first + rank}" for rank in range(tp * pp)]
         self.controls = [f"ipc://{self.folder}/control-{rank}" for rank in range(tp * pp)]
         self.generation = time.time_ns()
