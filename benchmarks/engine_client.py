@@ -147,7 +147,8 @@ class Engine:
     ) -> list[int]:
         self._count += 1
         request_id = request_id or f"{self.name}-{self._count}"
-        future = self._done[request_id] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self._done[request_id] = future
         await self._send(op="generate", id=request_id, prompt=prompt, max_tokens=max_tokens, kv=kv, salt=salt)
         async with asyncio.timeout(60):
             while not (await asyncio.wait({future}, timeout=0.5))[0]:
@@ -181,7 +182,8 @@ class Engine:
             async with asyncio.timeout(30):
                 while True:
                     for event in self.events:
-                        if isinstance(event, kind) and (event.transfer_id, event.rank) == (transfer_id, rank):
+                        found: Any = event
+                        if isinstance(event, kind) and (found.transfer_id, found.rank) == (transfer_id, rank):
                             return event
                     await self._changed.wait()
 

@@ -185,7 +185,7 @@ def devices_of(worker: Any = None) -> dict[str, Any]:
     return {
         "pid": os.getpid(),
         "own": device.index if device is not None and device.type == "cuda" else None,
-        "contexts": [number for number in seen if torch._C._cuda_hasPrimaryContext(number)],
+        "contexts": [number for number in seen if torch._C._cuda_hasPrimaryContext(number)],  # type: ignore[attr-defined]
     }
 
 

@@ -120,11 +120,7 @@ _ALL = (
     Family("GLM-4", "glm4", _HEADS),
     Family("GPT-2", "gpt2", {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 4096}),
     Family("OPT", "opt", {"ffn_dim": 256, "word_embed_proj_dim": 128}),
-    Family(
-        "Falcon",
-        "falcon",
-        {"num_kv_heads": 2, "new_decoder_architecture": True, "multi_query": False, "ffn_hidden_size": 256},
-    ),
+    Family("Falcon", "falcon", {"num_kv_heads": 2, "new_decoder_architecture": True, "multi_query": False}),
     Family("StarCoder2", "starcoder2", _GROUPED),
     Family("StableLM", "stablelm", _GROUPED),
     Family("Granite", "granite", _GROUPED),

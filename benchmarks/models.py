@@ -37,8 +37,8 @@ KV_BYTES = 64 << 20
 BLOCK = 64  # of the decode engine and its reference
 SENT = 5  # tokens that a client has when its decode engine is killed
 REDUCED = 6  # prompts
-# Within one block of a model with states, which vLLM makes as large as a state.
-STATE_LENGTHS = (*LENGTHS[:21], 400, 511, 535, 544)
+# Within one block of a model with states, which vLLM makes as large as a state, also with `SENT` tokens more.
+STATE_LENGTHS = (*LENGTHS[:21], 400, 511, 520, 535)
 _ERROR = re.compile(r"^(?:\[[^\]]*\]:? *)*(?:[\w.]*\.)?\w*(?:Error|Exception)\b.*")
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}  # as the table has them
 _MARKERS = ("<!-- families: begin -->", "<!-- families: end -->")

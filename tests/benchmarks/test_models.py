@@ -79,7 +79,7 @@ def test_what_is_a_fault() -> None:
     near = Cell(20, 25, 0.97)
     assert made("Llama").fault == ""
     assert made("Llama", cells=CELLS | {"killed": near}).fault == "killed"
-    assert made("Llama", "bfloat16", cells=CELLS | {"killed": near}).fault == ""
+    assert made("Llama", "bfloat16", cells=CELLS | {"split_last": near, "tp_2": near}).fault == ""
     assert made("Llama", "bfloat16", cells=CELLS | {"flip": near}).fault == "flip"
     assert made("Llama", cells=CELLS | {"chunks": Cell(25, 25, 1.0, not_pulled=1)}).fault == "chunks"
     recomputed = CELLS | {"tp_1": Cell(25, 25, 1.0, not_pulled=25)}
