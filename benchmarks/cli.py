@@ -18,7 +18,8 @@ MODULES = (
     "benchmarks.kv_quality", "benchmarks.control", "benchmarks.dashboard", "benchmarks.policy", "benchmarks.policies",
     "benchmarks.roles", "benchmarks.overload", "benchmarks.cost", "benchmarks.mixed", "benchmarks.prefix",
     "benchmarks.learning", "benchmarks.engine", "benchmarks.live", "benchmarks.traces", "benchmarks.sim",
-    "benchmarks.plan", "benchmarks.predictor", "benchmarks.papers", "benchmarks.chaos.run",
+    "benchmarks.plan", "benchmarks.predictor", "benchmarks.papers", "benchmarks.models",
+    "benchmarks.chaos.run",
 )  # fmt: skip
 BENCHES = {module.removesuffix(".run").rpartition(".")[2]: module for module in MODULES}  # by name
 BENCHES["troubles"] = "benchmarks.chaos.run"
@@ -166,6 +167,20 @@ def bench_papers(
 ) -> None:
     """The simulator compared with the results of the papers."""
     _measure("papers", as_json, data, write_docs)
+
+
+@bench_app.command("models")
+def bench_models(
+    family: Annotated[list[str] | None, typer.Option(help="A family of models by name; may be repeated.")] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Keep each family's result in this folder, and measure those that are missing there."),
+    ] = None,
+    write_docs: Annotated[Path | None, typer.Option(help="Write the table into models.md in this folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Tiny models of many families on real engines: tokens after all kinds of hand-overs (long: see --results)."""
+    _measure("models", as_json, family or (), results, write_docs=write_docs)
 
 
 @bench_app.command("chaos")

@@ -38,6 +38,7 @@ VLLM = {
     "gateway/vllm_patches.py",
     "gateway/plain_stream.py",
     "benchmarks/vllm_check/plugin.py",
+    "benchmarks/engine_process.py",
     "services/worker/engines/vllm.py",
     "services/worker/engines/vllm_observers.py",
     "services/worker/engines/vllm_patches.py",
@@ -45,7 +46,12 @@ VLLM = {
     "services/worker/engines/vllm_cpu_worker.py",
     "services/worker/engines/vllm_start.py",
 }
-TORCH = {"gateway/core.py", "services/worker/engines/vllm_cpu_worker.py"}
+TORCH = {
+    "gateway/core.py",
+    "services/worker/engines/vllm_cpu_worker.py",
+    "benchmarks/kv.py",
+    "benchmarks/engine_process.py",
+}
 COMMAND = "services/launcher/cli.py"  # the `polyphase` command is composed of all groups of commands
 LAUNCHER = "services/launcher/"  # composes the suite: it may know every process's settings, and nothing else of them
 LAUNCHER_MAY = {"gateway.auth", "gateway.table"}  # and makes what the processes share
@@ -76,7 +82,7 @@ def test_import_law(file: Path) -> None:
             assert name in VLLM or name.startswith("services/worker/kv/vllm/"), f"{name} imports vLLM"
         elif top == "torch":
             allowed = name in TORCH or name.startswith(("services/worker/kv/", "predictor/"))
-            assert allowed or name == "benchmarks/kv.py", f"{name} imports torch"
+            assert allowed, f"{name} imports torch"
         elif top in TOP:
             _check_own(name, module)
         elif top in IMPURE and name.startswith(tuple(f"shared/{part}/" for part in PURE)):

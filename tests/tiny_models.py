@@ -1,21 +1,9 @@
-"""Small random models that tests make for themselves: nothing is downloaded."""
+"""Small random models of sizes that tests choose; `benchmarks.model_families` has one of each family."""
 
 from pathlib import Path
 from typing import Any
 
-VOCABULARY = 512
-_SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 4096,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "initializer_range": 0.1,
-}
+from benchmarks.model_families import VOCABULARY, save_random
 
 
 def make_llama(path: Path, *, kv_heads: int = 2, head_dim: int = 32, seed: int = 0) -> Path:
@@ -23,10 +11,8 @@ def make_llama(path: Path, *, kv_heads: int = 2, head_dim: int = 32, seed: int =
 
     It has no tokenizer: engines must be started with `skip_tokenizer_init`.
     """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
 
-    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=4 * head_dim,
@@ -39,15 +25,14 @@ def make_llama(path: Path, *, kv_heads: int = 2, head_dim: int = 32, seed: int =
         eos_token_id=1,
         initializer_range=0.15,
     )
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return save_random(config, path, seed)
 
 
 def make_qwen3(path: Path, *, full: bool = False, seed: int = 0) -> Path:
     """A Qwen3 with random weights: of Qwen3-0.6B's shape (28 layers, 8 KV heads of 128; 1.5 GB), or a small one. Its
     embeddings are not tied, or the last token alone would choose the next.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config
 
     shape: dict[str, Any] = {
         "vocab_size": 151_936,
@@ -65,14 +50,14 @@ def make_qwen3(path: Path, *, full: bool = False, seed: int = 0) -> Path:
         shape |= small | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     spread = 0.02 if full else 0.1  # many layers of large weights would make much of bfloat16's last bits
     config = Qwen3Config(**shape, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, initializer_range=spread)
-    return _saved(path, config, Qwen3ForCausalLM, seed)
+    return save_random(config, path, seed)
 
 
 def make_gpt_oss(path: Path, seed: int = 0) -> Path:
     """A small gpt-oss with random weights: attention sinks, layers with a window of 128 tokens beside full ones, and
     experts, with heads of 64 as the real ones have.
     """
-    from transformers import GptOssConfig, GptOssForCausalLM
+    from transformers import GptOssConfig
 
     config = GptOssConfig(
         vocab_size=VOCABULARY,
@@ -91,79 +76,4 @@ def make_gpt_oss(path: Path, seed: int = 0) -> Path:
         eos_token_id=1,
         initializer_range=0.1,
     )
-    return _saved(path, config, GptOssForCausalLM, seed)
-
-
-def make_gemma3(path: Path, seed: int = 0) -> Path:
-    """A small Gemma-3 with random weights: three layers with a window of 64 tokens and one with full attention, so that
-    vLLM keeps the windowed ones in several groups.
-    """
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    config = Gemma3TextConfig(
-        **_SMALL,
-        num_key_value_heads=2,
-        head_dim=32,
-        sliding_window=64,
-        layer_types=["sliding_attention"] * 3 + ["full_attention"],
-        query_pre_attn_scalar=32,
-        tie_word_embeddings=False,
-    )
-    return _saved(path, config, Gemma3ForCausalLM, seed)
-
-
-def make_deepseek(path: Path, seed: int = 0) -> Path:
-    """A small DeepSeek V2 with random weights: multi-head latent attention, with the one size of a latent for which
-    vLLM's CPU backends have kernels, and experts.
-    """
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    config = DeepseekV2Config(
-        **_SMALL,
-        num_key_value_heads=4,
-        moe_intermediate_size=64,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-        topk_method="greedy",
-        first_k_dense_replace=1,
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-    )
-    return _saved(path, config, DeepseekV2ForCausalLM, seed)
-
-
-def make_qwen3_next(path: Path, seed: int = 0) -> Path:
-    """A small Qwen3-Next with random weights: three layers with a gated delta net, whose state vLLM's CPU kernels have
-    for heads of 128 and bfloat16 only, one with attention, and experts.
-    """
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    config = Qwen3NextConfig(
-        **(_SMALL | {"hidden_size": 256}),
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-    )
-    return _saved(path, config, Qwen3NextForCausalLM, seed)
-
-
-def _saved(path: Path, config: Any, kind: Any, seed: int) -> Path:
-    import torch
-
-    torch.manual_seed(seed)
-    kind(config).save_pretrained(path)
-    return path
+    return save_random(config, path, seed)

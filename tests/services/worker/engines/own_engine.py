@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.engine_client import PROCESSES
+from benchmarks.engine_process import own_process
 from services.launcher.model_source import PROJECT
 from services.worker.__main__ import _prepare_environment
 from services.worker.kv.rank_events import KvEvents
 from services.worker.settings import WorkerSettings
 from shared.runtime.logs import configure_logs
 from tests.ports import free_port
-from tests.services.worker.kv.vllm.engine_client import PROCESSES
-from tests.services.worker.kv.vllm.engine_process import own_process
 
 PATIENCE_S = 250  # of a test, for all that its script tries
 Script = Callable[..., Awaitable[dict[str, Any]]]

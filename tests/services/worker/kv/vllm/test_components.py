@@ -4,25 +4,16 @@ latent, a recurrent state. What is pulled is counted, and a component that is ze
 
 import asyncio
 import uuid
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.engine_client import NEW_TOKENS, Engine, emptied, exporting, handed_over, identical, importing, prompts
+from benchmarks.model_families import FAMILIES, make_model
 from services.worker.kv.rank_messages import PullEnded
-from tests.services.worker.kv.vllm.engine_client import (
-    NEW_TOKENS,
-    Engine,
-    emptied,
-    exporting,
-    handed_over,
-    identical,
-    importing,
-    prompts,
-)
-from tests.tiny_models import make_deepseek, make_gemma3, make_llama, make_qwen3_next
+from tests.tiny_models import make_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LENGTHS = (1, 2, 31, 33, 63, 64, 65, 100, 129, 200, 300, 511, 600, 1000)
@@ -114,7 +105,7 @@ class Trio:
 
 
 async def test_windows_are_handed_over_as_far_as_they_are_read(tmp_path: Path) -> None:
-    async with Trio(make_gemma3(tmp_path), {}, {}, dtype="float32") as trio:
+    async with Trio(make_model(FAMILIES["Gemma-3"], tmp_path), {}, {}, dtype="float32") as trio:
         every = len(trio.texts)
         assert await trio.all_carried() == every
         # 3 of 4 layers have K and V of 2 heads of 32 in float32 for 63 tokens only.
@@ -146,19 +137,23 @@ async def test_windows_are_handed_over_as_far_as_they_are_read(tmp_path: Path) -
 
 async def test_windows_between_ranks_and_stages(tmp_path: Path) -> None:
     source, target = {"pp": 2}, {"tp": 2}
-    async with Trio(make_gemma3(tmp_path), source, target, dtype="float32") as trio:
+    async with Trio(make_model(FAMILIES["Gemma-3"], tmp_path), source, target, dtype="float32") as trio:
         assert await trio.all_carried() == len(trio.texts)
         assert await trio.all_carried(back=True) == len(trio.texts)
         await asyncio.gather(emptied(trio.p), emptied(trio.d))
 
 
-@pytest.mark.parametrize("make", [make_deepseek, make_qwen3_next], ids=["latent", "state"])
-async def test_a_latent_and_a_state_are_handed_over(make: Callable[[Path], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind", "lengths"), [("DeepSeek-V2", "latent", LENGTHS), ("Qwen3-Next", "state", STATE_LENGTHS)]
+)
+async def test_a_latent_and_a_state_are_handed_over(
+    family: str, kind: str, lengths: tuple[int, ...], tmp_path: Path
+) -> None:
     """In bfloat16, in which these kernels compute: what shares a batch or a chunk makes a difference, so answers are
     compared one after the other, with chunks as long as the longest prompt.
     """
-    kind, lengths = ("latent", LENGTHS) if make is make_deepseek else ("state", STATE_LENGTHS)
-    async with Trio(make(tmp_path), {}, {}, lengths, dtype="bfloat16", max_num_batched_tokens=1024) as trio:
+    model = make_model(FAMILIES[family], tmp_path)
+    async with Trio(model, {}, {}, lengths, dtype="bfloat16", max_num_batched_tokens=1024) as trio:
         every = len(trio.texts)
         assert await trio.all_carried() == every
         assert await trio.all_carried(back=True) == every
@@ -175,7 +170,7 @@ async def test_a_latent_and_a_state_are_handed_over(make: Callable[[Path], Path]
 async def test_a_state_between_ranks(tmp_path: Path) -> None:
     """From two ranks, each with half of the heads, to one. Across ranks sums are rounded in another order."""
     options: dict[str, Any] = {"dtype": "bfloat16", "max_num_batched_tokens": 1024}
-    async with Trio(make_qwen3_next(tmp_path), {"tp": 2}, {}, STATE_LENGTHS, **options) as trio:
+    async with Trio(make_model(FAMILIES["Qwen3-Next"], tmp_path), {"tp": 2}, {}, STATE_LENGTHS, **options) as trio:
         outputs = [await trio.carried(text) for text in trio.texts]
         assert await trio.d.pulls(len(trio.texts)) == {"ok": len(trio.texts)}
         first = sum(output[1] == reference[1] for output, reference in zip(outputs, trio.references, strict=True))

@@ -16,20 +16,11 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from benchmarks.engine_client import NEW_TOKENS, Engine, emptied, exporting, handed_over, identical, importing, prompts
 from services.worker.kv.rank_messages import PullEnded, Release, StagedChunk, Stats
 from services.worker.kv.wire.nixl_agent import installed
 from shared.domain.kv import Codec
 from tests.services.worker.kv.rig import prefetch
-from tests.services.worker.kv.vllm.engine_client import (
-    NEW_TOKENS,
-    Engine,
-    emptied,
-    exporting,
-    handed_over,
-    identical,
-    importing,
-    prompts,
-)
 from tests.tiny_models import make_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]

@@ -29,13 +29,13 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from benchmarks.engine_client import NEW_TOKENS, Engine, emptied, handed_over, identical, prompts
 from services.worker.kv.layout import LayoutError, strided_layout
 from services.worker.kv.vllm import layers
 from services.worker.kv.vllm.connector import checked
 from services.worker.kv.vllm.layers import RankComponent, components_of, without_draft
 from shared.domain.instance import KvComponent, KvKind
 from shared.domain.kv import Codec
-from tests.services.worker.kv.vllm.engine_client import NEW_TOKENS, Engine, emptied, handed_over, identical, prompts
 from tests.tiny_models import make_llama
 
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)

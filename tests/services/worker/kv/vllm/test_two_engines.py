@@ -77,7 +77,7 @@ def test_vllm_accepts_the_arguments_of_each_check(
 
 
 def test_the_whole_qwen3_has_the_kv_of_qwen3_0_6b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.tiny_models._saved", lambda path, config, *_: config.save_pretrained(path) or path)
+    monkeypatch.setattr("tests.tiny_models.save_random", lambda config, path, *_: config.save_pretrained(path) or path)
     config = EngineArgs(model=str(make_qwen3(tmp_path, full=True)), skip_tokenizer_init=True).create_model_config()
     shape = config.get_total_num_hidden_layers(), config.get_total_num_kv_heads(), config.get_head_size()
     assert shape == (28, 8, 128)

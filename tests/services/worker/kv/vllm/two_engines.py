@@ -10,17 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine_client import LENGTHS, NEW_TOKENS, Engine, emptied, handed_over, identical, prompts
 from services.worker.kv.rank_messages import PullEnded
 from shared.domain.kv import Codec
-from tests.services.worker.kv.vllm.engine_client import (
-    LENGTHS,
-    NEW_TOKENS,
-    Engine,
-    emptied,
-    handed_over,
-    identical,
-    prompts,
-)
 
 ROUNDS = 3  # of all prompts at once
 

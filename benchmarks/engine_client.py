@@ -1,4 +1,7 @@
-"""The test's side of engine processes: start, ask, read KV events and rank statistics, stop."""
+"""Engine processes as benches and tests drive them: start, ask, read KV events and rank statistics, stop, kill.
+
+The process is `benchmarks.engine_process`.
+"""
 
 import asyncio
 import json
@@ -11,6 +14,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,23 +23,23 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from benchmarks.model_families import VOCABULARY
+from services.launcher import ports
 from services.worker.kv import lossy_salt
 from services.worker.kv.rank_control import SocketControl
 from services.worker.kv.rank_events import KvEvents
 from services.worker.kv.rank_messages import KvEvent, PullEnded, StagedChunk, Stats
 from shared.domain.kv import Codec, KvHandle
-from tests.ports import free_port
-from tests.tiny_models import VOCABULARY
 
 FINGERPRINT = "tiny"
 # vLLM takes longer to import than an engine to start: one process does it, the engines are its forks.
 PROCESSES = multiprocessing.get_context("forkserver")
 SPAWNED = multiprocessing.get_context("spawn")  # CUDA does not outlive a fork
-PROCESSES.set_forkserver_preload(["tests.services.worker.kv.vllm.engine_process"])
+PROCESSES.set_forkserver_preload(["benchmarks.engine_process"])
 
 
 class Engine:
-    """One engine process. Start many, then enter each on the event loop of the test."""
+    """One engine process. Start many, then enter each on the event loop."""
 
     def __init__(
         self,
@@ -52,7 +56,9 @@ class Engine:
     ) -> None:
         self.name = name
         self.folder = Path(tempfile.mkdtemp(prefix=f"pp-{name}-"))
-        self.endpoints = [f"{scheme}://127.0.0.1:{free_port()}" for _ in range(tp * pp)]
+        # A range of the process's own: an engine may start to listen after its reservation has ended.
+        first = ports.free_range(20_000 + os.getpid() * 40 % 8_000, size=tp * pp)
+        self.endpoints = [f"{scheme}://127.0.0.1:{first + rank}" for rank in range(tp * pp)]
         self.controls = [f"ipc://{self.folder}/control-{rank}" for rank in range(tp * pp)]
         self.generation = time.time_ns()
         stored = options.setdefault("kv_cache_dtype", "auto")
@@ -104,12 +110,9 @@ class Engine:
         self.control = await SocketControl(self.controls, "secret").__aenter__()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._listen())]
         while not self._ready.is_set():
-            if self.process.exitcode is not None:
-                raise RuntimeError(f"{self.name} died: {self.log.read_text()[-4000:]}")
-            try:
+            self._check_alive()
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._ready.wait(), 0.3)
-            except TimeoutError:
-                continue
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -133,6 +136,10 @@ class Engine:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
 
+    def _check_alive(self) -> None:
+        if self.process.exitcode is not None:
+            raise RuntimeError(f"{self.name} died: {self.log.read_text()[-4000:]}")
+
     async def generate(
         self,
         prompt: list[int],
@@ -143,14 +150,19 @@ class Engine:
     ) -> list[int]:
         self._count += 1
         request_id = request_id or f"{self.name}-{self._count}"
-        self._done[request_id] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self._done[request_id] = future
         await self._send(op="generate", id=request_id, prompt=prompt, max_tokens=max_tokens, kv=kv, salt=salt)
-        return await asyncio.wait_for(self._done[request_id], 60)
+        async with asyncio.timeout(60):
+            while not (await asyncio.wait({future}, timeout=0.5))[0]:
+                self._check_alive()
+        return future.result()
 
     async def abort(self, request_id: str) -> None:
         await self._send(op="abort", id=request_id)
 
     async def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
+        self._check_alive()
         await self._send(op=op, **arguments)
         return await asyncio.wait_for(self._answers.get(), 30)
 
@@ -173,7 +185,8 @@ class Engine:
             async with asyncio.timeout(30):
                 while True:
                     for event in self.events:
-                        if isinstance(event, kind) and (event.transfer_id, event.rank) == (transfer_id, rank):
+                        found: Any = event
+                        if isinstance(event, kind) and (found.transfer_id, found.rank) == (transfer_id, rank):
                             return event
                     await self._changed.wait()
 
@@ -221,7 +234,7 @@ class Engine:
 
 def run_engine(log: str, *arguments: Any) -> None:
     """What an engine's process does."""
-    from tests.services.worker.kv.vllm.engine_process import run
+    from benchmarks.engine_process import run
 
     run(log, *arguments)
 
@@ -268,7 +281,7 @@ async def handed_over(
 async def emptied(engine: Engine) -> None:
     """Its staging and inbox become empty."""
     async with asyncio.timeout(20):
-        while any(s.staged_bytes or s.inbox_bytes or s.pulling for s in await engine.control.call(Stats())):
+        while any(s.staged_bytes or s.inbox_bytes or s.pulling for s in await engine.control.call(Stats())):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

@@ -7,9 +7,11 @@ import ctypes
 import faulthandler
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -183,7 +185,7 @@ def devices_of(worker: Any = None) -> dict[str, Any]:
     return {
         "pid": os.getpid(),
         "own": device.index if device is not None and device.type == "cuda" else None,
-        "contexts": [number for number in seen if torch._C._cuda_hasPrimaryContext(number)],
+        "contexts": [number for number in seen if torch._C._cuda_hasPrimaryContext(number)],  # type: ignore[attr-defined]
     }
 
 
@@ -194,7 +196,16 @@ def own_process(log: str) -> None:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
     faulthandler.enable()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # pytest may be killed: an engine must not outlive it
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # its parent may be killed: an engine must not outlive it
+    threading.Thread(target=_end_with_client, daemon=True).start()
+
+
+def _end_with_client() -> None:
+    """A fork server, which is the parent then, lives as long as its forks."""
+    client = multiprocessing.parent_process()
+    if client is not None:
+        client.join()
+        os.killpg(0, signal.SIGKILL)
 
 
 def run(log: str, address: str, options: dict[str, Any], extra: dict[str, Any] | None, layers: tuple[int, ...]) -> None:
