@@ -104,6 +104,7 @@ class Registration(_FromService):
     max_seqs: Count = 0
     rates: Annotated[Rates, body_of(Rates, _faults_of_rates)] = Rates()
     pipeline_parallel: Positive = 1
+    adapters: Annotated[dict[Text, Text], Field(max_length=4096)] = {}
 
     def to_info(self) -> InstanceInfo:
         fields = {name: getattr(self, name) for name in InstanceInfo.__struct_fields__}

@@ -135,9 +135,9 @@ class Record:
 def check(newcomer: InstanceInfo, members: Sequence[InstanceInfo], fingerprint: str = "") -> None:
     """Raises Incompatible, naming each field that differs and both values, where `newcomer` does not fit the members.
 
-    Model fingerprint and KV geometry must agree with every member, the engine's version with members of the same
-    engine, and wire versions must be compatible (`shared.runtime.wire_version`). dtype, block size, tensor and pipeline
-    parallelism and context length may differ. `fingerprint`: the one that the settings pin, if any.
+    Model fingerprint, adapters of one name and KV geometry must agree with every member, the engine's version with
+    members of the same engine, and wire versions must be compatible (`shared.runtime.wire_version`). dtype, block size,
+    tensor and pipeline parallelism and context length may differ. `fingerprint`: the one that the settings pin, if any.
     """
     if fingerprint and newcomer.compatibility.fingerprint != fingerprint:
         found = newcomer.compatibility.fingerprint
@@ -152,6 +152,13 @@ def check(newcomer: InstanceInfo, members: Sequence[InstanceInfo], fingerprint: 
                 f"{newcomer.instance_id} does not fit this cluster: {'; '.join(differences)} "
                 f"(as {member.instance_id} has it)"
             )
+    for member in members if newcomer.adapters else ():
+        for name, digest in newcomer.adapters.items():
+            if (theirs := member.adapters.get(name, digest)) != digest:
+                raise Incompatible(
+                    f"{newcomer.instance_id} does not fit this cluster: adapter {name} is {digest!r}, the cluster has "
+                    f"{theirs!r} (as {member.instance_id} has it)"
+                )
 
 
 def _differences(newcomer: InstanceInfo, member: InstanceInfo) -> list[str]:

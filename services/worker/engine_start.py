@@ -37,7 +37,9 @@ async def start_engine(
     controls = [
         f"ipc://{Path(folder) / f'control-{rank}'}" for rank in range(settings.ranks if settings.ranks > 1 else 0)
     ]
-    config = _connector_config(settings, generation, events_address, control_key) | {"controls": controls}
+    adapters = settings.lora.digests()
+    config = _connector_config(settings, generation, events_address, control_key)
+    config |= {"controls": controls, "adapters": adapters}
     engine = VllmEngine(settings, config, rates, on_cache)
     stack.push_async_callback(engine.close)
     info = await engine.start()
@@ -49,7 +51,7 @@ async def start_engine(
     token_bytes = _token_bytes(settings, info)
     ledger = ExportLedger(settings.staging_bytes or _staging_bytes(info, token_bytes), settings.ranks)
     template = _handle_template(settings, info, generation)
-    return engine, info, ConnectorPort(control, events, template, ledger, token_bytes)
+    return engine, info, ConnectorPort(control, events, template, ledger, token_bytes, adapters=adapters)
 
 
 def _connector_config(settings: WorkerSettings, generation: int, events: str, control_key: str) -> dict[str, Any]:

@@ -42,6 +42,7 @@ def instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int)
         max_seqs=settings.max_seqs,
         rates=msgspec.structs.replace(engine.rates, weight=settings.weight),
         pipeline_parallel=settings.pipeline_parallel,
+        adapters=engine.adapters,
     )
     if not settings.rates_file:
         return info

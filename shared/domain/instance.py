@@ -99,7 +99,8 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     """The properties of an instance that do not change while it lives, except its rates and chunk size, which it
     learns.
 
-    Addresses are `tcp://host:port` and `http://host:port`.
+    Addresses are `tcp://host:port` and `http://host:port`. adapters: digests of the LoRA adapters that it serves, by
+    name.
     """
 
     instance_id: str
@@ -119,6 +120,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     max_seqs: int = 0  # requests that its engine runs at once; 0: not known
     rates: Rates = Rates()
     pipeline_parallel: int = 1
+    adapters: dict[str, str] = {}
 
     @property
     def kv_bytes_per_token(self) -> float:

@@ -137,11 +137,14 @@ class Engine:
         kv: dict[str, Any] | None = None,
         salt: str | None = None,
         request_id: str | None = None,
+        adapter: tuple[str, int, str] | None = None,
     ) -> list[int]:
+        """adapter: name, number and folder of a LoRA adapter."""
         self._count += 1
         request_id = request_id or f"{self.name}-{self._count}"
         self._done[request_id] = asyncio.get_running_loop().create_future()
-        await self._send(op="generate", id=request_id, prompt=prompt, max_tokens=max_tokens, kv=kv, salt=salt)
+        what = {"prompt": prompt, "max_tokens": max_tokens, "kv": kv, "salt": salt, "adapter": adapter}
+        await self._send(op="generate", id=request_id, **what)
         return await asyncio.wait_for(self._done[request_id], 60)
 
     async def abort(self, request_id: str) -> None:
@@ -151,7 +154,7 @@ class Engine:
         await self._send(op=op, **arguments)
         return await asyncio.wait_for(self._answers.get(), 30)
 
-    def handle(self, transfer_id: str, tokens: int, codec: Codec = Codec.RAW) -> KvHandle:
+    def handle(self, transfer_id: str, tokens: int, codec: Codec = Codec.RAW, adapter: str = "") -> KvHandle:
         return KvHandle(
             transfer_id=transfer_id,
             instance_id=self.name,
@@ -162,6 +165,7 @@ class Engine:
             dtype=self.dtype,
             codec=codec,
             stages=self.stages,
+            adapter=adapter,
         )
 
     async def wait_event(self, kind: type[KvEvent], transfer_id: str, rank: int = 0) -> Any:
@@ -223,8 +227,8 @@ def run_engine(log: str, *arguments: Any) -> None:
     run(log, *arguments)
 
 
-def exporting(transfer_id: str, codec: Codec = Codec.RAW) -> dict[str, Any]:
-    return {"export": {"transfer_id": transfer_id, "codec": codec.value}}
+def exporting(transfer_id: str, codec: Codec = Codec.RAW, adapter: str = "") -> dict[str, Any]:
+    return {"export": {"transfer_id": transfer_id, "codec": codec.value, "adapter": adapter}}
 
 
 def importing(handle: KvHandle, **more: Any) -> dict[str, Any]:
