@@ -147,12 +147,15 @@ class Engine:
         kv: dict[str, Any] | None = None,
         salt: str | None = None,
         request_id: str | None = None,
+        adapter: tuple[str, int, str] | None = None,
     ) -> list[int]:
+        """adapter: name, number and folder of a LoRA adapter."""
         self._count += 1
         request_id = request_id or f"{self.name}-{self._count}"
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._done[request_id] = future
-        await self._send(op="generate", id=request_id, prompt=prompt, max_tokens=max_tokens, kv=kv, salt=salt)
+        what = {"prompt": prompt, "max_tokens": max_tokens, "kv": kv, "salt": salt, "adapter": adapter}
+        await self._send(op="generate", id=request_id, **what)
         async with asyncio.timeout(60):
             while not (await asyncio.wait({future}, timeout=0.5))[0]:
                 self._check_alive()
@@ -166,7 +169,7 @@ class Engine:
         await self._send(op=op, **arguments)
         return await asyncio.wait_for(self._answers.get(), 30)
 
-    def handle(self, transfer_id: str, tokens: int, codec: Codec = Codec.RAW) -> KvHandle:
+    def handle(self, transfer_id: str, tokens: int, codec: Codec = Codec.RAW, adapter: str = "") -> KvHandle:
         return KvHandle(
             transfer_id=transfer_id,
             instance_id=self.name,
@@ -177,6 +180,7 @@ class Engine:
             dtype=self.kv_dtype,
             codec=codec,
             stages=self.stages,
+            adapter=adapter,
         )
 
     async def wait_event(self, kind: type[KvEvent], transfer_id: str, rank: int = 0) -> Any:
@@ -239,8 +243,8 @@ def run_engine(log: str, *arguments: Any) -> None:
     run(log, *arguments)
 
 
-def exporting(transfer_id: str, codec: Codec = Codec.RAW) -> dict[str, Any]:
-    return {"export": {"transfer_id": transfer_id, "codec": codec.value}}
+def exporting(transfer_id: str, codec: Codec = Codec.RAW, adapter: str = "") -> dict[str, Any]:
+    return {"export": {"transfer_id": transfer_id, "codec": codec.value, "adapter": adapter}}
 
 
 def importing(handle: KvHandle, **more: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ import zmq
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
@@ -121,7 +122,13 @@ class Driver:
                 self.send(op="done", id=output.request_id, tokens=tokens, reason=str(output.finish_reason))
 
     def do_generate(
-        self, id: str, prompt: list[int], max_tokens: int, kv: dict[str, Any] | None, salt: str | None
+        self,
+        id: str,
+        prompt: list[int],
+        max_tokens: int,
+        kv: dict[str, Any] | None,
+        salt: str | None,
+        adapter: list[Any] | None,
     ) -> None:
         extra = {"kv_transfer_params": kv} if kv else None
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
@@ -133,7 +140,7 @@ class Driver:
                 sampling_params=params,
                 pooling_params=None,
                 arrival_time=time.time(),
-                lora_request=None,
+                lora_request=LoRARequest(*adapter) if adapter is not None else None,
                 cache_salt=salt,
                 data_parallel_rank=None,
             )

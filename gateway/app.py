@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import AsyncEngineArgs
-from vllm.config import VllmConfig
+from vllm.config import LoRAConfig, VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -130,7 +130,10 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
     async with AsyncExitStack() as stack:
         table = stack.enter_context(shared_table(settings))
         args = _arguments(settings)
-        config = VllmConfig(model_config=AsyncEngineArgs.from_cli_args(args).create_model_config())
+        config = VllmConfig(
+            model_config=AsyncEngineArgs.from_cli_args(args).create_model_config(),
+            lora_config=LoRAConfig() if settings.lora.adapters else None,  # its values matter to engines alone
+        )
         grammars = stack.enter_context(Grammars(config, settings))  # it forks: before any connection
 
         sockets = Sockets.from_settings(settings)
@@ -207,6 +210,8 @@ def _arguments(settings: GatewaySettings) -> Any:
         "disable_log_stats": True,
         **{vllm_options.normal(name): value for name, value in settings.vllm_args.items()},
     }
+    if settings.lora.adapters:
+        options["lora_modules"] = [{"name": name, "path": folder} for name, folder in settings.lora.adapters.items()]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(vllm_options.words_of(options))
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)

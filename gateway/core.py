@@ -25,6 +25,7 @@ import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.stats import PrefillStats
@@ -49,7 +50,9 @@ _PIN_SEED = 0x5EED
 # Parameters of KV transfers are the cluster's; the rest of vllm_xargs is for an operator's logits processors.
 _CLUSTER_ARGS = ("kv_", "ec_")
 # Arguments of `add_request` that are passed on; all others are fields of a request that are refused or hints.
-PASSED = frozenset({"arrival_time", "tokenization_kwargs", "prompt_text", "reasoning_ended", "reasoning_parser_kwargs"})
+PASSED = frozenset(
+    {"arrival_time", "lora_request", "prompt_text", "reasoning_ended", "reasoning_parser_kwargs", "tokenization_kwargs"}
+)
 
 
 class Fate(StrEnum):
@@ -82,7 +85,7 @@ REQUEST: dict[str, Field] = {
     "sampling_params": _CARRIED,
     "pooling_params": Field(Fate.REFUSED, "this cluster generates text: it has no embeddings, scores or classes"),
     "arrival_time": Field(Fate.CARRIED, "as the time at which all of the body had arrived"),
-    "lora_request": Field(Fate.REFUSED, "this cluster serves no LoRA adapters: name the model itself"),
+    "lora_request": Field(Fate.CARRIED, "as the adapter's name"),
     "cache_salt": _CARRIED,
     "data_parallel_rank": Field(
         Fate.REFUSED, "the scheduler chooses the engine: leave out the header X-Data-Parallel-Rank"
@@ -290,6 +293,15 @@ class ClusterCore:
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         return ("generate",)
 
+    async def add_lora_async(self, request: LoRARequest) -> bool:
+        """The front end adds the adapters of the settings at its start; instances load them at theirs.
+
+        Raises InvalidRequest for any other adapter, such as one of a resolver of vLLM's.
+        """
+        if request.lora_name not in self._settings.lora.adapters:
+            raise InvalidRequest(f"adapter {request.lora_name} is not in the cluster file: write it under `lora`")
+        return True
+
     def dp_engines_running(self) -> bool:
         return False
 
@@ -378,6 +390,7 @@ class ClusterCore:
                 state.arrived_s,
                 state.salted(request.cache_salt or ""),
                 *_reasoning(request),
+                request.lora_request.lora_name if request.lora_request is not None else "",
             ),
             max_tokens=params.max_tokens or self._settings.max_model_len - len(prompt),
             carry=carry,

@@ -216,7 +216,9 @@ class Job:
         """Hashes of the prompt's blocks, for placement; empty where an engine would not look them up. Computed once."""
         if self._prefix is None:
             spec = self.spec
-            self._prefix = () if spec.local_only else hashes_of(spec.prompt, spec.generation.cache_salt)
+            self._prefix = ()
+            if not spec.local_only:
+                self._prefix = hashes_of(spec.prompt, spec.generation.cache_salt, spec.generation.adapter)
         return self._prefix
 
     def view(self, *, decode_only: bool = False) -> JobView:
@@ -235,6 +237,7 @@ class Job:
             can_wait=True,
             waited_s=max(0.0, time.time() - spec.arrived_s),
             started=bool(self.tokens),
+            adapter=spec.generation.adapter,
         )
 
     # The predicted length

@@ -9,6 +9,7 @@ from pydantic_settings import SettingsConfigDict
 from gateway import vllm_options
 from shared.domain.job import FirstTokenOut, Slo, WhenFull, default_itl_s, tight_gaps
 from shared.domain.kv import Codec
+from shared.model.adapters import LoraSection
 from shared.runtime.settings import Name, TracedSettings
 
 
@@ -69,6 +70,7 @@ class GatewaySettings(TracedSettings):
     served_model_name: str = ""
     dtype: str = "bfloat16"
     max_model_len: int = 2048
+    lora: LoraSection = LoraSection()  # the cluster's
     vllm_args: dict[str, Any] = {}  # more options of vLLM's API server, such as tool_call_parser; see `vllm_options`
 
     api_keys_file: Path | None = None

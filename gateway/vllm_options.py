@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _SERVER: tuple[str, ...] = ("uds", "headless", "config", "grpc", "grpc_port", "api_server_count", "uvicorn_log_level")
 _SERVER += ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "enable_ssl_refresh", "ssl_cert_reqs", "ssl_ciphers")
 _SERVER += ("h11_max_incomplete_event_size", "h11_max_header_count")
-_ADAPTERS = "adapters are not served: merge the adapter into the weights, and serve those"
+_ADAPTERS = "it is a setting of its own, `lora` at the top of the file"
 _OWN_SERVER = "the gateway has a server of its own, which does not read it"
 # Options that have a setting of their own, or that have no effect in a gateway.
 _REFUSED: Mapping[str, str] = {

@@ -58,7 +58,9 @@ _SPLIT = (
 _BY_ID = "any client that knows an id could end the request of another client: close the connection instead"
 _STORED = "no gateway stores responses: keep the answer of the request itself"
 _SCALES = "instances join and leave the cluster by themselves: use `polyphase drain` and `polyphase flip`"
-_ADAPTERS = "this cluster serves no LoRA adapters: name the model itself"
+_ADAPTERS = (
+    "adapters are loaded when an instance starts: write them under `lora` in the cluster file, and restart the suite"
+)
 _ENGINE = "it is about an engine in the server's process, and a gateway has none: use `polyphase` for instances"
 _WEIGHTS = "weights are loaded when an instance starts: restart it with the model that it should serve"
 

@@ -1,5 +1,6 @@
 """Small random models of sizes that tests choose; `benchmarks.model_families` has one of each family."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,44 @@ def make_gpt_oss(path: Path, seed: int = 0) -> Path:
         initializer_range=0.1,
     )
     return save_random(config, path, seed)
+
+
+def make_adapter(path: Path, model: Path, *, seed: int, rank: int = 8, strength: float = 0.2) -> Path:
+    """A random LoRA adapter of a Llama, in the format of PEFT, for the projections of its attention and its MLP."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head = config.get("head_dim") or hidden // config["num_attention_heads"]
+    heads, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    shapes = {
+        "self_attn.q_proj": (hidden, heads),
+        "self_attn.k_proj": (hidden, kv),
+        "self_attn.v_proj": (hidden, kv),
+        "self_attn.o_proj": (heads, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    random = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (inputs, outputs) in shapes.items():
+            at = f"base_model.model.model.layers.{layer}.{name}"
+            weights[f"{at}.lora_A.weight"] = torch.randn(rank, inputs, generator=random) / inputs**0.5
+            weights[f"{at}.lora_B.weight"] = torch.randn(outputs, rank, generator=random) * strength
+    path.mkdir(parents=True)
+    save_file(weights, path / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": [name.partition(".")[2] for name in shapes],
+    }
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    return path

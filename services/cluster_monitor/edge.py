@@ -111,6 +111,7 @@ class Registration(_FromService):
     rates: Annotated[Rates, body_of(Rates, _faults_of_rates)] = Rates()
     pipeline_parallel: Positive = 1
     kv_dtype: Annotated[str, Field(max_length=64)] = ""
+    adapters: Annotated[dict[Text, Text], Field(max_length=4096)] = {}
 
     def to_info(self) -> InstanceInfo:
         fields = {name: getattr(self, name) for name in InstanceInfo.__struct_fields__}

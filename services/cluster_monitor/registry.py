@@ -139,10 +139,11 @@ _RELEASE = re.compile(r"(\d{1,6})\.(\d{1,6})(?!\d)")
 def check(newcomer: InstanceInfo, members: Sequence[InstanceInfo], fingerprint: str = "") -> None:
     """Raises Incompatible, naming each field that differs and both values, where `newcomer` does not fit the members.
 
-    Model fingerprint, KV geometry and components must agree with every member, and wire versions must be compatible
-    (`shared.runtime.wire_version`). Of one engine, adjacent releases may serve together, so that a cluster can be
-    upgraded one instance at a time; without components to compare, versions must be equal. dtype, block size, tensor
-    and pipeline parallelism and context length may differ. `fingerprint`: the one that the settings pin, if any.
+    Model fingerprint, adapters of one name, KV geometry and components must agree with every member, and wire versions
+    must be compatible (`shared.runtime.wire_version`). Of one engine, adjacent releases may serve together, so that a
+    cluster can be upgraded one instance at a time; without components to compare, versions must be equal. dtype, block
+    size, tensor and pipeline parallelism and context length may differ. `fingerprint`: the one that the settings pin,
+    if any.
     """
     if fingerprint and newcomer.compatibility.fingerprint != fingerprint:
         found = newcomer.compatibility.fingerprint
@@ -157,6 +158,13 @@ def check(newcomer: InstanceInfo, members: Sequence[InstanceInfo], fingerprint: 
                 f"{newcomer.instance_id} does not fit this cluster: {'; '.join(differences)} "
                 f"(as {member.instance_id} has it)"
             )
+    for member in members if newcomer.adapters else ():
+        for name, digest in newcomer.adapters.items():
+            if (theirs := member.adapters.get(name, digest)) != digest:
+                raise Incompatible(
+                    f"{newcomer.instance_id} does not fit this cluster: adapter {name} is {digest!r}, the cluster has "
+                    f"{theirs!r} (as {member.instance_id} has it)"
+                )
 
 
 def _differences(newcomer: InstanceInfo, member: InstanceInfo) -> list[str]:

@@ -39,6 +39,7 @@ from shared.errors import InvalidRequest
 from shared.files.faults import Fault, describe, meant, unknown
 from shared.files.places import Places
 from shared.files.yaml_file import read_document
+from shared.model.adapters import LoraSection
 from shared.runtime.keys import checked
 from shared.runtime.settings import Tracing
 
@@ -56,6 +57,7 @@ class Cluster(BaseModel):
     model: str  # a folder or a Hugging Face name
     served_model_name: str = ""
     max_model_len: int = Field(2048, gt=0)
+    lora: LoraSection = LoraSection()
     database_url: str = Field("", repr=False)  # default: SQLite in the data folder
     curve_public: str = ""
     curve_secret: str = Field("", repr=False)
@@ -189,6 +191,11 @@ def model_is_a_possible_path(cluster: Cluster) -> Iterator[Fault]:
         yield Fault("model", f"a name of a file or folder has at most {_NAME_BYTES} bytes")
 
 
+def adapters_can_be_served(cluster: Cluster) -> Iterator[Fault]:
+    for key, text in cluster.lora.faults(cluster.served_model_name or cluster.model):
+        yield Fault(f"lora.{key}", text)
+
+
 # Each rule yields faults with the full key, such as `instances.0.id`. `Cluster` applies them.
 RULES: tuple[Callable[[Cluster], Iterator[Fault]], ...] = (
     instance_names_are_unique,
@@ -199,6 +206,7 @@ RULES: tuple[Callable[[Cluster], Iterator[Fault]], ...] = (
     curve_keys_are_a_pair,
     cluster_token_is_usable,
     model_is_a_possible_path,
+    adapters_can_be_served,
 )
 
 
@@ -217,10 +225,13 @@ def load_cluster(file: Path) -> Cluster:
 
 
 def _with_paths_from(folder: Path, cluster: Cluster) -> Cluster:
-    """The cluster with the paths of its model and of the predictor's checkpoint, which are relative to its file."""
+    """The cluster with the paths of its model, adapters and predictor's checkpoint, which are relative to its file."""
     changes: dict[str, Any] = {"model": resolve_model(cluster.model, folder)}
     checkpoint = cluster.predictor.extra.get("checkpoint")
     if isinstance(checkpoint, str) and checkpoint:
         found = resolve_path(Path(checkpoint), folder)
         changes["predictor"] = cluster.predictor.model_copy(update={"checkpoint": str(found)})
+    if adapters := cluster.lora.adapters:
+        found_at = {name: str(resolve_path(Path(each), folder)) for name, each in adapters.items()}
+        changes["lora"] = cluster.lora.model_copy(update={"adapters": found_at})
     return cluster.model_copy(update=changes)

@@ -24,6 +24,7 @@ from services.worker.settings import MARGIN_BYTES, WorkerSettings
 from shared.cost.library import bundled_geometry
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.files.faults import Fault, meant
+from shared.model.adapters import require_files
 from shared.model.support import config_of, fault_of_division, fault_of_stored_kv, faults_of_model, text_config
 from shared.model.weights import weights_of
 from shared.policy import registry
@@ -67,6 +68,12 @@ def _of_suite(cluster: Cluster, plan: Plan) -> Faults:
     elif real:
         for fault in faults_of_model(_config(cluster.model)):
             yield Fault("model", fault)
+    if real:
+        for name, folder in cluster.lora.adapters.items():
+            try:
+                require_files(name, Path(folder))
+            except InvalidRequest as error:
+                yield Fault(f"lora.adapters.{name}", error.message)
     if cluster.dashboard.login and not cluster.gateway.extra.get("api_keys_file"):
         yield Fault("dashboard.login", "a login needs API keys: set `gateway: {api_keys_file: keys.yaml}`")
     for name, count in Counter((FORK_SERVER, *(spec.name for spec in plan.processes))).items():

@@ -49,10 +49,6 @@ _OFFLOADING = (
     "kept on the device, `staging_bytes` how much of it waits in host memory to be pulled"
 )
 _SLEEP = "nothing wakes an instance again, and KV that peers are to pull would be lost: stop the instance instead"
-_ADAPTERS = (
-    "adapters are not served, and every answer would be the base model's: merge the adapter into the weights, and "
-    "serve those"
-)
 _GENERATES = "an instance generates text, and nothing else"
 _ORDER = "who is next is a policy: `policies: {prefill_order: …}`"
 _STORED = (
@@ -96,7 +92,10 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(("distributed_executor_backend",), f"{_ONE_HOST}: mp, or leave it out", (None, "mp", "uni")),
     Refusal(("prefill_context_parallel_size", "decode_context_parallel_size"), _CONTEXT, (1,)),
     Refusal(("enable_sleep_mode", "sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend"), _SLEEP, (False,)),
-    Refusal(("enable_lora",), _ADAPTERS, (False,)),
+    Refusal(("enable_lora",), _own("lora", _TOP), (False,)),
+    Refusal(("max_loras",), _own("lora: {max_loras: …}", _TOP), (1,)),
+    Refusal(("max_lora_rank",), _own("lora: {max_rank: …}", _TOP), (16,)),
+    Refusal(("default_mm_loras",), "an adapter is chosen by the name of the model: use `lora`", (None,)),
     Refusal(("kv_cache_dtype",), _STORED, ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")),
     Refusal(("runner",), _GENERATES, ("auto", "generate")),
     Refusal(("convert",), _GENERATES, ("auto", "none")),

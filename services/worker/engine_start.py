@@ -41,7 +41,9 @@ async def start_engine(
     controls = [
         f"ipc://{Path(folder) / f'control-{rank}'}" for rank in range(settings.ranks if settings.ranks > 1 else 0)
     ]
-    config = _connector_config(settings, generation, events_address, control_key) | {"controls": controls}
+    adapters = settings.lora.digests()
+    config = _connector_config(settings, generation, events_address, control_key)
+    config |= {"controls": controls, "adapters": adapters}
     engine = VllmEngine(settings, config, rates, on_cache)
     stack.push_async_callback(engine.close)
     info = await engine.start()
@@ -53,7 +55,8 @@ async def start_engine(
     ranks = await control.call(Stats())
     ledger = ExportLedger(min(each.staging_limit_bytes for each in ranks), settings.ranks)
     template = _handle_template(settings, info, generation)
-    return engine, info, ConnectorPort(control, events, template, ledger, partial(staged_bytes, settings, info))
+    size_of = partial(staged_bytes, settings, info)
+    return engine, info, ConnectorPort(control, events, template, ledger, size_of, adapters=adapters)
 
 
 def _connector_config(settings: WorkerSettings, generation: int, events: str, control_key: str) -> dict[str, Any]:

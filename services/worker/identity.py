@@ -43,6 +43,7 @@ def instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int)
         rates=msgspec.structs.replace(engine.rates, weight=settings.weight),
         pipeline_parallel=settings.pipeline_parallel,
         kv_dtype=engine.kv_dtype,
+        adapters=engine.adapters,
     )
     if not settings.rates_file:
         return info

@@ -133,7 +133,7 @@ class HeldPrefixes:
 
     def _end_of(self, event: BlocksStored) -> "_End | None":
         if event.parent is None:
-            return None if is_lossy_salt(event.salt) else _End(root_hash(event.salt), 0)
+            return None if is_lossy_salt(event.salt) else _End(root_hash(event.salt, event.adapter), 0)
         node = self._nodes.get(event.parent)
         return node.end if node is not None and node.copies else None
 

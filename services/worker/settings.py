@@ -8,6 +8,7 @@ from pydantic_settings import SettingsConfigDict
 from services.worker.engine_args import faults_of
 from shared.cost.network import LinkEntry
 from shared.domain.instance import Role
+from shared.model.adapters import LoraSection
 from shared.runtime.settings import Name, TracedSettings
 
 PP_LAYERS = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable
@@ -67,6 +68,7 @@ class WorkerSettings(TracedSettings):
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)  # its share of the requests under `placement: weighted`
     threads: int = Field(1, gt=0)
     async_scheduling: bool | None = None  # the next step is scheduled while one computes; None: on GPUs, as vLLM can
+    lora: LoraSection = LoraSection()  # the cluster's
     engine_args: dict[str, Any] = {}  # passed on to vLLM's EngineArgs; see `engine_args.REFUSED`
     # At SIGTERM it accepts no new jobs, and ends when its jobs are done and their KV was fetched, or after so long.
     drain_s: float = Field(0.0, ge=0)
@@ -109,6 +111,8 @@ class WorkerSettings(TracedSettings):
     def _servable(self) -> Self:
         if faults := list(faults_of(self.engine_args)):
             raise ValueError("\n".join(f"engine_args: {fault}" for fault in faults))
+        if self.lora.adapters and self.engine == "emulated":
+            raise ValueError("lora: an emulated engine has no adapters: use `engine: vllm`, or leave `lora` out")
         if self.pipeline_layers and len(self.pipeline_layers) != self.pipeline_parallel:
             stages = f"{self.pipeline_parallel} of `pipeline_parallel`"
             raise ValueError(f"pipeline_layers: {len(self.pipeline_layers)} stages, not the {stages}")

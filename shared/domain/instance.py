@@ -113,7 +113,8 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     """The properties of an instance that do not change while it lives, except its rates and chunk size, which it
     learns.
 
-    Addresses are `tcp://host:port` and `http://host:port`.
+    Addresses are `tcp://host:port` and `http://host:port`. adapters: digests of the LoRA adapters that it serves, by
+    name.
     """
 
     instance_id: str
@@ -134,6 +135,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     rates: Rates = Rates()
     pipeline_parallel: int = 1
     kv_dtype: str = ""  # in which KV is stored; empty: `dtype`
+    adapters: dict[str, str] = {}
 
     @property
     def kv_bytes_per_token(self) -> float:

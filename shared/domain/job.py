@@ -194,7 +194,7 @@ class Generation(msgspec.Struct, frozen=True):
     `sampling`: the front end's sampling parameters, encoded. `arrived_s` is unix seconds. For structured outputs:
     `reasoning_ended` says whether the prompt ends outside of reasoning, so that the grammar applies from the first
     token (None: the engine finds out), and `reasoning` has the arguments of the engine's reasoning parser, encoded;
-    empty where the front end has no such parser.
+    empty where the front end has no such parser. `adapter`: the name of the LoRA adapter; empty: the base model.
     """
 
     sampling: bytes
@@ -202,6 +202,7 @@ class Generation(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     reasoning_ended: bool | None = None
     reasoning: bytes = b""
+    adapter: str = ""
 
 
 class Loss(msgspec.Struct, frozen=True):
@@ -220,7 +221,7 @@ class JobView(msgspec.Struct, frozen=True):
     can_wait: its gateway can hold it until there is room, whatever its class (earlier versions cannot). waited_s:
     since its arrival. started: its client has a token of the answer, and would see a pause. pause_s: expected time
     until its next token where it is paused, because its KV blocks were taken back; it is moved only where it goes on
-    clearly sooner; 0: it is not paused.
+    clearly sooner; 0: it is not paused. adapter: as in Generation; only an instance that serves it can compute the job.
     """
 
     job_id: str
@@ -237,3 +238,4 @@ class JobView(msgspec.Struct, frozen=True):
     waited_s: Finite = 0.0
     started: bool = False
     pause_s: Finite = 0.0
+    adapter: str = ""

@@ -67,35 +67,44 @@ class PrefixDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 def block_hashes(
-    token_ids: Iterable[int], salt: str = "", *, block_tokens: int = BLOCK_TOKENS, most: int = MAX_BLOCKS
+    token_ids: Iterable[int],
+    salt: str = "",
+    adapter: str = "",
+    *,
+    block_tokens: int = BLOCK_TOKENS,
+    most: int = MAX_BLOCKS,
 ) -> tuple[int, ...]:
-    """Hashes of the whole blocks of a prompt, at most `most`; each covers all tokens up to its end, and the salt.
+    """Hashes of the whole blocks of a prompt, at most `most`; each covers all tokens up to its end, the salt, and the
+    adapter that computes them.
 
-    They have 64 bits and are the same in every process. Prompts with different salts have no common hashes. Token ids
-    beyond 32 bits, which no vocabulary has, give no hashes.
+    They have 64 bits and are the same in every process. Prompts with different salts or adapters have no common hashes.
+    Token ids beyond 32 bits, which no vocabulary has, give no hashes.
     """
     try:
         prompt = packed(token_ids)
     except OverflowError:
         return ()
-    return hashes_of(prompt, salt, block_tokens=block_tokens, most=most)
+    return hashes_of(prompt, salt, adapter, block_tokens=block_tokens, most=most)
 
 
 def hashes_of(
-    prompt: bytes, salt: str = "", *, block_tokens: int = BLOCK_TOKENS, most: int = MAX_BLOCKS
+    prompt: bytes, salt: str = "", adapter: str = "", *, block_tokens: int = BLOCK_TOKENS, most: int = MAX_BLOCKS
 ) -> tuple[int, ...]:
     """As `block_hashes`, of a packed prompt."""
     width = block_tokens * TOKEN_BYTES
-    found, last = [], root_hash(salt)
+    found, last = [], root_hash(salt, adapter)
     for start in range(0, min(len(prompt) // width, most) * width, width):
         last = next_hash(last, prompt[start : start + width])
         found.append(last)
     return tuple(found)
 
 
-def root_hash(salt: str) -> int:
+def root_hash(salt: str, adapter: str = "") -> int:
     """The hash that precedes the first block of a prompt."""
-    return int.from_bytes(blake2b(salt.encode(errors="surrogatepass"), digest_size=_HASH_BYTES).digest(), "little")
+    # The adapter is the key of the hash: no salt that a client chooses gives the hash of another adapter.
+    key = blake2b(adapter.encode(errors="surrogatepass")).digest() if adapter else b""
+    digest = blake2b(salt.encode(errors="surrogatepass"), digest_size=_HASH_BYTES, key=key)
+    return int.from_bytes(digest.digest(), "little")
 
 
 def next_hash(last: int, block: bytes) -> int:

@@ -299,6 +299,7 @@ class ClusterIndex:
         self._backlog: Backlog | None = None
         self._pressures: Pressures | None = None
         self._cached: dict[Hashable, Any] = {}
+        self._lacking: dict[str, frozenset[str]] = {}
         for assignment in pending:
             self._apply(assignment)
 
@@ -349,6 +350,17 @@ class ClusterIndex:
 
     def forget_cached(self) -> None:
         self._cached = {}
+
+    def lacking(self, adapter: str) -> frozenset[str]:
+        """Ids of the instances that do not serve that LoRA adapter. They are found once for each adapter: an instance
+        serves the same ones as long as it lives.
+        """
+        found = self._lacking.get(adapter)
+        if found is None:
+            views = self._view.instances if adapter else ()
+            found = frozenset(view.instance_id for view in views if adapter not in view.info.adapters)
+            self._lacking[adapter] = found
+        return found
 
     def book(self, assignment: Assignment) -> None:
         """Count a decision, so that later decisions see it."""

@@ -6,6 +6,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from shared.model.adapters import LoraSection
 from tests.gateway.api import MODEL, Api, listening
 from tests.gateway.cluster import Cluster, running_cluster
 
@@ -31,6 +32,7 @@ async def running_api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
             model=str(MODEL),
             served_model_name="demo",
             patience_s=0.5,
+            lora=LoraSection(adapters={"sql": "/adapters/sql", "org/poems": "/adapters/poems"}),
             max_model_len=2048,
             max_body_bytes=200_000,
             max_queued_jobs=64,

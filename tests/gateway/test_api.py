@@ -14,6 +14,7 @@ import httpx
 import msgspec
 import pytest
 from fastapi import FastAPI
+from vllm.lora.request import LoRARequest
 
 from gateway.vllm_patches import UNSERVED
 from shared.domain.job import job_name
@@ -94,6 +95,34 @@ async def test_health_depends_on_the_engine_client(api: Api, monkeypatch: pytest
     assert (response.status_code, response.content) == (200, b"")
     monkeypatch.setattr(api.state.engine_client.engine_core, "resources", SimpleNamespace(engine_dead=True))
     assert (await api.client.get("/health")).status_code == 503
+
+
+# Adapters
+
+
+async def test_adapters_are_models(api: Api) -> None:
+    models = {card["id"]: card for card in (await api.client.get("/v1/models")).json()["data"]}
+    assert {name: card["parent"] for name, card in models.items()} == {"demo": None, "sql": "demo", "org/poems": "demo"}
+    assert models["sql"]["root"] == "/adapters/sql"
+    assert (await api.complete(model="other")).status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("adapter", ["sql", "org/poems", ""])
+async def test_the_adapter_of_a_request_reaches_placement_and_instances(api: Api, adapter: str, stream: bool) -> None:
+    model = adapter or "demo"
+    for response in (await api.complete(model=model, stream=stream), await api.chat(model=model, stream=stream)):
+        answers = events(response) if stream else [response.json()]
+        assert {each["model"] for each in answers} == {model}
+    requests = [each for worker in api.cluster.workers for each in (*worker.prefills, *worker.decodes)]
+    assert len(requests) >= 4
+    assert {(each.generation.adapter, each.job.adapter) for each in requests} == {(adapter, adapter)}
+
+
+async def test_an_adapter_that_is_not_in_the_file_is_refused(api: Api) -> None:
+    """Such as one that a resolver of vLLM's finds: no instance has it."""
+    with pytest.raises(InvalidRequest, match="adapter new is not in the cluster file"):
+        await api.core.add_lora_async(LoRARequest("new", 9, "/new"))
 
 
 # Answers

@@ -355,7 +355,6 @@ CARRIED: dict[str, Any] = {
 REFUSED: dict[str, Any] = {
     "mm_features": [object()],
     "pooling_params": PoolingParams(),
-    "lora_request": LoRARequest("a", 1, "/a"),
     "data_parallel_rank": 0,
     "prompt_embeds": np.zeros((2, 2)),
     "prompt_is_token_ids": [True],
@@ -414,7 +413,7 @@ def at_the_engine(request: EngineCoreRequest, *, parser: str = "any", wants_toke
     )
     view = JobView("r", len(spec.prompt_token_ids), spec.max_tokens)
     made = EngineRequest("r", view, spec.prompt_token_ids, generation, spec.max_tokens, wants_token=wants_token)
-    return CoreRequests(config).make(made)
+    return CoreRequests(config, {"a": LoRARequest("a", 7, "/here/a")}, {"a": "digest"}).make(made)
 
 
 @pytest.fixture
@@ -438,6 +437,15 @@ def test_carried_fields_reach_the_engine() -> None:
     for wants_token in (True, False):  # else no grammar is compiled
         received = at_the_engine(engine_request(params), wants_token=wants_token)
         assert (received.sampling_params.structured_outputs is not None) == wants_token
+
+
+@pytest.mark.usefixtures("unverified")
+def test_an_instance_has_its_own_number_and_folder_for_an_adapter() -> None:
+    received = at_the_engine(engine_request(SamplingParams(), lora_request=LoRARequest("a", 1, "/a"))).lora_request
+    assert (received.lora_name, received.lora_int_id, received.lora_path) == ("a", 7, "/here/a")
+    assert at_the_engine(engine_request(SamplingParams())).lora_request is None
+    with pytest.raises(ValueError, match="this instance does not serve the adapter 'b'"):
+        at_the_engine(engine_request(SamplingParams(), lora_request=LoRARequest("b", 1, "/b")))
 
 
 @pytest.mark.usefixtures("unverified")

@@ -302,8 +302,8 @@ def test_vllm_reads_options_as_they_are_meant(
         ({"api_key": True}, "api_key: must be text, not a truth value"),
         ({"tool_strict_level": "all"}, "tool_strict_level: must be one of auto, function, parameter, not 'all'"),
         ({"model": "x"}, "model: it is a setting of its own, `model` at the top of the file"),
-        ({"enable_lora": True}, "enable_lora: adapters are not served: merge the adapter into the weights"),
-        ({"lora-modules": ["a=/x"]}, "lora-modules: adapters are not served: merge the adapter into the weights"),
+        ({"enable_lora": True}, "enable_lora: it is a setting of its own, `lora` at the top of the file"),
+        ({"lora-modules": ["a=/x"]}, "lora-modules: it is a setting of its own, `lora` at the top of the file"),
         ({"ssl-keyfile": "x"}, "ssl-keyfile: the gateway has a server of its own"),
         ({"seed.x": 1}, "seed.x: seed takes no keys"),
         (

@@ -149,9 +149,17 @@ def _in_images(cluster: Cluster, options: RenderOptions, where: str) -> Cluster:
             f"{where}: model: {model} is a folder of this machine: name it as pods find it (--model /models/NAME, a "
             "folder of the model volume), or write its Hugging Face name"
         )
+    adapters = {name: _image_path(folder) for name, folder in cluster.lora.adapters.items()}
+    for name, folder in adapters.items():
+        if not folder.startswith((f"{APP}/", f"{MODELS}/")):
+            raise InvalidRequest(
+                f"{where}: lora.adapters.{name}: {folder} is a folder of this machine: name it as pods find it "
+                f"({MODELS}/NAME, a folder of the model volume)"
+            )
+    lora = cluster.lora.model_copy(update={"adapters": adapters})
     gateway = cluster.gateway.model_copy(update={"host": "", "processes": 1, "api_keys_file": KEYS_FILE})
     dashboard = cluster.dashboard.model_copy(update={"login": True})  # people of other machines reach it
-    return cluster.model_copy(update={"gateway": gateway, "dashboard": dashboard, "model": model})
+    return cluster.model_copy(update={"gateway": gateway, "dashboard": dashboard, "model": model, "lora": lora})
 
 
 def _component(spec: ProcessSpec) -> str:

@@ -178,7 +178,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True):
     """The properties of an engine that has started. Empty rates: not measured.
 
-    stages: layers of each pipeline stage, as in KvHandle; empty where there is one.
+    stages: layers of each pipeline stage, as in KvHandle; empty where there is one. adapters: as in InstanceInfo.
     """
 
     compatibility: Compatibility
@@ -188,6 +188,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     rates: Rates = Rates()
     stages: tuple[int, ...] = ()
     kv_dtype: str = ""  # in which KV is stored; empty: that of the settings
+    adapters: dict[str, str] = {}
 
 
 class Engine(Protocol):
@@ -268,13 +269,15 @@ class BlocksStored(msgspec.Struct, frozen=True):
     """Blocks of one prompt, in order, can be found from now on; the first follows `parent`, or begins the prompt.
     An engine names each block after all tokens up to its end.
 
-    `token_ids` are those of the blocks alone. `salt` comes with the first block of a prompt.
+    `token_ids` are those of the blocks alone. `salt` comes with the first block of a prompt. `adapter`: the name of the
+    LoRA adapter that computed them.
     """
 
     blocks: Sequence[BlockName]
     parent: BlockName | None
     token_ids: Sequence[int]
     salt: str = ""
+    adapter: str = ""
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
@@ -37,7 +38,7 @@ from services.worker.engines.base import (
 from services.worker.engines.vllm_observers import CacheWatch, StepObserver
 from services.worker.engines.vllm_patches import FORCED, make_stage_buffers
 from services.worker.engines.vllm_scheduler import SchedulerPolicies, blocks_of
-from services.worker.engines.vllm_start import engine_config, engine_info, kv_components
+from services.worker.engines.vllm_start import engine_config, engine_info, kv_components, lora_requests
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.settings import WorkerSettings
 from shared.domain.job import LengthPrediction
@@ -166,11 +167,14 @@ class VllmEngine:
         self._scheduler = self._core.engine_core.scheduler
         self._scheduling = SchedulerPolicies(self._scheduler, self.policies, self._rates)
         self._observer = StepObserver(self._scheduler, self.steps, own_cpu=s.computes_here, stages=s.pipeline_parallel)
-        self._requests = CoreRequests(config)
+        adapters: dict[str, str] = self._kv_config.get("adapters", {})
+        self._requests = CoreRequests(config, lora_requests(s.lora), adapters)
+        for each in self._requests.adapters.values():  # one that cannot be loaded ends the start, not a later step
+            self._core.engine_core.add_lora(each)
         self._cache.attach(self._scheduler, self._loop)
         self._snapshot()
         components = self._core.engine_core.model_executor.collective_rpc(kv_components)[0]
-        return engine_info(s, config, blocks_of(self._scheduler), components)
+        return engine_info(s, config, blocks_of(self._scheduler), components, adapters)
 
     def _steps(self) -> None:
         while not self._stopping:
@@ -265,9 +269,11 @@ class VllmEngine:
 
 
 class CoreRequests:
-    """Converts requests for one engine, by its VllmConfig."""
+    """Converts requests for one engine, by its VllmConfig. adapters: that it has loaded, by name; digests: theirs."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, adapters: Mapping[str, LoRARequest], digests: Mapping[str, str]) -> None:
+        self.adapters = adapters
+        self._digests = digests
         self._model = config.model_config
         self._parses_reasoning = bool(config.structured_outputs_config.reasoning_parser)
         self._limits_reasoning = config.reasoning_config is not None and config.reasoning_config.enabled
@@ -277,6 +283,7 @@ class CoreRequests:
         """Raises ValueError, TypeError, VLLMValidationError or MsgspecError for what no engine can compute."""
         params = self._sampling.decode(request.generation.sampling)
         self._check(request, params)
+        adapter = request.generation.adapter
         params.max_tokens = 1 if request.first_token_only else request.max_tokens
         if request.first_token_only:
             params.min_tokens = 0
@@ -289,7 +296,11 @@ class CoreRequests:
             extra[FORCED] = request.forced_tokens
         if request.export_to:
             extra["kv_transfer_params"] = {
-                "export": {"transfer_id": request.export_to, "codec": request.export_codec.value}
+                "export": {
+                    "transfer_id": request.export_to,
+                    "codec": request.export_codec.value,
+                    "adapter": self._digests[adapter] if adapter else "",
+                }
             }
         elif request.import_from is not None:
             extra["kv_transfer_params"] = {"import": msgspec.to_builtins(request.import_from)}
@@ -301,7 +312,7 @@ class CoreRequests:
             sampling_params=params,
             pooling_params=None,
             arrival_time=request.generation.arrived_s or time.time(),
-            lora_request=None,
+            lora_request=self.adapters[adapter] if adapter else None,
             cache_salt=request.generation.cache_salt or None,
             data_parallel_rank=None,
             reasoning_ended=request.generation.reasoning_ended,
@@ -312,7 +323,9 @@ class CoreRequests:
         """Check what vLLM's front end checks and its engine relies on: a request that fails there would end the
         step, and with it the engine. Grammars are left to the engine, which compiles them beside its steps.
         """
-        prompt, model = request.prompt_token_ids, self._model
+        prompt, model, adapter = request.prompt_token_ids, self._model, request.generation.adapter
+        if adapter and adapter not in self.adapters:
+            raise ValueError(f"this instance does not serve the adapter {adapter!r}")
         if not 0 < len(prompt) < model.max_model_len:
             raise ValueError(f"the prompt must have 1 to {model.max_model_len - 1} tokens, got {len(prompt)}")
         if not 0 <= min(prompt) <= max(prompt) < model.get_vocab_size():

@@ -1,16 +1,18 @@
-"""vLLM's CPU worker with two additions, checked against vLLM 0.32.0 (see `vllm_patches`).
+"""vLLM's CPU worker with three additions, checked against vLLM 0.32.0 (see `vllm_patches`).
 
 It supports seeded requests whose prompt takes several steps, and the streams and events that asynchronous scheduling
-expects of a device, so that everything that depends on that can be tested on any machine. vLLM loads the class by
-name.
+expects of a device, so that everything that depends on that can be tested on any machine; and its LoRA leaves rows of
+the base model alone. vLLM loads the class by name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
@@ -21,6 +23,39 @@ from services.worker.engines.vllm_patches import ForcedTokens
 # sleeping rank takes a tenth of a millisecond.
 _SPIN_S = 0.002
 SpinCondition.__init__.__defaults__ = (_SPIN_S,)
+
+
+def without_base_rows(operation: Callable[..., None]) -> Callable[..., None]:
+    """An operation of vLLM's LoRA on CPUs that adds nothing to rows without an adapter.
+
+    Such rows have the index -1, and vLLM takes it for that of the last adapter: a request for the base model that
+    shares a step with one for an adapter gets an answer of an adapter (vllm-project/vllm#48421).
+    """
+
+    def masked(
+        inputs: torch.Tensor,
+        weights: torch.Tensor,
+        output: torch.Tensor,
+        indices: torch.Tensor,
+        *more: Any,
+        **named: Any,
+    ) -> None:
+        base = indices < 0
+        if base.any():
+            inputs = inputs.masked_fill(base.unsqueeze(1), 0)
+        operation(inputs, weights, output, indices, *more, **named)
+
+    return masked
+
+
+def leave_base_rows_alone() -> None:
+    for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
+        masked = without_base_rows(getattr(lora_ops, name))
+        for module in (lora_ops, punica_cpu):  # the first calls them for prompts, the second for single tokens
+            setattr(module, name, masked)
+
+
+leave_base_rows_alone()
 
 
 class SeededCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM is untyped here

@@ -184,7 +184,7 @@ class _Publisher(EventPublisher):  # type: ignore[misc]  # vLLM is untyped here
 
 def _converted(event: object, group: int) -> CacheEvent | None:
     """None for events that have no meaning here: of other tiers of memory or groups of layers, and of blocks that more
-    than tokens and a salt tell apart.
+    than tokens, a salt and an adapter tell apart.
     """
     if isinstance(event, AllBlocksCleared):
         return BlocksCleared()
@@ -192,17 +192,26 @@ def _converted(event: object, group: int) -> CacheEvent | None:
         return None
     if isinstance(event, BlockRemoved):
         return BlocksRemoved(event.block_hashes)
-    if not isinstance(event, BlockStored) or event.lora_name:
+    if not isinstance(event, BlockStored):
         return None
-    salt = _salt(event.extra_keys, begins=event.parent_block_hash is None)
+    adapter = event.lora_name or ""
+    salt = _salt(event.extra_keys, adapter, begins=event.parent_block_hash is None)
     if salt is None:
         return None
-    return BlocksStored(event.block_hashes, event.parent_block_hash, event.token_ids, salt)
+    return BlocksStored(event.block_hashes, event.parent_block_hash, event.token_ids, salt, adapter)
 
 
-def _salt(extra_keys: Sequence[tuple[Any, ...] | None] | None, *, begins: bool) -> str | None:
-    """The salt, which comes with a prompt's first block; None when the keys hold anything else."""
-    keys = [key for block in extra_keys or () for key in block or ()]
+def _salt(extra_keys: Sequence[tuple[Any, ...] | None] | None, adapter: str, *, begins: bool) -> str | None:
+    """The salt, which comes with a prompt's first block; None when the keys hold anything else.
+
+    The name of an adapter is the first key of each block.
+    """
+    blocks = [list(block or ()) for block in extra_keys or ()]
+    if adapter:
+        if any(block[:1] != [adapter] for block in blocks):
+            return None
+        blocks = [block[1:] for block in blocks]
+    keys = [key for block in blocks for key in block]
     if not keys:
         return ""
     return keys[0] if begins and len(keys) == 1 and isinstance(keys[0], str) else None

@@ -7,6 +7,7 @@ from vllm import __version__ as vllm_version
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.usage.usage_lib import UsageContext
@@ -21,6 +22,7 @@ from services.worker.settings import WorkerSettings
 from shared.domain.instance import Compatibility, KvComponent, KvGeometry
 from shared.domain.rates import Rates
 from shared.errors import InvalidRequest
+from shared.model.adapters import LoraSection
 from shared.model.support import config_of, faults_of_model
 from shared.model.weights import weights_of
 from shared.policy.decode_admission import Blocks
@@ -36,7 +38,7 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
     """vLLM's configuration; `kv_config` is for Polyphase's KV connector in every rank. `engine_args` of the
     settings take precedence.
 
-    Raises InvalidRequest for a model that cannot be served, and where the device has too little memory.
+    Raises InvalidRequest for a model or an adapter that cannot be served, and where the device has too little memory.
     """
     check_model_file(settings)
     if current_platform.is_cpu():
@@ -64,13 +66,33 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
             kv_connector_extra_config=kv_config,
         ),
     }
-    arguments |= _memory_arguments(s) | s.engine_args
+    arguments |= _lora_arguments(s.lora) | _memory_arguments(s) | s.engine_args
     config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
     check_model(config)
     if arguments["async_scheduling"] and current_platform.is_cpu():
         overlap_on_cpu(config)
     force_known_tokens(config)
     return config
+
+
+def _lora_arguments(lora: LoraSection) -> dict[str, Any]:
+    """Raises InvalidRequest for an adapter without a configuration."""
+    if not lora.adapters:
+        return {}
+    together = min(lora.max_loras or len(lora.adapters), len(lora.adapters))
+    return {
+        "enable_lora": True,
+        "max_loras": together,
+        "max_cpu_loras": len(lora.adapters),  # all stay in host memory
+        "max_lora_rank": lora.rank(),
+    }
+
+
+def lora_requests(lora: LoraSection) -> dict[str, LoRARequest]:
+    """vLLM's requests for the adapters, by name. Their numbers are the engine's own."""
+    return {
+        name: LoRARequest(name, number, folder) for number, (name, folder) in enumerate(lora.adapters.items(), start=1)
+    }
 
 
 def check_model_file(settings: WorkerSettings) -> None:
@@ -141,9 +163,16 @@ def kv_components(_: Any) -> tuple[KvComponent, ...]:
 
 
 def engine_info(
-    settings: WorkerSettings, config: VllmConfig, blocks: Blocks, components: tuple[KvComponent, ...]
+    settings: WorkerSettings,
+    config: VllmConfig,
+    blocks: Blocks,
+    components: tuple[KvComponent, ...],
+    adapters: dict[str, str],
 ) -> EngineInfo:
-    """Properties of an engine that has started with that KV memory, for a model that keeps those components."""
+    """Properties of an engine that has started with that KV memory, for a model that keeps those components.
+
+    adapters: digests of those that it has loaded, by name.
+    """
     model = config.model_config
     geometry = KvGeometry(
         layers=model.get_total_num_hidden_layers(),
@@ -169,4 +198,5 @@ def engine_info(
         Rates(codecs=codecs),
         stages_of(config),
         kv_dtype=dtype_name(eight_bit) if eight_bit is not None else "",
+        adapters=adapters,
     )

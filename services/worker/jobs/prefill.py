@@ -205,7 +205,8 @@ class PrefillService:
 
     def _handle(self, job: _Prefill, left_tokens: int) -> KvHandle:
         request, chosen = job.request, self._choose_codec(job, left_tokens)
-        return self._kv.handle(request.transfer_id, request.prompt_tokens, chosen.codec)
+        adapter = request.generation.adapter
+        return self._kv.handle(request.transfer_id, request.prompt_tokens, chosen.codec, adapter)
 
     def _choose_codec(self, job: _Prefill, left_tokens: int) -> CodecChoice:
         """The first choice stays: a pull may have begun, and what is staged is coded."""
@@ -285,8 +286,10 @@ class Dispatcher:
         """
         if policy is None:
             raise InvalidRequest(f"{job.job_id}: neither a decode instance nor a dispatch policy was named")
-        now = time.time()
-        choice = choose_decode(self._policy(policy), job, self._index.current, exclude, now, self._rng)
+        now, index = time.time(), self._index.current
+        if lacking := index.lacking(job.adapter):
+            exclude = (*exclude, *lacking)
+        choice = choose_decode(self._policy(policy), job, index, exclude, now, self._rng)
         instance_id = choice.instance.instance_id
         answer = job.answer_tokens or job.max_tokens
         self._index.book(

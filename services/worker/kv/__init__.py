@@ -18,6 +18,7 @@ class KvFault(StrEnum):
 
     STALE = "stale_generation"  # the exporter has been restarted since the handle was made
     FINGERPRINT = "fingerprint_mismatch"  # another model
+    ADAPTER = "adapter_mismatch"  # computed by another LoRA adapter than the request's, or by the base model
     EXPIRED = "expired_lease"
     RELEASED = "released"  # dropped by its owner, or taken by all its importers
     REFUSED = "refused"  # the exporter had no room to stage it

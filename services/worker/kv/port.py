@@ -6,7 +6,7 @@ Its ledger decides before a prompt is computed whether the prompt's KV fits into
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -44,16 +44,22 @@ class KvPort:
     staged_bytes = 0  # over all ranks
     nixl_failures = 0  # pairs that both have NIXL and fell back to TCP, since the start
 
-    def __init__(self, template: KvHandle) -> None:
-        """`template`: a handle of this instance, whose transfer id, tokens and codec are replaced."""
+    def __init__(self, template: KvHandle, adapters: Mapping[str, str] | None = None) -> None:
+        """`template`: a handle of this instance, whose transfer id, tokens, codec and adapter are replaced. adapters:
+        digests of the LoRA adapters, by name.
+        """
         self._template = template
+        self._adapters = adapters or {}
 
     def start(self, tasks: Background) -> None:
         """Start what runs in the background."""
 
-    def handle(self, transfer_id: str, tokens: int, codec: Codec) -> KvHandle:
-        """The reference by which a peer can pull that export."""
-        return msgspec.structs.replace(self._template, transfer_id=transfer_id, tokens=tokens, codec=codec)
+    def handle(self, transfer_id: str, tokens: int, codec: Codec, adapter: str = "") -> KvHandle:
+        """The reference by which a peer can pull that export, of KV that the named adapter computed."""
+        digest = self._adapters[adapter] if adapter else ""
+        return msgspec.structs.replace(
+            self._template, transfer_id=transfer_id, tokens=tokens, codec=codec, adapter=digest
+        )
 
     def announce(self, transfer_id: str, tokens: int, owner: bytes) -> None:
         """An export of that many tokens will need room."""
@@ -187,9 +193,10 @@ class ConnectorPort(KvPort):
         ledger: ExportLedger,
         size_of: Callable[[int], int],
         clock: Callable[[], float] = time.monotonic,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         """`size_of`: bytes of staging memory that so many tokens take on the rank that holds the most."""
-        super().__init__(template)
+        super().__init__(template, adapters)
         self._control = control
         self._events = events
         self._ledger = ledger

@@ -394,6 +394,17 @@ def test_layout_and_precision_may_differ() -> None:
     check(other, [MEMBER])
 
 
+def test_adapters_of_one_name_must_be_the_same() -> None:
+    def serving(**adapters: str) -> InstanceInfo:
+        return make_info("new", "tcp://127.0.0.1:2", adapters=adapters)
+
+    members = [MEMBER, msgspec.structs.replace(MEMBER, instance_id="old-2", adapters={"a": "1", "b": "2"})]
+    for adapters in ({}, {"a": "1"}, {"a": "1", "b": "2", "c": "3"}):
+        check(serving(**adapters), members)
+    with pytest.raises(Incompatible, match=r"adapter b is 'x', the cluster has '2' \(as old-2 has it\)"):
+        check(serving(a="1", b="x"), members)
+
+
 def test_the_first_may_be_anything_but_what_the_settings_exclude() -> None:
     check(newcomer(fingerprint="other"), [])
     with pytest.raises(Incompatible, match="the settings pin 'fp-1'"):

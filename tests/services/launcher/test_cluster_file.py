@@ -112,6 +112,37 @@ def test_no_derived_setting_is_also_a_field_of_the_section(section: type[Section
     assert not set(section.derived) & set(section.model_fields)
 
 
+def test_adapters_are_folders_beside_the_file(tmp_path: Path) -> None:
+    (tmp_path / "sql").mkdir()
+    cluster = load_cluster(write(tmp_path, lora={"adapters": {"sql": "sql", "org/poems": "/poems"}, "max_rank": 16}))
+    assert cluster.lora.adapters == {"sql": str(tmp_path / "sql"), "org/poems": "/poems"}
+    plan = make_plan(cluster, tmp_path)
+    served = {name: spec.settings.lora for spec in plan.processes if (name := spec.name) in ("gateway", "p", "d-0")}  # type: ignore[union-attr]
+    assert served == dict.fromkeys(served, cluster.lora)
+    assert len(served) == 3
+
+
+@pytest.mark.parametrize(
+    ("lora", "fault"),
+    [
+        ({"adapters": {"small-model": "/a"}}, "lora.adapters.small-model: the base model has this name"),
+        ({"max_rank": 8}, "lora.adapters: there is no adapter"),
+        ({"adapters": {"a": "/a"}, "max_rank": 7}, "lora.max_rank: must be one of 1, 8, 16, .*, got 7"),
+        ({"adapters": {"a b": "/a"}}, "lora.adapters"),
+        ({"adapter": {"a": "/a"}}, "lora.adapter"),
+    ],
+)
+def test_adapters_that_cannot_be_served_are_refused(tmp_path: Path, lora: dict[str, Any], fault: str) -> None:
+    with pytest.raises(InvalidRequest, match=fault):
+        load_cluster(write(tmp_path, served_model_name="small-model", lora=lora))
+
+
+def test_emulated_engines_have_no_adapters(tmp_path: Path) -> None:
+    file = write(tmp_path, lora={"adapters": {"a": "/a"}}, instance_defaults={"engine": "emulated"})
+    with pytest.raises(InvalidRequest, match="lora: an emulated engine has no adapters"):
+        make_plan(load_cluster(file), tmp_path)
+
+
 def test_the_keys_of_the_whole_cluster_are_fields_of_it() -> None:
     assert set(Cluster.model_fields) >= CLUSTER_KEYS
 

@@ -60,6 +60,10 @@ def test_nixl_that_is_not_installed_is_named_before_anything_starts(
         ({"instances": [{**P, "accelerator": "A1O"}]}, "instances.p.accelerator: unknown accelerator 'A1O'; did you"),
         ({"instances": [{**P, "emulated_model": "Lama"}]}, "instances.p.emulated_model: "),
         ({"instances": [{**P, "rates_file": "/no/file"}]}, "instances.p.rates_file: there is no file /no/file"),
+        (
+            {"instances": [CPU], "lora": {"adapters": {"sql": "/no/sql"}}},
+            "lora.adapters.sql: adapter sql: /no/sql has no adapter_config.json",
+        ),
         ({"instances": [{**CPU, "tensor_parallel": 3}]}, "instances.p.tensor_parallel: the model's 4 attention heads"),
         (
             {"instances": [{**CPU, "accelerator": "A10", "tensor_parallel": 2, "env": {"CUDA_VISIBLE_DEVICES": "3"}}]},

@@ -75,6 +75,13 @@ def test_another_salt_shares_nothing(prompt: list[int], salt: str, other: str) -
     assert one == two if salt == other else not set(one) & set(two)
 
 
+@given(prefix_tokens, st.text(max_size=3), st.text(max_size=3), st.text(max_size=3), st.text(max_size=3))
+def test_another_adapter_shares_nothing(prompt: list[int], salt: str, other_salt: str, name: str, other: str) -> None:
+    one = block_hashes(prompt, salt, name, block_tokens=2)
+    two = block_hashes(prompt, other_salt, other, block_tokens=2)
+    assert one == two if (salt, name) == (other_salt, other) else not set(one) & set(two)
+
+
 def test_they_are_64_bits_and_bounded_in_number() -> None:
     found = block_hashes(range(BLOCK_TOKENS * (MAX_BLOCKS + 7)))
     assert len(found) == len(set(found)) == MAX_BLOCKS

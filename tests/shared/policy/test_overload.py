@@ -11,6 +11,7 @@ from shared.domain.policies import PolicySet
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.domain.route import PolicySpec, Route
 from shared.errors import Delayed, Overloaded, Stays, Unavailable
+from shared.policy import registry
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.decode_admission import ahead_of
 from shared.policy.dispatch import Choice, PowerOfTwo
@@ -30,7 +31,7 @@ from shared.policy.overload import (
 )
 from shared.policy.placement import LeastLoad, Policies
 from shared.policy.split import FullSplit, NoSplit
-from tests.shared.policy.views import decode, prefill, view
+from tests.shared.policy.views import decode, index, prefill, view
 from tests.shared.policy.views import rates as rates_at
 
 ALL = Policies(Adaptive(), AdaptiveSplit(), AdaptiveDispatch())
@@ -315,3 +316,18 @@ def test_a_paused_job_goes_on_where_it_fits_clearly_sooner(policies: Policies, f
             moved(paused_s, prefills, pausing("here", *full), there)
     with pytest.raises(Unavailable):
         moved(3.0, pausing("here", *full))
+
+
+@pytest.mark.parametrize("placement", ["adaptive", "least_load", "round_robin"])
+def test_a_job_is_placed_on_instances_that_serve_its_adapter(placement: str) -> None:
+    a, b = {"a": "1"}, {"b": "1"}
+    prefills = prefill("p0"), prefill("p1", adapters=a), prefill("p2", adapters=b)
+    cluster = index(*prefills, decode("d0"), decode("d1", adapters=a), decode("d2", adapters=b))
+    policies = Policies(registry.placement(placement), registry.split("full", {}), registry.dispatch("power_of_two"))
+    for seed in range(20):
+        found = decide(JobView("j", 100, 50, adapter="a"), cluster, policies, 0.0, Random(seed), exclude=["d0"])
+        assert {ref.instance_id for ref in (found.prefill, found.decode) if ref is not None} <= {"p1", "d1"}
+    with pytest.raises(Unavailable, match="serves the adapter 'c'"):
+        decide(JobView("j", 100, 50, adapter="c"), cluster, policies, 0.0, Random(0))
+    with pytest.raises(Unavailable):  # the only ones have just failed the job
+        decide(JobView("j", 100, 50, adapter="a"), cluster, policies, 0.0, Random(0), exclude=["p1", "d1"])

@@ -38,6 +38,7 @@ def instance(
     total_blocks: int = 1000,
     chunk_size: int = 512,
     max_seqs: int = 0,
+    adapters: dict[str, str] | None = None,
     **load: Any,
 ) -> InstanceView:
     info = InstanceInfo(
@@ -57,6 +58,7 @@ def instance(
         kv_endpoints=(),
         max_seqs=max_seqs,
         rates=rates or (prompt_rates(rate, base, chunk_size) if rate else Rates()),
+        adapters=adapters or {},
     )
     return InstanceView(info, role, state, InstanceLoad(**{"free_blocks": total_blocks, **load}))
 

@@ -66,10 +66,13 @@ _MIN_SCRATCH_SEGMENTS = 2  # one is filled while the other is copied to the host
 
 
 class ExportParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Stage the prompt's KV under that id; on a device, coded by `codec` already where it is lossy."""
+    """Stage the prompt's KV under that id; on a device, coded by `codec` already where it is lossy. `adapter`: of the
+    handle. KV of another adapter is not staged.
+    """
 
     transfer_id: str
     codec: Codec = Codec.RAW
+    adapter: str = ""
 
 
 class TransferParams(msgspec.Struct, frozen=True, rename={"import_": "import"}, forbid_unknown_fields=True):
@@ -293,7 +296,9 @@ class PolyphaseConnectorScheduler:
         except msgspec.ValidationError as error:
             _log.error("request %s has bad kv_transfer_params: %s", request.request_id, error)
             return
-        if params.export is not None:
+        if params.export is not None and params.export.adapter != self._adapter(request):
+            _log.error("request %s is to export KV of another adapter than its own: not exported", request.request_id)
+        elif params.export is not None:
             self._exports[request.request_id] = _Export(params.export, request.num_prompt_tokens)
         if params.import_ is not None:
             timeout_s = params.deadline_s if params.deadline_s is not None else math.inf
@@ -305,6 +310,8 @@ class PolyphaseConnectorScheduler:
         """Why the handle cannot be used, as a KvFault; empty where it can."""
         if handle.fingerprint != self._settings.fingerprint:
             return KvFault.FINGERPRINT.value
+        if handle.adapter != self._adapter(request):
+            return KvFault.ADAPTER.value
         if handle.codec.lossy and request.cache_salt != lossy_salt(handle.transfer_id):
             return KvFault.UNSALTED.value
         if not handle.endpoints or handle.tokens <= 0:
@@ -312,6 +319,11 @@ class PolyphaseConnectorScheduler:
         if self._tail is Tail.STATE and handle.tokens >= request.num_prompt_tokens:
             return KvFault.INVALID.value
         return ""
+
+    def _adapter(self, request: Request) -> str:
+        """The digest of the request's adapter; empty: the base model."""
+        adapter = request.lora_request
+        return self._settings.adapters[adapter.lora_name] if adapter is not None else ""
 
     def _end_of(self, request: Request, wanted: "_Import") -> int:
         last = int(request.num_prompt_tokens) - (self._tail is Tail.WINDOW)

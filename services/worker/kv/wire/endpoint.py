@@ -66,6 +66,7 @@ class KvSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encrypted: bool = True  # with a pair: KV is sent over TLS; False: both sides prove that they have the pair
     nixl_trusted: bool = False  # NIXL with other hosts: only this cluster reaches the networks of UCX
     fault: str = ""  # fault injection for tests: "zero" or "corrupt"
+    adapters: dict[str, str] = {}  # InstanceInfo.adapters
 
     @property
     def nixl(self) -> bool:

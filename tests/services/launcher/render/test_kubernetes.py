@@ -250,6 +250,10 @@ def alone(**fields: Any) -> dict[str, Any]:
     ("changes", "error"),
     [
         ({"model": "/some/where/model"}, "file.yaml: model: /some/where/model is a folder of this machine"),
+        (
+            {**alone(), "lora": {"adapters": {"sql": "/models/sql", "poems": "/home/me/poems"}}},
+            "file.yaml: lora.adapters.poems: /home/me/poems is a folder of this machine",
+        ),
         (alone(id="Big"), "id 'Big': Kubernetes allows"),
         (alone(id="gateway"), "'gateway' is the name of another part"),
         (alone(id="worker"), "'worker' is the name of another part"),

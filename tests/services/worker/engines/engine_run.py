@@ -39,6 +39,7 @@ class Run:
         sampling: Any = None,
         salt: str = "",
         job: JobView | None = None,
+        adapter: str = "",
         **more: Any,
     ) -> None:
         given = sampling if isinstance(sampling, bytes) else msgspec.msgpack.encode(sampling or greedy())
@@ -54,7 +55,7 @@ class Run:
                 self.ends[name].set_result(step)
 
         job = job or JobView(name, len(prompt), tokens)
-        generation = Generation(given, time.time(), salt)
+        generation = Generation(given, time.time(), salt, adapter=adapter)
         self.engine.submit(EngineRequest(name, job, prompt, generation, tokens, **more), sink)
 
     async def end(self, name: str) -> TokenStep:

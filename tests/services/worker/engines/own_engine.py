@@ -90,6 +90,7 @@ async def started(port: int, staging_bytes: int, engine: dict[str, Any], **setti
                 "generation": 1,
                 "fingerprint": "f",
                 "staging_bytes": staging_bytes,
+                "adapters": given.lora.digests(),
             }
             running = VllmEngine(given, connector, **engine)
             info = await running.start()

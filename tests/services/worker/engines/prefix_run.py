@@ -42,10 +42,10 @@ class Told:
         for event in events:
             self.held.apply(event)
 
-    def tokens(self, prompt: list[int], salt: str) -> int:
+    def tokens(self, prompt: list[int], salt: str, adapter: str) -> int:
         index = PrefixIndex()
         index.replace("e", 1, list(self.held.reachable.blocks))
-        return index.held_tokens("e", block_hashes(prompt, salt))
+        return index.held_tokens("e", block_hashes(prompt, salt, adapter))
 
 
 class Trial(Run):
@@ -56,10 +56,10 @@ class Trial(Run):
         self.told = told
         self.found: list[Found] = []
 
-    async def ask(self, what: str, prompt: list[int], salt: str = "", **more: Any) -> None:
+    async def ask(self, what: str, prompt: list[int], salt: str = "", adapter: str = "", **more: Any) -> None:
         name = f"{what} {len(self.found)}"
-        known, before = self.told.tokens(prompt, salt), self.engine.stats()
-        self.submit(name, prompt, 2, salt=salt, **more)
+        known, before = self.told.tokens(prompt, salt, adapter), self.engine.stats()
+        self.submit(name, prompt, 2, salt=salt, adapter=adapter, **more)
         step = await self.end(name)
         assert step.finish_reason == "length", step
         after = await self.counted(before.prompt_tokens + len(prompt))
@@ -103,6 +103,11 @@ async def work(trial: Trial, settings: WorkerSettings) -> None:
     await trial.ask("salted", prompt, "s")
     await trial.ask("salted again", prompt, "s")
     await trial.ask("approximate", prompt, lossy_salt("t/1"))
+    for adapter in settings.lora.adapters:
+        await trial.ask(f"by {adapter}", prompt, adapter=adapter)
+        await trial.ask(f"by {adapter} again", prompt, adapter=adapter)
+        await trial.ask(f"by {adapter}, salted", prompt, "s", adapter)
+        await trial.ask(f"by {adapter}, salted again", prompt, "s", adapter)
     if settings.engine_args["enable_prefix_caching"]:
         await conversations(trial, rng)
     await trial.ask("to export", prompt, export_to="t1")
@@ -114,11 +119,13 @@ async def work(trial: Trial, settings: WorkerSettings) -> None:
     await trial.ask("cleared", prompt)
 
 
-async def found(port: int, block_size: int, caching: bool, overlapping: bool = False) -> dict[str, Any]:
+async def found(
+    port: int, block_size: int, caching: bool, overlapping: bool = False, adapters: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Try it all, with asynchronous scheduling or without."""
     told, more = Told(), {"enable_prefix_caching": caching}
     limits = {"max_model_len": 640, "block_size": block_size, "chunk_size": 128, "kv_cache_bytes": 6 << 20}
-    limits["async_scheduling"] = overlapping
+    limits |= {"async_scheduling": overlapping, "lora": {"adapters": adapters or {}}}
     async with started(port, 4 << 20, {"on_cache": told}, engine_args=more, **limits) as here:
         trial = Trial(here.engine, told)
         await work(trial, here.settings)

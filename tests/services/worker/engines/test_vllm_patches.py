@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.kv_events import EventPublisher
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -38,6 +40,8 @@ CHECKED: dict[str, dict[Any, str]] = {
         AsyncGPUModelRunnerOutput: "8d7f634bdef6",
         CPUWorker.init_device: "11721464aeb0",
         GPUModelRunner.sample_tokens: "047e6a4738de",
+        lora_ops: "33bc2aca729e",
+        PunicaWrapperCPU: "acc9bc9cf24e",
     },
 }
 
@@ -53,4 +57,4 @@ def _digest(part: Any) -> str:
 
 
 def _name(part: Any) -> str:
-    return f"{part.__module__}.{part.__qualname__}"
+    return part.__name__ if inspect.ismodule(part) else f"{part.__module__}.{part.__qualname__}"

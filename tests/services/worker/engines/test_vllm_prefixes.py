@@ -5,15 +5,23 @@ from typing import Any
 
 import pytest
 
+from services.launcher.model_source import PROJECT
 from tests.services.worker.engines.own_engine import found_by
+from tests.tiny_models import make_adapter
 
 pytestmark = pytest.mark.slow
 RUN = "tests.services.worker.engines.prefix_run"
 
 
+def made_adapters(folder: Path) -> dict[str, Path]:
+    model = PROJECT / "models" / "demo"
+    return {name: make_adapter(folder / name, model, seed=seed) for seed, name in enumerate(("one", "two"))}
+
+
 @pytest.mark.parametrize(("block_size", "overlapping"), [(32, False), (128, True)])
 def test_what_is_known_is_what_is_hit(tmp_path: Path, block_size: int, overlapping: bool) -> None:
-    answer = found_by(RUN, tmp_path, block_size, True, overlapping)
+    adapters = {} if overlapping else {name: str(made) for name, made in made_adapters(tmp_path).items()}
+    answer = found_by(RUN, tmp_path, block_size, True, overlapping, adapters)
     by_name: dict[str, dict[str, Any]] = {}
     hits = 0
     for one in answer["found"]:
@@ -28,6 +36,9 @@ def test_what_is_known_is_what_is_hit(tmp_path: Path, block_size: int, overlappi
     assert [by_name[name]["hit"] for name in ("first", "salted", "approximate", "imported", "cleared")] == [0] * 5
     assert by_name["imported before"]["known"] == 256
     assert {name: one["imported"] for name, one in by_name.items() if one["imported"]} == {"imported": 300}
+    for name in adapters:  # it finds its own blocks alone
+        assert [by_name[f"by {name}{at}"]["hit"] for at in ("", ", salted")] == [0, 0]
+        assert [by_name[f"by {name}{at} again"]["known"] for at in ("", ", salted")] == [256, 256]
     misses = [one for one in answer["found"] if one["what"] == "conversation" and not one["hit"]]
     assert len(misses) > 3  # the first of their kind, and those that were evicted
     assert answer["nodes"] <= answer["blocks"]

@@ -46,6 +46,17 @@ def test_a_policy_is_built_once_for_each_set_of_parameters() -> None:
     assert len(made._policies) <= 16
 
 
+def test_a_job_is_dispatched_to_instances_that_serve_its_adapter() -> None:
+    made = Dispatcher(0)
+    views = decode("d0"), decode("d1", adapters={"a": "1"}), decode("d2", adapters={"b": "1"})
+    assert made.hear(ClusterDelta.from_view(ClusterView(1, 0.0, views)))
+    for policy in (PolicySpec("random"), PolicySpec("power_of_two"), PolicySpec("spread")):
+        assert {made.choose(job(100, 10, adapter="a"), policy)[0].instance_id for _ in range(20)} == {"d1"}
+    assert len(set(choices(made, PolicySpec("random")))) == 3
+    with pytest.raises(Unavailable, match="no ready decode instance serves the adapter 'c'"):
+        made.choose(job(100, 10, adapter="c"), PolicySpec("random"))
+
+
 @pytest.mark.parametrize("policy", [None, PolicySpec("no such"), PolicySpec("random", {"more": 1})])
 def test_a_policy_that_is_missing_or_unknown_is_named(policy: PolicySpec | None) -> None:
     with pytest.raises(InvalidRequest, match="dispatch policy"):
