@@ -188,8 +188,8 @@ def test_the_properties_of_an_engine_name_what_its_model_keeps(monkeypatch: pyte
     group = SimpleNamespace(worker=SimpleNamespace(components=list(LATENTS)))
     monkeypatch.setattr(vllm_start, "get_kv_transfer_group", lambda: group)
     made = settings(model=str(PROJECT / "models" / "demo"))
-    info = engine_info(
-        made, engine_config(made, {}, None), Blocks(free=3, total=40, size_tokens=64), kv_components(None)
-    )
+    blocks = Blocks(free=3, total=40, size_tokens=64)
+    info = engine_info(made, engine_config(made, {}, None), blocks, kv_components(None), {"sql": "digest"})
+    assert info.adapters == {"sql": "digest"}
     assert info.compatibility.geometry.components == LATENTS
     assert (info.total_blocks, info.block_size) == (40, 64)
