@@ -43,6 +43,7 @@ from gateway.table import ServedTokens, shared_table
 from gateway.tracing import TracedRequests
 from shared.domain.job import WhenFull
 from shared.errors import Conflict, InvalidRequest
+from shared.model.source import read_config
 from shared.runtime.connections import ConnectionLimits, Connections, bounded
 from shared.runtime.http import READY, exposing, say_state
 from shared.runtime.logs import get_log, keeping_levels
@@ -129,6 +130,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
     """The whole application with its clients and tasks started; they are stopped in reverse at the end of the block."""
     async with AsyncExitStack() as stack:
         table = stack.enter_context(shared_table(settings))
+        read_config(settings.source, trust_remote_code=settings.trust_remote_code)
         args = _arguments(settings)
         config = VllmConfig(
             model_config=AsyncEngineArgs.from_cli_args(args).create_model_config(),
@@ -203,6 +205,7 @@ def _arguments(settings: GatewaySettings) -> Any:
     options: dict[str, Any] = {
         "model": settings.model,
         "served_model_name": settings.served_model_name or settings.model,
+        "trust_remote_code": settings.trust_remote_code,
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
         "renderer_num_workers": vllm_patches.SLOTS,

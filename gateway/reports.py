@@ -248,7 +248,7 @@ async def recording(
         return
     file = RecordsFile(settings.record_lengths, settings.record_bytes)
     file.check()
-    recorder = Recorder(file, seen_text(settings.model), metrics)
+    recorder = Recorder(file, seen_text(settings.model, settings.trust_remote_code), metrics)
     tasks.every("records", RECORDING_PERIOD_S, recorder.flush)
     try:
         yield recorder
@@ -256,12 +256,12 @@ async def recording(
         await recorder.close()
 
 
-def seen_text(model: str) -> Decode:
+def seen_text(model: str, trust_remote_code: bool = False) -> Decode:
     """Decodes the ends of a prompt to the text that the predictor's classifier gets, with a tokenizer of its own: the
     front end's is changed by each prompt that it reads, and must not be used in two threads.
     """
     try:
-        tokenizer = _tokenizer(model)
+        tokenizer = _tokenizer(model, trust_remote_code)
     except Exception as error:  # tokenizers raises bare Exception
         raise InvalidRequest(f"record_lengths: model {model!r} has no usable tokenizer: {error}") from error
 
@@ -271,13 +271,13 @@ def seen_text(model: str) -> Decode:
     return decode
 
 
-def _tokenizer(model: str) -> Any:
+def _tokenizer(model: str, trust_remote_code: bool) -> Any:
     file = Path(model) / "tokenizer.json"
     if file.is_file():
         return Tokenizer.from_file(str(file))
     from transformers import AutoTokenizer  # only where the model is not a folder: it is slow to import
 
-    return AutoTokenizer.from_pretrained(model).backend_tokenizer
+    return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code).backend_tokenizer
 
 
 _MODE = 0o600

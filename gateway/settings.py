@@ -10,6 +10,7 @@ from gateway import vllm_options
 from shared.domain.job import FirstTokenOut, Slo, WhenFull, default_itl_s, tight_gaps
 from shared.domain.kv import Codec
 from shared.model.adapters import LoraSection
+from shared.model.source import ModelSource, source_of
 from shared.runtime.settings import Name, TracedSettings
 
 
@@ -67,6 +68,7 @@ class GatewaySettings(TracedSettings):
     shared_table: Path | None = None  # their shared counters, see `gateway.table`
     schedulers: tuple[str, ...]  # RPC addresses
     model: str
+    trust_remote_code: bool = False  # Python code of the model's repository may run
     served_model_name: str = ""
     dtype: str = "bfloat16"
     max_model_len: int = 2048
@@ -121,6 +123,10 @@ class GatewaySettings(TracedSettings):
     predict: Literal["parallel", "sequential", "off"] = "parallel"
     predict_wait_s: float = Field(0.005, ge=0)  # parallel: the longest wait of a placement
     predict_timeout_s: float = Field(0.25, gt=0)  # a later answer is ignored; until then dispatch may use it
+
+    @property
+    def source(self) -> ModelSource:
+        return source_of(self.model, self.vllm_args)
 
     @field_validator("slo")
     @classmethod

@@ -32,6 +32,7 @@ _REFUSED: Mapping[str, str] = {
     "model": "it is a setting of its own, `model` at the top of the file",
     "served_model_name": "it is a setting of its own, `served_model_name` at the top of the file",
     "max_model_len": "it is a setting of its own, `max_model_len` at the top of the file",
+    "trust_remote_code": "it is a setting of its own, `trust_remote_code` at the top of the file",
     "dtype": "it is a setting of its own, `gateway: {dtype: …}`",
     "host": "it is a setting of its own, `gateway: {host: …}`",
     "port": "it is a setting of its own, `gateway: {port: …}`",

@@ -49,7 +49,7 @@ class ServedTokenizer:
         return len(self._tokenizer.encode(response, add_special_tokens=False).ids) + 1
 
 
-def load_served(model: str, *, with_template: bool = False) -> ServedTokenizer:
+def load_served(model: str, *, with_template: bool = False, trust_remote_code: bool = False) -> ServedTokenizer:
     """From a folder or by a Hugging Face name; the latter and templates need transformers.
 
     Raises InvalidRequest when there is no such tokenizer.
@@ -58,15 +58,15 @@ def load_served(model: str, *, with_template: bool = False) -> ServedTokenizer:
     try:
         if file.is_file() and not with_template:
             return ServedTokenizer(Tokenizer.from_file(str(file)))
-        return _load_with_transformers(model)
+        return _load_with_transformers(model, trust_remote_code)
     except Exception as error:  # tokenizers raises bare Exception
         raise InvalidRequest(f"served model {model!r}: no usable tokenizer: {error}") from error
 
 
-def _load_with_transformers(model: str) -> ServedTokenizer:
+def _load_with_transformers(model: str, trust_remote_code: bool) -> ServedTokenizer:
     from transformers import AutoTokenizer  # imports torch
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
 
     def chat(prompt: str) -> str:
         messages = [{"role": "user", "content": prompt}]

@@ -95,7 +95,7 @@ def load_from_disk(settings: PredictorSettings) -> Loaded:
     served, error = None, "no served model is set: predictions by token ids use observed lengths"
     if settings.model:
         try:
-            served, error = load_served(settings.model), ""
+            served, error = load_served(settings.model, trust_remote_code=settings.trust_remote_code), ""
         except InvalidRequest as refused:
             error = refused.message
     return Loaded(classifier, served, error, runs, WARM_UP)

@@ -20,6 +20,7 @@ class PredictorSettings(ServiceSettings):
     rpc_address: str = ""  # for gateways, such as tcp://127.0.0.1:8301; empty: HTTP only
     checkpoint: Path | None = None  # folder of `polyphase predictor train`; it may appear later (POST /v1/model/reload)
     model: str = ""  # served model, folder or Hugging Face name: its tokenizer turns token ids into text
+    trust_remote_code: bool = False  # Python code of that tokenizer's repository may run
     # auto: the classifier while it is better than the commonest bucket; classifier: in any case.
     use: Literal["auto", "classifier", "observed"] = "auto"
     # After this time the prediction comes from observed lengths; a request may set its own.

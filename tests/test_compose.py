@@ -81,7 +81,13 @@ def test_secrets_are_where_they_are_used_and_nowhere_else() -> None:
             name == "keys"
         )
     for name in (*OURS, "postgres"):
-        assert not any(key.endswith(("PASSWORD", "SECRET", "TOKEN")) for key in environment(name))
+        secrets = {key for key in environment(name) if key.endswith(("PASSWORD", "SECRET", "TOKEN"))}
+        assert secrets <= {"HF_TOKEN"}
+
+
+def test_the_token_of_the_hub_is_given_to_those_that_load_the_model() -> None:
+    given = {name: environment(name)["HF_TOKEN"] for name in SERVICES if "HF_TOKEN" in environment(name)}
+    assert given == dict.fromkeys(("gateway", "predictor", "prefill", "decode", *GPUS), "")
 
 
 def test_a_database_with_its_schema_comes_before_whoever_writes() -> None:

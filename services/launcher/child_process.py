@@ -168,8 +168,13 @@ class Unready:
     late: bool = False
 
 
-async def until_healthy(child: Child, health: Health | None, limits: Limits) -> Unready | None:
-    """Wait until a process is healthy. Returns None, or why it did not become healthy; it has ended then."""
+async def until_healthy(
+    child: Child, health: Health | None, limits: Limits, went_on: Callable[[], bool] = lambda: False
+) -> Unready | None:
+    """Wait until a process is healthy. Returns None, or why it did not become healthy; it has ended then.
+
+    went_on: whether a download of the process has gone on since the last call; the start limit then counts anew.
+    """
     if health is None:
         return None
     ended = asyncio.ensure_future(child.wait())
@@ -179,6 +184,8 @@ async def until_healthy(child: Child, health: Health | None, limits: Limits) -> 
             if (await asyncio.wait([ended], timeout=limits.poll_s))[0]:
                 return Unready(ending(ended.result()))
             now_mono = time.monotonic()
+            if went_on():
+                started_mono = now_mono
             if not child.stopped:
                 running_mono = now_mono
             if limits.hang_s and now_mono - running_mono > limits.hang_s:

@@ -55,6 +55,7 @@ class Cluster(BaseModel):
 
     name: str
     model: str  # a folder or a Hugging Face name
+    trust_remote_code: bool = False  # gateways, instances and predictors may run code of the model's repository
     served_model_name: str = ""
     max_model_len: int = Field(2048, gt=0)
     lora: LoraSection = LoraSection()

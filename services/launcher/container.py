@@ -11,12 +11,14 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from services.launcher.child_process import Limits, spawn, stop_all, until_ended, until_healthy
 from services.launcher.health import HEALTH_URL, HttpHealth
 from shared.files.text import read_text
+from shared.model.source import DOWNLOAD_FILE, Download
 from shared.runtime.signals import end_at_sigterm
 
 KEYS = Path("/keys")  # the folder that `polyphase keys init` fills
@@ -83,11 +85,21 @@ async def run_watched(command: Sequence[str], url: str, limits: Limits) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    child = await spawn((shutil.which(command[0]) or command[0], *command[1:]), dict(os.environ), None)
-    health = HttpHealth(url)
+    download_file = Path(
+        os.environ.get(DOWNLOAD_FILE) or Path(tempfile.gettempdir(), f"polyphase-{os.getpid()}.download")
+    )
+    download_file.unlink(missing_ok=True)
+    variables = {**os.environ, DOWNLOAD_FILE: str(download_file)}
+    child = await spawn((shutil.which(command[0]) or command[0], *command[1:]), variables, None)
+    health, last = HttpHealth(url), None
+
+    def went_on() -> bool:
+        nonlocal last
+        before, last = last, Download.read(download_file)
+        return last != before
 
     async def life() -> str:
-        unready = await until_healthy(child, health, limits)
+        unready = await until_healthy(child, health, limits, went_on)
         return unready.text if unready else await until_ended(child, health, limits, _log)
 
     living, stopping = asyncio.create_task(life()), asyncio.create_task(stop.wait())

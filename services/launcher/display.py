@@ -13,6 +13,7 @@ from rich.text import Text
 from services.launcher.spec import Plan
 from services.launcher.supervisor import State, Status
 
+PROGRESS_S = 15.0  # between two lines about one download
 _MARKS = {
     State.WAITING: ("·", "dim"),
     State.STARTING: ("◐", "yellow"),
@@ -34,6 +35,7 @@ class StatusDisplay:
         self._statuses: dict[str, Status] = {}
         self._began = time.monotonic()
         self._live = False
+        self._progress_mono: dict[str, float] = {}  # by process, when a line about its download was written
 
     @contextmanager
     def start(self, statuses: Iterable[Status]) -> Iterator[None]:
@@ -53,9 +55,18 @@ class StatusDisplay:
 
     def update(self, status: Status) -> None:
         self._statuses[status.name] = status
-        if not self._live and (line := _line(status)):
+        if not self._live and (line := _line(status)) and self._due(status):
             mark, style = _MARKS[status.state]
             self._console.print(f"[{style}]{mark}[/] {status.name}: {line}")
+
+    def _due(self, status: Status) -> bool:
+        if status.download is None or status.state is not State.STARTING:
+            return True
+        now_mono = time.monotonic()
+        if now_mono - self._progress_mono.get(status.name, -PROGRESS_S) < PROGRESS_S:
+            return False
+        self._progress_mono[status.name] = now_mono
+        return True
 
     def _table(self) -> Table:
         elapsed = time.monotonic() - self._began
@@ -73,6 +84,8 @@ class StatusDisplay:
 def _line(status: Status) -> str:
     """What is worth a line of its own; empty for other states."""
     match status.state:
+        case State.STARTING if status.download is not None:
+            return status.note
         case State.READY:
             return f"ready after {status.took_s:.1f} s (process {status.pid})"
         case State.RESTARTING:

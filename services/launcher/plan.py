@@ -219,6 +219,7 @@ class _Planner:
             "port": api.port,
             "schedulers": tuple(each.zmq(1) for each in self._at.schedulers),
             "model": c.model,
+            "trust_remote_code": c.trust_remote_code,
             "served_model_name": c.served_model_name,
             "max_model_len": c.max_model_len,
             "lora": c.lora,
@@ -238,6 +239,7 @@ class _Planner:
             "port": at.port,
             "rpc_address": at.bound(1),
             "model": self._cluster.model,
+            "trust_remote_code": self._cluster.trust_remote_code,
             **({"device": "cpu"} if beside else {}),  # the accelerators of that host belong to the engines
             **self._curve,
         }
@@ -285,6 +287,7 @@ class _Planner:
             "instance_id": name,
             "role": entry.role,
             "model": c.model,
+            "trust_remote_code": c.trust_remote_code,
             "served_model_name": c.served_model_name,
             "host": at.listen,
             "rpc_port": at.port - 1,

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from ipaddress import ip_address
 from os.path import exists, isdir, isfile  # of a name that is too long they are False, where those of `Path` raise
@@ -19,12 +20,13 @@ from services.launcher.cluster_file import Cluster
 from services.launcher.devices import VISIBLE, catalogue
 from services.launcher.fork_client import NAME as FORK_SERVER
 from services.launcher.model_source import fault_of
-from services.launcher.spec import Plan
+from services.launcher.spec import Plan, ProcessSpec
 from services.worker.settings import MARGIN_BYTES, WorkerSettings
 from shared.cost.library import bundled_geometry
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.files.faults import Fault, meant
 from shared.model.adapters import require_files
+from shared.model.source import FILE_FORMATS, ModelSource, cached_config, read_config
 from shared.model.support import config_of, fault_of_division, fault_of_stored_kv, faults_of_model, text_config
 from shared.model.weights import weights_of
 from shared.policy import registry
@@ -62,13 +64,15 @@ def preflight(cluster: Cluster, plan: Plan, where: str, *, places_instances: boo
 
 def _of_suite(cluster: Cluster, plan: Plan) -> Faults:
     engines = [spec.settings for spec in plan.processes if isinstance(spec.settings, WorkerSettings)]
-    real = any(each.engine == "vllm" for each in engines)
-    if fault := fault_of(cluster.model, weights=real):
+    vllm = [each for each in engines if each.engine == "vllm"]
+    if fault := fault_of(cluster.model, weights=any(each.load_format in FILE_FORMATS for each in vllm)):
         yield Fault("model", fault)
-    elif real:
+    elif faults := list(_of_source(cluster, plan)):
+        yield from faults
+    elif vllm:
         for fault in faults_of_model(_config(cluster.model)):
             yield Fault("model", fault)
-    if real:
+    if vllm:
         for name, folder in cluster.lora.adapters.items():
             try:
                 require_files(name, Path(folder))
@@ -86,6 +90,31 @@ def _of_suite(cluster: Cluster, plan: Plan) -> Faults:
             fits = False
         if not fits:
             yield Fault("curve_public, curve_secret", "they are not a pair: `polyphase keys curve` creates one")
+
+
+def _of_source(cluster: Cluster, plan: Plan) -> Faults:
+    """Whether each process that loads the model may: a name on the hub with its token, and code of the model's own.
+
+    The config.json of a name is downloaded; without a connection it may be in the cache.
+    """
+    for source in dict.fromkeys(_source_of(spec) for spec in plan.processes if _loads_model(spec)):
+        try:
+            read_config(source, trust_remote_code=cluster.trust_remote_code)
+        except PolyphaseError as error:
+            yield Fault("model", error.message)
+
+
+def _loads_model(spec: ProcessSpec) -> bool:
+    settings = spec.settings
+    return isinstance(settings, GatewaySettings) or (isinstance(settings, WorkerSettings) and settings.engine == "vllm")
+
+
+def _source_of(spec: ProcessSpec) -> ModelSource:
+    """The source as the process will see it, with its own environment."""
+    assert isinstance(spec.settings, GatewaySettings | WorkerSettings)
+    source = spec.settings.source
+    token, endpoint = spec.env.get("HF_TOKEN", ""), spec.env.get("HF_ENDPOINT", "")
+    return replace(source, token=source.token or token, endpoint=endpoint, weights_cache="")
 
 
 def _of_hosts(cluster: Cluster) -> Faults:
@@ -216,8 +245,8 @@ def _of_emulated(at: str, settings: WorkerSettings) -> Faults:
 
 
 def _config(model: str) -> Mapping[str, Any]:
-    """The config.json of a model folder; empty for a name on the hub, whose config the worker reads."""
-    return config_of(model) if Path(model).is_absolute() else {}
+    """The config.json of a folder, or of a name on the hub, where `_of_source` has put it into the cache."""
+    return config_of(model) if Path(model).is_absolute() else cached_config(model)
 
 
 def _of_database(url: str) -> Faults:

@@ -19,6 +19,7 @@ from services.launcher.fork_client import ForkServer, ForkStarter, ProgramStarte
 from services.launcher.health import Health, HttpHealth
 from services.launcher.spec import ProcessSpec
 from shared.errors import NotFound, Unavailable
+from shared.model.source import DOWNLOAD_FILE, Download
 from shared.runtime.metrics import RESTARTS
 
 
@@ -54,6 +55,7 @@ class Status:
     restarts: int = 0
     note: str = ""
     fault: str = ""  # the reason of the last restart
+    download: Download | None = None  # of the weights that it downloads while it starts
 
 
 Changed = Callable[[Status], None]
@@ -82,6 +84,7 @@ class SupervisedProcess:
         self._quick_restarts = 0  # in a row, without a run of `stable_s` between them; each doubles the delay
         self._restart_requested = asyncio.Event()  # until the start that carries the request out
         self._log_from = 0  # the size of the log at the last start
+        self._download_file = logs / f"{spec.name}.download"
 
     @property
     def late(self) -> bool:
@@ -153,17 +156,28 @@ class SupervisedProcess:
         """Start it once. Returns why it did not become healthy, or None."""
         began, self._log_from = time.monotonic(), log_cause.size_of(self.status.log)
         self._restart_requested.clear()
-        spec = replace(self.spec, env={**self.spec.env, RESTARTS: str(self.status.restarts)})
+        self._download_file.unlink(missing_ok=True)
+        variables = {RESTARTS: str(self.status.restarts), DOWNLOAD_FILE: str(self._download_file)}
+        spec = replace(self.spec, env={**self.spec.env, **variables})
         self.child = await self._starter.start(spec, self.status.log)
-        self._enter(State.STARTING, pid=self.child.pid, note="")
+        self._enter(State.STARTING, pid=self.child.pid, note="", download=None)
         if self._restart_requested.is_set():  # while the process was created, without the variables of the request
             self.child.kill()
-        unready = await until_healthy(self.child, self._health, self._limits)
+        unready = await until_healthy(self.child, self._health, self._limits, self._download_went_on)
         if unready is None:
-            self._enter(State.READY, took_s=time.monotonic() - began, note="")
+            self._enter(State.READY, took_s=time.monotonic() - began, note="", download=None)
             self.was_ready = True
             self.first_start_over.set()
         return unready
+
+    def _download_went_on(self) -> bool:
+        """Whether its download has more bytes than its status shows, which then shows them."""
+        download = Download.read(self._download_file)
+        if download is None or download == self.status.download:
+            return False
+        self.status = replace(self.status, download=download, note=f"downloads weights: {download}")
+        self._changed(self.status)
+        return True
 
     async def _until_ended(self) -> str:
         """Wait until the process, which was ready, ends. Returns how it ended."""

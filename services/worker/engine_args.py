@@ -60,6 +60,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(("model",), _own("model", _TOP)),
     Refusal(("served_model_name",), _own("served_model_name", _TOP)),
     Refusal(("max_model_len",), _own("max_model_len", _TOP)),
+    Refusal(("trust_remote_code",), _own("trust_remote_code", _TOP), (False,)),
     Refusal(("dtype",), _own("dtype")),
     Refusal(("block_size",), _own("block_size")),
     Refusal(("tensor_parallel_size",), _own("tensor_parallel")),

@@ -1,5 +1,6 @@
 """Starts an instance's engine and its side of KV transfers."""
 
+import asyncio
 import secrets
 import tempfile
 from contextlib import AsyncExitStack
@@ -16,6 +17,7 @@ from services.worker.kv.rank_messages import Stats
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import ELEMENT_BYTES, KvKind
 from shared.domain.kv import KvHandle
+from shared.runtime.signals import ending_at_sigterm
 
 
 async def start_engine(
@@ -34,7 +36,10 @@ async def start_engine(
         info = await emulated.start()
         return emulated, info, EmulatedPort(_handle_template(settings, info, generation), emulated.link)
     from services.worker.engines.vllm import VllmEngine
+    from services.worker.engines.vllm_start import obtain_model
 
+    with ending_at_sigterm():  # a download may take hours
+        await asyncio.to_thread(obtain_model, settings)  # before the fingerprint, which samples the weights
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="polyphase-"))
     events_address, control_key = f"ipc://{Path(folder) / 'events'}", secrets.token_hex(16)
     events = await stack.enter_async_context(KvEvents(events_address))

@@ -9,6 +9,7 @@ from services.worker.engine_args import faults_of
 from shared.cost.network import LinkEntry
 from shared.domain.instance import Role
 from shared.model.adapters import LoraSection
+from shared.model.source import ModelSource, source_of
 from shared.runtime.settings import Name, TracedSettings
 
 PP_LAYERS = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable
@@ -40,6 +41,7 @@ class WorkerSettings(TracedSettings):
     role: Role = Role.PREFILL
     engine: Literal["vllm", "emulated"] = "vllm"
     model: str
+    trust_remote_code: bool = False  # Python code of the model's repository may run
     accelerator: str = "cpu"
 
     host: str = "127.0.0.1"
@@ -132,6 +134,15 @@ class WorkerSettings(TracedSettings):
     def step_tokens(self) -> int:
         """The most tokens of a step, prefill and decode together."""
         return self.chunk_size if isinstance(self.chunk_size, int) else self.max_chunk_size
+
+    @property
+    def source(self) -> ModelSource:
+        return source_of(self.model, self.engine_args)
+
+    @property
+    def load_format(self) -> str:
+        """vLLM's name of the format of the weights."""
+        return str(self.engine_args.get("load_format", "auto"))
 
     @property
     def ranks(self) -> int:

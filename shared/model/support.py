@@ -5,10 +5,13 @@ a recurrent layer (`services.worker.kv.vllm.layers`), in the model's own precisi
 whose layers keep something else, with the keys of config.json that identify them.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from shared.errors import InvalidRequest
 from shared.files.text import read_json
@@ -25,6 +28,9 @@ _INDEXED_LAYERS = frozenset(
     | {"minimax_m3_sparse", "qwen_sparse_attention"}
 )
 _MODELOPT = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}  # ModelOpt's names of KV precisions, and vLLM's
+
+
+_KNOWN = Path(__file__).with_name("config_types.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,30 @@ def faults_of_model(config: Config) -> list[str]:
     text = text_config(config)
     found = ((refusal, refusal.found(config, text)) for refusal in REFUSALS)
     return [f"{words(refusal)} (config.json: {keys}); {SUPPORTED}" for refusal, keys in found if keys]
+
+
+def fault_of_remote_code(config: Config, trusted: bool) -> str:
+    """Why a model that needs the Python code of its repository is refused; empty if that is trusted, or not needed.
+
+    A model whose type transformers or vLLM know is loaded with their code, also if its config.json has `auto_map`.
+    """
+    if trusted or not config.get("auto_map"):
+        return ""
+    architectures = config.get("architectures")
+    names = [config.get("model_type"), *(architectures if isinstance(architectures, list) else ())]
+    if any(name in _known_types() for name in names if isinstance(name, str)):
+        return ""
+    return (
+        f"the model needs Python code of its own repository (config.json: auto_map; model_type {names[0]!r}), which "
+        "gateway, instances and predictor would run: read that code, and set `trust_remote_code: true` at the top of "
+        "the cluster file"
+    )
+
+
+@functools.cache
+def _known_types() -> frozenset[str]:
+    """The `model_type`s, and architectures without one, whose configuration transformers or vLLM have code for."""
+    return msgspec.json.decode(_KNOWN.read_bytes(), type=frozenset[str])
 
 
 def words(refusal: Refusal) -> str:

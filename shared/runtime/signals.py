@@ -2,6 +2,8 @@
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 
@@ -12,6 +14,17 @@ def end_at_sigterm() -> None:
     start for seconds to minutes before it ends.
     """
     signal.signal(signal.SIGTERM, _end)
+
+
+@contextmanager
+def ending_at_sigterm() -> Iterator[None]:
+    """Have SIGTERM end this process within the block, which leaves nothing to clean up. On the main thread only."""
+    before = signal.getsignal(signal.SIGTERM)
+    end_at_sigterm()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(number: int, _: FrameType | None) -> None:

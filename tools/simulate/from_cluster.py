@@ -40,6 +40,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
         _SEED: ("policy_seed",),
         _NO_FAULTS: ("hang_s", "kv_fault"),
         "the name of the model in metrics": ("served_model_name",),
+        "start-up is not simulated": ("trust_remote_code",),
         "step times include the cost of an engine's scheduler": ("async_scheduling",),
         "a simulation has unlimited room for prefetched KV": ("inbox_bytes",),
         "the rate of a link is that of the file's `network`": ("kv_transport", "kv_nixl_trusted", "kv_connections"),
@@ -84,7 +85,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
             *("processes", "lean_streams", "stream_interval_share", "record_lengths", "record_bytes"),
         ),
         "of the front end: the instances have their own, and a trace of lengths needs no templates and parsers": (
-            *("dtype", "vllm_args"),
+            *("dtype", "vllm_args", "trust_remote_code"),
         ),
         "requests of a trace have no keys": ("api_keys_file", "caller_share"),
         "requests of a trace have no grammars": ("grammar_cpu_s", "grammar_cache_bytes"),
@@ -103,7 +104,6 @@ ENGINE_ARGS: Mapping[str, str] = {
     "seed": "tokens have no content",
     "load_format": "start-up is not simulated",
     "download_dir": "start-up is not simulated",
-    "trust_remote_code": "start-up is not simulated",
     "disable_log_stats": _LOG,
 }
 

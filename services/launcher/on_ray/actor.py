@@ -16,6 +16,7 @@ from services.launcher.health import HEALTH_URL
 from services.launcher.ports import free_range
 from services.launcher.spec import child_environment
 from services.worker.settings import WorkerSettings
+from shared.model.source import DOWNLOAD_FILE, Download
 
 _WATCHED = (sys.executable, "-P", "-m", "services.launcher.container", sys.executable, "-P", "-m", "services.worker")
 _SOON_S, _PAUSE_S = 30.0, 2.0  # a process that ends within so long of its start is restarted after that pause
@@ -35,6 +36,7 @@ class InstanceActor:
         variables = {**child_environment(placed.model, emulated), **placed.to_environment(), **env}
         self._about = {"host": self._host, "url": url, "node": ray.get_runtime_context().get_node_id()}
         self._log = _logs() / f"polyphase-{placed.instance_id}.log"
+        self._download_file = self._log.with_suffix(".download")
         self._fault = ""
         self._stopping = False
         self._began = time.monotonic()
@@ -42,7 +44,7 @@ class InstanceActor:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 (sys.executable, "-S", "-E", str(Path(child.__file__)), str(os.getpid()), *_WATCHED),
-                env={**variables, HEALTH_URL: f"{url}/health"},
+                env={**variables, HEALTH_URL: f"{url}/health", DOWNLOAD_FILE: str(self._download_file)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -51,8 +53,16 @@ class InstanceActor:
         threading.Thread(target=self._until_ended, daemon=True, name="wait for worker").start()
 
     def about(self) -> dict[str, Any]:
-        """Where the process runs; `fault`: how it ended, if it did."""
-        return {**self._about, "pid": self._process.pid, "log": str(self._log), "fault": self._fault}
+        """Where the process runs; `fault`: how it ended, if it did; `download`: bytes of weights it has, and all."""
+        known = Download.read(self._download_file)
+        download = (known.done_bytes, known.total_bytes) if known is not None else None
+        return {
+            **self._about,
+            "pid": self._process.pid,
+            "log": str(self._log),
+            "fault": self._fault,
+            "download": download,
+        }
 
     def stop(self, within_s: float) -> None:
         self._stopping = True

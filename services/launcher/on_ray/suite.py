@@ -31,11 +31,13 @@ from services.launcher.supervisor import Changed, State, Status
 from services.worker.settings import WorkerSettings
 from shared.cost.catalogue import Catalogue
 from shared.errors import InvalidRequest, NotFound, PolyphaseError, Unavailable
+from shared.model.source import Download
 
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 5.0
 POLL_S = 0.5  # between two checks of all instances
 TOKEN = "POLYPHASE_WORKER_CLUSTER_TOKEN"
+_HUB = ("HF_TOKEN", "HF_ENDPOINT")
 _CHECK_S = 2.0
 _HEAD = "ray"  # the name of the control plane's host
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError)
@@ -79,12 +81,21 @@ def divide(cluster: Cluster, plan: Plan) -> tuple[Plan, RunOnRay]:
     def running(changed: Changed) -> AbstractAsyncContextManager[RayInstances]:
         # The token's file exists by now; other nodes lack it, so the token travels in the environment.
         wanted = [
-            (settings.model_copy(update={"cluster_token_file": None}), {**entry.env, TOKEN: settings.token()}, needs)
+            (
+                settings.model_copy(update={"cluster_token_file": None}),
+                {**hub_environment(), **entry.env, TOKEN: settings.token()},
+                needs,
+            )
             for settings, entry, needs in instances
         ]
         return placing(wanted, changed)
 
     return replace(plan, processes=tuple(others)), running
+
+
+def hub_environment() -> dict[str, str]:
+    """The variables of this process by which an instance on another node reaches the Hugging Face hub as it does."""
+    return {name: os.environ[name] for name in _HUB if os.environ.get(name)}
 
 
 @contextmanager
@@ -215,6 +226,7 @@ class RayInstance:
         self._health: HttpHealth | None = None
         self._at: tuple[str, int] | None = None  # node and process
         self._since_mono = time.monotonic()  # when it was placed or lost
+        self.downloaded_mono = 0.0  # when its download of weights last went on; 0: it has not
 
     @property
     def placed(self) -> bool:
@@ -235,10 +247,20 @@ class RayInstance:
             return
         if (about["node"], about["pid"]) != self._at:
             self._arrived(about)
+        if self.status.state is State.STARTING:
+            self._follow_download(about["download"])
         assert self._health is not None
         fault = await self._health.check(_CHECK_S)
         if not fault and self.status.state is not State.READY:
-            self._set(State.READY, took_s=time.monotonic() - self._since_mono)
+            self._set(State.READY, took_s=time.monotonic() - self._since_mono, download=None)
+
+    def _follow_download(self, at: tuple[int, int] | None) -> None:
+        """Show how far its download of weights is, and when it last went on."""
+        download = Download(*at) if at is not None else None
+        if download is not None and download != self.status.download:
+            self.downloaded_mono = time.monotonic()
+            self.status = replace(self.status, download=download, note=f"downloads weights: {download}")
+            self._changed(self.status)
 
     async def stop(self) -> None:
         """Stop the worker gracefully, then remove the actor and its placement group."""
@@ -308,12 +330,12 @@ class RayInstances:
     async def started(self, within_s: float) -> tuple[str, ...]:
         """Wait until all placed instances are ready, at least one of each role; returns the names of ready ones.
 
-        Instances that take longer than `within_s` go on starting while the others serve. Raises Unavailable if a role
-        has no ready instance by then.
+        Instances that take longer than `within_s`, counted anew while weights are downloaded, go on starting while the
+        others serve. Raises Unavailable if a role has no ready instance by then.
         """
-        give_up = time.monotonic() + within_s
+        began_mono = time.monotonic()
         await self._refreshed.wait()
-        while time.monotonic() < give_up:
+        while time.monotonic() < within_s + max([began_mono, *(each.downloaded_mono for each in self._instances)]):
             if self._all_ready([each for each in self._instances if each.placed]):
                 break
             await asyncio.sleep(POLL_S)

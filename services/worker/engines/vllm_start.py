@@ -1,6 +1,10 @@
 """The configuration with which vLLM is started, and the properties of the engine that has started."""
 
+import math
+import os
+import time
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from vllm import __version__ as vllm_version
@@ -9,7 +13,6 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
-from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.usage.usage_lib import UsageContext
 
 from services.worker.engines.base import EngineInfo
@@ -23,7 +26,16 @@ from shared.domain.instance import Compatibility, KvComponent, KvGeometry
 from shared.domain.rates import Rates
 from shared.errors import InvalidRequest
 from shared.model.adapters import LoraSection
-from shared.model.support import config_of, faults_of_model
+from shared.model.source import (
+    DOWNLOAD_FILE,
+    FILE_FORMATS,
+    IGNORED,
+    Download,
+    check_weights,
+    fetch_weights,
+    read_config,
+)
+from shared.model.support import faults_of_model
 from shared.model.weights import weights_of
 from shared.policy.decode_admission import Blocks
 from shared.runtime.logs import get_log
@@ -31,6 +43,7 @@ from shared.runtime.wire_version import OURS
 
 log = get_log(__name__)
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32", *EIGHT_BIT_NAMES)  # vLLM's `cache_dtype`s that are known here
+DOWNLOAD_LOG_S = 10.0
 CPU_WORKER = "services.worker.engines.vllm_cpu_worker.SeededCpuWorker"
 
 
@@ -46,6 +59,7 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
     s = settings
     arguments: dict[str, Any] = {
         "model": s.model,
+        "trust_remote_code": s.trust_remote_code,
         "dtype": s.dtype,
         "max_model_len": s.max_model_len,
         "block_size": s.block_size,
@@ -95,12 +109,39 @@ def lora_requests(lora: LoraSection) -> dict[str, LoRARequest]:
     }
 
 
+def obtain_model(settings: WorkerSettings) -> None:
+    """Check the model, and download the weights of one on the hub. Raises InvalidRequest, Unavailable."""
+    check_model_file(settings)
+    ignore = settings.engine_args.get("ignore_patterns", IGNORED)
+    fetch_weights(settings.source, settings.load_format, ignore, DownloadReport())
+
+
+class DownloadReport:
+    """Writes the progress of a download to the file that the process's starter names, and at a low rate to the log."""
+
+    def __init__(self, period_s: float = DOWNLOAD_LOG_S) -> None:
+        self._file = os.environ.get(DOWNLOAD_FILE, "")
+        self._period_s = period_s
+        self._logged_mono = -math.inf
+
+    def __call__(self, download: Download) -> None:
+        if self._file:
+            download.write(Path(self._file))
+        now_mono, done, total = time.monotonic(), download.done_bytes, download.total_bytes
+        if now_mono - self._logged_mono >= self._period_s or done == total:
+            self._logged_mono = now_mono
+            log.info("downloading weights", downloaded_bytes=done, total_bytes=total)
+
+
 def check_model_file(settings: WorkerSettings) -> None:
-    """Check the model's config.json, from the hub where the model is a name of it. Raises InvalidRequest."""
-    name, revision = settings.model, settings.engine_args.get("revision")
-    config = config_of(name) or get_hf_file_to_dict("config.json", name, revision) or {}
+    """Check the model before weights are loaded: its config.json, from the hub where the model is a name of it, and
+    the completeness of a folder. Raises InvalidRequest, Unavailable.
+    """
+    config = read_config(settings.source, trust_remote_code=settings.trust_remote_code)
     if faults := faults_of_model(config):
-        raise InvalidRequest(f"model {name}: " + "; ".join(faults))
+        raise InvalidRequest(f"model {settings.model}: " + "; ".join(faults))
+    if (folder := settings.source.folder) is not None and settings.load_format in FILE_FORMATS:
+        check_weights(folder)
 
 
 def check_model(config: VllmConfig) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -71,6 +72,17 @@ async def test_a_process_that_is_stopped_while_it_starts_is_killed(tmp_path: Pat
     assert unready is not None
     assert unready.late
     assert "while it started" in unready.text
+    assert not child.running
+
+
+async def test_the_start_limit_counts_from_the_last_byte_of_a_download(tmp_path: Path) -> None:
+    """With a limit of nothing, the process is late at the first check at which its download has not gone on."""
+    child = await spawn((sys.executable, "-S", "-c", FOREVER), {}, tmp_path / "log")
+    steps = iter([True] * 20 + [False])
+    unready = await until_healthy(child, Unhealthy(), replace(QUICK, start_s=0.0), lambda: next(steps))
+    assert unready is not None
+    assert unready.late
+    assert next(steps, None) is None
     assert not child.running
 
 

@@ -4,17 +4,19 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from services.launcher import cluster_keys, container
-from services.launcher.health import HEALTH_URL
+from services.launcher.child_process import Child, Limits, Unready
+from services.launcher.container import run_watched
+from services.launcher.health import HEALTH_URL, Health
 from services.launcher.ports import free_range
 from services.launcher.suite import until
-from tests.services.launcher.processes import SERVER, gone, logged
+from tests.services.launcher.processes import FOREVER, NOWHERE, SERVER, gone, logged
 
 Running = tuple[asyncio.subprocess.Process, int]
 
@@ -51,6 +53,24 @@ async def test_its_command_ends_with_it(tmp_path: Path, number: signal.Signals, 
         entry.send_signal(number)
         assert await asyncio.wait_for(entry.wait(), 20) == code
         await until(lambda: gone(command), 10, "the command to end")
+
+
+async def test_the_start_limit_of_a_container_counts_from_the_last_byte_of_a_download(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The command has the variable, and what it writes into that file reaches the wait for its health."""
+
+    async def until_progress(child: Child, _: Health, __: Limits, went_on: Callable[[], bool]) -> Unready:
+        async with asyncio.timeout(60):
+            while not went_on():
+                await asyncio.sleep(0.01)
+        assert not went_on()
+        child.kill()
+        return Unready("it went on")
+
+    monkeypatch.setattr("services.launcher.container.until_healthy", until_progress)
+    code = "import os; open(os.environ['POLYPHASE_DOWNLOAD_FILE'], 'w').write('1 2')\n" + FOREVER
+    assert await run_watched([sys.executable, "-S", "-c", code], NOWHERE, Limits()) == 1
 
 
 async def test_without_a_url_it_becomes_the_command() -> None:

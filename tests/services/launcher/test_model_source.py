@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.launcher.model_source import PROJECT, fault_of, resolve_model
+from tests.shared.model.safetensors import safetensors
 
 
 @pytest.fixture
@@ -17,8 +18,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = tmp_path / "models" / "whole"
     model.mkdir(parents=True)
     (model / "config.json").write_text('{"num_attention_heads": 4}')
-    for name in ("tokenizer.json", "model.safetensors"):
-        (model / name).write_text("x")
+    (model / "tokenizer.json").write_text("x")
+    (model / "model.safetensors").write_bytes(safetensors(64))
     return model
 
 
@@ -73,11 +74,12 @@ def test_missing_and_broken_parts_of_a_folder_are_named(
     assert fault in found if fault else not found
 
 
-def test_offline_a_name_must_be_in_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    fault = fault_of("org/never-downloaded", weights=True)
-    assert "org/never-downloaded is not in" in fault
-    assert "HF_HUB_OFFLINE" in fault
+def test_the_model_of_shipped_files_without_a_source_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("services.launcher.model_source.PROJECT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    fault = fault_of(resolve_model("models/demo"), weights=True)
+    assert f"there is no folder {tmp_path}/models/demo: the demo model models/demo is part of a source" in fault
+    assert "--model" in fault
 
 
 def test_text_that_is_neither_a_folder_nor_a_name(folder: Path) -> None:

@@ -179,6 +179,22 @@ def test_settings_of_the_file_reach_the_processes(tmp_path: Path, monkeypatch: p
     assert process(plan, "d").env["OMP_NUM_THREADS"] == "3"
 
 
+def test_consent_to_code_of_the_model_reaches_all_that_load_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: dict[str, type[Any]] = {"gateway": GatewaySettings, "predictor": PredictorSettings, "p": WorkerSettings}
+    for trusted in (False, True):
+        plan = make_plan(cluster(trust_remote_code=trusted), tmp_path)
+        for name, kind in kinds.items():
+            assert loaded(kind, process(plan, name), monkeypatch).trust_remote_code is trusted
+    with pytest.raises(ValidationError, match="it belongs to the whole cluster"):
+        cluster(gateway={"trust_remote_code": True})
+    for changes in (
+        {"gateway": {"vllm_args": {"trust-remote-code": True}}},
+        {"instances": [{**INSTANCES[0], "engine_args": {"trust_remote_code": True}}]},
+    ):
+        with pytest.raises(InvalidRequest, match="it is a setting of its own, `trust_remote_code`"):
+            make_plan(cluster(**changes), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("gateway", "lossy"),
     [

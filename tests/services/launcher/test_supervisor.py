@@ -1,6 +1,7 @@
 """The supervisor, on small programs: start, restart, stop, and the end of all processes with the launcher."""
 
 import asyncio
+import io
 import os
 import signal
 import sys
@@ -12,13 +13,16 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from rich.console import Console
 
 from services.launcher.child_process import Child, Limits, stop_all
+from services.launcher.display import StatusDisplay
 from services.launcher.fork_client import ProgramStarter
 from services.launcher.spec import ProcessSpec
 from services.launcher.suite import until
 from services.launcher.supervisor import StartFailed, State, Status, SupervisedProcess, supervising
 from shared.errors import NotFound
+from shared.model.source import Download
 from tests.services.launcher.processes import (
     BROKEN,
     DEAF,
@@ -114,6 +118,49 @@ async def test_a_late_instance_does_not_end_the_suite(tmp_path: Path) -> None:
         gate.touch()
         await until(lambda: supervisor.late == ("stuck",), 20, "the late one")
         assert status(supervisor, "late").state is State.READY
+
+
+DOWNLOADING = f"""
+import os
+open(os.environ["POLYPHASE_DOWNLOAD_FILE"], "w").write("1500000 3000000")
+{FOREVER}
+"""
+
+
+async def test_a_download_is_shown_while_the_process_starts(tmp_path: Path) -> None:
+    shown = asyncio.Event()
+    statuses: list[Status] = []
+
+    def changed(now: Status) -> None:
+        statuses.append(now)
+        if now.download is not None:
+            shown.set()
+
+    (tmp_path / "downloads.download").write_text("3000000 3000000")  # of an earlier start
+    async with supervising([spec("downloads", DOWNLOADING, health=NOWHERE)], tmp_path, changed, QUICK):
+        await asyncio.wait_for(shown.wait(), QUICK.start_s)
+    found = next(each for each in statuses if each.download is not None)
+    assert (found.state, found.download) == (State.STARTING, Download(1_500_000, 3_000_000))
+    assert found.note == "downloads weights: 1.5 of 3.0 MB"
+
+
+def test_progress_is_printed_at_a_low_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("services.launcher.display.time.monotonic", lambda: now_s)
+    printed = io.StringIO()
+    display = StatusDisplay(Console(file=printed, width=200), "Starting")
+    with display.start([]):
+        for step in range(61):
+            now_s = float(step)
+            download = Download(step * 10**9, 60 * 10**9)
+            note = f"downloads weights: {download}"
+            display.update(Status("p", tmp_path, State.STARTING, note=note, download=download))
+        display.update(Status("p", tmp_path, State.READY))
+    lines = printed.getvalue().splitlines()
+    assert [line.partition(": ")[2] for line in lines[1:-1]] == [
+        f"downloads weights: {done}.0 of 60.0 GB" for done in (0, 15, 30, 45, 60)
+    ]
+    assert "p: ready" in lines[-1]
 
 
 async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
