@@ -13,14 +13,7 @@ from vllm.v1.worker.utils import request_memory
 
 from services.launcher.model_source import PROJECT
 from services.worker.engines import vllm_start
-from services.worker.engines.vllm_start import (
-    check_model,
-    check_model_file,
-    engine_config,
-    engine_info,
-    kv_components,
-    utilization,
-)
+from services.worker.engines.vllm_start import check_model, engine_config, engine_info, kv_components, utilization
 from services.worker.settings import MARGIN_BYTES
 from shared.domain.instance import KvComponent, KvKind
 from shared.errors import InvalidRequest
@@ -133,19 +126,6 @@ def test_a_model_that_cannot_be_served_is_refused_before_vllm_has_it(tmp_path: P
     with pytest.raises(InvalidRequest) as refused:
         engine_config(settings(model=str(tmp_path)), {}, None)
     assert refused.value.message.startswith(f"model {tmp_path}: the model has {kind}")
-
-
-def test_a_config_from_the_hub_is_read_like_a_local_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def fetched(*words: object) -> dict[str, Any]:
-        asked.append(words)
-        return REFUSED["MiniMax-M3"][0]
-
-    monkeypatch.setattr(vllm_start, "get_hf_file_to_dict", fetched)
-    with pytest.raises(InvalidRequest, match="model org/sparse: the model has sparse attention"):
-        check_model_file(settings(model="org/sparse", engine_args={"revision": "v2"}))
-    assert asked == [("config.json", "org/sparse", "v2")]
 
 
 @pytest.mark.parametrize(
