@@ -182,8 +182,9 @@ def error_line(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
-    errors = [line for line in lines if _ERROR.match(line)]
-    return (errors or lines)[-1][:300]
+    found = max((at for at, line in enumerate(lines) if _ERROR.match(line)), default=-1)
+    text = " ".join(lines[found : found + 3]) if "validation error" in lines[found] else lines[found]
+    return text[:300]
 
 
 class _Measurement:
