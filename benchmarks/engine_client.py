@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -102,12 +102,12 @@ class Engine:
         self._ready = asyncio.Event()
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
+        self._entered = AsyncExitStack()
         self._count = 0
 
     async def __aenter__(self) -> "Engine":
-        self._kv_events = KvEvents(self.extra["events"])
-        await self._kv_events.__aenter__()
-        self.control = await SocketControl(self.controls, "secret").__aenter__()
+        self._kv_events = await self._entered.enter_async_context(KvEvents(self.extra["events"]))
+        self.control = await self._entered.enter_async_context(SocketControl(self.controls, "secret"))
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._listen())]
         while not self._ready.is_set():
             self._check_alive()
@@ -116,15 +116,15 @@ class Engine:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self.process.exitcode is None:
+        """Also of an engine that did not start, or was not entered."""
+        if self.process.exitcode is None and self._ready.is_set():
             await self._socket.send(b'{"op": "stop"}')
             await asyncio.to_thread(self.process.join, 10)
         self.kill()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.control.__aexit__(None, None, None)
-        await self._kv_events.__aexit__(None, None, None)
+        await self._entered.aclose()
         self._socket.close(0)
         self._context.term()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -44,6 +44,7 @@ _LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
+_ROUTED: dict[str, Any] = {**_LATENT, "topk_method": "noaux_tc"}
 # The one size of a gated delta net's heads for which vLLM's CPU backend has kernels.
 _DELTA: dict[str, Any] = {
     "hidden_size": 256,
@@ -127,12 +128,12 @@ _ALL = (
     Family("Command-R", "cohere", {**_GROUPED, "logit_scale": 1.0, "tie_word_embeddings": True}),
     Family("Command-R7B", "cohere2", {**_GROUPED, **_WINDOW, "logit_scale": 1.0, "tie_word_embeddings": True}),
     Family("GPT-NeoX", "gpt_neox"),
-    Family("Bloom", "bloom", {"n_layer": 4, "n_head": 4}),
+    Family("Bloom", "bloom", {"n_layer": 4, "n_head": 4, "tie_word_embeddings": True}),
     Family("Nemotron", "nemotron", _HEADS),
     Family("SmolLM3", "smollm3", _GROUPED),
     Family("ERNIE-4.5", "ernie4_5", _HEADS),
     Family("Seed-OSS", "seed_oss", _HEADS),
-    Family("DeepSeek-V3", "deepseek_v3", {**_LATENT, "first_k_dense_replace": 1}, _LATENTS, _HALF),
+    Family("DeepSeek-V3", "deepseek_v3", {**_ROUTED, "first_k_dense_replace": 1}, _LATENTS, _HALF),
     Family(
         "Mamba-2", "mamba2", {"num_heads": 4, "head_dim": 64, "state_size": 64, "n_groups": 1}, _STATES, unlike_tp=False
     ),
@@ -165,7 +166,11 @@ _ALL = (
     Family("Gemma-4", "gemma4_text", {**_HEADS, **_WINDOW, "global_head_dim": 64, "hidden_size_per_layer_input": 0}),
     Family("Qwen3.5", "qwen3_5_text", _DELTA, _BOTH, _HALF),
     Family(
-        "GLM-4.7-Flash", "glm4_moe_lite", {**_LATENT, "mlp_layer_types": ["dense"] + ["sparse"] * 3}, _LATENTS, _HALF
+        "GLM-4.7-Flash",
+        "glm4_moe_lite",
+        {**_ROUTED, "first_k_dense_replace": 1, "mlp_layer_types": ["dense"] + ["sparse"] * 3},
+        _LATENTS,
+        _HALF,
     ),
     Family(
         "Nemotron-H",

@@ -182,8 +182,9 @@ def error_line(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
-    errors = [line for line in lines if _ERROR.match(line)]
-    return (errors or lines)[-1][:300]
+    found = max((at for at, line in enumerate(lines) if _ERROR.match(line)), default=-1)
+    text = " ".join(lines[found : found + 3]) if "validation error" in lines[found] else lines[found]
+    return text[:300]
 
 
 class _Measurement:
@@ -198,18 +199,17 @@ class _Measurement:
         lengths = STATE_LENGTHS if self._state else LENGTHS
         self.texts = prompts(lengths=lengths[-1 :: -(len(lengths) // count)][:count][::-1])
         self.references: list[list[int]] = []
-        self._engines: list[Engine] = []
 
     async def run(self, tensor_parallel: bool) -> None:
         self.plain = self._engine("plain", connector=False)
         self.p = self._engine("p", block_size=32)
         self.d = self._engine("d")
         self.e = self._engine("e", block_size=128)
-        await self._stack.enter_async_context(self.plain)
+        await self.plain.__aenter__()
         self.references = [await self.plain.generate(text, NEW_TOKENS) for text in self.texts]
         self._found.distinct = len({token for reference in self.references for token in reference})
         for engine in (self.p, self.d, self.e):
-            await self._stack.enter_async_context(engine)
+            await engine.__aenter__()
         two, plain_two = None, None
         if tensor_parallel:
             plain_two, two = self._engine("plain2", connector=False, tp=2), self._engine("two", tp=2)
@@ -225,8 +225,6 @@ class _Measurement:
             cells["tp_2"] = await _cell(self._to_two(plain_two, two))
             cells["tp_1"] = await _cell(self._handed_over(two, self.d))
         cells["killed"] = await _cell(self._killed())
-        for engine in self._engines:
-            engine.kill()
 
     def _engine(self, name: str, **options: Any) -> Engine:
         options = {
@@ -238,8 +236,8 @@ class _Measurement:
             **options,
         }
         engine = Engine(name, self._model, **options)
-        self._engines.append(engine)
-        self._stack.callback(engine.kill)  # also where another one does not start
+        self._stack.push_async_exit(engine)  # also where another one does not start
+        self._stack.callback(engine.kill)  # at once, without a last message
         return engine
 
     # Hand-overs.
@@ -298,7 +296,7 @@ class _Measurement:
 
     async def _to_two(self, plain: Engine, two: Engine) -> Cell:
         for engine in (plain, two):
-            await self._stack.enter_async_context(engine)
+            await engine.__aenter__()
         references = await self._each(lambda text: plain.generate(text, NEW_TOKENS), self.texts)
         return await self._handed_over(self.p, two, references)
 

@@ -1,7 +1,9 @@
 """`polyphase bench models`: one family with each kind of component on real engines, and the table."""
 
+import gc
 import os
 import threading
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -41,6 +43,16 @@ async def test_a_family_with_each_kind_of_component(name: str) -> None:
     assert found.cells.keys() == CELLS.keys() - {"tp_2", "tp_1"}
     assert all(cell.not_pulled == 0 for cell in (*found.cells.values(), *found.zeroed.values()))
     assert found.zeroed.keys() == {kind.value for kind in FAMILIES[name].kinds}
+
+
+@pytest.mark.slow
+async def test_a_family_that_vllm_does_not_run_is_a_result() -> None:
+    """Its engines, none of which has started, leave nothing that would block the next family."""
+    family = replace(FAMILIES["Llama"], engine={"max_model_len": 1 << 20})
+    found = await measure(family, count=1, tensor_parallel=False)
+    assert "ValidationError" in found.plain
+    assert found.cells == {}
+    gc.collect()
 
 
 @pytest.mark.slow
