@@ -28,7 +28,7 @@ class LoraSection(BaseModel):
     room; None: the largest among the adapters, rounded up to one that vLLM has.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
     adapters: dict[AdapterName, Annotated[str, Field(min_length=1)]] = {}
     max_loras: int | None = Field(None, gt=0)

@@ -21,7 +21,7 @@ def instance(name: str, role: Role, state: State) -> Any:
 
     status = Status(name, Path(), state)
     placed = state is not State.WAITING
-    return SimpleNamespace(status=status, role=role, placed=placed, refresh=nothing, stop=nothing)
+    return SimpleNamespace(status=status, role=role, placed=placed, downloaded_mono=0.0, refresh=nothing, stop=nothing)
 
 
 async def started(*instances: Any) -> tuple[str, ...]:

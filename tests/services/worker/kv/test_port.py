@@ -75,7 +75,9 @@ class Port(ConnectorPort):
         endpoints = tuple(f"tcp://127.0.0.1:{rank}" for rank in range(ranks))
         template = KvHandle("", "d0", 1, "f", endpoints, 0, "bfloat16", lease_s=LEASE_S)
         ledger = ExportLedger(1000, ranks)
-        super().__init__(self.control, cast(KvEvents, self.queue), template, ledger, 10, self.clock)
+        super().__init__(
+            self.control, cast(KvEvents, self.queue), template, ledger, lambda tokens: 10 * tokens, self.clock
+        )
 
     def decode(self, name: str = "t") -> ExpectedImport:
         """A decode of that transfer has begun."""
