@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.services.worker.kv.vllm.engine_client import Engine
 
+from benchmarks.engine_client import Engine
 from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, SPLIT, started
 from tests.tiny_models import make_adapter
 

@@ -9,16 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.services.worker.kv.vllm.engine_client import (
-    NEW_TOKENS,
-    Engine,
-    emptied,
-    exporting,
-    identical,
-    importing,
-    prompts,
-)
 
+from benchmarks.engine_client import NEW_TOKENS, Engine, emptied, exporting, identical, importing, prompts
 from services.worker.kv import KvFault
 from services.worker.kv.rank_messages import Stats
 from shared.model.adapters import LoraSection
