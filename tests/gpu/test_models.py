@@ -43,7 +43,8 @@ async def test_backends_understand_each_others_kv(kind: str, backend: str, tmp_p
     except RuntimeError as error:
         pytest.skip(f"{backend} on {torch.cuda.get_device_name()}: {refused_backend(error)}")
     print(f"\n{kind}, {backend}: {show(found)}")
-    assert found.pulls == {"ok": found.wanted}
+    single = 0 if kind == "qwen3" else found.pulls["cached"]  # prompts of one token, of which windows import nothing
+    assert found.pulls["ok"] == found.wanted - single
     assert found.first > 0.5
     assert found.zeroed < found.of / 2
     assert 0 < found.cached <= 600
