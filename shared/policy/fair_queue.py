@@ -100,7 +100,7 @@ class FairQueue(Generic[Item]):
         """The head of a line was delayed: it may be placed again in `again_s`. waited_s: since its arrival.
 
         Returns the line that rests until then (the driver calls `wake` at its end): its own one, or, if the job steps
-        aside and nobody is before it there, the second. None if it waits behind others now.
+        aside and no other job is before it there, the second. None if it waits behind others now.
         """
         line = waiter.line
         assert line is not None, "a job that waits nowhere was delayed"
