@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from services.launcher.suite import Suite, until
+from shared.domain.job import Phase
 from shared.domain.kv import TransferOutcome
 from shared.errors import DeadlineExceeded, NotFound
 from shared.timeline import RequestTimeline
@@ -46,6 +47,16 @@ async def find_row(suite: Suite, request_id: str, phase: str = "") -> RequestRow
                 if request_id in row.job_id:
                     return row
     raise NotFound(f"no scheduler knows of {request_id}")
+
+
+async def find_prompt(suite: Suite, prefill_instance: str) -> RequestRow | None:
+    """A request whose prompt this instance is to compute; None where there is none."""
+    for scheduler in suite.schedulers():
+        async with scheduler:
+            for row in await scheduler.requests(limit=2_000, phase=Phase.PREFILL):
+                if row.prefill_instance == prefill_instance:
+                    return row
+    return None
 
 
 async def records(suite: Suite, request_ids: Sequence[str], at_least: int | None = None) -> list[JobRecord]:

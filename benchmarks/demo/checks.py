@@ -8,6 +8,7 @@ answers on all surfaces of the API, and predicted lengths beside the true ones.
 
 import asyncio
 import json
+import signal
 import time
 import uuid
 from collections import Counter
@@ -21,7 +22,7 @@ import httpx
 from benchmarks.chaos.load import Load
 from benchmarks.demo.checked_suite import ANSWER_TOKENS, FULL, RANDOM, WHO, CheckedSuite, Repeated, asks_for, under_load
 from benchmarks.demo.report import Check, Section
-from benchmarks.jobs import JobRecord, records
+from benchmarks.jobs import JobRecord, find_prompt, records
 from benchmarks.suite import until_found
 from shared.domain.instance import Role
 from shared.domain.job import Phase
@@ -330,14 +331,11 @@ async def decode_loss(checked: CheckedSuite, section: Section) -> None:
 async def prefill_loss(checked: CheckedSuite, section: Section) -> None:
     reference = await checked.reference(checked.prompts.various(16, 900, 1100, seed=31), 16)
     total = len(reference.prompts)
+    victim = (await checked.suite.ready(Role.PREFILL))[0]
+    pid = checked.suite.kill(victim, signal.SIGSTOP)  # else it may have computed its prompts when it is killed
     running = asyncio.create_task(reference.repeat(stream=True, at_once=ALL))
-
-    async def busy() -> str | None:
-        found = (await checked.suite.instances()).items()
-        return next((n for n, e in found if e.role is Role.PREFILL and e.load.inflight), None)
-
-    victim = await until_found(busy, 10.0, "prompts in a prefill instance", poll_s=0.01)
-    pid = checked.suite.kill(victim)
+    await until_found(lambda: find_prompt(checked.suite, victim), 10.0, f"a prompt in {victim}")
+    checked.suite.kill(victim)
     repeated = await running
     section.lines.append(f"{victim} (process {pid}) was killed with {total} requests under way")
     section.equal("requests answered", total, sum(not answer.error for answer in repeated.answers))
