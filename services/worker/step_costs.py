@@ -20,7 +20,7 @@ from shared.domain.instance import InstanceInfo
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.rates import UNKNOWN_STEPS, Rates, StepRates
 from shared.errors import PolyphaseError
-from shared.model.precision import QUANTISED
+from shared.model.precision import stored_in
 from shared.policy.step_budget import SHARE, ChunkBounds, chunk_tokens, next_chunk_tokens
 from shared.runtime.logs import get_log
 
@@ -155,8 +155,7 @@ def kind_of(settings: WorkerSettings, models: EngineModels) -> EngineKind:
     layers = settings.pipeline_layers or even_layers(models.geometry.layers, stages)
     layout = tuple(Stage(models.device(name).name, count) for name, count in zip(names, layers, strict=True))
     hop = settings.emulated_hop.link if settings.emulated_hop is not None else None
-    weights = precision_of(settings).partition("-")[0]  # without the digest of a checkpoint
-    if weights in QUANTISED:
+    if weights := stored_in(precision_of(settings)):
         return EngineKind(layout, settings.tensor_parallel, weights, kv_dtype=settings.dtype, hop=hop)
     return EngineKind(layout, settings.tensor_parallel, settings.dtype, hop=hop)
 

@@ -23,6 +23,13 @@ _APART = frozenset(
 )
 
 
+def stored_in(precision: str) -> str:
+    """The precision in which weights of an `InstanceInfo.precision` are stored, as the cost model calls it; empty where
+    it has no rates for it.
+    """
+    return next((name for name in sorted(QUANTISED) if precision.startswith(name)), "")
+
+
 def quantised_to(config: Config) -> str:
     """The precision of the weights that a config.json says are quantised: fp8, fp4, int8, int4, or the name of the
     method where that has no single precision; empty where they are not quantised.

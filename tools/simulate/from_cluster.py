@@ -15,12 +15,14 @@ from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.cluster_sections import InstanceSection
 from services.launcher.plan import settings_of
+from services.worker.identity import precision_of
 from services.worker.settings import WorkerSettings
 from shared.cost.library import Library
 from shared.cost.rates_file import CalibratedKind, Calibration, Kind
 from shared.errors import InvalidRequest
 from shared.files.faults import describe
 from shared.files.places import Places
+from shared.model.precision import stored_in
 from shared.runtime.settings import ServiceSettings
 from tools.simulate.sim_file import InstanceEntry, RunEntry, SimFile, SloEntry, at_key
 
@@ -100,6 +102,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
 # Keys of a worker's `engine_args` that the simulation reads, or that make no difference to it. It refuses others.
 ENGINE_ARGS: Mapping[str, str] = {
     "enable_prefix_caching": "read",
+    "quantization": "read",
     "gpu_memory_utilization": "KV is `kv_cache_bytes`",
     "seed": "tokens have no content",
     "load_format": "start-up is not simulated",
@@ -187,6 +190,8 @@ def _instance(section: InstanceSection, worker: WorkerSettings, places: Places) 
     """The entry of a simulation file."""
     same = worker.model_dump(include=set(InstanceEntry.model_fields))
     entry: dict[str, object] = {**same, "id": section.id, "count": section.count}
+    if weights := stored_in(precision_of(worker)):
+        entry |= {"dtype": weights, "kv_dtype": worker.dtype}
     entry["hop"] = worker.emulated_hop.model_dump() if worker.emulated_hop is not None else None
     entry["link"] = {"gbps": worker.emulated_link_gbps} if worker.emulated_link_gbps else None
     if _emulated(worker):
