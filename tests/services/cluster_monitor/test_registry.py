@@ -396,7 +396,9 @@ def test_layout_and_precision_may_differ() -> None:
 
 def test_precisions_may_differ_where_the_operator_says_so() -> None:
     quantised = make_info("new", "tcp://127.0.0.1:2", precision="fp8")
-    with pytest.raises(Incompatible, match=r"its precision is 'fp8', the cluster has '' \(as old.*mixed_precision: true"):
+    with pytest.raises(
+        Incompatible, match=r"its precision is 'fp8', the cluster has '' \(as old.*mixed_precision: true"
+    ):
         check(quantised, [MEMBER])
     check(quantised, [MEMBER], mixed_precision=True)
     check(quantised, [msgspec.structs.replace(MEMBER, precision="fp8")])
