@@ -65,7 +65,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
             *("retention_bytes", "retention_served_s", "retention_fine_s", "retention_load_steps_s"),
         ),
         "the monitor of a simulation is never restarted": ("quiet_start_s",),
-        "one model is simulated": ("fingerprint",),
+        "one model is simulated, at the precisions that the instances have": ("fingerprint", "mixed_precision"),
         "SLO attainment is that of the whole run": ("slo_windows_s",),
     },
     GatewaySettings: {
