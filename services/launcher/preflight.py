@@ -98,10 +98,13 @@ def _of_source(cluster: Cluster, plan: Plan) -> Faults:
     The config.json of a name is downloaded; without a connection it may be in the cache.
     """
     for source in dict.fromkeys(_source_of(spec) for spec in plan.processes if _loads_model(spec)):
+        quantised = source.model != cluster.model
+        if quantised and source.folder is not None:
+            continue  # checked with its instance
         try:
             read_config(source, trust_remote_code=cluster.trust_remote_code)
         except PolyphaseError as error:
-            yield Fault("model", error.message)
+            yield Fault("instances", f"weights: {error.message}") if quantised else Fault("model", error.message)
 
 
 def _loads_model(spec: ProcessSpec) -> bool:
