@@ -234,6 +234,7 @@ def _calibrated(worker: WorkerSettings, model: str, places: Places) -> Calibrate
         worker.tensor_parallel,
         worker.threads,
         worker.pipeline_parallel,
+        stored_in(precision_of(worker)) or precision_of(worker),
     )
     with at_key(places, f"instances.{worker.instance_id}.rates_file"):
         return Calibration.read(Path(worker.rates_file)).for_kind(kind)
