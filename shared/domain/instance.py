@@ -111,10 +111,10 @@ class Compatibility(msgspec.Struct, frozen=True):
 
 class InstanceInfo(msgspec.Struct, frozen=True):
     """The properties of an instance that do not change while it lives, except its rates and chunk size, which it
-    learns.
+    learns, and its adapters.
 
     Addresses are `tcp://host:port` and `http://host:port`. adapters: digests of the LoRA adapters that it serves, by
-    name.
+    key (`shared.domain.adapters`); they change where loads_adapters says that it loads adapters while it serves.
     """
 
     instance_id: str
@@ -136,6 +136,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     pipeline_parallel: int = 1
     kv_dtype: str = ""  # in which KV is stored; empty: `dtype`
     adapters: dict[str, str] = {}
+    loads_adapters: bool = False
 
     @property
     def kv_bytes_per_token(self) -> float:
