@@ -78,7 +78,9 @@ class ServedAdapters:
             wait_s = SOON_S if in_use - self._set.keys else WAIT_S
             request = AdaptersRequest(self._settings.gateway_id, self._set.revision, tuple(sorted(in_use)), wait_s)
             try:
-                self._apply(await self._schedulers.adapters(request))
+                found = await self._schedulers.adapters(request)
+                if self._set.revision == request.revision:  # else a load was answered meanwhile
+                    self._serve(found)
             except PolyphaseError as error:
                 if error.message != self._trouble:
                     log.warning("loaded adapters are not followed; trying again", reason=error.message)
@@ -97,7 +99,7 @@ class ServedAdapters:
         if request.is_3d_lora_weight:
             return _refusal(400, f"adapter {name}: is_3d_lora_weight cannot be served: leave it out")
         try:
-            self._apply(await self._schedulers.load(LoadRequest(name, request.lora_path, request.load_inplace, who)))
+            self._renew(await self._schedulers.load(LoadRequest(name, request.lora_path, request.load_inplace, who)))
         except PolyphaseError as failure:
             log.warning("an adapter was not loaded", name=name, who=who, reason=failure.message)
             return _refusal(failure.http_status, failure.message)
@@ -109,15 +111,19 @@ class ServedAdapters:
             found: ErrorResponse = error
             return found
         try:
-            self._apply(await self._schedulers.unload(UnloadRequest(request.lora_name, who)))
+            self._renew(await self._schedulers.unload(UnloadRequest(request.lora_name, who)))
         except PolyphaseError as failure:
             log.warning("an adapter was not unloaded", name=request.lora_name, who=who, reason=failure.message)
             return _refusal(failure.http_status, failure.message)
         return f"Success: LoRA adapter '{request.lora_name}' removed successfully."
 
-    def _apply(self, found: AdapterSet) -> None:
+    def _renew(self, found: AdapterSet) -> None:
         """Serve that set, unless a newer one is served."""
-        if found.revision <= self._set.revision:
+        if found.revision > self._set.revision:
+            self._serve(found)
+
+    def _serve(self, found: AdapterSet) -> None:
+        if found.revision == self._set.revision:
             return
         self._set, models = found, self._models
         served: dict[str, LoRARequest] = models.lora_requests

@@ -3,10 +3,13 @@ follow, and over restarts of the monitor.
 """
 
 import asyncio
+import sqlite3
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.cluster_monitor import adapter_book
 from shared.domain.adapters import AdapterSet, version_key
 from shared.domain.instance import Role
 from shared.errors import Conflict, EngineFailed, InvalidRequest, NotFound, PolyphaseError, Unavailable
@@ -205,6 +208,26 @@ async def test_instances_keep_former_weights_while_a_gateway_may_have_requests_f
     gateway.in_use = ()
     await gateway.look()
     await until(lambda: set(instance.adapters) == {"poems", SECOND_KEY}, "no request has it")
+
+
+async def test_a_load_that_the_database_does_not_take_is_undone(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_book, "KEEP_S", 0.3)
+    cluster = await monitored(start)
+    instance = await worker(cluster, "p0")
+    locked = sqlite3.connect(tmp_path / "polyphase.db", isolation_level=None, timeout=30.0, check_same_thread=False)
+    await asyncio.to_thread(locked.execute, "BEGIN EXCLUSIVE")
+    with pytest.raises(Unavailable, match=r"nothing is changed: the database did not take it within 0.3 s"):
+        await cluster.client.load_adapter(SQL)
+    assert instance.calls == ["load sql", f"unload {KEY}"]
+    assert await Gateway(cluster).look() == set()
+    locked.execute("COMMIT")
+    locked.close()
+    await until(lambda: not cluster.store.queued, "written")
+    await cluster.stop()
+    again = await monitored(start)
+    assert await Gateway(again).look() == set()
 
 
 async def test_a_restarted_monitor_knows_what_was_loaded(start: Start) -> None:
