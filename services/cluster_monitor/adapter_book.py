@@ -251,7 +251,6 @@ class AdapterBook:
     async def _load_on_all(self, records: list[Record], request: LoadRequest) -> str:
         """The digest of the adapter, once all have it; where one fails, those that have loaded it forget it again."""
         self._term.check()
-        before = {one.instance_id: one.info.adapters for one in records}
         calls = (self._load_on(one, request.name, request.path) for one in records)
         answers = [*zip(records, await asyncio.gather(*calls, return_exceptions=True), strict=True)]
         digests = [(one, answer) for one, answer in answers if isinstance(answer, str)]
@@ -261,8 +260,7 @@ class AdapterBook:
             failures = [Conflict(f"adapter {request.name}: hosts have other files at {request.path}: digests {found}")]
         if failures:
             for one, digest in digests:
-                if (key := version_key(request.name, digest)) not in before[one.instance_id]:
-                    await self._undo([one], key)
+                await self._undo([one], version_key(request.name, digest))
             raise failures[0]
         return digests[0][1]
 
@@ -286,8 +284,10 @@ class AdapterBook:
         return found
 
     async def _undo(self, records: Iterable[Record], key: str) -> None:
-        """Have instances forget an adapter at once. Where this fails, `reconcile` does it later."""
-        if key in self._set.keys:
+        """Have instances forget an adapter at once, unless requests may have it. Where this fails, `reconcile` does it
+        later.
+        """
+        if key in self._set.keys or any(key in one.in_use for one in self._gateways.values()):
             return
         with anyio.move_on_after(_UNDO_S, shield=True):
             for record in records:
