@@ -12,8 +12,7 @@ from typing import Any
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse, Response
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.lora.request import LoRARequest
@@ -165,7 +164,7 @@ def _answer(found: ErrorResponse | str) -> Response:
 
 
 def _refusal(status: int, message: str) -> ErrorResponse:
-    found: ErrorResponse = create_error_response(
-        message, _TYPES.get(status, HTTPStatus(status).phrase), HTTPStatus(status)
+    """In vLLM's shape. Its own function would replace the path, which the operator has sent, by a placeholder."""
+    return ErrorResponse(
+        error=ErrorInfo(message=message, type=_TYPES.get(status, HTTPStatus(status).phrase), code=status)
     )
-    return found

@@ -78,5 +78,5 @@ class Adapters:
             await asyncio.to_thread(require_files, name, folder)
             return await asyncio.to_thread(digest_of, name, folder)
         except (InvalidRequest, OSError) as error:  # the beginning is vLLM's sentence
-            text = f"Loading lora {name} failed: No adapter found for {request.path}: {error}"
-            raise NotFound(text) from error
+            cause = str(error).removeprefix(f"adapter {name}: ")
+            raise NotFound(f"Loading lora {name} failed: No adapter found for {request.path}: {cause}") from error
