@@ -26,6 +26,9 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from gateway import vllm_options, vllm_patches
+from gateway.adapters import PATHS as ADAPTER_PATHS
+from gateway.adapters import ServedAdapters
+from gateway.adapters import routes as adapter_routes
 from gateway.admission import Admissions, PlacementQueue
 from gateway.auth import LOOPBACK, REREAD_S, KeyRates, KeyRing
 from gateway.connection import WRITE_TIMEOUT_S, stream_protocol
@@ -134,7 +137,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         args = _arguments(settings)
         config = VllmConfig(
             model_config=AsyncEngineArgs.from_cli_args(args).create_model_config(),
-            lora_config=LoRAConfig() if settings.lora.adapters else None,  # its values matter to engines alone
+            lora_config=LoRAConfig() if settings.lora.enabled else None,  # its values matter to engines alone
         )
         grammars = stack.enter_context(Grammars(config, settings))  # it forks: before any connection
 
@@ -171,6 +174,13 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         tracer = await stack.enter_async_context(tracing(settings.tracing, "gateway", settings.gateway_id, registry))
         vllm_patches.share_threads(llm.renderer, args.renderer_num_workers, keys.weights)
         app, served = await _vllm_app(args, llm)
+        adapters = None
+        if settings.lora.allow_runtime_updating:
+            models = app.state.openai_serving_models
+            adapters = ServedAdapters(settings, schedulers, models, lambda: core.loaded_adapters)
+            core.adapter_key, served = adapters.key_of, served | ADAPTER_PATHS
+            app.include_router(adapter_routes(adapters))
+            tasks.start("adapters", adapters.follow())
         if settings.lean_streams:
             serve_plain_streams(app.state, direct=vllm_patches.bodies_pass(app))
 
@@ -178,7 +188,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         metrics.queued.set_function(lambda: admissions.own_jobs)
         edge = Edge(app, settings, keys, metrics, admissions, KeyRates(table))
         edge.served, edge.root_path, edge.rejection = served, args.root_path or "", vllm_patches.rejection
-        edge.open[READY] = ready_of(schedulers)
+        edge.open[READY] = ready_of(schedulers, adapters)
         edge.open["/metrics"] = exposing(registry, app)
         if settings.lean_streams:
             edge.fast_path = FastPath(app).app_for
@@ -186,16 +196,22 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         if tracer is not None:
             edge.traced = TracedRequests(tracer, settings.served_model_name or settings.model, served)
         edge.on_refused = core.on_refused = reporter.refused
+        if adapters is not None:
+            edge.operators_only = ADAPTER_PATHS
+            await adapters.wait()
         yield edge
         await core.close()  # before the last reports, which include the jobs that it cancels
         await reporter.leave()
 
 
-def ready_of(schedulers: SchedulerClient) -> ASGIApp:
-    """Answers `/ready`: a gateway without a scheduler can only let clients wait."""
+def ready_of(schedulers: SchedulerClient, adapters: ServedAdapters | None) -> ASGIApp:
+    """Answers `/ready`: a gateway without a scheduler can only let clients wait, and one that does not know the loaded
+    adapters would refuse requests for them.
+    """
 
     async def ready(_: Scope, __: Receive, send: Send) -> None:
-        await say_state(send, "gateway", "" if schedulers.connected else "no scheduler is there")
+        unknown = adapters.unknown if adapters is not None else ""
+        await say_state(send, "gateway", unknown if schedulers.connected else "no scheduler is there")
 
     return ready
 

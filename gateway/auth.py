@@ -10,13 +10,13 @@ from pathlib import Path
 
 from gateway.table import Table
 from shared.errors import Busy, InvalidRequest, Unauthorized
-from shared.runtime.keys import LOOPBACK, ApiKey, create_key, digest_of, load_keys
+from shared.runtime.keys import LOOPBACK, OPERATE, ApiKey, create_key, digest_of, load_keys
 from shared.runtime.logs import get_log
 
 log = get_log(__name__)
 REREAD_S = 1.0  # a key that was removed from the file is rejected after at most this time
 
-__all__ = ["LOOPBACK", "ApiKey", "KeyRing", "create_key", "digest_of", "load_keys"]
+__all__ = ["LOOPBACK", "OPERATE", "ApiKey", "KeyRing", "create_key", "digest_of", "load_keys"]
 
 
 class KeyRing:

@@ -37,6 +37,7 @@ from gateway.job import Gaps, Job, JobSpec
 from gateway.plain_stream import Pace, PlainStream, StreamPass
 from gateway.settings import GatewaySettings
 from gateway.structured_outputs import Grammars
+from shared.domain.adapters import is_version
 from shared.domain.job import NAME_CHARS, Generation, Phase, WhenFull, job_name
 from shared.errors import InvalidRequest, Overloaded, PolyphaseError
 from shared.runtime.logs import get_log, in_logs
@@ -85,7 +86,7 @@ REQUEST: dict[str, Field] = {
     "sampling_params": _CARRIED,
     "pooling_params": Field(Fate.REFUSED, "this cluster generates text: it has no embeddings, scores or classes"),
     "arrival_time": Field(Fate.CARRIED, "as the time at which all of the body had arrived"),
-    "lora_request": Field(Fate.CARRIED, "as the adapter's name"),
+    "lora_request": Field(Fate.CARRIED, "as the adapter's key"),
     "cache_salt": _CARRIED,
     "data_parallel_rank": Field(
         Fate.REFUSED, "the scheduler chooses the engine: leave out the header X-Data-Parallel-Rank"
@@ -279,12 +280,19 @@ class ClusterCore:
         self._gaps = gaps or Gaps()
         self._pipeline = pipeline
         self.on_refused: Callable[[str, str], None] = lambda slo, code: None  # called for jobs that find no room
+        self.adapter_key: Callable[[LoRARequest], str] = lambda request: request.lora_name
         self._jobs: dict[str, _RunningJob] = {}
         self._streams = StreamPass(pace)
         self._outputs: list[EngineCoreOutput] = []
         self._ready = asyncio.Event()
         self._requests: Any = None  # vLLM's output processor, in which the requests are registered
         self._vocabulary = 0
+
+    @property
+    def loaded_adapters(self) -> set[str]:
+        """Keys of the adapters that were loaded at run time and that jobs have."""
+        found = {running.job.spec.generation.adapter for running in self._jobs.values()}
+        return {key for key in found if is_version(key)}
 
     def attach(self, output_processor: Any, vocabulary: int) -> None:
         """Set the front end's output processor, and the number of tokens that the model knows."""
@@ -294,7 +302,8 @@ class ClusterCore:
         return ("generate",)
 
     async def add_lora_async(self, request: LoRARequest) -> bool:
-        """The front end adds the adapters of the settings at its start; instances load them at theirs.
+        """The front end adds the adapters of the settings at its start; instances load them at theirs. Those that
+        operators load later do not come here (`gateway.adapters`).
 
         Raises InvalidRequest for any other adapter, such as one of a resolver of vLLM's.
         """
@@ -390,7 +399,7 @@ class ClusterCore:
                 state.arrived_s,
                 state.salted(request.cache_salt or ""),
                 *_reasoning(request),
-                request.lora_request.lora_name if request.lora_request is not None else "",
+                self.adapter_key(request.lora_request) if request.lora_request is not None else "",
             ),
             max_tokens=params.max_tokens or self._settings.max_model_len - len(prompt),
             carry=carry,

@@ -15,7 +15,7 @@ from math import ceil
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.admission import Admissions, RequestState, current_request
-from gateway.auth import ApiKey, KeyRates, KeyRing
+from gateway.auth import OPERATE, ApiKey, KeyRates, KeyRing
 from gateway.connection import EXTENSION
 from gateway.metrics import GatewayMetrics
 from gateway.request_hints import PARSED, RESPONSES, RequestHints, hints_of, parse, require_few_items
@@ -59,6 +59,11 @@ class ClassNotAllowed(PolyphaseError):
     http_status = 403
 
 
+class OperatorsOnly(PolyphaseError):
+    code = "operators_only"
+    http_status = 403
+
+
 class ClientGone(Exception):
     """The client disconnected before its body was complete."""
 
@@ -85,6 +90,9 @@ class Edge:
         self.on_refused: Callable[[str, str], None] = lambda slo, code: None  # called for refusals for load
         self.open = dict.fromkeys(OPEN_PATHS, app)  # what answers the paths without keys and limits
         self.served: Collection[str] = ()  # paths that metrics may name
+        self.operators_only: Collection[
+            str
+        ] = ()  # paths for keys with the role `operate`, and for a gateway without keys
         self.root_path = ""  # that clients may put before each path
         self.rejection: Rejection = _rejection  # answers a request that is refused after its stream was announced
         self._settings = settings
@@ -118,6 +126,8 @@ class Edge:
             try:
                 headers = dict(scope["headers"])
                 key, slo = self._identify(headers)
+                if path in self.operators_only:
+                    _require_operator(key, path)
                 if scope["method"] == "POST":
                     caller = key.name if key else ""
                     state = stack.enter_context(self.admission.for_class(slo).admit(caller, slo))
@@ -233,6 +243,11 @@ def _forbids_mixed_precision(headers: Headers) -> bool:
 def _require_allowed(key: ApiKey | None, slo: str) -> None:
     if key is not None and not key.may_use(slo):
         raise ClassNotAllowed(f"key {key.name!r} may not use the SLO class {slo!r}")
+
+
+def _require_operator(key: ApiKey | None, path: str) -> None:
+    if key is not None and key.role != OPERATE:
+        raise OperatorsOnly(f"{path} is for operators: key {key.name!r} has not the role {OPERATE}")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -59,8 +59,10 @@ _BY_ID = "any client that knows an id could end the request of another client: c
 _STORED = "no gateway stores responses: keep the answer of the request itself"
 _SCALES = "instances join and leave the cluster by themselves: use `polyphase drain` and `polyphase flip`"
 _ADAPTERS = (
-    "adapters are loaded when an instance starts: write them under `lora` in the cluster file, and restart the suite"
+    "adapters are loaded while serving only with `lora: {allow_runtime_updating: true}` in the cluster file; otherwise "
+    "write them under `lora`, and restart the suite"
 )
+_SAGEMAKER = "it is another name of /v1/load_lora_adapter and /v1/unload_lora_adapter: use these"
 _ENGINE = "it is about an engine in the server's process, and a gateway has none: use `polyphase` for instances"
 _WEIGHTS = "weights are loaded when an instance starts: restart it with the model that it should serve"
 
@@ -82,8 +84,8 @@ UNSERVED: dict[str, str] = {
     ),
     "/v1/load_lora_adapter": _ADAPTERS,
     "/v1/unload_lora_adapter": _ADAPTERS,
-    "/adapters": _ADAPTERS,
-    "/adapters/{adapter_name}": _ADAPTERS,
+    "/adapters": _SAGEMAKER,
+    "/adapters/{adapter_name}": _SAGEMAKER,
     "/scale_elastic_ep": _SCALES,
     "/is_scaling_elastic_ep": _SCALES,
     "/fault_tolerance/apply": _SCALES,

@@ -1,7 +1,7 @@
 """Assembles the cluster monitor: sockets, leader election, the parts of an acting monitor, HTTP."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from services.cluster_monitor.adapter_book import RECONCILE_S, AdapterBook
 from services.cluster_monitor.broadcaster import Broadcaster, Heartbeats, Wires
 from services.cluster_monitor.events import Events
 from services.cluster_monitor.history import SERVED_S, History
@@ -121,6 +122,13 @@ async def _act(
             events.note(EventKind.POLICIES_CHANGED, f"by {who}: {text}")
 
     book, followers = PolicyBook(file, store, policies_changed), Followers(registry)
+    adapters = AdapterBook(
+        settings,
+        registry,
+        store,
+        term,
+        lambda text, who: events.note(EventKind.ADAPTERS_CHANGED, f"by {who}: {text}" if who else text),
+    )
     broadcaster = Broadcaster(settings, registry, book, wires.publisher, memory, term)
     stack.callback(broadcaster.close)
     beats = Heartbeats(registry, memory, broadcaster, settings.broadcast_period_s)
@@ -145,9 +153,13 @@ async def _act(
     stack.callback(history.close)
     tasks.start("write-behind", store.run(migrated=not term.alone))
     tasks.start("recall", _recall(settings, store, engine, registry, memory, operation_log, events))
-    tasks.start("recall policies", _recall_policies(store, engine, book))
+    tasks.start("recall policies", _recall_kept("policies", store, lambda: book.recall(engine)))
+    tasks.start("recall adapters", _recall_kept("adapters", store, lambda: adapters.recall(engine)))
     tasks.start("silence", beats.watch())
     tasks.every("policies", settings.prune_period_s, book.keep_again)
+    if settings.lora.allow_runtime_updating:
+        tasks.every("adapters", RECONCILE_S, adapters.reconcile)
+        tasks.every("keep adapters", settings.prune_period_s, adapters.keep_again)
     tasks.every("loads", settings.load_sample_s, history.sample)
     tasks.every("served", SERVED_S, history.sample_served)
     tasks.every("slo", settings.slo_sample_s, slo.sample)
@@ -167,6 +179,7 @@ async def _act(
         broadcaster=broadcaster,
         policies=book,
         followers=followers,
+        adapters=adapters,
         store=store,
         engine=engine,
         judge=judge,
@@ -186,14 +199,14 @@ def _retention(settings: MonitorSettings, engine: AsyncEngine, store: WriteBehin
     return Retention(engine, limits, store.ready, settings.retention_fine_s)
 
 
-async def _recall_policies(store: WriteBehind, engine: AsyncEngine, book: PolicyBook) -> None:
+async def _recall_kept(what: str, store: WriteBehind, recall: Callable[[], Awaitable[None]]) -> None:
     """Once the database answers, the changes that people made before hold again."""
     await store.ready.wait()
     while True:
         try:
-            await book.recall(engine)
+            await recall()
         except PolyphaseError as error:
-            log.error("changed policies could not be read; trying again", reason=error.message)
+            log.error("what was changed before could not be read; trying again", what=what, reason=error.message)
             await asyncio.sleep(RETRY_S)
         else:
             return

@@ -203,9 +203,9 @@ class Heartbeats:
             self._ignore(beat, record)
             return
         self.taken += 1
-        role = record.role
+        role, adapters = record.role, record.info.adapters
         renewed = record.apply(beat, self._loop.time())
-        if role is not record.role:
+        if role is not record.role or adapters is not record.info.adapters:
             self._broadcaster.changed(record)
         elif renewed:
             self._broadcaster.renewed(record)

@@ -13,6 +13,7 @@ from shared.domain.demand import SUMS
 from shared.domain.instance import Compatibility, InstanceInfo, Role
 from shared.domain.numbers import infinite_in
 from shared.domain.rates import Rates
+from shared.model.adapters import AdapterName
 from shared.runtime.settings import Name
 from shared.wire.api import EventKind, OperationKind, Origin, Outcome, SchedulerNews
 from shared.wire.bodies import body_of
@@ -113,6 +114,7 @@ class Registration(_FromService):
     kv_dtype: Annotated[str, Field(max_length=64)] = ""
     adapters: Annotated[dict[Text, Text], Field(max_length=4096)] = {}
     precision: Annotated[str, Field(max_length=64, pattern=r"^[\w.-]*$")] = ""
+    loads_adapters: bool = False
 
     def to_info(self) -> InstanceInfo:
         fields = {name: getattr(self, name) for name in InstanceInfo.__struct_fields__}
@@ -171,6 +173,29 @@ class PolicyIn(BaseModel):
         if where := infinite_in(parameters):
             raise ValueError(f"{where} must be a finite number")
         return parameters
+
+
+class LoadIn(_Strict):
+    """LoadRequest, without who requests it."""
+
+    name: AdapterName
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    in_place: bool = False
+
+
+class UnloadIn(_Strict):
+    """UnloadRequest, without who requests it."""
+
+    name: Annotated[str, Field(max_length=512)]
+
+
+class FollowIn(_FromService):
+    """AdaptersRequest."""
+
+    gateway_id: Name
+    revision: Count = 0
+    in_use: Annotated[list[Text], Field(max_length=4096)] = []
+    wait_s: Annotated[float, Field(ge=0, le=60)] = 0.0
 
 
 def _faults_of_news(news: SchedulerNews) -> Iterator[str]:

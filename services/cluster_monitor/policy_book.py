@@ -15,7 +15,7 @@ from shared.errors import InvalidRequest, Unavailable
 from shared.policy import registry
 from shared.policy.registry import in_words
 from shared.runtime.logs import get_log
-from shared.store.reading import PoliciesRow, read_policies
+from shared.store.reading import KeptRow, read_policies
 from shared.store.tables import policies as table
 from shared.store.write_behind import Row, WriteBehind
 from shared.wire.api.monitor import PoliciesInForce, PolicyChange, PolicyChoice, PolicyFollower
@@ -192,7 +192,7 @@ def _row(kept: Kept, who: str) -> Row:
     }
 
 
-def _decoded(row: PoliciesRow) -> Kept | None:
+def _decoded(row: KeptRow) -> Kept | None:
     try:
         return msgspec.json.decode(row.content, type=Kept)
     except msgspec.MsgspecError as error:  # written by another version

@@ -115,6 +115,8 @@ class Record:
         self.policies_revision, self.policies_trouble = beat.policies_revision, beat.policies_trouble
         if beat.rates is not None and beat.rates != self.info.rates:
             self.info = msgspec.structs.replace(self.info, rates=beat.rates)
+        if beat.adapters not in (None, self.info.adapters):
+            self.info = msgspec.structs.replace(self.info, adapters=beat.adapters)
         if beat.chunk_size not in (0, self.info.chunk_size):
             self.info = msgspec.structs.replace(self.info, chunk_size=beat.chunk_size)
         for accepts, future in tuple(self.waiters):

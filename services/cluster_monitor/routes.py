@@ -15,11 +15,14 @@ from services.cluster_monitor.edge import (
     DrainIn,
     EventIn,
     FlipIn,
+    FollowIn,
     LeaveIn,
+    LoadIn,
     NewsIn,
     OperationIn,
     PolicyIn,
     Registration,
+    UnloadIn,
     ended_of,
 )
 from services.cluster_monitor.history import Grid
@@ -36,6 +39,7 @@ from shared.wire.api import DemandProfile, EventKind, OperationKind
 from shared.wire.api.monitor import ClusterSummary, NewsAccepted, Registered
 from shared.wire.api.worker import InstanceDetails, LogLines, MonitoredDetails
 from shared.wire.clients.http import Answer, JsonClient
+from shared.wire.messages import AdaptersRequest, LoadRequest, UnloadRequest
 
 INSTANCE_TIMEOUT_S = 2.0  # for an instance to answer questions about itself
 MARKS = (  # kinds of events that are drawn across the history's charts
@@ -292,6 +296,34 @@ async def put_policies(monitor: Monitor, who: Who, change: dict[str, PolicyIn | 
     specs = {kind: PolicySpec(policy.name, policy.parameters) if policy else None for kind, policy in change.items()}
     await monitor.policies.change(specs, who)
     return await get_policies(monitor)
+
+
+# LoRA adapters that are loaded while the cluster serves.
+
+
+@router.get("/adapters")
+async def get_adapters(monitor: Monitor) -> Response:
+    """The adapters that were loaded at run time, and which instances and gateways serve them."""
+    return json_response(monitor.adapters.describe())
+
+
+@router.post("/adapters/load")
+async def load_adapter(monitor: Monitor, who: Who, body: LoadIn) -> Response:
+    """Load an adapter; answers when all ready instances and all gateways have it, with all loaded adapters."""
+    return json_response(await monitor.adapters.load(LoadRequest(body.name, body.path, body.in_place, who)))
+
+
+@router.post("/adapters/unload")
+async def unload_adapter(monitor: Monitor, who: Who, body: UnloadIn) -> Response:
+    """Accept no more requests for an adapter; answers when no gateway does, with the adapters that stay."""
+    return json_response(await monitor.adapters.unload(UnloadRequest(body.name, who)))
+
+
+@router.post("/adapters/follow")
+async def follow_adapters(monitor: Monitor, body: FollowIn) -> Response:
+    """A gateway reports which adapters it serves; answers when others are in force, or after `wait_s`."""
+    request = AdaptersRequest(body.gateway_id, body.revision, tuple(body.in_use), body.wait_s)
+    return json_response(await monitor.adapters.follow(request))
 
 
 # What Prometheus is to scrape.

@@ -7,6 +7,7 @@ from pydantic_settings import SettingsConfigDict
 
 from services.cluster_monitor.request_stats import KEPT_S
 from shared.domain.instance import Role
+from shared.model.adapters import LoraSection
 from shared.runtime.settings import ServiceSettings
 
 
@@ -51,6 +52,11 @@ class MonitorSettings(ServiceSettings):
     role_flip_respects_s: float = Field(
         600.0, ge=0
     )  # for so long policies and the planner do not reverse a person's flip
+
+    lora: LoraSection = LoraSection()  # the cluster's
+    served_model_name: str = ""  # of the base model, which no adapter may have
+    # After an unload, instances keep the adapter for at least so long: gateways may have accepted requests for it.
+    adapter_linger_s: float = Field(10.0, ge=0)
 
     scrape: tuple[ScrapeTarget, ...] = ()  # other processes with metrics: see `services.cluster_monitor.routes`
     expected_instances: dict[str, Role] = Field(

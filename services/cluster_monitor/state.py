@@ -8,6 +8,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from services.cluster_monitor.adapter_book import AdapterBook
 from services.cluster_monitor.broadcaster import Broadcaster
 from services.cluster_monitor.events import Events
 from services.cluster_monitor.lease import Lease
@@ -37,6 +38,7 @@ class State:
     broadcaster: Broadcaster
     policies: PolicyBook
     followers: Followers
+    adapters: AdapterBook
     store: WriteBehind
     engine: AsyncEngine
     judge: Judge

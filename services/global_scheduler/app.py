@@ -20,6 +20,7 @@ from services.global_scheduler.prefixes import PrefixWatch
 from services.global_scheduler.reports import SWEEP_S, Reports
 from services.global_scheduler.routes import State, router
 from services.global_scheduler.settings import SchedulerSettings
+from shared.domain.adapters import AdapterSet
 from shared.domain.cluster import ClusterDelta
 from shared.policy.demand import KEPT
 from shared.runtime.http import service_app
@@ -32,10 +33,10 @@ from shared.store.write_behind import WriteBehind
 from shared.wire.broadcast import ClusterFeed
 from shared.wire.clients.http import JsonClient
 from shared.wire.clients.monitor import MonitorClient
-from shared.wire.messages import PLACE, REPORT
+from shared.wire.messages import ADAPTERS, LOAD, PLACE, REPORT, UNLOAD, AdaptersRequest, LoadRequest, UnloadRequest
 from shared.wire.rpc_client import SWEEP_S as SWEEP_CLIENTS_S
 from shared.wire.rpc_client import RpcClients
-from shared.wire.rpc_server import RpcServer
+from shared.wire.rpc_server import Handlers, RpcServer, ServerCall
 from shared.wire.sockets import Sockets
 
 log = get_log(__name__)
@@ -121,7 +122,10 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     stack.callback(feed.close)
     tracer = await stack.enter_async_context(tracing(settings.tracing, "scheduler", settings.scheduler_id, registry))
     place = reports.place if tracer is None else traced(reports.place, tracer)
-    server = RpcServer(sockets, settings.rpc_address, {PLACE: place, REPORT: reports.handle})
+    handlers: Handlers = {PLACE: place, REPORT: reports.handle}
+    if monitor is not None:
+        handlers = {**handlers, **of_monitor(monitor)}
+    server = RpcServer(sockets, settings.rpc_address, handlers)
     await stack.enter_async_context(server)
 
     registry.register(DroppedInput({"rpc": server.dropped, "broadcast": feed.dropped}))
@@ -130,6 +134,21 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     blocks = Gauge("polyphase_scheduler_prefix_blocks", "Blocks known to be in prefix caches", registry=registry)
     blocks.set_function(lambda: len(placer.decider.prefixes))
     return State(placer, reports, engine, store)
+
+
+def of_monitor(monitor: MonitorClient) -> Handlers:
+    """Calls of gateways that the monitor answers: gateways know the schedulers only, and have no cluster token."""
+
+    async def adapters(request: AdaptersRequest, _: ServerCall) -> AdapterSet:
+        return await monitor.follow_adapters(request)
+
+    async def load(request: LoadRequest, _: ServerCall) -> AdapterSet:
+        return await monitor.load_adapter(request)
+
+    async def unload(request: UnloadRequest, _: ServerCall) -> AdapterSet:
+        return await monitor.unload_adapter(request)
+
+    return {ADAPTERS: adapters, LOAD: load, UNLOAD: unload}
 
 
 class DroppedInput(Collector):

@@ -145,6 +145,7 @@ class MonitorSection(Section):
         "monitor_id",
         "policies",
         "scrape",
+        "served_model_name",
     )
 
 

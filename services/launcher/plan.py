@@ -189,6 +189,8 @@ class _Planner:
             "heartbeat_address": at.bound(1),
             "broadcast_address": at.bound(2),
             "policies": c.policies,
+            "lora": c.lora,
+            "served_model_name": c.served_model_name or c.model,
             "scrape": scrape,
             "expected_instances": c.expected_instances,
             "mixed_precision": c.mixed_precision,

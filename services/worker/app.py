@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from services.worker.engine_start import start_engine
 from services.worker.engines.base import Engine
 from services.worker.identity import instance_info
+from services.worker.jobs.adapters import Adapters
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.prefill import REST_S, Codecs, Dispatcher, PrefillService
 from services.worker.jobs.roles import RoleState
@@ -156,7 +157,8 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
         transfers = TransferMetrics(registry, rates.transferred)
         decode = DecodeService(engine, kv, roles, transfers.ended, lambda: rates.with_rates(info))
 
-        methods = handlers(prefill, decode, roles, kv)
+        adapters = Adapters(settings.lora, engine, engine_info.adapters)
+        methods = handlers(prefill, decode, roles, kv, adapters)
         tracer = await stack.enter_async_context(tracing(settings.tracing, "worker", settings.instance_id, registry))
         if tracer is not None:
             methods = traced(methods, tracer, settings.instance_id, lambda: rates.chunk.tokens)
@@ -186,6 +188,7 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
             decodes=decode,
             rates=rates,
             policies=policies,
+            adapters=adapters,
             publisher=publisher,
             monitor=monitor,
         )

@@ -49,6 +49,7 @@ def instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int)
         kv_dtype=engine.kv_dtype,
         adapters=engine.adapters,
         precision=engine.precision,
+        loads_adapters=settings.lora.allow_runtime_updating,
     )
     if not settings.rates_file:
         return info

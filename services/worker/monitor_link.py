@@ -11,6 +11,7 @@ import time
 import msgspec
 
 from services.worker.engines.base import Engine, EnginePolicies
+from services.worker.jobs.adapters import Adapters
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.prefill import Dispatcher, PrefillService
 from services.worker.jobs.roles import RoleState
@@ -50,12 +51,14 @@ class Telemetry:
         decodes: DecodeService,
         rates: LiveRates,
         policies: "FollowedPolicies",
+        adapters: Adapters,
         publisher: Publisher,
         monitor: MonitorClient,
     ) -> None:
         self._info = info
         self._rates = rates
         self._policies = policies
+        self._adapters = adapters
         self._roles = roles
         self._engine = engine
         self._kv = kv
@@ -76,8 +79,8 @@ class Telemetry:
 
     @property
     def info(self) -> InstanceInfo:
-        """Who this instance is, with the rates and the chunk size that it has by now."""
-        return self._rates.with_rates(self._info)
+        """Who this instance is, with the rates, the chunk size and the adapters that it has by now."""
+        return msgspec.structs.replace(self._rates.with_rates(self._info), adapters=self._adapters.served)
 
     @property
     def unready(self) -> str:
@@ -134,6 +137,7 @@ class Telemetry:
             policies_trouble=self._policies.trouble,
             chunk_size=self._rates.chunk.tokens,
             epoch=self._roles.epoch,
+            adapters=self._adapters.served if who.loads_adapters else None,
         )
         if now_mono - self._published_mono < SAME_S and _alike(beat, self._published):
             return

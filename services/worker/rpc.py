@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from services.worker.jobs.adapters import Adapters
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.prefill import PrefillService
 from services.worker.jobs.roles import RoleState
@@ -19,17 +20,21 @@ from shared.wire.messages import (
     DRAIN,
     EXPECT,
     FLIP,
+    LOAD_ADAPTER,
     PREDICTED,
     PREFETCH,
     PREFILL,
     RELEASE,
     RESUME,
+    UNLOAD_ADAPTER,
     DecodeReply,
     DecodeRequest,
     DrainReply,
     DrainRequest,
     FlipReply,
     FlipRequest,
+    LoadAdapterReply,
+    LoadAdapterRequest,
     Predicted,
     PrefillReply,
     PrefillRequest,
@@ -37,6 +42,7 @@ from shared.wire.messages import (
     ReleaseRequest,
     ResumeRequest,
     TokenStep,
+    UnloadAdapterRequest,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +52,9 @@ from shared.wire.rpc_server import Handlers, ServerCall
 Figures = dict[str, str | int | float | bool | list[str]]
 
 
-def handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, kv: KvPort) -> Handlers:
+def handlers(
+    prefill: PrefillService, decode: DecodeService, roles: RoleState, kv: KvPort, adapters: Adapters
+) -> Handlers:
     async def drain(request: DrainRequest, _: ServerCall) -> DrainReply:
         roles.obey(request.epoch)
         return await roles.drain(request.timeout_s)
@@ -67,6 +75,14 @@ def handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, k
         roles.obey(request.epoch)
         roles.resume()
 
+    async def load_adapter(request: LoadAdapterRequest, _: ServerCall) -> LoadAdapterReply:
+        roles.obey(request.epoch)
+        return await adapters.load(request)
+
+    async def unload_adapter(request: UnloadAdapterRequest, _: ServerCall) -> None:
+        roles.obey(request.epoch)
+        await adapters.unload(request)
+
     return {
         PREFILL: prefill.prefill,
         PREDICTED: predicted,
@@ -77,6 +93,8 @@ def handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, k
         DRAIN: drain,
         FLIP: flip,
         RESUME: resume,
+        LOAD_ADAPTER: load_adapter,
+        UNLOAD_ADAPTER: unload_adapter,
     }
 
 

@@ -115,7 +115,7 @@ class WorkerSettings(TracedSettings):
     def _servable(self) -> Self:
         if faults := list(faults_of(self.engine_args)):
             raise ValueError("\n".join(f"engine_args: {fault}" for fault in faults))
-        if self.lora.adapters and self.engine == "emulated":
+        if self.lora.enabled and self.engine == "emulated":
             raise ValueError("lora: an emulated engine has no adapters: use `engine: vllm`, or leave `lora` out")
         if self.weights and self.engine == "emulated":
             raise ValueError("weights: an emulated engine loads none: use `emulated_precision`")

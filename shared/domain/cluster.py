@@ -9,8 +9,8 @@ from shared.domain.policies import PolicySet
 class ClusterDelta(msgspec.Struct, frozen=True, array_like=True):
     """The changes since the delta with the previous `sequence`; `time_s` is unix seconds.
 
-    whole: it replaces the state, whatever came before. changed: instances that are new or have changed rates, role or
-    state. loads: of other instances, by id. gone: instances that have left. policies: None when unchanged.
+    whole: it replaces the state, whatever came before. changed: instances that are new or have changed rates, adapters,
+    role or state. loads: of other instances, by id. gone: instances that have left. policies: None when unchanged.
     """
 
     sequence: int
@@ -66,7 +66,9 @@ class ClusterState:
         return True
 
     def moved(self, delta: ClusterDelta) -> bool:
-        """Whether a delta that is not applied yet adds or removes an instance, or changes a role or state."""
+        """Whether a delta that is not applied yet adds or removes an instance, or changes a role, state or
+        adapter.
+        """
         return bool(delta.whole or delta.gone) or any(self._moved(view) for view in delta.changed)
 
     def view(self) -> ClusterView:
@@ -80,5 +82,5 @@ class ClusterState:
         return known is None or _standing(known) != _standing(view)
 
 
-def _standing(view: InstanceView) -> tuple[int, Role, InstanceState]:
-    return view.info.generation, view.role, view.state
+def _standing(view: InstanceView) -> tuple[int, Role, InstanceState, dict[str, str]]:
+    return view.info.generation, view.role, view.state, view.info.adapters

@@ -111,11 +111,12 @@ class Compatibility(msgspec.Struct, frozen=True):
 
 class InstanceInfo(msgspec.Struct, frozen=True):
     """The properties of an instance that do not change while it lives, except its rates and chunk size, which it
-    learns.
+    learns, and its adapters.
 
     Addresses are `tcp://host:port` and `http://host:port`. adapters: digests of the LoRA adapters that it serves, by
-    name. precision: of weights that are quantised otherwise than the cluster's model, such as fp8, with a digest where
-    they are a checkpoint of their own; KV of one precision is not what another precision would have computed.
+    key (`shared.domain.adapters`); they change where loads_adapters says that it loads adapters while it serves.
+    precision: of weights that are quantised otherwise than the cluster's model, such as fp8, with a digest where they
+    are a checkpoint of their own; KV of one precision is not what another precision would have computed.
     """
 
     instance_id: str
@@ -138,6 +139,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     kv_dtype: str = ""  # in which KV is stored; empty: `dtype`
     adapters: dict[str, str] = {}
     precision: str = ""  # empty: that of the cluster's model
+    loads_adapters: bool = False
 
     @property
     def kv_bytes_per_token(self) -> float:

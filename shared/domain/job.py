@@ -196,7 +196,8 @@ class Generation(msgspec.Struct, frozen=True):
     `sampling`: the front end's sampling parameters, encoded. `arrived_s` is unix seconds. For structured outputs:
     `reasoning_ended` says whether the prompt ends outside of reasoning, so that the grammar applies from the first
     token (None: the engine finds out), and `reasoning` has the arguments of the engine's reasoning parser, encoded;
-    empty where the front end has no such parser. `adapter`: the name of the LoRA adapter; empty: the base model.
+    empty where the front end has no such parser. `adapter`: the key of the LoRA adapter
+    (`shared.domain.adapters`); empty: the base model.
     """
 
     sampling: bytes

@@ -354,8 +354,8 @@ class ClusterIndex:
         self._cached = {}
 
     def lacking(self, adapter: str) -> frozenset[str]:
-        """Ids of the instances that do not serve that LoRA adapter. They are found once for each adapter: an instance
-        serves the same ones as long as it lives.
+        """Ids of the instances that do not serve the LoRA adapter of that key. They are found once for each adapter:
+        when an instance loads or unloads one, the tracker builds another index.
         """
         found = self._lacking.get(adapter)
         if found is None:
@@ -474,7 +474,7 @@ class LoadTracker:
 
     `ledger` and `prefixes` live as long as the tracker; the caller adds each placement to the ledger, completes it when
     its job ends, and applies the instances' reports to `prefixes`. `moves` rises when an instance joins, leaves, or
-    changes its role or state.
+    changes its role, state or adapters.
     """
 
     def __init__(self, prefix_blocks: int = MAX_BLOCKS) -> None:

@@ -35,9 +35,9 @@ class ApiKey:
     """An API key: `digest` is SHA-256 of the secret. `requests_per_s` 0 means no limit.
 
     slo: the class of requests that name none. classes: the classes that its requests may name; empty: all. weight: of
-    its share of a full cluster. role: its holder's rights at the dashboard, one of `ROLES`. cache_salt: prefixes are
-    shared only with keys of the same salt, so that other keys cannot measure by TTFT what its holder has sent; empty:
-    they are shared with all keys without a salt.
+    its share of a full cluster. role: its holder's rights at the dashboard, one of `ROLES`; `operate` also allows to
+    load LoRA adapters at the gateway. cache_salt: prefixes are shared only with keys of the same salt, so that other
+    keys cannot measure by TTFT what its holder has sent; empty: they are shared with all keys without a salt.
     """
 
     name: str

@@ -18,7 +18,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Column, Connection, text
+from sqlalchemy import Column, Connection, Table, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -33,6 +33,7 @@ RETRY_S = 1.0
 CONVERT_BYTES = 256 << 20
 _POLL_S = 0.05
 _ADDED_SINCE_INITIAL = {("flips", "origin"), ("events", "origin")}  # columns
+_TABLES_SINCE_INITIAL = {"adapters"}
 _ADVISORY_KEY = zlib.crc32(b"polyphase.migrations")
 
 
@@ -117,10 +118,12 @@ def _differences(connection: Connection) -> list[object]:
 
 
 def _added_since_initial(difference: object) -> bool:
-    """Whether the difference is a column that a revision after `initial` adds."""
+    """Whether the difference is a table or a column that a revision after `initial` adds."""
     match difference:
         case ("add_column", _, str(table), Column(name=column)):
             return (table, column) in _ADDED_SINCE_INITIAL
+        case ("add_table", Table(name=table)):
+            return table in _TABLES_SINCE_INITIAL
     return False
 
 

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shared.errors import Unavailable
 from shared.runtime.logs import get_log
-from shared.store.tables import events, flips, instances, plans, policies, proposals, requests
+from shared.store.tables import adapters, events, flips, instances, plans, policies, proposals, requests
 
 log = get_log(__name__)
 READ_S = 3.0
@@ -31,8 +31,8 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     info: str
 
 
-class PoliciesRow(msgspec.Struct, frozen=True):
-    """The row of `policies`. content: JSON of what the monitor keeps."""
+class KeptRow(msgspec.Struct, frozen=True):
+    """The row of `policies`, or of `adapters`. content: JSON of what the monitor keeps."""
 
     cluster: str
     revision: int
@@ -93,9 +93,14 @@ async def read_events(engine: AsyncEngine, struct: type[Row], limit: int) -> lis
     return await structs_of(engine, select(events).order_by(events.c.time_s.desc()).limit(limit), struct)
 
 
-async def read_policies(engine: AsyncEngine) -> PoliciesRow | None:
+async def read_policies(engine: AsyncEngine) -> KeptRow | None:
     """The policies in force, if any were ever written."""
-    return _single(await structs_of(engine, select(policies), PoliciesRow))
+    return _single(await structs_of(engine, select(policies), KeptRow))
+
+
+async def read_adapters(engine: AsyncEngine) -> KeptRow | None:
+    """The adapters that were loaded at run time, if any ever were."""
+    return _single(await structs_of(engine, select(adapters), KeptRow))
 
 
 async def read_plans(engine: AsyncEngine, limit: int, states: Collection[str] = ()) -> list[PlanRow]:

@@ -205,6 +205,17 @@ policies = Table(
     Column("content", Text, nullable=False),  # JSON of services.cluster_monitor.policy_book.Kept
 )
 
+# The LoRA adapters that were loaded at run time; one row for the cluster. Changes are among the events.
+adapters = Table(
+    "adapters",
+    metadata,
+    Column("cluster", String, primary_key=True),
+    Column("revision", BigInteger, nullable=False),
+    Column("changed_s", Double, nullable=False),
+    Column("who", String, nullable=False),
+    Column("content", Text, nullable=False),  # JSON of shared.domain.adapters.AdapterSet
+)
+
 # Searches for plans.
 plans = Table(
     "plans",

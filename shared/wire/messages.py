@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from shared.domain.adapters import AdapterSet
 from shared.domain.instance import InstanceLoad, Promised, Role
 from shared.domain.job import Generation, JobView, LengthPrediction, Loss, Phase
 from shared.domain.kv import Codec, KvHandle, TransferReport
@@ -281,6 +282,57 @@ class FlipReply(msgspec.Struct):
     duration_s: Finite  # 0: for monitors of older versions; a monitor measures the time of a flip itself
 
 
+class AdaptersRequest(msgspec.Struct, frozen=True):
+    """The adapters that were loaded at run time, as soon as their revision is another than `revision`, which the
+    gateway follows, and at the latest after `wait_s`. in_use: keys of such adapters that its requests have.
+    """
+
+    gateway_id: str
+    revision: int = 0
+    in_use: tuple[str, ...] = ()
+    wait_s: Finite = 0.0
+
+
+class LoadRequest(msgspec.Struct, frozen=True):
+    """Load an adapter on all instances. in_place: also in place of one of that name."""
+
+    name: str
+    path: str
+    in_place: bool = False
+    who: str = ""
+
+
+class UnloadRequest(msgspec.Struct, frozen=True):
+    """Have the cluster accept no more requests for an adapter."""
+
+    name: str
+    who: str = ""
+
+
+class LoadAdapterRequest(msgspec.Struct, frozen=True):
+    """Load the adapter in that folder. digest: that it must have; empty: any."""
+
+    name: str
+    path: str
+    digest: str = ""
+    epoch: int = 0  # as in DrainRequest
+
+
+class LoadAdapterReply(msgspec.Struct, frozen=True):
+    """The instance has the adapter. digest: of its configuration and weights."""
+
+    digest: str
+
+
+class UnloadAdapterRequest(msgspec.Struct, frozen=True):
+    """Forget an adapter that was loaded at run time, once no request of the instance has it. An unknown key is
+    ignored.
+    """
+
+    key: str
+    epoch: int = 0  # as in DrainRequest
+
+
 class Heartbeat(msgspec.Struct, array_like=True):
     """A worker's state, published every 100 ms while it changes, else three times a second."""
 
@@ -294,6 +346,7 @@ class Heartbeat(msgspec.Struct, array_like=True):
     policies_trouble: str = ""  # why its engine does not follow newer ones
     chunk_size: int = 0  # current tokens of its steps; 0: not known
     epoch: int = 0  # the highest of a monitor that it has obeyed
+    adapters: dict[str, str] | None = None  # as in InstanceInfo; None: as it was registered
 
 
 Request = TypeVar("Request")
@@ -316,6 +369,9 @@ _Nothing = type(None)
 # Global scheduler.
 PLACE = Method("place", PlaceRequest, Route, _Nothing)
 REPORT = Method("report", JobReports, _Nothing, _Nothing)
+ADAPTERS = Method("adapters", AdaptersRequest, AdapterSet, _Nothing)
+LOAD = Method("load", LoadRequest, AdapterSet, _Nothing)
+UNLOAD = Method("unload", UnloadRequest, AdapterSet, _Nothing)
 
 # Predictor.
 PREDICT = Method("predict", PredictRequest, LengthPrediction, _Nothing)
@@ -337,6 +393,8 @@ PREFIXES = Method("prefixes", PrefixesRequest, _Nothing, PrefixDelta)
 DRAIN = Method("drain", DrainRequest, DrainReply, _Nothing)
 RESUME = Method("resume", ResumeRequest, _Nothing, _Nothing)
 FLIP = Method("flip", FlipRequest, FlipReply, _Nothing)
+LOAD_ADAPTER = Method("load_adapter", LoadAdapterRequest, LoadAdapterReply, _Nothing)
+UNLOAD_ADAPTER = Method("unload_adapter", UnloadAdapterRequest, _Nothing, _Nothing)
 
 
 class LogprobRows(msgspec.Struct, array_like=True, gc=False):

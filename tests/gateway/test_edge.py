@@ -120,6 +120,22 @@ async def test_a_request_gets_the_caller_the_class_and_the_salt_of_its_key() -> 
         assert error_of(flex) == error_of(default) == (403, "slo_class_not_allowed")
 
 
+async def test_paths_for_operators_need_a_key_with_that_role() -> None:
+    (secret, key), (operator_secret, operator) = create_key("team", role="look"), create_key("ops", role="operate")
+    async with Client(App(), key, operator) as client:
+        assert (await client.ask("/v1/load", headers=bearer(secret))).status_code == 200
+        client.edge.operators_only = {"/v1/load"}
+        refused = await client.ask("/v1/load", headers=bearer(secret))
+        assert error_of(refused) == (403, "operators_only")
+        assert "/v1/load is for operators: key 'team' has not the role operate" in refused.text
+        assert (await client.ask("/v1/load", headers=bearer(operator_secret))).status_code == 200
+        assert (await client.ask(headers=bearer(secret))).status_code == 200
+        assert error_of(await client.ask("/v1/load")) == (401, "invalid_api_key")
+    async with Client(App()) as client:  # without keys it listens on loopback only
+        client.edge.operators_only = {"/v1/load"}
+        assert (await client.ask("/v1/load")).status_code == 200
+
+
 async def test_a_header_names_the_class() -> None:
     async with Client(App()) as client:
         response = await client.ask(content=b"x" * 500, headers={"X-Polyphase-Slo": "chat"})

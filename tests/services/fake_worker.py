@@ -8,23 +8,29 @@ from typing import Any
 
 import msgspec
 
+from shared.domain.adapters import version_key
 from shared.domain.instance import Compatibility, InstanceInfo, InstanceLoad, KvGeometry, Role
 from shared.domain.rates import Rates
-from shared.errors import EngineFailed
+from shared.errors import Conflict, EngineFailed, PolyphaseError
 from shared.wire.broadcast import Publisher
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.messages import (
     DRAIN,
     FLIP,
+    LOAD_ADAPTER,
     RESUME,
+    UNLOAD_ADAPTER,
     DrainReply,
     DrainRequest,
     FlipReply,
     FlipRequest,
     Heartbeat,
+    LoadAdapterReply,
+    LoadAdapterRequest,
     ResumeRequest,
+    UnloadAdapterRequest,
 )
-from shared.wire.rpc_server import RpcServer, ServerCall
+from shared.wire.rpc_server import Handlers, RpcServer, ServerCall
 from shared.wire.sockets import Sockets
 
 GEOMETRY = KvGeometry(layers=6, kv_heads=4, head_dim=64)
@@ -70,14 +76,21 @@ class FakeWorker:
         self.policies = (0, "")  # followed, and why not
         self.chunk_size = 0  # 0: says nothing of it
         self.calls: list[str] = []
-        self.server = RpcServer(sockets, info.rpc, {DRAIN: self._drain, FLIP: self._flip, RESUME: self._resume})
+        self.adapters = dict(info.adapters)  # digests by key
+        self.digests: dict[str, str] = {}  # of the adapters that it can load, by path
+        self.unloadable: PolyphaseError = EngineFailed("LoRA rank 64 is greater than max_lora_rank 16.")
+        self.load_gate: asyncio.Event | None = None
+        handlers: Handlers = {DRAIN: self._drain, FLIP: self._flip, RESUME: self._resume}
+        handlers = {**handlers, LOAD_ADAPTER: self._load_adapter, UNLOAD_ADAPTER: self._unload_adapter}
+        self.server = RpcServer(sockets, info.rpc, handlers)
         self.publisher = Publisher(sockets, heartbeat_address)
 
     def beat(self) -> None:
         role = self.role.other if self.lie_about_role else self.role
         load = msgspec.structs.replace(self.loads.get(role, self.load), time_s=time.time())
         said = (self.draining, load, self.rates, *self.policies, self.chunk_size)
-        self.publisher.publish(Heartbeat(self.info.instance_id, self.info.generation, role, *said))
+        adapters = self.adapters if self.info.loads_adapters else None
+        self.publisher.publish(Heartbeat(self.info.instance_id, self.info.generation, role, *said, adapters=adapters))
 
     async def beat_for_ever(self, period_s: float) -> None:
         while True:
@@ -104,6 +117,22 @@ class FakeWorker:
         self.draining = False
         if self.resume_gate is not None:
             await self.resume_gate.wait()
+
+    async def _load_adapter(self, request: LoadAdapterRequest, _: ServerCall) -> LoadAdapterReply:
+        self.calls.append(f"load {request.name}")
+        if self.load_gate is not None:
+            await self.load_gate.wait()
+        digest = self.digests.get(request.path)
+        if digest is None:
+            raise self.unloadable
+        if request.digest not in ("", digest):
+            raise Conflict("other files")
+        self.adapters = {**self.adapters, version_key(request.name, digest): digest}
+        return LoadAdapterReply(digest)
+
+    async def _unload_adapter(self, request: UnloadAdapterRequest, _: ServerCall) -> None:
+        self.calls.append(f"unload {request.key}")
+        self.adapters = {key: digest for key, digest in self.adapters.items() if key != request.key}
 
 
 @asynccontextmanager

@@ -241,6 +241,16 @@ class Engine(Protocol):
         """A step holds at most that many tokens from the next one on, and at most what the engine was started for."""
         ...
 
+    async def add_adapter(self, key: str, folder: str) -> None:
+        """Load a LoRA adapter between two steps; requests may have it from then on. Raises EngineFailed with the cause,
+        and has no such adapter then.
+        """
+        ...
+
+    async def remove_adapter(self, key: str) -> None:
+        """Accept no more requests for an adapter, and forget it once none has it. Unknown keys are ignored."""
+        ...
+
     def stats(self) -> EngineStats:
         """The newest snapshot; costs nothing."""
         ...
@@ -271,7 +281,7 @@ class BlocksStored(msgspec.Struct, frozen=True):
     """Blocks of one prompt, in order, can be found from now on; the first follows `parent`, or begins the prompt.
     An engine names each block after all tokens up to its end.
 
-    `token_ids` are those of the blocks alone. `salt` comes with the first block of a prompt. `adapter`: the name of the
+    `token_ids` are those of the blocks alone. `salt` comes with the first block of a prompt. `adapter`: the key of the
     LoRA adapter that computed them.
     """
 

@@ -45,6 +45,7 @@ from shared.domain.job import JobView, LengthPrediction
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import block_hashes, next_hash, packed, root_hash
 from shared.domain.rates import Rates, StepForm, StepRates
+from shared.errors import EngineFailed
 from shared.runtime.logs import get_log
 from shared.runtime.wire_version import OURS
 from shared.sim.group import DecodeGroup
@@ -181,6 +182,12 @@ class EmulatedEngine:
     def set_chunk_size(self, tokens: int) -> None:
         for lane in self._lanes:
             lane.set_chunk_size(min(tokens, self._settings.step_tokens))
+
+    async def add_adapter(self, key: str, folder: str) -> None:
+        raise EngineFailed(f"an emulated engine has no adapters: {key} cannot be loaded")
+
+    async def remove_adapter(self, key: str) -> None:
+        """It has none."""
 
     def stats(self) -> EngineStats:
         backlog = Backlog()

@@ -41,6 +41,7 @@ from services.worker.engines.vllm_scheduler import SchedulerPolicies, blocks_of
 from services.worker.engines.vllm_start import engine_config, engine_info, kv_components, lora_requests
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.settings import WorkerSettings
+from shared.domain.adapters import digest_of_key
 from shared.domain.job import LengthPrediction
 from shared.errors import EngineFailed, InvalidRequest
 from shared.runtime.logs import get_log
@@ -77,6 +78,8 @@ class VllmEngine:
         self._stats = EngineStats()
         self._thread: threading.Thread | None = None
         self._step_began_mono = 0.0  # monotonic; 0: no step is under way
+        self._with_adapter: dict[str, str] = {}  # requests in the engine, by their adapter's key
+        self._leaving: dict[str, LoRARequest] = {}  # removed adapters that requests still have
         self.steps = StepLog()
 
     @property
@@ -116,6 +119,15 @@ class VllmEngine:
         """Between this step and the next."""
         self._post(lambda: self._scheduling.set_chunk_size(tokens))
 
+    async def add_adapter(self, key: str, folder: str) -> None:
+        try:
+            await self._carry_out(lambda: self._add_adapter(key, folder))
+        except Exception as error:  # whatever vLLM raises for a folder
+            raise EngineFailed(str(error) or type(error).__name__) from error
+
+    async def remove_adapter(self, key: str) -> None:
+        await self._carry_out(lambda: self._remove_adapter(key))
+
     def stats(self) -> EngineStats:
         return self._stats
 
@@ -139,6 +151,29 @@ class VllmEngine:
         self._commands.append(command)
         with self._wake:
             self._wake.notify()
+
+    async def _carry_out(self, command: Command) -> None:
+        """Run a command between two steps and wait for its end. Raises what it raises."""
+        ended: asyncio.Future[None] = self._loop.create_future()
+
+        def end(error: Exception | None) -> None:
+            if ended.done():
+                return  # the caller is gone
+            if error is None:
+                ended.set_result(None)
+            else:
+                ended.set_exception(error)
+
+        def run() -> None:
+            failure: Exception | None = None
+            try:
+                command()
+            except Exception as error:  # for the caller
+                failure = error
+            self._loop.call_soon_threadsafe(end, failure)
+
+        self._post(run)
+        await ended
 
     # Everything below runs on the engine thread.
 
@@ -169,6 +204,7 @@ class VllmEngine:
         self._observer = StepObserver(self._scheduler, self.steps, own_cpu=s.computes_here, stages=s.pipeline_parallel)
         adapters: dict[str, str] = self._kv_config.get("adapters", {})
         self._requests = CoreRequests(config, lora_requests(s.lora), adapters)
+        self._adapters_loaded = len(adapters)  # since the start: adapters are numbered by it
         for each in self._requests.adapters.values():  # one that cannot be loaded ends the start, not a later step
             self._core.engine_core.add_lora(each)
         self._cache.attach(self._scheduler, self._loop)
@@ -191,7 +227,7 @@ class VllmEngine:
                     batch = [(output.request_id, token_step(output)) for output in outputs.outputs]
                     for request_id, output in batch:
                         if output.finish_reason:
-                            self._scheduling.forget(request_id)
+                            self._forget(request_id)
                     self._loop.call_soon_threadsafe(self._deliver, batch)
                 self._observer.ended()
                 if self._observer.idle:
@@ -220,8 +256,10 @@ class VllmEngine:
             core_request = self._requests.make(request)
             self._scheduling.add(request)
             self._core.add_request(core_request)
+            if adapter := request.generation.adapter:
+                self._with_adapter[request.request_id] = adapter
         except Exception as error:  # whatever vLLM raises: one request must not fail the others
-            self._scheduling.forget(request.request_id)
+            self._forget(request.request_id)
             refused = isinstance(error, (ValueError, TypeError, VLLMValidationError, msgspec.MsgspecError))
             cause = str(error) if refused else f"{type(error).__name__}: {error}"
             log.warning("engine refused a request", request_id=request.request_id, error=cause)
@@ -234,7 +272,47 @@ class VllmEngine:
 
     def _abort(self, request_id: str) -> None:
         self._core.abort_requests([request_id])
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        """The request has left the engine."""
         self._scheduling.forget(request_id)
+        adapter = self._with_adapter.pop(request_id, None)
+        if adapter is not None and adapter in self._leaving and adapter not in self._with_adapter.values():
+            self._drop_adapter(self._leaving.pop(adapter))
+
+    def _add_adapter(self, key: str, folder: str) -> None:
+        if (leaving := self._leaving.pop(key, None)) is not None:  # of the same weights, by its key
+            self._requests.adapters[key] = leaving
+            return
+        held = len(self._requests.adapters) + len(self._leaving)
+        if held >= self._settings.lora.room:  # vLLM would forget the adapter that was used least recently
+            raise RuntimeError(
+                f"there is no room: {held} adapters are loaded, {len(self._leaving)} of them former ones"
+            )
+        self._adapters_loaded += 1
+        added = LoRARequest(key, self._adapters_loaded, folder)
+        try:
+            self._core.engine_core.add_lora(added)
+        except Exception:
+            self._drop_adapter(added)  # one of several ranks may have it
+            raise
+        self._requests.adapters[key] = added
+
+    def _remove_adapter(self, key: str) -> None:
+        removed = self._requests.adapters.pop(key, None)
+        if removed is None:
+            return
+        if key in self._with_adapter.values():
+            self._leaving[key] = removed
+        else:
+            self._drop_adapter(removed)
+
+    def _drop_adapter(self, adapter: LoRARequest) -> None:
+        try:
+            self._core.engine_core.remove_lora(adapter.lora_int_id)
+        except Exception as error:  # whatever vLLM raises: the engine goes on, with the adapter in its memory
+            log.error("vLLM could not remove an adapter", adapter=adapter.lora_name, exc_info=error)
 
     def _snapshot(self) -> None:
         scheduler = self._scheduler
@@ -269,9 +347,11 @@ class VllmEngine:
 
 
 class CoreRequests:
-    """Converts requests for one engine, by its VllmConfig. adapters: that it has loaded, by name; digests: theirs."""
+    """Converts requests for one engine, by its VllmConfig. adapters: that it has loaded, by key, which the engine
+    changes; digests: of the cluster file's.
+    """
 
-    def __init__(self, config: Any, adapters: Mapping[str, LoRARequest], digests: Mapping[str, str]) -> None:
+    def __init__(self, config: Any, adapters: dict[str, LoRARequest], digests: Mapping[str, str]) -> None:
         self.adapters = adapters
         self._digests = digests
         self._model = config.model_config
@@ -299,7 +379,7 @@ class CoreRequests:
                 "export": {
                     "transfer_id": request.export_to,
                     "codec": request.export_codec.value,
-                    "adapter": self._digests[adapter] if adapter else "",
+                    "adapter": digest_of_key(adapter, self._digests),
                 }
             }
         elif request.import_from is not None:

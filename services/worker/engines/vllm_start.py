@@ -94,13 +94,12 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
 
 def _lora_arguments(lora: LoraSection) -> dict[str, Any]:
     """Raises InvalidRequest for an adapter without a configuration."""
-    if not lora.adapters:
+    if not lora.enabled:
         return {}
-    together = min(lora.max_loras or len(lora.adapters), len(lora.adapters))
     return {
         "enable_lora": True,
-        "max_loras": together,
-        "max_cpu_loras": len(lora.adapters),  # all stay in host memory
+        "max_loras": lora.together,
+        "max_cpu_loras": lora.room,  # all stay in host memory: vLLM would read one that does not again in a step
         "max_lora_rank": lora.rank(),
     }
 
@@ -259,6 +258,6 @@ def engine_info(
         Rates(codecs=codecs),
         stages_of(config),
         kv_dtype=dtype_name(eight_bit) if eight_bit is not None else "",
-        adapters=adapters,
+        adapters=dict(adapters),
         precision=precision_of(settings),
     )

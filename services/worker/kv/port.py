@@ -15,6 +15,7 @@ from services.worker.kv import rank_messages
 from services.worker.kv.rank_control import KvControl
 from services.worker.kv.rank_events import KvEvents
 from services.worker.kv.rank_messages import PullEnded
+from shared.domain.adapters import digest_of_key
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.errors import PolyphaseError
 from shared.runtime.logs import get_log
@@ -46,7 +47,7 @@ class KvPort:
 
     def __init__(self, template: KvHandle, adapters: Mapping[str, str] | None = None) -> None:
         """`template`: a handle of this instance, whose transfer id, tokens, codec and adapter are replaced. adapters:
-        digests of the LoRA adapters, by name.
+        digests of the cluster file's LoRA adapters, by name.
         """
         self._template = template
         self._adapters = adapters or {}
@@ -55,8 +56,8 @@ class KvPort:
         """Start what runs in the background."""
 
     def handle(self, transfer_id: str, tokens: int, codec: Codec, adapter: str = "") -> KvHandle:
-        """The reference by which a peer can pull that export, of KV that the named adapter computed."""
-        digest = self._adapters[adapter] if adapter else ""
+        """The reference by which a peer can pull that export, of KV that the adapter of that key computed."""
+        digest = digest_of_key(adapter, self._adapters)
         return msgspec.structs.replace(
             self._template, transfer_id=transfer_id, tokens=tokens, codec=codec, adapter=digest
         )

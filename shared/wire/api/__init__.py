@@ -89,6 +89,7 @@ class EventKind(StrEnum):
     OPERATION_FAILED = "operation_failed"
     POLICY_FLIP = "policy_flip"
     POLICIES_CHANGED = "policies_changed"
+    ADAPTERS_CHANGED = "adapters_changed"  # one was loaded or unloaded, or an instance could not load one
     DEMAND_SHIFT = "demand_shift"
     VERDICT = "verdict"  # its level has changed
     PREDICTOR_FALLBACK = "predictor_fallback"  # output lengths no longer come from the classifier

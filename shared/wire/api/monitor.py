@@ -151,6 +151,36 @@ class PoliciesInForce(Struct, frozen=True):
     followers: list[PolicyFollower]
 
 
+class AdapterRow(Struct, frozen=True):
+    """An adapter that was loaded at run time. instances: that serve it. trouble: by instance, why it does not."""
+
+    name: str
+    path: str
+    digest: str
+    who: str
+    since_s: float
+    instances: list[str]
+    trouble: dict[str, str] = {}
+
+
+class AdapterFollower(Struct, frozen=True):
+    """A gateway, whether it serves the adapters in force, and keys of those that its requests have."""
+
+    gateway_id: str
+    revision: int
+    follows: bool
+    in_use: tuple[str, ...] = ()
+
+
+class AdaptersInForce(Struct, frozen=True):
+    """The adapters that were loaded at run time. trouble: why they are not known."""
+
+    revision: int
+    trouble: str
+    adapters: list[AdapterRow]
+    gateways: list[AdapterFollower]
+
+
 class Mark(Struct, frozen=True):
     """An event or a flip that charts of the history show. kind: of an event, or "flip"."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from shared.domain.adapters import AdapterSet
 from shared.domain.instance import InstanceInfo, Role
 from shared.domain.route import PolicySpec
 from shared.domain.slo import SloReport
@@ -15,6 +16,7 @@ from shared.errors import DeadlineExceeded, OutcomeUnknown, Unavailable
 from shared.runtime.actor import acting_as
 from shared.wire.api import DemandProfile, Event, Operation, Origin, SchedulerNews
 from shared.wire.api.monitor import (
+    AdaptersInForce,
     ClusterSummary,
     DemandAnswer,
     History,
@@ -25,10 +27,13 @@ from shared.wire.api.monitor import (
 )
 from shared.wire.api.worker import LogLines
 from shared.wire.clients.http import JsonClient, unanswered
+from shared.wire.messages import AdaptersRequest, LoadRequest, UnloadRequest
 
 SLACK_S = 10.0  # of a flip beyond its drain; the deadline of an operation is their sum
 LEAVE_S = 1.0
 POLICIES_S = 10.0  # a change waits for the database
+LOAD_S = 150.0  # of an adapter: instances read it from a disk, one change after the other
+FOLLOW_S = 2.0  # for an answer, beyond the wait that is requested
 EVENTS_S = 5.0
 ANSWER_S = 1.0  # for the answer, when the deadline has passed
 
@@ -141,6 +146,34 @@ class MonitorClient(JsonClient):
         """
         return await self.call(
             "PUT", "/policies", PoliciesInForce, body=dict(change), headers=acting_as(who), timeout_s=POLICIES_S
+        )
+
+    async def adapters(self) -> AdaptersInForce:
+        """The adapters that were loaded at run time, and the instances and gateways that serve them."""
+        return await self.get("/adapters", AdaptersInForce)
+
+    async def load_adapter(self, request: LoadRequest) -> AdapterSet:
+        """Returns when all ready instances and all gateways have the adapter.
+
+        Raises, without a change, InvalidRequest for a name that is taken, NotFound for a folder without an adapter, the
+        error of an instance that could not load it, with its name, or Unavailable.
+        """
+        body = {"name": request.name, "path": request.path, "in_place": request.in_place}
+        return await self.call(
+            "POST", "/adapters/load", AdapterSet, body=body, headers=acting_as(request.who), timeout_s=LOAD_S
+        )
+
+    async def unload_adapter(self, request: UnloadRequest) -> AdapterSet:
+        """Returns when no gateway accepts requests for it any more. Raises NotFound."""
+        body = {"name": request.name}
+        return await self.call(
+            "POST", "/adapters/unload", AdapterSet, body=body, headers=acting_as(request.who), timeout_s=LOAD_S
+        )
+
+    async def follow_adapters(self, request: AdaptersRequest) -> AdapterSet:
+        """See `AdaptersRequest`."""
+        return await self.call(
+            "POST", "/adapters/follow", AdapterSet, body=request, timeout_s=request.wait_s + FOLLOW_S
         )
 
     async def scheduler_news(self, scheduler_id: str, news: SchedulerNews) -> NewsAccepted:

@@ -5,6 +5,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from shared.domain.adapters import AdapterSet
 from shared.domain.job import JobView
 from shared.domain.route import Route
 from shared.errors import DeadlineExceeded, PeerLost, PolyphaseError, Unavailable
@@ -12,7 +13,23 @@ from shared.runtime.logs import get_log
 from shared.timeline import RequestTimeline
 from shared.wire.api.scheduler import FollowedPolicies, RequestPage, RequestRow
 from shared.wire.clients.http import JsonClient
-from shared.wire.messages import PLACE, REPORT, JobReport, JobReports, PlaceRequest, Refused
+from shared.wire.clients.monitor import FOLLOW_S, LOAD_S
+from shared.wire.messages import (
+    ADAPTERS,
+    LOAD,
+    PLACE,
+    REPORT,
+    UNLOAD,
+    AdaptersRequest,
+    JobReport,
+    JobReports,
+    LoadRequest,
+    Method,
+    PlaceRequest,
+    Refused,
+    Request,
+    UnloadRequest,
+)
 from shared.wire.rpc_client import RpcClient, RpcClients
 
 log = get_log(__name__)
@@ -64,6 +81,24 @@ class SchedulerClient:
                 return route
         assert lost is not None
         raise lost
+
+    async def adapters(self, request: AdaptersRequest) -> AdapterSet:
+        """The cluster's adapters that were loaded at run time, from the monitor. Raises Unavailable, PeerLost, …"""
+        return await self._of_monitor(ADAPTERS, request, request.wait_s + 2 * FOLLOW_S)
+
+    async def load(self, request: LoadRequest) -> AdapterSet:
+        """As `MonitorClient.load_adapter`."""
+        return await self._of_monitor(LOAD, request, LOAD_S + FOLLOW_S)
+
+    async def unload(self, request: UnloadRequest) -> AdapterSet:
+        """As `MonitorClient.unload_adapter`."""
+        return await self._of_monitor(UNLOAD, request, LOAD_S + FOLLOW_S)
+
+    async def _of_monitor(
+        self, method: Method[Request, AdapterSet, None], request: Request, timeout_s: float
+    ) -> AdapterSet:
+        """The monitor's answer, through a scheduler. A call that was sent is not repeated."""
+        return await self._in_order(self._next())[0].call(method, request, timeout_s=timeout_s)
 
     async def report(self, reports: list[JobReport], *, timeout_s: float) -> list[JobReport]:
         """Send reports, each to its job's scheduler; returns those that were not accepted. Repeating is safe."""

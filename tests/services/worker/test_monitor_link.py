@@ -75,6 +75,7 @@ class Worker:
                 to_publish=lambda now: self.news, chunk=SimpleNamespace(tokens=512), with_rates=lambda info: info
             ),
             "policies": SimpleNamespace(revision=1, trouble=""),
+            "adapters": SimpleNamespace(served={}),
             "publisher": SimpleNamespace(publish=self.beats.append),
         }
         info = make_info("d0", "tcp://127.0.0.1:9", generation=7)

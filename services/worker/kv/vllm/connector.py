@@ -47,6 +47,7 @@ from services.worker.kv.staging import Piece, PinnedMemory
 from services.worker.kv.vllm.layers import LayerPart, RankComponent, components_of
 from services.worker.kv.wire.endpoint import UNDER_WAY_BYTES, Faults, KvEndpoint, KvSettings, host_copies, rows_of
 from services.worker.kv.wire.importing import Load
+from shared.domain.adapters import digest_of_key
 from shared.domain.instance import KvComponent, KvKind
 from shared.domain.kv import Codec, KvHandle, default_staging
 
@@ -324,7 +325,7 @@ class PolyphaseConnectorScheduler:
     def _adapter(self, request: Request) -> str:
         """The digest of the request's adapter; empty: the base model."""
         adapter = request.lora_request
-        return self._settings.adapters[adapter.lora_name] if adapter is not None else ""
+        return digest_of_key(adapter.lora_name, self._settings.adapters) if adapter is not None else ""
 
     def _end_of(self, request: Request, wanted: "_Import") -> int:
         last = int(request.num_prompt_tokens) - (self._tail is Tail.WINDOW)

@@ -66,7 +66,7 @@ class KvSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encrypted: bool = True  # with a pair: KV is sent over TLS; False: both sides prove that they have the pair
     nixl_trusted: bool = False  # NIXL with other hosts: only this cluster reaches the networks of UCX
     fault: str = ""  # fault injection for tests: "zero" or "corrupt"
-    adapters: dict[str, str] = {}  # InstanceInfo.adapters
+    adapters: dict[str, str] = {}  # digests of the cluster file's LoRA adapters, by name
     precision: str = ""  # InstanceInfo.precision
 
     @property

@@ -11,8 +11,10 @@ from services.worker.engines.vllm import VllmEngine
 from services.worker.kv import lossy_salt
 from services.worker.prefix_feed import HeldPrefixes
 from services.worker.settings import WorkerSettings
+from shared.domain.adapters import version_key
 from shared.domain.kv import KvHandle
 from shared.domain.prompt import BLOCK_TOKENS, block_hashes
+from shared.errors import EngineFailed
 from shared.policy.prefix_index import PrefixIndex
 from tests.services.worker.engines.engine_run import Run, freed, greedy
 from tests.services.worker.engines.own_engine import started
@@ -119,17 +121,51 @@ async def work(trial: Trial, settings: WorkerSettings) -> None:
     await trial.ask("cleared", prompt)
 
 
+async def versions(trial: Trial, settings: WorkerSettings) -> dict[str, Any]:
+    """Two versions of one name are loaded while the engine runs, and one is removed while a request has it."""
+    engine, random = trial.engine, Random(2)
+    prompt = [random.randrange(5, 4000) for _ in range(300)]
+    first, second = (version_key("new", digit * 32) for digit in "12")
+    for key, path in zip((first, second), settings.lora.adapters.values(), strict=True):
+        await engine.add_adapter(key, path)
+        await trial.ask(key, prompt, adapter=key)
+        await trial.ask(f"{key} again", prompt, adapter=key)
+    held = engine._core.engine_core.list_loras()
+    trial.submit("alone", prompt, 40, adapter=first)
+    await trial.end("alone")
+    trial.submit("under way", prompt, 40, adapter=first)
+    await engine.remove_adapter(first)
+    trial.submit("late", prompt, 40, adapter=first)
+    late, under_way = await trial.end("late"), await trial.end("under way")
+    await freed(trial)
+    await engine.remove_adapter("unknown")  # also waits for the engine's commands before
+    failed = ""
+    try:
+        await engine.add_adapter(version_key("new", "3" * 32), "/no/such/folder")
+    except EngineFailed as error:
+        failed = error.message
+    return {
+        "late": [late.finish_reason, late.stop_reason],
+        "under way": under_way.finish_reason,
+        "same": trial.tokens["under way"] == trial.tokens["alone"],
+        "removed": sorted(held - engine._core.engine_core.list_loras()),
+        "failed": failed,
+    }
+
+
 async def found(
     port: int, block_size: int, caching: bool, overlapping: bool = False, adapters: dict[str, str] | None = None
 ) -> dict[str, Any]:
     """Try it all, with asynchronous scheduling or without."""
     told, more = Told(), {"enable_prefix_caching": caching}
     limits = {"max_model_len": 640, "block_size": block_size, "chunk_size": 128, "kv_cache_bytes": 6 << 20}
-    limits |= {"async_scheduling": overlapping, "lora": {"adapters": adapters or {}}}
+    lora = {"adapters": adapters or {}, "allow_runtime_updating": bool(adapters), "max_rank": 8 if adapters else None}
+    limits |= {"async_scheduling": overlapping, "lora": lora}
     async with started(port, 4 << 20, {"on_cache": told}, engine_args=more, **limits) as here:
         trial = Trial(here.engine, told)
         await work(trial, here.settings)
         return {
+            "versions": await versions(trial, here.settings) if adapters else {},
             "found": [asdict(one) for one in trial.found],
             "blocks": here.total_blocks,
             "nodes": len(told.held),

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from services.launcher.model_source import PROJECT
+from shared.domain.adapters import version_key
 from tests.services.worker.engines.own_engine import found_by
 from tests.tiny_models import make_adapter
 
 pytestmark = pytest.mark.slow
+MISSING = f"{version_key('new', '3' * 32)} failed: No adapter found for /no/such/folder"
 RUN = "tests.services.worker.engines.prefix_run"
 
 
@@ -39,6 +41,14 @@ def test_what_is_known_is_what_is_hit(tmp_path: Path, block_size: int, overlappi
     for name in adapters:  # it finds its own blocks alone
         assert [by_name[f"by {name}{at}"]["hit"] for at in ("", ", salted")] == [0, 0]
         assert [by_name[f"by {name}{at} again"]["known"] for at in ("", ", salted")] == [256, 256]
+    if adapters:
+        for digit in "12":  # versions of one name find their own blocks alone, too
+            key = version_key("new", digit * 32)
+            assert (by_name[key]["hit"], by_name[f"{key} again"]["known"]) == (0, 256)
+        late = ["refused", f"this instance does not serve the adapter {version_key('new', '1' * 32)!r}"]
+        found = answer["versions"]
+        assert (found.pop("late"), found.pop("failed")) == (late, "Loading lora " + MISSING)
+        assert found == {"under way": "length", "same": True, "removed": [3]}
     misses = [one for one in answer["found"] if one["what"] == "conversation" and not one["hit"]]
     assert len(misses) > 3  # the first of their kind, and those that were evicted
     assert answer["nodes"] <= answer["blocks"]

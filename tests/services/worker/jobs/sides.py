@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from services.worker.engines.base import EngineInfo, EnginePolicies, EngineRequest, EngineStats, Sink
+from services.worker.jobs.adapters import Adapters
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.prefill import Codecs, Dispatcher, PrefillService
 from services.worker.jobs.roles import RoleState
@@ -16,6 +17,7 @@ from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import packed
 from shared.domain.route import InstanceRef, PolicySpec
 from shared.errors import PolyphaseError
+from shared.model.adapters import LoraSection
 from shared.wire.messages import (
     PREDICTED,
     DecodeReply,
@@ -229,7 +231,8 @@ class Side:
     @property
     def handlers(self) -> Handlers:
         """Those of the RPC."""
-        return handlers(self.prefills, self.decodes, self.roles, self.port)
+        adapters = Adapters(LoraSection(), cast(Any, self.engine), {})
+        return handlers(self.prefills, self.decodes, self.roles, self.port, adapters)
 
     async def predicted(self, said: Predicted) -> None:
         await self.handlers[PREDICTED](said, cast(ServerCall, self.call))
