@@ -119,3 +119,34 @@ def make_adapter(path: Path, model: Path, *, seed: int, rank: int = 8, strength:
     }
     (path / "adapter_config.json").write_text(json.dumps(settings))
     return path
+
+
+def make_reasoning(path: Path, model: Path, *, habits: dict[str, str]) -> Path:
+    """A copy of a model with tied embeddings that reasons and calls tools, with tokens for that and a chat template as
+    Qwen3 has. habits: new tokens, each by the token in whose place the model mostly chooses it.
+    """
+    import torch
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    path.mkdir(parents=True)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", *habits)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    copied = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    copied.resize_token_embeddings(tokenizer.get_vocab_size(), mean_resizing=False)
+    with torch.no_grad():
+        rows = copied.get_input_embeddings().weight
+        rows[tokenizer.token_to_id("<think>")] = 0.0
+        for token, instead in habits.items():
+            rows[tokenizer.token_to_id(token)] = 1.01 * rows[tokenizer.token_to_id(instead)]
+    copied.save_pretrained(path)
+    described = json.loads((model / "tokenizer_config.json").read_text())
+    described["chat_template"] += (
+        "{%- if add_generation_prompt -%}{{- '<think>' }}"
+        "{%- if enable_thinking is defined and enable_thinking is false -%}{{- '</think>' -}}{%- endif -%}{%- endif -%}"
+    )
+    (path / "tokenizer_config.json").write_text(json.dumps(described))
+    return path
