@@ -67,10 +67,13 @@ def replace_event_publisher(scheduler: Any, wrap: Callable[[EventPublisher], Eve
 
 def overlap_on_cpu(config: VllmConfig) -> None:
     """Have a step scheduled while the tokens of the one before are still to be fetched, which vLLM turns off on
-    CPUs: see `vllm_cpu_worker`. Raises ValueError with pipeline stages, for which vLLM's CPU backend cannot.
+    CPUs: see `vllm_cpu_worker`. Raises ValueError with pipeline stages, for which vLLM's CPU backend cannot, and with
+    speculative decoding, whose drafts are fetched by streams of a device.
     """
     if config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError("async_scheduling does not work with pipeline stages on vLLM's CPU backend")
+    if config.speculative_config is not None:
+        raise ValueError("async_scheduling does not work with speculative decoding on vLLM's CPU backend")
     config.scheduler_config.async_scheduling = True
 
 
