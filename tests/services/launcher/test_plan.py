@@ -382,7 +382,8 @@ def test_engines_end_reasoning_and_begin_structured_output_as_the_gateways_optio
         "structured-outputs-config.enable_in_reasoning": True,
         "max_logprobs": 5,
     }
-    plan = make_plan(cluster(gateway={"vllm_args": options}), tmp_path)
+    instances = [{"id": "p", "role": "prefill"}, {"id": "d", "role": "decode"}]
+    plan = make_plan(cluster(instances=instances, gateway={"vllm_args": options}), tmp_path)
     assert loaded(WorkerSettings, process(plan, "p"), monkeypatch).engine_args == {
         "reasoning_config": {"reasoning_end_str": "So:</think>"},
         "structured_outputs_config": {"backend": "xgrammar", "enable_in_reasoning": True},

@@ -1,5 +1,6 @@
 """A real engine with or without speculative decoding: answers, answers whose beginnings are known, and its counters."""
 
+import asyncio
 from typing import Any
 
 from vllm import SamplingParams
@@ -11,6 +12,7 @@ PHRASE = [400, 731, 902, 18, 655, 1200]
 THINKS, ENDS_THINKING = "<|assistant|>", "."  # of a model that does not reason: what counts as reasoning here
 TOKENS, DRAFTED = 40, 3
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTED, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+OWN = ("grammar", "least")  # accepts no others, and would end with others
 KNOWN = [*PHRASE, *PHRASE, 77]  # what no engine would say, with beginnings that n-grams know
 
 
@@ -35,14 +37,17 @@ async def found(port: int, speculates: bool) -> dict[str, Any]:
         for name, params in kinds().items():
             run.submit(name, prompt, TOKENS, params, salt=name)
             ends = [await run.end(name)]
-            known = run.tokens[name][:13] if name == "grammar" else KNOWN  # a grammar accepts no others
+            known = run.tokens[name][:13] if name in OWN else KNOWN
             run.submit(f"{name} known", prompt, TOKENS, params, salt=f"{name} 2", forced_tokens=known)
             ends.append(await run.end(f"{name} known"))
             tokens = run.tokens[name], run.tokens[f"{name} known"]
             answers[name] = [*tokens, [end.finish_reason for end in ends]]
+        async with asyncio.timeout(20):
+            while here.engine.step_s:  # the last step is recorded after its tokens were sent
+                await asyncio.sleep(0.01)
         steps = here.engine.steps
         page, decodes = steps.page("e", 1, 0, 1 << 20), steps.decodes
-        run.submit("refused", prompt, TOKENS, greedy(min_p=0.1))
+        run.submit("refused", prompt, TOKENS, greedy(logit_bias={5: 1.0}))
         refused = await run.end("refused")
         return {
             "answers": answers,
