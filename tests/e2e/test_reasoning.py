@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -184,7 +185,7 @@ async def test_an_answer_goes_on_after_its_decode_instance_is_killed(both: Both,
     before, plain = await resumes(both.ours), await streamed(both.plain, asked)
     for _ in range(TRIES):
         killed: dict[str, int] = {}
-        ours = await streamed(both.ours, asked, after, lambda: kill_decoding(both.suite, processes, killed))
+        ours = await streamed(both.ours, asked, after, partial(kill_decoding, both.suite, processes, killed))
         assert ours == plain
         await processes.back(killed, timeout_s=60)
         if await resumes(both.ours) > before:
@@ -193,7 +194,7 @@ async def test_an_answer_goes_on_after_its_decode_instance_is_killed(both: Both,
 
 
 async def kill_decoding(suite: RunningSuite, processes: Processes, killed: dict[str, int]) -> None:
-    """SIGKILL to the instance that decodes, whose load shows that within a heartbeat. No instance if the answer ends."""
+    """SIGKILL to the instance that decodes, whose load shows that within a heartbeat; none if the answer has ended."""
     until_mono = time.monotonic() + 5.0
     async with httpx.AsyncClient(base_url=suite.plan.monitor_url) as monitor:
         while not killed and time.monotonic() < until_mono:

@@ -19,12 +19,12 @@ TOKENS = 16
 def prompts() -> list[list[int]]:
     """Phrases that return, which n-grams find: of 1 to some hundred tokens, and ends around those of blocks."""
     phrase = [7, 300, 41, 299, 12, 180, 33]
-    return [(phrase * 80)[:length] for length in (1, 2, 31, 32, 33, 64, 100, 300)]
+    return [(phrase * 80)[:length] for length in (1, 2, 32, 33, 64, 300)]
 
 
 async def try_all(model: Path, speculations: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What each engine has drafted for prompts of its own. Then it computes prompts for the plain engine and another one,
-    and tokens for both.
+    """What each engine has drafted for prompts of its own. Then it computes prompts for the plain engine and for
+    another one, and tokens for both.
     """
     texts, names = prompts(), list(speculations)
     plain = Engine("plain", model, dtype="float32")
@@ -60,17 +60,16 @@ async def try_all(model: Path, speculations: Mapping[str, dict[str, Any]]) -> di
 
 async def test_tokens_are_those_without_drafts_whatever_drafts_either_side_has(tmp_path: Path) -> None:
     model = make_llama(tmp_path / "model")
-    drafts = {"own": model, "other": make_llama(tmp_path / "draft", kv_heads=4, seed=9)}
     speculations: dict[str, dict[str, Any]] = {
         "ngram": {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1},
         "eagle": {"method": "eagle", "model": str(make_eagle(tmp_path / "eagle", model))},
+        "draft": {"method": "draft_model", "model": str(model)},
     }
-    speculations |= {name: {"method": "draft_model", "model": str(draft)} for name, draft in drafts.items()}
     tokens = {"num_speculative_tokens": 3}
     counts = await try_all(model, {name: each | tokens for name, each in speculations.items()})
     assert all(each["drafted"] > 0 for each in counts.values())
     assert counts["ngram"]["accepted"] > 0
-    assert counts["own"]["accepted"] > 0.5 * counts["own"]["drafted"] > counts["other"]["accepted"]
+    assert counts["draft"]["accepted"] > 0.5 * counts["draft"]["drafted"]
 
 
 async def test_tokens_are_those_without_a_layer_that_predicts_more_of_them(tmp_path: Path) -> None:
