@@ -75,12 +75,13 @@ class Driver:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         if options.get("async_scheduling") and DEVICE == "cpu":
             overlap_on_cpu(config)
-        self.client = InprocClient(config, Executor.get_class(config), log_stats=False)
+        speculates = config.speculative_config is not None
+        self.client = InprocClient(config, Executor.get_class(config), log_stats=speculates)
         make_stage_buffers(self.client.engine_core)
         self.idle_ms = 4 if config.parallel_config.world_size > 1 else 0  # as in a worker's engine
         self.scheduler = self.client.engine_core.scheduler
         self.tokens: dict[str, list[int]] = {}
-        self.preemptions = 0
+        self.preemptions = self.drafted = self.accepted = 0
         preempt = self.scheduler._preempt_request
 
         def counted(*arguments: Any, **more: Any) -> None:
@@ -114,7 +115,11 @@ class Driver:
         return bool(self.scheduler.has_requests() or self.client.engine_core.batch_queue)
 
     def step(self) -> None:
-        for output in self.client.get_output().outputs:
+        outputs = self.client.get_output()
+        if outputs.scheduler_stats is not None and (drafts := outputs.scheduler_stats.spec_decoding_stats):
+            self.drafted += drafts.num_draft_tokens
+            self.accepted += drafts.num_accepted_tokens
+        for output in outputs.outputs:
             tokens = self.tokens.setdefault(output.request_id, [])
             tokens.extend(output.new_token_ids)
             if output.finish_reason is not None:
@@ -180,6 +185,8 @@ class Driver:
             free=self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             requests=len(self.scheduler.requests),
             preemptions=self.preemptions,
+            drafted=self.drafted,
+            accepted=self.accepted,
             cpu_s=time.process_time(),
             now_s=time.monotonic(),
         )

@@ -16,11 +16,14 @@ import httpx
 import psutil
 
 from benchmarks.results import Figures
+from benchmarks.suite import DEMO_MODEL
+from services.launcher import ports
 from services.launcher.suite import until
 from services.launcher.supervisor import StartFailed
 from services.launcher.up import RunningSuite
 
 START_S, END_S = 180.0, 30.0  # of a process
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def port_of(running: RunningSuite) -> int:
@@ -70,6 +73,17 @@ async def serving(health: str, *command: str, **environment: str) -> AsyncIterat
             except TimeoutError:
                 os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
+
+
+@asynccontextmanager
+async def plain_vllm(kv_bytes: int, *options: str, model: Path = DEMO_MODEL) -> AsyncIterator[int]:
+    """The port of vLLM's own server with one engine of that model, which it serves as `demo`."""
+    port = ports.free_range(size=1)
+    own = "--served-model-name demo --dtype float32 --max-model-len 2048 --enforce-eager "
+    own += f"--kv-cache-memory-bytes {kv_bytes} --host 127.0.0.1 --port {port}"
+    command = ("-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *own.split(), *options)
+    async with serving(f"http://127.0.0.1:{port}/health", *command, **OFFLINE, OMP_NUM_THREADS="1"):
+        yield port
 
 
 def cpu_s(pids: Iterable[int]) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from benchmarks.cluster_files import emulated
-from benchmarks.measuring import cores, cpu_s, pids_of, port_of, serving
+from benchmarks.measuring import OFFLINE, cores, cpu_s, pids_of, plain_vllm, port_of, serving
 from benchmarks.results import Aim, Figures, Result, at_most, in_turns, medians, merged, result
 from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, started
 from gateway.alone import TimerTokens
@@ -28,7 +28,7 @@ from services.launcher import ports
 from tools.client import CHAT, COMPLETIONS, Json, chat_body, completion_body, run_load, stream_completion
 
 HOST = "127.0.0.1"
-OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
 
 # The load on emulated instances.
@@ -233,7 +233,7 @@ STRUCTURED_CLUSTER: dict[str, object] = {
 
 async def _structured(rounds: int) -> Result:
     """By kind of grammar, cold and repeated: medians of both, their ratio, what the suite adds beyond AIM_RATIO."""
-    async with _plain_vllm() as plain, started(STRUCTURED_CLUSTER) as suite:
+    async with plain_vllm(_KV_BYTES, *TOOLS) as plain, started(STRUCTURED_CLUSTER) as suite:
         ports_of = {"suite": port_of(suite), "plain": plain}
         seen = await in_turns(ports_of, 1 + rounds, lambda number, name: _structured_ttfts(ports_of[name], number))
     suite_ms, plain_ms = (medians(each[arm] for each in seen[1:]) for arm in ("suite", "plain"))  # the first warms up
@@ -242,18 +242,6 @@ async def _structured(rounds: int) -> Result:
         for kind in KINDS
     }
     return result({"structured_outputs": figures}, structured_aims(figures))
-
-
-@asynccontextmanager
-async def _plain_vllm() -> AsyncIterator[int]:
-    """The port of vLLM's own server with one engine of the same model."""
-    port = ports.free_range(size=1)
-    options = "--served-model-name demo --dtype float32 --max-model-len 2048 --enforce-eager "
-    options += "--enable-auto-tool-choice --tool-call-parser hermes "
-    options += f"--kv-cache-memory-bytes {_KV_BYTES} --host {HOST} --port {port}"
-    command = ("-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO_MODEL), *options.split())
-    async with serving(f"http://{HOST}:{port}/health", *command, **OFFLINE, OMP_NUM_THREADS="1"):
-        yield port
 
 
 async def _structured_ttfts(port: int, number: int) -> Figures:

@@ -327,6 +327,11 @@ def details_html(details: MonitoredDetails) -> str:
         ("prefix blocks", f"{units.count(prefixes.blocks)} of {prefixes.block_tokens} tokens"),
         ("cached prompt tokens", f"{units.count(prefixes.hit_tokens)} of {units.count(prefixes.asked_tokens)}"),
     ]
+    if details.drafted_tokens:
+        accepted = f"{units.count(details.accepted_tokens)} of {units.count(details.drafted_tokens)}"
+        facts.append(("accepted drafted tokens", accepted))
+    if (learned := details.rates.learned) is not None and learned.gain != 1.0:
+        facts.append(("tokens of a decode step", f"{learned.gain:.2f}"))
     if link is not None:
         facts.append(("link", f"{units.size(link.bytes_s)}/s, latency {units.duration(link.latency_s)}"))
         speeds = {**link.slow, **{f"coded {name}": speed for name, speed in link.coded.items()}}

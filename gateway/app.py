@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import AsyncEngineArgs
-from vllm.config import LoRAConfig, VllmConfig
+from vllm.config import LoRAConfig, ReasoningConfig, VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -135,10 +135,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         table = stack.enter_context(shared_table(settings))
         read_config(settings.source, trust_remote_code=settings.trust_remote_code)
         args = _arguments(settings)
-        config = VllmConfig(
-            model_config=AsyncEngineArgs.from_cli_args(args).create_model_config(),
-            lora_config=LoRAConfig() if settings.lora.enabled else None,  # its values matter to engines alone
-        )
+        config = _config(args, settings)
         grammars = stack.enter_context(Grammars(config, settings))  # it forks: before any connection
 
         sockets = Sockets.from_settings(settings)
@@ -238,6 +235,24 @@ def _arguments(settings: GatewaySettings) -> Any:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     validate_parsed_serve_args(args)
     return args
+
+
+def _config(args: Any, settings: GatewaySettings) -> VllmConfig:
+    """What vLLM's front end reads of an engine's configuration. Its handlers find the reasoning parser in `args`, where
+    an engine's start would put it, or the default of the model.
+    """
+    engine = AsyncEngineArgs.from_cli_args(args)
+    reasoning = engine.reasoning_config
+    if engine.reasoning_parser:
+        reasoning = reasoning or ReasoningConfig()
+        reasoning.reasoning_parser = engine.reasoning_parser
+    args.structured_outputs_config = engine.create_structured_outputs_config()
+    return VllmConfig(
+        model_config=engine.create_model_config(),
+        lora_config=LoRAConfig() if settings.lora.enabled else None,  # its values matter to engines alone
+        structured_outputs_config=args.structured_outputs_config,
+        reasoning_config=reasoning,
+    )
 
 
 async def _vllm_app(args: Any, llm: ClusterLLM) -> tuple[FastAPI, frozenset[str]]:

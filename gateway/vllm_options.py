@@ -46,6 +46,8 @@ _NEEDS: Mapping[str, str] = {  # an option, and the one that vLLM requires with 
     "enable_auto_tool_choice": "tool_call_parser",
     "enable_log_outputs": "enable_log_requests",
 }
+# Of reasoning and structured output: what the front end and the engine of a vLLM both read.
+_SHARED = ("reasoning_parser", "reasoning_parser_plugin", "reasoning_config", "structured_outputs_config")
 _PLUGINS: Mapping[str, str] = {"tool_call_parser": "tool_parser_plugin", "reasoning_parser": "reasoning_parser_plugin"}
 
 
@@ -94,6 +96,33 @@ def words_of(args: Mapping[str, Any]) -> list[str]:
         if value is not None:
             words += _words(normal(name), value)
     return words
+
+
+def shared_with_engines(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options that an engine needs as well, as its engine arguments. Faulty ones may be missing."""
+    found: dict[str, Any] = {}
+    for name, value in args.items():
+        head, *keys = normal(str(name)).split(".")
+        if head not in _SHARED or value is None or value == "":
+            continue
+        if isinstance(value, str) and not keys and table().options[head].kind == "json":
+            if not _is_json(value):
+                continue
+            value = json.loads(value)
+        if not keys and not isinstance(value, dict):
+            found[head] = value
+            continue
+        for key in reversed(keys):
+            value = {key: value}
+        found[head] = _merged(found.get(head), value)
+    return found
+
+
+def _merged(one: object, other: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(one) if isinstance(one, dict) else {}
+    for key, value in other.items():
+        merged[key] = _merged(merged.get(key), value) if isinstance(value, dict) else value
+    return merged
 
 
 def normal(name: str) -> str:

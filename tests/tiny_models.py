@@ -119,3 +119,89 @@ def make_adapter(path: Path, model: Path, *, seed: int, rank: int = 8, strength:
     }
     (path / "adapter_config.json").write_text(json.dumps(settings))
     return path
+
+
+def make_eagle(path: Path, target: Path) -> Path:
+    """An EAGLE head for a model of `make_llama`: a copy of its first layer behind a random projection, without norms of
+    its own; embeddings and output are the target's.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1}
+    weights = load_file(target / "model.safetensors")
+    first, hidden = "model.layers.0.", config["hidden_size"]
+    head = {name.removeprefix("model."): weight for name, weight in weights.items() if name.startswith(first)}
+    head.pop("layers.0.input_layernorm.weight")
+    projection = 0.1 * torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(1))
+    path.mkdir(parents=True)
+    save_file(head | {"fc.weight": projection}, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def make_mtp(path: Path, seed: int = 0) -> Path:
+    """A MiMo with random weights: a Qwen2 of 3 layers with a layer that predicts the token after the next."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen2Config
+
+    hidden = 128
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        bos_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+    )
+    save_random(config, path, seed)
+    weights = load_file(path / "model.safetensors")
+    first, last = "model.layers.0.", "model.mtp_layers.0."
+    more = {last + name.removeprefix(first): each.clone() for name, each in weights.items() if name.startswith(first)}
+    more |= {f"{last}{name}_layernorm.weight": torch.ones(hidden) for name in ("token", "hidden")}
+    more[f"{last}final_layernorm.weight"] = torch.ones(hidden)
+    more[f"{last}input_proj.weight"] = 0.1 * torch.randn(
+        hidden, 2 * hidden, generator=torch.Generator().manual_seed(seed)
+    )
+    save_file(weights | more, path / "model.safetensors", metadata={"format": "pt"})
+    described = json.loads((path / "config.json").read_text())
+    described |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(described))
+    return path
+
+
+def make_reasoning(path: Path, model: Path, *, habits: dict[str, str]) -> Path:
+    """A copy of a model with tied embeddings that reasons and calls tools, with tokens for that and a chat template as
+    Qwen3 has. habits: new tokens, each by the token in whose place the model mostly chooses it.
+    """
+    import torch
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    path.mkdir(parents=True)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", *habits)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    copied = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    copied.resize_token_embeddings(tokenizer.get_vocab_size(), mean_resizing=False)
+    with torch.no_grad():
+        rows = copied.get_input_embeddings().weight
+        rows[tokenizer.token_to_id("<think>")] = 0.0
+        for token, instead in habits.items():
+            rows[tokenizer.token_to_id(token)] = 1.01 * rows[tokenizer.token_to_id(instead)]
+    copied.save_pretrained(path)
+    described = json.loads((model / "tokenizer_config.json").read_text())
+    described["chat_template"] += (
+        "{%- if add_generation_prompt -%}{{- '<think>' }}"
+        "{%- if enable_thinking is defined and enable_thinking is false -%}{{- '</think>' -}}{%- endif -%}{%- endif -%}"
+    )
+    (path / "tokenizer_config.json").write_text(json.dumps(described))
+    return path

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from gateway import vllm_options
 from gateway.settings import GatewaySettings
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings, ScrapeTarget
@@ -305,23 +306,24 @@ class _Planner:
             "emulated_links": self._links.get(name, {}),
             **self._traced,
         }
-        extra = self._with_parser(entry.extra)
+        extra = self._with_shared_options(entry.extra)
         settings = self._settings(WorkerSettings, f"instances.{entry.id}", extra, values)
         uses = range(at.port - 1, at.port + 1 + ports.ranks_of(entry.extra))
         env = {**self._devices.env.get(name, {}), **entry.env}
         return self._process(at, "services.worker", settings, uses, env)
 
-    def _with_parser(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """The instance's settings with the gateway's reasoning parser, unless the instance names one itself.
+    def _with_shared_options(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """The instance's settings with the gateway's options of reasoning and structured output, but for those that it
+        has itself.
 
-        The engine needs it to find where structured output begins, the gateway to tell reasoning from the answer.
+        The engine needs them to find where structured output begins and to end reasoning, the gateway to tell reasoning
+        from the answer.
         """
         options, own = self._cluster.gateway.extra.get("vllm_args"), extra.get("engine_args", {})
         if extra.get("engine", "vllm") != "vllm" or not isinstance(options, dict) or not isinstance(own, dict):
             return extra
-        named = {str(name).replace("-", "_"): value for name, value in options.items()}
-        parsers = {name: named[name] for name in ("reasoning_parser", "reasoning_parser_plugin") if named.get(name)}
-        return {**extra, "engine_args": {**parsers, **own}} if parsers else extra
+        shared = vllm_options.shared_with_engines(options)
+        return {**extra, "engine_args": {**shared, **own}} if shared else extra
 
     def _settings(self, kind: type[Settings], at: str, extra: dict[str, Any], values: dict[str, Any]) -> Settings:
         # The gateway changes things over ZeroMQ only, and its own callers have API keys.

@@ -260,6 +260,8 @@ class Details:
                 hit_tokens=stats.hit_tokens,
             ),
             preemptions=stats.preemptions,
+            drafted_tokens=self._engine.steps.drafted_tokens,
+            accepted_tokens=self._engine.steps.accepted_tokens,
         )
 
     def _step(self, record: StepRecord) -> Step:

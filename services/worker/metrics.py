@@ -73,7 +73,7 @@ class WorkerMetrics(Collector):
 
     def _of_engine(self, load: InstanceLoad, stats: EngineStats) -> Iterator[Metric]:
         labels = (self._model, "0")
-        used = load.kv_used_share(self._info.total_blocks)
+        used, steps = load.kv_used_share(self._info.total_blocks), self._engine.steps
         for name, text, value in (
             ("vllm:num_requests_running", "Requests that the engine steps.", load.running),
             ("vllm:num_requests_waiting", "Requests in the engine's queue, KV waiters included.", load.waiting),
@@ -86,6 +86,9 @@ class WorkerMetrics(Collector):
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prompt_tokens),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.hit_tokens),
             ("vllm:num_preemptions", "How often a request lost its KV blocks, and began again.", stats.preemptions),
+            ("vllm:spec_decode_num_drafts", "Drafts of speculative decoding that were verified.", steps.drafts),
+            ("vllm:spec_decode_num_draft_tokens", "Tokens of these drafts.", steps.drafted_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Of these, accepted ones.", steps.accepted_tokens),
         ):
             counter = CounterMetricFamily(name, text, labels=_VLLM)
             counter.add_metric(labels, float(value))

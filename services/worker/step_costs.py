@@ -50,7 +50,7 @@ class LiveRates:
         self.chunk = ChunkSize(settings, start, use_chunk)
         self._steps = steps
         self._lanes = settings.pipeline_parallel  # batches in flight: each step has that share of the decodes
-        self._next_step = 0
+        self._next_step = self._decodes = self._accepted = 0
         self._learner = StepLearner(start, settings.step_tokens, settings.max_seqs)
         self._link = LinkLearner(info.rates.link)
         self._token_bytes = info.kv_bytes_per_token
@@ -78,7 +78,11 @@ class LiveRates:
         for step in steps:
             decodes, context = self._lanes * step.decode_count, self._lanes * step.decode_context_tokens
             self._learner.add(Batch(step.prefill, decodes, context), step.seconds, step.ended_s)
+        decodes, accepted = self._steps.decodes, self._steps.accepted_tokens
+        more, self._decodes = decodes - self._decodes, decodes
+        gained, self._accepted = more + accepted - self._accepted, accepted
         if steps:
+            self._learner.gained(more, gained, steps[-1].ended_s)
             learned = self._learner.rates(steps[-1].ended_s)
             self.chunk.follow(learned)
             self.current = msgspec.structs.replace(self.current, step=learned)
@@ -175,6 +179,7 @@ def _usual_steps_s(step: StepRates) -> tuple[float, ...]:
         step.prefill_s(256, 1024),
         step.decode_s(1, 512),
         step.decode_s(16, 16 * 512),
+        step.token_s(16, 16 * 512),
         step.mixed_s(256, 0, 1, 512),
         step.mixed_s(256, 0, 16, 16 * 512),
     )

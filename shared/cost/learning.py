@@ -72,6 +72,24 @@ class _Kind:
         return solution
 
 
+class _Gain:
+    """Tokens that a decode gains in a step: a mean, in which a step's weight halves in a minute."""
+
+    def __init__(self, prior: float) -> None:
+        self._prior = prior
+        self._decodes = self._tokens = self._added_s = 0.0
+
+    def add(self, decodes: float, tokens: float, now: float) -> None:
+        fade = exp(-max(0.0, now - self._added_s) * log(2.0) / HALF_LIFE_S) if self._decodes else 1.0
+        self._decodes = self._decodes * fade + decodes
+        self._tokens = self._tokens * fade + tokens
+        self._added_s = now
+
+    @property
+    def mean(self) -> float:
+        return (self._tokens + PRIOR_STEPS * self._prior) / (self._decodes + PRIOR_STEPS)
+
+
 class StepLearner:
     """Starts with `prior`, the forms of the catalogue or of a calibration, and corrects them by each step added.
 
@@ -85,6 +103,7 @@ class StepLearner:
         self._start_source = prior.source
         profile = profile_batches(budget, decodes)
         self._kinds = {name: _Kind(name, getattr(prior, name), profile[name]) for name in TERMS}
+        self._gain = _Gain(prior.gain)
 
     def add(self, batch: Batch, seconds: float, now: float) -> None:
         """A step of `batch` took `seconds` and ended at `now`, which must not decrease."""
@@ -92,6 +111,11 @@ class StepLearner:
             return
         kind, terms = self._kinds[kind_of(batch)], terms_of(batch)
         kind.add(np.array([terms[term] for term in kind.terms]), seconds, now)
+
+    def gained(self, decodes: int, tokens: int, now: float) -> None:
+        """The decodes of some steps, counted in each step, gained so many tokens until `now`."""
+        if decodes > 0:
+            self._gain.add(decodes, tokens, now)
 
     def rates(self, now: float) -> StepRates:
         seen = [kind for kind in self._kinds.values() if kind.steps]
@@ -104,7 +128,8 @@ class StepLearner:
         every = [ratio for some in ratios.values() for ratio in some]
         common = median(every) if len(every) >= FEW else 1.0
         forms = {name: self._form(name, solved[name], ratios[name], common) for name in TERMS}
-        return StepRates(**forms, source=StepSource.LEARNED if seen else self._start_source)
+        source = StepSource.LEARNED if seen else self._start_source
+        return StepRates(**forms, source=source, gain=self._gain.mean)
 
     def _form(self, name: str, solved: Array, ratios: list[float], common: float) -> StepForm:
         kind = self._kinds[name]

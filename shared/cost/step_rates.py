@@ -24,7 +24,7 @@ def step_rates_of(
     """The three linear forms of step times, over steps of up to `budget` tokens and `decodes` decodes."""
     batches = profile_batches(budget, decodes)
     forms = {kind: fit_form(kind, [(batch, time_s(batch)) for batch in of_kind]) for kind, of_kind in batches.items()}
-    return StepRates(**forms, source=source)
+    return StepRates(forms["prefill"], forms["decode"], forms["mixed"], source)
 
 
 def profile_batches(budget: int, decodes: int) -> dict[str, list[Batch]]:

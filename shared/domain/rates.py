@@ -46,17 +46,24 @@ class StepForm(msgspec.Struct, frozen=True):
 class StepRates(msgspec.Struct, frozen=True):
     """The step cost of an instance: of steps with prefill chunks, with decodes, and with both.
 
-    source: a `StepSource`, or one that a later release knows.
+    source: a `StepSource`, or one that a later release knows. gain: tokens that a decode gains in a step, on average;
+    more than 1 with speculative decoding.
     """
 
     prefill: StepForm
     decode: StepForm
     mixed: StepForm
     source: str = StepSource.CATALOGUE
+    gain: float = 1.0
 
     def scaled(self, factor: float) -> "StepRates":
         prefill, decode, mixed = (form.scaled(factor) for form in (self.prefill, self.decode, self.mixed))
-        return StepRates(prefill, decode, mixed, self.source)
+        return StepRates(prefill, decode, mixed, self.source, self.gain)
+
+    @property
+    def per_token(self) -> StepForm:
+        """`decode`, for a token of each decode instead of a step."""
+        return self.decode if self.gain == 1.0 else self.decode.scaled(1.0 / self.gain)
 
     def prefill_s(self, tokens: float, before: float) -> float:
         """A step of one chunk after `before` earlier tokens."""
@@ -67,6 +74,10 @@ class StepRates(msgspec.Struct, frozen=True):
         """A step of `decodes` whose contexts sum to `context`."""
         form = self.decode
         return form.fixed_s + form.sequence_s * decodes + form.context_s * context
+
+    def token_s(self, decodes: float, context: float) -> float:
+        """A token of each of `decodes` whose contexts sum to `context`, in steps of decodes."""
+        return self.decode_s(decodes, context) / self.gain
 
     def mixed_s(self, tokens: float, before: float, decodes: float, context: float) -> float:
         """A step of both; without decodes or without a chunk it is a step of the other kind."""

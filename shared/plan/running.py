@@ -169,7 +169,7 @@ class _MeasuredCosts:
         kind, lanes = classes[class_of[view.instance_id]], view.info.pipeline_parallel
 
         def decode_s(decodes: int, context: int) -> float:
-            return kind.rates.decode_s(lanes * decodes, lanes * context)
+            return kind.rates.token_s(lanes * decodes, lanes * context)
 
         seats = max(1, kind.seats // lanes)
         return Engine(kind.rates.prefill_s, decode_s, lanes, self._fleet.lane_tokens(at), seats, kind.chunk)

@@ -176,32 +176,31 @@ class DecodeSide:
         job, own, usual, slo = context.job, context.own, context.usual, context.others
         info, load, prompt = view.info, view.load, job.prompt_tokens
         rates, link = info.rates.step or UNKNOWN_STEPS, info.rates.link
-        decode, seats = rates.decode, info.max_seqs or ENDLESS
+        token, seats = rates.per_token, info.max_seqs or ENDLESS
         self.view, self.context, self.saved, self.link = view, context, saved, link
         self.inbound_s = load.inbound_bytes / link.bytes_s if link is not None else 0.0  # KV on its way to it
         self.queued_jobs = load.queued_prefill
 
-        decoding, taken, free = _occupancy(view, seats, decode, usual.mean, context.spread_s)
+        decoding, taken, free = _occupancy(view, seats, token, usual.mean, context.spread_s)
         self.running = running = decoding if decoding < seats else seats
         self.over = decoding - running  # decodes that wait for a seat
         running_context = taken * running / decoding if running else 0.0
 
-        # A step of the decodes that run there, without and with the job among them.
-        self.step_s = step_s = (
-            decode.fixed_s + decode.sequence_s * running + decode.context_s * running_context if running else 0.0
-        )
-        self.after_s = step_s  # where all seats are taken, the job takes the seat of a decode that ends
+        # A token of the decodes that run there, without and with the job among them; a step may yield several.
+        now_s = token.fixed_s + token.sequence_s * running + token.context_s * running_context if running else 0.0
+        self.step_s = step_s = now_s * rates.gain
+        self.after_s = now_s  # where all seats are taken, the job takes the seat of a decode that ends
         if running < seats:
             longer = running_context + prompt + own.mean / 2.0
-            self.after_s = decode.fixed_s + decode.sequence_s * (running + 1) + decode.context_s * longer
-        self.alone_s = decode.fixed_s + decode.sequence_s + decode.context_s * (prompt + own.mean / 2.0)
+            self.after_s = token.fixed_s + token.sequence_s * (running + 1) + token.context_s * longer
+        self.alone_s = token.fixed_s + token.sequence_s + token.context_s * (prompt + own.mean / 2.0)
 
         # A step that computes prompts beside the decodes: `budget` prompt tokens take `token_s` each.
         self.form = form = rates.mixed if running else rates.prefill
         budget = max(1, info.chunk_size - running)
         self.chunk_s = form.fixed_s + form.sequence_s * running + form.context_s * running_context
         full_s = self.chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
-        if context.limited and full_s > MARGIN * (gap_s := gap_target_s(slo)):
+        if context.limited and full_s > MARGIN * (gap_s := gap_target_s(slo, rates.gain)):
             budget = prefill_tokens(rates, StepLoad(running, running_context, gap_s), budget)
             full_s = self.chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
         self.budget, self.token_s = budget, full_s / budget
@@ -209,8 +208,8 @@ class DecodeSide:
         self.wait_s = queued_steps * full_s  # until the queued prompts are computed
         if mixed is None:
             mixed = max(load.prefill_share, min(1.0, queued_steps / own.brief))
-        self.beside_s = mixed * max(0.0, full_s - step_s)  # by which prompts make a step longer, on average
-        self.cost_now = slo_cost((step_s + self.beside_s) / slo.tpot_s) if running else 0.0  # of each decode there
+        self.beside_s = mixed * max(0.0, full_s - step_s) / rates.gain  # a token's share of what prompts add to steps
+        self.cost_now = slo_cost((now_s + self.beside_s) / slo.tpot_s) if running else 0.0  # of each decode there
 
         # Room: `room_s` until there is room for the job's KV to its end, and a seat; `behind_s` by which those who wait
         # for room wait longer; `memory` the cost of memory that is promised twice.
@@ -228,10 +227,10 @@ class DecodeSide:
 
     def _room(self, occupancy: _Occupancy, seats: int, takes: int) -> tuple[float, float, float]:
         """The wait for a seat and for KV memory, by how much it makes others wait, and the cost of preemptions."""
-        (decoding, context, free), form, step_s = occupancy, self.form, self.after_s
+        (decoding, context, free), form, token_s = occupancy, self.form, self.after_s
         output, typical, target_s = self.context.own.mean, self.context.usual.mean, self.context.others.tpot_s
         short, over = takes + output - free, decoding + 1 - seats
-        stay_s = typical * step_s  # of a request that decodes there
+        stay_s = typical * token_s  # of a request that decodes there
         room_s = memory = behind_s = 0.0
         if over > 0:
             behind_s = stay_s / seats
@@ -240,7 +239,7 @@ class DecodeSide:
             release_s = stay_s / max(1.0, context)  # until a token of KV becomes free
             mean = context / decoding if decoding else takes
             redo_s = -(-mean // self.budget) * form.fixed_s + mean * form.token_s + short * release_s
-            memory = min(1.0, short / max(1.0, mean)) * slo_cost((step_s + redo_s / typical) / target_s)
+            memory = min(1.0, short / max(1.0, mean)) * slo_cost((token_s + redo_s / typical) / target_s)
             behind_s = max(behind_s, (takes + output) * release_s)
             room_s = max(room_s, (takes - free) * release_s)
         return room_s, behind_s, memory
@@ -293,7 +292,7 @@ class DecodeSide:
         return waits_s, tokens * prefill.kv_bytes / bytes_s + link.latency_s
 
 
-def _occupancy(view: InstanceView, seats: int, decode: StepForm, tokens: float, spread_s: float) -> _Occupancy:
+def _occupancy(view: InstanceView, seats: int, token: StepForm, tokens: float, spread_s: float) -> _Occupancy:
     """By its load, less the decodes on their way that are not there at the same time.
 
     They arrive over `spread_s`, and the first of them have produced their `tokens` before the last arrive. Source:
@@ -305,8 +304,8 @@ def _occupancy(view: InstanceView, seats: int, decode: StepForm, tokens: float, 
         return load.decoding, load.context_tokens, free
     running = min(load.decoding, seats)
     context = load.context_tokens * running / load.decoding
-    step_s = decode.fixed_s + decode.sequence_s * running + decode.context_s * context
-    away = max(0.0, 1.0 - tokens * step_s / spread_s)
+    token_s = token.fixed_s + token.sequence_s * running + token.context_s * context
+    away = max(0.0, 1.0 - tokens * token_s / spread_s)
     away_tokens = away * load.coming_tokens
     return load.decoding - round(away * load.coming), load.context_tokens - away_tokens, free + away_tokens
 

@@ -98,7 +98,7 @@ def pressure_s(view: InstanceView) -> float:
     rates, seats = info.rates.step or UNKNOWN_STEPS, info.max_seqs or load.decoding + 1
     running = min(load.decoding + 1, seats)
     context = (load.context_tokens + TYPICAL_TOKENS) * running / (load.decoding + 1)
-    step_s = rates.decode_s(running, context)
+    step_s = rates.token_s(running, context)
     waits = (load.decoding + 1 - running) / seats
     short = load.waiting_tokens + TYPICAL_TOKENS - load.free_blocks * info.block_size
     if short > 0:
@@ -428,7 +428,7 @@ class ClusterIndex:
 
 
 def _decode_class(view: InstanceView) -> int:
-    return speed_class((view.info.rates.step or UNKNOWN_STEPS).decode_s(1, 0))
+    return speed_class((view.info.rates.step or UNKNOWN_STEPS).token_s(1, 0))
 
 
 def _with(view: InstanceView, more: Assignment) -> InstanceView:

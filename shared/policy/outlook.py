@@ -81,7 +81,7 @@ def classify(views: Iterable[InstanceView]) -> tuple[list[InstanceClass], dict[s
         info = view.info
         steps, chunk, link = info.rates.step or UNKNOWN_STEPS, max(1, info.chunk_size), info.rates.link
         seats, kv_tokens = info.max_seqs or ENDLESS, max(1, info.total_blocks * info.block_size)
-        speeds = steps.prefill_s(chunk, 0) / chunk, steps.decode_s(1, 0), steps.decode_s(64, 64_000)
+        speeds = steps.prefill_s(chunk, 0) / chunk, steps.token_s(1, 0), steps.token_s(64, 64_000), steps.gain
         key = (*(speed_class(max(1e-12, speed)) for speed in speeds), chunk, seats, round(4 * log2(kv_tokens)))
         if key not in numbers:
             numbers[key] = len(classes)
@@ -180,7 +180,7 @@ class _DecodeSide(NamedTuple):
 
 
 class _DecodeClass(NamedTuple):
-    """Decode instances of one class: a step of b decodes takes (fixed_s + each_s * b) / free_share."""
+    """Decode instances of one class: with b decodes a token of each takes (fixed_s + each_s * b) / free_share."""
 
     instances: int
     fixed_s: float
@@ -188,7 +188,7 @@ class _DecodeClass(NamedTuple):
     free_share: float  # of its time, that prompts leave
     max_batch: float  # decodes at once, by seats and KV room
     prompt_s: float  # what a prompt's tokens add to the steps beside whose decodes it is computed
-    chunks: float  # steps that a prompt takes
+    chunks: float  # steps that a prompt takes, in tokens of a decode beside it
 
     @classmethod
     def from_class(cls, demand: Demand, kind: InstanceClass, instances: int) -> "_DecodeClass":
@@ -198,13 +198,16 @@ class _DecodeClass(NamedTuple):
         chunks = max(1.0, fresh / kind.chunk)
         prompt_s = chunks * max(0.0, mixed.fixed_s - decode.fixed_s) + fresh * mixed.token_s
         prompt_s += mixed.position_s * demand.fresh_squares / 2.0
-        each_s = max(1e-9, decode.sequence_s + decode.context_s * context)
+        token = rates.per_token
+        each_s = max(1e-9, token.sequence_s + token.context_s * context)
         max_batch = max(1.0, min(float(kind.seats), kind.kv_tokens / context))
-        return cls(instances, decode.fixed_s, each_s, 1.0, max_batch, max(1e-9, prompt_s), chunks)
+        return cls(instances, token.fixed_s, each_s, 1.0, max_batch, max(1e-9, prompt_s), chunks * rates.gain)
 
-    def rate(self, step_s: float, output_tokens: float) -> float:
-        """Requests a second of one instance whose steps take so long, as far as seats and memory allow."""
-        batch = min(self.max_batch, max(0.0, (step_s * self.free_share - self.fixed_s) / self.each_s))
+    def rate(self, token_s: float, output_tokens: float) -> float:
+        """Requests a second of one instance whose decodes gain a token each `token_s`, as far as seats and memory
+        allow.
+        """
+        batch = min(self.max_batch, max(0.0, (token_s * self.free_share - self.fixed_s) / self.each_s))
         longest_s = (self.fixed_s + self.each_s * batch) / self.free_share
         return batch / (output_tokens * longest_s)
 
@@ -223,15 +226,15 @@ def _decode(demand: Demand, classes: Sequence[InstanceClass], counts: Counts, sh
     output = demand.output_tokens
     capacity = sum(one.instances * one.rate(1e3, output) for one in decoders)
     # The number of requests that decode at once varies as arrivals do over the time of an answer.
-    stays_s = output * min(demand.tpot_s, _step_s(decoders, min(demand.rate, FULL * capacity), output))
+    stays_s = output * min(demand.tpot_s, _token_s(decoders, min(demand.rate, FULL * capacity), output))
     spread = min(0.5, sqrt(demand.burstiness / max(1.0, demand.rate * stays_s)))
     moves_s = share * demand.prompt_tokens * max(kind.token_move_s for kind, _ in used)
     cost = tpot_s = 0.0
     for side in (-spread, spread):
         rate = demand.rate * (1.0 + side)
-        step_s = _step_s(decoders, min(rate, FULL * capacity), output)
+        token_s = _token_s(decoders, min(rate, FULL * capacity), output)
         late_s = max(0.0, rate / capacity - FULL) * HORIZON_S
-        token_s = step_s + (late_s + moves_s) / output
+        token_s += (late_s + moves_s) / output
         cost += _cost(token_s / demand.tpot_s) / 2.0
         tpot_s += token_s / 2.0
     steps = sum(one.instances * one.chunks / one.prompt_s for one in decoders) / speed  # of a prompt
@@ -241,8 +244,8 @@ def _decode(demand: Demand, classes: Sequence[InstanceClass], counts: Counts, sh
     return _DecodeSide(cost, tpot_s, demand.rate / capacity, wait_s, service_s)
 
 
-def _step_s(decoders: Sequence[_DecodeClass], rate: float, output_tokens: float) -> float:
-    """The length of a step at which all instances together complete `rate` requests a second."""
+def _token_s(decoders: Sequence[_DecodeClass], rate: float, output_tokens: float) -> float:
+    """The time of a token at which all instances together complete `rate` requests a second."""
     low = min(one.fixed_s / one.free_share for one in decoders)
     high = max((one.fixed_s + one.each_s * one.max_batch) / one.free_share for one in decoders)
     for _ in range(HALVINGS):

@@ -288,10 +288,10 @@ def _room_at(view: InstanceView, tpot_s: float, prompt: float, answer: float) ->
     ended.
     """
     info, load = view.info, view.load
-    form, tokens = (info.rates.step or UNKNOWN_STEPS).decode, prompt + answer / 2.0
-    step_s = form.fixed_s + form.sequence_s * load.decoding + form.context_s * load.context_tokens
+    form, tokens = (info.rates.step or UNKNOWN_STEPS).per_token, prompt + answer / 2.0
+    token_s = form.fixed_s + form.sequence_s * load.decoding + form.context_s * load.context_tokens
     each_s = form.sequence_s + form.context_s * tokens
-    room = (tpot_s - step_s) / each_s if each_s > 0.0 else float(ENDLESS)
+    room = (tpot_s - token_s) / each_s if each_s > 0.0 else float(ENDLESS)
     free = load.free_blocks * info.block_size - load.waiting_tokens - load.decoding * answer / 2.0
     room = min(room, (info.max_seqs or ENDLESS) - load.decoding, free / (prompt + answer))
     return max(0.0, room)
@@ -324,7 +324,7 @@ def pause_s(
     rates = rates or UNKNOWN_STEPS
     decodes, context = beside.jobs, beside.context_tokens
     steps = fits_after(beside.ahead, room_tokens, held, min(left, STEADY_TOKENS), block_size)
-    room_s = steps * rates.decode_s(decodes, context)
+    room_s = steps * rates.token_s(decodes, context)
     budget = max(1, chunk - decodes)
     count = -(-held // budget)
     each = held / count

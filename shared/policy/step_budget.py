@@ -57,18 +57,18 @@ class StepLoad(msgspec.Struct, frozen=True, gc=False):
     before_tokens: int = 0
 
 
-def gap_target_s(slo: Slo) -> float:
-    """The longest allowed gap between two tokens of a stream of this class, in seconds: its gap target, or 1.5 times
-    its TPOT target. The TPOT target is a mean, but every step may hold prompts.
+def gap_target_s(slo: Slo, gain: float = 1.0) -> float:
+    """The longest allowed gap between two steps of a stream of this class, in seconds: its gap target, or 1.5 times its
+    TPOT target for each of the `gain` tokens of a step. The TPOT target is a mean, but every step may hold prompts.
     """
-    return min(slo.itl_s, TPOT_FACTOR * slo.tpot_s)
+    return min(slo.itl_s, TPOT_FACTOR * slo.tpot_s * gain)
 
 
-def joining_gap_s(slo: Slo, waited_s: float, *, here: bool) -> float:
+def joining_gap_s(slo: Slo, waited_s: float, *, here: bool, gain: float = 1.0) -> float:
     """The rest of that gap for a stream that was handed over and has waited for `waited_s`. While its KV is not here,
     half of the rest: its own step is the one after the next.
     """
-    left_s = gap_target_s(slo) - max(0.0, waited_s)
+    left_s = gap_target_s(slo, gain) - max(0.0, waited_s)
     return left_s if here else left_s / 2.0
 
 

@@ -405,6 +405,11 @@ class LogprobRows(msgspec.Struct, array_like=True, gc=False):
     values: bytes  # their log probabilities: float32 [positions][candidates]
     ranks: bytes  # of the chosen tokens: int32 [positions]
 
+    def after(self, positions: int) -> "LogprobRows":
+        """Without the rows of the first positions."""
+        a_row, a_rank = 4 * self.candidates * positions, 4 * positions
+        return LogprobRows(self.candidates, self.ids[a_row:], self.values[a_row:], self.ranks[a_rank:])
+
 
 _decoder = msgspec.msgpack.Decoder(LogprobRows)
 
@@ -425,7 +430,8 @@ class StepRecord(msgspec.Struct, frozen=True):
     ended_s: Finite
     seconds: Finite  # from the start of the step, its new requests accepted, until its tokens were on their way
     cpu_s: Finite  # CPU time of the engine's own thread; 0 where it is not meaningful (emulated, remote ranks)
-    # (tokens computed now, tokens computed before) of each chunk. A single token after some context counts as a decode.
+    # (tokens computed now, tokens computed before) of each chunk. A single token after some context counts as a decode,
+    # as do the drafted tokens behind it.
     prefill: tuple[tuple[int, int], ...]
     decode_count: int
     decode_context_tokens: int  # without the tokens under way

@@ -67,6 +67,8 @@ class StepLog:
         self._ring: list[_Entry | None] = [None] * kept
         self._count = 0
         self._share = PrefillShare()
+        self.decodes = 0  # of all steps since the start; a step counts each of its decodes
+        self.drafts = self.drafted_tokens = self.accepted_tokens = 0  # of speculative decoding, since the start
 
     @property
     def prefill_share(self) -> float:
@@ -87,10 +89,19 @@ class StepLog:
         )
         self._count = number + 1
         if decode_count:
+            self.decodes += decode_count
             if prefill:
                 self._share.mixed()
             else:
                 self._share.plain()
+
+    def drafted(self, drafts: int, tokens: int, accepted: int) -> None:
+        """Count drafts of a step: their tokens, and those that the model accepted, each of which a decode gained beside
+        the step's own token.
+        """
+        self.drafts += drafts
+        self.drafted_tokens += tokens
+        self.accepted_tokens += accepted
 
     def page(self, instance_id: str, generation: int, since: int, limit: int) -> StepPage:
         """Up to `limit` steps from number `since` on; with a negative `since`, the newest ones."""

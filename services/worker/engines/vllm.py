@@ -36,7 +36,7 @@ from services.worker.engines.base import (
     deliver,
 )
 from services.worker.engines.vllm_observers import CacheWatch, StepObserver
-from services.worker.engines.vllm_patches import FORCED, make_stage_buffers
+from services.worker.engines.vllm_patches import FORCED, force_beside_drafts, make_stage_buffers
 from services.worker.engines.vllm_scheduler import SchedulerPolicies, blocks_of
 from services.worker.engines.vllm_start import engine_config, engine_info, kv_components, lora_requests
 from services.worker.kv.wire.endpoint import KvEndpoint
@@ -197,8 +197,10 @@ class VllmEngine:
     def _load(self) -> EngineInfo:
         s = self._settings
         config = engine_config(s, self._kv_config, self._cache.config)
-        self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
+        speculates = config.speculative_config is not None
+        self._core = InprocClient(config, Executor.get_class(config), log_stats=speculates)  # they count drafts
         make_stage_buffers(self._core.engine_core)
+        force_beside_drafts(self._core.engine_core)
         self._scheduler = self._core.engine_core.scheduler
         self._scheduling = SchedulerPolicies(self._scheduler, self.policies, self._rates)
         self._observer = StepObserver(self._scheduler, self.steps, own_cpu=s.computes_here, stages=s.pipeline_parallel)
@@ -222,6 +224,8 @@ class VllmEngine:
                 self._scheduling.before_step()
                 outputs = self._core.get_output()
                 self._snapshot()
+                if outputs.scheduler_stats is not None and (drafts := outputs.scheduler_stats.spec_decoding_stats):
+                    self.steps.drafted(drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens)
                 if outputs.outputs:
                     self._cache.count(outputs.outputs)
                     batch = [(output.request_id, token_step(output)) for output in outputs.outputs]
@@ -354,7 +358,7 @@ class CoreRequests:
     def __init__(self, config: Any, adapters: dict[str, LoRARequest], digests: Mapping[str, str]) -> None:
         self.adapters = adapters
         self._digests = digests
-        self._model = config.model_config
+        self._model, self._speculative = config.model_config, config.speculative_config
         self._parses_reasoning = bool(config.structured_outputs_config.reasoning_parser)
         self._limits_reasoning = config.reasoning_config is not None and config.reasoning_config.enabled
         self._sampling = msgspec.msgpack.Decoder(SamplingParams)
@@ -413,7 +417,7 @@ class CoreRequests:
         forced = request.forced_tokens
         if forced and not 0 <= min(forced) <= max(forced) < model.get_vocab_size():
             raise ValueError(f"forced token ids must be 0 to {model.get_vocab_size() - 1}")
-        params.verify(model, None, None, None)
+        params.verify(model, self._speculative, None, None)
         generation = request.generation
         if generation.reasoning and generation.reasoning_ended is not True and not self._parses_reasoning:
             raise ValueError(

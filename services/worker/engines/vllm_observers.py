@@ -98,16 +98,16 @@ class StepObserver:
 def batch_of(plan: Any) -> tuple[Chunks, int, int]:
     """Prefill chunks, number of decodes and their total context, of a vLLM SchedulerOutput.
 
-    One token after some context is a decode to the engine, whatever it is to the request: the last token of a
-    prompt whose KV was imported costs the same.
+    One token after some context, and the drafted tokens behind it, are a decode to the engine, whatever it is to the
+    request: the last token of a prompt whose KV was imported costs the same.
     """
     cached, new, scheduled = plan.scheduled_cached_reqs, plan.scheduled_new_reqs, plan.num_scheduled_tokens
     if not new and plan.total_num_scheduled_tokens == len(scheduled) == len(cached.req_ids):
         return (), len(scheduled), sum(cached.num_computed_tokens)  # the usual step: nothing but decodes
-    chunks, decodes, context = [], 0, 0
+    chunks, decodes, context, drafts = [], 0, 0, plan.scheduled_spec_decode_tokens
     known = [(request.req_id, request.num_computed_tokens) for request in new]
     for name, computed in (*zip(cached.req_ids, cached.num_computed_tokens, strict=True), *known):
-        tokens = scheduled.get(name, 0)
+        tokens = scheduled.get(name, 0) - len(drafts.get(name, ()))
         if tokens == 1 and computed:
             decodes += 1
             context += computed

@@ -17,6 +17,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
 
 from shared.runtime.logs import get_log
@@ -66,10 +67,13 @@ def replace_event_publisher(scheduler: Any, wrap: Callable[[EventPublisher], Eve
 
 def overlap_on_cpu(config: VllmConfig) -> None:
     """Have a step scheduled while the tokens of the one before are still to be fetched, which vLLM turns off on
-    CPUs: see `vllm_cpu_worker`. Raises ValueError with pipeline stages, for which vLLM's CPU backend cannot.
+    CPUs: see `vllm_cpu_worker`. Raises ValueError with pipeline stages, for which vLLM's CPU backend cannot, and with
+    speculative decoding, whose drafts are fetched by streams of a device.
     """
     if config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError("async_scheduling does not work with pipeline stages on vLLM's CPU backend")
+    if config.speculative_config is not None:
+        raise ValueError("async_scheduling does not work with speculative decoding on vLLM's CPU backend")
     config.scheduler_config.async_scheduling = True
 
 
@@ -100,13 +104,46 @@ def force_known_tokens(config: VllmConfig) -> None:
     of an engine that drew these tokens itself, also where its own logits would have led elsewhere.
 
     vLLM has an interface of its own for each of its two model runners. Both call the processors of
-    `logits_processors` before temperature, top-k and top-p; neither accepts any beside speculative decoding.
+    `logits_processors` before temperature, top-k and top-p; neither accepts any beside speculative decoding, for which
+    there is `force_beside_drafts`.
     """
     if config.speculative_config is not None:
-        log.warning("speculative decoding: an answer that cannot be carried may fail when its instance is lost")
         return
     ours = ForcedTokensV2 if config.use_v2_model_runner else ForcedTokens
     config.model_config.logits_processors = [*(config.model_config.logits_processors or ()), ours]
+
+
+def force_beside_drafts(core: Any) -> None:
+    """Do the same in a started engine core with speculative decoding: the sampler's choice for a request with known
+    tokens is replaced by the next one of them, and its drafts count as rejected.
+
+    Only vLLM's first model runner has such a place. The request's own generator is not where it was after the known
+    tokens: how much speculative decoding draws from it depends on the drafts.
+    """
+    config = core.vllm_config
+    if config.speculative_config is None:
+        return
+    if config.use_v2_model_runner:
+        log.warning("speculative decoding: an answer that cannot be carried may fail when its instance is lost")
+        return
+    core.model_executor.collective_rpc(_force_beside_drafts)
+
+
+def _force_beside_drafts(worker: Any) -> None:
+    runner = worker.model_runner
+    sample = runner._sample
+
+    def forced_sample(*given: Any) -> Any:
+        output = sample(*given)
+        for row, name in enumerate(runner.input_batch.req_ids):
+            request = runner.requests[name]
+            forced, at = forced_tokens(request.sampling_params), len(request.output_token_ids)
+            if at < len(forced):
+                output.sampled_token_ids[row] = PLACEHOLDER_TOKEN_ID
+                output.sampled_token_ids[row, 0] = forced[at]
+        return output
+
+    runner._sample = forced_sample
 
 
 class ForcedTokens(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped here

@@ -200,6 +200,8 @@ class SchedulerPolicies:
         """
         needed = streams = context = before = decodes = 0
         gaps_s: list[float] = []  # targets of the decodes, and of prompts that are to decode here
+        rates = self._rates()
+        gain = rates.gain if rates is not None else 1.0
         for request in self._scheduler.running:
             computed, ours = request.num_computed_tokens, self._request_of(request)
             tokens = self._next_step_tokens(request)
@@ -208,12 +210,12 @@ class SchedulerPolicies:
             if tokens > 1 + len(request.spec_token_ids) or not ours.decodes:
                 before = max(before, computed)
                 streams += tokens if self._started(request) else 0
-                gaps_s += [gap_target_s(ours.job.slo)] if ours.decodes else []
+                gaps_s += [gap_target_s(ours.job.slo, gain)] if ours.decodes else []
                 continue
             needed += tokens
             context += computed
             decodes += 1
-            gaps_s.append(gap_target_s(ours.job.slo))
+            gaps_s.append(gap_target_s(ours.job.slo, gain))
         now_mono = time.monotonic()
         for request in self._joining():
             context += request.num_tokens
@@ -221,7 +223,7 @@ class SchedulerPolicies:
             handed_over = self._request_of(request).import_from is not None and not request.num_preemptions
             waited_s = now_mono - self._arrived_mono.get(request.request_id, now_mono) if handed_over else 0.0
             here = self._kv_arrived(request) and request.status != RequestStatus.WAITING
-            gaps_s.append(joining_gap_s(self._request_of(request).job.slo, waited_s, here=here))
+            gaps_s.append(joining_gap_s(self._request_of(request).job.slo, waited_s, here=here, gain=gain))
         for request in self._scheduler.kv_holding_waiting:
             missing, ready = _missing(request), self._kv_arrived(request)
             if missing > 1:
@@ -234,7 +236,7 @@ class SchedulerPolicies:
             if self._imports(self._admission.peek()):
                 needed += 1  # without a token left, vLLM does not look at the queue, not even for requests that import
             elif first.decodes:
-                gaps_s.append(gap_target_s(first.job.slo))
+                gaps_s.append(gap_target_s(first.job.slo, gain))
         stream = self._admission.stream
         if stream is not None and not self._imports(stream):
             blocks = self._blocks()

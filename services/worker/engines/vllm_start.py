@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import __version__ as vllm_version
-from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, ReasoningConfig, StructuredOutputsConfig, VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
@@ -45,6 +45,8 @@ from shared.runtime.wire_version import OURS
 log = get_log(__name__)
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32", *EIGHT_BIT_NAMES)  # vLLM's `cache_dtype`s that are known here
 DOWNLOAD_LOG_S = 10.0
+# Engine arguments of which vLLM's EngineArgs does not take a mapping, as its command line does.
+_SECTIONS = {"structured_outputs_config": StructuredOutputsConfig, "reasoning_config": ReasoningConfig}
 CPU_WORKER = "services.worker.engines.vllm_cpu_worker.SeededCpuWorker"
 
 
@@ -84,6 +86,9 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
     if s.weights:
         arguments["tokenizer"] = s.model  # the gateway's
     arguments |= _lora_arguments(s.lora) | _memory_arguments(s) | s.engine_args
+    for name, kind in _SECTIONS.items():
+        if isinstance(arguments.get(name), dict):
+            arguments[name] = kind(**arguments[name])
     config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
     check_model(config)
     if arguments["async_scheduling"] and current_platform.is_cpu():

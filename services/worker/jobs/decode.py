@@ -26,7 +26,17 @@ from shared.policy.decode_admission import (
     with_job,
 )
 from shared.policy.overload import PAUSE_NEWS_S, Beside, pause_s
-from shared.wire.messages import DecodeReply, DecodeRequest, ExpectRequest, Pause, Predicted, PrefetchRequest, TokenStep
+from shared.wire.messages import (
+    DecodeReply,
+    DecodeRequest,
+    ExpectRequest,
+    Pause,
+    Predicted,
+    PrefetchRequest,
+    TokenStep,
+    decode_rows,
+    encode_rows,
+)
 from shared.wire.rpc_server import ServerCall
 
 BESIDE_S = 0.1  # how long a summary of all jobs is used
@@ -69,8 +79,8 @@ class _KnownTokens:
         if step.tokens[:count] != self._left[:count]:
             raise EngineFailed("the engine did not repeat the tokens that the client has; the answer cannot go on")
         self._left = self._left[count:]
-        # Log probabilities come one row a step and token; a step that straddles the seam has one token in practice.
-        return TokenStep(step.tokens[count:], step.finish_reason, step.stop_reason)
+        logprobs = step.logprobs and encode_rows(decode_rows(step.logprobs).after(count))
+        return TokenStep(step.tokens[count:], step.finish_reason, step.stop_reason, logprobs)
 
 
 @dataclass(frozen=True, slots=True)

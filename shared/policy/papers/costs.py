@@ -60,7 +60,7 @@ class HuaweiCost(NamedTuple):
 
     @classmethod
     def from_steps(cls, steps: StepRates, chunk: int) -> "HuaweiCost":
-        prefill, decode = steps.prefill, steps.decode
+        prefill, decode = steps.prefill, steps.per_token
         token_s = prefill.token_s + prefill.fixed_s / chunk + prefill.position_s * (_POSITION / 2.0)
         prompts = token_s, 0.0, 0.0, prefill.fixed_s / 2.0
         return cls(*prompts, decode.context_s, decode.sequence_s, 0.0, decode.fixed_s)

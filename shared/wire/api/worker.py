@@ -83,7 +83,9 @@ class PrefixCache(Struct, frozen=True):
 
 
 class InstanceDetails(Struct, frozen=True):
-    """What an instance reports about itself beyond its status."""
+    """What an instance reports about itself beyond its status. drafted_tokens, accepted_tokens: of speculative
+    decoding, since the start.
+    """
 
     instance_id: str
     started_s: float
@@ -95,6 +97,8 @@ class InstanceDetails(Struct, frozen=True):
     codecs: dict[str, CodecRate]
     prefixes: PrefixCache
     preemptions: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class MonitoredDetails(InstanceDetails, frozen=True, kw_only=True):

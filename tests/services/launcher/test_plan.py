@@ -373,6 +373,23 @@ def test_engines_have_the_gateways_reasoning_parser(tmp_path: Path, monkeypatch:
     assert found == {"p": {"reasoning_parser": "qwen3"}, "d": {"reasoning_parser": "own", "seed": 1}, "e": {}}
 
 
+def test_engines_end_reasoning_and_begin_structured_output_as_the_gateways_options_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {
+        "reasoning-config": '{"reasoning_end_str": "So:</think>"}',
+        "structured_outputs_config": {"backend": "xgrammar"},
+        "structured-outputs-config.enable_in_reasoning": True,
+        "max_logprobs": 5,
+    }
+    instances = [{"id": "p", "role": "prefill"}, {"id": "d", "role": "decode"}]
+    plan = make_plan(cluster(instances=instances, gateway={"vllm_args": options}), tmp_path)
+    assert loaded(WorkerSettings, process(plan, "p"), monkeypatch).engine_args == {
+        "reasoning_config": {"reasoning_end_str": "So:</think>"},
+        "structured_outputs_config": {"backend": "xgrammar", "enable_in_reasoning": True},
+    }
+
+
 def test_a_predictor_stands_beside_each_instance_whatever_its_role(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

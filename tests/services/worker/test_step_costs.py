@@ -99,6 +99,27 @@ def test_it_begins_with_the_catalogue_and_goes_on_with_its_steps() -> None:
     assert (live.start.source, live.step.source) == (StepSource.CATALOGUE, StepSource.LEARNED)
 
 
+def test_a_step_of_several_tokens_is_a_step_of_its_own_length_and_a_token_is_a_part_of_it() -> None:
+    log = StepLog()
+    live = LiveRates(worker(), info(), log)
+    decodes(log, 0.03)
+    live.learn()
+    assert live.step.gain == 1.0
+    assert live.step.token_s(8, 8000) == live.step.decode_s(8, 8000)
+    log.drafted(800, 2400, 0)  # all rejected
+    decodes(log, 0.03)
+    live.learn()
+    assert live.step.gain == 1.0
+    for _ in range(20):
+        decodes(log, 0.03)
+        log.drafted(800, 2400, 1600)  # of 8 decodes in each of 100 steps, two each time
+        live.learn()
+    assert live.step.decode_s(8, 8000) == pytest.approx(0.03, rel=0.05)
+    assert live.step.gain == pytest.approx(3.0, rel=0.1)
+    assert live.step.token_s(8, 8000) == pytest.approx(0.01, rel=0.15)
+    assert live.to_publish(time.time()).step.gain == live.step.gain
+
+
 def test_an_accelerator_that_nobody_lists_is_learned_from_nothing() -> None:
     assert catalogue_steps(worker(accelerator="Abacus")) == UNKNOWN_STEPS
     log = StepLog()

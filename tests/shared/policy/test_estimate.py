@@ -2,8 +2,10 @@
 
 from random import Random
 
+import msgspec
 import pytest
 
+from shared.domain.rates import UNKNOWN_STEPS, Rates, StepRates
 from shared.policy import registry
 from shared.policy.estimate import EVEN, DecodeSide, JobContext, PrefillSide, balanced, pair, slo_cost
 from shared.policy.index import ClusterIndex
@@ -123,3 +125,36 @@ def test_a_route_promises_only_prefixes_that_its_kv_joins(precision: str, saved:
     found = place(one, cluster, policies, 0.0, Random(0)).route
     assert found.prefill is not None
     assert found.decode_saved == saved
+
+
+def speculating(slower: float, gain: float) -> StepRates:
+    """Steps of decodes that take `slower` times as long and yield `gain` tokens."""
+    steps = UNKNOWN_STEPS
+    return msgspec.structs.replace(steps, decode=steps.decode.scaled(slower), gain=gain)
+
+
+@pytest.mark.parametrize("decoding", [0, 16, 40])
+def test_a_decode_instance_is_as_fast_as_its_tokens_come(decoding: int) -> None:
+    """Three tokens in a step of three times the length are one token in a step; a prompt takes as long as it did."""
+    one, own = asked(), Lengths(150.0, 100.0)
+
+    def side(rates: StepRates) -> DecodeSide:
+        context = JobContext(one, own, own, others=one.slo)
+        return DecodeSide(d(max_seqs=32, rates=Rates(rates), **busy(decoding)), context)
+
+    plain, same, faster = side(UNKNOWN_STEPS), side(speculating(3.0, 3.0)), side(speculating(1.5, 3.0))
+    assert same.terms(800).tpot_s == pytest.approx(plain.terms(800).tpot_s)
+    assert same.terms(800).room_s == pytest.approx(plain.terms(800).room_s)
+    assert same.after_s == pytest.approx(plain.after_s)
+    assert faster.terms(800).tpot_s == pytest.approx(plain.terms(800).tpot_s / 2.0)
+    assert same.terms(0).rest_s == pytest.approx(plain.terms(0).rest_s)
+
+
+def test_prompts_delay_each_token_of_a_step_by_a_part() -> None:
+    one, own = asked(), Lengths(150.0, 100.0)
+
+    def beside_s(gain: float) -> float:
+        view = d(max_seqs=32, rates=Rates(speculating(1.0, gain)), prefill_share=0.5, **busy(16))
+        return DecodeSide(view, JobContext(one, own, own, others=one.slo)).beside_s
+
+    assert beside_s(4.0) == pytest.approx(beside_s(1.0) / 4.0)

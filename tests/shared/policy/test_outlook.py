@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from shared.domain.demand import Demand
 from shared.domain.instance import InstanceView
+from shared.domain.rates import Rates
 from shared.policy.outlook import Outlook, RoleCounts, classify, outlook
 from tests.shared.policy.demands import DEMAND, FULL, demand_of, rates
 from tests.shared.policy.views import decode, prefill
@@ -42,6 +43,22 @@ def test_steps_are_as_long_as_littles_law_makes_them() -> None:
     step_s = 0.01 / (1.0 - 10.0 * 100.0 * (1e-4 + 1e-7 * 1_050.0))  # b = rate · output · step; step = fixed + each · b
     moves_s = 1_000.0 * 2 * 2 * 2 * 64 * 2 / 2e9
     assert seen.tpot_s == pytest.approx(step_s + moves_s / 100.0, rel=2e-3)
+
+
+def test_a_step_that_yields_several_tokens_is_as_long_as_so_many_steps() -> None:
+    plain, shape = rates(), {"max_seqs": 64, "total_blocks": 20_000}
+    assert plain.step is not None
+    steps = msgspec.structs.replace(plain.step, decode=plain.step.decode.scaled(3.0), gain=3.0)
+    drafts = msgspec.structs.replace(plain, step=steps)
+    prefills = [prefill(f"p{n}", rates=plain, **shape) for n in range(4)]
+
+    def seen(of_decodes: Rates) -> Outlook:
+        views = [*prefills, *(decode(f"d{n}", rates=of_decodes, **shape) for n in range(2))]
+        return outlook_of(demand_of(**FULL), *views)
+
+    assert seen(drafts).tpot_s == pytest.approx(seen(plain).tpot_s)
+    assert seen(drafts).decode_use == pytest.approx(seen(plain).decode_use)
+    assert seen(msgspec.structs.replace(plain, step=msgspec.structs.replace(steps, gain=1.0))).decode_use > 1.0
 
 
 @pytest.mark.parametrize(

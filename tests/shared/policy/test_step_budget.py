@@ -47,6 +47,8 @@ def test_by_example() -> None:
         assert prefill_tokens(known, load, 512) == 512
     assert gap_target_s(Slo(tpot_s=0.1, itl_s=0.25)) == pytest.approx(0.15)
     assert gap_target_s(Slo(tpot_s=0.2, itl_s=0.25)) == 0.25
+    assert gap_target_s(Slo(tpot_s=0.02, itl_s=0.25), 3.0) == pytest.approx(0.09)  # for the three tokens of a step
+    assert gap_target_s(Slo(tpot_s=0.1, itl_s=0.25), 3.0) == 0.25
     for here, gap_s in ((True, 0.15), (False, 0.075)):
         assert joining_gap_s(Slo(tpot_s=0.2, itl_s=0.25), 0.1, here=here) == pytest.approx(gap_s)
 

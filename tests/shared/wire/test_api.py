@@ -33,7 +33,10 @@ FIELDS = {
         "outcome ttft_s tpot_s slo_met caller longest_gap_s gaps gaps_over"
     ),
     worker.InstanceStatus: "info role draining load flips refused chunk_size policies threads max_seqs",
-    worker.InstanceDetails: ("instance_id started_s uptime_s versions steps rates link codecs prefixes preemptions"),
+    worker.InstanceDetails: (
+        "instance_id started_s uptime_s versions steps rates link codecs prefixes preemptions drafted_tokens "
+        "accepted_tokens"
+    ),
 }
 
 

@@ -10,14 +10,22 @@ from services.worker.engines.base import StepLog
 from services.worker.engines.vllm_observers import StepObserver, batch_of
 
 
-def plan(scheduled: dict[str, int], known: dict[str, int] | None = None, new: dict[str, int] | None = None) -> Any:
-    """A SchedulerOutput: tokens by request; computed tokens of requests known before, and of new ones."""
+def plan(
+    scheduled: dict[str, int],
+    known: dict[str, int] | None = None,
+    new: dict[str, int] | None = None,
+    drafts: dict[str, list[int]] | None = None,
+) -> Any:
+    """A SchedulerOutput: tokens by request, drafted ones included; computed tokens of requests known before, and of new
+    ones; drafted tokens by request.
+    """
     known, new = known or {}, new or {}
     return SimpleNamespace(
         num_scheduled_tokens=scheduled,
         total_num_scheduled_tokens=sum(scheduled.values()),
         scheduled_cached_reqs=SimpleNamespace(req_ids=list(known), num_computed_tokens=list(known.values())),
         scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=done) for name, done in new.items()],
+        scheduled_spec_decode_tokens=drafts or {},
     )
 
 
@@ -32,6 +40,16 @@ def plan(scheduled: dict[str, int], known: dict[str, int] | None = None, new: di
         ),
         pytest.param(plan({"a": 1}, new={"a": 99}), ((), 1, 99), id="the last token of an imported prompt"),
         pytest.param(plan({"a": 1}, new={"a": 0}), (((1, 0),), 0, 0), id="a prompt of one token"),
+        pytest.param(
+            plan({"a": 4, "b": 1, "c": 3}, {"a": 100, "b": 28, "c": 5}, drafts={"a": [7, 8, 9], "c": [7, 8]}),
+            ((), 3, 133),
+            id="decodes with drafts",
+        ),
+        pytest.param(
+            plan({"a": 4, "b": 200}, {"a": 50, "b": 512}, drafts={"a": [-1, -1, -1]}),
+            (((200, 512),), 1, 50),
+            id="a chunk beside a decode with drafts",
+        ),
         pytest.param(plan({"a": 1}, {"a": 10, "b": 20}), ((), 1, 10), id="a request that is not scheduled"),
     ],
 )

@@ -17,6 +17,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
 from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
@@ -32,6 +33,11 @@ CHECKED: dict[str, dict[Any, str]] = {
         LogitsProcessor: "a6219776f22f",
         process_dict_updates: "8be84d343f19",
         LogitsProcessorV2: "02905833cbd9",
+    },
+    "force_beside_drafts": {
+        GPUModelRunner._sample: "5cb5c1da02cf",
+        GPUModelRunner._bookkeeping_sync: "13c3e81003a7",
+        RejectionSampler.parse_output: "6090d9b98327",
     },
     "make_stage_buffers": {GPUModelRunner._dummy_run: "47b96b71fc65", CPUWorker._should_warm_up_model: "83dba84441ce"},
     "overlap_on_cpu": {CpuPlatform.check_and_update_config: "d2960ad5d183"},

@@ -12,7 +12,15 @@ from shared.domain.kv import Codec, TransferOutcome, TransferReport
 from shared.domain.prompt import packed
 from shared.domain.route import InstanceRef
 from shared.errors import EngineFailed, InvalidRequest, PolyphaseError, Unavailable, WrongRole
-from shared.wire.messages import PrefetchRequest, PrefillStarted, Reused, TokenStep
+from shared.wire.messages import (
+    LogprobRows,
+    PrefetchRequest,
+    PrefillStarted,
+    Reused,
+    TokenStep,
+    decode_rows,
+    encode_rows,
+)
 from shared.wire.rpc_server import ServerCall
 from tests.services.worker.jobs.sides import (
     FIRST_TOKEN,
@@ -137,6 +145,16 @@ async def test_the_tokens_that_a_client_has_are_forced_and_not_sent_again() -> N
     await side.decoded(request, *(TokenStep(each) for each in ([4], [5], [6, 7])), TokenStep([8], "stop", 8))
     assert side.engine.requests[0].forced_tokens == [4, 5, 6]
     assert side.call.items == [TokenStep([7]), TokenStep([8], "stop", 8)]
+
+
+async def test_a_step_that_repeats_the_last_known_token_and_goes_on_keeps_the_log_probabilities_of_the_rest() -> None:
+    side = Side(Role.DECODE)
+    request = msgspec.structs.replace(decode_request(), known=packed([4, 5]))
+    rows = LogprobRows(2, bytes(range(24)), bytes(range(24, 48)), bytes(range(48, 60)))
+    await side.decoded(request, TokenStep([4]), TokenStep([5, 6, 7], "stop", 7, encode_rows(rows)))
+    (step,) = side.call.items
+    assert step.tokens == [6, 7]
+    assert decode_rows(step.logprobs) == LogprobRows(2, bytes(range(8, 24)), bytes(range(32, 48)), bytes(range(52, 60)))
 
 
 async def test_an_engine_that_does_not_repeat_them_fails_the_attempt() -> None:

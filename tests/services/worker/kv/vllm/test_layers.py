@@ -29,7 +29,6 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from benchmarks.engine_client import NEW_TOKENS, Engine, emptied, handed_over, identical, prompts
 from services.worker.kv.layout import LayoutError, strided_layout
 from services.worker.kv.vllm import layers
 from services.worker.kv.vllm.connector import checked
@@ -392,20 +391,3 @@ def test_kernel_blocks_are_vllms_blocks_divided(blocks: int, kernel_block: int, 
     else:
         with pytest.raises(LayoutError, match=f"512 tokens, and vLLM counts {blocks} blocks of 128"):
             checked(strided_layout(cache, 64, 128), cache, blocks)
-
-
-@pytest.mark.slow
-async def test_a_draft_model_on_one_side_only_leaves_transfers_as_they_are(tmp_path: Path) -> None:
-    model = make_llama(tmp_path)
-    draft: dict[str, Any] = {"speculative_config": {**DRAFT, "model": str(model)}}
-    p, d = Engine("p", model, dtype="float32", **draft), Engine("d", model, dtype="float32")
-    async with p, d:
-        texts = prompts()[:4]
-        references = [await d.generate(text, NEW_TOKENS) for text in texts]
-        for source, target in ((p, d), (d, p)):
-            for engine in (p, d):
-                await engine.ask("reset")
-            outputs = [await handed_over(source, target, text) for text in texts]
-            assert identical(outputs, references) == len(texts)
-            assert await target.pulls(len(texts)) == {"ok": len(texts)}
-            await emptied(target)
