@@ -132,6 +132,7 @@ class Edge:
                     state.arrived_s = time.time()
                     state.cache_salt = key.cache_salt if key else ""
                     state.body_bytes = len(body)
+                    state.hold = charge
                     state.client_request_id = (
                         headers[_REQUEST_ID].decode("latin-1") if _REQUEST_ID in headers else hints.request_id
                     )

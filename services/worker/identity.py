@@ -44,6 +44,7 @@ def instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int)
         pipeline_parallel=settings.pipeline_parallel,
         kv_dtype=engine.kv_dtype,
         adapters=engine.adapters,
+        media=engine.media,
     )
     if not settings.rates_file:
         return info

@@ -114,7 +114,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     learns.
 
     Addresses are `tcp://host:port` and `http://host:port`. adapters: digests of the LoRA adapters that it serves, by
-    name.
+    name. media: the modalities of media items that it processes.
     """
 
     instance_id: str
@@ -136,6 +136,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     pipeline_parallel: int = 1
     kv_dtype: str = ""  # in which KV is stored; empty: `dtype`
     adapters: dict[str, str] = {}
+    media: tuple[str, ...] = ()
 
     @property
     def kv_bytes_per_token(self) -> float:

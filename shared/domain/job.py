@@ -7,6 +7,7 @@ import msgspec
 
 from shared.domain.kv import Codec
 from shared.domain.numbers import Finite
+from shared.domain.prompt import MediaItem
 
 PREDICTED_FROM = 256  # tokens of a prompt that a length predictor uses at most, from its head and its tail
 HEAD_SHARE = 4  # one in so many of them is from the head
@@ -195,6 +196,7 @@ class Generation(msgspec.Struct, frozen=True):
     `reasoning_ended` says whether the prompt ends outside of reasoning, so that the grammar applies from the first
     token (None: the engine finds out), and `reasoning` has the arguments of the engine's reasoning parser, encoded;
     empty where the front end has no such parser. `adapter`: the name of the LoRA adapter; empty: the base model.
+    `items`: the prompt's images and other media, in order; `media`: their processed data, encoded.
     """
 
     sampling: bytes
@@ -203,6 +205,8 @@ class Generation(msgspec.Struct, frozen=True):
     reasoning_ended: bool | None = None
     reasoning: bytes = b""
     adapter: str = ""
+    items: tuple[MediaItem, ...] = ()
+    media: bytes = b""
 
 
 class Loss(msgspec.Struct, frozen=True):
@@ -222,6 +226,7 @@ class JobView(msgspec.Struct, frozen=True):
     since its arrival. started: its client has a token of the answer, and would see a pause. pause_s: expected time
     until its next token where it is paused, because its KV blocks were taken back; it is moved only where it goes on
     clearly sooner; 0: it is not paused. adapter: as in Generation; only an instance that serves it can compute the job.
+    media: modalities of its prompt's media items; only an instance that processes all of them can compute the job.
     """
 
     job_id: str
@@ -239,3 +244,4 @@ class JobView(msgspec.Struct, frozen=True):
     started: bool = False
     pause_s: Finite = 0.0
     adapter: str = ""
+    media: tuple[str, ...] = ()

@@ -299,7 +299,7 @@ class ClusterIndex:
         self._backlog: Backlog | None = None
         self._pressures: Pressures | None = None
         self._cached: dict[Hashable, Any] = {}
-        self._lacking: dict[str, frozenset[str]] = {}
+        self._lacking: dict[tuple[str, tuple[str, ...]], frozenset[str]] = {}
         for assignment in pending:
             self._apply(assignment)
 
@@ -351,15 +351,20 @@ class ClusterIndex:
     def forget_cached(self) -> None:
         self._cached = {}
 
-    def lacking(self, adapter: str) -> frozenset[str]:
-        """Ids of the instances that do not serve that LoRA adapter. They are found once for each adapter: an instance
-        serves the same ones as long as it lives.
+    def lacking(self, job: JobView) -> frozenset[str]:
+        """Ids of the instances that do not serve the job's LoRA adapter, or do not process all of its media. They are
+        found once for each combination: an instance serves the same ones as long as it lives.
         """
-        found = self._lacking.get(adapter)
+        adapter, media = wanted = job.adapter, job.media
+        found = self._lacking.get(wanted)
         if found is None:
-            views = self._view.instances if adapter else ()
-            found = frozenset(view.instance_id for view in views if adapter not in view.info.adapters)
-            self._lacking[adapter] = found
+            infos = (view.info for view in self._view.instances) if adapter or media else ()
+            found = frozenset(
+                info.instance_id
+                for info in infos
+                if (adapter and adapter not in info.adapters) or not set(media) <= set(info.media)
+            )
+            self._lacking[wanted] = found
         return found
 
     def book(self, assignment: Assignment) -> None:

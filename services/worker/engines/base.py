@@ -178,7 +178,8 @@ class EngineStats(msgspec.Struct, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True):
     """The properties of an engine that has started. Empty rates: not measured.
 
-    stages: layers of each pipeline stage, as in KvHandle; empty where there is one. adapters: as in InstanceInfo.
+    stages: layers of each pipeline stage, as in KvHandle; empty where there is one. adapters, media: as in
+    InstanceInfo.
     """
 
     compatibility: Compatibility
@@ -189,6 +190,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     stages: tuple[int, ...] = ()
     kv_dtype: str = ""  # in which KV is stored; empty: that of the settings
     adapters: dict[str, str] = {}
+    media: tuple[str, ...] = ()
 
 
 class Engine(Protocol):
@@ -270,7 +272,8 @@ class BlocksStored(msgspec.Struct, frozen=True):
     An engine names each block after all tokens up to its end.
 
     `token_ids` are those of the blocks alone. `salt` comes with the first block of a prompt. `adapter`: the name of the
-    LoRA adapter that computed them.
+    LoRA adapter that computed them. `begun`: the media items that begin in the blocks, each by its position among
+    `token_ids` and its digest.
     """
 
     blocks: Sequence[BlockName]
@@ -278,6 +281,7 @@ class BlocksStored(msgspec.Struct, frozen=True):
     token_ids: Sequence[int]
     salt: str = ""
     adapter: str = ""
+    begun: Sequence[tuple[int, str]] = ()
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True):

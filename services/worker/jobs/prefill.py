@@ -287,7 +287,7 @@ class Dispatcher:
         if policy is None:
             raise InvalidRequest(f"{job.job_id}: neither a decode instance nor a dispatch policy was named")
         now, index = time.time(), self._index.current
-        if lacking := index.lacking(job.adapter):
+        if lacking := index.lacking(job):
             exclude = (*exclude, *lacking)
         choice = choose_decode(self._policy(policy), job, index, exclude, now, self._rng)
         instance_id = choice.instance.instance_id
