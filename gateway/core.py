@@ -214,7 +214,7 @@ class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
     def __init__(self, config: VllmConfig, core: "ClusterCore", grammars: Grammars, media: Media) -> None:
         """media: what the gateway can process of images and the like."""
         vllm_patches.detokenise_from_prompt_ends()
-        vllm_patches.refuse_media(media.refusal)
+        vllm_patches.refuse_media(config.model_config, media.refusal)
         with vllm_patches.engine_core(core):
             super().__init__(vllm_config=config, executor_class=None, log_stats=False, log_requests=False)
         self._core = core

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from pydantic_core import SchemaValidator
 from starlette.exceptions import HTTPException
 from vllm import SamplingParams
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.entrypoints.anthropic.api_router import translate_error_response
 from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
@@ -375,19 +375,22 @@ def engine_core(core: Any) -> Iterator[None]:
 
 
 _validate_item = BaseMultiModalItemTracker._validate_add
+_media_refusals: dict[int, Callable[[str], str]] = {}  # by the identity of a front end's model configuration
 
 
-def refuse_media(why: Callable[[str], str]) -> None:
-    """Have vLLM's chat parser, which all APIs share, refuse items of some modalities before they are fetched. why: the
-    reason by modality; empty for one that is served.
+def refuse_media(model: ModelConfig, why: Callable[[str], str]) -> None:
+    """Have vLLM's chat parser, which all APIs share, refuse items of some modalities before they are fetched.
+
+    why: the reason by modality; empty for one that is served. model: the configuration of the front end.
     """
+    _media_refusals[id(model)] = why
+    BaseMultiModalItemTracker._validate_add = _validate_served
 
-    def validate(tracker: BaseMultiModalItemTracker, modality: str) -> Any:
-        if reason := why(modality):
-            raise VLLMValidationError(f"{modality}: {reason}", parameter=modality)
-        return _validate_item(tracker, modality)
 
-    BaseMultiModalItemTracker._validate_add = validate
+def _validate_served(tracker: BaseMultiModalItemTracker, modality: str) -> Any:
+    if reason := _media_refusals[id(tracker.model_config)](modality):
+        raise VLLMValidationError(f"{modality}: {reason}", parameter=modality)
+    return _validate_item(tracker, modality)
 
 
 def refuse_media_names(renderer: Any) -> None:

@@ -141,9 +141,9 @@ def hashes_of(
     return tuple(found)
 
 
-def begun_in(items: Iterable[MediaItem], first: int, tokens: int) -> list[tuple[int, str]]:
+def begun_in(items: Iterable[MediaItem], first: int, tokens: int) -> tuple[tuple[int, str], ...]:
     """The items that begin in the `tokens` tokens from `first` on, each by its position there and its digest."""
-    return [(item.start - first, item.digest) for item in items if first <= item.start < first + tokens]
+    return tuple((item.start - first, item.digest) for item in items if first <= item.start < first + tokens)
 
 
 def root_hash(salt: str, adapter: str = "") -> int:

@@ -43,7 +43,7 @@ from services.worker.engines.vllm_scheduler import SchedulerPolicies, blocks_of
 from services.worker.engines.vllm_start import engine_config, engine_info, kv_components, lora_requests, media_of
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.settings import WorkerSettings
-from shared.domain.job import LengthPrediction
+from shared.domain.job import Generation, LengthPrediction
 from shared.errors import EngineFailed, InvalidRequest
 from shared.runtime.logs import get_log
 from shared.wire.messages import LogprobRows, Reused, TokenStep, encode_rows
@@ -170,10 +170,8 @@ class VllmEngine:
         self._scheduling = SchedulerPolicies(self._scheduler, self.policies, self._rates)
         self._observer = StepObserver(self._scheduler, self.steps, own_cpu=s.computes_here, stages=s.pipeline_parallel)
         adapters: dict[str, str] = self._kv_config.get("adapters", {})
-        item_tokens = min(
-            self._scheduler.max_num_encoder_input_tokens, self._scheduler.encoder_cache_manager.cache_size
-        )
-        self._requests = CoreRequests(config, lora_requests(s.lora), adapters, media_of(config), item_tokens)
+        media = MediaFeatures.of_engine(config, self._scheduler)
+        self._requests = CoreRequests(config, lora_requests(s.lora), adapters, media)
         for each in self._requests.adapters.values():  # one that cannot be loaded ends the start, not a later step
             self._core.engine_core.add_lora(each)
         self._cache.attach(self._scheduler, self._loop)
@@ -273,24 +271,57 @@ class VllmEngine:
         os.kill(os.getpid(), signal.SIGTERM)  # an instance is of no use without its engine
 
 
+class MediaFeatures:
+    """Decodes media items for an engine, which computes items of these modalities with at most so many tokens each."""
+
+    def __init__(self, modalities: Sequence[str] = (), max_item_tokens: int = 0) -> None:
+        self._modalities = modalities
+        self._max_item_tokens = max_item_tokens
+        self._decoder = MsgpackDecoder(list[MultiModalFeatureSpec])
+
+    @classmethod
+    def of_engine(cls, config: Any, scheduler: Any) -> "MediaFeatures":
+        """By the engine's VllmConfig and its scheduler."""
+        most = min(scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_manager.cache_size)
+        return cls(media_of(config), most)
+
+    def features(self, generation: Generation, prompt_tokens: int) -> list[MultiModalFeatureSpec] | None:
+        """Of a prompt, or of its beginning, which a prefill instance gets; None where the prompt is text.
+
+        Raises ValueError for an item that the engine cannot compute: its scheduler would wait for room for ever.
+        """
+        if not generation.items:
+            return None
+        features = []
+        for each in self._decoder.decode(generation.media):
+            place = each.mm_position
+            if each.modality not in self._modalities:
+                raise ValueError(f"this instance processes no {each.modality} items")
+            if place.get_num_embeds() > self._max_item_tokens:
+                raise ValueError(
+                    f"an item ({each.modality}) has {place.get_num_embeds()} tokens, this instance computes at most "
+                    f"{self._max_item_tokens}: `mm_processor_kwargs` of the gateway and of `engine_args` must be equal"
+                )
+            if place.offset < prompt_tokens:
+                if place.offset + place.length > prompt_tokens:
+                    raise ValueError(f"the prompt's {prompt_tokens} tokens end within an item ({each.modality})")
+                features.append(each)
+        return features or None
+
+
 class CoreRequests:
-    """Converts requests for one engine, by its VllmConfig. adapters: that it has loaded, by name; digests: theirs.
-    modalities: of media items that it computes, each item of at most `max_item_tokens` tokens.
-    """
+    """Converts requests for one engine, by its VllmConfig. adapters: that it has loaded, by name; digests: theirs."""
 
     def __init__(
         self,
         config: Any,
         adapters: Mapping[str, LoRARequest],
         digests: Mapping[str, str],
-        modalities: Sequence[str] = (),
-        max_item_tokens: int = 0,
+        media: "MediaFeatures | None" = None,
     ) -> None:
         self.adapters = adapters
         self._digests = digests
-        self._modalities = modalities
-        self._max_item_tokens = max_item_tokens
-        self._media = MsgpackDecoder(list[MultiModalFeatureSpec])
+        self._media = media or MediaFeatures()
         self._model = config.model_config
         self._parses_reasoning = bool(config.structured_outputs_config.reasoning_parser)
         self._limits_reasoning = config.reasoning_config is not None and config.reasoning_config.enabled
@@ -325,7 +356,7 @@ class CoreRequests:
         return EngineCoreRequest(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            mm_features=self._features(request),
+            mm_features=self._media.features(request.generation, len(request.prompt_token_ids)),
             sampling_params=params,
             pooling_params=None,
             arrival_time=request.generation.arrived_s or time.time(),
@@ -335,27 +366,6 @@ class CoreRequests:
             reasoning_ended=request.generation.reasoning_ended,
             reasoning_parser_kwargs=_reasoning_arguments(request),
         )
-
-    def _features(self, request: EngineRequest) -> list[MultiModalFeatureSpec] | None:
-        """The media items of the prompt, or of its beginning, which a prefill instance gets; None for text.
-
-        Raises ValueError for an item that the engine cannot compute: its scheduler would wait for room for ever.
-        """
-        if not request.generation.items:
-            return None
-        prompt, features = len(request.prompt_token_ids), self._media.decode(request.generation.media)
-        for each in features:
-            place = each.mm_position
-            if each.modality not in self._modalities:
-                raise ValueError(f"this instance processes no {each.modality} items")
-            if place.offset < prompt < place.offset + place.length:
-                raise ValueError(f"the prompt's {prompt} tokens end within an item of {each.modality}")
-            if place.get_num_embeds() > self._max_item_tokens:
-                raise ValueError(
-                    f"an item of {each.modality} has {place.get_num_embeds()} tokens, this instance computes at most "
-                    f"{self._max_item_tokens}: `mm_processor_kwargs` of the gateway and of `engine_args` must be equal"
-                )
-        return [each for each in features if each.mm_position.offset < prompt]
 
     def _check(self, request: EngineRequest, params: SamplingParams) -> None:
         """Check what vLLM's front end checks and its engine relies on: a request that fails there would end the

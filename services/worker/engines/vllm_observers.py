@@ -202,7 +202,7 @@ def _converted(event: object, group: int) -> CacheEvent | None:
     return BlocksStored(event.block_hashes, event.parent_block_hash, event.token_ids, salt, adapter, begun)
 
 
-def _keys(event: BlockStored, adapter: str) -> tuple[str, list[tuple[int, str]]] | None:
+def _keys(event: BlockStored, adapter: str) -> tuple[str, tuple[tuple[int, str], ...]] | None:
     """The salt, which comes with a prompt's first block, and the media items that begin in the blocks; None when the
     keys hold anything else.
 
@@ -224,4 +224,4 @@ def _keys(event: BlockStored, adapter: str) -> tuple[str, list[tuple[int, str]]]
                     salt = key
                 case _:
                     return None
-    return salt, begun
+    return salt, tuple(begun)

@@ -1,0 +1,212 @@
+"""Small random models that see images, with tokenizer, chat template and processor; and pictures for them.
+
+Benches and tests make them for themselves: nothing is downloaded.
+"""
+
+import base64
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+# The whole words of a tokenizer whose other tokens are bytes.
+_QWEN_WORDS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+_QWEN_WORDS += ("<|video_pad|>",)
+_GEMMA_WORDS = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_image>", "<end_of_image>", "<image_soft_token>")
+_GEMMA_WORDS += ("<start_of_turn>", "<end_of_turn>")
+_PARTS = (
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}"
+)
+_QWEN_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n" + _PARTS + "{% elif part['type'] == 'video' %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_GEMMA_TEMPLATE = (
+    "<bos>{% for message in messages %}<start_of_turn>{{ message['role'] }}\n" + _PARTS + "{% else %}<start_of_image>"
+    "{% endif %}{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n"
+    "{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaModel:
+    """model_type: transformers' name. processor, preprocessor: the files of its processor. words: of its tokenizer, and
+    names for some of them. needs_torchvision: vLLM's code for the model does not load without it.
+    """
+
+    name: str
+    model_type: str
+    config: Mapping[str, Any]
+    processor: Mapping[str, Any]
+    preprocessor: Mapping[str, Any]
+    words: tuple[str, ...]
+    named_words: Mapping[str, str]
+    chat_template: str
+    needs_torchvision: bool = False
+
+    def make(self, folder: Path, seed: int = 0) -> Path:
+        """Write the model with random weights into `folder`."""
+        from transformers import AutoConfig, AutoModelForImageTextToText, set_seed
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        set_seed(seed)
+        config = AutoConfig.for_model(self.model_type, **self.config)
+        AutoModelForImageTextToText.from_config(config).float().save_pretrained(folder)
+        _save_tokenizer(self, folder)
+        (folder / "preprocessor_config.json").write_text(json.dumps(self.preprocessor))
+        (folder / "processor_config.json").write_text(json.dumps(self.processor))
+        return folder
+
+
+def _save_tokenizer(model: MediaModel, folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {text: number for number, text in enumerate((*model.words, *characters))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(model.words))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **model.named_words)
+    fast.chat_template = model.chat_template
+    fast.save_pretrained(folder)
+
+
+QWEN = MediaModel(
+    "Qwen2.5-VL",
+    "qwen2_5_vl",
+    {
+        "text_config": _TEXT
+        | {
+            "model_type": "qwen2_5_vl_text",
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]},
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 4,
+            "out_hidden_size": _TEXT["hidden_size"],
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+            "initializer_range": 0.1,
+        },
+        "image_token_id": 5,
+        "video_token_id": 6,
+        "vision_start_token_id": 3,
+        "vision_end_token_id": 4,
+        "tie_word_embeddings": False,
+    },
+    {"processor_class": "Qwen2_5_VLProcessor"},
+    {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "min_pixels": 56 * 56,
+        "max_pixels": 28 * 28 * 64,  # 64 tokens
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    },
+    _QWEN_WORDS,
+    {
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+    },
+    _QWEN_TEMPLATE,
+    needs_torchvision=True,
+)
+GEMMA = MediaModel(
+    "Gemma-3",
+    "gemma3",
+    {
+        "text_config": _TEXT
+        | {
+            "head_dim": 32,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "query_pre_attn_scalar": 32,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "bos_token_id": 2,
+        },
+        "vision_config": {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 112,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+        "mm_tokens_per_image": 16,
+        "boi_token_index": 4,
+        "eoi_token_index": 5,
+        "image_token_index": 6,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+    },
+    {"processor_class": "Gemma3Processor", "image_seq_length": 16},
+    {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "processor_class": "Gemma3Processor",
+        "size": {"height": 112, "width": 112},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "image_seq_length": 16,
+    },
+    _GEMMA_WORDS,
+    {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    },
+    _GEMMA_TEMPLATE,
+)
+MODELS = (QWEN, GEMMA)
+
+
+def picture(seed: int, width: int = 120, height: int = 90) -> str:
+    """A PNG of coloured fields as a data: URL. The seed decides the colours."""
+    import numpy as np
+    from PIL import Image
+
+    fields = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    data = io.BytesIO()
+    Image.fromarray(fields).resize((width, height), Image.Resampling.NEAREST).save(data, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+def chat(*parts: str) -> list[dict[str, Any]]:
+    """Messages of one turn: text, and images by their URLs."""
+    content = [
+        {"type": "image_url", "image_url": {"url": part}}
+        if part.startswith(("data:", "http", "file:"))
+        else {"type": "text", "text": part}
+        for part in parts
+    ]
+    return [{"role": "user", "content": content}]
