@@ -274,15 +274,18 @@ async def handed_over(
     codec: Codec = Codec.RAW,
     salt: bool = True,
     new_tokens: int = NEW_TOKENS,
+    media: Generation | None = None,
 ) -> list[int]:
-    """Tokens of `target` for the prompt whose first `split` tokens (all when 0) `source` computes, at the same time."""
+    """Tokens of `target` for the prompt whose first `split` tokens (all when 0) `source` computes, at the same time.
+    media: as in `Engine.generate`.
+    """
     transfer_id = uuid.uuid4().hex
     length = split or len(prompt)
     async with asyncio.TaskGroup() as group:
-        group.create_task(source.generate(prompt[:length], 1, exporting(transfer_id, codec)))
+        group.create_task(source.generate(prompt[:length], 1, exporting(transfer_id, codec), media=media))
         handle = source.handle(transfer_id, length, codec)
         cache_salt = lossy_salt(transfer_id) if codec.lossy and salt else None
-        output = group.create_task(target.generate(prompt, new_tokens, importing(handle), cache_salt))
+        output = group.create_task(target.generate(prompt, new_tokens, importing(handle), cache_salt, media=media))
     return output.result()
 
 

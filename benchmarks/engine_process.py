@@ -190,6 +190,7 @@ class Driver:
             free=self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             requests=len(self.scheduler.requests),
             preemptions=self.preemptions,
+            encoded=len(self.scheduler.encoder_cache_manager.cached),
             cpu_s=time.process_time(),
             now_s=time.monotonic(),
         )

@@ -23,10 +23,14 @@ _TEXT: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 # The whole words of a tokenizer whose other tokens are bytes.
-_QWEN_WORDS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
-_QWEN_WORDS += ("<|video_pad|>",)
-_GEMMA_WORDS = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_image>", "<end_of_image>", "<image_soft_token>")
-_GEMMA_WORDS += ("<start_of_turn>", "<end_of_turn>")
+_QWEN_WORDS = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+)
+_GEMMA_WORDS = (
+    *("<pad>", "<eos>", "<bos>", "<unk>"),
+    *("<start_of_image>", "<end_of_image>", "<image_soft_token>", "<start_of_turn>", "<end_of_turn>"),
+)
 _PARTS = (
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'text' %}{{ part['text'] }}"
