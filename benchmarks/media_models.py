@@ -1,6 +1,6 @@
 """Small random models that see images, with tokenizer, chat template and processor; and pictures for them.
 
-Benches and tests make them for themselves: nothing is downloaded.
+Benches and tests make them for themselves: nothing is downloaded. vLLM's code for these models needs torchvision.
 """
 
 import base64
@@ -50,7 +50,7 @@ _GEMMA_TEMPLATE = (
 @dataclass(frozen=True, slots=True)
 class MediaModel:
     """model_type: transformers' name. processor, preprocessor: the files of its processor. words: of its tokenizer, and
-    names for some of them. needs_torchvision: vLLM's code for the model does not load without it.
+    names for some of them.
     """
 
     name: str
@@ -61,7 +61,6 @@ class MediaModel:
     words: tuple[str, ...]
     named_words: Mapping[str, str]
     chat_template: str
-    needs_torchvision: bool = False
 
     def make(self, folder: Path, seed: int = 0) -> Path:
         """Write the model with random weights into `folder`."""
@@ -138,7 +137,6 @@ QWEN = MediaModel(
         "video_token": "<|video_pad|>",
     },
     _QWEN_TEMPLATE,
-    needs_torchvision=True,
 )
 GEMMA = MediaModel(
     "Gemma-3",

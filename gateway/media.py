@@ -86,7 +86,8 @@ def model_config(args: Any, source: Config) -> tuple[ModelConfig, Media]:
     """
     config = _model_config(args, source)
     if not config.supports_multimodal_inputs:
-        return config, Media()
+        note = note_on_torchvision(source)
+        return config, Media(why=f"{TEXT}; {note}" if note else TEXT)
     try:
         info = MULTIMODAL_REGISTRY.create_processor(config).info
         limits: Mapping[str, int] = info.allowed_mm_limits

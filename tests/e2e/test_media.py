@@ -10,7 +10,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from shared.domain.prompt import whole_items
 from shared.wire.messages import TokenStep
 from tests.e2e.test_adapters import imports
 
+pytest.importorskip("torchvision", reason="vLLM's code for these models needs torchvision")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SENT = 5  # tokens that a client has when its decode engine is killed
 LIMITS = {"limit_mm_per_prompt": {"image": 4, "video": 0}}  # nothing is profiled for videos
@@ -119,8 +119,6 @@ class Engines:
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 async def test_answers_are_those_of_plain_vllm(model: MediaModel, tmp_path: Path) -> None:
-    if model.needs_torchvision and find_spec("torchvision") is None:
-        pytest.skip("vLLM's code for this model needs torchvision")
     folder = model.make(tmp_path / "model")
     async with rendering(folder) as render:
         chats = {name: await render(*parts) for name, parts in CHATS.items()}

@@ -29,6 +29,7 @@ from shared.domain.prompt import MediaItem, hashes_of
 from tests.gateway.api import Api, listening
 from tests.gateway.cluster import running_cluster
 
+pytest.importorskip("torchvision", reason="vLLM's code for the model needs torchvision")
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 IMAGE_TOKENS = 16
 
