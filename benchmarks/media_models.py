@@ -82,7 +82,8 @@ def _save_tokenizer(model: MediaModel, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {text: number for number, text in enumerate((*model.words, *characters))}
+    newlines = ("\n" * count for count in range(1, 5))  # vLLM looks them up for Gemma-3; no text has them here
+    vocabulary = {text: number for number, text in enumerate((*model.words, *characters, *newlines))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -194,21 +195,34 @@ MODELS = (QWEN, GEMMA)
 
 def picture(seed: int, width: int = 120, height: int = 90) -> str:
     """A PNG of coloured fields as a data: URL. The seed decides the colours."""
+    return f"data:image/png;base64,{_drawn(seed, width, height, 'PNG')}"
+
+
+def film(seed: int, frames: int = 4, width: int = 120, height: int = 90) -> str:
+    """A video of such pictures as a data: URL of JPEGs, which vLLM accepts."""
+    return "data:video/jpeg;base64," + ",".join(
+        _drawn(seed * 100 + number, width, height, "JPEG") for number in range(frames)
+    )
+
+
+def _drawn(seed: int, width: int, height: int, form: str) -> str:
     import numpy as np
     from PIL import Image
 
     fields = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
     data = io.BytesIO()
-    Image.fromarray(fields).resize((width, height), Image.Resampling.NEAREST).save(data, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+    Image.fromarray(fields).resize((width, height), Image.Resampling.NEAREST).save(data, form)
+    return base64.b64encode(data.getvalue()).decode()
 
 
 def chat(*parts: str) -> list[dict[str, Any]]:
-    """Messages of one turn: text, and images by their URLs."""
-    content = [
-        {"type": "image_url", "image_url": {"url": part}}
-        if part.startswith(("data:", "http", "file:"))
-        else {"type": "text", "text": part}
-        for part in parts
-    ]
-    return [{"role": "user", "content": content}]
+    """Messages of one turn: text, and images and videos by their URLs."""
+    return [{"role": "user", "content": [_part(part) for part in parts]}]
+
+
+def _part(part: str) -> dict[str, Any]:
+    if part.startswith("data:video"):
+        return {"type": "video_url", "video_url": {"url": part}}
+    if part.startswith(("data:", "http", "file:")):
+        return {"type": "image_url", "image_url": {"url": part}}
+    return {"type": "text", "text": part}

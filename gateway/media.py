@@ -20,6 +20,7 @@ from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.encoder_budget import get_mm_max_toks_per_item
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -89,10 +90,10 @@ def model_config(args: Any, source: Config) -> tuple[ModelConfig, Media]:
         note = note_on_torchvision(source)
         return config, Media(why=f"{TEXT}; {note}" if note else TEXT)
     try:
-        info = MULTIMODAL_REGISTRY.create_processor(config).info
-        limits: Mapping[str, int] = info.allowed_mm_limits
+        processor = MULTIMODAL_REGISTRY.create_processor(config)
+        limits: Mapping[str, int] = processor.info.allowed_mm_limits
         served = frozenset(name for name in MODALITIES if limits.get(name, 0) > 0)
-        info.get_mm_max_tokens_per_item(config.max_model_len, dict.fromkeys(served, 1))
+        get_mm_max_toks_per_item(processor, dict.fromkeys(served, 1), None)  # as vLLM does next
     except Exception as error:  # whatever a model's processor and the libraries below it raise
         cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
         log.warning("the model's processor does not load: its text alone is served", error=cause)
@@ -176,6 +177,7 @@ class Fetcher(MediaConnector):  # type: ignore[misc]  # vLLM is untyped to mypy
 _FAILURES = (
     ValueError,
     OSError,
+    ImportError,  # of a library that decodes sounds or videos
     NotImplementedError,
     asyncio.TimeoutError,
     aiohttp.ClientError,

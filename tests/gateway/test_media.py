@@ -31,7 +31,8 @@ from tests.gateway.cluster import running_cluster
 
 pytest.importorskip("torchvision", reason="vLLM's code for the model needs torchvision")
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
-IMAGE_TOKENS = 16
+IMAGE_TOKENS = 16  # that the encoder computes
+ITEM_TOKENS = IMAGE_TOKENS + 6  # with the words around them
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -86,7 +87,7 @@ async def test_both_instances_receive_the_items_and_their_data(api: Api) -> None
     (first, _), (second, _) = await generations(api, "What is this?", picture(1), "and this?", picture(2))
     assert first.items == second.items
     assert first.media == second.media
-    assert [(item.modality, item.tokens) for item in first.items] == [("image", IMAGE_TOKENS)] * 2
+    assert [(item.modality, item.tokens) for item in first.items] == [("image", ITEM_TOKENS)] * 2
     features = features_of(first)
     assert [each.data["pixel_values"].data.shape for each in features] == [(1, 3, 112, 112)] * 2
     places = [(each.identifier, each.mm_position.offset, each.mm_position.length) for each in features]
@@ -124,7 +125,7 @@ async def test_items_are_told_apart_by_their_content(api: Api) -> None:
     assert fourth == hashes_of(prompt, items=jobs[3][0].items)
 
 
-@pytest.mark.parametrize("within", [1, IMAGE_TOKENS - 1])
+@pytest.mark.parametrize("within", [1, ITEM_TOKENS - 1])
 async def test_a_split_within_an_item_moves_behind_it(api: Api, within: int) -> None:
     ((whole, _), *_) = await generations(api, "Look: ", picture(6), "Well?")
     item = whole.items[0]
