@@ -25,7 +25,7 @@ from gateway.media import MAX_ITEMS, Media, with_limits
 from gateway.settings import GatewaySettings
 from services.worker.engines.vllm import MediaFeatures
 from shared.domain.job import Generation
-from shared.domain.prompt import MediaItem, hashes_of
+from shared.domain.prompt import hashes_of
 from tests.gateway.api import Api, listening
 from tests.gateway.cluster import running_cluster
 
@@ -97,9 +97,9 @@ async def test_both_instances_receive_the_items_and_their_data(api: Api) -> None
 
 async def test_data_is_sent_again_with_each_request(api: Api) -> None:
     """vLLM's front end would send an engine that has had an item only its hash."""
-    found = [await generations(api, picture(3), "Again.") for _ in range(2)]
-    assert found[0] == found[1]
-    assert all(each.data is not None for each in features_of(found[1][0][0]))
+    first, again = [(await generations(api, picture(3), "Again."))[0][0] for _ in range(2)]
+    assert (first.items, first.media) == (again.items, again.media)
+    assert all(each.data is not None for each in features_of(again))
 
 
 async def test_items_are_told_apart_by_their_content(api: Api) -> None:
@@ -289,7 +289,7 @@ async def test_streams_take_images(api: Api) -> None:
 # Without a gateway
 
 
-def test_limits_of_items_are_defaults_beneath_the_operators() -> None:
+async def test_limits_of_items_are_defaults_beneath_the_operators() -> None:
     name = "limit_mm_per_prompt"
     assert with_limits({})[name] == MAX_ITEMS
     assert with_limits({name: {"image": 2}})[name] == {**MAX_ITEMS, "image": 2}
@@ -297,7 +297,7 @@ def test_limits_of_items_are_defaults_beneath_the_operators() -> None:
     assert with_limits({f"{name}.image": 3}) == {f"{name}.image": 3, f"{name}.audio": 1, f"{name}.video": 1}
 
 
-def test_refusals_name_the_reason() -> None:
+async def test_refusals_name_the_reason() -> None:
     assert "only text" in Media().refusal("image")
     assert Media(frozenset({"image"}), "no such").refusal("image") == ""
     assert Media(frozenset({"image"}), "no such").refusal("audio") == "no such"
@@ -332,7 +332,3 @@ async def test_a_model_whose_processor_does_not_load_serves_its_text(tmp_path: P
     config, media = await asyncio.to_thread(model_config, _arguments(settings), {})
     assert not config.supports_multimodal_inputs
     assert "serves the text of this model alone, because its processor does not load" in media.refusal("image")
-
-
-def test_items_of_a_prompt() -> None:
-    assert MediaItem("image", "x", 3, 4).end == 7

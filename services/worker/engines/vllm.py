@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -49,6 +50,8 @@ from shared.runtime.logs import get_log
 from shared.wire.messages import LogprobRows, Reused, TokenStep, encode_rows
 
 log = get_log(__name__)
+# vLLM copies what it decodes: that the bytes of a message cannot be written to does not matter.
+warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
 _IDLE_S = 0.5
 _WAITING_S, _RANKS_WAITING_S = 0.001, 0.004  # a turn of ranks in other processes costs each a millisecond
 Command = Callable[[], None]
