@@ -7,7 +7,7 @@ import base64
 import io
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ _GEMMA_TEMPLATE = (
 @dataclass(frozen=True, slots=True)
 class MediaModel:
     """model_type: transformers' name. processor, preprocessor: the files of its processor. words: of its tokenizer, and
-    names for some of them.
+    names for some of them. renamed: parts of weights' names as they are in published checkpoints, by transformers'.
     """
 
     name: str
@@ -61,20 +61,36 @@ class MediaModel:
     words: tuple[str, ...]
     named_words: Mapping[str, str]
     chat_template: str
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def make(self, folder: Path, seed: int = 0) -> Path:
         """Write the model with random weights into `folder`."""
+        import torch
         from transformers import AutoConfig, AutoModelForImageTextToText, set_seed
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
         set_seed(seed)
         config = AutoConfig.for_model(self.model_type, **self.config)
-        AutoModelForImageTextToText.from_config(config).float().save_pretrained(folder)
+        model = AutoModelForImageTextToText.from_config(config).float()
+        for weight in model.parameters():
+            if weight.dim() > 1 and not weight.any():  # a projection of images that begins as zeros
+                torch.nn.init.normal_(weight, std=0.1)
+        model.save_pretrained(folder)
+        _rename_weights(folder / "model.safetensors", self.renamed)
         _save_tokenizer(self, folder)
         (folder / "preprocessor_config.json").write_text(json.dumps(self.preprocessor))
         (folder / "processor_config.json").write_text(json.dumps(self.processor))
         return folder
+
+
+def _rename_weights(file: Path, renamed: Mapping[str, str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(file)
+    for old, new in renamed.items():
+        weights = {name.replace(old, new): weight for name, weight in weights.items()}
+    save_file(weights, file, {"format": "pt"})
 
 
 def _save_tokenizer(model: MediaModel, folder: Path) -> None:
@@ -189,6 +205,7 @@ GEMMA = MediaModel(
         "eoi_token": "<end_of_image>",
     },
     _GEMMA_TEMPLATE,
+    renamed={"vision_tower.": "vision_tower.vision_model."},
 )
 MODELS = (QWEN, GEMMA)
 
