@@ -15,13 +15,14 @@ import httpx
 import msgspec
 import pytest
 import pytest_asyncio
+from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from benchmarks.media_models import GEMMA, chat, picture
 from gateway.app import prepare_environment, running
 from gateway.auth import KeyRing
-from gateway.media import MAX_ITEMS, Media, with_limits
+from gateway.media import MAX_ITEMS, Fetcher, Media, with_limits
 from gateway.settings import GatewaySettings
 from services.worker.engines.vllm import MediaFeatures
 from shared.domain.job import Generation
@@ -302,6 +303,12 @@ async def test_refusals_name_the_reason() -> None:
     assert Media(frozenset({"image"}), "no such").refusal("image") == ""
     assert Media(frozenset({"image"}), "no such").refusal("audio") == "no such"
     assert "embeddings" in Media(frozenset({"image"}), "no such").refusal("image_embeds")
+
+
+async def test_what_cannot_be_decoded_is_refused_with_the_cause() -> None:
+    """Also where a library for it is missing."""
+    with pytest.raises(VLLMValidationError, match=r"cannot be used: .+"):
+        await Fetcher().fetch_audio_async("data:audio/wav;base64,aGVsbG8=")
 
 
 async def test_an_engine_refuses_items_that_it_cannot_compute(api: Api) -> None:
