@@ -17,8 +17,10 @@ RUN python3 -c "import tomllib; p = tomllib.load(open('/pyproject.toml', 'rb'))[
 
 # What the CPU image needs, in one folder; what built it stays behind.
 FROM ${PYTHON_IMAGE} AS environment
-# torch's CPU build comes from wherever pip looks; where it finds none, from PyTorch's own index, for this one package.
+# CPU builds of torch and torchvision come from wherever pip looks; where it finds none, from PyTorch's own index, for
+# these packages alone.
 ARG TORCH=torch==2.13.0+cpu
+ARG TORCHVISION=torchvision==0.28.0+cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
@@ -31,8 +33,11 @@ RUN python3 -m venv /opt/venv \
 COPY --from=wanted /cpu.txt /tmp/
 RUN pip install -q -r /tmp/cpu.txt
 # CUDA builds, which break `import transformers` beside a CPU torch; triton, a compiler for GPUs; tests and headers of
-# other libraries, and vLLM's debug symbols.
-RUN pip uninstall -q -y torchvision torchaudio torchcodec triton \
+# other libraries, and vLLM's debug symbols. Without a CPU build of torchvision its CUDA build stays, as in the Makefile.
+RUN { pip install -q --no-deps "$TORCHVISION" 2>/dev/null \
+      || pip install -q --no-deps --index-url "$TORCH_INDEX" "$TORCHVISION" 2>/dev/null \
+      || : > "$(echo /opt/venv/lib/python3*/site-packages)/torchvision/_meta_registrations.py"; } \
+ && pip uninstall -q -y torchaudio torchcodec triton \
  && cd /opt/venv/lib/python3*/site-packages \
  && strip --strip-unneeded vllm/*.so \
  && rm -rf torch/include torch/share torch/test pyarrow/include pyarrow/tests \

@@ -1,8 +1,10 @@
 # Needs Python 3.11+, pip and make. `make demo` and `make test` are all that a newcomer has to know.
 PYTHON ?= python3
 VENV ?= .venv
-# torch's CPU build comes from wherever pip looks; where it finds none, from PyTorch's own index, for this one package.
+# CPU builds of torch and torchvision come from wherever pip looks; where it finds none, from PyTorch's own index, for
+# these packages alone.
 TORCH ?= torch==2.13.0+cpu
+TORCHVISION ?= torchvision==0.28.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # KV by NIXL, without the half of it that is for another CUDA version; where it is not to be had its tests skip.
 NIXL ?= nixl==1.5.1 nixl-cu13==1.5.1
@@ -26,15 +28,20 @@ help: ## Show this.
 
 setup: $(STAMP) ## Set everything up in .venv; quick when nothing changed.
 
-# vLLM's dependencies bring CUDA builds of three packages that break `import transformers` beside a CPU torch.
-$(STAMP): pyproject.toml
+# vLLM's dependencies bring CUDA builds of three packages that break `import transformers` beside a CPU torch. Two are
+# removed. torchvision's CPU build takes the place of the third; where there is none, the CUDA build stays without the
+# file that registers its operators, which do not load: processors of images use only its transforms, which are Python.
+$(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 …" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV): a few minutes the first time"
 	@$(BIN)/pip install -q '$(TORCH)' 2>/dev/null || $(BIN)/pip install -q --index-url $(TORCH_INDEX) '$(TORCH)'
 	@$(BIN)/pip install -q -e '.[cpu,dev]'
 	@$(BIN)/pip install -q --no-deps $(NIXL) 2>/dev/null || echo "NIXL is not to be had: KV by NIXL is not tested" >&2
-	@$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec 2>/dev/null || true
+	@$(BIN)/pip uninstall -q -y torchaudio torchcodec 2>/dev/null || true
+	@$(BIN)/pip install -q --no-deps '$(TORCHVISION)' 2>/dev/null \
+	|| $(BIN)/pip install -q --no-deps --retries 1 --timeout 20 --index-url $(TORCH_INDEX) '$(TORCHVISION)' 2>/dev/null \
+	|| : > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py"
 	@touch $@
 
 up: setup ## Start the suite and keep it running; ARGS='--model … --port …'.

@@ -4,6 +4,7 @@ The process is `benchmarks.engine_process`.
 """
 
 import asyncio
+import base64
 import json
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ from services.worker.kv import lossy_salt
 from services.worker.kv.rank_control import SocketControl
 from services.worker.kv.rank_events import KvEvents
 from services.worker.kv.rank_messages import KvEvent, PullEnded, StagedChunk, Stats
+from shared.domain.job import Generation
 from shared.domain.kv import Codec, KvHandle
 
 FINGERPRINT = "tiny"
@@ -148,13 +150,15 @@ class Engine:
         salt: str | None = None,
         request_id: str | None = None,
         adapter: tuple[str, int, str] | None = None,
+        media: Generation | None = None,
     ) -> list[int]:
-        """adapter: name, number and folder of a LoRA adapter."""
+        """adapter: name, number and folder of a LoRA adapter. media: has the prompt's media items."""
         self._count += 1
         request_id = request_id or f"{self.name}-{self._count}"
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._done[request_id] = future
-        what = {"prompt": prompt, "max_tokens": max_tokens, "kv": kv, "salt": salt, "adapter": adapter}
+        items = base64.b64encode(msgspec.msgpack.encode(media)).decode() if media is not None else ""
+        what = {"prompt": prompt, "max_tokens": max_tokens, "kv": kv, "salt": salt, "adapter": adapter, "media": items}
         await self._send(op="generate", id=request_id, **what)
         async with asyncio.timeout(60):
             while not (await asyncio.wait({future}, timeout=0.5))[0]:
@@ -270,15 +274,18 @@ async def handed_over(
     codec: Codec = Codec.RAW,
     salt: bool = True,
     new_tokens: int = NEW_TOKENS,
+    media: Generation | None = None,
 ) -> list[int]:
-    """Tokens of `target` for the prompt whose first `split` tokens (all when 0) `source` computes, at the same time."""
+    """Tokens of `target` for the prompt whose first `split` tokens (all when 0) `source` computes, at the same time.
+    media: as in `Engine.generate`.
+    """
     transfer_id = uuid.uuid4().hex
     length = split or len(prompt)
     async with asyncio.TaskGroup() as group:
-        group.create_task(source.generate(prompt[:length], 1, exporting(transfer_id, codec)))
+        group.create_task(source.generate(prompt[:length], 1, exporting(transfer_id, codec), media=media))
         handle = source.handle(transfer_id, length, codec)
         cache_salt = lossy_salt(transfer_id) if codec.lossy and salt else None
-        output = group.create_task(target.generate(prompt, new_tokens, importing(handle), cache_salt))
+        output = group.create_task(target.generate(prompt, new_tokens, importing(handle), cache_salt, media=media))
     return output.result()
 
 

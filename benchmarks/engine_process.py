@@ -3,6 +3,7 @@
 Tokens in, tokens out: no tokenizer, no front end. `Engine` in `engine_client.py` is the other side.
 """
 
+import base64
 import ctypes
 import faulthandler
 import gc
@@ -27,6 +28,7 @@ os.environ.update(
     VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
 )
 
+import msgspec
 import torch
 import zmq
 from vllm import SamplingParams
@@ -37,11 +39,13 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
+from services.worker.engines.vllm import MediaFeatures
 from services.worker.engines.vllm_patches import make_stage_buffers, overlap_on_cpu
 from services.worker.engines.vllm_start import CPU_WORKER
 from services.worker.kv.vllm.layers import stages_of
 from services.worker.settings import PP_LAYERS
 from shared.domain.instance import KvKind
+from shared.domain.job import Generation
 
 DEVICE = os.environ.get("POLYPHASE_TEST_DEVICE", "cpu")  # as torch calls it
 if DEVICE == "cpu":
@@ -80,6 +84,7 @@ class Driver:
         make_stage_buffers(self.client.engine_core)
         self.idle_ms = 4 if config.parallel_config.world_size > 1 else 0  # as in a worker's engine
         self.scheduler = self.client.engine_core.scheduler
+        self.media = MediaFeatures.of_engine(config, self.scheduler)
         self.tokens: dict[str, list[int]] = {}
         self.preemptions = self.drafted = self.accepted = 0
         preempt = self.scheduler._preempt_request
@@ -134,14 +139,19 @@ class Driver:
         kv: dict[str, Any] | None,
         salt: str | None,
         adapter: list[Any] | None,
+        media: str,
     ) -> None:
+        features = None
+        if media:
+            generation = msgspec.msgpack.decode(base64.b64decode(media), type=Generation)
+            features = self.media.features(generation, len(prompt))
         extra = {"kv_transfer_params": kv} if kv else None
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         self.client.add_request(
             EngineCoreRequest(
                 request_id=id,
                 prompt_token_ids=prompt,
-                mm_features=None,
+                mm_features=features,
                 sampling_params=params,
                 pooling_params=None,
                 arrival_time=time.time(),
@@ -187,6 +197,7 @@ class Driver:
             preemptions=self.preemptions,
             drafted=self.drafted,
             accepted=self.accepted,
+            encoded=len(self.scheduler.encoder_cache_manager.cached),
             cpu_s=time.process_time(),
             now_s=time.monotonic(),
         )

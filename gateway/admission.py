@@ -30,6 +30,7 @@ from shared.policy.fair_queue import FairQueue, Line, Waiter, excess_jobs, exces
 from shared.policy.fair_share import Ledger, TokenCounters
 
 if TYPE_CHECKING:
+    from gateway.media import EncodedMedia
     from gateway.plain_stream import PlainStream
     from gateway.tracing import RequestTrace
 
@@ -218,6 +219,8 @@ class RequestState:
     stream: "PlainStream | None" = None  # submits the next job, and replaces vLLM's output processor for it
     tokenise_inline: bool = False  # its prompt is short: vLLM renders and tokenises it on the event loop
     prompt_logprobs: int = 0  # of its prompts so far: tokens times candidates
+    hold: Callable[[int], None] = lambda _: None  # holds so many bytes until its end; raises Busy
+    media: "tuple[object, EncodedMedia] | None" = None  # of its last job: vLLM's features, and what was made of them
     refusal: PolyphaseError | None = None  # why a job was refused for load
     rejection: Exception | None = None  # why vLLM refused a job for what it requests
     on_submitted: Callable[[], Awaitable[None]] | None = None  # called once, when the first job is submitted

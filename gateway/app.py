@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import AsyncEngineArgs
-from vllm.config import LoRAConfig, ReasoningConfig, VllmConfig
+from vllm.config import LoRAConfig, ModelConfig, ReasoningConfig, VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -25,7 +25,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from gateway import vllm_options, vllm_patches
+from gateway import media, vllm_options, vllm_patches
 from gateway.adapters import PATHS as ADAPTER_PATHS
 from gateway.adapters import ServedAdapters
 from gateway.adapters import routes as adapter_routes
@@ -133,9 +133,13 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
     """The whole application with its clients and tasks started; they are stopped in reverse at the end of the block."""
     async with AsyncExitStack() as stack:
         table = stack.enter_context(shared_table(settings))
-        read_config(settings.source, trust_remote_code=settings.trust_remote_code)
+        source = read_config(settings.source, trust_remote_code=settings.trust_remote_code)
         args = _arguments(settings)
-        config = _config(args, settings)
+        media.prepare_environment(settings)
+        model_config, served_media = media.model_config(args, source)
+        config = _config(args, settings, model_config)
+        if served_media.served:
+            vllm_patches.send_all_media(config)
         grammars = stack.enter_context(Grammars(config, settings))  # it forks: before any connection
 
         sockets = Sockets.from_settings(settings)
@@ -165,7 +169,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         jobs = runner or Pipeline(settings, clients, schedulers, reporter, lengths, queue)
         core = ClusterCore(settings, jobs, Pace(), metrics.requests.gaps)
         stack.push_async_callback(core.close)
-        llm = ClusterLLM(config, core, grammars)
+        llm = ClusterLLM(config, core, grammars, served_media)
         stack.callback(llm.shutdown)
 
         tracer = await stack.enter_async_context(tracing(settings.tracing, "gateway", settings.gateway_id, registry))
@@ -224,7 +228,8 @@ def _arguments(settings: GatewaySettings) -> Any:
         "renderer_num_workers": vllm_patches.SLOTS,
         "disable_uvicorn_access_log": True,
         "disable_log_stats": True,
-        **{vllm_options.normal(name): value for name, value in settings.vllm_args.items()},
+        "mm_processor_cache_gb": media.CACHE_GB,
+        **media.with_limits({vllm_options.normal(name): value for name, value in settings.vllm_args.items()}),
     }
     if settings.lora.adapters:
         options["lora_modules"] = [{"name": name, "path": folder} for name, folder in settings.lora.adapters.items()]
@@ -237,7 +242,7 @@ def _arguments(settings: GatewaySettings) -> Any:
     return args
 
 
-def _config(args: Any, settings: GatewaySettings) -> VllmConfig:
+def _config(args: Any, settings: GatewaySettings, model: ModelConfig) -> VllmConfig:
     """What vLLM's front end reads of an engine's configuration. Its handlers find the reasoning parser in `args`, where
     an engine's start would put it, or the default of the model.
     """
@@ -248,7 +253,7 @@ def _config(args: Any, settings: GatewaySettings) -> VllmConfig:
         reasoning.reasoning_parser = engine.reasoning_parser
     args.structured_outputs_config = engine.create_structured_outputs_config()
     return VllmConfig(
-        model_config=engine.create_model_config(),
+        model_config=model,
         lora_config=LoRAConfig() if settings.lora.enabled else None,  # its values matter to engines alone
         structured_outputs_config=args.structured_outputs_config,
         reasoning_config=reasoning,

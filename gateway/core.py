@@ -26,6 +26,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.stats import PrefillStats
@@ -34,6 +35,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from gateway import vllm_patches
 from gateway.admission import QueuedJob, RequestState, current_request
 from gateway.job import Gaps, Job, JobSpec
+from gateway.media import NO_MEDIA, EncodedMedia, Media, encoded
 from gateway.plain_stream import Pace, PlainStream, StreamPass
 from gateway.settings import GatewaySettings
 from gateway.structured_outputs import Grammars
@@ -74,7 +76,7 @@ class Field:
 
 
 _CARRIED = Field(Fate.CARRIED)
-MEDIA = "this cluster processes only text: send text, without images, audio, video or embeddings"
+_EMBEDDINGS = "embeddings of a prompt are not served: send its text"
 _NO_LOG = "this cluster does not return it: leave it out"
 
 # A request is vLLM's EngineCoreRequest with its SamplingParams (0.32). A test fails for a field without an entry, so
@@ -82,7 +84,9 @@ _NO_LOG = "this cluster does not return it: leave it out"
 REQUEST: dict[str, Field] = {
     "request_id": _CARRIED,
     "prompt_token_ids": _CARRIED,
-    "mm_features": Field(Fate.REFUSED, MEDIA),
+    "mm_features": Field(
+        Fate.CARRIED, "as media items and their processed data; `gateway.media` says which are served"
+    ),
     "sampling_params": _CARRIED,
     "pooling_params": Field(Fate.REFUSED, "this cluster generates text: it has no embeddings, scores or classes"),
     "arrival_time": Field(Fate.CARRIED, "as the time at which all of the body had arrived"),
@@ -91,8 +95,8 @@ REQUEST: dict[str, Field] = {
     "data_parallel_rank": Field(
         Fate.REFUSED, "the scheduler chooses the engine: leave out the header X-Data-Parallel-Rank"
     ),
-    "prompt_embeds": Field(Fate.REFUSED, MEDIA),
-    "prompt_is_token_ids": Field(Fate.REFUSED, MEDIA),
+    "prompt_embeds": Field(Fate.REFUSED, _EMBEDDINGS),
+    "prompt_is_token_ids": Field(Fate.REFUSED, _EMBEDDINGS),
     "client_index": Field(Fate.HERE, "names one of several front ends of an engine"),
     "current_wave": Field(Fate.HERE, "for data-parallel engines, which are separate instances here"),
     "priority": Field(Fate.REFUSED, "requests are ordered by their SLO class: name one in the header X-Polyphase-SLO"),
@@ -208,14 +212,16 @@ class _RunningJob:
 class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
     """vLLM's front end. Its engine core is the cluster."""
 
-    def __init__(self, config: VllmConfig, core: "ClusterCore", grammars: Grammars) -> None:
+    def __init__(self, config: VllmConfig, core: "ClusterCore", grammars: Grammars, media: Media) -> None:
+        """media: what the gateway can process of images and the like."""
         vllm_patches.detokenise_from_prompt_ends()
-        vllm_patches.refuse_media(MEDIA)
+        vllm_patches.refuse_media(config.model_config, media.refusal)
         with vllm_patches.engine_core(core):
             super().__init__(vllm_config=config, executor_class=None, log_stats=False, log_requests=False)
         self._core = core
         self._grammars = grammars
         vllm_patches.defer_grammars(self.input_processor)
+        vllm_patches.refuse_media_names(self.renderer)
         vllm_patches.process_each(self.output_processor, core.output_failed)
         core.attach(self.output_processor, config.model_config.get_vocab_size())
 
@@ -386,6 +392,7 @@ class ClusterCore:
         prompt = request.prompt_token_ids or []
         if params.prompt_logprobs is not None:
             self._charge_logprobs(params.prompt_logprobs, len(prompt), state)
+        media = self._media(request.mm_features, state) if request.mm_features else NO_MEDIA
         carry = _can_carry(params)
         if not carry and params.seed is None and params.temperature > 0:
             # A lost answer can be repeated only with the same random numbers.
@@ -400,6 +407,8 @@ class ClusterCore:
                 state.salted(request.cache_salt or ""),
                 *_reasoning(request),
                 self.adapter_key(request.lora_request) if request.lora_request is not None else "",
+                media.items,
+                media.data,
             ),
             max_tokens=params.max_tokens or self._settings.max_model_len - len(prompt),
             carry=carry,
@@ -408,6 +417,14 @@ class ClusterCore:
             one_precision=state.one_precision or not self._slos[state.slo].mixed_precision,
             caller=state.caller,
         )
+
+    def _media(self, features: list[MultiModalFeatureSpec], state: RequestState) -> EncodedMedia:
+        """The same object for each of the request's n. Raises InvalidRequest and Busy for too many bytes."""
+        if state.media is None or state.media[0] is not features:
+            found = encoded(features, self._settings.max_media_bytes)
+            state.hold(len(found.data))
+            state.media = features, found
+        return state.media[1]
 
     def _charge_logprobs(self, candidates: int, tokens: int, state: RequestState) -> None:
         """Raises InvalidRequest where the prompts of a body want more log probabilities than a body may have."""

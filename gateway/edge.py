@@ -144,6 +144,7 @@ class Edge:
                     state.cache_salt = key.cache_salt if key else ""
                     state.one_precision = _forbids_mixed_precision(headers)
                     state.body_bytes = len(body)
+                    state.hold = charge
                     state.client_request_id = (
                         headers[_REQUEST_ID].decode("latin-1") if _REQUEST_ID in headers else hints.request_id
                     )

@@ -15,7 +15,7 @@ from gateway.lengths import LengthClient, PendingPrediction
 from gateway.tracing import JobTrace
 from shared.domain.job import FirstTokenOut, Generation, JobView, LengthPrediction, Loss, Phase, Slo, itl_met
 from shared.domain.kv import KvHandle
-from shared.domain.prompt import hashes_of, packed
+from shared.domain.prompt import hashes_of, modalities, packed, whole_items
 from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import Delayed, PolyphaseError
 from shared.policy.decode_admission import remaining_tokens
@@ -76,9 +76,12 @@ class JobSpec:
     caller: str = ""
     one_precision: bool = False  # as in JobView
     prompt: bytes = field(init=False)  # its tokens, packed
+    media: tuple[str, ...] = field(init=False)  # the modalities of its media items
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", packed(self.prompt_token_ids))
+        items = self.generation.items
+        object.__setattr__(self, "media", modalities(items) if items else ())
 
     @property
     def arrived_s(self) -> float:
@@ -221,7 +224,8 @@ class Job:
             spec = self.spec
             self._prefix = ()
             if not spec.local_only:
-                self._prefix = hashes_of(spec.prompt, spec.generation.cache_salt, spec.generation.adapter)
+                generation = spec.generation
+                self._prefix = hashes_of(spec.prompt, generation.cache_salt, generation.adapter, generation.items)
         return self._prefix
 
     def view(self, *, decode_only: bool = False) -> JobView:
@@ -243,6 +247,7 @@ class Job:
             adapter=spec.generation.adapter,
             one_precision=spec.one_precision,
             precision=self.precision,
+            media=spec.media,
         )
 
     # The predicted length
@@ -283,6 +288,16 @@ class Job:
         if not self.delays:
             self.decided("delay", "", (Reason(error.message, {"cause": error.cause or error.code}),))
         self.delays += 1
+
+    def with_whole_items(self, route: Route) -> Route:
+        """The route with a split outside of media items: behind the item in which it would lie.
+
+        The tokens of an item are computed together. In some models they attend to each other in both directions.
+        """
+        items = self.spec.generation.items
+        if not items or route.prefill is None or (split := whole_items(route.split, items)) == route.split:
+            return route
+        return msgspec.structs.replace(route, split=split)
 
     def placed(self, route: Route) -> None:
         self.begun = True

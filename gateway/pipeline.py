@@ -204,6 +204,7 @@ class Pipeline:
     async def _attempt(self, job: Job, route: Route) -> Finished | Moved:
         """Serve the job on a route."""
         while True:
+            route = job.with_whole_items(route)
             job.placed(route)
             self._reporter.report(job)
             if route.prefill is not None:

@@ -90,7 +90,9 @@ class GatewaySettings(TracedSettings):
     max_body_bytes: int = Field(4 << 20, gt=0)
     body_timeout_s: float = Field(30.0, gt=0)  # for the whole body to arrive
     max_items_per_body: int = Field(4096, gt=0)  # messages, parts, tools, prompts, ...; more: 400
-    max_held_bytes: int = Field(256 << 20, gt=0)  # bodies of all requests of this process; more: 429
+    # Images and other media of a prompt, once they are processed; more: 400. An RPC message has room for 48 MiB.
+    max_media_bytes: int = Field(32 << 20, gt=0, le=40 << 20)
+    max_held_bytes: int = Field(256 << 20, gt=0)  # bodies and media of all requests of this process; more: 429
     write_timeout_s: float = Field(60.0, gt=0)  # a client that reads nothing of its answer for so long is disconnected
     max_queued_jobs: int = Field(512, gt=0)  # jobs that do not decode yet; more: 429
     max_queued_tokens: int = Field(1 << 20, gt=0)  # prompt tokens of those jobs

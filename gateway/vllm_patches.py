@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from pydantic_core import SchemaValidator
 from starlette.exceptions import HTTPException
 from vllm import SamplingParams
+from vllm.config import ModelConfig, VllmConfig
 from vllm.entrypoints.anthropic.api_router import translate_error_response
 from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
@@ -375,16 +376,46 @@ def engine_core(core: Any) -> Iterator[None]:
         EngineCoreClient.make_async_mp_client = make
 
 
-def refuse_media(why: str) -> None:
-    """Have vLLM's chat parser, which all APIs share, refuse anything but text before it is fetched.
+_validate_item = BaseMultiModalItemTracker._validate_add
+_media_refusals: dict[int, Callable[[str], str]] = {}  # by the identity of a front end's model configuration
 
-    The engines receive only tokens: an answer would be about a picture that the model never saw.
+
+def refuse_media(model: ModelConfig, why: Callable[[str], str]) -> None:
+    """Have vLLM's chat parser, which all APIs share, refuse items of some modalities before they are fetched.
+
+    why: the reason by modality; empty for one that is served. model: the configuration of the front end.
     """
+    _media_refusals[id(model)] = why
+    BaseMultiModalItemTracker._validate_add = _validate_served
 
-    def refuse(_: BaseMultiModalItemTracker, modality: str) -> None:
-        raise VLLMValidationError(f"{modality}: {why}", parameter=modality)
 
-    BaseMultiModalItemTracker._validate_add = refuse
+def _validate_served(tracker: BaseMultiModalItemTracker, modality: str) -> Any:
+    if reason := _media_refusals[id(tracker.model_config)](modality):
+        raise VLLMValidationError(f"{modality}: {reason}", parameter=modality)
+    return _validate_item(tracker, modality)
+
+
+def refuse_media_names(renderer: Any) -> None:
+    """Have vLLM's renderer refuse ids (`uuid`) that clients give to media items.
+
+    It would use them in place of hashes of the items' content, so that a client could find the KV of another's image.
+    """
+    process = renderer._process_mm_uuids
+
+    def processed(data: Any, items: Any, names: Mapping[str, Sequence[str | None]], request_id: str) -> Any:
+        if any(name is not None for each in names.values() for name in each):
+            raise VLLMValidationError("uuid: media items are known by their content: leave it out", parameter="uuid")
+        return process(data, items, names, request_id)
+
+    renderer._process_mm_uuids = processed
+
+
+def send_all_media(config: VllmConfig) -> None:
+    """Have vLLM's front end give the data of an item with each request, and not only its hash if an engine has had it.
+
+    vLLM does so with several API servers; the data of recent items is then kept in this process.
+    """
+    config.parallel_config._api_process_count = 2
 
 
 def process_each(processor: OutputProcessor, failed: Callable[[str, Exception], None]) -> None:

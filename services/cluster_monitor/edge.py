@@ -115,10 +115,11 @@ class Registration(_FromService):
     adapters: Annotated[dict[Text, Text], Field(max_length=4096)] = {}
     precision: Annotated[str, Field(max_length=64, pattern=r"^[\w.-]*$")] = ""
     loads_adapters: bool = False
+    media: Annotated[list[Text], Field(max_length=16)] = []
 
     def to_info(self) -> InstanceInfo:
         fields = {name: getattr(self, name) for name in InstanceInfo.__struct_fields__}
-        return InstanceInfo(**{**fields, "kv_endpoints": tuple(self.kv_endpoints)})
+        return InstanceInfo(**{**fields, "kv_endpoints": tuple(self.kv_endpoints), "media": tuple(self.media)})
 
 
 class LeaveIn(_FromService):

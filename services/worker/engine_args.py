@@ -96,6 +96,9 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(("enable_lora",), _own("lora", _TOP), (False,)),
     Refusal(("max_loras",), _own("lora: {max_loras: …}", _TOP), (1,)),
     Refusal(("max_lora_rank",), _own("lora: {max_rank: …}", _TOP), (16,)),
+    Refusal(
+        ("mm_processor_cache_gb",), "gateways send the data of images with each job, and keep what they can", (0, 0.0)
+    ),
     Refusal(("default_mm_loras",), "an adapter is chosen by the name of the model: use `lora`", (None,)),
     Refusal(("kv_cache_dtype",), _STORED, ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")),
     Refusal(("runner",), _GENERATES, ("auto", "generate")),

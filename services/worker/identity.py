@@ -50,6 +50,7 @@ def instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int)
         adapters=engine.adapters,
         precision=engine.precision,
         loads_adapters=settings.lora.allow_runtime_updating,
+        media=engine.media,
     )
     if not settings.rates_file:
         return info

@@ -90,6 +90,7 @@ class HeldPrefixes:
     """
 
     def __init__(self, block_tokens: int = BLOCK_TOKENS, max_blocks: int = MAX_BLOCKS) -> None:
+        self._block_tokens = block_tokens
         self._width = block_tokens * TOKEN_BYTES
         self._max_blocks = max_blocks
         self._nodes: dict[BlockName, _Node] = {}
@@ -124,7 +125,8 @@ class HeldPrefixes:
             if node is None:
                 node = self._nodes[name] = _Node()
             if node.end is None:
-                self._place(name, node, end, data[at * width : (at + 1) * width])
+                begun = [(token - at * size, digest) for token, digest in event.begun if token // size == at]
+                self._place(name, node, end, data[at * width : (at + 1) * width], begun)
             end = node.end or end
             node.copies += 1
             if node.copies == 1:
@@ -137,13 +139,17 @@ class HeldPrefixes:
         node = self._nodes.get(event.parent)
         return node.end if node is not None and node.copies else None
 
-    def _place(self, name: BlockName, node: "_Node", before: "_End", data: bytes) -> None:
-        """Find the prefix blocks that end in this engine block."""
+    def _place(
+        self, name: BlockName, node: "_Node", before: "_End", data: bytes, begun: Sequence[tuple[int, str]]
+    ) -> None:
+        """Find the prefix blocks that end in this engine block, in which these media items begin."""
         rest, parts, last, depth = before.rest + data, (*before.parts, name), before.last, before.depth
-        ending = []
+        ending, behind = [], len(before.rest) // TOKEN_BYTES
+        items, block_tokens = [*before.begun, *((behind + at, digest) for at, digest in begun)], self._block_tokens
         while len(rest) >= self._width and depth < self._max_blocks:
             parent = last if depth else None
-            last = next_hash(last, rest[: self._width])
+            last = next_hash(last, rest[: self._width], [item for item in items if item[0] < block_tokens])
+            items = [(at - block_tokens, digest) for at, digest in items if at >= block_tokens]
             cover = _Cover(last, parent, parts)
             ending.append(cover)
             for part in parts:
@@ -151,7 +157,7 @@ class HeldPrefixes:
             cover.lacking = sum(not self._nodes[part].copies for part in parts)
             rest, parts, depth = rest[self._width :], (name,), depth + 1
         node.ending = tuple(ending)
-        node.end = _End(last, depth, rest, parts if rest else ())
+        node.end = _End(last, depth, rest, parts if rest else (), items)
 
     def _removed(self, name: BlockName) -> None:
         node = self._nodes.get(name)
@@ -190,16 +196,25 @@ class HeldPrefixes:
 class _End:
     """The end of an engine block: the prefix blocks up to there, and the tokens since the last of them.
 
-    `rest` holds these tokens, packed; `parts` names the engine blocks in which they lie.
+    `rest` holds these tokens, packed; `parts` names the engine blocks in which they lie, and `begun` the media items
+    that begin in them, by position.
     """
 
-    __slots__ = ("depth", "last", "parts", "rest")
+    __slots__ = ("begun", "depth", "last", "parts", "rest")
 
-    def __init__(self, last: int, depth: int, rest: bytes = b"", parts: tuple[BlockName, ...] = ()) -> None:
+    def __init__(
+        self,
+        last: int,
+        depth: int,
+        rest: bytes = b"",
+        parts: tuple[BlockName, ...] = (),
+        begun: Sequence[tuple[int, str]] = (),
+    ) -> None:
         self.last = last
         self.depth = depth
         self.rest = rest
         self.parts = parts
+        self.begun = begun
 
 
 class _Cover:

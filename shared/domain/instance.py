@@ -117,6 +117,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     key (`shared.domain.adapters`); they change where loads_adapters says that it loads adapters while it serves.
     precision: of weights that are quantised otherwise than the cluster's model, such as fp8, with a digest where they
     are a checkpoint of their own; KV of one precision is not what another precision would have computed.
+    media: the modalities of media items that it processes.
     """
 
     instance_id: str
@@ -140,6 +141,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     adapters: dict[str, str] = {}
     precision: str = ""  # empty: that of the cluster's model
     loads_adapters: bool = False
+    media: tuple[str, ...] = ()
 
     @property
     def kv_bytes_per_token(self) -> float:

@@ -7,6 +7,7 @@ import msgspec
 
 from shared.domain.kv import Codec
 from shared.domain.numbers import Finite
+from shared.domain.prompt import MediaItem
 
 PREDICTED_FROM = 256  # tokens of a prompt that a length predictor uses at most, from its head and its tail
 HEAD_SHARE = 4  # one in so many of them is from the head
@@ -198,6 +199,7 @@ class Generation(msgspec.Struct, frozen=True):
     token (None: the engine finds out), and `reasoning` has the arguments of the engine's reasoning parser, encoded;
     empty where the front end has no such parser. `adapter`: the key of the LoRA adapter
     (`shared.domain.adapters`); empty: the base model.
+    `items`: the prompt's images and other media, in order; `media`: their processed data, encoded.
     """
 
     sampling: bytes
@@ -206,6 +208,8 @@ class Generation(msgspec.Struct, frozen=True):
     reasoning_ended: bool | None = None
     reasoning: bytes = b""
     adapter: str = ""
+    items: tuple[MediaItem, ...] = ()
+    media: bytes = b""
 
 
 class Loss(msgspec.Struct, frozen=True):
@@ -227,6 +231,7 @@ class JobView(msgspec.Struct, frozen=True):
     clearly sooner; 0: it is not paused. adapter: as in Generation; only an instance that serves it can compute the job.
     one_precision: its prompt and its answer must be computed by instances of one precision, from when it has begun of
     that `precision` (`InstanceInfo.precision`).
+    media: modalities of its prompt's media items; only an instance that processes all of them can compute the job.
     """
 
     job_id: str
@@ -246,3 +251,4 @@ class JobView(msgspec.Struct, frozen=True):
     adapter: str = ""
     one_precision: bool = False
     precision: str | None = None
+    media: tuple[str, ...] = ()

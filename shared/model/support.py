@@ -8,6 +8,7 @@ whose layers keep something else, with the keys of config.json that identify the
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,16 @@ def faults_of_model(config: Config) -> list[str]:
     text = text_config(config)
     found = ((refusal, refusal.found(config, text)) for refusal in REFUSALS)
     return [f"{words(refusal)} (config.json: {keys}); {SUPPORTED}" for refusal, keys in found if keys]
+
+
+def note_on_torchvision(config: Config) -> str:
+    """What to know where vLLM cannot load its code for this model; empty where torchvision is not the cause."""
+    if "vision_config" not in config or find_spec("torchvision") is not None:
+        return ""
+    return (
+        "torchvision is not installed, and vLLM's code for many models with images needs it: install the build for "
+        "this torch"
+    )
 
 
 def fault_of_remote_code(config: Config, trusted: bool) -> str:

@@ -86,8 +86,10 @@ def why_none(job: JobView, role: Role, index: ClusterIndex, exclude: InstanceIds
             f"the job needs a context of {context_of(job, role)} tokens; "
             f"the longest of the ready {role.value} instances is {longest}"
         )
-    if ready and all(view.instance_id in index.lacking(job.adapter) for view in ready):
-        return Unavailable(f"no ready {role.value} instance serves the adapter {job.adapter!r}", retry_after_s=RETRY_S)
+    if ready and all(view.instance_id in index.lacking(job) for view in ready):
+        wanted = [f"the adapter {job.adapter!r}"] if job.adapter else []
+        wanted += [f"prompts with {' and '.join(job.media)} items"] if job.media else []
+        return Unavailable(f"no ready {role.value} instance serves {' and '.join(wanted)}", retry_after_s=RETRY_S)
     if ready and job.one_precision and all(view.instance_id in index.unable(job) for view in ready):
         return Unavailable(f"no ready {role.value} instance has the precision of this request", retry_after_s=RETRY_S)
     if ready:

@@ -300,7 +300,7 @@ class ClusterIndex:
         self._backlog: Backlog | None = None
         self._pressures: Pressures | None = None
         self._cached: dict[Hashable, Any] = {}
-        self._lacking: dict[str, frozenset[str]] = {}
+        self._lacking: dict[tuple[str, tuple[str, ...]], frozenset[str]] = {}
         self._of_others: dict[str | None, frozenset[str]] = {}
         for assignment in pending:
             self._apply(assignment)
@@ -353,20 +353,28 @@ class ClusterIndex:
     def forget_cached(self) -> None:
         self._cached = {}
 
-    def lacking(self, adapter: str) -> frozenset[str]:
-        """Ids of the instances that do not serve the LoRA adapter of that key. They are found once for each adapter:
-        when an instance loads or unloads one, the tracker builds another index.
+    def lacking(self, job: JobView) -> frozenset[str]:
+        """Ids of the instances that do not serve the job's LoRA adapter, or do not process all of its media. They are
+        found once for each combination: when an instance loads or unloads an adapter, the tracker
+        builds another index.
         """
-        found = self._lacking.get(adapter)
+        adapter, media = wanted = job.adapter, job.media
+        found = self._lacking.get(wanted)
         if found is None:
-            views = self._view.instances if adapter else ()
-            found = frozenset(view.instance_id for view in views if adapter not in view.info.adapters)
-            self._lacking[adapter] = found
+            infos = (view.info for view in self._view.instances) if adapter or media else ()
+            found = frozenset(
+                info.instance_id
+                for info in infos
+                if (adapter and adapter not in info.adapters) or not set(media) <= set(info.media)
+            )
+            self._lacking[wanted] = found
         return found
 
     def unable(self, job: JobView) -> frozenset[str]:
-        """Ids of the instances that must not compute the job: they lack its adapter, or have another precision."""
-        lacking = self.lacking(job.adapter)
+        """Ids of the instances that must not compute the job: they lack its adapter or a processor of its media, or
+        have another precision.
+        """
+        lacking = self.lacking(job)
         return lacking | self._of_other_precision(job.precision) if job.one_precision else lacking
 
     def _of_other_precision(self, precision: str | None) -> frozenset[str]:

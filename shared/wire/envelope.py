@@ -49,7 +49,7 @@ class ErrorBody(msgspec.Struct):
 
 
 NO_BODY = msgspec.Raw(msgspec.msgpack.encode(None))
-MAX_MESSAGE_BYTES = 16 << 20  # a server takes no larger one
+MAX_MESSAGE_BYTES = 48 << 20  # a server takes no larger one
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES - 1024  # of one envelope to a server
 _BATCH_BYTES = 1 << 20
 ALL_CALLS = (1 << 63) - 1  # as the number of a RESET

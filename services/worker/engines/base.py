@@ -189,7 +189,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True):
     """The properties of an engine that has started. Empty rates: not measured.
 
-    stages: layers of each pipeline stage, as in KvHandle; empty where there is one. adapters, precision: as in
+    stages: layers of each pipeline stage, as in KvHandle; empty where there is one. adapters, media, precision: as in
     InstanceInfo.
     """
 
@@ -202,6 +202,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_dtype: str = ""  # in which KV is stored; empty: that of the settings
     adapters: dict[str, str] = {}
     precision: str = ""
+    media: tuple[str, ...] = ()
 
 
 class Engine(Protocol):
@@ -293,7 +294,8 @@ class BlocksStored(msgspec.Struct, frozen=True):
     An engine names each block after all tokens up to its end.
 
     `token_ids` are those of the blocks alone. `salt` comes with the first block of a prompt. `adapter`: the key of the
-    LoRA adapter that computed them.
+    LoRA adapter that computed them. `begun`: the media items that begin in the blocks, each by its position among
+    `token_ids` and its digest.
     """
 
     blocks: Sequence[BlockName]
@@ -301,6 +303,7 @@ class BlocksStored(msgspec.Struct, frozen=True):
     token_ids: Sequence[int]
     salt: str = ""
     adapter: str = ""
+    begun: Sequence[tuple[int, str]] = ()
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True):

@@ -43,7 +43,7 @@ from shared.cost.step_variants import ScaledSteps
 from shared.domain.instance import Compatibility
 from shared.domain.job import JobView, LengthPrediction
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
-from shared.domain.prompt import block_hashes, next_hash, packed, root_hash
+from shared.domain.prompt import MODALITIES, begun_in, block_hashes, next_hash, packed, root_hash
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.errors import EngineFailed
 from shared.runtime.logs import get_log
@@ -133,7 +133,8 @@ class EmulatedEngine:
         named = f"emulated:{geometry.name}"
         compatibility = Compatibility(named, "emulated", "1", OURS.version, geometry.kv_geometry(), OURS.minimum)
         longest = min(s.max_model_len, blocks * s.block_size)
-        return EngineInfo(compatibility, blocks * lanes, longest, s.block_size, _rates(s, models, kind))
+        rates = _rates(s, models, kind)
+        return EngineInfo(compatibility, blocks * lanes, longest, s.block_size, rates, media=MODALITIES)
 
     def _lane(self, blocks: int) -> "EmulatedLane":
         s = self._settings
@@ -417,19 +418,22 @@ class EmulatedLane:
         if not self._limits.prefix_cache:
             return ()
         prompt, size = request.prompt_token_ids, self._limits.block_tokens
-        return block_hashes(prompt[:-1], request.generation.cache_salt, block_tokens=size, most=len(prompt))
+        salt, items = request.generation.cache_salt, request.generation.items
+        return block_hashes(prompt[:-1], salt, items=items, block_tokens=size, most=len(prompt))
 
     def _cache_blocks(self, request: EmulatedRequest, computed_tokens: int) -> None:
         """Whole blocks of computed tokens can be hit from now on."""
-        size, salt = self._limits.block_tokens, request.request.generation.cache_salt
+        size, generation = self._limits.block_tokens, request.request.generation
         while self._limits.prefix_cache and (request.cached_blocks + 1) * size <= computed_tokens:
             number = request.cached_blocks
             block, parent = request.block(number, size), request.prefix[number - 1] if number else None
+            begun = begun_in(generation.items, number * size, size)
             if number == len(request.prefix):
-                request.prefix += (next_hash(root_hash(salt) if parent is None else parent, packed(block)),)
+                last = root_hash(generation.cache_salt) if parent is None else parent
+                request.prefix += (next_hash(last, packed(block), begun),)
             name = request.prefix[number]
             if self.memory.keep_blocks(request, (name,)):
-                self._on_cache([BlocksStored([name], parent, block, salt)])
+                self._on_cache([BlocksStored([name], parent, block, generation.cache_salt, begun=begun)])
             request.cached_blocks += 1
 
     def _block_dropped(self, name: int) -> None:

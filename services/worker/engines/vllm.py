@@ -10,8 +10,9 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,9 +21,11 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
+from vllm.v1.serial_utils import MsgpackDecoder
 
 from services.worker.engines.base import (
     CacheSink,
@@ -38,16 +41,18 @@ from services.worker.engines.base import (
 from services.worker.engines.vllm_observers import CacheWatch, StepObserver
 from services.worker.engines.vllm_patches import FORCED, force_beside_drafts, make_stage_buffers
 from services.worker.engines.vllm_scheduler import SchedulerPolicies, blocks_of
-from services.worker.engines.vllm_start import engine_config, engine_info, kv_components, lora_requests
+from services.worker.engines.vllm_start import engine_config, engine_info, kv_components, lora_requests, media_of
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.settings import WorkerSettings
 from shared.domain.adapters import digest_of_key
-from shared.domain.job import LengthPrediction
+from shared.domain.job import Generation, LengthPrediction
 from shared.errors import EngineFailed, InvalidRequest
 from shared.runtime.logs import get_log
 from shared.wire.messages import LogprobRows, Reused, TokenStep, encode_rows
 
 log = get_log(__name__)
+# vLLM copies what it decodes: that the bytes of a message cannot be written to does not matter.
+warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
 _IDLE_S = 0.5
 _WAITING_S, _RANKS_WAITING_S = 0.001, 0.004  # a turn of ranks in other processes costs each a millisecond
 Command = Callable[[], None]
@@ -205,7 +210,8 @@ class VllmEngine:
         self._scheduling = SchedulerPolicies(self._scheduler, self.policies, self._rates)
         self._observer = StepObserver(self._scheduler, self.steps, own_cpu=s.computes_here, stages=s.pipeline_parallel)
         adapters: dict[str, str] = self._kv_config.get("adapters", {})
-        self._requests = CoreRequests(config, lora_requests(s.lora), adapters)
+        media = MediaFeatures.of_engine(config, self._scheduler)
+        self._requests = CoreRequests(config, lora_requests(s.lora), adapters, media)
         self._adapters_loaded = len(adapters)  # since the start: adapters are numbered by it
         for each in self._requests.adapters.values():  # one that cannot be loaded ends the start, not a later step
             self._core.engine_core.add_lora(each)
@@ -350,14 +356,59 @@ class VllmEngine:
         os.kill(os.getpid(), signal.SIGTERM)  # an instance is of no use without its engine
 
 
+class MediaFeatures:
+    """Decodes media items for an engine, which computes items of these modalities with at most so many tokens each."""
+
+    def __init__(self, modalities: Sequence[str] = (), max_item_tokens: int = 0) -> None:
+        self._modalities = modalities
+        self._max_item_tokens = max_item_tokens
+        self._decoder = MsgpackDecoder(list[MultiModalFeatureSpec])
+
+    @classmethod
+    def of_engine(cls, config: Any, scheduler: Any) -> "MediaFeatures":
+        """By the engine's VllmConfig and its scheduler."""
+        most = min(scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_manager.cache_size)
+        return cls(media_of(config), most)
+
+    def features(self, generation: Generation, prompt_tokens: int) -> list[MultiModalFeatureSpec] | None:
+        """Of a prompt, or of its beginning, which a prefill instance gets; None where the prompt is text.
+
+        Raises ValueError for an item that the engine cannot compute: its scheduler would wait for room for ever.
+        """
+        if not generation.items:
+            return None
+        features = []
+        for each in self._decoder.decode(generation.media):
+            place = each.mm_position
+            if each.modality not in self._modalities:
+                raise ValueError(f"this instance processes no {each.modality} items")
+            if place.get_num_embeds() > self._max_item_tokens:
+                raise ValueError(
+                    f"an item ({each.modality}) has {place.get_num_embeds()} tokens, this instance computes at most "
+                    f"{self._max_item_tokens}: `mm_processor_kwargs` of the gateway and of `engine_args` must be equal"
+                )
+            if place.offset < prompt_tokens:
+                if place.offset + place.length > prompt_tokens:
+                    raise ValueError(f"the prompt's {prompt_tokens} tokens end within an item ({each.modality})")
+                features.append(each)
+        return features or None
+
+
 class CoreRequests:
     """Converts requests for one engine, by its VllmConfig. adapters: that it has loaded, by key, which the engine
     changes; digests: of the cluster file's.
     """
 
-    def __init__(self, config: Any, adapters: dict[str, LoRARequest], digests: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        config: Any,
+        adapters: dict[str, LoRARequest],
+        digests: Mapping[str, str],
+        media: "MediaFeatures | None" = None,
+    ) -> None:
         self.adapters = adapters
         self._digests = digests
+        self._media = media or MediaFeatures()
         self._model, self._speculative = config.model_config, config.speculative_config
         self._parses_reasoning = bool(config.structured_outputs_config.reasoning_parser)
         self._limits_reasoning = config.reasoning_config is not None and config.reasoning_config.enabled
@@ -392,7 +443,7 @@ class CoreRequests:
         return EngineCoreRequest(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            mm_features=None,
+            mm_features=self._media.features(request.generation, len(request.prompt_token_ids)),
             sampling_params=params,
             pooling_params=None,
             arrival_time=request.generation.arrived_s or time.time(),

@@ -184,7 +184,7 @@ class _Publisher(EventPublisher):  # type: ignore[misc]  # vLLM is untyped here
 
 def _converted(event: object, group: int) -> CacheEvent | None:
     """None for events that have no meaning here: of other tiers of memory or groups of layers, and of blocks that more
-    than tokens, a salt and an adapter tell apart.
+    than tokens, media items, a salt and an adapter tell apart.
     """
     if isinstance(event, AllBlocksCleared):
         return BlocksCleared()
@@ -195,23 +195,33 @@ def _converted(event: object, group: int) -> CacheEvent | None:
     if not isinstance(event, BlockStored):
         return None
     adapter = event.lora_name or ""
-    salt = _salt(event.extra_keys, adapter, begins=event.parent_block_hash is None)
-    if salt is None:
+    keys = _keys(event, adapter)
+    if keys is None:
         return None
-    return BlocksStored(event.block_hashes, event.parent_block_hash, event.token_ids, salt, adapter)
+    salt, begun = keys
+    return BlocksStored(event.block_hashes, event.parent_block_hash, event.token_ids, salt, adapter, begun)
 
 
-def _salt(extra_keys: Sequence[tuple[Any, ...] | None] | None, adapter: str, *, begins: bool) -> str | None:
-    """The salt, which comes with a prompt's first block; None when the keys hold anything else.
+def _keys(event: BlockStored, adapter: str) -> tuple[str, tuple[tuple[int, str], ...]] | None:
+    """The salt, which comes with a prompt's first block, and the media items that begin in the blocks; None when the
+    keys hold anything else.
 
-    The name of an adapter is the first key of each block.
+    The name of an adapter is the first key of each block. An item is a key of all blocks in which it lies: its digest,
+    and its position relative to the block, which is negative where it began in an earlier one.
     """
-    blocks = [list(block or ()) for block in extra_keys or ()]
-    if adapter:
-        if any(block[:1] != [adapter] for block in blocks):
+    salt, begun = "", []
+    block_tokens = len(event.token_ids) // max(1, len(event.block_hashes))
+    for number, block in enumerate(event.extra_keys or ()):
+        keys = list(block or ())
+        if adapter and keys[:1] != [adapter]:
             return None
-        blocks = [block[1:] for block in blocks]
-    keys = [key for block in blocks for key in block]
-    if not keys:
-        return ""
-    return keys[0] if begins and len(keys) == 1 and isinstance(keys[0], str) else None
+        for key in keys[bool(adapter) :]:
+            match key:
+                case (str() as digest, int() as position):
+                    if position >= 0:
+                        begun.append((number * block_tokens + position, digest))
+                case str() if not number and not salt and event.parent_block_hash is None:
+                    salt = key
+                case _:
+                    return None
+    return salt, tuple(begun)

@@ -11,10 +11,13 @@ limited: prompts get the tokens that decodes and arriving streams leave.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from typing import Any
 
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.encoder_budget import MultiModalBudget
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request, RequestStatus
@@ -85,6 +88,23 @@ class EngineQueue(RequestQueue):  # type: ignore[misc]  # vLLM is untyped here
         return iter(self._admission)
 
 
+def whole_item_tokens(scheduler: Any) -> int:
+    """Tokens of the largest media item of a model whose items vLLM computes in one step each, because their tokens
+    attend to each other in both directions; 0 for other models.
+    """
+    config = scheduler.vllm_config
+    if not (config.scheduler_config.disable_chunked_mm_input and config.model_config.supports_multimodal_inputs):
+        return 0
+    budget = MultiModalBudget(config, MULTIMODAL_REGISTRY, enable_cache=False)
+    return max(budget.mm_max_toks_per_item.values(), default=0)
+
+
+def rest_of_item(features: Sequence[MultiModalFeatureSpec], position: int) -> int:
+    """The tokens of the media item in which the position lies, from there on; 0 outside of items."""
+    places = (each.mm_position for each in features)
+    return next((p.offset + p.length - position for p in places if p.offset <= position < p.offset + p.length), 0)
+
+
 class SchedulerPolicies:
     """The policies of one scheduler. The engine's thread makes all calls."""
 
@@ -102,6 +122,7 @@ class SchedulerPolicies:
         replace_waiting_queue(scheduler, self._queue)
         self._prompts_left = 0  # prompt tokens that the step may still compute
         self._streams_left = 0  # of these, the tokens of streams that are computed again
+        self._whole_item_tokens = whole_item_tokens(scheduler)
         self._cuts_prompts = bool(scheduler.scheduler_config.enable_chunked_prefill)
         if self._cuts_prompts:
             self._reserve_lookahead = limit_prompt_chunks(scheduler, self._limit_chunk)
@@ -128,8 +149,8 @@ class SchedulerPolicies:
         self._admission.set_policies(policies)
 
     def set_chunk_size(self, tokens: int) -> None:
-        """From the next step on; at most what the engine was built for."""
-        self._chunk_size = min(tokens, self._max_tokens)
+        """From the next step on; at most what the engine was built for, and room for an item that is not divided."""
+        self._chunk_size = min(max(tokens, self._whole_item_tokens), self._max_tokens)
 
     def add(self, request: EngineRequest) -> None:
         """To be called before the scheduler gets the request."""
@@ -173,8 +194,10 @@ class SchedulerPolicies:
         limit, started = self._prompts_left, self._started(request)
         if not started:
             limit = max(limit - self._streams_left, min(FLOOR_TOKENS, limit))
+        if self._whole_item_tokens and request.mm_features:
+            limit = max(limit, rest_of_item(request.mm_features, computed))
         tokens = int(self._reserve_lookahead(request, computed, min(tokens, limit)))
-        self._prompts_left -= tokens
+        self._prompts_left = max(0, self._prompts_left - tokens)
         if started:
             self._streams_left = max(0, self._streams_left - tokens)
         return tokens

@@ -12,6 +12,8 @@ from vllm.config import KVEventsConfig, KVTransferConfig, ReasoningConfig, Struc
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
@@ -23,6 +25,7 @@ from services.worker.kv.vllm.layers import EIGHT_BIT_NAMES, stages_of
 from services.worker.kv.wire.importing import DTYPES, dtype_name
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import Compatibility, KvComponent, KvGeometry
+from shared.domain.prompt import MODALITIES
 from shared.domain.rates import Rates
 from shared.errors import InvalidRequest
 from shared.model.adapters import LoraSection
@@ -36,7 +39,7 @@ from shared.model.source import (
     fetch_weights,
     read_config,
 )
-from shared.model.support import faults_of_model
+from shared.model.support import faults_of_model, note_on_torchvision
 from shared.model.weights import fault_of_weights, weights_of
 from shared.policy.decode_admission import Blocks
 from shared.runtime.logs import get_log
@@ -72,6 +75,7 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
         "max_num_seqs": s.max_seqs,
         "kv_cache_memory_bytes": s.kv_cache_bytes,
         "enforce_eager": s.accelerator == "cpu",
+        "mm_processor_cache_gb": 0.0,  # gateways send the data of images with each job
         "async_scheduling": s.async_scheduling,  # None: vLLM's default, which is on where it can be
         "worker_cls": CPU_WORKER if current_platform.is_cpu() else "auto",
         "kv_events_config": kv_events,
@@ -89,12 +93,42 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
     for name, kind in _SECTIONS.items():
         if isinstance(arguments.get(name), dict):
             arguments[name] = kind(**arguments[name])
-    config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    config = _vllm_config(s, arguments)
     check_model(config)
     if arguments["async_scheduling"] and current_platform.is_cpu():
         overlap_on_cpu(config)
     force_known_tokens(config)
     return config
+
+
+def _vllm_config(settings: WorkerSettings, arguments: dict[str, Any]) -> VllmConfig:
+    """vLLM's configuration; of the model's text alone where its processor of images and the like does not load.
+
+    Raises InvalidRequest where vLLM's code for the model lacks torchvision.
+    """
+    try:
+        config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    except ValueError as error:
+        source = read_config(settings.source, trust_remote_code=settings.trust_remote_code)
+        if note := note_on_torchvision(source):
+            raise InvalidRequest(f"model {settings.model}: {error}; {note}") from error
+        raise
+    if config.model_config.supports_multimodal_inputs:
+        try:
+            MultiModalBudget(config, MULTIMODAL_REGISTRY, enable_cache=False)
+        except Exception as error:  # whatever a model's processor and the libraries below it raise
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            log.warning("the model's processor does not load: its text alone is served", error=cause)
+            return _vllm_config(settings, {**arguments, "language_model_only": True})
+    return config
+
+
+def media_of(config: VllmConfig) -> tuple[str, ...]:
+    """The modalities of which the engine processes items."""
+    if not config.model_config.supports_multimodal_inputs:
+        return ()
+    limits = MULTIMODAL_REGISTRY.get_processing_info(config.model_config).allowed_mm_limits
+    return tuple(name for name in MODALITIES if limits.get(name, 0) > 0)
 
 
 def _lora_arguments(lora: LoraSection) -> dict[str, Any]:
@@ -265,4 +299,5 @@ def engine_info(
         kv_dtype=dtype_name(eight_bit) if eight_bit is not None else "",
         adapters=dict(adapters),
         precision=precision_of(settings),
+        media=media_of(config),
     )

@@ -43,6 +43,12 @@ def test_the_edge_mirrors_the_domain() -> None:
     assert set(Registration.model_fields) == {*InstanceInfo.__struct_fields__, "role"}
 
 
+def test_a_body_brings_what_the_instance_is() -> None:
+    info = make_info("p0", "tcp://127.0.0.1:2", adapters={"a": "1"}, media=("image", "video"), kv_dtype="float16")
+    body = json.loads(json.dumps({**msgspec.to_builtins(info), "role": "prefill"}))
+    assert Registration.model_validate(body).to_info() == info
+
+
 async def test_an_instance_joins_and_is_broadcast_as_ready(cluster: Cluster) -> None:
     await cluster.workers(p0=Role.PREFILL, d0=Role.DECODE)
     sequences = [view.sequence for view in cluster.views]

@@ -14,7 +14,7 @@ from services.worker import prefix_feed
 from services.worker.engines.base import BlocksCleared, BlocksRemoved, BlocksStored
 from services.worker.kv import lossy_salt
 from services.worker.prefix_feed import HeldPrefixes, PrefixFeed
-from shared.domain.prompt import BLOCK_TOKENS, PrefixDelta, block_hashes
+from shared.domain.prompt import BLOCK_TOKENS, MediaItem, PrefixDelta, begun_in, block_hashes
 from shared.policy.prefix_index import PrefixIndex
 from shared.wire.messages import PrefixesRequest
 from shared.wire.rpc_server import ServerCall
@@ -129,6 +129,24 @@ def test_approximate_kv_is_told_of_to_nobody() -> None:
     assert len(held) == 0
     cache.compute(prompt, "", 3)
     assert known(held, prompt, "") == 12
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 12])
+def test_items_are_part_of_the_blocks_in_which_they_begin(size: int) -> None:
+    """Whatever the size of the engine's blocks: the names are those that a gateway computes."""
+    prompt = [5] * 48
+    items = [MediaItem("image", "a", 1, 5), MediaItem("image", "b", 7, 9), MediaItem("image", "c", 30, 3)]
+    held = HeldPrefixes(block_tokens=OURS)
+    parent: bytes | None = None
+    for first in range(0, len(prompt), 2 * size):  # two blocks at a time
+        count = min(2, (len(prompt) - first) // size)
+        names = [f"{first + at * size}".encode() for at in range(count)]
+        tokens = prompt[first : first + count * size]
+        held.apply(BlocksStored(names, parent, tokens, begun=begun_in(items, first, len(tokens))))
+        parent = names[-1]
+    hashes = block_hashes(prompt, items=items, block_tokens=OURS)
+    assert set(held.reachable.blocks) == set(hashes)
+    assert not set(hashes) & set(block_hashes(prompt, block_tokens=OURS))
 
 
 def test_what_follows_an_unknown_block_is_left_out() -> None:

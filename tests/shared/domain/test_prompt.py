@@ -9,7 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.domain.job import Generation, JobView
-from shared.domain.prompt import BLOCK_TOKENS, MAX_BLOCKS, beginning, block_hashes, hashes_of, length, packed, unpacked
+from shared.domain.prompt import (
+    BLOCK_TOKENS,
+    MAX_BLOCKS,
+    MediaItem,
+    beginning,
+    block_hashes,
+    hashes_of,
+    length,
+    modalities,
+    packed,
+    unpacked,
+    whole_items,
+)
 from shared.wire.messages import DecodeRequest, PrefillRequest
 
 tokens = st.lists(st.integers(0, (1 << 31) - 1), max_size=300)
@@ -98,3 +110,44 @@ def test_they_are_the_same_in_every_process() -> None:
     said = "from shared.domain.prompt import block_hashes; print(block_hashes(range(130), 's'))"
     out = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True).stdout
     assert out.strip() == str(block_hashes(range(130), "s")) == "(11241549196322108863, 4722872189300414374)"
+
+
+# Media items
+
+
+def item(digest: str, start: int, tokens: int = 10) -> MediaItem:
+    return MediaItem("image", digest, start, tokens)
+
+
+@given(st.integers(0, 400), st.integers(1, 90), st.integers(0, 500))
+def test_prompts_that_differ_in_an_item_differ_from_its_beginning_on(start: int, tokens: int, salt: int) -> None:
+    prompt = [7] * 500
+    one, other = (block_hashes(prompt, str(salt), items=[item(name, start, tokens)]) for name in "ab")
+    whole = start // BLOCK_TOKENS
+    assert one[:whole] == other[:whole] == block_hashes(prompt, str(salt))[:whole]
+    assert not {*one[whole:]} & {*other[whole:]}
+    assert not {*one[whole:]} & {*block_hashes(prompt, str(salt))[whole:]}
+
+
+def test_the_place_and_the_order_of_items_count() -> None:
+    prompt = [7] * 128
+    placed = [
+        [item("a", 3)],
+        [item("a", 4)],
+        [item("a", 67)],
+        [item("a", 3), item("b", 20)],
+        [item("b", 3), item("a", 20)],
+        [item("a", 3), item("a", 20)],
+    ]
+    assert len({block_hashes(prompt, items=items)[1] for items in placed}) == len(placed)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "whole"), [(0, 0), (4, 4), (5, 5), (6, 15), (14, 15), (15, 15), (16, 16), (20, 20), (21, 30), (99, 99)]
+)
+def test_a_prompt_is_not_cut_within_an_item(tokens: int, whole: int) -> None:
+    assert whole_items(tokens, [item("a", 5), item("b", 20)]) == whole
+
+
+def test_modalities_are_named_once() -> None:
+    assert modalities([item("a", 0), MediaItem("video", "b", 20, 1), item("c", 30)]) == ("image", "video")

@@ -334,6 +334,25 @@ def test_a_job_is_placed_on_instances_that_serve_its_adapter(placement: str) -> 
         decide(JobView("j", 100, 50, adapter="a"), cluster, policies, 0.0, Random(0), exclude=["p1", "d1"])
 
 
+@pytest.mark.parametrize("placement", ["adaptive", "least_load", "round_robin"])
+def test_a_job_is_placed_on_instances_that_process_all_of_its_media(placement: str) -> None:
+    both, sees = {"media": ("image", "video")}, {"media": ("image",)}
+    prefills = prefill("p0"), prefill("p1", **both), prefill("p2", **sees)
+    decodes = decode("d0"), decode("d1", **both), decode("d2", **sees)
+    policies = Policies(registry.placement(placement), registry.split("full", {}), registry.dispatch("power_of_two"))
+    cluster, film = index(*prefills, *decodes), JobView("j", 100, 50, media=("image", "video"))
+    for seed in range(20):
+        found = decide(film, cluster, policies, 0.0, Random(seed), exclude=["d0"])
+        assert {ref.instance_id for ref in (found.prefill, found.decode) if ref is not None} <= {"p1", "d1"}
+        found = decide(JobView("j", 100, 50, media=("image",)), cluster, policies, 0.0, Random(seed))
+        assert not {ref.instance_id for ref in (found.prefill, found.decode) if ref is not None} & {"p0", "d0"}
+    with pytest.raises(Unavailable, match="serves prompts with audio items"):
+        decide(JobView("j", 100, 50, media=("audio",)), cluster, policies, 0.0, Random(0))
+    text = index(prefill("p0"), decode("d0"))
+    with pytest.raises(Unavailable, match="serves the adapter 'a' and prompts with image items"):
+        decide(JobView("j", 100, 50, adapter="a", media=("image",)), text, policies, 0.0, Random(0))
+
+
 PLACEMENTS = pytest.mark.parametrize("placement", ["adaptive", "least_load", "round_robin"])
 SPLITS = pytest.mark.parametrize("split", ["full", "fraction", "adaptive"])
 

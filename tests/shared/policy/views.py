@@ -40,6 +40,7 @@ def instance(
     max_seqs: int = 0,
     adapters: dict[str, str] | None = None,
     precision: str = "",
+    media: tuple[str, ...] = (),
     **load: Any,
 ) -> InstanceView:
     info = InstanceInfo(
@@ -61,6 +62,7 @@ def instance(
         rates=rates or (prompt_rates(rate, base, chunk_size) if rate else Rates()),
         adapters=adapters or {},
         precision=precision,
+        media=media,
     )
     return InstanceView(info, role, state, InstanceLoad(**{"free_blocks": total_blocks, **load}))
 

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
@@ -89,6 +90,29 @@ def test_events_that_name_no_group_are_reported() -> None:
         BlocksStored([7], None, [1, 2]),
         BlocksRemoved([7]),
     ]
+
+
+def test_media_items_are_reported_where_they_begin() -> None:
+    """vLLM names an item in each block in which it lies, by its position relative to the block."""
+    event = BlockStored(
+        block_hashes=[1, 2, 3, 4],
+        parent_block_hash=None,
+        token_ids=[1, 2] * 4,
+        block_size=2,
+        lora_id=None,
+        medium="GPU",
+        lora_name=None,
+        extra_keys=[(("a", 1), "salt"), (("a", -1), ("b", 0)), (("b", -2),), None],
+    )
+    expected = BlocksStored([1, 2, 3, 4], None, [1, 2] * 4, "salt", begun=((1, "a"), (2, "b")))
+    assert reported([FULL], [event]) == [expected]
+    event.lora_name, event.extra_keys = (
+        "one",
+        [("one", ("a", 1), "salt"), ("one", ("a", -1), ("b", 0)), ("one", ("b", -2)), ("one",)],
+    )
+    assert reported([FULL], [event]) == [msgspec.structs.replace(expected, adapter="one")]
+    event.extra_keys = [("one", ("a", 1)), ("one", "embeddings"), ("one",), ("one",)]
+    assert reported([FULL], [event]) == []
 
 
 def test_without_a_sink_the_publisher_stays() -> None:

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
-from services.worker.engines.vllm_scheduler import blocks_of
+from services.worker.engines.vllm_scheduler import blocks_of, rest_of_item, whole_item_tokens
 from shared.policy.decode_admission import Blocks
 
 
@@ -48,3 +49,15 @@ def scheduler(block_size: int, specs: list[KVCacheSpec]) -> Any:
 )
 def test_blocks_hold_the_tokens_of_all_layers(size: int, specs: list[KVCacheSpec], found: Blocks) -> None:
     assert blocks_of(scheduler(size, specs)) == found
+
+
+@pytest.mark.parametrize(("position", "left"), [(0, 0), (3, 4), (5, 2), (6, 1), (7, 0), (9, 0), (10, 2), (12, 0)])
+def test_the_rest_of_an_item_is_known(position: int, left: int) -> None:
+    places = PlaceholderRange(offset=3, length=4), PlaceholderRange(offset=10, length=2)
+    features = [MultiModalFeatureSpec(None, "image", "x", place) for place in places]
+    assert rest_of_item(features, position) == left
+
+
+def test_items_of_most_models_may_be_divided() -> None:
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(disable_chunked_mm_input=False))
+    assert whole_item_tokens(SimpleNamespace(vllm_config=config)) == 0
