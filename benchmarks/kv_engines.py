@@ -98,7 +98,7 @@ def _request(pipe: Connection, order: Order) -> Answer:
 
 
 @contextmanager
-def engine_pair(exporter: Mapping[str, Any] = MappingProxyType({}), **settings: Any) -> Iterator[EnginePair]:
+def engine_pair(exporter: Mapping[str, Any] = MappingProxyType({}), /, **settings: Any) -> Iterator[EnginePair]:
     """Engines with these worker settings, and the exporter with its own; they end with the context."""
     with ExitStack() as stack:
         pipes = []
