@@ -353,7 +353,6 @@ CARRIED: dict[str, Any] = {
     "max_tokens": 12,
 }
 REFUSED: dict[str, Any] = {
-    "mm_features": [object()],
     "pooling_params": PoolingParams(),
     "data_parallel_rank": 0,
     "prompt_embeds": np.zeros((2, 2)),
