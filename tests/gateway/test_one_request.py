@@ -409,6 +409,7 @@ def at_the_engine(request: EngineCoreRequest, *, parser: str = "any", wants_toke
         model_config=SimpleNamespace(max_model_len=100, get_vocab_size=lambda: 1000, max_logprobs=20),
         structured_outputs_config=SimpleNamespace(reasoning_parser=parser),
         reasoning_config=SimpleNamespace(enabled=bool(parser)),
+        speculative_config=None,
     )
     view = JobView("r", len(spec.prompt_token_ids), spec.max_tokens)
     made = EngineRequest("r", view, spec.prompt_token_ids, generation, spec.max_tokens, wants_token=wants_token)
