@@ -115,6 +115,8 @@ class InstanceInfo(msgspec.Struct, frozen=True):
 
     Addresses are `tcp://host:port` and `http://host:port`. adapters: digests of the LoRA adapters that it serves, by
     key (`shared.domain.adapters`); they change where loads_adapters says that it loads adapters while it serves.
+    precision: of weights that are quantised otherwise than the cluster's model, such as fp8, with a digest where
+    they are a checkpoint of their own; KV of one precision is not what another precision would have computed.
     """
 
     instance_id: str
@@ -137,6 +139,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     kv_dtype: str = ""  # in which KV is stored; empty: `dtype`
     adapters: dict[str, str] = {}
     loads_adapters: bool = False
+    precision: str = ""  # empty: that of the cluster's model
 
     @property
     def kv_bytes_per_token(self) -> float:
