@@ -58,11 +58,9 @@ class Plain:
             async with engine:
                 for name, adapter in adapters.items():
                     counts = (self._tokens(name, at) for at in range(PROMPTS))
-                    answers = (
-                        engine.generate(text, count, adapter=adapter)
-                        for text, count in zip(self.texts, counts, strict=True)
-                    )
-                    self.answers[name] = [await answer for answer in answers]
+                    pairs = zip(self.texts, counts, strict=True)
+                    answers = (engine.generate(text, count, adapter=adapter) for text, count in pairs)
+                    self.answers[name] = await asyncio.gather(*answers)
         finally:
             engine.kill()
 
@@ -81,16 +79,24 @@ class Serving:
         self.plain = plain
         self.wrong: list[str] = []
         self.answered = 0
-        self._gate = asyncio.Semaphore(TOGETHER)
 
     async def ask(self, model: str, at: int, weights: str = "") -> None:
         """One request, whose answer must be that of the adapter `weights`, by default of `model`."""
-        async with self._gate:
-            response = await self.client.post("/v1/completions", json=self._body(model, at, TOKENS))
+        response = await self.client.post("/v1/completions", json=self._body(model, at, TOKENS))
         assert response.status_code == 200, response.text
         self.answered += 1
         assert response.json()["model"] == model
         self._compare(model, at, weights, response.json()["choices"][0]["token_ids"], TOKENS)
+
+    async def ask_all(self, wanted: list[tuple[str, int]]) -> None:
+        """TOGETHER at a time."""
+        gate = asyncio.Semaphore(TOGETHER)
+
+        async def ask(model: str, at: int) -> None:
+            async with gate:
+                await self.ask(model, at)
+
+        await asyncio.gather(*(ask(*pair) for pair in wanted))
 
     async def stream(self, model: str, at: int, weights: str = "", begun: asyncio.Event | None = None) -> None:
         """A long request; `begun` is set with its first tokens."""
@@ -208,24 +214,27 @@ async def adapters_under_load(serving: Serving) -> None:
     assert [await serving.names(url) for url in gateways] == [set(MODELS)] * 2
     wanted = [(model, at % PROMPTS) for at in range(REQUESTS // len(MODELS) + 1) for model in MODELS][:REQUESTS]
     Random(3).shuffle(wanted)
-    load = asyncio.gather(*(serving.ask(model, at) for model, at in wanted))
-
-    for weights in ("a", "b"):  # the same prompts: nothing of the former weights is found in a prefix cache
-        response = await serving.load(SWAPPED, folders[weights], load_inplace=weights == "b")
-        assert response.status_code == 200, response.text
-        await asyncio.gather(*(serving.ask(SWAPPED, at, weights) for at in range(LONG)))
-    begun = asyncio.Event()
-    under_way = asyncio.create_task(serving.stream(SWAPPED, 0, "b", begun))
-    await asyncio.wait_for(begun.wait(), WAIT_S)
-    assert (await serving.load(SWAPPED, folders["a"], load_inplace=True)).status_code == 200
-    await serving.ask(SWAPPED, 0, "a")
-    assert (await serving.unload(SWAPPED)).status_code == 200
-    for url in gateways:
-        assert await serving.names(url) == set(MODELS)
-        refused = await serving.client.post(f"{url}/v1/completions", json={"model": SWAPPED, "prompt": [5]})
-        assert (refused.status_code, refused.json()["error"]["type"]) == (404, "NotFoundError")
-    await under_way
-    await load
+    load = asyncio.create_task(serving.ask_all(wanted))
+    under_way = []
+    while True:
+        for weights in ("a", "b"):  # the same prompts: nothing of the former weights is found in a prefix cache
+            response = await serving.load(SWAPPED, folders[weights], load_inplace=weights == "b")
+            assert response.status_code == 200, response.text
+            await asyncio.gather(*(serving.ask(SWAPPED, at, weights) for at in range(LONG)))
+        if not under_way:
+            begun = asyncio.Event()
+            under_way.append(asyncio.create_task(serving.stream(SWAPPED, 0, "b", begun)))
+            await asyncio.wait_for(begun.wait(), WAIT_S)
+            assert (await serving.load(SWAPPED, folders["a"], load_inplace=True)).status_code == 200
+            await serving.ask(SWAPPED, 0, "a")
+        assert (await serving.unload(SWAPPED)).status_code == 200
+        for url in gateways:
+            assert await serving.names(url) == set(MODELS)
+            refused = await serving.client.post(f"{url}/v1/completions", json={"model": SWAPPED, "prompt": [5]})
+            assert (refused.status_code, refused.json()["error"]["type"]) == (404, "NotFoundError")
+        if load.done():
+            break
+    await asyncio.gather(load, *under_way)
     assert not serving.wrong, serving.wrong
     assert await serving.imports() == {"pulled": serving.answered}
     two = version_key("two", digest_of("two", Path(folders["two"])))
@@ -237,7 +246,7 @@ async def adapters_under_load(serving: Serving) -> None:
 
 
 async def a_killed_decode_instance_and_gateway(serving: Serving) -> None:
-    for _ in range(3):  # all streams of the instance may have ended just before its end
+    for _ in range(3):  # all streams of the instance may have ended just before it was killed
         victim, pid, resumes = await kill_while_it_decodes(serving)
         assert not serving.wrong, serving.wrong
         if resumes:
@@ -273,9 +282,9 @@ async def kill_while_it_decodes(serving: Serving) -> tuple[InstanceInfo, int, fl
         for info in decodes:
             load = (await serving.client.get(f"{info.http}/instance")).json()["load"]
             decoding[info.instance_id] = load["decoding"]
-        return sum(decoding.values()) > LONG // 2
+        return sum(decoding.values()) > 1 or all(stream.done() for stream in streams)
 
-    await until(several_decode, WAIT_S, "most of the streams decode")
+    await until(several_decode, WAIT_S, "streams decode", poll_s=0.01)
     victim = max(decodes, key=lambda info: decoding[info.instance_id])
     pid = serving.suite.kill(victim.instance_id)
     await asyncio.gather(*streams)

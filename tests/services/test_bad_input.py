@@ -63,6 +63,9 @@ ROUTES: dict[Call, Any] = {
     },
     ("monitor", "POST", "/events"): {"event_id": "e", "kind": "plan_accepted", "text": "t", "subject": "s"},
     ("monitor", "PUT", "/policies"): {"split": {"name": "none", "parameters": {}}},
+    ("monitor", "POST", "/adapters/load"): {"name": "a", "path": "/a", "in_place": False},
+    ("monitor", "POST", "/adapters/unload"): {"name": "a"},
+    ("monitor", "POST", "/adapters/follow"): {"gateway_id": "g", "revision": 1, "in_use": ["a"], "wait_s": 0.0},
     ("planner", "PUT", "/mode"): {"auto": True},
     ("planner", "POST", "/what-if"): {
         "lost": ["d0"],
@@ -154,6 +157,9 @@ CASES = [
     *_policies({"split": {"name": "fraction", "parameters": {"share": 0.5}}}, "share"),
     *_policies({"split": "none"}, "split"),
     *_policies({"split": {"name": "none"}, "placement": {"name": "nowhere"}}, "nowhere"),
+    Bad(("monitor", "POST", "/adapters/load"), {"name": "a", "path": "/a"}, "allow_runtime_updating"),
+    Bad(("monitor", "POST", "/adapters/unload"), {"name": "a"}, "allow_runtime_updating"),
+    Bad(("monitor", "POST", "/adapters/follow"), {"gateway_id": "g", "wait_s": 1e9}, "wait_s"),
     *(
         Bad(("planner", "POST", f"/proposals/{{proposal_id}}/{what}"), None, "'ghost'", 404, f"/proposals/ghost/{what}")
         for what in ("accept", "refuse")
@@ -175,6 +181,7 @@ OF_SERVICES = (
     ("monitor", "POST", "/instances/{instance_id}/leave"),
     ("monitor", "POST", "/schedulers/{scheduler_id}/news"),
     ("monitor", "POST", "/events"),
+    ("monitor", "POST", "/adapters/follow"),
 )
 
 
@@ -254,6 +261,7 @@ class Services:
             "instances": [{key: one[key] for key in kept} for one in instances],
             "policies": {key: policies[key] for key in ("revision", "policies")},
             "schedulers": [one["name"] for one in policies["followers"] if one["process"] == "scheduler"],
+            "adapters": (await monitor.get("/adapters")).json(),
             "slo": (await monitor.get("/slo")).json(),
             "demand": (await monitor.get("/demand")).json()["demand"],
             "auto": (await planner.get("/fleet")).json()["auto"],
