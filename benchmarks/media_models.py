@@ -287,7 +287,11 @@ def _drawn(seed: int, width: int, height: int, form: str) -> str:
     return base64.b64encode(data.getvalue()).decode()
 
 
-_URLS = {"video_url": "data:video", "audio_url": "data:audio", "image_url": ("data:image", "http", "file:")}
+_URLS: dict[str, tuple[str, ...]] = {
+    "video_url": ("data:video",),
+    "audio_url": ("data:audio",),
+    "image_url": ("data:image", "http", "file:"),
+}
 
 
 def chat(*parts: str) -> list[dict[str, Any]]:
