@@ -1,11 +1,13 @@
-"""Small random models that see images, with tokenizer, chat template and processor; and pictures for them.
+"""Small random models that see or hear, with tokenizer, chat template and processor; and pictures and sounds for them.
 
-Benches and tests make them for themselves: nothing is downloaded. vLLM's code for these models needs torchvision.
+Benches and tests make them for themselves: nothing is downloaded. vLLM's code for models that see needs torchvision,
+and soundfile to read sounds.
 """
 
 import base64
 import io
 import json
+import wave
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,7 @@ _GEMMA_WORDS = (
     *("<pad>", "<eos>", "<bos>", "<unk>"),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>", "<start_of_turn>", "<end_of_turn>"),
 )
+_AUDIO_WORDS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
 _PARTS = (
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'text' %}{{ part['text'] }}"
@@ -39,6 +42,11 @@ _QWEN_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n" + _PARTS + "{% elif part['type'] == 'video' %}"
     "<|vision_start|><|video_pad|><|vision_end|>{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_AUDIO_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n" + _PARTS + "{% else %}<|audio_bos|><|AUDIO|>"
+    "<|audio_eos|>{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>"
+    "assistant\n{% endif %}"
 )
 _GEMMA_TEMPLATE = (
     "<bos>{% for message in messages %}<start_of_turn>{{ message['role'] }}\n" + _PARTS + "{% else %}<start_of_image>"
@@ -66,13 +74,13 @@ class MediaModel:
     def make(self, folder: Path, seed: int = 0) -> Path:
         """Write the model with random weights into `folder`."""
         import torch
-        from transformers import AutoConfig, AutoModelForImageTextToText, set_seed
+        from transformers import AutoConfig, AutoModelForMultimodalLM, set_seed
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
         set_seed(seed)
         config = AutoConfig.for_model(self.model_type, **self.config)
-        model = AutoModelForImageTextToText.from_config(config).float()
+        model = AutoModelForMultimodalLM.from_config(config).float()
         for weight in model.parameters():
             if weight.dim() > 1 and not weight.any():  # a projection of images that begins as zeros
                 torch.nn.init.normal_(weight, std=0.1)
@@ -207,7 +215,39 @@ GEMMA = MediaModel(
     _GEMMA_TEMPLATE,
     renamed={"vision_tower.": "vision_tower.vision_model."},
 )
-MODELS = (QWEN, GEMMA)
+QWEN_AUDIO = MediaModel(
+    "Qwen2-Audio",
+    "qwen2_audio",
+    {
+        "text_config": _TEXT | {"model_type": "qwen2", "bos_token_id": 0, "eos_token_id": 2},
+        "audio_config": {
+            "num_mel_bins": 80,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 128,
+            "d_model": 64,
+            "init_std": 0.1,
+        },
+        "audio_token_index": 5,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+    },
+    {"processor_class": "Qwen2AudioProcessor"},
+    {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "processor_class": "Qwen2AudioProcessor",
+        "feature_size": 80,
+        "sampling_rate": 16_000,
+        "hop_length": 160,
+        "chunk_length": 30,
+        "n_fft": 400,
+    },
+    _AUDIO_WORDS,
+    {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+    _AUDIO_TEMPLATE,
+    renamed={"language_model.model.model.": "language_model.model."},
+)
+MODELS = (QWEN, GEMMA, QWEN_AUDIO)
 
 
 def picture(seed: int, width: int = 120, height: int = 90) -> str:
@@ -222,6 +262,21 @@ def film(seed: int, frames: int = 4, width: int = 120, height: int = 90) -> str:
     )
 
 
+def sound(seed: int, tenths: int = 10) -> str:
+    """A WAV of so many tenths of a second, each a tone, as a data: URL. The seed decides the tones."""
+    import numpy as np
+
+    tones, at = np.random.default_rng(seed).uniform(200, 4000, tenths), np.arange(1_600) / 16_000
+    samples = np.concatenate([np.sin(2 * np.pi * tone * at) for tone in tones])
+    data = io.BytesIO()
+    with wave.open(data, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16_000)
+        file.writeframes((samples * 20_000).astype("<i2").tobytes())
+    return f"data:audio/wav;base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
 def _drawn(seed: int, width: int, height: int, form: str) -> str:
     import numpy as np
     from PIL import Image
@@ -232,14 +287,20 @@ def _drawn(seed: int, width: int, height: int, form: str) -> str:
     return base64.b64encode(data.getvalue()).decode()
 
 
+_URLS: dict[str, tuple[str, ...]] = {
+    "video_url": ("data:video",),
+    "audio_url": ("data:audio",),
+    "image_url": ("data:image", "http", "file:"),
+}
+
+
 def chat(*parts: str) -> list[dict[str, Any]]:
-    """Messages of one turn: text, and images and videos by their URLs."""
+    """Messages of one turn: text, and images, videos and sounds by their URLs."""
     return [{"role": "user", "content": [_part(part) for part in parts]}]
 
 
 def _part(part: str) -> dict[str, Any]:
-    if part.startswith("data:video"):
-        return {"type": "video_url", "video_url": {"url": part}}
-    if part.startswith(("data:", "http", "file:")):
-        return {"type": "image_url", "image_url": {"url": part}}
+    for kind, beginnings in _URLS.items():
+        if part.startswith(beginnings):
+            return {"type": kind, kind: {"url": part}}
     return {"type": "text", "text": part}

@@ -140,6 +140,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         config = _config(args, settings, model_config)
         if served_media.served:
             vllm_patches.send_all_media(config)
+            vllm_patches.resample_without_torchaudio()
         grammars = stack.enter_context(Grammars(config, settings))  # it forks: before any connection
 
         sockets = Sockets.from_settings(settings)

@@ -221,7 +221,7 @@ class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         self._core = core
         self._grammars = grammars
         vllm_patches.defer_grammars(self.input_processor)
-        vllm_patches.refuse_media_names(self.renderer)
+        vllm_patches.guard_media(self.renderer)
         vllm_patches.process_each(self.output_processor, core.output_failed)
         core.attach(self.output_processor, config.model_config.get_vocab_size())
 

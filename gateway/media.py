@@ -37,7 +37,7 @@ TEXT = "this cluster processes only text: send text, without images, audio, vide
 # Of one prompt, unless `vllm_args: {limit_mm_per_prompt: …}` says otherwise.
 MAX_ITEMS: Mapping[str, int] = {"image": 8, "audio": 1, "video": 1}
 CACHE_GB = 0.25  # of processed items, so that an image of a long chat is not processed again with each turn
-MAX_PIXELS = 32 << 20  # of an image as it arrives: 96 MiB once it is decoded, whatever its size in a file
+MAX_PIXELS = 16 << 20  # of an image as it arrives: 48 MiB once it is decoded, whatever its size in a file
 _INLINE = 1 << 62  # vLLM's encoder keeps smaller tensors in the message
 
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache, partial, wraps
+from importlib.util import find_spec
 from threading import Lock
 from typing import Any
 
@@ -34,7 +35,9 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
+from vllm.multimodal import audio
 from vllm.renderers.chat_utils import BaseMultiModalItemTracker
+from vllm.utils.async_utils import make_async
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
@@ -395,19 +398,33 @@ def _validate_served(tracker: BaseMultiModalItemTracker, modality: str) -> Any:
     return _validate_item(tracker, modality)
 
 
-def refuse_media_names(renderer: Any) -> None:
-    """Have vLLM's renderer refuse ids (`uuid`) that clients give to media items.
+def guard_media(renderer: Any) -> None:
+    """Have vLLM's renderer refuse ids (`uuid`) that clients give to media items, and items whose processing needs a
+    library that is missing.
 
-    It would use them in place of hashes of the items' content, so that a client could find the KV of another's image.
+    It would use the ids in place of hashes of the items' content: a client could then find the KV of another's image.
     """
-    process = renderer._process_mm_uuids
+    with_names, process = renderer._process_mm_uuids, renderer._process_multimodal
 
-    def processed(data: Any, items: Any, names: Mapping[str, Sequence[str | None]], request_id: str) -> Any:
+    def without_names(data: Any, items: Any, names: Mapping[str, Sequence[str | None]], request_id: str) -> Any:
         if any(name is not None for each in names.values() for name in each):
             raise VLLMValidationError("uuid: media items are known by their content: leave it out", parameter="uuid")
-        return process(data, items, names, request_id)
+        return with_names(data, items, names, request_id)
 
-    renderer._process_mm_uuids = processed
+    def processed(*args: Any, **more: Any) -> Any:
+        try:
+            return process(*args, **more)
+        except ImportError as error:
+            raise VLLMValidationError(f"the prompt's media items cannot be processed here: {error}") from error
+
+    renderer._process_mm_uuids, renderer._process_multimodal = without_names, processed
+    renderer._process_multimodal_async = make_async(processed, executor=renderer._mm_executor)
+
+
+def resample_without_torchaudio() -> None:
+    """Have vLLM change the sampling rate of sounds with SciPy where torchaudio, its default, is not installed."""
+    if find_spec("torchaudio") is None:
+        audio.resample_audio_torchaudio = audio.resample_audio_scipy
 
 
 def send_all_media(config: VllmConfig) -> None:

@@ -1,4 +1,4 @@
-"""Images from the request of a client to the tokens of real engines. Small random models with vision towers answer as
+"""Images, a video and sounds from the request of a client to the tokens of real engines. Small random models answer as
 plain vLLM does, in float32, however the prompt is divided over instances.
 """
 
@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from benchmarks.engine_client import NEW_TOKENS, Engine, exporting, handed_over
-from benchmarks.media_models import GEMMA, MODELS, QWEN, MediaModel, chat, film, picture
+from benchmarks.media_models import GEMMA, MODELS, QWEN, QWEN_AUDIO, MediaModel, chat, film, picture, sound
 from benchmarks.suite import BARE, CPU_ENGINE, SPLIT, started
 from gateway.job import Job
 from shared.domain.job import Generation
@@ -28,14 +28,25 @@ from tests.e2e.test_adapters import imports
 pytest.importorskip("torchvision", reason="vLLM's code for these models needs torchvision")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SENT = 5  # tokens that a client has when its decode engine is killed
-LIMITS = {"limit_mm_per_prompt": {"image": 4, "video": 1}}
-CHATS: dict[str, tuple[str, ...]] = {
-    "two": ("What is this? ", picture(1), " And what is that? ", picture(2, 200, 60), " Compare both of them."),
-    "other first": ("What is this? ", picture(3), " And what is that? ", picture(2, 200, 60), " Compare both of them."),
-    "other last": ("What is this? ", picture(1), " And what is that? ", picture(4, 200, 60), " Compare both of them."),
-    "at once": (picture(5, 64, 64), picture(6, 90, 160), picture(5, 64, 64), "?"),
-    "text": ("No picture, but many words. " * 6,),
-}
+LIMITS = {"limit_mm_per_prompt": {"image": 4, "video": 1, "audio": 4}}
+
+
+def chats_of(*, sounds: bool = False) -> dict[str, tuple[str, ...]]:
+    """By name; three of them have the same tokens."""
+
+    def item(seed: int, *size: int) -> str:
+        return sound(seed, size[0] // 10) if sounds else picture(seed, *size)
+
+    other, second, end = item(3, 120, 90), item(2, 200, 60), " Compare both of them."
+    return {
+        "two": ("What is this? ", item(1, 120, 90), " And what is that? ", second, end),
+        "other first": ("What is this? ", other, " And what is that? ", second, end),
+        "other last": ("What is this? ", item(1, 120, 90), " And what is that? ", item(4, 200, 60), end),
+        "at once": (item(5, 64, 64), item(6, 90, 160), item(5, 64, 64), "?"),
+        "text": ("No picture and no sound, but many words. " * 6,),
+    }
+
+
 FILM = ("A picture: ", picture(1), " And a film: ", film(2), " Which is longer?")
 
 
@@ -63,7 +74,7 @@ async def rendering(model: Path) -> AsyncIterator[Callable[..., Awaitable[Render
 
     prepare_environment()
     settings = GatewaySettings(
-        schedulers=("tcp://127.0.0.1:1",), model=str(model), served_model_name="demo", dtype="float32"
+        schedulers=("tcp://127.0.0.1:1",), model=str(model), served_model_name="demo", dtype="float32", vllm_args=LIMITS
     )
     async with running(settings, KeyRing(()), Nowhere()) as edge:
         transport = httpx.ASGITransport(app=edge)
@@ -120,16 +131,19 @@ class Engines:
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 async def test_answers_are_those_of_plain_vllm(model: MediaModel, tmp_path: Path) -> None:
+    sounds = model is QWEN_AUDIO
+    if sounds:
+        pytest.importorskip("soundfile", reason="vLLM reads sounds with it")
     folder = model.make(tmp_path / "model")
     async with rendering(folder) as render:
-        chats = {name: await render(*parts) for name, parts in CHATS.items()}
+        chats = {name: await render(*parts) for name, parts in chats_of(sounds=sounds).items()}
         if model is QWEN:
             chats["film"] = await render(*FILM)
             assert [item.modality for item in chats["film"].generation.items] == ["image", "video"]
     same = ("two", "other first", "other last")
     assert len({tuple(chats[name].tokens) for name in same}) == 1
     async with Engines(folder, chats) as engines:
-        assert len({tuple(engines.answers[name]) for name in same}) == 3, "other pixels change no token"
+        assert len({tuple(engines.answers[name]) for name in same}) == 3, "other content changes no token"
         await _is_shared_by_no_other_image(engines)
         await _may_be_split_anywhere(engines)
         await _pulled_kv_decides(engines)
@@ -195,7 +209,7 @@ async def test_a_suite_answers_chats_with_images(tmp_path: Path) -> None:
     """Also when the decode instance is lost: the job, with its images, continues on the restarted one."""
     folder = GEMMA.make(tmp_path / "model")
     names = ("two", "other first", "at once", "text")
-    chats = [chat(*CHATS[name]) for name in names]
+    chats = [chat(*chats_of()[name]) for name in names]
     plain = asyncio.create_task(plain_answers(folder, chats, NEW_TOKENS))
     cluster: dict[str, Any] = {
         **BARE,

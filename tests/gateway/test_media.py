@@ -13,9 +13,11 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 import pytest_asyncio
 from vllm.exceptions import VLLMValidationError
+from vllm.multimodal import audio
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.serial_utils import MsgpackDecoder
 
@@ -24,6 +26,7 @@ from gateway.app import prepare_environment, running
 from gateway.auth import KeyRing
 from gateway.media import MAX_ITEMS, Fetcher, Media, with_limits
 from gateway.settings import GatewaySettings
+from gateway.vllm_patches import resample_without_torchaudio
 from services.worker.engines.vllm import MediaFeatures
 from shared.domain.job import Generation
 from shared.domain.prompt import hashes_of
@@ -31,7 +34,8 @@ from tests.gateway.api import Api, listening
 from tests.gateway.cluster import running_cluster
 
 pytest.importorskip("torchvision", reason="vLLM's code for the model needs torchvision")
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
+in_module = pytest.mark.asyncio(loop_scope="module")  # the loop of the gateway
 IMAGE_TOKENS = 16  # that the encoder computes
 ITEM_TOKENS = IMAGE_TOKENS + 6  # with the words around them
 
@@ -84,6 +88,7 @@ def features_of(generation: Generation) -> list[MultiModalFeatureSpec]:
     return found
 
 
+@in_module
 async def test_both_instances_receive_the_items_and_their_data(api: Api) -> None:
     (first, _), (second, _) = await generations(api, "What is this?", picture(1), "and this?", picture(2))
     assert first.items == second.items
@@ -96,6 +101,7 @@ async def test_both_instances_receive_the_items_and_their_data(api: Api) -> None
     assert [place.job.media for place in api.cluster.places] == [("image",)]
 
 
+@in_module
 async def test_data_is_sent_again_with_each_request(api: Api) -> None:
     """vLLM's front end would send an engine that has had an item only its hash."""
     first, again = [(await generations(api, picture(3), "Again."))[0][0] for _ in range(2)]
@@ -103,6 +109,7 @@ async def test_data_is_sent_again_with_each_request(api: Api) -> None:
     assert all(each.data is not None for each in features_of(again))
 
 
+@in_module
 async def test_items_are_told_apart_by_their_content(api: Api) -> None:
     api.cluster.wants_prefix = True
     await say(api, "Hello")  # from here on placements have prefixes
@@ -126,6 +133,7 @@ async def test_items_are_told_apart_by_their_content(api: Api) -> None:
     assert fourth == hashes_of(prompt, items=jobs[3][0].items)
 
 
+@in_module
 @pytest.mark.parametrize("within", [1, ITEM_TOKENS - 1])
 async def test_a_split_within_an_item_moves_behind_it(api: Api, within: int) -> None:
     ((whole, _), *_) = await generations(api, "Look: ", picture(6), "Well?")
@@ -136,6 +144,7 @@ async def test_a_split_within_an_item_moves_behind_it(api: Api, within: int) -> 
     assert (await api.final_reports(1))[0].split == item.end
 
 
+@in_module
 @pytest.mark.parametrize("split", ["start", "end"])
 async def test_a_split_beside_an_item_stays(api: Api, split: str) -> None:
     ((whole, _), *_) = await generations(api, "Look: ", picture(6), "Well?")
@@ -144,6 +153,7 @@ async def test_a_split_beside_an_item_stays(api: Api, split: str) -> None:
     assert prefilled == api.cluster.split
 
 
+@in_module
 async def test_a_lost_decode_continues_with_the_same_items(api: Api) -> None:
     api.cluster.lose_decodes_at(3)
     try:
@@ -158,12 +168,14 @@ async def test_a_lost_decode_continues_with_the_same_items(api: Api) -> None:
     assert len({request.generation.items for request in decodes}) == 1
 
 
+@in_module
 async def test_answers_of_one_request_share_the_data(api: Api) -> None:
     found = await generations(api, picture(8), "Twice.", n=2)
     assert len(found) == 4
     assert len({generation.media for generation, _ in found}) == 1
 
 
+@in_module
 async def test_text_carries_nothing(api: Api) -> None:
     for generation, _ in await generations(api, "Only words."):
         assert generation.items == ()
@@ -198,6 +210,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@in_module
 @pytest.mark.parametrize(("part", "message"), REFUSED)
 async def test_what_is_not_served_is_refused_by_name(api: Api, part: dict[str, Any], message: str) -> None:
     body = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}], "max_tokens": 2}
@@ -207,6 +220,7 @@ async def test_what_is_not_served_is_refused_by_name(api: Api, part: dict[str, A
     assert not api.cluster.places
 
 
+@in_module
 async def test_too_many_and_too_large_items_are_refused(api: Api) -> None:
     response = await say(api, *(picture(seed) for seed in range(7)))
     assert response.status_code == 400
@@ -218,6 +232,7 @@ async def test_too_many_and_too_large_items_are_refused(api: Api) -> None:
     assert api.admission.held_bytes.total == 0
 
 
+@in_module
 async def test_a_file_in_the_allowed_folder_is_read(api: Api, gateway: Api) -> None:
     folder = Path(gateway.settings.vllm_args["allowed_local_media_path"])
     (folder / "a.png").write_bytes(base64.b64decode(picture(9).partition(",")[2]))
@@ -248,6 +263,7 @@ class Redirecting(BaseHTTPRequestHandler):
         pass
 
 
+@in_module
 async def test_images_are_fetched_from_allowed_hosts_without_redirects(api: Api) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Redirecting)
     Thread(target=server.serve_forever, daemon=True).start()
@@ -269,6 +285,7 @@ async def test_images_are_fetched_from_allowed_hosts_without_redirects(api: Api)
         server.server_close()
 
 
+@in_module
 async def test_other_apis_take_images(api: Api) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": picture(1).partition(",")[2]}
     messages = [{"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": "?"}]}]
@@ -280,6 +297,7 @@ async def test_other_apis_take_images(api: Api) -> None:
     assert all(len(each.generation.items) == 1 for each in api.cluster.prefill.prefills)
 
 
+@in_module
 async def test_streams_take_images(api: Api) -> None:
     whole = (await say(api, picture(1, 8, 8), "?")).json()["usage"]["prompt_tokens"]
     response = await say(api, picture(1, 8, 8), "?", stream=True, stream_options={"include_usage": True})
@@ -290,7 +308,7 @@ async def test_streams_take_images(api: Api) -> None:
 # Without a gateway
 
 
-async def test_limits_of_items_are_defaults_beneath_the_operators() -> None:
+def test_limits_of_items_are_defaults_beneath_the_operators() -> None:
     name = "limit_mm_per_prompt"
     assert with_limits({})[name] == MAX_ITEMS
     assert with_limits({name: {"image": 2}})[name] == {**MAX_ITEMS, "image": 2}
@@ -298,19 +316,40 @@ async def test_limits_of_items_are_defaults_beneath_the_operators() -> None:
     assert with_limits({f"{name}.image": 3}) == {f"{name}.image": 3, f"{name}.audio": 1, f"{name}.video": 1}
 
 
-async def test_refusals_name_the_reason() -> None:
+def test_refusals_name_the_reason() -> None:
     assert "only text" in Media().refusal("image")
     assert Media(frozenset({"image"}), "no such").refusal("image") == ""
     assert Media(frozenset({"image"}), "no such").refusal("audio") == "no such"
     assert "embeddings" in Media(frozenset({"image"}), "no such").refusal("image_embeds")
 
 
+@in_module
 async def test_what_cannot_be_decoded_is_refused_with_the_cause() -> None:
     """Also where a library for it is missing."""
     with pytest.raises(VLLMValidationError, match=r"cannot be used: .+"):
         await Fetcher().fetch_audio_async("data:audio/wav;base64,aGVsbG8=")
 
 
+@in_module
+async def test_a_missing_library_is_the_reason_of_a_refusal(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'decoder'")
+
+    renderer = api.state.engine_client.renderer
+    monkeypatch.setattr(renderer.mm_processor, "apply", lacks)
+    response = await say(api, picture(11))
+    assert response.status_code == 400
+    assert "cannot be processed here: No module named 'decoder'" in response.text
+
+
+def test_sounds_get_the_rate_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audio, "resample_audio_torchaudio", audio.resample_audio_torchaudio)
+    resample_without_torchaudio()
+    tone = np.sin(np.arange(8_000) / 20).astype(np.float32)
+    assert audio.AudioResampler(16_000).resample(tone, orig_sr=8_000).shape == (16_000,)
+
+
+@in_module
 async def test_an_engine_refuses_items_that_it_cannot_compute(api: Api) -> None:
     ((generation, tokens), *_) = await generations(api, picture(1), "?")
     item = generation.items[0]
@@ -328,6 +367,7 @@ async def test_an_engine_refuses_items_that_it_cannot_compute(api: Api) -> None:
     assert able.features(Generation(b"", 0.0), tokens) is None
 
 
+@in_module
 async def test_a_model_whose_processor_does_not_load_serves_its_text(tmp_path: Path, api: Api) -> None:
     from gateway.app import _arguments
     from gateway.media import model_config
