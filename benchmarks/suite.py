@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -123,6 +124,15 @@ def metric(exposition: str, name: str) -> float:
     if not found:
         raise Unavailable(f"the metrics lack {name}")
     return sum(map(float, found))
+
+
+def counts(exposition: str, name: str, label: str) -> Counter[str]:
+    """By the value of a label, what a metric has counted, in the text of a `/metrics`; without zeros."""
+    found: Counter[str] = Counter()
+    for labels, value in re.findall(rf"^{name}{{(.*)}} (\S+)$", exposition, re.MULTILINE):
+        if (named := re.search(rf'{label}="([^"]*)"', labels)) and float(value):
+            found[named[1]] += int(float(value))
+    return found
 
 
 @contextmanager

@@ -5,6 +5,7 @@ by another model than its own.
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
@@ -14,7 +15,7 @@ import httpx
 import pytest
 
 from benchmarks.engine_client import Engine
-from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, SPLIT, metric, started
+from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, SPLIT, counts, metric, started
 from services.launcher.suite import Suite, until
 from services.launcher.up import RunningSuite
 from shared.domain.adapters import is_version, version_key
@@ -30,6 +31,7 @@ PROMPTS = 12
 TOGETHER = 12  # requests under way at once
 LONG, LONG_TOKENS = 6, 160  # requests that lose their decode instance
 WAIT_S = 60.0
+IMPORTS = ("polyphase_kv_imports_total", "outcome")  # metric and label
 MODELS = ("demo", "one", "two")  # "one" is in the cluster file, "two" is loaded
 SWAPPED = "org/three"  # loaded, replaced and unloaded, with the weights of "a" and "b"
 
@@ -140,16 +142,11 @@ class Serving:
     async def instances(self, role: Role | None = None) -> list[InstanceRow]:
         return [row for row in (await self.suite.instances()).values() if role in (None, row.role)]
 
-    async def imports(self) -> dict[str, int]:
+    async def imports(self) -> Counter[str]:
         """How the imports of all decode instances ended, from their metrics."""
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         for row in await self.instances(Role.DECODE):
-            for line in (await self.client.get(f"{row.info.http}/metrics")).text.splitlines():
-                if line.startswith("polyphase_kv_imports_total{"):
-                    labels, value = line.rsplit(" ", 1)
-                    outcome = labels.partition('outcome="')[2].partition('"')[0]
-                    if float(value):
-                        found[outcome] = found.get(outcome, 0) + int(float(value))
+            found += counts((await self.client.get(f"{row.info.http}/metrics")).text, *IMPORTS)
         return found
 
     async def resumes(self) -> float:

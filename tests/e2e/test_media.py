@@ -18,12 +18,11 @@ import pytest
 
 from benchmarks.engine_client import NEW_TOKENS, Engine, exporting, handed_over
 from benchmarks.media_models import GEMMA, MODELS, QWEN, QWEN_AUDIO, MediaModel, chat, film, picture, sound
-from benchmarks.suite import BARE, CPU_ENGINE, SPLIT, started
+from benchmarks.suite import BARE, CPU_ENGINE, SPLIT, counts, started
 from gateway.job import Job
 from shared.domain.job import Generation
 from shared.domain.prompt import whole_items
 from shared.wire.messages import TokenStep
-from tests.e2e.test_adapters import imports
 
 pytest.importorskip("torchvision", reason="vLLM's code for these models needs torchvision")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -243,7 +242,8 @@ async def test_a_suite_answers_chats_with_images(tmp_path: Path) -> None:
         instances = (await client.get(f"{running.plan.monitor_url}/instances")).json()
         assert all(each["info"]["media"] == ["image"] for each in instances)
         (decode,) = (each["info"]["http"] for each in instances if each["role"] == "decode")
-        assert imports((await client.get(f"{decode}/metrics")).text) == {"pulled": len(names)}
+        page = (await client.get(f"{decode}/metrics")).text
+        assert counts(page, "polyphase_kv_imports_total", "outcome") == {"pulled": len(names)}
 
         pid = running.suite.kill("d0", signal.SIGSTOP)  # else it may have answered when it is killed
         streamed = {**body, "messages": chats[0], "stream": True, "return_token_ids": True}
