@@ -1,5 +1,6 @@
 """The settings of one gateway process, and of its SLO classes."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -168,6 +169,11 @@ class GatewaySettings(TracedSettings):
         if faults := [*vllm_options.faults_of(args)]:
             raise ValueError("\n".join(faults))
         return args
+
+    @staticmethod
+    def engine_args(vllm_args: Mapping[str, Any]) -> dict[str, Any]:
+        """The engine arguments of instances that follow from `vllm_args`, which need not be valid."""
+        return vllm_options.shared_with_engines(vllm_args)
 
     @model_validator(mode="after")
     def _several_processes(self) -> Self:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from gateway import vllm_options
 from gateway.settings import GatewaySettings
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings, ScrapeTarget
@@ -322,7 +321,7 @@ class _Planner:
         options, own = self._cluster.gateway.extra.get("vllm_args"), extra.get("engine_args", {})
         if extra.get("engine", "vllm") != "vllm" or not isinstance(options, dict) or not isinstance(own, dict):
             return extra
-        shared = vllm_options.shared_with_engines(options)
+        shared = GatewaySettings.engine_args(options)
         return {**extra, "engine_args": {**shared, **own}} if shared else extra
 
     def _settings(self, kind: type[Settings], at: str, extra: dict[str, Any], values: dict[str, Any]) -> Settings:
