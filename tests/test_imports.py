@@ -20,7 +20,7 @@ SHARED: dict[str, set[str]] = {
     "palette": {"domain", "timeline"},
     "policy": {"domain", "errors"},
     "explain": {"domain", "timeline"},
-    "model": {"errors", "files"},
+    "model": {"domain", "errors", "files"},
     "cost": {"domain", "errors", "files"},
     "sim": {"policy", "cost", "domain", "timeline", "errors", "files"},
     "plan": {"sim", "policy", "cost", "domain", "errors", "files"},
@@ -31,6 +31,7 @@ SHARED: dict[str, set[str]] = {
 PURE = ("policy", "cost", "sim", "plan", "domain", "explain")
 IMPURE = {"asyncio", "time", "socket", "httpx", "zmq", "sqlalchemy", "threading", "subprocess"}
 VLLM = {
+    "gateway/adapters.py",
     "gateway/app.py",
     "gateway/core.py",
     "gateway/structured_outputs.py",
