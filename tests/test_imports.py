@@ -33,6 +33,7 @@ IMPURE = {"asyncio", "time", "socket", "httpx", "zmq", "sqlalchemy", "threading"
 VLLM = {
     "gateway/app.py",
     "gateway/core.py",
+    "gateway/media.py",
     "gateway/structured_outputs.py",
     "gateway/fast_path.py",
     "gateway/vllm_patches.py",
