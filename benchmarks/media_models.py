@@ -73,7 +73,6 @@ class MediaModel:
 
     def make(self, folder: Path, seed: int = 0) -> Path:
         """Write the model with random weights into `folder`."""
-        import torch
         from transformers import AutoConfig, AutoModelForMultimodalLM, set_seed
         from transformers.utils.logging import disable_progress_bar
 
@@ -83,7 +82,7 @@ class MediaModel:
         model = AutoModelForMultimodalLM.from_config(config).float()
         for weight in model.parameters():
             if weight.dim() > 1 and not weight.any():  # a projection of images that begins as zeros
-                torch.nn.init.normal_(weight, std=0.1)
+                weight.data.normal_(std=0.1)
         model.save_pretrained(folder)
         _rename_weights(folder / "model.safetensors", self.renamed)
         _save_tokenizer(self, folder)

@@ -34,6 +34,7 @@ VLLM = {
     "gateway/adapters.py",
     "gateway/app.py",
     "gateway/core.py",
+    "gateway/media.py",
     "gateway/structured_outputs.py",
     "gateway/fast_path.py",
     "gateway/vllm_patches.py",

@@ -18,6 +18,7 @@ def main(model: str, chats: str, tokens: str) -> None:
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         HF_HUB_OFFLINE="1",
         VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_MEDIA_CONNECTOR="http",  # a gateway in the parent process has set its own
     )
     from vllm import LLM, SamplingParams
 
