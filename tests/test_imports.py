@@ -49,6 +49,7 @@ VLLM = {
     "services/worker/engines/vllm_start.py",
 }
 TORCH = {
+    "benchmarks/model_families.py",
     "gateway/core.py",
     "services/worker/engines/vllm_cpu_worker.py",
     "benchmarks/kv.py",

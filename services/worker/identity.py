@@ -15,8 +15,8 @@ import msgspec
 from services.worker.engines.base import EngineInfo
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import InstanceInfo
+from shared.domain.precision import quantised_to
 from shared.files.text import read_json
-from shared.model.precision import quantised_to
 from shared.model.support import config_of
 
 _SAMPLE_BYTES = 64 << 10

@@ -18,9 +18,9 @@ from shared.cost.library import Library
 from shared.cost.step import Batch
 from shared.domain.instance import InstanceInfo
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
+from shared.domain.precision import stored_in
 from shared.domain.rates import UNKNOWN_STEPS, Rates, StepRates
 from shared.errors import PolyphaseError
-from shared.model.precision import stored_in
 from shared.policy.step_budget import SHARE, ChunkBounds, chunk_tokens, next_chunk_tokens
 from shared.runtime.logs import get_log
 

@@ -13,10 +13,10 @@ from shared.cost.catalogue import Catalogue, loose_key
 from shared.cost.efficiency import EfficiencyTable
 from shared.cost.geometry import Experts, ExpertSplit, LatentAttention, ModelGeometry
 from shared.cost.step import StepModel
+from shared.domain.precision import QUANTISED, quantised_to
 from shared.errors import InvalidRequest, NotFound
 from shared.files.text import read_json, shown
 from shared.files.yaml_file import read_yaml
-from shared.model.precision import QUANTISED, quantised_to
 
 _MAX_LAYERS = 10_000
 BUNDLED = Path(__file__).with_name("models.yaml")

@@ -11,10 +11,10 @@ from shared.cost.library import Library
 from shared.cost.step import Speed
 from shared.cost.step_variants import ScaledSteps
 from shared.domain.instance import InstanceInfo
+from shared.domain.precision import stored_in
 from shared.domain.rates import Rates, StepSource
 from shared.errors import InvalidRequest, NotFound
 from shared.files.yaml_file import read_yaml
-from shared.model.precision import stored_in
 
 _EMULATED = "emulated:"  # how an emulated instance's fingerprint names its model
 _HEAD = (

@@ -15,8 +15,8 @@ from shared.cost.kinds import EngineModels
 from shared.domain.instance import Role
 from shared.domain.job import Slo, default_itl_s
 from shared.domain.kv import Codec
+from shared.domain.precision import QUANTISED
 from shared.errors import Incompatible, InvalidRequest
-from shared.model.precision import QUANTISED
 from shared.plan.compose import MARGINS, Composer
 from shared.plan.estimate import Estimator
 from shared.plan.group import Group

@@ -13,10 +13,10 @@ from shared.cost.step_rates import step_rates_of
 from shared.cost.step_variants import ScaledSteps
 from shared.domain.job import Slo
 from shared.domain.kv import default_staging
+from shared.domain.precision import QUANTISED
 from shared.domain.rates import Rates
 from shared.errors import Incompatible, InvalidRequest
 from shared.files.yaml_file import read_document
-from shared.model.precision import QUANTISED
 from shared.policy.registry import from_file
 from shared.policy.step_budget import ChunkBounds, chunk_tokens
 from shared.sim.prediction import Prediction

@@ -19,10 +19,10 @@ from services.worker.identity import precision_of
 from services.worker.settings import WorkerSettings
 from shared.cost.library import Library
 from shared.cost.rates_file import CalibratedKind, Calibration, Kind
+from shared.domain.precision import stored_in
 from shared.errors import InvalidRequest
 from shared.files.faults import describe
 from shared.files.places import Places
-from shared.model.precision import stored_in
 from shared.runtime.settings import ServiceSettings
 from tools.simulate.sim_file import InstanceEntry, RunEntry, SimFile, SloEntry, at_key
 

@@ -29,7 +29,7 @@ from shared.domain.prompt import MODALITIES
 from shared.domain.rates import Rates
 from shared.errors import InvalidRequest
 from shared.model.adapters import LoraSection
-from shared.model.precision import fault_of_quantised
+from shared.model.folder import fault_of_quantised
 from shared.model.source import (
     DOWNLOAD_FILE,
     FILE_FORMATS,

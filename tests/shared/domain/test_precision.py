@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from shared.model.precision import fault_of_quantised, quantised_to, stored_in
+from shared.domain.precision import quantised_to, stored_in
+from shared.model.folder import fault_of_quantised
 
 CONFIG: dict[str, Any] = {"model_type": "llama", "hidden_size": 8, "vocab_size": 16, "architectures": ["L"]}
 

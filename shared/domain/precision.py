@@ -1,11 +1,7 @@
-"""The precision of a model's weights, and whether a quantised checkpoint is of a given base model."""
+"""The precision of a model's weights, by its config.json and as instances report it."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-from shared.model.support import config_of
-from shared.model.weights import embeddings_of
 
 Config = Mapping[str, Any]
 QUANTISED = frozenset({"fp8", "fp4", "int8", "int4"})  # for which the cost model has rates
@@ -16,11 +12,6 @@ _METHODS = {
     "mxfp4": "fp4",
     "experts_int8": "int8",
 }  # whose weights have one precision
-# Keys of config.json that quantisation, or another version of transformers, changes.
-_APART = frozenset(
-    {"quantization_config", "compression_config", "dtype", "torch_dtype", "transformers_version", "use_cache"}
-    | {"_name_or_path", "architectures", "auto_map"}
-)
 
 
 def stored_in(precision: str) -> str:
@@ -57,22 +48,3 @@ def _stated(method: str, given: Mapping[str, Any]) -> str:
     elif method.removesuffix("_marlin") not in ("gptq", "awq"):
         return method
     return f"{kind}{bits}" if bits in (4, 8) else method
-
-
-def fault_of_quantised(weights: Path, base: Path) -> str:
-    """Why the checkpoint in `weights` is not a quantisation of the model in `base`; empty if it may be one.
-
-    Their configurations must agree, apart from what quantisation changes, and their token embeddings, which quantisers
-    leave as they are. Weights that were trained further with the same embeddings are not recognised.
-    """
-    ours, theirs = config_of(weights), config_of(base)
-    for key in sorted(ours.keys() & theirs.keys() - _APART):
-        if ours[key] != theirs[key]:
-            return (
-                f"{weights} is not a quantised checkpoint of {base}: {key} of config.json is {ours[key]!r}, the "
-                f"model's {theirs[key]!r}"
-            )
-    own, its = embeddings_of(weights), embeddings_of(base)
-    if own is None or its is None or own.dtype != its.dtype or own == its:
-        return ""
-    return f"{weights} is not a quantised checkpoint of {base}: its token embeddings are others"
