@@ -191,6 +191,16 @@ def test_details_are_shown_as_text() -> None:
     assert "latency" not in shown
 
 
+def test_what_speculative_decoding_gains_is_shown_where_there_is_any() -> None:
+    plain = msgspec.convert(details("p0"), MonitoredDetails)
+    assert plain.rates.at_start is not None
+    assert "drafted" not in details_html(plain)
+    rates = msgspec.structs.replace(plain.rates, learned=msgspec.structs.replace(plain.rates.at_start, gain=2.5))
+    shown = details_html(msgspec.structs.replace(plain, drafted_tokens=300, accepted_tokens=210, rates=rates))
+    for part in ("accepted drafted tokens", "210 of 300", "tokens of a decode step", "2.50"):
+        assert part in shown, part
+
+
 def test_log_records_are_shortened() -> None:
     record = {"instance_id": "d0", "event": "ready", "service": "worker", "level": "info"}
     line = json.dumps({**record, "timestamp": "2026-11-25T07:10:13.8061Z"})

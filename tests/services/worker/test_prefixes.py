@@ -75,5 +75,14 @@ async def test_what_schedulers_are_told_is_what_the_next_request_finds(block_siz
     sockets.close()
 
 
+async def test_drafts_and_accepted_tokens_are_exported() -> None:
+    async with worker(16) as (instance, registry):
+        instance.engine.steps.drafted(2, 6, 3)
+        instance.engine.steps.drafted(1, 3, 0)
+        labels = '{engine="0",model_name="m"}'
+        for name, value in (("drafts", 3.0), ("draft_tokens", 9.0), ("accepted_tokens", 3.0)):
+            assert f"vllm:spec_decode_num_{name}_total{labels} {value}" in _metrics(registry)
+
+
 def _metrics(registry: CollectorRegistry) -> Any:
     return generate_latest(registry).decode()
