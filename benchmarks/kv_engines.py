@@ -10,7 +10,7 @@ import os
 import socket
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ import msgspec
 from benchmarks.cluster_files import LlamaShape, make_llama
 from benchmarks.results import Result, result
 from benchmarks.suite import spawned
-from services.worker.kv import lossy_salt
+from services.worker.kv import lossy_salt, mixed_salt
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.errors import Unavailable
 
@@ -76,7 +77,11 @@ class EnginePair:
         if codec is None:
             return _request(self._importer, replace(order, salt=name))
         export = _request(self._exporter, Order(order.prompt, 1, salt=name, transfer_id=name, codec=codec))
-        salt = lossy_salt(name) if codec.lossy else name  # without it, lossy KV is not imported
+        salt, precision = name, export.handle.precision if export.handle is not None else ""
+        if codec.lossy:  # without such a salt this KV is not imported
+            salt = lossy_salt(name)
+        elif precision:
+            salt = mixed_salt(precision, name)
         return _request(self._importer, replace(order, salt=salt, handle=export.handle))
 
 
@@ -93,14 +98,15 @@ def _request(pipe: Connection, order: Order) -> Answer:
 
 
 @contextmanager
-def engine_pair(**settings: Any) -> Iterator[EnginePair]:
-    """Engines with these worker settings; they end with the context."""
+def engine_pair(exporter: Mapping[str, Any] = MappingProxyType({}), **settings: Any) -> Iterator[EnginePair]:
+    """Engines with these worker settings, and the exporter with its own; they end with the context."""
     with ExitStack() as stack:
         pipes = []
-        for name in ("exporter", "importer"):
+        for name, own in (("exporter", exporter), ("importer", {})):
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
-            pipe = stack.enter_context(spawned(_serve, {"instance_id": name, "kv_port": port, **settings}, end_s=20.0))
+            values = {"instance_id": name, "kv_port": port, **settings, **own}
+            pipe = stack.enter_context(spawned(_serve, values, end_s=20.0))
             if not pipe.poll(START_S):
                 raise Unavailable(f"{name}: no engine after {START_S:.0f} s")
             if failure := pipe.recv():

@@ -1,5 +1,6 @@
-"""`polyphase bench kv_quality`: what lossy KV does to answers (ThunderServe, Tables 2, 6 and 7). Perplexity, right
-answers, and how much of an answer stays as it is, of the demo model with each codec.
+"""`polyphase bench kv_quality`: what lossy KV and quantised weights do to answers (ThunderServe, Tables 2, 6 and 7).
+Perplexity, right answers, and how much of an answer stays as it is, of the demo model with each codec, and with weights
+in int8 where the prompt is computed, or everywhere.
 
 One engine computes a prompt and exports its KV, the other imports it and decodes. Perplexity is teacher-forced: the
 importing engine is made to produce the text that follows, and reports at each step how likely that token was. The
@@ -16,10 +17,12 @@ from math import exp
 from pathlib import Path
 from random import Random
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
 from benchmarks.kv_engines import EnginePair, Order, engine_pair
+from benchmarks.model_families import int8_copy
 from benchmarks.results import Aim, Result, at_least, at_most
 from benchmarks.suite import DEMO_MODEL
 from shared.domain.kv import Codec
@@ -30,6 +33,7 @@ ANSWER_TOKENS = 64
 PROMPT_TOKENS, SCORED_TOKENS = (48, 400), 64  # of a text: the first half is the prompt, at most so many are scored
 ROWS: dict[str, Codec | None] = {"one instance": None, **{codec.value: codec for codec in Codec}}
 PLAIN, RAW = "one instance", Codec.RAW.value  # without a transfer; exact
+INT8_PREFILL, INT8 = "int8 prefill", "int8 weights"  # mixed precision; quantised weights alone
 # ThunderServe finds perplexities within 1 % (Table 6), accuracies within 2 points (Table 2) and ROUGE of about 0.95
 # (Table 7) with 4 bits.
 PERPLEXITY, RIGHT, ROUGE = 1.01, 0.02, 0.9
@@ -60,8 +64,8 @@ class Measured:
         return exp(-fmean(self.logprobs))
 
 
-def run_kv_quality_bench(data: Path, texts: int = TEXTS, tasks: int = TASKS) -> Result:
-    """data: holds `prompt_response/`, GPTeacher's files."""
+def run_kv_quality_bench(data: Path, texts: int = TEXTS, tasks: int = TASKS, *, weights: bool = True) -> Result:
+    """data: holds `prompt_response/`, GPTeacher's files. weights: whether quantised weights are measured, too."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
@@ -73,8 +77,16 @@ def run_kv_quality_bench(data: Path, texts: int = TEXTS, tasks: int = TASKS) -> 
         )
     chosen = Random(1).sample(chosen, texts)
     drawn = drawn_tasks(tokenizer, tasks)
-    with engine_pair(model=str(DEMO_MODEL), kv_cache_bytes=32 << 20, lossy_kv=True) as pair:
+    settings: dict[str, Any] = {"model": str(DEMO_MODEL), "kv_cache_bytes": 32 << 20}
+    with engine_pair(**settings, lossy_kv=True) as pair:
         measured = {row: _measure(pair, codec, chosen, drawn, tokenizer) for row, codec in ROWS.items()}
+    with TemporaryDirectory(prefix="polyphase-int8-") as folder:
+        int8 = {"weights": str(int8_copy(DEMO_MODEL, Path(folder)))} if weights else {}
+        if int8:
+            with engine_pair(int8, **settings) as pair:
+                measured[INT8_PREFILL] = _measure(pair, Codec.RAW, chosen, drawn, tokenizer)
+            with engine_pair(**settings, **int8) as pair:
+                measured[INT8] = _measure(pair, None, chosen, drawn, tokenizer)
     return _result(measured, drawn, texts)
 
 
@@ -126,11 +138,13 @@ def _result(measured: dict[str, Measured], tasks: Sequence[Task], texts: int) ->
         )
     aims: dict[str, Aim] = {}
     aims[f"{RAW}_answers_identical_share"] = at_least(1.0, figures[f"{RAW}_answers_identical_share"])
-    for codec in (each.value for each in Codec if each.lossy):
+    lossy = [each.value for each in Codec if each.lossy]
+    for row in [*lossy, *(row for row in (INT8_PREFILL,) if row in measured)]:
+        name = row.replace(" ", "_")
         aims |= {
-            f"{codec}_perplexity_ratio": at_most(PERPLEXITY, measured[codec].perplexity / raw.perplexity, 4),
-            f"{codec}_tasks_lost_share": at_most(RIGHT, round(right[RAW] - right[codec], 3)),
-            f"{codec}_rouge_l": at_least(ROUGE, figures[f"{codec}_rouge_l"]),
+            f"{name}_perplexity_ratio": at_most(PERPLEXITY, measured[row].perplexity / raw.perplexity, 4),
+            f"{name}_tasks_lost_share": at_most(RIGHT, round(right[RAW] - right[row], 3)),
+            f"{name}_rouge_l": at_least(ROUGE, figures[f"{name}_rouge_l"]),
         }
     notes = [
         f"{len(plain.logprobs)} tokens of {texts} held-out conversations scored after their first halves; greedy "

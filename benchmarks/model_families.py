@@ -3,6 +3,8 @@
 They have no tokenizer: engines must be started with `skip_tokenizer_init`.
 """
 
+import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -210,3 +212,38 @@ def save_random(config: Any, folder: Path, seed: int = 0) -> Path:
     set_seed(seed)
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     return folder
+
+
+def int8_copy(model: Path, folder: Path) -> Path:
+    """A copy of a model with the weights of its linear layers in int8, with a scale for each output channel, as vLLM
+    reads them (compressed-tensors, W8A8: activations are quantised for each token). Returns the folder.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in model.glob("*.json"):
+        shutil.copy(file, folder)
+    tensors = {}
+    for name, tensor in load_file(model / "model.safetensors").items():
+        tensors[name] = tensor
+        if name.endswith("_proj.weight"):
+            scale = tensor.float().abs().amax(1, keepdim=True) / 127.0
+            tensors[name] = (tensor.float() / scale).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scale.to(torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    group = {"targets": ["Linear"], "weights": _scheme("channel"), "input_activations": _scheme("token", dynamic=True)}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _scheme(strategy: str, *, dynamic: bool = False) -> dict[str, Any]:
+    return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": dynamic}

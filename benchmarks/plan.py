@@ -49,6 +49,7 @@ def run_plan_bench(data: Path, parts: Sequence[str] = (), processes: int = 2) ->
     """The parts of these names, all without any. processes: that search, where there are many inventories."""
     all_parts: dict[str, Callable[[], Result]] = {
         "thunderserve": partial(cases.case_32, data),
+        "precision": partial(cases.case_precision, data),
         "sizes": partial(cases.case_sizes, data),
         "bandwidth": cases.case_bandwidth,
         "loss": partial(cases.case_loss, data),

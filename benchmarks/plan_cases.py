@@ -180,6 +180,30 @@ def case_32(data: Path) -> Result:
     return result(figures, aims | {"more for prefill in coding than in conversation": more}, notes)
 
 
+def case_precision(data: Path) -> Result:
+    """The paper's inventory without and with int8 weights for prompts, which all its types compute at twice the rate:
+    goodput for a dollar, and what the rate that is served without them costs.
+    """
+    figures: dict[str, float] = {}
+    aims: dict[str, Aim] = {}
+    notes = []
+    for kind in TRACES:
+        plain = thunderserve(data, kind)
+        mixed = replace(thunderserve(data, kind), quantised=("int8",))
+        found = {"one": converged(plain)[0], "mixed": converged(mixed)[0]}
+        for name, problem in (("one", plain), ("mixed", mixed)):
+            plan, goodput = found[name].plan, found[name].promise.goodput
+            dollars = problem.price_usd_hour(plan.groups)
+            figures |= {
+                f"{kind}_{name}_precision_goodput_requests_per_s": goodput,
+                f"{kind}_{name}_precision_requests_per_usd": 3600.0 * goodput / dollars,
+            }
+            notes.append(f"{kind}, {name} precision: {groups_text(problem, plan.groups)}")
+        gain = found["mixed"].promise.goodput / found["one"].promise.goodput
+        aims[f"{kind}: goodput with int8 prefill"] = aim(">= 1", f"{gain:.2f} x", gain >= 1.0)
+    return result(figures, aims, notes)
+
+
 def case_sizes(data: Path) -> Result:
     """16 and 24 GPUs: how long until it converges."""
     return result(

@@ -155,7 +155,8 @@ def _engine(row: InstanceRow) -> str:
         name = markup.text(f"{info.compatibility.engine} {info.compatibility.engine_version}")
     degrees = (("TP", info.tensor_parallel), ("PP", info.pipeline_parallel))
     parallel = "".join(f", {name} {degree}" for name, degree in degrees if degree > 1)
-    return f"<div>{name} {markup.soft(f'{info.accelerator}, {info.dtype}{parallel}')}</div>"
+    precision = f" ({info.precision} weights)" if info.precision else ""
+    return f"<div>{name} {markup.soft(f'{info.accelerator}, {info.dtype}{precision}{parallel}')}</div>"
 
 
 def _load(row: InstanceRow) -> str:

@@ -405,6 +405,7 @@ class ClusterCore:
             carry=carry,
             local_only=params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None,
             slo=self._slos[state.slo],
+            one_precision=state.one_precision or not self._slos[state.slo].mixed_precision,
             caller=state.caller,
         )
 

@@ -33,6 +33,7 @@ FastPathOf = Callable[[Scope, Headers, bytes], ASGIApp | None]
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
 SLO_HEADER = b"x-polyphase-slo"
+PRECISION_HEADER = b"x-polyphase-mixed-precision"
 TIERED_PATHS = frozenset(  # routes whose bodies may name a `service_tier`
     {"/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", RESPONSES, "/invocations"}
 )
@@ -131,6 +132,7 @@ class Edge:
                     state.claim(hints.jobs)
                     state.arrived_s = time.time()
                     state.cache_salt = key.cache_salt if key else ""
+                    state.one_precision = _forbids_mixed_precision(headers)
                     state.body_bytes = len(body)
                     state.hold = charge
                     state.client_request_id = (
@@ -216,6 +218,17 @@ class Edge:
             raise InvalidRequest(f"unknown service_tier {tier!r:.80}; known: {choices}")
         _require_allowed(key, known[tier])
         return known[tier], tier
+
+
+def _forbids_mixed_precision(headers: Headers) -> bool:
+    """Whether one precision has to compute the request, whatever its class. Raises InvalidRequest."""
+    said = headers.get(PRECISION_HEADER, b"true").strip().lower()
+    if said not in (b"true", b"false"):
+        raise InvalidRequest(
+            f"X-Polyphase-Mixed-Precision must be true or false, not {said.decode('latin-1')!r:.80}: false if one "
+            "precision is to compute the prompt and the answer"
+        )
+    return said == b"false"
 
 
 def _require_allowed(key: ApiKey | None, slo: str) -> None:

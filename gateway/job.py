@@ -14,6 +14,7 @@ import msgspec
 from gateway.lengths import LengthClient, PendingPrediction
 from gateway.tracing import JobTrace
 from shared.domain.job import FirstTokenOut, Generation, JobView, LengthPrediction, Loss, Phase, Slo, itl_met
+from shared.domain.kv import KvHandle
 from shared.domain.prompt import hashes_of, modalities, packed, whole_items
 from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import Delayed, PolyphaseError
@@ -73,6 +74,7 @@ class JobSpec:
     local_only: bool
     slo: Slo
     caller: str = ""
+    one_precision: bool = False  # as in JobView
     prompt: bytes = field(init=False)  # its tokens, packed
     media: tuple[str, ...] = field(init=False)  # the modalities of its media items
 
@@ -128,6 +130,7 @@ class Job:
     split: int = 0
     prefill_instance: str = ""
     decode_instance: str = ""
+    precision: str | None = None  # of the instance that computes the answer; None: not known yet
     call: EngineCall = field(default_factory=EngineCall)
     delays: int = 0  # how often the scheduler delayed it
     waited_s: float = 0.0  # without an instance, since the last token
@@ -242,6 +245,8 @@ class Job:
             waited_s=max(0.0, time.time() - spec.arrived_s),
             started=bool(self.tokens),
             adapter=spec.generation.adapter,
+            one_precision=spec.one_precision,
+            precision=self.precision,
             media=spec.media,
         )
 
@@ -301,6 +306,8 @@ class Job:
         self.split = route.split
         self.prefill_instance = route.prefill.instance_id if route.prefill else ""
         self.decode_instance = route.decode.instance_id if route.decode else ""
+        if self.spec.one_precision and self.precision is None and (first := route.prefill or route.decode):
+            self.precision = first.precision
         self.decided("placement", self.prefill_instance or self.decode_instance, route.reasons)
 
     def can_move(self, max_moves: int) -> bool:
@@ -434,6 +441,21 @@ class Job:
     def output_failed(self, code: str) -> None:
         """A step could not be passed on. The job is to be cancelled, and has failed with this code."""
         self.finish_reason, self.failed_code = "", code
+
+    def decodes_at(self, instance: InstanceRef, handle: KvHandle | None) -> None:
+        """An instance is to decode, from KV where there is a handle. The timeline shows if parts of the answer were
+        computed at another precision.
+        """
+        parts = {} if handle is None else {"prompt": handle.precision}
+        if self.tokens and self.precision is not None:
+            parts["tokens so far"] = self.precision
+        figures: dict[str, float | str] = {
+            part: precision or "the model's" for part, precision in parts.items() if precision != instance.precision
+        }
+        if figures:
+            figures["from here"] = instance.precision or "the model's"
+            self.decided("precision", instance.instance_id, (Reason("mixed precision", figures),))
+        self.precision = instance.precision
 
     # Calls and pauses
 

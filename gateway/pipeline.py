@@ -428,6 +428,7 @@ class Pipeline:
         instance = target.instance
         job.phase = Phase.DECODE
         job.decode_instance = instance.instance_id
+        job.decodes_at(instance, handle)
         self._reporter.report(job)
         request = DecodeRequest(
             job.view(),

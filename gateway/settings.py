@@ -31,6 +31,7 @@ class SloClass(BaseModel):
     lossy_kv: Codec = Codec.RAW  # the coarsest codec its KV may be sent with where the link is slow
     first_token: FirstTokenOut = FirstTokenOut.EARLY  # or "smooth": together with the second token
     queue_s: float = Field(600.0, gt=0)  # the longest wait of a job in the gateway, of a class that yields
+    mixed_precision: bool = True  # where the cluster allows it; false: one precision computes prompt and answer
 
     @model_validator(mode="after")
     def _gaps_at_least_mean(self) -> Self:
@@ -41,7 +42,17 @@ class SloClass(BaseModel):
     def as_slo(self, name: str) -> Slo:
         """The class as policies see it."""
         itl_s = default_itl_s(self.tpot_s) if self.itl_s is None else self.itl_s
-        return Slo(name, self.ttft_s, self.tpot_s, self.weight, self.when_full, self.lossy_kv, itl_s, self.first_token)
+        return Slo(
+            name,
+            self.ttft_s,
+            self.tpot_s,
+            self.weight,
+            self.when_full,
+            self.lossy_kv,
+            itl_s,
+            self.first_token,
+            self.mixed_precision,
+        )
 
 
 BUILT_IN = {"default": SloClass(), "batch": SloClass(ttft_s=600.0, tpot_s=1.0, weight=0.1, when_full=WhenFull.DELAY)}

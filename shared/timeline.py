@@ -44,7 +44,7 @@ class Decision(msgspec.Struct, frozen=True):
     """A decision on the request, with its reasons."""
 
     time_s: float
-    kind: str  # "placement", "dispatch", "split", "full", "resume", "move"
+    kind: str  # "placement", "dispatch", "split", "full", "resume", "move", "precision", …
     chosen: str
     reasons: tuple[Reason, ...] = ()
 

@@ -112,6 +112,7 @@ class Registration(_FromService):
     pipeline_parallel: Positive = 1
     kv_dtype: Annotated[str, Field(max_length=64)] = ""
     adapters: Annotated[dict[Text, Text], Field(max_length=4096)] = {}
+    precision: Annotated[str, Field(max_length=64, pattern=r"^[\w.-]*$")] = ""
     media: Annotated[list[Text], Field(max_length=16)] = []
 
     def to_info(self) -> InstanceInfo:

@@ -136,14 +136,16 @@ class Record:
 _RELEASE = re.compile(r"(\d{1,6})\.(\d{1,6})(?!\d)")
 
 
-def check(newcomer: InstanceInfo, members: Sequence[InstanceInfo], fingerprint: str = "") -> None:
+def check(
+    newcomer: InstanceInfo, members: Sequence[InstanceInfo], fingerprint: str = "", *, mixed_precision: bool = False
+) -> None:
     """Raises Incompatible, naming each field that differs and both values, where `newcomer` does not fit the members.
 
     Model fingerprint, adapters of one name, KV geometry and components must agree with every member, and wire versions
     must be compatible (`shared.runtime.wire_version`). Of one engine, adjacent releases may serve together, so that a
     cluster can be upgraded one instance at a time; without components to compare, versions must be equal. dtype, block
-    size, tensor and pipeline parallelism and context length may differ. `fingerprint`: the one that the settings pin,
-    if any.
+    size, tensor and pipeline parallelism and context length may differ, and with `mixed_precision` the precision of the
+    weights. `fingerprint`: the one that the settings pin, if any.
     """
     if fingerprint and newcomer.compatibility.fingerprint != fingerprint:
         found = newcomer.compatibility.fingerprint
@@ -151,12 +153,18 @@ def check(newcomer: InstanceInfo, members: Sequence[InstanceInfo], fingerprint: 
             f"{newcomer.instance_id} does not fit this cluster: fingerprint is {found!r}, "
             f"the settings pin {fingerprint!r}"
         )
-    one_of_each = {member.compatibility: member for member in members}
+    one_of_each = {(member.compatibility, member.precision): member for member in members}
     for member in one_of_each.values():
         if differences := _differences(newcomer, member):
             raise Incompatible(
                 f"{newcomer.instance_id} does not fit this cluster: {'; '.join(differences)} "
                 f"(as {member.instance_id} has it)"
+            )
+        if newcomer.precision != member.precision and not mixed_precision:
+            raise Incompatible(
+                f"{newcomer.instance_id} does not fit this cluster: its precision is {newcomer.precision!r}, the "
+                f"cluster has {member.precision!r} (as {member.instance_id} has it; '' is the model's own): with "
+                "`mixed_precision: true` at the top of the cluster file a request may be computed at both"
             )
     for member in members if newcomer.adapters else ():
         for name, digest in newcomer.adapters.items():
@@ -264,7 +272,7 @@ class Registry:
         if known is not None:
             _check_identity(info, known)
         members = [r.info for r in self._records.values() if r.alive and r.instance_id != info.instance_id]
-        check(info, members, self._settings.fingerprint)
+        check(info, members, self._settings.fingerprint, mixed_precision=self._settings.mixed_precision)
         if known is not None and known.alive and _same_process(info, known.info):
             if info != known.info:  # measured rates may have changed
                 known.info = info

@@ -40,6 +40,7 @@ class MonitorSettings(ServiceSettings):
     connect_timeout_s: float = Field(5.0, gt=0)  # for the connection to a newly registered instance
     quiet_start_s: float = Field(1.0, ge=0)  # a restarted monitor waits so long for the instances that it remembers
     fingerprint: str = ""  # the only model allowed; empty: the first instance decides
+    mixed_precision: bool = False  # instances whose weights are quantised otherwise than others' may register
 
     drain_timeout_s: float = Field(30.0, gt=0)  # of a flip or drain that names none
     rpc_timeout_s: float = Field(2.0, gt=0)  # of a flip's steps other than the drain

@@ -56,6 +56,7 @@ class Cluster(BaseModel):
     name: str
     model: str  # a folder or a Hugging Face name
     trust_remote_code: bool = False  # gateways, instances and predictors may run code of the model's repository
+    mixed_precision: bool = False  # an answer may be computed at several precisions (`weights` of instances)
     served_model_name: str = ""
     max_model_len: int = Field(2048, gt=0)
     lora: LoraSection = LoraSection()
@@ -235,4 +236,13 @@ def _with_paths_from(folder: Path, cluster: Cluster) -> Cluster:
     if adapters := cluster.lora.adapters:
         found_at = {name: str(resolve_path(Path(each), folder)) for name, each in adapters.items()}
         changes["lora"] = cluster.lora.model_copy(update={"adapters": found_at})
+    if any(isinstance(entry.extra.get("weights"), str) for entry in cluster.instances):
+        changes["instances"] = tuple(_with_weights_from(folder, entry) for entry in cluster.instances)
     return cluster.model_copy(update=changes)
+
+
+def _with_weights_from(folder: Path, entry: InstanceSection) -> InstanceSection:
+    weights = entry.extra.get("weights")
+    if not isinstance(weights, str) or not weights:
+        return entry
+    return entry.model_copy(update={"weights": resolve_model(weights, folder)})

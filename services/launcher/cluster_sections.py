@@ -21,7 +21,8 @@ from shared.runtime.settings import ServiceSettings
 
 # Settings that no section accepts, besides the `derived` of its class.
 CLUSTER_KEYS = frozenset(
-    {"model", "lora", "trust_remote_code", "database_url", "cluster_token", "curve_public", "curve_secret"}
+    {"model", "lora", "mixed_precision", "trust_remote_code", "database_url"}
+    | {"cluster_token", "curve_public", "curve_secret"}
 )  # of `Cluster`
 POLICY_KEYS = frozenset(KINDS) | {f"{kind}_parameters" for kind in KINDS}  # of `Cluster.policies`
 KEY_FILES = frozenset({"cluster_token_file", "curve_file"})  # in the data folder, written by the launcher

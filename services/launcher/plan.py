@@ -90,7 +90,7 @@ def start_s_of(settings: WorkerSettings) -> float:
     """
     if settings.engine == "emulated":
         return Limits().start_s
-    weights = _weights(settings.model)
+    weights = _weights(settings.source.model)
     if weights is None:
         return FETCH_S
     captures = settings.accelerator != "cpu" and not settings.engine_args.get("enforce_eager")
@@ -191,6 +191,7 @@ class _Planner:
             "policies": c.policies,
             "scrape": scrape,
             "expected_instances": c.expected_instances,
+            "mixed_precision": c.mixed_precision,
             **self._curve,
         }
         settings = self._settings(MonitorSettings, "monitor", c.monitor.extra, values)

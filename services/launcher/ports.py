@@ -73,13 +73,14 @@ def free_range(start: int = 20_000, stop: int = 32_000, size: int = _SPAN, host:
     """
     give_up_mono = time.monotonic() + RESERVED_S
     while True:
+        last = time.monotonic() > give_up_mono  # before the look: whatever was reserved at the call has ended by then
         with _reservations() as reserved:
             for base in range(start, stop, size):
                 meets_other = any(base < other.base + other.size and other.base < base + size for other in reserved)
                 if not meets_other and all(is_free(host, port) for port in range(base, base + size)):
                     reserved.append(_Reservation(base, size, time.monotonic()))
                     return base
-        if not reserved or time.monotonic() > give_up_mono:
+        if not reserved or last:
             raise Conflict(f"there are no {size} consecutive free ports between {start} and {stop}")
         time.sleep(_POLL_S)
 

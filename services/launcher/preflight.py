@@ -98,10 +98,13 @@ def _of_source(cluster: Cluster, plan: Plan) -> Faults:
     The config.json of a name is downloaded; without a connection it may be in the cache.
     """
     for source in dict.fromkeys(_source_of(spec) for spec in plan.processes if _loads_model(spec)):
+        quantised = source.model != cluster.model
+        if quantised and source.folder is not None:
+            continue  # checked with its instance
         try:
             read_config(source, trust_remote_code=cluster.trust_remote_code)
         except PolyphaseError as error:
-            yield Fault("model", error.message)
+            yield Fault("instances", f"weights: {error.message}") if quantised else Fault("model", error.message)
 
 
 def _loads_model(spec: ProcessSpec) -> bool:
@@ -190,7 +193,11 @@ def _of_instance(at: str, settings: WorkerSettings, env: dict[str, str]) -> Faul
         return
     if settings.kv_transport == "nixl" and find_spec("nixl") is None:
         yield Fault(f"{at}.kv_transport", "NIXL is not installed: `pip install 'polyphase[nixl]'`, or choose tcp")
-    config, degree, stages = _config(settings.model), settings.tensor_parallel, settings.pipeline_parallel
+    if settings.weights and (fault := fault_of(settings.weights, weights=settings.load_format in FILE_FORMATS)):
+        yield Fault(f"{at}.weights", fault)
+        return
+    config = _config(settings.source.model)
+    degree, stages = settings.tensor_parallel, settings.pipeline_parallel
     stored = str(settings.engine_args.get("kv_cache_dtype", "auto"))
     if fault := fault_of_stored_kv(config, stored, settings.dtype):
         yield Fault(f"{at}.engine_args", fault)
@@ -211,7 +218,8 @@ def _of_instance(at: str, settings: WorkerSettings, env: dict[str, str]) -> Faul
 def _of_memory(cluster: Cluster, plan: Plan) -> Faults:
     """Devices whose memory is too small for the weights and the KV of their instances."""
     settings = {spec.name: spec.settings for spec in plan.processes if isinstance(spec.settings, WorkerSettings)}
-    sizes = {dtype: weights_of(cluster.model, dtype) for dtype in {each.dtype for each in settings.values()}}
+    kinds = {(each.source.model, each.dtype) for each in settings.values()}
+    sizes = {kind: weights_of(*kind) for kind in kinds}
     entries = {name: entry.id for entry in cluster.instances for name in entry.ids}
     for device, names in plan.devices.users.items():
         users = [settings[name] for name in names if name in settings]
@@ -221,7 +229,9 @@ def _of_memory(cluster: Cluster, plan: Plan) -> Faults:
             kind = catalogue().get(users[-1].accelerator)
         except PolyphaseError:
             continue
-        needed = sum(each.device_bytes(known.loaded if (known := sizes[each.dtype]) else 0) for each in users)
+        needed = sum(
+            each.device_bytes(known.loaded if (known := sizes[each.source.model, each.dtype]) else 0) for each in users
+        )
         least = needed - MARGIN_BYTES * len(users)  # the memory of activations and graphs is unknown
         if least > kind.memory_bytes and not any(users[-1].stage_accelerators):
             of = f" of {', '.join(names)}" if len(names) > 1 else ""

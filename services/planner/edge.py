@@ -87,6 +87,7 @@ class SearchIn(_Edge):
     one_node: bool = False
     max_model_len: Tokens | None = None
     chunk_size: Annotated[int, Field(ge=1, le=1 << 20)] = 2048
+    quantised: Annotated[dict[Name, Annotated[str, Field(max_length=512)]], Field(max_length=4)] = {}
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 1
 
     def resolved(self, library: Library, search_s: float) -> PlanRequest:

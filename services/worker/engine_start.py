@@ -66,7 +66,7 @@ async def start_engine(
 
 def _connector_config(settings: WorkerSettings, generation: int, events: str, control_key: str) -> dict[str, Any]:
     """The `KvSettings` of the ranks."""
-    from services.worker.identity import fingerprint
+    from services.worker.identity import fingerprint, precision_of
 
     curve_public, curve_secret = settings.curve_pair() or ("", "")
     return {
@@ -76,6 +76,7 @@ def _connector_config(settings: WorkerSettings, generation: int, events: str, co
         "instance_id": settings.instance_id,
         "generation": generation,
         "fingerprint": fingerprint(settings.model),
+        "precision": precision_of(settings),
         "staging_bytes": settings.staging_bytes,
         "inbox_bytes": settings.inbox_bytes,
         "lease_s": settings.lease_s,
@@ -121,4 +122,5 @@ def _handle_template(settings: WorkerSettings, info: EngineInfo, generation: int
         dtype=info.kv_dtype or settings.dtype,
         stages=info.stages,
         lease_s=settings.lease_s,
+        precision=info.precision,
     )

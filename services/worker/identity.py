@@ -1,12 +1,14 @@
 """The identity of an instance.
 
-It is the record with which the instance registers at the cluster monitor, and the fingerprint of its model, by which
-instances recognise that they serve the same model.
+It is the record with which the instance registers at the cluster monitor, the fingerprint of its model, by which
+instances recognise that they serve the same model, and the precision of its weights.
 """
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -14,6 +16,8 @@ from services.worker.engines.base import EngineInfo
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import InstanceInfo
 from shared.files.text import read_json
+from shared.model.precision import quantised_to
+from shared.model.support import config_of
 
 _SAMPLE_BYTES = 64 << 10
 _SAMPLES = 16
@@ -44,6 +48,7 @@ def instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int)
         pipeline_parallel=settings.pipeline_parallel,
         kv_dtype=engine.kv_dtype,
         adapters=engine.adapters,
+        precision=engine.precision,
         media=engine.media,
     )
     if not settings.rates_file:
@@ -54,17 +59,38 @@ def instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int)
     return msgspec.structs.replace(info, rates=found.applied_to(info.rates))
 
 
+def precision_of(settings: WorkerSettings) -> str:
+    """What its weights are quantised to, as `InstanceInfo.precision`; empty where that is the model's own precision.
+
+    A checkpoint of its own has the digest of its weights behind it: two of the same precision differ.
+    """
+    if settings.engine == "emulated":
+        return settings.emulated_precision
+    if settings.weights:
+        return f"{quantised_to(_config(settings.weights)) or 'unquantised'}-{fingerprint(settings.weights)[:8]}"
+    method = settings.engine_args.get("quantization")  # vLLM quantises the weights while it loads them
+    return str(method) if method and not quantised_to(_config(settings.model)) else ""
+
+
+def _config(model: str) -> Mapping[str, Any]:
+    folder = folder_of(model)
+    return config_of(folder) if folder is not None else {}
+
+
+def folder_of(model: str) -> Path | None:
+    """The folder of a model's files on this host: itself, or that of its name in the hub's cache."""
+    folder = Path(model)
+    return folder if folder.is_dir() else _cached_snapshot(model)
+
+
 def fingerprint(model: str) -> str:
     """Digest of the configuration and of strided samples of every weight file; of the name when not a folder.
 
     Samples keep it fast for a model of a hundred gigabytes, and still tell two fine-tunes of one base apart.
     The precision is left out: instances may differ in it.
     """
-    folder = Path(model)
-    digest = hashlib.sha256()
-    if not folder.is_dir():
-        folder = _cached_snapshot(model) or folder
-    if not folder.is_dir():
+    folder, digest = folder_of(model), hashlib.sha256()
+    if folder is None:
         digest.update(model.encode())
         return digest.hexdigest()[:32]
     config = read_json(folder / "config.json")

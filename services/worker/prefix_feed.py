@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from services.worker.engines.base import BlockName, BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
-from services.worker.kv import is_lossy_salt
+from services.worker.kv import holds_exact_kv
 from shared.domain.prompt import BLOCK_TOKENS, MAX_BLOCKS, TOKEN_BYTES, PrefixDelta, next_hash, packed, root_hash
 from shared.policy.reachable_blocks import ReachableBlocks
 from shared.wire.messages import PrefixesRequest
@@ -135,7 +135,7 @@ class HeldPrefixes:
 
     def _end_of(self, event: BlocksStored) -> "_End | None":
         if event.parent is None:
-            return None if is_lossy_salt(event.salt) else _End(root_hash(event.salt, event.adapter), 0)
+            return _End(root_hash(event.salt, event.adapter), 0) if holds_exact_kv(event.salt) else None
         node = self._nodes.get(event.parent)
         return node.end if node is not None and node.copies else None
 

@@ -41,6 +41,7 @@ class WorkerSettings(TracedSettings):
     role: Role = Role.PREFILL
     engine: Literal["vllm", "emulated"] = "vllm"
     model: str
+    weights: str = ""  # a quantised checkpoint of `model`, loaded in its place; a folder or a Hugging Face name
     trust_remote_code: bool = False  # Python code of the model's repository may run
     accelerator: str = "cpu"
 
@@ -92,6 +93,7 @@ class WorkerSettings(TracedSettings):
 
     # An emulated engine's time: "cost" from the cost model of `accelerator` and `emulated_model`, or a fixed step.
     emulated_model: str = "Llama-3-8B"
+    emulated_precision: Literal["", "fp8", "int8", "int4", "fp4"] = ""  # of its weights; empty: `dtype`
     emulated_step_s: float | None = None
     emulated_prefill_s_per_token: float | None = None
     emulated_link_gbps: float = Field(0.0, ge=0)  # of its network port, Gb/s; 0: KV transfers take no time
@@ -115,6 +117,10 @@ class WorkerSettings(TracedSettings):
             raise ValueError("\n".join(f"engine_args: {fault}" for fault in faults))
         if self.lora.adapters and self.engine == "emulated":
             raise ValueError("lora: an emulated engine has no adapters: use `engine: vllm`, or leave `lora` out")
+        if self.weights and self.engine == "emulated":
+            raise ValueError("weights: an emulated engine loads none: use `emulated_precision`")
+        if self.emulated_precision and self.engine != "emulated":
+            raise ValueError("emulated_precision: only emulated engines have it: use `weights`, or quantization")
         if self.pipeline_layers and len(self.pipeline_layers) != self.pipeline_parallel:
             stages = f"{self.pipeline_parallel} of `pipeline_parallel`"
             raise ValueError(f"pipeline_layers: {len(self.pipeline_layers)} stages, not the {stages}")
@@ -137,7 +143,8 @@ class WorkerSettings(TracedSettings):
 
     @property
     def source(self) -> ModelSource:
-        return source_of(self.model, self.engine_args)
+        """What its engine loads."""
+        return source_of(self.weights or self.model, self.engine_args)
 
     @property
     def load_format(self) -> str:

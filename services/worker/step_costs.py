@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from services.worker.engines.base import StepLog
+from services.worker.identity import precision_of
 from services.worker.settings import WorkerSettings
 from shared.cost.kinds import EngineKind, EngineModels, Stage, even_layers
 from shared.cost.learning import LinkLearner, StepLearner
@@ -19,6 +20,7 @@ from shared.domain.instance import InstanceInfo
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.rates import UNKNOWN_STEPS, Rates, StepRates
 from shared.errors import PolyphaseError
+from shared.model.precision import stored_in
 from shared.policy.step_budget import SHARE, ChunkBounds, chunk_tokens, next_chunk_tokens
 from shared.runtime.logs import get_log
 
@@ -153,6 +155,8 @@ def kind_of(settings: WorkerSettings, models: EngineModels) -> EngineKind:
     layers = settings.pipeline_layers or even_layers(models.geometry.layers, stages)
     layout = tuple(Stage(models.device(name).name, count) for name, count in zip(names, layers, strict=True))
     hop = settings.emulated_hop.link if settings.emulated_hop is not None else None
+    if weights := stored_in(precision_of(settings)):
+        return EngineKind(layout, settings.tensor_parallel, weights, kv_dtype=settings.dtype, hop=hop)
     return EngineKind(layout, settings.tensor_parallel, settings.dtype, hop=hop)
 
 

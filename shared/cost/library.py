@@ -16,6 +16,7 @@ from shared.cost.step import StepModel
 from shared.errors import InvalidRequest, NotFound
 from shared.files.text import read_json, shown
 from shared.files.yaml_file import read_yaml
+from shared.model.precision import QUANTISED, quantised_to
 
 _MAX_LAYERS = 10_000
 BUNDLED = Path(__file__).with_name("models.yaml")
@@ -146,14 +147,11 @@ def _common(config: Config) -> dict[str, Any]:
 
 
 def _dtype(config: Config) -> str:
-    quantisation = config.get("quantization_config") or {}
-    if not isinstance(quantisation, Mapping):
-        raise InvalidRequest(f"model config: quantization_config must be an object, not {shown(quantisation)}")
-    method = str(quantisation.get("quant_method", ""))
-    if method in ("fp8", "fbgemm_fp8"):
-        return "fp8"
-    if method in ("gptq", "awq", "gptq_marlin", "awq_marlin"):
-        return "int4" if quantisation.get("bits", 4) == 4 else "int8"
+    given = config.get("quantization_config") or {}
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f"model config: quantization_config must be an object, not {shown(given)}")
+    if (quantised := quantised_to(config)) in QUANTISED - {"fp4"}:  # mxfp4 is for experts alone
+        return quantised
     stated = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     return {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}.get(str(stated), str(stated))
 

@@ -14,6 +14,7 @@ from shared.domain.instance import InstanceInfo
 from shared.domain.rates import Rates, StepSource
 from shared.errors import InvalidRequest, NotFound
 from shared.files.yaml_file import read_yaml
+from shared.model.precision import stored_in
 
 _EMULATED = "emulated:"  # how an emulated instance's fingerprint names its model
 _HEAD = (
@@ -23,7 +24,9 @@ _HEAD = (
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What instances of equal speed have in common. `model`: its name, or its folder's."""
+    """What instances of equal speed have in common. `model`: its name, or its folder's. `precision`: of its weights
+    where they are quantised (`stored_in`), without the digest of a checkpoint.
+    """
 
     engine: str
     accelerator: str
@@ -32,19 +35,22 @@ class Kind(msgspec.Struct, frozen=True):
     tensor_parallel: int
     threads: int
     pipeline_parallel: int = 1
+    precision: str = ""
 
     @classmethod
     def from_info(cls, info: InstanceInfo, threads: int) -> "Kind":
         """The kind of an instance; `threads` is the worker's setting."""
         name = Path(geometry_name(info)).name
         engine, degrees = info.compatibility.engine, (info.tensor_parallel, info.pipeline_parallel)
-        return cls(engine, info.accelerator, name, info.dtype, degrees[0], threads, degrees[1])
+        precision = stored_in(info.precision) or info.precision
+        return cls(engine, info.accelerator, name, info.dtype, degrees[0], threads, degrees[1], precision)
 
     def __str__(self) -> str:
         parts = f"tensor_parallel {self.tensor_parallel}, threads {self.threads}"
         if self.pipeline_parallel > 1:
             parts += f", pipeline_parallel {self.pipeline_parallel}"
-        return f"{self.engine} on {self.accelerator}, {self.model}, {self.dtype}, {parts}"
+        weights = f" with {self.precision} weights" if self.precision else ""
+        return f"{self.engine} on {self.accelerator}, {self.model}, {self.dtype}{weights}, {parts}"
 
 
 def geometry_name(info: InstanceInfo) -> str:
@@ -89,7 +95,7 @@ class CalibratedKind(msgspec.Struct, frozen=True):
         """Step times of an instance that has its host to itself."""
         kind = self.kind
         degrees = kind.tensor_parallel, kind.pipeline_parallel
-        model = library.step_model(kind.accelerator, self.geometry, *degrees, kind.dtype)
+        model = library.step_model(kind.accelerator, self.geometry, *degrees, stored_in(kind.precision) or kind.dtype)
         speed = Speed(self.compute_factor, self.bandwidth_factor, self.step_s, self.sequence_s)
         return ScaledSteps(model.at_speed(speed), self.scale, self.chunk_s)
 

@@ -114,7 +114,9 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     learns.
 
     Addresses are `tcp://host:port` and `http://host:port`. adapters: digests of the LoRA adapters that it serves, by
-    name. media: the modalities of media items that it processes.
+    name. precision: of weights that are quantised otherwise than the cluster's model, such as fp8, with a digest where
+    they are a checkpoint of their own; KV of one precision is not what another precision would have computed.
+    media: the modalities of media items that it processes.
     """
 
     instance_id: str
@@ -136,6 +138,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     pipeline_parallel: int = 1
     kv_dtype: str = ""  # in which KV is stored; empty: `dtype`
     adapters: dict[str, str] = {}
+    precision: str = ""  # empty: that of the cluster's model
     media: tuple[str, ...] = ()
 
     @property

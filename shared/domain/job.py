@@ -112,6 +112,7 @@ class Slo(msgspec.Struct, frozen=True):
 
     itl_s: for the 99th percentile of the gaps between the tokens of a stream (`itl_met`); 0 is replaced by the default.
     weight: of SLO cost to its jobs; heavier classes go first. lossy_kv: the coarsest codec for the KV of its jobs.
+    mixed_precision: a job may be computed by instances of several precisions, where the cluster has them.
     """
 
     name: str = "default"
@@ -122,6 +123,7 @@ class Slo(msgspec.Struct, frozen=True):
     lossy_kv: Codec = Codec.RAW
     itl_s: Finite = 0.0
     first_token: FirstTokenOut = FirstTokenOut.EARLY
+    mixed_precision: bool = True
 
     def __post_init__(self) -> None:
         if not self.itl_s > 0.0:
@@ -226,6 +228,8 @@ class JobView(msgspec.Struct, frozen=True):
     since its arrival. started: its client has a token of the answer, and would see a pause. pause_s: expected time
     until its next token where it is paused, because its KV blocks were taken back; it is moved only where it goes on
     clearly sooner; 0: it is not paused. adapter: as in Generation; only an instance that serves it can compute the job.
+    one_precision: its prompt and its answer must be computed by instances of one precision, from when it has begun of
+    that `precision` (`InstanceInfo.precision`).
     media: modalities of its prompt's media items; only an instance that processes all of them can compute the job.
     """
 
@@ -244,4 +248,6 @@ class JobView(msgspec.Struct, frozen=True):
     started: bool = False
     pause_s: Finite = 0.0
     adapter: str = ""
+    one_precision: bool = False
+    precision: str | None = None
     media: tuple[str, ...] = ()

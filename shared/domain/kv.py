@@ -57,7 +57,8 @@ class KvHandle(msgspec.Struct, frozen=True):
     """Opaque reference to KV that a prefill instance stages for one transfer.
 
     It covers tokens [0, tokens) of the prompt. `generation` is the exporter's: a restarted exporter refuses handles of
-    its predecessor. `adapter`: the digest of the LoRA adapter that computed it; empty: the base model.
+    its predecessor. `adapter`: the digest of the LoRA adapter that computed it; empty: the base model. `precision`:
+    of the exporter's weights (`InstanceInfo.precision`).
     """
 
     transfer_id: str
@@ -71,6 +72,7 @@ class KvHandle(msgspec.Struct, frozen=True):
     stages: tuple[int, ...] = ()  # layers of each pipeline stage of the exporter, in order; empty: one stage of all
     lease_s: float = 0.0  # staged KV that is neither pulled nor renewed is kept for this long; 0: without limit
     adapter: str = ""
+    precision: str = ""
 
 
 class TransferOutcome(StrEnum):

@@ -22,11 +22,12 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 class InstanceRef(msgspec.Struct, frozen=True):
-    """The address of an instance, and its generation, which distinguishes it from its predecessor."""
+    """The address of an instance, its generation, which distinguishes it from its predecessor, and its precision."""
 
     instance_id: str
     generation: int
     rpc: str
+    precision: str = ""  # InstanceInfo.precision
 
 
 class Work(msgspec.Struct, frozen=True):

@@ -66,6 +66,7 @@ PHRASES: dict[str, Clauses | Callable[[Figures], str]] = {
         "it had been so for {waited_s:s}",
     ),
     "sooner": ("its next token is expected in {elsewhere_s:s}, and in {pause_s:s} where it is paused",),
+    "mixed precision": lambda figures: ", ".join(f"{part}: {precision}" for part, precision in figures.items()),
     "observed": ("by answers seen before", "{expected_tokens:tokens} expected"),
 }
 LOCAL = "local: "  # the prefix of the reason for which there is no prefill instance

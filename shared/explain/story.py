@@ -169,6 +169,8 @@ def _lead(decision: Decision, prompt_tokens: int) -> str:
             return f"Of its prompt {chosen} were computed apart"
         case "codec":
             return f"Its KV was sent as {chosen}" if chosen != "raw" else "Its KV was sent as it is"
+        case "precision":
+            return f"{chosen} computes at another precision than a part before"
         case "prediction":
             return f"Its answer was predicted to have {chosen}"
         case "full":

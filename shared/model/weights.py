@@ -19,6 +19,8 @@ _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _FORMATS = ("model*.safetensors", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _NAMED = 8  # files that a message names
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")  # ends of the tensors' names
+_SAMPLES, _SAMPLE_BYTES = 8, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,40 @@ class Weights:
 
     stored: int
     loaded: int
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """A model's token embeddings: their dtype and shape, and samples of their bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    samples: tuple[bytes, ...]
+
+
+def embeddings_of(folder: Path) -> Embeddings | None:
+    """The token embeddings in a folder's safetensors files; None where there are none that can be read."""
+    try:
+        for file in _files(folder):
+            if file.suffix != ".safetensors":
+                return None
+            length, tensors = _header(file)
+            for name, tensor in tensors.items():
+                if name.endswith(_EMBEDDINGS):
+                    start, end = (_LENGTH_BYTES + length + int(offset) for offset in tensor["data_offsets"])
+                    return Embeddings(tensor["dtype"], tuple(tensor["shape"]), _sampled(file, start, end))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    return None
+
+
+def _sampled(file: Path, start: int, end: int) -> tuple[bytes, ...]:
+    with file.open("rb") as opened:
+        found = []
+        for at in range(_SAMPLES):
+            opened.seek(start + max(0, end - start - _SAMPLE_BYTES) * at // (_SAMPLES - 1))
+            found.append(opened.read(min(_SAMPLE_BYTES, end - start)))
+        return tuple(found)
 
 
 def weights_of(model: str | Path, dtype: str = "bfloat16") -> Weights | None:

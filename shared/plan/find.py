@@ -3,8 +3,8 @@
 The command line and the planner service use this module.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 
 import msgspec
@@ -16,6 +16,7 @@ from shared.domain.instance import Role
 from shared.domain.job import Slo, default_itl_s
 from shared.domain.kv import Codec
 from shared.errors import Incompatible, InvalidRequest
+from shared.model.precision import QUANTISED
 from shared.plan.compose import MARGINS, Composer
 from shared.plan.estimate import Estimator
 from shared.plan.group import Group
@@ -30,6 +31,7 @@ from shared.sim.workload import Workload
 
 ENGINES = ("emulated", "vllm")
 MAX_SEQUENCES = 256  # that an engine runs at once
+ONE_PRECISION = "one precision"  # names the plan without quantised weights, where they were allowed
 BEYOND = 2.0  # a rate at so many times the estimated capacity is not simulated: its queue grows without end
 # Spare capacity with which programmes are tried: the estimate knows no bursts, so the tightest may serve too little.
 SPARES = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
@@ -43,7 +45,9 @@ class PlanGoals:
     rate: requests a second to be served; 0: as many as possible. target: SLO attainment at which a rate counts as
     served. budget: USD an hour that the accelerators used may cost. cheapest: find the lowest price that serves `rate`.
     compare: run the other quick methods, too. seconds: after which no new step begins. engine: of the cluster file.
-    max_model_len: tokens of a request; None: the model's own. chunk_size: tokens of a step.
+    max_model_len: tokens of a request; None: the model's own. chunk_size: tokens of a step. quantised: precisions of
+    weights that instances with the prefill role may have besides the model's, each with its checkpoint; empty where the
+    engine quantises.
     """
 
     rate: float = 0.0
@@ -59,6 +63,7 @@ class PlanGoals:
     max_model_len: int | None = None
     chunk_size: int = 2048
     seed: int = 1
+    quantised: Mapping[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
         if self.engine not in ENGINES:
@@ -67,6 +72,14 @@ class PlanGoals:
             raise InvalidRequest(f"codec: one of {', '.join(Codec)}, not {self.codec!r}")
         if self.cheapest and not self.rate > 0:
             raise InvalidRequest("cheapest needs the rate that is to be served")
+        for precision, checkpoint in self.quantised.items():
+            if precision not in QUANTISED:
+                raise InvalidRequest(f"quantised: one of {', '.join(sorted(QUANTISED))}, not {precision!r}")
+            if self.engine == "vllm" and precision != "fp8" and not checkpoint:
+                raise InvalidRequest(
+                    f"quantised: vLLM quantises to fp8 alone while it loads: name the checkpoint of {precision} "
+                    f"({precision}=FOLDER)"
+                )
         method(self.method)
 
 
@@ -104,6 +117,7 @@ class PlanRequest:
             codec=Codec(goals.codec),
             budget_usd_hour=inf if goals.budget is None else goals.budget,
             longest_tokens=goals.max_model_len or 0,
+            quantised=tuple(goals.quantised),
         )
         return cls(problem, goals, name, model)
 
@@ -116,7 +130,7 @@ def find_plans(request: PlanRequest, clock: Clock, report: ReportProgress, helpe
     """
     goals, problem, began = request.goals, request.problem, clock()
 
-    def search(helped: bool) -> Search:
+    def search(helped: bool, problem: Problem = problem) -> Search:
         # Emulated engines send KV when the whole prompt is computed.
         run = replace(AS_SERVED, streaming=goals.engine != "emulated")
         return Search(problem, clock, run, began + goals.seconds, goals.seed, report, helped)
@@ -136,6 +150,10 @@ def find_plans(request: PlanRequest, clock: Clock, report: ReportProgress, helpe
     if chosen.promise.goodput <= 0.0:
         raise Incompatible(f"no deployment serves this within the SLO\n{nearest(problem, clock)}")
     outcomes = [chosen]
+    if problem.quantised and not chosen.stopped:
+        alike = run_method(goals.method, method(goals.method), search(helped, replace(problem, quantised=())))
+        outcomes.append(replace(alike, method=ONE_PRECISION))
+        outcomes.sort(key=lambda one: -one.promise.goodput)
     for name in QUICK if goals.compare and not chosen.stopped else ():
         if name == goals.method or clock() - began >= goals.seconds:
             continue
@@ -197,6 +215,7 @@ def cluster_file(request: PlanRequest, chosen: Outcome) -> str:
         TOKENIZER if emulated else request.model,
         request.model,
         "emulated" if emulated else "vllm",
+        request.goals.quantised,
     )
     head, promise = _head(request, chosen), promised(chosen)
     return plan_text(problem, chosen.plan, estimator.costs, estimator.places, target, head, promise)

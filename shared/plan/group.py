@@ -23,12 +23,14 @@ class Part:
 class Group:
     """Pipeline stages in order, of `tensor_parallel` accelerators each.
 
-    A group that decodes may compute prompts, too: routes and policies decide whether it does.
+    A group that decodes may compute prompts, too: routes and policies decide whether it does. precision: of its
+    weights; empty: the problem's.
     """
 
     role: Role
     tensor_parallel: int
     parts: tuple[Part, ...]
+    precision: str = ""
 
     @cached_property
     def uses(self) -> Counter[int]:
@@ -54,6 +56,8 @@ class Group:
         stages = tuple(Stage(pool.accelerator.name, part.layers) for pool, part in zip(pools, self.parts, strict=True))
         hops = [inventory.network.path(one.node, other.node) for one, other in pairwise(pools)]
         hop = min(hops, key=lambda link: link.bandwidth_bytes_s * link.efficiency) if hops else None
+        if self.precision:
+            return EngineKind(stages, self.tensor_parallel, self.precision, kv_dtype=dtype, hop=hop)
         return EngineKind(stages, self.tensor_parallel, dtype, hop=hop)
 
     def place(self, inventory: Inventory) -> tuple[tuple[str, int], ...]:
@@ -79,6 +83,7 @@ class Group:
 
     @property
     def layout(self) -> str:
-        """A description, such as `TP 2, PP 2 (26+34)`."""
+        """A description, such as `TP 2, PP 2 (26+34), fp8 weights`."""
         layers = "+".join(str(part.layers) for part in self.parts)
-        return f"TP {self.tensor_parallel}" + (f", PP {len(self.parts)} ({layers})" if len(self.parts) > 1 else "")
+        stages = f", PP {len(self.parts)} ({layers})" if len(self.parts) > 1 else ""
+        return f"TP {self.tensor_parallel}{stages}" + (f", {self.precision} weights" if self.precision else "")

@@ -28,8 +28,8 @@ class Layouts:
         self._problem = problem
         self._costs = costs
         self._known: dict[tuple[Role, tuple[tuple[int, int], ...]], tuple[Group, ...]] = {}
-        self._layer_s: dict[tuple[str, int, Role], float] = {}
-        self._room: dict[tuple[str, int, int], int] = {}
+        self._layer_s: dict[tuple[str, int, Role, str], float] = {}
+        self._room: dict[tuple[str, int, int, str], int] = {}
         self._alike = problem.inventory.alike
 
     def cost(self, group: Group) -> EngineCost:
@@ -41,7 +41,13 @@ class Layouts:
         """The layouts that hold the model and the longest request; none where the memory is too small."""
         key = (role, tuple(sorted(uses.items())))
         if key not in self._known:
-            found = [group for degree in self._degrees(uses) for group in self._with_degree(uses, degree, role)]
+            precisions = ("", *self._problem.quantised) if role is Role.PREFILL else ("",)
+            found = [
+                group
+                for degree in self._degrees(uses)
+                for precision in precisions
+                for group in self._with_degree(uses, degree, role, precision)
+            ]
             self._known[key] = tuple(dict.fromkeys(found))
         return self._known[key]
 
@@ -62,17 +68,17 @@ class Layouts:
         heads = self._problem.models.geometry.heads
         return [t for t in _TP if heads % t == 0 and all(count % t == 0 for count in uses.values())]
 
-    def _with_degree(self, uses: Mapping[int, int], degree: int, role: Role) -> list[Group]:
+    def _with_degree(self, uses: Mapping[int, int], degree: int, role: Role, precision: str) -> list[Group]:
         pools = [pool for pool, count in sorted(uses.items()) for _ in range(count // degree)]
         if len(pools) > min(MAX_STAGES, self._problem.models.geometry.layers):
             return []
         ordered = self._ordered(pools)
         found = []
-        for weights in self._weights(ordered, degree, role):
-            layers = self._layers(ordered, degree, weights)
+        for weights in self._weights(ordered, degree, role, precision):
+            layers = self._layers(ordered, degree, weights, precision)
             if layers is None:
                 continue
-            group = Group(role, degree, tuple(map(Part, ordered, layers)))
+            group = Group(role, degree, tuple(map(Part, ordered, layers)), precision)
             if self._costs.cost_of(group.kind(self._problem.inventory, self._problem.dtype)) is not None:
                 found.append(group)
         return found
@@ -84,30 +90,33 @@ class Layouts:
         rates = tuple(tuple(rate_of(network.path(at[one].node, at[other].node)) for other in pools) for one in pools)
         return tuple(pools[position] for position in widest_path(rates))
 
-    def _weights(self, pools: Sequence[int], degree: int, role: Role) -> list[list[float]]:
+    def _weights(self, pools: Sequence[int], degree: int, role: Role, precision: str) -> list[list[float]]:
         """Layers in proportion to speed; for decode also to memory, which admits more requests."""
         names = [self._problem.inventory.pools[pool].accelerator.name for pool in pools]
         if len(set(names)) == 1:
             return [[1.0] * len(pools)]
-        speed = [1.0 / self._layer_time_s(name, degree, role) for name in names]
+        speed = [1.0 / self._layer_time_s(name, degree, role, precision) for name in names]
         memory = [self._problem.models.device(name).memory_bytes for name in names]
         return [speed, memory] if role is Role.DECODE else [speed]
 
-    def _layers(self, pools: Sequence[int], degree: int, weights: Sequence[float]) -> tuple[int, ...] | None:
+    def _layers(
+        self, pools: Sequence[int], degree: int, weights: Sequence[float], precision: str
+    ) -> tuple[int, ...] | None:
         total = self._problem.models.geometry.layers
         names = [self._problem.inventory.pools[pool].accelerator.name for pool in pools]
-        rooms = [self._max_layers(name, degree, len(pools)) for name in names]
+        rooms = [self._max_layers(name, degree, len(pools), precision) for name in names]
         if sum(rooms) < total or min(rooms) < 1:
             return None
         if len(set(weights)) == 1 and len(set(rooms)) == 1:
             return even_layers(total, len(pools))
         return proportional(total, weights, rooms)
 
-    def _layer_time_s(self, name: str, degree: int, role: Role) -> float:
-        key = (name, degree, role)
+    def _layer_time_s(self, name: str, degree: int, role: Role, precision: str) -> float:
+        key = (name, degree, role, precision)
         if key not in self._layer_s:
             problem = self._problem
-            kind = EngineKind((Stage(name, problem.models.geometry.layers),), degree, problem.dtype)
+            stages = (Stage(name, problem.models.geometry.layers),)
+            kind = EngineKind(stages, degree, precision or problem.dtype)
             times, context = problem.models.times(kind), int(problem.sample.context)
             self._layer_s[key] = (
                 times.step_time_s(Batch(((problem.limits.batched_tokens, 0),)))
@@ -116,16 +125,18 @@ class Layouts:
             )
         return self._layer_s[key]
 
-    def _max_layers(self, name: str, degree: int, stages: int) -> int:
+    def _max_layers(self, name: str, degree: int, stages: int, precision: str) -> int:
         """Layers that a stage's memory holds beside the KV of the longest request in each lane."""
-        key = (name, degree, stages)
+        key = (name, degree, stages, precision)
         if key not in self._room:
             problem = self._problem
             device, geometry, need = problem.models.device(name), problem.models.geometry, problem.longest * stages
 
+            dtype, kept = (precision, problem.dtype) if precision else (problem.dtype, None)
+
             def fits(layers: int) -> bool:
                 part = geometry.part(layers)
-                return kv_capacity_tokens(device, part, tensor_parallel=degree, dtype=problem.dtype) >= need
+                return kv_capacity_tokens(device, part, tensor_parallel=degree, dtype=dtype, kv_dtype=kept) >= need
 
             self._room[key] = next((n for n in range(geometry.layers, 0, -1) if fits(n)), 0)
         return self._room[key]

@@ -5,7 +5,7 @@ The file is a cluster file, which `polyphase up --cluster` starts and `polyphase
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -97,7 +97,8 @@ def canonical(groups: Sequence[Group], alike: Sequence[int]) -> tuple[object, ..
     """
 
     def shape(group: Group) -> tuple[object, ...]:
-        return (group.role.value, group.tensor_parallel, tuple((alike[p.pool], p.layers) for p in group.parts))
+        parts = tuple((alike[p.pool], p.layers) for p in group.parts)
+        return (group.role.value, group.tensor_parallel, group.precision, parts)
 
     by_pool: dict[int, list[tuple[object, ...]]] = {}
     joint: list[tuple[object, ...]] = []
@@ -136,6 +137,7 @@ def deployed(
                 price_per_hour=price,
                 lanes=kind.lanes,
                 rates=Rates(models.step_rates(kind, limits.batched_tokens), price_per_hour=price),
+                precision=group.precision,
             )
         )
     return tuple(instances), places.network([group.place(inventory) for group in plan.groups])
@@ -152,13 +154,15 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 class Target:
     """The engine and model of the file. model: what vLLM loads, or the tokenizer's folder of emulated engines.
 
-    geometry: the name under which the cost model knows the model, or the path of its config.json.
+    geometry: the name under which the cost model knows the model, or the path of its config.json. checkpoints: of the
+    quantised weights, by precision; vLLM makes others while it loads the model.
     """
 
     name: str
     model: str
     geometry: str
     engine: Literal["emulated", "vllm"] = "emulated"
+    checkpoints: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan_text(
@@ -185,6 +189,7 @@ def plan_text(
         "model": target.model,
         "served_model_name": target.geometry.rsplit("/", 1)[-1],
         "max_model_len": problem.longest,
+        **({"mixed_precision": True} if len({group.precision for group in plan.groups}) > 1 else {}),
         "gateway": {"slo": {"default": problem.slo.targets}},
         "policies": policies_of(plan.policies),
         **({"hosts": {node: node for node in hosts}, "control": hosts[0]} if hosts else {}),
@@ -260,6 +265,12 @@ def _instance(problem: Problem, name: str, group: Group, costs: EngineCosts, tar
         "tensor_parallel": group.tensor_parallel,
         "kv_cache_bytes": kv_bytes,
     }
+    if group.precision and target.engine == "emulated":
+        found["emulated_precision"] = group.precision
+    elif checkpoint := target.checkpoints.get(group.precision, ""):
+        found["weights"] = checkpoint
+    elif group.precision:
+        found["engine_args"] = {"quantization": group.precision}
     if len(group.parts) > 1:
         found["pipeline_parallel"] = len(group.parts)
         found["pipeline_layers"] = [part.layers for part in group.parts]

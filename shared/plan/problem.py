@@ -28,7 +28,8 @@ class Problem:
     workload: its lengths and the pattern of its arrivals. rate: requests a second that the plan must serve; 0: as many
     as possible. target: SLO attainment at which a rate counts as served. limits: of each engine. one_node: no group
     spans nodes, which vLLM engines require. codec: of KV transfers. longest_tokens: of a request, prompt and answer.
-    budget_usd_hour: what the accelerators that are used may cost.
+    budget_usd_hour: what the accelerators used may cost. quantised: precisions of weights, besides the model's,
+    that groups with the prefill role may have (mixed precision).
     """
 
     inventory: Inventory
@@ -43,6 +44,7 @@ class Problem:
     longest_tokens: int = 0
     budget_usd_hour: float = inf
     dtype: str | None = None
+    quantised: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0.0 < self.target < 1.0:

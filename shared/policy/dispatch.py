@@ -47,7 +47,7 @@ class Choice(msgspec.Struct, frozen=True):
     def ref(self) -> InstanceRef:
         """The chosen instance as a route names it."""
         info = self.instance.info
-        return InstanceRef(info.instance_id, info.generation, info.rpc)
+        return InstanceRef(info.instance_id, info.generation, info.rpc, info.precision)
 
 
 class DispatchPolicy(Protocol):
@@ -90,6 +90,8 @@ def why_none(job: JobView, role: Role, index: ClusterIndex, exclude: InstanceIds
         wanted = [f"the adapter {job.adapter!r}"] if job.adapter else []
         wanted += [f"prompts with {' and '.join(job.media)} items"] if job.media else []
         return Unavailable(f"no ready {role.value} instance serves {' and '.join(wanted)}", retry_after_s=RETRY_S)
+    if ready and job.one_precision and all(view.instance_id in index.unable(job) for view in ready):
+        return Unavailable(f"no ready {role.value} instance has the precision of this request", retry_after_s=RETRY_S)
     if ready:
         failed = ", ".join(sorted(view.instance_id for view in ready))
         return Unavailable(f"every ready {role.value} instance just failed this job ({failed})", retry_after_s=RETRY_S)

@@ -245,10 +245,17 @@ class DecodeSide:
             room_s = max(room_s, (takes - free) * release_s)
         return room_s, behind_s, memory
 
-    def terms(self, before: int) -> DecodeTerms:
-        """With the first `before` prompt tokens computed elsewhere."""
+    def saved_beside(self, prefill: PrefillSide) -> int:
+        """Of `saved`, what the job still has when it imports KV of that instance: nothing where their precisions
+        differ, since the blocks of such KV are kept apart.
+        """
+        return self.saved if prefill.view.info.precision == self.view.info.precision else 0
+
+    def terms(self, before: int, saved: int | None = None) -> DecodeTerms:
+        """With the first `before` prompt tokens computed elsewhere. saved: see `saved_beside`; None: all."""
         slo, usual = self.context.others, self.context.usual
-        before = before if before > self.saved else self.saved
+        saved = self.saved if saved is None else saved
+        before = before if before > saved else saved
         rest = self.context.job.prompt_tokens - before
         others = stall_s = rest_s = 0.0
         if rest > 0:
@@ -398,7 +405,7 @@ def pair(prefill: PrefillSide, part: Part, decode: DecodeSide, terms: DecodeTerm
     context = decode.context
     job, slo, others = context.job, context.job.slo, context.others
     ttft_s, tpot_s = part.ready_s, terms.tpot_s
-    waits_s, moves_s = decode.transfer_s(prefill, part.tokens - decode.saved)
+    waits_s, moves_s = decode.transfer_s(prefill, part.tokens - decode.saved_beside(prefill))
     # Chunks are sent while the prompt is computed; the last one after it.
     arrives_s = max(part.ready_s + moves_s * part.last_share, waits_s + moves_s)
     own_pause = link = 0.0
@@ -505,7 +512,8 @@ def _balanced_pairs(local_options: Sequence[Option], pairs: Sequence[Option]) ->
     for decode in partners.values():
         split = balanced(prompt, prefill, decode)
         if 0 < split < prompt:
-            found.append(pair(prefill, prefill.part(split, decode.context.others), decode, decode.terms(split)))
+            terms = decode.terms(split, decode.saved_beside(prefill))
+            found.append(pair(prefill, prefill.part(split, decode.context.others), decode, terms))
     return found
 
 
@@ -526,7 +534,8 @@ def fixed_split_options(
             context = decode.context
             tokens = split.choose(context.job, prefill.view, decode.view, rng).tokens
             if tokens > 0:
-                found.append(pair(prefill, prefill.part(tokens, context.others), decode, decode.terms(tokens)))
+                terms = decode.terms(tokens, decode.saved_beside(prefill))
+                found.append(pair(prefill, prefill.part(tokens, context.others), decode, terms))
             else:
                 found.append(local(decode, decode.terms(0)))
     return found

@@ -7,6 +7,7 @@ broadcasts. Everything here is free of clocks and I/O: the caller passes times a
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
@@ -300,6 +301,7 @@ class ClusterIndex:
         self._pressures: Pressures | None = None
         self._cached: dict[Hashable, Any] = {}
         self._lacking: dict[tuple[str, tuple[str, ...]], frozenset[str]] = {}
+        self._of_others: dict[str | None, frozenset[str]] = {}
         for assignment in pending:
             self._apply(assignment)
 
@@ -365,6 +367,27 @@ class ClusterIndex:
                 if (adapter and adapter not in info.adapters) or not set(media) <= set(info.media)
             )
             self._lacking[wanted] = found
+        return found
+
+    def unable(self, job: JobView) -> frozenset[str]:
+        """Ids of the instances that must not compute the job: they lack its adapter or process not all of its media, or
+        have another precision.
+        """
+        lacking = self.lacking(job)
+        return lacking | self._of_other_precision(job.precision) if job.one_precision else lacking
+
+    def _of_other_precision(self, precision: str | None) -> frozenset[str]:
+        """Ids of the instances of another precision than this one. None: than that of the cluster's model, if an
+        instance has it that can decode, else than that of most of those that can.
+        """
+        found = self._of_others.get(precision)
+        if found is None:
+            wanted = precision
+            if wanted is None:
+                counts = Counter(view.info.precision for view in self.decode.views)
+                wanted = "" if "" in counts else max(sorted(counts), key=counts.__getitem__, default="")
+            others = (view.instance_id for view in self._view.instances if view.info.precision != wanted)
+            found = self._of_others[precision] = frozenset(others)
         return found
 
     def book(self, assignment: Assignment) -> None:

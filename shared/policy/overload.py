@@ -43,16 +43,16 @@ STEADY_TOKENS = 16  # for which there has to be room beside a stream's context: 
 def decide(
     job: JobView, index: ClusterIndex, policies: Policies, now: float, rng: Random, exclude: InstanceIds = ()
 ) -> Route:
-    """The route of `job`, as `place` chooses it among the instances that serve its adapter and its media, if the job
-    may start now. A job that has begun always may.
+    """The route of `job`, as `place` chooses it among the instances that can compute it, if the job may start now. A
+    job that has begun always may.
 
     For a class that yields, up to `LOOKS` other routes are tried without the instance at fault, but not against a fixed
     split policy. Raises what `place` raises; Overloaded with a retry time, for a class that may be refused and would
     miss its targets; Delayed with a retry time, for a class that yields; Stays for a paused job that would not go on
     clearly sooner on the route. `exclude` then names the instance where it is paused.
     """
-    if lacking := index.lacking(job):
-        exclude = lacking.union(exclude)
+    if unable := index.unable(job):
+        exclude = unable.union(exclude)
     return _Decision(job, index, policies, now, rng, exclude).route()
 
 

@@ -194,7 +194,7 @@ class _RouteBuilder:
             reasons=(self._filter_reason(), *reasons),
             work=first.work,
             prefill_saved=self._saved(prefill, split),
-            decode_saved=self._saved(decode, self.job.prompt_tokens),
+            decode_saved=0 if _mixed(prefill, decode) else self._saved(decode, self.job.prompt_tokens),
             answer_tokens=self.index.ledger.output_lengths.bound(self.job),
             lead_steps=estimate.lead_steps if estimate is not None else 0,
             ttft_s=estimate.ttft_s - estimate.hold_s if estimate is not None else 0.0,
@@ -222,6 +222,12 @@ class _RouteBuilder:
         if self.exclude:
             figures["excluded"] = ", ".join(sorted(self.exclude))
         return Reason("filter: ready, not excluded, context fits", figures)
+
+
+def _mixed(prefill: Choice | None, decode: Choice | None) -> bool:
+    """Whether KV goes between instances of two precisions: it then does not join the decode instance's own prefixes."""
+    precisions = {choice.instance.info.precision for choice in (prefill, decode) if choice is not None}
+    return len(precisions) > 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,4 +241,5 @@ def _info(spec: InstanceSpec, generation: int, link: LinkRate) -> InstanceInfo:
         kv_endpoints=(),
         max_seqs=spec.limits.sequences * spec.lanes,
         rates=spec.rates if spec.rates.link else msgspec.structs.replace(spec.rates, link=link),
+        precision=spec.precision,
     )

@@ -63,7 +63,10 @@ class Record:
         slo, caller = self._run.slo, ""
         if (mix := self._mix) is not None:
             slo, caller = mix.classes[mix.class_of[row]], mix.callers[mix.caller_of[row]]
-        job = JobView(str(row), self._prompts[row], max_tokens, slo, known, prefix=prefix, can_wait=True)
+        one = not slo.mixed_precision
+        job = JobView(
+            str(row), self._prompts[row], max_tokens, slo, known, prefix=prefix, can_wait=True, one_precision=one
+        )
         request = SimRequest(row, job, output, prefix, float(self.outcomes.arrival_s[row]), caller)
         if predicted is not None and known is None and prediction is not None:
             request.late = LatePrediction(predicted, request.arrived_s + prediction.answer_s)

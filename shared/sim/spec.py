@@ -64,7 +64,7 @@ class InstanceSpec:
     requests and memory (pipeline stages). staging_tokens: the most tokens of prompts that are being computed for other
     instances or whose KV is not sent yet. max_prefills: prompts that it accepts before it has computed them (Cronus:
     two in the low-end instance); further prompts wait at the gateway. price_per_hour: USD for the whole instance.
-    rates: what policies know about its speed.
+    rates: what policies know about its speed. precision: of its weights, where that is not the model's.
     """
 
     instance_id: str
@@ -82,6 +82,7 @@ class InstanceSpec:
     staging_tokens: int | None = None
     max_prefills: int | None = None
     rates: Rates = field(default_factory=Rates)
+    precision: str = ""
 
     def __post_init__(self) -> None:
         if self.kv_tokens < self.limits.block_tokens * self.lanes:

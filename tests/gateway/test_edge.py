@@ -129,6 +129,20 @@ async def test_a_header_names_the_class() -> None:
         assert "nope" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(("said", "expected"), [(None, "False"), ("true", "False"), ("False", "True"), ("no", "")])
+async def test_a_header_forbids_mixed_precision(said: str | None, expected: str) -> None:
+    async def app(scope: Any, receive: Any, send: Send) -> None:
+        await respond(send, str(current_request.get().one_precision).encode())
+
+    async with Client(app) as client:
+        response = await client.ask(headers={} if said is None else {"X-Polyphase-Mixed-Precision": said})
+        if expected:
+            assert (response.status_code, response.text) == (200, expected)
+        else:
+            assert response.status_code == 400
+            assert "must be true or false, not 'no'" in response.json()["error"]["message"]
+
+
 async def test_a_key_over_its_rate_gets_a_429_with_a_time() -> None:
     secret, key = create_key("team", requests_per_s=0.5, burst=2)
     async with Client(App(), key) as client:

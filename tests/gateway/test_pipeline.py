@@ -1,13 +1,15 @@
 """The pipeline over real sockets: what runs where, tokens exactly once, cancellation, and what is left of KV."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from gateway import job as job_module
 from shared.domain.job import FirstTokenOut, Phase, Slo
-from shared.domain.kv import TransferOutcome
+from shared.domain.kv import KvHandle, TransferOutcome
 from shared.domain.prompt import BLOCK_TOKENS, block_hashes, unpacked
+from shared.domain.route import InstanceRef, Route
 from shared.errors import Busy, DeadlineExceeded, EngineFailed, NotConnected, PolyphaseError, WrongRole
 from shared.wire.messages import Reused, TokenStep
 from tests.gateway.cluster import PROMPT, Cluster, answer, forever, make_job, next_token, tokens_of, until
@@ -320,3 +322,32 @@ async def test_tokens_that_a_lost_attempt_computed_are_not_cached(cluster: Clust
     cluster.decodes[0].before_token = lost
     job = await cluster.completes(4, TWENTY, carry=carry)
     assert (job.attempt, job.reused) == (2, Reused(8, 12))
+
+
+def test_the_timeline_says_what_another_precision_computed() -> None:
+    job, _ = make_job(PROMPT, 9)
+    full, quantised = InstanceRef("d", 1, "tcp://d:1"), InstanceRef("d8", 1, "tcp://d8:1", "fp8")
+    handle = KvHandle("t", "p", 1, "f", (), 3, "bfloat16", precision="fp8")
+    job.decodes_at(full, None)
+    assert job.timeline.decisions == []
+    job.decodes_at(full, handle)
+    job.tokens += [1, 2]
+    job.decodes_at(quantised, None)
+    job.decodes_at(quantised, handle)
+    decided = [(one.kind, one.chosen, one.reasons[0].figures) for one in job.timeline.decisions]
+    assert decided == [
+        ("precision", "d", {"prompt": "fp8", "from here": "the model's"}),
+        ("precision", "d8", {"tokens so far": "the model's", "from here": "fp8"}),
+    ]
+
+
+@pytest.mark.parametrize("one_precision", [False, True])
+def test_a_job_of_one_precision_keeps_that_of_its_first_instance(one_precision: bool) -> None:
+    job, _ = make_job(PROMPT, 9)
+    job.spec = replace(job.spec, one_precision=one_precision)
+    assert (job.view().one_precision, job.view().precision) == (one_precision, None)
+    prefill, decode = InstanceRef("p", 1, "tcp://p:1", "fp8"), InstanceRef("d", 1, "tcp://d:1", "fp8")
+    job.placed(Route(prefill, decode, 2, "fixed"))
+    assert job.view().precision == ("fp8" if one_precision else None)
+    job.placed(Route(None, InstanceRef("e", 1, "tcp://e:1"), 0, "fixed"))
+    assert job.view().precision == ("fp8" if one_precision else None)

@@ -50,6 +50,13 @@ def plan_command(
         int | None, typer.Option(help="Maximum tokens of a request. Default: that of the model.")
     ] = None,
     chunk_size: Annotated[int, typer.Option(help="Maximum tokens of a step, prefill and decode together.")] = 2048,
+    quantised: Annotated[
+        list[str],
+        typer.Option(
+            help="Precision of weights that prefill instances may have besides the model's: fp8, int8, int4 or fp4, "
+            "with =FOLDER of its checkpoint where the engine cannot quantise. May be repeated."
+        ),
+    ] = [],  # noqa: B006
     seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals, lengths and random choices.")] = 1,
     out: _Out = Path("plan.yaml"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; the last line is one object.")] = False,
@@ -77,6 +84,7 @@ def plan_command(
         max_model_len=max_model_len,
         chunk_size=chunk_size,
         seed=seed,
+        quantised={name: checkpoint for name, _, checkpoint in (each.partition("=") for each in quantised)},
     )
     answer = run_plan(PlanOptions(inventory, model, workload, slo, requests, goals, out), Console())
     if as_json:

@@ -16,6 +16,7 @@ from shared.domain.kv import default_staging
 from shared.domain.rates import Rates
 from shared.errors import Incompatible, InvalidRequest
 from shared.files.yaml_file import read_document
+from shared.model.precision import QUANTISED
 from shared.policy.registry import from_file
 from shared.policy.step_budget import ChunkBounds, chunk_tokens
 from shared.sim.prediction import Prediction
@@ -131,6 +132,7 @@ class _Instance:
             staging_tokens=self._staging_tokens(kv_tokens),
             max_prefills=entry.max_prefills,
             rates=self._rates(price, chunk),
+            precision=kind.dtype if kind.dtype in QUANTISED else "",
         )
 
     def _times(self) -> StepTimes:

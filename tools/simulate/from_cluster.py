@@ -15,12 +15,14 @@ from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.cluster_sections import InstanceSection
 from services.launcher.plan import settings_of
+from services.worker.identity import precision_of
 from services.worker.settings import WorkerSettings
 from shared.cost.library import Library
 from shared.cost.rates_file import CalibratedKind, Calibration, Kind
 from shared.errors import InvalidRequest
 from shared.files.faults import describe
 from shared.files.places import Places
+from shared.model.precision import stored_in
 from shared.runtime.settings import ServiceSettings
 from tools.simulate.sim_file import InstanceEntry, RunEntry, SimFile, SloEntry, at_key
 
@@ -63,7 +65,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
             *("retention_bytes", "retention_served_s", "retention_fine_s", "retention_load_steps_s"),
         ),
         "the monitor of a simulation is never restarted": ("quiet_start_s",),
-        "one model is simulated": ("fingerprint",),
+        "one model is simulated, at the precisions that the instances have": ("fingerprint", "mixed_precision"),
         "SLO attainment is that of the whole run": ("slo_windows_s",),
     },
     GatewaySettings: {
@@ -100,6 +102,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
 # Keys of a worker's `engine_args` that the simulation reads, or that make no difference to it. It refuses others.
 ENGINE_ARGS: Mapping[str, str] = {
     "enable_prefix_caching": "read",
+    "quantization": "read",
     "gpu_memory_utilization": "KV is `kv_cache_bytes`",
     "seed": "tokens have no content",
     "load_format": "start-up is not simulated",
@@ -187,6 +190,8 @@ def _instance(section: InstanceSection, worker: WorkerSettings, places: Places) 
     """The entry of a simulation file."""
     same = worker.model_dump(include=set(InstanceEntry.model_fields))
     entry: dict[str, object] = {**same, "id": section.id, "count": section.count}
+    if weights := stored_in(precision_of(worker)):
+        entry |= {"dtype": weights, "kv_dtype": worker.dtype}
     entry["hop"] = worker.emulated_hop.model_dump() if worker.emulated_hop is not None else None
     entry["link"] = {"gbps": worker.emulated_link_gbps} if worker.emulated_link_gbps else None
     if _emulated(worker):
@@ -229,6 +234,7 @@ def _calibrated(worker: WorkerSettings, model: str, places: Places) -> Calibrate
         worker.tensor_parallel,
         worker.threads,
         worker.pipeline_parallel,
+        stored_in(precision_of(worker)) or precision_of(worker),
     )
     with at_key(places, f"instances.{worker.instance_id}.rates_file"):
         return Calibration.read(Path(worker.rates_file)).for_kind(kind)

@@ -42,6 +42,7 @@ class SloEntry(_Part):
     queue_s: Positive = 600.0
     lossy_kv: Codec = Codec.RAW
     first_token: FirstTokenOut = FirstTokenOut.EARLY
+    mixed_precision: bool = True
 
     @model_validator(mode="after")
     def _gaps_at_least_mean(self) -> Self:

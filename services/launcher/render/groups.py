@@ -157,6 +157,17 @@ def _in_images(cluster: Cluster, options: RenderOptions, where: str) -> Cluster:
                 f"({MODELS}/NAME, a folder of the model volume)"
             )
     lora = cluster.lora.model_copy(update={"adapters": adapters})
+    for entry in cluster.instances:
+        weights = entry.extra.get("weights", "")
+        if (
+            isinstance(weights, str)
+            and Path(weights).is_absolute()
+            and not weights.startswith((f"{APP}/", f"{MODELS}/"))
+        ):
+            raise InvalidRequest(
+                f"{where}: instances.{entry.id}.weights: {weights} is a folder of this machine: name it as pods find "
+                f"it ({MODELS}/NAME, a folder of the model volume), or write its Hugging Face name"
+            )
     gateway = cluster.gateway.model_copy(update={"host": "", "processes": 1, "api_keys_file": KEYS_FILE})
     dashboard = cluster.dashboard.model_copy(update={"login": True})  # people of other machines reach it
     return cluster.model_copy(update={"gateway": gateway, "dashboard": dashboard, "model": model, "lora": lora})

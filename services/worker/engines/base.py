@@ -178,8 +178,8 @@ class EngineStats(msgspec.Struct, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True):
     """The properties of an engine that has started. Empty rates: not measured.
 
-    stages: layers of each pipeline stage, as in KvHandle; empty where there is one. adapters, media: as in
-    InstanceInfo.
+    stages: layers of each pipeline stage, as in KvHandle; empty where there is one. adapters, precision,
+    media: as in InstanceInfo.
     """
 
     compatibility: Compatibility
@@ -190,6 +190,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     stages: tuple[int, ...] = ()
     kv_dtype: str = ""  # in which KV is stored; empty: that of the settings
     adapters: dict[str, str] = {}
+    precision: str = ""
     media: tuple[str, ...] = ()
 
 

@@ -19,7 +19,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from services.worker.engines.base import EngineInfo
 from services.worker.engines.vllm_patches import force_known_tokens, overlap_on_cpu
-from services.worker.identity import fingerprint
+from services.worker.identity import fingerprint, folder_of, precision_of
 from services.worker.kv.codec import codec_speeds
 from services.worker.kv.vllm.layers import EIGHT_BIT_NAMES, stages_of
 from services.worker.kv.wire.importing import DTYPES, dtype_name
@@ -29,6 +29,7 @@ from shared.domain.prompt import MODALITIES
 from shared.domain.rates import Rates
 from shared.errors import InvalidRequest
 from shared.model.adapters import LoraSection
+from shared.model.precision import fault_of_quantised
 from shared.model.source import (
     DOWNLOAD_FILE,
     FILE_FORMATS,
@@ -39,7 +40,7 @@ from shared.model.source import (
     read_config,
 )
 from shared.model.support import faults_of_model, note_on_torchvision
-from shared.model.weights import weights_of
+from shared.model.weights import fault_of_weights, weights_of
 from shared.policy.decode_admission import Blocks
 from shared.runtime.logs import get_log
 from shared.runtime.wire_version import OURS
@@ -61,7 +62,7 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
         import_module(CPU_WORKER.rpartition(".")[0])  # in the ranks' processes vLLM does, and here something waits too
     s = settings
     arguments: dict[str, Any] = {
-        "model": s.model,
+        "model": s.weights or s.model,
         "trust_remote_code": s.trust_remote_code,
         "dtype": s.dtype,
         "max_model_len": s.max_model_len,
@@ -84,6 +85,8 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
             kv_connector_extra_config=kv_config,
         ),
     }
+    if s.weights:
+        arguments["tokenizer"] = s.model  # the gateway's
     arguments |= _lora_arguments(s.lora) | _memory_arguments(s) | s.engine_args
     config = _vllm_config(s, arguments)
     check_model(config)
@@ -173,9 +176,26 @@ def check_model_file(settings: WorkerSettings) -> None:
     """
     config = read_config(settings.source, trust_remote_code=settings.trust_remote_code)
     if faults := faults_of_model(config):
-        raise InvalidRequest(f"model {settings.model}: " + "; ".join(faults))
+        raise InvalidRequest(f"model {settings.source.model}: " + "; ".join(faults))
     if (folder := settings.source.folder) is not None and settings.load_format in FILE_FORMATS:
         check_weights(folder)
+    if settings.weights:
+        check_base(settings)
+
+
+def check_base(settings: WorkerSettings) -> None:
+    """Check the quantised checkpoint against the cluster's model. Raises InvalidRequest.
+
+    The model's weights have to be on this host too: by their fingerprint the instance shows which model it serves.
+    """
+    base, checkpoint = folder_of(settings.model), folder_of(settings.weights)
+    if base is None or fault_of_weights(base):
+        raise InvalidRequest(
+            f"weights: {settings.model} is not on this host: an instance with a quantised checkpoint of a model needs "
+            "the model's files too, to show that it serves this model"
+        )
+    if checkpoint is not None and (fault := fault_of_quantised(checkpoint, base)):
+        raise InvalidRequest(f"weights: {fault}")
 
 
 def check_model(config: VllmConfig) -> None:
@@ -214,7 +234,7 @@ def _weights(settings: WorkerSettings) -> int:
     """Bytes of the weights of the model and its draft, as far as they are in local folders."""
     speculative = settings.engine_args.get("speculative_config")
     draft = speculative.get("model") if isinstance(speculative, dict) else None
-    found = (weights_of(name, settings.dtype) for name in (settings.model, draft) if name)
+    found = (weights_of(name, settings.dtype) for name in (settings.source.model, draft) if name)
     return sum(each.loaded for each in found if each is not None)
 
 
@@ -256,7 +276,7 @@ def engine_info(
         components=components,
     )
     compatibility = Compatibility(
-        fingerprint=fingerprint(model.model),
+        fingerprint=fingerprint(settings.model),
         engine="vllm",
         engine_version=vllm_version,
         wire_version=OURS.version,
@@ -274,5 +294,6 @@ def engine_info(
         stages_of(config),
         kv_dtype=dtype_name(eight_bit) if eight_bit is not None else "",
         adapters=adapters,
+        precision=precision_of(settings),
         media=media_of(config),
     )

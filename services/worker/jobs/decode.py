@@ -9,7 +9,7 @@ import msgspec
 
 from services.worker.engines.base import FAILED, Engine, EngineRequest, failure
 from services.worker.jobs.roles import RoleState
-from services.worker.kv import lossy_salt
+from services.worker.kv import lossy_salt, mixed_salt
 from services.worker.kv.port import ExpectedImport, KvPort
 from shared.domain.instance import InstanceInfo, Promised, Role
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
@@ -296,7 +296,8 @@ class DecodeService:
         def preempted() -> None:
             loop.call_soon_threadsafe(self._preempted, request_id)
 
-        self._engine.submit(_engine_request(request_id, request, entered, preempted), step)
+        precision = self._info().precision
+        self._engine.submit(_engine_request(request_id, request, precision, entered, preempted), step)
         if request.handle is not None:
             self._prefetches.pop(request.handle.transfer_id, None)  # from here on the engine imports or drops it
         last = await ended
@@ -372,12 +373,18 @@ def _to_prefill(request: DecodeRequest) -> int:
 
 
 def _engine_request(
-    request_id: str, request: DecodeRequest, entered: Callable[[], None], preempted: Callable[[], None]
+    request_id: str, request: DecodeRequest, precision: str, entered: Callable[[], None], preempted: Callable[[], None]
 ) -> EngineRequest:
+    """precision: of the engine."""
     handle, generation = request.handle, request.generation
+    salt = generation.cache_salt
     if handle is not None and handle.codec.lossy:
-        # No request that wants exact KV may find blocks that hold approximate KV.
-        generation = msgspec.structs.replace(generation, cache_salt=lossy_salt(handle.transfer_id))
+        salt = lossy_salt(handle.transfer_id)
+    elif handle is not None and handle.precision != precision:
+        salt = mixed_salt(handle.precision, salt)
+    if salt != generation.cache_salt:
+        # No request that wants exact KV may find blocks that hold other KV.
+        generation = msgspec.structs.replace(generation, cache_salt=salt)
     return EngineRequest(
         request_id=request_id,
         job=request.job,

@@ -287,8 +287,8 @@ class Dispatcher:
         if policy is None:
             raise InvalidRequest(f"{job.job_id}: neither a decode instance nor a dispatch policy was named")
         now, index = time.time(), self._index.current
-        if lacking := index.lacking(job):
-            exclude = (*exclude, *lacking)
+        if unable := index.unable(job):
+            exclude = (*exclude, *unable)
         choice = choose_decode(self._policy(policy), job, index, exclude, now, self._rng)
         instance_id = choice.instance.instance_id
         answer = job.answer_tokens or job.max_tokens

@@ -12,6 +12,8 @@ is kept until all importer ranks have confirmed, `Release` is called, or the lea
 
 from enum import StrEnum
 
+from shared.domain.kv import KvHandle
+
 
 class KvFault(StrEnum):
     """Stable codes; they begin `PullEnded.error` and travel from the exporter to the importer."""
@@ -31,7 +33,7 @@ class KvFault(StrEnum):
     CHECKSUM = "checksum"
     PROTOCOL = "protocol"  # frames that do not belong together, overlap, or leave gaps
     CANCELLED = "cancelled"
-    UNSALTED = "unsalted"  # lossy KV for a request whose blocks exact requests could find
+    UNSALTED = "unsalted"  # KV that this engine would not have computed, for a request whose blocks others could find
     SKIPPED = "skipped"  # the engine did not want external KV for this request
     STOPPED = "stopped"  # this side is shutting down
     INTERNAL = "internal"
@@ -46,7 +48,7 @@ class KvError(Exception):
         self.message = message
 
 
-_LOSSY = "lossy-kv:"
+_LOSSY, _MIXED = "lossy-kv:", "mixed-precision:"
 
 
 def lossy_salt(transfer_id: str) -> str:
@@ -54,6 +56,22 @@ def lossy_salt(transfer_id: str) -> str:
     return f"{_LOSSY}{transfer_id}"
 
 
-def is_lossy_salt(salt: str) -> bool:
-    """Whether blocks under that salt hold lossy KV."""
-    return salt.startswith(_LOSSY)
+def mixed_salt(precision: str, salt: str) -> str:
+    """Cache salt of a request with that salt that imports KV of another precision than the importer's: its blocks are
+    found only by requests that import KV of that precision, too.
+    """
+    return f"{_MIXED}{precision}:{salt}"
+
+
+def may_import(handle: KvHandle, precision: str, salt: str) -> bool:
+    """Whether a request with that cache salt, at an engine of that precision, may import the handle's KV: no other
+    request may find blocks that the engine would not have computed.
+    """
+    if handle.codec.lossy:
+        return salt == lossy_salt(handle.transfer_id)
+    return handle.precision == precision or salt.startswith(mixed_salt(handle.precision, ""))
+
+
+def holds_exact_kv(salt: str) -> bool:
+    """Whether blocks under that salt hold what the engine computes itself."""
+    return not salt.startswith((_LOSSY, _MIXED))

@@ -264,7 +264,7 @@ def _placed(search: Search, strategy: Strategy, count: int, beside: Ratio | None
             break
         left[pool] -= strategy.size
         parts = tuple(Part(pool, part.layers) for part in strategy.group.parts)
-        groups.append(Group(strategy.group.role, strategy.group.tensor_parallel, parts))
+        groups.append(replace(strategy.group, parts=parts))
     return groups
 
 

@@ -400,6 +400,16 @@ def test_layout_and_precision_may_differ() -> None:
     check(other, [MEMBER])
 
 
+def test_precisions_may_differ_where_the_operator_says_so() -> None:
+    quantised = make_info("new", "tcp://127.0.0.1:2", precision="fp8")
+    with pytest.raises(
+        Incompatible, match=r"its precision is 'fp8', the cluster has '' \(as old.*mixed_precision: true"
+    ):
+        check(quantised, [MEMBER])
+    check(quantised, [MEMBER], mixed_precision=True)
+    check(quantised, [msgspec.structs.replace(MEMBER, precision="fp8")])
+
+
 def test_adapters_of_one_name_must_be_the_same() -> None:
     def serving(**adapters: str) -> InstanceInfo:
         return make_info("new", "tcp://127.0.0.1:2", adapters=adapters)

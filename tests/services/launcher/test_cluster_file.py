@@ -122,6 +122,28 @@ def test_adapters_are_folders_beside_the_file(tmp_path: Path) -> None:
     assert len(served) == 3
 
 
+def test_quantised_weights_are_a_folder_beside_the_file_or_a_name(tmp_path: Path) -> None:
+    (tmp_path / "int8").mkdir()
+    rows = [{"id": name, "role": "prefill", "weights": weights} for name, weights in (("p", "int8"), ("q", "org/fp8"))]
+    cluster = load_cluster(write(tmp_path, instances=[*rows, {"id": "d", "role": "decode"}], mixed_precision=True))
+    assert [each.extra.get("weights") for each in cluster.instances] == [str(tmp_path / "int8"), "org/fp8", None]
+    assert cluster.mixed_precision
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"engine": "emulated", "weights": "org/fp8"}, "weights: an emulated engine loads none"),
+        ({"emulated_precision": "fp8"}, "emulated_precision: only emulated engines have it"),
+        ({"mixed_precision": True}, "mixed_precision: it belongs to the whole cluster"),
+    ],
+)
+def test_precisions_that_an_instance_cannot_have(tmp_path: Path, row: dict[str, Any], fault: str) -> None:
+    file = write(tmp_path, instances=[{"id": "p", "role": "prefill", **row}])
+    with pytest.raises(InvalidRequest, match=fault):
+        make_plan(load_cluster(file), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("lora", "fault"),
     [

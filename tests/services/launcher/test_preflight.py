@@ -60,6 +60,7 @@ def test_nixl_that_is_not_installed_is_named_before_anything_starts(
         ({"instances": [{**P, "accelerator": "A1O"}]}, "instances.p.accelerator: unknown accelerator 'A1O'; did you"),
         ({"instances": [{**P, "emulated_model": "Lama"}]}, "instances.p.emulated_model: "),
         ({"instances": [{**P, "rates_file": "/no/file"}]}, "instances.p.rates_file: there is no file /no/file"),
+        ({"instances": [{**CPU, "weights": "/no/int8"}]}, "instances.p.weights: there is no folder /no/int8"),
         (
             {"instances": [CPU], "lora": {"adapters": {"sql": "/no/sql"}}},
             "lora.adapters.sql: adapter sql: /no/sql has no adapter_config.json",

@@ -82,6 +82,8 @@ def test_ctrl_c_while_the_promise_is_made_costs_no_plan(monkeypatch: pytest.Monk
         (PlanGoals(codec="zip"), "codec: one of raw"),
         (PlanGoals(cheapest=True), "cheapest needs the rate"),
         (PlanGoals(method="luck"), "unknown method 'luck'"),
+        (PlanGoals(quantised={"int2": ""}), "quantised: one of fp4, fp8, int4, int8, not 'int2'"),
+        (PlanGoals(engine="vllm", quantised={"int8": ""}), "name the checkpoint of int8"),
     ],
 )
 def test_what_cannot_be_wanted_is_named(goals: PlanGoals, message: str) -> None:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,10 +16,11 @@ from shared.domain.instance import Role
 from shared.domain.kv import Codec
 from shared.plan.evaluate import Trial
 from shared.plan.group import Group, Part
+from shared.plan.methods.registry import method
 from shared.plan.plan import Plan, Target, deployed, plan_text, policies_of
 from shared.plan.problem import Problem
 from shared.plan.routes import Route
-from shared.plan.search import Search
+from shared.plan.search import Search, run_method
 from shared.sim.cluster import simulate
 from tests.shared.plan.problems import inventory, problem, search
 from tools.simulate.deployment import load_deployment
@@ -43,12 +45,12 @@ def written(tmp_path: Path, asked: Problem, plan: Plan) -> Path:
 
 
 @pytest.mark.parametrize("routed", [False, True])
-@pytest.mark.parametrize("codec", [Codec.RAW, Codec.INT4])
-def test_simulating_the_file_is_simulating_the_plan(tmp_path: Path, routed: bool, codec: Codec) -> None:
+@pytest.mark.parametrize(("codec", "precision"), [(Codec.RAW, ""), (Codec.INT4, ""), (Codec.RAW, "int8")])
+def test_simulating_the_file_is_simulating_the_plan(tmp_path: Path, routed: bool, codec: Codec, precision: str) -> None:
     asked = problem(STOCK, codec=codec)
-    plan = Plan(GROUPS, ROUTES)
+    plan = Plan((replace(GROUPS[0], precision=precision), *GROUPS[1:]), ROUTES)
     if routed:
-        plan = Plan(GROUPS, ROUTES, plan.routed(asked))
+        plan = replace(plan, policies=plan.routed(asked))
     found = search(asked)
     run = replace(found.evaluator.spec(plan), streaming=False)  # emulated engines send KV when a prompt is computed
     instances, network = deployed(asked, plan, found.estimator.costs, found.estimator.places)
@@ -59,7 +61,7 @@ def test_simulating_the_file_is_simulating_the_plan(tmp_path: Path, routed: bool
         limits = replace(other.limits, prefix_cache=False)  # the workload says nothing of prefixes
         assert (one.role, one.lanes, one.node, one.limits) == (other.role, other.lanes, other.node, limits)
         assert one.kv_tokens == pytest.approx(other.kv_tokens, abs=1)
-        assert one.rates.step == other.rates.step
+        assert (one.rates.step, one.precision) == (other.rates.step, other.precision)
     assert set(read.run.network.inside) == set(network.inside)
     assert read.run.streaming is False
     ours = simulate(workload, instances, replace(run, network=network))
@@ -137,3 +139,36 @@ def test_policies_in_words_as_a_file_has_them() -> None:
         "split": "none",
         "dispatch": "power_of_two",
     }
+
+
+@pytest.mark.parametrize(
+    ("engine", "checkpoints", "said"),
+    [
+        ("emulated", {"fp8": ""}, {"emulated_precision": "fp8"}),
+        ("vllm", {"fp8": ""}, {"engine_args": {"quantization": "fp8"}}),
+        ("vllm", {"fp8": "org/fp8"}, {"weights": "org/fp8"}),
+    ],
+)
+def test_quantised_groups_have_their_weights_in_the_file(
+    engine: Any, checkpoints: dict[str, str], said: dict[str, Any]
+) -> None:
+    asked = problem(inventory(("here", "L40S", 2)))
+    groups = (Group(P, 1, (Part(0, 32),), "fp8"), Group(D, 1, (Part(0, 32),)))
+    assert groups[0].layout == "TP 1, fp8 weights"
+    found, target = search(asked), Target("a plan", "m", "Llama-3-8B", engine, checkpoints)
+    text = yaml.safe_load(plan_text(asked, Plan(groups), found.estimator.costs, found.estimator.places, target))
+    assert text["mixed_precision"] is True
+    first, second = text["instances"]
+    assert {key: first.get(key) for key in said} == said
+    assert not {"emulated_precision", "engine_args", "weights"} & second.keys()
+
+
+def test_prompts_are_computed_with_quantised_weights_where_that_pays() -> None:
+    """Long prompts on accelerators that compute int8 at twice the rate."""
+    asked = problem(inventory(("a", "A40", 2), ("b", "A40", 2)), prompt=3000, output=60)
+    plain, mixed = (
+        run_method("best", method("best"), search(replace(asked, quantised=allowed))) for allowed in ((), ("int8",))
+    )
+    assert mixed.promise.goodput > 1.1 * plain.promise.goodput
+    assert {(g.role, g.precision) for g in mixed.plan.groups} == {(P, "int8"), (D, "")}
+    assert all(group.precision == "" for group in plain.plan.groups)

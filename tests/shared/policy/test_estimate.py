@@ -4,10 +4,11 @@ from random import Random
 
 import pytest
 
-from shared.policy.estimate import EVEN, DecodeSide, JobContext, PrefillSide, balanced, slo_cost
+from shared.policy import registry
+from shared.policy.estimate import EVEN, DecodeSide, JobContext, PrefillSide, balanced, pair, slo_cost
 from shared.policy.index import ClusterIndex
 from shared.policy.output_lengths import Lengths
-from shared.policy.placement import place
+from shared.policy.placement import Policies, place
 from tests.shared.policy.views import ALL, TARGETS, asked, busy, d, p, view
 
 
@@ -100,3 +101,25 @@ def test_terms_of_a_decode_instance() -> None:
     assert small.terms(800).room_s == pytest.approx((800 - 320) * 150 * small.after_s / (16 * 600))
     assert small.terms(800).memory > 0.0
     assert side(prefill_share=0.5, **busy(16)).terms(800).tpot_s > side(**busy(16)).terms(800).tpot_s + 0.01
+
+
+def test_kv_of_another_precision_does_not_join_a_prefix() -> None:
+    """A decode instance that holds half of the prompt pulls the other half of an equal precision, else all of it."""
+    one, own = asked(800), Lengths(150.0, 140.0)
+    here, other = PrefillSide(p()), PrefillSide(p(precision="fp8"))
+    there = DecodeSide(d(), JobContext(one, own, own, others=one.slo), saved=400)
+    alike, unlike = (pair(side, side.part(800, TARGETS), there, there.terms(800)) for side in (here, other))
+    assert (there.saved_beside(here), there.saved_beside(other)) == (400, 0)
+    assert unlike.own_pause > alike.own_pause
+    assert there.terms(100, there.saved_beside(other)).rest_s > there.terms(100, there.saved_beside(here)).rest_s
+
+
+@pytest.mark.parametrize(("precision", "saved"), [("", 512), ("fp8", 0)])
+def test_a_route_promises_only_prefixes_that_its_kv_joins(precision: str, saved: int) -> None:
+    one = asked(800, prefix=tuple(range(12)))
+    cluster = ClusterIndex(view(p(precision=precision), d()), rng=Random(0))
+    cluster.prefixes.replace("d", 1, one.prefix[:8])
+    policies = Policies(registry.placement("least_load"), registry.split("fraction", {"fraction": 0.9}), ALL.dispatch)
+    found = place(one, cluster, policies, 0.0, Random(0)).route
+    assert found.prefill is not None
+    assert found.decode_saved == saved

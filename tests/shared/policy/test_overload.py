@@ -1,6 +1,7 @@
 """Which jobs are refused, delayed or placed while the cluster is full, and when each may ask again."""
 
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -350,3 +351,37 @@ def test_a_job_is_placed_on_instances_that_process_all_of_its_media(placement: s
     text = index(prefill("p0"), decode("d0"))
     with pytest.raises(Unavailable, match="serves the adapter 'a' and prompts with image items"):
         decide(JobView("j", 100, 50, adapter="a", media=("image",)), text, policies, 0.0, Random(0))
+
+
+PLACEMENTS = pytest.mark.parametrize("placement", ["adaptive", "least_load", "round_robin"])
+SPLITS = pytest.mark.parametrize("split", ["full", "fraction", "adaptive"])
+
+
+def decided(placement: str, split: str, cluster: ClusterIndex, **job: Any) -> set[tuple[str, str]]:
+    """The pairs of instances on which such jobs were placed."""
+    policies = Policies(registry.placement(placement), registry.split(split, {}), registry.dispatch("power_of_two"))
+    routes = [decide(JobView("j", 800, 50, **job), cluster, policies, 0.0, Random(seed)) for seed in range(20)]
+    refs = [(route.prefill, route.decode) for route in routes]
+    return {(p.instance_id if p else "", d.instance_id if d else "") for p, d in refs}
+
+
+@PLACEMENTS
+@SPLITS
+def test_a_job_that_forbids_mixed_precision_stays_at_one(placement: str, split: str) -> None:
+    prefills = prefill("p", rate=1e-4), prefill("p8", rate=1e-5, precision="fp8")
+    cluster = index(*prefills, decode("d"), decode("d8", precision="fp8"))
+    assert decided(placement, split, cluster, one_precision=True) <= {("p", "d"), ("p", ""), ("", "d")}
+    begun = {"one_precision": True, "precision": "fp8", "begun": True}
+    assert decided(placement, split, cluster, **begun) <= {("p8", "d8"), ("p8", ""), ("", "d8")}
+    if placement != "round_robin":  # it takes turns, and no job is booked here
+        assert any("p8" in pair for pair in decided(placement, split, cluster))
+
+
+@PLACEMENTS
+def test_without_a_prefill_instance_of_its_precision_a_decode_instance_computes_the_whole_job(placement: str) -> None:
+    cluster = index(prefill("p8", precision="fp8"), decode("d"))
+    assert decided(placement, "full", cluster, one_precision=True) == {("", "d")}
+    only = index(prefill("p"), decode("d4", precision="int4"), decode("e4", precision="int4"))
+    assert decided(placement, "full", only, one_precision=True) <= {("", "d4"), ("", "e4")}  # there is no other
+    with pytest.raises(Unavailable, match="no ready decode instance has the precision of this request"):
+        decided(placement, "full", cluster, one_precision=True, precision="int8", begun=True)

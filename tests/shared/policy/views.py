@@ -39,6 +39,7 @@ def instance(
     chunk_size: int = 512,
     max_seqs: int = 0,
     adapters: dict[str, str] | None = None,
+    precision: str = "",
     media: tuple[str, ...] = (),
     **load: Any,
 ) -> InstanceView:
@@ -60,6 +61,7 @@ def instance(
         max_seqs=max_seqs,
         rates=rates or (prompt_rates(rate, base, chunk_size) if rate else Rates()),
         adapters=adapters or {},
+        precision=precision,
         media=media,
     )
     return InstanceView(info, role, state, InstanceLoad(**{"free_blocks": total_blocks, **load}))

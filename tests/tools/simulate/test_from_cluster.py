@@ -131,8 +131,8 @@ def test_an_emulated_engine_keeps_its_times_and_reports_the_calibrated_rates(tmp
         ({"prefill_order": "sjf"}, "prefill_order: it belongs to the whole cluster: write `policies: "),
         ({"prefill_batch": 3}, r"c\.yaml:\d+: instances\.p\.prefill_batch: unknown key 'prefill_batch'"),
         (
-            {**REAL, "engine_args": {"quantization": "fp8"}},
-            r"c\.yaml:\d+: instances\.p\.engine_args: 'quantization' cannot be simulated",
+            {**REAL, "engine_args": {"disable_cascade_attn": True}},
+            r"c\.yaml:\d+: instances\.p\.engine_args: 'disable_cascade_attn' cannot be simulated",
         ),
     ],
 )
@@ -162,9 +162,13 @@ CHANGES: list[tuple[type[Section], dict[str, Any], dict[str, Any]]] = [
     (InstanceSection, {**REAL, "rates_file": "CALIBRATION"}, {"threads": 2}),
     (InstanceSection, REAL, {"rates_file": "CALIBRATION", "staging_bytes": 1 << 20}),
     (InstanceSection, REAL, {"engine_args": {"enable_prefix_caching": False}}),
+    (InstanceSection, REAL, {"engine_args": {"quantization": "fp8"}}),
+    (InstanceSection, REAL, {"weights": "QUANTISED"}),
+    (InstanceSection, DEFAULTS, {"emulated_precision": "int8"}),
     (MonitorSection, {}, {"broadcast_period_s": 0.5, "drain_timeout_s": 5.0}),
     (MonitorSection, {}, {"role_flip_period_s": 5.0, "role_flip_respects_s": 5.0}),
     (GatewaySection, {}, {"max_queued_jobs": 8, "max_queued_tokens": 4096, "job_timeout_s": 60.0}),
+    (GatewaySection, {}, {"slo": {"default": {"mixed_precision": False}}}),
     (GatewaySection, {}, {"patience_s": 1.0, "moves": 0, "slo": {"default": {"ttft_s": 0.5}}, "kv_codec": "int8"}),
 ]
 KEYS = {InstanceSection: "instance_defaults", MonitorSection: "monitor", GatewaySection: "gateway"}
@@ -184,7 +188,10 @@ POLICIES: dict[str, Any] = {
 def read(folder: Path, section: type[Section], settings: dict[str, Any]) -> Any:
     kinds = (Kind("vllm", "A10", "some-model", "bfloat16", 1, threads) for threads in (1, 2))
     file = calibration(folder, *kinds)
-    settings = {key: file if value == "CALIBRATION" else value for key, value in settings.items()}
+    (folder / "int8").mkdir(exist_ok=True)
+    (folder / "int8" / "config.json").write_text('{"quantization_config": {"quant_method": "experts_int8"}}')
+    files = {"CALIBRATION": file, "QUANTISED": str(folder / "int8")}
+    settings = {key: files.get(str(value), value) for key, value in settings.items()}
     data: dict[str, Any] = {"instance_defaults": DEFAULTS, KEYS[section]: settings}
     defaults = {"role": "prefill", **data.pop("instance_defaults")}
     return read_cluster(write(folder, defaults, instances=[{"id": "p"}], network={"inside": {"gbps": 100}}, **data))

@@ -29,7 +29,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
-from services.worker.kv import KvFault, lossy_salt
+from services.worker.kv import KvFault, may_import
 from services.worker.kv.device import Blocks, Copies, DeviceCopies, TorchDevice
 from services.worker.kv.layout import (
     CpuLayout,
@@ -79,8 +79,9 @@ class TransferParams(msgspec.Struct, frozen=True, rename={"import_": "import"}, 
     """`kv_transfer_params` of a request, which may export, import, or both.
 
     The prompt begins with the tokens of an imported handle. A failed import is recomputed by the engine and is not an
-    error of the request. Lossy KV needs the request's `cache_salt` to be `lossy_salt(transfer_id)`: without it the
-    prefix cache would serve approximate KV to exact requests, so the import is refused and recomputed.
+    error of the request. Lossy KV, and KV of another precision, need a `cache_salt` that keeps them apart
+    (`services.worker.kv.may_import`): without it the prefix cache would serve them to exact requests, so the import is
+    refused and recomputed.
     """
 
     export: ExportParams | None = None
@@ -312,7 +313,7 @@ class PolyphaseConnectorScheduler:
             return KvFault.FINGERPRINT.value
         if handle.adapter != self._adapter(request):
             return KvFault.ADAPTER.value
-        if handle.codec.lossy and request.cache_salt != lossy_salt(handle.transfer_id):
+        if not may_import(handle, self._settings.precision, request.cache_salt or ""):
             return KvFault.UNSALTED.value
         if not handle.endpoints or handle.tokens <= 0:
             return KvFault.INVALID.value

@@ -67,6 +67,7 @@ class KvSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nixl_trusted: bool = False  # NIXL with other hosts: only this cluster reaches the networks of UCX
     fault: str = ""  # fault injection for tests: "zero" or "corrupt"
     adapters: dict[str, str] = {}  # InstanceInfo.adapters
+    precision: str = ""  # InstanceInfo.precision
 
     @property
     def nixl(self) -> bool:

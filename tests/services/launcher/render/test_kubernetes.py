@@ -254,6 +254,10 @@ def alone(**fields: Any) -> dict[str, Any]:
             {**alone(), "lora": {"adapters": {"sql": "/models/sql", "poems": "/home/me/poems"}}},
             "file.yaml: lora.adapters.poems: /home/me/poems is a folder of this machine",
         ),
+        (
+            alone(weights="/home/me/int8"),
+            "file.yaml: instances.x.weights: /home/me/int8 is a folder of this machine: name it as pods find it",
+        ),
         (alone(id="Big"), "id 'Big': Kubernetes allows"),
         (alone(id="gateway"), "'gateway' is the name of another part"),
         (alone(id="worker"), "'worker' is the name of another part"),

@@ -9,6 +9,7 @@ import pytest
 
 from services.worker.engines.base import EngineStats
 from services.worker.jobs import decode as decode_side
+from services.worker.kv import holds_exact_kv, may_import
 from shared.domain.instance import Promised, Role
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import Codec, KvHandle
@@ -240,3 +241,28 @@ async def test_a_pause_is_expected_to_end_with_the_jobs_that_have_the_blocks(mon
     alone_s = pause_s(Beside.from_jobs([], 32), 32, 3, 8, 32, UNKNOWN_STEPS, side.info.chunk_size)
     assert item.pause.expected_s > 16 * UNKNOWN_STEPS.decode_s(1, 3) > alone_s
     await cancelled(*tasks)
+
+
+@pytest.mark.parametrize(
+    ("codec", "precision", "salt"),
+    [
+        (Codec.RAW, "", "mine"),
+        (Codec.RAW, "fp8", "mixed-precision:fp8:mine"),
+        (Codec.INT8, "", "lossy-kv:t"),
+        (Codec.INT8, "fp8", "lossy-kv:t"),
+    ],
+)
+async def test_kv_that_the_engine_would_not_have_computed_is_kept_apart(
+    codec: Codec, precision: str, salt: str
+) -> None:
+    side = Side(Role.DECODE)
+    handle = msgspec.structs.replace(side.port.handle("t", 2, codec), precision=precision)
+    request = decode_request(handle)
+    request.generation = msgspec.structs.replace(request.generation, cache_salt="mine")
+    task = await side.decode(request)
+    assert side.engine.requests[0].generation.cache_salt == salt
+    assert may_import(handle, side.info.precision, salt)
+    assert may_import(handle, side.info.precision, "mine") is (salt == "mine")
+    assert holds_exact_kv(salt) is (salt == "mine")
+    side.engine.step(TokenStep([6], "stop"))
+    await task

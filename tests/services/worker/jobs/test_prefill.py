@@ -57,6 +57,15 @@ def test_a_job_is_dispatched_to_instances_that_serve_its_adapter() -> None:
         made.choose(job(100, 10, adapter="c"), PolicySpec("random"))
 
 
+def test_a_job_that_forbids_mixed_precision_is_dispatched_within_one() -> None:
+    made = Dispatcher(0)
+    views = decode("d0"), decode("d8", precision="fp8")
+    assert made.hear(ClusterDelta.from_view(ClusterView(1, 0.0, views)))
+    for precision, expected in ((None, "d0"), ("", "d0"), ("fp8", "d8")):
+        one = job(100, 10, one_precision=True, precision=precision)
+        assert {made.choose(one, PolicySpec("random"))[0].instance_id for _ in range(20)} == {expected}
+
+
 @pytest.mark.parametrize("policy", [None, PolicySpec("no such"), PolicySpec("random", {"more": 1})])
 def test_a_policy_that_is_missing_or_unknown_is_named(policy: PolicySpec | None) -> None:
     with pytest.raises(InvalidRequest, match="dispatch policy"):
