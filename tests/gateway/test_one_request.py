@@ -13,8 +13,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
@@ -26,7 +34,7 @@ from gateway.job import JobSpec
 from gateway.plain_stream import Pace
 from gateway.settings import GatewaySettings
 from services.worker.engines.base import EngineRequest
-from services.worker.engines.vllm import CoreRequests, encode_logprobs, encode_prompt_logprobs
+from services.worker.engines.vllm import CoreRequests, MediaFeatures, encode_logprobs, encode_prompt_logprobs
 from shared.domain.job import JobView, Phase
 from shared.errors import InvalidRequest
 from shared.wire.messages import TokenStep
@@ -413,7 +421,8 @@ def at_the_engine(request: EngineCoreRequest, *, parser: str = "any", wants_toke
     )
     view = JobView("r", len(spec.prompt_token_ids), spec.max_tokens)
     made = EngineRequest("r", view, spec.prompt_token_ids, generation, spec.max_tokens, wants_token=wants_token)
-    return CoreRequests(config, {"a": LoRARequest("a", 7, "/here/a")}, {"a": "digest"}).make(made)
+    media = MediaFeatures(("image",), max_item_tokens=2)
+    return CoreRequests(config, {"a": LoRARequest("a", 7, "/here/a")}, {"a": "digest"}, media).make(made)
 
 
 @pytest.fixture
@@ -446,6 +455,17 @@ def test_an_instance_has_its_own_number_and_folder_for_an_adapter() -> None:
     assert at_the_engine(engine_request(SamplingParams())).lora_request is None
     with pytest.raises(ValueError, match="this instance does not serve the adapter 'b'"):
         at_the_engine(engine_request(SamplingParams(), lora_request=LoRARequest("b", 1, "/b")))
+
+
+@pytest.mark.usefixtures("unverified")
+def test_media_items_reach_the_engine() -> None:
+    pixels = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    data = MultiModalKwargsItem({"pixels": MultiModalFieldElem(pixels, MultiModalBatchedField())})
+    item = MultiModalFeatureSpec(data, "image", "digest", PlaceholderRange(offset=0, length=2))
+    (received,) = at_the_engine(engine_request(SamplingParams(), mm_features=[item])).mm_features
+    assert (received.modality, received.identifier, received.mm_position) == ("image", "digest", item.mm_position)
+    assert torch.equal(received.data["pixels"].data, pixels)
+    assert at_the_engine(engine_request(SamplingParams(), mm_features=[])).mm_features is None
 
 
 @pytest.mark.usefixtures("unverified")
