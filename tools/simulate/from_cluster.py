@@ -65,6 +65,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
             *("retention_bytes", "retention_served_s", "retention_fine_s", "retention_load_steps_s"),
         ),
         "the monitor of a simulation is never restarted": ("quiet_start_s",),
+        "a simulation loads no adapters": ("adapter_linger_s",),
         "one model is simulated, at the precisions that the instances have": ("fingerprint", "mixed_precision"),
         "SLO attainment is that of the whole run": ("slo_windows_s",),
     },
@@ -78,7 +79,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
         ),
         "each request of a trace is one job of known lengths, and has no body": (
             *("max_body_bytes", "body_timeout_s", "max_jobs_a_body", "max_items_per_body", "max_held_bytes"),
-            *("jobs_at_once", "max_prompt_logprobs"),
+            *("jobs_at_once", "max_prompt_logprobs", "max_media_bytes"),
         ),
         "whether lengths are predicted, how well and how soon, is a simulation file's `prediction`": (
             *("predict", "predict_wait_s", "predict_timeout_s"),

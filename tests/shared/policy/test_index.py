@@ -304,8 +304,10 @@ PROMPT, ANSWER = 6, 500  # of a stream; it takes 512 tokens of KV
 def test_an_adapter_that_an_instance_loads_or_unloads_counts_with_the_next_broadcast() -> None:
     tracker, rng = LoadTracker(), Random(0)
     update(tracker, ClusterView(1, 0.0, (prefill("p"), decode("d", adapters={"a": "1"}))), 0.0, rng)
-    assert (tracker.current.lacking("a"), tracker.current.lacking("")) == ({"p"}, frozenset())
+    with_adapter = job(adapter="a")
+    assert tracker.current.lacking(with_adapter) == {"p"}
+    assert tracker.current.lacking(job()) == frozenset()
     for sequence, held, lacking in ((2, {"a": "1"}, set()), (3, {}, {"p"})):
         delta = ClusterDelta(sequence, 0.0, changed=(prefill("p", adapters=held),))
         assert tracker.apply(delta, 0.0, rng)
-        assert tracker.current.lacking("a") == lacking
+        assert tracker.current.lacking(with_adapter) == lacking

@@ -1,6 +1,7 @@
 """`/health` and `/ready`: who is well and not ready is left alone, and gets no work. `/metrics` is kept for a while."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -36,13 +37,22 @@ async def test_who_has_nothing_to_wait_for_is_ready() -> None:
     assert await ask(service_app("any", lambda _: None, token=""), "/ready") == (200, "ok")  # type: ignore[arg-type,return-value]
 
 
-@pytest.mark.parametrize(("connected", "said"), [(True, (200, "ok")), (False, (503, "no scheduler is there"))])
-async def test_a_gateway_needs_a_scheduler(connected: bool, said: tuple[int, str]) -> None:
+@pytest.mark.parametrize(
+    ("connected", "unknown", "said"),
+    [
+        (True, None, (200, "ok")),
+        (True, "", (200, "ok")),
+        (True, "the loaded adapters are not known yet", (503, "the loaded adapters are not known yet")),
+        (False, None, (503, "no scheduler is there")),
+    ],
+)
+async def test_a_gateway_needs_a_scheduler(connected: bool, unknown: str | None, said: tuple[int, str]) -> None:
     class Schedulers:
         def __init__(self) -> None:
             self.connected = connected
 
-    assert await ask(ready_of(Schedulers()), "/ready") == said  # type: ignore[arg-type]
+    adapters = None if unknown is None else SimpleNamespace(unknown=unknown)
+    assert await ask(ready_of(Schedulers(), adapters), "/ready") == said  # type: ignore[arg-type]
 
 
 class Slow:
