@@ -151,9 +151,17 @@ def find_plans(request: PlanRequest, clock: Clock, report: ReportProgress, helpe
         raise Incompatible(f"no deployment serves this within the SLO\n{nearest(problem, clock)}")
     outcomes = [chosen]
     if problem.quantised and not chosen.stopped:
-        alike = run_method(goals.method, method(goals.method), search(helped, replace(problem, quantised=())))
-        outcomes.append(replace(alike, method=ONE_PRECISION))
-        outcomes.sort(key=lambda one: -one.promise.goodput)
+        try:
+            alike = run_method(goals.method, method(goals.method), search(helped, replace(problem, quantised=())))
+        except (Stopped, KeyboardInterrupt):
+            return outcomes
+        except Incompatible:
+            pass  # without quantised weights nothing fits, or nothing in the time that is left
+        else:
+            if alike.stopped:
+                return outcomes
+            outcomes.append(replace(alike, method=ONE_PRECISION))
+            outcomes.sort(key=lambda one: -one.promise.goodput)
     for name in QUICK if goals.compare and not chosen.stopped else ():
         if name == goals.method or clock() - began >= goals.seconds:
             continue

@@ -1,5 +1,6 @@
 """From a request to the plan, and the errors where no plan is possible."""
 
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -7,10 +8,22 @@ import pytest
 
 from shared.domain.policies import PolicySet
 from shared.errors import Incompatible, InvalidRequest
+from shared.plan import find
 from shared.plan.evaluate import Evaluator, Promise
-from shared.plan.find import PlanGoals, PlanRequest, cheapest, cluster_file, figures, find_plans, fitting, nearest, why
+from shared.plan.find import (
+    ONE_PRECISION,
+    PlanGoals,
+    PlanRequest,
+    cheapest,
+    cluster_file,
+    figures,
+    find_plans,
+    fitting,
+    nearest,
+    why,
+)
 from shared.plan.plan import Plan
-from shared.plan.search import ScoredPlan, Stopped, no_report
+from shared.plan.search import Outcome, ScoredPlan, Search, Stopped, no_report
 from shared.sim.spec import RunSpec, with_policies
 from shared.sim.workload import synthetic
 from tests.shared.plan.problems import inventory, problem, search
@@ -57,6 +70,33 @@ def test_ctrl_c_among_the_comparisons_ends_them_all() -> None:
 
     (only,) = find_plans(asked(), perf_counter, tell)
     assert (only.method, only.stopped) == ("coupled", False)
+
+
+def with_int8() -> PlanRequest:
+    one = asked(compare=False, quantised={"int8": ""})
+    return replace(one, problem=replace(one.problem, quantised=("int8",)))
+
+
+def test_a_plan_with_quantised_weights_is_compared_with_one_without() -> None:
+    outcomes = find_plans(with_int8(), perf_counter, no_report)
+    assert {outcome.method for outcome in outcomes} == {"coupled", ONE_PRECISION}
+    assert outcomes[0].promise.goodput >= outcomes[1].promise.goodput
+
+
+@pytest.mark.parametrize("error", [Incompatible("nothing fits"), Stopped("stopped")])
+def test_a_plan_is_kept_where_none_is_found_without_quantised_weights(
+    monkeypatch: pytest.MonkeyPatch, error: Incompatible
+) -> None:
+    searched = find.run_method
+
+    def fails_without(name: str, method: Any, search: Search) -> Outcome:
+        if not search.problem.quantised:
+            raise error
+        return searched(name, method, search)
+
+    monkeypatch.setattr(find, "run_method", fails_without)
+    (only,) = find_plans(with_int8(), perf_counter, no_report)
+    assert only.method == "coupled"
 
 
 def test_ctrl_c_while_the_promise_is_made_costs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
