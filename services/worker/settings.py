@@ -12,6 +12,7 @@ from shared.model.adapters import LoraSection
 from shared.model.source import ModelSource, source_of
 from shared.runtime.settings import Name, TracedSettings
 
+DATA_PARALLEL_PORTS = 8
 PP_LAYERS = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable
 
 # Of a device, beside its weights and KV: activations, captured graphs, communication, and KV on its way to the host.
@@ -66,6 +67,10 @@ class WorkerSettings(TracedSettings):
     tensor_parallel: int = Field(1, gt=0, le=1024)
     pipeline_parallel: int = Field(1, gt=0, le=1024)  # stages, each of `tensor_parallel` ranks
     pipeline_layers: tuple[Annotated[int, Field(gt=0)], ...] = ()  # of each stage, in order; empty: as vLLM has it
+    # Engines of the instance, each a process with ranks and KV of its own; a mixture of experts may be divided among them.
+    data_parallel: int = Field(1, gt=0, le=64)
+    data_parallel_rank: int = Field(0, ge=0)  # of this process: derived
+    data_parallel_port: int = 0  # on this host, the first of `DATA_PARALLEL_PORTS` at which they meet: derived
     stage_accelerators: tuple[str, ...] = ()  # of each stage, in order, where they differ from `accelerator`
     node: str = ""  # where it stands in the cluster file's `network`
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)  # its share of the requests under `placement: weighted`

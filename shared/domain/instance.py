@@ -118,6 +118,8 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     precision: of weights that are quantised otherwise than the cluster's model, such as fp8, with a digest where they
     are a checkpoint of their own; KV of one precision is not what another precision would have computed.
     media: the modalities of media items that it processes.
+    rank_of: the instance of which it is one data-parallel rank. Ranks get jobs, hold KV and register one by one; what
+    operators and policies do to one, they do to all of them.
     """
 
     instance_id: str
@@ -142,6 +144,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     precision: str = ""  # empty: that of the cluster's model
     loads_adapters: bool = False
     media: tuple[str, ...] = ()
+    rank_of: str = ""  # empty: it is an instance of its own
 
     @property
     def kv_bytes_per_token(self) -> float:
