@@ -116,6 +116,7 @@ class Registration(_FromService):
     precision: Annotated[str, Field(max_length=64, pattern=r"^[\w.-]*$")] = ""
     loads_adapters: bool = False
     media: Annotated[list[Text], Field(max_length=16)] = []
+    rank_of: Annotated[str, Field(max_length=512)] = ""
 
     def to_info(self) -> InstanceInfo:
         fields = {name: getattr(self, name) for name in InstanceInfo.__struct_fields__}
