@@ -4,7 +4,8 @@ cost, its reported details and its log.
 
 import json
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -33,21 +34,25 @@ AS_EXPECTED = (0.8, 1.25)  # measured over expected step time
 def instance_action(
     kind: OperationKind, row: InstanceRow, rows: Sequence[InstanceRow], drain_timeout_s: float
 ) -> Action:
-    """A flip, drain or resume of `row`, one of `rows`."""
-    instance_id, role, other, inflight = row.instance_id, row.role.value, row.role.other.value, row.load.inflight
+    """A flip, drain or resume of `row`, one of `rows`, with all data-parallel ranks of its instance."""
+    instance_id, role, other = row.info.whole, row.role.value, row.role.other.value
+    ranks = {each.instance_id for each in rows if each.info.whole == instance_id}
+    inflight = jobs_by_instance(rows)[instance_id]
+    of_ranks = f" It has {len(ranks)} data-parallel ranks, all of which do so." if len(ranks) > 1 else ""
     jobs, limit = count_jobs(inflight), f"at most {units.duration(drain_timeout_s)}"
     match kind:
         case OperationKind.FLIP:
             question = f"Flip {instance_id} from {role} to {other}?"
             drain = f"The instance first drains {jobs} ({limit})" if inflight else "The instance has no jobs to drain"
-            consequences = f"{drain}. It then changes its role and accepts {other} work."
+            consequences = f"{drain}. It then changes its role and accepts {other} work.{of_ranks}"
         case OperationKind.DRAIN:
             question = f"Drain {instance_id}?"
             work = f"finishes {jobs} (the drain takes {limit})" if inflight else "has no jobs to finish"
-            consequences = f"The instance accepts no new {role} work and {work}. It stays drained until it is resumed."
+            until = f"It stays drained until it is resumed.{of_ranks}"
+            consequences = f"The instance accepts no new {role} work and {work}. {until}"
         case OperationKind.RESUME:
             question = f"Resume {instance_id}?"
-            consequences = f"The instance accepts new {role} work again."
+            consequences = f"The instance accepts new {role} work again.{of_ranks}"
 
     async def call(call: Call) -> Operation:
         monitor, force, who, operation_id = call.api.monitor, call.force, call.who, call.operation_id
@@ -65,9 +70,9 @@ def instance_action(
                 )
                 return await flip
 
-    ready = [each.instance_id for each in rows if each.role is row.role and each.state is InstanceState.READY]
+    ready = {each.instance_id for each in rows if each.role is row.role and each.state is InstanceState.READY}
     warning = ""
-    if ready == [instance_id] and kind is not OperationKind.RESUME:
+    if row.instance_id in ready and ready <= ranks and kind is not OperationKind.RESUME:
         warning = (
             f"{instance_id} is the last ready {role} instance. Without it requests wait or fail. "
             f"The monitor refuses this {kind} unless it is forced."
@@ -83,6 +88,14 @@ def instance_action(
         operation=True,
         drains=kind is not OperationKind.RESUME,
     )
+
+
+def jobs_by_instance(rows: Iterable[InstanceRow]) -> Counter[str]:
+    """Jobs in flight of each instance, over all its data-parallel ranks."""
+    jobs: Counter[str] = Counter()
+    for row in rows:
+        jobs[row.info.whole] += row.load.inflight
+    return jobs
 
 
 def operation_success(operation: Operation) -> str:
@@ -121,7 +134,7 @@ def _now(console: Console, instance_id: str) -> None:
     read, now_s = console.api.read(INSTANCES).result(), time.time()
     layout.header(console, "Instances", [read])
     console.link("instances", "All instances", icon=":material/arrow_back:")
-    show_results(console, now_s, {row.instance_id: row.load.inflight for row in read.value or ()})
+    show_results(console, now_s, jobs_by_instance(read.value or ()))
     if read.value is None:
         st.html(markup.empty(NO_MONITOR))
         return
@@ -205,7 +218,7 @@ def _buttons(row: InstanceRow, rows: Sequence[InstanceRow], console: Console, st
         st.button(
             f"Flip to {row.role.other.value}" if kind is OperationKind.FLIP else kind.capitalize(),
             key=f"{kind}-{row.instance_id}",
-            disabled=stale or not (row.operable and allowed) or is_busy(row.instance_id),
+            disabled=stale or not (row.operable and allowed) or is_busy(row.info.whole),
             on_click=request_action,
             args=(instance_action(kind, row, rows, console.settings.drain_timeout_s),),
         )

@@ -10,7 +10,7 @@ from dashboard import layout, markup
 from dashboard.actions import confirm_pending, show_results
 from dashboard.answers import INSTANCES
 from dashboard.console import INSTANCE_ID, Console, address_parameter
-from dashboard.instance_page import card, instance
+from dashboard.instance_page import card, instance, jobs_by_instance
 from dashboard.layout import NO_MONITOR
 from shared.domain.instance import InstanceState, Role
 from shared.wire.api.monitor import InstanceRow
@@ -48,7 +48,7 @@ def _all(console: Console) -> None:
     read, now_s = console.api.read(INSTANCES).result(), time.time()
     layout.header(console, "Instances", [read])
     rows = read.value
-    show_results(console, now_s, {row.instance_id: row.load.inflight for row in rows or ()})
+    show_results(console, now_s, jobs_by_instance(rows or ()))
     if rows is None:
         st.html(markup.empty(NO_MONITOR))
         return

@@ -1,16 +1,17 @@
 """Flips, drains and resumes of instances, step by step: the only code that changes a role.
 
 An `OperationRequest` says what is to be done, and `Operations.run` does it: it checks the request, drains the instance,
-changes its role, waits for the heartbeat that shows the new role, and lets the instance work again. `OperationLog`
-keeps every request, refused ones included. Operators' requests come over HTTP (`routes`); automatic role changes come
-from `services.cluster_monitor.roles.RoleController`.
+changes its role, waits for the heartbeat that shows the new role, and lets the instance work again. An instance with
+data-parallel ranks is operated as a whole, whichever of its ranks is named. `OperationLog` keeps every request, refused
+ones included. Operators' requests come over HTTP (`routes`); automatic role changes come from
+`services.cluster_monitor.roles.RoleController`.
 """
 
 import asyncio
 import math
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import anyio
@@ -94,14 +95,15 @@ class Operations:
         """
         if (known := self._log.find(request.operation_id)) is not None:
             return await self._repeat(known, request)
-        record = self._registry.get(request.instance_id)
+        records = self._registry.ranks(request.instance_id)
+        first = records[0]
         operation = Operation(
             operation_id=request.operation_id,
             kind=request.kind,
-            instance_id=record.instance_id,
-            generation=record.info.generation,
-            from_role=record.role,
-            to_role=record.role.other if request.kind is OperationKind.FLIP else record.role,
+            instance_id=first.info.whole,
+            generation=first.info.generation,
+            from_role=first.role,
+            to_role=first.role.other if request.kind is OperationKind.FLIP else first.role,
             who=request.who,
             started_s=time.time(),
             why=request.why,
@@ -110,15 +112,20 @@ class Operations:
         self._log.begin(operation)
         try:
             request.check_deadline()
-            self._check(record, request)
+            self._check(records, request)
             if rule is not None:
                 rule(request)
         except PolyphaseError as refusal:
             expired = isinstance(refusal, DeadlineExceeded)
             self._log.end(operation, OperationResult.EXPIRED if expired else OperationResult.REFUSED, refusal)
             raise
-        await self._carry_out(record, request, operation)
+        await self._carry_out(records, request, operation)
         return operation
+
+    def names(self, instance_id: str) -> tuple[str, ...]:
+        """The ids by which an instance is known: its own, or those of its data-parallel ranks."""
+        known = tuple(each.instance_id for each in self._registry.all() if each.info.rank_of == instance_id)
+        return known or (instance_id,)
 
     def describe(self, operation_id: str) -> Operation:
         """Raises NotFound."""
@@ -128,7 +135,9 @@ class Operations:
         return operation
 
     async def _repeat(self, known: Operation, request: OperationRequest) -> Operation:
-        if (known.kind, known.instance_id) != (request.kind, request.instance_id):
+        named = self._registry.find(request.instance_id)
+        whole = named.info.whole if named is not None else request.instance_id
+        if (known.kind, known.instance_id) != (request.kind, whole):
             raise Conflict(f"operation {known.operation_id!r} is a {known.kind} of {known.instance_id}")
         if running := self._running.get(known.operation_id):
             await running.wait()
@@ -136,31 +145,38 @@ class Operations:
             return known
         raise from_code(known.code or "", known.error)
 
-    def _check(self, record: Record, request: OperationRequest) -> None:
-        if record.operation:
-            raise Conflict(f"{record.instance_id}: a {record.operation} is under way")
-        if record.state not in OPERABLE:
-            raise Conflict(f"{record.instance_id} is {record.state.value}")
-        if record.role is request.to_role:
-            raise Conflict(f"{record.instance_id} has the role {request.to_role.value} already")
-        takes_work_away = request.kind is not OperationKind.RESUME and record.state is InstanceState.READY
-        if takes_work_away and not request.force and len(self._registry.ready(record.role)) <= 1:
-            raise Conflict(
-                f"{record.instance_id} is the last ready {record.role.value} instance; "
-                "without it no request could be served (force allows it)"
-            )
+    def _check(self, records: Sequence[Record], request: OperationRequest) -> None:
+        for record in records:
+            if record.operation:
+                raise Conflict(f"{record.instance_id}: a {record.operation} is under way")
+            if record.state not in OPERABLE:
+                raise Conflict(f"{record.instance_id} is {record.state.value}")
+        first = records[0]
+        if first.role is request.to_role:
+            raise Conflict(f"{first.info.whole} has the role {request.to_role.value} already")
+        if request.kind is OperationKind.RESUME or request.force:
+            return
+        names = {record.instance_id for record in records}
+        for role in Role:
+            ready = {record.instance_id for record in self._registry.ready(role)}
+            if ready and ready <= names:
+                raise Conflict(
+                    f"{first.info.whole} is the last ready {role.value} instance; "
+                    "without it no request could be served (force allows it)"
+                )
 
-    async def _carry_out(self, record: Record, request: OperationRequest, operation: Operation) -> None:
+    async def _carry_out(self, records: Sequence[Record], request: OperationRequest, operation: Operation) -> None:
         ended = self._running[operation.operation_id] = asyncio.Event()
-        record.operation = operation.kind
-        self._registry.settle(record)  # a drain or flip takes it out of the ready set before anything else
+        for record in records:
+            record.operation = operation.kind
+            self._registry.settle(record)  # a drain or flip takes it out of the ready set before anything else
         failure: PolyphaseError | None = None
         try:
             async with asyncio.timeout(request.left_s()):
-                await self._take_steps(record, request, operation)
+                await self._take_steps(records, request, operation)
             self._term.check()  # another monitor may act by now, and may have undone the operation
         except TimeoutError:
-            late = DeadlineExceeded(f"{operation.kind} of {record.instance_id}: not done by its deadline")
+            late = DeadlineExceeded(f"{operation.kind} of {operation.instance_id}: not done by its deadline")
             failure = self._unknown_after_term(operation) or late
             raise failure from None
         except PolyphaseError as error:
@@ -172,8 +188,9 @@ class Operations:
             failure = PolyphaseError(repr(error))
             raise
         finally:
-            record.operation = ""
-            self._registry.settle(record)
+            for record in records:
+                record.operation = ""
+                self._registry.settle(record)
             failed = OperationResult.UNKNOWN if isinstance(failure, OutcomeUnknown) else OperationResult.FAILED
             self._log.end(operation, failed if failure else OperationResult.SUCCEEDED, failure)
             del self._running[operation.operation_id]
@@ -188,35 +205,40 @@ class Operations:
             return OutcomeUnknown(text, operation_id=operation.operation_id)
         return None
 
-    async def _take_steps(self, record: Record, request: OperationRequest, operation: Operation) -> None:
+    async def _take_steps(self, records: Sequence[Record], request: OperationRequest, operation: Operation) -> None:
         match request.kind:
             case OperationKind.DRAIN:
-                await self._drain(record, request, operation)
+                await self._drain(records, request, operation)
             case OperationKind.RESUME:
-                await self._resume(record)
+                await _each(records, self._resume)
             case OperationKind.FLIP:
                 try:
-                    await self._drain(record, request, operation)
+                    await self._drain(records, request, operation)
                     drained_mono = asyncio.get_running_loop().time()
-                    await self._change_role(record, operation.to_role)
-                    await self._resume(record)
+                    others = [each for each in records if each.role is not operation.to_role]  # one has restarted
+                    await _each(others, lambda record: self._change_role(record, operation.to_role))
+                    await _each(records, self._resume)
                     operation.flip_s = asyncio.get_running_loop().time() - drained_mono
                 except BaseException:
-                    await self._undo(record)
+                    with anyio.move_on_after(UNDO_S, shield=True):  # also while this task is being cancelled
+                        await _each(records, self._undo)
                     raise
 
-    async def _drain(self, record: Record, request: OperationRequest, operation: Operation) -> None:
-        """Wait for the instance's work to end. It goes on draining when some is left."""
+    async def _drain(self, records: Sequence[Record], request: OperationRequest, operation: Operation) -> None:
+        """Wait for the work of all to end. They go on draining when some is left."""
         self._term.check()
-        limit_s = request.drain_timeout_s or self._settings.drain_timeout_s
-        record.resumed_mono = -math.inf
         started = asyncio.get_running_loop().time()
+        limit_s = request.drain_timeout_s or self._settings.drain_timeout_s
         try:
-            reply = await record.client.call(
-                DRAIN, DrainRequest(limit_s, self._term.epoch), timeout_s=limit_s + self._settings.rpc_timeout_s
-            )
+            await _each(records, lambda record: self._drain_one(record, limit_s))
         finally:
             operation.drain_s = asyncio.get_running_loop().time() - started
+
+    async def _drain_one(self, record: Record, limit_s: float) -> None:
+        record.resumed_mono = -math.inf
+        reply = await record.client.call(
+            DRAIN, DrainRequest(limit_s, self._term.epoch), timeout_s=limit_s + self._settings.rpc_timeout_s
+        )
         record.draining = True
         if not reply.drained:
             raise DeadlineExceeded(
@@ -243,11 +265,17 @@ class Operations:
         record.draining, record.resumed_mono = False, asyncio.get_running_loop().time()
 
     async def _undo(self, record: Record) -> None:
-        """Let the instance work in whatever role it has, also while the operation's task is being cancelled."""
+        """Let the instance work in whatever role it has."""
         if not record.alive:
             return
         try:
-            with anyio.move_on_after(UNDO_S, shield=True):
-                await self._resume(record)
+            await self._resume(record)
         except PolyphaseError as error:
             log.error("an instance could not be resumed", instance_id=record.instance_id, why=error.message)
+
+
+async def _each(records: Sequence[Record], step: Callable[[Record], Awaitable[None]]) -> None:
+    """Take a step at all records at once, and wait for all before the first error is raised."""
+    for ended in await asyncio.gather(*map(step, records), return_exceptions=True):
+        if isinstance(ended, BaseException):
+            raise ended

@@ -258,6 +258,17 @@ class Registry:
             raise NotFound(f"no instance {instance_id!r}")
         return record
 
+    def ranks(self, instance_id: str) -> list[Record]:
+        """The records of an instance, in order: its own, or those of all its data-parallel ranks, whether the whole or
+        one of them is named. Raises NotFound.
+        """
+        named = self._records.get(instance_id)
+        whole = instance_id if named is None else named.info.rank_of
+        found = [each for each in self._records.values() if each.info.rank_of == whole] if whole else []
+        if named is None and not found:
+            raise NotFound(f"no instance {instance_id!r}")
+        return sorted(found, key=lambda each: (len(each.instance_id), each.instance_id)) or [self.get(instance_id)]
+
     def find(self, instance_id: str) -> Record | None:
         return self._records.get(instance_id)
 
@@ -304,11 +315,13 @@ class Registry:
             self._changed(record, InstanceState.STARTING)
 
     def forget(self, instance_id: str, why: str) -> None:
-        """Stop counting a dead instance. Raises NotFound, or Conflict while it lives."""
-        record = self.get(instance_id)
-        if record.alive:
-            raise Conflict(f"{instance_id} is {record.state.value}; only dead instances can be forgotten")
-        self._drop(record, EventKind.FORGOTTEN, why)
+        """Stop counting a dead instance, or all ranks of one. Raises NotFound, or Conflict while it lives."""
+        records = [self._records[instance_id]] if instance_id in self._records else self.ranks(instance_id)
+        if living := [each for each in records if each.alive]:
+            name, state = living[0].instance_id, living[0].state.value
+            raise Conflict(f"{name} is {state}; only dead instances can be forgotten")
+        for record in records:
+            self._drop(record, EventKind.FORGOTTEN, why)
 
     def leave(self, instance_id: str, generation: int) -> None:
         """An instance stops in good order. Raises NotFound, or Conflict for another process of the instance."""

@@ -120,7 +120,8 @@ class RoleController:
                 return
             by_operator = operation.origin is Origin.OPERATOR and operation.kind is OperationKind.FLIP
             if by_operator and operation.result in _STANDS:
-                yield operation.started_s, operation.instance_id, operation.to_role
+                for name in self._operations.names(operation.instance_id):
+                    yield operation.started_s, name, operation.to_role
 
 
 def in_words(reasons: Iterable[Reason]) -> str:

@@ -130,9 +130,9 @@ def on_hosts(cluster: Cluster) -> Addresses:
     next_port = base + ports.INSTANCES
     for entry in cluster.instances:
         host = cluster.hosts.get(entry.host or cluster.control, LOOPBACK)
-        for name in entry.ids:  # its ports: RPC, HTTP, and then one per rank for KV
+        for name in entry.ids:
             instances[name] = Endpoint(name, host, host, next_port + 1)
-            next_port += 2 + ports.ranks_of(entry.extra)
+            next_port += len(ports.of_instance(entry.data_parallel, entry.extra))
     beside = {}
     if predictor.enabled and predictor.beside:  # their ports follow those of all instances
         enabled = {name for entry in cluster.instances if entry.enabled for name in entry.ids}

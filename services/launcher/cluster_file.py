@@ -132,9 +132,10 @@ def with_defaults(data: Any) -> Any:
 def instance_names_are_unique(cluster: Cluster) -> Iterator[Fault]:
     seen: set[str] = set()
     for index, entry in enumerate(cluster.instances):
-        if repeated := [name for name in entry.ids if name in seen]:
+        names = dict.fromkeys((*entry.names, *entry.ids))
+        if repeated := [name for name in names if name in seen]:
             yield Fault(f"instances.{index}.id", f"another instance already has the name {repeated[0]!r}")
-        seen.update(entry.ids)
+        seen.update(names)
 
 
 def instance_names_are_not_of_predictors(cluster: Cluster) -> Iterator[Fault]:

@@ -13,7 +13,7 @@ from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
-from shared.domain.instance import Role
+from shared.domain.instance import Role, rank_names
 from shared.domain.kv import Codec
 from shared.domain.policies import KINDS
 from shared.files.faults import unknown
@@ -180,11 +180,15 @@ class PlannerSection(Section):
 
 
 class InstanceSection(Section):
-    """One instance, or `count` identical ones named id-0, id-1, …"""
+    """One instance, or `count` identical ones named id-0, id-1, … With data parallelism each of them has ranks, which
+    are processes of their own: id.0, id.1, …
+    """
 
     settings = WorkerSettings
     derived = (
         "broadcast_address",
+        "data_parallel_port",
+        "data_parallel_rank",
         "emulated_links",
         "heartbeat_address",
         "http_port",
@@ -199,6 +203,7 @@ class InstanceSection(Section):
     role: Role
     host: str = ""  # a name of `hosts`; default: the control host
     count: int = Field(1, gt=0, le=1024)
+    data_parallel: int = Field(1, gt=0, le=64)
     # Numbers of the devices of its host; empty: the next free ones. See `devices`.
     devices: tuple[Annotated[int, Field(ge=0, strict=True)], ...] = ()
     # With --on ray: resources that its Ray node must have besides CPUs and accelerators.
@@ -212,8 +217,13 @@ class InstanceSection(Section):
         return given
 
     @property
-    def ids(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         return _numbered(self.id, self.count)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Names of the processes: of each instance, or of its data-parallel ranks."""
+        return tuple(rank for name in self.names for rank in rank_names(name, self.data_parallel))
 
 
 class DashboardSection(BaseModel):

@@ -27,6 +27,7 @@ from services.worker.settings import WorkerSettings
 from shared.cost.catalogue import Catalogue
 from shared.cost.kinds import HOP_LATENCY_S
 from shared.cost.network import INSIDE_EFFICIENCY, Link, LinkEntry
+from shared.domain.instance import rank_names
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.files.faults import describe
 from shared.files.places import Places
@@ -303,13 +304,24 @@ class _Planner:
             "broadcast_address": self._at.broadcasts,
             "lossy_kv": c.gateway.lossy_kv,
             "emulated_links": self._links.get(name, {}),
+            **self._rank(entry, name),
             **self._traced,
         }
         extra = self._with_shared_options(entry.extra)
         settings = self._settings(WorkerSettings, f"instances.{entry.id}", extra, values)
-        uses = range(at.port - 1, at.port + 1 + ports.ranks_of(entry.extra))
+        uses = (at.port + each for each in ports.of_instance(entry.data_parallel, entry.extra))
         env = {**self._devices.env.get(name, {}), **entry.env}
         return self._process(at, "services.worker", settings, uses, env)
+
+    def _rank(self, entry: InstanceSection, name: str) -> dict[str, Any]:
+        """Which data-parallel rank of its instance a process is, and where the ranks meet: at ports of the first."""
+        for each in entry.names if entry.data_parallel > 1 else ():
+            ranks = rank_names(each, entry.data_parallel)
+            if name in ranks:
+                meeting = self._at.instances[ranks[0]].port + 1 + ports.ranks_of(entry.extra)
+                index = ranks.index(name)
+                return {"data_parallel": len(ranks), "data_parallel_rank": index, "data_parallel_port": meeting}
+        return {}
 
     def _with_shared_options(self, extra: dict[str, Any]) -> dict[str, Any]:
         """The instance's settings with the gateway's options of reasoning and structured output, but for those that it

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from services.worker.settings import DATA_PARALLEL_PORTS
 from shared.errors import Conflict, InvalidRequest
 
 MONITOR, PLANNER, SCHEDULERS, PREDICTORS, GATEWAYS, INSTANCES = 0, 5, 10, 42, 80, 96  # offsets from the first port
@@ -39,6 +40,14 @@ def ranks_of(settings: Mapping[str, Any]) -> int:
         return int(settings.get("tensor_parallel", 1)) * int(settings.get("pipeline_parallel", 1))
     except (TypeError, ValueError):
         return 1
+
+
+def of_instance(data_parallel: int, settings: Mapping[str, Any]) -> range:
+    """The ports of an instance, or of one of its data-parallel ranks, as distances from that of its HTTP server: RPC,
+    HTTP, one for KV of each rank, and those at which data-parallel ranks meet.
+    """
+    meeting = DATA_PARALLEL_PORTS if data_parallel > 1 else 0
+    return range(-1, 1 + ranks_of(settings) + meeting)
 
 
 def check_distinct(uses: Iterable[PortUse]) -> None:

@@ -218,8 +218,9 @@ class Watch:
         return parse_routes("routes", placement.parameters.get("routes", []))
 
     def fixed(self, fleet: Fleet) -> list[str]:
-        """Instances whose roles people's flips fix for a while."""
-        return [one.instance_id for one in fleet.views if not self._flip_context.may_flip(one)]
+        """Instances whose roles people's flips fix for a while, and data-parallel ranks, which flip only together."""
+        free = self._flip_context.may_flip
+        return [one.instance_id for one in fleet.views if one.info.rank_of or not free(one)]
 
     def ready(self) -> tuple[InstanceView, ...]:
         """The ready instances; none before the first broadcast."""

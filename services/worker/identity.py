@@ -51,6 +51,7 @@ def instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int)
         precision=engine.precision,
         loads_adapters=settings.lora.allow_runtime_updating,
         media=engine.media,
+        rank_of=settings.rank_of,
     )
     if not settings.rates_file:
         return info

@@ -20,6 +20,11 @@ class Role(StrEnum):
         return Role.DECODE if self is Role.PREFILL else Role.PREFILL
 
 
+def rank_names(instance: str, data_parallel: int) -> tuple[str, ...]:
+    """The names of an instance's data-parallel ranks, by which each is known as an instance; its own for one rank."""
+    return tuple(f"{instance}.{rank}" for rank in range(data_parallel)) if data_parallel > 1 else (instance,)
+
+
 class InstanceState(StrEnum):
     """State of an instance. Only READY instances get new work."""
 
@@ -145,6 +150,11 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     loads_adapters: bool = False
     media: tuple[str, ...] = ()
     rank_of: str = ""  # empty: it is an instance of its own
+
+    @property
+    def whole(self) -> str:
+        """The name of the instance, also where this is one of its data-parallel ranks."""
+        return self.rank_of or self.instance_id
 
     @property
     def kv_bytes_per_token(self) -> float:

@@ -61,8 +61,9 @@ class FlipContext:
 
     def candidates(self, ready: Mapping[Role, Sequence[InstanceView]]) -> dict[Role, list[InstanceView]]:
         """The ready instances of each role of which one may leave it: none of a role that has one instance only."""
+        several = {role for role, views in ready.items() if len({view.info.whole for view in views}) > 1}
         return {
-            role: [view for view in views if len(views) > 1 and self.may_flip(view)] for role, views in ready.items()
+            role: [view for view in views if role in several and self.may_flip(view)] for role, views in ready.items()
         }
 
 

@@ -42,6 +42,9 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
         _SEED: ("policy_seed",),
         _NO_FAULTS: ("hang_s", "kv_fault"),
         "the name of the model in metrics": ("served_model_name",),
+        "each data-parallel rank is simulated as an instance of its own, whose steps wait for no other's": (
+            *("data_parallel", "data_parallel_rank", "data_parallel_port"),
+        ),
         "start-up is not simulated": ("trust_remote_code",),
         "step times include the cost of an engine's scheduler": ("async_scheduling",),
         "a simulation has unlimited room for prefetched KV": ("inbox_bytes",),
@@ -190,7 +193,7 @@ def _emulated(worker: WorkerSettings) -> bool:
 def _instance(section: InstanceSection, worker: WorkerSettings, places: Places) -> dict[str, object]:
     """The entry of a simulation file."""
     same = worker.model_dump(include=set(InstanceEntry.model_fields))
-    entry: dict[str, object] = {**same, "id": section.id, "count": section.count}
+    entry: dict[str, object] = {**same, "id": section.id, "count": len(section.ids)}
     if weights := stored_in(precision_of(worker)):
         entry |= {"dtype": weights, "kv_dtype": worker.dtype}
     entry["hop"] = worker.emulated_hop.model_dump() if worker.emulated_hop is not None else None

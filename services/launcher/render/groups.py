@@ -100,6 +100,12 @@ def groups_of(cluster: Cluster, options: RenderOptions, where: str) -> tuple[Gro
     """The groups in the order of the plan. Raises InvalidRequest that names `where` and the key."""
     if cluster.predictor.beside:
         raise InvalidRequest(f"{where}: predictor.beside: pods have no predictor beside an instance: leave it out")
+    for entry in cluster.instances:
+        if entry.data_parallel > 1:
+            raise InvalidRequest(
+                f"{where}: instances.{entry.id}.data_parallel: the ranks of an instance are on one host, and each pod "
+                "is a host of its own: write several instances (`count`)"
+            )
     in_images = _in_images(cluster, options, where)
     members: dict[str, list[ProcessSpec]] = {}
     entries = {name: entry.id for entry in cluster.instances for name in entry.ids}
