@@ -119,23 +119,26 @@ class Engine:
 
     async def __aexit__(self, *exc: object) -> None:
         """Also of an engine that did not start, or was not entered."""
-        if self.process.exitcode is None and self._ready.is_set():
-            await self._socket.send(b'{"op": "stop"}')
-            await asyncio.to_thread(self.process.join, 10)
-        self.kill()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._entered.aclose()
-        self._socket.close(0)
-        self._context.term()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            if self.process.exitcode is None and self._ready.is_set():
+                await self._socket.send(b'{"op": "stop"}')
+                await asyncio.to_thread(self.process.join, 10)
+            self.kill()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._entered.aclose()
+            self._context.destroy(0)  # one that is collected with a socket still open waits for ever
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def kill(self) -> None:
         """The process and its ranks, at once, if they still live."""
         if self.process.exitcode is None:
             assert self.process.pid is not None
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a fork begins in its parent's group: it may have none of its own yet
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
         self.process.join()
 
     def _check_alive(self) -> None:

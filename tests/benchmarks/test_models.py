@@ -11,7 +11,7 @@ import msgspec
 import psutil
 import pytest
 
-from benchmarks.engine_client import PROCESSES, SPAWNED
+from benchmarks.engine_client import PROCESSES, SPAWNED, Engine
 from benchmarks.model_families import FAMILIES, make_model
 from benchmarks.models import (
     MIN_FAMILIES,
@@ -53,6 +53,21 @@ async def test_a_family_that_vllm_does_not_run_is_a_result() -> None:
     assert "ValidationError" in found.plain
     assert found.cells == {}
     gc.collect()
+
+
+@pytest.mark.slow
+async def test_an_engine_that_is_left_at_once_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is a fork that has no group of its own yet."""
+    engine = Engine("early", make_model(FAMILIES["Llama"], tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr("os.killpg", _no_group)
+        await engine.__aexit__()
+    assert engine.process.exitcode is not None
+    assert not engine.folder.exists()
+
+
+def _no_group(pid: int, number: int) -> None:
+    raise ProcessLookupError(pid)
 
 
 @pytest.mark.slow
