@@ -36,8 +36,8 @@ def instance_action(
 ) -> Action:
     """A flip, drain or resume of `row`, one of `rows`, with all data-parallel ranks of its instance."""
     instance_id, role, other = row.info.whole, row.role.value, row.role.other.value
-    ranks = {each.instance_id for each in rows if each.info.whole == instance_id}
-    inflight = jobs_by_instance(rows)[instance_id]
+    ranks = {each.instance_id: each for each in (row, *rows) if each.info.whole == instance_id}
+    inflight = jobs_by_instance(ranks.values())[instance_id]
     of_ranks = f" It has {len(ranks)} data-parallel ranks, all of which do so." if len(ranks) > 1 else ""
     jobs, limit = count_jobs(inflight), f"at most {units.duration(drain_timeout_s)}"
     match kind:
@@ -72,7 +72,7 @@ def instance_action(
 
     ready = {each.instance_id for each in rows if each.role is row.role and each.state is InstanceState.READY}
     warning = ""
-    if row.instance_id in ready and ready <= ranks and kind is not OperationKind.RESUME:
+    if row.instance_id in ready and ready <= ranks.keys() and kind is not OperationKind.RESUME:
         warning = (
             f"{instance_id} is the last ready {role} instance. Without it requests wait or fail. "
             f"The monitor refuses this {kind} unless it is forced."

@@ -103,7 +103,7 @@ class Operations:
             instance_id=first.info.whole,
             generation=first.info.generation,
             from_role=first.role,
-            to_role=first.role.other if request.kind is OperationKind.FLIP else first.role,
+            to_role=(request.to_role or first.role.other) if request.kind is OperationKind.FLIP else first.role,
             who=request.who,
             started_s=time.time(),
             why=request.why,
@@ -152,7 +152,7 @@ class Operations:
             if record.state not in OPERABLE:
                 raise Conflict(f"{record.instance_id} is {record.state.value}")
         first = records[0]
-        if first.role is request.to_role:
+        if request.to_role and all(record.role is request.to_role for record in records):
             raise Conflict(f"{first.info.whole} has the role {request.to_role.value} already")
         if request.kind is OperationKind.RESUME or request.force:
             return

@@ -132,7 +132,8 @@ def on_hosts(cluster: Cluster) -> Addresses:
         host = cluster.hosts.get(entry.host or cluster.control, LOOPBACK)
         for name in entry.ids:
             instances[name] = Endpoint(name, host, host, next_port + 1)
-            next_port += len(ports.of_instance(entry.data_parallel, entry.extra))
+            own = ports.of_instance(entry.data_parallel, entry.extra)
+            next_port += own.stop - own.start
     beside = {}
     if predictor.enabled and predictor.beside:  # their ports follow those of all instances
         enabled = {name for entry in cluster.instances if entry.enabled for name in entry.ids}

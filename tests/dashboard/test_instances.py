@@ -11,7 +11,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from dashboard.actions import ResultState, StartedAction
-from dashboard.instance_page import details_html, instance_action, log_line
+from dashboard.instance_page import details_html, instance_action, jobs_by_instance, log_line
 from dashboard.instances_page import severity
 from services.cluster_monitor.edge import FlipIn
 from shared.domain.instance import InstanceState, Role
@@ -222,6 +222,18 @@ def test_the_confirmation_of_an_action(kind: str, inflight: int, question: str, 
     action = instance_action(OperationKind(kind), row(inflight=inflight), [], 30.0)
     assert action.question == question
     assert action.consequences.startswith(consequences)
+
+
+def test_an_action_is_of_all_data_parallel_ranks() -> None:
+    one = row(inflight=2)
+    infos = [msgspec.structs.replace(one.info, instance_id=f"p.{at}", rank_of="p") for at in (0, 1)]
+    ranks = [msgspec.structs.replace(one, instance_id=info.instance_id, info=info) for info in infos]
+    action = instance_action(OperationKind.FLIP, ranks[0], ranks, 30.0)
+    assert action.question == "Flip p from prefill to decode?"
+    assert "drains 4 jobs" in action.consequences
+    assert action.consequences.endswith("It has 2 data-parallel ranks, all of which do so.")
+    assert action.force_warning.startswith("p is the last ready prefill instance")
+    assert jobs_by_instance(ranks) == {"p": 4}
 
 
 def unanswered() -> Exception:

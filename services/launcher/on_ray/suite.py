@@ -144,6 +144,10 @@ def placed_at(cluster: Cluster, address: str) -> Cluster:
         raise InvalidRequest("hosts: with --on ray Ray places the instances: leave `hosts` and `control` out")
     if cluster.predictor.beside:
         raise InvalidRequest("predictor.beside: with --on ray nothing runs beside instances: leave it out")
+    for entry in cluster.instances:
+        if entry.data_parallel > 1:
+            at = f"instances.{entry.id}.data_parallel"
+            raise InvalidRequest(f"{at}: ranks meet on one host, and Ray places each by itself: use `count`")
     if address == LOOPBACK:
         return cluster
     keys = {} if cluster.curve_public else curve_pair()

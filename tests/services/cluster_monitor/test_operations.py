@@ -29,7 +29,7 @@ from tests.ports import free_address, free_port
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.cluster_monitor.test_processes import process
 from tests.services.control_plane import request, sqlite, until
-from tests.services.fake_worker import fake_worker, make_info
+from tests.services.fake_worker import FakeWorker, fake_worker, make_info
 
 
 async def test_a_flip_drains_changes_verifies_and_resumes(cluster: Cluster) -> None:
@@ -46,6 +46,68 @@ async def test_a_flip_drains_changes_verifies_and_resumes(cluster: Cluster) -> N
     await cluster.wait_ready("p0", Role.PREFILL)
     with pytest.raises(Conflict, match="p0 has the role prefill already"):
         await cluster.client.flip("p0", to=Role.PREFILL)
+
+
+async def ranks(cluster: Cluster) -> list[FakeWorker]:
+    """Two data-parallel ranks of a decode instance `d`, beside `p` and `e`."""
+    infos = [make_info(f"d.{rank}", free_address(), rank_of="d") for rank in range(2)]
+    found = [await cluster.worker(info.instance_id, Role.DECODE, info=info) for info in infos]
+    await cluster.workers(p=Role.PREFILL, e=Role.DECODE)
+    for info in infos:
+        await cluster.wait_ready(info.instance_id, Role.DECODE)
+    return found
+
+
+async def test_data_parallel_ranks_are_flipped_together_whichever_is_named(cluster: Cluster) -> None:
+    workers = await ranks(cluster)
+    done = await cluster.client.flip("d.1")
+    assert (done.instance_id, done.from_role, done.to_role) == ("d", "decode", "prefill")
+    assert [worker.calls for worker in workers] == [["drain", "flip", "resume"]] * 2
+    for name in ("d.0", "d.1"):
+        await cluster.wait_ready(name, Role.PREFILL)
+    assert {"d.0", "d.1"} <= cluster.state.controller.facts().kept
+    again = await cluster.client.flip("d")
+    assert (again.instance_id, again.to_role) == ("d", "decode")
+    await cluster.client.drain("d.0", timeout_s=5.0)
+    await cluster.wait_state("d.1", InstanceState.DRAINING)
+    with pytest.raises(NotFound, match="no instance 'x'"):
+        await cluster.client.drain("x", timeout_s=5.0)
+
+
+async def test_all_ready_ranks_of_a_role_are_its_last_instance(cluster: Cluster) -> None:
+    await ranks(cluster)
+    await cluster.client.drain("e", timeout_s=5.0)
+    with pytest.raises(Conflict, match="d is the last ready decode instance"):
+        await cluster.client.flip("d.0")
+
+
+async def test_a_rank_that_does_not_drain_keeps_the_others_in_their_role(cluster: Cluster) -> None:
+    first, second = await ranks(cluster)
+    second.drained = False
+    with pytest.raises(DeadlineExceeded, match=r"d\.1 did not drain"):
+        await cluster.client.flip("d")
+    assert (first.role, second.role) == (Role.DECODE, Role.DECODE)
+    assert first.calls == ["drain", "resume"]
+    second.drained, second.fail_flip = True, True
+    with pytest.raises(PolyphaseError):
+        await cluster.client.flip("d")
+    await cluster.wait_ready("d.0", Role.PREFILL)  # this one has changed
+    second.fail_flip = False
+    await cluster.client.flip("d", to=Role.PREFILL)
+    assert (first.role, second.role) == (Role.PREFILL, Role.PREFILL)
+
+
+async def test_dead_ranks_are_forgotten_together_or_one_by_one(cluster: Cluster) -> None:
+    await cluster.workers(p=Role.PREFILL)
+    async with cluster.mortal("d.0", Role.DECODE, rank_of="d"), cluster.mortal("d.1", Role.DECODE, rank_of="d"):
+        await cluster.wait_ready("d.0", Role.DECODE)
+        await cluster.wait_ready("d.1", Role.DECODE)
+        with pytest.raises(Conflict, match=r"d\.0 is ready; only dead"):
+            await cluster.client.forget("d")
+    for name in ("d.0", "d.1"):
+        await cluster.wait_state(name, InstanceState.DEAD)
+    await cluster.client.forget("d")
+    assert [each.instance_id for each in cluster.state.registry.all()] == ["p"]
 
 
 async def test_a_flip_takes_from_the_end_of_the_drain_until_the_instance_serves(cluster: Cluster) -> None:

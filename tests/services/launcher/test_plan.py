@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from services.launcher.cluster_file import Cluster
 from services.launcher.plan import CAPTURE_S, FETCH_S, READ_BYTES_S, links_between, make_plan, start_s_of
 from services.launcher.spec import Plan, ProcessSpec
 from services.planner.settings import PlannerSettings
-from services.worker.settings import WorkerSettings
+from services.worker.settings import DATA_PARALLEL_PORTS, WorkerSettings
 from shared.errors import InvalidRequest
 from shared.runtime.settings import ServiceSettings
 from tests.services.worker.test_settings import settings
@@ -239,6 +240,30 @@ def test_emulated_instances_may_have_a_context_beyond_the_tokenizers_model(tmp_p
     assert process(make_plan(cluster(max_model_len=8192), tmp_path), "gateway").env[key] == "1"
     mixed = [*INSTANCES[:1], {**INSTANCES[1], "engine": "vllm"}]
     assert key not in process(make_plan(cluster(instances=mixed), tmp_path), "gateway").env
+
+
+def test_data_parallel_ranks_are_processes_with_ports_of_their_own_that_meet_at_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = {"id": "d", "role": "decode", "engine": "emulated", "count": 2, "data_parallel": 2, "tensor_parallel": 2}
+    plan = make_plan(cluster(instances=[INSTANCES[0], decode]), tmp_path)
+    assert plan.instance_ids == ("p", "d-0.0", "d-0.1", "d-1.0", "d-1.1")
+    found = {name: loaded(WorkerSettings, process(plan, name), monkeypatch) for name in plan.instance_ids}
+    ranks = [(each.rank_of, each.data_parallel, each.data_parallel_rank) for each in found.values()]
+    assert ranks == [("", 1, 0), ("d-0", 2, 0), ("d-0", 2, 1), ("d-1", 2, 0), ("d-1", 2, 1)]
+    assert found["p"].data_parallel_port == 0
+    meeting = [found[name].data_parallel_port for name in plan.instance_ids[1:]]
+    assert meeting[0] == meeting[1] != meeting[2] == meeting[3]
+    assert found["d-0.0"].kv_port + 2 == meeting[0]
+    taken = [use.port for use in plan.port_uses]
+    assert set(range(meeting[0], meeting[0] + DATA_PARALLEL_PORTS)) <= set(taken)
+    assert len(taken) == len(set(taken))
+
+
+def test_no_other_instance_has_the_name_of_one_with_ranks_or_of_a_rank() -> None:
+    for other in ("d", "d.1"):
+        with pytest.raises(ValidationError, match=f"another instance already has the name '{re.escape(other)}'"):
+            cluster(instances=[{"id": "d", "role": "decode", "data_parallel": 2}, {"id": other, "role": "prefill"}])
 
 
 def test_a_rank_each_has_its_kv_port(tmp_path: Path) -> None:

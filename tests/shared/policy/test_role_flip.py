@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from shared.domain.instance import ClusterView, InstanceState, InstanceView, Role
 from shared.policy.papers.tetriinfer import IdleFlip
@@ -57,6 +58,13 @@ def test_idle_by_example(what: str, instances: list[InstanceView], expected: tup
     made = watch(IdleFlip(), [view(*instances)] * 120)
     found = [(at, decision.instance_id, decision.to) for at, decision in made[:1]]
     assert found == ([(60.0, *expected)] if expected else [])
+
+
+def test_all_ranks_of_a_role_may_be_its_only_instance() -> None:
+    ranks = [replace(one := decode(f"d.{at}", **QUIET), info=replace(one.info, rank_of="d")) for at in range(2)]
+    both = view(prefill("p", **BUSY), *ranks)
+    assert watch(IdleFlip(), [both] * 70) == []
+    assert watch(IdleFlip(), [view(*both.instances, decode("e", **BUSY))] * 70)
 
 
 def test_work_or_a_flip_starts_the_minute_again() -> None:

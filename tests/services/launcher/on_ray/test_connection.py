@@ -53,3 +53,10 @@ def test_predictors_beside_instances_are_refused() -> None:
     beside = cluster.model_copy(update={"predictor": cluster.predictor.model_copy(update={"beside": "prefill"})})
     with pytest.raises(InvalidRequest, match=r"predictor\.beside: with --on ray"):
         placed_at(beside, "127.0.0.1")
+
+
+def test_data_parallel_ranks_are_refused() -> None:
+    cluster = load_cluster(Path("laptop"))
+    ranks = cluster.model_copy(update={"instances": (cluster.instances[0].model_copy(update={"data_parallel": 2}),)})
+    with pytest.raises(InvalidRequest, match=r"instances\.prefill-0\.data_parallel: ranks meet on one host"):
+        placed_at(ranks, "127.0.0.1")

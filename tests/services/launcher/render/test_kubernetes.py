@@ -266,6 +266,7 @@ def alone(**fields: Any) -> dict[str, Any]:
             alone(pipeline_parallel=2, stage_accelerators=["A10", "A40"]),
             "instances.x.stage_accelerators: a pod runs on one node",
         ),
+        (alone(data_parallel=2), "instances.x.data_parallel: the ranks of an instance are on one host"),
         (alone(rates_file="/tmp/rates"), "WORKER_RATES_FILE: /tmp/rates is on this machine only"),
         ({"predictor": {"checkpoint": "/home/me/lengths"}}, "CHECKPOINT: /home/me/lengths is on this machine"),
         ({"predictor": {"beside": "prefill"}}, "predictor.beside: pods have no predictor beside an instance"),
