@@ -67,7 +67,7 @@ class WorkerSettings(TracedSettings):
     tensor_parallel: int = Field(1, gt=0, le=1024)
     pipeline_parallel: int = Field(1, gt=0, le=1024)  # stages, each of `tensor_parallel` ranks
     pipeline_layers: tuple[Annotated[int, Field(gt=0)], ...] = ()  # of each stage, in order; empty: as vLLM has it
-    # Engines of the instance, each a process with ranks and KV of its own; a mixture of experts may be divided among them.
+    # Engines of the instance, each a process with ranks and KV of its own; experts may be divided among them.
     data_parallel: int = Field(1, gt=0, le=64)
     data_parallel_rank: int = Field(0, ge=0)  # of this process: derived
     data_parallel_port: int = 0  # on this host, the first of `DATA_PARALLEL_PORTS` at which they meet: derived
@@ -129,6 +129,9 @@ class WorkerSettings(TracedSettings):
         if self.pipeline_layers and len(self.pipeline_layers) != self.pipeline_parallel:
             stages = f"{self.pipeline_parallel} of `pipeline_parallel`"
             raise ValueError(f"pipeline_layers: {len(self.pipeline_layers)} stages, not the {stages}")
+        if self.data_parallel_rank >= self.data_parallel:
+            ranks = f"{self.data_parallel} of `data_parallel`"
+            raise ValueError(f"data_parallel_rank: {self.data_parallel_rank}: must be below the {ranks}")
         if self.stage_accelerators and len(self.stage_accelerators) != self.pipeline_parallel:
             stages = f"{self.pipeline_parallel} of `pipeline_parallel`"
             raise ValueError(f"stage_accelerators: {len(self.stage_accelerators)} stages, not the {stages}")
