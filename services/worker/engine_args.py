@@ -39,9 +39,8 @@ def _own(setting: str, place: str = "") -> str:
 
 
 _TOP = ", at the top of the file"
-_DATA_PARALLEL = (
-    "one instance is one engine, and vLLM's start would wait for others: write several instances (`count: 2`)"
-)
+_DATA_PARALLEL = f"{_own('data_parallel')}: each rank is a process of the instance"
+_IN_STEP = "the data-parallel ranks of an instance keep each other in step, in their own way"
 _ONE_HOST = "all ranks of an instance run on its host, where its peers find their KV"
 _CONTEXT = "a token's KV is divided by `tensor_parallel` and `pipeline_parallel` alone"
 _OFFLOADING = (
@@ -87,7 +86,12 @@ REFUSED: tuple[Refusal, ...] = (
         _DATA_PARALLEL,
         (False,),
     ),
-    Refusal(("enable_elastic_ep",), _DATA_PARALLEL, (False,)),
+    Refusal(("data_parallel_backend",), f"{_DATA_PARALLEL} on its host", ("mp",)),
+    Refusal(("dp_sync_interval",), _IN_STEP, (16,)),
+    Refusal(("prefill_schedule_interval",), _IN_STEP, (1,)),
+    Refusal(("enable_fault_tolerance",), f"{_IN_STEP}, and all are started again when one dies", (False,)),
+    Refusal(("enable_elastic_ep",), "the number of an instance's data-parallel ranks is fixed", (False,)),
+    Refusal(("elastic_ep_max_dp_size",), "the number of an instance's data-parallel ranks is fixed", (None,)),
     Refusal(("nnodes",), _ONE_HOST, (1,)),
     Refusal(("node_rank",), _ONE_HOST, (0,)),
     Refusal(("distributed_executor_backend",), f"{_ONE_HOST}: mp, or leave it out", (None, "mp", "uni")),

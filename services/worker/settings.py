@@ -129,6 +129,9 @@ class WorkerSettings(TracedSettings):
         if self.pipeline_layers and len(self.pipeline_layers) != self.pipeline_parallel:
             stages = f"{self.pipeline_parallel} of `pipeline_parallel`"
             raise ValueError(f"pipeline_layers: {len(self.pipeline_layers)} stages, not the {stages}")
+        if self.data_parallel_rank >= self.data_parallel:
+            ranks = f"{self.data_parallel} of `data_parallel`"
+            raise ValueError(f"data_parallel_rank: {self.data_parallel_rank}: must be below the {ranks}")
         if self.stage_accelerators and len(self.stage_accelerators) != self.pipeline_parallel:
             stages = f"{self.pipeline_parallel} of `pipeline_parallel`"
             raise ValueError(f"stage_accelerators: {len(self.stage_accelerators)} stages, not the {stages}")

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
@@ -39,15 +40,24 @@ from services.worker.engines.base import (
     deliver,
 )
 from services.worker.engines.vllm_observers import CacheWatch, StepObserver
-from services.worker.engines.vllm_patches import FORCED, force_beside_drafts, make_stage_buffers
+from services.worker.engines.vllm_patches import FORCED, force_beside_drafts, make_stage_buffers, observe_steps
+from services.worker.engines.vllm_ranks import CoupledRanks
 from services.worker.engines.vllm_scheduler import SchedulerPolicies, blocks_of
-from services.worker.engines.vllm_start import engine_config, engine_info, kv_components, lora_requests, media_of
+from services.worker.engines.vllm_start import (
+    engine_config,
+    engine_info,
+    kv_components,
+    lora_requests,
+    media_of,
+    ranks_port,
+)
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.settings import WorkerSettings
 from shared.domain.adapters import digest_of_key
 from shared.domain.job import Generation, LengthPrediction
 from shared.errors import EngineFailed, InvalidRequest
 from shared.runtime.logs import get_log
+from shared.runtime.signals import ending_at_sigterm
 from shared.wire.messages import LogprobRows, Reused, TokenStep, encode_rows
 
 log = get_log(__name__)
@@ -55,6 +65,8 @@ log = get_log(__name__)
 warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
 _IDLE_S = 0.5
 _WAITING_S, _RANKS_WAITING_S = 0.001, 0.004  # a turn of ranks in other processes costs each a millisecond
+_END_S, _STUCK_S = 10.0, 1.0  # for the engine's thread to end, and where it waits for a rank that has died
+_KILL_S = 20.0  # beyond the drain: for the process of a rank to end when another has died
 Command = Callable[[], None]
 
 
@@ -85,6 +97,8 @@ class VllmEngine:
         self._step_began_mono = 0.0  # monotonic; 0: no step is under way
         self._with_adapter: dict[str, str] = {}  # requests in the engine, by their adapter's key
         self._leaving: dict[str, LoRARequest] = {}  # removed adapters that requests still have
+        self._ranks: CoupledRanks | None = None  # where this engine computes together with others
+        self._dead = False
         self.steps = StepLog()
 
     @property
@@ -96,10 +110,14 @@ class VllmEngine:
     async def start(self) -> EngineInfo:
         """Load the model. Raises EngineFailed."""
         self._loop = asyncio.get_running_loop()
-        started: asyncio.Future[EngineInfo] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="engine", daemon=True)
+        self._met: asyncio.Future[None] = self._loop.create_future()
+        self._started: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-        return await started
+        if self._settings.data_parallel > 1:
+            with ending_at_sigterm():  # other ranks may take minutes to come
+                await self._met
+        return await self._started
 
     def submit(self, request: EngineRequest, sink: Sink) -> None:
         self._sinks[request.request_id] = sink
@@ -145,12 +163,20 @@ class VllmEngine:
         return endpoint
 
     async def close(self) -> None:
-        """Stop the thread and release the executor's processes."""
+        """Stop the thread and release the executor's processes. Of coupled ranks, each goes on with the passes of those
+        that still compute.
+        """
         self._stopping = True
         with self._wake:
             self._wake.notify()
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, 10.0)
+            within_s = _STUCK_S if self._dead else self._leave_s + _END_S
+            await asyncio.to_thread(self._thread.join, within_s)
+
+    @property
+    def _leave_s(self) -> float:
+        """How long the other ranks may go on after this one: they were told to end at the same time."""
+        return self._settings.drain_s + _END_S if self._ranks is not None else 0.0
 
     def _post(self, command: Command) -> None:
         self._commands.append(command)
@@ -182,33 +208,42 @@ class VllmEngine:
 
     # Everything below runs on the engine thread.
 
-    def _run(self, started: asyncio.Future[EngineInfo]) -> None:
+    def _run(self) -> None:
         try:
             info = self._load()
         except BaseException as error:
             failure = EngineFailed(f"vLLM did not start: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            self._loop.call_soon_threadsafe(started.set_exception, failure)
+            if self._ranks is not None:
+                self._ranks.close()
+            self._loop.call_soon_threadsafe(self._start_failed, failure)
             return
-        self._loop.call_soon_threadsafe(started.set_result, info)
+        self._loop.call_soon_threadsafe(self._has_started, info)
         try:
             self._steps()
         except BaseException as error:
             log.critical("the engine thread died", exc_info=error)
             self._loop.call_soon_threadsafe(self._died, f"{type(error).__name__}: {error}")
         finally:
+            if self._ranks is not None:
+                self._ranks.close()
             self._core.shutdown()
 
     def _load(self) -> EngineInfo:
         s = self._settings
         config = engine_config(s, self._kv_config, self._cache.config)
+        self._ranks = self._meet(config)
         speculates = config.speculative_config is not None
         self._core = InprocClient(config, Executor.get_class(config), log_stats=speculates)  # they count drafts
         make_stage_buffers(self._core.engine_core)
         force_beside_drafts(self._core.engine_core)
         self._scheduler = self._core.engine_core.scheduler
+        if self._ranks is not None:
+            observe_steps(self._scheduler, self._pass_scheduled, lambda _: None)
         self._scheduling = SchedulerPolicies(self._scheduler, self.policies, self._rates)
-        self._observer = StepObserver(self._scheduler, self.steps, own_cpu=s.computes_here, stages=s.pipeline_parallel)
+        # A step of coupled ranks lasts as long as that of the slowest one.
+        own_cpu = s.computes_here and self._ranks is None
+        self._observer = StepObserver(self._scheduler, self.steps, own_cpu=own_cpu, stages=s.pipeline_parallel)
         adapters: dict[str, str] = self._kv_config.get("adapters", {})
         media = MediaFeatures.of_engine(config, self._scheduler)
         self._requests = CoreRequests(config, lora_requests(s.lora), adapters, media)
@@ -220,43 +255,95 @@ class VllmEngine:
         components = self._core.engine_core.model_executor.collective_rpc(kv_components)[0]
         return engine_info(s, config, blocks_of(self._scheduler), components, adapters)
 
+    def _meet(self, config: VllmConfig) -> CoupledRanks | None:
+        """Wait for the other ranks of the instance where this one cannot compute without them."""
+        parallel, ranks = config.parallel_config, None
+        if parallel.data_parallel_size > 1:
+            rank, size, port = parallel.data_parallel_rank, parallel.data_parallel_size, ranks_port(self._settings)
+            ranks = CoupledRanks(rank, size, port, on_news=self.wake, on_lost=self._lost)
+            ranks.meet()
+        self._loop.call_soon_threadsafe(self._met.set_result, None)
+        return ranks
+
+    def _pass_scheduled(self, plan: Any) -> None:
+        if plan.total_num_scheduled_tokens:
+            assert self._ranks is not None
+            self._ranks.begin_pass()
+
     def _steps(self) -> None:
+        ranks = self._ranks
         while not self._stopping:
             self._step_began_mono = time.monotonic()
             self._observer.began()
-            while self._commands:
-                self._commands.popleft()()
-            if self._busy:
-                self._scheduling.before_step()
-                outputs = self._core.get_output()
+            self._follow_commands()
+            busy, begun = self._busy, ranks.passes.begun if ranks is not None else 0
+            if busy:
+                self._turn()
+            if ranks is not None and ranks.passes.behind and ranks.passes.begun == begun:
+                self._join_pass(ranks)
+            elif not busy:
                 self._snapshot()
-                if outputs.scheduler_stats is not None and (drafts := outputs.scheduler_stats.spec_decoding_stats):
-                    self.steps.drafted(drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens)
-                if outputs.outputs:
-                    self._cache.count(outputs.outputs)
-                    batch = [(output.request_id, token_step(output)) for output in outputs.outputs]
-                    for request_id, output in batch:
-                        if output.finish_reason:
-                            self._forget(request_id)
-                    self._loop.call_soon_threadsafe(self._deliver, batch)
-                self._observer.ended()
-                if self._observer.idle:
-                    # The engine would turn as fast as it can while it waits for KV or a grammar. More room wakes it.
-                    waiting_s = _WAITING_S if self._settings.ranks == 1 else _RANKS_WAITING_S
-                    self._pause(_IDLE_S if self._scheduling.blocked else waiting_s)
-                continue
-            self._snapshot()
-            self._step_began_mono = 0.0
-            self._pause(_IDLE_S)
+                self._step_began_mono = 0.0
+                self._pause(_IDLE_S)
+            elif self._observer.idle:
+                # The engine would turn as fast as it can while it waits for KV or a grammar. More room wakes it.
+                waiting_s = _WAITING_S if self._settings.ranks == 1 else _RANKS_WAITING_S
+                self._pause(_IDLE_S if self._scheduling.blocked else waiting_s)
+        if ranks is not None:
+            self._leave(ranks)
+
+    def _turn(self) -> None:
+        self._scheduling.before_step()
+        outputs = self._core.get_output()
+        self._snapshot()
+        if outputs.scheduler_stats is not None and (drafts := outputs.scheduler_stats.spec_decoding_stats):
+            self.steps.drafted(drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens)
+        if outputs.outputs:
+            self._cache.count(outputs.outputs)
+            batch = [(output.request_id, token_step(output)) for output in outputs.outputs]
+            for request_id, output in batch:
+                if output.finish_reason:
+                    self._forget(request_id)
+            self._loop.call_soon_threadsafe(self._deliver, batch)
+        self._observer.ended()
+
+    def _join_pass(self, ranks: CoupledRanks) -> None:
+        """Another rank computes, and this one has nothing to compute with it."""
+        ranks.begin_pass()
+        self._core.engine_core.execute_dummy_batch()
+
+    def _leave(self, ranks: CoupledRanks) -> None:
+        """Execute the passes of the other ranks until these end, too; not for longer than they have to end."""
+        until_mono = time.monotonic() + self._leave_s
+        ranks.leave()
+        while not ranks.may_end and (left_s := until_mono - time.monotonic()) > 0:
+            self._step_began_mono = time.monotonic()
+            self._follow_commands()
+            if ranks.passes.behind:
+                self._join_pass(ranks)
+            else:
+                self._step_began_mono = 0.0
+                self._pause(min(left_s, _IDLE_S), stopping=True)
+        if ranks.may_end:
+            ranks.done()
+        while not ranks.all_done and (left_s := until_mono - time.monotonic()) > 0:
+            self._follow_commands()
+            self._pause(min(left_s, _IDLE_S), stopping=True)
+        if not ranks.all_done:
+            log.warning("this data-parallel rank ends while others still compute, which end with it")
+
+    def _follow_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
 
     @property
     def _busy(self) -> bool:
         """Whether a turn would do anything; pipeline stages may hold batches of requests that are gone."""
         return bool(self._scheduler.has_requests() or self._core.engine_core.batch_queue)
 
-    def _pause(self, seconds: float) -> None:
+    def _pause(self, seconds: float, *, stopping: bool = False) -> None:
         with self._wake:
-            if not self._commands and not self._stopping:
+            if not self._commands and self._stopping is stopping:
                 self._wake.wait(seconds)
 
     def _add(self, request: EngineRequest) -> None:
@@ -349,7 +436,37 @@ class VllmEngine:
                 del self._sinks[request_id]
             deliver(sink, output)
 
+    def _has_started(self, info: EngineInfo) -> None:
+        if not self._started.done():
+            self._started.set_result(info)
+
+    def _start_failed(self, failure: EngineFailed) -> None:
+        if not self._met.done():
+            self._met.set_result(None)
+        if not self._started.done():
+            self._started.set_exception(failure)
+
+    def _lost(self, cause: str) -> None:
+        """Called on the thread that listens to the other ranks. The engine's thread may wait for the lost rank for
+        ever, within a library that cannot be interrupted.
+        """
+        log.critical(cause)
+        self._loop.call_soon_threadsafe(self._rank_lost, cause)
+        killer = threading.Timer(self._settings.drain_s + _KILL_S, os.kill, (os.getpid(), signal.SIGKILL))
+        killer.daemon = True
+        killer.start()
+
+    def _rank_lost(self, cause: str) -> None:
+        if self._started.done():
+            self._died(cause)
+        else:
+            self._dead = True
+            self._start_failed(EngineFailed(cause))
+
     def _died(self, cause: str) -> None:
+        if self._dead:
+            return
+        self._dead = True
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink(TokenStep([], finish_reason="error", stop_reason=f"engine died: {cause}"))

@@ -1,18 +1,22 @@
-"""vLLM's CPU worker with three additions, checked against vLLM 0.32.0 (see `vllm_patches`).
+"""vLLM's CPU worker with additions, checked against vLLM 0.32.0 (see `vllm_patches`).
 
 It supports seeded requests whose prompt takes several steps, and the streams and events that asynchronous scheduling
-expects of a device, so that everything that depends on that can be tested on any machine; and its LoRA leaves rows of
-the base model alone. vLLM loads the class by name.
+expects of a device, so that everything that depends on that can be tested on any machine. Its LoRA leaves rows of the
+base model alone. Its experts may be divided among data-parallel ranks. vLLM loads the class by name.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
@@ -56,6 +60,62 @@ def leave_base_rows_alone() -> None:
 
 
 leave_base_rows_alone()
+
+
+def all_gatherv(
+    communicator: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
+) -> torch.Tensor | list[torch.Tensor]:
+    """As the communicators of devices have it: the rows of all ranks, of which each has `sizes[rank]`.
+
+    Gloo gathers tensors of one size only, so that all are padded to the largest.
+    """
+    if isinstance(input_, list):
+        return [all_gatherv(communicator, each, dim, sizes) for each in input_]  # type: ignore[misc]
+    assert dim == 0
+    if sizes is None or len(set(sizes)) == 1:
+        return communicator.all_gather(input_, dim=0)  # type: ignore[no-any-return]
+    most = max(sizes)
+    padded = input_.new_zeros((most, *input_.shape[1:]))
+    padded[: input_.shape[0]] = input_
+    gathered = communicator.all_gather(padded, dim=0)
+    return torch.cat([gathered[rank * most :][:size] for rank, size in enumerate(sizes)])
+
+
+def reduce_scatterv(
+    communicator: Any, input_: torch.Tensor, dim: int = 0, sizes: list[int] | None = None
+) -> torch.Tensor:
+    """The same for the sum over all ranks, of which each gets its rows."""
+    assert dim == 0
+    ranks, own = communicator.world_size, communicator.rank_in_group
+    each = sizes if sizes is not None else [input_.shape[0] // ranks] * ranks
+    summed: torch.Tensor = communicator.all_reduce(input_.clone())
+    return summed[sum(each[:own]) :][: each[own]].clone()
+
+
+CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
+
+
+def on_this_rank(experts: Callable[..., None]) -> Callable[..., None]:
+    """`CPUUnquantizedExperts.apply` for experts that are divided among ranks.
+
+    vLLM's kernel takes the numbers of experts for those of the rank's own. What it computes for the others counts
+    nothing, since their ranks compute it.
+    """
+
+    @functools.wraps(experts)
+    def mapped(self: Any, *given: Any, **named: Any) -> None:
+        arguments = _EXPERTS.bind(self, *given, **named).arguments
+        if (numbers := arguments["expert_map"]) is not None:
+            own = numbers[arguments["topk_ids"].long()]
+            arguments["topk_weights"] = arguments["topk_weights"].masked_fill(own < 0, 0)
+            arguments["topk_ids"] = own.clamp(min=0).to(arguments["topk_ids"].dtype)
+        experts(**arguments)
+
+    return mapped
+
+
+_EXPERTS = inspect.signature(CPUUnquantizedExperts.apply)
+CPUUnquantizedExperts.apply = on_this_rank(CPUUnquantizedExperts.apply)
 
 
 class SeededCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM is untyped here

@@ -23,7 +23,7 @@ from services.worker.identity import fingerprint, folder_of, precision_of
 from services.worker.kv.codec import codec_speeds
 from services.worker.kv.vllm.layers import EIGHT_BIT_NAMES, stages_of
 from services.worker.kv.wire.importing import DTYPES, dtype_name
-from services.worker.settings import WorkerSettings
+from services.worker.settings import DATA_PARALLEL_PORTS, WorkerSettings
 from shared.domain.instance import Compatibility, KvComponent, KvGeometry
 from shared.domain.prompt import MODALITIES
 from shared.domain.rates import Rates
@@ -94,11 +94,37 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
         if isinstance(arguments.get(name), dict):
             arguments[name] = kind(**arguments[name])
     config = _vllm_config(s, arguments)
+    if s.data_parallel > 1 and config.model_config.is_moe:
+        config = _coupled_config(s, arguments)
     check_model(config)
     if arguments["async_scheduling"] and current_platform.is_cpu():
         overlap_on_cpu(config)
     force_known_tokens(config)
     return config
+
+
+def _coupled_config(settings: WorkerSettings, arguments: dict[str, Any]) -> VllmConfig:
+    """For a mixture of experts that is divided among the instance's data-parallel ranks, of which this engine is one:
+    they compute every forward pass together. Ranks of other models have nothing in common; to vLLM each is an engine.
+
+    vLLM chooses ports of its own for them, in each process others.
+    """
+    s = settings
+    own: dict[str, Any] = {"data_parallel_size": s.data_parallel, "data_parallel_rank": s.data_parallel_rank}
+    if s.ranks == 1 and arguments.get("distributed_executor_backend") is None:
+        own["distributed_executor_backend"] = "uni"  # in this process, as without other ranks
+    config = _vllm_config(s, arguments | own)
+    parallel = config.parallel_config
+    parallel.data_parallel_rank_local = 0  # the process sees its own devices only
+    ports = list(range(s.data_parallel_port, s.data_parallel_port + DATA_PARALLEL_PORTS))
+    ports.remove(ranks_port(s))
+    parallel._data_parallel_master_port_list = ports[::-1]  # vLLM takes the last one first
+    return config
+
+
+def ranks_port(settings: WorkerSettings) -> int:
+    """The port at which rank 0 listens to the others; vLLM uses those before and after it."""
+    return settings.data_parallel_port + 1
 
 
 def _vllm_config(settings: WorkerSettings, arguments: dict[str, Any]) -> VllmConfig:

@@ -52,6 +52,8 @@ def test_one_rank_of_one_thread_computes_in_the_engines_thread(degree: str) -> N
     [
         ({"engine_args": {"pipeline_parallel_size": 2}}, "it is a setting of its own, `pipeline_parallel`"),
         ({"engine_args": {"async_scheduling": True}}, "it is a setting of its own, `async_scheduling`"),
+        ({"engine_args": {"data_parallel_size": 2}}, "it is a setting of its own, `data_parallel`"),
+        ({"data_parallel": 2, "data_parallel_rank": 2}, "data_parallel_rank: 2: must be below the 2"),
         ({"pipeline_layers": [3, 1]}, "pipeline_layers: 2 stages, not the 1 of `pipeline_parallel`"),
         ({"pipeline_parallel": 3, "pipeline_layers": [3, 1]}, "pipeline_layers: 2 stages, not the 3"),
         ({"pipeline_parallel": 2, "pipeline_layers": [4, 0]}, "greater than 0"),
