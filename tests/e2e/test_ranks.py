@@ -18,7 +18,7 @@ import pytest
 from benchmarks.engine_client import Engine
 from benchmarks.jobs import records
 from benchmarks.model_families import FAMILIES, VOCABULARY, make_model
-from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, SPLIT, started
+from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, started
 from shared.domain.instance import Role
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -58,7 +58,7 @@ async def test_ranks_are_one_instance_and_get_requests_one_by_one(tmp_path: Path
         "name": "ranks",
         "model": str(model),
         "max_model_len": 1024,
-        "policies": SPLIT,
+        "policies": {"placement": "round_robin", "split": "full", "dispatch": "spread"},
         "instance_defaults": CPU_ENGINE,
         "instances": [
             {"id": "p", "role": "prefill"},
@@ -88,6 +88,7 @@ async def test_ranks_are_one_instance_and_get_requests_one_by_one(tmp_path: Path
             return {span.instance_id for record in found for span in record.timeline.spans}
 
         assert {each.info.whole for each in await monitor.instances()} == {"p", "d", "e"}
+        await monitor.drain("e", timeout_s=10, who="test")
         assert await answers("first") == expected
         assert {"d.0", "d.1"} <= await places("first")
 
@@ -100,6 +101,7 @@ async def test_ranks_are_one_instance_and_get_requests_one_by_one(tmp_path: Path
                     for choice in json.loads(line.removeprefix("data: "))["choices"]:
                         tokens += choice.get("token_ids") or []
                 if len(tokens) > 1 and not killed:
+                    await monitor.resume("e", who="test")
                     killed = running.suite.kill("d.1", signal.SIGSTOP)
                     with suppress(ProcessLookupError):  # the launcher kills processes that do not answer
                         os.kill(killed, signal.SIGKILL)
