@@ -98,6 +98,7 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
     if s.data_parallel > 1 and config.model_config.is_moe:
         config = _coupled_config(s, arguments)
     check_model(config)
+    check_experts(config)
     if arguments["async_scheduling"] and current_platform.is_cpu():
         overlap_on_cpu(config)
     force_known_tokens(config)
@@ -115,8 +116,8 @@ def _coupled_config(settings: WorkerSettings, arguments: dict[str, Any]) -> Vllm
         raise InvalidRequest("data_parallel_port: the ranks of a mixture of experts need ports at which they meet")
     if s.lora.enabled:
         raise InvalidRequest(
-            f"lora: model {s.source.model} is divided among {s.data_parallel} data-parallel ranks, and vLLM forgets all "
-            "adapters whenever one of them has nothing to compute: use `tensor_parallel`, or leave `lora` out"
+            f"lora: model {s.source.model} is divided among {s.data_parallel} data-parallel ranks, and vLLM forgets "
+            "all adapters whenever one of them has nothing to compute: use `tensor_parallel`, or leave `lora` out"
         )
     own: dict[str, Any] = {"data_parallel_size": s.data_parallel, "data_parallel_rank": s.data_parallel_rank}
     if s.ranks == 1 and arguments.get("distributed_executor_backend") is None:
@@ -239,11 +240,6 @@ def check_base(settings: WorkerSettings) -> None:
 def check_model(config: VllmConfig) -> None:
     """Check vLLM's view of the model, which may have no config.json. Raises InvalidRequest."""
     model, stored = config.model_config, config.cache_config.cache_dtype
-    if current_platform.is_cpu() and config.parallel_config.enable_expert_parallel and model.quantization is not None:
-        raise InvalidRequest(
-            f"engine_args: enable_expert_parallel: vLLM's CPU kernels for {model.quantization} experts cannot divide "
-            "them among ranks: leave it out, and each rank has a part of every expert"
-        )
     if model.use_mla and current_platform.is_cpu() and not config.scheduler_config.enable_chunked_prefill:
         raise InvalidRequest(
             f"model {model.model}: the model has multi-head latent attention (MLA), and without AMX vLLM's CPU backend "
@@ -254,6 +250,16 @@ def check_model(config: VllmConfig) -> None:
         raise InvalidRequest(
             f"model {model.model}: the checkpoint has its KV stored in {stored}, and KV in that form cannot be "
             f"transferred: set `engine_args: {{kv_cache_dtype: {dtype}}}`, or serve a checkpoint without it"
+        )
+
+
+def check_experts(config: VllmConfig) -> None:
+    """Raises InvalidRequest for experts that this device cannot divide among ranks; vLLM would compute others."""
+    quantization = config.model_config.quantization
+    if current_platform.is_cpu() and config.parallel_config.enable_expert_parallel and quantization:
+        raise InvalidRequest(
+            f"engine_args: enable_expert_parallel: vLLM's CPU kernels for {quantization} experts cannot divide them "
+            "among ranks: leave it out, and each rank has a part of every expert"
         )
 
 

@@ -27,7 +27,7 @@ from shared.domain.instance import Role
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.domain.prompt import packed
-from shared.domain.route import PolicySpec
+from shared.domain.route import InstanceRef
 from shared.errors import PolyphaseError
 from shared.wire.messages import (
     DECODE,
@@ -117,11 +117,9 @@ class Worker:
             assert reply.transfer.outcome is TransferOutcome.PULLED, reply.transfer
         return got
 
-    async def export(self, prompt: list[int]) -> KvHandle:
-        dispatch = PolicySpec("power_of_two")
-        request = PrefillRequest(
-            job(prompt, TOKENS), uuid.uuid4().hex, packed(prompt), generation(TOKENS), dispatch=dispatch
-        )
+    async def export(self, prompt: list[int], target: InstanceRef) -> KvHandle:
+        name = uuid.uuid4().hex
+        request = PrefillRequest(job(prompt, TOKENS), name, packed(prompt), generation(TOKENS), decode=target)
         reply = await self.clients.to(self.rpc).call(PREFILL, request, timeout_s=PATIENCE_S)
         assert reply.handle is not None
         return reply.handle
@@ -232,12 +230,16 @@ async def test_kv_is_exported_and_imported_by_the_rank_that_has_it(workers: tupl
 
     async def handed_over(source: Worker, target: Worker, beside: Worker) -> list[list[int]]:
         """The other rank is busy during the first half, and has nothing to compute during the second."""
+
+        async def tokens(text: list[int]) -> list[int]:
+            return await target.decode(text, await source.export(text, InstanceRef(target.name, 1, target.rpc)))
+
         await source.flip(Role.PREFILL)
         half = len(texts) // 2
-        work = asyncio.create_task(beside.decode(texts[0], tokens=LONG))
-        found = [await target.decode(text, await source.export(text)) for text in texts[:half]]
+        work = asyncio.create_task(beside.decode(texts[0], tokens=60))
+        found = [await tokens(text) for text in texts[:half]]
         await work
-        found += [await target.decode(text, await source.export(text)) for text in texts[half:]]
+        found += [await tokens(text) for text in texts[half:]]
         await source.flip(Role.DECODE)
         return found
 
