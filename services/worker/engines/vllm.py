@@ -66,6 +66,7 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable", ca
 _IDLE_S = 0.5
 _WAITING_S, _RANKS_WAITING_S = 0.001, 0.004  # a turn of ranks in other processes costs each a millisecond
 _END_S, _STUCK_S = 10.0, 1.0  # for the engine's thread to end, and where it waits for a rank that has died
+_LOSS_S = 1.0  # for the loss of a rank to be noticed, of which a pass has failed
 _KILL_S = 20.0  # beyond the drain: for the process of a rank to end when another has died
 Command = Callable[[], None]
 
@@ -223,7 +224,8 @@ class VllmEngine:
             self._steps()
         except BaseException as error:
             log.critical("the engine thread died", exc_info=error)
-            self._loop.call_soon_threadsafe(self._died, f"{type(error).__name__}: {error}")
+            lost = self._ranks.loss(_LOSS_S) if self._ranks is not None else ""
+            self._loop.call_soon_threadsafe(self._died, lost or f"{type(error).__name__}: {error}")
         finally:
             if self._ranks is not None:
                 self._ranks.close()

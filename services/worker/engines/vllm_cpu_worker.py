@@ -95,7 +95,7 @@ def reduce_scatterv(
 CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
 
 
-def on_this_rank(experts: Callable[..., None]) -> Callable[..., None]:
+def for_own_experts(experts: Callable[..., None]) -> Callable[..., None]:
     """`CPUUnquantizedExperts.apply` for experts that are divided among ranks.
 
     vLLM's kernel takes the numbers of experts for those of the rank's own. What it computes for the others counts
@@ -115,7 +115,7 @@ def on_this_rank(experts: Callable[..., None]) -> Callable[..., None]:
 
 
 _EXPERTS = inspect.signature(CPUUnquantizedExperts.apply)
-CPUUnquantizedExperts.apply = on_this_rank(CPUUnquantizedExperts.apply)
+CPUUnquantizedExperts.apply = for_own_experts(CPUUnquantizedExperts.apply)
 
 
 class SeededCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM is untyped here

@@ -80,6 +80,8 @@ class CoupledRanks:
         self._leaving: set[int] = set()
         self._done: set[int] = set()
         self._closed = False
+        self._loss = ""
+        self._lost = threading.Event()
 
     def meet(self, within_s: float = MEET_S) -> None:
         """Connect all ranks. Raises EngineFailed that names those that are missing."""
@@ -115,6 +117,13 @@ class CoupledRanks:
     @property
     def all_done(self) -> bool:
         return len(self._done) == self._size
+
+    def loss(self, within_s: float) -> str:
+        """What `on_lost` is called with, if a rank has died or is found dead within that time; otherwise empty. A pass
+        that fails on this rank may have failed because of it.
+        """
+        self._lost.wait(within_s)
+        return self._loss
 
     def close(self) -> None:
         """End the connections. To ranks that are not done this is as if this rank had died."""
@@ -234,7 +243,12 @@ class CoupledRanks:
         self._died(number)
 
     def _died(self, rank: int) -> None:
-        self._on_lost(f"data-parallel rank {rank} of this instance has ended, without which the others cannot compute")
+        if not self._loss:
+            self._loss = (
+                f"data-parallel rank {rank} of this instance has ended, and the others cannot compute without it"
+            )
+            self._lost.set()
+            self._on_lost(self._loss)
 
 
 def _read(peer: socket.socket) -> tuple[int, int] | None:

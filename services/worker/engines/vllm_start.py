@@ -50,6 +50,7 @@ KV_DTYPES = ("auto", "bfloat16", "float16", "float32", *EIGHT_BIT_NAMES)  # vLLM
 DOWNLOAD_LOG_S = 10.0
 # Engine arguments of which vLLM's EngineArgs does not take a mapping, as its command line does.
 _SECTIONS = {"structured_outputs_config": StructuredOutputsConfig, "reasoning_config": ReasoningConfig}
+_EXPERTS = {"num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts"}  # as vLLM's `get_num_experts`
 CPU_WORKER = "services.worker.engines.vllm_cpu_worker.SeededCpuWorker"
 
 
@@ -97,6 +98,7 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
     if s.data_parallel > 1 and config.model_config.is_moe:
         config = _coupled_config(s, arguments)
     check_model(config)
+    check_experts(config)
     if arguments["async_scheduling"] and current_platform.is_cpu():
         overlap_on_cpu(config)
     force_known_tokens(config)
@@ -110,6 +112,13 @@ def _coupled_config(settings: WorkerSettings, arguments: dict[str, Any]) -> Vllm
     vLLM chooses ports of its own for them, in each process others.
     """
     s = settings
+    if not s.data_parallel_port:
+        raise InvalidRequest("data_parallel_port: the ranks of a mixture of experts need ports at which they meet")
+    if s.lora.enabled:
+        raise InvalidRequest(
+            f"lora: model {s.source.model} is divided among {s.data_parallel} data-parallel ranks, and vLLM forgets "
+            "all adapters whenever one of them has nothing to compute: use `tensor_parallel`, or leave `lora` out"
+        )
     own: dict[str, Any] = {"data_parallel_size": s.data_parallel, "data_parallel_rank": s.data_parallel_rank}
     if s.ranks == 1 and arguments.get("distributed_executor_backend") is None:
         own["distributed_executor_backend"] = "uni"  # in this process, as without other ranks
@@ -244,6 +253,16 @@ def check_model(config: VllmConfig) -> None:
         )
 
 
+def check_experts(config: VllmConfig) -> None:
+    """Raises InvalidRequest for experts that this device cannot divide among ranks; vLLM would compute others."""
+    quantization = config.model_config.quantization
+    if current_platform.is_cpu() and config.parallel_config.enable_expert_parallel and quantization:
+        raise InvalidRequest(
+            f"engine_args: enable_expert_parallel: vLLM's CPU kernels for {quantization} experts cannot divide them "
+            "among ranks: leave it out, and each rank has a part of every expert"
+        )
+
+
 def _memory_arguments(settings: WorkerSettings) -> dict[str, Any]:
     """How much of its device the engine takes; empty on CPUs and where the device's memory is not known.
 
@@ -265,7 +284,17 @@ def _weights(settings: WorkerSettings) -> int:
     speculative = settings.engine_args.get("speculative_config")
     draft = speculative.get("model") if isinstance(speculative, dict) else None
     found = (weights_of(name, settings.dtype) for name in (settings.source.model, draft) if name)
-    return sum(each.loaded for each in found if each is not None)
+    weights = sum(each.loaded for each in found if each is not None)
+    if settings.data_parallel > 1 and has_experts(settings):
+        return weights // settings.data_parallel  # at least: most of the weights are experts
+    return weights
+
+
+def has_experts(settings: WorkerSettings) -> bool:
+    """Whether the model is a mixture of experts, by its config.json."""
+    config = read_config(settings.source, trust_remote_code=settings.trust_remote_code)
+    text = config.get("text_config")
+    return any(_EXPERTS & {name for name, value in each.items() if value} for each in (config, text or {}))
 
 
 def utilization(settings: WorkerSettings, weights: int, total: int) -> float:

@@ -8,19 +8,26 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
+from vllm.config import ParallelConfig
+from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.kv_events import EventPublisher
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.dp_utils import coordinate_batch_across_dp
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
 from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 
 CHECKED: dict[str, dict[Any, str]] = {
     "replace_waiting_queue": {RequestQueue: "953b423ab7cd", Scheduler.schedule: "da4f2cf2fc39"},
@@ -48,6 +55,17 @@ CHECKED: dict[str, dict[Any, str]] = {
         GPUModelRunner.sample_tokens: "047e6a4738de",
         lora_ops: "33bc2aca729e",
         PunicaWrapperCPU: "acc9bc9cf24e",
+        CpuCommunicator.all_gather: "8fa02811b25d",
+        CpuCommunicator.all_reduce: "0ef7c5e72dbd",
+        AgRsAll2AllManager: "193eb103bdb1",
+        CPUUnquantizedExperts.apply: "babf24f200ec",
+    },
+    "vllm_ranks, _coupled_config": {
+        EngineCore.step: "a02d17986fb7",
+        EngineCore.step_with_batch_queue: "a905a2e1c445",
+        Worker.execute_dummy_batch: "0e8ea6b24469",
+        coordinate_batch_across_dp: "123ed6367cfa",
+        ParallelConfig.get_next_dp_init_port: "0d6ee9cd08b2",
     },
 }
 

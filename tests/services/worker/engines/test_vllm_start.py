@@ -11,9 +11,17 @@ import torch
 from vllm.config import CacheConfig
 from vllm.v1.worker.utils import request_memory
 
+from benchmarks.model_families import FAMILIES, make_model
 from services.launcher.model_source import PROJECT
 from services.worker.engines import vllm_start
-from services.worker.engines.vllm_start import check_model, engine_config, engine_info, kv_components, utilization
+from services.worker.engines.vllm_start import (
+    check_model,
+    engine_config,
+    engine_info,
+    kv_components,
+    ranks_port,
+    utilization,
+)
 from services.worker.settings import MARGIN_BYTES
 from shared.domain.instance import KvComponent, KvKind
 from shared.errors import InvalidRequest
@@ -101,6 +109,61 @@ def test_a_drafts_weights_count_too() -> None:
     assert alone > 0
     assert vllm_start._weights(drafted) == 2 * alone
     assert vllm_start._weights(settings(model=demo, engine_args={"speculative_config": {"method": "ngram"}})) == alone
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A mixture of experts."""
+    return str(make_model(FAMILIES["Qwen3-MoE"], tmp_path_factory.mktemp("experts") / "model"))
+
+
+def test_ranks_that_share_experts_meet_at_ports_that_the_settings_say(
+    experts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as in a worker
+    shared: dict[str, Any] = {"model": experts, "data_parallel": 4, "data_parallel_port": 21_000}
+    shared |= {"engine_args": {"enable_expert_parallel": True, "skip_tokenizer_init": True}}
+    ports = []
+    for rank in (0, 3):
+        config = engine_config(settings(data_parallel_rank=rank, **shared), {}, None)
+        parallel = config.parallel_config
+        assert (parallel.data_parallel_size, parallel.data_parallel_rank, parallel.world_size_across_dp) == (4, rank, 4)
+        assert parallel.distributed_executor_backend == "uni"  # as without other ranks
+        assert parallel.data_parallel_rank_local == 0  # it sees its own devices only
+        assert parallel.data_parallel_master_ip == "127.0.0.1"
+        ports.append([parallel.get_next_dp_init_port() for _ in range(7)])
+    assert ports[0] == ports[1] == [21_000, *range(21_002, 21_008)]
+    assert ranks_port(settings(**shared)) == 21_001
+
+
+def test_ranks_of_a_dense_model_are_engines_of_their_own() -> None:
+    demo = str(PROJECT / "models" / "demo")
+    config = engine_config(settings(model=demo, data_parallel=2, data_parallel_rank=1), {}, None)
+    assert config.parallel_config.data_parallel_size == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data_parallel_port": 0}, "data_parallel_port: the ranks of a mixture of experts need ports"),
+        ({"lora": {"allow_runtime_updating": True}}, "lora: .* vLLM forgets all adapters whenever one of them has"),
+        (
+            {"engine_args": {"enable_expert_parallel": True, "quantization": "int8_per_channel_weight_only"}},
+            "CPU kernels",
+        ),
+    ],
+)
+def test_what_ranks_that_share_experts_cannot_do_is_refused(experts: str, changes: dict[str, Any], said: str) -> None:
+    shared: dict[str, Any] = {"model": experts, "data_parallel": 2, "data_parallel_port": 21_000}
+    args = {"skip_tokenizer_init": True} | changes.pop("engine_args", {})
+    with pytest.raises(InvalidRequest, match=said):
+        engine_config(settings(**(shared | changes), engine_args=args), {}, None)
+
+
+def test_ranks_divide_the_weights_of_experts_and_no_others(experts: str) -> None:
+    for model, ranks in ((experts, 2), (str(PROJECT / "models" / "demo"), 1)):
+        alone = vllm_start._weights(settings(model=model))
+        assert vllm_start._weights(settings(model=model, data_parallel=2)) == alone // ranks > 0
 
 
 def test_where_kv_is_given_vllm_does_not_count_by_the_share() -> None:
