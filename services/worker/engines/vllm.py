@@ -39,7 +39,7 @@ from services.worker.engines.base import (
     deliver,
 )
 from services.worker.engines.vllm_observers import CacheWatch, StepObserver
-from services.worker.engines.vllm_patches import FORCED, force_beside_drafts, make_stage_buffers
+from services.worker.engines.vllm_patches import FORCED, force_beside_drafts, make_stage_buffers, zero_imported_blocks
 from services.worker.engines.vllm_scheduler import SchedulerPolicies, blocks_of
 from services.worker.engines.vllm_start import engine_config, engine_info, kv_components, lora_requests, media_of
 from services.worker.kv.wire.endpoint import KvEndpoint
@@ -207,6 +207,7 @@ class VllmEngine:
         make_stage_buffers(self._core.engine_core)
         force_beside_drafts(self._core.engine_core)
         self._scheduler = self._core.engine_core.scheduler
+        zero_imported_blocks(self._scheduler)
         self._scheduling = SchedulerPolicies(self._scheduler, self.policies, self._rates)
         self._observer = StepObserver(self._scheduler, self.steps, own_cpu=s.computes_here, stages=s.pipeline_parallel)
         adapters: dict[str, str] = self._kv_config.get("adapters", {})
@@ -413,10 +414,14 @@ class CoreRequests:
         self._parses_reasoning = bool(config.structured_outputs_config.reasoning_parser)
         self._limits_reasoning = config.reasoning_config is not None and config.reasoning_config.enabled
         self._sampling = msgspec.msgpack.Decoder(SamplingParams)
+        self._sent = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 
     def make(self, request: EngineRequest) -> EngineCoreRequest:
         """Raises ValueError, TypeError, VLLMValidationError or MsgspecError for what no engine can compute."""
         params = self._sampling.decode(request.generation.sampling)
+        if unknown := self._sent.decode(request.generation.sampling).keys() - SamplingParams.__struct_fields__:
+            # The gateway's vLLM is of another release; msgspec ignores what a struct does not have.
+            raise ValueError(f"the vLLM of this instance has no {', '.join(sorted(unknown))}")
         self._check(request, params)
         adapter = request.generation.adapter
         params.max_tokens = 1 if request.first_token_only else request.max_tokens
