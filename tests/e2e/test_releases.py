@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from operator import eq
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -79,11 +80,13 @@ async def plain_answers(model: Path, family: Family) -> tuple[list[list[int]], l
 
 
 @asynccontextmanager
-async def older(suite: RunningSuite, name: str, like: str, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """An instance of the other release with the settings of the suite's instance `like`."""
+async def older(
+    suite: RunningSuite, name: str, like: str, folder: Path, *, fault: str = ""
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """An instance of the other release with the settings of the suite's instance `like`. fault: its `kv_fault`."""
     spec = next(each for each in suite.plan.processes if each.name == like)
     first = ports.free_range(size=3)
-    own = {"INSTANCE_ID": name, "RPC_PORT": first, "HTTP_PORT": first + 1, "KV_PORT": first + 2}
+    own = {"INSTANCE_ID": name, "RPC_PORT": first, "HTTP_PORT": first + 1, "KV_PORT": first + 2, "KV_FAULT": fault}
     env = {**spec.env, **{f"POLYPHASE_WORKER_{key}": str(value) for key, value in own.items()}}
     with (folder / f"{name}.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
@@ -204,6 +207,10 @@ async def test_each_release_continues_what_the_other_has_begun(name: str, tmp_pa
         await suite.suite.restarted(NEW[1], pid)
         await suite.suite.wait_ready([NEW[1]])
         assert await serving.losing(OLD[1], started_by_hand[1].pid, NEW[1]) == long
+        await stack.enter_async_context(older(suite, OLD[1], NEW[1], tmp_path, fault="zero"))
+        await suite.suite.wait_ready([OLD[1]], timeout_s=300)
+        without = await serving.answers("zeroed", NEW[0], OLD[1])  # the control: it is the KV that decides
+        assert sum(map(eq, without, expected)) < len(expected) / 2
 
 
 def test_an_argument_that_the_other_release_lacks_is_refused_by_name() -> None:
