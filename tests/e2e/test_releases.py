@@ -27,9 +27,11 @@ from benchmarks.model_families import FAMILIES, Family, make_model
 from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, SPLIT, started
 from services.launcher import ports
 from services.launcher.model_source import PROJECT
+from services.launcher.suite import until
 from services.launcher.up import RunningSuite
 from services.worker.engine_args import faults_of, known
 from shared.domain.instance import InstanceState
+from shared.wire.api.monitor import InstanceRow
 from tests.services.worker.test_settings import settings
 
 OTHER = os.environ.get("POLYPHASE_OTHER_VLLM", "")
@@ -40,8 +42,9 @@ pytestmark = [
     pytest.mark.skipif(not OTHER, reason="POLYPHASE_OTHER_VLLM names no Python with another release of vLLM"),
 ]
 NEW, OLD = ("new-prefill", "new-decode"), ("old-prefill", "old-decode")
-STREAMS, STREAM_TOKENS = 4, 200
+STREAMS, STREAM_TOKENS = 4, 400
 MAX_TOKENS = 1280
+START_S = 300.0
 
 
 def prompts(lengths: Sequence[int] = SHORT) -> list[list[int]]:
@@ -191,7 +194,7 @@ async def test_each_release_continues_what_the_other_has_begun(name: str, tmp_pa
             await stack.enter_async_context(older(suite, name, like, tmp_path))
             for name, like in zip(OLD, NEW, strict=True)
         ]
-        await suite.suite.wait_ready([*NEW, *OLD], timeout_s=300)
+        await suite.suite.wait_ready([*NEW, *OLD], timeout_s=START_S)
         rows = await suite.suite.instances()
         found = {name: row.info.compatibility.engine_version for name, row in rows.items()}
         assert found == dict.fromkeys(NEW, known().vllm) | dict.fromkeys(OLD, other_release())
@@ -204,13 +207,20 @@ async def test_each_release_continues_what_the_other_has_begun(name: str, tmp_pa
             return  # these kernels compute known tokens as a prompt otherwise than as an answer
         pid = suite.suite.state.pid(NEW[1])
         assert await serving.losing(NEW[1], pid, OLD[1]) == long
-        await suite.suite.restarted(NEW[1], pid)
-        await suite.suite.wait_ready([NEW[1]])
+        await started_again(suite, rows[NEW[1]])
         assert await serving.losing(OLD[1], started_by_hand[1].pid, NEW[1]) == long
         await stack.enter_async_context(older(suite, OLD[1], NEW[1], tmp_path, fault="zero"))
-        await suite.suite.wait_ready([OLD[1]], timeout_s=300)
+        await started_again(suite, rows[OLD[1]])
         without = await serving.answers("zeroed", NEW[0], OLD[1])  # the control: it is the KV that decides
         assert sum(map(eq, without, expected)) < len(expected) / 2
+
+
+async def started_again(suite: RunningSuite, before: InstanceRow) -> None:
+    async def ready() -> bool:
+        row = (await suite.suite.instances()).get(before.instance_id, before)
+        return row.info.generation != before.info.generation and row.state is InstanceState.READY
+
+    await until(ready, START_S, f"a new process of {before.instance_id}")
 
 
 def test_an_argument_that_the_other_release_lacks_is_refused_by_name() -> None:

@@ -4,8 +4,9 @@ The changes to vLLM's CPU worker are in `vllm_cpu_worker`, which vLLM loads by n
 
 All were checked against vLLM 0.32.0. `tests/services/worker/engines/test_vllm_patches.py` holds a digest of each part
 of vLLM that a change replaces or relies on: where vLLM changes there, the test fails and names what to check again.
-An instance may also run vLLM 0.31, until its turn to be upgraded comes: `zero_imported_blocks` is for that release
-alone, and `tests/e2e/test_releases.py` lets both releases serve together.
+An instance may also run vLLM 0.31, until its turn to be upgraded comes. Of these parts 0.31.0 differs in two: in
+`Scheduler.schedule`, for which there is `zero_imported_blocks`, and in `CpuPlatform.check_and_update_config`, by a
+default for GPUs. `tests/e2e/test_releases.py` lets both releases serve together.
 """
 
 from collections.abc import Callable
