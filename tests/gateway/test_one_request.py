@@ -35,7 +35,7 @@ from gateway.plain_stream import Pace
 from gateway.settings import GatewaySettings
 from services.worker.engines.base import EngineRequest
 from services.worker.engines.vllm import CoreRequests, MediaFeatures, encode_logprobs, encode_prompt_logprobs
-from shared.domain.job import JobView, Phase
+from shared.domain.job import Generation, JobView, Phase
 from shared.errors import InvalidRequest
 from shared.wire.messages import TokenStep
 from tests.gateway.api import Api, events, text_of
@@ -413,22 +413,36 @@ def at_the_engine(request: EngineCoreRequest, *, parser: str = "any", wants_toke
         state.arrived_s = 12.5
         spec = core._spec(request, state)
     generation = msgspec.msgpack.decode(msgspec.msgpack.encode(spec.generation), type=type(spec.generation))
+    view = JobView("r", len(spec.prompt_token_ids), spec.max_tokens)
+    made = EngineRequest("r", view, spec.prompt_token_ids, generation, spec.max_tokens, wants_token=wants_token)
+    return core_requests(parser).make(made)
+
+
+def core_requests(parser: str = "any") -> CoreRequests:
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=100, get_vocab_size=lambda: 1000, max_logprobs=20),
         structured_outputs_config=SimpleNamespace(reasoning_parser=parser),
         reasoning_config=SimpleNamespace(enabled=bool(parser)),
         speculative_config=None,
     )
-    view = JobView("r", len(spec.prompt_token_ids), spec.max_tokens)
-    made = EngineRequest("r", view, spec.prompt_token_ids, generation, spec.max_tokens, wants_token=wants_token)
     media = MediaFeatures(("image",), max_item_tokens=2)
-    return CoreRequests(config, {"a": LoRARequest("a", 7, "/here/a")}, {"a": "digest"}, media).make(made)
+    return CoreRequests(config, {"a": LoRARequest("a", 7, "/here/a")}, {"a": "digest"}, media)
 
 
 @pytest.fixture
 def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own checks need its own model."""
     monkeypatch.setattr(SamplingParams, "verify", lambda *_: None)
+
+
+@pytest.mark.usefixtures("unverified")
+def test_a_parameter_that_the_engines_release_of_vllm_lacks_is_refused_by_name() -> None:
+    def request(sampling: dict[str, object]) -> EngineRequest:
+        return EngineRequest("r", JobView("r", 2, 5), [5, 6], Generation(msgspec.msgpack.encode(sampling), 0.0), 5)
+
+    assert core_requests().make(request({"top_k": 3})).sampling_params.top_k == 3
+    with pytest.raises(ValueError, match="the vLLM of this instance has no of_a_newer_release"):
+        core_requests().make(request({"top_k": 3, "of_a_newer_release": 1}))
 
 
 @pytest.mark.usefixtures("unverified")

@@ -40,7 +40,13 @@ from services.worker.engines.base import (
     deliver,
 )
 from services.worker.engines.vllm_observers import CacheWatch, StepObserver
-from services.worker.engines.vllm_patches import FORCED, force_beside_drafts, make_stage_buffers, observe_steps
+from services.worker.engines.vllm_patches import (
+    FORCED,
+    force_beside_drafts,
+    make_stage_buffers,
+    observe_steps,
+    zero_imported_blocks,
+)
 from services.worker.engines.vllm_ranks import CoupledRanks
 from services.worker.engines.vllm_scheduler import SchedulerPolicies, blocks_of
 from services.worker.engines.vllm_start import (
@@ -240,6 +246,7 @@ class VllmEngine:
         make_stage_buffers(self._core.engine_core)
         force_beside_drafts(self._core.engine_core)
         self._scheduler = self._core.engine_core.scheduler
+        zero_imported_blocks(self._scheduler)
         if self._ranks is not None:
             observe_steps(self._scheduler, self._pass_scheduled, lambda _: None)
         self._scheduling = SchedulerPolicies(self._scheduler, self.policies, self._rates)
@@ -532,10 +539,14 @@ class CoreRequests:
         self._parses_reasoning = bool(config.structured_outputs_config.reasoning_parser)
         self._limits_reasoning = config.reasoning_config is not None and config.reasoning_config.enabled
         self._sampling = msgspec.msgpack.Decoder(SamplingParams)
+        self._sent = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 
     def make(self, request: EngineRequest) -> EngineCoreRequest:
         """Raises ValueError, TypeError, VLLMValidationError or MsgspecError for what no engine can compute."""
         params = self._sampling.decode(request.generation.sampling)
+        if unknown := self._sent.decode(request.generation.sampling).keys() - SamplingParams.__struct_fields__:
+            # The gateway's vLLM is of another release; msgspec ignores what a struct does not have.
+            raise ValueError(f"the vLLM of this instance has no {', '.join(sorted(unknown))}")
         self._check(request, params)
         adapter = request.generation.adapter
         params.max_tokens = 1 if request.first_token_only else request.max_tokens

@@ -4,6 +4,9 @@ The changes to vLLM's CPU worker are in `vllm_cpu_worker`, which vLLM loads by n
 
 All were checked against vLLM 0.32.0. `tests/services/worker/engines/test_vllm_patches.py` holds a digest of each part
 of vLLM that a change replaces or relies on: where vLLM changes there, the test fails and names what to check again.
+An instance may also run vLLM 0.31, until its turn to be upgraded comes. Of these parts 0.31.0 differs in two: in
+`Scheduler.schedule`, for which there is `zero_imported_blocks`, and in `CpuPlatform.check_and_update_config`, by a
+default for GPUs. `tests/e2e/test_releases.py` lets both releases serve together.
 """
 
 from collections.abc import Callable
@@ -39,6 +42,23 @@ def limit_prompt_chunks(scheduler: Any, limit: Limit) -> Limit:
     inner: Limit = scheduler._reserve_prefill_lookahead
     scheduler._reserve_prefill_lookahead = limit
     return inner
+
+
+def zero_imported_blocks(scheduler: Any) -> None:
+    """Have vLLM 0.31 zero blocks that an import is to fill, before the import begins, as it zeroes all other new ones.
+
+    It leaves them out, and an import does not fill the last one. vLLM 0.32 asks the connector which ones to leave out
+    (`PolyphaseConnector.get_loaded_kv_cache_group_ids`).
+    """
+    if hasattr(scheduler, "_skip_zero_block_ids"):
+        scheduler._skip_zero_block_ids = _NoBlocks()
+
+
+class _NoBlocks(set[int]):
+    """A set that stays empty."""
+
+    def update(self, *_: Any) -> None:
+        pass
 
 
 def observe_steps(scheduler: Any, scheduled: Callable[[Any], None], updated: Callable[[Any], None]) -> None:

@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -186,10 +187,24 @@ def lora_requests(lora: LoraSection) -> dict[str, LoRARequest]:
 
 
 def obtain_model(settings: WorkerSettings) -> None:
-    """Check the model, and download the weights of one on the hub. Raises InvalidRequest, Unavailable."""
+    """Check `engine_args` and the model, and download the weights of one on the hub. Raises InvalidRequest,
+    Unavailable.
+    """
+    check_arguments(settings)
     check_model_file(settings)
     ignore = settings.engine_args.get("ignore_patterns", IGNORED)
     fetch_weights(settings.source, settings.load_format, ignore, DownloadReport())
+
+
+def check_arguments(settings: WorkerSettings) -> None:
+    """Check that this instance's vLLM, which may be of another release than the one that settings are checked against,
+    has all of `engine_args`. Raises InvalidRequest.
+    """
+    if missing := settings.engine_args.keys() - {each.name for each in fields(EngineArgs)}:
+        raise InvalidRequest(
+            f"engine_args: {', '.join(sorted(missing))}: vLLM {vllm_version}, which this instance runs, has no such "
+            "engine argument: leave it out, or upgrade this instance's vLLM first"
+        )
 
 
 class DownloadReport:

@@ -5,6 +5,7 @@ Where a digest differs, vLLM has changed there: check the named change against t
 
 import inspect
 from hashlib import sha256
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from vllm.v1.worker.dp_utils import coordinate_batch_across_dp
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
 from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
+
+from services.worker.engines.vllm_patches import zero_imported_blocks
 
 CHECKED: dict[str, dict[Any, str]] = {
     "replace_waiting_queue": {RequestQueue: "953b423ab7cd", Scheduler.schedule: "da4f2cf2fc39"},
@@ -74,6 +77,17 @@ CHECKED: dict[str, dict[Any, str]] = {
 def test_vllm_is_as_it_was_when_a_change_to_it_was_checked(change: str) -> None:
     digests = {_name(each): _digest(each) for each in CHECKED[change]}
     assert digests == {_name(each): digest for each, digest in CHECKED[change].items()}
+
+
+def test_vllm_0_31_zeroes_blocks_of_imports() -> None:
+    """It leaves out those in a set that it adds them to. vLLM 0.32 has no such set."""
+    older: Any = SimpleNamespace(_skip_zero_block_ids=set())
+    zero_imported_blocks(older)
+    older._skip_zero_block_ids.update([3, 4])
+    assert not older._skip_zero_block_ids
+    newer = SimpleNamespace()
+    zero_imported_blocks(newer)
+    assert vars(newer) == {}
 
 
 def _digest(part: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import __version__
 from vllm.config import CacheConfig
 from vllm.v1.worker.utils import request_memory
 
@@ -15,6 +16,7 @@ from benchmarks.model_families import FAMILIES, make_model
 from services.launcher.model_source import PROJECT
 from services.worker.engines import vllm_start
 from services.worker.engines.vllm_start import (
+    check_arguments,
     check_model,
     engine_config,
     engine_info,
@@ -76,6 +78,13 @@ def test_what_a_device_does_not_have_is_refused_with_the_figures() -> None:
     )
     with pytest.raises(InvalidRequest, match=said):
         utilization(settings(accelerator="A10", kv_cache_bytes=16 * GIB), int(15.3 * GIB), int(22.1 * GIB))
+
+
+def test_an_argument_that_the_installed_release_lacks_is_refused_by_name() -> None:
+    newer = settings(engine_args={"seed": 3}).model_copy(update={"engine_args": {"seed": 3, "of_a_newer_release": 1}})
+    with pytest.raises(InvalidRequest, match=rf"engine_args: of_a_newer_release: vLLM {__version__}, which this inst"):
+        check_arguments(newer)
+    check_arguments(settings(engine_args={"seed": 3}))
 
 
 class Device:
