@@ -15,10 +15,10 @@ from services.launcher.cli_common import Json
 # "aims": {name: {want, got, met}}}, and optionally "tables": {title: rows} and "notes": [text].
 MODULES = (
     "benchmarks.overhead", "benchmarks.kv", "benchmarks.soak", "benchmarks.streams", "benchmarks.kv_engines",
-    "benchmarks.kv_quality", "benchmarks.control", "benchmarks.dashboard", "benchmarks.policy", "benchmarks.policies",
-    "benchmarks.roles", "benchmarks.overload", "benchmarks.cost", "benchmarks.mixed", "benchmarks.prefix",
-    "benchmarks.learning", "benchmarks.engine", "benchmarks.live", "benchmarks.traces", "benchmarks.sim",
-    "benchmarks.plan", "benchmarks.predictor", "benchmarks.papers", "benchmarks.models",
+    "benchmarks.kv_memory", "benchmarks.kv_quality", "benchmarks.control", "benchmarks.dashboard", "benchmarks.policy",
+    "benchmarks.policies", "benchmarks.roles", "benchmarks.overload", "benchmarks.cost", "benchmarks.mixed",
+    "benchmarks.prefix", "benchmarks.learning", "benchmarks.engine", "benchmarks.live", "benchmarks.traces",
+    "benchmarks.sim", "benchmarks.plan", "benchmarks.predictor", "benchmarks.papers", "benchmarks.models",
     "benchmarks.chaos.run",
 )  # fmt: skip
 BENCHES = {module.removesuffix(".run").rpartition(".")[2]: module for module in MODULES}  # by name
@@ -57,6 +57,7 @@ PLAIN = {
     "streams": "2,000 chat streams open for a minute: losses, delays, memory; one gateway process against two.",
     "kv": "KV transfer between two processes, compared with a plain socket.",
     "kv_engines": "KV transfer between two real engines, by transport.",
+    "kv_memory": "KV memory and KV on the wire of models with sliding windows, compared with plain vLLM.",
     "control": "Monitor and scheduler with 10, 100 and 1,000 instances: CPU, traffic, placement, a restart.",
     "dashboard": "Load time of dashboard pages and cost of a session, with 4, 32 and 200 instances.",
     "policy": "The time of one decision of each policy with 10, 100 and 1,000 instances.",

@@ -54,9 +54,12 @@ class Engine:
         connector: bool = True,
         scheme: str = "kv",
         device: str = "cpu",
+        answer_s: float = 60.0,
         **options: Any,
     ) -> None:
+        """answer_s: within which an answer has to be complete."""
         self.name = name
+        self._answer_s = answer_s
         self.folder = Path(tempfile.mkdtemp(prefix=f"pp-{name}-"))
         # A range of the process's own: an engine may start to listen after its reservation has ended.
         first = ports.free_range(20_000 + os.getpid() * 40 % 8_000, size=tp * pp)
@@ -163,7 +166,7 @@ class Engine:
         items = base64.b64encode(msgspec.msgpack.encode(media)).decode() if media is not None else ""
         what = {"prompt": prompt, "max_tokens": max_tokens, "kv": kv, "salt": salt, "adapter": adapter, "media": items}
         await self._send(op="generate", id=request_id, **what)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(self._answer_s):
             while not (await asyncio.wait({future}, timeout=0.5))[0]:
                 self._check_alive()
         return future.result()

@@ -94,6 +94,20 @@ class Driver:
             preempt(*arguments, **more)
 
         self.scheduler._preempt_request = counted
+        cache = self.scheduler.kv_cache_config  # the size of each of its tensors is that of all KV
+        self.block_bytes = cache.kv_cache_tensors[0].size // cache.num_blocks
+        self.peak_blocks = self.last_blocks = 0
+        schedule = self.scheduler.schedule
+
+        def watched(*arguments: Any, **more: Any) -> Any:
+            step = schedule(*arguments, **more)
+            used = self.used_blocks
+            self.peak_blocks = max(self.peak_blocks, used)
+            if step.total_num_scheduled_tokens:
+                self.last_blocks = used
+            return step
+
+        self.scheduler.schedule = watched
         self.socket = zmq.Context.instance().socket(zmq.PAIR)
         self.socket.connect(address)
         asynchronous = bool(config.scheduler_config.async_scheduling)
@@ -114,6 +128,12 @@ class Driver:
                 busy = self.busy
             if busy:
                 self.step()
+
+    @property
+    def used_blocks(self) -> int:
+        """By requests: neither free, nor vLLM's block for tokens that are not kept."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     @property
     def busy(self) -> bool:
@@ -190,9 +210,14 @@ class Driver:
         self.send(op="answer", engine=devices_of(), ranks=ranks)
 
     def do_levels(self) -> None:
+        """peak_blocks: in use after any step was scheduled; last_blocks: after the last one that computed tokens."""
         self.send(
             op="answer",
             free=self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            blocks=self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
+            block_bytes=self.block_bytes,
+            peak_blocks=self.peak_blocks,
+            last_blocks=self.last_blocks,
             requests=len(self.scheduler.requests),
             preemptions=self.preemptions,
             drafted=self.drafted,
