@@ -196,6 +196,7 @@ class InstanceSection(Section):
         "kv_port",
         "lossy_kv",
         "monitor_url",
+        "rank_of",
         "rpc_port",
     )
 

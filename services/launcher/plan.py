@@ -320,7 +320,12 @@ class _Planner:
             if name in ranks:
                 meeting = self._at.instances[ranks[0]].port + 1 + ports.ranks_of(entry.extra)
                 index = ranks.index(name)
-                return {"data_parallel": len(ranks), "data_parallel_rank": index, "data_parallel_port": meeting}
+                return {
+                    "rank_of": each,
+                    "data_parallel": len(ranks),
+                    "data_parallel_rank": index,
+                    "data_parallel_port": meeting,
+                }
         return {}
 
     def _with_shared_options(self, extra: dict[str, Any]) -> dict[str, Any]:

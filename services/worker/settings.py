@@ -69,7 +69,8 @@ class WorkerSettings(TracedSettings):
     pipeline_layers: tuple[Annotated[int, Field(gt=0)], ...] = ()  # of each stage, in order; empty: as vLLM has it
     # Engines of the instance, each a process with KV of its own; the experts of a model may be divided among them.
     data_parallel: int = Field(1, gt=0, le=64)
-    data_parallel_rank: int = Field(0, ge=0)  # of this process: derived
+    rank_of: Name | Literal[""] = ""  # the instance of which it is one data-parallel rank: derived
+    data_parallel_rank: int = Field(0, ge=0)  # its number: derived
     data_parallel_port: int = 0  # on this host, the first of `DATA_PARALLEL_PORTS` at which they meet: derived
     stage_accelerators: tuple[str, ...] = ()  # of each stage, in order, where they differ from `accelerator`
     node: str = ""  # where it stands in the cluster file's `network`
@@ -135,16 +136,9 @@ class WorkerSettings(TracedSettings):
         if self.stage_accelerators and len(self.stage_accelerators) != self.pipeline_parallel:
             stages = f"{self.pipeline_parallel} of `pipeline_parallel`"
             raise ValueError(f"stage_accelerators: {len(self.stage_accelerators)} stages, not the {stages}")
-        if self.data_parallel > 1 and not self.instance_id.endswith(f".{self.data_parallel_rank}"):
-            raise ValueError(f"instance_id: rank {self.data_parallel_rank} is named instance.{self.data_parallel_rank}")
         if self.chunk_size == "auto" and not self.engine_args.get("enable_chunked_prefill", True):
             raise ValueError("chunk_size: auto: `engine_args` turn chunked prefill off, so a prompt has to fit a step")
         return self
-
-    @property
-    def rank_of(self) -> str:
-        """The instance of which it is one data-parallel rank; empty for an instance of its own."""
-        return self.instance_id.rpartition(".")[0] if self.data_parallel > 1 else ""
 
     @property
     def served_name(self) -> str:

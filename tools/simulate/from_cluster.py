@@ -43,7 +43,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
         _NO_FAULTS: ("hang_s", "kv_fault"),
         "the name of the model in metrics": ("served_model_name",),
         "each data-parallel rank is simulated as an instance of its own, whose steps wait for no other's": (
-            *("data_parallel", "data_parallel_rank", "data_parallel_port"),
+            *("rank_of", "data_parallel", "data_parallel_rank", "data_parallel_port"),
         ),
         "start-up is not simulated": ("trust_remote_code",),
         "step times include the cost of an engine's scheduler": ("async_scheduling",),
