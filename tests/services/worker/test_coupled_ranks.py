@@ -212,8 +212,8 @@ async def test_each_rank_answers_as_a_plain_engine_whatever_the_other_does(
     before = await second.get("/steps")
     assert before["steps"] == []  # it was there for each pass, and has learned nothing of them
     assert await answers(second, prompts()) == references
-    at_once = await asyncio.gather(answers(first, prompts()), answers(second, prompts()[::-1]))
-    assert at_once == [references, references[::-1]]
+    together, reverse = await asyncio.gather(answers(first, prompts()), answers(second, prompts()[::-1]))
+    assert (together, reverse[::-1]) == (references, references)
     one_by_one = [await (first, second)[at % 2].decode(text) for at, text in enumerate(prompts())]
     assert one_by_one == references
     steps = (await second.get("/steps"))["steps"]
