@@ -79,7 +79,7 @@ class CoupledRanks:
         self._peers: dict[int, socket.socket] = {}  # all others on rank 0, which is the only one elsewhere
         self._leaving: set[int] = set()
         self._done: set[int] = set()
-        self._closed = False
+        self._listening = self._closed = False
         self._loss = ""
         self._lost = threading.Event()
 
@@ -93,6 +93,7 @@ class CoupledRanks:
         for peer in self._peers.values():
             peer.settimeout(None)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._listening = True
         threading.Thread(target=self._listen, name="ranks", daemon=True).start()
 
     def begin_pass(self) -> None:
@@ -131,7 +132,8 @@ class CoupledRanks:
         for peer in self._peers.values():
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
-            peer.close()
+            if not self._listening:  # the thread that listens closes it otherwise
+                peer.close()
 
     def _take_leave(self, kind: int, who: set[int]) -> None:
         with self._lock:
@@ -216,6 +218,7 @@ class CoupledRanks:
                     if message is None:
                         selector.unregister(peer)
                         self._ended(key.data)
+                        peer.close()
                     else:
                         self._received(*message, key.data)
 

@@ -23,6 +23,8 @@ from benchmarks.engine_process import own_process
 from benchmarks.model_families import FAMILIES, VOCABULARY, make_model
 from services.launcher.ports import free_range
 from services.launcher.suite import until
+from services.worker.engines.vllm_ranks import CoupledRanks
+from services.worker.settings import DATA_PARALLEL_PORTS
 from shared.domain.instance import Role
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle, TransferOutcome
@@ -153,39 +155,39 @@ def generation(tokens: int) -> Generation:
 
 
 class Ranks:
-    """The two ranks of an instance; a pair that is started again has the ports of the one before."""
+    """The two ranks of an instance; those that are started again have the ports of the ones before."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        self._model, self._folder = model, folder
-        self._ports = free_range(12_000 + os.getpid() * 40 % 8_000, size=8 + 2 * WORKER_PORTS)
+        self.model, self.folder = model, folder
+        self.port = free_range(20_000 + os.getpid() * 40 % 8_000, size=DATA_PARALLEL_PORTS + 2 * WORKER_PORTS)
 
-    def start(self, **settings: Any) -> list[Worker]:
+    def start(self, count: int = 2, **settings: Any) -> list[Worker]:
         shared = {
             "data_parallel": 2,
-            "data_parallel_port": self._ports,
+            "data_parallel_port": self.port,
             "engine_args": {"enable_expert_parallel": True},
             **settings,
         }
-        at = [self._ports + 8 + rank * WORKER_PORTS for rank in range(2)]
+        first = self.port + DATA_PARALLEL_PORTS
         return [
-            Worker(f"rank-{rank}", self._model, self._folder, at[rank], data_parallel_rank=rank, **shared)
-            for rank in range(2)
+            Worker(
+                f"rank-{rank}", self.model, self.folder, first + rank * WORKER_PORTS, data_parallel_rank=rank, **shared
+            )
+            for rank in range(count)
         ]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = tmp_path_factory.mktemp("ranks")
     return Ranks(make_model(FAMILIES["Qwen3-MoE"], folder / "model"), folder)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def workers(
-    ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[tuple[Worker, Worker, Worker]]:
+async def workers(ranks: Ranks) -> AsyncIterator[tuple[Worker, Worker, Worker]]:
     """A plain one, and the two ranks."""
-    port = free_range(12_000 + os.getpid() * 40 % 8_000, size=WORKER_PORTS)
-    plain = Worker("plain", ranks._model, ranks._folder, port)
+    port = free_range(20_000 + os.getpid() * 40 % 8_000, size=WORKER_PORTS)
+    plain = Worker("plain", ranks.model, ranks.folder, port)
     async with AsyncExitStack() as stack:
         for worker in (made := [plain, *ranks.start()]):
             stack.callback(worker.close)
@@ -212,8 +214,8 @@ async def test_each_rank_answers_as_a_plain_engine_whatever_the_other_does(
     before = await second.get("/steps")
     assert before["steps"] == []  # it was there for each pass, and has learned nothing of them
     assert await answers(second, prompts()) == references
-    at_once = await asyncio.gather(answers(first, prompts()), answers(second, prompts()[::-1]))
-    assert at_once == [references, references[::-1]]
+    together, reverse = await asyncio.gather(answers(first, prompts()), answers(second, prompts()[::-1]))
+    assert (together, reverse[::-1]) == (references, references)
     one_by_one = [await (first, second)[at % 2].decode(text) for at, text in enumerate(prompts())]
     assert one_by_one == references
     steps = (await second.get("/steps"))["steps"]
@@ -275,3 +277,16 @@ async def test_a_rank_that_dies_ends_the_other_and_a_new_pair_ends_together(
     finally:
         for worker in again:
             worker.close()
+
+
+async def test_a_rank_ends_when_another_dies_while_they_start(ranks: Ranks) -> None:
+    (worker,) = ranks.start(1)
+    try:
+        peer = CoupledRanks(1, 2, ranks.port + 1, lambda: None, print)
+        await asyncio.to_thread(peer.meet)
+        peer.close()  # vLLM in the other process waits for it now, or is about to
+        await until(lambda: worker.ended, PATIENCE_S, "the end")
+        assert "data-parallel rank 1 of this instance has ended" in worker.log.read_text()
+        assert worker.process.exitcode not in (0, -signal.SIGKILL)
+    finally:
+        worker.close()

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import pytest
@@ -194,12 +194,24 @@ def test_a_rank_that_ends_before_all_have_come_is_awaited_again() -> None:
 
 def test_ranks_that_do_not_come_are_named() -> None:
     port = free_port()
-    with ThreadPoolExecutor(2) as pool:
-        hub = pool.submit(CoupledRanks(0, 4, port, lambda: None, print).meet, 1.0)
-        leaf = pool.submit(CoupledRanks(2, 4, port, lambda: None, print).meet, 1.0)
-        with pytest.raises(EngineFailed, match=r"4 data-parallel ranks, .* 1, 3: see their logs"):
-            hub.result()
-        with pytest.raises(EngineFailed, match="rank 2 of 4 data-parallel ranks waited 1 s"):
-            leaf.result()
-    with pytest.raises(EngineFailed, match=f"port {port} for rank 0"):
+    with pytest.raises(EngineFailed, match=r"4 data-parallel ranks, .* within 0 s: 1, 2, 3: see their logs"):
+        CoupledRanks(0, 4, port, lambda: None, print).meet(0.2)
+    with pytest.raises(EngineFailed, match=f"rank 1 of 2 data-parallel ranks waited 0 s at port {port} for rank 0"):
         CoupledRanks(1, 2, port, lambda: None, print).meet(0.2)
+
+
+def test_something_else_that_connects_is_no_rank() -> None:
+    port = free_port()
+    ranks = [CoupledRanks(number, 2, port, lambda: None, print) for number in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        met = [pool.submit(ranks[0].meet, PATIENCE_S)]
+        while True:
+            with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), PATIENCE_S) as other:
+                other.sendall(b"GET / HTTP/1")
+                assert not other.recv(1)
+                break
+        met.append(pool.submit(ranks[1].meet, PATIENCE_S))
+        for each in met:
+            each.result()
+    for rank in ranks:
+        rank.close()
