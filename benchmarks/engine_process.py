@@ -41,7 +41,7 @@ from vllm.v1.executor import Executor
 
 from services.worker.engines.vllm import MediaFeatures
 from services.worker.engines.vllm_patches import make_stage_buffers, overlap_on_cpu
-from services.worker.engines.vllm_start import CPU_WORKER
+from services.worker.engines.vllm_start import CPU_WORKER, kept_kv
 from services.worker.kv.vllm.layers import stages_of
 from services.worker.settings import PP_LAYERS
 from shared.domain.instance import KvKind
@@ -97,7 +97,9 @@ class Driver:
         self.socket = zmq.Context.instance().socket(zmq.PAIR)
         self.socket.connect(address)
         asynchronous = bool(config.scheduler_config.async_scheduling)
-        self.send(op="ready", async_scheduling=asynchronous, stages=stages_of(config))
+        ranks = self.client.engine_core.model_executor
+        stored = ranks.collective_rpc(kept_kv)[0][1] if transfer is not None else ""
+        self.send(op="ready", async_scheduling=asynchronous, stages=stages_of(config), kv_dtype=stored)
 
     def send(self, **message: Any) -> None:
         self.socket.send(json.dumps(message).encode())
