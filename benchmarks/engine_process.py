@@ -186,6 +186,19 @@ class Driver:
         self.client.engine_core.model_executor.collective_rpc(inject)
         self.send(op="answer")
 
+    def do_unscale(self) -> None:
+        """From now on, transfers take the scales of eight bits for 1. The model's attention keeps its own."""
+
+        def forget(worker: Any) -> None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            for component in get_kv_transfer_group().worker._rank.components:
+                shape = component.shape  # the endpoint's own, too
+                object.__setattr__(shape, "scales", tuple((1.0,) * len(each) for each in shape.scales))
+
+        self.client.engine_core.model_executor.collective_rpc(forget)
+        self.send(op="answer")
+
     def do_devices(self) -> None:
         """On which devices the engine's process and those of its ranks have contexts."""
         ranks = self.client.engine_core.model_executor.collective_rpc(devices_of)

@@ -1,14 +1,15 @@
 """Small random models of sizes that tests choose; `benchmarks.model_families` has one of each family."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 from benchmarks.model_families import VOCABULARY, save_random
 
 
-def make_llama(path: Path, *, kv_heads: int = 2, head_dim: int = 32, seed: int = 0) -> Path:
-    """A Llama of 3 layers with random weights, wide enough that greedy tokens depend on the whole context.
+def make_llama(path: Path, *, layers: int = 3, kv_heads: int = 2, head_dim: int = 32, seed: int = 0) -> Path:
+    """A Llama with random weights, wide enough that greedy tokens depend on the whole context.
 
     It has no tokenizer: engines must be started with `skip_tokenizer_init`.
     """
@@ -18,7 +19,7 @@ def make_llama(path: Path, *, kv_heads: int = 2, head_dim: int = 32, seed: int =
         vocab_size=VOCABULARY,
         hidden_size=4 * head_dim,
         intermediate_size=8 * head_dim,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
         max_position_embeddings=4096,
@@ -237,7 +238,7 @@ def with_kv_scales(path: Path, model: Path, scales: list[tuple[float, float]], *
     for layer, (k, v) in enumerate(scales):
         for side, scale in (("k", k), ("v", v)):
             weights[f"model.layers.{layer}.self_attn.{name.format(side)}"] = torch.tensor([scale])
-    path.mkdir(parents=True)
+    shutil.copytree(model, path, ignore=shutil.ignore_patterns("*.safetensors"))
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((model / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))

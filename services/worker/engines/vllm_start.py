@@ -213,7 +213,7 @@ def check_model(config: VllmConfig) -> None:
         )
     if current_platform.is_cpu() and WIDER.get(stored, model.dtype) is not model.dtype:
         raise InvalidRequest(
-            f"engine_args: kv_cache_dtype: vLLM's CPU backend stores KV in fp8 or in the model's dtype, not in {stored} "
+            f"engine_args: kv_cache_dtype: on a CPU, vLLM stores KV in fp8 or in the model's dtype, not in {stored} "
             f"beside {str(model.dtype).removeprefix('torch.')}: set `dtype: {stored}`, or leave kv_cache_dtype out"
         )
     if stored not in KV_DTYPES:

@@ -240,7 +240,7 @@ def test_scales_of_each_head_are_refused() -> None:
 
 
 def test_layers_that_store_kv_in_unlike_types_are_refused() -> None:
-    with pytest.raises(LayoutError, match="bfloat16 and float8_e4m3fn.*leave kv_cache_dtype_skip_layers out"):
+    with pytest.raises(LayoutError, match=r"bfloat16 and float8_e4m3fn.*leave kv_cache_dtype_skip_layers out"):
         found_in({TARGET[0]: FP8, TARGET[1]: SPEC})
 
 
