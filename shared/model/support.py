@@ -118,10 +118,11 @@ def fault_of_stored_kv(config: Config, kv_cache_dtype: str, dtype: str) -> str:
     if stored.startswith("fp8") and not scheme.get("dynamic") and not per_head:
         return ""
     kept = dtype if dtype == "float16" else "bfloat16"
+    wider = "`dtype: bfloat16` and " if dtype == "float32" else ""
     how = " with a scale for each head" if per_head else " with dynamic scales" if scheme.get("dynamic") else ""
     return (
         f"the checkpoint has its KV stored in {stored}{how} (config.json: quantization_config), and KV in that form "
-        f"cannot be transferred: set {'`dtype: bfloat16` and ' if dtype == 'float32' else ''}`engine_args: {{kv_cache_dtype: {kept}}}`, or serve a checkpoint without it"
+        f"cannot be transferred: set {wider}`engine_args: {{kv_cache_dtype: {kept}}}`, or serve a checkpoint without it"
     )
 
 
