@@ -66,10 +66,7 @@ class Engine:
         self.endpoints = [f"{scheme}://127.0.0.1:{first + rank}" for rank in range(tp * pp)]
         self.controls = [f"ipc://{self.folder}/control-{rank}" for rank in range(tp * pp)]
         self.generation = time.time_ns()
-        stored = options.setdefault("kv_cache_dtype", "auto")
-        self.kv_dtype = {"fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}.get(
-            stored, options.setdefault("dtype", "bfloat16")
-        )
+        self.kv_dtype = options.setdefault("dtype", "bfloat16")  # with our connector, as its ranks say
         self.extra = {
             "endpoints": self.endpoints,
             "controls": self.controls,
@@ -231,6 +228,7 @@ class Engine:
                 case "ready":
                     self.async_scheduling = message["async_scheduling"]
                     self.stages = tuple(message["stages"])
+                    self.kv_dtype = message["kv_dtype"] or self.kv_dtype
                     self._ready.set()
                 case "done":
                     future = self._done.pop(message["id"])

@@ -41,7 +41,7 @@ from vllm.v1.executor import Executor
 
 from services.worker.engines.vllm import MediaFeatures
 from services.worker.engines.vllm_patches import make_stage_buffers, overlap_on_cpu
-from services.worker.engines.vllm_start import CPU_WORKER
+from services.worker.engines.vllm_start import CPU_WORKER, kept_kv
 from services.worker.kv.vllm.layers import stages_of
 from services.worker.settings import PP_LAYERS
 from shared.domain.instance import KvKind
@@ -111,7 +111,9 @@ class Driver:
         self.socket = zmq.Context.instance().socket(zmq.PAIR)
         self.socket.connect(address)
         asynchronous = bool(config.scheduler_config.async_scheduling)
-        self.send(op="ready", async_scheduling=asynchronous, stages=stages_of(config))
+        ranks = self.client.engine_core.model_executor
+        stored = ranks.collective_rpc(kept_kv)[0][1] if transfer is not None else ""
+        self.send(op="ready", async_scheduling=asynchronous, stages=stages_of(config), kv_dtype=stored)
 
     def send(self, **message: Any) -> None:
         self.socket.send(json.dumps(message).encode())
@@ -202,6 +204,19 @@ class Driver:
             connector.faults.corrupt = corrupt and meant
 
         self.client.engine_core.model_executor.collective_rpc(inject)
+        self.send(op="answer")
+
+    def do_unscale(self) -> None:
+        """From now on, transfers take the scales of eight bits for 1. The model's attention keeps its own."""
+
+        def forget(worker: Any) -> None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            for component in get_kv_transfer_group().worker._rank.components:
+                shape = component.shape  # the endpoint's own, too
+                object.__setattr__(shape, "scales", tuple((1.0,) * len(each) for each in shape.scales))
+
+        self.client.engine_core.model_executor.collective_rpc(forget)
         self.send(op="answer")
 
     def do_devices(self) -> None:

@@ -1,14 +1,15 @@
 """Small random models of sizes that tests choose; `benchmarks.model_families` has one of each family."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 from benchmarks.model_families import VOCABULARY, save_random
 
 
-def make_llama(path: Path, *, kv_heads: int = 2, head_dim: int = 32, seed: int = 0) -> Path:
-    """A Llama of 3 layers with random weights, wide enough that greedy tokens depend on the whole context.
+def make_llama(path: Path, *, layers: int = 3, kv_heads: int = 2, head_dim: int = 32, seed: int = 0) -> Path:
+    """A Llama with random weights, wide enough that greedy tokens depend on the whole context.
 
     It has no tokenizer: engines must be started with `skip_tokenizer_init`.
     """
@@ -18,7 +19,7 @@ def make_llama(path: Path, *, kv_heads: int = 2, head_dim: int = 32, seed: int =
         vocab_size=VOCABULARY,
         hidden_size=4 * head_dim,
         intermediate_size=8 * head_dim,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
         max_position_embeddings=4096,
@@ -204,4 +205,41 @@ def make_reasoning(path: Path, model: Path, *, habits: dict[str, str]) -> Path:
         "{%- if enable_thinking is defined and enable_thinking is false -%}{{- '</think>' -}}{%- endif -%}{%- endif -%}"
     )
     (path / "tokenizer_config.json").write_text(json.dumps(described))
+    return path
+
+
+def with_kv_scales(path: Path, model: Path, scales: list[tuple[float, float]], *, form: str = "llm-compressor") -> Path:
+    """A copy of a model of `make_llama` whose checkpoint requests KV in fp8, with static scales of K and of V for each
+    layer, as llm-compressor or ModelOpt write it. The weights are not quantised.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    linear = [f"{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")]
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    quantisation: dict[str, Any] = {
+        "llm-compressor": {
+            "quant_method": "compressed-tensors",
+            "format": "dense",
+            "quantization_status": "frozen",
+            "config_groups": {},
+            "ignore": [],
+            "kv_cache_scheme": scheme | {"observer": "minmax", "group_size": None},
+        },
+        "ModelOpt": {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+            "ignore": ["lm_head", *(f"*.{name}" for name in linear), "*.qkv_proj", "*.gate_up_proj"],
+        },
+    }[form]
+    name = {"llm-compressor": "{0}_scale", "ModelOpt": "{0}_proj.{0}_scale"}[form]
+    weights = load_file(model / "model.safetensors")
+    for layer, (k, v) in enumerate(scales):
+        for side, scale in (("k", k), ("v", v)):
+            weights[f"model.layers.{layer}.self_attn.{name.format(side)}"] = torch.tensor([scale])
+    shutil.copytree(model, path, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
     return path

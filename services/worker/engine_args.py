@@ -105,6 +105,7 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(("default_mm_loras",), "an adapter is chosen by the name of the model: use `lora`", (None,)),
     Refusal(("kv_cache_dtype",), _STORED, ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")),
+    Refusal(("kv_cache_dtype_skip_layers",), "a transfer has KV of one type: all layers store it alike", ([],)),
     Refusal(("runner",), _GENERATES, ("auto", "generate")),
     Refusal(("convert",), _GENERATES, ("auto", "none")),
     Refusal(("mm_encoder_only",), _GENERATES, (False,)),

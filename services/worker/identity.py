@@ -18,6 +18,7 @@ from shared.domain.instance import InstanceInfo
 from shared.domain.precision import quantised_to
 from shared.files.text import read_json
 from shared.model.support import config_of
+from shared.model.weights import kv_scales_of
 
 _SAMPLE_BYTES = 64 << 10
 _SAMPLES = 16
@@ -88,7 +89,8 @@ def folder_of(model: str) -> Path | None:
 def fingerprint(model: str) -> str:
     """Digest of the configuration and of strided samples of every weight file; of the name when not a folder.
 
-    Samples keep it fast for a model of a hundred gigabytes, and still tell two fine-tunes of one base apart.
+    Samples keep it fast for a model of a hundred gigabytes, and still tell two fine-tunes of one base apart. Scales of
+    K and V are digested whole: samples miss the few bytes by which two checkpoints with KV in fp8 may differ.
     The precision is left out: instances may differ in it.
     """
     folder, digest = folder_of(model), hashlib.sha256()
@@ -100,6 +102,8 @@ def fingerprint(model: str) -> str:
     digest.update(json.dumps(kept, sort_keys=True).encode())
     for file in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
         _sample(file, digest)
+        for name, scale in kv_scales_of(file):
+            digest.update(name.encode() + scale)
     return digest.hexdigest()[:32]
 
 

@@ -35,7 +35,7 @@ class InstanceState(StrEnum):
     DEAD = "dead"  # its connection is gone
 
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1}
 
 
 class KvKind(StrEnum):

@@ -38,6 +38,8 @@ def _stated(method: str, given: Mapping[str, Any]) -> str:
         groups = given.get("config_groups")
         schemes = [each.get("weights") for each in groups.values() if isinstance(each, Mapping)] if groups else []
         scheme = next((each for each in schemes if isinstance(each, Mapping)), {})
+        if not scheme and given.get("kv_cache_scheme"):
+            return ""  # KV alone is quantised
         bits, kind = scheme.get("num_bits"), "fp" if scheme.get("type") == "float" else "int"
     elif method.startswith("modelopt"):
         inner = given.get("quantization")

@@ -113,20 +113,26 @@ def fault_of_stored_kv(config: Config, kv_cache_dtype: str, dtype: str) -> str:
     stored = stored_kv(config)
     if not stored or kv_cache_dtype != "auto":
         return ""
-    if stored.startswith("fp8") and not _has_dynamic_scales(config):
+    scheme = _kv_scheme(config)
+    per_head = scheme.get("strategy") == "attn_head"
+    if stored.startswith("fp8") and not scheme.get("dynamic") and not per_head:
         return ""
     kept = dtype if dtype == "float16" else "bfloat16"
+    wider = "`dtype: bfloat16` and " if dtype == "float32" else ""
+    how = " with a scale for each head" if per_head else " with dynamic scales" if scheme.get("dynamic") else ""
     return (
-        f"the checkpoint has its KV stored in {stored} (config.json: quantization_config), and KV in that form "
-        f"cannot be transferred: set `engine_args: {{kv_cache_dtype: {kept}}}`, or serve a checkpoint without it"
+        f"the checkpoint has its KV stored in {stored}{how} (config.json: quantization_config), and KV in that form "
+        f"cannot be transferred: set {wider}`engine_args: {{kv_cache_dtype: {kept}}}`, or serve a checkpoint without it"
     )
 
 
-def _has_dynamic_scales(config: Config) -> bool:
-    """Whether KV gets its scales while it is computed, so that they differ by instance."""
+def _kv_scheme(config: Config) -> Config:
+    """How KV is quantised. With `dynamic` scales, which are found while it is computed, they differ by instance."""
     given = config.get("quantization_config")
-    scheme = given.get("kv_cache_scheme") if isinstance(given, dict) else None
-    return isinstance(scheme, dict) and bool(scheme.get("dynamic"))
+    given = given if isinstance(given, dict) else {}
+    inner = given.get("quantization")
+    scheme = (inner.get("kv_cache_scheme") if isinstance(inner, dict) else None) or given.get("kv_cache_scheme")
+    return scheme if isinstance(scheme, dict) else {}
 
 
 def fault_of_division(config: Config, tensor_parallel: int) -> str:

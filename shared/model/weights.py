@@ -1,6 +1,7 @@
 """How large a model's weights are, and whether they are complete: read from the headers of its safetensors files."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _NAMED = 8  # files that a message names
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")  # ends of the tensors' names
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
+_KV_SCALE = re.compile(r"(^|[._])(k|v|kv)(_cache\.|_)scale$")  # ends of the names that vLLM knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,21 @@ def embeddings_of(folder: Path) -> Embeddings | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     return None
+
+
+def kv_scales_of(file: Path) -> list[tuple[str, bytes]]:
+    """Names and bytes of the scales of K and V in a safetensors file, by name; empty where it cannot be read."""
+    try:
+        length, tensors = _header(file)
+        with file.open("rb") as opened:
+            found = []
+            for name in sorted(filter(_KV_SCALE.search, tensors)):
+                start, end = tensors[name]["data_offsets"]
+                opened.seek(_LENGTH_BYTES + length + int(start))
+                found.append((name, opened.read(int(end) - int(start))))
+            return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
 
 
 def _sampled(file: Path, start: int, end: int) -> tuple[bytes, ...]:

@@ -49,14 +49,7 @@ from services.worker.engines.vllm_patches import (
 )
 from services.worker.engines.vllm_ranks import CoupledRanks
 from services.worker.engines.vllm_scheduler import SchedulerPolicies, blocks_of
-from services.worker.engines.vllm_start import (
-    engine_config,
-    engine_info,
-    kv_components,
-    lora_requests,
-    media_of,
-    ranks_port,
-)
+from services.worker.engines.vllm_start import engine_config, engine_info, kept_kv, lora_requests, media_of, ranks_port
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.settings import WorkerSettings
 from shared.domain.adapters import digest_of_key
@@ -261,8 +254,8 @@ class VllmEngine:
             self._core.engine_core.add_lora(each)
         self._cache.attach(self._scheduler, self._loop)
         self._snapshot()
-        components = self._core.engine_core.model_executor.collective_rpc(kv_components)[0]
-        return engine_info(s, config, blocks_of(self._scheduler), components, adapters)
+        kept = self._core.engine_core.model_executor.collective_rpc(kept_kv)[0]
+        return engine_info(s, config, blocks_of(self._scheduler), kept, adapters)
 
     def _meet(self, config: VllmConfig) -> CoupledRanks | None:
         """Wait for the other ranks of the instance where this one cannot compute without them."""

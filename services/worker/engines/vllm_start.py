@@ -23,7 +23,7 @@ from services.worker.engines.vllm_patches import force_known_tokens, overlap_on_
 from services.worker.identity import fingerprint, folder_of, precision_of
 from services.worker.kv.codec import codec_speeds
 from services.worker.kv.vllm.layers import EIGHT_BIT_NAMES, stages_of
-from services.worker.kv.wire.importing import DTYPES, dtype_name
+from services.worker.kv.wire.importing import DTYPES, WIDER
 from services.worker.settings import DATA_PARALLEL_PORTS, WorkerSettings
 from shared.domain.instance import Compatibility, KvComponent, KvGeometry
 from shared.domain.prompt import MODALITIES
@@ -40,7 +40,7 @@ from shared.model.source import (
     fetch_weights,
     read_config,
 )
-from shared.model.support import faults_of_model, note_on_torchvision
+from shared.model.support import fault_of_stored_kv, faults_of_model, note_on_torchvision
 from shared.model.weights import fault_of_weights, weights_of
 from shared.policy.decode_admission import Blocks
 from shared.runtime.logs import get_log
@@ -229,7 +229,8 @@ def check_model_file(settings: WorkerSettings) -> None:
     the completeness of a folder. Raises InvalidRequest, Unavailable.
     """
     config = read_config(settings.source, trust_remote_code=settings.trust_remote_code)
-    if faults := faults_of_model(config):
+    stored = fault_of_stored_kv(config, str(settings.engine_args.get("kv_cache_dtype", "auto")), settings.dtype)
+    if faults := faults_of_model(config) + ([stored] if stored else []):
         raise InvalidRequest(f"model {settings.source.model}: " + "; ".join(faults))
     if (folder := settings.source.folder) is not None and settings.load_format in FILE_FORMATS:
         check_weights(folder)
@@ -259,6 +260,11 @@ def check_model(config: VllmConfig) -> None:
         raise InvalidRequest(
             f"model {model.model}: the model has multi-head latent attention (MLA), and without AMX vLLM's CPU backend "
             "cannot continue a prompt of which another instance has computed the beginning: use a CPU with AMX"
+        )
+    if current_platform.is_cpu() and WIDER.get(stored, model.dtype) is not model.dtype:
+        raise InvalidRequest(
+            f"engine_args: kv_cache_dtype: on a CPU, vLLM stores KV in fp8 or in the model's dtype, not in {stored} "
+            f"beside {str(model.dtype).removeprefix('torch.')}: set `dtype: {stored}`, or leave kv_cache_dtype out"
         )
     if stored not in KV_DTYPES:
         dtype = "float16" if str(model.dtype) == "torch.float16" else "bfloat16"
@@ -326,23 +332,26 @@ def utilization(settings: WorkerSettings, weights: int, total: int) -> float:
     return needed / total
 
 
-def kv_components(_: Any) -> tuple[KvComponent, ...]:
-    """What the model keeps for a request; to be called on a rank of the engine."""
-    return tuple(get_kv_transfer_group().worker.components)
+def kept_kv(_: Any) -> tuple[tuple[KvComponent, ...], str]:
+    """What the model keeps for a request, and in which dtype; to be called on a rank of the engine, since vLLM learns
+    of KV that some checkpoints request in fp8 when its ranks make the model's layers.
+    """
+    worker = get_kv_transfer_group().worker
+    return tuple(worker.components), worker.kv_dtype
 
 
 def engine_info(
     settings: WorkerSettings,
     config: VllmConfig,
     blocks: Blocks,
-    components: tuple[KvComponent, ...],
+    kept: tuple[tuple[KvComponent, ...], str],
     adapters: dict[str, str],
 ) -> EngineInfo:
-    """Properties of an engine that has started with that KV memory, for a model that keeps those components.
+    """Properties of an engine that has started with that KV memory, for a model that keeps what `kept_kv` says.
 
     adapters: digests of those that it has loaded, by name.
     """
-    model = config.model_config
+    model, (components, kv_dtype) = config.model_config, kept
     geometry = KvGeometry(
         layers=model.get_total_num_hidden_layers(),
         kv_heads=model.get_total_num_kv_heads(),
@@ -358,7 +367,6 @@ def engine_info(
         geometry=geometry,
     )
     codecs = codec_speeds(geometry, DTYPES[settings.dtype]) if settings.lossy_kv else {}
-    eight_bit = EIGHT_BIT_NAMES.get(config.cache_config.cache_dtype)
     return EngineInfo(
         compatibility,
         blocks.total,
@@ -366,7 +374,7 @@ def engine_info(
         blocks.size_tokens,
         Rates(codecs=codecs),
         stages_of(config),
-        kv_dtype=dtype_name(eight_bit) if eight_bit is not None else "",
+        kv_dtype=kv_dtype if kv_dtype != settings.dtype else "",
         adapters=dict(adapters),
         precision=precision_of(settings),
         media=media_of(config),

@@ -292,15 +292,16 @@ class Blocks:
 
     @property
     def dtype(self) -> torch.dtype:
-        """bfloat16 in the place of eight bits, which it holds exactly and which few operations take."""
-        return self.caches[0].dtype if self.eight_bit is None else torch.bfloat16
+        """float32 in the place of eight bits: what is converted is rounded once."""
+        return self.caches[0].dtype if self.eight_bit is None else torch.float32
 
     def scales(self, layer: int) -> Sequence[float]:
         return self.kv_scales[layer - self.layer_start] if self.kv_scales else ()
 
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
         if self.eight_bit is not None and isinstance(self.layout, StridedLayout):  # the CPU's kernel converts by itself
-            kv = kv.to(self.eight_bit).view(torch.uint8)
+            top = torch.finfo(self.eight_bit).max  # as vLLM's kernels do; torch may make a larger value infinite
+            kv = kv.clamp(-top, top).to(self.eight_bit).view(torch.uint8)
         first = token_start - self.token_start
         slots = self.slots[layer - self.layer_start][first : first + kv.shape[1]]
         if self.null_slots and not bool((kept := slots >= self.null_slots).all()):

@@ -12,6 +12,8 @@ from shared.domain.precision import quantised_to, stored_in
 from shared.model.folder import fault_of_quantised
 
 CONFIG: dict[str, Any] = {"model_type": "llama", "hidden_size": 8, "vocab_size": 16, "architectures": ["L"]}
+KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+ATTENTION = {"targets": ["LlamaAttention"], "weights": None, "input_activations": KV}  # beside a scheme of KV
 
 
 def compressed(kind: str, bits: int) -> dict[str, Any]:
@@ -36,6 +38,9 @@ def compressed(kind: str, bits: int) -> dict[str, Any]:
         (compressed("float", 8), "fp8"),
         (compressed("int", 4), "int4"),
         ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": KV}, ""),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": ATTENTION}, "kv_cache_scheme": KV}, ""),
+        (compressed("int", 8) | {"kv_cache_scheme": KV}, "int8"),
         ({"quant_method": "torchao"}, "torchao"),
     ],
 )

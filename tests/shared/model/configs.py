@@ -227,6 +227,10 @@ STORED: dict[str, tuple[dict[str, Any], str]] = {
         {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": True}},
         "fp8",
     ),
+    "scales of each head": (
+        {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "strategy": "attn_head"}},
+        "fp8",
+    ),
     "weights alone": ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, ""),
     "fp8 weights": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, ""),
     "modelopt, weights alone": ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None}, ""),

@@ -55,14 +55,18 @@ def test_kv_that_a_checkpoint_stores_quantised(name: str) -> None:
     config = {**LLAMA, "quantization_config": quantisation}
     assert stored_kv(config) == stored
     fault = fault_of_stored_kv(config, "auto", "bfloat16")
-    refused = stored == "nvfp4" or name == "scales of each instance"
-    assert (f"stored in {stored}" in fault and "set `engine_args: {kv_cache_dtype: bfloat16}`" in fault) == refused
+    how = {"scales of each instance": " with dynamic scales", "scales of each head": " with a scale for each head"}
+    refused = stored == "nvfp4" or name in how
+    assert (
+        f"stored in {stored}{how.get(name, '')}" in fault and "set `engine_args: {kv_cache_dtype: bfloat16}`" in fault
+    ) == refused
     assert not fault_of_stored_kv(config, "bfloat16", "bfloat16")
 
 
 def test_kv_stays_in_the_precision_of_the_model() -> None:
     config = {**LLAMA, "quantization_config": STORED["modelopt, nested"][0]}
     assert "kv_cache_dtype: float16" in fault_of_stored_kv(config, "auto", "float16")
+    assert "`dtype: bfloat16` and `engine_args: {kv_cache_dtype: bfl" in fault_of_stored_kv(config, "auto", "float32")
 
 
 @pytest.mark.parametrize("name", STORED)

@@ -46,7 +46,7 @@ from services.worker.kv.shards import RankShape, held_bytes
 from services.worker.kv.staging import Piece, PinnedMemory
 from services.worker.kv.vllm.layers import LayerPart, RankComponent, components_of
 from services.worker.kv.wire.endpoint import UNDER_WAY_BYTES, Faults, KvEndpoint, KvSettings, host_copies, rows_of
-from services.worker.kv.wire.importing import Load
+from services.worker.kv.wire.importing import Load, dtype_name
 from shared.domain.adapters import digest_of_key
 from shared.domain.instance import KvComponent, KvKind
 from shared.domain.kv import Codec, KvHandle, default_staging
@@ -445,6 +445,7 @@ class PolyphaseConnectorWorker:
         self._settings = settings
         self._registered: _Rank | None = None
         self.components: tuple[KvComponent, ...] = ()  # of the model, once its caches are registered
+        self.kv_dtype = ""  # in which K, V and latents are stored; empty where the model has none
         self._importing = 0  # requests whose import has not been reported as ended
         self._lock = threading.Lock()
         self._progress = threading.Event()
@@ -465,6 +466,7 @@ class PolyphaseConnectorWorker:
         found = components_of(self._config, self._cache_config, caches)
         shapes = tuple(each.shape for each in found)
         self.components = tuple(each.model for each in found)
+        self.kv_dtype = next((dtype_name(each.dtype) for each in shapes if each.kind is not KvKind.STATE), "")
         longest = held_bytes(shapes, self._config.model_config.max_model_len)
         held = [part.cache for each in found for part in each.parts]
         # Layers of different groups may share memory: a block is in use by one group at a time.

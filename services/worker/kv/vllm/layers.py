@@ -12,7 +12,8 @@ out. A slot is a part of a block that holds K or V of several heads:
     [block, token, latent of all heads]              MLA                                    latent
     [block, bytes of several tensors]                Mamba, gated delta net, short conv.    state
     [block, slot, token, K or V of several heads]    ROCm's backends with head slots        no
-    any of these, quantised                          fp8 KV caches                          no
+    K and V, in fp8 with one scale each              fp8 KV caches                          K and V, with their scales
+    any of these, quantised otherwise                a scale for each token or head         no
     any of these, several tokens in one state        compressed attention                   no
 
 The shape of a cache does not distinguish the first layout from the one with slots: with two heads and two slots, both
@@ -30,6 +31,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -132,6 +134,12 @@ def components_of(
     for stage, held in enumerate(known):
         for number, features in held:
             numbers[features][stage].append(number)
+    stored = {dtype_name(features.dtype) for features in numbers if features.kind is not KvKind.STATE}
+    if len(stored) > 1:
+        raise LayoutError(
+            f"layers store KV in {' and '.join(sorted(stored))}, and a transfer has one of them: leave "
+            "kv_cache_dtype_skip_layers out of engine_args"
+        )
     ordered = sorted(numbers.items(), key=lambda each: (min(chain.from_iterable(each[1])), each[0].part))
     total = sum(stages_of(config)) or len({number for held in known for number, _ in held})
     return tuple(_component(features, by_stage, parts, rank, tensor_parallel, total) for features, by_stage in ordered)
@@ -202,6 +210,8 @@ def _parts_of_layer(
     scales: tuple[float, ...] = ()
     if features.dtype.itemsize == 1:
         layer = config.compilation_config.static_forward_context[name]
+        if layer._k_scale.numel() > 1 or layer._v_scale.numel() > 1:
+            raise LayoutError(f"KV of layer {name} cannot be transferred: {_stored_otherwise(config)}")
         scales = (float(layer._k_scale_float), float(layer._v_scale_float))
     return [LayerPart(number, group, spec.block_size, cache, features, scales=scales)]
 
@@ -220,7 +230,8 @@ def features_of(config: VllmConfig, spec: AttentionSpec) -> Features:
 def eight_bit_of(config: VllmConfig, spec: AttentionSpec) -> torch.dtype | None:
     """The type of KV that is stored in eight bits, with a scale for each layer's K and V; None for other KV."""
     eight_bit = spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR
-    return EIGHT_BIT_NAMES.get(config.cache_config.cache_dtype) if eight_bit else None
+    named = EIGHT_BIT_NAMES.get(config.cache_config.cache_dtype) if eight_bit else None
+    return torch.float8_e4m3fnuz if named is torch.float8_e4m3fn and current_platform.is_fp8_fnuz() else named
 
 
 def _total_heads(config: VllmConfig, on_a_rank: int) -> int:
@@ -307,12 +318,7 @@ def objection_to(config: VllmConfig, spec: KVCacheSpec) -> str | None:
     if not isinstance(spec, _PLAIN) or isinstance(spec, SlidingWindowMLASpec):
         return f"vLLM describes it by a {type(spec).__name__}, which is not known here; use another model"
     if not _has_known_precision(config, spec):
-        stored = config.cache_config.cache_dtype
-        unquantised = "float16" if config.model_config.dtype is torch.float16 else "bfloat16"
-        return (
-            f"it is stored in {stored}, as the checkpoint or `kv_cache_dtype` selects; "
-            f"set engine_args: {{kv_cache_dtype: {unquantised}}}"
-        )
+        return _stored_otherwise(config)
     if spec.tokens_per_state != 1:
         return f"a state holds {spec.tokens_per_state} tokens, and only one can be; use another model"
     if isinstance(spec, MLAAttentionSpec):
@@ -324,6 +330,14 @@ def objection_to(config: VllmConfig, spec: KVCacheSpec) -> str | None:
             "{attention_backend: TRITON_ATTN}, and leave VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT unset"
         )
     return None
+
+
+def _stored_otherwise(config: VllmConfig) -> str:
+    unquantised = "float16" if config.model_config.dtype is torch.float16 else "bfloat16"
+    return (
+        f"it is stored in {config.cache_config.cache_dtype}, as the checkpoint or `kv_cache_dtype` selects, in a form "
+        f"without one scale for K and one for V of a layer; set engine_args: {{kv_cache_dtype: {unquantised}}}"
+    )
 
 
 def _has_known_precision(config: VllmConfig, spec: AttentionSpec) -> bool:

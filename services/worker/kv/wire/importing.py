@@ -23,7 +23,11 @@ from shared.domain.kv import Codec, KvHandle
 
 Arrived = np.ndarray[Any, np.dtype[np.bool_]]  # [layers, tokens] of a part that have arrived
 _log = logging.getLogger(__name__)
-EIGHT_BIT = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}  # with a scale for each tensor
+EIGHT_BIT = {
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e4m3fnuz": torch.float8_e4m3fnuz,  # AMD's before MI350
+    "float8_e5m2": torch.float8_e5m2,
+}  # with a scale for each tensor
 WIDER = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DTYPES = {**WIDER, **EIGHT_BIT}
 
@@ -40,7 +44,7 @@ class Destination(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which it wants KV."""
+        """The dtype in which it wants KV. One that stores eight bits takes float32, and eight bits as bfloat16."""
 
     def scales(self, layer: int) -> Scales:
         """By what K and V of a layer are divided before they are stored; see `Scales`."""
@@ -279,7 +283,9 @@ def write_frame(frame: Frame, payload: Buffer, load: Load) -> None:
         layers, heads = (frame.layer_start, frame.layer_end), (frame.head_start, frame.head_end)
         if to.take(layers, (start, end), heads, raw, dtype, frame.codec):
             return
-    kv = decode(raw, frame.shape, dtype, frame.codec, to.dtype)
+    # bfloat16 holds eight bits exactly, and few operations take them as they are.
+    both_eight_bit = dtype.itemsize == 1 and len(to.scales(frame.layer_start)) > 0
+    kv = decode(raw, frame.shape, dtype, frame.codec, torch.bfloat16 if both_eight_bit else to.dtype)
     kv = kv[:, :, start - frame.token_start : end - frame.token_start]
     for layer in range(frame.layer_start, frame.layer_end):
         index = layer - frame.layer_start
@@ -288,12 +294,18 @@ def write_frame(frame: Frame, payload: Buffer, load: Load) -> None:
 
 
 def rescaled(kv: torch.Tensor, theirs: Scales, ours: Scales) -> torch.Tensor:
-    """Stored values [sides, …] of the exporter as those of the importer. Equal scales leave them as they are."""
+    """Stored values [sides, …] of the exporter as those of the importer. Equal scales leave them as they are.
+
+    In float32 for an importer with scales, which then rounds them once.
+    """
     if tuple(theirs) == tuple(ours):
         return kv
-    factors = [(theirs[side] if theirs else 1.0) / (ours[side] if ours else 1.0) for side in range(kv.shape[0])]
-    factor = torch.tensor(factors, dtype=torch.float32).view(-1, *(1 for _ in kv.shape[1:]))
-    return (kv.float() * factor).to(kv.dtype)
+    real = kv.float() * _by_side(theirs, kv) if theirs else kv.float()
+    return real / _by_side(ours, kv) if ours else real.to(kv.dtype)
+
+
+def _by_side(scales: Scales, kv: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(scales, dtype=torch.float32).view(-1, *(1 for _ in kv.shape[1:]))
 
 
 def direct_views(frame: Frame, size_bytes: int, load: Load) -> list[memoryview]:

@@ -20,7 +20,7 @@ from services.worker.engines.vllm_start import (
     check_model,
     engine_config,
     engine_info,
-    kv_components,
+    kept_kv,
     ranks_port,
     utilization,
 )
@@ -209,6 +209,8 @@ def test_a_model_that_cannot_be_served_is_refused_before_vllm_has_it(tmp_path: P
         ({"cache_dtype": "fp8_e4m3"}, ""),
         ({"cache_dtype": "nvfp4"}, "set `engine_args: {kv_cache_dtype: bfloat16}`"),
         ({"cache_dtype": "bfloat16"}, ""),
+        ({"cache_dtype": "float16"}, "not in float16 beside bfloat16: set `dtype: float16`"),
+        ({"cache_dtype": "bfloat16", "dtype": torch.float32}, "not in bfloat16 beside float32"),
         ({}, ""),
     ],
 )
@@ -237,11 +239,11 @@ LATENTS = (KvComponent(KvKind.LATENT, (0, 1), sides=1, heads=1, head_dim=576),)
 
 
 def test_the_properties_of_an_engine_name_what_its_model_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = SimpleNamespace(worker=SimpleNamespace(components=list(LATENTS)))
+    group = SimpleNamespace(worker=SimpleNamespace(components=list(LATENTS), kv_dtype="float8_e4m3fn"))
     monkeypatch.setattr(vllm_start, "get_kv_transfer_group", lambda: group)
     made = settings(model=str(PROJECT / "models" / "demo"))
     blocks = Blocks(free=3, total=40, size_tokens=64)
-    info = engine_info(made, engine_config(made, {}, None), blocks, kv_components(None), {"sql": "digest"})
+    info = engine_info(made, engine_config(made, {}, None), blocks, kept_kv(None), {"sql": "digest"})
     assert info.adapters == {"sql": "digest"}
     assert info.compatibility.geometry.components == LATENTS
-    assert (info.total_blocks, info.block_size) == (40, 64)
+    assert (info.total_blocks, info.block_size, info.kv_dtype) == (40, 64, "float8_e4m3fn")

@@ -17,6 +17,8 @@ from services.worker.kv import KvError, KvFault
 from services.worker.kv.device import Blocks, Copies, DeviceCopies, TorchDevice
 from services.worker.kv.layout import slots_of, strided_layout
 from services.worker.kv.staging import HeapMemory, Piece, PinnedMemory, Rows, Segment
+from services.worker.kv.wire.importing import Load, dtype_name, write_frame
+from services.worker.kv.wire.protocol import Frame
 from shared.domain.kv import Codec
 from tests.gpu.rates import LOSSY, measure, show
 from tests.services.worker.kv.late_device import LateDevice
@@ -282,3 +284,69 @@ def test_what_make_gpu_check_measures_runs_on_a_cpu_and_arrives() -> None:
     assert set(rates) == ways | {f"end to end {codec.value}" for codec in LOSSY}
     assert all(rate > 0 for rate in rates.values())
     assert len(show(rates).splitlines()) == len(rates)
+
+
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz]
+
+
+def frame_of(kv: torch.Tensor, scales: tuple[float, ...] = ()) -> Frame:
+    """Of one layer's [2, tokens, heads, dim]."""
+    _, tokens, heads, dim = kv.shape
+    names = ("layer_start", "layer_end", "layers", "token_start", "token_end", "head_start", "head_end", "head_dim")
+    where = dict(zip(names, (0, 1, 1, 0, tokens, 0, heads, dim), strict=True))
+    rest: dict[str, Any] = {"rank": 0, "ranks": 1, "checksum": 0, "scales": scales, "dtype": dtype_name(kv.dtype)}
+    return Frame(pull_id=1, sequence=0, transfer_id="t", generation=1, codec=Codec.RAW, **where, **rest)
+
+
+def stored_of(kv: torch.Tensor, eight_bit: torch.dtype, theirs: tuple[float, ...], ours: tuple[float, ...]) -> Any:
+    """What lies in a device's cache of bytes, [2, tokens, heads, dim], once a frame with that KV is written to it."""
+    cache = torch.zeros(4, HEADS, BLOCK, 2 * DIM, dtype=torch.uint8)
+    layout, numbers = strided_layout(cache, DIM, BLOCK), torch.tensor([3, 1, 2])
+    blocks = Blocks(
+        caches=[cache],
+        layout=layout,
+        slots=[slots_of(numbers, BLOCK, 0, TOKENS)],
+        token_start=0,
+        layer_start=0,
+        head_start=0,
+        copies=Copies(HeapMemory([Rows(lambda tokens: (1, 2, tokens, HEADS, DIM), cache.dtype, BLOCK)])),
+        freed=None,
+        zero=False,
+        codec=None,
+        eight_bit=eight_bit,
+        kv_scales=(ours,),
+    )
+    load = Load("r", cast(Any, None), 0, TOKENS, (blocks,), WAIT_S)
+    write_frame(frame_of(kv, theirs), kv.contiguous().view(torch.uint8).flatten().numpy().data, load)
+    out = torch.empty(2, TOKENS, HEADS, DIM, dtype=torch.uint8)
+    layout.gather(cache, numbers, 0, TOKENS, out)
+    return out.view(eight_bit)
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("eight_bit", EIGHT_BITS)
+def test_more_bits_are_divided_by_the_scales_rounded_once_and_never_infinite(
+    wide: torch.dtype, eight_bit: torch.dtype
+) -> None:
+    scales, top = (0.3, 0.0007), torch.finfo(eight_bit).max
+    kv = torch.randn(2, TOKENS, HEADS, DIM, generator=torch.Generator().manual_seed(0)).to(wide)
+    kv[1, 0] = 60_000.0  # more than the type has at this scale
+    expected = kv.float() / torch.tensor(scales).view(2, 1, 1, 1)
+    stored = stored_of(kv, eight_bit, (), scales).float()
+    assert torch.equal(stored, expected.clamp(-top, top).to(eight_bit).float())
+    assert (stored[1, 0] == top).all()
+
+
+@pytest.mark.parametrize("eight_bit", EIGHT_BITS)
+@pytest.mark.parametrize("theirs", EIGHT_BITS)
+def test_eight_bits_of_another_type_or_with_other_scales_keep_their_values(
+    theirs: torch.dtype, eight_bit: torch.dtype
+) -> None:
+    kv = torch.randn(2, TOKENS, HEADS, DIM, generator=torch.Generator().manual_seed(0)).to(theirs)
+    equal = stored_of(kv, eight_bit, (0.3, 0.2), (0.3, 0.2))
+    if theirs is eight_bit:
+        assert torch.equal(equal.view(torch.uint8), kv.view(torch.uint8))
+    assert torch.equal(equal.float(), kv.float().to(eight_bit).float())
+    doubled = stored_of(kv, eight_bit, (0.5, 0.25), (0.25, 0.5)).float()
+    factors = torch.tensor((2.0, 0.5)).view(2, 1, 1, 1)
+    assert torch.equal(doubled, (kv.float() * factors).to(eight_bit).float())

@@ -66,7 +66,9 @@ def config(folder: Path, draft: bool = True) -> VllmConfig:
     return EngineArgs(**arguments, max_model_len=512, enforce_eager=True).create_engine_config()
 
 
-def read(ranks: int = 1, stages: int = 1, hidden_layers: int = 3, kv_heads: int = 2, **text: int) -> Any:
+def read(
+    ranks: int = 1, stages: int = 1, hidden_layers: int = 3, kv_heads: int = 2, scales: int = 1, **text: int
+) -> Any:
     """The parts of a VllmConfig that are read."""
     return SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="fp8_e4m3"),
@@ -79,7 +81,11 @@ def read(ranks: int = 1, stages: int = 1, hidden_layers: int = 3, kv_heads: int 
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=stages),
         speculative_config=None,
         compilation_config=SimpleNamespace(
-            static_forward_context=defaultdict(lambda: SimpleNamespace(_k_scale_float=0.5, _v_scale_float=2.0))
+            static_forward_context=defaultdict(
+                lambda: SimpleNamespace(
+                    _k_scale_float=0.5, _v_scale_float=2.0, _k_scale=torch.ones(scales), _v_scale=torch.ones(scales)
+                )
+            )
         ),
     )
 
@@ -173,8 +179,8 @@ def test_without_speculation_every_layer_is_transferred(tmp_path: Path) -> None:
         pytest.param(FP8, "", id="fp8"),
         pytest.param(
             replace(FP8, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD),
-            "stored in fp8_e4m3, as the checkpoint or `kv_cache_dtype` selects; "
-            "set engine_args: {kv_cache_dtype: bfloat16}",
+            "stored in fp8_e4m3, as the checkpoint or `kv_cache_dtype` selects, in a form without one scale for K and "
+            "one for V of a layer; set engine_args: {kv_cache_dtype: bfloat16}",
             id="a scale for each token",
         ),
         pytest.param(replace(FP8, head_size=192, head_size_v=128), "stored in fp8_e4m3", id="fp8, unlike K and V"),
@@ -226,6 +232,22 @@ def test_k_and_v_in_eight_bits_have_the_scales_of_their_layer() -> None:
     assert component.shape.dtype is torch.float8_e4m3fn
     assert component.shape.scales == ((0.5, 2.0),) * 3
     assert component.shape.codec(Codec.INT8) is Codec.RAW
+
+
+def test_scales_of_each_head_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"model.layers.0.*without one scale for K and one for V of a layer"):
+        components_of(read(scales=2), grouped((TARGET, FP8)), caches(*TARGET))
+
+
+def test_layers_that_store_kv_in_unlike_types_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"bfloat16 and float8_e4m3fn.*leave kv_cache_dtype_skip_layers out"):
+        found_in({TARGET[0]: FP8, TARGET[1]: SPEC})
+
+
+def test_amds_own_eight_bits_have_their_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "current_platform", SimpleNamespace(is_fp8_fnuz=lambda: True))
+    (component,) = components_of(read(), grouped((TARGET, FP8)), caches(*TARGET))
+    assert component.shape.dtype is torch.float8_e4m3fnuz
 
 
 def test_slots_of_k_and_v_have_the_shape_of_two_heads() -> None:
