@@ -229,9 +229,13 @@ def _of_memory(cluster: Cluster, plan: Plan) -> Faults:
             kind = catalogue().get(users[-1].accelerator)
         except PolyphaseError:
             continue
-        needed = sum(
-            each.device_bytes(known.loaded if (known := sizes[each.source.model, each.dtype]) else 0) for each in users
-        )
+        needed = 0
+        for each in users:
+            known = sizes[each.source.model, each.dtype]
+            shares = (
+                each.data_parallel > 1
+            )  # experts, perhaps: the instance itself then finds what a rank loads of them
+            needed += each.device_bytes(0 if known is None or shares else known.loaded)
         least = needed - MARGIN_BYTES * len(users)  # the memory of activations and graphs is unknown
         if least > kind.memory_bytes and not any(users[-1].stage_accelerators):
             of = f" of {', '.join(names)}" if len(names) > 1 else ""
