@@ -232,10 +232,8 @@ def _of_memory(cluster: Cluster, plan: Plan) -> Faults:
         needed = 0
         for each in users:
             known = sizes[each.source.model, each.dtype]
-            shares = (
-                each.data_parallel > 1
-            )  # experts, perhaps: the instance itself then finds what a rank loads of them
-            needed += each.device_bytes(0 if known is None or shares else known.loaded)
+            # Experts may be divided among data-parallel ranks: the instance itself finds what a rank loads of them.
+            needed += each.device_bytes(known.loaded if known is not None and each.data_parallel == 1 else 0)
         least = needed - MARGIN_BYTES * len(users)  # the memory of activations and graphs is unknown
         if least > kind.memory_bytes and not any(users[-1].stage_accelerators):
             of = f" of {', '.join(names)}" if len(names) > 1 else ""
