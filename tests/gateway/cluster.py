@@ -20,6 +20,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
 from gateway.reports import Reporter
 from gateway.settings import GatewaySettings
+from services.launcher.ports import is_free
 from shared.domain.job import Generation, LengthPrediction, Slo
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import unpacked
@@ -152,6 +153,9 @@ class Worker:
         if self.server is not None:
             await self.server.__aexit__(None, None, None)
             self.server = None
+            # Until libzmq has freed the address, a call may still be sent, and is then lost.
+            port = int(self.address.rpartition(":")[2])
+            await until(lambda: is_free("127.0.0.1", port))
 
     def fail_once(self, error: Exception) -> None:
         """The next token fails."""
