@@ -2,7 +2,8 @@
 
 import io
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -10,10 +11,11 @@ from rich.console import Console
 
 from services.launcher import operate
 from services.planner import watch
-from services.planner.watch import LOST_KEPT, Presence
+from services.planner.watch import LOST_KEPT, Presence, Watch
 from shared.domain.instance import ClusterView, InstanceState, InstanceView, Role
 from shared.domain.route import PolicySpec
 from shared.errors import Conflict, InvalidRequest, NotFound
+from shared.policy.role_flip import FlipContext
 from shared.wire.api import SchedulerNews
 from shared.wire.api.planner import Promise
 from tests.services.control_plane import until
@@ -141,6 +143,17 @@ async def test_a_loss_is_proposed_for_and_carried_out_when_accepted(watching: Wa
     (entry,) = await cluster.monitor.flips()
     assert entry.who == f"planner: proposal {one.proposal_id}, Jörg Müller"
     assert entry.why == one.why
+
+
+def test_data_parallel_ranks_keep_their_roles_in_a_review() -> None:
+    """They flip only together, and a review weighs the flip of one."""
+    infos = [
+        make_info(name, "tcp://127.0.0.1:1", rank_of=whole) for name, whole in (("p", ""), ("d.0", "d"), ("e", ""))
+    ]
+    views = tuple(InstanceView(info, Role.DECODE, InstanceState.READY) for info in infos)
+    people = FlipContext(kept=frozenset({"e"}))
+    fixed = Watch.fixed(cast(Any, SimpleNamespace(_flip_context=people)), cast(Any, SimpleNamespace(views=views)))
+    assert fixed == ["d.0", "e"]
 
 
 async def test_auto_does_it_by_itself(watching: Watching) -> None:
