@@ -54,11 +54,13 @@ def default_staging(kv: int, longest: int) -> int:
 
 
 class KvHandle(msgspec.Struct, frozen=True):
-    """Opaque reference to KV that a prefill instance stages for one transfer.
+    """Opaque reference to KV that an instance stages for one transfer.
 
-    It covers tokens [0, tokens) of the prompt. `generation` is the exporter's: a restarted exporter refuses handles of
-    its predecessor. `adapter`: the digest of the LoRA adapter that computed it; empty: the base model. `precision`:
-    of the exporter's weights (`InstanceInfo.precision`).
+    It covers tokens [start, tokens) of the importer's prompt. `generation` is the exporter's: a restarted exporter
+    refuses handles of its predecessor. `adapter`: the digest of the LoRA adapter that computed it; empty: the base
+    model. `precision`: of the exporter's weights (`InstanceInfo.precision`). `salt`: the cache salt of KV that is not
+    what its exporter would have computed itself, because it was imported in a lossy codec or another precision: the
+    importer keeps it under this salt, too.
     """
 
     transfer_id: str
@@ -73,6 +75,8 @@ class KvHandle(msgspec.Struct, frozen=True):
     lease_s: float = 0.0  # staged KV that is neither pulled nor renewed is kept for this long; 0: without limit
     adapter: str = ""
     precision: str = ""
+    start: int = 0
+    salt: str = ""
 
 
 class TransferOutcome(StrEnum):

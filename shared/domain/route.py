@@ -37,6 +37,13 @@ class Work(msgspec.Struct, frozen=True):
     tokens: int  # of KV: prompt and predicted output
 
 
+class PrefixPull(msgspec.Struct, frozen=True):
+    """The instance that computes the beginning of the prompt pulls the KV of the first `tokens` from the `holder`."""
+
+    holder: InstanceRef
+    tokens: int
+
+
 class PolicySpec(msgspec.Struct, frozen=True):
     """A policy by its name in `shared.policy.registry`, with its parameters."""
 
@@ -54,7 +61,8 @@ class Route(msgspec.Struct, frozen=True):
     instance's part whose KV it is known to hold. answer_tokens: tokens of the answer for which room is kept, from
     `lead_steps` steps of the decode instance on. hold_s: seconds after which the job should begin, because there will
     be room for its KV then; a scheduler answers such a route with Delayed. ttft_s: predicted, without that wait.
-    has_room: placement expects that the KV finds room at `decode` to the end of the answer.
+    has_room: placement expects that the KV finds room at `decode` to the end of the answer. pull: for `prefill`, or
+    for `decode` where that computes the whole job.
     """
 
     prefill: InstanceRef | None
@@ -72,3 +80,4 @@ class Route(msgspec.Struct, frozen=True):
     ttft_s: Finite = 0.0
     hold_s: Finite = 0.0
     has_room: bool = False
+    pull: PrefixPull | None = None

@@ -5,6 +5,7 @@ cannot read raises the wire version (`shared.runtime.wire_version`).
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Generic, TypeVar
 
 import msgspec
@@ -101,6 +102,7 @@ class PrefillRequest(msgspec.Struct):
     dispatch: PolicySpec | None = None  # the policy by which it chooses; required then
     saved: int = 0  # prompt tokens whose KV the prefill instance is known to hold
     trace: str = ""  # as in PlaceRequest
+    handle: KvHandle | None = None  # the KV of the first `handle.tokens` of the prompt, to be pulled
 
     def __post_init__(self) -> None:
         whole(self.prompt)
@@ -201,6 +203,11 @@ class DecodeRequest(msgspec.Struct):
     known: bytes = b""
     tell_pauses: bool = False  # whether to send a `Pause` among the items while the job's KV blocks are taken back
     if_room: bool = False  # refuse with NoRoom unless KV memory is expected for the job to the end of its answer
+    # Of a job that has migrated: `known` are the tokens of its answer so far, whose KV the handle has, and the engine
+    # goes on behind them in this state of the sampler (`Handover.state`) instead of producing them again.
+    resumes: bool = False
+    state: bytes = b""
+    tell_leaves: bool = False  # whether to send a `Leave` among the items
 
     def __post_init__(self) -> None:
         whole(self.prompt)
@@ -218,6 +225,22 @@ class Pause(msgspec.Struct, array_like=True, frozen=True, gc=False):
     computing: bool = False  # whether the stream has blocks again, and its tokens are being computed
 
 
+class LeaveCause(StrEnum):
+    """Why an instance wants a decode to go on elsewhere."""
+
+    DRAIN = "drain"  # the instance drains, to stop or to change its role
+    MEMORY = "memory"  # its KV memory will not hold all of its decodes to their ends
+    TPOT = "tpot"  # its steps take longer than the job's target
+    OPERATOR = "operator"
+
+
+class Leave(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The instance wants the job to migrate. The decode goes on until its gateway calls `LEAVE`, if it does."""
+
+    cause: LeaveCause
+    to: str = ""  # the id of the instance to which it should; empty: any
+
+
 class TokenStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The tokens of one job from one engine step, or a pause. The last step of a job carries its finish reason."""
 
@@ -230,15 +253,93 @@ class TokenStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     prompt_logprobs: bytes = b""
     pause: Pause | None = None
     reused: Reused | None = None  # comes with the first tokens
+    leave: Leave | None = None
+
+
+class Handover(msgspec.Struct, frozen=True):
+    """What a decode leaves behind that goes on elsewhere: its tokens came as items before.
+
+    handle: of the KV of the prompt and of these tokens, except for the last one; None: none of it was staged. state: of
+    the sampler, opaque outside of the engine.
+    """
+
+    handle: KvHandle | None
+    state: bytes = b""
 
 
 class DecodeReply(msgspec.Struct):
-    """The end of a decode; its tokens and finish reason came as items before."""
+    """The end of a decode; its tokens and finish reason came as items before. handover: it has not ended, but left."""
 
     transfer: TransferReport
     queued_s: Finite = 0.0
     started_s: Finite = 0.0
     ended_s: Finite = 0.0
+    handover: Handover | None = None
+
+
+class ExportRequest(msgspec.Struct):
+    """Stage KV that the instance holds, from token `start` on, for another instance to pull.
+
+    With a `job_id` it is that of a decode which runs there, as far as it is computed and goes on being computed;
+    otherwise that of the prompt, as far as the prefix cache has it. The lease of what is staged begins at once.
+    """
+
+    transfer_id: str
+    job_id: str = ""
+    prompt: bytes = b""  # packed
+    generation: Generation | None = None  # of the prompt
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        whole(self.prompt)
+
+
+class ExportReply(msgspec.Struct):
+    """The handle can be pulled while the KV is being staged. None: the instance holds nothing of it."""
+
+    handle: KvHandle | None
+
+
+class PullRequest(msgspec.Struct):
+    """Pull KV into the prefix cache of the instance, ahead of a request whose prompt begins with these tokens.
+
+    job: for which it is; refused with NoRoom where `if_room` and the job does not fit to the end of its answer.
+    """
+
+    job: JobView
+    prompt: bytes  # packed; one token longer than the handle covers
+    generation: Generation
+    handle: KvHandle
+    if_room: bool = False
+
+    def __post_init__(self) -> None:
+        whole(self.prompt)
+
+
+class PullReply(msgspec.Struct):
+    """The end of a pull."""
+
+    transfer: TransferReport
+
+
+class LeaveRequest(msgspec.Struct):
+    """End a decode that runs there, to go on elsewhere: its KV from token `start` on is staged, and the reply of its
+    `decode` call has the `Handover`. Raises NotFound for a job that does not decode there.
+    """
+
+    job_id: str
+    transfer_id: str
+    start: int = 0
+
+
+class MoveRequest(msgspec.Struct):
+    """Have the gateway of a decode that runs there migrate it: a `Leave` among its items. Raises NotFound for a job
+    that does not decode there.
+    """
+
+    job_id: str
+    to: str = ""  # as in `Leave`
+    epoch: int = 0  # as in DrainRequest
 
 
 class PrefixesRequest(msgspec.Struct):
@@ -385,6 +486,11 @@ RELEASE = Method("release", ReleaseRequest, _Nothing, _Nothing)
 EXPECT = Method("expect", ExpectRequest, _Nothing, _Nothing)
 PREFETCH = Method("prefetch", PrefetchRequest, _Nothing, _Nothing)
 DECODE = Method("decode", DecodeRequest, DecodeReply, TokenStep)
+LEAVE = Method("leave", LeaveRequest, _Nothing, _Nothing)
+
+# Worker, in either role.
+EXPORT = Method("export", ExportRequest, ExportReply, _Nothing)
+PULL = Method("pull", PullRequest, PullReply, _Nothing)
 
 # Worker, by the global schedulers.
 PREFIXES = Method("prefixes", PrefixesRequest, _Nothing, PrefixDelta)
@@ -394,6 +500,7 @@ DRAIN = Method("drain", DrainRequest, DrainReply, _Nothing)
 RESUME = Method("resume", ResumeRequest, _Nothing, _Nothing)
 FLIP = Method("flip", FlipRequest, FlipReply, _Nothing)
 LOAD_ADAPTER = Method("load_adapter", LoadAdapterRequest, LoadAdapterReply, _Nothing)
+MOVE = Method("move", MoveRequest, _Nothing, _Nothing)
 UNLOAD_ADAPTER = Method("unload_adapter", UnloadAdapterRequest, _Nothing, _Nothing)
 
 

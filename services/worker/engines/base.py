@@ -133,7 +133,9 @@ class EngineRequest(msgspec.Struct, frozen=True):
     `import_from.tokens` prompt tokens is pulled instead of computed. `first_token_only` ends the request after one
     token, whatever the sampling parameters say: it does not decode here. Without `wants_token` that token is
     dropped, and no grammar is compiled for it. The output begins with `forced_tokens`, whatever the engine would
-    have chosen, and goes on as if it had chosen them.
+    have chosen, and goes on as if it had chosen them. Where it `resumes`, these are not generated again: KV of the
+    prompt and of them is imported or computed like that of a prompt, only later tokens are given out, and `state` is
+    that of the sampler after them.
 
     The engine calls on its own thread: `has_room` when the request is next, whether it may start now, which from
     then on it may; `entered` whenever it stops waiting; `preempted` whenever its blocks are taken back and it waits
@@ -151,6 +153,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
     export_codec: Codec = Codec.RAW
     import_from: KvHandle | None = None
     forced_tokens: list[int] = []
+    resumes: bool = False
+    state: bytes = b""
     has_room: Callable[[], bool] = _always
     entered: Callable[[], None] = _nothing
     preempted: Callable[[], None] = _nothing
@@ -169,6 +173,30 @@ class EngineRequest(msgspec.Struct, frozen=True):
         prompt = len(self.prompt_token_ids)
         before = min(self.import_from.tokens, prompt - 1) if self.import_from is not None else 0
         return WaitingJob(self.job, prompt - before, self.job.started)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheExport:
+    """KV that is to be staged for a transfer from blocks that hold it already, from token `start` on.
+
+    The engine calls on its own thread: `announce` once it knows how many tokens that are; `has_room`, until it is true,
+    whether they may be staged now.
+    """
+
+    transfer_id: str
+    start: int
+    announce: Callable[[int], None]
+    has_room: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A request that has left the engine to go on in another one. tokens: up to which its KV is staged; 0: none.
+    state: see `EngineRequest.state`.
+    """
+
+    tokens: int
+    state: bytes
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -228,6 +256,22 @@ class Engine(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Stop a request and free its blocks; its sink is not called again. Unknown ids are ignored."""
+        ...
+
+    async def export_cached(self, request: EngineRequest, export: CacheExport) -> int:
+        """Begin to stage KV of the request's prompt, as far as the prefix cache has it. Returns up to which token; 0:
+        nothing is staged. The KV may be pulled while it is being staged.
+        """
+        ...
+
+    async def export_running(self, request_id: str, export: CacheExport) -> int:
+        """The same of a request that runs here, and goes on, as far as it is computed; 0 also where it does not run."""
+        ...
+
+    async def leave(self, request_id: str, export: CacheExport) -> Left | None:
+        """Stop a request between two steps and stage its KV. Its sink has all its tokens, and is not called again. None
+        where it has ended.
+        """
         ...
 
     def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
