@@ -21,6 +21,7 @@ from services.worker.engines.base import Engine
 from services.worker.identity import instance_info
 from services.worker.jobs.adapters import Adapters
 from services.worker.jobs.decode import DecodeService
+from services.worker.jobs.exports import ExportService
 from services.worker.jobs.prefill import REST_S, Codecs, Dispatcher, PrefillService
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
@@ -153,12 +154,13 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
         seed = f"{settings.instance_id}:{generation}" if settings.policy_seed is None else settings.policy_seed
         dispatcher = Dispatcher(seed)
         codecs = Codecs(lambda: rates.with_rates(info), dispatcher, settings.lossy_kv)
-        prefill = PrefillService(engine, kv, roles, dispatcher, codecs, lambda: rates.chunk.tokens)
         transfers = TransferMetrics(registry, rates.transferred)
+        prefill = PrefillService(engine, kv, roles, dispatcher, codecs, lambda: rates.chunk.tokens, transfers.ended)
         decode = DecodeService(engine, kv, roles, transfers.ended, lambda: rates.with_rates(info))
+        exports = ExportService(engine, kv, roles, decode, transfers.ended, lambda: info)
 
         adapters = Adapters(settings.lora, engine, engine_info.adapters)
-        methods = handlers(prefill, decode, roles, kv, adapters)
+        methods = handlers(prefill, decode, exports, roles, kv, adapters)
         tracer = await stack.enter_async_context(tracing(settings.tracing, "worker", settings.instance_id, registry))
         if tracer is not None:
             methods = traced(methods, tracer, settings.instance_id, lambda: rates.chunk.tokens)

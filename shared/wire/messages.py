@@ -111,6 +111,11 @@ class PrefillRequest(msgspec.Struct):
     def prompt_tokens(self) -> int:
         return length(self.prompt)
 
+    @property
+    def known(self) -> int:
+        """Prompt tokens that the instance need not compute."""
+        return max(self.saved, self.handle.tokens if self.handle is not None else 0)
+
 
 class PrefillStarted(msgspec.Struct):
     """The first chunk is computed and the decode instance is chosen: the KV can be pulled while the rest is
@@ -149,6 +154,7 @@ class PrefillReply(msgspec.Struct):
     reasons: tuple[Reason, ...] = ()  # for the choice of the decode instance, or why none was available
     codec: Reason | None = None  # for the choice of the KV's codec, where there was one
     reused: Reused | None = None
+    transfer: TransferReport | None = None  # of the prompt's beginning that was to be pulled
 
 
 class Predicted(msgspec.Struct):
@@ -314,6 +320,10 @@ class PullRequest(msgspec.Struct):
 
     def __post_init__(self) -> None:
         whole(self.prompt)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return length(self.prompt)
 
 
 class PullReply(msgspec.Struct):
