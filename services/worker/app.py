@@ -157,7 +157,7 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
         transfers = TransferMetrics(registry, rates.transferred)
         prefill = PrefillService(engine, kv, roles, dispatcher, codecs, lambda: rates.chunk.tokens, transfers.ended)
         decode = DecodeService(engine, kv, roles, transfers.ended, lambda: rates.with_rates(info))
-        exports = ExportService(engine, kv, roles, decode, transfers.ended, lambda: info)
+        exports = ExportService(engine, kv, roles, decode, transfers.ended, info, engine_info.cached_tokens)
 
         adapters = Adapters(settings.lora, engine, engine_info.adapters)
         methods = handlers(prefill, decode, exports, roles, kv, adapters)

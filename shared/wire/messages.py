@@ -27,6 +27,7 @@ class PlaceRequest(msgspec.Struct):
     job: JobView
     exclude: tuple[str, ...] = ()  # ids of instances that the job failed on, or leaves: not to be chosen
     trace: str = ""  # the caller's span (`shared.runtime.otlp`); empty: the work is not traced
+    to: str = ""  # the id of the only decode instance that may be chosen; empty: any
 
 
 class JobReport(msgspec.Struct):
@@ -327,9 +328,10 @@ class PullRequest(msgspec.Struct):
 
 
 class PullReply(msgspec.Struct):
-    """The end of a pull."""
+    """The end of a pull. held: up to which token a request with that prompt finds KV in the prefix cache now."""
 
     transfer: TransferReport
+    held: int = 0
 
 
 class LeaveRequest(msgspec.Struct):

@@ -218,7 +218,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """The properties of an engine that has started. Empty rates: not measured.
 
     stages: layers of each pipeline stage, as in KvHandle; empty where there is one. adapters, media, precision: as in
-    InstanceInfo.
+    InstanceInfo. cached_tokens: of a block of its prefix cache; 0: it has no cache that can hold a request's KV.
     """
 
     compatibility: Compatibility
@@ -231,6 +231,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     adapters: dict[str, str] = {}
     precision: str = ""
     media: tuple[str, ...] = ()
+    cached_tokens: int = 0
 
 
 class Engine(Protocol):

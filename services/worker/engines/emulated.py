@@ -134,7 +134,16 @@ class EmulatedEngine:
         compatibility = Compatibility(named, "emulated", "1", OURS.version, geometry.kv_geometry(), OURS.minimum)
         longest = min(s.max_model_len, blocks * s.block_size)
         rates = _rates(s, models, kind)
-        return EngineInfo(compatibility, blocks * lanes, longest, s.block_size, rates, media=MODALITIES)
+        caches = s.emulated_prefix_cache and lanes == 1
+        return EngineInfo(
+            compatibility,
+            blocks * lanes,
+            longest,
+            s.block_size,
+            rates,
+            media=MODALITIES,
+            cached_tokens=s.block_size if caches else 0,
+        )
 
     def _lane(self, blocks: int) -> "EmulatedLane":
         s = self._settings

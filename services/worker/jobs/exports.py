@@ -31,14 +31,17 @@ class ExportService:
         roles: RoleState,
         decodes: DecodeService,
         on_transfer: Callable[[KvHandle, TransferReport], None],
-        info: Callable[[], InstanceInfo],
+        info: InstanceInfo,
+        cached_tokens: int,
     ) -> None:
+        """cached_tokens: of a block of its prefix cache; 0: it has none."""
         self._engine = engine
         self._kv = kv
         self._roles = roles
         self._decodes = decodes
         self._on_transfer = on_transfer
         self._info = info
+        self._cached_tokens = cached_tokens
         self._sequence = 0
 
     async def export(self, request: ExportRequest, call: ServerCall) -> ExportReply:
@@ -69,7 +72,7 @@ class ExportService:
         if self._roles.draining:
             raise WrongRole("this instance is draining")
         self._decodes.check_room(request)
-        salt = import_salt(handle, self._info().precision, generation.cache_salt)
+        salt = import_salt(handle, self._info.precision, generation.cache_salt)
         self._sequence += 1
         request_id = f"{request.job.job_id}#i{self._sequence}"
         expected = self._kv.expect(handle)
@@ -105,7 +108,9 @@ class ExportService:
                     raise error
                 report = await self._kv.import_report(expected)
             self._on_transfer(handle, report)
-            return PullReply(report)
+            if report.outcome is TransferOutcome.RECOMPUTED or not self._cached_tokens:
+                return PullReply(report)
+            return PullReply(report, handle.tokens - handle.tokens % self._cached_tokens)
         finally:
             self._engine.abort(request_id)
             self._kv.end(expected)

@@ -211,7 +211,7 @@ class Side:
             self.engine, self.port, self.roles, lambda _, report: told(report), lambda: self.info
         )
         self.exports = ExportService(
-            self.engine, self.port, self.roles, self.decodes, lambda _, report: told(report), lambda: self.info
+            self.engine, self.port, self.roles, self.decodes, lambda _, report: told(report), self.info, 1
         )
 
     async def prefill(self, request: PrefillRequest) -> "asyncio.Task[PrefillReply]":
