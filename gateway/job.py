@@ -172,13 +172,6 @@ class Job:
         return self.deadline_mono - time.monotonic()
 
     @property
-    def recent_tpot_s(self) -> float:
-        """Its mean time per token so far; 0 where that is not known."""
-        timeline = self.timeline
-        gaps = len(self.tokens) - 1
-        return (timeline.last_token_s - timeline.first_token_s) / gaps if gaps > 0 else 0.0
-
-    @property
     def ttft_left_s(self) -> float:
         """The time until its first token should be there."""
         return self.spec.arrived_s + self.spec.slo.ttft_s - time.time()

@@ -69,7 +69,6 @@ from shared.wire.messages import (
     ExportRequest,
     Handover,
     Leave,
-    LeaveCause,
     Method,
     Predicted,
     PrefetchRequest,
@@ -345,8 +344,7 @@ class Pipeline:
 
     async def target(self, job: Job, instance: InstanceRef, leave: Leave) -> InstanceRef:
         """See `gateway.mover.Places`."""
-        tpot_s = job.recent_tpot_s if leave.cause is LeaveCause.TPOT else 0.0
-        view = msgspec.structs.replace(self._view(job, decode_only=True), leaves=True, tpot_s=tpot_s)
+        view = msgspec.structs.replace(self._view(job, decode_only=True), leaves=True, tpot_s=leave.tpot_s)
         exclude = (*job.failed_instances, instance.instance_id)
         route = await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S, to=leave.to)
         if route.decode is None:

@@ -20,7 +20,7 @@ from services.worker.engine_start import start_engine
 from services.worker.engines.base import Engine
 from services.worker.identity import instance_info
 from services.worker.jobs.adapters import Adapters
-from services.worker.jobs.decode import DecodeService
+from services.worker.jobs.decode import LOOK_S, DecodeService
 from services.worker.jobs.exports import ExportService
 from services.worker.jobs.prefill import REST_S, Codecs, Dispatcher, PrefillService
 from services.worker.jobs.roles import RoleState
@@ -197,6 +197,7 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
         stack.callback(follow_monitor(sockets, settings, telemetry, policies, dispatcher, roles).close)
         tasks.every("rest", REST_S, dispatcher.rest)
         tasks.every("rates", LEARN_S, rates.learn)
+        tasks.every("migrations", LOOK_S, decode.look)
         tasks.every("heartbeat", HEARTBEAT_S, telemetry.beat)
         tasks.every("registration", HEARTBEAT_S, telemetry.keep_registered)
         stack.push_async_callback(telemetry.leave)

@@ -246,6 +246,7 @@ class Leave(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     cause: LeaveCause
     to: str = ""  # the id of the instance to which it should; empty: any
+    tpot_s: Finite = 0.0  # the time per token there, where that is the cause
 
 
 class TokenStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -103,6 +103,15 @@ class StepLog:
         self.drafted_tokens += tokens
         self.accepted_tokens += accepted
 
+    def recent_token_s(self, count: int = 32) -> float:
+        """Mean seconds of the newest steps with decodes, of at most so many steps; 0 where there are none."""
+        seconds = [
+            entry[2]
+            for number in range(max(0, self._count - count), self._count)
+            if (entry := self._ring[number % len(self._ring)]) is not None and entry[5]
+        ]
+        return sum(seconds) / len(seconds) if seconds else 0.0
+
     def page(self, instance_id: str, generation: int, since: int, limit: int) -> StepPage:
         """Up to `limit` steps from number `since` on; with a negative `since`, the newest ones."""
         count = self._count

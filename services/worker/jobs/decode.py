@@ -25,12 +25,15 @@ from shared.policy.decode_admission import (
     shared_each,
     with_job,
 )
+from shared.policy.leaving import Stayer, leaves_for_memory, leaves_for_speed
 from shared.policy.overload import PAUSE_NEWS_S, Beside, pause_s
 from shared.wire.messages import (
     DecodeReply,
     DecodeRequest,
     ExpectRequest,
     Handover,
+    Leave,
+    LeaveCause,
     LeaveRequest,
     Pause,
     Predicted,
@@ -43,6 +46,7 @@ from shared.wire.messages import (
 )
 from shared.wire.rpc_server import ServerCall
 
+LOOK_S = 0.25  # between two looks for jobs that should migrate
 BESIDE_S = 0.1  # how long a summary of all jobs is used
 
 
@@ -62,6 +66,7 @@ class _Decode:
     repeat: asyncio.TimerHandle | None = None  # of the notice of its pause
     salt: str = ""  # of its blocks, where these hold KV that is not what the engine computes itself
     ended: "asyncio.Future[TokenStep | Handover] | None" = None  # while the engine has it
+    asked_mono: float = float("-inf")  # when its gateway was last asked to have it migrate
 
     @property
     def ahead(self) -> tuple[int, int]:
@@ -340,6 +345,33 @@ class DecodeService:
         if left.tokens > request.start:
             handle = running.handle(self._kv, request.transfer_id, request.start, left.tokens)
         ended.set_result(Handover(handle, left.state))
+
+    def look(self) -> None:
+        """Ask gateways to have jobs migrate where the KV memory or the speed of this instance does not suffice for all
+        that decode here; to be called a few times per second.
+        """
+        stayers = [
+            Stayer(name, *job.ahead, job.request.job.slo.weight, job.request.job.slo.tpot_s, job.asked_mono)
+            for name, job in self._active.items()
+            if job.started and job.has_blocks and job.request.tell_leaves
+        ]
+        if not stayers:
+            return
+        info, stats, now_mono = self._info(), self._engine.stats(), time.monotonic()
+        token_s, size = self._engine.steps.recent_token_s(), info.block_size
+        leavers = leaves_for_memory(
+            stayers, stats.total_blocks * size, stats.free_blocks * size, token_s, size, now_mono
+        )
+        for name in leavers:
+            self._ask_to_leave(self._active[name], Leave(LeaveCause.MEMORY))
+        gain = info.rates.step.gain if info.rates.step is not None else 1.0
+        slow = leaves_for_speed(stayers, token_s / gain, now_mono) if not leavers else None
+        if slow is not None:
+            self._ask_to_leave(self._active[slow], Leave(LeaveCause.TPOT, tpot_s=token_s / gain))
+
+    def _ask_to_leave(self, job: _Decode, leave: Leave) -> None:
+        job.asked_mono = time.monotonic()
+        job.call.send(TokenStep([], leave=leave))
 
     def find(self, job_id: str) -> "RunningDecode":
         """A job that decodes here. Raises NotFound."""
