@@ -37,6 +37,7 @@ from services.worker.engines.base import (
     EnginePolicies,
     EngineRequest,
     EngineStats,
+    HostTierStats,
     Left,
     Sink,
     StepLog,
@@ -53,7 +54,15 @@ from services.worker.engines.vllm_patches import (
 )
 from services.worker.engines.vllm_ranks import CoupledRanks
 from services.worker.engines.vllm_scheduler import SchedulerPolicies, blocks_of
-from services.worker.engines.vllm_start import engine_config, engine_info, kept_kv, lora_requests, media_of, ranks_port
+from services.worker.engines.vllm_start import (
+    engine_config,
+    engine_info,
+    kept_kv,
+    lora_requests,
+    media_of,
+    ranks_port,
+    start_host_tier,
+)
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.settings import WorkerSettings
 from shared.domain.adapters import digest_of_key
@@ -282,6 +291,7 @@ class VllmEngine:
         core = self._core.engine_core
         self._hasher = core.request_block_hasher
         self._exports = CacheExports(core, lambda request_id: b"")
+        self._host = start_host_tier(core, s.host_kv_bytes) if s.host_kv_bytes else None
         self._snapshot()
         kept = self._core.engine_core.model_executor.collective_rpc(kept_kv)[0]
         return engine_info(s, config, blocks_of(self._scheduler), kept, adapters)
@@ -456,6 +466,7 @@ class VllmEngine:
             prompt_tokens=self._cache.prompt_tokens,
             hit_tokens=self._cache.hit_tokens,
             preemptions=self._scheduling.preemptions,
+            host=self._host.stats() if self._host is not None else HostTierStats(),
         )
 
     # Back on the event loop.

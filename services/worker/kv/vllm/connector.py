@@ -45,6 +45,7 @@ from services.worker.kv.layout import (
 from services.worker.kv.rank_messages import PullEnded
 from services.worker.kv.shards import RankShape, held_bytes
 from services.worker.kv.staging import Piece, PinnedMemory
+from services.worker.kv.vllm.host_tier import HostCopies, HostStore, HostTier
 from services.worker.kv.vllm.layers import LayerPart, RankComponent, components_of
 from services.worker.kv.wire.endpoint import UNDER_WAY_BYTES, Faults, KvEndpoint, KvSettings, host_copies, rows_of
 from services.worker.kv.wire.importing import Load, dtype_name
@@ -135,6 +136,7 @@ class PolyphaseConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # 
     skips: list[ImportSkip] = field(default_factory=list)
     cancelled_imports: list[str] = field(default_factory=list)  # transfer ids
     dropped_exports: list[str] = field(default_factory=list)  # transfer ids
+    host: HostCopies = field(default_factory=HostCopies)
     idle: bool = False
 
 
@@ -170,8 +172,7 @@ class PolyphaseConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        tokens = self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return self.scheduler.matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """The groups whose blocks vLLM need not zero: none. An import does not fill the last block, and a kernel may
@@ -198,7 +199,13 @@ class PolyphaseConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker.register_kv_caches(kv_caches)
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """vLLM calls it before anything is written to blocks that the step has given away."""
+        assert isinstance(kv_connector_metadata, PolyphaseConnectorMetadata)
+        self.worker.save_to_host(kv_connector_metadata)
+
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Before the forward pass of a step that has requests with blocks of the host tier; otherwise after it."""
         self.worker.start_load_kv(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -290,6 +297,7 @@ class PolyphaseConnectorScheduler:
         self._exports: dict[str, _Export] = {}
         self._imports: dict[str, _Import] = {}
         self._next = PolyphaseConnectorMetadata()
+        self.tier: HostTier | None = None
 
     def on_new_request(self, request: Request) -> None:
         """Parameters that cannot be understood are logged and ignored: the engine then computes the whole prompt."""
@@ -333,6 +341,17 @@ class PolyphaseConnectorScheduler:
         last = int(request.num_prompt_tokens) - (self._tail is Tail.WINDOW)
         return min(wanted.handle.tokens, last)
 
+    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that the host tier or an import can add to the computed ones, and whether vLLM has to wait for them.
+        What host memory has need not be imported.
+        """
+        imported = self.get_num_new_matched_tokens(request, num_computed_tokens)
+        if self.tier is not None and (held := self.tier.find(request, num_computed_tokens)):
+            if held >= imported:
+                return held, False
+            self.tier.forget(request.request_id)
+        return imported, imported > 0
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens that an import can add to the computed ones. vLLM may call it several times for a request; the last
         answer counts.
@@ -345,7 +364,12 @@ class PolyphaseConnectorScheduler:
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         wanted = self._imports.get(request.request_id)
+        held = self.tier is not None and self.tier.load(request, blocks.get_block_ids(), num_external_tokens)
         if wanted is None or not wanted.undecided:
+            return
+        if held:
+            wanted.state = _ImportState.ENDED
+            self._next.skips.append(ImportSkip(wanted.handle, wanted.error))
             return
         if num_external_tokens == 0:
             wanted.state = _ImportState.ENDED
@@ -363,6 +387,8 @@ class PolyphaseConnectorScheduler:
 
     def build_connector_meta(self, output: SchedulerOutput) -> PolyphaseConnectorMetadata:
         step, self._next = self._next, PolyphaseConnectorMetadata()
+        if self.tier is not None:
+            step.host = self.tier.take()
         self._empty_steps = 0 if output.total_num_scheduled_tokens else self._empty_steps + 1
         # In an idle step a rank waits for its imports. `_batches` steps are under way at once: until so many in a row
         # are empty, other ranks may still be in the forward pass of an earlier step, whose collective operations would
@@ -446,6 +472,8 @@ class PolyphaseConnectorWorker:
         self._cache_config = cache
         self._settings = settings
         self._registered: _Rank | None = None
+        self._caches: list[torch.Tensor] = []
+        self.host: HostStore | None = None
         self.components: tuple[KvComponent, ...] = ()  # of the model, once its caches are registered
         self.kv_dtype = ""  # in which K, V and latents are stored; empty where the model has none
         self._importing = 0  # requests whose import has not been reported as ended
@@ -466,6 +494,7 @@ class PolyphaseConnectorWorker:
     def register_kv_caches(self, caches: dict[str, torch.Tensor]) -> None:
         """Find out what the engine's KV caches hold and where, and open the endpoint. Raises LayoutError or OSError."""
         found = components_of(self._config, self._cache_config, caches)
+        self._caches = list(caches.values())
         shapes = tuple(each.shape for each in found)
         self.components = tuple(each.model for each in found)
         self.kv_dtype = next((dtype_name(each.dtype) for each in shapes if each.kind is not KvKind.STATE), "")
@@ -538,8 +567,23 @@ class PolyphaseConnectorWorker:
         scratch = scratch_segments(shapes, self._config.scheduler_config.max_num_batched_tokens)
         return DeviceCopies(TorchDevice(cache), memory, segment_bytes(shapes), scratch)
 
+    def host_store(self) -> HostStore:
+        """A store for blocks of this rank, yet without memory. Raises LayoutError."""
+        self.host = HostStore(self._caches, self._cache_config.num_blocks, zero=self._settings.fault == "zero_host")
+        return self.host
+
+    def save_to_host(self, step: PolyphaseConnectorMetadata) -> None:
+        if step.host.saves:
+            assert self.host is not None, "the tier has slots once every rank has a store"
+            self.host.save(step.host.saves)
+
     def start_load_kv(self, step: PolyphaseConnectorMetadata) -> None:
-        """Start and end imports; while the engine has nothing but imports to wait for, wait a moment for one."""
+        """Load blocks from host memory; start and end imports; while the engine has nothing but imports to wait for,
+        wait a moment for one.
+        """
+        if step.host.loads:
+            assert self.host is not None
+            self.host.load(step.host.loads)
         endpoint = self._rank.endpoint
         for each in step.imports:
             self._importing += 1
@@ -639,6 +683,8 @@ class PolyphaseConnectorWorker:
             _log.warning("import of %s failed: %s", ended.transfer_id, ended.error)
 
     def shutdown(self) -> None:
+        if self.host is not None:
+            self.host.close()
         if self._registered is not None:
             self._registered.endpoint.stop()
             self._registered = None
@@ -647,6 +693,16 @@ class PolyphaseConnectorWorker:
 def stage_on_rank(_: Any, chunk: ExportChunk) -> None:
     """`PolyphaseConnectorWorker.stage`, as a function that vLLM's executor runs in each rank."""
     get_kv_transfer_group().worker.stage(chunk)
+
+
+def host_store_on_rank(_: Any) -> int:
+    """Bytes of a slot of the host tier on this rank. Raises LayoutError."""
+    return int(get_kv_transfer_group().worker.host_store().slot_bytes)
+
+
+def host_slots_on_rank(_: Any, slots: int) -> None:
+    """Allocate the rank's store after `host_store_on_rank`."""
+    get_kv_transfer_group().worker.host.allocate(slots)
 
 
 def drop_on_rank(_: Any, transfer_id: str) -> None:

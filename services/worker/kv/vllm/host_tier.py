@@ -1,0 +1,314 @@
+"""KV in host memory after it left the blocks of vLLM's prefix cache.
+
+`HostTier` is the part beside vLLM's scheduler. A block that vLLM is about to use for something else is copied to a slot
+of the store first; and where a prompt's cached beginning goes on in the store, vLLM gets blocks for it, which are
+filled before the forward pass that reads them. `HostStore` is the part in each rank: it has the same slots, and in each
+the rank's part of a block, byte for byte. All kinds of layers, also those of a draft, are therefore stored as they are.
+
+The ranks carry out steps in the order in which they were scheduled. Within a step, blocks are saved before anything is
+written, and loaded before the model runs, so that a slot can be given to another block at once.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import (
+    KVCacheBlock,
+    get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+)
+from vllm.v1.kv_cache_interface import is_full_attention_spec
+from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
+from vllm.v1.request import Request
+
+from services.worker.engines.base import HostTierStats
+from services.worker.kv import holds_exact_kv
+from services.worker.kv.host_index import SlotIndex
+from services.worker.kv.layout import LayoutError
+
+_SCRATCH_BYTES = 64 << 20  # of a device's memory, for blocks on their way
+
+
+@dataclass(slots=True)
+class HostCopies:
+    """What a step copies: `saves` from blocks to slots, by slot, then `loads` from slots to blocks, by block."""
+
+    saves: dict[int, int] = field(default_factory=dict)
+    loads: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A block of the store where vLLM's lookup expects one of its own."""
+
+    key: bytes
+    is_null: bool = False
+
+
+Lookup = Callable[[Callable[[bytes], Stored | None], Request, int], tuple[Sequence[Sequence[Any]], int]]
+
+
+@dataclass(slots=True)
+class _Found:
+    """A request's blocks behind the first `local` tokens: `slots` of each group, by the block's number."""
+
+    local: int
+    slots: list[dict[int, int]]
+    keys: list[bytes]  # pinned, in the order of the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Of a block in vLLM's cache: which one it follows, and whether other requests may find it."""
+
+    key: bytes
+    parent: bytes | None
+    exact: bool
+
+
+class HostTier:
+    """The engine's thread makes all calls; vLLM's block pool makes those of `cached`, `evicting` and `clear`."""
+
+    def __init__(self, manager: Any, index: SlotIndex, slot_bytes: int, lookup: Lookup) -> None:
+        """manager: vLLM's KVCacheManager. slot_bytes: on all ranks. lookup: of the blocks that vLLM or the store has
+        of a request's first tokens, in each group, and of how many tokens these are.
+        """
+        self._manager = manager
+        self._pool = manager.block_pool
+        self._sizes: tuple[int, ...] = manager.coordinator.group_block_sizes
+        # A block of a window is found without those before it.
+        self._chained = [is_full_attention_spec(g.kv_cache_spec) for g in manager.kv_cache_config.kv_cache_groups]
+        self._index = index
+        self._lookup = lookup
+        self._origins: dict[int, _Origin] = {}  # by block id
+        self._found: dict[str, _Found] = {}  # by request; of this step
+        self._loaded: list[bytes] = []  # keys that are pinned until the step is complete
+        self._fresh: set[int] = set()  # blocks that this step computes or loads: their content is yet to come
+        self._copies = HostCopies()
+        self._slot_bytes = slot_bytes
+        self._stored_blocks = self._loaded_blocks = self._evicted_blocks = self._served_tokens = 0
+
+    def stats(self) -> HostTierStats:
+        return HostTierStats(
+            held_bytes=len(self._index) * self._slot_bytes,
+            limit_bytes=self._index.slots * self._slot_bytes,
+            stored_blocks=self._stored_blocks,
+            loaded_blocks=self._loaded_blocks,
+            evicted_blocks=self._evicted_blocks,
+            served_tokens=self._served_tokens,
+        )
+
+    def cached(self, request: Request, blocks: Sequence[KVCacheBlock], start: int, end: int, group: int) -> None:
+        """vLLM has put blocks [start, end) of a request into its cache."""
+        exact = holds_exact_kv(request.cache_salt or "")
+        hashes = resolve_block_hashes(request.block_hashes, self._pool.hash_block_size, self._sizes[group])
+        for at in range(start, end):
+            block = blocks[at]
+            if (key := block.block_hash) is not None and not block.is_null:
+                parent = make_block_hash_with_group_id(hashes[at - 1], group) if at and self._chained[group] else None
+                self._origins[block.block_id] = _Origin(key, parent, exact)
+
+    def evicting(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """vLLM is about to use these free blocks for something else."""
+        for block in blocks:
+            key = block.block_hash
+            if key is not None and block.block_id not in self._fresh:
+                self._save(key, block)
+            self._fresh.add(block.block_id)
+
+    def find(self, request: Request, local_tokens: int) -> int:
+        """How many tokens of a request follow the first `local_tokens` in the store. Keeps them until the step is
+        complete, or another answer to the request's lookup is used.
+        """
+        self.forget(request.request_id)
+        if not len(self._index) or not self._manager.prefix_cache_lookup_enabled(request):
+            return 0
+        groups, tokens = self._lookup(self._stored, request, request.num_tokens - 1)
+        if tokens <= local_tokens:
+            return 0
+        found = _Found(local_tokens, [{} for _ in groups], [])
+        resident = []  # blocks that vLLM has behind a gap: they are copied by way of the store
+        for group, blocks in enumerate(groups):
+            for at in range(local_tokens // self._sizes[group], len(blocks)):
+                block = blocks[at]
+                key = block.key if isinstance(block, Stored) else block.block_hash
+                if block.is_null or key is None:
+                    continue
+                if key in self._index:
+                    found.slots[group][at] = self._index.pin(key)
+                    found.keys.append(key)
+                else:
+                    resident.append((group, at, key, block))
+        self._found[request.request_id] = found
+        for group, at, key, block in resident:
+            if block.block_id in self._fresh or not self._save(key, block):
+                self.forget(request.request_id)
+                return 0
+            found.slots[group][at] = self._index.pin(key)
+            found.keys.append(key)
+        return tokens - local_tokens
+
+    def forget(self, request_id: str) -> None:
+        """What was found for a request is not used."""
+        found = self._found.pop(request_id, None)
+        for key in found.keys if found is not None else ():
+            self._index.unpin(key)
+
+    def load(self, request: Request, block_ids: Sequence[Sequence[int]], tokens: int) -> bool:
+        """vLLM has given a request blocks, of which those of so many tokens are not computed. Whether the store fills
+        them.
+        """
+        found = self._found.pop(request.request_id, None)
+        if found is None:
+            return False
+        self._loaded += found.keys
+        if not tokens:  # vLLM wants none
+            return False
+        end = found.local + tokens
+        for size, slots, ids in zip(self._sizes, found.slots, block_ids, strict=True):
+            for at, slot in slots.items():
+                if at < end // size and ids[at]:  # block 0 stands for what is outside of a window
+                    self._copies.loads[ids[at]] = slot
+                    self._loaded_blocks += 1
+        for key in reversed(found.keys):  # the last ones leave first
+            self._index.use(key)
+        self._served_tokens += tokens
+        if (stats := request.prefill_stats) is not None and not request.num_preemptions:
+            stats.set(stats.num_prompt_tokens, end, 0)  # to the accounts they are this engine's own
+        return True
+
+    def take(self) -> HostCopies:
+        """The copies of the step that is complete now."""
+        for request_id in list(self._found):
+            self.forget(request_id)
+        for key in self._loaded:
+            self._index.unpin(key)
+        self._loaded.clear()
+        self._fresh.clear()
+        copies, self._copies = self._copies, HostCopies()
+        return copies
+
+    def clear(self) -> None:
+        """vLLM has emptied its cache, between two steps."""
+        self._index.clear()
+        self._origins.clear()
+
+    def _stored(self, key: bytes) -> Stored | None:
+        return Stored(key) if key in self._index else None
+
+    def _save(self, key: bytes, block: KVCacheBlock) -> bool:
+        """Whether the store has the block from this step on."""
+        origin, group, tokens = self._origins.get(block.block_id), get_group_id(key), block.block_hash_num_tokens
+        if origin is None or origin.key != key or not origin.exact or tokens is None or tokens % self._sizes[group]:
+            return False
+        if key in self._index:
+            self._index.use(key)
+            return True
+        put = self._index.put(key, origin.parent, tokens - self._sizes[group])
+        if put is None:
+            return False
+        if put.dropped is not None:
+            self._evicted_blocks += 1
+            self._event(BlockRemoved([_name(put.dropped)], MEDIUM_CPU, get_group_id(put.dropped)))
+        self._copies.saves[put.slot] = block.block_id
+        self._stored_blocks += 1
+        self._event(BlockStored([_name(key)], None, [], self._sizes[group], None, MEDIUM_CPU, None, group_idx=group))
+        return True
+
+    def _event(self, event: Any) -> None:
+        """Before those of vLLM for the same block, so that one that moves is never gone."""
+        if self._pool.enable_kv_cache_events:
+            self._pool.kv_event_queue.append(event)
+
+
+def _name(key: Any) -> Any:
+    return maybe_convert_block_hash(get_block_hash(key))
+
+
+class HostStore:
+    """The slots of one rank. Copies are issued on the model's own stream, so that they need no events."""
+
+    def __init__(self, caches: Iterable[torch.Tensor], blocks: int, zero: bool = False) -> None:
+        """caches: of all layers, in which vLLM counts so many blocks. zero: fault injection.
+
+        Raises LayoutError where the blocks of a cache do not lie one behind the other.
+        """
+        self.zero = zero
+        self._parts = _block_parts(caches, blocks)
+        self.slot_bytes = sum(part.shape[1] * part.itemsize for part in self._parts)
+        self._slots = torch.empty(0, 0, dtype=self._parts[0].dtype)
+        self._registered = 0
+
+    def allocate(self, slots: int) -> None:
+        """On a device, with pinned memory: this takes a second for some GB."""
+        width, dtype, device = self.slot_bytes // self._parts[0].itemsize, self._parts[0].dtype, self._parts[0].device
+        self._slots = torch.empty(slots, width, dtype=dtype)
+        if device.type != "cpu" and host_register(self._slots.data_ptr(), self._slots.nbytes):
+            self._registered = self._slots.data_ptr()
+
+    def close(self) -> None:
+        host_unregister(self._registered)
+        self._registered = 0
+
+    def save(self, saves: dict[int, int]) -> None:
+        """Copy blocks to slots, by slot."""
+        for slots, blocks in self._batches(saves):
+            there = torch.tensor(blocks, device=self._parts[0].device)
+            rows = torch.cat([part.index_select(0, there) for part in self._parts], dim=1)
+            for row, slot in enumerate(slots):
+                self._slots[slot].copy_(rows[row], non_blocking=True)
+
+    def load(self, loads: dict[int, int]) -> None:
+        """Copy slots to blocks, by block."""
+        device = self._parts[0].device
+        for blocks, slots in self._batches(loads):
+            rows = torch.empty(len(slots), self._slots.shape[1], dtype=self._slots.dtype, device=device)
+            for row, slot in enumerate(slots):
+                rows[row].copy_(self._slots[slot], non_blocking=True)
+            if self.zero:
+                rows.zero_()
+            there = torch.tensor(blocks, device=device)
+            for part, values in zip(self._parts, rows.split([p.shape[1] for p in self._parts], dim=1), strict=True):
+                part.index_copy_(0, there, values)
+
+    def _batches(self, pairs: dict[int, int]) -> Iterable[tuple[list[int], list[int]]]:
+        most = max(1, _SCRATCH_BYTES // self.slot_bytes)
+        items = list(pairs.items())
+        for at in range(0, len(items), most):
+            batch = items[at : at + most]
+            yield [to for to, _ in batch], [source for _, source in batch]
+
+
+def _block_parts(caches: Iterable[torch.Tensor], blocks: int) -> list[torch.Tensor]:
+    """The caches as [block, value], in large values; layers that share memory once. Raises LayoutError."""
+    widths: dict[tuple[int, int, int], tuple[int, torch.Tensor]] = {}
+    for cache in caches:
+        item = cache.element_size()
+        shape, strides = tuple(cache.shape), [each * item for each in cache.stride()]
+        if shape[0] % blocks:
+            raise LayoutError(f"a KV cache of shape {shape} does not begin with vLLM's {blocks} blocks")
+        stride = strides[0] * (shape[0] // blocks)  # a kernel may divide a block
+        inner = zip((shape[0] // blocks, *shape[1:]), strides, strict=True)
+        width = item + sum((size - 1) * step for size, step in inner)
+        if width > stride:
+            raise LayoutError(f"the blocks of a KV cache of shape {shape} and strides {cache.stride()} overlap")
+        place = cache.untyped_storage().data_ptr(), cache.storage_offset() * item, stride
+        if width > widths.get(place, (0, cache))[0]:
+            widths[place] = width, cache
+    sizes = [size for (_, offset, stride), (width, _) in widths.items() for size in (offset, stride, width)]
+    dtype = torch.int64 if not any(size % 8 for size in sizes) else torch.uint8
+    return [
+        torch.empty(0, dtype=dtype, device=cache.device).set_(
+            cache.untyped_storage(),
+            offset // dtype.itemsize,
+            (blocks, width // dtype.itemsize),
+            (stride // dtype.itemsize, 1),
+        )
+        for (_, offset, stride), (width, cache) in widths.items()
+    ]
