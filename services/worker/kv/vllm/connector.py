@@ -342,15 +342,10 @@ class PolyphaseConnectorScheduler:
         return min(wanted.handle.tokens, last)
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that the host tier or an import can add to the computed ones, and whether vLLM has to wait for them.
-        What host memory has need not be imported.
-        """
-        imported = self.get_num_new_matched_tokens(request, num_computed_tokens)
-        if self.tier is not None and (held := self.tier.find(request, num_computed_tokens)):
-            if held >= imported:
-                return held, False
-            self.tier.forget(request.request_id)
-        return imported, imported > 0
+        """Tokens that the host tier, and then an import, can add to the computed ones; whether vLLM waits for them."""
+        held = self.tier.find(request, num_computed_tokens) if self.tier is not None else 0
+        imported = self.get_num_new_matched_tokens(request, num_computed_tokens + held)
+        return held + imported, imported > 0
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens that an import can add to the computed ones. vLLM may call it several times for a request; the last
@@ -364,12 +359,9 @@ class PolyphaseConnectorScheduler:
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         wanted = self._imports.get(request.request_id)
-        held = self.tier is not None and self.tier.load(request, blocks.get_block_ids(), num_external_tokens)
+        if self.tier is not None:
+            num_external_tokens -= self.tier.load(request, blocks.get_block_ids(), num_external_tokens)
         if wanted is None or not wanted.undecided:
-            return
-        if held:
-            wanted.state = _ImportState.ENDED
-            self._next.skips.append(ImportSkip(wanted.handle, wanted.error))
             return
         if num_external_tokens == 0:
             wanted.state = _ImportState.ENDED

@@ -56,9 +56,10 @@ Lookup = Callable[[Callable[[bytes], Stored | None], Request, int], tuple[Sequen
 
 @dataclass(slots=True)
 class _Found:
-    """A request's blocks behind the first `local` tokens: `slots` of each group, by the block's number."""
+    """A request's blocks of `tokens` behind the first `local` ones: `slots` of each group, by the block's number."""
 
     local: int
+    tokens: int
     slots: list[dict[int, int]]
     keys: list[bytes]  # pinned, in the order of the prompt
 
@@ -132,7 +133,7 @@ class HostTier:
         groups, tokens = self._lookup(self._stored, request, request.num_tokens - 1)
         if tokens <= local_tokens:
             return 0
-        found = _Found(local_tokens, [{} for _ in groups], [])
+        found = _Found(local_tokens, tokens - local_tokens, [{} for _ in groups], [])
         resident = []  # blocks that vLLM has behind a gap: they are copied by way of the store
         for group, blocks in enumerate(groups):
             for at in range(local_tokens // self._sizes[group], len(blocks)):
@@ -152,7 +153,7 @@ class HostTier:
                 return 0
             found.slots[group][at] = self._index.pin(key)
             found.keys.append(key)
-        return tokens - local_tokens
+        return found.tokens
 
     def forget(self, request_id: str) -> None:
         """What was found for a request is not used."""
@@ -160,28 +161,28 @@ class HostTier:
         for key in found.keys if found is not None else ():
             self._index.unpin(key)
 
-    def load(self, request: Request, block_ids: Sequence[Sequence[int]], tokens: int) -> bool:
-        """vLLM has given a request blocks, of which those of so many tokens are not computed. Whether the store fills
-        them.
+    def load(self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int) -> int:
+        """vLLM has given a request blocks, of which those of so many tokens are neither cached nor computed. Returns of
+        how many tokens, the first of these, the store fills them.
         """
         found = self._found.pop(request.request_id, None)
         if found is None:
-            return False
+            return 0
         self._loaded += found.keys
-        if not tokens:  # vLLM wants none
-            return False
-        end = found.local + tokens
-        for size, slots, ids in zip(self._sizes, found.slots, block_ids, strict=True):
+        if not external_tokens:  # vLLM wants none
+            return 0
+        for slots, ids in zip(found.slots, block_ids, strict=True):
             for at, slot in slots.items():
-                if at < end // size and ids[at]:  # block 0 stands for what is outside of a window
+                if ids[at]:  # block 0 stands for what is outside of a window
                     self._copies.loads[ids[at]] = slot
                     self._loaded_blocks += 1
         for key in reversed(found.keys):  # the last ones leave first
             self._index.use(key)
-        self._served_tokens += tokens
+        self._served_tokens += found.tokens
         if (stats := request.prefill_stats) is not None and not request.num_preemptions:
-            stats.set(stats.num_prompt_tokens, end, 0)  # to the accounts they are this engine's own
-        return True
+            # To the accounts they are this engine's own.
+            stats.set(stats.num_prompt_tokens, found.local + found.tokens, external_tokens - found.tokens)
+        return found.tokens
 
     def take(self) -> HostCopies:
         """The copies of the step that is complete now."""

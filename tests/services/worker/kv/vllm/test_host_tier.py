@@ -15,7 +15,7 @@ from tests.tiny_models import make_eagle, make_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LENGTHS = (300, 500, 777, 1000, 1100, 1200)
-BLOCK = 32 << 10
+BLOCK = 48 << 10
 
 
 class Trial:
@@ -36,8 +36,12 @@ class Trial:
     async def __aenter__(self) -> "Trial":
         for engine in (self.e, self.plain):
             self._stack.callback(engine.kill)
-        for engine in (self.e, self.plain):
-            await self._stack.enter_async_context(engine)
+        try:
+            for engine in (self.e, self.plain):
+                await self._stack.enter_async_context(engine)
+        except BaseException:
+            await self._stack.aclose()
+            raise
         self.references = [await self.plain.generate(text, NEW_TOKENS) for text in self.texts]
         assert len({token for reference in self.references for token in reference}) > 30
         return self
