@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventPublisher
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventPublisher,
+)
 from vllm.v1.kv_cache_interface import is_full_attention_spec
 
 from services.worker.engines.base import (

@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
 from vllm.config import KVEventsConfig, KVTransferConfig, ReasoningConfig, StructuredOutputsConfig, VllmConfig
@@ -26,7 +26,6 @@ from services.worker.kv.codec import codec_speeds
 from services.worker.kv.host_index import SlotIndex
 from services.worker.kv.layout import LayoutError
 from services.worker.kv.vllm.connector import host_slots_on_rank, host_store_on_rank
-from services.worker.kv.vllm.host_tier import HostTier
 from services.worker.kv.vllm.layers import EIGHT_BIT_NAMES, stages_of
 from services.worker.kv.wire.importing import DTYPES, WIDER
 from services.worker.settings import DATA_PARALLEL_PORTS, WorkerSettings
@@ -50,6 +49,9 @@ from shared.model.weights import fault_of_weights, weights_of
 from shared.policy.decode_admission import Blocks
 from shared.runtime.logs import get_log
 from shared.runtime.wire_version import OURS
+
+if TYPE_CHECKING:
+    from services.worker.kv.vllm.host_tier import HostTier
 
 log = get_log(__name__)
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32", *EIGHT_BIT_NAMES)  # vLLM's `cache_dtype`s that are known here
@@ -345,8 +347,10 @@ def kept_kv(_: Any) -> tuple[tuple[KvComponent, ...], str]:
     return tuple(worker.components), worker.kv_dtype
 
 
-def start_host_tier(core: Any, host_kv_bytes: int) -> HostTier:
+def start_host_tier(core: Any, host_kv_bytes: int) -> "HostTier":
     """Give a started engine core a tier of so many bytes of host memory on each rank. Raises InvalidRequest."""
+    from services.worker.kv.vllm.host_tier import HostTier  # uses more of vLLM than an older release may have
+
     manager, config, run = core.scheduler.kv_cache_manager, core.vllm_config, core.model_executor.collective_rpc
     if fault := fault_of_host_tier(manager):
         raise InvalidRequest(f"host_kv_bytes: {fault}: leave it out")

@@ -45,7 +45,7 @@ from services.worker.kv.layout import (
 from services.worker.kv.rank_messages import PullEnded
 from services.worker.kv.shards import RankShape, held_bytes
 from services.worker.kv.staging import Piece, PinnedMemory
-from services.worker.kv.vllm.host_tier import HostCopies, HostStore, HostTier
+from services.worker.kv.vllm.host_store import HostCopies, HostStore
 from services.worker.kv.vllm.layers import LayerPart, RankComponent, components_of
 from services.worker.kv.wire.endpoint import UNDER_WAY_BYTES, Faults, KvEndpoint, KvSettings, host_copies, rows_of
 from services.worker.kv.wire.importing import Load, dtype_name
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
 
     from services.worker.kv.device_codec import DeviceCodec, Upload
+    from services.worker.kv.vllm.host_tier import HostTier
 
 _log = logging.getLogger(__name__)
 _STAGED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -297,7 +298,7 @@ class PolyphaseConnectorScheduler:
         self._exports: dict[str, _Export] = {}
         self._imports: dict[str, _Import] = {}
         self._next = PolyphaseConnectorMetadata()
-        self.tier: HostTier | None = None
+        self.tier: HostTier | None = None  # once the engine has started, where it has one
 
     def on_new_request(self, request: Request) -> None:
         """Parameters that cannot be understood are logged and ignored: the engine then computes the whole prompt."""

@@ -1,19 +1,17 @@
-"""KV in host memory after it left the blocks of vLLM's prefix cache.
+"""KV in host memory after it left the blocks of vLLM's prefix cache: the part beside vLLM's scheduler. The part in each
+rank is `host_store`.
 
-`HostTier` is the part beside vLLM's scheduler. A block that vLLM is about to use for something else is copied to a slot
-of the store first; and where a prompt's cached beginning goes on in the store, vLLM gets blocks for it, which are
-filled before the forward pass that reads them. `HostStore` is the part in each rank: it has the same slots, and in each
-the rank's part of a block, byte for byte. All kinds of layers, also those of a draft, are therefore stored as they are.
+A block that vLLM is about to use for something else is copied to a slot of the store first; and where a prompt's cached
+beginning goes on in the store, vLLM gets blocks for it, which are filled before the forward pass that reads them.
 
 The ranks carry out steps in the order in which they were scheduled. Within a step, blocks are saved before anything is
 written, and loaded before the model runs, so that a slot can be given to another block at once.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
@@ -24,23 +22,12 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_block_hashes,
 )
 from vllm.v1.kv_cache_interface import is_full_attention_spec
-from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
 from vllm.v1.request import Request
 
 from services.worker.engines.base import HostTierStats
 from services.worker.kv import holds_exact_kv
 from services.worker.kv.host_index import SlotIndex
-from services.worker.kv.layout import LayoutError
-
-_SCRATCH_BYTES = 64 << 20  # of a device's memory, for blocks on their way
-
-
-@dataclass(slots=True)
-class HostCopies:
-    """What a step copies: `saves` from blocks to slots, by slot, then `loads` from slots to blocks, by block."""
-
-    saves: dict[int, int] = field(default_factory=dict)
-    loads: dict[int, int] = field(default_factory=dict)
+from services.worker.kv.vllm.host_store import HostCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,86 +217,3 @@ class HostTier:
 
 def _name(key: Any) -> Any:
     return maybe_convert_block_hash(get_block_hash(key))
-
-
-class HostStore:
-    """The slots of one rank. Copies are issued on the model's own stream, so that they need no events."""
-
-    def __init__(self, caches: Iterable[torch.Tensor], blocks: int, zero: bool = False) -> None:
-        """caches: of all layers, in which vLLM counts so many blocks. zero: fault injection.
-
-        Raises LayoutError where the blocks of a cache do not lie one behind the other.
-        """
-        self.zero = zero
-        self._parts = _block_parts(caches, blocks)
-        self.slot_bytes = sum(part.shape[1] * part.itemsize for part in self._parts)
-        self._slots = torch.empty(0, 0, dtype=self._parts[0].dtype)
-        self._registered = 0
-
-    def allocate(self, slots: int) -> None:
-        """On a device, with pinned memory: this takes a second for some GB."""
-        width, dtype, device = self.slot_bytes // self._parts[0].itemsize, self._parts[0].dtype, self._parts[0].device
-        self._slots = torch.empty(slots, width, dtype=dtype)
-        if device.type != "cpu" and host_register(self._slots.data_ptr(), self._slots.nbytes):
-            self._registered = self._slots.data_ptr()
-
-    def close(self) -> None:
-        host_unregister(self._registered)
-        self._registered = 0
-
-    def save(self, saves: dict[int, int]) -> None:
-        """Copy blocks to slots, by slot."""
-        for slots, blocks in self._batches(saves):
-            there = torch.tensor(blocks, device=self._parts[0].device)
-            rows = torch.cat([part.index_select(0, there) for part in self._parts], dim=1)
-            for row, slot in enumerate(slots):
-                self._slots[slot].copy_(rows[row], non_blocking=True)
-
-    def load(self, loads: dict[int, int]) -> None:
-        """Copy slots to blocks, by block."""
-        device = self._parts[0].device
-        for blocks, slots in self._batches(loads):
-            rows = torch.empty(len(slots), self._slots.shape[1], dtype=self._slots.dtype, device=device)
-            for row, slot in enumerate(slots):
-                rows[row].copy_(self._slots[slot], non_blocking=True)
-            if self.zero:
-                rows.zero_()
-            there = torch.tensor(blocks, device=device)
-            for part, values in zip(self._parts, rows.split([p.shape[1] for p in self._parts], dim=1), strict=True):
-                part.index_copy_(0, there, values)
-
-    def _batches(self, pairs: dict[int, int]) -> Iterable[tuple[list[int], list[int]]]:
-        most = max(1, _SCRATCH_BYTES // self.slot_bytes)
-        items = list(pairs.items())
-        for at in range(0, len(items), most):
-            batch = items[at : at + most]
-            yield [to for to, _ in batch], [source for _, source in batch]
-
-
-def _block_parts(caches: Iterable[torch.Tensor], blocks: int) -> list[torch.Tensor]:
-    """The caches as [block, value], in large values; layers that share memory once. Raises LayoutError."""
-    widths: dict[tuple[int, int, int], tuple[int, torch.Tensor]] = {}
-    for cache in caches:
-        item = cache.element_size()
-        shape, strides = tuple(cache.shape), [each * item for each in cache.stride()]
-        if shape[0] % blocks:
-            raise LayoutError(f"a KV cache of shape {shape} does not begin with vLLM's {blocks} blocks")
-        stride = strides[0] * (shape[0] // blocks)  # a kernel may divide a block
-        inner = zip((shape[0] // blocks, *shape[1:]), strides, strict=True)
-        width = item + sum((size - 1) * step for size, step in inner)
-        if width > stride:
-            raise LayoutError(f"the blocks of a KV cache of shape {shape} and strides {cache.stride()} overlap")
-        place = cache.untyped_storage().data_ptr(), cache.storage_offset() * item, stride
-        if width > widths.get(place, (0, cache))[0]:
-            widths[place] = width, cache
-    sizes = [size for (_, offset, stride), (width, _) in widths.items() for size in (offset, stride, width)]
-    dtype = torch.int64 if not any(size % 8 for size in sizes) else torch.uint8
-    return [
-        torch.empty(0, dtype=dtype, device=cache.device).set_(
-            cache.untyped_storage(),
-            offset // dtype.itemsize,
-            (blocks, width // dtype.itemsize),
-            (stride // dtype.itemsize, 1),
-        )
-        for (_, offset, stride), (width, cache) in widths.items()
-    ]

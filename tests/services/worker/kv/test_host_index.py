@@ -28,7 +28,8 @@ def leave(index: SlotIndex, blocks: int) -> list[bytes]:
     left = []
     for number in range(blocks):
         put = index.put(b"other%d" % number, None, 1 << 20)
-        assert put is not None and put.dropped is not None
+        assert put is not None
+        assert put.dropped is not None
         left.append(put.dropped)
     return left
 
@@ -93,7 +94,8 @@ def test_pinned_blocks_stay_and_a_store_of_them_takes_none() -> None:
     assert index.put(b"d", None, 0) is None
     index.unpin(b"a")
     put = index.put(b"d", None, 0)
-    assert put is not None and put.dropped == b"a"
+    assert put is not None
+    assert put.dropped == b"a"
 
 
 def test_a_cleared_store_is_empty_and_ends_of_pins_that_were_before_do_nothing() -> None:
@@ -102,7 +104,9 @@ def test_a_cleared_store_is_empty_and_ends_of_pins_that_were_before_do_nothing()
     index.pin(b"a")
     index.clear()
     index.unpin(b"a")
-    assert len(index) == 0 and chain(index, "p", 2) and len(index) == 2
+    assert len(index) == 0
+    chain(index, "p", 2)
+    assert len(index) == 2
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 6), st.booleans()), max_size=30), st.integers(1, 8))
