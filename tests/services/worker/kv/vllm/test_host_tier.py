@@ -123,7 +123,7 @@ async def test_a_full_store_gives_the_same_tokens(tmp_path: Path) -> None:
 async def test_windows_are_loaded_beside_full_attention(tmp_path: Path) -> None:
     """Asynchronous scheduling: a step is scheduled, and blocks leave for it, while the one before computes."""
     model = make_model(FAMILIES["Gemma-3"], tmp_path)
-    async with Trial(model, slots=800, blocks=96, block_bytes=16 << 10, async_scheduling=True) as trial:
+    async with Trial(model, slots=800, blocks=108, block_bytes=16 << 10, async_scheduling=True) as trial:
         every = len(trial.texts)
         assert (await trial.round())[0] == every
         same, served = await trial.round()
