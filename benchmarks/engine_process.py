@@ -92,6 +92,7 @@ class Driver:
         self.tokens: dict[str, list[int]] = {}
         self.exports = CacheExports(self.client.engine_core, lambda request_id: b"")
         self.host = start_host_tier(self.client.engine_core, host_kv_bytes) if host_kv_bytes else None
+        self.exports.tier = self.host
         self.at_tokens: dict[str, tuple[int, Callable[[], None]]] = {}  # by request, what is to be done at so many
         self.preemptions = self.drafted = self.accepted = 0
         preempt = self.scheduler._preempt_request

@@ -291,7 +291,7 @@ class VllmEngine:
         core = self._core.engine_core
         self._hasher = core.request_block_hasher
         self._exports = CacheExports(core, lambda request_id: b"")
-        self._host = start_host_tier(core, s.host_kv_bytes) if s.host_kv_bytes else None
+        self._host = self._exports.tier = start_host_tier(core, s.host_kv_bytes) if s.host_kv_bytes else None
         self._snapshot()
         kept = self._core.engine_core.model_executor.collective_rpc(kept_kv)[0]
         return engine_info(s, config, blocks_of(self._scheduler), kept, adapters)

@@ -15,13 +15,17 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class _Held:
+class Held:
+    """A block of the store. Only its `slot` is for others."""
+
+    key: bytes
     slot: int
     parent: bytes | None
     depth_tokens: int
-    value: float
-    used: int  # the number of its last use
+    value: float = 0.0
+    used: int = 0  # the number of its last use
     pins: int = 0
+    cleared: bool = False  # nothing finds it any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class SlotIndex:
         """double_tokens: so deep in a prompt, a token takes twice the time of the first one."""
         self.slots = slots
         self._double_tokens = double_tokens
-        self._held: dict[bytes, _Held] = {}
+        self._held: dict[bytes, Held] = {}
         self._free = list(range(slots - 1, -1, -1))
         self._followers: Counter[bytes] = Counter()  # by block, held or not: the held blocks that follow it
         self._candidates: list[tuple[float, int, bytes]] = []  # a heap; an entry is void after a later use
@@ -52,9 +56,8 @@ class SlotIndex:
     def __contains__(self, key: bytes) -> bool:
         return key in self._held
 
-    def slot(self, key: bytes) -> int | None:
-        held = self._held.get(key)
-        return held.slot if held is not None else None
+    def get(self, key: bytes) -> Held | None:
+        return self._held.get(key)
 
     def put(self, key: bytes, parent: bytes | None, depth_tokens: int) -> Put | None:
         """Give a block that is not held a slot. None: every block is pinned, or followed by one that is.
@@ -68,7 +71,7 @@ class SlotIndex:
                 return None
             self.drop(dropped)
         slot = self._free.pop()
-        self._held[key] = _Held(slot, parent, depth_tokens, 0.0, 0)
+        self._held[key] = Held(key, slot, parent, depth_tokens)
         if parent is not None:
             self._followers[parent] += 1
         self.use(key)
@@ -79,19 +82,20 @@ class SlotIndex:
         held = self._held[key]
         self._uses += 1
         held.used, held.value = self._uses, self._floor + 1.0 + held.depth_tokens / self._double_tokens
-        self._offer(key, held)
+        self._offer(held)
 
-    def pin(self, key: bytes) -> int:
-        """Keep a held block until as many calls of `unpin`. Returns its slot."""
+    def pin(self, key: bytes) -> Held:
+        """Keep a held block, and its slot, until as many calls of `unpin`."""
         held = self._held[key]
         held.pins += 1
-        return held.slot
+        return held
 
-    def unpin(self, key: bytes) -> None:
-        held = self._held.get(key)
-        if held is not None and held.pins:  # none after `clear`
-            held.pins -= 1
-            self._offer(key, held)
+    def unpin(self, held: Held) -> None:
+        held.pins -= 1
+        if held.cleared and not held.pins:
+            self._free.append(held.slot)
+        elif not held.cleared:
+            self._offer(held)
 
     def drop(self, key: bytes) -> None:
         held = self._held.pop(key)
@@ -103,22 +107,25 @@ class SlotIndex:
         if not self._followers[parent]:
             del self._followers[parent]
             if (before := self._held.get(parent)) is not None:
-                self._offer(parent, before)
+                self._offer(before)
 
     def clear(self) -> None:
+        """Forget all blocks. Slots of pinned ones are not given to others until they are unpinned."""
+        for held in self._held.values():
+            held.cleared = True
+            if not held.pins:
+                self._free.append(held.slot)
         self._held.clear()
         self._followers.clear()
         self._candidates.clear()
-        self._free = list(range(self.slots - 1, -1, -1))
 
-    def _offer(self, key: bytes, held: _Held) -> None:
+    def _offer(self, held: Held) -> None:
         """Make a block a candidate, if it is one."""
-        if held.pins or self._followers.get(key):
+        if held.pins or self._followers.get(held.key):
             return
-        heapq.heappush(self._candidates, (held.value, held.used, key))
+        heapq.heappush(self._candidates, (held.value, held.used, held.key))
         if len(self._candidates) > 2 * len(self._held) + 64:
-            alive = {entry for entry in self._candidates if self._is_candidate(entry)}
-            self._candidates = list(alive)
+            self._candidates = list({entry for entry in self._candidates if self._is_candidate(entry)})
             heapq.heapify(self._candidates)
 
     def _lowest(self) -> bytes | None:

@@ -642,7 +642,13 @@ class PolyphaseConnectorWorker:
         def slots(start: int, end: int) -> torch.Tensor:
             return slots_of(blocks[groups[0]], layout.block_size, start, end)
 
+        stored = self.host is not None and any(bool((each < 0).any()) for each in blocks)
+
         def fill(start: int, end: int, kv: torch.Tensor) -> None:
+            if stored:
+                for layer, (cache, group) in enumerate(zip(component.caches, groups, strict=True)):
+                    self._gather_stored(layout, cache, blocks[group], (start, end), kv[layer].view(cache.dtype))
+                return
             if device_codec is not None and device_codec.gather(slots(start, end), kv):
                 return
             uploaded = {group: self._rank.copies.upload(blocks[group]) for group in set(groups)}
@@ -650,9 +656,25 @@ class PolyphaseConnectorWorker:
                 layout.gather(cache, uploaded[group], start, end, kv[layer].view(cache.dtype))
 
         coding = None
-        if device_codec is not None and component.shape.codec(codec).lossy:
+        if device_codec is not None and component.shape.codec(codec).lossy and not stored:
             coding = device_codec.coding(codec, tokens[1] - tokens[0], slots)
         return Piece(*tokens, fill, coding, index)
+
+    def _gather_stored(
+        self, layout: KvLayout, cache: torch.Tensor, blocks: torch.Tensor, tokens: tuple[int, int], out: torch.Tensor
+    ) -> None:
+        """Gather tokens of a layer of which some blocks, with numbers below 0, are slots of the host tier."""
+        assert self.host is not None
+        size, (start, end) = layout.block_size, tokens
+        first, last = start // size, -(-end // size)
+        wanted = blocks[first:last]
+        slots = [-1 - each for each in wanted.tolist() if each < 0]
+        # The blocks that the cache has, and then those of the store, as a cache of their own.
+        there = self.host.as_cache(cache, wanted[wanted >= 0].tolist(), slots)
+        order = torch.empty(len(wanted), dtype=torch.int64)
+        order[wanted >= 0] = torch.arange(len(wanted) - len(slots))
+        order[wanted < 0] = torch.arange(len(wanted) - len(slots), len(wanted))
+        layout.gather(there, self._rank.copies.upload(order), start - first * size, end - first * size, out)
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Requests whose import has ended since the last call, and those of them for which it failed. The model may

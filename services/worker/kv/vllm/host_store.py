@@ -29,7 +29,8 @@ class HostStore:
         Raises LayoutError where the blocks of a cache do not lie one behind the other.
         """
         self.zero = zero
-        self._parts = _block_parts(caches, blocks)
+        self._blocks = blocks
+        self._places, self._parts = _block_parts(caches, blocks)
         self.slot_bytes = sum(part.shape[1] * part.itemsize for part in self._parts)
         self._slots = torch.empty(0, 0, dtype=self._parts[0].dtype)
         self._registered = 0
@@ -74,6 +75,25 @@ class HostStore:
             for part, each in zip(self._parts, values, strict=True):
                 part.index_copy_(0, there, each)
 
+    def as_cache(self, cache: torch.Tensor, blocks: list[int], slots: list[int]) -> torch.Tensor:
+        """A cache like that one of these blocks and then of these slots."""
+        parts = cache.shape[0] // self._blocks
+        inner, item = cache.stride()[1:], cache.element_size()
+        width = item + item * sum((size - 1) * step for size, step in zip(cache.shape[1:], inner, strict=True))
+        step = cache.stride(0) if parts > 1 else width // item
+        rows = torch.zeros(len(blocks) + len(slots), parts * step * item, dtype=torch.uint8, device=cache.device)
+        place = _place_of(cache, self._blocks)
+        number = self._places.index(place)
+        at = sum(part.shape[1] for part in self._parts[:number])
+        part = self._parts[number]
+        own = part.index_select(0, torch.tensor(blocks, dtype=torch.int64, device=cache.device))
+        stored = self._slots[torch.tensor(slots, dtype=torch.int64), at : at + part.shape[1]].to(cache.device)
+        values = torch.cat([own, stored]).view(torch.uint8)
+        used = min(values.shape[1], rows.shape[1])  # another layer may have more in the same place
+        rows[:, :used] = values[:, :used]
+        shape = (len(rows) * parts, *cache.shape[1:])
+        return rows.view(-1).view(cache.dtype).as_strided(shape, (step, *inner))
+
     def _batches(self, pairs: dict[int, int]) -> Iterable[tuple[list[int], list[int]]]:
         most = max(1, _SCRATCH_BYTES // self.slot_bytes)
         items = list(pairs.items())
@@ -82,25 +102,33 @@ class HostStore:
             yield [to for to, _ in batch], [source for _, source in batch]
 
 
-def _block_parts(caches: Iterable[torch.Tensor], blocks: int) -> list[torch.Tensor]:
+Place = tuple[int, int, int]
+
+
+def _place_of(cache: torch.Tensor, blocks: int) -> Place:
+    """Where block 0 of a cache lies, and how far behind it block 1."""
+    item = cache.element_size()
+    stride = cache.stride(0) * item * (cache.shape[0] // blocks)  # a kernel may divide a block
+    return cache.untyped_storage().data_ptr(), int(cache.storage_offset()) * item, stride
+
+
+def _block_parts(caches: Iterable[torch.Tensor], blocks: int) -> tuple[list[Place], list[torch.Tensor]]:
     """The caches as [block, value], in large values; layers that share memory once. Raises LayoutError."""
-    widths: dict[tuple[int, int, int], tuple[int, torch.Tensor]] = {}
+    widths: dict[Place, tuple[int, torch.Tensor]] = {}
     for cache in caches:
-        item = cache.element_size()
-        shape, strides = tuple(cache.shape), [each * item for each in cache.stride()]
+        item, shape = cache.element_size(), tuple(cache.shape)
         if shape[0] % blocks:
             raise LayoutError(f"a KV cache of shape {shape} does not begin with vLLM's {blocks} blocks")
-        stride = strides[0] * (shape[0] // blocks)  # a kernel may divide a block
-        inner = zip((shape[0] // blocks, *shape[1:]), strides, strict=True)
-        width = item + sum((size - 1) * step for size, step in inner)
-        if width > stride:
+        place = _place_of(cache, blocks)
+        inner = zip((shape[0] // blocks, *shape[1:]), cache.stride(), strict=True)
+        width = item + item * sum((size - 1) * step for size, step in inner)
+        if width > place[2]:
             raise LayoutError(f"the blocks of a KV cache of shape {shape} and strides {cache.stride()} overlap")
-        place = cache.untyped_storage().data_ptr(), int(cache.storage_offset()) * item, stride
         if width > widths.get(place, (0, cache))[0]:
             widths[place] = width, cache
     sizes = [size for (_, offset, stride), (width, _) in widths.items() for size in (offset, stride, width)]
     dtype = torch.int64 if not any(size % 8 for size in sizes) else torch.uint8
-    return [
+    parts = [
         torch.empty(0, dtype=dtype, device=cache.device).set_(
             cache.untyped_storage(),
             offset // dtype.itemsize,
@@ -109,3 +137,4 @@ def _block_parts(caches: Iterable[torch.Tensor], blocks: int) -> list[torch.Tens
         )
         for (_, offset, stride), (width, cache) in widths.items()
     ]
+    return list(widths), parts

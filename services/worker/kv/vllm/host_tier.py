@@ -10,6 +10,7 @@ written, and loaded before the model runs, so that a slot can be given to anothe
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
@@ -26,7 +27,7 @@ from vllm.v1.request import Request
 
 from services.worker.engines.base import HostTierStats
 from services.worker.kv import holds_exact_kv
-from services.worker.kv.host_index import SlotIndex
+from services.worker.kv.host_index import Held, SlotIndex
 from services.worker.kv.vllm.host_store import HostCopies
 
 
@@ -34,8 +35,13 @@ from services.worker.kv.vllm.host_store import HostCopies
 class Stored:
     """A block of the store where vLLM's lookup expects one of its own."""
 
-    key: bytes
+    held: Held
     is_null: bool = False
+
+    @property
+    def block_id(self) -> int:
+        """The slot, as blocks of a chunk name it: below 0."""
+        return -1 - self.held.slot
 
 
 Lookup = Callable[[Callable[[bytes], Stored | None], Request, int], tuple[Sequence[Sequence[Any]], int]]
@@ -48,7 +54,7 @@ class _Found:
     local: int
     tokens: int
     slots: list[dict[int, int]]
-    keys: list[bytes]  # pinned, in the order of the prompt
+    held: list[Held]  # pinned, in the order of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ class HostTier:
         self._lookup = lookup
         self._origins: dict[int, _Origin] = {}  # by block id
         self._found: dict[str, _Found] = {}  # by request; of this step
-        self._loaded: list[bytes] = []  # keys that are pinned until the step is complete
+        self._loaded: list[Held] = []  # pinned until the step is complete
         self._fresh: set[int] = set()  # blocks that this step computes or loads: their content is yet to come
         self._copies = HostCopies()
         self._slot_bytes = slot_bytes
@@ -125,28 +131,29 @@ class HostTier:
         for group, blocks in enumerate(groups):
             for at in range(local_tokens // self._sizes[group], len(blocks)):
                 block = blocks[at]
-                key = block.key if isinstance(block, Stored) else block.block_hash
-                if block.is_null or key is None:
-                    continue
+                key = block.held.key if isinstance(block, Stored) else block.block_hash
                 if key in self._index:
-                    found.slots[group][at] = self._index.pin(key)
-                    found.keys.append(key)
-                else:
+                    self._keep(found, group, at, key)
+                elif key is not None and not block.is_null:
                     resident.append((group, at, key, block))
         self._found[request.request_id] = found
         for group, at, key, block in resident:
             if block.block_id in self._fresh or not self._save(key, block):
                 self.forget(request.request_id)
                 return 0
-            found.slots[group][at] = self._index.pin(key)
-            found.keys.append(key)
+            self._keep(found, group, at, key)
         return found.tokens
+
+    def _keep(self, found: _Found, group: int, at: int, key: bytes) -> None:
+        held = self._index.pin(key)
+        found.slots[group][at] = held.slot
+        found.held.append(held)
 
     def forget(self, request_id: str) -> None:
         """What was found for a request is not used."""
         found = self._found.pop(request_id, None)
-        for key in found.keys if found is not None else ():
-            self._index.unpin(key)
+        for held in found.held if found is not None else ():
+            self._index.unpin(held)
 
     def load(self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int) -> int:
         """vLLM has given a request blocks, of which those of so many tokens are neither cached nor computed. Returns of
@@ -155,7 +162,7 @@ class HostTier:
         found = self._found.pop(request.request_id, None)
         if found is None:
             return 0
-        self._loaded += found.keys
+        self._loaded += found.held
         if not external_tokens:  # vLLM wants none
             return 0
         for slots, ids in zip(found.slots, block_ids, strict=True):
@@ -163,8 +170,8 @@ class HostTier:
                 if ids[at]:  # block 0 stands for what is outside of a window
                     self._copies.loads[ids[at]] = slot
                     self._loaded_blocks += 1
-        for key in reversed(found.keys):  # the last ones leave first
-            self._index.use(key)
+        for held in reversed(found.held):  # the last ones leave first
+            self._index.use(held.key)
         self._served_tokens += found.tokens
         if (stats := request.prefill_stats) is not None and not request.num_preemptions:
             # To the accounts they are this engine's own.
@@ -175,8 +182,8 @@ class HostTier:
         """The copies of the step that is complete now."""
         for request_id in list(self._found):
             self.forget(request_id)
-        for key in self._loaded:
-            self._index.unpin(key)
+        for held in self._loaded:
+            self._index.unpin(held)
         self._loaded.clear()
         self._fresh.clear()
         copies, self._copies = self._copies, HostCopies()
@@ -187,8 +194,24 @@ class HostTier:
         self._index.clear()
         self._origins.clear()
 
+    def exported(self, request: Request) -> tuple[list[list[Any]], int]:
+        """The blocks of a request that vLLM or the store has, in each group, and of how many tokens. Those of the store
+        are pinned until `export_ended`.
+        """
+        groups, tokens = self._lookup(self._stored, request, request.num_tokens)
+        for block in chain(*groups):
+            if isinstance(block, Stored):
+                self._index.pin(block.held.key)
+        return [list(blocks) for blocks in groups], tokens
+
+    def export_ended(self, blocks: Iterable[Any]) -> None:
+        for block in blocks:
+            if isinstance(block, Stored):
+                self._index.unpin(block.held)
+
     def _stored(self, key: bytes) -> Stored | None:
-        return Stored(key) if key in self._index else None
+        held = self._index.get(key)
+        return Stored(held) if held is not None else None
 
     def _save(self, key: bytes, block: KVCacheBlock) -> bool:
         """Whether the store has the block from this step on."""
