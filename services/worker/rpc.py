@@ -21,6 +21,7 @@ from shared.wire.messages import (
     EXPECT,
     FLIP,
     LOAD_ADAPTER,
+    MOVE,
     PREDICTED,
     PREFETCH,
     PREFILL,
@@ -35,6 +36,7 @@ from shared.wire.messages import (
     FlipRequest,
     LoadAdapterReply,
     LoadAdapterRequest,
+    MoveRequest,
     Predicted,
     PrefillReply,
     PrefillRequest,
@@ -75,6 +77,10 @@ def handlers(
         roles.obey(request.epoch)
         roles.resume()
 
+    async def move(request: MoveRequest, _: ServerCall) -> None:
+        roles.obey(request.epoch)
+        decode.move(request.job_id, request.to)
+
     async def load_adapter(request: LoadAdapterRequest, _: ServerCall) -> LoadAdapterReply:
         roles.obey(request.epoch)
         return await adapters.load(request)
@@ -93,6 +99,7 @@ def handlers(
         DRAIN: drain,
         FLIP: flip,
         RESUME: resume,
+        MOVE: move,
         LOAD_ADAPTER: load_adapter,
         UNLOAD_ADAPTER: unload_adapter,
     }
@@ -153,7 +160,8 @@ class _WatchedCall(ServerCall):
         self.first: Any = None
 
     def send(self, item: object) -> None:
-        if not self.first_s and not (isinstance(item, TokenStep) and item.pause is not None):
+        notice = isinstance(item, TokenStep) and (item.pause is not None or item.leave is not None)
+        if not self.first_s and not notice:
             self.first_s, self.first = time.time(), item
         self._call.send(item)
 

@@ -14,7 +14,7 @@ from services.worker.kv.port import ExpectedImport, KvPort
 from shared.domain.instance import InstanceInfo, Promised, Role
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import unpacked
-from shared.errors import EngineFailed, NoRoom
+from shared.errors import Conflict, EngineFailed, NoRoom, NotFound
 from shared.policy.decode_admission import (
     Ahead,
     ahead_of,
@@ -30,6 +30,8 @@ from shared.wire.messages import (
     DecodeReply,
     DecodeRequest,
     ExpectRequest,
+    Leave,
+    LeaveCause,
     Pause,
     Predicted,
     PrefetchRequest,
@@ -40,6 +42,7 @@ from shared.wire.messages import (
 from shared.wire.rpc_server import ServerCall
 
 BESIDE_S = 0.1  # how long a summary of all jobs is used
+DRAIN_NEWS_S = 2.0  # between two notices of a drain to a decode that is still here: there may be room for it by then
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +66,11 @@ class _Decode:
         view, held = self.request.job, self.context_tokens
         given = held - self.request.prompt_tokens
         return held, remaining_tokens(given, view.answer_tokens or view.max_tokens, view.max_tokens)
+
+    def let_leave(self, cause: LeaveCause, to: str = "") -> None:
+        """Tell its gateway, if that wants to know, that the job should go on elsewhere."""
+        if self.request.tell_leaves:
+            self.call.send(TokenStep([], leave=Leave(cause, to)))
 
 
 class _KnownTokens:
@@ -120,6 +128,8 @@ class DecodeService:
         self._ahead: Ahead = ()  # as of the last heartbeat, with the jobs that arrived since
         self._shared_each = 0.0  # tokens of each job in blocks that it shares, as of then
         self._expected: dict[str, _Expected] = {}  # by transfer
+        self._drain_news: asyncio.TimerHandle | None = None
+        roles.on_drain = self._let_all_leave
 
     @property
     def active(self) -> int:
@@ -208,6 +218,32 @@ class DecodeService:
                 view = msgspec.structs.replace(job.request.job, prediction=prediction.prediction)
                 job.request = msgspec.structs.replace(job.request, job=view)
                 self._engine.predicted(request_id, prediction.prediction)
+
+    def move(self, job_id: str, to: str = "") -> None:
+        """Let a job go on at another instance: at `to`, or at any. Its gateway decides.
+
+        Raises NotFound for a job that does not decode here, Conflict for one that cannot move.
+        """
+        jobs, here = [job for job in self._active.values() if job.request.job.job_id == job_id], self._info()
+        if not jobs:
+            raise NotFound(f"{job_id} does not decode on {here.instance_id}")
+        if to == here.instance_id:
+            raise Conflict(f"{job_id} decodes on {to} already")
+        if not any(job.request.tell_leaves for job in jobs):
+            raise Conflict(f"{job_id} stays on {here.instance_id}: its gateway does not migrate it")
+        for job in jobs:
+            job.let_leave(LeaveCause.OPERATOR, to)
+
+    def _let_all_leave(self) -> None:
+        """A drain has begun, or goes on: whatever can should go on at another instance."""
+        if self._drain_news is not None:
+            self._drain_news.cancel()
+            self._drain_news = None
+        if not self._roles.draining or not self._active:
+            return
+        for job in self._active.values():
+            job.let_leave(LeaveCause.DRAIN)
+        self._drain_news = asyncio.get_running_loop().call_later(DRAIN_NEWS_S, self._let_all_leave)
 
     async def decode(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
         """Stream tokens as items, and reply how it ended.
