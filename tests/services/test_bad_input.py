@@ -55,6 +55,7 @@ ROUTES: dict[Call, Any] = {
         "to_role": "decode",
         "drain_timeout_s": 1.0,
     },
+    ("monitor", "POST", "/requests/{job_id}/move"): {"operation_id": "op", "deadline_s": 4e9, "to": "d1"},
     ("monitor", "POST", "/schedulers/{scheduler_id}/news"): {
         "revision": 1,
         "trouble": "",
@@ -103,7 +104,7 @@ ROUTES: dict[Call, Any] = {
     ("predictor", "POST", "/v1/model/reload"): None,
     ("predictor", "POST", "/v1/model/use"): {"use": "auto"},
 }
-PATHS = {"instance_id": "d0", "scheduler_id": "s0", "proposal_id": "nobody", "plan_id": "nobody"}
+PATHS = {"instance_id": "d0", "scheduler_id": "s0", "job_id": "job-1", "proposal_id": "nobody", "plan_id": "nobody"}
 
 
 @dataclass(frozen=True)
