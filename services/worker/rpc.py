@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.worker.jobs.adapters import Adapters
 from services.worker.jobs.decode import DecodeService
+from services.worker.jobs.exports import ExportService
 from services.worker.jobs.prefill import PrefillService
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
@@ -19,12 +20,15 @@ from shared.wire.messages import (
     DECODE,
     DRAIN,
     EXPECT,
+    EXPORT,
     FLIP,
+    LEAVE,
     LOAD_ADAPTER,
     MOVE,
     PREDICTED,
     PREFETCH,
     PREFILL,
+    PULL,
     RELEASE,
     RESUME,
     UNLOAD_ADAPTER,
@@ -55,7 +59,12 @@ Figures = dict[str, str | int | float | bool | list[str]]
 
 
 def handlers(
-    prefill: PrefillService, decode: DecodeService, roles: RoleState, kv: KvPort, adapters: Adapters
+    prefill: PrefillService,
+    decode: DecodeService,
+    exports: ExportService,
+    roles: RoleState,
+    kv: KvPort,
+    adapters: Adapters,
 ) -> Handlers:
     async def drain(request: DrainRequest, _: ServerCall) -> DrainReply:
         roles.obey(request.epoch)
@@ -96,6 +105,9 @@ def handlers(
         EXPECT: decode.expect,
         PREFETCH: decode.prefetch,
         DECODE: decode.decode,
+        LEAVE: decode.leave,
+        EXPORT: exports.export,
+        PULL: exports.pull,
         DRAIN: drain,
         FLIP: flip,
         RESUME: resume,

@@ -137,7 +137,16 @@ class EmulatedEngine:
         compatibility = Compatibility(named, "emulated", "1", OURS.version, geometry.kv_geometry(), OURS.minimum)
         longest = min(s.max_model_len, blocks * s.block_size)
         rates = _rates(s, models, kind)
-        return EngineInfo(compatibility, blocks * lanes, longest, s.block_size, rates, media=MODALITIES)
+        caches = s.emulated_prefix_cache and lanes == 1
+        return EngineInfo(
+            compatibility,
+            blocks * lanes,
+            longest,
+            s.block_size,
+            rates,
+            media=MODALITIES,
+            cached_tokens=s.block_size if caches else 0,
+        )
 
     def _lane(self, blocks: int) -> "EmulatedLane":
         s = self._settings
@@ -530,6 +539,7 @@ class EmulatedLink:
         self._width = bytes_of(dtype)
         self._free_s: dict[Link, float] = {}  # monotonic time from which a path, or the port, is idle
         self._reports: dict[str, TransferReport | None] = {}  # of expected imports; None: it has not begun
+        self._given_up: dict[str, asyncio.Event] = {}
 
     def pull(self, handle: KvHandle, held_tokens: int = 0) -> float:
         """Begin an import of the tokens that are not held here; seconds until it is complete."""
@@ -550,15 +560,19 @@ class EmulatedLink:
 
     def recompute(self, handle: KvHandle) -> None:
         """An import is given up, because the tokens before its first one are not held here."""
+        if (given_up := self._given_up.pop(handle.transfer_id, None)) is not None:
+            given_up.set()
         if handle.transfer_id in self._reports:
             now_s, missing = time.time(), f"the KV of the first {handle.start} tokens is not here"
             self._reports[handle.transfer_id] = TransferReport(
                 TransferOutcome.RECOMPUTED, started_s=now_s, ended_s=now_s, error=missing, transport="emulated"
             )
 
-    def expect(self, transfer_id: str) -> None:
-        """Keep the report of that import until it is forgotten."""
+    def expect(self, transfer_id: str, given_up: asyncio.Event | None = None) -> None:
+        """Keep the report of that import until it is forgotten. given_up: is set if it is known to fail."""
         self._reports[transfer_id] = None
+        if given_up is not None:
+            self._given_up[transfer_id] = given_up
 
     def known(self, transfer_id: str) -> TransferReport | None:
         """The report of an expected import, if it has begun."""
@@ -566,6 +580,7 @@ class EmulatedLink:
 
     def forget(self, transfer_id: str) -> None:
         self._reports.pop(transfer_id, None)
+        self._given_up.pop(transfer_id, None)
 
 
 class EmulatedPort(KvPort):
@@ -576,8 +591,9 @@ class EmulatedPort(KvPort):
         self._link = link
 
     def expect(self, handle: KvHandle) -> ExpectedImport:
-        self._link.expect(handle.transfer_id)
-        return ExpectedImport(handle)
+        expected = ExpectedImport(handle)
+        self._link.expect(handle.transfer_id, expected.complete)
+        return expected
 
     def end(self, expected: ExpectedImport) -> None:
         self._link.forget(expected.handle.transfer_id)

@@ -278,7 +278,7 @@ async def test_jobs_that_cannot_be_moved_are_refused_with_the_reason() -> None:
     side = Side(Role.DECODE)
     call, stays = cast(ServerCall, Call()), await side.decode(decode_request())
     for request, error, why in (
-        (MoveRequest("nobody"), NotFound, "nobody does not decode on d0"),
+        (MoveRequest("nobody"), NotFound, "nobody: no such job decodes at d0"),
         (MoveRequest("job", "d0"), Conflict, "job decodes on d0 already"),
         (MoveRequest("job"), Conflict, "job stays on d0: its gateway does not migrate it"),
     ):
