@@ -14,7 +14,7 @@ from services.worker.kv.port import ExpectedImport, KvPort
 from shared.domain.instance import InstanceInfo, Promised, Role
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import unpacked
-from shared.errors import EngineFailed, NoRoom, NotFound
+from shared.errors import Conflict, EngineFailed, NoRoom, NotFound
 from shared.policy.decode_admission import (
     Ahead,
     ahead_of,
@@ -48,6 +48,7 @@ from shared.wire.rpc_server import ServerCall
 
 LOOK_S = 0.25  # between two looks for jobs that should migrate
 BESIDE_S = 0.1  # how long a summary of all jobs is used
+DRAIN_NEWS_S = 2.0  # between two notices of a drain to a decode that is still here: there may be room for it by then
 
 
 @dataclass(slots=True, eq=False)
@@ -131,6 +132,8 @@ class DecodeService:
         self._ahead: Ahead = ()  # as of the last heartbeat, with the jobs that arrived since
         self._shared_each = 0.0  # tokens of each job in blocks that it shares, as of then
         self._expected: dict[str, _Expected] = {}  # by transfer
+        self._drain_news: asyncio.TimerHandle | None = None
+        roles.on_drain = self._let_all_leave
 
     @property
     def active(self) -> int:
@@ -368,6 +371,30 @@ class DecodeService:
         slow = leaves_for_speed(stayers, token_s / gain, now_mono) if not leavers else None
         if slow is not None:
             self._ask_to_leave(self._active[slow], Leave(LeaveCause.TPOT, tpot_s=token_s / gain))
+
+    def move(self, job_id: str, to: str = "") -> None:
+        """Ask the gateway of a job to have it migrate to `to`, or to any instance.
+
+        Raises NotFound for a job that does not decode here, Conflict for one that cannot migrate.
+        """
+        job, here = self.find(job_id).job, self._info().instance_id
+        if to == here:
+            raise Conflict(f"{job_id} decodes on {to} already")
+        if not job.request.tell_leaves:
+            raise Conflict(f"{job_id} stays on {here}: its gateway does not migrate it")
+        self._ask_to_leave(job, Leave(LeaveCause.OPERATOR, to))
+
+    def _let_all_leave(self) -> None:
+        """A drain has begun, or goes on: ask gateways to have their jobs migrate."""
+        if self._drain_news is not None:
+            self._drain_news.cancel()
+            self._drain_news = None
+        if not self._roles.draining or not self._active:
+            return
+        for job in self._active.values():
+            if job.request.tell_leaves:
+                self._ask_to_leave(job, Leave(LeaveCause.DRAIN))
+        self._drain_news = asyncio.get_running_loop().call_later(DRAIN_NEWS_S, self._let_all_leave)
 
     def _ask_to_leave(self, job: _Decode, leave: Leave) -> None:
         job.asked_mono = time.monotonic()
