@@ -1,7 +1,6 @@
 """Real engines that go on with answers which another engine, or the same one before, has begun."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 from vllm import SamplingParams
@@ -18,7 +17,7 @@ from tests.services.worker.engines.own_engine import started
 
 THINKS, ENDS_THINKING = "<|assistant|>", "."
 TOKENS = 32
-AFTER = (1, 9, 10, 21)  # tokens after which answers leave; the budget of thinking ends between the second and the third
+AFTER = (1, 10, 11, 21)  # tokens after which answers leave: just before and after the end of the thinking, too
 BUDGET = 10
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 60}}, "required": ["name"]}
 ENGINE: dict[str, Any] = {
@@ -47,6 +46,9 @@ def kinds() -> dict[str, SamplingParams]:
     both = guided(regex=r"[a-z]+(,[0-9]+;){20,40}")
     both.temperature, both.seed, both.thinking_token_budget = 1.0, 19, BUDGET
     words = SamplingParams(**drawn, seed=5, logit_bias={400: 6.0, 401: 5.0, 18: 5.0})
+    choice = choice_as_grammar([f"{'a long answer ' * 9}{word}" for word in ("yes", "no")])
+    repetition = guided(grammar=choice)
+    repetition.repetition_detection = RepetitionDetectionParams(max_pattern_size=13, min_pattern_size=13, min_count=2)
     words._bad_words_token_ids = [[400, 401], [18]]
     return {
         "greedy": greedy(logprobs=2, prompt_logprobs=1),
@@ -57,10 +59,10 @@ def kinds() -> dict[str, SamplingParams]:
             temperature=1.0, seed=3, max_tokens=TOKENS, min_tokens=23, stop_token_ids=list(range(0, 4096, 2))
         ),
         "words": words,
-        "repetition": greedy(repetition_detection=RepetitionDetectionParams(max_pattern_size=8, min_count=4)),
+        "repetition": repetition,
         "json": guided(json=SCHEMA),
         "regex": regex,
-        "choice": guided(grammar=choice_as_grammar(["a long answer " * 9 + "yes", "a long answer " * 9 + "no"])),
+        "choice": guided(grammar=choice),
         "thinking": guided(regex=r"([a-z]{1,9} ){3,30}"),
         "budget": SamplingParams(**drawn, seed=13, thinking_token_budget=BUDGET),
         "budget and regex": both,
@@ -68,8 +70,6 @@ def kinds() -> dict[str, SamplingParams]:
 
 
 def prompt_of(kind: str, engine: VllmEngine) -> list[int]:
-    if kind == "repetition":
-        return [400, 731, 902, 18, 655, 1200] * 12
     prompt = [5 + at % 900 for at in range(70)]
     if kind in ("thinking", "budget", "budget and regex"):
         prompt += engine._core.engine_core.structured_output_manager.tokenizer.encode(THINKS)
