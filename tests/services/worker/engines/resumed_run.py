@@ -19,6 +19,7 @@ THINKS, ENDS_THINKING = "<|assistant|>", "."
 TOKENS = 32
 AFTER = (1, 10, 11, 21)  # tokens after which answers leave: just before and after the end of the thinking, too
 BUDGET = 10
+BEGINS = {"thinking twice": [4, 500, 501, 18, 600, 4, 502, 503]}  # answers that are made to begin so; see THINKS
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 60}}, "required": ["name"]}
 ENGINE: dict[str, Any] = {
     "kv_cache_bytes": 64 << 20,
@@ -66,6 +67,7 @@ def kinds() -> dict[str, SamplingParams]:
         "thinking": guided(regex=r"([a-z]{1,9} ){3,30}"),
         "budget": SamplingParams(**drawn, seed=13, thinking_token_budget=BUDGET),
         "budget and regex": both,
+        "thinking twice": SamplingParams(**drawn, seed=17, thinking_token_budget=BUDGET),
     }
 
 
@@ -160,9 +162,10 @@ async def begun(run: Run, leaving: Leaving, kind: str) -> dict[str, Any]:
     """A whole answer; those that leave, with their states; and their rests in the same engine, which has their KV."""
     prompt, params = prompt_of(kind, run.engine), kinds()[kind]
     more: dict[str, Any] = {"generation": reasoning_of(kind), "sampling": params}
+    more["forced_tokens"] = known = BEGINS.get(kind, [])
     run.submit(f"{kind} whole", prompt, TOKENS, salt=f"{kind} whole", **more)
     whole = await answer_of(run, f"{kind} whole")
-    after = [each for each in AFTER if each < len(whole["tokens"])]
+    after = [each for each in AFTER if len(known) <= each < len(whole["tokens"])]
     for each in after:
         run.submit(f"{kind} {each} first", prompt, TOKENS, salt=kind, **more)
     states = await asyncio.gather(*(leaving.state(f"{kind} {each} first", each) for each in after))
@@ -192,13 +195,15 @@ async def _others(run: Run, given: dict[str, Any]) -> dict[str, Any]:
     """Answers whose state is lost; and how many decodes the rest of an answer takes."""
     lost = {
         kind: await resumed(run, kind, given[kind]["whole"], dict.fromkeys(given[kind]["states"], b""), "lost")
-        for kind in ("seed", "budget")
+        for kind in ("seed", "budget", "thinking twice")
     }
-    before = await _decodes(run)
-    await resumed(run, "greedy", given["greedy"]["whole"], {AFTER[-1]: b""}, "alone")
-    alone = await _decodes(run) - before
-    await resumed(run, "seed", given["seed"]["whole"], {AFTER[-1]: b""}, "again")
-    return {"lost": lost, "decodes": [alone, await _decodes(run) - before - alone]}
+    decodes = []
+    for kind, state in (("greedy", None), ("budget", None), ("budget", b"")):
+        before, answer = await _decodes(run), given[kind]
+        known = {AFTER[-1]: answer["states"][AFTER[-1]] if state is None else state}
+        await resumed(run, kind, answer["whole"], known, f"counted {state is None}")
+        decodes.append(await _decodes(run) - before)
+    return {"lost": lost, "decodes": decodes}
 
 
 async def _decodes(run: Run) -> int:

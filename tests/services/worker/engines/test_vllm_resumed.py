@@ -51,4 +51,5 @@ def test_an_answer_whose_state_is_lost_is_generated_again_and_given_out_once(beg
 
 def test_known_tokens_are_computed_in_one_step(begun: Found) -> None:
     """The first new token comes from that step; without the state each known token takes a step."""
-    assert begun["decodes"] == [TOKENS - AFTER[-1] - 1, TOKENS - 1]
+    later = TOKENS - AFTER[-1] - 1
+    assert begun["decodes"] == [later, later, TOKENS - 1]
