@@ -16,16 +16,17 @@ from tests.services.worker.engines.engine_run import Run, greedy, guided
 from tests.services.worker.engines.own_engine import started
 
 THINKS, ENDS_THINKING = "<|assistant|>", "."
+FORCED_END = " it is over."  # of thinking beyond its budget: several tokens
 TOKENS = 32
-AFTER = (1, 10, 11, 21)  # tokens after which answers leave: just before and after the end of the thinking, too
+AFTER = (1, 10, 12, 21)  # tokens after which answers leave: before, within and after FORCED_END, too
 BUDGET = 10
-BEGINS = {"thinking twice": [4, 500, 501, 18, 600, 4, 502, 503]}  # answers that are made to begin so; see THINKS
+BEGINS = {"thinking twice": [4, 500, 408, 336, 1004, 18, 600, 4, 502]}  # made to begin so: with thinking that ends
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 60}}, "required": ["name"]}
 ENGINE: dict[str, Any] = {
     "kv_cache_bytes": 64 << 20,
     "dtype": "float32",
     "engine_args": {
-        "reasoning_config": {"reasoning_start_str": THINKS, "reasoning_end_str": ENDS_THINKING},
+        "reasoning_config": {"reasoning_start_str": THINKS, "reasoning_end_str": FORCED_END},
         "reasoning_parser": "dotted",
     },
 }
