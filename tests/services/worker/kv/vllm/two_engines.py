@@ -172,7 +172,8 @@ def show(found: Found) -> str:
     lossy = ", ".join(f"{name} {share:.2f}" for name, share in found.lossy.items())
     return (
         f"identical of {found.of}: {found.one_by_one} one by one, {found.at_once} at once, {found.back} back, "
-        f"{found.resumed} resumed, {found.zeroed} with zeroed KV; first tokens {found.first:.2f}; with {lossy or 'no codec'}; "
+        f"{found.resumed} resumed, {found.zeroed} with zeroed KV; first tokens {found.first:.2f}; "
+        f"with {lossy or 'no codec'}; "
         f"{found.cached} of 900 tokens cached, answers the same: {found.prefixes}; "
         f"pulls {dict(found.pulls)} of {found.wanted}; stray contexts: {found.strays or 'none'}"
     )
