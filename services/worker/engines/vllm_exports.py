@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from services.worker.engines.base import CacheExport, Left
+from services.worker.engines.vllm_patches import sampling_state
 from services.worker.kv.vllm.connector import ExportChunk, drop_on_rank, stage_on_rank
 from shared.domain.kv import EXPORT_SHARE
 from shared.runtime.logs import get_log
@@ -47,16 +48,12 @@ class _Leaving:
 class CacheExports:
     """The exports of one engine core."""
 
-    def __init__(
-        self, core: Any, state_of: Callable[[str], bytes], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """state_of: the sampler's state of a running request."""
+    def __init__(self, core: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._core = core
         self._scheduler = core.scheduler
         self._cache = core.scheduler.kv_cache_manager
         # A state is overwritten as its request goes on: it can be exported only at the end.
         self._has_states = bool(self._cache.kv_cache_config.has_mamba_layers)
-        self._state_of = state_of
         self._clock = clock
         self._exports: list[_Export] = []  # in the order of their arrival
         self._leaving: dict[str, _Leaving] = {}  # by request
@@ -124,7 +121,7 @@ class CacheExports:
 
     def _left(self, request: Request, wanted: CacheExport) -> Left:
         """The request's KV is staged at once: few tokens are missing where most of it was exported before."""
-        request_id, state, tokens = request.request_id, self._state_of(request.request_id), 0
+        request_id, state, tokens = request.request_id, sampling_state(self._core, request.request_id), 0
         if request.status == RequestStatus.RUNNING:
             tokens = _computed(request)
             export = _Export(wanted, wanted.start, tokens, tuple(self._cache.get_blocks(request_id).blocks))

@@ -64,6 +64,31 @@ async def test_what_an_instance_is_known_to_hold_of_a_prompt_does_not_count_as_q
     await other
 
 
+async def test_a_decode_that_has_left_another_instance_goes_on_after_its_known_tokens() -> None:
+    """Their KV counts as held here, and no step repeats them."""
+    side = Side(Role.DECODE)
+    given = {"known": packed([7, 8, 9]), "resumes": True, "state": b"state"}
+    for tokens, queued in ((5, 0), (4, 1), (0, 5)):  # of the six the last one is the next decode's
+        handle = KvHandle("t1", "p0", 1, "fp", (), tokens, "bfloat16") if tokens else None
+        task = await side.decode(msgspec.structs.replace(decode_request(handle), **given))
+        assert (side.decodes.queued_tokens, side.decodes.context_tokens) == (queued, 6)
+        side.engine.step(TokenStep([7], ""))
+        side.engine.step(TokenStep([6], "stop"))
+        await task
+    request = side.engine.requests[-1]
+    assert (request.forced_tokens, request.resumes, request.state) == ([7, 8, 9], True, b"state")
+    assert [item.tokens for item in side.call.items] == [[7], [6]] * 3
+
+
+async def test_a_decode_that_goes_on_here_has_used_a_part_of_its_answer() -> None:
+    """Its answer of 8 tokens is to find room, of which it has 3."""
+    side = Side(Role.DECODE)
+    task = await side.decode(msgspec.structs.replace(decode_request(), known=packed([7, 8, 9]), resumes=True))
+    assert max(side.decodes.kv_ahead(0, 0)) == 3 + 8
+    side.engine.step(TokenStep([6], "stop"))
+    await task
+
+
 async def test_prompts_count_as_queued_until_they_are_computed_and_the_wait_ends_when_the_engine_takes_them() -> None:
     side = Side(Role.PREFILL)
     task = await side.prefill(prefill_request(5))
