@@ -28,6 +28,7 @@ from shared.policy.estimate import (
 from shared.policy.index import ClusterIndex, InstanceIds, ReadySet, context_of, usable
 from shared.policy.output_lengths import UNKNOWN_LENGTHS, within
 from shared.policy.placement import JointPlacement, Policies
+from shared.policy.prefix_pull import offer_pulls
 from shared.policy.saved_tokens import saved_of
 from shared.policy.split import SplitChoice
 
@@ -43,7 +44,8 @@ class Adaptive(JointPlacement):
     the least pressure, at most `candidates` of each role; of either role the two that hold most of the prompt; and,
     where no decode instance holds any of it, two at random. The SLO cost says how likely the job misses its targets,
     and how much more likely the requests that it delays miss theirs: in the prefill queue, on the links, in decode
-    steps and for lack of KV memory.
+    steps and for lack of KV memory. With `pull`, the instance that computes the beginning of the prompt may pull its
+    prefix from a holder (`prefix_pull`).
     Beside another split or dispatch policy than the adaptive ones, it keeps to what that policy says and decides on
     the rest.
     Source: ours. Cronus 4.2 for the balanced split, TetriInfer 3.3.4 for few candidates and memory.
@@ -52,6 +54,7 @@ class Adaptive(JointPlacement):
     name: ClassVar[str] = "adaptive"
     uses_prefixes: ClassVar[bool] = True
     candidates: int = 4
+    pull: bool = True
 
     def __post_init__(self) -> None:
         _check(self.name, self.candidates)
@@ -82,6 +85,8 @@ class Adaptive(JointPlacement):
             DecodeSide(view, context, _saved(job, index, view, holders), mixed.get(view.info.instance_id))
             for view in views
         ]
+        if self.pull:
+            offer_pulls(context, index, holders, exclude, prefills, decodes)
 
         def best_of(sides: Sequence[DecodeSide]) -> Option:
             if isinstance(split, AdaptiveSplit) or not prefills:
@@ -252,6 +257,13 @@ def _comparison(best: Option, index: ClusterIndex) -> Figures:
         "wait_s": round(side.wait_s, 4),
         "saved_tokens": side.saved,
     }
+    if (pull := best.pull) is not None:
+        figures["pull_from"] = pull.holder.info.instance_id
+    elif (pull := side.pull) is not None:
+        figures["no_pull_from"] = pull.holder.info.instance_id
+    if pull is not None:
+        computed_s = side.own_s(decode.context.job.prompt_tokens) - side.own_s(decode.context.job.prompt_tokens, pull)
+        figures |= {"pull_tokens": pull.lacks, "pull_s": round(pull.ready_s, 4), "compute_s": round(computed_s, 4)}
     if prefill is None:
         return figures
     waiting = (
