@@ -262,8 +262,9 @@ def _comparison(best: Option, index: ClusterIndex) -> Figures:
     elif (pull := side.pull) is not None:
         figures["no_pull_from"] = pull.holder.info.instance_id
     if pull is not None:
-        computed_s = side.own_s(decode.context.job.prompt_tokens) - side.own_s(decode.context.job.prompt_tokens, pull)
-        figures |= {"pull_tokens": pull.lacks, "pull_s": round(pull.ready_s, 4), "compute_s": round(computed_s, 4)}
+        prompt = decode.context.job.prompt_tokens
+        compute_s = side.own_s(prompt) - side.own_s(prompt, pull.tokens)
+        figures |= {"pull_tokens": pull.lacks, "pull_s": round(pull.ready_s, 4), "compute_s": round(compute_s, 4)}
     if prefill is None:
         return figures
     waiting = (

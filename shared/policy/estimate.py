@@ -139,10 +139,13 @@ class PrefillSide:
         self.sends_s = load.staged_bytes / link.bytes_s if link is not None else 0.0  # what it holds for others
         self.pull: Pull | None = None
 
-    def own_s(self, tokens: int, pull: Pull | None = None) -> float:
-        """Seconds to compute the first `tokens` of the prompt, without the queue and the time of the pull."""
+    def own_s(self, tokens: int, saved: int | None = None) -> float:
+        """Seconds to compute the first `tokens` of the prompt, without the queue. saved: those that it has then; None:
+        those that it has now.
+        """
         form, chunk = self.form, self.chunk
-        saved = self.saved if pull is None else pull.tokens
+        if saved is None:
+            saved = self.saved
         if saved >= tokens:
             saved = tokens - 1
         fresh = tokens - saved
@@ -153,7 +156,8 @@ class PrefillSide:
     def part(self, tokens: int, others: Slo, pull: Pull | None = None) -> Part:
         """The first `tokens` of the prompt. As many requests as are queued now are taken to arrive behind the job."""
         wait_s, target, chunk = self.wait_s, others.ttft_s, self.chunk
-        own_s = self.own_s(tokens, pull)
+        saved = self.saved if pull is None else pull.tokens
+        own_s = self.own_s(tokens, saved)
         ready_s = wait_s + own_s
         cost = self.jobs * (slo_cost(ready_s / target) - slo_cost(wait_s / target)) if self.jobs else 0.0
         if pull is not None:
@@ -161,7 +165,7 @@ class PrefillSide:
             if pull.ready_s > wait_s:  # the requests behind it do not wait for what it pulls
                 wait_s = pull.ready_s
                 ready_s = wait_s + own_s
-        begins_s = ready_s if tokens <= chunk else wait_s + self.own_s(chunk, pull)
+        begins_s = ready_s if tokens <= chunk else wait_s + self.own_s(chunk, saved)
         return Part(tokens, ready_s, begins_s, chunk / tokens if chunk < tokens else 1.0, cost, pull)
 
 
@@ -303,9 +307,12 @@ class DecodeSide:
             memory += self.over * (slo_cost((now_s + behind_s / usual.brief) / target) - slo_cost(now_s / target))
         return DecodeTerms(rest_s, self.after_s + self.beside_s, others, memory, self.room_s, pull)
 
-    def own_s(self, tokens: int, pull: Pull | None = None) -> float:
-        """Seconds to compute the first `tokens` of the prompt, without the queue and the time of the pull."""
-        saved = self.saved if pull is None else pull.tokens
+    def own_s(self, tokens: int, saved: int | None = None) -> float:
+        """Seconds to compute the first `tokens` of the prompt, without the queue. saved: those that it has then; None:
+        those that it has now.
+        """
+        if saved is None:
+            saved = self.saved
         return self._rest_s(saved, tokens - saved)
 
     def _rest_s(self, before: int, rest: int) -> float:
@@ -566,7 +573,7 @@ def _balanced_pairs(local_options: Sequence[Option], pairs: Sequence[Option]) ->
 
 def balanced(prompt: int, prefill: PrefillSide, decode: DecodeSide, pull: Pull | None = None) -> int:
     """The split for which both sides take about as long, their queues included. Source: Cronus 4.2, in closed form."""
-    each_s = prefill.own_s(prompt, pull) / prompt
+    each_s = prefill.own_s(prompt, pull.tokens if pull is not None else None) / prompt
     split = (decode.wait_s - prefill.wait_s + prompt * decode.token_s) / (each_s + decode.token_s)
     return max(0, min(prompt, round(split)))
 

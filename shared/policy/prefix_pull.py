@@ -6,6 +6,7 @@ the job waits in the queue of the puller.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from operator import itemgetter
 from shared.domain.instance import InstanceView
 from shared.domain.rates import UNKNOWN_STEPS
@@ -18,6 +19,7 @@ EXPORT_SHARE = 0.2  # of the time of an instance that decodes, the most that exp
 ROUND_TRIPS_S = 0.005  # of the messages to the holder and to the puller
 LEAST_TOKENS = 128  # a pull of fewer is not worth its messages
 UNKNOWN_BYTES_S = 1e9  # of a link that neither end has measured: the first pulls measure it
+HOLDERS = 3  # whose loads are compared, those with the longest runs
 SIDES = 2  # of each role that may pull: those that would have the prompt first
 
 
@@ -29,12 +31,12 @@ def gather_s(wire_bytes: float, ranks: int) -> float:
 class Holder:
     """An instance that holds the first `tokens` of the prompt: when it could export them, and whom that delays."""
 
-    __slots__ = ("begins_s", "decodes", "jobs", "sends_s", "step_s", "tokens", "view", "wait_s")
+    __slots__ = ("begins_s", "decodes", "jobs", "kv_bytes", "sends_s", "step_s", "tokens", "view", "wait_s")
 
     def __init__(self, view: InstanceView, tokens: int) -> None:
         info, load = view.info, view.load
         rates, link = info.rates.step or UNKNOWN_STEPS, info.rates.link
-        self.view, self.tokens = view, tokens
+        self.view, self.tokens, self.kv_bytes = view, tokens, info.kv_bytes_per_token
         self.decodes = decodes = min(load.decoding, info.max_seqs or load.decoding)
         self.jobs = load.queued_prefill
         context = load.context_tokens * decodes / load.decoding if decodes else 0.0
@@ -44,30 +46,30 @@ class Holder:
         self.wait_s = rates.prefill_s(load.queued_prefill_tokens, 0) if self.jobs else 0.0
         self.sends_s = load.staged_bytes / (link.bytes_s if link is not None else UNKNOWN_BYTES_S)
 
-    def pull(self, view: InstanceView, saved: int, context: JobContext) -> Pull | None:
-        """What an instance that holds `saved` tokens itself could pull from here; None where that is too little."""
-        tokens = saved_of(self.tokens, view, context.job.prompt_tokens)
-        lacks = tokens - saved
-        if lacks < LEAST_TOKENS:
-            return None
+    def ready_s(self, view: InstanceView, lacks: int) -> float:
+        """Seconds until `lacks` tokens of the prompt could be at an instance."""
         info, link, out = self.view.info, view.info.rates.link, self.view.info.rates.link
-        wire_bytes = lacks * info.kv_bytes_per_token
-        bytes_s, latency_s, inbound_s = UNKNOWN_BYTES_S, 0.0, 0.0
+        wire_bytes = lacks * self.kv_bytes
+        bytes_s, waits_s, latency_s = UNKNOWN_BYTES_S, self.sends_s, 0.0
         if link is not None:
-            bytes_s, latency_s = link.from_s(info.instance_id), link.latency_s
+            bytes_s, latency_s = link.slow.get(info.instance_id, link.bytes_s), link.latency_s
             inbound_s = view.load.inbound_bytes / link.bytes_s
+            if inbound_s > waits_s:
+                waits_s = inbound_s
         if out is not None and (link is None or out.bytes_s < bytes_s):
             bytes_s = out.bytes_s
-        waits_s = inbound_s if inbound_s > self.sends_s else self.sends_s
-        engine_s = gather_s(wire_bytes, info.tensor_parallel)
-        gathered_s = engine_s / EXPORT_SHARE if self.decodes else engine_s
+        gathered_s = self.gather_s(lacks)
+        if self.decodes:
+            gathered_s /= EXPORT_SHARE
         moved_s = waits_s + wire_bytes / bytes_s + latency_s
-        ready_s = ROUND_TRIPS_S + self.begins_s + (moved_s if moved_s > gathered_s else gathered_s)
-        return Pull(self.view, tokens, lacks, ready_s, self._others(engine_s, context))
+        return ROUND_TRIPS_S + self.begins_s + (moved_s if moved_s > gathered_s else gathered_s)
 
-    def _others(self, engine_s: float, context: JobContext) -> float:
-        """The cost to the decodes here and to the prompts that wait here, which the gathering delays."""
-        slo, cost = context.others, 0.0
+    def gather_s(self, tokens: int) -> float:
+        return gather_s(tokens * self.kv_bytes, self.view.info.tensor_parallel)
+
+    def others(self, tokens: int, context: JobContext) -> float:
+        """The cost to the decodes here and to the prompts that wait here, which the gathering of `tokens` delays."""
+        slo, cost, engine_s = context.others, 0.0, self.gather_s(tokens)
         if self.decodes:
             longer_s = self.step_s + engine_s / context.usual.mean
             cost = self.decodes * (slo_cost(longer_s / slo.tpot_s) - slo_cost(self.step_s / slo.tpot_s))
@@ -87,15 +89,18 @@ def offer_pulls(
 ) -> None:
     """Give a few sides the pull that each could make, where that makes the prompt ready sooner.
 
-    held: the instances with the longest runs of the prompt's prefix, and the tokens that they hold.
+    held: the instances with the longest runs of the prompt's prefix, longest first, and the tokens that they hold.
     """
-    if context.job.local_only or not held or max(held.values()) < LEAST_TOKENS:
+    least = LEAST_TOKENS + min(side.saved for side in chain(prefills, decodes))
+    if context.job.local_only or not held or next(iter(held.values())) < least:
         return
-    holders = []
+    holders: list[Holder] = []
     for instance_id, tokens in held.items():
         view = index.prefill.get(instance_id) or index.decode.get(instance_id)
         if view is not None and instance_id not in exclude:
             holders.append(Holder(view, tokens))
+            if len(holders) == HOLDERS:
+                break
     holders.sort(key=lambda one: (-one.tokens, one.begins_s + one.sends_s))
     if holders:
         _offer(context, holders, prefills)
@@ -103,22 +108,24 @@ def offer_pulls(
 
 
 def _offer(context: JobContext, holders: Sequence[Holder], sides: Sequence[PrefillSide] | Sequence[DecodeSide]) -> None:
-    prompt, found = context.job.prompt_tokens, []
-    for at, side in enumerate(sides):
-        info = side.view.info
+    prompt, most, found = context.job.prompt_tokens, holders[0].tokens, []
+    for side in sides:
+        saved, view = side.saved, side.view
+        if most - saved < LEAST_TOKENS:
+            continue
+        info = view.info
         for holder in holders:
-            if holder.tokens - side.saved < LEAST_TOKENS:
-                break
             other = holder.view.info
             if other.instance_id == info.instance_id or other.precision != info.precision:
                 continue
-            pull = holder.pull(side.view, side.saved, context)
-            if pull is not None:
-                wait_s, own_s = side.wait_s, side.own_s(prompt)
-                ready_s = max(wait_s, pull.ready_s) + side.own_s(prompt, pull)
-                if ready_s < wait_s + own_s:
-                    found.append((ready_s, at, pull))
+            tokens = saved_of(holder.tokens, view, prompt)
+            if tokens - saved >= LEAST_TOKENS:
+                pull_s, wait_s = holder.ready_s(view, tokens - saved), side.wait_s
+                ready_s = (pull_s if pull_s > wait_s else wait_s) + side.own_s(prompt, tokens)
+                if ready_s < wait_s + side.own_s(prompt, saved):
+                    found.append((ready_s, pull_s, side, holder, tokens))
             break
     found.sort(key=itemgetter(0))
-    for _, at, pull in found[:SIDES]:
-        sides[at].pull = pull
+    for _, pull_s, side, holder, tokens in found[:SIDES]:
+        lacks = tokens - side.saved
+        side.pull = Pull(holder.view, tokens, lacks, pull_s, holder.others(lacks, context))
