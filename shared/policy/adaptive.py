@@ -28,7 +28,7 @@ from shared.policy.estimate import (
 from shared.policy.index import ClusterIndex, InstanceIds, ReadySet, context_of, usable
 from shared.policy.output_lengths import UNKNOWN_LENGTHS, within
 from shared.policy.placement import JointPlacement, Policies
-from shared.policy.prefix_pull import offer_pulls
+from shared.policy.prefix_pull import Holder, holders_of, offer_pulls, pull_of
 from shared.policy.saved_tokens import saved_of
 from shared.policy.split import SplitChoice
 
@@ -85,8 +85,10 @@ class Adaptive(JointPlacement):
             DecodeSide(view, context, _saved(job, index, view, holders), mixed.get(view.info.instance_id))
             for view in views
         ]
-        if self.pull:
-            offer_pulls(context, index, holders, exclude, prefills, decodes)
+        pulls = holders_of(index, holders, exclude) if self.pull and holders and not job.local_only else []
+        if pulls:
+            offer_pulls(pulls, prefills, context)
+            offer_pulls(pulls, decodes, context)
 
         def best_of(sides: Sequence[DecodeSide]) -> Option:
             if isinstance(split, AdaptiveSplit) or not prefills:
@@ -97,7 +99,7 @@ class Adaptive(JointPlacement):
         if best.hold_s > HOLD_S and job.can_wait and not job.begun:
             best = _best_with_room(job, best_of, decodes) or best
         looked_at: Figures = {"prefill_candidates": len(prefills), "decode_candidates": len(decodes)}
-        figures = {"split": best.split, **best.figures, **looked_at, **_comparison(best, index)}
+        figures = {"split": best.split, **best.figures, **looked_at, **_comparison(best, index), **_pulls(best, pulls)}
         return _choice(best, (Reason("placement:adaptive", figures),))
 
 
@@ -257,14 +259,6 @@ def _comparison(best: Option, index: ClusterIndex) -> Figures:
         "wait_s": round(side.wait_s, 4),
         "saved_tokens": side.saved,
     }
-    if (pull := best.pull) is not None:
-        figures["pull_from"] = pull.holder.info.instance_id
-    elif (pull := side.pull) is not None:
-        figures["no_pull_from"] = pull.holder.info.instance_id
-    if pull is not None:
-        prompt = decode.context.job.prompt_tokens
-        compute_s = side.own_s(prompt) - side.own_s(prompt, pull.tokens)
-        figures |= {"pull_tokens": pull.lacks, "pull_s": round(pull.ready_s, 4), "compute_s": round(compute_s, 4)}
     if prefill is None:
         return figures
     waiting = (
@@ -278,6 +272,26 @@ def _comparison(best: Option, index: ClusterIndex) -> Figures:
     if view is not None:
         figures |= {"runner_up": runner_up, "runner_up_wait_s": round(PrefillSide(view).wait_s, 4)}
     return figures
+
+
+def _pulls(best: Option, holders: Sequence[Holder]) -> Figures:
+    """The pull that was chosen, or that the instance where the prompt begins could have made, and what the computation
+    of the same tokens takes there.
+    """
+    if not holders:
+        return {}
+    side: PrefillSide | DecodeSide = best.prefill or best.decode
+    pull = best.pull or pull_of(holders, side, best.decode.context)
+    if pull is None:
+        return {}
+    prompt = best.decode.context.job.prompt_tokens
+    return {
+        "no_pull_from" if best.pull is None else "pull_from": pull.holder.info.instance_id,
+        "pull_tokens": pull.lacks,
+        "pull_s": round(pull.ready_s, 4),
+        "compute_s": round(side.own_s(prompt) - side.own_s(prompt, pull.tokens), 4),
+        "others_pull": round(pull.others, 6),
+    }
 
 
 def _check(name: str, candidates: int) -> None:

@@ -114,7 +114,7 @@ class Decider:
         )
 
     def expected(self, job: JobView, route: Route) -> tuple[int, float]:
-        """Prompt tokens that the instance which starts the job holds or pulls, and the expected tokens of the answer."""
+        """Prompt tokens that the instance which starts the job holds or pulls, and expected tokens of the answer."""
         held, first = 0, route.prefill or route.decode
         if job.prefix and first is not None:
             index = self.loads.current

@@ -517,7 +517,9 @@ def _local_options(decodes: Sequence[DecodeSide]) -> list[Option]:
     found: list[Option] = []
     best, weight = float("inf"), decodes[0].context.weight
     for decode in decodes:
-        for terms in (decode.terms(0),) if decode.pull is None else (decode.terms(0), decode.terms(0, pull=decode.pull)):
+        ways = (None,) if decode.pull is None else (None, decode.pull)
+        for pull in ways:
+            terms = decode.terms(0, pull=pull)
             if weight * (terms.others + terms.memory) - ROUNDING > best:
                 continue
             option = local(decode, terms)

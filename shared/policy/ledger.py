@@ -117,8 +117,8 @@ def assignments(job: JobView, route: Route, now: float) -> tuple[Assignment, ...
             )
         )
     if route.pull is not None:
-        imported = pulled - (route.prefill_saved if route.prefill is not None else route.decode_saved)
-        booked.append(Assignment(route.pull.holder.instance_id, now, job_id=job.job_id, export_tokens=imported))
+        exported = route.pulled_tokens
+        booked.append(Assignment(route.pull.holder.instance_id, now, job_id=job.job_id, export_tokens=exported))
     return tuple(booked)
 
 

@@ -6,8 +6,8 @@ the job waits in the queue of the puller.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from operator import itemgetter
+
 from shared.domain.instance import InstanceView
 from shared.domain.rates import UNKNOWN_STEPS
 from shared.policy.estimate import DecodeSide, JobContext, PrefillSide, Pull, slo_cost
@@ -79,53 +79,64 @@ class Holder:
         return cost
 
 
-def offer_pulls(
-    context: JobContext,
-    index: ClusterIndex,
-    held: Mapping[str, int],
-    exclude: InstanceIds,
-    prefills: Sequence[PrefillSide],
-    decodes: Sequence[DecodeSide],
-) -> None:
-    """Give a few sides the pull that each could make, where that makes the prompt ready sooner.
-
-    held: the instances with the longest runs of the prompt's prefix, longest first, and the tokens that they hold.
+def holders_of(index: ClusterIndex, held: Mapping[str, int], exclude: InstanceIds) -> list[Holder]:
+    """The ready instances with the longest runs of a prompt's prefix, the longest first; of equal ones, the one that
+    could send it first. held: ids and tokens, the longest run first.
     """
-    least = LEAST_TOKENS + min(side.saved for side in chain(prefills, decodes))
-    if context.job.local_only or not held or next(iter(held.values())) < least:
-        return
-    holders: list[Holder] = []
+    found: list[Holder] = []
     for instance_id, tokens in held.items():
         view = index.prefill.get(instance_id) or index.decode.get(instance_id)
-        if view is not None and instance_id not in exclude:
-            holders.append(Holder(view, tokens))
-            if len(holders) == HOLDERS:
-                break
-    holders.sort(key=lambda one: (-one.tokens, one.begins_s + one.sends_s))
-    if holders:
-        _offer(context, holders, prefills)
-        _offer(context, holders, decodes)
-
-
-def _offer(context: JobContext, holders: Sequence[Holder], sides: Sequence[PrefillSide] | Sequence[DecodeSide]) -> None:
-    prompt, most, found = context.job.prompt_tokens, holders[0].tokens, []
-    for side in sides:
-        saved, view = side.saved, side.view
-        if most - saved < LEAST_TOKENS:
-            continue
-        info = view.info
-        for holder in holders:
-            other = holder.view.info
-            if other.instance_id == info.instance_id or other.precision != info.precision:
-                continue
-            tokens = saved_of(holder.tokens, view, prompt)
-            if tokens - saved >= LEAST_TOKENS:
-                pull_s, wait_s = holder.ready_s(view, tokens - saved), side.wait_s
-                ready_s = (pull_s if pull_s > wait_s else wait_s) + side.own_s(prompt, tokens)
-                if ready_s < wait_s + side.own_s(prompt, saved):
-                    found.append((ready_s, pull_s, side, holder, tokens))
+        if tokens < LEAST_TOKENS or len(found) == HOLDERS:
             break
+        if view is not None and instance_id not in exclude:
+            found.append(Holder(view, tokens))
+    found.sort(key=lambda one: (-one.tokens, one.begins_s + one.sends_s))
+    return found
+
+
+def offer_pulls(
+    holders: Sequence[Holder], sides: Sequence[PrefillSide] | Sequence[DecodeSide], context: JobContext
+) -> None:
+    """Give a few of the sides, which are of one role, the pull that each could make, where that makes the prompt ready
+    sooner there.
+    """
+    prompt, found = context.job.prompt_tokens, []
+    for side in sides:
+        offer = _offer(holders, side, prompt)
+        if offer is not None:
+            holder, tokens, pull_s = offer
+            wait_s = side.wait_s
+            ready_s = (pull_s if pull_s > wait_s else wait_s) + side.own_s(prompt, tokens)
+            if ready_s < wait_s + side.own_s(prompt):
+                found.append((ready_s, side, offer))
     found.sort(key=itemgetter(0))
-    for _, pull_s, side, holder, tokens in found[:SIDES]:
+    for _, side, (holder, tokens, pull_s) in found[:SIDES]:
         lacks = tokens - side.saved
         side.pull = Pull(holder.view, tokens, lacks, pull_s, holder.others(lacks, context))
+
+
+def pull_of(holders: Sequence[Holder], side: PrefillSide | DecodeSide, context: JobContext) -> Pull | None:
+    """The pull that a side could make, whether or not it is worth it."""
+    offer = _offer(holders, side, context.job.prompt_tokens)
+    if offer is None:
+        return None
+    holder, tokens, pull_s = offer
+    lacks = tokens - side.saved
+    return Pull(holder.view, tokens, lacks, pull_s, holder.others(lacks, context))
+
+
+def _offer(holders: Sequence[Holder], side: PrefillSide | DecodeSide, prompt: int) -> tuple[Holder, int, float] | None:
+    """The first holder from which the side could pull, the tokens that it would have then, and the seconds until it
+    would have them. KV of another precision is not pulled: it would not join the prefixes of the side.
+    """
+    saved, view = side.saved, side.view
+    info = view.info
+    for holder in holders:
+        if holder.tokens - saved < LEAST_TOKENS:
+            return None
+        other = holder.view.info
+        if other.instance_id == info.instance_id or other.precision != info.precision:
+            continue
+        tokens = saved_of(holder.tokens, view, prompt)
+        return (holder, tokens, holder.ready_s(view, tokens - saved)) if tokens - saved >= LEAST_TOKENS else None
+    return None

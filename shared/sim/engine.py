@@ -247,7 +247,9 @@ class Engine:
         """Decode steps until the batch changes by itself: a leg is done, blocks run out, or others may start."""
         scheduler = self.scheduler
         # Steps of the same batch may be enough for another leg to start: then each step is looked at.
-        if self._stepwise or self._gather_s > 0.0 or (len(scheduler.waiting) and (step.has_preempted or scheduler.admission.needs_running)):
+        if self._stepwise or self._gather_s > 0.0:
+            return 1
+        if len(scheduler.waiting) and (step.has_preempted or scheduler.admission.needs_running):
             return 1
         most = self._group.steps_to_finish()
         return most if scheduler.limits.reserves_output else self._group.affordable(self.memory.free, most)

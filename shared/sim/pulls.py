@@ -1,4 +1,4 @@
-"""Pulls of prefixes during a run: a holder exports KV from its prefix cache, and the puller has it before it computes."""
+"""Pulls of prefixes during a run: a holder exports KV from its prefix cache, and the puller computes the rest."""
 
 from shared.domain.instance import InstanceState
 from shared.domain.route import PrefixPull

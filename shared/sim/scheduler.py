@@ -12,7 +12,7 @@ The states of a request (`State`), and what moves it from one to another:
 
     state       holds blocks  in the batch  next state
     WAITING     no            no            PREFILLING when it starts (`_start`); RECEIVING if it imports its KV
-    RECEIVING   yes           no            RECEIVED when its KV is here (`kv_arrived`), or will not come (`pull_failed`)
+    RECEIVING   yes           no            RECEIVED when its KV is here (`kv_arrived`), or cannot come (`pull_failed`)
     RECEIVED    yes           no            DECODING or PREFILLING when it joins the batch (`_join_received`)
     PREFILLING  yes           yes           DECODING (`start_decoding`), FINISHED (`finish`), WAITING (`_preempt`)
     DECODING    yes           yes           FINISHED (`finish`), WAITING (`_preempt`)

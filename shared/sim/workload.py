@@ -40,7 +40,7 @@ class Workload:
     prefixes: for each request the ids of its prompt's blocks of `prefix_block_tokens` tokens, in order (equal ids at
     the start of two prompts are equal text), or None where they are not known. answers: with prefixes, for each request
     the ids of the blocks that its answer fills, which follow the whole blocks of its prompt, as far as they are known.
-    mix: None where all requests are of the run's one class. Raises InvalidRequest that names the first request at fault.
+    mix: None where all are of the run's one class. Raises InvalidRequest that names the first request at fault.
     """
 
     name: str
