@@ -20,6 +20,8 @@ from shared.sim.request import Leg, State
 from shared.sim.scheduler import Scheduler, Step
 from shared.sim.spec import EngineLimits
 
+_ROUNDING_S = 1e-9  # by which sums of step times may differ
+
 
 class EngineEvents(Protocol):
     """What an engine reports, and when it happened."""
@@ -124,14 +126,15 @@ class Engine:
 
     def export(self, seconds: float, now: float) -> float:
         """Gather blocks of the prefix cache for so many seconds of the engine's time, between its steps; beside decodes
-        they have a share of it. `now`: a step has just ended. Returns when they are gathered.
+        they have a share of it. `now`: a step has just ended, and the next one has begun. Returns when they are
+        gathered.
         """
         if self.idle:
             return now + seconds
         self._gather_s += seconds
         glide = self._glide
         if glide is not None:
-            steps = max(1, min(glide.steps_begun(now), self._glide_steps))
+            steps = min(glide.steps_begun(now + _ROUNDING_S), self._glide_steps)
             self._glide_steps, self._look_steps = steps, 0
             self._set_due(max(now, glide.end_s(steps)))
         return now + (self._gather_s / EXPORT_SHARE if self._group.count else self._gather_s)

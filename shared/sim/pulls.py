@@ -34,9 +34,13 @@ class Pulls:
 
     def _ask(self, pull: "_Pull", now: float) -> None:
         if pull.is_possible:
-            self._loop.at(pull.engine.step_end_s(now), self._export, pull)
+            self._loop.at(pull.engine.step_end_s(now), self._ends, pull)
         else:
             self._fail(pull, now)
+
+    def _ends(self, pull: "_Pull", now: float) -> None:
+        """A step of the holder ends. The export follows whatever else is planned for this moment, as the next step."""
+        self._loop.at(now, self._export, pull)
 
     def _export(self, pull: "_Pull", now: float) -> None:
         """The step of the holder has ended: what it still holds leaves, less what the puller has itself."""
