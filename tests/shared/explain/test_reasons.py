@@ -90,6 +90,35 @@ def test_every_entry_is_written_somewhere() -> None:
         ),
         (Reason("placement:adaptive", {"wait_s": 0.0, "saved_tokens": 0}), "nothing ahead of it"),
         (
+            Reason(
+                "placement:adaptive",
+                {"wait_s": 0.0, "pull_from": "d-1", "pull_tokens": 1408, "pull_s": 0.031, "compute_s": 0.2},
+            ),
+            "nothing ahead of it; it pulls 1,408 tokens of it from d-1 within 31 ms; to compute them would take 0.2 s",
+        ),
+        (
+            Reason(
+                "placement:adaptive",
+                {"wait_s": 0.0, "no_pull_from": "d-1", "pull_tokens": 256, "pull_s": 0.5, "compute_s": 0.2},
+            ),
+            "nothing ahead of it; it computes 256 tokens that d-1 holds, in 0.2 s; to pull them would take 0.5 s",
+        ),
+        (
+            Reason(
+                "placement:adaptive",
+                {
+                    "wait_s": 0.0,
+                    "no_pull_from": "d-1",
+                    "pull_tokens": 256,
+                    "pull_s": 0.1,
+                    "compute_s": 0.2,
+                    "others_pull": 0.3,
+                },
+            ),
+            "nothing ahead of it; it computes 256 tokens that d-1 holds, in 0.2 s; to pull them would take 0.1 s "
+            "and delay others there",
+        ),
+        (
             Reason("placement:least_load", {"chosen": "p-1", "score": 0.2, "runner_up": "p-0", "runner_up_score": 0.2}),
             "0.2 s until it would be through, as at p-0",
         ),
