@@ -178,9 +178,11 @@ async def begun(run: Run, leaving: Leaving, kind: str) -> dict[str, Any]:
     }
 
 
-async def found(port: int, overlapping: bool, given: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    """Each kind of answer, begun here; or the rests of those that another engine has begun."""
-    engine = {**ENGINE, "engine_args": {**ENGINE["engine_args"], **settings}}
+async def found(
+    port: int, overlapping: bool, given: dict[str, Any] | None = None, caching: bool = True
+) -> dict[str, Any]:
+    """Each kind of answer, begun here; or the rests of those that another engine has begun. caching: of prefixes."""
+    engine = {**ENGINE, "engine_args": {**ENGINE["engine_args"], "enable_prefix_caching": caching}}
     async with started(port, 1 << 20, {}, async_scheduling=overlapping, **engine) as here:
         run = Run(here.engine)
         if given is None:

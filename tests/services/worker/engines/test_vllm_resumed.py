@@ -15,9 +15,11 @@ SCRIPT = "tests.services.worker.engines.resumed_run"
 
 @pytest.fixture(scope="module", params=[False, True], ids=["one step at a time", "overlapping"])
 def begun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """With vLLM's asynchronous scheduling and without; so are the answers' rests, the other way round."""
+    """With vLLM's asynchronous scheduling and without; so are the answers' rests, the other way round. The second of
+    the engines that these move to has no prefix cache.
+    """
     source = found_by(SCRIPT, tmp_path_factory.mktemp("source"), request.param)
-    target = found_by(SCRIPT, tmp_path_factory.mktemp("target"), not request.param, source)
+    target = found_by(SCRIPT, tmp_path_factory.mktemp("target"), not request.param, source, not request.param)
     return {"source": source, **target}
 
 
